@@ -1,0 +1,46 @@
+# make            builds ./qwen3 for this machine
+# make run        asks the tiny model of tests/ a question
+# make test       makes a virtual environment in tests/.venv and runs every test
+# make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
+# make THREADS=0  builds without threads
+CC ?= cc
+CFLAGS ?= -O3
+WARNINGS = -Wall -Wextra
+LDLIBS = -lm
+
+works = $(shell echo 'int main(void) { return 0; }' | $(CC) $(1) -x c -o /dev/null - 2>/dev/null && echo $(1))
+NATIVE := $(or $(call works,-march=native),$(call works,-mcpu=native))
+ifneq ($(THREADS),0)
+THREAD_FLAG := $(call works,-pthread)
+endif
+# Floats are summed in one fixed order: the compiler may use SIMD where the source says so, and may
+# not fuse a product with a sum.
+ALL_CFLAGS = $(CFLAGS) $(NATIVE) -std=gnu11 -ffp-contract=off -fopenmp-simd $(WARNINGS) \
+             $(or $(THREAD_FLAG),-DNO_THREADS)
+SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+
+qwen3: qwen3.c Makefile
+	$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)
+
+run: qwen3
+	./qwen3 tests/tiny/tiny.bin -t 0 -i "What is the capital of France?"
+
+debug: CFLAGS = $(SANITIZE)
+debug: clean qwen3
+
+# C programs that include qwen3.c: test checks its functions, render and tokens print ids
+tests/%: tests/%.c tests/records.h qwen3.c Makefile
+	$(CC) $(ALL_CFLAGS) -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
+
+tests/tiny/tiny.bin:
+	@echo "$@ is missing: python export.py tests/tiny/model $@"; exit 1
+
+test: qwen3 tests/test tests/render tests/tokens
+	tests/test
+	python3 tests/setup_venv.py
+	tests/.venv/bin/python -m pytest tests
+
+clean:
+	rm -f qwen3 tests/test tests/render tests/tokens
+
+.PHONY: run debug test clean

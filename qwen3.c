@@ -1,0 +1,2693 @@
+/* qwen3.c - Qwen3 inference in one C file: no packages, just libc, libm and threads.
+
+   ./qwen3 model.bin -i "What is the capital of France?"
+
+   What runs here, top to bottom of this file: map the checkpoint, cut the text into tokens, run
+   the transformer over them, sample the next token, print it, and so on until the answer ends.
+
+   One token x (dim) goes through n_layers layers, each of which is (model.md, HF modeling_qwen3):
+
+     h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
+     q = Wq h, k = Wk h, v = Wv h             n_heads, n_kv_heads and n_kv_heads vectors (head_dim)
+     q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalised by itself
+     k = rope(rmsnorm(k, k_norm), pos)        k and v are appended to the cache
+     a = softmax(q . K / sqrt(head_dim)) V    per head; n_heads / n_kv_heads of them share a K and V
+     x = x + Wo a
+     h = rmsnorm(x, rms_ffn)
+     x = x + W2 (silu(W1 h) * (W3 h))         silu(z) = z / (1 + exp(-z))
+
+   and the scores of the next token are  logits = Wcls rmsnorm(x, rms_final)  (vocab_size).
+
+   model.bin: a 256-byte header (Config below), then the weights, all little-endian:
+
+     fp32 norms   rms_att (n_layers, dim), rms_ffn (n_layers, dim), rms_final (dim),
+                  q_norm (n_layers, head_dim), k_norm (n_layers, head_dim)
+     Q8_0         token embedding (vocab_size, dim); all layers' Wq, then all Wk, Wv, Wo, W1, W2,
+                  W3; and Wcls (vocab_size, dim) unless it is the embedding
+
+   A Q8_0 matrix (out, in) is out*in int8 values, row by row, then one fp32 scale for every
+   group_size consecutive values of a row: w ~= q * scale. The input of every product is quantized
+   the same way, so that a group's dot product is an exact integer. MIT license. */
+
+// ------------------------------------------------------------------------------------------------
+// Includes, and everything that depends on the platform
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#ifndef NO_THREADS
+#include <pthread.h>
+#endif
+#ifdef __linux__
+#include <sched.h>
+#endif
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define VERSION "1.0"
+#define INLINE static inline __attribute__((always_inline, unused))
+#define NOINLINE static __attribute__((noinline))  // one copy: the same bits for every caller
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+// Tells a spinning core that it waits.
+INLINE void cpu_pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+// The number of cores this process may use.
+static int cpu_count(void) {
+#ifdef __linux__
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+#endif
+    long n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n > 0 ? (int)n : 1;
+}
+
+// Seconds since some fixed point.
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Errors, memory, byte strings
+
+enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
+
+// One line on stderr whatever the arguments hold, "qwen3: WHERE: WHAT, expected X, found Y".
+static void complain(const char *fmt, va_list args) {
+    char line[1024];
+    vsnprintf(line, sizeof(line), fmt, args);
+    for (char *c = line; *c; c++) {
+        if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
+    }
+    fprintf(stderr, "qwen3: %s\n", line);
+}
+
+// A file, memory or model error.
+__attribute__((format(printf, 1, 2), noreturn)) static void die(const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    complain(fmt, args);
+    exit(EXIT_FAILURE);
+}
+
+// A usage error; found before any file is opened.
+__attribute__((format(printf, 1, 2), noreturn)) static void die_usage(const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    complain(fmt, args);
+    exit(EXIT_USAGE);
+}
+
+static bool quiet;  // -q
+
+// Something the user should know that is no error.
+__attribute__((format(printf, 1, 2))) static void notice(const char *fmt, ...) {
+    if (quiet) return;
+    va_list args;
+    va_start(args, fmt);
+    complain(fmt, args);
+    va_end(args);
+}
+
+// count zeroed elements at a multiple of 64 bytes, kept until the program ends. Untouched pages
+// cost nothing.
+static void *alloc(size_t count, size_t size, const char *what) {
+    char *p = count < (SIZE_MAX - 64) / size ? calloc(count * size + 64, 1) : NULL;
+    if (!p) die("memory: not enough for %s, expected %.0f MB", what, count * (double)size / 1e6);
+    return p + (-(uintptr_t)p & 63);
+}
+
+typedef struct {  // bytes that belong to somebody else: text is never NUL-terminated here
+    const uint8_t *p;
+    size_t n;
+} Bytes;
+
+typedef struct {  // bytes that grow
+    uint8_t *p;
+    size_t n, cap;
+} Buffer;
+
+typedef struct {  // token ids that grow
+    int *p;
+    size_t n, cap;
+} Ids;
+
+// Room for `more` elements of `size` bytes after the first n.
+static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
+    if (n + more <= *cap) return p;
+    *cap = n + more > 2 * *cap ? n + more : 2 * *cap;
+    p = realloc(p, *cap * size);
+    if (!p) die("memory: not enough for text, expected %.0f MB", *cap * (double)size / 1e6);
+    return p;
+}
+
+static void buffer_add(Buffer *b, Bytes text) {
+    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);
+    if (text.n) memcpy(b->p + b->n, text.p, text.n);
+    b->n += text.n;
+}
+
+static void ids_add(Ids *ids, int id) {
+    ids->p = grow(ids->p, &ids->cap, ids->n, 1, sizeof(int));
+    ids->p[ids->n++] = id;
+}
+
+static Bytes bytes(const char *s) {
+    return (Bytes){(const uint8_t *)s, strlen(s)};
+}
+
+static bool bytes_equal(Bytes a, Bytes b) {
+    return a.n == b.n && (a.n == 0 || memcmp(a.p, b.p, a.n) == 0);
+}
+
+static Bytes bytes_from(Bytes b, size_t start) {
+    return (Bytes){b.p + start, b.n - start};
+}
+
+INLINE int min_int(int a, int b) { return a < b ? a : b; }
+INLINE int max_int(int a, int b) { return a > b ? a : b; }
+INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+// The whole file, mapped read-only.
+static Bytes file_map(const char *path) {
+    int fd = open(path, O_RDONLY);
+    struct stat st;
+    if (fd < 0 || fstat(fd, &st) != 0) die("%s: %s", path, strerror(errno));
+    if (!S_ISREG(st.st_mode)) die("%s: wrong kind of file, expected a regular file", path);
+    if (st.st_size == 0) die("%s: wrong size, expected a model file, found 0 bytes", path);
+    void *p = mmap(NULL, st.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
+    close(fd);
+    return (Bytes){p, st.st_size};
+}
+
+// Everything that fd has to give.
+static void file_read(Buffer *b, int fd, const char *name) {
+    for (;;) {
+        b->p = grow(b->p, &b->cap, b->n, 65536, 1);
+        ssize_t got = read(fd, b->p + b->n, b->cap - b->n);
+        if (got == 0) return;
+        if (got < 0 && errno != EINTR) die("%s: %s", name, strerror(errno));
+        if (got > 0) b->n += got;
+    }
+}
+
+// Takes a file apart from front to back; never reads behind its end.
+typedef struct {
+    const char *file;
+    Bytes rest;
+} Cursor;
+
+static const void *take(Cursor *c, uint64_t size, const char *what) {
+    if (size > c->rest.n)
+        die("%s: file ends inside %s, expected %llu more bytes, found %zu", c->file, what,
+            (unsigned long long)size, c->rest.n);
+    const void *p = c->rest.p;
+    c->rest = bytes_from(c->rest, size);
+    return p;
+}
+
+static uint32_t take_u32(Cursor *c, const char *what) {
+    uint32_t value;
+    memcpy(&value, take(c, 4, what), 4);
+    return value;
+}
+
+static float take_f32(Cursor *c, const char *what) {
+    float value;
+    memcpy(&value, take(c, 4, what), 4);
+    return value;
+}
+
+// ------------------------------------------------------------------------------------------------
+// The model: shapes are (rows, columns) = (out, in), as torch.nn.Linear stores its weight
+
+typedef struct {
+    int dim;                // width of the residual stream; HF hidden_size
+    int hidden_dim;         // width of the feed-forward; HF intermediate_size
+    int n_layers;
+    int n_heads;            // query heads
+    int n_kv_heads;         // key and value heads, each serves n_heads / n_kv_heads query heads
+    int vocab_size;
+    int max_seq_len;        // positions the model was made for; HF max_position_embeddings
+    int head_dim;           // n_heads * head_dim need not be dim
+    int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
+    int group_size;         // values that share a scale
+    float rope_theta;
+    float rms_norm_eps;
+    int rope_scaling;       // 0 none, 1 YaRN, which needs the next six
+    float yarn_factor;
+    int yarn_original_len;  // HF original_max_position_embeddings
+    float yarn_beta_fast, yarn_beta_slow;
+    float yarn_attention_factor;
+    int yarn_no_rounding;   // HF truncate: false
+    int q_dim, kv_dim;      // n_heads * head_dim, n_kv_heads * head_dim
+} Config;
+
+typedef struct {         // a Q8_0 matrix (rows, cols) inside the mapped file
+    const int8_t *q;     // (rows, cols)
+    const float *scale;  // (rows, cols / group)
+    int rows, cols, group;
+} Matrix;
+
+typedef struct {
+    const float *rms_att, *rms_ffn;  // (dim)                 input_, post_attention_layernorm
+    const float *q_norm, *k_norm;    // (head_dim)            self_attn.{q,k}_norm
+    Matrix wq;                       // (q_dim, dim)          self_attn.q_proj
+    Matrix wk, wv;                   // (kv_dim, dim)         self_attn.{k,v}_proj
+    Matrix wo;                       // (dim, q_dim)          self_attn.o_proj
+    Matrix w1, w3;                   // (hidden_dim, dim)     mlp.{gate,up}_proj
+    Matrix w2;                       // (dim, hidden_dim)     mlp.down_proj
+} Layer;
+
+typedef struct {
+    Matrix embedding;       // (vocab_size, dim)              model.embed_tokens
+    Layer *layers;          // (n_layers)                     model.layers.N
+    const float *rms_final; // (dim)                          model.norm
+    Matrix classifier;      // (vocab_size, dim)              lm_head
+} Weights;
+
+// The quantized inputs of a product, n tokens of cols values. A tile of `tile` tokens is stored
+// as (cols / 4, tile, 4): four values of each token in turn, what one instruction of the tile
+// kernel takes. A single token has tile = 1, so its values simply follow each other.
+typedef struct {
+    int8_t *q;     // (n / tile, cols / 4, tile, 4)
+    float *scale;  // (n / tile, cols / group, tile)
+    int tile;
+} Quantized;
+
+typedef struct {
+    int seq_len;       // positions the cache has room for
+    int batch;         // most tokens of one forward pass
+    float *x;          // (batch, dim)         the residual stream
+    float *delta;      // (batch, dim)         what the last block adds to it
+    float *norm;       // (batch, dim)         its normalised form
+    float *q;          // (batch, q_dim)
+    float *k, *v;      // (batch, kv_dim)
+    float *att;        // (batch, q_dim)       the heads' answers, side by side
+    float *gate, *up;  // (batch, hidden_dim)  W1 h and W3 h
+    float *cos, *sin;  // (batch, head_dim / 2)
+    float *freq;       // (head_dim / 2)       rope: radians per position
+    float rope_scale;  //                      YaRN's factor on cos and sin, else 1
+    Quantized xq;      // (batch, the longest row)
+    float *kv;         // (seq_len / LANES, n_layers, n_kv_heads, {K, V}, block): see kv_block()
+    size_t kv_floats;  // in one block
+    float **scratch;   // one per thread: attention's scores and sums, weight sums
+    float *logits;     // (logit_rows, vocab_size)
+    int logit_rows;
+} State;
+
+typedef struct {
+    Config config;
+    Weights weights;
+    State state;
+} Model;
+
+// ------------------------------------------------------------------------------------------------
+// The checkpoint: check the header, cut the map into tensors
+
+// One field of the header, which must be in [low, high].
+static int header_int(Cursor *c, const char *name, int low, int high) {
+    int value = (int)take_u32(c, name);
+    if (value < low || value > high)
+        die("%s: bad %s, expected %d to %d, found %d", c->file, name, low, high, value);
+    return value;
+}
+
+// One field of the header's extension: 0 stands for the base format's constant.
+static float header_float(Cursor *c, const char *name, float low, float base) {
+    float value = take_f32(c, name);
+    if (!(value == 0 || (value >= low && value <= 1e12f)))
+        die("%s: bad %s, expected 0 or %g to 1e12, found %g", c->file, name, low, value);
+    return value == 0 ? base : value;
+}
+
+static void check_multiple(Cursor *c, const char *name, int64_t value, int unit) {
+    if (value > INT_MAX || value % unit != 0)
+        die("%s: bad %s, expected a multiple of %d below 2^31, found %lld", c->file, name, unit,
+            (long long)value);
+}
+
+static void read_header(Config *g, Cursor *c) {
+    Cursor end = *c;
+    take(&end, 256, "the header");
+    uint32_t magic = take_u32(c, "magic");
+    if (magic != 0x616A6331)
+        die("%s: not a qwen3.c model, expected magic 0x616a6331, found 0x%08x", c->file, magic);
+    header_int(c, "version", 1, 1);
+    g->dim = header_int(c, "dim", 1, INT_MAX);
+    g->hidden_dim = header_int(c, "hidden_dim", 1, INT_MAX);
+    g->n_layers = header_int(c, "n_layers", 1, INT_MAX);
+    g->n_heads = header_int(c, "n_heads", 1, INT_MAX);
+    g->n_kv_heads = header_int(c, "n_kv_heads", 1, INT_MAX);
+    g->vocab_size = header_int(c, "vocab_size", 1, INT_MAX);
+    g->max_seq_len = header_int(c, "max_seq_len", 1, INT_MAX);
+    g->head_dim = header_int(c, "head_dim", 1, INT_MAX);
+    g->shared_classifier = header_int(c, "shared_classifier", 0, 1);
+    g->group_size = header_int(c, "group_size", 32, 256);
+    if (g->group_size & (g->group_size - 1))
+        die("%s: bad group_size, expected 32, 64, 128 or 256, found %d", c->file, g->group_size);
+    check_multiple(c, "dim", g->dim, g->group_size);
+    check_multiple(c, "hidden_dim", g->hidden_dim, g->group_size);
+    check_multiple(c, "head_dim", g->head_dim, 2);
+    check_multiple(c, "n_heads", g->n_heads, g->n_kv_heads);
+    check_multiple(c, "n_heads * head_dim", (int64_t)g->n_heads * g->head_dim, g->group_size);
+    g->q_dim = g->n_heads * g->head_dim;
+    g->kv_dim = g->n_kv_heads * g->head_dim;
+    // the extension, all zero in a base file
+    g->rope_theta = header_float(c, "rope_theta", 1, 1e6f);
+    g->rms_norm_eps = header_float(c, "rms_norm_eps", 1e-30f, 1e-6f);
+    g->rope_scaling = header_int(c, "rope_scaling", 0, 1);
+    if (g->rope_scaling) {
+        g->yarn_factor = header_float(c, "YaRN factor", 1, 1);
+        g->yarn_original_len = header_int(c, "YaRN original length", 1, INT_MAX);
+        g->yarn_beta_fast = header_float(c, "YaRN beta_fast", 1e-6f, 32);
+        g->yarn_beta_slow = header_float(c, "YaRN beta_slow", 1e-6f, 1);
+        float attention_factor = 0.1f * logf(g->yarn_factor) + 1;
+        g->yarn_attention_factor =
+            header_float(c, "YaRN attention_factor", 1e-6f, attention_factor);
+        g->yarn_no_rounding = header_int(c, "YaRN truncate flag", 0, 1);
+    }
+    while (c->rest.p < end.rest.p) {
+        if (take_u32(c, "the header") != 0)
+            die("%s: unknown header field at byte %zu, expected 0: made by a newer export.py?",
+                c->file, (size_t)256 - 4 - (end.rest.p - 4 - c->rest.p) - 4);
+    }
+}
+
+static const float *take_floats(Cursor *c, int64_t count, const char *what) {
+    return take(c, (uint64_t)count * sizeof(float), what);
+}
+
+static Matrix take_matrix(Cursor *c, const Config *g, int rows, int cols, const char *what) {
+    Matrix w = {.rows = rows, .cols = cols, .group = g->group_size};
+    uint64_t count = (uint64_t)rows * cols;
+    w.q = take(c, count, what);
+    w.scale = take(c, count / g->group_size * sizeof(float), what);
+    return w;
+}
+
+static void model_map(Model *m, const char *path) {
+    Config *g = &m->config;
+    Weights *w = &m->weights;
+    Bytes file = file_map(path);
+    Cursor c = {path, file};
+    read_header(g, &c);
+    const float *rms_att = take_floats(&c, (int64_t)g->n_layers * g->dim, "rms_att");
+    const float *rms_ffn = take_floats(&c, (int64_t)g->n_layers * g->dim, "rms_ffn");
+    w->rms_final = take_floats(&c, g->dim, "rms_final");
+    const float *q_norm = take_floats(&c, (int64_t)g->n_layers * g->head_dim, "q_norm");
+    const float *k_norm = take_floats(&c, (int64_t)g->n_layers * g->head_dim, "k_norm");
+    w->embedding = take_matrix(&c, g, g->vocab_size, g->dim, "the token embedding");
+    w->layers = alloc(g->n_layers, sizeof(Layer), "the layers");
+    for (int i = 0; i < g->n_layers; i++) {
+        w->layers[i].rms_att = rms_att + (size_t)i * g->dim;
+        w->layers[i].rms_ffn = rms_ffn + (size_t)i * g->dim;
+        w->layers[i].q_norm = q_norm + (size_t)i * g->head_dim;
+        w->layers[i].k_norm = k_norm + (size_t)i * g->head_dim;
+    }
+#define TAKE_LAYERS(name, rows, cols) \
+    for (int i = 0; i < g->n_layers; i++) \
+        w->layers[i].name = take_matrix(&c, g, rows, cols, #name)
+    TAKE_LAYERS(wq, g->q_dim, g->dim);
+    TAKE_LAYERS(wk, g->kv_dim, g->dim);
+    TAKE_LAYERS(wv, g->kv_dim, g->dim);
+    TAKE_LAYERS(wo, g->dim, g->q_dim);
+    TAKE_LAYERS(w1, g->hidden_dim, g->dim);
+    TAKE_LAYERS(w2, g->dim, g->hidden_dim);
+    TAKE_LAYERS(w3, g->hidden_dim, g->dim);
+#undef TAKE_LAYERS
+    w->classifier = g->shared_classifier ? w->embedding
+                    : take_matrix(&c, g, g->vocab_size, g->dim, "the classifier");
+    if (c.rest.n != 0)
+        die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - c.rest.n, file.n);
+}
+
+// ------------------------------------------------------------------------------------------------
+// Threads: parallel() runs a loop on all of them. A worker that has nothing to do spins for a few
+// microseconds and then sleeps, so that a busy machine is not kept busier. Chunks go to whoever
+// comes first: what is computed does not depend on who computes it.
+
+typedef void (*Job)(void *arg, int begin, int end, int thread);
+
+static int n_threads = 1;
+
+#ifdef NO_THREADS
+static void start_threads(int count) { (void)count; }
+
+static void parallel(Job job, void *arg, int count, int chunk) {
+    (void)chunk;
+    job(arg, 0, count, 0);
+}
+#else
+enum { SPINS = 2000 };
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake, done;
+    Job job;  // guarded by lock, like the next three
+    void *arg;
+    int count, chunk;
+    _Atomic uint64_t ticket;  // number of the loop << 32 | its first item that nobody has taken
+    _Atomic int finished;     // items of the current loop
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
+          .wake = PTHREAD_COND_INITIALIZER,
+          .done = PTHREAD_COND_INITIALIZER};
+
+// Takes chunks of loop number `loop` until none is left, or until it is over: a worker that comes
+// late finds another number in the ticket and touches nothing.
+static void work(uint32_t loop, Job job, void *arg, int count, int chunk, int thread) {
+    uint64_t ticket = atomic_load(&pool.ticket);
+    while (ticket >> 32 == loop && (int)(uint32_t)ticket < count) {
+        int begin = (int)(uint32_t)ticket, end = min_int(begin + chunk, count);
+        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + (end - begin))) continue;
+        job(arg, begin, end, thread);
+        if (atomic_fetch_add(&pool.finished, end - begin) + end - begin == count && thread != 0) {
+            pthread_mutex_lock(&pool.lock);
+            pthread_cond_signal(&pool.done);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        ticket = atomic_load(&pool.ticket);
+    }
+}
+
+static void *worker(void *arg) {
+    int thread = (int)(intptr_t)arg;
+    for (uint32_t seen = 0;;) {
+        for (int i = 0; i < SPINS && atomic_load(&pool.ticket) >> 32 == seen; i++) cpu_pause();
+        pthread_mutex_lock(&pool.lock);
+        while (atomic_load(&pool.ticket) >> 32 == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+        seen = atomic_load(&pool.ticket) >> 32;
+        Job job = pool.job;
+        void *job_arg = pool.arg;
+        int count = pool.count, chunk = pool.chunk;
+        pthread_mutex_unlock(&pool.lock);
+        work(seen, job, job_arg, count, chunk, thread);
+    }
+    return NULL;
+}
+
+static void start_threads(int count) {
+    for (; n_threads < count; n_threads++) {
+        pthread_t thread;
+        int error = pthread_create(&thread, NULL, worker, (void *)(intptr_t)n_threads);
+        if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
+                       strerror(error));
+        pthread_detach(thread);
+    }
+}
+
+// job(arg, begin, end, thread) for pieces of 0 .. count - 1, each of at most `chunk` items unless
+// one thread does it all; returns when all are done.
+static void parallel(Job job, void *arg, int count, int chunk) {
+    if (n_threads == 1 || count <= chunk) {
+        job(arg, 0, count, 0);
+        return;
+    }
+    pthread_mutex_lock(&pool.lock);
+    pool.job = job;
+    pool.arg = arg;
+    pool.count = count;
+    pool.chunk = chunk;
+    atomic_store(&pool.finished, 0);
+    uint32_t loop = (uint32_t)(atomic_load(&pool.ticket) >> 32) + 1;
+    atomic_store(&pool.ticket, (uint64_t)loop << 32);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    work(loop, job, arg, count, chunk, 0);
+    for (int i = 0; i < SPINS && atomic_load(&pool.finished) < count; i++) cpu_pause();
+    if (atomic_load(&pool.finished) == count) return;
+    pthread_mutex_lock(&pool.lock);
+    while (atomic_load(&pool.finished) < count) pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+#endif
+
+// ------------------------------------------------------------------------------------------------
+// Primitives: all that knows the instruction set. A vector is LANES floats or int32s (the GCC and
+// clang extension: + - * work lane by lane). TILE tokens meet a row of weights at once, a token per
+// lane; TILE is 1 where the CPU has no instruction for that.
+//
+//   dot(w, x, n)        sum of w[i] * x[i], n a multiple of 32
+//   dot4(acc, x, w)     acc + sum of the 4 products of the bytes of x and w, in each lane
+//   mul_add(a, b, c)    a * b + c, rounded once where the CPU can
+//
+// Quantized x lies in -127..127, so no partial sum overflows even if a file's w holds -128. Where
+// dot4 takes x as unsigned bytes, they are stored with X_BIAS added to them, and each sum starts
+// from -X_BIAS * sum(w).
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#define SIMD "AVX-512 VNNI"
+enum { LANES = 16, TILE = 16, TILE_ROWS = 8, TILE_VECS = 3, X_BIAS = 128 };
+#elif defined(__AVX2__) && defined(__FMA__)
+#define SIMD "AVX2"
+enum { LANES = 8, TILE = 8, TILE_ROWS = 4, TILE_VECS = 2, X_BIAS = 0 };
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define SIMD "NEON dotprod"
+enum { LANES = 4, TILE = 4, TILE_ROWS = 6, TILE_VECS = 4, X_BIAS = 0 };
+#else
+#define SIMD "plain C"
+enum { LANES = 4, TILE = 1, TILE_ROWS = 8, TILE_VECS = 1, X_BIAS = 0 };
+#endif
+
+typedef float VecF __attribute__((vector_size(4 * LANES)));
+typedef int32_t VecI __attribute__((vector_size(4 * LANES)));
+
+// The portable versions, always compiled: what the others must equal.
+INLINE int32_t dot_plain(const int8_t *w, const int8_t *x, int n) {
+    int32_t sum = 0;
+    for (int i = 0; i < n; i++) sum += w[i] * x[i];
+    return sum;
+}
+
+INLINE VecI dot4_plain(VecI acc, VecI x, VecI w) {
+    const uint8_t *xb = (const uint8_t *)&x;
+    const int8_t *wb = (const int8_t *)&w;
+    for (int i = 0; i < 4 * LANES; i++) {
+        acc[i / 4] += (X_BIAS ? xb[i] : (int8_t)xb[i]) * wb[i];
+    }
+    return acc;
+}
+
+INLINE VecF mul_add_plain(VecF a, VecF b, VecF c) { return a * b + c; }
+
+#if defined(__AVX2__) && defined(__FMA__)
+// acc + the sums of 4 products of unsigned u and signed s; |u s| sums to an int16 for each two.
+INLINE __m256i dot4_256(__m256i acc, __m256i u, __m256i s) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return _mm256_dpbusd_epi32(acc, u, s);
+#else
+    __m256i pairs = _mm256_maddubs_epi16(u, s);
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+
+// w x = |w| (sign(w) x): one operand without a sign, as the instructions want it
+INLINE int32_t dot(const int8_t *w, const int8_t *x, int n) {
+    __m256i acc = _mm256_setzero_si256();
+    for (int i = 0; i < n; i += 32) {
+        __m256i wv = _mm256_loadu_si256((const __m256i *)(w + i));
+        __m256i xv = _mm256_loadu_si256((const __m256i *)(x + i));
+        acc = dot4_256(acc, _mm256_abs_epi8(wv), _mm256_sign_epi8(xv, wv));
+    }
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(acc), _mm256_extracti128_si256(acc, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1));
+    return _mm_cvtsi128_si32(s);
+}
+#endif
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+INLINE VecI dot4(VecI acc, VecI x, VecI w) {
+    return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
+}
+INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
+#elif defined(__AVX2__) && defined(__FMA__)
+INLINE VecI dot4(VecI acc, VecI x, VecI w) {
+    __m256i wv = (__m256i)w;
+    return (VecI)dot4_256((__m256i)acc, _mm256_abs_epi8(wv), _mm256_sign_epi8((__m256i)x, wv));
+}
+INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
+#elif defined(__ARM_FEATURE_DOTPROD)
+INLINE int32_t dot(const int8_t *w, const int8_t *x, int n) {
+    int32x4_t acc = vdupq_n_s32(0);
+    for (int i = 0; i < n; i += 16) acc = vdotq_s32(acc, vld1q_s8(w + i), vld1q_s8(x + i));
+    return vaddvq_s32(acc);
+}
+INLINE VecI dot4(VecI acc, VecI x, VecI w) {
+    return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)x, (int8x16_t)w);
+}
+INLINE VecF mul_add(VecF a, VecF b, VecF c) {
+    return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+#else
+#define dot dot_plain
+#define dot4 dot4_plain
+#define mul_add mul_add_plain
+#endif
+
+INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
+
+INLINE VecF splat_f(float value) { return (VecF){0} + value; }
+
+INLINE int32_t load_i32(const void *p) {
+    int32_t value;
+    memcpy(&value, p, 4);
+    return value;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Kernels. Sums of floats have one fixed order, whatever the number of threads and the batch
+
+// exp(x) = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and a polynomial for e^r (Cephes
+// expf): within 2 units of the last place, exp(0) = 1, 0 below -87. Written so that compilers
+// vectorise loops over it.
+INLINE float fast_exp(float x) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bits for a fraction
+    float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float n = (clamped * 1.44269504f + round) - round;
+    float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1;
+    union { int32_t i; float f; } power = {.i = ((int32_t)n + 127) << 23};
+    return x < -87.0f ? 0 : p * power.f;
+}
+
+// out = w * x / sqrt(mean(x^2) + eps), all (n): HF Qwen3RMSNorm
+NOINLINE void rmsnorm(float *out, const float *x, const float *w, int n, float eps) {
+    float sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) sum += x[i] * x[i];
+    float scale = 1 / sqrtf(sum / n + eps);
+    for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * scale);
+}
+
+// x = exp(x - max(x)) / sum(exp(x - max(x))), (n)
+NOINLINE void softmax(float *x, int n) {
+    float max = x[0], sum = 0;
+    #pragma omp simd reduction(max : max)
+    for (int i = 1; i < n; i++) max = x[i] > max ? x[i] : max;
+    #pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) {
+        x[i] = fast_exp(x[i] - max);
+        sum += x[i];
+    }
+    float scale = 1 / sum;
+    for (int i = 0; i < n; i++) x[i] *= scale;
+}
+
+// gate = silu(gate) * up, all (n): HF Qwen3MLP
+NOINLINE void silu_times(float *gate, const float *up, int n) {
+    for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
+}
+
+// Where token t begins in a tiled array that holds `per_token` elements of each token.
+INLINE size_t tile_offset(const Quantized *x, int t, int per_token) {
+    return (size_t)(t / x->tile) * x->tile * per_token;
+}
+
+// Token t of the products' input x (cols), in groups: scale = max|x| / 127, q = round(x / scale).
+NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int group) {
+    const int tile = out->tile, lane = t % tile;
+    const int32_t flip = tile > 1 && X_BIAS != 0 ? (int32_t)0x80808080 : 0;  // adds X_BIAS to bytes
+    const float round = 12582912.0f;  // as in fast_exp
+    int8_t *q = out->q + tile_offset(out, t, cols) + 4 * lane;
+    float *scale = out->scale + tile_offset(out, t, cols / group) + lane;
+    for (int i = 0; i < cols; i += group) {
+        float max = 0;
+        #pragma omp simd reduction(max : max)
+        for (int j = 0; j < group; j++) max = fabsf(x[i + j]) > max ? fabsf(x[i + j]) : max;
+        float inverse = max < FLT_MIN * 127 ? 0 : 127 / max;
+        int8_t values[256];
+        for (int j = 0; j < group; j++) {
+            values[j] = (int8_t)(int32_t)((x[i + j] * inverse + round) - round);
+        }
+        for (int j = 0; j < group; j += 4) {
+            int32_t four = load_i32(values + j) ^ flip;
+            memcpy(q + (size_t)(i + j) * tile, &four, 4);
+        }
+        scale[i / group * tile] = inverse == 0 ? 0 : max / 127;
+    }
+}
+
+// Every product's value is  sum over groups g, first to last, of (float)(w_g . x_g) * w_scale[g] *
+// x_scale[g]  in this order of roundings, so both kernels below give the same bits.
+
+// out = W x for one token: rows first .. last - 1 of W (rows, cols), group a constant.
+INLINE void matvec(float *out, const Quantized *x, const Matrix *w, int t, int first, int last,
+                   const int group) {
+    const int groups = w->cols / group;
+    const int8_t *xq = x->q + (size_t)t * w->cols;
+    const float *xs = x->scale + (size_t)t * groups;
+    for (int row = first; row < last; row++) {
+        const int8_t *wq = w->q + (size_t)row * w->cols;
+        const float *ws = w->scale + (size_t)row * groups;
+        float sum = 0;
+        for (int g = 0; g < groups; g++) {
+            sum += (float)dot(wq + g * group, xq + g * group, group) * ws[g] * xs[g];
+        }
+        out[row] = sum;
+    }
+}
+
+// The same for `vecs` tiles of tokens, beginning with token t, and the TILE_ROWS rows at `row` (the
+// last row stands in for rows behind it). start (TILE_ROWS, groups): -X_BIAS * sum(w) of each group.
+// out (n tokens, w->rows).
+INLINE void matmul_tiles(float *out, const Quantized *x, const Matrix *w, int t, int n, int row,
+                         const int32_t *start, const int vecs, const int group) {
+    const int groups = w->cols / group;
+    const VecI *xq[TILE_VECS];
+    const VecF *xs[TILE_VECS];
+    const int8_t *wq[TILE_ROWS];
+    const float *ws[TILE_ROWS];
+    VecF acc[TILE_ROWS][TILE_VECS] = {0};
+    for (int v = 0; v < vecs; v++) {
+        xq[v] = (const VecI *)(x->q + tile_offset(x, t + v * TILE, w->cols));
+        xs[v] = (const VecF *)(x->scale + tile_offset(x, t + v * TILE, groups));
+    }
+    for (int r = 0; r < TILE_ROWS; r++) {
+        int source = min_int(row + r, w->rows - 1);
+        wq[r] = w->q + (size_t)source * w->cols;
+        ws[r] = w->scale + (size_t)source * groups;
+    }
+    for (int g = 0; g < groups; g++) {
+        VecI sum[TILE_ROWS][TILE_VECS];
+        UNROLL for (int r = 0; r < TILE_ROWS; r++) {
+            UNROLL for (int v = 0; v < vecs; v++) sum[r][v] = splat(start[r * groups + g]);
+        }
+        for (int i = g * group / 4; i < (g + 1) * group / 4; i++) {
+            UNROLL for (int r = 0; r < TILE_ROWS; r++) {
+                VecI four = splat(load_i32(wq[r] + 4 * i));
+                UNROLL for (int v = 0; v < vecs; v++) sum[r][v] = dot4(sum[r][v], xq[v][i], four);
+            }
+        }
+        UNROLL for (int r = 0; r < TILE_ROWS; r++) {
+            UNROLL for (int v = 0; v < vecs; v++) {
+                acc[r][v] += __builtin_convertvector(sum[r][v], VecF) * ws[r][g] * xs[v][g];
+            }
+        }
+    }
+    const int rows = min_int(TILE_ROWS, w->rows - row);
+    for (int i = 0; i < min_int(vecs * TILE, n - t); i++) {
+        float *token = out + (size_t)(t + i) * w->rows + row;
+        for (int r = 0; r < rows; r++) token[r] = acc[r][i / TILE][i % TILE];
+    }
+}
+
+// A block of rows meets all tokens of the batch while it is in the cache. scratch (TILE_ROWS,
+// groups) is the thread's own.
+INLINE void matmul_block(float *out, const Quantized *x, const Matrix *w, int n, int row,
+                         int32_t *scratch, const int group) {
+    if (x->tile == 1) {
+        for (int t = 0; t < n; t++) {
+            matvec(out + (size_t)t * w->rows, x, w, t, row, min_int(row + TILE_ROWS, w->rows),
+                   group);
+        }
+        return;
+    }
+    const int groups = w->cols / group;
+    for (int i = 0; i < TILE_ROWS * groups; i++) {
+        int source = min_int(row + i / groups, w->rows - 1);
+        const int8_t *wq = w->q + (size_t)source * w->cols + i % groups * group;
+        int32_t sum = 0;
+        for (int j = 0; j < group && X_BIAS != 0; j++) sum += wq[j];
+        scratch[i] = -X_BIAS * sum;
+    }
+    int t = 0;
+    for (; t + (TILE_VECS - 1) * TILE < n; t += TILE_VECS * TILE) {
+        matmul_tiles(out, x, w, t, n, row, scratch, TILE_VECS, group);
+    }
+    for (; t < n; t += TILE) matmul_tiles(out, x, w, t, n, row, scratch, 1, group);
+}
+
+typedef struct {
+    float *out;  // (n, w->rows)
+    const Matrix *w;
+} Product;
+
+typedef struct {
+    State *s;
+    const Product *products;
+    int n;  // tokens
+} Matmul;
+
+// Blocks of TILE_ROWS rows, numbered through all products.
+static void matmul_job(void *arg, int begin, int end, int thread) {
+    const Matmul *m = arg;
+    int32_t *scratch = (int32_t *)m->s->scratch[thread];
+    for (int block = begin; block < end; block++) {
+        const Product *p = m->products;
+        int row = block * TILE_ROWS;
+        for (; row >= round_up(p->w->rows, TILE_ROWS); p++) row -= round_up(p->w->rows, TILE_ROWS);
+        switch (p->w->group) {  // a constant in the loops below: half of their speed
+        case 32: matmul_block(p->out, &m->s->xq, p->w, m->n, row, scratch, 32); break;
+        case 64: matmul_block(p->out, &m->s->xq, p->w, m->n, row, scratch, 64); break;
+        case 128: matmul_block(p->out, &m->s->xq, p->w, m->n, row, scratch, 128); break;
+        case 256: matmul_block(p->out, &m->s->xq, p->w, m->n, row, scratch, 256); break;
+        }
+    }
+}
+
+// Products of the same quantized input, s->xq, n tokens: out = x W^T, (n, cols) x (rows, cols)^T.
+static void matmul(State *s, int n, const Product *products, int count) {
+    Matmul m = {s, products, n};
+    int blocks = 0;
+    for (int i = 0; i < count; i++) blocks += (products[i].w->rows + TILE_ROWS - 1) / TILE_ROWS;
+    parallel(matmul_job, &m, blocks, n == 1 ? 64 / TILE_ROWS : 2);
+}
+
+// ------------------------------------------------------------------------------------------------
+// The transformer: n tokens at positions pos .. pos + n - 1 at once; a decoded token is n = 1
+
+// One forward pass, as its steps see it.
+typedef struct Pass {
+    Model *m;
+    const Layer *layer;
+    int l;                                // its number
+    int n, pos;                           // tokens, position of the first
+    void (*step)(const struct Pass *, int t);
+} Pass;
+
+static void token_job(void *arg, int begin, int end, int thread) {
+    (void)thread;
+    const Pass *p = arg;
+    for (int t = begin; t < end; t++) p->step(p, t);
+}
+
+// One step for every token of the batch; tokens of a tile share cache lines, so they stay together.
+static void each_token(Pass *p, void (*step)(const Pass *, int t)) {
+    p->step = step;
+    parallel(token_job, p, p->n, max_int(TILE, 4));
+}
+
+// The cache of one layer and kv head for positions block * LANES and on: keys, transposed, so that
+// a vector holds LANES positions: (head_dim, LANES); then values: (LANES, value_dim()). A block of
+// positions holds all layers, so memory is touched only as positions come into use.
+static float *kv_block(const Model *m, int layer, int kv_head, int block) {
+    size_t i = ((size_t)block * m->config.n_layers + layer) * m->config.n_kv_heads + kv_head;
+    return m->state.kv + i * m->state.kv_floats;
+}
+
+// head_dim in whole vectors; what is behind head_dim stays 0.
+static int value_dim(const Model *m) { return round_up(m->config.head_dim, LANES); }
+
+// Rotates pairs (x[j], x[j + half]) by the angle of pair j: HF apply_rotary_pos_emb
+static void rope(float *x, const float *cos, const float *sin, int half) {
+    for (int j = 0; j < half; j++) {
+        float a = x[j], b = x[j + half];
+        x[j] = a * cos[j] - b * sin[j];
+        x[j + half] = b * cos[j] + a * sin[j];
+    }
+}
+
+// QK-norm and rope of token t's q and k; k and v go to the cache.
+static void rope_and_cache(const Pass *p, int t) {
+    const Config *g = &p->m->config;
+    State *s = &p->m->state;
+    const int hd = g->head_dim, half = hd / 2, lane = (p->pos + t) % LANES;
+    const float *cos = s->cos + (size_t)t * half, *sin = s->sin + (size_t)t * half;
+    for (int h = 0; h < g->n_heads; h++) {
+        float *q = s->q + (size_t)t * g->q_dim + h * hd;
+        rmsnorm(q, q, p->layer->q_norm, hd, g->rms_norm_eps);
+        rope(q, cos, sin, half);
+    }
+    for (int h = 0; h < g->n_kv_heads; h++) {
+        float *k = s->k + (size_t)t * g->kv_dim + h * hd;
+        const float *v = s->v + (size_t)t * g->kv_dim + h * hd;
+        rmsnorm(k, k, p->layer->k_norm, hd, g->rms_norm_eps);
+        rope(k, cos, sin, half);
+        float *keys = kv_block(p->m, p->l, h, (p->pos + t) / LANES), *values = keys + hd * LANES;
+        for (int j = 0; j < hd; j++) keys[j * LANES + lane] = k[j];
+        memcpy(values + (size_t)lane * value_dim(p->m), v, hd * sizeof(float));
+    }
+}
+
+enum { ATT_ROWS = LANES == 16 ? 8 : 4 };
+
+// A row of attention is one query head of one token. The rows of a kv head are numbered through
+// its query heads, then through the tokens; `rows` of them from `row` on meet each block of the
+// cache together. scratch: scores (rows, positions in whole vectors), sums (rows, value_dim).
+// a = softmax(q . K / sqrt(head_dim)) V, each sum over positions first to last.
+INLINE void attention_rows(const Pass *p, int kv_head, int row, float *scratch, const int rows) {
+    const Config *g = &p->m->config;
+    const State *s = &p->m->state;
+    const int hd = g->head_dim, vd = value_dim(p->m), group = g->n_heads / g->n_kv_heads;
+    const int stride = round_up(s->seq_len, LANES);
+    const float scale = 1 / sqrtf((float)hd);
+    const float *q[ATT_ROWS];
+    float *out[ATT_ROWS], *score[ATT_ROWS], *sums = scratch + (size_t)rows * stride;
+    int len[ATT_ROWS];  // positions that the row sees
+    for (int r = 0; r < rows; r++) {
+        int i = min_int(row + r, p->n * group - 1), t = i / group, h = kv_head * group + i % group;
+        q[r] = s->q + (size_t)t * g->q_dim + h * hd;
+        out[r] = s->att + (size_t)t * g->q_dim + h * hd;
+        score[r] = scratch + (size_t)r * stride;
+        len[r] = p->pos + t + 1;
+    }
+    const int end = len[rows - 1];
+    for (int start = 0; start < end; start += LANES) {
+        const VecF *keys = (const VecF *)kv_block(p->m, p->l, kv_head, start / LANES);
+        VecF sum[ATT_ROWS] = {0};
+        for (int j = 0; j < hd; j++) {
+            UNROLL for (int r = 0; r < rows; r++) {
+                sum[r] = mul_add(keys[j], splat_f(q[r][j]), sum[r]);
+            }
+        }
+        for (int r = 0; r < rows; r++) *(VecF *)(score[r] + start) = sum[r] * scale;
+    }
+    for (int r = 0; r < rows; r++) {
+        softmax(score[r], len[r]);
+        for (int i = len[r]; i < end; i++) score[r][i] = 0;
+    }
+    memset(sums, 0, (size_t)rows * vd * sizeof(float));
+    for (int start = 0; start < end; start += LANES) {
+        const float *keys = kv_block(p->m, p->l, kv_head, start / LANES);
+        const VecF *values = (const VecF *)(keys + hd * LANES);
+        for (int j = 0; j < vd / LANES; j++) {
+            VecF sum[ATT_ROWS];
+            UNROLL for (int r = 0; r < rows; r++) sum[r] = ((VecF *)(sums + (size_t)r * vd))[j];
+            for (int i = 0; i < min_int(LANES, end - start); i++) {
+                UNROLL for (int r = 0; r < rows; r++) {
+                    sum[r] = mul_add(values[i * vd / LANES + j], splat_f(score[r][start + i]),
+                                     sum[r]);
+                }
+            }
+            UNROLL for (int r = 0; r < rows; r++) ((VecF *)(sums + (size_t)r * vd))[j] = sum[r];
+        }
+    }
+    for (int r = 0; r < rows; r++) memcpy(out[r], sums + (size_t)r * vd, hd * sizeof(float));
+}
+
+// Tiles of ATT_ROWS rows, of one kv head after the other.
+static int attention_tiles(const Pass *p) {
+    return (p->n * (p->m->config.n_heads / p->m->config.n_kv_heads) + ATT_ROWS - 1) / ATT_ROWS;
+}
+
+static void attention_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const int rows = p->n * (p->m->config.n_heads / p->m->config.n_kv_heads);
+    for (int i = begin; i < end; i++) {
+        int kv_head = i / attention_tiles(p), row = i % attention_tiles(p) * ATT_ROWS;
+        float *scratch = p->m->state.scratch[thread];
+        if (rows - row > 2) attention_rows(p, kv_head, row, scratch, ATT_ROWS);
+        else attention_rows(p, kv_head, row, scratch, 2);
+    }
+}
+
+// x += delta; then xq = the quantized rmsnorm of x by the weights: the input of a block.
+static void block_input(const Pass *p, int t, const float *weight) {
+    const Config *g = &p->m->config;
+    State *s = &p->m->state;
+    float *x = s->x + (size_t)t * g->dim, *norm = s->norm + (size_t)t * g->dim;
+    const float *delta = s->delta + (size_t)t * g->dim;
+    for (int i = 0; i < g->dim; i++) x[i] += delta[i];
+    rmsnorm(norm, x, weight, g->dim, g->rms_norm_eps);
+    quantize(&s->xq, t, norm, g->dim, g->group_size);
+}
+
+static void attention_input(const Pass *p, int t) { block_input(p, t, p->layer->rms_att); }
+
+static void attention_output(const Pass *p, int t) {
+    const Config *g = &p->m->config;
+    State *s = &p->m->state;
+    quantize(&s->xq, t, s->att + (size_t)t * g->q_dim, g->q_dim, g->group_size);
+}
+
+static void ffn_input(const Pass *p, int t) { block_input(p, t, p->layer->rms_ffn); }
+
+static void ffn_hidden(const Pass *p, int t) {
+    const Config *g = &p->m->config;
+    State *s = &p->m->state;
+    float *gate = s->gate + (size_t)t * g->hidden_dim;
+    silu_times(gate, s->up + (size_t)t * g->hidden_dim, g->hidden_dim);
+    quantize(&s->xq, t, gate, g->hidden_dim, g->group_size);
+}
+
+static void layer_forward(Pass *p) {
+    State *s = &p->m->state;
+    const Layer *w = p->layer;
+    each_token(p, attention_input);
+    matmul(s, p->n, (Product[]){{s->q, &w->wq}, {s->k, &w->wk}, {s->v, &w->wv}}, 3);
+    each_token(p, rope_and_cache);
+    parallel(attention_job, p, attention_tiles(p) * p->m->config.n_kv_heads, 1);
+    each_token(p, attention_output);
+    matmul(s, p->n, (Product[]){{s->delta, &w->wo}}, 1);
+    each_token(p, ffn_input);
+    matmul(s, p->n, (Product[]){{s->gate, &w->w1}, {s->up, &w->w3}}, 2);
+    each_token(p, ffn_hidden);
+    matmul(s, p->n, (Product[]){{s->delta, &w->w2}}, 1);
+}
+
+static volatile sig_atomic_t interrupted;  // Ctrl-C
+
+// Token t's row of the embedding, and its rope angles.
+static void embed(Model *m, int t, int token, int pos) {
+    const Matrix *w = &m->weights.embedding;
+    State *s = &m->state;
+    const int dim = w->cols, half = m->config.head_dim / 2;
+    const int8_t *q = w->q + (size_t)token * dim;
+    const float *scale = w->scale + (size_t)token * (dim / w->group);
+    for (int i = 0; i < dim; i++) s->x[(size_t)t * dim + i] = q[i] * scale[i / w->group];
+    memset(s->delta + (size_t)t * dim, 0, dim * sizeof(float));
+    for (int j = 0; j < half; j++) {
+        float angle = (float)pos * s->freq[j];
+        s->cos[(size_t)t * half + j] = cosf(angle) * s->rope_scale;
+        s->sin[(size_t)t * half + j] = sinf(angle) * s->rope_scale;
+    }
+}
+
+// Runs n <= batch tokens at positions pos .. pos + n - 1, after which x (n, dim) is the last layer's
+// output and the cache holds these positions. False: Ctrl-C came first.
+static bool forward(Model *m, const int *tokens, int n, int pos) {
+    State *s = &m->state;
+    s->xq.tile = n == 1 ? 1 : TILE;
+    for (int t = 0; t < n; t++) embed(m, t, tokens[t], pos + t);
+    for (int l = 0; l < m->config.n_layers; l++) {
+        if (interrupted) return false;
+        layer_forward(&(Pass){.m = m, .layer = &m->weights.layers[l], .l = l, .n = n, .pos = pos});
+    }
+    for (int i = 0; i < n * m->config.dim; i++) s->x[i] += s->delta[i];
+    return true;
+}
+
+// logits (count, vocab_size) of tokens first .. first + count - 1 of the last forward pass.
+static float *classify(Model *m, int first, int count) {
+    const Config *g = &m->config;
+    State *s = &m->state;
+    s->xq.tile = count == 1 ? 1 : TILE;
+    for (int t = 0; t < count; t++) {
+        const float *x = s->x + (size_t)(first + t) * g->dim;
+        rmsnorm(s->norm, x, m->weights.rms_final, g->dim, g->rms_norm_eps);
+        quantize(&s->xq, t, s->norm, g->dim, g->group_size);
+    }
+    matmul(s, count, (Product[]){{s->logits, &m->weights.classifier}}, 1);
+    return s->logits;
+}
+
+// freq_j = theta^(-2j / head_dim). YaRN (arXiv 2309.00071; HF modeling_rope_utils): frequencies
+// that turn less than beta_slow times in the original length are divided by the factor, those
+// that turn more than beta_fast times stay, with a ramp over j between.
+static void rope_init(State *s, const Config *g) {
+    const float d = g->head_dim, theta = g->rope_theta;
+    float low = 0, high = 0;
+    s->rope_scale = g->rope_scaling ? g->yarn_attention_factor : 1;
+    if (g->rope_scaling) {  // the j at which a pair turns beta times: d ln(L / (2 pi beta)) / (2 ln theta)
+        float turns = g->yarn_original_len / 6.28318531f;
+        low = d * logf(turns / g->yarn_beta_fast) / (2 * logf(theta));
+        high = d * logf(turns / g->yarn_beta_slow) / (2 * logf(theta));
+        if (!g->yarn_no_rounding) low = floorf(low), high = ceilf(high);
+        low = fmaxf(low, 0);
+        high = fminf(high, d - 1);
+        if (low == high) high += 0.001f;
+    }
+    for (int j = 0; j < g->head_dim / 2; j++) {
+        float freq = 1 / powf(theta, 2 * j / d);
+        float ramp = g->rope_scaling ? fminf(fmaxf((j - low) / (high - low), 0), 1) : 0;
+        s->freq[j] = ramp == 0 ? freq : freq / g->yarn_factor * ramp + freq * (1 - ramp);
+    }
+}
+
+static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
+    const Config *g = &m->config;
+    State *s = &m->state;
+    const int hd = g->head_dim, blocks = (int)(((int64_t)seq_len + LANES - 1) / LANES);
+    const int longest = max_int(max_int(g->dim, g->hidden_dim), g->q_dim);
+    const size_t b = batch, tokens = round_up(batch, TILE);
+    const char *what = "the activations (-b makes them smaller)";
+    s->seq_len = seq_len;
+    s->batch = batch;
+    s->x = alloc(b * g->dim, sizeof(float), what);
+    s->delta = alloc(b * g->dim, sizeof(float), what);
+    s->norm = alloc(b * g->dim, sizeof(float), what);
+    s->q = alloc(b * g->q_dim, sizeof(float), what);
+    s->k = alloc(b * g->kv_dim, sizeof(float), what);
+    s->v = alloc(b * g->kv_dim, sizeof(float), what);
+    s->att = alloc(b * g->q_dim, sizeof(float), what);
+    s->gate = alloc(b * g->hidden_dim, sizeof(float), what);
+    s->up = alloc(b * g->hidden_dim, sizeof(float), what);
+    s->cos = alloc(b * hd / 2, sizeof(float), what);
+    s->sin = alloc(b * hd / 2, sizeof(float), what);
+    s->freq = alloc(hd / 2, sizeof(float), what);
+    s->xq.q = alloc(tokens * longest, 1, what);
+    s->xq.scale = alloc(tokens * (longest / g->group_size), sizeof(float), what);
+    s->logits = alloc((size_t)logit_rows * g->vocab_size, sizeof(float), what);
+    s->logit_rows = logit_rows;
+    s->scratch = alloc(n_threads, sizeof(float *), what);
+    size_t attention = (size_t)ATT_ROWS * ((size_t)blocks * LANES + value_dim(m));
+    size_t weight_sums = (size_t)TILE_ROWS * (longest / g->group_size);
+    for (int i = 0; i < n_threads; i++) {
+        s->scratch[i] = alloc(attention > weight_sums ? attention : weight_sums, 4, what);
+    }
+    s->kv_floats = (size_t)LANES * (hd + value_dim(m));
+    s->kv = alloc((size_t)blocks * g->n_layers * g->n_kv_heads, s->kv_floats * sizeof(float),
+                  "the KV cache (-c makes it smaller)");
+    rope_init(s, g);
+}
+
+// ------------------------------------------------------------------------------------------------
+// The tokenizer file: the tokens' bytes and scores, then the extension that export.py appends
+// (README, "The files"): Unicode classes, NFC, added tokens, chat template, sampling defaults
+
+enum { OTHER, LETTER, NUMBER, SPACE, CLASS = 3, NFC_ACTIVE = 4, END = 8 };  // what a character is
+enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };  // a byte that is no UTF-8 is BAD_BYTE + it
+
+typedef struct { uint32_t first, last, value; } Range;
+typedef struct { uint32_t composed, first, second, composes; } Pair;  // composed = first + second
+
+enum { SYSTEM, USER, ASSISTANT };
+enum { ADDED = 1, SPECIAL = 2 };  // a token that only stands for itself; that is not printed
+
+typedef struct {  // the text around the messages of a conversation: see render()
+    Bytes start, no_system;
+    Bytes open[3], close[3];   // by role
+    Bytes answer[2];           // where the answer begins: thinking off, thinking on
+    Bytes strip, trim;         // what earlier answers lose
+    bool system_opens_user;    // close[SYSTEM] holds open[USER]: older template files
+} ChatFormat;
+
+typedef struct {
+    int vocab_size;
+    Bytes *text;               // (vocab_size)
+    float *score;              // (vocab_size) higher merges first
+    size_t longest;            // bytes of the longest token that is no added one
+    int byte_token[256];
+    struct { uint32_t hash, id_plus_1; } *table;  // (mask + 1) every token but the added ones
+    uint32_t mask;
+    Ids added;                 // tokens that never come out of merging
+    uint8_t *kind;             // (vocab_size) ADDED, SPECIAL
+    bool added_start[256];     // bytes that an added token begins with
+    int end_of_text, think, end_think;  // ids, or -1
+    Ids head, tail, stop;      // around every raw text; ends of an answer
+    float temperature, top_p;  // the checkpoint's advice
+    int top_k;
+    ChatFormat chat;
+    bool has_chat, has_classes;
+    uint8_t *class;            // (N_CHARS) OTHER .. SPACE, NFC_ACTIVE
+    Range *ccc;                // (n_ccc) canonical combining classes, ascending
+    Pair *pairs;               // (n_pairs) canonical decompositions, by composed
+    Pair **composing;          // (n_composing) those that compose, by first and second
+    int n_ccc, n_pairs, n_composing;
+} Tokenizer;
+
+static uint32_t hash_bytes(Bytes b) {
+    uint64_t h = b.n, word;
+    for (; b.n >= 8; b = bytes_from(b, 8)) {
+        memcpy(&word, b.p, 8);
+        h = (h ^ word) * 0x9E3779B97F4A7C15u;
+        h ^= h >> 32;
+    }
+    word = 0;
+    for (size_t i = 0; i < b.n; i++) word = word << 8 | b.p[i];
+    h = (h ^ word) * 0x9E3779B97F4A7C15u;
+    return (uint32_t)(h >> 32);
+}
+
+// The token with these bytes that is no added token, or -1.
+static int token_find(const Tokenizer *t, Bytes b) {
+    if (b.n > t->longest) return -1;
+    uint32_t hash = hash_bytes(b);
+    for (uint32_t i = hash & t->mask; t->table[i].id_plus_1; i = (i + 1) & t->mask) {
+        int id = (int)t->table[i].id_plus_1 - 1;
+        if (t->table[i].hash == hash && bytes_equal(t->text[id], b)) return id;
+    }
+    return -1;
+}
+
+static void token_insert(Tokenizer *t, int id) {
+    uint32_t hash = hash_bytes(t->text[id]), i = hash & t->mask;
+    while (t->table[i].id_plus_1) i = (i + 1) & t->mask;
+    t->table[i].hash = hash;
+    t->table[i].id_plus_1 = (uint32_t)id + 1;
+    if (t->text[id].n > t->longest) t->longest = t->text[id].n;
+}
+
+// The added token with this text, or -1.
+static int added_find(const Tokenizer *t, const char *text) {
+    for (size_t i = 0; i < t->added.n; i++) {
+        if (bytes_equal(t->text[t->added.p[i]], bytes(text))) return t->added.p[i];
+    }
+    return -1;
+}
+
+static void added_insert(Tokenizer *t, int id, bool special) {
+    ids_add(&t->added, id);
+    t->kind[id] |= special ? ADDED | SPECIAL : ADDED;
+    if (t->text[id].n) t->added_start[t->text[id].p[0]] = true;
+}
+
+static int take_id(const Tokenizer *t, Cursor *c, const char *what) {
+    uint32_t id = take_u32(c, what);
+    if (id >= (uint32_t)t->vocab_size)
+        die("%s: bad token id in %s, expected less than %d, found %u", c->file, what,
+            t->vocab_size, id);
+    return (int)id;
+}
+
+// The records of a section, of `size` bytes each; copied, as the file does not align them.
+static void *take_records(Cursor *c, size_t size, int *count, const char *what) {
+    if (c->rest.n % size != 0)
+        die("%s: bad length of section %s, expected a multiple of %zu, found %zu", c->file, what,
+            size, c->rest.n);
+    *count = (int)(c->rest.n / size);
+    void *records = alloc(*count + 1, size, what);
+    size_t total = c->rest.n;
+    memcpy(records, take(c, total, what), total);
+    return records;
+}
+
+static Range *take_ranges(Cursor *c, int *count, uint32_t max_value, const char *what) {
+    Range *r = take_records(c, sizeof(Range), count, what);
+    for (int i = 0; i < *count; i++) {
+        bool in_order = i == 0 || r[i].first > r[i - 1].last;
+        if (!in_order || r[i].first > r[i].last || r[i].last >= BAD_BYTE || r[i].value < 1 ||
+            r[i].value > max_value)
+            die("%s: bad range %d in section %s, expected ascending ranges of Unicode", c->file, i,
+                what);
+    }
+    return r;
+}
+
+static void take_pairs(Tokenizer *t, Cursor *c, const char *what) {
+    t->pairs = take_records(c, sizeof(Pair), &t->n_pairs, what);
+    for (int i = 0; i < t->n_pairs; i++) {
+        const Pair *p = &t->pairs[i];
+        bool in_order = i == 0 || p->composed > p[-1].composed;
+        if (!in_order || p->composed >= BAD_BYTE || p->first >= BAD_BYTE || p->second >= BAD_BYTE ||
+            p->composes > 1 || (p->composes && !p->second))
+            die("%s: bad record %d in section %s, expected ascending characters", c->file, i, what);
+    }
+}
+
+static void take_sampling(Tokenizer *t, Cursor *c, const char *what) {
+    t->temperature = take_f32(c, what);
+    t->top_p = take_f32(c, what);
+    uint32_t top_k = take_u32(c, what);
+    if (!(t->temperature >= 0 && t->temperature < 1e6f && t->top_p > 0 && t->top_p <= 1) ||
+        top_k > INT_MAX)
+        die("%s: bad sampling defaults, expected temperature >= 0, 0 < top_p <= 1, top_k >= 0, "
+            "found %g, %g, %u", c->file, t->temperature, t->top_p, top_k);
+    t->top_k = (int)top_k;
+}
+
+static void take_chat(Tokenizer *t, Cursor *c, const char *what) {
+    ChatFormat *f = &t->chat;
+    Bytes *pieces[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
+                       &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
+                       &f->answer[0], &f->answer[1], &f->strip, &f->trim};
+    for (size_t i = 0; i < sizeof(pieces) / sizeof(*pieces); i++) {
+        size_t n = take_u32(c, what);
+        *pieces[i] = (Bytes){take(c, n, what), n};
+    }
+    t->has_chat = true;
+}
+
+static void take_section(Tokenizer *t, Cursor *c, const char *tag) {
+    if (!strcmp(tag, "adde")) {
+        while (c->rest.n) {
+            int id = take_id(t, c, tag);
+            added_insert(t, id, take_u32(c, tag) != 0);
+        }
+    } else if (!strcmp(tag, "clas")) {
+        int count;
+        Range *r = take_ranges(c, &count, SPACE, tag);
+        for (int i = 0; i < count; i++) {
+            memset(t->class + r[i].first, (int)r[i].value, r[i].last - r[i].first + 1);
+        }
+        t->has_classes = true;
+    } else if (!strcmp(tag, "ccc ")) {
+        t->ccc = take_ranges(c, &t->n_ccc, 254, tag);
+    } else if (!strcmp(tag, "deco")) {
+        take_pairs(t, c, tag);
+    } else if (!strcmp(tag, "head")) {
+        while (c->rest.n) ids_add(&t->head, take_id(t, c, tag));
+    } else if (!strcmp(tag, "tail")) {
+        while (c->rest.n) ids_add(&t->tail, take_id(t, c, tag));
+    } else if (!strcmp(tag, "stop")) {
+        while (c->rest.n) ids_add(&t->stop, take_id(t, c, tag));
+    } else if (!strcmp(tag, "samp")) {
+        take_sampling(t, c, tag);
+    } else if (!strcmp(tag, "chat")) {
+        take_chat(t, c, tag);
+    } else {
+        die("%s: unknown section \"%s\", made by a newer export.py?", c->file, tag);
+    }
+    if (c->rest.n)
+        die("%s: bad length of section %s, expected %zu bytes less", c->file, tag, c->rest.n);
+}
+
+static void take_extension(Tokenizer *t, Cursor *c) {
+    const uint8_t *magic = take(c, 4, "the extension");
+    if (memcmp(magic, "q3tx", 4) != 0)
+        die("%s: wrong bytes after token %d, expected an extension (q3tx) or the end of the file; "
+            "is it another model's tokenizer?", c->file, t->vocab_size - 1);
+    uint32_t version = take_u32(c, "the extension");
+    if (version != 1) die("%s: bad extension version, expected 1, found %u", c->file, version);
+    uint32_t length = take_u32(c, "the extension");
+    if (length != c->rest.n)
+        die("%s: bad extension length, expected %zu, found %u", c->file, c->rest.n, length);
+    char seen[64] = "";
+    while (c->rest.n) {
+        char tag[5] = "";
+        memcpy(tag, take(c, 4, "a section"), 4);
+        if (strstr(seen, tag)) die("%s: section %s is there twice", c->file, tag);
+        if (strlen(seen) + 5 < sizeof(seen)) strcat(seen, tag);
+        size_t n = take_u32(c, tag);
+        take_section(t, &(Cursor){c->file, {take(c, n, tag), n}}, tag);
+    }
+}
+
+static int compare_pairs(const void *a, const void *b) {
+    const Pair *x = *(Pair *const *)a, *y = *(Pair *const *)b;
+    if (x->first != y->first) return x->first < y->first ? -1 : 1;
+    return (x->second > y->second) - (x->second < y->second);
+}
+
+enum { HANGUL_S = 0xAC00, HANGUL_L = 0x1100, HANGUL_V = 0x1161, HANGUL_T = 0x11A7,
+       HANGUL_LS = 19, HANGUL_VS = 21, HANGUL_TS = 28 };
+
+// Marks the characters that NFC can change or join to the one before them: all others can be
+// copied, and begin a new stretch.
+static void nfc_init(Tokenizer *t) {
+    if (t->n_pairs == 0) return;
+    t->composing = alloc(t->n_pairs, sizeof(Pair *), "the tokenizer");
+    for (int i = 0; i < t->n_ccc; i++) {
+        for (uint32_t c = t->ccc[i].first; c <= t->ccc[i].last; c++) t->class[c] |= NFC_ACTIVE;
+    }
+    for (int i = 0; i < t->n_pairs; i++) {
+        Pair *p = &t->pairs[i];
+        if (p->composes) t->composing[t->n_composing++] = p;
+        t->class[p->composes ? p->second : p->composed] |= NFC_ACTIVE;
+    }
+    for (int i = 0; i < HANGUL_VS; i++) t->class[HANGUL_V + i] |= NFC_ACTIVE;
+    for (int i = 1; i < HANGUL_TS; i++) t->class[HANGUL_T + i] |= NFC_ACTIVE;
+    qsort(t->composing, t->n_composing, sizeof(Pair *), compare_pairs);
+}
+
+// Without an extension only ASCII has its right classes: any other character counts as a letter.
+static void default_classes(uint8_t *class) {
+    memset(class + 128, LETTER, BAD_BYTE - 128);
+    memset(class + 'A', LETTER, 26);
+    memset(class + 'a', LETTER, 26);
+    memset(class + '0', NUMBER, 10);
+    memset(class + '\t', SPACE, 5);
+    class[' '] = SPACE;
+}
+
+static bool looks_special(Bytes text) {
+    return text.n > 4 && !memcmp(text.p, "<|", 2) && !memcmp(text.p + text.n - 2, "|>", 2);
+}
+
+static const float ADDED_SCORE = -1e6f;  // tokens that merges make have a higher one
+
+// The tokens' records; a plain file may end before vocab_size, the rest has no text then.
+static void take_tokens(Tokenizer *t, Cursor *c) {
+    t->text = alloc(t->vocab_size, sizeof(Bytes), "the tokenizer");
+    t->score = alloc(t->vocab_size, sizeof(float), "the tokenizer");
+    t->kind = alloc(t->vocab_size, 1, "the tokenizer");
+    for (int id = 0; id < t->vocab_size; id++) {
+        t->score[id] = c->rest.n ? take_f32(c, "a token's score") : ADDED_SCORE;
+        size_t n = c->rest.n ? take_u32(c, "a token's length") : 0;
+        t->text[id] = (Bytes){take(c, n, "a token's text"), n};
+        if (isnan(t->score[id])) die("%s: bad score of token %d, expected a number", c->file, id);
+    }
+}
+
+static void index_tokens(Tokenizer *t, const char *file) {
+    for (t->mask = 256; t->mask < 2 * (uint32_t)t->vocab_size; ) t->mask *= 2;
+    t->table = alloc(t->mask--, sizeof(*t->table), "the tokenizer");
+    for (int id = 0; id < t->vocab_size; id++) {
+        size_t n = t->text[id].n;
+        bool merges = n == 1 || (n > 1 && t->score[id] > ADDED_SCORE);
+        if (merges && !(t->kind[id] & ADDED)) token_insert(t, id);
+    }
+    for (int i = 0; i < 256; i++) {
+        uint8_t byte = (uint8_t)i;
+        t->byte_token[i] = token_find(t, (Bytes){&byte, 1});
+        if (t->byte_token[i] < 0)
+            die("%s: no token for byte 0x%02x, expected all 256; is it another model's?", file, i);
+    }
+}
+
+// file: the model's name + ".tokenizer"
+static void tokenizer_load(Tokenizer *t, const char *file, int vocab_size) {
+    Cursor c = {file, file_map(file)};
+    *t = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20};
+    t->class = alloc(N_CHARS, 1, "the tokenizer");
+    take_u32(&c, "max_token_length");
+    int bos = take_id(t, &c, "the bos id"), eos = take_id(t, &c, "the eos id");
+    take_tokens(t, &c);
+    if (c.rest.n) take_extension(t, &c);
+    if (!t->has_classes) default_classes(t->class);
+    for (int id = 0, listed = t->added.n > 0; id < vocab_size && !listed; id++) {
+        if (t->score[id] <= ADDED_SCORE && t->text[id].n > 1)
+            added_insert(t, id, looks_special(t->text[id]));
+    }
+    index_tokens(t, file);
+    nfc_init(t);
+    t->think = added_find(t, "<think>");
+    t->end_think = added_find(t, "</think>");
+    t->end_of_text = added_find(t, "<|endoftext|>");
+    if (t->end_of_text < 0) t->end_of_text = bos;
+    if (t->stop.n == 0) {
+        ids_add(&t->stop, eos);
+        ids_add(&t->stop, t->end_of_text);
+        int end_of_turn = added_find(t, "<|im_end|>");
+        if (end_of_turn >= 0) ids_add(&t->stop, end_of_turn);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// Text to tokens: cut at added tokens, NFC, cut by the regex, merge the bytes of each piece
+
+typedef struct {
+    uint32_t c;  // code point, or BAD_BYTE + byte
+    int n;       // bytes, 0 at the end of the text
+    uint8_t class;
+} Char;
+
+// The character at offset `at` (RFC 3629: no overlong forms, no surrogates).
+INLINE Char char_at(const Tokenizer *t, Bytes s, size_t at) {
+    if (at >= s.n) return (Char){0, 0, END};
+    const uint8_t *p = s.p + at;
+    size_t left = s.n - at;
+    if (p[0] < 0x80) return (Char){p[0], 1, t->class[p[0]]};
+    uint32_t c = BAD_BYTE + p[0];
+    int n = 1;
+#define TAIL(i) ((p[i] & 0xC0) == 0x80)
+    if (p[0] >= 0xC2 && p[0] < 0xE0 && left > 1 && TAIL(1)) {
+        c = (p[0] & 0x1Fu) << 6 | (p[1] & 0x3Fu), n = 2;
+    } else if ((p[0] & 0xF0) == 0xE0 && left > 2 && TAIL(1) && TAIL(2)) {
+        uint32_t value = (p[0] & 0x0Fu) << 12 | (p[1] & 0x3Fu) << 6 | (p[2] & 0x3Fu);
+        if (value >= 0x800 && (value < 0xD800 || value > 0xDFFF)) c = value, n = 3;
+    } else if ((p[0] & 0xF8) == 0xF0 && left > 3 && TAIL(1) && TAIL(2) && TAIL(3)) {
+        uint32_t value = (p[0] & 0x07u) << 18 | (p[1] & 0x3Fu) << 12 | (p[2] & 0x3Fu) << 6 |
+                         (p[3] & 0x3Fu);
+        if (value >= 0x10000 && value < BAD_BYTE) c = value, n = 4;
+    }
+#undef TAIL
+    return (Char){c, n, t->class[c]};
+}
+
+static void add_char(Buffer *b, uint32_t c) {
+    uint8_t u[4];
+    size_t n = 0;
+    if (c >= BAD_BYTE) {
+        u[n++] = (uint8_t)(c - BAD_BYTE);
+    } else if (c < 0x80) {
+        u[n++] = (uint8_t)c;
+    } else if (c < 0x800) {
+        u[n++] = (uint8_t)(0xC0 | c >> 6);
+        u[n++] = 0x80 | (c & 0x3F);
+    } else if (c < 0x10000) {
+        u[n++] = (uint8_t)(0xE0 | c >> 12);
+        u[n++] = 0x80 | (c >> 6 & 0x3F);
+        u[n++] = 0x80 | (c & 0x3F);
+    } else {
+        u[n++] = (uint8_t)(0xF0 | c >> 18);
+        u[n++] = 0x80 | (c >> 12 & 0x3F);
+        u[n++] = 0x80 | (c >> 6 & 0x3F);
+        u[n++] = 0x80 | (c & 0x3F);
+    }
+    buffer_add(b, (Bytes){u, n});
+}
+
+// ---- NFC (Unicode Standard Annex 15)
+
+// A character to be ordered: combining class << 56 | place << 24 | code point
+typedef struct {
+    uint64_t *p;
+    size_t n, cap;
+} Chars;
+
+enum { CODE_POINT = 0xFFFFFF };
+
+static int compare_ranges(const void *key, const void *range) {
+    uint32_t c = *(const uint32_t *)key;
+    const Range *r = range;
+    return c < r->first ? -1 : c > r->last;
+}
+
+static uint64_t combining_class(const Tokenizer *t, uint32_t c) {
+    const Range *r = bsearch(&c, t->ccc, t->n_ccc, sizeof(Range), compare_ranges);
+    return r ? r->value : 0;
+}
+
+static int compare_composed(const void *key, const void *pair) {
+    uint32_t c = *(const uint32_t *)key, composed = ((const Pair *)pair)->composed;
+    return (c > composed) - (c < composed);
+}
+
+// Appends the full canonical decomposition of c.
+static void decompose(const Tokenizer *t, Chars *out, uint32_t c) {
+    if (c - HANGUL_S < HANGUL_LS * HANGUL_VS * HANGUL_TS) {
+        uint32_t i = c - HANGUL_S;
+        decompose(t, out, HANGUL_L + i / (HANGUL_VS * HANGUL_TS));
+        decompose(t, out, HANGUL_V + i / HANGUL_TS % HANGUL_VS);
+        if (i % HANGUL_TS) decompose(t, out, HANGUL_T + i % HANGUL_TS);
+        return;
+    }
+    const Pair *p = bsearch(&c, t->pairs, t->n_pairs, sizeof(Pair), compare_composed);
+    if (p) {
+        decompose(t, out, p->first);
+        if (p->second) decompose(t, out, p->second);
+        return;
+    }
+    out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
+    out->p[out->n] = combining_class(t, c) << 56 | (uint64_t)out->n << 24 | c;
+    out->n++;
+}
+
+// The character that a and b compose to, or 0.
+static uint32_t compose(const Tokenizer *t, uint32_t a, uint32_t b) {
+    if (a - HANGUL_L < HANGUL_LS && b - HANGUL_V < HANGUL_VS)
+        return HANGUL_S + ((a - HANGUL_L) * HANGUL_VS + b - HANGUL_V) * HANGUL_TS;
+    if (a - HANGUL_S < HANGUL_LS * HANGUL_VS * HANGUL_TS && (a - HANGUL_S) % HANGUL_TS == 0 &&
+        b - HANGUL_T - 1 < HANGUL_TS - 1)
+        return a + b - HANGUL_T;
+    Pair wanted = {.first = a, .second = b}, *key = &wanted;
+    Pair **p = bsearch(&key, t->composing, t->n_composing, sizeof(Pair *), compare_pairs);
+    return p ? (*p)->composed : 0;
+}
+
+static int compare_u64(const void *a, const void *b) {
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+// Marks (class > 0) in order of their class, stable; then everything that composes with the last
+// starter (class 0) before it, unless something between has the same class or a higher one.
+static void order_and_compose(const Tokenizer *t, Chars *s) {
+    for (size_t i = 0, end; i < s->n; i = end + 1) {
+        for (end = i; end < s->n && s->p[end] >> 56; end++) {}
+        qsort(s->p + i, end - i, sizeof(uint64_t), compare_u64);
+    }
+    size_t n = 0, starter = SIZE_MAX;
+    int last = -1;  // class of the character before, -1: it is the starter
+    for (size_t i = 0; i < s->n; i++) {
+        int class = (int)(s->p[i] >> 56);
+        uint32_t c = s->p[i] & CODE_POINT, composed = 0;
+        if (starter != SIZE_MAX && last < class) composed = compose(t, s->p[starter] & CODE_POINT, c);
+        if (composed) {
+            s->p[starter] = composed;
+            continue;
+        }
+        if (class == 0) starter = n;
+        last = class == 0 ? -1 : class;
+        s->p[n++] = s->p[i];
+    }
+    s->n = n;
+}
+
+// Appends NFC(s). Only the characters marked NFC_ACTIVE, with the one before them, need work.
+static void normalize(const Tokenizer *t, Buffer *out, Bytes s) {
+    Chars chars = {0};
+    size_t copied = 0, before = 0;  // s.p[0 .. copied) is done; the last inactive character
+    for (size_t at = 0; at < s.n;) {
+        Char c = char_at(t, s, at);
+        if (!(c.class & NFC_ACTIVE)) {
+            before = at;
+            at += c.n;
+            continue;
+        }
+        buffer_add(out, (Bytes){s.p + copied, before - copied});
+        chars.n = 0;
+        for (at = before; (c = char_at(t, s, at)).n && (at == before || c.class & NFC_ACTIVE);) {
+            decompose(t, &chars, c.c);
+            at += c.n;
+        }
+        order_and_compose(t, &chars);
+        for (size_t i = 0; i < chars.n; i++) add_char(out, chars.p[i] & CODE_POINT);
+        copied = before = at;
+    }
+    buffer_add(out, bytes_from(s, copied));
+    free(chars.p);
+}
+
+// ---- The pieces of a text
+
+// The end of the run of characters of a class that begins at `at`.
+static size_t run_end(const Tokenizer *t, Bytes s, size_t at, uint8_t class) {
+    for (Char c; (c = char_at(t, s, at)).n && (c.class & CLASS) == class;) at += c.n;
+    return at;
+}
+
+// (?i:'s|'t|'re|'ve|'m|'ll|'d): its bytes, or 0. Folding case adds U+017F to s.
+static size_t contraction(Bytes s) {
+    if (s.n < 2 || s.p[0] != '\'') return 0;
+    int a = s.p[1] | 0x20, b = s.n > 2 ? s.p[2] : 0;  // 0x20 makes ASCII letters small
+    if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
+    if (s.p[1] == 0xC5 && b == 0xBF) return 3;
+    b |= 0x20;
+    return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
+}
+
+INLINE bool is_newline(uint32_t c) { return c == '\n' || c == '\r'; }
+
+// White space: \s*[\r\n]+ up to the last newline, or \s+(?!\S) without the last character if
+// something follows, or \s+
+static size_t space_length(const Tokenizer *t, Bytes s) {
+    size_t end = 0, last = 0, newline = 0;
+    for (Char c; (c = char_at(t, s, end)).n && (c.class & CLASS) == SPACE;) {
+        last = end;
+        end += c.n;
+        if (is_newline(c.c)) newline = end;
+    }
+    if (newline) return newline;
+    return end == s.n || last == 0 ? end : last;
+}
+
+// The length of the first piece of s (s.n > 0), by the alternatives of the regex in their order:
+// (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*
+// |\s*[\r\n]+|\s+(?!\S)|\s+
+static size_t piece_length(const Tokenizer *t, Bytes s) {
+    Char first = char_at(t, s, 0);
+    int class = first.class & CLASS;
+    size_t n = contraction(s);
+    if (n) return n;
+    if (class == LETTER) return run_end(t, s, first.n, LETTER);
+    Char second = char_at(t, s, first.n);
+    bool letter_next = second.n && (second.class & CLASS) == LETTER;
+    if (letter_next && class != NUMBER && !is_newline(first.c)) return run_end(t, s, first.n, LETTER);
+    if (class == NUMBER) return first.n;
+    bool other_next = second.n && (second.class & CLASS) == OTHER;
+    if (class == OTHER || (first.c == ' ' && other_next)) {
+        size_t end = run_end(t, s, first.n, OTHER);
+        while (end < s.n && is_newline(s.p[end])) end++;
+        return end;
+    }
+    return space_length(t, s);
+}
+
+// ---- Merging
+
+// A piece is a list of symbols, each known by the offset of its first byte.
+typedef struct {
+    int id;               // its token, -1: no symbol begins here any more
+    uint32_t prev, next;  // where its neighbours begin
+} Symbol;
+
+typedef struct {  // two neighbours that are a token together
+    float score;
+    uint32_t left, end;  // their bytes
+    int id;
+} Merge;
+
+typedef struct {
+    Symbol *symbols;
+    Merge *heap;  // the next merge at [0]
+    size_t symbols_cap, n, cap;
+} Merger;
+
+// The highest score goes first, the leftmost of equals.
+INLINE bool goes_first(const Merge *a, const Merge *b) {
+    return a->score != b->score ? a->score > b->score : a->left < b->left;
+}
+
+static void heap_push(Merger *m, Merge merge) {
+    m->heap = grow(m->heap, &m->cap, m->n, 1, sizeof(Merge));
+    size_t i = m->n++;
+    for (; i > 0 && goes_first(&merge, &m->heap[(i - 1) / 2]); i = (i - 1) / 2) {
+        m->heap[i] = m->heap[(i - 1) / 2];
+    }
+    m->heap[i] = merge;
+}
+
+static Merge heap_pop(Merger *m) {
+    Merge top = m->heap[0], last = m->heap[--m->n];
+    size_t i = 0;
+    for (size_t child; (child = 2 * i + 1) < m->n; i = child) {
+        if (child + 1 < m->n && goes_first(&m->heap[child + 1], &m->heap[child])) child++;
+        if (!goes_first(&m->heap[child], &last)) break;
+        m->heap[i] = m->heap[child];
+    }
+    m->heap[i] = last;
+    return top;
+}
+
+// Offers the symbol at `left` and the one after it, if together they are a token.
+static void offer(const Tokenizer *t, Merger *m, Bytes s, uint32_t left) {
+    uint32_t right = m->symbols[left].next;
+    if (right >= s.n) return;
+    uint32_t end = m->symbols[right].next;
+    int id = token_find(t, (Bytes){s.p + left, end - left});
+    if (id >= 0) heap_push(m, (Merge){t->score[id], left, end, id});
+}
+
+// Byte-pair encoding of one piece: always the best pair first.
+static void encode_piece(const Tokenizer *t, Merger *m, Bytes s, Ids *out) {
+    m->symbols = grow(m->symbols, &m->symbols_cap, 0, s.n, sizeof(Symbol));
+    m->n = 0;
+    for (uint32_t i = 0; i < s.n; i++) m->symbols[i] = (Symbol){t->byte_token[s.p[i]], i - 1, i + 1};
+    for (uint32_t i = 0; i < s.n; i++) offer(t, m, s, i);
+    while (m->n) {
+        Merge merge = heap_pop(m);
+        Symbol *left = &m->symbols[merge.left];
+        bool there = left->id >= 0 && left->next < s.n && m->symbols[left->next].next == merge.end;
+        if (!there) continue;  // one of the two has merged with another
+        m->symbols[left->next].id = -1;
+        left->id = merge.id;
+        left->next = merge.end;
+        if (merge.end < s.n) m->symbols[merge.end].prev = merge.left;
+        offer(t, m, s, merge.left);
+        if (merge.left > 0) offer(t, m, s, left->prev);
+    }
+    for (uint32_t i = 0; i < s.n; i = m->symbols[i].next) ids_add(out, m->symbols[i].id);
+}
+
+// ---- The encoder: text in parts, of which some may hold added tokens
+
+typedef struct {
+    const Tokenizer *t;
+    Ids *out;
+    Buffer plain;   // text since the last added token: normalised and cut as one
+    Buffer normal;
+    Merger merger;
+} Encoder;
+
+static void encode_end(Encoder *e) {
+    Bytes s = {e->plain.p, e->plain.n};
+    if (s.n >= INT_MAX) die("text: too long, expected less than 2 GB");
+    if (e->t->n_pairs) {
+        e->normal.n = 0;
+        normalize(e->t, &e->normal, s);
+        s = (Bytes){e->normal.p, e->normal.n};
+    }
+    while (s.n) {
+        size_t n = piece_length(e->t, s);
+        encode_piece(e->t, &e->merger, (Bytes){s.p, n}, e->out);
+        s = bytes_from(s, n);
+    }
+    e->plain.n = 0;
+}
+
+static void encode_token(Encoder *e, int id) {
+    encode_end(e);
+    ids_add(e->out, id);
+}
+
+static void encode_plain(Encoder *e, Bytes s) { buffer_add(&e->plain, s); }
+
+// The first added token in s at or behind *at, the longest if several begin there; -1: none, and
+// *at is the end of s.
+static int added_next(const Tokenizer *t, Bytes s, size_t *at) {
+    for (; *at < s.n; ++*at) {
+        int best = -1;
+        for (size_t i = 0; t->added_start[s.p[*at]] && i < t->added.n; i++) {
+            Bytes a = t->text[t->added.p[i]];
+            bool there = a.n && a.n <= s.n - *at && memcmp(a.p, s.p + *at, a.n) == 0;
+            if (there && (best < 0 || a.n > t->text[best].n)) best = t->added.p[i];
+        }
+        if (best >= 0) return best;
+    }
+    return -1;
+}
+
+// Text in which added tokens count as such.
+static void encode_marked(Encoder *e, Bytes s) {
+    size_t at = 0, plain = 0;
+    for (int id; (id = added_next(e->t, s, &at)) >= 0; plain = at += e->t->text[id].n) {
+        encode_plain(e, (Bytes){s.p + plain, at - plain});
+        encode_token(e, id);
+    }
+    encode_plain(e, bytes_from(s, plain));
+}
+
+static void encoder_free(Encoder *e) {
+    free(e->plain.p);
+    free(e->normal.p);
+    free(e->merger.symbols);
+    free(e->merger.heap);
+}
+
+// A text of the raw modes, as HF's tokenizer(text): with added tokens, and with what its
+// post-processor puts around every text.
+static void encode_raw(const Tokenizer *t, Bytes s, Ids *out) {
+    Encoder e = {.t = t, .out = out};
+    for (size_t i = 0; i < t->head.n; i++) ids_add(out, t->head.p[i]);
+    encode_marked(&e, s);
+    encode_end(&e);
+    for (size_t i = 0; i < t->tail.n; i++) ids_add(out, t->tail.p[i]);
+    encoder_free(&e);
+}
+
+// ------------------------------------------------------------------------------------------------
+// The chat format: a conversation is nothing but its messages, and each turn's prompt is all of
+// them rendered and encoded anew, exactly as the checkpoint's template does it
+
+typedef struct { size_t at; int id; } Mark;  // an added token in a text
+
+typedef struct {
+    int role;
+    Buffer text;
+    Mark *marks;  // the added tokens that the model really generated; all else is plain text
+    size_t n_marks, marks_cap;
+} Message;
+
+typedef struct {
+    Message *p;
+    size_t n, cap;
+} Conversation;
+
+static Message *conversation_add(Conversation *c, int role, Bytes text) {
+    c->p = grow(c->p, &c->cap, c->n, 1, sizeof(Message));
+    Message *m = &c->p[c->n++];
+    *m = (Message){.role = role};
+    buffer_add(&m->text, text);
+    return m;
+}
+
+// Takes `count` messages away, beginning with the first-th.
+static void conversation_drop(Conversation *c, size_t first, size_t count) {
+    for (size_t i = first; i < first + count; i++) {
+        free(c->p[i].text.p);
+        free(c->p[i].marks);
+    }
+    memmove(c->p + first, c->p + first + count, (c->n - first - count) * sizeof(Message));
+    c->n -= count;
+}
+
+// A token of an answer: of its text, added tokens stay tokens.
+static void message_add_token(Message *m, const Tokenizer *t, int id) {
+    if (t->kind[id] & ADDED) {
+        m->marks = grow(m->marks, &m->marks_cap, m->n_marks, 1, sizeof(Mark));
+        m->marks[m->n_marks++] = (Mark){m->text.n, id};
+    }
+    buffer_add(&m->text, t->text[id]);
+}
+
+// ChatML, as all Qwen models speak it; what a file without a template gets.
+static ChatFormat chatml(void) {
+    Bytes answer = bytes("<|im_start|>assistant\n"), end = bytes("<|im_end|>\n");
+    return (ChatFormat){.open = {bytes("<|im_start|>system\n"), bytes("<|im_start|>user\n"), answer},
+                        .close = {end, end, end}, .answer = {answer, answer},
+                        .strip = bytes("</think>"), .trim = bytes("\n")};
+}
+
+// Where the part of an earlier answer begins that later prompts keep: behind its thinking.
+static size_t answer_start(const ChatFormat *f, Bytes s) {
+    if (f->strip.n == 0 || s.n < f->strip.n) return 0;
+    for (size_t at = s.n - f->strip.n + 1; at-- > 0;) {
+        if (memcmp(s.p + at, f->strip.p, f->strip.n) != 0) continue;
+        at += f->strip.n;
+        while (at < s.n && f->trim.n && memchr(f->trim.p, s.p[at], f->trim.n)) at++;
+        return at;
+    }
+    return 0;
+}
+
+static void encode_message(Encoder *e, const ChatFormat *f, const Message *m) {
+    Bytes s = {m->text.p, m->text.n};
+    size_t at = m->role == ASSISTANT ? answer_start(f, s) : 0;
+    for (size_t i = 0; i < m->n_marks; i++) {
+        if (m->marks[i].at < at) continue;
+        encode_plain(e, (Bytes){s.p + at, m->marks[i].at - at});
+        encode_token(e, m->marks[i].id);
+        at = m->marks[i].at + e->t->text[m->marks[i].id].n;
+    }
+    encode_plain(e, bytes_from(s, at));
+}
+
+// The ids of a conversation, up to where the model's answer begins.
+static void render(const Tokenizer *t, const Conversation *c, bool think, Ids *out) {
+    const ChatFormat *f = &t->chat;
+    Encoder e = {.t = t, .out = out};
+    out->n = 0;
+    encode_marked(&e, f->start);
+    if (c->n == 0 || c->p[0].role != SYSTEM) encode_marked(&e, f->no_system);
+    for (size_t i = 0; i < c->n; i++) {
+        const Message *m = &c->p[i];
+        bool opened = f->system_opens_user && i > 0 && c->p[i - 1].role == SYSTEM;
+        if (!opened) encode_marked(&e, f->open[m->role]);
+        encode_message(&e, f, m);
+        encode_marked(&e, f->close[m->role]);
+    }
+    encode_marked(&e, f->answer[think]);
+    encode_end(&e);
+    encoder_free(&e);
+}
+
+// The two sides of the n-th %s in an older export's template file.
+static Bytes split(const char *file, Bytes *rest) {
+    for (size_t i = 0; i + 1 < rest->n; i++) {
+        if (rest->p[i] != '%' || rest->p[i + 1] != 's') continue;
+        Bytes before = {rest->p, i};
+        *rest = bytes_from(*rest, i + 2);
+        return before;
+    }
+    die("%s: bad template, expected %%s where the text goes", file);
+}
+
+// The text of `model` + suffix, or false if there is no such file.
+static bool template_file(Bytes *text, const char *model, const char *suffix) {
+    char path[4096];
+    if (snprintf(path, sizeof(path), "%s.template%s", model, suffix) >= (int)sizeof(path) ||
+        access(path, F_OK) != 0)
+        return false;
+    *text = file_map(path);
+    return true;
+}
+
+// The four rendered prompts that older exports put beside the model: "A %s B" for a user's text,
+// "S %s T %s B" for a system's and a user's. Every turn is A USER B, its answer follows with the
+// end-of-turn token and a newline.
+static bool chat_from_templates(ChatFormat *f, const Tokenizer *t, const char *model, bool think) {
+    Bytes text;
+    if (!template_file(&text, model, think ? ".with-thinking" : "") &&
+        !template_file(&text, model, "")) return false;
+    Buffer end = {0};
+    buffer_add(&end, t->text[t->stop.p[0]]);
+    buffer_add(&end, bytes("\n"));
+    *f = (ChatFormat){.strip = bytes("</think>"), .trim = bytes("\n")};
+    f->open[USER] = split("the .template file", &text);
+    f->answer[0] = f->answer[1] = f->open[ASSISTANT] = text;
+    f->close[ASSISTANT] = (Bytes){end.p, end.n};
+    if (template_file(&text, model, think ? ".with-system-and-thinking" : ".with-system") ||
+        template_file(&text, model, ".with-system")) {
+        f->open[SYSTEM] = split("the .template.with-system file", &text);
+        f->close[SYSTEM] = split("the .template.with-system file", &text);
+        f->system_opens_user = true;
+    }
+    return true;
+}
+
+// ------------------------------------------------------------------------------------------------
+// The sampler: presence penalty, temperature, top-k, top-p, in HF's order; ties go to the lowest id
+
+typedef struct { float p; int id; } Candidate;
+
+typedef struct {
+    float temperature;       // 0: the most likely token
+    float top_p;             // keep the smallest set of tokens that reaches this probability
+    float presence;          // taken off the logits of tokens that the answer already holds
+    int top_k;               // keep the k most likely, 0: all
+    uint64_t rng;
+    bool *seen;              // (vocab_size)
+    Candidate *kept, *edge;  // (vocab_size)
+} Sampler;
+
+// One of 2^53 numbers in [0, 1): splitmix64
+static double random_next(uint64_t *state) {
+    uint64_t z = *state += 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
+}
+
+static int argmax(const float *x, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++) best = x[i] > x[best] ? i : best;
+    return best;
+}
+
+// p = exp((logit - max) / temperature), (n)
+NOINLINE void likelihoods(float *logits, int n, float max, float temperature) {
+    for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
+}
+
+static int compare_candidates(const void *a, const void *b) {
+    const Candidate *x = a, *y = b;
+    if (x->p != y->p) return x->p > y->p ? -1 : 1;
+    return (x->id > y->id) - (x->id < y->id);
+}
+
+// 16 buckets for each power of two of p in [0, 1]
+enum { BUCKETS = 2048 };
+INLINE int bucket_of(float p) { return load_i32(&p) >> 19; }
+
+// Keeps the likeliest candidates, as few as reach `target`: in number, or in the sum of their p.
+// Only those in the bucket where that happens are sorted. Returns how many are left.
+static int keep_best(Sampler *s, int n, double target, bool sum) {
+    double total[BUCKETS] = {0}, reached = 0;
+    for (int i = 0; i < n; i++) total[bucket_of(s->kept[i].p)] += sum ? s->kept[i].p : 1;
+    int edge = BUCKETS - 1, kept = 0, at_edge = 0;
+    while (edge > 0 && reached + total[edge] < target) reached += total[edge--];
+    for (int i = 0; i < n; i++) {
+        int bucket = bucket_of(s->kept[i].p);
+        if (bucket == edge) s->edge[at_edge++] = s->kept[i];
+        if (bucket > edge) s->kept[kept++] = s->kept[i];
+    }
+    qsort(s->edge, at_edge, sizeof(Candidate), compare_candidates);
+    for (int i = 0; i < at_edge && reached < target; i++) {
+        reached += sum ? s->edge[i].p : 1;
+        s->kept[kept++] = s->edge[i];
+    }
+    return kept;
+}
+
+// The next token by its logits (n), which are overwritten.
+static int sample(Sampler *s, float *logits, int n) {
+    for (int i = 0; i < n && s->presence != 0; i++) logits[i] -= s->seen[i] ? s->presence : 0;
+    int best = argmax(logits, n);
+    float max = logits[best];
+    if (!isfinite(max)) die("model: the logits are no numbers; is the file damaged?");
+    if (s->temperature == 0) return best;
+    likelihoods(logits, n, max, s->temperature);
+    for (int i = 0; i < n; i++) s->kept[i] = (Candidate){logits[i], i};
+    if (s->top_k > 0 && s->top_k < n) n = keep_best(s, n, s->top_k, false);
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += s->kept[i].p;
+    if (s->top_p < 1) {
+        n = keep_best(s, n, sum * s->top_p, true);
+        sum = 0;
+        for (int i = 0; i < n; i++) sum += s->kept[i].p;
+    }
+    double left = random_next(&s->rng) * sum;
+    for (int i = 0; i < n; i++) {
+        left -= s->kept[i].p;
+        if (left < 0) return s->kept[i].id;
+    }
+    return best;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Writing an answer: the tokens' bytes as they come, but never a part of a character
+
+typedef struct {
+    bool chat;      // thinking is set apart
+    bool terminal;  // stdout is one
+    bool dim;       // thinking is dimmed there
+    bool thinking;
+    bool trim;      // no newlines between thinking and answer on a stdout that is no terminal
+    Buffer held;
+} Writer;
+
+static volatile sig_atomic_t dimmed;       // the terminal writes dim now
+
+// The first Ctrl-C ends what is going on, a second one the program.
+static void on_interrupt(int signal) {
+    (void)signal;
+    if (interrupted) {
+        if (dimmed) (void)!write(STDOUT_FILENO, "\033[0m", 4);
+        _exit(EXIT_INTERRUPT);
+    }
+    interrupted = 1;
+}
+
+static void stdout_flush(void) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) return;
+    if (errno == EPIPE) _exit(EXIT_SUCCESS);  // the reader has seen enough
+    die("stdout: %s", strerror(errno));
+}
+
+// How many bytes at the end of s are an unfinished character that can still become one.
+static size_t unfinished(Bytes s) {
+    for (size_t n = 1; n <= 3 && n <= s.n; n++) {
+        const uint8_t *p = s.p + s.n - n;
+        if ((p[0] & 0xC0) == 0x80) continue;
+        size_t needs = p[0] >= 0xF0 ? 4 : p[0] >= 0xE0 ? 3 : 2;
+        if (p[0] < 0xC2 || p[0] > 0xF4 || n >= needs) return 0;
+        uint8_t low = p[0] == 0xE0 ? 0xA0 : p[0] == 0xF0 ? 0x90 : 0x80;
+        uint8_t high = p[0] == 0xED ? 0x9F : p[0] == 0xF4 ? 0x8F : 0xBF;
+        return n == 1 || (p[1] >= low && p[1] <= high) ? n : 0;
+    }
+    return 0;
+}
+
+// Writes what is held, but for the last `keep` bytes.
+static void writer_flush(Writer *w, size_t keep) {
+    Bytes s = {w->held.p, w->held.n - keep};
+    if (w->trim) {
+        while (s.n && *s.p == '\n') s = bytes_from(s, 1);
+        if (s.n) w->trim = false;
+    }
+    bool aside = w->chat && w->thinking && !w->terminal;
+    if (s.n && !(aside && quiet)) fwrite(s.p, 1, s.n, aside ? stderr : stdout);
+    stdout_flush();
+    if (keep) memmove(w->held.p, w->held.p + w->held.n - keep, keep);
+    w->held.n = keep;
+}
+
+static void writer_thinks(Writer *w, bool thinking) {
+    if (!w->chat || w->thinking == thinking) return;
+    writer_flush(w, 0);
+    if (w->dim) {
+        dimmed = thinking;
+        fputs(thinking ? "\033[2m" : "\033[0m", stdout);
+    }
+    if (!thinking && !w->terminal) {
+        if (!quiet) fputc('\n', stderr);
+        w->trim = true;
+    }
+    w->thinking = thinking;
+}
+
+static void writer_token(Writer *w, const Tokenizer *t, int id) {
+    if (id == t->think) writer_thinks(w, true);
+    if (!(t->kind[id] & SPECIAL)) {
+        buffer_add(&w->held, t->text[id]);
+        writer_flush(w, unfinished((Bytes){w->held.p, w->held.n}));
+    }
+    if (id == t->end_think) writer_thinks(w, false);
+}
+
+static void writer_end(Writer *w) {
+    writer_flush(w, 0);
+    writer_thinks(w, false);
+    w->trim = false;
+    if (w->chat || w->terminal) fputc('\n', stdout);
+    stdout_flush();
+}
+
+// ------------------------------------------------------------------------------------------------
+// Generation: one loop for every mode
+
+typedef enum { TURN_ENDED, LIMIT_REACHED, CONTEXT_FULL, INTERRUPTED } Ending;
+
+typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, N_MODES } Mode;
+static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity"};
+
+typedef struct {
+    const char *model, *text, *file, *system;  // NULL: not given
+    int mode;                                  // -1: not given
+    int think;                                 // -1: not given
+    float temperature, top_p, presence;        // -1: the checkpoint's; presence 0
+    int top_k, n, context, batch, threads;     // -1: not given
+    uint64_t seed;
+    bool seeded, verbose;
+} Options;
+
+typedef struct {
+    Options options;
+    Model model;
+    Tokenizer tokenizer;
+    Sampler sampler;
+    Writer writer;
+    Ids cached;  // what the KV cache holds
+    bool think;
+} Engine;
+
+// Runs what the cache does not hold yet of ids; at least the last of them. Leaves in *row where
+// that one is in the last forward pass. False: Ctrl-C.
+static bool prefill(Engine *e, const Ids *ids, size_t *reused, int *row) {
+    size_t same = 0;
+    while (same < e->cached.n && same + 1 < ids->n && e->cached.p[same] == ids->p[same]) same++;
+    e->cached.n = *reused = same;
+    while (e->cached.n < ids->n) {
+        size_t left = ids->n - e->cached.n;
+        int n = left < (size_t)e->model.state.batch ? (int)left : e->model.state.batch;
+        if (!forward(&e->model, ids->p + e->cached.n, n, (int)e->cached.n)) return false;
+        for (int i = 0; i < n; i++) ids_add(&e->cached, ids->p[e->cached.n]);
+        *row = n - 1;
+    }
+    return true;
+}
+
+static bool is_stop(const Tokenizer *t, int id) {
+    for (size_t i = 0; i < t->stop.n; i++) {
+        if (t->stop.p[i] == id) return true;
+    }
+    return false;
+}
+
+// Writes the continuation of a cached prompt, at most options.n tokens, and adds it to `answer` (or
+// NULL). Counts the tokens.
+static Ending generate(Engine *e, int row, Message *answer, int *count) {
+    State *s = &e->model.state;
+    int vocab_size = e->tokenizer.vocab_size;
+    memset(e->sampler.seen, 0, vocab_size * sizeof(bool));
+    for (*count = 0; e->options.n != *count; row = 0) {
+        if (interrupted) return INTERRUPTED;
+        int id = sample(&e->sampler, classify(&e->model, row, 1), vocab_size);
+        if (is_stop(&e->tokenizer, id)) return TURN_ENDED;
+        ++*count;
+        e->sampler.seen[id] = true;
+        writer_token(&e->writer, &e->tokenizer, id);
+        if (answer) message_add_token(answer, &e->tokenizer, id);
+        if (*count == e->options.n) break;
+        if (e->cached.n == (size_t)s->seq_len) return CONTEXT_FULL;
+        if (!forward(&e->model, &id, 1, (int)e->cached.n)) return INTERRUPTED;
+        ids_add(&e->cached, id);
+    }
+    return LIMIT_REACHED;
+}
+
+// Prompt and answer, with everything that is said about them on stderr.
+static Ending respond(Engine *e, const Ids *ids, Message *answer) {
+    const Options *o = &e->options;
+    size_t reused = 0;
+    int row = 0, count = 0;
+    if (o->verbose) {
+        fputs("prompt ids:", stderr);
+        for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
+        fputc('\n', stderr);
+    }
+    double start = now();
+    Ending ending = INTERRUPTED;
+    bool ready = prefill(e, ids, &reused, &row);
+    double middle = now();
+    if (ready) ending = generate(e, row, answer, &count);
+    double end = now();
+    bool thinking = e->writer.thinking;
+    writer_end(&e->writer);
+    if (ending == CONTEXT_FULL)
+        notice("answer: stopped, the context of %d tokens is full (-c)", e->model.state.seq_len);
+    if (thinking && (ending == CONTEXT_FULL || ending == LIMIT_REACHED))
+        notice("answer: ended inside its thinking after %d tokens; it needs a larger -n or -c", count);
+    if (!quiet) {
+        fprintf(stderr, "prompt %zu tokens (%zu cached) %.1f tok/s, ", ids->n, reused,
+                (ids->n - reused) / (middle - start + 1e-9));
+        fprintf(stderr, "generated %d tokens %.1f tok/s, seed %llu\n", count,
+                count / (end - middle + 1e-9), (unsigned long long)o->seed);
+    }
+    return ending;
+}
+
+// ------------------------------------------------------------------------------------------------
+// The modes
+
+static void run_tokenize(Engine *e, Bytes text) {
+    Ids ids = {0};
+    encode_raw(&e->tokenizer, text, &ids);
+    for (size_t i = 0; i < ids.n; i++) printf(i ? " %d" : "%d", ids.p[i]);
+    putchar('\n');
+    stdout_flush();
+}
+
+#define PROMPT_TOO_LONG "prompt: too long, expected at most %d tokens (-c), found %zu"
+
+static Ending run_generate(Engine *e, Bytes text) {
+    Ids ids = {0};
+    encode_raw(&e->tokenizer, text, &ids);
+    if (ids.n == 0) ids_add(&ids, e->tokenizer.end_of_text);
+    if (ids.n > (size_t)e->model.state.seq_len)
+        die(PROMPT_TOO_LONG, e->model.state.seq_len, ids.n);
+    return respond(e, &ids, NULL);
+}
+
+// -log of the probability of `id` by its logits
+static double surprise(const float *logits, int n, int id) {
+    double max = logits[argmax(logits, n)], sum = 0;
+    for (int i = 0; i < n; i++) sum += exp(logits[i] - max);
+    return log(sum) + max - logits[id];
+}
+
+// Sum of the surprises of ids 1 .. n - 1, each after those before it: n <= seq_len.
+static double score_piece(Engine *e, const int *ids, int n) {
+    State *s = &e->model.state;
+    int vocab_size = e->tokenizer.vocab_size;
+    double sum = 0;
+    for (int pos = 0, count; pos < n - 1; pos += count) {
+        count = min_int(s->batch, n - 1 - pos);
+        if (!forward(&e->model, ids + pos, count, pos)) exit(EXIT_INTERRUPT);
+        for (int i = 0, rows; i < count; i += rows) {
+            rows = min_int(s->logit_rows, count - i);
+            const float *logits = classify(&e->model, i, rows);
+            for (int r = 0; r < rows; r++) {
+                sum += surprise(logits + (size_t)r * vocab_size, vocab_size, ids[pos + i + r + 1]);
+            }
+        }
+    }
+    return sum;
+}
+
+static void run_perplexity(Engine *e, Bytes text) {
+    Ids ids = {0};
+    int context = e->model.state.seq_len;
+    encode_raw(&e->tokenizer, text, &ids);
+    if (ids.n < 2) die("text: too short for a perplexity, expected 2 tokens, found %zu", ids.n);
+    if (context < 2) die("context: too short for a perplexity, expected -c 2, found %d", context);
+    if (ids.n > (size_t)context)
+        notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
+    double sum = 0;
+    for (size_t at = 0; at + 1 < ids.n; at += context - 1) {
+        size_t left = ids.n - at;
+        sum += score_piece(e, ids.p + at, left < (size_t)context ? (int)left : context);
+    }
+    double mean = sum / (double)(ids.n - 1);
+    if (!isfinite(mean)) die("model: the logits are no numbers; is the file damaged?");
+    printf("tokens %zu nll %.6f ppl %.4f\n", ids.n - 1, mean, exp(mean));
+    stdout_flush();
+}
+
+// Renders the conversation. If there is no room for an answer, the oldest turns go until half the
+// context is free. False: the last message alone is too long.
+static bool fit_conversation(Engine *e, Conversation *c, Ids *ids) {
+    const size_t context = e->model.state.seq_len, first = c->p[0].role == SYSTEM;
+    size_t room = context / 4, dropped = 0;
+    if (e->options.n >= 0 && (size_t)e->options.n < room) room = e->options.n;
+    render(&e->tokenizer, c, e->think, ids);
+    if (ids->n + room <= context) return true;
+    for (; c->n - first > 1 && ids->n > context / 2; dropped++) {
+        conversation_drop(c, first, 2);
+        render(&e->tokenizer, c, e->think, ids);
+    }
+    if (dropped)
+        notice("context: %zu tokens are full (-c), the oldest turns are forgotten: %zu", context,
+               dropped);
+    return ids->n <= context;
+}
+
+// Does the prompt itself open the thinking?
+static bool begins_thinking(const Engine *e) {
+    const Tokenizer *t = &e->tokenizer;
+    Ids ids = {0};
+    Encoder encoder = {.t = t, .out = &ids};
+    bool thinking = false;
+    encode_marked(&encoder, t->chat.answer[e->think]);
+    encode_end(&encoder);
+    for (size_t i = 0; i < ids.n; i++) {
+        if (ids.p[i] == t->think || ids.p[i] == t->end_think) thinking = ids.p[i] == t->think;
+    }
+    encoder_free(&encoder);
+    free(ids.p);
+    return thinking;
+}
+
+// A user's message and the model's answer to it.
+static Ending chat_turn(Engine *e, Conversation *c, Bytes text, bool leave_on_error) {
+    Ids ids = {0};
+    interrupted = 0;
+    conversation_add(c, USER, text);
+    if (!fit_conversation(e, c, &ids)) {
+        if (leave_on_error) die(PROMPT_TOO_LONG, e->model.state.seq_len, ids.n);
+        fprintf(stderr, "qwen3: " PROMPT_TOO_LONG "\n", e->model.state.seq_len, ids.n);
+        conversation_drop(c, c->n - 1, 1);
+        return CONTEXT_FULL;
+    }
+    writer_thinks(&e->writer, begins_thinking(e));
+    Ending ending = respond(e, &ids, conversation_add(c, ASSISTANT, (Bytes){0}));
+    free(ids.p);
+    return ending;
+}
+
+typedef struct {  // stdin, line by line
+    Buffer data;
+    size_t used;
+    bool ended;
+} Input;
+
+// The next line with its newline, if it has one; false at the end of input or after Ctrl-C.
+static bool input_line(Input *in, Bytes *line) {
+    for (;;) {
+        Bytes rest = bytes_from((Bytes){in->data.p, in->data.n}, in->used);
+        const uint8_t *newline = rest.n ? memchr(rest.p, '\n', rest.n) : NULL;
+        if (newline || (in->ended && rest.n)) {
+            *line = (Bytes){rest.p, newline ? (size_t)(newline - rest.p) + 1 : rest.n};
+            in->used += line->n;
+            return true;
+        }
+        if (in->ended) return false;
+        if (rest.n) memmove(in->data.p, rest.p, rest.n);
+        in->data.n = rest.n;
+        in->used = 0;
+        in->data.p = grow(in->data.p, &in->data.cap, in->data.n, 65536, 1);
+        ssize_t got = read(STDIN_FILENO, in->data.p + in->data.n, in->data.cap - in->data.n);
+        if (got < 0 && errno != EINTR) die("stdin: %s", strerror(errno));
+        if (got < 0 && interrupted) return false;
+        if (got > 0) in->data.n += got;
+        in->ended = got == 0;
+    }
+}
+
+static bool input_waits(const Input *in) {
+    struct pollfd fd = {.fd = STDIN_FILENO, .events = POLLIN};
+    return in->used < in->data.n || (!in->ended && poll(&fd, 1, 30) > 0);
+}
+
+// Without its final newline, \n or \r\n.
+static Bytes chop(Bytes s) {
+    if (s.n && s.p[s.n - 1] == '\n') s.n--;
+    else return s;
+    if (s.n && s.p[s.n - 1] == '\r') s.n--;
+    return s;
+}
+
+enum { TERMINAL_LINE = 4095 };  // a terminal takes no more bytes in a line
+
+// A message typed or pasted at a terminal; false at the end of input or after Ctrl-C.
+static bool read_message(Input *in, Buffer *message) {
+    Bytes line;
+    bool more = true, cut = false;
+    if (!quiet) fputs("> ", stderr);
+    for (message->n = 0; more;) {
+        if (!input_line(in, &line)) return false;
+        cut |= chop(line).n >= TERMINAL_LINE;
+        buffer_add(message, line);
+        more = message->n > 1 && memcmp(message->p + message->n - 2, "\\\n", 2) == 0;
+        if (more) message->p[--message->n - 1] = '\n';
+        more |= input_waits(in) && !in->ended;
+    }
+    message->n = chop((Bytes){message->p, message->n}).n;
+    if (cut) {
+        notice("input: the terminal cut a line at %d bytes, nothing was sent; -f FILE takes longer "
+               "ones", TERMINAL_LINE);
+        message->n = 0;
+    }
+    return true;
+}
+
+// A conversation with stdin: a terminal, or a script of one turn a line.
+static int run_conversation(Engine *e, Conversation *c) {
+    Input in = {0};
+    Buffer message = {0};
+    Bytes line;
+    if (!isatty(STDIN_FILENO)) {
+        while (input_line(&in, &line)) chat_turn(e, c, chop(line), true);
+        return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
+    }
+    notice("chat: a line that ends in \\ goes on in the next, a pasted block is one message; Ctrl-C "
+           "stops an answer, Ctrl-D leaves");
+    while (interrupted = 0, read_message(&in, &message)) {
+        if (message.n) chat_turn(e, c, (Bytes){message.p, message.n}, false);
+    }
+    if (!quiet) fputc('\n', stderr);
+    return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Options and main
+
+static const char usage[] =
+    "qwen3 " VERSION " (" SIMD "): runs Qwen3 language models\n"
+    "\n"
+    "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
+    "\n"
+    "  -i TEXT    the prompt; without -i and -f a terminal chats, a pipe is read as the prompt\n"
+    "  -f FILE    the prompt is FILE's text (- is stdin); with -i: TEXT, an empty line, FILE's text\n"
+    "  -m MODE    chat, generate (raw completion), tokenize or perplexity [chat]\n"
+    "  -y TEXT    system prompt (chat) [none]\n"
+    "  -r 0|1     thinking off or on, for models that can switch (chat) [0]\n"
+    "  -t FLOAT   temperature, 0 is greedy [the checkpoint's]\n"
+    "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's]\n"
+    "  -k INT     top-k, 0 is off [the checkpoint's]\n"
+    "  -a FLOAT   presence penalty on tokens already generated, 0 to 2 [0]\n"
+    "  -s INT     random seed, 64 bits [from the clock]\n"
+    "  -n INT     at most so many new tokens per answer [to the end of the turn or the context]\n"
+    "  -c INT     context length in tokens, 0 is the model's [4096, or the model's if smaller]\n"
+    "  -b INT     prompt tokens per forward pass, 1 to 512; never changes the output [256]\n"
+    "  -j INT     threads; never changes the output [all cores this process may use]\n"
+    "  -q, -v     nothing on stderr but errors; also the prompt's ids\n"
+    "  -h, --version\n"
+    "\n"
+    "-m chat on a pipe is a conversation, one turn a line. The model's text goes to stdout, all else\n"
+    "to stderr. Exit: 0 success, 1 file, memory or model error, 2 usage error, 130 Ctrl-C.\n";
+
+static float parse_float(const char *option, const char *s, float low, float high) {
+    char *end;
+    float value = strtof(s, &end);
+    if (end == s || *end || !(value >= low && value <= high))
+        die_usage("%s: bad value, expected a number from %g to %g, found \"%s\"", option, low, high, s);
+    return value;
+}
+
+static int parse_int(const char *option, const char *s, int low, int high) {
+    char *end;
+    errno = 0;
+    long long value = strtoll(s, &end, 10);
+    if (end == s || *end || errno || value < low || value > high)
+        die_usage("%s: bad value, expected an integer from %d to %d, found \"%s\"", option, low, high,
+                  s);
+    return (int)value;
+}
+
+static uint64_t parse_seed(const char *s) {
+    char *end;
+    errno = 0;
+    uint64_t value = *s == '-' ? (uint64_t)strtoll(s, &end, 10) : strtoull(s, &end, 10);
+    if (end == s || *end || errno)
+        die_usage("-s: bad value, expected a 64-bit integer, found \"%s\"", s);
+    return value;
+}
+
+static int parse_mode(const char *s) {
+    for (int i = 0; i < N_MODES; i++) {
+        if (!strcmp(s, mode_names[i])) return i;
+    }
+    die_usage("-m: unknown mode, expected chat, generate, tokenize or perplexity, found \"%s\"", s);
+}
+
+static void parse_option(Options *o, const char *option, const char *value) {
+    switch (option[1]) {
+    case 'i': o->text = value; break;
+    case 'f': o->file = value; break;
+    case 'y': o->system = value; break;
+    case 'm': o->mode = parse_mode(value); break;
+    case 'r': o->think = parse_int(option, value, 0, 1); break;
+    case 't': o->temperature = parse_float(option, value, 0, 1000); break;
+    case 'p': o->top_p = parse_float(option, value, FLT_MIN, 1); break;
+    case 'k': o->top_k = parse_int(option, value, 0, INT_MAX); break;
+    case 'a': o->presence = parse_float(option, value, 0, 2); break;
+    case 'n': o->n = parse_int(option, value, 0, INT_MAX); break;
+    case 'c': o->context = parse_int(option, value, 0, INT_MAX); break;
+    case 'b': o->batch = parse_int(option, value, 1, 512); break;
+    case 'j': o->threads = parse_int(option, value, 1, 1024); break;
+    case 's': o->seed = parse_seed(value); o->seeded = true; break;
+    }
+}
+
+static Options parse_options(int argc, char **argv) {
+    Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -1,
+                 .context = -1, .batch = 256, .threads = -1};
+    for (int i = 1; i < argc; i++) {
+        const char *arg = argv[i];
+        if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
+            fputs(usage, stdout);
+            exit(EXIT_SUCCESS);
+        } else if (!strcmp(arg, "--version")) {
+            puts("qwen3 " VERSION " (" SIMD ")");
+            exit(EXIT_SUCCESS);
+        } else if (!strcmp(arg, "-q")) {
+            quiet = true;
+        } else if (!strcmp(arg, "-v")) {
+            o.verbose = true;
+        } else if (arg[0] == '-' && arg[1] && !arg[2] && strchr("ifmyrtpkasncbj", arg[1])) {
+            if (++i == argc) die_usage("%s: value missing, expected one after it", arg);
+            parse_option(&o, arg, argv[i]);
+        } else if (arg[0] == '-') {
+            die_usage("%s: unknown option, expected one of those that -h lists", arg);
+        } else if (o.model) {
+            die_usage("%s: unexpected argument, expected one MODEL, found also \"%s\"", arg, o.model);
+        } else {
+            o.model = arg;
+        }
+    }
+    if (!o.model) die_usage("MODEL: missing, expected a .bin file made by export.py; -h shows more");
+    if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
+    bool raw = o.mode == TOKENIZE || o.mode == PERPLEXITY;
+    if (raw && !o.text && !o.file && isatty(STDIN_FILENO))
+        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[o.mode]);
+    return o;
+}
+
+// The prompt as -i, -f and stdin give it; false: a conversation.
+static bool read_prompt(const Options *o, Buffer *text) {
+    bool terminal = isatty(STDIN_FILENO), chat = o->mode < 0 || o->mode == CHAT;
+    if (o->text) buffer_add(text, bytes(o->text));
+    if (o->text && o->file) buffer_add(text, bytes("\n\n"));
+    if (!o->text && !o->file) {
+        if (o->mode == CHAT || (chat && terminal)) return false;
+        if (terminal) return true;  // generate from nothing
+    }
+    if (!o->text || o->file) {
+        bool from_stdin = !o->file || !strcmp(o->file, "-");
+        int fd = from_stdin ? STDIN_FILENO : open(o->file, O_RDONLY);
+        if (fd < 0) die("%s: %s", o->file, strerror(errno));
+        file_read(text, fd, from_stdin ? "stdin" : o->file);
+        if (!from_stdin) close(fd);
+        if (chat) text->n = chop((Bytes){text->p, text->n}).n;
+    }
+    return true;
+}
+
+static void choose_chat(Engine *e) {
+    const Options *o = &e->options;
+    ChatFormat *f = &e->tokenizer.chat;
+    if (!e->tokenizer.has_chat && !chat_from_templates(f, &e->tokenizer, o->model, o->think == 1)) {
+        *f = chatml();
+    }
+    bool can_switch = !bytes_equal(f->answer[0], f->answer[1]);
+    e->think = o->think == 1;
+    if (o->think >= 0 && !can_switch) notice("-r: no effect, this model's thinking can't be switched");
+    if (can_switch && !e->think && e->tokenizer.temperature != 0) {  // Qwen's advice
+        e->tokenizer.temperature = 0.7f;
+        e->tokenizer.top_p = 0.8f;
+        e->tokenizer.top_k = 20;
+    }
+}
+
+static void choose_sampling(Engine *e) {
+    const Options *o = &e->options;
+    const Tokenizer *t = &e->tokenizer;
+    struct timespec time;
+    clock_gettime(CLOCK_REALTIME, &time);
+    if (!o->seeded) {
+        e->options.seed = (uint64_t)time.tv_sec * 1000000007u ^ (uint64_t)time.tv_nsec << 20;
+    }
+    e->sampler = (Sampler){
+        .temperature = o->temperature >= 0 ? o->temperature : t->temperature,
+        .top_p = o->top_p >= 0 ? o->top_p : t->top_p,
+        .top_k = o->top_k >= 0 ? o->top_k : t->top_k,
+        .presence = o->presence,
+        .rng = o->seed,
+        .seen = alloc(t->vocab_size, sizeof(bool), "the sampler"),
+        .kept = alloc(t->vocab_size, sizeof(Candidate), "the sampler"),
+        .edge = alloc(t->vocab_size, sizeof(Candidate), "the sampler"),
+    };
+}
+
+static void load(Engine *e) {
+    const Options *o = &e->options;
+    const Config *g = &e->model.config;
+    char tokenizer[4096];
+    if (snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model) >= (int)sizeof(tokenizer))
+        die("MODEL: name too long, expected less than %zu bytes", sizeof(tokenizer) - 10);
+    model_map(&e->model, o->model);
+    tokenizer_load(&e->tokenizer, tokenizer, g->vocab_size);
+    int context = o->context > 0 ? o->context : g->max_seq_len;
+    if (o->context < 0) context = min_int(4096, g->max_seq_len);
+    if (context > g->max_seq_len)
+        die("-c: beyond the model's context, expected at most %d, found %d", g->max_seq_len, context);
+    if (o->mode == TOKENIZE) return;
+    start_threads(o->threads > 0 ? o->threads : cpu_count());
+    state_init(&e->model, context, min_int(o->batch, context), o->mode == PERPLEXITY ? 16 : 1);
+}
+
+static int run(Engine *e) {
+    const Options *o = &e->options;
+    const bool chat = o->mode < 0 || o->mode == CHAT, terminal = isatty(STDOUT_FILENO);
+    Buffer prompt = {0};
+    Conversation c = {0};
+    load(e);
+    if (!e->tokenizer.has_classes)
+        notice("%s.tokenizer: no Unicode data, only ASCII text is cut as Hugging Face does it; export "
+               "the model again", o->model);
+    if (chat) choose_chat(e);
+    choose_sampling(e);
+    e->writer = (Writer){.chat = chat, .terminal = terminal, .dim = terminal && !getenv("NO_COLOR")};
+    if (chat && e->sampler.temperature == 0 && (e->think || begins_thinking(e)))
+        notice("-t 0: greedy thinking tends to repeat itself without end, Qwen advises 0.6");
+    if (chat && o->system) conversation_add(&c, SYSTEM, bytes(o->system));
+    if (!read_prompt(o, &prompt)) return run_conversation(e, &c);
+    Bytes text = {prompt.p, prompt.n};
+    Ending ending = TURN_ENDED;
+    if (o->mode == TOKENIZE) run_tokenize(e, text);
+    else if (o->mode == PERPLEXITY) run_perplexity(e, text);
+    else ending = chat ? chat_turn(e, &c, text, true) : run_generate(e, text);
+    return ending == INTERRUPTED ? EXIT_INTERRUPT : EXIT_SUCCESS;
+}
+
+#ifndef TEST
+int main(int argc, char **argv) {
+    static Engine e;
+    e.options = parse_options(argc, argv);
+    signal(SIGPIPE, SIG_IGN);
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);
+    return run(&e);
+}
+#endif

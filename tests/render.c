@@ -1,0 +1,36 @@
+// tests/render MODEL.bin 0|1 < conversation: the ids of a conversation's prompt, thinking off or on.
+// The conversation is records of kind system, user or assistant; an assistant's text counts with its
+// added tokens.
+#include "../qwen3.c"
+#include "records.h"
+
+int main(int argc, char **argv) {
+    if (argc != 3) die_usage("usage: tests/render MODEL.bin 0|1 < conversation");
+    static Engine e;
+    e.options = (Options){.model = argv[1], .mode = TOKENIZE, .context = -1, .think = atoi(argv[2])};
+    quiet = true;
+    load(&e);
+    choose_chat(&e);
+    Conversation c = {0};
+    Buffer text = {0};
+    char kind[16];
+    while (next_record(kind, &text)) {
+        Bytes s = {text.p, text.n};
+        if (!strcmp(kind, "assistant")) {
+            Message *m = conversation_add(&c, ASSISTANT, (Bytes){0});
+            size_t at = 0, plain = 0;
+            for (int id; (id = added_next(&e.tokenizer, s, &at)) >= 0;
+                 plain = at += e.tokenizer.text[id].n) {
+                buffer_add(&m->text, (Bytes){s.p + plain, at - plain});
+                message_add_token(m, &e.tokenizer, id);
+            }
+            buffer_add(&m->text, bytes_from(s, plain));
+        } else {
+            conversation_add(&c, strcmp(kind, "system") ? USER : SYSTEM, s);
+        }
+    }
+    Ids ids = {0};
+    render(&e.tokenizer, &c, e.think, &ids);
+    for (size_t i = 0; i < ids.n; i++) printf(i ? " %d" : "%d", ids.p[i]);
+    putchar('\n');
+}
