@@ -29,7 +29,7 @@ debug: CFLAGS = $(SANITIZE)
 debug: clean qwen3
 
 # C programs that include qwen3.c: test checks its functions, render and tokens print ids
-tests/%: tests/%.c tests/records.h qwen3.c Makefile
+tests/test tests/render tests/tokens: tests/%: tests/%.c tests/records.h qwen3.c Makefile
 	$(CC) $(ALL_CFLAGS) -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
 
 tests/tiny/tiny.bin:

@@ -103,42 +103,22 @@ static double now(void) {
 
 enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
-// One line on stderr whatever the arguments hold, "qwen3: WHERE: WHAT, expected X, found Y".
-static void complain(const char *fmt, va_list args) {
+static bool quiet;  // -q
+
+// One line on stderr, whatever the arguments hold: "qwen3: WHERE: WHAT, expected X, found Y"
+__attribute__((format(printf, 1, 2))) static void report(const char *fmt, ...) {
     char line[1024];
+    va_list args;
+    va_start(args, fmt);
     vsnprintf(line, sizeof(line), fmt, args);
-    for (char *c = line; *c; c++) {
-        if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
-    }
+    va_end(args);
+    for (char *c = line; *c; c++) *c = (unsigned char)*c < ' ' || *c == 127 ? '?' : *c;
     fprintf(stderr, "qwen3: %s\n", line);
 }
 
-// A file, memory or model error.
-__attribute__((format(printf, 1, 2), noreturn)) static void die(const char *fmt, ...) {
-    va_list args;
-    va_start(args, fmt);
-    complain(fmt, args);
-    exit(EXIT_FAILURE);
-}
-
-// A usage error; found before any file is opened.
-__attribute__((format(printf, 1, 2), noreturn)) static void die_usage(const char *fmt, ...) {
-    va_list args;
-    va_start(args, fmt);
-    complain(fmt, args);
-    exit(EXIT_USAGE);
-}
-
-static bool quiet;  // -q
-
-// Something the user should know that is no error.
-__attribute__((format(printf, 1, 2))) static void notice(const char *fmt, ...) {
-    if (quiet) return;
-    va_list args;
-    va_start(args, fmt);
-    complain(fmt, args);
-    va_end(args);
-}
+#define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))        // a file, memory or model error
+#define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))    // found before any file is opened
+#define notice(...) (quiet ? (void)0 : report(__VA_ARGS__))       // worth knowing, but no error
 
 // count zeroed elements at a multiple of 64 bytes, kept until the program ends. Untouched pages
 // cost nothing.
@@ -698,11 +678,22 @@ NOINLINE void rmsnorm(float *out, const float *x, const float *w, int n, float e
     for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * scale);
 }
 
+// The largest of x (n > 0). Compared as integers, which order like the floats once the bits of
+// negative ones are flipped: a reduction that every compiler vectorises.
+NOINLINE float max_of(const float *x, int n) {
+    int32_t max = INT32_MIN;
+    for (int i = 0; i < n; i++) {
+        int32_t bits = load_i32(x + i);
+        bits ^= bits >> 31 & 0x7FFFFFFF;
+        max = bits > max ? bits : max;
+    }
+    union { int32_t i; float f; } value = {.i = max ^ (max >> 31 & 0x7FFFFFFF)};
+    return value.f;
+}
+
 // x = exp(x - max(x)) / sum(exp(x - max(x))), (n)
 NOINLINE void softmax(float *x, int n) {
-    float max = x[0], sum = 0;
-    #pragma omp simd reduction(max : max)
-    for (int i = 1; i < n; i++) max = x[i] > max ? x[i] : max;
+    float max = max_of(x, n), sum = 0;
     #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < n; i++) {
         x[i] = fast_exp(x[i] - max);
@@ -730,9 +721,9 @@ NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int grou
     int8_t *q = out->q + tile_offset(out, t, cols) + 4 * lane;
     float *scale = out->scale + tile_offset(out, t, cols / group) + lane;
     for (int i = 0; i < cols; i += group) {
-        float max = 0;
-        #pragma omp simd reduction(max : max)
-        for (int j = 0; j < group; j++) max = fabsf(x[i + j]) > max ? fabsf(x[i + j]) : max;
+        float absolute[256];
+        for (int j = 0; j < group; j++) absolute[j] = fabsf(x[i + j]);
+        float max = max_of(absolute, group);
         float inverse = max < FLT_MIN * 127 ? 0 : 127 / max;
         int8_t values[256];
         for (int j = 0; j < group; j++) {
@@ -1166,12 +1157,11 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
 
 enum { OTHER, LETTER, NUMBER, SPACE, CLASS = 3, NFC_ACTIVE = 4, END = 8 };  // what a character is
 enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };  // a byte that is no UTF-8 is BAD_BYTE + it
+enum { ADDED = 1, SPECIAL = 2 };  // a token that only stands for itself; that is not printed
+enum { SYSTEM, USER, ASSISTANT };
 
 typedef struct { uint32_t first, last, value; } Range;
 typedef struct { uint32_t composed, first, second, composes; } Pair;  // composed = first + second
-
-enum { SYSTEM, USER, ASSISTANT };
-enum { ADDED = 1, SPECIAL = 2 };  // a token that only stands for itself; that is not printed
 
 typedef struct {  // the text around the messages of a conversation: see render()
     Bytes start, no_system;
@@ -1185,12 +1175,12 @@ typedef struct {
     int vocab_size;
     Bytes *text;               // (vocab_size)
     float *score;              // (vocab_size) higher merges first
+    uint8_t *kind;             // (vocab_size) ADDED, SPECIAL
     size_t longest;            // bytes of the longest token that is no added one
     int byte_token[256];
     struct { uint32_t hash, id_plus_1; } *table;  // (mask + 1) every token but the added ones
     uint32_t mask;
     Ids added;                 // tokens that never come out of merging
-    uint8_t *kind;             // (vocab_size) ADDED, SPECIAL
     bool added_start[256];     // bytes that an added token begins with
     int end_of_text, think, end_think;  // ids, or -1
     Ids head, tail, stop;      // around every raw text; ends of an answer
@@ -1198,15 +1188,14 @@ typedef struct {
     int top_k;
     ChatFormat chat;
     bool has_chat, has_classes;
-    uint8_t *class;            // (N_CHARS) OTHER .. SPACE, NFC_ACTIVE
-    Range *ccc;                // (n_ccc) canonical combining classes, ascending
+    uint16_t *chars;           // (N_CHARS) OTHER .. SPACE, NFC_ACTIVE, combining class << 8
     Pair *pairs;               // (n_pairs) canonical decompositions, by composed
     Pair **composing;          // (n_composing) those that compose, by first and second
-    int n_ccc, n_pairs, n_composing;
+    int n_pairs, n_composing;
 } Tokenizer;
 
 static uint32_t hash_bytes(Bytes b) {
-    uint64_t h = b.n, word;
+    uint64_t h = b.n, word = 0;
     for (; b.n >= 8; b = bytes_from(b, 8)) {
         memcpy(&word, b.p, 8);
         h = (h ^ word) * 0x9E3779B97F4A7C15u;
@@ -1214,8 +1203,7 @@ static uint32_t hash_bytes(Bytes b) {
     }
     word = 0;
     for (size_t i = 0; i < b.n; i++) word = word << 8 | b.p[i];
-    h = (h ^ word) * 0x9E3779B97F4A7C15u;
-    return (uint32_t)(h >> 32);
+    return (uint32_t)((h ^ word) * 0x9E3779B97F4A7C15u >> 32);
 }
 
 // The token with these bytes that is no added token, or -1.
@@ -1247,118 +1235,93 @@ static int added_find(const Tokenizer *t, const char *text) {
 
 static void added_insert(Tokenizer *t, int id, bool special) {
     ids_add(&t->added, id);
-    t->kind[id] |= special ? ADDED | SPECIAL : ADDED;
+    t->kind[id] = special ? ADDED | SPECIAL : ADDED;
     if (t->text[id].n) t->added_start[t->text[id].p[0]] = true;
 }
 
-static int take_id(const Tokenizer *t, Cursor *c, const char *what) {
+static int take_id(Cursor *c, const Tokenizer *t, const char *what) {
     uint32_t id = take_u32(c, what);
     if (id >= (uint32_t)t->vocab_size)
-        die("%s: bad token id in %s, expected less than %d, found %u", c->file, what,
-            t->vocab_size, id);
+        die("%s: bad id in %s, expected less than %d, found %u", c->file, what, t->vocab_size, id);
     return (int)id;
 }
 
-// The records of a section, of `size` bytes each; copied, as the file does not align them.
-static void *take_records(Cursor *c, size_t size, int *count, const char *what) {
-    if (c->rest.n % size != 0)
-        die("%s: bad length of section %s, expected a multiple of %zu, found %zu", c->file, what,
-            size, c->rest.n);
-    *count = (int)(c->rest.n / size);
-    void *records = alloc(*count + 1, size, what);
-    size_t total = c->rest.n;
-    memcpy(records, take(c, total, what), total);
-    return records;
-}
-
-static Range *take_ranges(Cursor *c, int *count, uint32_t max_value, const char *what) {
-    Range *r = take_records(c, sizeof(Range), count, what);
-    for (int i = 0; i < *count; i++) {
-        bool in_order = i == 0 || r[i].first > r[i - 1].last;
-        if (!in_order || r[i].first > r[i].last || r[i].last >= BAD_BYTE || r[i].value < 1 ||
-            r[i].value > max_value)
-            die("%s: bad range %d in section %s, expected ascending ranges of Unicode", c->file, i,
-                what);
-    }
+// Ranges of characters with a value of 1 .. highest.
+static Range take_range(Cursor *c, uint32_t highest, const char *what) {
+    Range r = {take_u32(c, what), 0, 0};
+    r.last = take_u32(c, what);
+    r.value = take_u32(c, what);
+    if (r.first > r.last || r.last >= BAD_BYTE || r.value < 1 || r.value > highest)
+        die("%s: bad range in section %s, found %x to %x: %u", c->file, what, r.first, r.last, r.value);
     return r;
 }
 
-static void take_pairs(Tokenizer *t, Cursor *c, const char *what) {
-    t->pairs = take_records(c, sizeof(Pair), &t->n_pairs, what);
+static void take_pairs(Cursor *c, Tokenizer *t, const char *what) {
+    t->n_pairs = (int)(c->rest.n / sizeof(Pair));
+    t->pairs = alloc(t->n_pairs + 1, sizeof(Pair), "the tokenizer");
     for (int i = 0; i < t->n_pairs; i++) {
-        const Pair *p = &t->pairs[i];
+        Pair *p = &t->pairs[i];
+        memcpy(p, take(c, sizeof(Pair), what), sizeof(Pair));
         bool in_order = i == 0 || p->composed > p[-1].composed;
         if (!in_order || p->composed >= BAD_BYTE || p->first >= BAD_BYTE || p->second >= BAD_BYTE ||
-            p->composes > 1 || (p->composes && !p->second))
-            die("%s: bad record %d in section %s, expected ascending characters", c->file, i, what);
+            p->composes > 1)
+            die("%s: bad record %d in section %s, found %x = %x + %x", c->file, i, what, p->composed,
+                p->first, p->second);
     }
 }
 
-static void take_sampling(Tokenizer *t, Cursor *c, const char *what) {
+static void take_sampling(Cursor *c, Tokenizer *t, const char *what) {
     t->temperature = take_f32(c, what);
     t->top_p = take_f32(c, what);
-    uint32_t top_k = take_u32(c, what);
-    if (!(t->temperature >= 0 && t->temperature < 1e6f && t->top_p > 0 && t->top_p <= 1) ||
-        top_k > INT_MAX)
-        die("%s: bad sampling defaults, expected temperature >= 0, 0 < top_p <= 1, top_k >= 0, "
-            "found %g, %g, %u", c->file, t->temperature, t->top_p, top_k);
-    t->top_k = (int)top_k;
+    t->top_k = (int)take_u32(c, what);
+    if (!(t->temperature >= 0 && t->temperature <= 1e6f && t->top_p > 0 && t->top_p <= 1) || t->top_k < 0)
+        die("%s: bad sampling defaults, expected temperature >= 0, top_p in (0, 1], top_k >= 0, found "
+            "%g, %g, %d", c->file, t->temperature, t->top_p, t->top_k);
 }
 
-static void take_chat(Tokenizer *t, Cursor *c, const char *what) {
+static void take_chat(Cursor *c, Tokenizer *t, const char *what) {
     ChatFormat *f = &t->chat;
     Bytes *pieces[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
                        &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
                        &f->answer[0], &f->answer[1], &f->strip, &f->trim};
     for (size_t i = 0; i < sizeof(pieces) / sizeof(*pieces); i++) {
-        size_t n = take_u32(c, what);
-        *pieces[i] = (Bytes){take(c, n, what), n};
+        pieces[i]->n = take_u32(c, what);
+        pieces[i]->p = take(c, pieces[i]->n, what);
     }
     t->has_chat = true;
 }
 
-static void take_section(Tokenizer *t, Cursor *c, const char *tag) {
-    if (!strcmp(tag, "adde")) {
-        while (c->rest.n) {
-            int id = take_id(t, c, tag);
-            added_insert(t, id, take_u32(c, tag) != 0);
-        }
-    } else if (!strcmp(tag, "clas")) {
-        int count;
-        Range *r = take_ranges(c, &count, SPACE, tag);
-        for (int i = 0; i < count; i++) {
-            memset(t->class + r[i].first, (int)r[i].value, r[i].last - r[i].first + 1);
-        }
-        t->has_classes = true;
-    } else if (!strcmp(tag, "ccc ")) {
-        t->ccc = take_ranges(c, &t->n_ccc, 254, tag);
-    } else if (!strcmp(tag, "deco")) {
-        take_pairs(t, c, tag);
-    } else if (!strcmp(tag, "head")) {
-        while (c->rest.n) ids_add(&t->head, take_id(t, c, tag));
-    } else if (!strcmp(tag, "tail")) {
-        while (c->rest.n) ids_add(&t->tail, take_id(t, c, tag));
-    } else if (!strcmp(tag, "stop")) {
-        while (c->rest.n) ids_add(&t->stop, take_id(t, c, tag));
-    } else if (!strcmp(tag, "samp")) {
-        take_sampling(t, c, tag);
-    } else if (!strcmp(tag, "chat")) {
-        take_chat(t, c, tag);
-    } else {
-        die("%s: unknown section \"%s\", made by a newer export.py?", c->file, tag);
+static void take_section(Cursor *c, Tokenizer *t, const char *tag) {
+    Ids *list = !strcmp(tag, "head") ? &t->head : !strcmp(tag, "tail") ? &t->tail
+                : !strcmp(tag, "stop") ? &t->stop : NULL;
+    if (!strcmp(tag, "samp")) take_sampling(c, t, tag);
+    else if (!strcmp(tag, "chat")) take_chat(c, t, tag);
+    else if (!strcmp(tag, "deco")) take_pairs(c, t, tag);
+    else if (!strcmp(tag, "clas")) t->has_classes = true;
+    else if (strcmp(tag, "ccc ") && strcmp(tag, "adde") && !list)
+        die("%s: unknown section \"%s\"; was it made by a newer export.py?", c->file, tag);
+    while (c->rest.n && list) ids_add(list, take_id(c, t, tag));
+    while (c->rest.n && !strcmp(tag, "adde")) {
+        int id = take_id(c, t, tag);
+        added_insert(t, id, take_u32(c, tag));
     }
-    if (c->rest.n)
-        die("%s: bad length of section %s, expected %zu bytes less", c->file, tag, c->rest.n);
+    while (c->rest.n && !strcmp(tag, "clas")) {
+        Range r = take_range(c, SPACE, tag);
+        for (uint32_t i = r.first; i <= r.last; i++) t->chars[i] |= r.value;
+    }
+    while (c->rest.n && !strcmp(tag, "ccc ")) {
+        Range r = take_range(c, 255, tag);
+        for (uint32_t i = r.first; i <= r.last; i++) t->chars[i] |= r.value << 8 | NFC_ACTIVE;
+    }
+    if (c->rest.n) die("%s: bad section %s, expected %zu bytes less", c->file, tag, c->rest.n);
 }
 
-static void take_extension(Tokenizer *t, Cursor *c) {
-    const uint8_t *magic = take(c, 4, "the extension");
-    if (memcmp(magic, "q3tx", 4) != 0)
-        die("%s: wrong bytes after token %d, expected an extension (q3tx) or the end of the file; "
-            "is it another model's tokenizer?", c->file, t->vocab_size - 1);
-    uint32_t version = take_u32(c, "the extension");
+static void take_extension(Cursor *c, Tokenizer *t) {
+    if (memcmp(take(c, 4, "the extension"), "q3tx", 4) != 0)
+        die("%s: wrong bytes after token %d, expected an extension (q3tx) or the end of the file; is "
+            "it another model's tokenizer?", c->file, t->vocab_size - 1);
+    uint32_t version = take_u32(c, "the extension"), length = take_u32(c, "the extension");
     if (version != 1) die("%s: bad extension version, expected 1, found %u", c->file, version);
-    uint32_t length = take_u32(c, "the extension");
     if (length != c->rest.n)
         die("%s: bad extension length, expected %zu, found %u", c->file, c->rest.n, length);
     char seen[64] = "";
@@ -1366,9 +1329,9 @@ static void take_extension(Tokenizer *t, Cursor *c) {
         char tag[5] = "";
         memcpy(tag, take(c, 4, "a section"), 4);
         if (strstr(seen, tag)) die("%s: section %s is there twice", c->file, tag);
-        if (strlen(seen) + 5 < sizeof(seen)) strcat(seen, tag);
         size_t n = take_u32(c, tag);
-        take_section(t, &(Cursor){c->file, {take(c, n, tag), n}}, tag);
+        take_section(&(Cursor){c->file, {take(c, n, tag), n}}, t, tag);
+        strcat(seen, tag);  // no more than the known ones
     }
 }
 
@@ -1381,42 +1344,33 @@ static int compare_pairs(const void *a, const void *b) {
 enum { HANGUL_S = 0xAC00, HANGUL_L = 0x1100, HANGUL_V = 0x1161, HANGUL_T = 0x11A7,
        HANGUL_LS = 19, HANGUL_VS = 21, HANGUL_TS = 28 };
 
-// Marks the characters that NFC can change or join to the one before them: all others can be
-// copied, and begin a new stretch.
+// Marks the characters that NFC can change or join to the one before them, besides those with a
+// combining class: all others can be copied, and begin a new stretch.
 static void nfc_init(Tokenizer *t) {
     if (t->n_pairs == 0) return;
     t->composing = alloc(t->n_pairs, sizeof(Pair *), "the tokenizer");
-    for (int i = 0; i < t->n_ccc; i++) {
-        for (uint32_t c = t->ccc[i].first; c <= t->ccc[i].last; c++) t->class[c] |= NFC_ACTIVE;
-    }
     for (int i = 0; i < t->n_pairs; i++) {
         Pair *p = &t->pairs[i];
         if (p->composes) t->composing[t->n_composing++] = p;
-        t->class[p->composes ? p->second : p->composed] |= NFC_ACTIVE;
+        t->chars[p->composes ? p->second : p->composed] |= NFC_ACTIVE;
     }
-    for (int i = 0; i < HANGUL_VS; i++) t->class[HANGUL_V + i] |= NFC_ACTIVE;
-    for (int i = 1; i < HANGUL_TS; i++) t->class[HANGUL_T + i] |= NFC_ACTIVE;
+    for (int i = 0; i < HANGUL_VS; i++) t->chars[HANGUL_V + i] |= NFC_ACTIVE;
+    for (int i = 1; i < HANGUL_TS; i++) t->chars[HANGUL_T + i] |= NFC_ACTIVE;
     qsort(t->composing, t->n_composing, sizeof(Pair *), compare_pairs);
 }
 
 // Without an extension only ASCII has its right classes: any other character counts as a letter.
-static void default_classes(uint8_t *class) {
-    memset(class + 128, LETTER, BAD_BYTE - 128);
-    memset(class + 'A', LETTER, 26);
-    memset(class + 'a', LETTER, 26);
-    memset(class + '0', NUMBER, 10);
-    memset(class + '\t', SPACE, 5);
-    class[' '] = SPACE;
-}
-
-static bool looks_special(Bytes text) {
-    return text.n > 4 && !memcmp(text.p, "<|", 2) && !memcmp(text.p + text.n - 2, "|>", 2);
+static void default_classes(uint16_t *chars) {
+    for (uint32_t c = 0; c < BAD_BYTE; c++) {
+        bool letter = c >= 128 || (c | 32) - 'a' < 26u, space = c == ' ' || c - '\t' < 5u;
+        chars[c] = letter ? LETTER : space ? SPACE : c - '0' < 10u ? NUMBER : OTHER;
+    }
 }
 
 static const float ADDED_SCORE = -1e6f;  // tokens that merges make have a higher one
 
 // The tokens' records; a plain file may end before vocab_size, the rest has no text then.
-static void take_tokens(Tokenizer *t, Cursor *c) {
+static void take_tokens(Cursor *c, Tokenizer *t) {
     t->text = alloc(t->vocab_size, sizeof(Bytes), "the tokenizer");
     t->score = alloc(t->vocab_size, sizeof(float), "the tokenizer");
     t->kind = alloc(t->vocab_size, 1, "the tokenizer");
@@ -1429,16 +1383,14 @@ static void take_tokens(Tokenizer *t, Cursor *c) {
 }
 
 static void index_tokens(Tokenizer *t, const char *file) {
-    for (t->mask = 256; t->mask < 2 * (uint32_t)t->vocab_size; ) t->mask *= 2;
+    for (t->mask = 256; t->mask < 2 * (uint32_t)t->vocab_size;) t->mask *= 2;
     t->table = alloc(t->mask--, sizeof(*t->table), "the tokenizer");
     for (int id = 0; id < t->vocab_size; id++) {
-        size_t n = t->text[id].n;
-        bool merges = n == 1 || (n > 1 && t->score[id] > ADDED_SCORE);
+        bool merges = t->text[id].n == 1 || (t->text[id].n > 1 && t->score[id] > ADDED_SCORE);
         if (merges && !(t->kind[id] & ADDED)) token_insert(t, id);
     }
     for (int i = 0; i < 256; i++) {
-        uint8_t byte = (uint8_t)i;
-        t->byte_token[i] = token_find(t, (Bytes){&byte, 1});
+        t->byte_token[i] = token_find(t, (Bytes){(uint8_t[]){i}, 1});
         if (t->byte_token[i] < 0)
             die("%s: no token for byte 0x%02x, expected all 256; is it another model's?", file, i);
     }
@@ -1448,15 +1400,16 @@ static void index_tokens(Tokenizer *t, const char *file) {
 static void tokenizer_load(Tokenizer *t, const char *file, int vocab_size) {
     Cursor c = {file, file_map(file)};
     *t = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20};
-    t->class = alloc(N_CHARS, 1, "the tokenizer");
-    take_u32(&c, "max_token_length");
-    int bos = take_id(t, &c, "the bos id"), eos = take_id(t, &c, "the eos id");
-    take_tokens(t, &c);
-    if (c.rest.n) take_extension(t, &c);
-    if (!t->has_classes) default_classes(t->class);
+    t->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
+    take_u32(&c, "max_token_length");  // some files count characters there
+    int bos = take_id(&c, t, "the bos id"), eos = take_id(&c, t, "the eos id");
+    take_tokens(&c, t);
+    if (c.rest.n) take_extension(&c, t);
+    if (!t->has_classes) default_classes(t->chars);
     for (int id = 0, listed = t->added.n > 0; id < vocab_size && !listed; id++) {
-        if (t->score[id] <= ADDED_SCORE && t->text[id].n > 1)
-            added_insert(t, id, looks_special(t->text[id]));
+        Bytes s = t->text[id];
+        bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
+        if (t->score[id] <= ADDED_SCORE && s.n > 1) added_insert(t, id, special);
     }
     index_tokens(t, file);
     nfc_init(t);
@@ -1464,12 +1417,10 @@ static void tokenizer_load(Tokenizer *t, const char *file, int vocab_size) {
     t->end_think = added_find(t, "</think>");
     t->end_of_text = added_find(t, "<|endoftext|>");
     if (t->end_of_text < 0) t->end_of_text = bos;
-    if (t->stop.n == 0) {
-        ids_add(&t->stop, eos);
-        ids_add(&t->stop, t->end_of_text);
-        int end_of_turn = added_find(t, "<|im_end|>");
-        if (end_of_turn >= 0) ids_add(&t->stop, end_of_turn);
-    }
+    if (t->stop.n) return;
+    ids_add(&t->stop, eos);
+    ids_add(&t->stop, t->end_of_text);
+    if (added_find(t, "<|im_end|>") >= 0) ids_add(&t->stop, added_find(t, "<|im_end|>"));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1478,75 +1429,43 @@ static void tokenizer_load(Tokenizer *t, const char *file, int vocab_size) {
 typedef struct {
     uint32_t c;  // code point, or BAD_BYTE + byte
     int n;       // bytes, 0 at the end of the text
-    uint8_t class;
+    int class;   // OTHER .. SPACE, or END
+    bool active; // NFC_ACTIVE
 } Char;
 
 // The character at offset `at` (RFC 3629: no overlong forms, no surrogates).
 INLINE Char char_at(const Tokenizer *t, Bytes s, size_t at) {
-    if (at >= s.n) return (Char){0, 0, END};
+    static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
+    if (at >= s.n) return (Char){0, 0, END, false};
     const uint8_t *p = s.p + at;
-    size_t left = s.n - at;
-    if (p[0] < 0x80) return (Char){p[0], 1, t->class[p[0]]};
-    uint32_t c = BAD_BYTE + p[0];
-    int n = 1;
-#define TAIL(i) ((p[i] & 0xC0) == 0x80)
-    if (p[0] >= 0xC2 && p[0] < 0xE0 && left > 1 && TAIL(1)) {
-        c = (p[0] & 0x1Fu) << 6 | (p[1] & 0x3Fu), n = 2;
-    } else if ((p[0] & 0xF0) == 0xE0 && left > 2 && TAIL(1) && TAIL(2)) {
-        uint32_t value = (p[0] & 0x0Fu) << 12 | (p[1] & 0x3Fu) << 6 | (p[2] & 0x3Fu);
-        if (value >= 0x800 && (value < 0xD800 || value > 0xDFFF)) c = value, n = 3;
-    } else if ((p[0] & 0xF8) == 0xF0 && left > 3 && TAIL(1) && TAIL(2) && TAIL(3)) {
-        uint32_t value = (p[0] & 0x07u) << 18 | (p[1] & 0x3Fu) << 12 | (p[2] & 0x3Fu) << 6 |
-                         (p[3] & 0x3Fu);
-        if (value >= 0x10000 && value < BAD_BYTE) c = value, n = 4;
+    int n = p[0] < 0x80 ? 1 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : 4;
+    uint32_t c = n == 1 ? p[0] : p[0] & (0x7F >> n);
+    bool bad = n > 1 && (p[0] < 0xC2 || p[0] > 0xF4 || s.n - at < (size_t)n);
+    for (int i = 1; i < n && !bad; i++) {
+        bad = (p[i] & 0xC0) != 0x80;
+        c = c << 6 | (p[i] & 0x3F);
     }
-#undef TAIL
-    return (Char){c, n, t->class[c]};
+    if (bad || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000)) c = BAD_BYTE + p[0], n = 1;
+    return (Char){c, n, t->chars[c] & CLASS, t->chars[c] & NFC_ACTIVE};
 }
 
 static void add_char(Buffer *b, uint32_t c) {
-    uint8_t u[4];
-    size_t n = 0;
-    if (c >= BAD_BYTE) {
-        u[n++] = (uint8_t)(c - BAD_BYTE);
-    } else if (c < 0x80) {
-        u[n++] = (uint8_t)c;
-    } else if (c < 0x800) {
-        u[n++] = (uint8_t)(0xC0 | c >> 6);
-        u[n++] = 0x80 | (c & 0x3F);
-    } else if (c < 0x10000) {
-        u[n++] = (uint8_t)(0xE0 | c >> 12);
-        u[n++] = 0x80 | (c >> 6 & 0x3F);
-        u[n++] = 0x80 | (c & 0x3F);
-    } else {
-        u[n++] = (uint8_t)(0xF0 | c >> 18);
-        u[n++] = 0x80 | (c >> 12 & 0x3F);
-        u[n++] = 0x80 | (c >> 6 & 0x3F);
-        u[n++] = 0x80 | (c & 0x3F);
-    }
+    int n = c < 0x80 || c >= BAD_BYTE ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    uint8_t u[4] = {c >= BAD_BYTE ? c - BAD_BYTE : c};
+    for (int i = n - 1; i > 0; i--, c >>= 6) u[i] = 0x80 | (c & 0x3F);
+    if (n > 1) u[0] = 0xF0 << (4 - n) | c;
     buffer_add(b, (Bytes){u, n});
 }
 
 // ---- NFC (Unicode Standard Annex 15)
 
-// A character to be ordered: combining class << 56 | place << 24 | code point
+// A stretch of characters to be ordered: combining class << 56 | place << 24 | code point
 typedef struct {
     uint64_t *p;
     size_t n, cap;
 } Chars;
 
 enum { CODE_POINT = 0xFFFFFF };
-
-static int compare_ranges(const void *key, const void *range) {
-    uint32_t c = *(const uint32_t *)key;
-    const Range *r = range;
-    return c < r->first ? -1 : c > r->last;
-}
-
-static uint64_t combining_class(const Tokenizer *t, uint32_t c) {
-    const Range *r = bsearch(&c, t->ccc, t->n_ccc, sizeof(Range), compare_ranges);
-    return r ? r->value : 0;
-}
 
 static int compare_composed(const void *key, const void *pair) {
     uint32_t c = *(const uint32_t *)key, composed = ((const Pair *)pair)->composed;
@@ -1555,22 +1474,20 @@ static int compare_composed(const void *key, const void *pair) {
 
 // Appends the full canonical decomposition of c.
 static void decompose(const Tokenizer *t, Chars *out, uint32_t c) {
-    if (c - HANGUL_S < HANGUL_LS * HANGUL_VS * HANGUL_TS) {
-        uint32_t i = c - HANGUL_S;
-        decompose(t, out, HANGUL_L + i / (HANGUL_VS * HANGUL_TS));
-        decompose(t, out, HANGUL_V + i / HANGUL_TS % HANGUL_VS);
-        if (i % HANGUL_TS) decompose(t, out, HANGUL_T + i % HANGUL_TS);
-        return;
-    }
     const Pair *p = bsearch(&c, t->pairs, t->n_pairs, sizeof(Pair), compare_composed);
+    uint32_t i = c - HANGUL_S;
     if (p) {
         decompose(t, out, p->first);
         if (p->second) decompose(t, out, p->second);
-        return;
+    } else if (i < HANGUL_LS * HANGUL_VS * HANGUL_TS) {
+        decompose(t, out, HANGUL_L + i / (HANGUL_VS * HANGUL_TS));
+        decompose(t, out, HANGUL_V + i / HANGUL_TS % HANGUL_VS);
+        if (i % HANGUL_TS) decompose(t, out, HANGUL_T + i % HANGUL_TS);
+    } else {
+        out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
+        out->p[out->n] = (uint64_t)(t->chars[c] >> 8) << 56 | (uint64_t)out->n << 24 | c;
+        out->n++;
     }
-    out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
-    out->p[out->n] = combining_class(t, c) << 56 | (uint64_t)out->n << 24 | c;
-    out->n++;
 }
 
 // The character that a and b compose to, or 0.
@@ -1617,33 +1534,32 @@ static void order_and_compose(const Tokenizer *t, Chars *s) {
 // Appends NFC(s). Only the characters marked NFC_ACTIVE, with the one before them, need work.
 static void normalize(const Tokenizer *t, Buffer *out, Bytes s) {
     Chars chars = {0};
-    size_t copied = 0, before = 0;  // s.p[0 .. copied) is done; the last inactive character
+    size_t done = 0, before = 0;  // s.p[0 .. done) is in out; the last inactive character
     for (size_t at = 0; at < s.n;) {
         Char c = char_at(t, s, at);
-        if (!(c.class & NFC_ACTIVE)) {
+        if (!c.active) {
             before = at;
             at += c.n;
             continue;
         }
-        buffer_add(out, (Bytes){s.p + copied, before - copied});
+        buffer_add(out, (Bytes){s.p + done, before - done});
         chars.n = 0;
-        for (at = before; (c = char_at(t, s, at)).n && (at == before || c.class & NFC_ACTIVE);) {
+        for (at = before; (c = char_at(t, s, at)).n && (at == before || c.active); at += c.n) {
             decompose(t, &chars, c.c);
-            at += c.n;
         }
         order_and_compose(t, &chars);
         for (size_t i = 0; i < chars.n; i++) add_char(out, chars.p[i] & CODE_POINT);
-        copied = before = at;
+        done = before = at;
     }
-    buffer_add(out, bytes_from(s, copied));
+    buffer_add(out, bytes_from(s, done));
     free(chars.p);
 }
 
 // ---- The pieces of a text
 
 // The end of the run of characters of a class that begins at `at`.
-static size_t run_end(const Tokenizer *t, Bytes s, size_t at, uint8_t class) {
-    for (Char c; (c = char_at(t, s, at)).n && (c.class & CLASS) == class;) at += c.n;
+static size_t run_end(const Tokenizer *t, Bytes s, size_t at, int class) {
+    for (Char c; (c = char_at(t, s, at)).class == class;) at += c.n;
     return at;
 }
 
@@ -1659,11 +1575,11 @@ static size_t contraction(Bytes s) {
 
 INLINE bool is_newline(uint32_t c) { return c == '\n' || c == '\r'; }
 
-// White space: \s*[\r\n]+ up to the last newline, or \s+(?!\S) without the last character if
-// something follows, or \s+
+// \s*[\r\n]+ up to the last newline; or \s+(?!\S), without the last character if something
+// follows; or \s+
 static size_t space_length(const Tokenizer *t, Bytes s) {
     size_t end = 0, last = 0, newline = 0;
-    for (Char c; (c = char_at(t, s, end)).n && (c.class & CLASS) == SPACE;) {
+    for (Char c; (c = char_at(t, s, end)).class == SPACE;) {
         last = end;
         end += c.n;
         if (is_newline(c.c)) newline = end;
@@ -1673,25 +1589,18 @@ static size_t space_length(const Tokenizer *t, Bytes s) {
 }
 
 // The length of the first piece of s (s.n > 0), by the alternatives of the regex in their order:
-// (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*
-// |\s*[\r\n]+|\s+(?!\S)|\s+
+// (?i:'s|'t|'re|'ve|'m|'ll|'d) | [^\r\n\p{L}\p{N}]?\p{L}+ | \p{N} | ?[^\s\p{L}\p{N}]+[\r\n]*
+// | \s*[\r\n]+ | \s+(?!\S) | \s+
 static size_t piece_length(const Tokenizer *t, Bytes s) {
-    Char first = char_at(t, s, 0);
-    int class = first.class & CLASS;
-    size_t n = contraction(s);
-    if (n) return n;
-    if (class == LETTER) return run_end(t, s, first.n, LETTER);
-    Char second = char_at(t, s, first.n);
-    bool letter_next = second.n && (second.class & CLASS) == LETTER;
-    if (letter_next && class != NUMBER && !is_newline(first.c)) return run_end(t, s, first.n, LETTER);
-    if (class == NUMBER) return first.n;
-    bool other_next = second.n && (second.class & CLASS) == OTHER;
-    if (class == OTHER || (first.c == ' ' && other_next)) {
-        size_t end = run_end(t, s, first.n, OTHER);
-        while (end < s.n && is_newline(s.p[end])) end++;
-        return end;
-    }
-    return space_length(t, s);
+    size_t end = contraction(s);
+    if (end) return end;
+    Char a = char_at(t, s, 0), b = char_at(t, s, a.n);
+    bool may_lead = a.class != NUMBER && !is_newline(a.c);
+    if (a.class == LETTER || (may_lead && b.class == LETTER)) return run_end(t, s, a.n, LETTER);
+    if (a.class == NUMBER) return a.n;
+    if (a.class != OTHER && !(a.c == ' ' && b.class == OTHER)) return space_length(t, s);
+    for (end = run_end(t, s, a.n, OTHER); end < s.n && is_newline(s.p[end]);) end++;
+    return end;
 }
 
 // ---- Merging
@@ -1850,13 +1759,10 @@ static void encode_raw(const Tokenizer *t, Bytes s, Ids *out) {
 // The chat format: a conversation is nothing but its messages, and each turn's prompt is all of
 // them rendered and encoded anew, exactly as the checkpoint's template does it
 
-typedef struct { size_t at; int id; } Mark;  // an added token in a text
-
 typedef struct {
     int role;
     Buffer text;
-    Mark *marks;  // the added tokens that the model really generated; all else is plain text
-    size_t n_marks, marks_cap;
+    Ids ids;  // an answer's tokens: the added ones among them stay tokens, all else is plain text
 } Message;
 
 typedef struct {
@@ -1876,18 +1782,14 @@ static Message *conversation_add(Conversation *c, int role, Bytes text) {
 static void conversation_drop(Conversation *c, size_t first, size_t count) {
     for (size_t i = first; i < first + count; i++) {
         free(c->p[i].text.p);
-        free(c->p[i].marks);
+        free(c->p[i].ids.p);
     }
     memmove(c->p + first, c->p + first + count, (c->n - first - count) * sizeof(Message));
     c->n -= count;
 }
 
-// A token of an answer: of its text, added tokens stay tokens.
 static void message_add_token(Message *m, const Tokenizer *t, int id) {
-    if (t->kind[id] & ADDED) {
-        m->marks = grow(m->marks, &m->marks_cap, m->n_marks, 1, sizeof(Mark));
-        m->marks[m->n_marks++] = (Mark){m->text.n, id};
-    }
+    ids_add(&m->ids, id);
     buffer_add(&m->text, t->text[id]);
 }
 
@@ -1899,28 +1801,27 @@ static ChatFormat chatml(void) {
                         .strip = bytes("</think>"), .trim = bytes("\n")};
 }
 
-// Where the part of an earlier answer begins that later prompts keep: behind its thinking.
-static size_t answer_start(const ChatFormat *f, Bytes s) {
-    if (f->strip.n == 0 || s.n < f->strip.n) return 0;
-    for (size_t at = s.n - f->strip.n + 1; at-- > 0;) {
-        if (memcmp(s.p + at, f->strip.p, f->strip.n) != 0) continue;
-        at += f->strip.n;
-        while (at < s.n && f->trim.n && memchr(f->trim.p, s.p[at], f->trim.n)) at++;
-        return at;
+// The offset behind the last `part` of s, 0: there is none.
+static size_t find_last(Bytes s, Bytes part) {
+    for (size_t end = s.n; part.n && end >= part.n; end--) {
+        if (memcmp(s.p + end - part.n, part.p, part.n) == 0) return end;
     }
     return 0;
 }
 
-static void encode_message(Encoder *e, const ChatFormat *f, const Message *m) {
+// An answer of an earlier turn, without its thinking.
+static void encode_answer(Encoder *e, const ChatFormat *f, const Message *m) {
     Bytes s = {m->text.p, m->text.n};
-    size_t at = m->role == ASSISTANT ? answer_start(f, s) : 0;
-    for (size_t i = 0; i < m->n_marks; i++) {
-        if (m->marks[i].at < at) continue;
-        encode_plain(e, (Bytes){s.p + at, m->marks[i].at - at});
-        encode_token(e, m->marks[i].id);
-        at = m->marks[i].at + e->t->text[m->marks[i].id].n;
+    size_t start = find_last(s, f->strip), at = 0;
+    while (start && start < s.n && f->trim.n && memchr(f->trim.p, s.p[start], f->trim.n)) start++;
+    for (size_t i = 0; i < m->ids.n; i++) {
+        int id = m->ids.p[i];
+        Bytes text = e->t->text[id];
+        size_t cut = at < start ? start - at : 0;
+        if (cut == 0 && e->t->kind[id] & ADDED) encode_token(e, id);
+        else if (cut < text.n) encode_plain(e, bytes_from(text, cut));
+        at += text.n;
     }
-    encode_plain(e, bytes_from(s, at));
 }
 
 // The ids of a conversation, up to where the model's answer begins.
@@ -1934,7 +1835,8 @@ static void render(const Tokenizer *t, const Conversation *c, bool think, Ids *o
         const Message *m = &c->p[i];
         bool opened = f->system_opens_user && i > 0 && c->p[i - 1].role == SYSTEM;
         if (!opened) encode_marked(&e, f->open[m->role]);
-        encode_message(&e, f, m);
+        if (m->role == ASSISTANT) encode_answer(&e, f, m);
+        else encode_plain(&e, (Bytes){m->text.p, m->text.n});
         encode_marked(&e, f->close[m->role]);
     }
     encode_marked(&e, f->answer[think]);
@@ -1942,45 +1844,47 @@ static void render(const Tokenizer *t, const Conversation *c, bool think, Ids *o
     encoder_free(&e);
 }
 
-// The two sides of the n-th %s in an older export's template file.
-static Bytes split(const char *file, Bytes *rest) {
+// The text of model.template + suffix, or false if there is no such file.
+static bool template_file(Bytes *text, const char *model, const char *suffix) {
+    char path[4096];
+    int n = snprintf(path, sizeof(path), "%s.template%s", model, suffix);
+    if (n >= (int)sizeof(path) || access(path, F_OK) != 0) return false;
+    *text = file_map(path);
+    return true;
+}
+
+// What is before the next %s; *rest is what is behind it.
+static Bytes template_part(Bytes *rest, const char *model) {
     for (size_t i = 0; i + 1 < rest->n; i++) {
         if (rest->p[i] != '%' || rest->p[i + 1] != 's') continue;
         Bytes before = {rest->p, i};
         *rest = bytes_from(*rest, i + 2);
         return before;
     }
-    die("%s: bad template, expected %%s where the text goes", file);
-}
-
-// The text of `model` + suffix, or false if there is no such file.
-static bool template_file(Bytes *text, const char *model, const char *suffix) {
-    char path[4096];
-    if (snprintf(path, sizeof(path), "%s.template%s", model, suffix) >= (int)sizeof(path) ||
-        access(path, F_OK) != 0)
-        return false;
-    *text = file_map(path);
-    return true;
+    die("%s.template: not a template, expected %%s where the texts go", model);
 }
 
 // The four rendered prompts that older exports put beside the model: "A %s B" for a user's text,
-// "S %s T %s B" for a system's and a user's. Every turn is A USER B, its answer follows with the
-// end-of-turn token and a newline.
-static bool chat_from_templates(ChatFormat *f, const Tokenizer *t, const char *model, bool think) {
+// "S %s T %s B" for a system's and a user's. Each turn is A USER B ANSWER, end of turn, newline.
+static bool chat_from_templates(Tokenizer *t, const char *model, bool think) {
+    ChatFormat *f = &t->chat;
     Bytes text;
-    if (!template_file(&text, model, think ? ".with-thinking" : "") &&
-        !template_file(&text, model, "")) return false;
+    if (!template_file(&text, model, "")) return false;
     Buffer end = {0};
     buffer_add(&end, t->text[t->stop.p[0]]);
     buffer_add(&end, bytes("\n"));
     *f = (ChatFormat){.strip = bytes("</think>"), .trim = bytes("\n")};
-    f->open[USER] = split("the .template file", &text);
-    f->answer[0] = f->answer[1] = f->open[ASSISTANT] = text;
+    f->open[USER] = template_part(&text, model);
+    f->answer[0] = f->answer[1] = text;
+    if (template_file(&text, model, ".with-thinking")) {
+        template_part(&text, model);
+        f->answer[1] = text;
+    }
+    f->open[ASSISTANT] = f->answer[think];
     f->close[ASSISTANT] = (Bytes){end.p, end.n};
-    if (template_file(&text, model, think ? ".with-system-and-thinking" : ".with-system") ||
-        template_file(&text, model, ".with-system")) {
-        f->open[SYSTEM] = split("the .template.with-system file", &text);
-        f->close[SYSTEM] = split("the .template.with-system file", &text);
+    if (template_file(&text, model, think ? ".with-system-and-thinking" : ".with-system")) {
+        f->open[SYSTEM] = template_part(&text, model);
+        f->close[SYSTEM] = template_part(&text, model);
         f->system_opens_user = true;
     }
     return true;
@@ -2292,7 +2196,7 @@ static Ending run_generate(Engine *e, Bytes text) {
 
 // -log of the probability of `id` by its logits
 static double surprise(const float *logits, int n, int id) {
-    double max = logits[argmax(logits, n)], sum = 0;
+    double max = max_of(logits, n), sum = 0;
     for (int i = 0; i < n; i++) sum += exp(logits[i] - max);
     return log(sum) + max - logits[id];
 }
@@ -2355,18 +2259,8 @@ static bool fit_conversation(Engine *e, Conversation *c, Ids *ids) {
 
 // Does the prompt itself open the thinking?
 static bool begins_thinking(const Engine *e) {
-    const Tokenizer *t = &e->tokenizer;
-    Ids ids = {0};
-    Encoder encoder = {.t = t, .out = &ids};
-    bool thinking = false;
-    encode_marked(&encoder, t->chat.answer[e->think]);
-    encode_end(&encoder);
-    for (size_t i = 0; i < ids.n; i++) {
-        if (ids.p[i] == t->think || ids.p[i] == t->end_think) thinking = ids.p[i] == t->think;
-    }
-    encoder_free(&encoder);
-    free(ids.p);
-    return thinking;
+    Bytes answer = e->tokenizer.chat.answer[e->think];
+    return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
 // A user's message and the model's answer to it.
@@ -2386,40 +2280,6 @@ static Ending chat_turn(Engine *e, Conversation *c, Bytes text, bool leave_on_er
     return ending;
 }
 
-typedef struct {  // stdin, line by line
-    Buffer data;
-    size_t used;
-    bool ended;
-} Input;
-
-// The next line with its newline, if it has one; false at the end of input or after Ctrl-C.
-static bool input_line(Input *in, Bytes *line) {
-    for (;;) {
-        Bytes rest = bytes_from((Bytes){in->data.p, in->data.n}, in->used);
-        const uint8_t *newline = rest.n ? memchr(rest.p, '\n', rest.n) : NULL;
-        if (newline || (in->ended && rest.n)) {
-            *line = (Bytes){rest.p, newline ? (size_t)(newline - rest.p) + 1 : rest.n};
-            in->used += line->n;
-            return true;
-        }
-        if (in->ended) return false;
-        if (rest.n) memmove(in->data.p, rest.p, rest.n);
-        in->data.n = rest.n;
-        in->used = 0;
-        in->data.p = grow(in->data.p, &in->data.cap, in->data.n, 65536, 1);
-        ssize_t got = read(STDIN_FILENO, in->data.p + in->data.n, in->data.cap - in->data.n);
-        if (got < 0 && errno != EINTR) die("stdin: %s", strerror(errno));
-        if (got < 0 && interrupted) return false;
-        if (got > 0) in->data.n += got;
-        in->ended = got == 0;
-    }
-}
-
-static bool input_waits(const Input *in) {
-    struct pollfd fd = {.fd = STDIN_FILENO, .events = POLLIN};
-    return in->used < in->data.n || (!in->ended && poll(&fd, 1, 30) > 0);
-}
-
 // Without its final newline, \n or \r\n.
 static Bytes chop(Bytes s) {
     if (s.n && s.p[s.n - 1] == '\n') s.n--;
@@ -2430,40 +2290,50 @@ static Bytes chop(Bytes s) {
 
 enum { TERMINAL_LINE = 4095 };  // a terminal takes no more bytes in a line
 
+// The next line of stdin; false at the end of input or after Ctrl-C.
+static bool read_line(char **line, size_t *cap, Bytes *text) {
+    ssize_t n = interrupted ? -1 : getline(line, cap, stdin);
+    if (n < 0 && ferror(stdin) && errno != EINTR) die("stdin: %s", strerror(errno));
+    *text = (Bytes){(uint8_t *)*line, n > 0 ? n : 0};
+    return n > 0;
+}
+
 // A message typed or pasted at a terminal; false at the end of input or after Ctrl-C.
-static bool read_message(Input *in, Buffer *message) {
-    Bytes line;
+static bool read_message(char **line, size_t *cap, Buffer *message) {
+    struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
+    Bytes text;
     bool more = true, cut = false;
     if (!quiet) fputs("> ", stderr);
     for (message->n = 0; more;) {
-        if (!input_line(in, &line)) return false;
-        cut |= chop(line).n >= TERMINAL_LINE;
-        buffer_add(message, line);
+        if (!read_line(line, cap, &text)) return message->n > 0 && !interrupted;
+        cut |= chop(text).n >= TERMINAL_LINE;
+        buffer_add(message, text);
         more = message->n > 1 && memcmp(message->p + message->n - 2, "\\\n", 2) == 0;
         if (more) message->p[--message->n - 1] = '\n';
-        more |= input_waits(in) && !in->ended;
+        more |= text.p[text.n - 1] == '\n' && poll(&input, 1, 30) > 0 && (input.revents & POLLIN);
     }
     message->n = chop((Bytes){message->p, message->n}).n;
-    if (cut) {
+    if (cut) message->n = 0;
+    if (cut)
         notice("input: the terminal cut a line at %d bytes, nothing was sent; -f FILE takes longer "
                "ones", TERMINAL_LINE);
-        message->n = 0;
-    }
     return true;
 }
 
 // A conversation with stdin: a terminal, or a script of one turn a line.
 static int run_conversation(Engine *e, Conversation *c) {
-    Input in = {0};
+    char *line = NULL;
+    size_t cap = 0;
     Buffer message = {0};
-    Bytes line;
+    Bytes text;
     if (!isatty(STDIN_FILENO)) {
-        while (input_line(&in, &line)) chat_turn(e, c, chop(line), true);
+        while (read_line(&line, &cap, &text)) chat_turn(e, c, chop(text), true);
         return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
     }
+    setvbuf(stdin, NULL, _IONBF, 0);  // so that poll() sees all that waits
     notice("chat: a line that ends in \\ goes on in the next, a pasted block is one message; Ctrl-C "
            "stops an answer, Ctrl-D leaves");
-    while (interrupted = 0, read_message(&in, &message)) {
+    while (interrupted = 0, read_message(&line, &cap, &message)) {
         if (message.n) chat_turn(e, c, (Bytes){message.p, message.n}, false);
     }
     if (!quiet) fputc('\n', stderr);
@@ -2607,17 +2477,17 @@ static bool read_prompt(const Options *o, Buffer *text) {
 
 static void choose_chat(Engine *e) {
     const Options *o = &e->options;
-    ChatFormat *f = &e->tokenizer.chat;
-    if (!e->tokenizer.has_chat && !chat_from_templates(f, &e->tokenizer, o->model, o->think == 1)) {
-        *f = chatml();
-    }
-    bool can_switch = !bytes_equal(f->answer[0], f->answer[1]);
+    Tokenizer *t = &e->tokenizer;
     e->think = o->think == 1;
+    if (!t->has_chat && !chat_from_templates(t, o->model, e->think)) t->chat = chatml();
+    if (o->system && t->chat.open[SYSTEM].n + t->chat.start.n == 0)
+        die("-y: %s.template has no form with a system prompt", o->model);
+    bool can_switch = !bytes_equal(t->chat.answer[0], t->chat.answer[1]);
     if (o->think >= 0 && !can_switch) notice("-r: no effect, this model's thinking can't be switched");
-    if (can_switch && !e->think && e->tokenizer.temperature != 0) {  // Qwen's advice
-        e->tokenizer.temperature = 0.7f;
-        e->tokenizer.top_p = 0.8f;
-        e->tokenizer.top_k = 20;
+    if (can_switch && !e->think && t->temperature != 0) {  // Qwen's advice
+        t->temperature = 0.7f;
+        t->top_p = 0.8f;
+        t->top_k = 20;
     }
 }
 

@@ -13,23 +13,21 @@ int main(int argc, char **argv) {
     choose_chat(&e);
     Conversation c = {0};
     Buffer text = {0};
+    Ids ids = {0};
+    Encoder encoder = {.t = &e.tokenizer, .out = &ids};
     char kind[16];
     while (next_record(kind, &text)) {
         Bytes s = {text.p, text.n};
         if (!strcmp(kind, "assistant")) {
             Message *m = conversation_add(&c, ASSISTANT, (Bytes){0});
-            size_t at = 0, plain = 0;
-            for (int id; (id = added_next(&e.tokenizer, s, &at)) >= 0;
-                 plain = at += e.tokenizer.text[id].n) {
-                buffer_add(&m->text, (Bytes){s.p + plain, at - plain});
-                message_add_token(m, &e.tokenizer, id);
-            }
-            buffer_add(&m->text, bytes_from(s, plain));
+            encode_marked(&encoder, s);
+            encode_end(&encoder);
+            for (size_t i = 0; i < ids.n; i++) message_add_token(m, &e.tokenizer, ids.p[i]);
+            ids.n = 0;
         } else {
             conversation_add(&c, strcmp(kind, "system") ? USER : SYSTEM, s);
         }
     }
-    Ids ids = {0};
     render(&e.tokenizer, &c, e.think, &ids);
     for (size_t i = 0; i < ids.n; i++) printf(i ? " %d" : "%d", ids.p[i]);
     putchar('\n');

@@ -1,0 +1,362 @@
+// Unit tests of qwen3.c's own functions, against naive versions in double. `tests/test` prints each
+// failure with its line and exits with 1 if there is any.
+#include "../qwen3.c"
+
+static int failures, checks;
+
+#define CHECK(condition, ...) do { \
+        checks++; \
+        if (!(condition) && ++failures < 50) { \
+            fprintf(stderr, "tests/test.c:%d: %s: ", __LINE__, #condition); \
+            fprintf(stderr, " " __VA_ARGS__); \
+            fputc('\n', stderr); \
+        } \
+    } while (0)
+
+static uint64_t rng = 1;
+
+static double uniform(void) { return 2 * random_next(&rng) - 1; }  // in [-1, 1)
+
+static int below(int n) { return (int)(random_next(&rng) * n); }
+
+static float *random_floats(size_t n) {
+    float *x = alloc(n, sizeof(float), "a test");
+    for (size_t i = 0; i < n; i++) x[i] = (float)uniform();
+    return x;
+}
+
+static Matrix random_matrix(int rows, int cols, int group) {
+    size_t n = (size_t)rows * cols;
+    int8_t *q = alloc(n, 1, "a test");
+    float *scale = random_floats(n / group);
+    for (size_t i = 0; i < n; i++) q[i] = (int8_t)(below(256) - 128);  // -128 too: a stranger's file
+    return (Matrix){q, scale, rows, cols, group};
+}
+
+// A model in memory: GQA 2, head_dim that is no multiple of a vector, rows no multiple of a tile.
+static Model random_model(int group, int head_dim, int batch) {
+    Model m = {.config = {.dim = 2 * group, .hidden_dim = 3 * group, .n_layers = 2, .n_heads = 4,
+                          .n_kv_heads = 2, .vocab_size = 77, .max_seq_len = 100, .head_dim = head_dim,
+                          .group_size = group, .rope_theta = 1e4f, .rms_norm_eps = 1e-6f}};
+    Config *g = &m.config;
+    g->q_dim = g->n_heads * head_dim;
+    g->kv_dim = g->n_kv_heads * head_dim;
+    m.weights.embedding = random_matrix(g->vocab_size, g->dim, group);
+    m.weights.classifier = random_matrix(g->vocab_size, g->dim, group);
+    m.weights.rms_final = random_floats(g->dim);
+    m.weights.layers = alloc(g->n_layers, sizeof(Layer), "a test");
+    for (int i = 0; i < g->n_layers; i++) {
+        Layer *l = &m.weights.layers[i];
+        l->rms_att = random_floats(g->dim);
+        l->rms_ffn = random_floats(g->dim);
+        l->q_norm = random_floats(head_dim);
+        l->k_norm = random_floats(head_dim);
+        l->wq = random_matrix(g->q_dim, g->dim, group);
+        l->wk = random_matrix(g->kv_dim, g->dim, group);
+        l->wv = random_matrix(g->kv_dim, g->dim, group);
+        l->wo = random_matrix(g->dim, g->q_dim, group);
+        l->w1 = random_matrix(g->hidden_dim, g->dim, group);
+        l->w3 = random_matrix(g->hidden_dim, g->dim, group);
+        l->w2 = random_matrix(g->dim, g->hidden_dim, group);
+    }
+    state_init(&m, g->max_seq_len, batch, batch);
+    return m;
+}
+
+static void test_exp(void) {
+    for (float x = -86.9f; x < 88; x += 0.01237f) {
+        double error = fabs(fast_exp(x) / exp((double)x) - 1);
+        CHECK(error < 3e-7, "exp(%g) is off by %g", x, error);
+    }
+    CHECK(fast_exp(0) == 1);
+    CHECK(fast_exp(-1e30f) == 0 && fast_exp(-INFINITY) == 0);
+    CHECK(isfinite(fast_exp(1e30f)));
+}
+
+static void test_norm_softmax_silu(void) {
+    for (int n = 1; n < 200; n += 7) {
+        float *x = random_floats(n), *w = random_floats(n), *out = random_floats(n);
+        double squares = 0, sum = 0, max = -1e9;
+        for (int i = 0; i < n; i++) squares += (double)x[i] * x[i];
+        rmsnorm(out, x, w, n, 1e-3f);
+        for (int i = 0; i < n; i++) {
+            double expected = w[i] * x[i] / sqrt(squares / n + 1e-3);
+            CHECK(fabs(out[i] - expected) < 1e-5, "rmsnorm %d of %d: %g, not %g", i, n, out[i], expected);
+        }
+        memcpy(out, x, n * sizeof(float));
+        for (int i = 0; i < n; i++) max = x[i] > max ? x[i] : max;
+        for (int i = 0; i < n; i++) sum += exp(x[i] - max);
+        softmax(out, n);
+        for (int i = 0; i < n; i++) CHECK(fabs(out[i] - exp(x[i] - max) / sum) < 1e-6);
+        memcpy(out, x, n * sizeof(float));
+        silu_times(out, w, n);
+        for (int i = 0; i < n; i++) CHECK(fabs(out[i] - x[i] / (1 + exp(-x[i])) * w[i]) < 1e-6);
+    }
+}
+
+// The instruction set's primitives are equal to the portable ones, bit for bit where they are exact.
+static void test_primitives(void) {
+    for (int trial = 0; trial < 2000; trial++) {
+        int8_t w[256], x[256];
+        for (int i = 0; i < 256; i++) {
+            w[i] = (int8_t)(trial % 3 ? below(256) - 128 : -128 + 255 * below(2));
+            x[i] = (int8_t)(trial % 3 ? below(255) - 127 : -127 + 254 * below(2));
+        }
+        for (int n = 32; n <= 256; n *= 2) CHECK(dot(w, x, n) == dot_plain(w, x, n));
+        VecI xv, wv = (VecI){0} + load_i32(w), acc, a, b;
+        memcpy(&xv, x, sizeof(xv));
+        if (X_BIAS != 0) xv ^= (VecI){0} + (int32_t)0x80808080;
+        memcpy(&acc, w, sizeof(acc));
+        acc >>= 8;  // no overflow
+        a = dot4(acc, xv, wv);
+        b = dot4_plain(acc, xv, wv);
+        CHECK(memcmp(&a, &b, sizeof(a)) == 0);
+    }
+    VecF a = splat_f(1.5f), b = splat_f(-0.25f), c = splat_f(3);
+    for (int i = 0; i < LANES; i++) CHECK(mul_add(a, b, c)[i] == mul_add_plain(a, b, c)[i]);
+}
+
+static void test_quantize(void) {
+    for (int group = 32; group <= 256; group *= 2) {
+        const int cols = 3 * group;
+        Quantized x = {alloc(TILE * cols, 1, ""), alloc(TILE * 3, 4, ""), 1};
+        float *in = random_floats(cols);
+        memset(in + group, 0, group * sizeof(float));        // zeros: scale 0
+        for (int i = 0; i < group; i++) in[2 * group + i] *= 1e-42f;  // too small for a scale
+        quantize(&x, 0, in, cols, group);
+        float max = 0;
+        for (int i = 0; i < group; i++) max = fmaxf(max, fabsf(in[i]));
+        CHECK(x.scale[0] == max / 127 && x.scale[1] == 0 && x.scale[2] == 0);
+        for (int i = 0; i < group; i++) {
+            CHECK(fabs(x.q[i] * (double)x.scale[0] - in[i]) <= x.scale[0] * 0.5001);
+            CHECK(x.q[group + i] == 0 && x.q[2 * group + i] == 0);
+        }
+    }
+}
+
+// Both kernels against doubles, and against each other bit for bit; rows and tokens that fill no tile.
+static void test_matmul(void) {
+    for (int group = 32; group <= 256; group *= 2) {
+        const int rows = 29, cols = 3 * group, n = 3 * TILE * TILE_VECS / 2 + 2;
+        Matrix w = random_matrix(rows, cols, group);
+        float *in = random_floats((size_t)n * cols);
+        float *one = random_floats(n * rows), *all = random_floats(n * rows);
+        int32_t *scratch = alloc(TILE_ROWS * 3, 4, "");
+        Quantized single = {alloc((size_t)n * cols, 1, ""), alloc(n * 3, 4, ""), 1};
+        int tokens = round_up(n, TILE);
+        Quantized tiled = {alloc((size_t)tokens * cols, 1, ""), alloc(tokens * 3, 4, ""), TILE};
+        for (int t = 0; t < n; t++) {
+            quantize(&single, t, in + (size_t)t * cols, cols, group);
+            quantize(&tiled, t, in + (size_t)t * cols, cols, group);
+        }
+        for (int row = 0; row < rows; row += TILE_ROWS) {
+            matmul_block(one, &single, &w, n, row, scratch, group);
+            matmul_block(all, &tiled, &w, n, row, scratch, group);
+        }
+        CHECK(memcmp(one, all, sizeof(float) * n * rows) == 0, "group %d", group);
+        for (int t = 0; t < n; t++) {
+            for (int r = 0; r < rows; r++) {
+                double sum = 0, size = 0;
+                for (int i = 0; i < cols; i++) {
+                    double a = w.q[r * cols + i] * (double)w.scale[(r * cols + i) / group];
+                    double b = single.q[t * cols + i] * (double)single.scale[(t * cols + i) / group];
+                    sum += a * b;
+                    size += fabs(a * b);
+                }
+                CHECK(fabs(one[t * rows + r] - sum) < 1e-6 * size, "group %d", group);
+            }
+        }
+    }
+}
+
+// With a query that is 40 times the key of position i, the answer is the value of position i.
+static void test_attention_one_hot(void) {
+    Model m = random_model(64, 32, 40);
+    State *s = &m.state;
+    const Config *g = &m.config;
+    for (int pos = 0; pos < 40; pos++) {
+        for (int h = 0; h < g->n_kv_heads; h++) {
+            float *keys = kv_block(&m, 1, h, pos / LANES), *values = keys + g->head_dim * LANES;
+            for (int j = 0; j < g->head_dim; j++) {
+                keys[j * LANES + pos % LANES] = (float)uniform();
+                values[pos % LANES * value_dim(&m) + j] = 100 * pos + 10 * h + j * 0.1f;
+            }
+        }
+    }
+    const Pass pass = {.m = &m, .l = 1, .n = 3, .pos = 37};
+    for (int t = 0; t < 3; t++) {
+        for (int h = 0; h < g->n_heads; h++) {
+            int wanted = below(38 + t);
+            const float *keys = kv_block(&m, 1, h / 2, wanted / LANES);
+            float *q = s->q + t * g->q_dim + h * g->head_dim;
+            for (int j = 0; j < g->head_dim; j++) q[j] = 40 * keys[j * LANES + wanted % LANES];
+            s->att[t * g->q_dim + h * g->head_dim] = (float)wanted;
+        }
+    }
+    float *wanted = random_floats(3 * g->q_dim);
+    memcpy(wanted, s->att, 3 * g->q_dim * sizeof(float));
+    attention_job((void *)&pass, 0, attention_tiles(&pass) * g->n_kv_heads, 0);
+    for (int t = 0; t < 3; t++) {
+        for (int h = 0; h < g->n_heads; h++) {
+            int i = t * g->q_dim + h * g->head_dim;
+            float expected = 100 * wanted[i] + 10 * (h / 2) + 0.1f;
+            CHECK(fabsf(s->att[i + 1] - expected) < 0.5f, "%g, not %g", s->att[i + 1], expected);
+        }
+    }
+}
+
+// Logits of every position do not depend on how the tokens are cut into batches, nor on threads.
+static void test_batches(void) {
+    int tokens[60];
+    for (int i = 0; i < 60; i++) tokens[i] = below(77);
+    for (int head_dim = 32; head_dim <= 96; head_dim += 16) {  // 48, 80: no whole vectors
+        uint64_t same = rng;
+        float *expected = NULL;
+        for (int batch = 1; batch <= 60; batch += batch < 3 ? 1 : 19) {
+            rng = same;
+            Model m = random_model(64, head_dim, 60);
+            float *logits = random_floats(60 * 77);
+            for (int pos = 0; pos < 60; pos += batch) {
+                int n = min_int(batch, 60 - pos);
+                CHECK(forward(&m, tokens + pos, n, pos));
+                memcpy(logits + pos * 77, classify(&m, 0, n), n * 77 * sizeof(float));
+            }
+            if (expected) CHECK(!memcmp(logits, expected, 60 * 77 * sizeof(float)), "batch %d", batch);
+            expected = logits;
+        }
+        for (int i = 0; i < 60 * 77; i++) CHECK(isfinite(expected[i]));
+    }
+}
+
+static void count_job(void *arg, int begin, int end, int thread) {
+    (void)thread;
+    for (int i = begin; i < end; i++) atomic_fetch_add((_Atomic int *)arg + i, i + 1);
+}
+
+static void test_parallel(void) {
+    static _Atomic int counts[1000];
+    for (int trial = 0; trial < 3000; trial++) {
+        int n = 1 + below(1000), chunk = 1 + below(50);
+        memset((void *)counts, 0, sizeof(counts));
+        parallel(count_job, (void *)counts, n, chunk);
+        for (int i = 0; i < n; i++) CHECK(counts[i] == i + 1, "item %d of %d", i, n);
+    }
+}
+
+static void test_rope(void) {
+    float x[8], y[8], cos[4], sin[4];
+    for (int i = 0; i < 8; i++) x[i] = y[i] = (float)uniform();
+    for (int j = 0; j < 4; j++) cos[j] = cosf(j + 1), sin[j] = sinf(j + 1);
+    rope(x, cos, sin, 4);
+    for (int j = 0; j < 4; j++) {
+        CHECK(fabsf(x[j] - (y[j] * cosf(j + 1) - y[j + 4] * sinf(j + 1))) < 1e-6);
+        CHECK(fabsf(x[j + 4] - (y[j] * sinf(j + 1) + y[j + 4] * cosf(j + 1))) < 1e-6);
+    }
+}
+
+// model.md: theta 1e6, original length 32768: the ramp runs from 23 to 40
+static void test_yarn(void) {
+    Config g = {.head_dim = 128, .rope_theta = 1e6f, .rope_scaling = 1, .yarn_factor = 4,
+                .yarn_original_len = 32768, .yarn_beta_fast = 32, .yarn_beta_slow = 1,
+                .yarn_attention_factor = 1.1386f};
+    State s = {.freq = random_floats(64)};
+    rope_init(&s, &g);
+    for (int j = 0; j < 64; j++) {
+        double plain = pow(1e6, -2.0 * j / 128), ramp = fmin(fmax((j - 23) / 17.0, 0), 1);
+        CHECK(fabs(s.freq[j] / (plain / 4 * ramp + plain * (1 - ramp)) - 1) < 1e-5, "j %d", j);
+    }
+    CHECK(s.rope_scale == 1.1386f);
+}
+
+static Sampler random_sampler(float temperature, float top_p, int top_k) {
+    return (Sampler){.temperature = temperature, .top_p = top_p, .top_k = top_k, .rng = 7,
+                     .seen = alloc(1000, 1, ""), .kept = alloc(1000, sizeof(Candidate), ""),
+                     .edge = alloc(1000, sizeof(Candidate), "")};
+}
+
+// The share of each token over many draws, against its probability after sorting everything.
+static void test_sampler(void) {
+    const struct { float temperature, top_p; int top_k; } cases[] = {
+        {1, 1, 0}, {0.7f, 1, 0}, {1, 0.8f, 0}, {1, 1, 5}, {0.7f, 0.8f, 20}, {2, 0.3f, 7}, {1, 1e-6f, 0}};
+    enum { N = 50, DRAWS = 40000 };
+    for (size_t c = 0; c < sizeof(cases) / sizeof(*cases); c++) {
+        Sampler s = random_sampler(cases[c].temperature, cases[c].top_p, cases[c].top_k);
+        float logits[N], copy[N];
+        double p[N], kept[N], sum = 0, mass = 0;
+        int order[N], count[N] = {0}, k = cases[c].top_k ? cases[c].top_k : N, n = 0;
+        for (int i = 0; i < N; i++) {
+            logits[i] = (float)(3 * uniform());
+            if (i % 10 == 9) logits[i] = logits[i - 1];  // ties
+        }
+        for (int i = 0; i < N; i++) {  // insertion sort, stable: the lowest id first
+            int at = i;
+            for (; at > 0 && logits[order[at - 1]] < logits[i]; at--) order[at] = order[at - 1];
+            order[at] = i;
+        }
+        for (int i = 0; i < k; i++) sum += p[i] = exp(logits[order[i]] / cases[c].temperature);
+        while (n < k && mass < cases[c].top_p * sum) mass += p[n++];
+        for (int i = 0; i < N; i++) kept[order[i]] = i < n ? p[i] / mass : 0;
+        for (int i = 0; i < DRAWS; i++) {
+            memcpy(copy, logits, sizeof(copy));
+            count[sample(&s, copy, N)]++;
+        }
+        for (int i = 0; i < N; i++) {
+            double share = count[i] / (double)DRAWS, sigma = sqrt(kept[i] * (1 - kept[i]) / DRAWS);
+            CHECK(fabs(share - kept[i]) <= 5 * sigma, "case %zu, id %d: %g, not %g", c, i, share, kept[i]);
+        }
+    }
+    Sampler greedy = random_sampler(0, 0.8f, 20);
+    CHECK(sample(&greedy, (float[]){1, 3, 3, 2}, 4) == 1);
+    greedy.presence = 1.5f;
+    greedy.seen[1] = greedy.seen[2] = true;
+    CHECK(sample(&greedy, (float[]){1, 3, 3, 2}, 4) == 3);
+}
+
+static void test_unfinished(void) {
+    const struct { const char *text; size_t expected; } cases[] = {
+        {"", 0}, {"a", 0}, {"\xC3", 1}, {"\xC3\xA9", 0}, {"a\xE2", 1}, {"a\xE2\x82", 2},
+        {"\xE2\x82\xAC", 0}, {"\xF0\x9F\x99", 3}, {"\xF0\x9F\x99\x82", 0}, {"\xF0\x9F", 2},
+        {"\x80", 0}, {"\x80\x80\x80", 0}, {"\xC0", 0}, {"\xC1", 0}, {"\xF5", 0}, {"\xFF", 0},
+        {"\xE0\x80", 0}, {"\xE0\xA0", 2}, {"\xED\xA0", 0}, {"\xED\x9F", 2}, {"\xF0\x80", 0},
+        {"\xF4\x90", 0}, {"\xF4\x8F", 2}, {"\xC3\xC3", 1}, {"\xE2\x82\xAC\x82", 0}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        CHECK(unfinished(bytes(cases[i].text)) == cases[i].expected, "case %zu", i);
+    }
+}
+
+static void test_utf8(void) {
+    Tokenizer t = {.chars = alloc(N_CHARS, sizeof(uint16_t), "")};
+    Buffer b = {0};
+    for (uint32_t c = 0; c < N_CHARS; c++) {
+        if ((c >= 0xD800 && c < 0xE000) || (c >= BAD_BYTE && c < BAD_BYTE + 128)) continue;
+        b.n = 0;
+        add_char(&b, c);
+        Char back = char_at(&t, (Bytes){b.p, b.n}, 0);
+        CHECK(back.c == c && (size_t)back.n == b.n, "U+%X came back as %X", c, back.c);
+    }
+    const char *bad[] = {"\xC0\x80", "\xE0\x9F\xBF", "\xED\xA0\x80", "\xF0\x8F\xBF\xBF", "\xF4\x90\x80\x80",
+                         "\xC3", "\xE2\x82", "\xF0\x9F\x99", "\xFF", "\x80"};
+    for (size_t i = 0; i < sizeof(bad) / sizeof(*bad); i++) {
+        CHECK(char_at(&t, bytes(bad[i]), 0).c == (uint32_t)BAD_BYTE + (uint8_t)bad[i][0], "case %zu", i);
+    }
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1) start_threads(atoi(argv[1]));
+    else start_threads(3);  // more than cores here or there: the order of things varies
+    test_exp();
+    test_norm_softmax_silu();
+    test_primitives();
+    test_quantize();
+    test_matmul();
+    test_attention_one_hot();
+    test_batches();
+    test_parallel();
+    test_rope();
+    test_yarn();
+    test_sampler();
+    test_unfinished();
+    test_utf8();
+    printf("tests/test (" SIMD "): %d checks, %d failures\n", checks, failures);
+    return failures > 0;
+}
