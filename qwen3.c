@@ -352,7 +352,7 @@ static void read_header(Config *g, Cursor *c) {
     g->n_heads = header_int(c, "n_heads", 1, INT_MAX);
     g->n_kv_heads = header_int(c, "n_kv_heads", 1, INT_MAX);
     g->vocab_size = header_int(c, "vocab_size", 1, INT_MAX);
-    g->max_seq_len = header_int(c, "max_seq_len", 1, INT_MAX);
+    g->max_seq_len = header_int(c, "max_seq_len", 1, 1 << 30);
     g->head_dim = header_int(c, "head_dim", 1, INT_MAX);
     g->shared_classifier = header_int(c, "shared_classifier", 0, 1);
     g->group_size = header_int(c, "group_size", 32, 256);
@@ -382,7 +382,7 @@ static void read_header(Config *g, Cursor *c) {
     while (c->rest.p < end.rest.p) {
         if (take_u32(c, "the header") != 0)
             die("%s: unknown header field at byte %zu, expected 0: made by a newer export.py?",
-                c->file, (size_t)256 - 4 - (end.rest.p - 4 - c->rest.p) - 4);
+                c->file, 252 - (size_t)(end.rest.p - c->rest.p));
     }
 }
 
@@ -539,7 +539,7 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 // clang extension: + - * work lane by lane). TILE tokens meet a row of weights at once, a token per
 // lane; TILE is 1 where the CPU has no instruction for that.
 //
-//   dot(w, x, n)        sum of w[i] * x[i], n a multiple of 32
+//   dot8(sums, w, x, n) 8 sums, of n products w[i] * x[i] each, n a multiple of 32
 //   dot4(acc, x, w)     acc + sum of the 4 products of the bytes of x and w, in each lane
 //   mul_add(a, b, c)    a * b + c, rounded once where the CPU can
 //
@@ -571,6 +571,10 @@ INLINE int32_t dot_plain(const int8_t *w, const int8_t *x, int n) {
     return sum;
 }
 
+INLINE void dot8_plain(int32_t *sums, const int8_t *w, const int8_t *x, int n) {
+    for (int i = 0; i < 8; i++) sums[i] = dot_plain(w + i * n, x + i * n, n);
+}
+
 INLINE VecI dot4_plain(VecI acc, VecI x, VecI w) {
     const uint8_t *xb = (const uint8_t *)&x;
     const int8_t *wb = (const int8_t *)&w;
@@ -594,17 +598,20 @@ INLINE __m256i dot4_256(__m256i acc, __m256i u, __m256i s) {
 }
 
 // w x = |w| (sign(w) x): one operand without a sign, as the instructions want it
-INLINE int32_t dot(const int8_t *w, const int8_t *x, int n) {
-    __m256i acc = _mm256_setzero_si256();
-    for (int i = 0; i < n; i += 32) {
-        __m256i wv = _mm256_loadu_si256((const __m256i *)(w + i));
-        __m256i xv = _mm256_loadu_si256((const __m256i *)(x + i));
-        acc = dot4_256(acc, _mm256_abs_epi8(wv), _mm256_sign_epi8(xv, wv));
+INLINE void dot8(int32_t *sums, const int8_t *w, const int8_t *x, int n) {
+    __m256i s[8];
+    UNROLL for (int i = 0; i < 8; i++) {
+        s[i] = _mm256_setzero_si256();
+        for (int j = i * n; j < (i + 1) * n; j += 32) {
+            __m256i wv = _mm256_loadu_si256((const __m256i *)(w + j));
+            __m256i xv = _mm256_loadu_si256((const __m256i *)(x + j));
+            s[i] = dot4_256(s[i], _mm256_abs_epi8(wv), _mm256_sign_epi8(xv, wv));
+        }
     }
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(acc), _mm256_extracti128_si256(acc, 1));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1));
-    return _mm_cvtsi128_si32(s);
+    __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
+    __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(s[4], s[5]), _mm256_hadd_epi32(s[6], s[7]));
+    __m256i low = _mm256_permute2x128_si256(a, b, 0x20), high = _mm256_permute2x128_si256(a, b, 0x31);
+    _mm256_storeu_si256((__m256i *)sums, _mm256_add_epi32(low, high));
 }
 #endif
 
@@ -620,10 +627,16 @@ INLINE VecI dot4(VecI acc, VecI x, VecI w) {
 }
 INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
 #elif defined(__ARM_FEATURE_DOTPROD)
-INLINE int32_t dot(const int8_t *w, const int8_t *x, int n) {
-    int32x4_t acc = vdupq_n_s32(0);
-    for (int i = 0; i < n; i += 16) acc = vdotq_s32(acc, vld1q_s8(w + i), vld1q_s8(x + i));
-    return vaddvq_s32(acc);
+INLINE void dot8(int32_t *sums, const int8_t *w, const int8_t *x, int n) {
+    int32x4_t s[8];
+    UNROLL for (int i = 0; i < 8; i++) {
+        s[i] = vdupq_n_s32(0);
+        for (int j = i * n; j < (i + 1) * n; j += 16) {
+            s[i] = vdotq_s32(s[i], vld1q_s8(w + j), vld1q_s8(x + j));
+        }
+    }
+    vst1q_s32(sums, vpaddq_s32(vpaddq_s32(s[0], s[1]), vpaddq_s32(s[2], s[3])));
+    vst1q_s32(sums + 4, vpaddq_s32(vpaddq_s32(s[4], s[5]), vpaddq_s32(s[6], s[7])));
 }
 INLINE VecI dot4(VecI acc, VecI x, VecI w) {
     return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)x, (int8x16_t)w);
@@ -632,7 +645,7 @@ INLINE VecF mul_add(VecF a, VecF b, VecF c) {
     return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
 #else
-#define dot dot_plain
+#define dot8 dot8_plain
 #define dot4 dot4_plain
 #define mul_add mul_add_plain
 #endif
@@ -749,9 +762,16 @@ INLINE void matvec(float *out, const Quantized *x, const Matrix *w, int t, int f
     for (int row = first; row < last; row++) {
         const int8_t *wq = w->q + (size_t)row * w->cols;
         const float *ws = w->scale + (size_t)row * groups;
-        float sum = 0;
-        for (int g = 0; g < groups; g++) {
-            sum += (float)dot(wq + g * group, xq + g * group, group) * ws[g] * xs[g];
+        float sum = 0, terms[8];
+        int32_t sums[8];
+        int g = 0;
+        for (; g + 8 <= groups; g += 8) {
+            dot8(sums, wq + g * group, xq + g * group, group);
+            for (int i = 0; i < 8; i++) terms[i] = (float)sums[i] * ws[g + i] * xs[g + i];
+            for (int i = 0; i < 8; i++) sum += terms[i];
+        }
+        for (; g < groups; g++) {
+            sum += (float)dot_plain(wq + g * group, xq + g * group, group) * ws[g] * xs[g];
         }
         out[row] = sum;
     }
@@ -1073,7 +1093,7 @@ static bool forward(Model *m, const int *tokens, int n, int pos) {
         if (interrupted) return false;
         layer_forward(&(Pass){.m = m, .layer = &m->weights.layers[l], .l = l, .n = n, .pos = pos});
     }
-    for (int i = 0; i < n * m->config.dim; i++) s->x[i] += s->delta[i];
+    for (size_t i = 0; i < (size_t)n * m->config.dim; i++) s->x[i] += s->delta[i];
     return true;
 }
 
@@ -2327,7 +2347,7 @@ static int run_conversation(Engine *e, Conversation *c) {
     Buffer message = {0};
     Bytes text;
     if (!isatty(STDIN_FILENO)) {
-        while (read_line(&line, &cap, &text)) chat_turn(e, c, chop(text), true);
+        while (interrupted = 0, read_line(&line, &cap, &text)) chat_turn(e, c, chop(text), true);
         return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
     }
     setvbuf(stdin, NULL, _IONBF, 0);  // so that poll() sees all that waits

@@ -97,12 +97,17 @@ static void test_norm_softmax_silu(void) {
 // The instruction set's primitives are equal to the portable ones, bit for bit where they are exact.
 static void test_primitives(void) {
     for (int trial = 0; trial < 2000; trial++) {
-        int8_t w[256], x[256];
-        for (int i = 0; i < 256; i++) {
+        int8_t w[8 * 256], x[8 * 256];
+        int32_t sums[8], expected[8];
+        for (int i = 0; i < 8 * 256; i++) {
             w[i] = (int8_t)(trial % 3 ? below(256) - 128 : -128 + 255 * below(2));
             x[i] = (int8_t)(trial % 3 ? below(255) - 127 : -127 + 254 * below(2));
         }
-        for (int n = 32; n <= 256; n *= 2) CHECK(dot(w, x, n) == dot_plain(w, x, n));
+        for (int n = 32; n <= 256; n *= 2) {
+            dot8(sums, w, x, n);
+            dot8_plain(expected, w, x, n);
+            CHECK(memcmp(sums, expected, sizeof(sums)) == 0, "n %d", n);
+        }
         VecI xv, wv = (VecI){0} + load_i32(w), acc, a, b;
         memcpy(&xv, x, sizeof(xv));
         if (X_BIAS != 0) xv ^= (VecI){0} + (int32_t)0x80808080;
@@ -137,14 +142,14 @@ static void test_quantize(void) {
 // Both kernels against doubles, and against each other bit for bit; rows and tokens that fill no tile.
 static void test_matmul(void) {
     for (int group = 32; group <= 256; group *= 2) {
-        const int rows = 29, cols = 3 * group, n = 3 * TILE * TILE_VECS / 2 + 2;
+        const int rows = 29, cols = 11 * group, n = 3 * TILE * TILE_VECS / 2 + 2;
         Matrix w = random_matrix(rows, cols, group);
         float *in = random_floats((size_t)n * cols);
         float *one = random_floats(n * rows), *all = random_floats(n * rows);
-        int32_t *scratch = alloc(TILE_ROWS * 3, 4, "");
-        Quantized single = {alloc((size_t)n * cols, 1, ""), alloc(n * 3, 4, ""), 1};
+        int32_t *scratch = alloc(TILE_ROWS * 11, 4, "");
+        Quantized single = {alloc((size_t)n * cols, 1, ""), alloc(n * 11, 4, ""), 1};
         int tokens = round_up(n, TILE);
-        Quantized tiled = {alloc((size_t)tokens * cols, 1, ""), alloc(tokens * 3, 4, ""), TILE};
+        Quantized tiled = {alloc((size_t)tokens * cols, 1, ""), alloc(tokens * 11, 4, ""), TILE};
         for (int t = 0; t < n; t++) {
             quantize(&single, t, in + (size_t)t * cols, cols, group);
             quantize(&tiled, t, in + (size_t)t * cols, cols, group);
