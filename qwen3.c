@@ -38,7 +38,6 @@
 #include <float.h>
 #include <limits.h>
 #include <math.h>
-#include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -48,6 +47,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/select.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -103,7 +103,8 @@ static double now(void) {
 
 enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
-static bool quiet;  // -q
+static bool quiet;                         // -q
+static volatile sig_atomic_t interrupted;  // Ctrl-C
 
 // One line on stderr, whatever the arguments hold: "qwen3: WHERE: WHAT, expected X, found Y"
 __attribute__((format(printf, 1, 2))) static void report(const char *fmt, ...) {
@@ -198,6 +199,7 @@ static void file_read(Buffer *b, int fd, const char *name) {
         b->p = grow(b->p, &b->cap, b->n, 65536, 1);
         ssize_t got = read(fd, b->p + b->n, b->cap - b->n);
         if (got == 0) return;
+        if (got < 0 && interrupted) exit(EXIT_INTERRUPT);
         if (got < 0 && errno != EINTR) die("%s: %s", name, strerror(errno));
         if (got > 0) b->n += got;
     }
@@ -325,11 +327,11 @@ static int header_int(Cursor *c, const char *name, int low, int high) {
     return value;
 }
 
-// One field of the header's extension: 0 stands for the base format's constant.
+// One field of the header's extension: 0 stands for the base format's constant, if it has one.
 static float header_float(Cursor *c, const char *name, float low, float base) {
     float value = take_f32(c, name);
-    if (!(value == 0 || (value >= low && value <= 1e12f)))
-        die("%s: bad %s, expected 0 or %g to 1e12, found %g", c->file, name, low, value);
+    if (!((value == 0 && base != 0) || (value >= low && value <= 1e12f)))
+        die("%s: bad %s, expected %g to 1e12, found %g", c->file, name, low, value);
     return value == 0 ? base : value;
 }
 
@@ -361,7 +363,9 @@ static void read_header(Config *g, Cursor *c) {
     check_multiple(c, "dim", g->dim, g->group_size);
     check_multiple(c, "hidden_dim", g->hidden_dim, g->group_size);
     check_multiple(c, "head_dim", g->head_dim, 2);
-    check_multiple(c, "n_heads", g->n_heads, g->n_kv_heads);
+    if (g->n_heads % g->n_kv_heads != 0)
+        die("%s: bad n_kv_heads, expected a divisor of %d heads, found %d", c->file, g->n_heads,
+            g->n_kv_heads);
     check_multiple(c, "n_heads * head_dim", (int64_t)g->n_heads * g->head_dim, g->group_size);
     g->q_dim = g->n_heads * g->head_dim;
     g->kv_dim = g->n_kv_heads * g->head_dim;
@@ -370,7 +374,7 @@ static void read_header(Config *g, Cursor *c) {
     g->rms_norm_eps = header_float(c, "rms_norm_eps", 1e-30f, 1e-6f);
     g->rope_scaling = header_int(c, "rope_scaling", 0, 1);
     if (g->rope_scaling) {
-        g->yarn_factor = header_float(c, "YaRN factor", 1, 1);
+        g->yarn_factor = header_float(c, "YaRN factor", 1, 0);
         g->yarn_original_len = header_int(c, "YaRN original length", 1, INT_MAX);
         g->yarn_beta_fast = header_float(c, "YaRN beta_fast", 1e-6f, 32);
         g->yarn_beta_slow = header_float(c, "YaRN beta_slow", 1e-6f, 1);
@@ -1065,8 +1069,6 @@ static void layer_forward(Pass *p) {
     matmul(s, p->n, (Product[]){{s->delta, &w->w2}}, 1);
 }
 
-static volatile sig_atomic_t interrupted;  // Ctrl-C
-
 // Token t's row of the embedding, and its rope angles.
 static void embed(Model *m, int t, int token, int pos) {
     const Matrix *w = &m->weights.embedding;
@@ -1256,7 +1258,7 @@ static int added_find(const Tokenizer *t, const char *text) {
 static void added_insert(Tokenizer *t, int id, bool special) {
     ids_add(&t->added, id);
     t->kind[id] = special ? ADDED | SPECIAL : ADDED;
-    if (t->text[id].n) t->added_start[t->text[id].p[0]] = true;
+    t->added_start[t->text[id].p[0]] = true;
 }
 
 static int take_id(Cursor *c, const Tokenizer *t, const char *what) {
@@ -1266,14 +1268,26 @@ static int take_id(Cursor *c, const Tokenizer *t, const char *what) {
     return (int)id;
 }
 
-// Ranges of characters with a value of 1 .. highest.
-static Range take_range(Cursor *c, uint32_t highest, const char *what) {
-    Range r = {take_u32(c, what), 0, 0};
-    r.last = take_u32(c, what);
-    r.value = take_u32(c, what);
-    if (r.first > r.last || r.last >= BAD_BYTE || r.value < 1 || r.value > highest)
-        die("%s: bad range in section %s, found %x to %x: %u", c->file, what, r.first, r.last, r.value);
-    return r;
+static void take_added(Cursor *c, Tokenizer *t, const char *what) {
+    int id = take_id(c, t, what);
+    uint32_t special = take_u32(c, what);
+    bool in_order = t->added.n == 0 || id > t->added.p[t->added.n - 1];
+    if (special > 1 || !in_order || t->text[id].n == 0)
+        die("%s: bad token %d in section %s, expected ascending ids with a text", c->file, id, what);
+    added_insert(t, id, special);
+}
+
+// Ranges of characters, ascending, with a value of 1 .. highest that goes into chars by `shift` bits.
+static void take_ranges(Cursor *c, Tokenizer *t, const char *what, uint32_t highest, int shift) {
+    for (uint32_t next = 0; c->rest.n;) {
+        uint32_t first = take_u32(c, what), last = take_u32(c, what), value = take_u32(c, what);
+        if (first < next || last < first || last >= BAD_BYTE || value < 1 || value > highest)
+            die("%s: bad range in section %s, expected ascending ones with 1 to %u, found %x to %x: %u",
+                c->file, what, highest, first, last, value);
+        for (next = first; next <= last; next++) {
+            t->chars[next] |= value << shift | (shift ? NFC_ACTIVE : 0);
+        }
+    }
 }
 
 static void take_pairs(Cursor *c, Tokenizer *t, const char *what) {
@@ -1314,24 +1328,23 @@ static void take_chat(Cursor *c, Tokenizer *t, const char *what) {
 static void take_section(Cursor *c, Tokenizer *t, const char *tag) {
     Ids *list = !strcmp(tag, "head") ? &t->head : !strcmp(tag, "tail") ? &t->tail
                 : !strcmp(tag, "stop") ? &t->stop : NULL;
-    if (!strcmp(tag, "samp")) take_sampling(c, t, tag);
-    else if (!strcmp(tag, "chat")) take_chat(c, t, tag);
-    else if (!strcmp(tag, "deco")) take_pairs(c, t, tag);
-    else if (!strcmp(tag, "clas")) t->has_classes = true;
-    else if (strcmp(tag, "ccc ") && strcmp(tag, "adde") && !list)
+    if (list) {
+        while (c->rest.n) ids_add(list, take_id(c, t, tag));
+    } else if (!strcmp(tag, "adde")) {
+        while (c->rest.n) take_added(c, t, tag);
+    } else if (!strcmp(tag, "clas")) {
+        take_ranges(c, t, tag, SPACE, 0);
+        t->has_classes = true;
+    } else if (!strcmp(tag, "ccc ")) {
+        take_ranges(c, t, tag, 255, 8);
+    } else if (!strcmp(tag, "deco")) {
+        take_pairs(c, t, tag);
+    } else if (!strcmp(tag, "samp")) {
+        take_sampling(c, t, tag);
+    } else if (!strcmp(tag, "chat")) {
+        take_chat(c, t, tag);
+    } else {
         die("%s: unknown section \"%s\"; was it made by a newer export.py?", c->file, tag);
-    while (c->rest.n && list) ids_add(list, take_id(c, t, tag));
-    while (c->rest.n && !strcmp(tag, "adde")) {
-        int id = take_id(c, t, tag);
-        added_insert(t, id, take_u32(c, tag));
-    }
-    while (c->rest.n && !strcmp(tag, "clas")) {
-        Range r = take_range(c, SPACE, tag);
-        for (uint32_t i = r.first; i <= r.last; i++) t->chars[i] |= r.value;
-    }
-    while (c->rest.n && !strcmp(tag, "ccc ")) {
-        Range r = take_range(c, 255, tag);
-        for (uint32_t i = r.first; i <= r.last; i++) t->chars[i] |= r.value << 8 | NFC_ACTIVE;
     }
     if (c->rest.n) die("%s: bad section %s, expected %zu bytes less", c->file, tag, c->rest.n);
 }
@@ -1395,8 +1408,9 @@ static void take_tokens(Cursor *c, Tokenizer *t) {
     t->score = alloc(t->vocab_size, sizeof(float), "the tokenizer");
     t->kind = alloc(t->vocab_size, 1, "the tokenizer");
     for (int id = 0; id < t->vocab_size; id++) {
-        t->score[id] = c->rest.n ? take_f32(c, "a token's score") : ADDED_SCORE;
-        size_t n = c->rest.n ? take_u32(c, "a token's length") : 0;
+        bool ended = c->rest.n == 0;
+        t->score[id] = ended ? ADDED_SCORE : take_f32(c, "a token's score");
+        size_t n = ended ? 0 : take_u32(c, "a token's length");
         t->text[id] = (Bytes){take(c, n, "a token's text"), n};
         if (isnan(t->score[id])) die("%s: bad score of token %d, expected a number", c->file, id);
     }
@@ -1739,7 +1753,7 @@ static int added_next(const Tokenizer *t, Bytes s, size_t *at) {
         int best = -1;
         for (size_t i = 0; t->added_start[s.p[*at]] && i < t->added.n; i++) {
             Bytes a = t->text[t->added.p[i]];
-            bool there = a.n && a.n <= s.n - *at && memcmp(a.p, s.p + *at, a.n) == 0;
+            bool there = a.n <= s.n - *at && memcmp(a.p, s.p + *at, a.n) == 0;
             if (there && (best < 0 || a.n > t->text[best].n)) best = t->added.p[i];
         }
         if (best >= 0) return best;
@@ -2318,9 +2332,16 @@ static bool read_line(char **line, size_t *cap, Bytes *text) {
     return n > 0;
 }
 
+// Does more input wait? Pasted lines arrive together.
+static bool input_waits(void) {
+    fd_set set;
+    FD_ZERO(&set);
+    FD_SET(STDIN_FILENO, &set);
+    return select(STDIN_FILENO + 1, &set, NULL, NULL, &(struct timeval){.tv_usec = 30000}) > 0;
+}
+
 // A message typed or pasted at a terminal; false at the end of input or after Ctrl-C.
 static bool read_message(char **line, size_t *cap, Buffer *message) {
-    struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
     Bytes text;
     bool more = true, cut = false;
     if (!quiet) fputs("> ", stderr);
@@ -2330,13 +2351,13 @@ static bool read_message(char **line, size_t *cap, Buffer *message) {
         buffer_add(message, text);
         more = message->n > 1 && memcmp(message->p + message->n - 2, "\\\n", 2) == 0;
         if (more) message->p[--message->n - 1] = '\n';
-        more |= text.p[text.n - 1] == '\n' && poll(&input, 1, 30) > 0 && (input.revents & POLLIN);
+        else more = text.p[text.n - 1] == '\n' && input_waits();
     }
     message->n = chop((Bytes){message->p, message->n}).n;
-    if (cut) message->n = 0;
     if (cut)
         notice("input: the terminal cut a line at %d bytes, nothing was sent; -f FILE takes longer "
                "ones", TERMINAL_LINE);
+    if (cut) message->n = 0;
     return true;
 }
 
@@ -2448,9 +2469,11 @@ static Options parse_options(int argc, char **argv) {
         const char *arg = argv[i];
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
             fputs(usage, stdout);
+            stdout_flush();
             exit(EXIT_SUCCESS);
         } else if (!strcmp(arg, "--version")) {
             puts("qwen3 " VERSION " (" SIMD ")");
+            stdout_flush();
             exit(EXIT_SUCCESS);
         } else if (!strcmp(arg, "-q")) {
             quiet = true;
