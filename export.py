@@ -1,0 +1,1009 @@
+#!/usr/bin/env -S uv run --script
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#   "numpy>=1.24",
+#   "tokenizers>=0.22",
+#   "jinja2>=3.1",
+#   "huggingface_hub>=0.25",
+#   "tqdm>=4.60",
+# ]
+# ///
+"""Converts a Hugging Face checkpoint of Qwen3 to the two files that qwen3.c reads.
+
+    python export.py SOURCE [OUT.bin]        (uv run export.py ... needs no set-up)
+
+SOURCE is a checkpoint directory, or a name on the hub such as Qwen/Qwen3-0.6B. Written are
+
+    OUT.bin              a 256-byte header and the weights: norms in fp32, matrices as Q8_0
+    OUT.bin.tokenizer    the vocabulary, then an extension: what the tokenizer, the chat and the
+                         sampler need beyond it
+
+both as the README's file format section describes them. Without OUT.bin the name is SOURCE's last
+part + ".bin", in the current directory. (An older export.py took OUT.bin first; so does this one.)
+
+    checkpoint                                   this file
+    config.json                               ->  read_config, header
+    *.safetensors                             ->  open_checkpoint, quantize, write_model
+    tokenizer.json, tokenizer_config.json     ->  read_vocabulary
+    the tokenizers package itself             ->  unicode_sections
+    chat_template.jinja                       ->  chat_pieces
+    generation_config.json                    ->  end_ids, sampling
+
+Weights pass through in pieces of 1 MB, so memory does not depend on the model's size. Both files
+get their names only when both are complete. Whatever can't be converted exactly is refused by name.
+Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+if __name__ == "__main__":  # before the slow imports: a signal unwinds, so temporary files go
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+import json
+import math
+import os
+import re
+import shutil
+import string
+import struct
+import time
+import unicodedata
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO, Callable, Iterator, NamedTuple, NoReturn
+
+try:
+    import jinja2.sandbox
+    import numpy as np
+    import tokenizers
+    from tqdm import tqdm
+except ImportError as error:
+    block = Path(__file__).read_text(encoding="utf-8").split("# ///")[1]
+    packages = " ".join(re.findall(r'"([a-z_0-9]+)>=', block))
+    sys.exit(f"export.py: {error}, expected its packages, found them missing: "
+             f"run it as `uv run export.py ...`, or first `pip install {packages}`")
+
+# ---------------------------------------------------------------------------- refusals and files
+
+notes: list[str] = []  # what the user should know; printed after success, an error stands alone
+
+
+class Refused(Exception):
+    """Why the checkpoint can't be converted; the text is all that the user gets to see."""
+
+
+def refuse(where: object, what: str, expected: object, found: object) -> NoReturn:
+    raise Refused(f"{where}: {what}, expected {expected}, found {found}")
+
+
+@contextmanager
+def structure_of(path: Path) -> Iterator[None]:
+    """Within it, whatever goes wrong is the fault of the file, which is not as its format says."""
+    try:
+        yield
+    except (Refused, OSError):
+        raise
+    except Exception as error:  # KeyError, TypeError, ..., and the tokenizers package's own
+        refuse(path, "broken", "the structure of such a file", f"{type(error).__name__}: {error}")
+
+
+def parse_json(text: bytes, path: Path) -> dict:
+    with structure_of(path):
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise TypeError(f"{type(value).__name__}, not an object")
+    return value
+
+
+def read_json(path: Path, optional: bool = False) -> dict:
+    if optional and not path.exists():
+        return {}
+    return parse_json(path.read_bytes(), path)
+
+
+def some(names: list[str]) -> str:
+    """The first names of a list that may be long."""
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more or "none"
+
+
+# ---------------------------------------------------------------------------- config.json
+
+@dataclass
+class Config:
+    """The header's fields, with qwen3.c's names."""
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    vocab_size: int
+    max_seq_len: int
+    head_dim: int
+    tied: bool  # the classifier is the token embedding
+    group_size: int  # values per quantization scale
+    rope_theta: float
+    eps: float
+    yarn: bytes  # the header from 0x38 on, empty without YaRN
+
+
+def positive(where: Path, config: dict, key: str, kind: type, default: float | None = None):
+    """config[key] as a positive int or float that the header's int32 or fp32 can hold."""
+    value = config.get(key)
+    value = default if value is None else value
+    if kind is float and type(value) in (int, float):
+        with np.errstate(all="ignore"):
+            if 0 < np.float32(value) < np.inf:
+                return float(value)
+    elif type(value) is int and 0 < value < 2**31:
+        return value
+    refuse(where, key, f"a positive {kind.__name__}", repr(value))
+
+
+def check_family(where: Path, config: dict) -> None:
+    """Refuses what computes something else than a dense Qwen3 with full attention."""
+    layer_types = config.get("layer_types")
+    sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
+               and config.get("max_window_layers", 28) < config["num_hidden_layers"])
+    for key, supported, expected in [
+        ("architectures", config.get("architectures") == ["Qwen3ForCausalLM"], "Qwen3ForCausalLM"),
+        ("quantization_config", not config.get("quantization_config"), "bf16, f16 or f32 weights"),
+        ("hidden_act", config.get("hidden_act", "silu") == "silu", "silu"),
+        ("attention_bias", not config.get("attention_bias"), "false"),
+        ("layer_types", set(layer_types or ()) <= {"full_attention"}, "full_attention only"),
+        ("use_sliding_window", layer_types or not sliding, "full attention in every layer"),
+        ("partial_rotary_factor", config.get("partial_rotary_factor") in (None, 1), "1"),
+    ]:
+        if not supported:
+            refuse(where, f"{key} is not supported", expected, repr(config.get(key)))
+
+
+def unless(value: float, base: float) -> float:
+    """The value, or the 0 that stands for base in the header."""
+    return 0.0 if np.float32(value) == np.float32(base) else value
+
+
+def yarn_fields(where: Path, rope: dict, max_seq_len: int) -> bytes:
+    """The header from 0x38 on: u32 1, f32 factor, i32 original length, f32 beta_fast, beta_slow,
+    attention_factor, u32 not truncated. Resolved as in transformers' _compute_yarn_parameters."""
+    number = partial(positive, where, rope, kind=float)
+    original = positive(where, rope, "original_max_position_embeddings", int, max_seq_len)
+    factor = number("factor", default=max_seq_len / original if "factor" in rope else None)
+
+    def magnitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    attention_factor = magnitude(1)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention_factor = magnitude(number("mscale")) / magnitude(number("mscale_all_dim"))
+    elif rope.get("mscale") or rope.get("mscale_all_dim"):
+        notes.append("mscale or mscale_all_dim alone has no effect, as in transformers")
+    attention_factor = number("attention_factor", default=attention_factor)
+    beta_fast = number("beta_fast") if rope.get("beta_fast") else 32
+    beta_slow = number("beta_slow") if rope.get("beta_slow") else 1
+    if type(truncate := rope.get("truncate", True)) is not bool:
+        refuse(where, "truncate", "true or false", repr(truncate))
+    return struct.pack("<Ifi3fI", 1, factor, original, unless(beta_fast, 32), unless(beta_slow, 1),
+                       unless(attention_factor, 0.1 * math.log(factor) + 1), not truncate)
+
+
+def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, bytes]:
+    """(theta, YaRN's header fields if any) from the old keys (rope_theta, rope_scaling) or the new
+    ones (rope_parameters), with transformers' precedence and defaults."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    theta = positive(where, config | rope, "rope_theta", float, 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
+    if kind == "yarn":
+        rope = rope | {key: config[key] for key in ["original_max_position_embeddings"]
+                       if key in config}
+        known |= {"factor", "original_max_position_embeddings", "truncate", "attention_factor",
+                  "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    elif kind != "default":
+        refuse(where, "rope_type is not supported", "default or yarn", repr(kind))
+    if unknown := sorted(rope.keys() - known):
+        refuse(where, f"rope scaling {kind}", f"no keys but {', '.join(sorted(known))}",
+               some(unknown))
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        refuse(where, "partial_rotary_factor", "1", repr(rope["partial_rotary_factor"]))
+    if "attn_factor" in rope:
+        notes.append("rope_scaling's attn_factor is ignored, as transformers ignores it")
+    return theta, yarn_fields(where, rope, max_seq_len) if kind == "yarn" else b""
+
+
+def read_config(folder: Path) -> Config:
+    where = folder / "config.json"
+    config = read_json(where)
+    integer = partial(positive, where, config, kind=int)
+    with structure_of(where):
+        check_family(where, config)
+        max_seq_len = integer("max_position_embeddings")
+        theta, yarn = read_rope(where, config, max_seq_len)
+        c = Config(
+            dim=integer("hidden_size"), hidden_dim=integer("intermediate_size"),
+            n_layers=integer("num_hidden_layers"), n_heads=integer("num_attention_heads"),
+            n_kv_heads=integer("num_key_value_heads", default=config["num_attention_heads"]),
+            vocab_size=integer("vocab_size"), max_seq_len=max_seq_len,
+            head_dim=integer("head_dim", default=128), group_size=64,
+            tied=config.get("tie_word_embeddings", False) is True, rope_theta=theta,
+            eps=positive(where, config, "rms_norm_eps", float, 1e-6), yarn=yarn)
+    if c.n_heads % c.n_kv_heads:
+        refuse(where, "num_key_value_heads", f"a divisor of {c.n_heads}", c.n_kv_heads)
+    if c.head_dim % 2:
+        refuse(where, "head_dim", "an even number", c.head_dim)
+    widths = {"hidden_size": c.dim, "intermediate_size": c.hidden_dim,
+              "num_attention_heads * head_dim": c.n_heads * c.head_dim}
+    if any(width % 64 for width in widths.values()):
+        c.group_size = 32
+    for key, width in widths.items():
+        if width % c.group_size:
+            refuse(where, key, "a multiple of 64 or 32, the quantization group", width)
+    return c
+
+
+def header(c: Config) -> bytes:
+    """The 256 bytes that OUT.bin begins with (README)."""
+    fields = struct.pack("<I11i", 0x616A6331, 1, c.dim, c.hidden_dim, c.n_layers, c.n_heads,
+                         c.n_kv_heads, c.vocab_size, c.max_seq_len, c.head_dim, c.tied,
+                         c.group_size)
+    fields += struct.pack("<2f", unless(c.rope_theta, 1e6), unless(c.eps, 1e-6)) + c.yarn
+    return fields.ljust(256, b"\0")
+
+
+# ---------------------------------------------------------------------------- safetensors
+
+ITEM_SIZE = {"BF16": 2, "F16": 2, "F32": 4}
+
+
+@dataclass
+class Tensor:
+    """A tensor in a safetensors file, row-major."""
+    name: str
+    file: BinaryIO
+    offset: int  # of its first byte in the file
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Elements start .. start+count-1 of the flattened tensor, (count,) fp32, writable."""
+        item = ITEM_SIZE[self.dtype]
+        raw = os.pread(self.file.fileno(), count * item, self.offset + start * item)
+        if len(raw) < count * item:
+            refuse(self.file.name, f"truncated in {self.name}", f"{count * item} bytes", len(raw))
+        if self.dtype == "BF16":  # the upper half of an fp32
+            bits = np.frombuffer(raw, "<u2").astype("<u4")
+            return np.left_shift(bits, 16, out=bits).view("<f4")
+        return np.frombuffer(raw, "<f2" if self.dtype == "F16" else "<f4").astype("<f4")
+
+
+def open_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, which is: u64 length of the header; the header, JSON {name: {dtype,
+    shape, data_offsets: [begin, end)}}; the data, which the tensors fill without hole or overlap.
+    """
+    file = open(path, "rb")
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    limit = min(size - 8, 100_000_000)  # as the safetensors library has it
+    if not 2 <= length <= limit:
+        refuse(path, "broken safetensors", f"a header of 2 to {limit} bytes", length)
+    head = parse_json(file.read(length), path)
+    head.pop("__metadata__", None)
+    tensors, end = {}, 0
+    with structure_of(path):
+        for name, entry in sorted(head.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            begin, stop = entry["data_offsets"]
+            need = math.prod(shape) * ITEM_SIZE[dtype] if dtype in ITEM_SIZE else stop - begin
+            if begin != end or need < 0 or stop - begin != need:
+                refuse(path, f"data_offsets of {name}", [end, end + need], [begin, stop])
+            tensors[name] = Tensor(name, file, 8 + length + begin, dtype, shape)
+            end = stop
+    if 8 + length + end != size:
+        refuse(path, "truncated or oversized", f"{8 + length + end} bytes", size)
+    return tensors
+
+
+def open_checkpoint(folder: Path) -> dict[str, Tensor]:
+    """All tensors of model.safetensors, or of the shards in model.safetensors.index.json."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return open_safetensors(single)
+    if not index.is_file():
+        refuse(folder, "no weights", f"{single.name} or {index.name}",
+               some(sorted(path.name for path in folder.iterdir())))
+    tensors: dict[str, Tensor] = {}
+    with structure_of(index):
+        places = read_json(index)["weight_map"]
+        for shard in sorted(set(places.values())):
+            if Path(shard).name != shard or not (folder / shard).is_file():
+                refuse(folder / shard, "missing", f"this file, as {index.name} lists it", "none")
+            for name, tensor in open_safetensors(folder / shard).items():
+                if places.get(name) != shard:
+                    refuse(folder / shard, f"holds {name}", f"it in {places.get(name, 'no shard')}"
+                           f" as {index.name} says", "it here")
+                tensors[name] = tensor
+        if absent := sorted(places.keys() - tensors.keys()):
+            refuse(index, "its shards are incomplete", some(absent), "no such tensor in them")
+    return tensors
+
+
+def layout(c: Config) -> list[tuple[str, tuple[int, ...]]]:
+    """(name without "model.", shape) of every tensor of OUT.bin in the order of the file. The ones
+    with one dimension are norms and stay fp32, the (out, in) matrices are quantized."""
+    def layers(name: str, *shape: int) -> list[tuple[str, tuple[int, ...]]]:
+        return [(f"layers.{i}.{name}.weight", shape) for i in range(c.n_layers)]
+
+    q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    return [
+        *layers("input_layernorm", c.dim),
+        *layers("post_attention_layernorm", c.dim),
+        ("norm.weight", (c.dim,)),
+        *layers("self_attn.q_norm", c.head_dim),
+        *layers("self_attn.k_norm", c.head_dim),
+        ("embed_tokens.weight", (c.vocab_size, c.dim)),
+        *layers("self_attn.q_proj", q_dim, c.dim),
+        *layers("self_attn.k_proj", kv_dim, c.dim),
+        *layers("self_attn.v_proj", kv_dim, c.dim),
+        *layers("self_attn.o_proj", c.dim, q_dim),
+        *layers("mlp.gate_proj", c.hidden_dim, c.dim),
+        *layers("mlp.down_proj", c.dim, c.hidden_dim),
+        *layers("mlp.up_proj", c.hidden_dim, c.dim),
+        *([] if c.tied else [("lm_head.weight", (c.vocab_size, c.dim))]),
+    ]
+
+
+def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Tensor]:
+    """The tensors of layout(), found under their names with or without "model.", all checked."""
+    found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
+    if len(found) < len(stored):
+        refuse(where, "tensor names", "each with or without model.", "some both ways")
+    wanted = dict(layout(c))
+    extra = [tensor.name for name, tensor in found.items() if name not in wanted
+             and name != "lm_head.weight"  # stored by some although tied
+             and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
+    missing = [name for name in wanted if name not in found]
+    if missing or extra:
+        refuse(where, "tensors", "the ones that config.json implies",
+               f"missing: {some(missing)}; left over: {some(extra)}")
+    for name, shape in wanted.items():
+        tensor = found[name]
+        if tensor.shape != shape:
+            refuse(where, f"shape of {tensor.name}", list(shape), list(tensor.shape))
+        if tensor.dtype not in ITEM_SIZE:
+            refuse(where, f"dtype of {tensor.name}", " or ".join(ITEM_SIZE), tensor.dtype)
+    return [found[name] for name in wanted]
+
+
+# ---------------------------------------------------------------------------- OUT.bin
+
+PIECE = 1 << 18  # elements at a time: 1 MB in fp32 stays in a core's cache between numpy's passes
+
+
+def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Q8_0 of x (n,) fp32, which is overwritten: q (n,) int8 in -127..127 and scale (n/group_size,)
+    fp32 with x ~= q * scale; scale = max|x| / 127, q = rint(x / scale), halves to even. Where the
+    scale is 0 (a group of zeros, or too small for fp32) all q are 0."""
+    peak = np.maximum.reduceat(np.abs(x), np.arange(0, x.size, group_size))
+    scale = peak / np.float32(127)
+    x = x.reshape(-1, group_size)
+    x /= np.where(scale > 0, scale, np.float32(1))[:, None]
+    np.rint(x, out=x)
+    np.clip(x, -127, 127, out=x)  # a scale in the subnormals is coarse: x / scale may reach 190
+    return x.astype(np.int8).ravel(), scale
+
+
+def write_at(file: BinaryIO, data: np.ndarray, offset: int) -> None:
+    view = memoryview(data).cast("B")
+    while len(view):
+        written = os.pwrite(file.fileno(), view, offset)
+        view, offset = view[written:], offset + written
+
+
+def stored_size(shape: tuple[int, ...], group_size: int) -> int:
+    """Bytes of a tensor in OUT.bin: fp32 values, or int8 values and an fp32 scale per group."""
+    n = math.prod(shape)
+    return 4 * n if len(shape) == 1 else n + 4 * (n // group_size)
+
+
+def convert_piece(out: BinaryIO, tensor: Tensor, offset: int, group_size: int, start: int) -> int:
+    """Converts the elements from start on; the tensor's place in the output begins at offset. No
+    piece depends on another, so they may run in parallel. Returns the number of bytes read."""
+    size = math.prod(tensor.shape)
+    x = tensor.read(start, min(PIECE, size - start))
+    if not np.isfinite(x).all():
+        refuse(tensor.file.name, tensor.name, "finite numbers", "infinity or NaN")
+    if len(tensor.shape) == 1:
+        write_at(out, x, offset + 4 * start)
+    else:
+        q, scale = quantize(x, group_size)
+        write_at(out, q, offset + start)
+        write_at(out, scale, offset + size + 4 * (start // group_size))
+    return len(x) * ITEM_SIZE[tensor.dtype]
+
+
+def write_model(out: BinaryIO, c: Config, tensors: list[Tensor]) -> None:
+    """The header and the tensors, which come in the order of layout(), to an empty file."""
+    write_at(out, np.frombuffer(header(c), np.uint8), 0)
+    offset = 256
+    total = sum(math.prod(t.shape) * ITEM_SIZE[t.dtype] for t in tensors)
+    with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,  # numpy and the kernel let go
+          tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: no terminal
+        for tensor in tensors:
+            convert = partial(convert_piece, out, tensor, offset, c.group_size)
+            for n in pool.map(convert, range(0, math.prod(tensor.shape), PIECE)):
+                bar.update(n)
+            offset += stored_size(tensor.shape, c.group_size)
+
+
+# ---------------------------------------------------------------------------- tokenizer.json
+
+SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+class Vocabulary(NamedTuple):
+    tokens: dict[int, bytes]  # id -> the token's bytes
+    scores: dict[int, float]  # id -> merge score, for the tokens that a merge makes
+    added: dict[int, bool]  # id -> special: the added tokens, which only their own text makes
+    nfc: bool  # text is NFC-normalized
+
+    def added_ids(self, text: str | None) -> list[int]:
+        """The id of the added token with this text, if there is one."""
+        return [i for i in self.added if self.tokens[i].decode() == text]
+
+
+def gpt2_alphabet() -> dict[int, int]:
+    """str.translate table: the letters in which GPT-2 writes the bytes -> code points 0..255. The
+    printable bytes are themselves, the n-th of the rest is U+0100+n; no other letter survives."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {byte: 0xFFFF for byte in others}  # not in latin-1, so .encode("latin-1") refuses it
+    return table | {b: b for b in printable} | {0x100 + n: byte for n, byte in enumerate(others)}
+
+
+def check_pipeline(where: Path, data: dict) -> bool:
+    """Refuses a tokenizer.json that does what qwen3.c does not. True if it normalizes to NFC."""
+    model, steps = data["model"], (data["pre_tokenizer"] or {}).get("pretokenizers", [])
+    if model.get("type") != "BPE":
+        refuse(where, "model", "BPE", repr(model.get("type")))
+    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
+                "byte_fallback", "ignore_merges"):
+        if model.get(key):
+            refuse(where, f"model.{key} is not supported", "none", repr(model[key]))
+    steps = [{key: step[key] for key in step if key != "trim_offsets"} for step in steps]
+    if steps != [{"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated",
+                  "invert": False},
+                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]:
+        refuse(where, "pre_tokenizer is not supported", "Qwen's Split and ByteLevel",
+               json.dumps(data["pre_tokenizer"]))
+    normalizer = data["normalizer"]
+    if normalizer in (None, {"type": "Sequence", "normalizers": []}):
+        return False
+    if normalizer not in ({"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFC"}]}):
+        refuse(where, "normalizer is not supported", "NFC or none", json.dumps(normalizer))
+    return True
+
+
+def check_merges(where: Path, vocab: dict[str, int], merges: list[tuple[str, str]]) -> None:
+    """qwen3.c merges any two neighbours that make a token, best score first, and has no list of
+    merges. That is the same if the package makes every token of its own text: two neighbours that
+    make T can only meet as they do in T alone, and there the last step is one of T's merges."""
+    bpe = tokenizers.models.BPE(vocab=vocab, merges=merges)
+    for token in vocab:
+        if len(bpe.tokenize(token)) != 1:
+            refuse(where, f"token {token!r}", "merges that make it", "none that do")
+
+
+def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple[str, str]]) -> dict:
+    """id -> -log(rank + 1) of the merge that makes the token, so that an earlier merge is higher.
+    Several may make the same token, but one right after the other, or their order would matter."""
+    scores: dict[int, float] = {}
+    previous = -1
+    for rank, (left, right) in enumerate(merges):
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            refuse(where, f"merge {rank}", "tokens of the vocabulary", [left, right])
+        made = vocab[left + right]
+        if made not in scores:
+            scores[made] = -math.log(rank + 1)
+        elif made != previous:
+            refuse(where, f"merge {rank} makes {left + right!r} again", "one rank", [left, right])
+        previous = made
+    return scores
+
+
+def read_added(where: Path, data: dict, settings: dict) -> dict[str, tuple[int, bool]]:
+    """text -> (id, special) of the added tokens in tokenizer.json. tokenizer_config.json may list
+    them too, and makes those special that it says are, or gives a role; it must not add others,
+    as transformers would give these ids of its own."""
+    listed = settings.get("added_tokens_decoder") or {}
+    for token in [*data["added_tokens"], *listed.values()]:
+        for flag in ("lstrip", "rstrip", "single_word", "normalized"):
+            if token.get(flag):
+                refuse(where, f"{flag} of added token {token['content']!r}", "false", "true")
+    added = {token["content"]: (token["id"], token["special"]) for token in data["added_tokens"]}
+    more = [(token["content"], int(i), token["special"]) for i, token in listed.items()]
+    more += [(text, None, True) for text in role_tokens(settings).values()]
+    more += [(token_text(token), None, True)
+             for token in settings.get("additional_special_tokens") or []]
+    for text, i, special in more:
+        if text not in added or i not in (None, added[text][0]):
+            refuse(where, "added tokens", f"{text!r} as in tokenizer_config.json", "it missing")
+        added[text] = added[text][0], added[text][1] or special
+    return added
+
+
+def token_text(value: str | dict | None) -> str | None:
+    """A token in tokenizer_config.json: none, its text, or an object with it."""
+    return value["content"] if isinstance(value, dict) else value
+
+
+def role_tokens(settings: dict) -> dict[str, str]:
+    """bos_token, eos_token, ... -> its text, of those that tokenizer_config.json names."""
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    return {name: text for name in names if (text := token_text(settings.get(name)))}
+
+
+def read_vocabulary(where: Path, data: dict, settings: dict, vocab_size: int) -> Vocabulary:
+    """What tokenizer.json (where, data) and tokenizer_config.json (settings) say."""
+    nfc = check_pipeline(where, data)
+    added = read_added(where, data, settings)
+    vocab = {text: i for text, i in data["model"]["vocab"].items() if text not in added}
+    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in data["model"]["merges"]]
+    scores = merge_scores(where, vocab, merges)
+    check_merges(where, vocab, merges)
+    table = gpt2_alphabet()
+    tokens = {i: text.translate(table).encode("latin-1") for text, i in vocab.items()}
+    if absent := {bytes([b]) for b in range(256)} - set(tokens.values()):
+        refuse(where, "vocabulary", "all 256 single bytes", f"{len(absent)} missing")
+    tokens |= {i: text.encode() for text, (i, _) in added.items()}
+    if len(tokens) != len(vocab) + len(added) or b"" in tokens.values():
+        refuse(where, "tokens", "each with a text and an id of its own", "one without")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", max(tokens))
+    special = {i: bool(flag) for i, flag in sorted(added.values())}
+    return Vocabulary(tokens, scores, special, nfc)
+
+
+def base_tokenizer(vocab: Vocabulary, vocab_size: int, bos: int, eos: int) -> bytes:
+    """u32 longest token, bos id, eos id, then per id: f32 score, u32 length, the token's bytes."""
+    records = [struct.pack("<3I", max(map(len, vocab.tokens.values())), bos, eos)]
+    for i in range(vocab_size):
+        token = vocab.tokens.get(i, b"")
+        records.append(struct.pack("<fI", vocab.scores.get(i, -1e6), len(token)) + token)
+    return b"".join(records)
+
+
+# ---------------------------------------------------------------------------- Unicode
+# The classes of the regex and the normalization come from two libraries inside the tokenizers
+# package, of two Unicode versions, so they are asked for what they do rather than looked up.
+
+PLANES = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xF0000)]  # those in use
+LETTER, NUMBER, SPACE, MARK = 1, 2, 3, 4  # the first three as in the section `clas`
+
+
+def character_classes() -> dict[int, int]:
+    """code point -> LETTER, NUMBER, SPACE or MARK. One split of everything into runs of one class,
+    then a split of the runs' first characters by each class alone."""
+    patterns = {LETTER: r"\p{L}", NUMBER: r"\p{N}", SPACE: r"\s", MARK: r"\p{M}"}
+
+    def split(pattern: str, text: str, *how: object) -> list[str]:
+        splitter = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), *how)
+        return [piece for piece, _ in splitter.pre_tokenize_str(text)]
+
+    pieces = split("|".join(f"{p}+" for p in patterns.values()), "".join(map(chr, PLANES)),
+                   "isolated")
+    firsts = "".join(piece[0] for piece in pieces)
+    kind = {char: number for number, pattern in patterns.items()
+            for run in split(pattern, firsts, "removed", True) for char in run}
+    return {ord(c): kind[piece[0]] for piece in pieces if piece[0] in kind for c in piece}
+
+
+def normalize_all(form: str, texts: list[str]) -> list[str]:
+    """Each text in NFC or NFD by itself, in one call: nothing joins with a newline."""
+    return getattr(tokenizers.normalizers, form)().normalize_str("\n".join(texts)).split("\n")
+
+
+def decompositions() -> dict[str, tuple[str, str, bool]]:
+    """char -> (first, second or "", composes): one step of the canonical decomposition, without
+    the Hangul syllables (arithmetic). composes: NFC puts the two together again."""
+    chars = [chr(c) for c in PLANES if c != ord("\n") and not 0xAC00 <= c < 0xD7A4]
+    full = {c: d for c, d in zip(chars, normalize_all("NFD", chars)) if d != c}
+    composed = dict(zip(full, normalize_all("NFC", list(full))))
+    whole = ({d: c for c, d in full.items() if len(d) > 1}  # several names: the composed one last
+             | {full[c]: c for c in full if composed[c] == c})
+    steps = {}
+    for char, parts in full.items():
+        if len(composed[char]) == 1 and composed[char] != char:  # another name of that character
+            steps[char] = composed[char], "", False
+        else:
+            first = whole.get(parts[:-1], parts[:-1])
+            steps[char] = first, parts[-1], composed[char] == char
+    return steps
+
+
+def combining_classes(marks: list[str]) -> dict[int, int]:
+    """code point -> canonical combining class, of the marks that NFD reorders (and does not
+    decompose). NFD sorts a run of marks by class and keeps the order within one. So neighbours in
+    the sorted run share a class if sorting the reversed run exchanges them. The class's number is
+    from unicodedata: numbers never change, only newer Unicode versions know more marks."""
+    low, high = "\u0334", "\u0345"  # the lowest class and the highest: any other goes between them
+    probes = [high + mark + low for mark in marks]
+    marks = [mark for mark, probe, result in zip(marks, probes, normalize_all("NFD", probes))
+             if probe != result and mark in result]
+    ascending, = normalize_all("NFD", ["".join(marks)])
+    descending, = normalize_all("NFD", ["".join(reversed(marks))])
+    place = {mark: i for i, mark in enumerate(descending)}
+    groups = [ascending[0]]
+    for before, mark in pairwise(ascending):
+        if place[mark] < place[before]:
+            groups[-1] += mark
+        else:
+            groups.append(mark)
+    return {ord(c): max(map(unicodedata.combining, group)) for group in groups for c in group}
+
+
+def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
+    """(first, last, class) of every run of code points of one class, ascending."""
+    ranges: list[tuple[int, int, int]] = []
+    for c in sorted(classes):
+        if ranges and ranges[-1][1:] == (c - 1, classes[c]):
+            ranges[-1] = ranges[-1][0], c, classes[c]
+        else:
+            ranges.append((c, c, classes[c]))
+    return ranges
+
+
+def unicode_sections(nfc: bool) -> dict[str, bytes]:
+    classes = character_classes()
+    marks = [chr(c) for c in classes if classes[c] == MARK]
+    steps = sorted(decompositions().items()) if nfc else []
+    return {
+        "clas": u32(*runs({c: n for c, n in classes.items() if n != MARK})),
+        "ccc ": u32(*runs(combining_classes(marks) if nfc else {})),
+        "deco": u32(*((ord(c), ord(first), ord(second or "\0"), composes)
+                      for c, (first, second, composes) in steps)),
+    }
+
+
+def u32(*rows: tuple[int, ...]) -> bytes:
+    return np.array(rows, "<u4").tobytes()
+
+
+# ---------------------------------------------------------------------------- chat template
+# qwen3.c renders a conversation from twelve strings. They are found by rendering the checkpoint's
+# own template with marked contents, and used only if they reproduce it on many conversations.
+
+Message = tuple[str, str]  # role, content
+Render = Callable[..., str]  # (messages, thinking: None leaves out the answer's beginning)
+
+
+class Pieces(NamedTuple):
+    start: str
+    no_system: str
+    system_open: str
+    system_close: str
+    user_open: str
+    user_close: str
+    assistant_open: str
+    assistant_close: str
+    answer_plain: str
+    answer_think: str
+    strip: str  # of earlier answers: all up to the last of these goes,
+    trim: str  # and then all leading characters that are one of these
+
+    def render(self, messages: list[Message], thinking: bool | None) -> str:
+        """What qwen3.c makes of a conversation."""
+        text = self.start + ("" if messages[0][0] == "system" else self.no_system)
+        for role, content in messages:
+            if role == "assistant" and self.strip and self.strip in content:
+                content = content.rpartition(self.strip)[2].lstrip(self.trim)
+            text += getattr(self, f"{role}_open") + content + getattr(self, f"{role}_close")
+        return text + ("" if thinking is None else (self.answer_plain, self.answer_think)[thinking])
+
+
+def compile_template(source: str, variables: dict[str, str]) -> Render:
+    """The template as transformers runs it (its chat_template_utils.py, render_jinja_template)."""
+    def fail(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
+    env.globals["raise_exception"] = fail
+    env.globals["strftime_now"] = lambda _: fail("it writes the date")
+    template = env.from_string(source)
+
+    def render(messages: list[Message], thinking: bool | None) -> str:
+        switch = {} if thinking is None else {"enable_thinking": thinking}
+        return template.render(messages=[{"role": r, "content": c} for r, c in messages],
+                               tools=None, documents=None, **variables, **switch,
+                               add_generation_prompt=thinking is not None)
+    return render
+
+
+def find_pieces(render: Render, bos: str) -> Pieces:
+    """The pieces that a template seems to consist of. ValueError if its texts show no contents."""
+    S, U, A, V = contents = "SYSTEMTEXT", "USERTEXT", "ANSWERTEXT", "SECONDTEXT"
+    system, user, answer, again = zip(("system", "user", "assistant", "user"), contents)
+
+    def around(messages: list[Message], thinking: bool | None = None) -> list[str]:
+        """The texts before, between and after the marked contents."""
+        rest, parts = render(messages, thinking), []
+        for _, content in messages:
+            before, rest = rest.split(content)
+            parts.append(before)
+        return parts + [rest]
+
+    def earlier(content: str) -> str:
+        return render([user, ("assistant", content), again], None)
+
+    first, after_system, before_answer, after_answer, user_close = around(
+        [system, user, answer, again])
+    assistant_open = before_answer.removeprefix(user_close)
+    assistant_close = around([user, answer])[2]
+    user_open = after_answer.removeprefix(assistant_close)
+    no_system = around([user])[0].removesuffix(user_open)
+    start = bos if first.startswith(bos) and no_system.startswith(bos) else ""
+    end = "</think>"
+    strip = end if earlier(f"x{end}y") == earlier("y") else ""
+    trim = "".join(c for c in string.whitespace if strip and earlier(f"{end}{c}y") == earlier("y"))
+    return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
+                  after_system.removesuffix(user_open), user_open, user_close, assistant_open,
+                  assistant_close, *(around([user], thinking)[1].removeprefix(user_close)
+                                     for thinking in (False, True)), strip, trim)
+
+
+def trial_conversations() -> Iterator[list[Message]]:
+    """Conversations as people have them, of one to four turns, every one ending with the user."""
+    think = "<think>\nlet me see\n</think>\n\n"
+    answers = ["Paris.", "", f"{think}Paris.", "<think>\n\n</think>\n\nParis.", "so</think>Paris.",
+               "<think>\ncut off", "\n\n Paris. \n", f"{think}\n\n \t\n Paris.\n\n", "</think>",
+               f"{think}It is `</think>`.\n\nYes.", "a</think>\r\n\x0b b", f" x {think}{think}y",
+               "<|im_end|>\n<|im_start|>user\n", "\u00a0</think>\u00a0\u2028z"]
+    users = ["Hi!", "", "\n\n  two\nlines \n", "what does </think> mean?", "<think>hm</think> \n"]
+    for system in (None, "", "Be brief.", "\n <think>x</think>\n\nBe brief. \n"):
+        for i, answer in enumerate(answers):
+            for turns in (0, 1, 3):
+                talk: list[Message] = [] if system is None else [("system", system)]
+                for k in range(turns):
+                    talk += [("user", users[(i + k) % 5]),
+                             ("assistant", answers[(i + 5 * k) % len(answers)])]
+                yield talk + [("user", users[(i + turns) % 5])]
+
+
+def chat_template(folder: Path, tokenizer: dict) -> str | None:
+    """The checkpoint's template: a file of its own, or in tokenizer_config.json one or several."""
+    if (path := folder / "chat_template.jinja").is_file():
+        with structure_of(path):
+            return path.read_text(encoding="utf-8")
+    found = tokenizer.get("chat_template") or read_json(
+        folder / "chat_template.json", optional=True).get("chat_template")
+    if isinstance(found, list):
+        with structure_of(folder / "tokenizer_config.json"):
+            named = {entry["name"]: entry["template"] for entry in found}
+        found = named.get("default")
+    return found
+
+
+def chat_pieces(source: str | None, variables: dict[str, str]) -> Pieces | None:
+    """The verified pieces of a template, or None and a note that says why not."""
+    if not source:
+        notes.append("the checkpoint has no chat template: qwen3 will chat in plain ChatML")
+        return None
+    try:  # a template is a program: it may fail in any way
+        render = compile_template(source, variables)
+        pieces = find_pieces(render, variables.get("bos_token", ""))
+        for messages in trial_conversations():
+            for thinking in (False, True):
+                if pieces.render(messages, thinking) != render(messages, thinking):
+                    raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
+        return pieces
+    except Exception as error:
+        notes.append("warning: the chat template does something that pieces can't express, "
+                     f"qwen3 will chat in plain ChatML: {type(error).__name__}: {error}")
+        return None
+
+
+# ---------------------------------------------------------------------------- OUT.bin.tokenizer
+
+def id_list(where: Path, value: object) -> list[int]:
+    """eos_token_id and the like: absent, one id or a list of them."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int and 0 <= i < 2**32 for i in ids):
+        refuse(where, "token id", "an id or a list of ids", repr(value))
+    return ids
+
+
+def around_text(data: dict) -> tuple[list[int], list[int]]:
+    """The ids that the post-processor puts before and after every text: it runs on the text "a" in
+    a tokenizer with nothing but that token."""
+    a = 2**32 - 1
+    probe = data | {"model": {"type": "BPE", "vocab": {"a": a}, "merges": []}, "added_tokens": [],
+                    "normalizer": None, "pre_tokenizer": None, "truncation": None, "padding": None}
+    ids = tokenizers.Tokenizer.from_str(json.dumps(probe)).encode("a").ids
+    return ids[:ids.index(a)], ids[ids.index(a) + 1:]
+
+
+def sampling(where: Path, generation: dict) -> bytes:
+    """f32 temperature, f32 top_p, u32 top_k; nothing if generation_config.json has none of them."""
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}  # transformers'
+    given = {key: generation[key] for key in defaults if generation.get(key) is not None}
+    for key, neutral in (("repetition_penalty", 1.0), ("min_p", 0.0)):
+        if generation.get(key) not in (None, neutral):
+            notes.append(f"generation_config.json: {key} {generation[key]!r} is not carried over")
+    if not given:
+        return b""
+    temperature, top_p, top_k, sample = (defaults | given).values()
+    with structure_of(where):
+        if not (0 <= temperature < 100 and 0 < top_p <= 1 and 0 <= top_k < 2**31):
+            refuse(where, "sampling", "temperature >= 0, 0 < top_p <= 1, top_k >= 0", given)
+        return struct.pack("<2fI", temperature if sample else 0.0, top_p, top_k)
+
+
+def end_ids(folder: Path, generation: dict, vocab: Vocabulary,
+            named: str | None) -> tuple[int, int, list[int]]:
+    """(bos, eos, all ids that end a generation). The ids in config.json and generation_config.json
+    say what ends a text; tokenizer_config.json's eos_token is named, and may be what ends only a
+    turn of a chat (a Base model's ids have it not), so it counts too."""
+    config = read_json(folder / "config.json")
+    bos, eos, general_bos, general_eos = (
+        id_list(folder / name, values.get(key))
+        for name, values in (("config.json", config), ("generation_config.json", generation))
+        for key in ("bos_token_id", "eos_token_id"))
+    end_of_text = vocab.added_ids("<|endoftext|>")
+    first_bos, first_eos = bos + general_bos + end_of_text, eos + general_eos + end_of_text
+    if not first_bos or not first_eos:
+        refuse(folder / "config.json", "no bos or eos id", "one, or a token <|endoftext|>", "none")
+    stop = general_eos + eos + vocab.added_ids(named) or end_of_text
+    return first_bos[0], first_eos[0], list(dict.fromkeys(stop))
+
+
+def tokenizer_file(folder: Path, vocab_size: int) -> bytes:
+    """OUT.bin.tokenizer: the base format and the extension with its sections (README)."""
+    where = folder / "tokenizer.json"
+    if not where.is_file() and (folder / "vocab.json").is_file():
+        refuse(where, "missing", "the fast tokenizer's file", "vocab.json, which is not supported")
+    data = read_json(where)
+    settings = read_json(folder / "tokenizer_config.json", optional=True)
+    generation = read_json(folder / "generation_config.json", optional=True)
+    with structure_of(where):
+        vocab = read_vocabulary(where, data, settings, vocab_size)
+        head, tail = around_text(data)
+    roles = role_tokens(settings)
+    bos, eos, stop = end_ids(folder, generation, vocab, roles.get("eos_token"))
+    if unknown := sorted(i for i in {bos, *head, *tail, *stop} if i >= vocab_size):
+        refuse(folder, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
+    pieces = chat_pieces(chat_template(folder, settings), roles)
+
+    sections = {"adde": u32(*vocab.added.items()), **unicode_sections(vocab.nfc),
+                "head": u32(head), "tail": u32(tail), "stop": u32(stop),
+                "samp": sampling(folder / "generation_config.json", generation),
+                "chat": b"".join(struct.pack("<I", len(piece.encode())) + piece.encode()
+                                 for piece in pieces or ())}
+    extension = b"".join(struct.pack("<4sI", tag.encode(), len(payload)) + payload
+                         for tag, payload in sections.items() if payload or tag in ("ccc ", "deco"))
+    return (base_tokenizer(vocab, vocab_size, bos, eos)
+            + struct.pack("<4sII", b"q3tx", 1, len(extension)) + extension)
+
+
+# ---------------------------------------------------------------------------- source and target
+
+def download(name: str) -> Path:
+    """The folder of a checkpoint from the hub; huggingface_hub keeps it in its cache."""
+    files = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
+             "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"]
+    try:
+        import huggingface_hub.utils  # takes a moment, and few need it
+        if not sys.stderr.isatty():
+            huggingface_hub.utils.disable_progress_bars()
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files,
+                                                      ignore_patterns="*/*"))
+    except Exception as error:  # of several libraries: no such name, no access, no network, ...
+        reason = str(error).strip().partition("\n")[0]
+        refuse(name, "neither a directory here nor to be had from the hub",
+               "a checkpoint directory or a hub name", f"{type(error).__name__}: {reason}")
+
+
+def find_source(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    if Path(source).exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+        refuse(source, "neither a directory nor a hub name", "a checkpoint directory or ORG/NAME",
+               "a file" if Path(source).exists() else "nothing of that name")
+    return download(source)
+
+
+@contextmanager
+def published(*targets: Path) -> Iterator[list[BinaryIO]]:
+    """Files to write beside the targets, which become them together, once all is written. Whatever
+    happens before that, signals included, leaves the targets as they were and no file behind."""
+    parts = [target.with_name(f"{target.name}.{os.getpid()}.part") for target in targets]
+    files: list[BinaryIO] = []
+    try:
+        for target, part in zip(targets, parts):
+            if target.is_dir():
+                refuse(target, "can't be written", "a file or nothing there", "a directory")
+            files.append(open(part, "xb", buffering=0))
+        yield files
+        for part, target in zip(parts, targets):
+            os.replace(part, target)
+    finally:
+        for file in files:
+            file.close()
+        for part in parts:
+            part.unlink(missing_ok=True)
+
+
+def export(source: str, out: Path) -> None:
+    began = time.monotonic()
+    folder = find_source(source)
+    with structure_of(folder):
+        config = read_config(folder)
+        tensors = match_tensors(folder, open_checkpoint(folder), config)
+        tokenizer = tokenizer_file(folder, config.vocab_size)
+    size = 256 + sum(stored_size(t.shape, config.group_size) for t in tensors)
+    tokenizer_out = out.with_name(out.name + ".tokenizer")
+    with published(tokenizer_out, out) as (tokenizer_part, model_part):
+        free = shutil.disk_usage(out.parent).free
+        if free < size + len(tokenizer):
+            refuse(out, "too little disk space", f"{size + len(tokenizer)} bytes", f"{free} free")
+        write_at(tokenizer_part, np.frombuffer(tokenizer, np.uint8), 0)
+        write_model(model_part, config, tensors)
+    seconds = time.monotonic() - began
+    print(f"export.py: wrote {out} ({size / 1e6:.1f} MB) and {tokenizer_out.name} "
+          f"in {seconds:.1f} s", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------- main
+
+def usage_error(text: str) -> NoReturn:
+    print(f"export.py: {text} (see export.py -h)", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_arguments(args: list[str]) -> tuple[str, Path]:
+    """(SOURCE, OUT.bin). An OUT ends in .bin; it may also come first, as it once did."""
+    if "-h" in args or "--help" in args:
+        print(__doc__.strip())
+        sys.exit(0)
+    if options := [arg for arg in args if arg.startswith("-")]:
+        usage_error(f"option: unknown, expected none but -h, found {options[0]!r}")
+    if not 1 <= len(args) <= 2 or "" in args:
+        usage_error(f"usage: wrong arguments, expected SOURCE [OUT.bin], found {len(args)}")
+    source, *rest = args
+    if rest and source.endswith(".bin") and (Path(rest[0]).is_dir() or rest[0][-4:] != ".bin"):
+        source, rest = rest[0], [source]
+    if rest and not rest[0].endswith(".bin"):
+        usage_error(f"OUT: wrong name, expected one that ends in .bin, found {rest[0]!r}")
+    return source, Path(rest[0] if rest else Path(os.path.abspath(source)).name + ".bin")
+
+
+def main() -> None:
+    source, out = parse_arguments(sys.argv[1:])
+    status = 0
+    try:
+        export(source, out)
+        lines = notes
+    except Refused as error:
+        lines, status = [str(error)], 1
+    except OSError as error:
+        lines = [f"{error.filename or out}: can't be read or written, expected access and space, "
+                 f"found {error.strerror or error}"]
+        status = 1
+    for line in lines:  # names from files may hold anything
+        line = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda control: repr(control[0])[1:-1], line)
+        print(f"export.py: {line:.1000}", file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

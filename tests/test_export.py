@@ -1,0 +1,1359 @@
+"""export.py against checkpoints made here, naive re-implementations, and the goldens in ../shared.
+
+Most tests call main() inside this process, as a user would from a shell: arguments in, files,
+standard error and exit status out. Signals, memory and the hub are tested on real processes.
+"""
+
+import fcntl
+import functools
+import http.server
+import json
+import math
+import os
+import pty
+import random
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+sys.path.insert(0, str(ROOT))
+import export  # noqa: E402
+
+export.unicode_sections = functools.cache(export.unicode_sections)  # a third of a second each
+
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared beside the repository")
+
+# ---------------------------------------------------------------------------- a checkpoint
+
+ADDED = [f"<|{name}|>" for name in (
+    "endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end",
+    "quad_start", "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")]
+ADDED += ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
+          "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
+          "<think>", "</think>"]
+TEXT = ["The capital of France is Paris, and the capital of Peru is Lima.", "naïve café, déjà vu",
+        "for (int i = 0; i < n; i++)\n\tsum += x[i] * w[i];\n", "你好世界，世界你好", "aaaa aaa aa a",
+        "it's 2024, they'll say, and I'M HERE: don't you're we've"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_json() -> str:
+    """A small vocabulary with Qwen3's pipeline and added tokens; ids 256 + merges, then the 26."""
+    tok = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tok.normalizer = normalizers.NFC()
+    tok.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(export.SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tok.decoder = tokenizers.decoders.ByteLevel()
+    tok.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    tok.train_from_iterator(TEXT * 3, tokenizers.trainers.BpeTrainer(
+        vocab_size=340, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    for text in ADDED:
+        add = tok.add_special_tokens if text.startswith("<|") else tok.add_tokens
+        add([AddedToken(text, normalized=False)])
+    return tok.to_str()
+
+
+class Checkpoint:
+    """A random checkpoint in memory, for tests to spoil, and what export.py should make of it."""
+
+    def __init__(self, tokenizer: str, dtype="BF16", **config):
+        self.tokenizer = json.loads(tokenizer)
+        size = max(t["id"] for t in self.tokenizer["added_tokens"]) + 1
+        self.eos = next(t["id"] for t in self.tokenizer["added_tokens"]
+                        if t["content"] == "<|im_end|>")
+        self.config = {
+            "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 192,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 64, "vocab_size": size + 5, "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": True,
+            "bos_token_id": self.eos - 2, "eos_token_id": self.eos} | config
+        self.settings = {"eos_token": "<|im_end|>"}
+        self.generation = {"eos_token_id": [self.eos, self.eos - 2], "do_sample": True,
+                           "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+        self.dtype, self.prefix, self.files = dtype, "model.", {}
+        rng = np.random.default_rng(1)
+        self.tensors = {}
+        for name, shape in self.shapes():
+            x = rng.standard_normal(shape).astype(np.float32) * np.float32(0.05)
+            if len(shape) == 2:
+                x[0, :32] = 0  # a group of zeros, or half of one
+                x[1, :64] = np.arange(64) / 2 ** 24  # subnormal in f16
+                x[2, :64] = (np.arange(64) - 31.5) * 4  # ties: max 127 / 127 is a scale of 1
+                x[2, 0] = 127
+                x[3] *= 2.0 ** 9
+            self.tensors[name] = x
+
+    def shapes(self):
+        c = self.config
+        d, h, q = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"] * c["head_dim"]
+        kv = c["num_key_value_heads"] * c["head_dim"]
+        per_layer = [("input_layernorm", (d,)), ("post_attention_layernorm", (d,)),
+                     ("self_attn.q_norm", (c["head_dim"],)), ("self_attn.k_norm", (c["head_dim"],)),
+                     ("self_attn.q_proj", (q, d)), ("self_attn.k_proj", (kv, d)),
+                     ("self_attn.v_proj", (kv, d)), ("self_attn.o_proj", (d, q)),
+                     ("mlp.gate_proj", (h, d)), ("mlp.down_proj", (d, h)), ("mlp.up_proj", (h, d))]
+        for i in range(c["num_hidden_layers"]):
+            yield from ((f"layers.{i}.{name}.weight", shape) for name, shape in per_layer)
+        yield "norm.weight", (d,)
+        yield "embed_tokens.weight", (c["vocab_size"], d)
+        if not c["tie_word_embeddings"]:
+            yield "lm_head.weight", (c["vocab_size"], d)
+
+    def stored(self):
+        """name in the file -> (dtype, array as stored, its fp32 value)."""
+        for name, x in self.tensors.items():
+            full = name if name.startswith("lm_head") else self.prefix + name
+            if self.dtype == "BF16":
+                raw = (x.view(np.uint32) >> 16).astype("<u2")
+                value = (raw.astype(np.uint32) << 16).view(np.float32)
+            else:
+                raw = x.astype({"F16": "<f2", "F32": "<f4"}[self.dtype])
+                value = raw.astype(np.float32)
+            yield full, raw, value
+
+    def save(self, folder: Path, shards: int = 1) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        items = [(name, raw) for name, raw, _ in self.stored()]
+        if shards == 1:
+            self.files["model.safetensors"] = safetensors(items, self.dtype)
+        else:  # dealt out like cards: every layer lies in several files
+            places = {}
+            for i in range(shards):
+                shard = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+                self.files[shard] = safetensors(items[i::shards], self.dtype)
+                places |= {name: shard for name, _ in items[i::shards]}
+            self.files["model.safetensors.index.json"] = {"metadata": {}, "weight_map": places}
+        self.files = {"config.json": self.config, "generation_config.json": self.generation,
+                      "tokenizer.json": self.tokenizer,
+                      "tokenizer_config.json": self.settings} | self.files
+        for name, content in self.files.items():
+            if isinstance(content, dict):
+                content = json.dumps(content)
+            if content is not None:
+                (folder / name).write_bytes(content if isinstance(content, bytes)
+                                            else content.encode())
+        return folder
+
+    def expected(self, group: int = 64) -> bytes:
+        """OUT.bin, made the slow and obvious way, header included."""
+        c = self.config
+        value = {name: v for (name, (_, _, v)) in zip(self.tensors, self.stored())}
+        out = struct.pack(
+            "<12I", 0x616A6331, 1, c["hidden_size"], c["intermediate_size"],
+            c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"],
+            c["vocab_size"], c["max_position_embeddings"], c["head_dim"],
+            int(c["tie_word_embeddings"]), group).ljust(256, b"\0")
+
+        def layers(name):
+            return [value[f"layers.{i}.{name}.weight"] for i in range(c["num_hidden_layers"])]
+
+        for x in [*layers("input_layernorm"), *layers("post_attention_layernorm"),
+                  value["norm.weight"], *layers("self_attn.q_norm"), *layers("self_attn.k_norm")]:
+            out += x.astype("<f4").tobytes()
+        matrices = [value["embed_tokens.weight"]]
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                     "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj"):
+            matrices += layers(name)
+        if not c["tie_word_embeddings"]:
+            matrices.append(value["lm_head.weight"])
+        return out + b"".join(naive_q8(x, group) for x in matrices)
+
+
+def safetensors(items, dtype) -> bytes:
+    head, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, raw in items:
+        head[name] = {"dtype": dtype, "shape": list(raw.shape),
+                      "data_offsets": [len(data), len(data) + raw.nbytes]}
+        data += raw.tobytes()
+    text = json.dumps(head).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def naive_q8(x: np.ndarray, group: int) -> bytes:
+    """Q8_0 of a matrix, one value at a time in fp32."""
+    values, scales = [], []
+    for start in range(0, x.size, group):
+        g = [np.float32(v) for v in x.ravel()[start:start + group]]
+        scale = max(abs(v) for v in g) / np.float32(127)
+        scales.append(scale)
+        for v in g:
+            q = v / scale if scale > 0 else np.float32(0)
+            low = math.floor(q)
+            rest = float(q) - low
+            up = rest > 0.5 or (rest == 0.5 and low % 2 == 1)
+            values.append(max(-127, min(127, low + up)))
+    return np.array(values, np.int8).tobytes() + np.array(scales, "<f4").tobytes()
+
+
+def read_tokenizer(data: bytes, vocab_size: int):
+    """(header, [(score, token)], sections or None) of a .tokenizer file, everything checked."""
+    head, at, records = struct.unpack_from("<3I", data), 12, []
+    for _ in range(vocab_size):
+        score, length = struct.unpack_from("<fI", data, at)
+        records.append((score, data[at + 8:at + 8 + length]))
+        at += 8 + length
+    assert head[0] == max(len(token) for _, token in records)
+    magic, version, length = struct.unpack_from("<4sII", data, at)
+    assert (magic, version, length) == (b"q3tx", 1, len(data) - at - 12)
+    at, sections = at + 12, {}
+    while at < len(data):
+        tag, length = struct.unpack_from("<4sI", data, at)
+        assert tag.decode() not in sections
+        sections[tag.decode()] = data[at + 8:at + 8 + length]
+        at += 8 + length
+    assert at == len(data)
+    return head, records, sections
+
+
+def rows(section: bytes, width: int):
+    return [tuple(row) for row in np.frombuffer(section, "<u4").reshape(-1, width).tolist()]
+
+
+def chat_strings(section: bytes) -> list[str]:
+    strings, at = [], 0
+    while at < len(section):
+        length, = struct.unpack_from("<I", section, at)
+        strings.append(section[at + 4:at + 4 + length].decode())
+        at += 4 + length
+    assert len(strings) == 12
+    return strings
+
+
+@pytest.fixture
+def checkpoint(tokenizer_json):
+    return lambda *args, **config: Checkpoint(tokenizer_json, *args, **config)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """run(arguments) -> (exit status, lines of stderr), in tmp_path."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args):
+        export.notes.clear()
+        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            export.main()
+        return stop.value.code, capsys.readouterr().err.splitlines()
+    return call
+
+
+def process(*args, **options):
+    return subprocess.run([sys.executable, ROOT / "export.py", *map(str, args)],
+                          capture_output=True, text=True, timeout=120, **options)
+
+
+# ---------------------------------------------------------------------------- weights
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_every_byte_is_as_the_naive_quantization_gives(checkpoint, run, tmp_path, dtype):
+    ck = checkpoint(dtype)
+    if dtype == "F32":  # the smallest numbers: a scale that underflows to 0, and a coarse one
+        ck.tensors["embed_tokens.weight"][4, :] = 1e-45
+        ck.tensors["embed_tokens.weight"][5, :] = np.linspace(-2.6e-43, 2.6e-43, 64)
+    status, err = run(ck.save(tmp_path / "in"), "out.bin")
+    assert status == 0 and len(err) == 2, err  # the summary, and that there is no chat template
+    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+
+
+def variant(ck, which):
+    """(checkpoint, shards, group size)"""
+    if which == "shards":
+        return ck(), 3, 64
+    if which == "no prefix":
+        one = ck()
+        one.prefix = ""
+        return one, 1, 64
+    if which == "lm_head stored although tied":
+        one = ck()
+        one.tensors["lm_head.weight"] = np.ones((3, 3), np.float32)
+        one.tensors["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(32, np.float32)
+        original = one.expected()
+        one.expected = lambda group: original
+        return one, 1, 64
+    return {"untied": lambda: (ck(tie_word_embeddings=False), 2, 64),
+            "group 32, odd shapes": lambda: (ck(hidden_size=96, intermediate_size=160,
+                                                num_attention_heads=3, num_key_value_heads=3,
+                                                head_dim=32, vocab_size=501), 1, 32),
+            "head size not given": lambda: (ck(head_dim=128), 1, 64)}[which]()
+
+
+@pytest.mark.parametrize("which", ["shards", "no prefix", "lm_head stored although tied", "untied",
+                                   "group 32, odd shapes", "head size not given"])
+def test_variants_of_checkpoints(checkpoint, run, tmp_path, which):
+    ck, shards, group = variant(checkpoint, which)
+    expected = ck.expected(group)
+    if which == "head size not given":
+        del ck.config["head_dim"]
+    assert run(ck.save(tmp_path / "in", shards), "out.bin")[0] == 0
+    assert (tmp_path / "out.bin").read_bytes() == expected
+
+
+@pytest.mark.parametrize("group, width", [(64, 64), (32, 96)])
+def test_pieces_join_where_a_tensor_is_larger_than_one(checkpoint, run, tmp_path, monkeypatch,
+                                                       group, width):
+    monkeypatch.setattr(export, "PIECE", 64 * 7)
+    ck = checkpoint(hidden_size=width)
+    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
+    assert (tmp_path / "out.bin").read_bytes() == ck.expected(group)
+
+
+# name -> (changes of config.json, the header from 0x30: theta, eps, kind, factor, original length,
+# beta_fast, beta_slow, attention factor, not truncated)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+HEADERS = {
+    "plain": ({}, (0, 0, 0, 0, 0, 0, 0, 0, 0)),
+    "2507": ({"rope_theta": 5000000, "rms_norm_eps": 1e-5}, (5e6, 1e-5, 0, 0, 0, 0, 0, 0, 0)),
+    "new keys": ({"rope_theta": None, "rope_parameters": {"rope_type": "default",
+                                                          "rope_theta": 5e5}},
+                 (5e5, 0, 0, 0, 0, 0, 0, 0, 0)),
+    "no theta": ({"rope_theta": None}, (1e4, 0, 0, 0, 0, 0, 0, 0, 0)),
+    "yarn": ({"rope_scaling": YARN}, (0, 0, 1, 4, 128, 0, 0, 0, 0)),
+    "yarn, type": ({"rope_scaling": {"type": "yarn", "factor": 2}}, (0, 0, 1, 2, 512, 0, 0, 0, 0)),
+    "yarn, ratio": ({"rope_scaling": YARN | {"factor": None,
+                                             "original_max_position_embeddings": 64}},
+                    (0, 0, 1, 8, 64, 0, 0, 0, 0)),
+    "yarn, length outside": ({"rope_scaling": YARN, "original_max_position_embeddings": 77},
+                             (0, 0, 1, 4, 77, 0, 0, 0, 0)),
+    "yarn, explicit": ({"rope_parameters": YARN | {
+        "rope_theta": 7e4, "attention_factor": 0.5, "beta_fast": 24, "beta_slow": 2.5,
+        "truncate": False}}, (7e4, 0, 1, 4, 128, 24, 2.5, 0.5, 1)),
+    "yarn, defaults spelt out": ({"rope_scaling": YARN | {
+        "attention_factor": 0.1 * math.log(4) + 1, "beta_fast": 32, "beta_slow": 1.0,
+        "truncate": True}}, (0, 0, 1, 4, 128, 0, 0, 0, 0)),
+    "yarn, mscale": ({"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 2.0}},
+                     (0, 0, 1, 4, 128, 0, 0, (0.0707 * math.log(4) + 1) / (0.2 * math.log(4) + 1),
+                      0)),
+    "yarn, mscale alone": ({"rope_scaling": YARN | {"mscale": 0.707}},
+                           (0, 0, 1, 4, 128, 0, 0, 0, 0)),
+    "yarn, factor below 1": ({"rope_scaling": YARN | {"factor": 0.5}},
+                             (0, 0, 1, 0.5, 128, 0, 0, 1, 0)),
+    "deepseek": ({"rope_scaling": YARN | {"attn_factor": 0.8782488562869419}},
+                 (0, 0, 1, 4, 128, 0, 0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("which", HEADERS)
+def test_header_extensions(checkpoint, tmp_path, which):
+    changes, fields = HEADERS[which]
+    export.notes.clear()
+    folder = checkpoint(**changes).save(tmp_path)
+    head = export.header(export.read_config(folder))
+    assert head[0x30:] == struct.pack("<2fIfi3fI", *fields).ljust(256 - 0x30, b"\0")
+    assert bool(export.notes) == (which in ("deepseek", "yarn, mscale alone"))
+
+
+# ---------------------------------------------------------------------------- refusals
+
+BAD_CONFIG = [
+    ({"architectures": ["Qwen3MoeForCausalLM"]}, "architectures", "Qwen3MoeForCausalLM"),
+    ({"architectures": None}, "architectures", "None"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "fp8"),
+    ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+     "use_sliding_window", "full attention"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "sliding_attention"),
+    ({"attention_bias": True}, "attention_bias", "False|false"),
+    ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
+    ({"hidden_size": "64"}, "hidden_size", "'64'"),
+    ({"hidden_size": -64}, "hidden_size", "-64"),
+    ({"vocab_size": 2 ** 40}, "vocab_size", "positive int"),
+    ({"num_hidden_layers": None}, "num_hidden_layers", "None"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps", "positive float"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps", "nan"),
+    ({"rope_theta": 10 ** 400}, "config.json", "OverflowError"),
+    ({"head_dim": 63}, "head_dim", "even"),
+    ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads", "divisor of 3"),
+    ({"hidden_size": 80}, "hidden_size", "multiple of 64 or 32"),
+    ({"intermediate_size": 72}, "intermediate_size", "72"),
+    ({"head_dim": 24}, r"num_attention_heads \* head_dim", "48"),
+    ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type", "llama3"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_type", "linear"),
+    ({"rope_scaling": {"rope_type": "default", "factor": 2}}, "rope scaling default", "found factor"),
+    ({"rope_scaling": YARN | {"surprise": 1}}, "rope scaling yarn", "surprise"),
+    ({"rope_scaling": YARN | {"factor": "four"}}, "factor", "'four'"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "factor", "None"),
+    ({"rope_scaling": YARN | {"truncate": 0}}, "truncate", "true or false"),
+    ({"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor", "positive"),
+    ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", "0.5"),
+    ({"rope_scaling": "yarn"}, "config.json", "broken"),
+    ({"vocab_size": 300}, "embed_tokens.weight|ids", "300"),
+]
+
+
+def refused(result, *patterns):
+    """One line that names everything asked for, exit status 1."""
+    status, err = result
+    assert status == 1 and len(err) == 1, (status, err)
+    assert err[0].startswith("export.py: ") and "expected" in err[0] and "found" in err[0], err
+    for pattern in patterns:
+        assert re.search(pattern, err[0]), (pattern, err[0])
+
+
+@pytest.mark.parametrize("changes, patterns", [(c, p) for c, *p in BAD_CONFIG])
+def test_config_refused(checkpoint, run, tmp_path, changes, patterns):
+    folder = checkpoint().save(tmp_path / "in")
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(run(folder, "out.bin"), *patterns)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def spoil_tensors(ck, how):
+    t = ck.tensors
+    if how == "missing":
+        del t["layers.1.mlp.up_proj.weight"], t["norm.weight"]
+    elif how == "left over":
+        t["layers.0.self_attn.q_proj.bias"] = np.zeros(4, np.float32)
+    elif how == "many left over":
+        for i in range(30):
+            t[f"layers.0.mlp.experts.{i}.weight"] = np.zeros(4, np.float32)
+    elif how == "shape":
+        t["layers.0.mlp.down_proj.weight"] = t["layers.0.mlp.up_proj.weight"]
+    elif how == "infinity":
+        t["layers.1.mlp.up_proj.weight"][7, 3] = np.inf
+    elif how == "nan in a norm":
+        t["norm.weight"][1] = np.nan
+    elif how == "untied without lm_head":
+        ck.config["tie_word_embeddings"] = False
+
+
+@pytest.mark.parametrize("how, patterns", [
+    ("missing", ["missing: ", "layers.1.mlp.up_proj.weight", "norm.weight", "left over: none"]),
+    ("left over", ["missing: none", "left over: model.layers.0.self_attn.q_proj.bias"]),
+    ("many left over", ["experts.0.weight", "24 more"]),
+    ("shape", [r"model.layers.0.mlp.down_proj.weight", r"\[64, 192\], found \[192, 64\]"]),
+    ("infinity", ["model.layers.1.mlp.up_proj.weight", "infinity or NaN"]),
+    ("nan in a norm", ["model.norm.weight", "infinity or NaN"]),
+    ("untied without lm_head", ["missing: lm_head.weight"]),
+])
+def test_tensors_refused(checkpoint, run, tmp_path, how, patterns):
+    ck = checkpoint()
+    spoil_tensors(ck, how)
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), *patterns)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def edit_header(data: bytes, change) -> bytes:
+    length, = struct.unpack_from("<Q", data)
+    head = json.loads(data[8:8 + length])
+    change(head)
+    text = json.dumps(head).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length:]
+
+
+NORM = "model.norm.weight"
+
+
+def set_offsets(begin, end):
+    def change(head):
+        old = head[NORM]["data_offsets"]
+        head[NORM]["data_offsets"] = [old[0] + begin, old[1] + end]
+    return lambda data: edit_header(data, change)
+
+
+BAD_SAFETENSORS = {
+    "empty": (lambda data: b"", "broken safetensors"),
+    "cut in the length": (lambda data: data[:5], "broken safetensors"),
+    "cut in the header": (lambda data: data[:300], "broken safetensors"),
+    "cut in the data": (lambda data: data[:-1], "truncated"),
+    "longer": (lambda data: data + b"x", "oversized"),
+    "huge header": (lambda data: b"\xff" * 8 + data[8:], "18446744073709551615"),
+    "no json": (lambda data: data[:8] + b"}" + data[9:], "JSONDecodeError"),
+    "not utf-8": (lambda data: data[:8] + b"\xff" + data[9:], "UnicodeDecodeError|JSONDecode"),
+    "a list": (lambda data: struct.pack("<Q", 2) + b"[]" + data, "list"),
+    "deep": (lambda data: struct.pack("<Q", 200000) + b"[" * 200000, "RecursionError"),
+    "overlap": (set_offsets(-2, 0), "data_offsets of model.norm.weight"),
+    "hole": (set_offsets(2, 0), "data_offsets of model.norm.weight"),
+    "too long": (set_offsets(0, 2), NORM),
+    "backwards": (set_offsets(0, -4096), "data_offsets"),
+    "out of range": (set_offsets(10 ** 9, 10 ** 9), "data_offsets of model"),
+    "one offset": (lambda d: edit_header(d, lambda h: h[NORM].update(data_offsets=[1])), "broken"),
+    "text offsets": (lambda d: edit_header(d, lambda h: h[NORM].update(data_offsets="ab")), "broken"),
+    "no shape": (lambda d: edit_header(d, lambda h: h[NORM].pop("shape")), "KeyError"),
+    "shape of text": (lambda d: edit_header(d, lambda h: h[NORM].update(shape=["x"])), "broken"),
+    "entry is a number": (lambda d: edit_header(d, lambda h: h.update({NORM: 3})), "broken"),
+    "fp8": (lambda d: edit_header(d, lambda h: h[NORM].update(dtype="F8_E4M3")),
+            "dtype of model.norm.weight.*BF16 or F16 or F32, found F8_E4M3"),
+    "f64": (lambda d: edit_header(d, lambda h: h[NORM].update(dtype="F64")), "F64"),
+    "both names": (lambda d: edit_header(d, lambda h: h.update(
+        {"norm.weight": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}})), "both ways"),
+}
+
+
+@pytest.mark.parametrize("which", BAD_SAFETENSORS)
+def test_broken_safetensors_refused(checkpoint, run, tmp_path, which):
+    spoil, pattern = BAD_SAFETENSORS[which]
+    folder = checkpoint().save(tmp_path / "in")
+    file = folder / "model.safetensors"
+    file.write_bytes(spoil(file.read_bytes()))
+    refused(run(folder, "out.bin"), "model.safetensors" if which not in ("fp8", "f64", "both names")
+            else "in:", pattern)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("name, content, patterns", [
+    ("model-00002-of-00002.safetensors", None, ["model-00002-of-00002", "missing"]),
+    ("model.safetensors.index.json", None, ["model.safetensors or model.safetensors.index.json"]),
+    ("model.safetensors.index.json", {"metadata": {}}, ["KeyError.*weight_map"]),
+    ("model.safetensors.index.json", {"weight_map": {"a": "../a.safetensors"}}, ["missing"]),
+    ("model.safetensors.index.json", {"weight_map": ["a"]}, ["broken"]),
+    ("model.safetensors.index.json", "add", ["extra.weight", "no such tensor"]),
+    ("model.safetensors.index.json", "move", ["holds model.norm.weight"]),
+])
+def test_broken_shards_refused(checkpoint, run, tmp_path, name, content, patterns):
+    folder = checkpoint().save(tmp_path / "in", 2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    if content == "add":
+        content = {"weight_map": index["weight_map"] | {"extra.weight": first}}
+    elif content == "move":
+        index["weight_map"][NORM] = second if index["weight_map"][NORM] == first else first
+        content = index
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(json.dumps(content))
+    refused(run(folder, "out.bin"), *patterns)
+
+
+def change_merge(t):
+    t["model"]["merges"][5] = ["Ġ", "zzz"]
+
+
+BAD_TOKENIZER = {
+    "model": (lambda t: t["model"].update(type="WordPiece"), "WordPiece"),
+    "dropout": (lambda t: t["model"].update(dropout=0.1), "model.dropout"),
+    "unk": (lambda t: t["model"].update(unk_token="<unk>"), "model.unk_token"),
+    "prefix": (lambda t: t["model"].update(continuing_subword_prefix="##"), "##"),
+    "suffix": (lambda t: t["model"].update(end_of_word_suffix="</w>"), "</w>"),
+    "byte fallback": (lambda t: t["model"].update(byte_fallback=True), "byte_fallback"),
+    "ignore_merges": (lambda t: t["model"].update(ignore_merges=True), "ignore_merges"),
+    "normalizer": (lambda t: t.update(normalizer={"type": "NFKC"}), "normalizer.*NFKC"),
+    "no pre_tokenizer": (lambda t: t.update(pre_tokenizer=None), "pre_tokenizer"),
+    "regex": (lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(
+        pattern={"Regex": r"\p{L}+"}), "pre_tokenizer"),
+    "prefix space": (lambda t: t["pre_tokenizer"]["pretokenizers"][1].update(
+        add_prefix_space=True), "pre_tokenizer"),
+    "lstrip": (lambda t: t["added_tokens"][3].update(lstrip=True), "lstrip.*object_ref_start"),
+    "normalized": (lambda t: t["added_tokens"][3].update(normalized=True), "normalized"),
+    "empty added": (lambda t: t["added_tokens"][3].update(content=""), "tokens"),
+    "id used twice": (lambda t: t["added_tokens"][3].update(id=5), "id of its own"),
+    "id too large": (lambda t: t["added_tokens"][3].update(id=10 ** 6), "vocab_size"),
+    "negative id": (lambda t: t["added_tokens"][3].update(id=-1), "ids"),
+    "byte missing": (lambda t: t["model"]["vocab"].pop("Ń"), "256 single bytes|merges"),
+    "foreign letter": (lambda t: t["model"]["vocab"].update({"a b": 1}), "merges|broken"),
+    "unknown merge": (change_merge, "merge 5.*zzz"),
+    "merge dropped": (lambda t: t["model"]["merges"].pop(), "merges that make it"),
+    "merge split": (lambda t: t["model"]["merges"].__setitem__(0, ["a"]), "broken"),
+    "no model": (lambda t: t.pop("model"), "KeyError"),
+    "vocabulary is a list": (lambda t: t["model"].update(vocab=["a"]), "broken"),
+    "post-processor": (lambda t: t.update(post_processor={"type": "Magic"}), "broken"),
+}
+
+
+@pytest.mark.parametrize("which", BAD_TOKENIZER)
+def test_tokenizer_refused(checkpoint, run, tmp_path, which):
+    ck = checkpoint()
+    spoil, pattern = BAD_TOKENIZER[which]
+    spoil(ck.tokenizer)
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "tokenizer.json", pattern)
+
+
+def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_path):
+    """Here "any two neighbours that make a token" would differ from the list of merges: x+yx comes
+    to lie side by side as (xy, x) only, as xy is merged first."""
+    ck = checkpoint()
+    vocab, merges = ck.tokenizer["model"]["vocab"], ck.tokenizer["model"]["merges"]
+    for token, merge in (("QX", ["Q", "X"]), ("XQ", ["X", "Q"]), ("QXQ", ["Q", "XQ"])):
+        vocab[token] = max(t["id"] for t in ck.tokenizer["added_tokens"]) + 1 + len(token)
+        merges.append(merge)
+    vocab["XQ"] += 2
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "token 'QXQ'", "merges that make it")
+    merges[-1] = ["QX", "Q"]
+    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
+    merges[-1:] = [["QX", "Q"], ["Q", "XQ"]]  # both ways, one after the other: one rank would do
+    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
+    merges.insert(0, ["Q", "XQ"])
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "makes 'QXQ' again")
+
+
+@pytest.mark.parametrize("name, content, patterns", [
+    ("config.json", None, ["config.json", "No such file"]),
+    ("config.json", "{", ["config.json: broken", "JSONDecodeError"]),
+    ("config.json", "[1]", ["list"]),
+    ("tokenizer.json", None, ["tokenizer.json", "No such file"]),
+    ("tokenizer.json", '{"model": ', ["tokenizer.json: broken"]),
+    ("tokenizer_config.json", "\x00", ["tokenizer_config.json: broken"]),
+    ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<new>", "special": 1}}}',
+     ["<new>"]),
+    ("tokenizer_config.json", '{"eos_token": "<none>"}', ["<none>"]),
+    ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<think>", "special": 1}'
+     '}}', ["<think>"]),
+    ("generation_config.json", '{"temperature": -1}', ["sampling", "-1"]),
+    ("generation_config.json", '{"temperature": "hot"}', ["broken"]),
+    ("generation_config.json", '{"eos_token_id": ["x"]}', ["token id", "'x'"]),
+    ("generation_config.json", '{"eos_token_id": [99999999]}', ["99999999"]),
+])
+def test_broken_files_refused(checkpoint, run, tmp_path, name, content, patterns):
+    folder = checkpoint().save(tmp_path / "in")
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    refused(run(folder, "out.bin"), *patterns)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_old_slow_tokenizer_is_refused_by_name(checkpoint, run, tmp_path):
+    ck = checkpoint()
+    ck.files |= {"tokenizer.json": None, "vocab.json": {}, "merges.txt": "a b"}
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "vocab.json")
+
+
+def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
+    ck = checkpoint()
+    ck.tensors["evil\n\x1b[31m"] = np.zeros(3, np.float32)
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), r"evil\\n\\x1b\[31m")
+    ck.tensors["z" * 9999] = ck.tensors.pop("evil\n\x1b[31m")
+    result = run(ck.save(tmp_path / "in"), "out.bin")
+    assert result[0] == 1 and len(result[1][0]) < 1100
+
+
+# ---------------------------------------------------------------------------- target
+
+@pytest.mark.parametrize("args, expected", [
+    (["in", "a.bin"], "a.bin"), (["b.bin", "in"], "b.bin"), (["in"], "in.bin"),
+    (["in/"], "in.bin"), (["in.bin", "in"], "in.bin"), (["in", "deep/c.bin"], "deep/c.bin")])
+def test_order_of_arguments_and_default_name(checkpoint, run, tmp_path, args, expected):
+    checkpoint().save(tmp_path / "in")
+    (tmp_path / "deep").mkdir()
+    before = {p for p in tmp_path.rglob("*") if p.is_file()}
+    status, err = run(*args)
+    assert status == 0 and expected in err[0]
+    new = {p for p in tmp_path.rglob("*") if p.is_file()} - before
+    assert new == {tmp_path / expected, tmp_path / f"{expected}.tokenizer"}
+
+
+@pytest.mark.parametrize("args", [[], ["a", "b.bin", "c"], ["a", "b"], ["--what", "a"], ["-x"], [""]])
+def test_usage_errors(run, args):
+    status, err = run(*args)
+    assert status == 2 and len(err) == 1 and err[0].startswith("export.py: ")
+
+
+def test_help_is_on_stdout():
+    done = process("-h")
+    assert done.returncode == 0 and "export.py SOURCE [OUT.bin]" in done.stdout
+    assert done.stderr == ""
+
+
+def test_existing_files_are_replaced_only_by_a_complete_export(checkpoint, run, tmp_path):
+    (tmp_path / "out.bin").write_text("old model")
+    (tmp_path / "out.bin.tokenizer").write_text("old tokenizer")
+    ck = checkpoint()
+    spoil_tensors(ck, "infinity")
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "infinity")
+    assert (tmp_path / "out.bin").read_text() == "old model"
+    assert (tmp_path / "out.bin.tokenizer").read_text() == "old tokenizer"
+    assert run(checkpoint().save(tmp_path / "in"), "out.bin")[0] == 0
+    assert (tmp_path / "out.bin").read_bytes() == checkpoint().expected()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out.bin", "out.bin.tokenizer"]
+
+
+def test_too_little_space_is_found_before_writing(checkpoint, run, tmp_path, monkeypatch):
+    folder = checkpoint().save(tmp_path / "in")
+    assert run(folder, "out.bin")[0] == 0
+    size = sum((tmp_path / name).stat().st_size for name in ("out.bin", "out.bin.tokenizer"))
+    free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(export, "write_model", lambda *_: pytest.fail("it wrote"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=size - 1))
+    refused(run(folder, "new.bin"), "disk space", f"{size} bytes", f"{size - 1} free")
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("out, pattern", [
+    ("nowhere/out.bin", "No such file"), ("file/out.bin", "Not a directory"),
+    ("folder.bin", "a directory"), ("longname" * 40 + ".bin", "name too long")])
+def test_target_that_cannot_be_written(checkpoint, run, tmp_path, out, pattern):
+    folder = checkpoint().save(tmp_path / "in")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.bin").mkdir()
+    refused(run(folder, out), pattern)
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.parent != folder) == [
+        "file", "folder.bin", "in"]
+
+
+def test_source_that_is_neither_here_nor_a_hub_name(run, tmp_path):
+    (tmp_path / "model.gguf").write_text("GGUF")
+    refused(run("no such place", "out.bin"), "neither a directory nor a hub name", "nothing")
+    refused(run("./org/name", "out.bin"), "neither a directory nor a hub name")
+    refused(run("model.gguf", "out.bin"), "a file")
+
+
+def sparse_checkpoint(ck, folder: Path) -> Path:
+    """Large weights that take no space: an embedding of 240 MB in two dozen layers' company, as
+    holes in two shards."""
+    ck.config |= {"hidden_size": 1024, "vocab_size": 120_000, "num_hidden_layers": 24}
+    shapes = dict(ck.shapes())
+    ck.tensors = {}
+    ck.save(folder)
+    (folder / "model.safetensors").unlink()
+    places = {}
+    for i in (0, 1):
+        shard, head, end = f"model-{i}.safetensors", {}, 0
+        for name in sorted(shapes)[i::2]:
+            size = 2 * math.prod(shapes[name])
+            head["model." + name] = {"dtype": "BF16", "shape": shapes[name],
+                                     "data_offsets": [end, end + size]}
+            places["model." + name], end = shard, end + size
+        text = json.dumps(head).encode()
+        with open(folder / shard, "wb") as f:
+            f.write(struct.pack("<Q", len(text)) + text)
+            f.truncate(8 + len(text) + end)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read the peak from")
+def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path):
+    """264 MB of weights, one tensor of 246 MB (492 in fp32): far more than this allows."""
+    folder = sparse_checkpoint(checkpoint(), tmp_path / "in")
+    # not getrusage: its maximum includes the process that this one was forked from
+    code = ("import runpy, sys\n"
+            "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+            "finally: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])")
+    argv = f"import sys; sys.argv = {[str(ROOT / 'export.py'), str(folder), 'out.bin']!r}\n"
+    done = subprocess.run([sys.executable, "-c", argv + code], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout) * 1024
+    print(f"peak memory {peak / 1e6:.0f} MB")
+    assert peak < 200e6
+    (tmp_path / "out.bin").unlink()
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, status):
+    folder = sparse_checkpoint(checkpoint(), tmp_path / "in")
+    out = tmp_path / "out"
+    out.mkdir()
+    child = subprocess.Popen([sys.executable, ROOT / "export.py", folder, out / "m.bin"],
+                             stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and child.poll() is None:
+        if any(p.stat().st_size > 2_000_000 for p in list(out.glob("m.bin.*part"))):
+            break
+        time.sleep(0.002)
+    child.send_signal(number)
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (status, "")
+    assert list(out.iterdir()) == []
+
+
+def test_a_write_error_in_the_middle_leaves_nothing(checkpoint, tmp_path):
+    import resource
+    folder = checkpoint().save(tmp_path / "in")
+    done = process(folder, "out.bin", cwd=tmp_path, preexec_fn=lambda: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (100_000, 100_000)))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "out.bin" in done.stderr and "File too large" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_progress_is_for_terminals_and_the_summary_for_logs(checkpoint, tmp_path):
+    folder = checkpoint().save(tmp_path / "in")
+    done = process(folder, "out.bin", cwd=tmp_path)
+    assert done.stdout == "" and "wrote out.bin" in done.stderr.splitlines()[0]
+    assert "\r" not in done.stderr and "B/s" not in done.stderr
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    child = subprocess.Popen([sys.executable, ROOT / "export.py", folder, "out.bin"], cwd=tmp_path,
+                             stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while block := os.read(ours, 4096):
+            seen += block
+    except OSError:  # Linux's way to say that the other side is closed
+        pass
+    assert child.wait(60) == 0 and b"100%" in seen and b"B/s" in seen
+
+
+def test_missing_packages_are_named_from_the_block_at_the_top(tmp_path):
+    (tmp_path / "jinja2.py").write_text("raise ImportError(\"No module named 'jinja2'\")")
+    done = process("in", "out.bin", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "No module named 'jinja2'" in done.stderr
+    assert "uv run export.py" in done.stderr
+    assert "pip install numpy tokenizers jinja2 huggingface_hub tqdm" in done.stderr
+
+
+# ---------------------------------------------------------------------------- vocabulary
+
+@pytest.fixture(scope="session")
+def exported(tokenizer_json, tmp_path_factory):
+    """(checkpoint, its .tokenizer file read back)"""
+    ck = Checkpoint(tokenizer_json)
+    folder = ck.save(tmp_path_factory.mktemp("exported"))
+    export.notes.clear()
+    data = export.tokenizer_file(folder, ck.config["vocab_size"])
+    return ck, read_tokenizer(data, ck.config["vocab_size"])
+
+
+def test_vocabulary(exported, tokenizer_json):
+    ck, (head, records, sections) = exported
+    tok = tokenizers.Tokenizer.from_str(tokenizer_json)
+    assert head[1:] == (ck.eos - 2, ck.eos)
+    merges = [tuple(m) for m in ck.tokenizer["model"]["merges"]]
+    letters = {b: tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
+               .pre_tokenize_str(chr(b))[0][0] for b in range(128)}
+    assert all(records[tok.token_to_id(letter)] == (-1e6, bytes([b]))
+               for b, letter in letters.items())
+    for rank, (a, b) in enumerate(merges):
+        made = records[tok.token_to_id(a + b)]
+        assert made[0] == np.float32(-math.log(rank + 1))
+        assert made[1] == records[tok.token_to_id(a)][1] + records[tok.token_to_id(b)][1]
+    for text in ADDED:
+        assert records[tok.token_to_id(text)] == (-1e6, text.encode())
+    assert records[-5:] == [(-1e6, b"")] * 5
+    assert rows(sections["adde"], 2) == [(tok.token_to_id(t), t.startswith("<|")) for t in ADDED]
+
+
+def test_best_score_first_gives_the_ids_of_the_merge_list(exported, tokenizer_json):
+    _, (_, records, sections) = exported
+    tok = tokenizers.Tokenizer.from_str(tokenizer_json)
+    added = {i for i, _ in rows(sections["adde"], 2)}
+    ids = {token: i for i, (_, token) in enumerate(records) if token and i not in added}
+    rng = random.Random(5)
+    alphabet = "".join(TEXT)
+    for _ in range(300):
+        text = "".join(rng.choice(alphabet) for _ in range(rng.randrange(1, 9)))
+        parts = [bytes([b]) for b in text.encode()]
+        while True:
+            pairs = [(records[ids[a + b]][0], -i) for i, (a, b) in enumerate(zip(parts, parts[1:]))
+                     if a + b in ids]
+            if not pairs:
+                break
+            i = -max(pairs)[1]
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        letters = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text)[0][0]
+        assert [ids[p] for p in parts] == [t.id for t in tok.model.tokenize(letters)], text
+
+
+def sections_of(ck, tmp_path):
+    export.notes.clear()
+    data = export.tokenizer_file(ck.save(tmp_path), ck.config["vocab_size"])
+    return read_tokenizer(data, ck.config["vocab_size"])
+
+
+@pytest.mark.parametrize("generation, config, settings, stop", [
+    ({"eos_token_id": [2, 0]}, {"eos_token_id": 2}, {"eos_token": "<|im_end|>"}, [2, 0]),
+    ({"eos_token_id": 0}, {"eos_token_id": 0}, {"eos_token": "<|im_end|>"}, [0, 2]),
+    ({"eos_token_id": [1, 0]}, {"eos_token_id": 2}, {}, [1, 0, 2]),
+    ({"eos_token_id": 0}, {"eos_token_id": 0}, {"eos_token": {"content": "<|endoftext|>"}}, [0]),
+    ({}, {"eos_token_id": [2, 1]}, {}, [2, 1]),
+    ({}, {"eos_token_id": None}, {}, [0]),
+    ({"eos_token_id": 1}, {"eos_token_id": None}, {}, [1]),
+])
+def test_stop_ids(checkpoint, tmp_path, generation, config, settings, stop):
+    ck = checkpoint()
+    base = ck.eos - 2
+
+    def ids(value):
+        return [base + i for i in value] if isinstance(value, list) else (
+            None if value is None else base + value)
+    ck.generation = {k: ids(v) for k, v in generation.items()}
+    ck.config |= {k: ids(v) for k, v in config.items()}
+    ck.settings = settings
+    head, _, sections = sections_of(ck, tmp_path)
+    assert [i - base for i, in rows(sections["stop"], 1)] == stop
+    first = config["eos_token_id"] if config["eos_token_id"] is not None else (
+        generation.get("eos_token_id", 0))
+    assert head[2] - base == (first[0] if isinstance(first, list) else first)
+
+
+@pytest.mark.parametrize("generation, values", [
+    ({}, None), ({"eos_token_id": 1}, None),
+    ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, (0.6, 0.95, 20)),
+    ({"do_sample": True}, (1.0, 1.0, 50)), ({"temperature": 0.7}, (0.7, 1.0, 50)),
+    ({"do_sample": True, "top_k": None, "top_p": 0.8}, (1.0, 0.8, 50)),
+    ({"do_sample": False, "temperature": 0.6, "top_k": 0}, (0.0, 1.0, 0)),
+])
+def test_sampling_defaults(generation, values):
+    data = export.sampling(Path("generation_config.json"), generation)
+    assert data == (b"" if values is None else struct.pack("<2fI", *values))
+
+
+def test_special_tokens_by_role_and_by_the_second_list(checkpoint, tmp_path):
+    ck = checkpoint()
+    think, think_end, call = (next(t for t in ck.tokenizer["added_tokens"] if t["content"] == text)
+                              for text in ("<think>", "</think>", "<tool_call>"))
+    ck.settings = {"added_tokens_decoder": {str(think["id"]): think | {"special": True}},
+                   "additional_special_tokens": ["</think>"]}
+    special = dict(rows(sections_of(ck, tmp_path)[2]["adde"], 2))
+    assert (special[think["id"]], special[think_end["id"]], special[call["id"]]) == (1, 1, 0)
+
+
+def test_post_processor(checkpoint, tmp_path, exported):
+    ck = checkpoint()
+    sections = exported[1][2]
+    assert "head" not in sections and "tail" not in sections
+    begin, end = ck.eos - 1, ck.eos - 2
+    ck.tokenizer["post_processor"] = {"type": "Sequence", "processors": [
+        ck.tokenizer["post_processor"],
+        {"type": "TemplateProcessing", "single": [
+            {"SpecialToken": {"id": "B", "type_id": 0}}, {"SpecialToken": {"id": "E", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "E", "type_id": 0}}],
+         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+         "special_tokens": {"B": {"id": "B", "ids": [begin], "tokens": ["<|im_start|>"]},
+                            "E": {"id": "E", "ids": [end], "tokens": ["<|endoftext|>"]}}}]}
+    sections = sections_of(ck, tmp_path)[2]
+    tok = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tok.encode("").ids == [begin, end, end]
+    assert rows(sections["head"], 1) == [(begin,), (end,)]
+    assert rows(sections["tail"], 1) == [(end,)]
+
+
+# ---------------------------------------------------------------------------- Unicode
+
+def test_character_classes(exported):
+    sections = exported[1][2]
+    kind, last = {}, -1
+    for first, end, number in rows(sections["clas"], 3):
+        assert last < first <= end and number in (1, 2, 3)
+        last = end
+        kind |= dict.fromkeys(range(first, end + 1), number)
+    rng = random.Random(1)
+    chars = [*range(0x300), 0x3000, 0xFEFF, 0x180E, 0x85, 0x1C, 0xBD, 0x10FFFF, 0x2F800, 0x323AF,
+             0xE0101, 0x1E950, 0x1D7CE, *(rng.randrange(0x20000) for _ in range(4000))]
+    splits = {n: pre_tokenizers.Split(Regex(p), "removed", invert=True)
+              for n, p in ((1, r"\p{L}"), (2, r"\p{N}"), (3, r"\s"))}
+    for c in chars:
+        if not 0xD800 <= c < 0xE000:
+            wanted = [n for n, split in splits.items() if split.pre_tokenize_str(chr(c))]
+            assert [kind[c]] == wanted if c in kind else wanted == [], hex(c)
+
+
+class Normalizer:
+    """NFC as a program does it that has nothing but the sections."""
+
+    def __init__(self, sections):
+        self.ccc, self.steps, self.pairs, last = {}, {}, {}, -1
+        for first, end, number in rows(sections["ccc "], 3):
+            assert last < first <= end and 1 <= number <= 254
+            last = end
+            self.ccc |= dict.fromkeys(range(first, end + 1), number)
+        last = -1
+        for c, first, second, composes in rows(sections["deco"], 4):
+            assert last < c and composes in (0, 1) and not 0xAC00 <= c < 0xD7A4
+            last, self.steps[c] = c, [first, second] if second else [first]
+            if composes:
+                assert (first, second) not in self.pairs
+                self.pairs[first, second] = c
+
+    def decompose(self, c):
+        if 0xAC00 <= c < 0xD7A4:
+            s = c - 0xAC00
+            tail = [0x11A7 + s % 28] if s % 28 else []
+            return [0x1100 + s // 588, 0x1161 + s % 588 // 28, *tail]
+        return [x for step in self.steps[c] for x in self.decompose(step)] if c in self.steps else [c]
+
+    def compose(self, a, b):
+        if 0x1100 <= a < 0x1113 and 0x1161 <= b < 0x1176:
+            return 0xAC00 + (a - 0x1100) * 588 + (b - 0x1161) * 28
+        if 0xAC00 <= a < 0xD7A4 and (a - 0xAC00) % 28 == 0 and 0x11A8 <= b < 0x11C3:
+            return a + b - 0x11A7
+        return self.pairs.get((a, b))
+
+    def nfd(self, text):
+        out, marks = [], []
+        for c in [x for char in text for x in self.decompose(ord(char))] + [0]:
+            if self.ccc.get(c):
+                marks.append(c)
+                continue
+            out += sorted(marks, key=self.ccc.get) + [c]
+            marks = []
+        return out[:-1]
+
+    def nfc(self, text):
+        out, starter, last = [], None, 0
+        for c in self.nfd(text):
+            number = self.ccc.get(c, 0)
+            if starter is not None and (last < number or last == 0 == len(out) - 1 - starter) and (
+                    joined := self.compose(out[starter], c)):
+                out[starter] = joined
+                continue
+            out.append(c)
+            last = number
+            if number == 0:
+                starter = len(out) - 1
+        return out
+
+
+def test_normalization_from_the_sections_is_the_package_s(exported):
+    ours = Normalizer(exported[1][2])
+    nfc, nfd = normalizers.NFC(), normalizers.NFD()
+    rng = random.Random(2)
+    marks, parts = list(ours.ccc), list(ours.steps)
+    firsts = [a for a, _ in ours.pairs] + [0x1100, 0x1161, 0x11A8, 0x11A7, 0xAC00, 0xAC01, 0xD7A3]
+    texts = [chr(c) for c in range(0x3100) if not ours.ccc.get(c)] + [chr(c) for c in parts]
+    texts += [chr(a) + chr(b) for a, b in ours.pairs]
+    for _ in range(6000):
+        pool = rng.choice([marks, parts, firsts, [rng.randrange(0x1F000) for _ in range(9)]])
+        texts.append("".join(chr(c) for c in [rng.choice(firsts), *rng.choices(pool, k=2),
+                                              *rng.choices(marks, k=rng.randrange(4))]
+                             if not 0xD800 <= c < 0xE000))
+    for text in texts:
+        assert "".join(map(chr, ours.nfd(text))) == nfd.normalize_str(text), ascii(text)
+        assert "".join(map(chr, ours.nfc(text))) == nfc.normalize_str(text), ascii(text)
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "Sequence", "normalizers": []}])
+def test_no_normalizer_no_tables(checkpoint, tmp_path, normalizer):
+    ck = checkpoint()
+    ck.tokenizer["normalizer"] = normalizer
+    sections = sections_of(ck, tmp_path)[2]
+    assert sections["ccc "] == sections["deco"] == b"" and sections["clas"]
+
+
+@needs_shared
+def test_unicode_tables_equal_the_golden_ones(exported):
+    sections = exported[1][2]
+    golden = {letter: [] for letter in "LNSCDP"}
+    for line in (SHARED / "golden/tokenizer/unicode.txt").read_text().splitlines():
+        if line[0] in golden:
+            golden[line[0]].append(line.split()[1:])
+    for number, letter in enumerate("LNS", 1):
+        assert [(a, b) for a, b, n in rows(sections["clas"], 3) if n == number] == [
+            (int(a, 16), int(b, 16)) for a, b in golden[letter]]
+    ours = Normalizer(sections)
+    assert ours.steps == {int(c, 16): [int(x, 16) for x in parts] for c, *parts in golden["D"]}
+    assert ours.pairs == {(int(a, 16), int(b, 16)): int(c, 16) for a, b, c in golden["P"]}
+    classes = {c: int(n) for a, b, n in golden["C"] for c in range(int(a, 16), int(b, 16) + 1)}
+    assert ours.ccc == {c: n for c, n in classes.items() if c not in ours.steps}
+
+
+# ---------------------------------------------------------------------------- chat
+
+CHATML = """{% for m in messages %}
+{%- set text = m.content %}
+{%- if m.role == 'assistant' and '</think>' in text %}
+{%- set text = text.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}
+"""
+LINES = """  {% for m in messages %}
+    {% set text = m.content %}
+    {% if m.role == 'assistant' and '</think>' in text %}
+      {% set text = text.split('</think>')[-1].lstrip('\\n') %}
+    {% endif %}
+<|im_start|>{{ m.role }}
+{{ text }}<|im_end|>
+  {% endfor %}
+  {% if add_generation_prompt %}
+<|im_start|>assistant
+    {% if enable_thinking is defined and not enable_thinking %}
+<think>
+
+</think>
+
+    {% endif %}
+  {% endif %}
+"""
+OPEN, CLOSE = "<|im_start|>{}\n", "<|im_end|>\n"
+ORDINARY = ["", "", OPEN.format("system"), CLOSE, OPEN.format("user"), CLOSE,
+            OPEN.format("assistant"), CLOSE, OPEN.format("assistant") + "<think>\n\n</think>\n\n",
+            OPEN.format("assistant"), "</think>", "\n"]
+
+
+def change(strings, **new):
+    names = export.Pieces._fields
+    return [new.get(name, old) for name, old in zip(names, strings)]
+
+
+CHATS = {
+    "hybrid": (CHATML, ORDINARY),
+    "tags on lines of their own": (LINES, ORDINARY),
+    "spaces go too": (CHATML.replace("lstrip('", "lstrip(' "), change(ORDINARY, trim=" \n")),
+    "verbatim": (CHATML.replace("'</think>' in text", "false"), change(ORDINARY, strip="", trim="")),
+    "bos, other marks": (
+        "{{ bos_token }}{% for m in messages %}{{ {'system': '', 'user': '[U]', 'assistant': '[A]'}"
+        "[m.role] }}{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+        "{{ '[/A]' if m.role == 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}[A]<think>{{ '</think>' if not enable_thinking }}{% endif %}",
+        ["<|begin|>", "", "", "", "[U]", "", "[A]", "[/A]", "[A]<think></think>", "[A]<think>",
+         "</think>", ""]),
+    "the user's turn opens the answer": (
+        "{% for m in messages %}{{ '[U]' + m.content + '[A]' if m.role == 'user' else m.content }}"
+        "{{ '[/A]' if m.role == 'assistant' }}{% endfor %}",
+        ["", "", "", "", "[U]", "[A]", "", "[/A]", "", "", "", ""]),
+    "default system prompt": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}"
+        + CHATML,
+        change(ORDINARY, no_system="<|im_start|>system\nBe good.<|im_end|>\n")),
+    "no system prompt": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
+                         "{% endif %}" + CHATML, "no system role"),
+    "trims": (CHATML.replace("m.content", "m.content | trim"), "differs for"),
+    "counts": (CHATML.replace("add_generation_prompt", "add_generation_prompt and messages|length < 5"),
+               "differs for"),
+    "dates": ("{{ strftime_now('%Y') }}" + CHATML, "the date"),
+    "syntax": ("{% for %}", "TemplateSyntaxError"),
+    "escape": ("{{ messages.__class__.__mro__ }}" + CHATML, "SecurityError"),
+    "changes": ("{% set _ = messages.append(1) %}" + CHATML, "SecurityError"),
+    "wrong type": ([1], "broken"),
+}
+
+
+@pytest.mark.parametrize("where", ["file", "tokenizer_config", "list", "old json"])
+@pytest.mark.parametrize("which", CHATS)
+def test_chat_pieces(tmp_path, which, where):
+    template, expected = CHATS[which]
+    settings = {"bos_token": {"content": "<|begin|>"}}
+    if isinstance(template, list) != (where == "list") and which == "wrong type":
+        return
+    if where == "file":
+        (tmp_path / "chat_template.jinja").write_text(template)
+        settings["chat_template"] = "{{ 'not this one' }}"
+    elif where == "tokenizer_config":
+        settings["chat_template"] = template
+    elif where == "list":
+        settings["chat_template"] = template if which == "wrong type" else [
+            {"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    else:
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    export.notes.clear()
+    if which == "wrong type":
+        with pytest.raises(export.Refused, match="tokenizer_config.json: broken"):
+            export.chat_template(tmp_path, settings)
+        return
+    pieces = export.chat_pieces(export.chat_template(tmp_path, settings),
+                                export.role_tokens(settings))
+    if isinstance(expected, list):
+        assert list(pieces) == expected and not export.notes
+    else:
+        assert pieces is None and len(export.notes) == 1 and expected in export.notes[0]
+
+
+def test_chat_section_and_what_is_said_without_one(checkpoint, run, tmp_path):
+    ck = checkpoint()
+    ck.files["chat_template.jinja"] = CHATS["hybrid"][0]
+    status, err = run(ck.save(tmp_path / "in"), "out.bin")
+    data = (tmp_path / "out.bin.tokenizer").read_bytes()
+    sections = read_tokenizer(data, ck.config["vocab_size"])[2]
+    assert status == 0 and len(err) == 1 and chat_strings(sections["chat"]) == ORDINARY
+    for template, pattern in ((CHATS["trims"][0], "warning: the chat template.*differs for"),
+                              (None, "no chat template")):
+        ck.files["chat_template.jinja"] = template
+        (tmp_path / "in/chat_template.jinja").unlink(missing_ok=True)
+        status, err = run(ck.save(tmp_path / "in"), "out.bin")
+        assert status == 0 and len(err) == 2 and re.search(pattern, err[1]), err
+        data = (tmp_path / "out.bin.tokenizer").read_bytes()
+        assert "chat" not in read_tokenizer(data, ck.config["vocab_size"])[2]
+
+
+def render(strings, messages, thinking):
+    """The rule of the README: pieces to text."""
+    (start, no_system, system_open, system_close, user_open, user_close, assistant_open,
+     assistant_close, plain, think, strip, trim) = strings
+    text = start
+    if messages[0]["role"] != "system":
+        text += no_system
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "system":
+            text += system_open + content + system_close
+        elif message["role"] == "user":
+            text += user_open + content + user_close
+        else:
+            if strip and strip in content:
+                content = content[content.rindex(strip) + len(strip):]
+                while content and content[0] in trim:
+                    content = content[1:]
+            text += assistant_open + content + assistant_close
+    return text + (think if thinking else plain)
+
+
+@needs_shared
+def test_golden_conversations():
+    templates = {name: (SHARED / f"reference/qwen3/chat_template-{name}.jinja").read_text()
+                 for name in ("hybrid", "hybrid-first", "thinking-2507", "instruct-2507")}
+    source = templates["instruct-2507"]
+    begin = source.index("{%- set reasoning_content = '' %}")
+    end = source.index("{%- if message.tool_calls %}")
+    templates["verbatim"] = (source[:begin] + "{{- '<|im_start|>assistant\\n' + content }}\n"
+                             + source[end:])
+    export.notes.clear()
+    pieces = {name: export.chat_pieces(text, {}) for name, text in templates.items()}
+    assert not export.notes and pieces["hybrid"] == pieces["hybrid-first"]
+    seen = 0
+    for line in (SHARED / "golden/chat/cases.jsonl").read_text().splitlines():
+        case = json.loads(line)
+        if case["kind"] == "unusual":
+            continue
+        switch = case["enable_thinking"]  # not given means on
+        seen += 1
+        assert render(pieces[case["template"]], case["messages"], switch is not False) == case["text"]
+    for line in (SHARED / "golden/chat/instruct-history.jsonl").read_text().splitlines():
+        case = json.loads(line)
+        if case["messages"][-1]["role"] == "user":
+            seen += 1
+            for thinking in (False, True):
+                for name, form in (("instruct-2507", "stripping"), ("verbatim", "verbatim")):
+                    assert render(pieces[name], case["messages"], thinking) == case["text_" + form]
+    assert seen > 180
+
+
+@needs_shared
+@pytest.mark.parametrize("path, variables, some", [
+    ("deepseek/chat_template-r1-distill-qwen.jinja", {"bos_token": "<｜begin▁of▁sentence｜>"},
+     {"start": "<｜begin▁of▁sentence｜>", "user_open": "<｜User｜>", "assistant_open": "<｜Assistant｜>",
+      "assistant_close": "<｜end▁of▁sentence｜>", "answer_think": "<｜Assistant｜><think>\n",
+      "answer_plain": "<｜Assistant｜><think>\n</think>", "strip": "</think>", "trim": ""}),
+    ("qwen2.5/chat_template.jinja", {},
+     {"no_system": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+                   "assistant.<|im_end|>\n", "strip": "", "answer_plain": "<|im_start|>assistant\n",
+      "answer_think": "<|im_start|>assistant\n", "start": ""})])
+def test_reference_templates(path, variables, some):
+    export.notes.clear()
+    pieces = export.chat_pieces((SHARED / "reference" / path).read_text(), variables)
+    assert not export.notes and {key: getattr(pieces, key) for key in some} == some
+
+
+# ---------------------------------------------------------------------------- goldens
+
+@needs_shared
+@pytest.mark.parametrize("name", ["tied-bf16", "untied-f16-sharded"])
+def test_golden_files_byte_for_byte(run, tmp_path, name):
+    folder = SHARED / "golden/models" / name
+    assert run(folder)[0] == 0
+    assert (tmp_path / f"{name}.bin").read_bytes() == (folder / "model.bin").read_bytes()
+    base = (folder / "model.bin.tokenizer").read_bytes()
+    assert (tmp_path / f"{name}.bin.tokenizer").read_bytes()[:len(base)] == base
+
+
+@needs_shared
+def test_golden_embedding_model(run, tmp_path):
+    assert run(SHARED / "golden/models/embedding")[0] == 0
+    _, _, sections = read_tokenizer((tmp_path / "embedding.bin.tokenizer").read_bytes(), 726)
+    assert rows(sections["tail"], 1) == [(700,)] and "head" not in sections
+    assert rows(sections["stop"], 1) == [(700,), (702,)] and "samp" not in sections
+
+
+@needs_shared
+def test_the_real_vocabulary(tmp_path):
+    for name, source in (("tokenizer.json",) * 2, ("tokenizer_config.json",) * 2,
+                         ("config.json", "config-0.6b.json"),
+                         ("generation_config.json", "generation_config-0.6b.json")):
+        shutil.copy(SHARED / "reference/qwen3" / source, tmp_path / name)
+    export.notes.clear()
+    began = time.monotonic()
+    data = export.tokenizer_file(tmp_path, 151936)
+    print(f"the real vocabulary took {time.monotonic() - began:.2f} s")
+    assert time.monotonic() - began < 20  # about 1; the machine may be busy
+    head, records, sections = read_tokenizer(data, 151936)
+    assert head[1:] == (151643, 151645) and not export.notes
+    assert [i for i, (score, _) in enumerate(records) if score > -1e6] == list(range(256, 151643))
+    assert len(rows(sections["adde"], 2)) == 26
+    assert rows(sections["stop"], 1) == [(151645,), (151643,)]
+    assert sections["samp"] == struct.pack("<2fI", 0.6, 0.95, 20)
+    assert chat_strings(sections["chat"]) == ORDINARY
+
+
+# ---------------------------------------------------------------------------- hub
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as a download asks for: one repository, org/tiny."""
+    protocol_version = "HTTP/1.1"
+    commit = "1" * 40
+    folder: Path
+    asked: list
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        file = self.folder / path.rpartition("/")[2]
+        if path.startswith("/api/models/org/tiny/tree/"):
+            tree = [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": "2" * 40}
+                    for p in sorted(self.folder.iterdir())]
+            tree.append({"type": "file", "path": "original/consolidated.safetensors", "size": 1,
+                         "oid": "3" * 40})
+            self.answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+        elif path.startswith("/api/models/org/tiny"):
+            siblings = [{"rfilename": p.name} for p in sorted(self.folder.iterdir())]
+            siblings.append({"rfilename": "original/consolidated.safetensors"})
+            info = {"_id": "1", "id": "org/tiny", "modelId": "org/tiny", "sha": self.commit,
+                    "siblings": siblings, "tags": [], "private": False}
+            self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+        elif path.startswith("/org/tiny/resolve/") and file.is_file():
+            data = file.read_bytes()
+            self.answer(200, data, {"ETag": f'"{hash(data) & 0xFFFFFFFF:x}"',
+                                    "X-Repo-Commit": self.commit})
+        else:
+            self.answer(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
+
+    def answer(self, status, body, headers):
+        self.send_response(status)
+        for key, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_download_from_a_hub(checkpoint, tmp_path):
+    ck = checkpoint()
+    ck.files |= {"README.md": "no", "pytorch_model.bin": "no", "chat_template.jinja": CHATML}
+    folder = ck.save(tmp_path / "hub", 2)
+    handler = type("Served", (Hub,), {"folder": folder, "asked": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+    env |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    try:
+        done = process("org/tiny", cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "tiny.bin").read_bytes() == ck.expected()
+        fetched = {path.rpartition("/")[2] for path in handler.asked if "/resolve/" in path}
+        assert "model-00002-of-00002.safetensors" in fetched and "chat_template.jinja" in fetched
+        assert not fetched & {"README.md", "pytorch_model.bin"}
+        absent = process("org/absent", "out.bin", cwd=tmp_path, env=env)
+        assert absent.returncode == 1 and absent.stderr.count("\n") == 1, absent.stderr
+        assert "org/absent" in absent.stderr and "RepositoryNotFound" in absent.stderr
+    finally:
+        server.shutdown()
+        server.server_close()
+    (tmp_path / "tiny.bin").unlink()
+    offline = process("org/tiny", cwd=tmp_path, env=env | {"HF_HUB_OFFLINE": "1"})
+    assert offline.returncode == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected()
+    for more in ({"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")},
+                 {"HF_HOME": str(tmp_path / "empty")}):  # not allowed to ask, and no one there
+        done = process("org/tiny", "x.bin", cwd=tmp_path, env=env | more)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        assert "org/tiny: neither a directory here nor to be had from the hub" in done.stderr
