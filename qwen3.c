@@ -999,7 +999,7 @@ INLINE void attention_rows(const Pass *p, int kv_head, int row, float *scratch, 
             UNROLL for (int r = 0; r < rows; r++) sum[r] = ((VecF *)(sums + (size_t)r * vd))[j];
             for (int i = 0; i < min_int(LANES, end - start); i++) {
                 UNROLL for (int r = 0; r < rows; r++) {
-                    sum[r] = mul_add(values[i * vd / LANES + j], splat_f(score[r][start + i]),
+                    sum[r] = mul_add(values[i * (vd / LANES) + j], splat_f(score[r][start + i]),
                                      sum[r]);
                 }
             }
@@ -2126,9 +2126,29 @@ typedef struct {
     Tokenizer tokenizer;
     Sampler sampler;
     Writer writer;
-    Ids cached;  // what the KV cache holds
-    bool think;
+    Ids cached;       // what the KV cache holds
+    bool think;       // -r, as far as the model can switch
+    bool no_switch;   // -r was given to one that can't
+    bool noticed;     // the notices are out
 } Engine;
+
+// Does the prompt itself open the thinking?
+static bool begins_thinking(const Engine *e) {
+    Bytes answer = e->tokenizer.chat.answer[e->think];
+    return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
+}
+
+// Notices come once nothing can go wrong any more: an error stands alone.
+static void give_notices(Engine *e) {
+    if (e->noticed) return;
+    e->noticed = true;
+    if (!e->tokenizer.has_classes)
+        notice("%s.tokenizer: no Unicode data, only ASCII text is cut as Hugging Face does it; export "
+               "the model again", e->options.model);
+    if (e->no_switch) notice("-r: no effect, this model's thinking can't be switched");
+    if (e->writer.chat && e->sampler.temperature == 0 && (e->think || begins_thinking(e)))
+        notice("-t 0: greedy thinking tends to repeat itself without end, Qwen advises 0.6");
+}
 
 // Runs what the cache does not hold yet of ids; at least the last of them. Leaves in *row where
 // that one is in the last forward pass. False: Ctrl-C.
@@ -2180,6 +2200,7 @@ static Ending respond(Engine *e, const Ids *ids, Message *answer) {
     const Options *o = &e->options;
     size_t reused = 0;
     int row = 0, count = 0;
+    give_notices(e);
     if (o->verbose) {
         fputs("prompt ids:", stderr);
         for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
@@ -2212,6 +2233,7 @@ static Ending respond(Engine *e, const Ids *ids, Message *answer) {
 static void run_tokenize(Engine *e, Bytes text) {
     Ids ids = {0};
     encode_raw(&e->tokenizer, text, &ids);
+    give_notices(e);
     for (size_t i = 0; i < ids.n; i++) printf(i ? " %d" : "%d", ids.p[i]);
     putchar('\n');
     stdout_flush();
@@ -2260,6 +2282,7 @@ static void run_perplexity(Engine *e, Bytes text) {
     encode_raw(&e->tokenizer, text, &ids);
     if (ids.n < 2) die("text: too short for a perplexity, expected 2 tokens, found %zu", ids.n);
     if (context < 2) die("context: too short for a perplexity, expected -c 2, found %d", context);
+    give_notices(e);
     if (ids.n > (size_t)context)
         notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
     double sum = 0;
@@ -2289,12 +2312,6 @@ static bool fit_conversation(Engine *e, Conversation *c, Ids *ids) {
         notice("context: %zu tokens are full (-c), the oldest turns are forgotten: %zu", context,
                dropped);
     return ids->n <= context;
-}
-
-// Does the prompt itself open the thinking?
-static bool begins_thinking(const Engine *e) {
-    Bytes answer = e->tokenizer.chat.answer[e->think];
-    return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
 // A user's message and the model's answer to it.
@@ -2371,7 +2388,8 @@ static int run_conversation(Engine *e, Conversation *c) {
         while (interrupted = 0, read_line(&line, &cap, &text)) chat_turn(e, c, chop(text), true);
         return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
     }
-    setvbuf(stdin, NULL, _IONBF, 0);  // so that poll() sees all that waits
+    setvbuf(stdin, NULL, _IONBF, 0);  // so that select() sees all that waits
+    give_notices(e);
     notice("chat: a line that ends in \\ goes on in the next, a pasted block is one message; Ctrl-C "
            "stops an answer, Ctrl-D leaves");
     while (interrupted = 0, read_message(&line, &cap, &message)) {
@@ -2526,7 +2544,7 @@ static void choose_chat(Engine *e) {
     if (o->system && t->chat.open[SYSTEM].n + t->chat.start.n == 0)
         die("-y: %s.template has no form with a system prompt", o->model);
     bool can_switch = !bytes_equal(t->chat.answer[0], t->chat.answer[1]);
-    if (o->think >= 0 && !can_switch) notice("-r: no effect, this model's thinking can't be switched");
+    e->no_switch = o->think >= 0 && !can_switch;
     if (can_switch && !e->think && t->temperature != 0) {  // Qwen's advice
         t->temperature = 0.7f;
         t->top_p = 0.8f;
@@ -2577,14 +2595,9 @@ static int run(Engine *e) {
     Buffer prompt = {0};
     Conversation c = {0};
     load(e);
-    if (!e->tokenizer.has_classes)
-        notice("%s.tokenizer: no Unicode data, only ASCII text is cut as Hugging Face does it; export "
-               "the model again", o->model);
     if (chat) choose_chat(e);
     choose_sampling(e);
     e->writer = (Writer){.chat = chat, .terminal = terminal, .dim = terminal && !getenv("NO_COLOR")};
-    if (chat && e->sampler.temperature == 0 && (e->think || begins_thinking(e)))
-        notice("-t 0: greedy thinking tends to repeat itself without end, Qwen advises 0.6");
     if (chat && o->system) conversation_add(&c, SYSTEM, bytes(o->system));
     if (!read_prompt(o, &prompt)) return run_conversation(e, &c);
     Bytes text = {prompt.p, prompt.n};
