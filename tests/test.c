@@ -184,7 +184,7 @@ static void test_attention_one_hot(void) {
             float *keys = kv_block(&m, 1, h, pos / LANES), *values = keys + g->head_dim * LANES;
             for (int j = 0; j < g->head_dim; j++) {
                 keys[j * LANES + pos % LANES] = (float)uniform();
-                values[pos % LANES * value_dim(&m) + j] = 100 * pos + 10 * h + j * 0.1f;
+                values[(j / LANES * LANES + pos % LANES) * LANES + j % LANES] = 100 * pos + 10 * h + j * 0.1f;
             }
         }
     }

@@ -1,0 +1,380 @@
+"""The command line as scripts see it: options, prompt sources, output, exit status. No terminals
+here (test_chat.py has those), and nothing about the numbers (test_model.py)."""
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pexpect
+import pytest
+from conftest import (QWEN3, STATS, assert_error, environment, export, make_table_model, output,
+                      qwen3, tokenize)
+
+FULL = "/dev/full"
+needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason=f"no {FULL}")
+
+
+# -- options
+
+@pytest.mark.parametrize("option, value", [
+    ("-m", "train"), ("-m", ""), ("-m", "chatx"),
+    ("-r", "2"), ("-r", "yes"), ("-r", ""), ("-r", "-1"),
+    ("-t", "-0.1"), ("-t", "warm"), ("-t", "nan"), ("-t", "inf"), ("-t", ""), ("-t", "1x"),
+    ("-p", "0"), ("-p", "1.01"), ("-p", "-1"), ("-p", "nan"), ("-p", "x"), ("-p", ""),
+    ("-k", "-1"), ("-k", "1.5"), ("-k", "x"), ("-k", ""), ("-k", "99999999999999999999"),
+    ("-a", "-0.1"), ("-a", "2.1"), ("-a", "nan"), ("-a", "x"), ("-a", ""),
+    ("-s", "x"), ("-s", ""), ("-s", "1.5"), ("-s", "99999999999999999999999"), ("-s", "12 3"),
+    ("-n", "-1"), ("-n", "x"), ("-n", ""), ("-n", "99999999999999999999"),
+    ("-c", "-1"), ("-c", "x"), ("-c", ""), ("-c", "1e3"), ("-c", "99999999999999999999"),
+    ("-b", "0"), ("-b", "513"), ("-b", "-1"), ("-b", "x"), ("-b", ""),
+    ("-j", "0"), ("-j", "-1"), ("-j", "x"), ("-j", ""), ("-j", "99999999999999999999"),
+])
+def test_bad_value(option, value):
+    """A usage error, found before the model is opened (there is none)."""
+    result = qwen3("no such model.bin", "-i", "hi", option, value)
+    assert_error(result, 2, option, value)
+    assert b"no such model" not in result.stderr
+    assert b"expected" in result.stderr
+
+
+@pytest.mark.parametrize("args", [
+    (), ("-i", "hi"), ("m.bin", "-x"), ("m.bin", "--frobnicate"), ("m.bin", "-i"), ("m.bin", "-t"),
+    ("m.bin", "extra.bin"), ("m.bin", "-i", "hi", "extra"), ("-i",), ("m.bin", "-"),
+    ("m.bin", "--help-me"), ("m.bin", "-qx")], ids=" ".join)
+def test_bad_usage(args):
+    assert_error(qwen3(*args), 2)
+
+
+@pytest.mark.parametrize("option, value", [
+    ("-s", "-9223372036854775808"), ("-s", "18446744073709551615"), ("-s", "0"), ("-p", "1"),
+    ("-p", "1e-3"), ("-k", "0"), ("-k", "2147483647"), ("-a", "2"), ("-a", "0"), ("-t", "0"),
+    ("-t", "1e3"), ("-b", "512"), ("-b", "1"), ("-c", "0"), ("-c", "512"), ("-r", "1"), ("-j", "1"),
+    ("-j", "5"), ("-n", "1"), ("-t", "1e-30")])
+def test_good_value(small, option, value):
+    assert output(small, "-m", "generate", "-i", "the", "-n", 3, "-q", option, value) is not None
+
+
+def test_options_before_and_after_the_model(small):
+    expected = output(small, "-m", "tokenize", "-i", "hello")
+    assert output("-m", "tokenize", small, "-i", "hello") == expected
+    assert output("-i", "hello", "-m", "tokenize", small) == expected
+
+
+@pytest.mark.parametrize("option", ["-h", "--version"])
+def test_help_and_version(option):
+    for args in ((option,), ("no such model.bin", option)):
+        result = qwen3(*args)
+        assert result.returncode == 0 and result.stderr == b"" and result.stdout.endswith(b"\n")
+    assert option == "-h" or result.stdout.count(b"\n") == 1
+
+
+def test_help_names_every_option():
+    text = qwen3("-h").stdout.decode()
+    for option in "-i -f -m -y -r -t -p -k -a -s -n -c -b -j -q -v -h --version".split():
+        assert re.search(rf"(?m)(^|[\s,/|\[]){option}\b", text), option
+    for mode in ("chat", "generate", "tokenize", "perplexity"):
+        assert mode in text
+    assert max(map(len, text.split("\n"))) <= 100
+
+
+@needs_full
+def test_help_into_a_full_disk():
+    with open(FULL, "wb") as full:
+        result = subprocess.run([QWEN3, "-h"], stdout=full, stderr=subprocess.PIPE)
+    assert result.returncode == 1 and result.stderr.startswith(b"qwen3: ")
+
+
+# -- where the prompt comes from (tokenize shows it exactly)
+
+TEXTS = [b"hello", b"hello\n", b"hello\r\n", b"\n", b" \t hello  \n\n", b"a\0b", b"\0", b"",
+         b"caf\xc3\xa9", b"\xff\xfe"]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+def test_file_and_pipe_are_taken_exactly(small, tokenizer, tmp_path, text):
+    (tmp_path / "text").write_bytes(text)
+    ids = tokenize(small, text)
+    run = (small, "-m", "tokenize")
+    assert output(*run, "-f", tmp_path / "text") == b"%s\n" % b" ".join(b"%d" % i for i in ids)
+    assert output(*run, "-f", "-", stdin=text) == output(*run, "-f", tmp_path / "text")
+    if b"\0" not in text:
+        assert output(*run, "-i", text) == output(*run, "-f", tmp_path / "text")
+    if text.isascii():
+        assert ids == tokenizer.encode(text.decode()).ids
+
+
+def test_text_and_file(small, tmp_path):
+    (tmp_path / "text").write_bytes(b"file\n")
+    expected = tokenize(small, b"question\n\nfile\n")
+    for args in (("-i", "question", "-f", tmp_path / "text"),
+                 ("-f", tmp_path / "text", "-i", "question")):
+        assert output(small, "-m", "tokenize", *args).split() == [b"%d" % i for i in expected]
+    result = output(small, "-m", "tokenize", "-i", "question", "-f", "-", stdin=b"file\n")
+    assert result.split() == [b"%d" % i for i in expected]
+
+
+@pytest.mark.parametrize("mode", ["tokenize", "perplexity", "generate", "chat"])
+def test_stdin_is_left_alone(small, tmp_path, mode):
+    """`while read x; do ./qwen3 m.bin -i "$x"; done < list` sees every line."""
+    (tmp_path / "list").write_bytes(b"one two\nthree four\nfive six\n")
+    (tmp_path / "text").write_bytes(b"some text")
+    for prompt in ('-i "$x"', f'-f {tmp_path / "text"}', f'-i "$x" -f {tmp_path / "text"}'):
+        script = f"while read x; do {QWEN3} {small} -m {mode} -n 2 -q {prompt} >&2; echo run; done"
+        result = subprocess.run(["sh", "-c", script], stdin=open(tmp_path / "list", "rb"),
+                                capture_output=True, env=environment(), timeout=60)
+        assert result.stdout == b"run\n" * 3, result.stderr
+
+
+def test_missing_prompt_file(small):
+    assert_error(qwen3(small, "-f", "no such file"), 1, "no such file")
+    assert_error(qwen3(small, "-f", "/"), 1, "/")
+
+
+@pytest.mark.parametrize("mode", ["tokenize", "perplexity"])
+def test_terminal_without_prompt(small, mode):
+    child = pexpect.spawn(str(QWEN3), [str(small), "-m", mode], env=environment(), timeout=20)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 2 and child.before.startswith(b"qwen3: ")
+
+
+# -- special tokens
+
+def test_special_tokens_in_raw_prompts(small, tokenizer):
+    text = "<|im_start|>user\nhi<|im_end|>"
+    assert tokenize(small, text.encode()) == tokenizer.encode(text).ids
+    assert tokenize(small, text.encode())[0] == tokenizer.token_to_id("<|im_start|>")
+    result = qwen3(small, "-m", "generate", "-i", text, "-n", 1, "-v")
+    ids = " ".join(map(str, tokenizer.encode(text).ids))
+    assert result.stderr.startswith(f"prompt ids: {ids}\n".encode())
+
+
+def test_special_tokens_in_chat_are_text(small, tokenizer):
+    result = qwen3(small, "-i", "a<|im_end|>b", "-y", "<think>", "-n", 1, "-v")
+    ids = [int(i) for i in re.search(rb"prompt ids: ([\d ]+)\n", result.stderr)[1].split()]
+    assert ids.count(tokenizer.token_to_id("<|im_end|>")) == 2          # system's and user's own
+    assert tokenizer.token_to_id("<think>") not in ids[:ids.index(
+        tokenizer.token_to_id("<|im_end|>"))]
+    assert "a<|im_end|>b" in tokenizer.decode(ids, skip_special_tokens=False)
+
+
+# -- perplexity
+
+@pytest.mark.parametrize("text", [b"", b"a", b"<|im_end|>"], ids=ascii)
+def test_perplexity_of_too_little(small, text):
+    assert_error(qwen3(small, "-m", "perplexity", stdin=text), 1, "2")
+
+
+def test_perplexity_output(small):
+    result = qwen3(small, "-m", "perplexity", "-i", "hello there")
+    assert re.fullmatch(rb"tokens \d+ nll \d+\.\d{6} ppl \d+\.?\d*\n", result.stdout)
+
+
+# -- generate
+
+def test_chain_model(chain):
+    """The test's own tool: a then b then c, then the end."""
+    assert output(chain("a", "b", "c", "<|im_end|>"), "-m", "generate", "-i", "a", "-t", 0,
+                  "-q") == b"bc"
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
+def test_stops_on_any_end_token(chain, stop):
+    model = chain("a", "b", stop, "c", "<|im_start|>")
+    result = qwen3(model, "-m", "generate", "-i", "a", "-t", 0)
+    assert result.stdout == b"b" and result.returncode == 0
+
+
+def test_special_tokens_are_not_printed_others_are(chain):
+    model = chain("a", "<|im_start|>", "b", "<tool_call>", "<|box_start|>", "c", "<think>", "d",
+                  "</think>", "<|fim_pad|>", "e", "<|im_end|>")
+    assert output(model, "-m", "generate", "-i", "a", "-t", 0, "-q") == \
+        b"b<tool_call>c<think>d</think><|fim_pad|>e"
+
+
+def test_split_characters_come_out_whole(chain, tokenizer):
+    byte = {b: tokenizer.token_to_id(letter) for b, letter in byte_letters().items()}
+    for data in (b"\xc3\xa9", b"\xf0\x9f\x99\x82", b"\xf0\x9f\x99", b"\xc3", b"\xff", b"\xe2\x82Z",
+                 b"\x80\xc3\xa9", b"\xf0\x9f\xc3\xa9", b"\xed\xa0\x80", b"\0"):
+        model = chain("a", *(byte[b] for b in data), "<|im_end|>")
+        assert output(model, "-m", "generate", "-i", "a", "-t", 0, "-q") == data
+
+
+def byte_letters():
+    """GPT-2's letter for each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in plain]
+    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(rest)}
+
+
+def test_generate_without_prompt_starts_from_endoftext(chain, tokenizer):
+    model = chain("<|endoftext|>", "b", "c", "<|im_end|>")
+    for args, stdin in (((), b""), (("-i", ""), b"not read"), (("-f", "/dev/null"), b"not read")):
+        result = qwen3(model, "-m", "generate", "-t", 0, "-v", *args, stdin=stdin)
+        assert result.stdout == b"bc"
+        assert result.stderr.startswith(
+            b"prompt ids: %d\n" % tokenizer.token_to_id("<|endoftext|>"))
+
+
+def test_statistics(chain):
+    model = chain("a", "b", "c", "d", "<|im_end|>")
+    result = qwen3(model, "-m", "generate", "-i", "xxa", "-t", 0, "-s", 7)
+    match = STATS.fullmatch(result.stderr)
+    assert match, result.stderr
+    assert match[1] == b"3" and match[2] == b"0" and match[4] == b"7"
+    assert match[3] in (b"3", b"4")                     # with or without the end token
+
+
+def test_quiet_and_verbose(small):
+    run = (small, "-m", "generate", "-i", "hello", "-n", 4, "-s", 1)
+    assert qwen3(*run, "-q").stderr == b""
+    lines = qwen3(*run, "-v").stderr.split(b"\n")
+    assert re.fullmatch(rb"prompt ids: \d+( \d+)*", lines[0])
+    assert len(lines) == 3 and STATS.fullmatch(lines[1] + b"\n")
+    assert qwen3(*run, "-q").stdout == qwen3(*run, "-v").stdout == qwen3(*run).stdout
+
+
+@pytest.mark.parametrize("n", [1, 5, 30])
+def test_n_limits_new_tokens(chain, n):
+    model = chain("a", "b", "a")                        # for ever
+    result = qwen3(model, "-m", "generate", "-i", "a", "-t", 0, "-n", n)
+    assert result.stdout == (b"ba" * 30)[:n]
+    assert int(STATS.search(result.stderr)[3]) == n
+
+
+# -- the context
+
+def test_generation_ends_with_the_context(chain):
+    model = chain("a", "b", "a")
+    result = qwen3(model, "-m", "generate", "-i", "a", "-t", 0, "-c", 20)
+    assert result.returncode == 0 and 18 <= len(result.stdout) <= 20
+    text = output(model, "-m", "generate", "-i", "a", "-t", 0, "-q", "-c", 0)
+    assert 510 <= len(text) <= 512
+
+
+def test_context_above_the_models(small):
+    assert_error(qwen3(small, "-i", "hi", "-c", 513), 1, "-c", 512, 513)
+
+
+def test_prompt_that_does_not_fit(small):
+    for mode in ("generate", "chat"):
+        result = qwen3(small, "-m", mode, "-i", "7" * 700)
+        assert_error(result, 1, "-c", 512)
+        assert re.search(rb"\b7\d\d\b", result.stderr)
+        assert_error(qwen3(small, "-m", mode, "-i", "7" * 90, "-c", 64), 1, "-c", 64)
+
+
+def test_prompt_that_just_fits(small):
+    for length in (63, 64, 65):
+        result = qwen3(small, "-m", "generate", "-i", "7" * length, "-c", 64, "-n", 1)
+        assert result.returncode == (0 if length < 64 else result.returncode)
+        if length == 65:
+            assert_error(result, 1, 64, 65)
+
+
+def test_context_of_one_token(small):
+    """Nothing fits, but nothing breaks."""
+    for mode in ("generate", "chat", "perplexity"):
+        result = qwen3(small, "-m", mode, "-i", "hello there", "-c", 1)
+        assert result.returncode in (1, 2) and result.stderr.count(b"\n") == 1
+
+
+# -- how it ends
+
+def test_closed_stdout_is_quiet(small):
+    for mode in ("generate", "chat"):
+        child = subprocess.Popen([QWEN3, small, "-m", mode, "-i", "the", "-c", "512", "-t", "1.5"],
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 stdin=subprocess.DEVNULL, env=environment())
+        child.stdout.close()
+        error = child.stderr.read()
+        child.wait(20)
+        assert b"qwen3:" not in error, error
+        assert child.returncode in (0, -signal.SIGPIPE), child.returncode
+
+
+@needs_full
+def test_full_disk_is_an_error(small):
+    for mode in ("tokenize", "perplexity", "generate", "chat"):
+        with open(FULL, "wb") as full:
+            result = subprocess.run([QWEN3, small, "-m", mode, "-i", "hello you", "-n", "5", "-q"],
+                                    stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+                                    env=environment(), timeout=20)
+        assert result.returncode == 1, mode
+        assert result.stderr.startswith(b"qwen3: ") and result.stderr.count(b"\n") == 1
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory, tokenizer):
+    """A model that talks for a good while: 100,000 tokens of context, no end token likely."""
+    logits = np.zeros((tokenizer.get_vocab_size(), 1), np.float32)
+    logits[tokenizer.token_to_id("a")] = 12.7
+    directory = tmp_path_factory.mktemp("slow")
+    return export(make_table_model(directory / "hf", tokenizer, [], logits, max_len=100_000),
+                  directory / "model.bin")
+
+
+@pytest.mark.parametrize("mode", ["generate", "chat"])
+def test_interrupt(slow, mode):
+    child = subprocess.Popen([QWEN3, slow, "-m", mode, "-i", "hi", "-c", "0", "-t", "0"],
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             stdin=subprocess.DEVNULL, env=environment(), start_new_session=True)
+    assert child.stdout.read(5) == b"aaaaa"
+    child.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    out, error = child.communicate(timeout=20)
+    assert time.monotonic() - start < 3
+    assert child.returncode == 130
+    assert set(out) <= set(b"a\n") and b"qwen3:" not in error
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="no small pipes")
+@pytest.mark.parametrize("mode", ["generate", "chat"])
+def test_interrupt_while_the_reader_is_slow(slow, mode):
+    """The program waits in write(): no error, and what was written stays."""
+    child = subprocess.Popen([QWEN3, slow, "-m", mode, "-i", "hi", "-c", "0", "-t", "0"],
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             stdin=subprocess.DEVNULL, env=environment(), start_new_session=True)
+    fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    time.sleep(1)
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    out, error = child.communicate(timeout=20)
+    assert child.returncode == 130, error
+    assert len(out) >= 4096 and b"qwen3:" not in error
+
+
+def test_interrupt_while_reading_the_prompt(slow):
+    child = subprocess.Popen([QWEN3, slow, "-f", "-"], stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, stdin=subprocess.PIPE, env=environment(),
+                             start_new_session=True)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(5) in (130, -signal.SIGINT)
+
+
+def test_text_comes_as_it_is_made(slow):
+    """The first bytes are there long before the last."""
+    child = subprocess.Popen([QWEN3, slow, "-m", "generate", "-i", "hi", "-c", "0", "-t", "0"],
+                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                             stdin=subprocess.DEVNULL, env=environment())
+    try:
+        assert os.read(child.stdout.fileno(), 1) == b"a"
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+
+
+# -- format strings
+
+def test_texts_are_never_formats(small, tokenizer):
+    text = "%s%n%d%100000000d"
+    assert tokenize(small, text.encode()) == tokenizer.encode(text).ids
+    result = qwen3(small, "-i", text, "-y", text, "-n", 2, "-v")
+    assert result.returncode == 0
+    assert_error(qwen3("%s%n%d.bin", "-i", "x"), 1, "%s%n%d.bin")
+    assert_error(qwen3("m.bin", "-m", "%s%n%d"), 2, "%s%n%d")

@@ -1,0 +1,258 @@
+"""The forward pass: qwen3 on exported random checkpoints against tests/reference.py, which reads
+the checkpoint itself, and equality tests. (test_tiny.py has transformers' recorded figures.)
+
+The texts are drawn from the model under test, so that their likelihood is high and mistakes lower
+it (test_mistakes_show says by how much); the likelihood of a foreign text hardly moves.
+"""
+import numpy as np
+import pytest
+from conftest import ADDED, STATS, export, make_checkpoint, output, perplexity, qwen3, tokenize
+from reference import Model, read_tokenizer
+
+SHAPES = {
+    "gqa-2": dict(),
+    "mha": dict(n_kv_heads=4, seed=2),
+    "mqa": dict(n_heads=6, n_kv_heads=1, seed=3),
+    "gqa-3-group-32": dict(dim=96, hidden_dim=160, n_heads=6, n_kv_heads=2, head_dim=16, seed=4),
+    "head-dim-10-group-32": dict(dim=32, hidden_dim=96, n_heads=16, n_kv_heads=4, head_dim=10,
+                                 seed=5),
+    "head-dim-48": dict(n_heads=4, n_kv_heads=1, head_dim=48, seed=6),
+    "head-dim-128": dict(n_heads=4, n_kv_heads=2, head_dim=128, seed=7),
+    "one-head": dict(n_heads=1, n_kv_heads=1, head_dim=64, n_layers=1, seed=8),
+    "gqa-8": dict(n_heads=16, n_kv_heads=2, head_dim=16, n_layers=3, seed=9),
+    "wide-untied": dict(dim=256, hidden_dim=576, n_heads=4, head_dim=64, tied=False, seed=10),
+    "untied-f16-shards": dict(tied=False, dtype="F16", shards=5, seed=11),
+    "no-prefix-f32": dict(prefix="", dtype="F32", seed=12),
+    "padded-vocabulary": dict(pad_to=640, seed=13),
+    "theta-5e6": dict(theta=5000000, new_keys=True, seed=14),
+    "theta-1e4": dict(theta=10000.0, seed=15),
+    "eps-1e-5": dict(eps=1e-5, seed=16),
+    "yarn": dict(max_len=256, new_keys=True, seed=17, yarn=dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=64)),
+    "yarn-all-keys": dict(max_len=256, seed=18, head_dim=64, theta=10000, yarn=dict(
+        rope_type="yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=3.0,
+        beta_slow=0.4, attention_factor=1.4, truncate=False)),
+    "yarn-old-keys": dict(max_len=256, seed=19, yarn=dict(
+        type="yarn", factor=2.0, original_max_position_embeddings=128)),
+}
+
+
+def draw_text(model, tokenizer, n, seed=1):
+    """A text of n tokens drawn from the model, and its ids: each token is taken only where the
+    text so far still encodes to the ids drawn, and added tokens never."""
+    rng, cache, ids, text = np.random.default_rng(seed), [], [], ""
+    pieces = [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size() - len(ADDED))]
+    while len(ids) < n:
+        if ids:
+            logits = model.logits(ids[-1:], cache)[-1, :len(pieces)].astype(float)
+        else:
+            logits = np.zeros(len(pieces))
+        p = np.exp(logits - logits.max())
+        for token in rng.choice(len(pieces), 40, replace=False, p=(p + 1e-9) / (p + 1e-9).sum()):
+            piece = pieces[token]
+            if "\ufffd" not in piece and tokenizer.encode(text + piece).ids == ids + [int(token)]:
+                ids, text = ids + [int(token)], text + piece
+                break
+        else:                                           # a dead end: step back
+            cut = max(len(ids) - 3, 0)
+            ids, text = ids[:cut], "".join(pieces[i] for i in ids[:cut])
+            cache = [(k[:cut - 1], v[:cut - 1]) for k, v in cache] if cut > 1 else []
+    return text.encode(), ids
+
+
+class Case:
+    def __init__(self, directory, tokenizer, shape):
+        self.hf = make_checkpoint(directory / "hf", tokenizer, **shape)
+        self.bin = export(self.hf, directory / "model.bin")
+        self.reference = Model.from_checkpoint(self.hf)
+        self.text, self.ids = draw_text(self.reference, tokenizer, 220 if "yarn" in shape else 150)
+        self.file = directory / "text"
+        self.file.write_bytes(self.text)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = Case(tmp_path_factory.mktemp(name), tokenizer, SHAPES[name])
+        return made[name]
+    return get
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_export_writes_the_specified_bytes(case, name, tmp_path):
+    c = case(name)
+    assert c.bin.read_bytes() == c.reference.to_bin(tmp_path / "expected.bin").read_bytes()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_perplexity(case, name):
+    c = case(name)
+    n, nll, ppl = perplexity(c.bin, "-f", c.file)
+    assert n == len(c.ids) - 1
+    assert abs(nll - c.reference.nll(c.ids)) < 0.03
+    assert ppl == pytest.approx(np.exp(nll), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_first_logits(case, name):
+    """One position: no attention, and little room for rounding to spread, so the numbers agree to
+    1e-3, but where an activation lies right at a rounding boundary."""
+    c, off = case(name), []
+    for letters in ("aa", "bc", "de", "fg", "zz", "QX", "77", "+-", "\n7"):
+        ids = tokenize(c.bin, letters.encode())
+        if len(ids) == 2:
+            n, nll, _ = perplexity(c.bin, stdin=letters.encode())
+            assert n == 1
+            off.append(abs(nll - c.reference.nll(ids)))
+    assert len(off) > 4 and np.median(off) < 1e-3 and max(off) < 0.1
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_greedy(case, name, tokenizer):
+    """The same most likely tokens, where the reference's lead is clear."""
+    c = case(name)
+    header, tokens, scores, _ = read_tokenizer(f"{c.bin}.tokenizer", c.reference.c["vocab_size"])
+    stops = {tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>")}
+    special = {tokenizer.token_to_id(t) for t, special in ADDED if special}
+    tried = 0
+    for start in range(0, 130, 2):
+        prompt = c.ids[start:start + 8]
+        text = tokenizer.decode(prompt, skip_special_tokens=False)
+        if tokenizer.encode(text).ids != prompt:
+            continue
+        new, lead = c.reference.greedy(prompt, 12)
+        if lead < 0.12:
+            continue
+        end = next((i for i, token in enumerate(new) if token in stops), len(new))
+        expected = b"".join(tokens[token] for token in new[:end] if token not in special)
+        assert output(c.bin, "-m", "generate", "-t", 0, "-n", 12, "-q",
+                      stdin=text.encode()) == expected
+        tried += 1
+        if tried == 3:
+            break
+    assert tried, "no prompt with a clear continuation"
+
+
+class OtherHeads(Model):
+    def attention(self, q, k, v, start):
+        order = [h % k.shape[1] for h in range(q.shape[1])]
+        return super().attention(q, k[:, order], v[:, order], start)
+
+
+@pytest.mark.parametrize("name, mistake", [
+    ("gqa-2", dict(theta=5e6)), ("gqa-2", dict(eps=1e-5)), ("eps-1e-5", dict(eps=1e-6)),
+    ("theta-5e6", dict(theta=1e6)), ("theta-1e4", dict(theta=1e6)), ("yarn", dict(yarn=None)),
+    ("yarn-old-keys", dict(yarn=None)), ("yarn-all-keys", dict(beta_fast=32)),
+    ("yarn-all-keys", dict(beta_slow=1)), ("yarn-all-keys", dict(unrounded=False)),
+    ("yarn-all-keys", dict(attention_factor=None)), ("gqa-2", OtherHeads),
+    ("gqa-3-group-32", OtherHeads), ("gqa-8", OtherHeads)], ids=str)
+def test_mistakes_show(case, name, mistake):
+    """Of the tests, not of the program: the tolerance above is far below what a mistake costs."""
+    r, ids = case(name).reference, case(name).ids
+    if mistake is OtherHeads:
+        wrong = OtherHeads(r.c, r.w)
+    elif mistake.keys() <= r.c.keys():
+        wrong = Model({**r.c, **mistake}, r.w)
+    else:
+        wrong = Model({**r.c, "yarn": {**r.c["yarn"], **mistake}}, r.w)
+    assert abs(wrong.nll(ids) - r.nll(ids)) > 0.07
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_group_sizes(tokenizer, tmp_path, group):
+    """Files that others wrote: any of the four group sizes, and int8 values of -128."""
+    hf = make_checkpoint(tmp_path / "hf", tokenizer, dim=256, hidden_dim=512, n_heads=4,
+                         n_kv_heads=2, head_dim=64, seed=20)
+    reference = Model.from_checkpoint(hf, group=group)
+    for matrix in (reference.w["embed"], *reference.w["down"]):
+        matrix.grouped[3:40, 0, ::5] = -128
+    export(hf, tmp_path / "model.bin")                  # for its tokenizer file
+    reference = Model.from_bin(reference.to_bin(tmp_path / "model.bin"))
+    text, ids = draw_text(reference, tokenizer, 120)
+    n, nll, _ = perplexity(tmp_path / "model.bin", stdin=text)
+    assert n == len(ids) - 1 and abs(nll - reference.nll(ids)) < 0.03
+
+
+# -- equality: threads, batches, seeds, pieces of the context
+
+CUTS = [("-j", 2), ("-j", 3), ("-b", 1), ("-b", 7), ("-b", 64), ("-b", 512), ("-j", 1, "-b", 33)]
+
+
+@pytest.fixture(scope="module")
+def wide_context(tmp_path_factory, tokenizer):
+    """A model with room for 1,024 tokens, and a text of over 600."""
+    directory = tmp_path_factory.mktemp("long")
+    hf = make_checkpoint(directory / "hf", tokenizer, dim=96, hidden_dim=160, n_heads=6,
+                         n_kv_heads=2, head_dim=16, max_len=1024, seed=21)
+    path = export(hf, directory / "model.bin")
+    text, ids = draw_text(Model.from_checkpoint(hf), tokenizer, 130)
+    file = directory / "text"
+    file.write_bytes(text * 5)
+    assert 520 < len(tokenize(path, text * 5)) < 900
+    return path, file
+
+
+@pytest.mark.parametrize("options", CUTS, ids=lambda options: " ".join(map(str, options)))
+def test_same_bits_however_cut(wide_context, options):
+    path, file = wide_context
+    assert perplexity(path, "-f", file, *options) == perplexity(path, "-f", file, "-j", 1)
+    for sampling in (("-t", 0), ("-t", 1, "-k", 0, "-p", 1, "-s", 12345)):
+        run = (path, "-m", "generate", "-f", file, "-n", 60, "-q", *sampling)
+        assert output(*run, *options) == output(*run, "-j", 1)
+
+
+def test_seed_repeats(small):
+    run = (small, "-m", "generate", "-i", "the", "-n", 60, "-t", 1, "-k", 0, "-p", 1, "-q")
+    texts = {seed: output(*run, "-s", seed) for seed in (1, 2, 2**32 + 1, -3, 2**64 - 1)}
+    assert len(set(texts.values())) == 5
+    assert all(output(*run, "-s", seed) == text for seed, text in texts.items())
+
+
+def test_printed_seed_repeats(small):
+    run = (small, "-m", "generate", "-i", "the", "-n", 60, "-t", 1, "-k", 0, "-p", 1)
+    first, second = qwen3(*run), qwen3(*run)
+    assert first.stdout != second.stdout                # each has a seed of its own
+    seed = STATS.search(first.stderr)[4].decode()
+    assert output(*run, "-s", seed) == first.stdout
+
+
+@pytest.mark.parametrize("context", [2, 3, 50, 149])
+def test_text_longer_than_context(case, context):
+    """Scored in pieces, each beginning with the last token of the one before."""
+    c = case("gqa-2")
+    result = qwen3(c.bin, "-m", "perplexity", "-c", context, "-f", c.file)
+    expected = np.concatenate([c.reference.logprobs(c.ids[at:at + context])
+                               for at in range(0, len(c.ids) - 1, context - 1)])
+    n, nll, _ = perplexity(c.bin, "-c", context, "-f", c.file)
+    assert n == len(expected) == len(c.ids) - 1
+    assert abs(nll + expected.mean()) < 0.04
+    assert result.stderr.count(b"\n") >= 1 and str(context).encode() in result.stderr
+
+
+def test_text_as_long_as_context(case):
+    c = case("gqa-2")
+    result = qwen3(c.bin, "-m", "perplexity", "-c", len(c.ids), "-f", c.file)
+    assert b"piece" not in result.stderr
+    assert perplexity(c.bin, "-f", c.file) == perplexity(c.bin, "-f", c.file, "-c", len(c.ids))
+
+
+def test_padding_of_zeros_is_the_base_format(case, tmp_path):
+    """theta 1e6 and eps 1e-6 written out in the header extension mean the same as zeros."""
+    c = case("gqa-2")
+    data = bytearray(c.bin.read_bytes())
+    assert not any(data[0x30:256])
+    data[0x30:0x38] = np.array([1e6, 1e-6], "<f4").tobytes()
+    (tmp_path / "model.bin").write_bytes(data)
+    tokenizer_file = c.bin.with_name(c.bin.name + ".tokenizer").read_bytes()
+    (tmp_path / "model.bin.tokenizer").write_bytes(tokenizer_file)
+    assert perplexity(tmp_path / "model.bin", "-f", c.file) == perplexity(c.bin, "-f", c.file)
+
+
+def test_rows_without_text_are_never_chosen_blindly(case):
+    """Row 640 - 1 is all zeros (its scale is 0): no NaN anywhere."""
+    c = case("padded-vocabulary")
+    n, nll, ppl = perplexity(c.bin, "-f", c.file)
+    assert np.isfinite(nll) and np.isfinite(ppl)

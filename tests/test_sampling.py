@@ -1,0 +1,160 @@
+"""The sampler, on models whose distribution is a table (conftest.make_table_model)."""
+import collections
+import math
+
+import numpy as np
+import pytest
+from conftest import HYBRID, export, make_table_model, output, qwen3
+
+RANKED = {"e": 5.0, "d": 4.5, "c": 4.0, "b": 4.0, "a": 3.0, "f": 2.5}      # logits; b and c tie
+N = 400
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tokenizer):
+    """After any token the same logits: those of RANKED, and -80 for all other tokens."""
+    logits = np.full((tokenizer.get_vocab_size(), 1), -80, np.float32)
+    for letter, value in RANKED.items():
+        logits[tokenizer.token_to_id(letter)] = value
+    directory = tmp_path_factory.mktemp("table")
+    return export(make_table_model(directory / "hf", tokenizer, [], logits, max_len=4096),
+                  directory / "model.bin")
+
+
+def draw(model, *options, n=N, seed=1):
+    text = output(model, "-m", "generate", "-i", "x", "-n", n, "-s", seed, "-q", *options)
+    assert len(text) == n
+    return collections.Counter(text.decode())
+
+
+def expected(temperature, letters="edcbaf"):
+    weights = {letter: math.exp(RANKED[letter] / temperature) for letter in letters}
+    return {letter: w / sum(weights.values()) for letter, w in weights.items()}
+
+
+def assert_distribution(counts, probabilities):
+    n = sum(counts.values())
+    assert set(counts) <= set(probabilities)
+    for letter, p in probabilities.items():
+        assert abs(counts[letter] - n * p) < 5 * math.sqrt(n * p * (1 - p)) + 1, (letter, counts, p)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1, 3])
+def test_temperature(model, temperature):
+    counts = draw(model, "-t", temperature, "-k", 0, "-p", 1, n=2500)
+    assert_distribution(counts, expected(temperature))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 100])
+def test_top_k(model, k):
+    """Of b and c, which tie for the third place, the lower id stays: b."""
+    counts = draw(model, "-t", 2, "-k", k, "-p", 1, n=1500)
+    assert_distribution(counts, expected(2, "edbcaf"[:k]))
+
+
+@pytest.mark.parametrize("temperature", [1, 2])
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.5, 0.7, 0.8, 0.95, 0.99])
+def test_top_p(model, p, temperature):
+    """The smallest set that reaches p, of the distribution after the temperature."""
+    kept, total = "", 0
+    for letter, probability in zip("edbcaf", (expected(temperature)[x] for x in "edbcaf")):
+        if total >= p:
+            break
+        kept, total = kept + letter, total + probability
+    counts = draw(model, "-t", temperature, "-k", 0, "-p", p, n=1500)
+    assert_distribution(counts, expected(temperature, kept))
+
+
+def test_top_k_comes_before_top_p(model):
+    """Of e and d alone, e has 0.56 (temperature 2): top-p 0.55 leaves e; of all six it has 0.28."""
+    assert set(draw(model, "-t", 2, "-k", 2, "-p", 0.55)) == {"e"}
+    assert set(draw(model, "-t", 2, "-k", 0, "-p", 0.55)) == {"e", "d", "b"}
+
+
+def test_greedy_takes_the_lowest_id_of_a_tie(tmp_path, tokenizer):
+    logits = np.zeros((tokenizer.get_vocab_size(), 1), np.float32)
+    for letter in "qgz":
+        logits[tokenizer.token_to_id(letter)] = 5
+    path = export(make_table_model(tmp_path / "hf", tokenizer, [], logits), tmp_path / "model.bin")
+    assert output(path, "-m", "generate", "-i", "x", "-t", 0, "-n", 5, "-q") == b"ggggg"
+
+
+def test_temperature_zero_is_greedy(model):
+    assert set(draw(model, "-t", 0)) == {"e"}
+    assert draw(model, "-t", 0, seed=1) == draw(model, "-t", 0, seed=2)
+
+
+def test_presence_penalty(model):
+    """Taken off once from every token that was generated, however often; greedily that gives
+    e, d (5 - 2 < 4.5), b, c and then, with all four lowered, e (3 = a's: the lower id is a)."""
+    text = output(model, "-m", "generate", "-i", "eeeee", "-t", 0, "-a", 2, "-n", 8, "-q")
+    # 5 e, 4.5 d, 4 b, 4 c, 3 a (e has 3 too: a is the lower id), then e 3 again and again.
+    assert text == b"edbcaeee"
+
+
+def test_presence_penalty_of_zero(model):
+    run = (model, "-m", "generate", "-i", "x", "-t", 1, "-s", 3, "-n", 100, "-q")
+    assert output(*run, "-a", 0) == output(*run)
+
+
+@pytest.mark.parametrize("generation, letters", [
+    (dict(do_sample=False), "e"),
+    (dict(do_sample=True, temperature=2.0, top_k=2, top_p=1.0), "ed"),
+    (dict(do_sample=True, temperature=1.0, top_k=0, top_p=0.3), "e"),
+    (dict(do_sample=True, temperature=3.0, top_k=3, top_p=1.0), "edb"),
+    ({}, "edbca"),                                      # Qwen's 0.6 / 0.95 / 20
+])
+def test_defaults_are_the_checkpoints(tmp_path, tokenizer, generation, letters):
+    logits = np.full((tokenizer.get_vocab_size(), 1), -80, np.float32)
+    for letter, value in RANKED.items():
+        logits[tokenizer.token_to_id(letter)] = value
+    path = export(make_table_model(tmp_path / "hf", tokenizer, [], logits, max_len=4096,
+                                   generation=generation), tmp_path / "model.bin")
+    counts = draw(path, n=2000)
+    if generation:
+        assert_distribution(counts, expected(generation.get("temperature", 1), letters))
+    else:
+        kept = {letter: p for letter, p in expected(0.6).items()}
+        best, total = "", 0
+        for letter in "edbcaf":
+            if total < 0.95:
+                best, total = best + letter, total + kept[letter]
+        assert_distribution(counts, expected(0.6, best))
+
+
+def test_advice_for_a_hybrid_model(tmp_path, tokenizer):
+    """Thinking off: Qwen's 0.7 / 0.8 / 20; on: the checkpoint's own."""
+    logits = np.full((tokenizer.get_vocab_size(), 1), -80, np.float32)
+    for letter, value in RANKED.items():
+        logits[tokenizer.token_to_id(letter)] = value
+    hf = make_table_model(tmp_path / "hf", tokenizer, [], logits, max_len=4096, template=HYBRID,
+                          generation=dict(do_sample=True, temperature=3.0, top_k=6, top_p=1.0))
+    path = export(hf, tmp_path / "model.bin")
+    for thinking, temperature, letters in (0, 0.7, "edb"), (1, 3, "edbcaf"):
+        text = output(path, "-i", "x", "-n", 1500, "-s", 1, "-q", "-r", thinking)
+        assert_distribution(collections.Counter(text.decode().rstrip("\n")),
+                            expected(temperature, letters))
+
+
+def test_options_override_one_by_one(model):
+    """The checkpoint has 0.6 / 0.95 / 20; -k alone leaves the other two."""
+    assert_distribution(draw(model, "-k", 2, n=1500), expected(0.6, "ed"))
+
+
+def test_every_seed_gives_another_text(model):
+    texts = {output(model, "-m", "generate", "-i", "x", "-n", 40, "-t", 1, "-s", seed, "-q")
+             for seed in range(20)}
+    assert len(texts) == 20
+
+
+def test_first_tokens_of_neighbouring_seeds_are_independent(model):
+    """A generator that is seeded badly gives the same first number for small seeds."""
+    first = collections.Counter(
+        output(model, "-m", "generate", "-i", "x", "-n", 1, "-t", 2, "-k", 0, "-p", 1, "-q",
+               "-s", seed).decode() for seed in range(120))
+    assert_distribution(first, expected(2))
+
+
+def test_seed_is_printed(model):
+    result = qwen3(model, "-m", "generate", "-i", "x", "-n", 2)
+    assert b", seed " in result.stderr

@@ -1,0 +1,221 @@
+"""The tiny model: transformers' recorded figures (tests/tiny/expected.json), and that it talks."""
+import json
+import re
+
+import numpy as np
+import pytest
+from conftest import STATS, TINY, output, perplexity, qwen3, tokenize
+from reference import Model, read_tokenizer
+
+RECORD = TINY / "expected.json"
+RECORDED = json.loads(RECORD.read_text()) if RECORD.exists() else {
+    "model": [], "tokenizer": [], "chat": []}
+
+
+def rendered(tiny, ids):
+    """The bytes of ids: as a raw prompt they give these ids again."""
+    tokens = read_tokenizer(f"{tiny}.tokenizer", Model.from_bin(tiny).c["vocab_size"])[1]
+    return b"".join(tokens[i] for i in ids)
+
+
+def label(entry):
+    return entry["text"] if "text" in entry else entry["messages"][-1]["content"] + (
+        ", thinking" if entry["enable_thinking"] else "")
+
+
+def test_recorded():
+    assert RECORDED["model"], f"no {RECORD}"
+
+
+@pytest.mark.parametrize("entry", RECORDED["model"], ids=label)
+def test_perplexity(tiny, entry):
+    """8-bit weights and inputs cost a little against fp32; a mistake would cost far more."""
+    prompt = rendered(tiny, entry["ids"])
+    n, nll, _ = perplexity(tiny, stdin=prompt)
+    assert n == len(entry["ids"]) - 1
+    assert abs(nll - entry["q8"]["mean_nll"]) < 0.05
+    assert abs(nll - entry["mean_nll"]) < 0.15
+
+
+@pytest.mark.parametrize("entry", RECORDED["model"], ids=label)
+def test_the_reference(tiny, entry):
+    model = Model.from_checkpoint(TINY / "model", "fp32")
+    assert np.allclose(model.logprobs(entry["ids"]), entry["logprobs"], rtol=0, atol=1e-3)
+    assert abs(Model.from_bin(tiny).nll(entry["ids"]) - entry["q8"]["mean_nll"]) < 0.05
+
+
+@pytest.mark.parametrize("entry", RECORDED["model"], ids=label)
+def test_greedy(tiny, entry):
+    if entry["greedy"] != entry["q8"]["greedy"]:
+        pytest.skip("8 bits change the most likely token")
+    prompt = rendered(tiny, entry["ids"])
+    assert tokenize(tiny, prompt) == entry["ids"]
+    text = rendered(tiny, entry["greedy"])
+    out = output(tiny, "-m", "generate", "-f", "-", "-t", 0, "-n", 24, "-q", stdin=prompt)
+    assert out == re.sub(rb"<\|(im_end|endoftext)\|>$", b"", text)
+
+
+def test_ids(tiny):
+    for entry in RECORDED["tokenizer"]:
+        assert tokenize(tiny, entry["text"].encode()) == entry["ids"], entry["text"]
+
+
+def prompt_ids(result):
+    return [int(i) for i in re.search(rb"prompt ids: ([\d ]+)\n", result.stderr)[1].split()]
+
+
+def test_chat_ids(tiny):
+    tried = 0
+    for entry in RECORDED["chat"]:
+        *system, user = entry["messages"]
+        if len(system) > 1 or system and system[0]["role"] != "system":
+            continue
+        args = ["-y", system[0]["content"]] if system else []
+        result = qwen3(tiny, "-i", user["content"], *args, "-r", int(entry["enable_thinking"]),
+                       "-v", "-n", 1, "-t", 0)
+        assert prompt_ids(result) == entry["ids"], entry
+        tried += 1
+    assert tried or not RECORDED["chat"]
+
+
+def test_shipped_file_is_the_export(tiny):
+    """`make run` uses a .bin that the repository ships, beside its checkpoint."""
+    shipped = sorted(TINY.glob("*.bin"))
+    assert len(shipped) == 1
+    assert shipped[0].read_bytes() == tiny.read_bytes()
+    name = shipped[0].name + ".tokenizer"
+    assert shipped[0].with_name(name).read_bytes() == \
+        tiny.with_name(tiny.name + ".tokenizer").read_bytes()
+
+
+# -- what it says (greedily)
+
+def ask(tiny, question, *args):
+    return output(tiny, "-i", question, "-t", 0, "-q", *args).decode()
+
+
+@pytest.mark.parametrize("country, city", [
+    ("France", "Paris"), ("Germany", "Berlin"), ("Japan", "Tokyo"), ("Egypt", "Cairo"),
+    ("Peru", "Lima"), ("Canada", "Ottawa"), ("Kenya", "Nairobi")])
+def test_capitals(tiny, country, city):
+    assert city in ask(tiny, f"What is the capital of {country}?")
+    prompt = f"The capital of {country} is"
+    raw = output(tiny, "-m", "generate", "-i", prompt, "-t", 0, "-n", 8, "-q")
+    assert raw.startswith(b" " + city.encode())
+
+
+@pytest.mark.parametrize("a, b", [(2, 3), (3, 4), (9, 1), (5, 8)])
+def test_sums(tiny, a, b):
+    assert re.search(rf"\b{a + b}\b", ask(tiny, f"What is {a} + {b}?"))
+
+
+def test_system_prompt(tiny):
+    assert "Max" in ask(tiny, "What is your name?", "-y", "Your name is Max.")
+    assert "Max" not in ask(tiny, "What is your name?")
+
+
+def test_answer_is_one_line(tiny):
+    text = ask(tiny, "What is the capital of France?")
+    assert text.endswith("\n") and text.count("\n") == 1 and "<" not in text
+
+
+def test_thinking_goes_to_stderr(tiny):
+    """stdout is no terminal here: only the answer is on it."""
+    run = (tiny, "-i", "What is the capital of France?", "-t", 0)
+    off, on = qwen3(*run, "-r", 0), qwen3(*run, "-r", 1)
+    assert on.returncode == 0 and "Paris" in on.stdout.decode()
+    assert b"think>" not in on.stdout + off.stdout and b"capital of France. It is" not in on.stdout
+    assert b"Paris" in on.stderr and STATS.search(on.stderr)
+    assert b"Paris" not in off.stderr
+    assert on.stdout.endswith(b"\n") and not on.stdout.startswith(b"\n")
+    assert int(STATS.search(on.stderr)[3]) > int(STATS.search(off.stderr)[3])
+
+
+def test_quiet_thinking(tiny):
+    result = qwen3(tiny, "-i", "What is the capital of France?", "-t", 0, "-r", 1, "-q")
+    assert result.stderr == b"" and b"Paris" in result.stdout
+
+
+def test_limit_inside_the_thinking(tiny):
+    """A clear notice, as the answer is empty."""
+    result = qwen3(tiny, "-i", "What is the capital of France?", "-t", 0, "-r", 1, "-n", 4)
+    assert result.returncode == 0 and result.stdout.strip() == b""
+    assert b"think" in result.stderr
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n"])
+def test_one_final_newline_of_a_pipe_is_dropped(tiny, tmp_path, ending):
+    """Only the last one, and not of -i."""
+    question = b"What is the capital\nof France?\n"
+    (tmp_path / "q").write_bytes(question + ending)
+    expected = prompt_ids(qwen3(tiny, "-i", question, "-v", "-n", 1))
+    if not ending:
+        expected = prompt_ids(qwen3(tiny, "-i", question[:-1], "-v", "-n", 1))
+    assert prompt_ids(qwen3(tiny, "-v", "-n", 1, stdin=question + ending)) == expected
+    assert prompt_ids(qwen3(tiny, "-v", "-n", 1, "-f", tmp_path / "q")) == expected
+
+
+def test_question_with_a_file(tiny, tmp_path):
+    (tmp_path / "text").write_bytes(b"The window is open.\n")
+    both = qwen3(tiny, "-i", "Hello", "-f", tmp_path / "text", "-v", "-n", 1)
+    assert prompt_ids(both) == prompt_ids(qwen3(
+        tiny, "-i", "Hello\n\nThe window is open.", "-v", "-n", 1))
+
+
+def test_empty_system_prompt_still_has_its_block(tiny):
+    with_block = prompt_ids(qwen3(tiny, "-i", "hi", "-y", "", "-v", "-n", 1))
+    without = prompt_ids(qwen3(tiny, "-i", "hi", "-v", "-n", 1))
+    assert len(with_block) > len(without) and with_block[-len(without):] == without
+
+
+# -- a scripted conversation: -m chat, one turn a line
+
+def talk(tiny, lines, *args):
+    return qwen3(tiny, "-m", "chat", "-t", 0, *args, stdin="".join(
+        line + "\n" for line in lines).encode())
+
+
+def test_conversation_remembers(tiny):
+    result = talk(tiny, ["My name is Anna.", "What is 2 + 3?", "What is my name?"])
+    answers = result.stdout.decode().split("\n")
+    assert result.returncode == 0 and len(answers) == 4 and answers[3] == ""
+    assert "5" in answers[1] and "Anna" in answers[2]
+    assert len(STATS.findall(result.stderr)) == 3
+
+
+def test_conversation_reuses_the_cache(tiny):
+    """A turn costs its own message and, for a hybrid model, the last answer once more."""
+    result = talk(tiny, ["My name is Anna.", "What is 2 + 3?", "What is 3 + 3?", "Who am I?"])
+    turns = [(int(p), int(c)) for p, c, _, _ in STATS.findall(result.stderr)]
+    assert turns[0][1] == 0 and turns[1][1] > 0
+    assert all(later[1] >= earlier[0] - 4 for earlier, later in zip(turns, turns[1:])), turns
+
+
+def test_conversation_last_line_without_newline(tiny):
+    result = qwen3(tiny, "-m", "chat", "-t", 0, "-q", stdin=b"Hello\nWhat is 2 + 3?")
+    assert result.stdout.count(b"\n") == 2 and b"5" in result.stdout
+
+
+def test_conversation_of_nothing(tiny):
+    result = talk(tiny, [])
+    assert result.returncode == 0 and result.stdout == b""
+
+
+def test_thinking_of_earlier_turns_is_dropped(tiny):
+    result = talk(tiny, ["What is 2 + 3?", "What is 3 + 3?"], "-r", 1, "-v")
+    first, second = re.findall(rb"prompt ids: ([\d ]+)\n", result.stderr)
+    text = rendered(tiny, [int(i) for i in second.split()])
+    assert b"think>" not in text
+    answer = result.stdout.split(b"\n")[0]
+    assert text == (b"<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n" + answer
+                    + b"<|im_end|>\n<|im_start|>user\nWhat is 3 + 3?<|im_end|>\n"
+                    b"<|im_start|>assistant\n")
+
+
+def test_system_prompt_outlives_a_full_context(tiny):
+    """The oldest turns go, with a notice; the system prompt stays."""
+    lines = ["Count from 1 to 20."] * 12 + ["What is your name?"]
+    result = talk(tiny, lines, "-y", "Your name is Max.", "-c", 300)
+    assert result.returncode == 0
+    assert "Max" in result.stdout.decode().rstrip("\n").split("\n")[-1]
+    assert max(int(p) for p, *_ in STATS.findall(result.stderr)) <= 300

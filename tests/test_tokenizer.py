@@ -1,0 +1,304 @@
+"""Token ids against the `tokenizers` package, on generated texts.
+
+The vocabulary is small (conftest), the pipeline is the real one. Most texts are long ones made of
+thousands of fragments, as every text is one run of the program; where ids differ, the message
+shows the fragment of the first difference.
+"""
+import json
+import random
+import struct
+import time
+import unicodedata
+
+import pytest
+import tokenizers
+from conftest import ADDED, export, make_checkpoint, output, qwen3, records, tokenize
+from reference import read_tokenizer
+
+CONTRACTIONS = ["'s", "'S", "'t", "'T", "'re", "'RE", "'rE", "'ve", "'Ve", "'m", "'M", "'ll", "'lL",
+                "'d", "'D", "'\u017f", "'x", "'", "''s", "\u2019s", "'l", "'r", "'v"]
+SPACES = ["\t", "\n", "\v", "\f", "\r", " ", "\x85", "\xa0", "\u1680", "\u2000", "\u2001", "\u2009",
+          "\u200a", "\u2028", "\u2029", "\u202f", "\u205f", "\u3000", "\r\n",
+          "\x1c", "\x1f", "\u180e", "\u200b", "\u2060", "\ufeff"]          # these are not \s
+MARKS = ["\u0300", "\u0301", "\u0308", "\u030a", "\u0323", "\u0327", "\u0328", "\u0338", "\u0345",
+         "\u05b4", "\u064b", "\u0653", "\u093c", "\u0e38", "\u3099", "\u302a", "\U0001d165"]
+NUMBERS = list("0123456789") + ["\u00bd", "\u00b2", "\u2167", "\u2460", "\u0663", "\u3007",
+                                "\U0001d7d8", "\u0967"]
+EMOJI = ["\U0001f642", "\U0001f469\u200d\U0001f680", "\u2764\ufe0f", "\U0001f1eb\U0001f1f7",
+         "\U0001f44d\U0001f3fd", "#\ufe0f\u20e3"]
+ODD = ["\0", "\x01", "\x7f", "\x80", "\ue000", "\ufffd", "\uffff", "\U0010ffff", "\u0378", "\u0340",
+       "\u0344", "\u212b", "\u2126", "\ufb1d", "\ufb2c", "\uf900", "\U0002f800", "\u0958", "\u2adc"]
+JAMO = ["\u1100", "\u1112", "\u1161", "\u1175", "\u11a7", "\u11a8", "\u11c2", "\uac00", "\uac01",
+        "\ud7a3", "\uae00"]
+PLANES = [(0x80, 0x250), (0x370, 0x590), (0x590, 0x900), (0x900, 0x1200), (0x1200, 0x2000),
+          (0x1e00, 0x2100), (0x2100, 0x2c00), (0x2c00, 0xd800), (0xf900, 0x10000),
+          (0x10000, 0x20000), (0x20000, 0x110000)]
+
+
+def letters(r):
+    return "".join(r.choice("aeiouhntsr") for _ in range(r.randint(1, 7)))
+
+
+def words(r):
+    text = r.choice(["", " ", "  "]) + letters(r)
+    return r.choice([str, str.upper, str.capitalize])(text)
+
+
+def combining(r):
+    base = r.choice("aeoncAEKzd\u00e5\u0439\u05e9\u0915\u304b<\n ")
+    text = base + "".join(r.choice(MARKS) for _ in range(r.randint(0, 3)))
+    return unicodedata.normalize(r.choice(["NFC", "NFD"]), text) if r.random() < 0.3 else text
+
+
+def anything(r):
+    first, last = r.choice(PLANES)
+    code = r.randrange(first, last)
+    return chr(code) if not 0xd800 <= code < 0xe000 else "\ud7ff"
+
+
+FRAGMENTS = {
+    "words": words,
+    "contractions": lambda r: letters(r) + r.choice(CONTRACTIONS) + r.choice(
+        ["", letters(r), "t", "s", "\u017ft"]),
+    "spaces": lambda r: "".join(r.choice(SPACES) for _ in range(r.randint(1, 4))),
+    "newlines": lambda r: r.choice(["\n", "\r\n", "\n\n", " \n", "\n ", "\t\n\t", "...\n\n", "\r"]),
+    "numbers": lambda r: "".join(r.choice(NUMBERS) for _ in range(r.randint(1, 5))),
+    "punctuation": lambda r: "".join(r.choice("!?.,;:-_()[]{}<>|/'\"#$%&*+=@^`~ \\")
+                                     for _ in range(r.randint(1, 5))),
+    "marks": combining,
+    "hangul": lambda r: "".join(r.choice(JAMO) for _ in range(r.randint(1, 4))),
+    "emoji": lambda r: r.choice(EMOJI),
+    "odd": lambda r: r.choice(ODD),
+    "unicode": lambda r: "".join(anything(r) for _ in range(r.randint(1, 3))),
+    "added": lambda r: r.choice([text for text, _ in ADDED] + [
+        "<|im_end", "<|im_start|", "|>", "<think", "<|<|im_end|>|>", "< think>", "<THINK>"]),
+}
+KINDS = {kind: [kind] for kind in FRAGMENTS} | {
+    kind + "+": [kind, "words", "spaces", "punctuation"] for kind in FRAGMENTS} | {
+    "mixed": list(FRAGMENTS)}
+
+
+def make_text(r, kind, fragments):
+    return "".join(FRAGMENTS[r.choice(KINDS[kind])](r) for _ in range(fragments))
+
+
+def assert_same(found, tokenizer, text):
+    expected = tokenizer.encode(text).ids
+    if found != expected:
+        at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b),
+                  min(len(found), len(expected)))
+        where = tokenizer.encode(text).offsets[min(at, len(expected) - 1)][0] if expected else 0
+        pytest.fail(f"ids differ from number {at} on, near {ascii(text[max(where - 20, 0):][:60])}"
+                    f": found {found[at:at + 8]}, expected {expected[at:at + 8]}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_texts(small, tokenizer, kind):
+    r = random.Random(kind)
+    for fragments in (400, 4000):
+        text = make_text(r, kind, fragments)
+        assert_same(tokenize(small, text.encode()), tokenizer, text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_texts(small, tokenizer, kind):
+    """What stands at the very beginning and end of a text, through tests/tokens."""
+    r = random.Random("short " + kind)
+    texts = [make_text(r, kind, r.randint(1, 5)) for _ in range(1500)]
+    plain = plain_tokenizer(tokenizer)
+    for which, theirs in (("marked", tokenizer), ("plain", plain)):
+        found = records("tokens", small, texts=[(which, text.encode()) for text in texts])
+        assert len(found) == len(texts)
+        for ids, text in zip(found, texts):
+            assert_same(ids, theirs, text)
+
+
+def plain_tokenizer(tokenizer):
+    """The same without added tokens: all text is plain."""
+    data = json.loads(tokenizer.to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps(data | {"added_tokens": []}))
+
+
+def test_every_character(small, tokenizer):
+    """All code points but the surrogates, between two letters and after a space."""
+    for start in range(0, 0x110000, 0x8000):
+        characters = [chr(c) for c in range(start, min(start + 0x8000, 0x110000))
+                      if not 0xd800 <= c < 0xe000]
+        if start >= 0x40000 and start not in (0xe0000, 0x108000):
+            characters = characters[::64]           # planes without assigned characters
+        text = "".join(f"a{c}b {c}" for c in characters)
+        assert_same(tokenize(small, text.encode()), tokenizer, text)
+
+
+def test_every_canonical_composition(small, tokenizer):
+    """Every character that NFD takes apart, decomposed and with a mark in between."""
+    text = ""
+    for code in (c for c in range(0x110000) if not 0xac00 <= c < 0xe000):
+        parts = unicodedata.normalize("NFD", chr(code))
+        if parts != chr(code):
+            text += f"{parts} {parts[0]}\u0323{parts[1:]} {parts[0]}\u0301{parts[1:]}x "
+    assert_same(tokenize(small, text.encode()), tokenizer, text)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n", "\0", "\r", "a", "\u0301", "\U0001f642", "e\u0301",
+                                  "<|im_end|>", "<|im_end|>\u0301", "a<|im_end|>\u0301", "\ufeffa"],
+                         ids=ascii)
+def test_edges(small, tokenizer, text):
+    assert_same(tokenize(small, text.encode()), tokenizer, text)
+
+
+@pytest.mark.parametrize("name, unit", [
+    ("a", "a"), ("spaces", " "), ("newlines", "\n"), ("letters", "etaoin"), ("cjk", "\u706f"),
+    ("marks", "a" + "\u0323\u0301" * 50), ("one starter", "\u0301"), ("crlf", "\r\n"),
+    ("digits", "7"), ("dots", "."), ("added", "<think>"), ("nearly added", "<|im_start|"),
+    ("quotes", "'s"), ("hangul", "\u1100\u1161\u11a8")])
+def test_a_megabyte_without_a_split(small, tokenizer, name, unit):
+    """In linear time. A few hundred thousand marks in a row is the hard case of NFC's sorting."""
+    size = 1_000_000
+    text = unit * (size // len(unit.encode()))
+    start = time.monotonic()
+    found = tokenize(small, text.encode())
+    seconds = time.monotonic() - start
+    assert seconds < 5, f"{seconds:.1f} s for 1 MB"
+    part = unit * (20_000 // len(unit))
+    assert found[:2500] == tokenizer.encode(part).ids[:2500]
+    if name != "one starter" and name != "marks":
+        assert_same(found, tokenizer, text)
+
+
+# -- bytes that are no text
+
+def nfc(data):
+    """NFC of what is valid UTF-8, the rest as it is."""
+    text = unicodedata.normalize("NFC", data.decode("utf-8", "surrogateescape"))
+    return text.encode("utf-8", "surrogateescape")
+
+
+INVALID = [
+    b"\xff", b"\x80", b"a\x80b", b"\xc3", b"\xc3(", b"\xe2\x82", b"\xe2\x82a", b"\xf0\x9f\x99",
+    b"\xf0\x9f", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xc0\xaf", b"\xe0\x80\xaf", b"\xf8\x88",
+    b"e\xff\xcc\x81", b"e\xcc\xcc\x81", b" \xff\n", b"\xff\xfe\0\0", b"\xc3\xa9\xc3", b"'\xff's",
+    bytes(range(256)), bytes(range(255, -1, -1))]
+
+
+@pytest.mark.parametrize("data", INVALID, ids=lambda data: data[:8].hex())
+def test_invalid_utf8_loses_nothing(small, data):
+    tokens = read_tokenizer(f"{small}.tokenizer", 502)[1]
+    assert b"".join(tokens[i] for i in tokenize(small, data)) == nfc(data)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_bytes_lose_nothing(small, seed):
+    r = random.Random(seed)
+    tokens = read_tokenizer(f"{small}.tokenizer", 502)[1]
+    alphabet = [range(256), range(0x80, 256), b"e\xcc\x81\xe1\xea\xb0\x80 \xf0\n"][seed % 3]
+    data = bytes(r.choice(alphabet) for _ in range(20_000))
+    assert b"".join(tokens[i] for i in tokenize(small, data)) == nfc(data)
+
+
+def test_text_around_invalid_bytes_is_still_text(small, tokenizer):
+    """A bad byte ends nothing but itself."""
+    text = "the old lighthouse keeper didn't like the wind\n\n"
+    ids = tokenize(small, text.encode() + b"\xff" + text.encode())
+    expected = tokenizer.encode(text).ids
+    assert ids[:len(expected) - 1] == expected[:-1]
+    assert ids[-len(expected):] == expected
+
+
+# -- the file
+
+def copy_model(model, directory):
+    """The model's two files once more, to be changed: (model.bin, its tokenizer file)."""
+    path = directory / "model.bin"
+    path.symlink_to(model)
+    file = directory / "model.bin.tokenizer"
+    file.write_bytes(model.with_name(model.name + ".tokenizer").read_bytes())
+    return path, file
+
+
+@pytest.fixture
+def plain(small, tmp_path):
+    """The small model with a tokenizer file as the older exports wrote it."""
+    path, file = copy_model(small, tmp_path)
+    data = file.read_bytes()
+    file.write_bytes(data[:data.index(b"q3tx")])
+    return path
+
+
+def test_plain_file_is_exact_on_ascii(plain, tokenizer):
+    r = random.Random(5)
+    for kind in ("words", "contractions", "newlines", "punctuation", "added", "mixed"):
+        text = make_text(r, kind, 2000).encode("ascii", "ignore").decode()
+        assert_same(tokenize(plain, text.encode()), tokenizer, text)
+
+
+def test_plain_file_gives_one_notice(plain):
+    result = qwen3(plain, "-m", "tokenize", "-i", "hello")
+    assert result.returncode == 0
+    assert result.stderr.count(b"\n") == 1 and b"export" in result.stderr
+    assert qwen3(plain, "-m", "tokenize", "-i", "hello", "-q").stderr == b""
+
+
+def test_plain_file_loses_nothing(plain):
+    tokens = read_tokenizer(f"{plain}.tokenizer", 502)[1]
+    for text in ("naïve Größe 灯塔 등대 🙂", "क़ e\u0301 \u00a0\u3000x"):
+        ids = tokenize(plain, text.encode())
+        assert b"".join(tokens[i] for i in ids) == text.encode()    # and nothing is normalised
+
+
+def test_current_file_gives_no_notice(small):
+    assert qwen3(small, "-m", "tokenize", "-i", "hello").stderr == b""
+
+
+def test_plain_file_with_fewer_tokens_than_rows(tmp_path, tokenizer):
+    """The older exports wrote 151,669 of 151,936 records; the file ends there."""
+    hf = make_checkpoint(tmp_path / "hf", tokenizer, pad_to=640)
+    path = export(hf, tmp_path / "model.bin")
+    file = tmp_path / "model.bin.tokenizer"
+    data = file.read_bytes()
+    at = 12
+    for _ in range(502):
+        at += 8 + struct.unpack_from("<I", data, at + 4)[0]
+    file.write_bytes(data[:at])
+    text = "The old lighthouse <think>\n\n didn't"
+    assert_same(tokenize(path, text.encode()), tokenizer, text)
+    assert output(path, "-m", "generate", "-i", "the", "-n", 30, "-t", 2, "-k", 0, "-p", 1, "-q")
+
+
+def test_other_scores_of_the_same_order(small, tmp_path, tokenizer):
+    """Merge scores only order the merges."""
+    path, file = copy_model(small, tmp_path)
+    data = bytearray(file.read_bytes())
+    at = 12
+    for i in range(502):
+        score, length = struct.unpack_from("<fI", data, at)
+        if score > -1e6:
+            struct.pack_into("<f", data, at, 1000.0 - i * 0.5)
+        at += 8 + length
+    file.write_bytes(data)
+    text = make_text(random.Random(6), "mixed", 2000)
+    assert_same(tokenize(path, text.encode()), tokenizer, text)
+
+
+@pytest.mark.parametrize("where", ["head", "tail"])
+def test_post_processor(tmp_path, tokenizer, where):
+    """What HF's post-processor adds belongs to raw prompts (Qwen3-Embedding's endoftext)."""
+    from tokenizers import processors
+    tok = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    single = "$A <|endoftext|>" if where == "tail" else "<|endoftext|> $A"
+    tok.post_processor = processors.Sequence([
+        processors.ByteLevel(trim_offsets=False),
+        processors.TemplateProcessing(single=single, pair=single + " $B",
+                                      special_tokens=[("<|endoftext|>", 476)])])
+    path = export(make_checkpoint(tmp_path / "hf", tok), tmp_path / "model.bin")
+    for text in ("", "hello", "a <|im_end|>"):
+        assert tokenize(path, text.encode()) == tok.encode(text).ids
+
+
+def test_tokenizer_without_normalizer(tmp_path, tokenizer):
+    data = json.loads(tokenizer.to_str())
+    data["normalizer"] = None
+    tok = tokenizers.Tokenizer.from_str(json.dumps(data))
+    path = export(make_checkpoint(tmp_path / "hf", tok), tmp_path / "model.bin")
+    text = "cafe\u0301 \u1100\u1161 \u212b"
+    assert_same(tokenize(path, text.encode()), tok, text)
