@@ -682,7 +682,7 @@ INLINE float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1;
-    union { int32_t i; float f; } power = {.i = ((int32_t)n + 127) << 23};
+    union { uint32_t i; float f; } power = {.i = ((uint32_t)(int32_t)n + 127) << 23};
     return x < -87.0f ? 0 : p * power.f;
 }
 
@@ -911,9 +911,10 @@ static void each_token(Pass *p, void (*step)(const Pass *, int t)) {
     parallel(token_job, p, p->n, max_int(TILE, 4));
 }
 
-// The cache of one layer and kv head for positions block * LANES and on: keys, transposed, so that
-// a vector holds LANES positions: (head_dim, LANES); then values: (LANES, value_dim()). A block of
-// positions holds all layers, so memory is touched only as positions come into use.
+// The cache of one layer and kv head for positions block * LANES and on, in the order in which
+// attention reads it: keys (head_dim, LANES positions), then values (value_dim / LANES, LANES
+// positions, LANES). A block of positions holds all layers, so that memory is touched only as
+// positions come into use.
 static float *kv_block(const Model *m, int layer, int kv_head, int block) {
     size_t i = ((size_t)block * m->config.n_layers + layer) * m->config.n_kv_heads + kv_head;
     return m->state.kv + i * m->state.kv_floats;
@@ -949,7 +950,7 @@ static void rope_and_cache(const Pass *p, int t) {
         rope(k, cos, sin, half);
         float *keys = kv_block(p->m, p->l, h, (p->pos + t) / LANES), *values = keys + hd * LANES;
         for (int j = 0; j < hd; j++) keys[j * LANES + lane] = k[j];
-        memcpy(values + (size_t)lane * value_dim(p->m), v, hd * sizeof(float));
+        for (int j = 0; j < hd; j++) values[(j / LANES * LANES + lane) * LANES + j % LANES] = v[j];
     }
 }
 
@@ -999,7 +1000,7 @@ INLINE void attention_rows(const Pass *p, int kv_head, int row, float *scratch, 
             UNROLL for (int r = 0; r < rows; r++) sum[r] = ((VecF *)(sums + (size_t)r * vd))[j];
             for (int i = 0; i < min_int(LANES, end - start); i++) {
                 UNROLL for (int r = 0; r < rows; r++) {
-                    sum[r] = mul_add(values[i * (vd / LANES) + j], splat_f(score[r][start + i]),
+                    sum[r] = mul_add(values[j * LANES + i], splat_f(score[r][start + i]),
                                      sum[r]);
                 }
             }
@@ -2037,10 +2038,14 @@ static void on_interrupt(int signal) {
     interrupted = 1;
 }
 
-static void stdout_flush(void) {
-    if (fflush(stdout) == 0 && !ferror(stdout)) return;
-    if (errno == EPIPE) _exit(EXIT_SUCCESS);  // the reader has seen enough
-    die("stdout: %s", strerror(errno));
+// All of s goes out at once, whatever signals come.
+static void write_stdout(Bytes s) {
+    while (s.n) {
+        ssize_t n = write(STDOUT_FILENO, s.p, s.n);
+        if (n < 0 && errno == EPIPE) exit(EXIT_SUCCESS);  // the reader has seen enough
+        if (n < 0 && errno != EINTR) die("stdout: %s", strerror(errno));
+        if (n > 0) s = bytes_from(s, n);
+    }
 }
 
 // How many bytes at the end of s are an unfinished character that can still become one.
@@ -2065,8 +2070,8 @@ static void writer_flush(Writer *w, size_t keep) {
         if (s.n) w->trim = false;
     }
     bool aside = w->chat && w->thinking && !w->terminal;
-    if (s.n && !(aside && quiet)) fwrite(s.p, 1, s.n, aside ? stderr : stdout);
-    stdout_flush();
+    if (!aside) write_stdout(s);
+    else if (!quiet) fwrite(s.p, 1, s.n, stderr);
     if (keep) memmove(w->held.p, w->held.p + w->held.n - keep, keep);
     w->held.n = keep;
 }
@@ -2076,7 +2081,7 @@ static void writer_thinks(Writer *w, bool thinking) {
     writer_flush(w, 0);
     if (w->dim) {
         dimmed = thinking;
-        fputs(thinking ? "\033[2m" : "\033[0m", stdout);
+        write_stdout(bytes(thinking ? "\033[2m" : "\033[0m"));
     }
     if (!thinking && !w->terminal) {
         if (!quiet) fputc('\n', stderr);
@@ -2098,8 +2103,7 @@ static void writer_end(Writer *w) {
     writer_flush(w, 0);
     writer_thinks(w, false);
     w->trim = false;
-    if (w->chat || w->terminal) fputc('\n', stdout);
-    stdout_flush();
+    if (w->chat || w->terminal) write_stdout(bytes("\n"));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2126,6 +2130,10 @@ typedef struct {
     Tokenizer tokenizer;
     Sampler sampler;
     Writer writer;
+    Conversation conversation;
+    Buffer input;     // the prompt, or the message being typed
+    char *line;       // getline()'s
+    size_t line_cap;
     Ids cached;       // what the KV cache holds
     bool think;       // -r, as far as the model can switch
     bool no_switch;   // -r was given to one that can't
@@ -2234,9 +2242,16 @@ static void run_tokenize(Engine *e, Bytes text) {
     Ids ids = {0};
     encode_raw(&e->tokenizer, text, &ids);
     give_notices(e);
-    for (size_t i = 0; i < ids.n; i++) printf(i ? " %d" : "%d", ids.p[i]);
-    putchar('\n');
-    stdout_flush();
+    Buffer line = {0};
+    for (size_t i = 0; i < ids.n; i++) {
+        char number[16];
+        snprintf(number, sizeof(number), i ? " %d" : "%d", ids.p[i]);
+        buffer_add(&line, bytes(number));
+    }
+    buffer_add(&line, bytes("\n"));
+    write_stdout((Bytes){line.p, line.n});
+    free(line.p);
+    free(ids.p);
 }
 
 #define PROMPT_TOO_LONG "prompt: too long, expected at most %d tokens (-c), found %zu"
@@ -2247,7 +2262,9 @@ static Ending run_generate(Engine *e, Bytes text) {
     if (ids.n == 0) ids_add(&ids, e->tokenizer.end_of_text);
     if (ids.n > (size_t)e->model.state.seq_len)
         die(PROMPT_TOO_LONG, e->model.state.seq_len, ids.n);
-    return respond(e, &ids, NULL);
+    Ending ending = respond(e, &ids, NULL);
+    free(ids.p);
+    return ending;
 }
 
 // -log of the probability of `id` by its logits
@@ -2292,13 +2309,16 @@ static void run_perplexity(Engine *e, Bytes text) {
     }
     double mean = sum / (double)(ids.n - 1);
     if (!isfinite(mean)) die("model: the logits are no numbers; is the file damaged?");
-    printf("tokens %zu nll %.6f ppl %.4f\n", ids.n - 1, mean, exp(mean));
-    stdout_flush();
+    char line[128];
+    snprintf(line, sizeof(line), "tokens %zu nll %.6f ppl %.4f\n", ids.n - 1, mean, exp(mean));
+    write_stdout(bytes(line));
+    free(ids.p);
 }
 
 // Renders the conversation. If there is no room for an answer, the oldest turns go until half the
 // context is free. False: the last message alone is too long.
-static bool fit_conversation(Engine *e, Conversation *c, Ids *ids) {
+static bool fit_conversation(Engine *e, Ids *ids) {
+    Conversation *c = &e->conversation;
     const size_t context = e->model.state.seq_len, first = c->p[0].role == SYSTEM;
     size_t room = context / 4, dropped = 0;
     if (e->options.n >= 0 && (size_t)e->options.n < room) room = e->options.n;
@@ -2315,11 +2335,12 @@ static bool fit_conversation(Engine *e, Conversation *c, Ids *ids) {
 }
 
 // A user's message and the model's answer to it.
-static Ending chat_turn(Engine *e, Conversation *c, Bytes text, bool leave_on_error) {
+static Ending chat_turn(Engine *e, Bytes text, bool leave_on_error) {
+    Conversation *c = &e->conversation;
     Ids ids = {0};
     interrupted = 0;
     conversation_add(c, USER, text);
-    if (!fit_conversation(e, c, &ids)) {
+    if (!fit_conversation(e, &ids)) {
         if (leave_on_error) die(PROMPT_TOO_LONG, e->model.state.seq_len, ids.n);
         fprintf(stderr, "qwen3: " PROMPT_TOO_LONG "\n", e->model.state.seq_len, ids.n);
         conversation_drop(c, c->n - 1, 1);
@@ -2342,10 +2363,10 @@ static Bytes chop(Bytes s) {
 enum { TERMINAL_LINE = 4095 };  // a terminal takes no more bytes in a line
 
 // The next line of stdin; false at the end of input or after Ctrl-C.
-static bool read_line(char **line, size_t *cap, Bytes *text) {
-    ssize_t n = interrupted ? -1 : getline(line, cap, stdin);
+static bool read_line(Engine *e, Bytes *text) {
+    ssize_t n = interrupted ? -1 : getline(&e->line, &e->line_cap, stdin);
     if (n < 0 && ferror(stdin) && errno != EINTR) die("stdin: %s", strerror(errno));
-    *text = (Bytes){(uint8_t *)*line, n > 0 ? n : 0};
+    *text = (Bytes){(uint8_t *)e->line, n > 0 ? n : 0};
     return n > 0;
 }
 
@@ -2358,42 +2379,39 @@ static bool input_waits(void) {
 }
 
 // A message typed or pasted at a terminal; false at the end of input or after Ctrl-C.
-static bool read_message(char **line, size_t *cap, Buffer *message) {
+static bool read_message(Engine *e) {
+    Buffer *message = &e->input;
     Bytes text;
     bool more = true, cut = false;
     if (!quiet) fputs("> ", stderr);
     for (message->n = 0; more;) {
-        if (!read_line(line, cap, &text)) return message->n > 0 && !interrupted;
+        if (!read_line(e, &text)) return message->n > 0 && !interrupted;
         cut |= chop(text).n >= TERMINAL_LINE;
         buffer_add(message, text);
         more = message->n > 1 && memcmp(message->p + message->n - 2, "\\\n", 2) == 0;
         if (more) message->p[--message->n - 1] = '\n';
         else more = text.p[text.n - 1] == '\n' && input_waits();
     }
-    message->n = chop((Bytes){message->p, message->n}).n;
+    message->n = cut ? 0 : chop((Bytes){message->p, message->n}).n;
     if (cut)
         notice("input: the terminal cut a line at %d bytes, nothing was sent; -f FILE takes longer "
                "ones", TERMINAL_LINE);
-    if (cut) message->n = 0;
     return true;
 }
 
 // A conversation with stdin: a terminal, or a script of one turn a line.
-static int run_conversation(Engine *e, Conversation *c) {
-    char *line = NULL;
-    size_t cap = 0;
-    Buffer message = {0};
+static int run_conversation(Engine *e) {
     Bytes text;
     if (!isatty(STDIN_FILENO)) {
-        while (interrupted = 0, read_line(&line, &cap, &text)) chat_turn(e, c, chop(text), true);
+        while (interrupted = 0, read_line(e, &text)) chat_turn(e, chop(text), true);
         return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
     }
     setvbuf(stdin, NULL, _IONBF, 0);  // so that select() sees all that waits
     give_notices(e);
     notice("chat: a line that ends in \\ goes on in the next, a pasted block is one message; Ctrl-C "
            "stops an answer, Ctrl-D leaves");
-    while (interrupted = 0, read_message(&line, &cap, &message)) {
-        if (message.n) chat_turn(e, c, (Bytes){message.p, message.n}, false);
+    while (interrupted = 0, read_message(e)) {
+        if (e->input.n) chat_turn(e, (Bytes){e->input.p, e->input.n}, false);
     }
     if (!quiet) fputc('\n', stderr);
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
@@ -2486,12 +2504,10 @@ static Options parse_options(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
-            fputs(usage, stdout);
-            stdout_flush();
+            write_stdout(bytes(usage));
             exit(EXIT_SUCCESS);
         } else if (!strcmp(arg, "--version")) {
-            puts("qwen3 " VERSION " (" SIMD ")");
-            stdout_flush();
+            write_stdout(bytes("qwen3 " VERSION " (" SIMD ")\n"));
             exit(EXIT_SUCCESS);
         } else if (!strcmp(arg, "-q")) {
             quiet = true;
@@ -2592,19 +2608,17 @@ static void load(Engine *e) {
 static int run(Engine *e) {
     const Options *o = &e->options;
     const bool chat = o->mode < 0 || o->mode == CHAT, terminal = isatty(STDOUT_FILENO);
-    Buffer prompt = {0};
-    Conversation c = {0};
     load(e);
     if (chat) choose_chat(e);
     choose_sampling(e);
     e->writer = (Writer){.chat = chat, .terminal = terminal, .dim = terminal && !getenv("NO_COLOR")};
-    if (chat && o->system) conversation_add(&c, SYSTEM, bytes(o->system));
-    if (!read_prompt(o, &prompt)) return run_conversation(e, &c);
-    Bytes text = {prompt.p, prompt.n};
+    if (chat && o->system) conversation_add(&e->conversation, SYSTEM, bytes(o->system));
+    if (!read_prompt(o, &e->input)) return run_conversation(e);
+    Bytes text = {e->input.p, e->input.n};
     Ending ending = TURN_ENDED;
     if (o->mode == TOKENIZE) run_tokenize(e, text);
     else if (o->mode == PERPLEXITY) run_perplexity(e, text);
-    else ending = chat ? chat_turn(e, &c, text, true) : run_generate(e, text);
+    else ending = chat ? chat_turn(e, text, true) : run_generate(e, text);
     return ending == INTERRUPTED ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
@@ -2613,7 +2627,8 @@ int main(int argc, char **argv) {
     static Engine e;
     e.options = parse_options(argc, argv);
     signal(SIGPIPE, SIG_IGN);
-    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);
+    if (e.options.mode != TOKENIZE)
+        sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);
     return run(&e);
 }
 #endif
