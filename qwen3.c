@@ -474,7 +474,8 @@ static struct {
 static void work(uint32_t loop, Job job, void *arg, int count, int chunk, int thread) {
     uint64_t ticket = atomic_load(&pool.ticket);
     while (ticket >> 32 == loop && (int)(uint32_t)ticket < count) {
-        int begin = (int)(uint32_t)ticket, end = min_int(begin + chunk, count);
+        int begin = (int)(uint32_t)ticket, share = (count - begin) / (2 * n_threads);
+        int end = min_int(begin + round_up(max_int(share, 1), chunk), count);
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + (end - begin))) continue;
         job(arg, begin, end, thread);
         if (atomic_fetch_add(&pool.finished, end - begin) + end - begin == count && thread != 0) {
@@ -656,7 +657,7 @@ INLINE VecF mul_add(VecF a, VecF b, VecF c) {
 
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
-INLINE VecF splat_f(float value) { return (VecF){0} + value; }
+INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // no addition: -0 stays
 
 INLINE int32_t load_i32(const void *p) {
     int32_t value;
@@ -965,6 +966,7 @@ INLINE void attention_rows(const Pass *p, int kv_head, int row, float *scratch, 
     const State *s = &p->m->state;
     const int hd = g->head_dim, vd = value_dim(p->m), group = g->n_heads / g->n_kv_heads;
     const int stride = round_up(s->seq_len, LANES);
+    const size_t ahead = kv_block(p->m, 0, 0, 1) - kv_block(p->m, 0, 0, 0);  // to the next block
     const float scale = 1 / sqrtf((float)hd);
     const float *q[ATT_ROWS];
     float *out[ATT_ROWS], *score[ATT_ROWS], *sums = scratch + (size_t)rows * stride;
@@ -981,6 +983,7 @@ INLINE void attention_rows(const Pass *p, int kv_head, int row, float *scratch, 
         const VecF *keys = (const VecF *)kv_block(p->m, p->l, kv_head, start / LANES);
         VecF sum[ATT_ROWS] = {0};
         for (int j = 0; j < hd; j++) {
+            __builtin_prefetch((const float *)&keys[j] + ahead);
             UNROLL for (int r = 0; r < rows; r++) {
                 sum[r] = mul_add(keys[j], splat_f(q[r][j]), sum[r]);
             }
@@ -999,6 +1002,7 @@ INLINE void attention_rows(const Pass *p, int kv_head, int row, float *scratch, 
             VecF sum[ATT_ROWS];
             UNROLL for (int r = 0; r < rows; r++) sum[r] = ((VecF *)(sums + (size_t)r * vd))[j];
             for (int i = 0; i < min_int(LANES, end - start); i++) {
+                __builtin_prefetch((const float *)&values[j * LANES + i] + ahead);
                 UNROLL for (int r = 0; r < rows; r++) {
                     sum[r] = mul_add(values[j * LANES + i], splat_f(score[r][start + i]),
                                      sum[r]);
