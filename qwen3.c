@@ -758,6 +758,8 @@ NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int grou
 // Every product's value is  sum over groups g, first to last, of (float)(w_g . x_g) * w_scale[g] *
 // x_scale[g]  in this order of roundings, so both kernels below give the same bits.
 
+enum { AHEAD = 8192 };  // bytes: the CPU's own prefetching stops where a page ends
+
 // out = W x for one token: rows first .. last - 1 of W (rows, cols), group a constant.
 INLINE void matvec(float *out, const Quantized *x, const Matrix *w, int t, int first, int last,
                    const int group) {
@@ -771,6 +773,7 @@ INLINE void matvec(float *out, const Quantized *x, const Matrix *w, int t, int f
         int32_t sums[8];
         int g = 0;
         for (; g + 8 <= groups; g += 8) {
+            for (int i = 0; i < 8 * group; i += 64) __builtin_prefetch(wq + g * group + i + AHEAD);
             dot8(sums, wq + g * group, xq + g * group, group);
             for (int i = 0; i < 8; i++) terms[i] = (float)sums[i] * ws[g + i] * xs[g + i];
             for (int i = 0; i < 8; i++) sum += terms[i];
