@@ -56,4 +56,5 @@ def main():
         file.write(stamp)
 
 
-main()
+if __name__ == "__main__":
+    main()
