@@ -20,17 +20,21 @@ ALL_CFLAGS = $(CFLAGS) $(NATIVE) -std=gnu11 -ffp-contract=off -fopenmp-simd $(WA
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
            -Wno-pass-failed  # clang: loops are not vectorised then
 
-qwen3: qwen3.c Makefile
+qwen3: qwen3.c Makefile tests/.flags
 	$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)
+
+# Changes when the compiler or its flags do, so that what they built is built again
+tests/.flags: FORCE
+	@echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS)' | cmp -s - $@ || echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS)' > $@
 
 run: qwen3
 	./qwen3 tests/tiny/tiny.bin -t 0 -i "What is the capital of France?"
 
 debug: CFLAGS = $(SANITIZE)
-debug: clean qwen3
+debug: qwen3
 
 # C programs that include qwen3.c: test checks its functions, render and tokens print ids
-tests/test tests/render tests/tokens: tests/%: tests/%.c tests/records.h qwen3.c Makefile
+tests/test tests/render tests/tokens: tests/%: tests/%.c tests/records.h qwen3.c Makefile tests/.flags
 	$(CC) $(ALL_CFLAGS) -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
 
 tests/tiny/tiny.bin:
@@ -39,9 +43,9 @@ tests/tiny/tiny.bin:
 test: qwen3 tests/test tests/render tests/tokens
 	tests/test
 	python3 tests/setup_venv.py
-	tests/.venv/bin/python -m pytest -o tmp_path_retention_count=1 tests
+	tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1 tests
 
 clean:
-	rm -f qwen3 tests/test tests/render tests/tokens
+	rm -f qwen3 tests/test tests/render tests/tokens tests/.flags
 
-.PHONY: run debug test clean
+.PHONY: run debug test clean FORCE

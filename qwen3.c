@@ -2,19 +2,26 @@
 
    ./qwen3 model.bin -i "What is the capital of France?"
 
-   What runs here, top to bottom of this file: map the checkpoint, cut the text into tokens, run
-   the transformer over them, sample the next token, print it, and so on until the answer ends.
+   What runs here: map the checkpoint (model_map), cut the text into tokens (encode_raw, render),
+   run the transformer over all of them at once (prefill), then one by one: score every token of
+   the vocabulary as the next (classify: the logits), draw one (sample), print it (writer_token) and
+   run it through the layers (forward), until the answer ends (generate).
 
-   One token x (dim) goes through n_layers layers, each of which is (model.md, HF modeling_qwen3):
+   A token is a vector x (dim) that goes through n_layers layers, each of which is (HF
+   modeling_qwen3):
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             n_heads, n_kv_heads and n_kv_heads vectors (head_dim)
      q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalised by itself
      k = rope(rmsnorm(k, k_norm), pos)        k and v are appended to the cache
-     a = softmax(q . K / sqrt(head_dim)) V    per head; n_heads / n_kv_heads of them share a K and V
+     a = softmax(q . K / sqrt(head_dim)) V    per head, over positions 0 .. pos (causal);
+                                              n_heads / n_kv_heads of them share a K and V
      x = x + Wo a
      h = rmsnorm(x, rms_ffn)
      x = x + W2 (silu(W1 h) * (W3 h))         silu(z) = z / (1 + exp(-z))
+
+   rope turns each pair (x[j], x[j + head_dim/2]) by the angle pos * theta^(-2j / head_dim), so that
+   q . k depends on how far apart two tokens are.
 
    and the scores of the next token are  logits = Wcls rmsnorm(x, rms_final)  (vocab_size).
 
@@ -46,9 +53,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
-#include <sys/select.h>
 #include <sys/stat.h>
+#include <termios.h>
 #include <time.h>
 #include <unistd.h>
 #ifndef NO_THREADS
@@ -293,8 +301,7 @@ typedef struct {
     int seq_len;       // positions the cache has room for
     int batch;         // most tokens of one forward pass
     float *x;          // (batch, dim)         the residual stream
-    float *delta;      // (batch, dim)         what the last block adds to it
-    float *norm;       // (batch, dim)         its normalised form
+    float *delta;      // (batch, dim)         what a block adds to it; then the next block's input
     float *q;          // (batch, q_dim)
     float *k, *v;      // (batch, kv_dim)
     float *att;        // (batch, q_dim)       the heads' answers, side by side
@@ -303,7 +310,7 @@ typedef struct {
     float *freq;       // (head_dim / 2)       rope: radians per position
     float rope_scale;  //                      YaRN's factor on cos and sin, else 1
     Quantized xq;      // (batch, the longest row)
-    float *kv;         // (seq_len / LANES, n_layers, n_kv_heads, {K, V}, block): see kv_block()
+    float *kv;         // (blocks of LANES positions, n_layers, n_kv_heads, kv_floats): kv_block()
     size_t kv_floats;  // in one block
     float **scratch;   // one per thread: attention's scores and sums, weight sums
     float *logits;     // (logit_rows, vocab_size)
@@ -513,8 +520,8 @@ static void start_threads(int count) {
     }
 }
 
-// job(arg, begin, end, thread) for pieces of 0 .. count - 1, each of at most `chunk` items unless
-// one thread does it all; returns when all are done.
+// job(arg, begin, end, thread) for pieces of 0 .. count - 1 that begin at multiples of `chunk`:
+// large ones first, then smaller, so that all threads end together. Returns when all are done.
 static void parallel(Job job, void *arg, int count, int chunk) {
     if (n_threads == 1 || count <= chunk) {
         job(arg, 0, count, 0);
@@ -615,7 +622,8 @@ INLINE void dot8(int32_t *sums, const int8_t *w, const int8_t *x, int n) {
     }
     __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
     __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(s[4], s[5]), _mm256_hadd_epi32(s[6], s[7]));
-    __m256i low = _mm256_permute2x128_si256(a, b, 0x20), high = _mm256_permute2x128_si256(a, b, 0x31);
+    __m256i low = _mm256_permute2x128_si256(a, b, 0x20),
+            high = _mm256_permute2x128_si256(a, b, 0x31);
     _mm256_storeu_si256((__m256i *)sums, _mm256_add_epi32(low, high));
 }
 #endif
@@ -726,15 +734,16 @@ NOINLINE void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
 }
 
-// Where token t begins in a tiled array that holds `per_token` elements of each token.
+// Where the tile of token t begins in an array that holds `per_token` elements of each token.
 INLINE size_t tile_offset(const Quantized *x, int t, int per_token) {
     return (size_t)(t / x->tile) * x->tile * per_token;
 }
 
 // Token t of the products' input x (cols), in groups: scale = max|x| / 127, q = round(x / scale).
+// Groups whose scale would be no normal number become zeros.
 NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int group) {
     const int tile = out->tile, lane = t % tile;
-    const int32_t flip = tile > 1 && X_BIAS != 0 ? (int32_t)0x80808080 : 0;  // adds X_BIAS to bytes
+    const int32_t flip = tile > 1 && X_BIAS != 0 ? (int32_t)0x80808080 : 0;  // + 128 in each byte
     const float round = 12582912.0f;  // as in fast_exp
     int8_t *q = out->q + tile_offset(out, t, cols) + 4 * lane;
     float *scale = out->scale + tile_offset(out, t, cols / group) + lane;
@@ -758,7 +767,7 @@ NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int grou
 // Every product's value is  sum over groups g, first to last, of (float)(w_g . x_g) * w_scale[g] *
 // x_scale[g]  in this order of roundings, so both kernels below give the same bits.
 
-enum { AHEAD = 8192 };  // bytes: the CPU's own prefetching stops where a page ends
+enum { AHEAD = 8192 };  // bytes, two pages: the CPU's own prefetching stops where a page ends
 
 // out = W x for one token: rows first .. last - 1 of W (rows, cols), group a constant.
 INLINE void matvec(float *out, const Quantized *x, const Matrix *w, int t, int first, int last,
@@ -786,8 +795,8 @@ INLINE void matvec(float *out, const Quantized *x, const Matrix *w, int t, int f
 }
 
 // The same for `vecs` tiles of tokens, beginning with token t, and the TILE_ROWS rows at `row` (the
-// last row stands in for rows behind it). start (TILE_ROWS, groups): -X_BIAS * sum(w) of each group.
-// out (n tokens, w->rows).
+// last row stands in for rows behind it). start (TILE_ROWS, groups): -X_BIAS * sum(w) of each
+// group. out (n tokens, w->rows).
 INLINE void matmul_tiles(float *out, const Quantized *x, const Matrix *w, int t, int n, int row,
                          const int32_t *start, const int vecs, const int group) {
     const int groups = w->cols / group;
@@ -898,8 +907,9 @@ static void matmul(State *s, int n, const Product *products, int count) {
 typedef struct Pass {
     Model *m;
     const Layer *layer;
-    int l;                                // its number
-    int n, pos;                           // tokens, position of the first
+    int l;              // its number
+    const float *norm;  // (dim) the weights of the rmsnorm before the current block
+    int n, pos;         // tokens, position of the first
     void (*step)(const struct Pass *, int t);
 } Pass;
 
@@ -962,7 +972,8 @@ enum { ATT_ROWS = LANES == 16 ? 8 : 4 };
 
 // A row of attention is one query head of one token. The rows of a kv head are numbered through
 // its query heads, then through the tokens; `rows` of them from `row` on meet each block of the
-// cache together. scratch: scores (rows, positions in whole vectors), sums (rows, value_dim).
+// cache together (the last row stands in for rows behind it). scratch: scores (rows, positions in
+// whole vectors), sums (rows, value_dim).
 // a = softmax(q . K / sqrt(head_dim)) V, each sum over positions first to last.
 INLINE void attention_rows(const Pass *p, int kv_head, int row, float *scratch, const int rows) {
     const Config *g = &p->m->config;
@@ -973,7 +984,7 @@ INLINE void attention_rows(const Pass *p, int kv_head, int row, float *scratch, 
     const float scale = 1 / sqrtf((float)hd);
     const float *q[ATT_ROWS];
     float *out[ATT_ROWS], *score[ATT_ROWS], *sums = scratch + (size_t)rows * stride;
-    int len[ATT_ROWS];  // positions that the row sees
+    int len[ATT_ROWS];  // positions that the row sees: its own and those before it
     for (int r = 0; r < rows; r++) {
         int i = min_int(row + r, p->n * group - 1), t = i / group, h = kv_head * group + i % group;
         q[r] = s->q + (size_t)t * g->q_dim + h * hd;
@@ -1033,26 +1044,21 @@ static void attention_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// x += delta; then xq = the quantized rmsnorm of x by the weights: the input of a block.
-static void block_input(const Pass *p, int t, const float *weight) {
+// x += delta; then xq = the quantized rmsnorm of x: the input of attention and of the feed-forward.
+static void block_input(const Pass *p, int t) {
     const Config *g = &p->m->config;
     State *s = &p->m->state;
-    float *x = s->x + (size_t)t * g->dim, *norm = s->norm + (size_t)t * g->dim;
-    const float *delta = s->delta + (size_t)t * g->dim;
+    float *x = s->x + (size_t)t * g->dim, *delta = s->delta + (size_t)t * g->dim;
     for (int i = 0; i < g->dim; i++) x[i] += delta[i];
-    rmsnorm(norm, x, weight, g->dim, g->rms_norm_eps);
-    quantize(&s->xq, t, norm, g->dim, g->group_size);
+    rmsnorm(delta, x, p->norm, g->dim, g->rms_norm_eps);
+    quantize(&s->xq, t, delta, g->dim, g->group_size);
 }
-
-static void attention_input(const Pass *p, int t) { block_input(p, t, p->layer->rms_att); }
 
 static void attention_output(const Pass *p, int t) {
     const Config *g = &p->m->config;
     State *s = &p->m->state;
     quantize(&s->xq, t, s->att + (size_t)t * g->q_dim, g->q_dim, g->group_size);
 }
-
-static void ffn_input(const Pass *p, int t) { block_input(p, t, p->layer->rms_ffn); }
 
 static void ffn_hidden(const Pass *p, int t) {
     const Config *g = &p->m->config;
@@ -1065,19 +1071,21 @@ static void ffn_hidden(const Pass *p, int t) {
 static void layer_forward(Pass *p) {
     State *s = &p->m->state;
     const Layer *w = p->layer;
-    each_token(p, attention_input);
+    p->norm = w->rms_att;
+    each_token(p, block_input);
     matmul(s, p->n, (Product[]){{s->q, &w->wq}, {s->k, &w->wk}, {s->v, &w->wv}}, 3);
     each_token(p, rope_and_cache);
     parallel(attention_job, p, attention_tiles(p) * p->m->config.n_kv_heads, 1);
     each_token(p, attention_output);
     matmul(s, p->n, (Product[]){{s->delta, &w->wo}}, 1);
-    each_token(p, ffn_input);
+    p->norm = w->rms_ffn;
+    each_token(p, block_input);
     matmul(s, p->n, (Product[]){{s->gate, &w->w1}, {s->up, &w->w3}}, 2);
     each_token(p, ffn_hidden);
     matmul(s, p->n, (Product[]){{s->delta, &w->w2}}, 1);
 }
 
-// Token t's row of the embedding, and its rope angles.
+// Starts token t: x is its row of the embedding, delta 0; and its rope angles.
 static void embed(Model *m, int t, int token, int pos) {
     const Matrix *w = &m->weights.embedding;
     State *s = &m->state;
@@ -1093,8 +1101,8 @@ static void embed(Model *m, int t, int token, int pos) {
     }
 }
 
-// Runs n <= batch tokens at positions pos .. pos + n - 1, after which x (n, dim) is the last layer's
-// output and the cache holds these positions. False: Ctrl-C came first.
+// Runs n <= batch tokens at positions pos .. pos + n - 1, after which x (n, dim) is the last
+// layer's output and the cache holds these positions. False: Ctrl-C came first.
 static bool forward(Model *m, const int *tokens, int n, int pos) {
     State *s = &m->state;
     s->xq.tile = n == 1 ? 1 : TILE;
@@ -1114,8 +1122,8 @@ static float *classify(Model *m, int first, int count) {
     s->xq.tile = count == 1 ? 1 : TILE;
     for (int t = 0; t < count; t++) {
         const float *x = s->x + (size_t)(first + t) * g->dim;
-        rmsnorm(s->norm, x, m->weights.rms_final, g->dim, g->rms_norm_eps);
-        quantize(&s->xq, t, s->norm, g->dim, g->group_size);
+        rmsnorm(s->delta, x, m->weights.rms_final, g->dim, g->rms_norm_eps);
+        quantize(&s->xq, t, s->delta, g->dim, g->group_size);
     }
     matmul(s, count, (Product[]){{s->logits, &m->weights.classifier}}, 1);
     return s->logits;
@@ -1128,7 +1136,7 @@ static void rope_init(State *s, const Config *g) {
     const float d = g->head_dim, theta = g->rope_theta;
     float low = 0, high = 0;
     s->rope_scale = g->rope_scaling ? g->yarn_attention_factor : 1;
-    if (g->rope_scaling) {  // the j at which a pair turns beta times: d ln(L / (2 pi beta)) / (2 ln theta)
+    if (g->rope_scaling) {  // pair j turns beta times: j = d ln(L / (2 pi beta)) / (2 ln theta)
         float turns = g->yarn_original_len / 6.28318531f;
         low = d * logf(turns / g->yarn_beta_fast) / (2 * logf(theta));
         high = d * logf(turns / g->yarn_beta_slow) / (2 * logf(theta));
@@ -1155,7 +1163,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     s->batch = batch;
     s->x = alloc(b * g->dim, sizeof(float), what);
     s->delta = alloc(b * g->dim, sizeof(float), what);
-    s->norm = alloc(b * g->dim, sizeof(float), what);
     s->q = alloc(b * g->q_dim, sizeof(float), what);
     s->k = alloc(b * g->kv_dim, sizeof(float), what);
     s->v = alloc(b * g->kv_dim, sizeof(float), what);
@@ -1185,7 +1192,8 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
 // The tokenizer file: the tokens' bytes and scores, then the extension that export.py appends
 // (README, "The files"): Unicode classes, NFC, added tokens, chat template, sampling defaults
 
-enum { OTHER, LETTER, NUMBER, SPACE, CLASS = 3, NFC_ACTIVE = 4, END = 8 };  // what a character is
+// What a character is.
+enum { OTHER, LETTER, NUMBER, SPACE, CLASS_MASK = 3, NFC_ACTIVE = 4, END = 8 };
 enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };  // a byte that is no UTF-8 is BAD_BYTE + it
 enum { ADDED = 1, SPECIAL = 2 };  // a token that only stands for itself; that is not printed
 enum { SYSTEM, USER, ASSISTANT };
@@ -1224,16 +1232,10 @@ typedef struct {
     int n_pairs, n_composing;
 } Tokenizer;
 
-static uint32_t hash_bytes(Bytes b) {
-    uint64_t h = b.n, word = 0;
-    for (; b.n >= 8; b = bytes_from(b, 8)) {
-        memcpy(&word, b.p, 8);
-        h = (h ^ word) * 0x9E3779B97F4A7C15u;
-        h ^= h >> 32;
-    }
-    word = 0;
-    for (size_t i = 0; i < b.n; i++) word = word << 8 | b.p[i];
-    return (uint32_t)((h ^ word) * 0x9E3779B97F4A7C15u >> 32);
+static uint32_t hash_bytes(Bytes b) {  // FNV-1a
+    uint32_t hash = 2166136261u;
+    for (size_t i = 0; i < b.n; i++) hash = (hash ^ b.p[i]) * 16777619u;
+    return hash ^ hash >> 15;
 }
 
 // The token with these bytes that is no added token, or -1.
@@ -1281,16 +1283,17 @@ static void take_added(Cursor *c, Tokenizer *t, const char *what) {
     uint32_t special = take_u32(c, what);
     bool in_order = t->added.n == 0 || id > t->added.p[t->added.n - 1];
     if (special > 1 || !in_order || t->text[id].n == 0)
-        die("%s: bad token %d in section %s, expected ascending ids with a text", c->file, id, what);
+        die("%s: bad token %d in %s, expected ascending ids with a text", c->file, id, what);
     added_insert(t, id, special);
 }
 
-// Ranges of characters, ascending, with a value of 1 .. highest that goes into chars by `shift` bits.
+// Ranges of characters, ascending, with a value of 1 .. highest that goes into chars by `shift`
+// bits.
 static void take_ranges(Cursor *c, Tokenizer *t, const char *what, uint32_t highest, int shift) {
     for (uint32_t next = 0; c->rest.n;) {
         uint32_t first = take_u32(c, what), last = take_u32(c, what), value = take_u32(c, what);
         if (first < next || last < first || last >= BAD_BYTE || value < 1 || value > highest)
-            die("%s: bad range in section %s, expected ascending ones with 1 to %u, found %x to %x: %u",
+            die("%s: bad range in %s, expected ascending ones with 1 to %u, found %x to %x: %u",
                 c->file, what, highest, first, last, value);
         for (next = first; next <= last; next++) {
             t->chars[next] |= value << shift | (shift ? NFC_ACTIVE : 0);
@@ -1307,8 +1310,8 @@ static void take_pairs(Cursor *c, Tokenizer *t, const char *what) {
         bool in_order = i == 0 || p->composed > p[-1].composed;
         if (!in_order || p->composed >= BAD_BYTE || p->first >= BAD_BYTE || p->second >= BAD_BYTE ||
             p->composes > 1)
-            die("%s: bad record %d in section %s, found %x = %x + %x", c->file, i, what, p->composed,
-                p->first, p->second);
+            die("%s: bad record %d in section %s, found %x = %x + %x", c->file, i, what,
+                p->composed, p->first, p->second);
     }
 }
 
@@ -1316,9 +1319,10 @@ static void take_sampling(Cursor *c, Tokenizer *t, const char *what) {
     t->temperature = take_f32(c, what);
     t->top_p = take_f32(c, what);
     t->top_k = (int)take_u32(c, what);
-    if (!(t->temperature >= 0 && t->temperature <= 1e6f && t->top_p > 0 && t->top_p <= 1) || t->top_k < 0)
-        die("%s: bad sampling defaults, expected temperature >= 0, top_p in (0, 1], top_k >= 0, found "
-            "%g, %g, %d", c->file, t->temperature, t->top_p, t->top_k);
+    if (!(t->temperature >= 0 && t->temperature <= 1e6f && t->top_p > 0 && t->top_p <= 1) ||
+        t->top_k < 0)
+        die("%s: bad sampling defaults, temperature %g, top_p %g, top_k %d", c->file,
+            t->temperature, t->top_p, t->top_k);
 }
 
 static void take_chat(Cursor *c, Tokenizer *t, const char *what) {
@@ -1359,8 +1363,8 @@ static void take_section(Cursor *c, Tokenizer *t, const char *tag) {
 
 static void take_extension(Cursor *c, Tokenizer *t) {
     if (memcmp(take(c, 4, "the extension"), "q3tx", 4) != 0)
-        die("%s: wrong bytes after token %d, expected an extension (q3tx) or the end of the file; is "
-            "it another model's tokenizer?", c->file, t->vocab_size - 1);
+        die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
+            c->file, t->vocab_size - 1);
     uint32_t version = take_u32(c, "the extension"), length = take_u32(c, "the extension");
     if (version != 1) die("%s: bad extension version, expected 1, found %u", c->file, version);
     if (length != c->rest.n)
@@ -1487,8 +1491,9 @@ INLINE Char char_at(const Tokenizer *t, Bytes s, size_t at) {
         bad = (p[i] & 0xC0) != 0x80;
         c = c << 6 | (p[i] & 0x3F);
     }
-    if (bad || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000)) c = BAD_BYTE + p[0], n = 1;
-    return (Char){c, n, t->chars[c] & CLASS, t->chars[c] & NFC_ACTIVE};
+    if (bad || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000))
+        c = BAD_BYTE + p[0], n = 1;
+    return (Char){c, n, t->chars[c] & CLASS_MASK, t->chars[c] & NFC_ACTIVE};
 }
 
 static void add_char(Buffer *b, uint32_t c) {
@@ -1561,7 +1566,8 @@ static void order_and_compose(const Tokenizer *t, Chars *s) {
     for (size_t i = 0; i < s->n; i++) {
         int class = (int)(s->p[i] >> 56);
         uint32_t c = s->p[i] & CODE_POINT, composed = 0;
-        if (starter != SIZE_MAX && last < class) composed = compose(t, s->p[starter] & CODE_POINT, c);
+        if (starter != SIZE_MAX && last < class)
+            composed = compose(t, s->p[starter] & CODE_POINT, c);
         if (composed) {
             s->p[starter] = composed;
             continue;
@@ -1704,7 +1710,9 @@ static void offer(const Tokenizer *t, Merger *m, Bytes s, uint32_t left) {
 static void encode_piece(const Tokenizer *t, Merger *m, Bytes s, Ids *out) {
     m->symbols = grow(m->symbols, &m->symbols_cap, 0, s.n, sizeof(Symbol));
     m->n = 0;
-    for (uint32_t i = 0; i < s.n; i++) m->symbols[i] = (Symbol){t->byte_token[s.p[i]], i - 1, i + 1};
+    for (uint32_t i = 0; i < s.n; i++) {
+        m->symbols[i] = (Symbol){t->byte_token[s.p[i]], i - 1, i + 1};
+    }
     for (uint32_t i = 0; i < s.n; i++) offer(t, m, s, i);
     while (m->n) {
         Merge merge = heap_pop(m);
@@ -1838,9 +1846,10 @@ static void message_add_token(Message *m, const Tokenizer *t, int id) {
 // ChatML, as all Qwen models speak it; what a file without a template gets.
 static ChatFormat chatml(void) {
     Bytes answer = bytes("<|im_start|>assistant\n"), end = bytes("<|im_end|>\n");
-    return (ChatFormat){.open = {bytes("<|im_start|>system\n"), bytes("<|im_start|>user\n"), answer},
-                        .close = {end, end, end}, .answer = {answer, answer},
-                        .strip = bytes("</think>"), .trim = bytes("\n")};
+    Bytes system = bytes("<|im_start|>system\n"), user = bytes("<|im_start|>user\n");
+    return (ChatFormat){.open = {system, user, answer}, .close = {end, end, end},
+                        .answer = {answer, answer}, .strip = bytes("</think>"),
+                        .trim = bytes("\n")};
 }
 
 // The offset behind the last `part` of s, 0: there is none.
@@ -2158,8 +2167,8 @@ static void give_notices(Engine *e) {
     if (e->noticed) return;
     e->noticed = true;
     if (!e->tokenizer.has_classes)
-        notice("%s.tokenizer: no Unicode data, only ASCII text is cut as Hugging Face does it; export "
-               "the model again", e->options.model);
+        notice("%s.tokenizer: no Unicode data, exact on ASCII text only; export the model again",
+               e->options.model);
     if (e->no_switch) notice("-r: no effect, this model's thinking can't be switched");
     if (e->writer.chat && e->sampler.temperature == 0 && (e->think || begins_thinking(e)))
         notice("-t 0: greedy thinking tends to repeat itself without end, Qwen advises 0.6");
@@ -2232,7 +2241,7 @@ static Ending respond(Engine *e, const Ids *ids, Message *answer) {
     if (ending == CONTEXT_FULL)
         notice("answer: stopped, the context of %d tokens is full (-c)", e->model.state.seq_len);
     if (thinking && (ending == CONTEXT_FULL || ending == LIMIT_REACHED))
-        notice("answer: ended inside its thinking after %d tokens; it needs a larger -n or -c", count);
+        notice("answer: ended inside its thinking after %d tokens (-n, -c)", count);
     if (!quiet) {
         fprintf(stderr, "prompt %zu tokens (%zu cached) %.1f tok/s, ", ids->n, reused,
                 (ids->n - reused) / (middle - start + 1e-9));
@@ -2336,8 +2345,7 @@ static bool fit_conversation(Engine *e, Ids *ids) {
         render(&e->tokenizer, c, e->think, ids);
     }
     if (dropped)
-        notice("context: %zu tokens are full (-c), the oldest turns are forgotten: %zu", context,
-               dropped);
+        notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context, dropped);
     return ids->n <= context;
 }
 
@@ -2345,11 +2353,10 @@ static bool fit_conversation(Engine *e, Ids *ids) {
 static Ending chat_turn(Engine *e, Bytes text, bool leave_on_error) {
     Conversation *c = &e->conversation;
     Ids ids = {0};
-    interrupted = 0;
     conversation_add(c, USER, text);
     if (!fit_conversation(e, &ids)) {
-        if (leave_on_error) die(PROMPT_TOO_LONG, e->model.state.seq_len, ids.n);
-        fprintf(stderr, "qwen3: " PROMPT_TOO_LONG "\n", e->model.state.seq_len, ids.n);
+        report(PROMPT_TOO_LONG, e->model.state.seq_len, ids.n);
+        if (leave_on_error) exit(EXIT_FAILURE);
         conversation_drop(c, c->n - 1, 1);
         return CONTEXT_FULL;
     }
@@ -2361,9 +2368,7 @@ static Ending chat_turn(Engine *e, Bytes text, bool leave_on_error) {
 
 // Without its final newline, \n or \r\n.
 static Bytes chop(Bytes s) {
-    if (s.n && s.p[s.n - 1] == '\n') s.n--;
-    else return s;
-    if (s.n && s.p[s.n - 1] == '\r') s.n--;
+    if (s.n && s.p[s.n - 1] == '\n' && --s.n && s.p[s.n - 1] == '\r') s.n--;
     return s;
 }
 
@@ -2377,12 +2382,19 @@ static bool read_line(Engine *e, Bytes *text) {
     return n > 0;
 }
 
-// Does more input wait? Pasted lines arrive together.
+// Is a pasted block still coming in? Its lines arrive together. A last line without a newline is
+// held back by the terminal: without ICANON it can be counted.
 static bool input_waits(void) {
-    fd_set set;
-    FD_ZERO(&set);
-    FD_SET(STDIN_FILENO, &set);
-    return select(STDIN_FILENO + 1, &set, NULL, NULL, &(struct timeval){.tv_usec = 30000}) > 0;
+    int waiting = 0;
+    struct termios cooked, raw;
+    nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
+    if (tcgetattr(STDIN_FILENO, &cooked) != 0) return false;
+    raw = cooked;
+    raw.c_lflag &= ~(tcflag_t)ICANON;
+    tcsetattr(STDIN_FILENO, TCSANOW, &raw);
+    bool known = ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0;
+    tcsetattr(STDIN_FILENO, TCSANOW, &cooked);
+    return known && waiting > 0;
 }
 
 // A message typed or pasted at a terminal; false at the end of input or after Ctrl-C.
@@ -2413,10 +2425,10 @@ static int run_conversation(Engine *e) {
         while (interrupted = 0, read_line(e, &text)) chat_turn(e, chop(text), true);
         return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
     }
-    setvbuf(stdin, NULL, _IONBF, 0);  // so that select() sees all that waits
+    setvbuf(stdin, NULL, _IONBF, 0);  // what waits, waits in the terminal: input_waits()
     give_notices(e);
-    notice("chat: a line that ends in \\ goes on in the next, a pasted block is one message; Ctrl-C "
-           "stops an answer, Ctrl-D leaves");
+    notice("chat: a line ending in \\ goes on in the next, a pasted block is one message; "
+           "Ctrl-C stops an answer, Ctrl-D leaves");
     while (interrupted = 0, read_message(e)) {
         if (e->input.n) chat_turn(e, (Bytes){e->input.p, e->input.n}, false);
     }
@@ -2433,13 +2445,13 @@ static const char usage[] =
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
     "  -i TEXT    the prompt; without -i and -f a terminal chats, a pipe is read as the prompt\n"
-    "  -f FILE    the prompt is FILE's text (- is stdin); with -i: TEXT, an empty line, FILE's text\n"
+    "  -f FILE    the prompt is FILE's text (- is stdin); with -i: TEXT, empty line, FILE's text\n"
     "  -m MODE    chat, generate (raw completion), tokenize or perplexity [chat]\n"
     "  -y TEXT    system prompt (chat) [none]\n"
     "  -r 0|1     thinking off or on, for models that can switch (chat) [0]\n"
-    "  -t FLOAT   temperature, 0 is greedy [the checkpoint's]\n"
-    "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's]\n"
-    "  -k INT     top-k, 0 is off [the checkpoint's]\n"
+    "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; 0.7 with thinking switched off]\n"
+    "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's; 0.8 with thinking switched off]\n"
+    "  -k INT     top-k, 0 is off [the checkpoint's; 20 with thinking switched off]\n"
     "  -a FLOAT   presence penalty on tokens already generated, 0 to 2 [0]\n"
     "  -s INT     random seed, 64 bits [from the clock]\n"
     "  -n INT     at most so many new tokens per answer [to the end of the turn or the context]\n"
@@ -2449,14 +2461,14 @@ static const char usage[] =
     "  -q, -v     nothing on stderr but errors; also the prompt's ids\n"
     "  -h, --version\n"
     "\n"
-    "-m chat on a pipe is a conversation, one turn a line. The model's text goes to stdout, all else\n"
-    "to stderr. Exit: 0 success, 1 file, memory or model error, 2 usage error, 130 Ctrl-C.\n";
+    "-m chat on a pipe is a conversation, one turn a line. The model's text goes to stdout, all\n"
+    "else to stderr. Exit: 0 success, 1 file, memory or model error, 2 usage error, 130 Ctrl-C.\n";
 
 static float parse_float(const char *option, const char *s, float low, float high) {
     char *end;
     float value = strtof(s, &end);
     if (end == s || *end || !(value >= low && value <= high))
-        die_usage("%s: bad value, expected a number from %g to %g, found \"%s\"", option, low, high, s);
+        die_usage("%s: bad value, expected %g to %g, found \"%s\"", option, low, high, s);
     return value;
 }
 
@@ -2465,8 +2477,7 @@ static int parse_int(const char *option, const char *s, int low, int high) {
     errno = 0;
     long long value = strtoll(s, &end, 10);
     if (end == s || *end || errno || value < low || value > high)
-        die_usage("%s: bad value, expected an integer from %d to %d, found \"%s\"", option, low, high,
-                  s);
+        die_usage("%s: bad value, expected %d to %d, found \"%s\"", option, low, high, s);
     return (int)value;
 }
 
@@ -2494,7 +2505,7 @@ static void parse_option(Options *o, const char *option, const char *value) {
     case 'm': o->mode = parse_mode(value); break;
     case 'r': o->think = parse_int(option, value, 0, 1); break;
     case 't': o->temperature = parse_float(option, value, 0, 1000); break;
-    case 'p': o->top_p = parse_float(option, value, FLT_MIN, 1); break;
+    case 'p': o->top_p = parse_float(option, value, 1e-6f, 1); break;
     case 'k': o->top_k = parse_int(option, value, 0, INT_MAX); break;
     case 'a': o->presence = parse_float(option, value, 0, 2); break;
     case 'n': o->n = parse_int(option, value, 0, INT_MAX); break;
@@ -2526,12 +2537,12 @@ static Options parse_options(int argc, char **argv) {
         } else if (arg[0] == '-') {
             die_usage("%s: unknown option, expected one of those that -h lists", arg);
         } else if (o.model) {
-            die_usage("%s: unexpected argument, expected one MODEL, found also \"%s\"", arg, o.model);
+            die_usage("%s: unexpected, expected one MODEL, found also \"%s\"", arg, o.model);
         } else {
             o.model = arg;
         }
     }
-    if (!o.model) die_usage("MODEL: missing, expected a .bin file made by export.py; -h shows more");
+    if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     bool raw = o.mode == TOKENIZE || o.mode == PERPLEXITY;
     if (raw && !o.text && !o.file && isatty(STDIN_FILENO))
@@ -2602,11 +2613,13 @@ static void load(Engine *e) {
     if (snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model) >= (int)sizeof(tokenizer))
         die("MODEL: name too long, expected less than %zu bytes", sizeof(tokenizer) - 10);
     model_map(&e->model, o->model);
+    if (access(tokenizer, F_OK) != 0)
+        die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, g->vocab_size);
     int context = o->context > 0 ? o->context : g->max_seq_len;
     if (o->context < 0) context = min_int(4096, g->max_seq_len);
     if (context > g->max_seq_len)
-        die("-c: beyond the model's context, expected at most %d, found %d", g->max_seq_len, context);
+        die("-c: beyond the model, expected at most %d, found %d", g->max_seq_len, context);
     if (o->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
     state_init(&e->model, context, min_int(o->batch, context), o->mode == PERPLEXITY ? 16 : 1);
@@ -2618,7 +2631,8 @@ static int run(Engine *e) {
     load(e);
     if (chat) choose_chat(e);
     choose_sampling(e);
-    e->writer = (Writer){.chat = chat, .terminal = terminal, .dim = terminal && !getenv("NO_COLOR")};
+    e->writer = (Writer){.chat = chat, .terminal = terminal};
+    e->writer.dim = terminal && !getenv("NO_COLOR");
     if (chat && o->system) conversation_add(&e->conversation, SYSTEM, bytes(o->system));
     if (!read_prompt(o, &e->input)) return run_conversation(e);
     Bytes text = {e->input.p, e->input.n};
