@@ -222,6 +222,8 @@ def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, bytes
 
 def read_config(folder: Path) -> Config:
     where = folder / "config.json"
+    if not where.exists():
+        refuse(folder, "no checkpoint", "config.json in it", "none")
     config = read_json(where)
     integer = partial(positive, where, config, kind=int)
     with structure_of(where):

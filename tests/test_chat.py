@@ -185,6 +185,36 @@ def test_several_lines_in_one_message(tiny):
         assert [ids] == prompts(qwen3(tiny, "-i", "My name\nis Anna.", "-v", "-n", 1))
 
 
+def test_paste_without_a_final_newline(tiny):
+    """The last line of a pasted block waits in the terminal until Enter, and belongs to the rest."""
+    child = spawn(tiny, "-t", 0, "-v")
+    child.expect("> ")
+    child.send("My name\nis Anna.")
+    assert child.expect(["prompt ids", pexpect.TIMEOUT], timeout=0.5) == 1
+    child.send("\n")
+    child.expect(r"prompt ids: ([\d ]+)\r\n")
+    ids = [int(i) for i in child.match[1].split()]
+    child.expect("> ")
+    child.sendeof()
+    assert finish(child) == 0
+    assert [ids] == prompts(qwen3(tiny, "-i", "My name\nis Anna.", "-v", "-n", 1))
+
+
+def test_interrupt_right_after_enter(chain):
+    """It stops the answer that is about to begin."""
+    model = chain("Ċ", "a", "b", "a", max_len=100_000)
+    child = spawn(model, "-t", 0, "-c", 0)
+    child.expect("> ")
+    child.sendline("x")
+    time.sleep(0.01)
+    child.sendintr()
+    child.expect(r"generated (\d+) tokens")
+    assert int(child.match[1]) < 10_000
+    child.expect("> ")
+    child.sendeof()
+    assert finish(child) == 0
+
+
 @pytest.mark.parametrize("wait", [0, 1], ids=["reading", "terminal full"])
 def test_interrupt_stops_the_answer_only(chain, wait):
     """Also when the program waits in write(), as the terminal takes no more."""

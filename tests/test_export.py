@@ -594,7 +594,7 @@ def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_pat
 
 
 @pytest.mark.parametrize("name, content, patterns", [
-    ("config.json", None, ["config.json", "No such file"]),
+    ("config.json", None, ["no checkpoint", "config.json"]),
     ("config.json", "{", ["config.json: broken", "JSONDecodeError"]),
     ("config.json", "[1]", ["list"]),
     ("tokenizer.json", None, ["tokenizer.json", "No such file"]),
