@@ -377,11 +377,11 @@ static void read_header(Config *g, Cursor *c) {
     g->q_dim = g->n_heads * g->head_dim;
     g->kv_dim = g->n_kv_heads * g->head_dim;
     // the extension, all zero in a base file
-    g->rope_theta = header_float(c, "rope_theta", 1, 1e6f);
-    g->rms_norm_eps = header_float(c, "rms_norm_eps", 1e-30f, 1e-6f);
+    g->rope_theta = header_float(c, "rope_theta", 1e-6f, 1e6f);
+    g->rms_norm_eps = header_float(c, "rms_norm_eps", FLT_MIN, 1e-6f);
     g->rope_scaling = header_int(c, "rope_scaling", 0, 1);
     if (g->rope_scaling) {
-        g->yarn_factor = header_float(c, "YaRN factor", 1, 0);
+        g->yarn_factor = header_float(c, "YaRN factor", 1e-6f, 0);
         g->yarn_original_len = header_int(c, "YaRN original length", 1, INT_MAX);
         g->yarn_beta_fast = header_float(c, "YaRN beta_fast", 1e-6f, 32);
         g->yarn_beta_slow = header_float(c, "YaRN beta_slow", 1e-6f, 1);
@@ -1970,6 +1970,13 @@ static int argmax(const float *x, int n) {
     return best;
 }
 
+// No NaN and no infinity among them?
+static bool all_finite(const float *x, int n) {
+    int bad = 0;
+    for (int i = 0; i < n; i++) bad |= (load_i32(x + i) & 0x7F800000) == 0x7F800000;
+    return !bad;
+}
+
 // p = exp((logit - max) / temperature), (n)
 NOINLINE void likelihoods(float *logits, int n, float max, float temperature) {
     for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
@@ -2007,10 +2014,10 @@ static int keep_best(Sampler *s, int n, double target, bool sum) {
 
 // The next token by its logits (n), which are overwritten.
 static int sample(Sampler *s, float *logits, int n) {
+    if (!all_finite(logits, n)) die("model: the logits are no numbers; is the file damaged?");
     for (int i = 0; i < n && s->presence != 0; i++) logits[i] -= s->seen[i] ? s->presence : 0;
     int best = argmax(logits, n);
     float max = logits[best];
-    if (!isfinite(max)) die("model: the logits are no numbers; is the file damaged?");
     if (s->temperature == 0) return best;
     likelihoods(logits, n, max, s->temperature);
     for (int i = 0; i < n; i++) s->kept[i] = (Candidate){logits[i], i};
@@ -2340,13 +2347,17 @@ static bool fit_conversation(Engine *e, Ids *ids) {
     if (e->options.n >= 0 && (size_t)e->options.n < room) room = e->options.n;
     render(&e->tokenizer, c, e->think, ids);
     if (ids->n + room <= context) return true;
+    Message alone[] = {c->p[0], c->p[c->n - 1]};  // what must stay
+    render(&e->tokenizer, &(Conversation){alone + !first, 1 + first, 0}, e->think, ids);
+    if (ids->n > context) return false;
+    render(&e->tokenizer, c, e->think, ids);
     for (; c->n - first > 1 && ids->n > context / 2; dropped++) {
         conversation_drop(c, first, 2);
         render(&e->tokenizer, c, e->think, ids);
     }
     if (dropped)
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context, dropped);
-    return ids->n <= context;
+    return true;
 }
 
 // A user's message and the model's answer to it.
@@ -2563,9 +2574,10 @@ static bool read_prompt(const Options *o, Buffer *text) {
         bool from_stdin = !o->file || !strcmp(o->file, "-");
         int fd = from_stdin ? STDIN_FILENO : open(o->file, O_RDONLY);
         if (fd < 0) die("%s: %s", o->file, strerror(errno));
+        size_t before = text->n;
         file_read(text, fd, from_stdin ? "stdin" : o->file);
         if (!from_stdin) close(fd);
-        if (chat) text->n = chop((Bytes){text->p, text->n}).n;
+        if (chat) text->n = before + chop((Bytes){text->p + before, text->n - before}).n;
     }
     return true;
 }
@@ -2574,9 +2586,10 @@ static void choose_chat(Engine *e) {
     const Options *o = &e->options;
     Tokenizer *t = &e->tokenizer;
     e->think = o->think == 1;
-    if (!t->has_chat && !chat_from_templates(t, o->model, e->think)) t->chat = chatml();
-    if (o->system && t->chat.open[SYSTEM].n + t->chat.start.n == 0)
-        die("-y: %s.template has no form with a system prompt", o->model);
+    bool older = !t->has_chat && chat_from_templates(t, o->model, e->think);
+    if (!t->has_chat && !older) t->chat = chatml();
+    if (older && o->system && !t->chat.system_opens_user)
+        die("-y: no form with a system prompt, expected %s.template.with-system", o->model);
     bool can_switch = !bytes_equal(t->chat.answer[0], t->chat.answer[1]);
     e->no_switch = o->think >= 0 && !can_switch;
     if (can_switch && !e->think && t->temperature != 0) {  // Qwen's advice

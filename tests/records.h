@@ -6,7 +6,8 @@ static bool next_record(char kind[16], Buffer *text) {
     while (c == '\n') c = getchar();
     if (c == EOF) return false;
     ungetc(c, stdin);
-    if (scanf("%15s %zu", kind, &n) != 2 || getchar() != '\n') die("stdin: bad record, expected KIND BYTES");
+    if (scanf("%15s %zu", kind, &n) != 2 || getchar() != '\n' || n > INT_MAX)
+        die("stdin: bad record, expected KIND BYTES");
     text->n = 0;
     text->p = grow(text->p, &text->cap, 0, n + 1, 1);
     text->n = fread(text->p, 1, n, stdin);

@@ -5,7 +5,7 @@
 #include "records.h"
 
 int main(int argc, char **argv) {
-    if (argc != 3) die_usage("usage: tests/render MODEL.bin 0|1 < conversation");
+    if (argc != 3 || (strcmp(argv[2], "0") && strcmp(argv[2], "1"))) die_usage("usage: tests/render MODEL.bin 0|1 < conversation");
     static Engine e;
     e.options = (Options){.model = argv[1], .mode = TOKENIZE, .context = -1, .think = atoi(argv[2])};
     quiet = true;
@@ -25,7 +25,9 @@ int main(int argc, char **argv) {
             for (size_t i = 0; i < ids.n; i++) message_add_token(m, &e.tokenizer, ids.p[i]);
             ids.n = 0;
         } else {
-            conversation_add(&c, strcmp(kind, "system") ? USER : SYSTEM, s);
+            bool user = !strcmp(kind, "user");
+            if (!user && strcmp(kind, "system")) die("stdin: unknown kind \"%s\"", kind);
+            conversation_add(&c, user ? USER : SYSTEM, s);
         }
     }
     render(&e.tokenizer, &c, e.think, &ids);

@@ -317,6 +317,18 @@ static void test_sampler(void) {
     CHECK(sample(&greedy, (float[]){1, 3, 3, 2}, 4) == 3);
 }
 
+static void test_all_finite(void) {
+    for (int i = 0; i < 37; i++) {
+        float *x = random_floats(37);
+        CHECK(all_finite(x, 37));
+        const float bad[] = {NAN, -NAN, INFINITY, -INFINITY};
+        for (int j = 0; j < 4; j++) {
+            x[i] = bad[j];
+            CHECK(!all_finite(x, 37), "%g at %d", bad[j], i);
+        }
+    }
+}
+
 static void test_unfinished(void) {
     const struct { const char *text; size_t expected; } cases[] = {
         {"", 0}, {"a", 0}, {"\xC3", 1}, {"\xC3\xA9", 0}, {"a\xE2", 1}, {"a\xE2\x82", 2},
@@ -360,6 +372,7 @@ int main(int argc, char **argv) {
     test_rope();
     test_yarn();
     test_sampler();
+    test_all_finite();
     test_unfinished();
     test_utf8();
     printf("tests/test (" SIMD "): %d checks, %d failures\n", checks, failures);

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pexpect
 import pytest
-from conftest import QWEN3, STATS, assert_error, environment, qwen3
+from conftest import QWEN3, STATS, assert_error, environment, qwen3, tokenize
 
 END = "<|im_end|>"
 
@@ -346,3 +347,38 @@ def test_empty_question(chain):
     assert_error(qwen3(model, "-m", "perplexity", "-i", ""), 1)
     assert subprocess.run([QWEN3, model, "-m", "tokenize", "-i", ""],
                           capture_output=True).stdout == b"\n"
+
+
+def test_a_message_that_is_too_long_costs_nothing(tiny):
+    """At a terminal: one error that names both numbers, and the conversation goes on as it was."""
+    child = spawn(tiny, "-t", 0, "-c", 128, "-y", "Be brief.")
+    child.expect("> ")
+    child.sendline("My name is Anna.")
+    child.expect("> ")
+    child.sendline("word " * 300)
+    child.expect("qwen3: prompt: too long, expected at most 128 tokens .*, found 9")
+    assert b"forgotten" not in child.before
+    child.expect("> ")
+    child.sendline("What is my name?")
+    child.expect("Anna")
+    child.expect("> ")
+    child.sendeof()
+    assert finish(child) == 0
+
+
+def test_older_template_that_begins_with_the_system_text(tiny, tmp_path):
+    model = tmp_path / "model.bin"
+    model.write_bytes(Path(tiny).read_bytes())
+    tokenizer = Path(f"{tiny}.tokenizer").read_bytes()
+    Path(f"{model}.tokenizer").write_bytes(tokenizer[:tokenizer.index(b"q3tx")])
+    Path(f"{model}.template").write_text("U:%s<think>")
+    Path(f"{model}.template.with-system").write_text("%s|%s<think>")
+    result = qwen3(model, "-i", "x", "-y", "s", "-v", "-n", 1)
+    assert prompts(result) == [tokenize(model, b"s|x<think>")]
+
+
+def test_file_after_text_keeps_its_empty_line(tiny, tmp_path):
+    """Only the file's own final newline goes."""
+    (tmp_path / "empty").write_bytes(b"")
+    joined = qwen3(tiny, "-i", "TEXT", "-f", tmp_path / "empty", "-v", "-n", 1)
+    assert prompts(joined) == prompts(qwen3(tiny, "-i", "TEXT\n\n", "-v", "-n", 1))

@@ -1,10 +1,12 @@
 """The tiny model: transformers' recorded figures (tests/tiny/expected.json), and that it talks."""
 import json
 import re
+import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import STATS, TINY, output, perplexity, qwen3, tokenize
+from conftest import STATS, TINY, assert_error, output, perplexity, qwen3, tokenize
 from reference import Model, read_tokenizer
 
 RECORD = TINY / "expected.json"
@@ -219,3 +221,19 @@ def test_system_prompt_outlives_a_full_context(tiny):
     assert result.returncode == 0
     assert "Max" in result.stdout.decode().rstrip("\n").split("\n")[-1]
     assert max(int(p) for p, *_ in STATS.findall(result.stderr)) <= 300
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000], ids=hex)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_one_row_that_is_no_number(tiny, tmp_path, bits, temperature):
+    """A scale of one token's embedding is NaN or infinite: an error, whatever the sampling."""
+    data = bytearray(tiny.read_bytes())
+    dim, layers, vocab, head_dim, group = (
+        struct.unpack_from("<i", data, at)[0] for at in (0x08, 0x10, 0x1C, 0x24, 0x2C))
+    norms = 4 * (2 * layers * dim + dim + 2 * layers * head_dim)
+    scale = 256 + norms + vocab * dim + 300 * (dim // group) * 4
+    struct.pack_into("<I", data, scale, bits)
+    model = tmp_path / "model.bin"
+    model.write_bytes(data)
+    (tmp_path / "model.bin.tokenizer").write_bytes(Path(f"{tiny}.tokenizer").read_bytes())
+    assert_error(qwen3(model, "-t", temperature, "-i", "hi"), 1, "model", "logits")
