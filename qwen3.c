@@ -2369,6 +2369,7 @@ static Ending chat_turn(Engine *e, Bytes text, bool leave_on_error) {
         report(PROMPT_TOO_LONG, e->model.state.seq_len, ids.n);
         if (leave_on_error) exit(EXIT_FAILURE);
         conversation_drop(c, c->n - 1, 1);
+        free(ids.p);
         return CONTEXT_FULL;
     }
     writer_thinks(&e->writer, begins_thinking(e));
