@@ -23,7 +23,7 @@
    rope turns each pair (x[j], x[j + head_dim/2]) by the angle pos * theta^(-2j / head_dim), so that
    q . k depends on how far apart two tokens are.
 
-   and the scores of the next token are  logits = Wcls rmsnorm(x, rms_final)  (vocab_size).
+   The scores of the next token are  logits = Wcls rmsnorm(x, rms_final)  (vocab_size).
 
    model.bin: a 256-byte header (Config below), then the weights, all little-endian:
 
@@ -182,6 +182,16 @@ static bool bytes_equal(Bytes a, Bytes b) {
 
 static Bytes bytes_from(Bytes b, size_t start) {
     return (Bytes){b.p + start, b.n - start};
+}
+
+// Appends ids, separated by spaces, and a newline.
+static void buffer_add_ids(Buffer *b, const Ids *ids) {
+    char number[16];
+    for (size_t i = 0; i < ids->n; i++) {
+        snprintf(number, sizeof(number), i ? " %d" : "%d", ids->p[i]);
+        buffer_add(b, bytes(number));
+    }
+    buffer_add(b, bytes("\n"));
 }
 
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
@@ -560,12 +570,15 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 // from -X_BIAS * sum(w).
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#define USE_AVX512
 #define SIMD "AVX-512 VNNI"
 enum { LANES = 16, TILE = 16, TILE_ROWS = 8, TILE_VECS = 3, X_BIAS = 128 };
 #elif defined(__AVX2__) && defined(__FMA__)
+#define USE_AVX2
 #define SIMD "AVX2"
 enum { LANES = 8, TILE = 8, TILE_ROWS = 4, TILE_VECS = 2, X_BIAS = 0 };
 #elif defined(__ARM_FEATURE_DOTPROD)
+#define USE_NEON
 #define SIMD "NEON dotprod"
 enum { LANES = 4, TILE = 4, TILE_ROWS = 6, TILE_VECS = 4, X_BIAS = 0 };
 #else
@@ -598,10 +611,10 @@ INLINE VecI dot4_plain(VecI acc, VecI x, VecI w) {
 
 INLINE VecF mul_add_plain(VecF a, VecF b, VecF c) { return a * b + c; }
 
-#if defined(__AVX2__) && defined(__FMA__)
+#if defined(USE_AVX512) || defined(USE_AVX2)
 // acc + the sums of 4 products of unsigned u and signed s; |u s| sums to an int16 for each two.
 INLINE __m256i dot4_256(__m256i acc, __m256i u, __m256i s) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#ifdef USE_AVX512
     return _mm256_dpbusd_epi32(acc, u, s);
 #else
     __m256i pairs = _mm256_maddubs_epi16(u, s);
@@ -628,18 +641,18 @@ INLINE void dot8(int32_t *sums, const int8_t *w, const int8_t *x, int n) {
 }
 #endif
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#if defined(USE_AVX512)
 INLINE VecI dot4(VecI acc, VecI x, VecI w) {
     return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
 }
 INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(USE_AVX2)
 INLINE VecI dot4(VecI acc, VecI x, VecI w) {
     __m256i wv = (__m256i)w;
     return (VecI)dot4_256((__m256i)acc, _mm256_abs_epi8(wv), _mm256_sign_epi8((__m256i)x, wv));
 }
 INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(USE_NEON)
 INLINE void dot8(int32_t *sums, const int8_t *w, const int8_t *x, int n) {
     int32x4_t s[8];
     UNROLL for (int i = 0; i < 8; i++) {
@@ -676,13 +689,15 @@ INLINE int32_t load_i32(const void *p) {
 // ------------------------------------------------------------------------------------------------
 // Kernels. Sums of floats have one fixed order, whatever the number of threads and the batch
 
+// The nearest integer, ties to even, |x| < 2^22: adding 1.5 * 2^23 leaves no bits for a fraction.
+INLINE float nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
+
 // exp(x) = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and a polynomial for e^r (Cephes
 // expf): within 2 units of the last place, exp(0) = 1, 0 below -87. Written so that compilers
 // vectorise loops over it.
 INLINE float fast_exp(float x) {
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bits for a fraction
     float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float n = (clamped * 1.44269504f + round) - round;
+    float n = nearest(clamped * 1.44269504f);
     float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -744,7 +759,6 @@ INLINE size_t tile_offset(const Quantized *x, int t, int per_token) {
 NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int group) {
     const int tile = out->tile, lane = t % tile;
     const int32_t flip = tile > 1 && X_BIAS != 0 ? (int32_t)0x80808080 : 0;  // + 128 in each byte
-    const float round = 12582912.0f;  // as in fast_exp
     int8_t *q = out->q + tile_offset(out, t, cols) + 4 * lane;
     float *scale = out->scale + tile_offset(out, t, cols / group) + lane;
     for (int i = 0; i < cols; i += group) {
@@ -753,9 +767,7 @@ NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int grou
         float max = max_of(absolute, group);
         float inverse = max < FLT_MIN * 127 ? 0 : 127 / max;
         int8_t values[256];
-        for (int j = 0; j < group; j++) {
-            values[j] = (int8_t)(int32_t)((x[i + j] * inverse + round) - round);
-        }
+        for (int j = 0; j < group; j++) values[j] = (int8_t)(int32_t)nearest(x[i + j] * inverse);
         for (int j = 0; j < group; j += 4) {
             int32_t four = load_i32(values + j) ^ flip;
             memcpy(q + (size_t)(i + j) * tile, &four, 4);
@@ -2158,7 +2170,7 @@ typedef struct {
     char *line;       // getline()'s
     size_t line_cap;
     Ids cached;       // what the KV cache holds
-    bool think;       // -r, as far as the model can switch
+    bool think;       // -r 1
     bool no_switch;   // -r was given to one that can't
     bool noticed;     // the notices are out
 } Engine;
@@ -2233,9 +2245,11 @@ static Ending respond(Engine *e, const Ids *ids, Message *answer) {
     int row = 0, count = 0;
     give_notices(e);
     if (o->verbose) {
-        fputs("prompt ids:", stderr);
-        for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
-        fputc('\n', stderr);
+        Buffer line = {0};
+        buffer_add(&line, bytes("prompt ids: "));
+        buffer_add_ids(&line, ids);
+        fwrite(line.p, 1, line.n, stderr);
+        free(line.p);
     }
     double start = now();
     Ending ending = INTERRUPTED;
@@ -2266,12 +2280,7 @@ static void run_tokenize(Engine *e, Bytes text) {
     encode_raw(&e->tokenizer, text, &ids);
     give_notices(e);
     Buffer line = {0};
-    for (size_t i = 0; i < ids.n; i++) {
-        char number[16];
-        snprintf(number, sizeof(number), i ? " %d" : "%d", ids.p[i]);
-        buffer_add(&line, bytes(number));
-    }
-    buffer_add(&line, bytes("\n"));
+    buffer_add_ids(&line, &ids);
     write_stdout((Bytes){line.p, line.n});
     free(line.p);
     free(ids.p);

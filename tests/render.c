@@ -5,7 +5,8 @@
 #include "records.h"
 
 int main(int argc, char **argv) {
-    if (argc != 3 || (strcmp(argv[2], "0") && strcmp(argv[2], "1"))) die_usage("usage: tests/render MODEL.bin 0|1 < conversation");
+    if (argc != 3 || (strcmp(argv[2], "0") && strcmp(argv[2], "1")))
+        die_usage("usage: tests/render MODEL.bin 0|1 < conversation");
     static Engine e;
     e.options = (Options){.model = argv[1], .mode = TOKENIZE, .context = -1, .think = atoi(argv[2])};
     quiet = true;
@@ -31,6 +32,7 @@ int main(int argc, char **argv) {
         }
     }
     render(&e.tokenizer, &c, e.think, &ids);
-    for (size_t i = 0; i < ids.n; i++) printf(i ? " %d" : "%d", ids.p[i]);
-    putchar('\n');
+    text.n = 0;
+    buffer_add_ids(&text, &ids);
+    write_stdout((Bytes){text.p, text.n});
 }

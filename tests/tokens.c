@@ -18,7 +18,8 @@ int main(int argc, char **argv) {
         if (!strcmp(kind, "marked")) encode_marked(&encoder, s);
         else encode_plain(&encoder, s);
         encode_end(&encoder);
-        for (size_t i = 0; i < ids.n; i++) printf(i ? " %d" : "%d", ids.p[i]);
-        putchar('\n');
+        text.n = 0;
+        buffer_add_ids(&text, &ids);
+        write_stdout((Bytes){text.p, text.n});
     }
 }
