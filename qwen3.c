@@ -298,13 +298,11 @@ typedef struct {
     Matrix classifier;      // (vocab_size, dim)              lm_head
 } Weights;
 
-// The quantized inputs of a product, n tokens of cols values. A tile of `tile` tokens is stored
-// as (cols / 4, tile, 4): four values of each token in turn, what one instruction of the tile
-// kernel takes. A single token has tile = 1, so its values simply follow each other.
+// The quantized inputs of a product, a row for each token
 typedef struct {
-    int8_t *q;     // (n / tile, cols / 4, tile, 4)
-    float *scale;  // (n / tile, cols / group, tile)
-    int tile;
+    int8_t *q;       // (n, cols)
+    float *scale;    // (n, cols / group)
+    int32_t *start;  // (n, cols / group) -W_BIAS * the sum of the group's q: see dot4
 } Quantized;
 
 typedef struct {
@@ -322,7 +320,7 @@ typedef struct {
     Quantized xq;      // (batch, the longest row)
     float *kv;         // (blocks of LANES positions, n_layers, n_kv_heads, kv_floats): kv_block()
     size_t kv_floats;  // in one block
-    float **scratch;   // one per thread: attention's scores and sums, weight sums
+    float **scratch;   // one per thread: attention's scores and sums, or rows of weights
     float *logits;     // (logit_rows, vocab_size)
     int logit_rows;
 } State;
@@ -558,36 +556,39 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 
 // ------------------------------------------------------------------------------------------------
 // Primitives: all that knows the instruction set. A vector is LANES floats or int32s (the GCC and
-// clang extension: + - * work lane by lane). TILE tokens meet a row of weights at once, a token per
-// lane; TILE is 1 where the CPU has no instruction for that.
+// clang extension: + - * work lane by lane). HAVE_DOT4: the CPU has an instruction for dot4.
 //
-//   dot8(sums, w, x, n) 8 sums, of n products w[i] * x[i] each, n a multiple of 32
-//   dot4(acc, x, w)     acc + sum of the 4 products of the bytes of x and w, in each lane
+//   dot4(acc, w, x)     acc + sum of the 4 products of the bytes of w and x, in each lane
 //   mul_add(a, b, c)    a * b + c, rounded once where the CPU can
+//   zip_low, zip_high   a0 b0 a1 b1 ... of the first or of the second halves of a and b
 //
 // Quantized x lies in -127..127, so no partial sum overflows even if a file's w holds -128. Where
-// dot4 takes x as unsigned bytes, they are stored with X_BIAS added to them, and each sum starts
-// from -X_BIAS * sum(w).
+// dot4 takes w as unsigned bytes, W_BIAS is added to them, and each sum starts from
+// -W_BIAS * sum(x).
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 #define USE_AVX512
 #define SIMD "AVX-512 VNNI"
-enum { LANES = 16, TILE = 16, TILE_ROWS = 8, TILE_VECS = 3, X_BIAS = 128 };
+enum { LANES = 16, HAVE_DOT4 = 1, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 128 };
 #elif defined(__AVX2__) && defined(__FMA__)
 #define USE_AVX2
 #define SIMD "AVX2"
-enum { LANES = 8, TILE = 8, TILE_ROWS = 4, TILE_VECS = 2, X_BIAS = 0 };
+enum { LANES = 8, HAVE_DOT4 = 1, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define USE_NEON
 #define SIMD "NEON dotprod"
-enum { LANES = 4, TILE = 4, TILE_ROWS = 6, TILE_VECS = 4, X_BIAS = 0 };
+enum { LANES = 4, HAVE_DOT4 = 1, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
 #else
 #define SIMD "plain C"
-enum { LANES = 4, TILE = 1, TILE_ROWS = 8, TILE_VECS = 1, X_BIAS = 0 };
+enum { LANES = 4, HAVE_DOT4 = 0, TILE_VECS = 2, TILE_TOKENS = 2, W_BIAS = 0 };
 #endif
+
+enum { BLOCK = TILE_VECS * LANES };  // rows that meet all tokens of a batch together
+enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // + 128 in each byte
 
 typedef float VecF __attribute__((vector_size(4 * LANES)));
 typedef int32_t VecI __attribute__((vector_size(4 * LANES)));
+typedef int8_t VecB __attribute__((vector_size(LANES)));
 
 // The portable versions, always compiled: what the others must equal.
 INLINE int32_t dot_plain(const int8_t *w, const int8_t *x, int n) {
@@ -596,89 +597,83 @@ INLINE int32_t dot_plain(const int8_t *w, const int8_t *x, int n) {
     return sum;
 }
 
-INLINE void dot8_plain(int32_t *sums, const int8_t *w, const int8_t *x, int n) {
-    for (int i = 0; i < 8; i++) sums[i] = dot_plain(w + i * n, x + i * n, n);
-}
-
-INLINE VecI dot4_plain(VecI acc, VecI x, VecI w) {
-    const uint8_t *xb = (const uint8_t *)&x;
-    const int8_t *wb = (const int8_t *)&w;
+INLINE VecI dot4_plain(VecI acc, VecI w, VecI x) {
+    const uint8_t *wb = (const uint8_t *)&w;
+    const int8_t *xb = (const int8_t *)&x;
     for (int i = 0; i < 4 * LANES; i++) {
-        acc[i / 4] += (X_BIAS ? xb[i] : (int8_t)xb[i]) * wb[i];
+        acc[i / 4] += (W_BIAS ? wb[i] : (int8_t)wb[i]) * xb[i];
     }
     return acc;
 }
 
 INLINE VecF mul_add_plain(VecF a, VecF b, VecF c) { return a * b + c; }
 
-#if defined(USE_AVX512) || defined(USE_AVX2)
-// acc + the sums of 4 products of unsigned u and signed s; |u s| sums to an int16 for each two.
-INLINE __m256i dot4_256(__m256i acc, __m256i u, __m256i s) {
-#ifdef USE_AVX512
-    return _mm256_dpbusd_epi32(acc, u, s);
-#else
-    __m256i pairs = _mm256_maddubs_epi16(u, s);
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-#endif
-}
-
-// w x = |w| (sign(w) x): one operand without a sign, as the instructions want it
-INLINE void dot8(int32_t *sums, const int8_t *w, const int8_t *x, int n) {
-    __m256i s[8];
-    UNROLL for (int i = 0; i < 8; i++) {
-        s[i] = _mm256_setzero_si256();
-        for (int j = i * n; j < (i + 1) * n; j += 32) {
-            __m256i wv = _mm256_loadu_si256((const __m256i *)(w + j));
-            __m256i xv = _mm256_loadu_si256((const __m256i *)(x + j));
-            s[i] = dot4_256(s[i], _mm256_abs_epi8(wv), _mm256_sign_epi8(xv, wv));
-        }
-    }
-    __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
-    __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(s[4], s[5]), _mm256_hadd_epi32(s[6], s[7]));
-    __m256i low = _mm256_permute2x128_si256(a, b, 0x20),
-            high = _mm256_permute2x128_si256(a, b, 0x31);
-    _mm256_storeu_si256((__m256i *)sums, _mm256_add_epi32(low, high));
-}
-#endif
-
 #if defined(USE_AVX512)
-INLINE VecI dot4(VecI acc, VecI x, VecI w) {
-    return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {
+    return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 }
 INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
 #elif defined(USE_AVX2)
-INLINE VecI dot4(VecI acc, VecI x, VecI w) {
-    __m256i wv = (__m256i)w;
-    return (VecI)dot4_256((__m256i)acc, _mm256_abs_epi8(wv), _mm256_sign_epi8((__m256i)x, wv));
+// w x = |w| (sign(w) x): one operand without a sign, as the instruction wants it. |w x| sums to an
+// int16 for each two.
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {
+    __m256i u = _mm256_abs_epi8((__m256i)w), s = _mm256_sign_epi8((__m256i)x, (__m256i)w);
+    __m256i pairs = _mm256_maddubs_epi16(u, s);
+    return acc + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
 #elif defined(USE_NEON)
-INLINE void dot8(int32_t *sums, const int8_t *w, const int8_t *x, int n) {
-    int32x4_t s[8];
-    UNROLL for (int i = 0; i < 8; i++) {
-        s[i] = vdupq_n_s32(0);
-        for (int j = i * n; j < (i + 1) * n; j += 16) {
-            s[i] = vdotq_s32(s[i], vld1q_s8(w + j), vld1q_s8(x + j));
-        }
-    }
-    vst1q_s32(sums, vpaddq_s32(vpaddq_s32(s[0], s[1]), vpaddq_s32(s[2], s[3])));
-    vst1q_s32(sums + 4, vpaddq_s32(vpaddq_s32(s[4], s[5]), vpaddq_s32(s[6], s[7])));
-}
-INLINE VecI dot4(VecI acc, VecI x, VecI w) {
-    return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)x, (int8x16_t)w);
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {
+    return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
 }
 INLINE VecF mul_add(VecF a, VecF b, VecF c) {
     return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
 #else
-#define dot8 dot8_plain
 #define dot4 dot4_plain
 #define mul_add mul_add_plain
 #endif
 
+#if defined(USE_AVX512)
+#define ZIP(a, b, i) __builtin_shufflevector(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, \
+    i + 19, i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23)
+#elif defined(USE_AVX2)
+#define ZIP(a, b, i) \
+    __builtin_shufflevector(a, b, i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11)
+#else
+#define ZIP(a, b, i) __builtin_shufflevector(a, b, i, i + 4, i + 1, i + 5)
+#endif
+INLINE VecI zip_low(VecI a, VecI b) { return ZIP(a, b, 0); }
+INLINE VecI zip_high(VecI a, VecI b) { return ZIP(a, b, LANES / 2); }
+
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
 INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // no addition: -0 stays
+
+INLINE VecF load_f(const float *p) {
+    VecF value;
+    memcpy(&value, p, sizeof(value));
+    return value;
+}
+
+// n <= 4 * LANES bytes, then zeros; n a constant
+INLINE VecI load_bytes(const void *p, const int n) {
+    VecI value = {0};
+    memcpy(&value, p, n);
+    return value;
+}
+
+INLINE int32_t lanes_max(VecI a) {
+    int32_t max = a[0];
+    for (int i = 1; i < LANES; i++) max = a[i] > max ? a[i] : max;
+    return max;
+}
+
+INLINE int32_t lanes_sum(VecI a) {
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += a[i];
+    return sum;
+}
 
 INLINE int32_t load_i32(const void *p) {
     int32_t value;
@@ -689,15 +684,16 @@ INLINE int32_t load_i32(const void *p) {
 // ------------------------------------------------------------------------------------------------
 // Kernels. Sums of floats have one fixed order, whatever the number of threads and the batch
 
-// The nearest integer, ties to even, |x| < 2^22: adding 1.5 * 2^23 leaves no bits for a fraction.
-INLINE float nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
+// Adding 1.5 * 2^23 leaves no bits for a fraction: |x| < 2^22 is rounded to the nearest integer,
+// ties to even, and that stands in the low bits.
+#define ROUNDER 12582912.0f
 
 // exp(x) = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and a polynomial for e^r (Cephes
 // expf): within 2 units of the last place, exp(0) = 1, 0 below -87. Written so that compilers
 // vectorise loops over it.
 INLINE float fast_exp(float x) {
     float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float n = nearest(clamped * 1.44269504f);
+    float n = clamped * 1.44269504f + ROUNDER - ROUNDER;
     float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -710,12 +706,29 @@ INLINE float fast_exp(float x) {
     return x < -87.0f ? 0 : p * power.f;
 }
 
+// Floats are added in 16 interleaved sums, whatever a vector's width: all instruction sets agree.
+// sum(x) or sum(x^2), x (n)
+INLINE float sum_of(const float *x, int n, const bool squared) {
+    VecF acc[16 / LANES] = {0};
+    float sums[16];
+    int i = 0;
+    for (; i + 16 <= n; i += 16) {
+        UNROLL for (int j = 0; j < 16 / LANES; j++) {
+            VecF v = load_f(x + i + j * LANES);
+            acc[j] += squared ? v * v : v;
+        }
+    }
+    memcpy(sums, acc, sizeof(sums));
+    for (; i < n; i++) sums[i % 16] += squared ? x[i] * x[i] : x[i];
+    for (int half = 8; half > 0; half /= 2) {
+        for (int j = 0; j < half; j++) sums[j] += sums[j + half];
+    }
+    return sums[0];
+}
+
 // out = w * x / sqrt(mean(x^2) + eps), all (n): HF Qwen3RMSNorm
 NOINLINE void rmsnorm(float *out, const float *x, const float *w, int n, float eps) {
-    float sum = 0;
-    #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < n; i++) sum += x[i] * x[i];
-    float scale = 1 / sqrtf(sum / n + eps);
+    float scale = 1 / sqrtf(sum_of(x, n, true) / n + eps);
     for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * scale);
 }
 
@@ -732,16 +745,11 @@ NOINLINE float max_of(const float *x, int n) {
     return value.f;
 }
 
-// x = exp(x - max(x)) / sum(exp(x - max(x))), (n)
-NOINLINE void softmax(float *x, int n) {
-    float max = max_of(x, n), sum = 0;
-    #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < n; i++) {
-        x[i] = fast_exp(x[i] - max);
-        sum += x[i];
-    }
-    float scale = 1 / sum;
-    for (int i = 0; i < n; i++) x[i] *= scale;
+// x = exp(x - max(x)), (n); returns their sum
+NOINLINE float softmax_terms(float *x, int n) {
+    float max = max_of(x, n);
+    for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
+    return sum_of(x, n, false);
 }
 
 // gate = silu(gate) * up, all (n): HF Qwen3MLP
@@ -749,131 +757,155 @@ NOINLINE void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
 }
 
-// Where the tile of token t begins in an array that holds `per_token` elements of each token.
-INLINE size_t tile_offset(const Quantized *x, int t, int per_token) {
-    return (size_t)(t / x->tile) * x->tile * per_token;
-}
-
 // Token t of the products' input x (cols), in groups: scale = max|x| / 127, q = round(x / scale).
 // Groups whose scale would be no normal number become zeros.
 NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int group) {
-    const int tile = out->tile, lane = t % tile;
-    const int32_t flip = tile > 1 && X_BIAS != 0 ? (int32_t)0x80808080 : 0;  // + 128 in each byte
-    int8_t *q = out->q + tile_offset(out, t, cols) + 4 * lane;
-    float *scale = out->scale + tile_offset(out, t, cols / group) + lane;
-    for (int i = 0; i < cols; i += group) {
-        float absolute[256];
-        for (int j = 0; j < group; j++) absolute[j] = fabsf(x[i + j]);
-        float max = max_of(absolute, group);
-        float inverse = max < FLT_MIN * 127 ? 0 : 127 / max;
-        int8_t values[256];
-        for (int j = 0; j < group; j++) values[j] = (int8_t)(int32_t)nearest(x[i + j] * inverse);
-        for (int j = 0; j < group; j += 4) {
-            int32_t four = load_i32(values + j) ^ flip;
-            memcpy(q + (size_t)(i + j) * tile, &four, 4);
+    int8_t *q = out->q + (size_t)t * cols;
+    size_t g = (size_t)t * (cols / group);
+    for (int i = 0; i < cols; i += group, g++) {
+        VecI max = {0}, sum = {0};
+        for (int j = i; j < i + group; j += LANES) {  // as integers, |x| have the same order
+            VecI bits = (VecI)load_f(x + j) & INT32_MAX, larger = bits > max;
+            max = (bits & larger) | (max & ~larger);
         }
-        scale[i / group * tile] = inverse == 0 ? 0 : max / 127;
+        union { int32_t i; float f; } largest = {.i = lanes_max(max)};
+        float inverse = largest.f < FLT_MIN * 127 ? 0 : 127 / largest.f;
+        for (int j = i; j < i + group; j += LANES) {
+            VecI rounded = (VecI)(load_f(x + j) * inverse + ROUNDER) - (VecI)splat_f(ROUNDER);
+            VecB bytes = __builtin_convertvector(rounded, VecB);
+            memcpy(q + j, &bytes, sizeof(bytes));
+            sum += rounded;
+        }
+        out->scale[g] = inverse == 0 ? 0 : largest.f / 127;
+        out->start[g] = -W_BIAS * lanes_sum(sum);
     }
 }
 
 // Every product's value is  sum over groups g, first to last, of (float)(w_g . x_g) * w_scale[g] *
 // x_scale[g]  in this order of roundings, so both kernels below give the same bits.
 
+// Transposes: out[i * stride] is word (4 bytes) i of the LANES rows from `row` on; the last row
+// stands in for rows behind it. words (rows, cols) ^ flip
+INLINE void pack(VecI *out, int stride, const void *words, int rows, int cols, int row,
+                 int32_t flip) {
+    const char *source[LANES];
+    for (int r = 0; r < LANES; r++) {
+        source[r] = (const char *)words + (size_t)min_int(row + r, rows - 1) * cols * 4;
+    }
+    int i = 0;
+    for (; i + LANES <= cols; i += LANES) {
+        VecI a[LANES], b[LANES];
+        UNROLL for (int r = 0; r < LANES; r++) memcpy(&a[r], source[r] + 4 * (size_t)i, sizeof(*a));
+        UNROLL for (int n = LANES; n > 1; n /= 2) {  // log2(LANES) perfect shuffles
+            UNROLL for (int r = 0; r < LANES / 2; r++) {
+                b[2 * r] = zip_low(a[r], a[r + LANES / 2]);
+                b[2 * r + 1] = zip_high(a[r], a[r + LANES / 2]);
+            }
+            UNROLL for (int r = 0; r < LANES; r++) a[r] = b[r];
+        }
+        UNROLL for (int r = 0; r < LANES; r++) out[(i + r) * stride] = a[r] ^ splat(flip);
+    }
+    for (; i < cols; i++) {
+        for (int r = 0; r < LANES; r++) {
+            out[i * stride][r] = load_i32(source[r] + 4 * (size_t)i) ^ flip;
+        }
+    }
+}
+
+// sums[r] = sum(a[r]): zips two vectors into one of half the terms each, until one is left
+INLINE VecI lanes_sums(VecI *a) {
+    UNROLL for (int n = LANES / 2; n > 0; n /= 2) {
+        UNROLL for (int r = 0; r < n; r++) {
+            a[r] = zip_low(a[r], a[r + n]) + zip_high(a[r], a[r + n]);
+        }
+    }
+    return a[0];
+}
+
 enum { AHEAD = 8192 };  // bytes, two pages: the CPU's own prefetching stops where a page ends
 
-// out = W x for one token: rows first .. last - 1 of W (rows, cols), group a constant.
+// sum + the terms of `count` groups, of w from its group wg on, of x from xg on; count and group
+// are constants.
+INLINE float add_groups(float sum, const Matrix *w, size_t wg, const Quantized *x, size_t xg,
+                        const int count, const int group) {
+    const int8_t *wq = w->q + wg * group, *xq = x->q + xg * group;
+    const int step = min_int(group, 4 * LANES);
+    VecI dots[LANES] = {0};
+    int32_t dot[LANES];
+    float terms[LANES];
+    for (int g = 0; g < count; g++) {
+        for (int i = g * group; HAVE_DOT4 && i < (g + 1) * group; i += step) {
+            __builtin_prefetch(wq + i + AHEAD);
+            VecI wv = load_bytes(wq + i, step) ^ splat(FLIP);
+            dots[g] = dot4(dots[g], wv, load_bytes(xq + i, step));
+        }
+        if (!HAVE_DOT4) dot[g] = dot_plain(wq + g * group, xq + g * group, group);
+    }
+    VecI sums = lanes_sums(dots);
+    if (HAVE_DOT4) memcpy(dot, &sums, sizeof(dot));
+    for (int g = 0; g < count; g++) {
+        terms[g] = (float)(dot[g] + x->start[xg + g]) * w->scale[wg + g] * x->scale[xg + g];
+    }
+    for (int g = 0; g < count; g++) sum += terms[g];
+    return sum;
+}
+
+// out = W x for token t: rows first .. last - 1 of W (rows, cols)
 INLINE void matvec(float *out, const Quantized *x, const Matrix *w, int t, int first, int last,
                    const int group) {
     const int groups = w->cols / group;
-    const int8_t *xq = x->q + (size_t)t * w->cols;
-    const float *xs = x->scale + (size_t)t * groups;
     for (int row = first; row < last; row++) {
-        const int8_t *wq = w->q + (size_t)row * w->cols;
-        const float *ws = w->scale + (size_t)row * groups;
-        float sum = 0, terms[8];
-        int32_t sums[8];
-        int g = 0;
-        for (; g + 8 <= groups; g += 8) {
-            for (int i = 0; i < 8 * group; i += 64) __builtin_prefetch(wq + g * group + i + AHEAD);
-            dot8(sums, wq + g * group, xq + g * group, group);
-            for (int i = 0; i < 8; i++) terms[i] = (float)sums[i] * ws[g + i] * xs[g + i];
-            for (int i = 0; i < 8; i++) sum += terms[i];
+        size_t wg = (size_t)row * groups, xg = (size_t)t * groups;
+        float sum = 0;
+        int left = groups;
+        for (; left >= LANES; left -= LANES, wg += LANES, xg += LANES) {
+            sum = add_groups(sum, w, wg, x, xg, LANES, group);
         }
-        for (; g < groups; g++) {
-            sum += (float)dot_plain(wq + g * group, xq + g * group, group) * ws[g] * xs[g];
-        }
-        out[row] = sum;
+        out[row] = left ? add_groups(sum, w, wg, x, xg, left, group) : sum;
     }
 }
 
-// The same for `vecs` tiles of tokens, beginning with token t, and the TILE_ROWS rows at `row` (the
-// last row stands in for rows behind it). start (TILE_ROWS, groups): -X_BIAS * sum(w) of each
-// group. out (n tokens, w->rows).
-INLINE void matmul_tiles(float *out, const Quantized *x, const Matrix *w, int t, int n, int row,
-                         const int32_t *start, const int vecs, const int group) {
+// The same for BLOCK rows from `row` on, a row per lane, and TILE_TOKENS tokens from t on (the last
+// token stands in for tokens behind it). wq (cols / 4, TILE_VECS, LANES, 4) and ws (groups,
+// TILE_VECS, LANES) are the packed rows. out (n, w->rows)
+INLINE void matmul_tile(float *out, const Quantized *x, const Matrix *w, int t, int n, int row,
+                        const VecI *wq, const VecF *ws, const int group) {
     const int groups = w->cols / group;
-    const VecI *xq[TILE_VECS];
-    const VecF *xs[TILE_VECS];
-    const int8_t *wq[TILE_ROWS];
-    const float *ws[TILE_ROWS];
-    VecF acc[TILE_ROWS][TILE_VECS] = {0};
-    for (int v = 0; v < vecs; v++) {
-        xq[v] = (const VecI *)(x->q + tile_offset(x, t + v * TILE, w->cols));
-        xs[v] = (const VecF *)(x->scale + tile_offset(x, t + v * TILE, groups));
-    }
-    for (int r = 0; r < TILE_ROWS; r++) {
-        int source = min_int(row + r, w->rows - 1);
-        wq[r] = w->q + (size_t)source * w->cols;
-        ws[r] = w->scale + (size_t)source * groups;
+    const int8_t *xq[TILE_TOKENS];
+    const float *xs[TILE_TOKENS];
+    const int32_t *start[TILE_TOKENS];
+    VecF acc[TILE_TOKENS][TILE_VECS] = {0};
+    for (int i = 0; i < TILE_TOKENS; i++) {
+        size_t source = min_int(t + i, n - 1);
+        xq[i] = x->q + source * w->cols;
+        xs[i] = x->scale + source * groups;
+        start[i] = x->start + source * groups;
     }
     for (int g = 0; g < groups; g++) {
-        VecI sum[TILE_ROWS][TILE_VECS];
-        UNROLL for (int r = 0; r < TILE_ROWS; r++) {
-            UNROLL for (int v = 0; v < vecs; v++) sum[r][v] = splat(start[r * groups + g]);
+        VecI sum[TILE_TOKENS][TILE_VECS];
+        UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
+            UNROLL for (int v = 0; v < TILE_VECS; v++) sum[i][v] = splat(start[i][g]);
         }
-        for (int i = g * group / 4; i < (g + 1) * group / 4; i++) {
-            UNROLL for (int r = 0; r < TILE_ROWS; r++) {
-                VecI four = splat(load_i32(wq[r] + 4 * i));
-                UNROLL for (int v = 0; v < vecs; v++) sum[r][v] = dot4(sum[r][v], xq[v][i], four);
+        for (int k = g * group / 4; k < (g + 1) * group / 4; k++) {
+            UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
+                VecI four = splat(load_i32(xq[i] + 4 * k));
+                UNROLL for (int v = 0; v < TILE_VECS; v++) {
+                    sum[i][v] = dot4(sum[i][v], wq[k * TILE_VECS + v], four);
+                }
             }
         }
-        UNROLL for (int r = 0; r < TILE_ROWS; r++) {
-            UNROLL for (int v = 0; v < vecs; v++) {
-                acc[r][v] += __builtin_convertvector(sum[r][v], VecF) * ws[r][g] * xs[v][g];
+        UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
+            UNROLL for (int v = 0; v < TILE_VECS; v++) {
+                acc[i][v] += __builtin_convertvector(sum[i][v], VecF) * ws[g * TILE_VECS + v] *
+                             xs[i][g];
             }
         }
     }
-    const int rows = min_int(TILE_ROWS, w->rows - row);
-    for (int i = 0; i < min_int(vecs * TILE, n - t); i++) {
+    for (int i = 0; i < min_int(TILE_TOKENS, n - t); i++) {
         float *token = out + (size_t)(t + i) * w->rows + row;
-        for (int r = 0; r < rows; r++) token[r] = acc[r][i / TILE][i % TILE];
+        if (row + BLOCK <= w->rows) memcpy(token, acc[i], sizeof(acc[i]));
+        else memcpy(token, acc[i], (w->rows - row) * sizeof(float));
     }
-}
-
-// A block of rows meets all tokens of the batch while it is in the cache. scratch (TILE_ROWS,
-// groups) is the thread's own.
-INLINE void matmul_block(float *out, const Quantized *x, const Matrix *w, int n, int row,
-                         int32_t *scratch, const int group) {
-    if (x->tile == 1) {
-        for (int t = 0; t < n; t++) {
-            matvec(out + (size_t)t * w->rows, x, w, t, row, min_int(row + TILE_ROWS, w->rows),
-                   group);
-        }
-        return;
-    }
-    const int groups = w->cols / group;
-    for (int i = 0; i < TILE_ROWS * groups; i++) {
-        int source = min_int(row + i / groups, w->rows - 1);
-        const int8_t *wq = w->q + (size_t)source * w->cols + i % groups * group;
-        int32_t sum = 0;
-        for (int j = 0; j < group && X_BIAS != 0; j++) sum += wq[j];
-        scratch[i] = -X_BIAS * sum;
-    }
-    int t = 0;
-    for (; t + (TILE_VECS - 1) * TILE < n; t += TILE_VECS * TILE) {
-        matmul_tiles(out, x, w, t, n, row, scratch, TILE_VECS, group);
-    }
-    for (; t < n; t += TILE) matmul_tiles(out, x, w, t, n, row, scratch, 1, group);
 }
 
 typedef struct {
@@ -884,32 +916,58 @@ typedef struct {
 typedef struct {
     State *s;
     const Product *products;
-    int n;  // tokens
+    int first, n;  // tokens first .. n - 1
 } Matmul;
 
-// Blocks of TILE_ROWS rows, numbered through all products.
+// A block of rows meets all tokens of the batch while it is in the cache, and the next one is
+// fetched. scratch: wq, then ws
+INLINE void matmul_block(float *out, const Matmul *m, const Matrix *w, int row, VecI *scratch,
+                         const int group) {
+    const Quantized *x = &m->s->xq;
+    const int first = m->first, n = m->n;
+    if (n - first == 1 || !HAVE_DOT4) {
+        for (int t = first; t < n; t++) {
+            matvec(out + (size_t)t * w->rows, x, w, t, row, min_int(row + BLOCK, w->rows), group);
+        }
+        return;
+    }
+    VecI *wq = scratch, *ws = scratch + w->cols / 4 * TILE_VECS;
+    for (int v = 0; v < TILE_VECS; v++) {
+        pack(wq + v, TILE_VECS, w->q, w->rows, w->cols / 4, row + v * LANES, FLIP);
+        pack(ws + v, TILE_VECS, w->scale, w->rows, w->cols / group, row + v * LANES, 0);
+    }
+    const int8_t *next = w->q + (size_t)(row + BLOCK) * w->cols;
+    const int64_t share = (int64_t)BLOCK * w->cols * TILE_TOKENS / (n - first);
+    for (int t = first; t < n; t += TILE_TOKENS, next += share) {
+        for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i, 0, 2);
+        matmul_tile(out, x, w, t, n, row, wq, (const VecF *)ws, group);
+    }
+}
+
+// Blocks of BLOCK rows, numbered through all products.
 static void matmul_job(void *arg, int begin, int end, int thread) {
     const Matmul *m = arg;
-    int32_t *scratch = (int32_t *)m->s->scratch[thread];
+    VecI *scratch = (VecI *)m->s->scratch[thread];
     for (int block = begin; block < end; block++) {
         const Product *p = m->products;
-        int row = block * TILE_ROWS;
-        for (; row >= round_up(p->w->rows, TILE_ROWS); p++) row -= round_up(p->w->rows, TILE_ROWS);
+        int row = block * BLOCK;
+        for (; row >= round_up(p->w->rows, BLOCK); p++) row -= round_up(p->w->rows, BLOCK);
         switch (p->w->group) {  // a constant in the loops below: half of their speed
-        case 32: matmul_block(p->out, &m->s->xq, p->w, m->n, row, scratch, 32); break;
-        case 64: matmul_block(p->out, &m->s->xq, p->w, m->n, row, scratch, 64); break;
-        case 128: matmul_block(p->out, &m->s->xq, p->w, m->n, row, scratch, 128); break;
-        case 256: matmul_block(p->out, &m->s->xq, p->w, m->n, row, scratch, 256); break;
+        case 32: matmul_block(p->out, m, p->w, row, scratch, 32); break;
+        case 64: matmul_block(p->out, m, p->w, row, scratch, 64); break;
+        case 128: matmul_block(p->out, m, p->w, row, scratch, 128); break;
+        case 256: matmul_block(p->out, m, p->w, row, scratch, 256); break;
         }
     }
 }
 
-// Products of the same quantized input, s->xq, n tokens: out = x W^T, (n, cols) x (rows, cols)^T.
-static void matmul(State *s, int n, const Product *products, int count) {
-    Matmul m = {s, products, n};
+// Products of the same quantized input, tokens first .. n - 1 of s->xq: out = x W^T, (n, cols) x
+// (rows, cols)^T.
+static void matmul(State *s, int first, int n, const Product *products, int count) {
+    Matmul m = {s, products, first, n};
     int blocks = 0;
-    for (int i = 0; i < count; i++) blocks += (products[i].w->rows + TILE_ROWS - 1) / TILE_ROWS;
-    parallel(matmul_job, &m, blocks, n == 1 ? 64 / TILE_ROWS : 2);
+    for (int i = 0; i < count; i++) blocks += (products[i].w->rows + BLOCK - 1) / BLOCK;
+    parallel(matmul_job, &m, blocks, n - first == 1 ? 2 : 1);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -922,19 +980,20 @@ typedef struct Pass {
     int l;              // its number
     const float *norm;  // (dim) the weights of the rmsnorm before the current block
     int n, pos;         // tokens, position of the first
+    int first;          // tokens before this one need no more than their place in the cache
     void (*step)(const struct Pass *, int t);
 } Pass;
 
 static void token_job(void *arg, int begin, int end, int thread) {
     (void)thread;
     const Pass *p = arg;
-    for (int t = begin; t < end; t++) p->step(p, t);
+    for (int t = begin; t < end; t++) p->step(p, p->first + t);
 }
 
-// One step for every token of the batch; tokens of a tile share cache lines, so they stay together.
+// One step for every token of the batch.
 static void each_token(Pass *p, void (*step)(const Pass *, int t)) {
     p->step = step;
-    parallel(token_job, p, p->n, max_int(TILE, 4));
+    parallel(token_job, p, p->n - p->first, 4);
 }
 
 // The cache of one layer and kv head for positions block * LANES and on, in the order in which
@@ -976,83 +1035,136 @@ static void rope_and_cache(const Pass *p, int t) {
         rope(k, cos, sin, half);
         float *keys = kv_block(p->m, p->l, h, (p->pos + t) / LANES), *values = keys + hd * LANES;
         for (int j = 0; j < hd; j++) keys[j * LANES + lane] = k[j];
-        for (int j = 0; j < hd; j++) values[(j / LANES * LANES + lane) * LANES + j % LANES] = v[j];
+        for (int j = 0; j < hd; j += LANES) {
+            memcpy(values + (j + lane) * LANES, v + j, sizeof(VecF));
+        }
     }
 }
 
-enum { ATT_ROWS = LANES == 16 ? 8 : 4 };
+// A row of attention is one query head of one token:
+//   a = softmax(q . K / sqrt(head_dim)) V, each sum over positions first to last.
+// Tiles of ATT_ROWS rows by two vectors live in registers. ATT_TASK rows meet two blocks of keys,
+// then ATT_VALUES positions of values, while these are near.
+enum { ATT_ROWS = 6, ATT_TASK = 24, ATT_VALUES = 64 };
 
-// A row of attention is one query head of one token. The rows of a kv head are numbered through
-// its query heads, then through the tokens; `rows` of them from `row` on meet each block of the
-// cache together (the last row stands in for rows behind it). scratch: scores (rows, positions in
-// whole vectors), sums (rows, value_dim).
-// a = softmax(q . K / sqrt(head_dim)) V, each sum over positions first to last.
-INLINE void attention_rows(const Pass *p, int kv_head, int row, float *scratch, const int rows) {
-    const Config *g = &p->m->config;
-    const State *s = &p->m->state;
-    const int hd = g->head_dim, vd = value_dim(p->m), group = g->n_heads / g->n_kv_heads;
-    const int stride = round_up(s->seq_len, LANES);
-    const size_t ahead = kv_block(p->m, 0, 0, 1) - kv_block(p->m, 0, 0, 0);  // to the next block
+typedef struct {
+    int kv_head, n;            // rows, a multiple of the tile's
+    const float *q[ATT_TASK];  // (head_dim)
+    float *out[ATT_TASK];      // (head_dim)
+    float *score[ATT_TASK];    // (positions in whole vectors)
+    float *sum[ATT_TASK];      // (value_dim)
+    int len[ATT_TASK];         // positions that the row sees: its own and those before it
+} AttRows;
+
+// score = q . k / sqrt(head_dim), rows from r on, for `vecs` blocks of positions from `start` on
+INLINE void score_tile(const Pass *p, const AttRows *a, int r, int start, const int rows,
+                       const int vecs) {
+    const int hd = p->m->config.head_dim;
     const float scale = 1 / sqrtf((float)hd);
-    const float *q[ATT_ROWS];
-    float *out[ATT_ROWS], *score[ATT_ROWS], *sums = scratch + (size_t)rows * stride;
-    int len[ATT_ROWS];  // positions that the row sees: its own and those before it
-    for (int r = 0; r < rows; r++) {
-        int i = min_int(row + r, p->n * group - 1), t = i / group, h = kv_head * group + i % group;
-        q[r] = s->q + (size_t)t * g->q_dim + h * hd;
-        out[r] = s->att + (size_t)t * g->q_dim + h * hd;
-        score[r] = scratch + (size_t)r * stride;
-        len[r] = p->pos + t + 1;
+    const size_t next = kv_block(p->m, 0, 0, 1) - kv_block(p->m, 0, 0, 0);
+    const VecF *keys[2];
+    VecF sum[ATT_ROWS][2] = {0};
+    for (int v = 0; v < vecs; v++) {
+        keys[v] = (VecF *)kv_block(p->m, p->l, a->kv_head, start / LANES + v);
     }
-    const int end = len[rows - 1];
-    for (int start = 0; start < end; start += LANES) {
-        const VecF *keys = (const VecF *)kv_block(p->m, p->l, kv_head, start / LANES);
-        VecF sum[ATT_ROWS] = {0};
-        for (int j = 0; j < hd; j++) {
-            __builtin_prefetch((const float *)&keys[j] + ahead);
-            UNROLL for (int r = 0; r < rows; r++) {
-                sum[r] = mul_add(keys[j], splat_f(q[r][j]), sum[r]);
-            }
+    for (int j = 0; j < hd; j++) {
+        UNROLL for (int v = 0; v < vecs; v++) __builtin_prefetch((float *)&keys[v][j] + 2 * next);
+        UNROLL for (int i = 0; i < rows; i++) {
+            VecF q = splat_f(a->q[r + i][j]);
+            UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = mul_add(keys[v][j], q, sum[i][v]);
         }
-        for (int r = 0; r < rows; r++) *(VecF *)(score[r] + start) = sum[r] * scale;
     }
-    for (int r = 0; r < rows; r++) {
-        softmax(score[r], len[r]);
-        for (int i = len[r]; i < end; i++) score[r][i] = 0;
+    for (int i = 0; i < rows; i++) {
+        for (int v = 0; v < vecs; v++) {
+            *(VecF *)(a->score[r + i] + start + v * LANES) = sum[i][v] * scale;
+        }
     }
-    memset(sums, 0, (size_t)rows * vd * sizeof(float));
-    for (int start = 0; start < end; start += LANES) {
-        const float *keys = kv_block(p->m, p->l, kv_head, start / LANES);
-        const VecF *values = (const VecF *)(keys + hd * LANES);
-        for (int j = 0; j < vd / LANES; j++) {
-            VecF sum[ATT_ROWS];
-            UNROLL for (int r = 0; r < rows; r++) sum[r] = ((VecF *)(sums + (size_t)r * vd))[j];
-            for (int i = 0; i < min_int(LANES, end - start); i++) {
-                __builtin_prefetch((const float *)&values[j * LANES + i] + ahead);
-                UNROLL for (int r = 0; r < rows; r++) {
-                    sum[r] = mul_add(values[j * LANES + i], splat_f(score[r][start + i]),
-                                     sum[r]);
+}
+
+// sum += score * v over positions start .. end - 1, rows from r on, `vecs` vectors of v from j on
+INLINE void value_tile(const Pass *p, const AttRows *a, int r, int start, int end, int j,
+                       const int rows, const int vecs) {
+    const size_t next = kv_block(p->m, 0, 0, 1) - kv_block(p->m, 0, 0, 0);
+    VecF sum[ATT_ROWS][2];
+    UNROLL for (int i = 0; i < rows; i++) {
+        UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = ((VecF *)a->sum[r + i])[j + v];
+    }
+    for (; start < end; start += LANES) {
+        const float *keys = kv_block(p->m, p->l, a->kv_head, start / LANES);
+        const VecF *values = (VecF *)keys + p->m->config.head_dim + j * LANES;
+        for (int i = 0; i < min_int(LANES, end - start); i++) {
+            UNROLL for (int v = 0; v < vecs; v++) {
+                __builtin_prefetch((float *)&values[v * LANES + i] + ATT_VALUES / LANES * next);
+            }
+            UNROLL for (int k = 0; k < rows; k++) {
+                VecF score = splat_f(a->score[r + k][start + i]);
+                UNROLL for (int v = 0; v < vecs; v++) {
+                    sum[k][v] = mul_add(values[v * LANES + i], score, sum[k][v]);
                 }
             }
-            UNROLL for (int r = 0; r < rows; r++) ((VecF *)(sums + (size_t)r * vd))[j] = sum[r];
         }
     }
-    for (int r = 0; r < rows; r++) memcpy(out[r], sums + (size_t)r * vd, hd * sizeof(float));
+    UNROLL for (int i = 0; i < rows; i++) {
+        UNROLL for (int v = 0; v < vecs; v++) ((VecF *)a->sum[r + i])[j + v] = sum[i][v];
+    }
 }
 
-// Tiles of ATT_ROWS rows, of one kv head after the other.
-static int attention_tiles(const Pass *p) {
-    return (p->n * (p->m->config.n_heads / p->m->config.n_kv_heads) + ATT_ROWS - 1) / ATT_ROWS;
+INLINE void attention_rows(const Pass *p, const AttRows *a, const int rows) {
+    const int hd = p->m->config.head_dim, vectors = value_dim(p->m) / LANES;
+    const int end = a->len[a->n - 1];
+    float total[ATT_TASK];
+    for (int start = 0; start < end; start += 2 * LANES) {
+        for (int r = 0; r < a->n; r += rows) {
+            if (end - start > LANES) score_tile(p, a, r, start, rows, 2);
+            else score_tile(p, a, r, start, rows, 1);
+        }
+    }
+    for (int r = 0; r < a->n; r++) {
+        total[r] = softmax_terms(a->score[r], a->len[r]);
+        for (int i = a->len[r]; i < end; i++) a->score[r][i] = 0;
+        memset(a->sum[r], 0, vectors * sizeof(VecF));
+    }
+    for (int start = 0; start < end; start += ATT_VALUES) {
+        const int stop = min_int(end, start + ATT_VALUES);
+        for (int r = 0; r < a->n; r += rows) {
+            int j = 0;
+            for (; j + 2 <= vectors; j += 2) value_tile(p, a, r, start, stop, j, rows, 2);
+            if (j < vectors) value_tile(p, a, r, start, stop, j, rows, 1);
+        }
+    }
+    for (int r = 0; r < a->n; r++) {
+        for (int j = 0; j < hd; j++) a->out[r][j] = a->sum[r][j] / total[r];
+    }
 }
 
+// Tasks of ATT_TASK rows, of one kv head after the other.
+static int attention_tasks(const Pass *p) {
+    int rows = (p->n - p->first) * (p->m->config.n_heads / p->m->config.n_kv_heads);
+    return (rows + ATT_TASK - 1) / ATT_TASK;
+}
+
+// The rows of a kv head are numbered through its query heads, then through the tokens.
 static void attention_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const int rows = p->n * (p->m->config.n_heads / p->m->config.n_kv_heads);
-    for (int i = begin; i < end; i++) {
-        int kv_head = i / attention_tiles(p), row = i % attention_tiles(p) * ATT_ROWS;
-        float *scratch = p->m->state.scratch[thread];
-        if (rows - row > 2) attention_rows(p, kv_head, row, scratch, ATT_ROWS);
-        else attention_rows(p, kv_head, row, scratch, 2);
+    const Config *g = &p->m->config;
+    const State *s = &p->m->state;
+    const int group = g->n_heads / g->n_kv_heads, rows = (p->n - p->first) * group;
+    const size_t positions = round_up(s->seq_len, 2 * LANES), vd = value_dim(p->m);
+    for (int task = begin; task < end; task++) {
+        AttRows a = {.kv_head = task / attention_tasks(p)};
+        int first = task % attention_tasks(p) * ATT_TASK, count = min_int(ATT_TASK, rows - first);
+        a.n = count <= 2 ? 2 : round_up(count, ATT_ROWS);
+        for (int r = 0; r < a.n; r++) {  // the last row stands in for rows behind it
+            int i = min_int(first + r, rows - 1), t = p->first + i / group;
+            int h = a.kv_head * group + i % group;
+            a.q[r] = s->q + (size_t)t * g->q_dim + h * g->head_dim;
+            a.out[r] = s->att + (size_t)t * g->q_dim + h * g->head_dim;
+            a.score[r] = s->scratch[thread] + r * (positions + vd);
+            a.sum[r] = a.score[r] + positions;
+            a.len[r] = p->pos + t + 1;
+        }
+        if (a.n == 2) attention_rows(p, &a, 2);
+        else attention_rows(p, &a, ATT_ROWS);
     }
 }
 
@@ -1080,21 +1192,24 @@ static void ffn_hidden(const Pass *p, int t) {
     quantize(&s->xq, t, gate, g->hidden_dim, g->group_size);
 }
 
-static void layer_forward(Pass *p) {
+// Only the cache and tokens from first_needed on are of use later.
+static void layer_forward(Pass *p, int first_needed) {
     State *s = &p->m->state;
     const Layer *w = p->layer;
     p->norm = w->rms_att;
     each_token(p, block_input);
-    matmul(s, p->n, (Product[]){{s->q, &w->wq}, {s->k, &w->wk}, {s->v, &w->wv}}, 3);
+    matmul(s, 0, p->n, (Product[]){{s->q, &w->wq}, {s->k, &w->wk}, {s->v, &w->wv}}, 3);
     each_token(p, rope_and_cache);
-    parallel(attention_job, p, attention_tiles(p) * p->m->config.n_kv_heads, 1);
+    p->first = first_needed;
+    if (p->first == p->n) return;
+    parallel(attention_job, p, attention_tasks(p) * p->m->config.n_kv_heads, 1);
     each_token(p, attention_output);
-    matmul(s, p->n, (Product[]){{s->delta, &w->wo}}, 1);
+    matmul(s, p->first, p->n, (Product[]){{s->delta, &w->wo}}, 1);
     p->norm = w->rms_ffn;
     each_token(p, block_input);
-    matmul(s, p->n, (Product[]){{s->gate, &w->w1}, {s->up, &w->w3}}, 2);
+    matmul(s, p->first, p->n, (Product[]){{s->gate, &w->w1}, {s->up, &w->w3}}, 2);
     each_token(p, ffn_hidden);
-    matmul(s, p->n, (Product[]){{s->delta, &w->w2}}, 1);
+    matmul(s, p->first, p->n, (Product[]){{s->delta, &w->w2}}, 1);
 }
 
 // Starts token t: x is its row of the embedding, delta 0; and its rope angles.
@@ -1113,17 +1228,21 @@ static void embed(Model *m, int t, int token, int pos) {
     }
 }
 
-// Runs n <= batch tokens at positions pos .. pos + n - 1, after which x (n, dim) is the last
-// layer's output and the cache holds these positions. False: Ctrl-C came first.
-static bool forward(Model *m, const int *tokens, int n, int pos) {
+// Runs n <= batch tokens at positions pos .. pos + n - 1, after which the cache holds these
+// positions and x (n, dim) is the last layer's output for the last `needed` of them. False: Ctrl-C
+// came first.
+static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     State *s = &m->state;
-    s->xq.tile = n == 1 ? 1 : TILE;
     for (int t = 0; t < n; t++) embed(m, t, tokens[t], pos + t);
-    for (int l = 0; l < m->config.n_layers; l++) {
+    const int last = m->config.n_layers - 1;
+    for (int l = 0; l <= last; l++) {
         if (interrupted) return false;
-        layer_forward(&(Pass){.m = m, .layer = &m->weights.layers[l], .l = l, .n = n, .pos = pos});
+        Pass pass = {.m = m, .layer = &m->weights.layers[l], .l = l, .n = n, .pos = pos};
+        layer_forward(&pass, l < last ? 0 : n - needed);
     }
-    for (size_t i = 0; i < (size_t)n * m->config.dim; i++) s->x[i] += s->delta[i];
+    for (size_t i = (size_t)(n - needed) * m->config.dim; i < (size_t)n * m->config.dim; i++) {
+        s->x[i] += s->delta[i];
+    }
     return true;
 }
 
@@ -1131,13 +1250,12 @@ static bool forward(Model *m, const int *tokens, int n, int pos) {
 static float *classify(Model *m, int first, int count) {
     const Config *g = &m->config;
     State *s = &m->state;
-    s->xq.tile = count == 1 ? 1 : TILE;
     for (int t = 0; t < count; t++) {
         const float *x = s->x + (size_t)(first + t) * g->dim;
         rmsnorm(s->delta, x, m->weights.rms_final, g->dim, g->rms_norm_eps);
         quantize(&s->xq, t, s->delta, g->dim, g->group_size);
     }
-    matmul(s, count, (Product[]){{s->logits, &m->weights.classifier}}, 1);
+    matmul(s, 0, count, (Product[]){{s->logits, &m->weights.classifier}}, 1);
     return s->logits;
 }
 
@@ -1169,7 +1287,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     State *s = &m->state;
     const int hd = g->head_dim, blocks = (int)(((int64_t)seq_len + LANES - 1) / LANES);
     const int longest = max_int(max_int(g->dim, g->hidden_dim), g->q_dim);
-    const size_t b = batch, tokens = round_up(batch, TILE);
+    const size_t b = batch;
     const char *what = "the activations (-b makes them smaller)";
     s->seq_len = seq_len;
     s->batch = batch;
@@ -1177,26 +1295,31 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     s->delta = alloc(b * g->dim, sizeof(float), what);
     s->q = alloc(b * g->q_dim, sizeof(float), what);
     s->k = alloc(b * g->kv_dim, sizeof(float), what);
-    s->v = alloc(b * g->kv_dim, sizeof(float), what);
+    s->v = alloc(b * g->kv_dim + LANES, sizeof(float), what);  // is read in whole vectors
     s->att = alloc(b * g->q_dim, sizeof(float), what);
     s->gate = alloc(b * g->hidden_dim, sizeof(float), what);
     s->up = alloc(b * g->hidden_dim, sizeof(float), what);
     s->cos = alloc(b * hd / 2, sizeof(float), what);
     s->sin = alloc(b * hd / 2, sizeof(float), what);
     s->freq = alloc(hd / 2, sizeof(float), what);
-    s->xq.q = alloc(tokens * longest, 1, what);
-    s->xq.scale = alloc(tokens * (longest / g->group_size), sizeof(float), what);
+    s->xq.q = alloc(b * longest, 1, what);
+    s->xq.scale = alloc(b * (longest / g->group_size), sizeof(float), what);
+    s->xq.start = alloc(b * (longest / g->group_size), sizeof(int32_t), what);
     s->logits = alloc((size_t)logit_rows * g->vocab_size, sizeof(float), what);
     s->logit_rows = logit_rows;
     s->scratch = alloc(n_threads, sizeof(float *), what);
-    size_t attention = (size_t)ATT_ROWS * ((size_t)blocks * LANES + value_dim(m));
-    size_t weight_sums = (size_t)TILE_ROWS * (longest / g->group_size);
+    size_t attention = (size_t)ATT_TASK * (round_up(seq_len, 2 * LANES) + value_dim(m));
+    size_t rows = (size_t)BLOCK * (longest / 4 + longest / g->group_size);
     for (int i = 0; i < n_threads; i++) {
-        s->scratch[i] = alloc(attention > weight_sums ? attention : weight_sums, 4, what);
+        s->scratch[i] = alloc(attention > rows ? attention : rows, 4, what);
     }
     s->kv_floats = (size_t)LANES * (hd + value_dim(m));
     s->kv = alloc((size_t)blocks * g->n_layers * g->n_kv_heads, s->kv_floats * sizeof(float),
                   "the KV cache (-c makes it smaller)");
+#ifdef MADV_HUGEPAGE  // attention goes from block to block: far fewer pages to look up
+    char *page = (char *)s->kv + (-(uintptr_t)s->kv & 4095);
+    madvise(page, (size_t)blocks * g->n_layers * g->n_kv_heads * s->kv_floats * 4, MADV_HUGEPAGE);
+#endif
     rope_init(s, g);
 }
 
@@ -2202,7 +2325,8 @@ static bool prefill(Engine *e, const Ids *ids, size_t *reused, int *row) {
     while (e->cached.n < ids->n) {
         size_t left = ids->n - e->cached.n;
         int n = left < (size_t)e->model.state.batch ? (int)left : e->model.state.batch;
-        if (!forward(&e->model, ids->p + e->cached.n, n, (int)e->cached.n)) return false;
+        const bool last = e->cached.n + n == ids->n;
+        if (!forward(&e->model, ids->p + e->cached.n, n, (int)e->cached.n, last)) return false;
         for (int i = 0; i < n; i++) ids_add(&e->cached, ids->p[e->cached.n]);
         *row = n - 1;
     }
@@ -2232,7 +2356,7 @@ static Ending generate(Engine *e, int row, Message *answer, int *count) {
         if (answer) message_add_token(answer, &e->tokenizer, id);
         if (*count == e->options.n) break;
         if (e->cached.n == (size_t)s->seq_len) return CONTEXT_FULL;
-        if (!forward(&e->model, &id, 1, (int)e->cached.n)) return INTERRUPTED;
+        if (!forward(&e->model, &id, 1, (int)e->cached.n, 1)) return INTERRUPTED;
         ids_add(&e->cached, id);
     }
     return LIMIT_REACHED;
@@ -2313,7 +2437,7 @@ static double score_piece(Engine *e, const int *ids, int n) {
     double sum = 0;
     for (int pos = 0, count; pos < n - 1; pos += count) {
         count = min_int(s->batch, n - 1 - pos);
-        if (!forward(&e->model, ids + pos, count, pos)) exit(EXIT_INTERRUPT);
+        if (!forward(&e->model, ids + pos, count, pos, count)) exit(EXIT_INTERRUPT);
         for (int i = 0, rows; i < count; i += rows) {
             rows = min_int(s->logit_rows, count - i);
             const float *logits = classify(&e->model, i, rows);

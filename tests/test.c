@@ -86,8 +86,8 @@ static void test_norm_softmax_silu(void) {
         memcpy(out, x, n * sizeof(float));
         for (int i = 0; i < n; i++) max = x[i] > max ? x[i] : max;
         for (int i = 0; i < n; i++) sum += exp(x[i] - max);
-        softmax(out, n);
-        for (int i = 0; i < n; i++) CHECK(fabs(out[i] - exp(x[i] - max) / sum) < 1e-6);
+        CHECK(fabs(softmax_terms(out, n) - sum) < 1e-6 * sum);
+        for (int i = 0; i < n; i++) CHECK(fabs(out[i] - exp(x[i] - max)) < 1e-6);
         memcpy(out, x, n * sizeof(float));
         silu_times(out, w, n);
         for (int i = 0; i < n; i++) CHECK(fabs(out[i] - x[i] / (1 + exp(-x[i])) * w[i]) < 1e-6);
@@ -97,25 +97,22 @@ static void test_norm_softmax_silu(void) {
 // The instruction set's primitives are equal to the portable ones, bit for bit where they are exact.
 static void test_primitives(void) {
     for (int trial = 0; trial < 2000; trial++) {
-        int8_t w[8 * 256], x[8 * 256];
-        int32_t sums[8], expected[8];
-        for (int i = 0; i < 8 * 256; i++) {
+        int8_t w[4 * LANES], x[4 * LANES];
+        for (int i = 0; i < 4 * LANES; i++) {
             w[i] = (int8_t)(trial % 3 ? below(256) - 128 : -128 + 255 * below(2));
             x[i] = (int8_t)(trial % 3 ? below(255) - 127 : -127 + 254 * below(2));
         }
-        for (int n = 32; n <= 256; n *= 2) {
-            dot8(sums, w, x, n);
-            dot8_plain(expected, w, x, n);
-            CHECK(memcmp(sums, expected, sizeof(sums)) == 0, "n %d", n);
-        }
-        VecI xv, wv = (VecI){0} + load_i32(w), acc, a, b;
-        memcpy(&xv, x, sizeof(xv));
-        if (X_BIAS != 0) xv ^= (VecI){0} + (int32_t)0x80808080;
-        memcpy(&acc, w, sizeof(acc));
-        acc >>= 8;  // no overflow
-        a = dot4(acc, xv, wv);
-        b = dot4_plain(acc, xv, wv);
+        VecI xv = load_bytes(x, sizeof(x)), wv = load_bytes(w, sizeof(w)), acc, rows[LANES];
+        acc = wv >> 8;  // no overflow
+        VecI a = dot4(acc, wv ^ splat(FLIP), xv), b = dot4_plain(acc, wv ^ splat(FLIP), xv);
         CHECK(memcmp(&a, &b, sizeof(a)) == 0);
+        for (int i = 0; i < LANES; i++) {
+            CHECK(zip_low(wv, xv)[i] == (i % 2 ? xv : wv)[i / 2]);
+            CHECK(zip_high(wv, xv)[i] == (i % 2 ? xv : wv)[LANES / 2 + i / 2]);
+            rows[i] = wv >> i;
+        }
+        VecI sums = lanes_sums(rows);
+        for (int i = 0; i < LANES; i++) CHECK(sums[i] == lanes_sum(wv >> i));
     }
     VecF a = splat_f(1.5f), b = splat_f(-0.25f), c = splat_f(3);
     for (int i = 0; i < LANES; i++) CHECK(mul_add(a, b, c)[i] == mul_add_plain(a, b, c)[i]);
@@ -124,13 +121,15 @@ static void test_primitives(void) {
 static void test_quantize(void) {
     for (int group = 32; group <= 256; group *= 2) {
         const int cols = 3 * group;
-        Quantized x = {alloc(TILE * cols, 1, ""), alloc(TILE * 3, 4, ""), 1};
+        Quantized x = {alloc(cols, 1, ""), alloc(3, 4, ""), alloc(3, 4, "")};
         float *in = random_floats(cols);
         memset(in + group, 0, group * sizeof(float));        // zeros: scale 0
         for (int i = 0; i < group; i++) in[2 * group + i] *= 1e-42f;  // too small for a scale
         quantize(&x, 0, in, cols, group);
         float max = 0;
-        for (int i = 0; i < group; i++) max = fmaxf(max, fabsf(in[i]));
+        int sum = 0;
+        for (int i = 0; i < group; i++) max = fmaxf(max, fabsf(in[i])), sum += x.q[i];
+        CHECK(x.start[0] == -W_BIAS * sum && x.start[1] == 0 && x.start[2] == 0);
         CHECK(x.scale[0] == max / 127 && x.scale[1] == 0 && x.scale[2] == 0);
         for (int i = 0; i < group; i++) {
             CHECK(fabs(x.q[i] * (double)x.scale[0] - in[i]) <= x.scale[0] * 0.5001);
@@ -139,32 +138,33 @@ static void test_quantize(void) {
     }
 }
 
-// Both kernels against doubles, and against each other bit for bit; rows and tokens that fill no tile.
+// Both kernels against doubles, and against each other bit for bit; rows and tokens
+// that fill no tile.
 static void test_matmul(void) {
     for (int group = 32; group <= 256; group *= 2) {
-        const int rows = 29, cols = 11 * group, n = 3 * TILE * TILE_VECS / 2 + 2;
+        const int rows = 2 * BLOCK - 3, groups = LANES + 3, cols = groups * group;
+        const int n = 2 * TILE_TOKENS + 1;
         Matrix w = random_matrix(rows, cols, group);
         float *in = random_floats((size_t)n * cols);
         float *one = random_floats(n * rows), *all = random_floats(n * rows);
-        int32_t *scratch = alloc(TILE_ROWS * 11, 4, "");
-        Quantized single = {alloc((size_t)n * cols, 1, ""), alloc(n * 11, 4, ""), 1};
-        int tokens = round_up(n, TILE);
-        Quantized tiled = {alloc((size_t)tokens * cols, 1, ""), alloc(tokens * 11, 4, ""), TILE};
-        for (int t = 0; t < n; t++) {
-            quantize(&single, t, in + (size_t)t * cols, cols, group);
-            quantize(&tiled, t, in + (size_t)t * cols, cols, group);
+        VecI *scratch = alloc((size_t)BLOCK * (cols / 4 + groups), 4, "");
+        State s = {.xq = {alloc((size_t)n * cols, 1, ""), alloc(n * groups, 4, ""),
+                          alloc(n * groups, 4, "")}};
+        for (int t = 0; t < n; t++) quantize(&s.xq, t, in + (size_t)t * cols, cols, group);
+        for (int row = 0; row < rows; row += BLOCK) {
+            for (int t = 0; t < n; t++) {
+                matmul_block(one, &(Matmul){&s, NULL, t, t + 1}, &w, row, scratch, group);
+            }
+            matmul_block(all, &(Matmul){&s, NULL, 1, n}, &w, row, scratch, group);
         }
-        for (int row = 0; row < rows; row += TILE_ROWS) {
-            matmul_block(one, &single, &w, n, row, scratch, group);
-            matmul_block(all, &tiled, &w, n, row, scratch, group);
-        }
+        memcpy(all, one, sizeof(float) * rows);  // token 0 was left out
         CHECK(memcmp(one, all, sizeof(float) * n * rows) == 0, "group %d", group);
         for (int t = 0; t < n; t++) {
             for (int r = 0; r < rows; r++) {
                 double sum = 0, size = 0;
                 for (int i = 0; i < cols; i++) {
                     double a = w.q[r * cols + i] * (double)w.scale[(r * cols + i) / group];
-                    double b = single.q[t * cols + i] * (double)single.scale[(t * cols + i) / group];
+                    double b = s.xq.q[t * cols + i] * (double)s.xq.scale[(t * cols + i) / group];
                     sum += a * b;
                     size += fabs(a * b);
                 }
@@ -174,7 +174,7 @@ static void test_matmul(void) {
     }
 }
 
-// With a query that is 40 times the key of position i, the answer is the value of position i.
+// With a query that is 400 times the key of position i, the answer is the value of position i.
 static void test_attention_one_hot(void) {
     Model m = random_model(64, 32, 40);
     State *s = &m.state;
@@ -194,13 +194,13 @@ static void test_attention_one_hot(void) {
             int wanted = below(38 + t);
             const float *keys = kv_block(&m, 1, h / 2, wanted / LANES);
             float *q = s->q + t * g->q_dim + h * g->head_dim;
-            for (int j = 0; j < g->head_dim; j++) q[j] = 40 * keys[j * LANES + wanted % LANES];
+            for (int j = 0; j < g->head_dim; j++) q[j] = 400 * keys[j * LANES + wanted % LANES];
             s->att[t * g->q_dim + h * g->head_dim] = (float)wanted;
         }
     }
     float *wanted = random_floats(3 * g->q_dim);
     memcpy(wanted, s->att, 3 * g->q_dim * sizeof(float));
-    attention_job((void *)&pass, 0, attention_tiles(&pass) * g->n_kv_heads, 0);
+    attention_job((void *)&pass, 0, attention_tasks(&pass) * g->n_kv_heads, 0);
     for (int t = 0; t < 3; t++) {
         for (int h = 0; h < g->n_heads; h++) {
             int i = t * g->q_dim + h * g->head_dim;
@@ -223,7 +223,7 @@ static void test_batches(void) {
             float *logits = random_floats(60 * 77);
             for (int pos = 0; pos < 60; pos += batch) {
                 int n = min_int(batch, 60 - pos);
-                CHECK(forward(&m, tokens + pos, n, pos));
+                CHECK(forward(&m, tokens + pos, n, pos, n));
                 memcpy(logits + pos * 77, classify(&m, 0, n), n * 77 * sizeof(float));
             }
             if (expected) CHECK(!memcmp(logits, expected, 60 * 77 * sizeof(float)), "batch %d", batch);
