@@ -1,6 +1,7 @@
 # make            builds ./qwen3 for this machine
 # make run        asks the tiny model of tests/ a question
 # make test       makes a virtual environment in tests/.venv and runs every test
+# make bench      measures this build on this machine, with a synthetic model
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
 # make THREADS=0  builds without threads
 CC ?= cc
@@ -30,22 +31,26 @@ tests/.flags: FORCE
 run: qwen3
 	./qwen3 tests/tiny/tiny.bin -t 0 -i "What is the capital of France?"
 
+bench: tests/bench
+	tests/bench
+
 debug: CFLAGS = $(SANITIZE)
 debug: qwen3
 
-# C programs that include qwen3.c: test checks its functions, render and tokens print ids
-tests/test tests/render tests/tokens: tests/%: tests/%.c tests/records.h qwen3.c Makefile tests/.flags
+# C programs that include qwen3.c: test checks its functions, bench measures them, render and tokens
+# print ids
+tests/test tests/bench tests/render tests/tokens: tests/%: tests/%.c tests/records.h qwen3.c Makefile tests/.flags
 	$(CC) $(ALL_CFLAGS) -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
 
 tests/tiny/tiny.bin:
 	@echo "$@ is missing: python export.py tests/tiny/model $@"; exit 1
 
-test: qwen3 tests/test tests/render tests/tokens
+test: qwen3 tests/test tests/bench tests/render tests/tokens
 	tests/test
 	python3 tests/setup_venv.py
 	tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1 tests
 
 clean:
-	rm -f qwen3 tests/test tests/render tests/tokens tests/.flags
+	rm -f qwen3 tests/test tests/bench tests/render tests/tokens tests/.flags
 
-.PHONY: run debug test clean FORCE
+.PHONY: run bench debug test clean FORCE

@@ -1,0 +1,311 @@
+// How fast this build is on this machine, and how near to what the machine can do.
+//   tests/bench             a synthetic model of Qwen3-0.6B's shape, in a temporary file
+//   tests/bench --small     a tiny one, only to see that everything runs
+//   tests/bench MODEL.bin   any model
+// Prompts should be bound by arithmetic (the rate of dot4 in registers), decoding by the memory (the
+// rate at which it can be read). Both are measured beside them: machines change their speed.
+#include "../qwen3.c"
+#include <sys/resource.h>
+
+typedef struct {
+    double best, median;
+    int runs;
+} Rate;
+
+static Model m;
+static int ids[4096];
+static double patience = 1;  // less for a model that shows nothing but that everything runs
+
+// ---- The model
+
+static const int32_t shape_06b[] = {1024, 3072, 28, 16, 8, 151936, 40960, 128, 1, 64};
+static const int32_t shape_small[] = {128, 192, 2, 4, 2, 1000, 4096, 32, 1, 32};
+
+static void put(FILE *f, const void *p, size_t size) {
+    if (fwrite(p, 1, size, f) != size) die("temporary file: %s", strerror(errno));
+}
+
+static void put_norms(FILE *f, int64_t count) {
+    for (const float one = 1; count > 0; count--) put(f, &one, sizeof(one));
+}
+
+// Pseudo-random values and scales such that a row's length is about 1.
+static void put_matrix(FILE *f, int64_t rows, int64_t cols, int group) {
+    static uint64_t block[8192], rng = 1;
+    for (size_t i = 0; i < 8192; i++) {
+        random_next(&rng);
+        block[i] = rng * 0x9E3779B97F4A7C15u;
+    }
+    for (int64_t left = rows * cols; left > 0; left -= sizeof(block)) {
+        block[left / 8 % 8192] += left;
+        put(f, block, left < (int64_t)sizeof(block) ? (size_t)left : sizeof(block));
+    }
+    for (int64_t i = 0; i < rows * cols / group; i++) {
+        float scale = (1 + i % 7 / 7.0f) / (110 * sqrtf(cols));
+        put(f, &scale, sizeof(scale));
+    }
+}
+
+// Maps a model of this shape: the header's fields from dim to group_size. Its file is gone already.
+static void map_synthetic(const int32_t s[10]) {
+    const int dim = s[0], hidden = s[1], layers = s[2], vocab = s[5], group = s[9];
+    const int q_dim = s[3] * s[7], kv_dim = s[4] * s[7];
+    const char *folder = getenv("TMPDIR");
+    char path[4096];
+    snprintf(path, sizeof(path), "%s/qwen3-bench-XXXXXX", folder ? folder : "/tmp");
+    int fd = mkstemp(path);
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
+    if (!f) die("%s: %s", path, strerror(errno));
+    const uint32_t start[2] = {0x616A6331, 1};
+    const char rest[256 - 48] = {0};
+    put(f, start, sizeof(start));
+    put(f, s, 40);
+    put(f, rest, sizeof(rest));
+    put_norms(f, (int64_t)layers * 2 * dim + dim + (int64_t)layers * 2 * s[7]);
+    put_matrix(f, vocab, dim, group);
+    const int shapes[7][2] = {{q_dim, dim}, {kv_dim, dim}, {kv_dim, dim}, {dim, q_dim},
+                              {hidden, dim}, {dim, hidden}, {hidden, dim}};
+    for (int i = 0; i < 7; i++) {
+        for (int l = 0; l < layers; l++) put_matrix(f, shapes[i][0], shapes[i][1], group);
+    }
+    if (fclose(f) != 0) die("%s: %s", path, strerror(errno));
+    model_map(&m, path);
+    remove(path);
+}
+
+// ---- What the machine can do
+
+// Keeps the compiler from knowing the value of vector v, without an instruction.
+#if defined(__x86_64__) || defined(__i386__)
+#define OPAQUE(v) __asm__ volatile("" : "+x"(v))
+#elif defined(__aarch64__)
+#define OPAQUE(v) __asm__ volatile("" : "+w"(v))
+#else
+#define OPAQUE(v) __asm__ volatile("" : "+m"(v))
+#endif
+
+// Enough sums that none waits for its last product, few enough that all stay in registers
+enum { SUMS = LANES == 8 ? 8 : 12, PEAK_ITEMS = 64, PEAK_LOOPS = 20000 };
+
+static void peak_job(void *arg, int begin, int end, int thread) {
+    (void)arg, (void)thread;
+    VecI sum[SUMS] = {0}, x = splat(0x01020304), w = splat(0x04030201), total = {0};
+    for (int64_t loop = 0; loop < (int64_t)(end - begin) * PEAK_LOOPS; loop++) {
+        UNROLL for (int i = 0; i < SUMS; i++) {
+            OPAQUE(x);
+            sum[i] = dot4(sum[i], x, w);
+        }
+    }
+    for (int i = 0; i < SUMS; i++) total += sum[i];
+    OPAQUE(total);
+}
+
+// Returns multiply-adds.
+static double run_peak(int unused) {
+    (void)unused;
+    parallel(peak_job, NULL, PEAK_ITEMS, 1);
+    return (double)PEAK_ITEMS * PEAK_LOOPS * SUMS * 4 * LANES;
+}
+
+enum { READ_BLOCK = 1 << 16 };
+
+// Every vector of the block at p, as `streams` sequences side by side.
+INLINE void read_block(const VecI *p, const int streams, const int ahead) {
+    const int n = READ_BLOCK / sizeof(VecI) / streams;
+    VecI sum[8] = {0}, total = {0};
+    for (int i = 0; i < n; i += 8 / streams) {
+        UNROLL for (int j = 0; j < 8; j++) {
+            const VecI *q = p + j % streams * n + i + j / streams;
+            if (ahead) __builtin_prefetch((const char *)q + ahead);
+            sum[j] ^= *q;
+        }
+    }
+    for (int i = 0; i < 8; i++) total ^= sum[i];
+    OPAQUE(total);
+}
+
+static const char *read_start;
+static int read_blocks;
+
+static void read_job(void *arg, int begin, int end, int thread) {
+    (void)thread;
+    for (int i = begin; i < end; i++) {
+        const VecI *p = (const VecI *)(read_start + (size_t)i * READ_BLOCK);
+        switch (*(int *)arg) {
+        case 0: read_block(p, 1, 0); break;
+        case 1: read_block(p, 1, 4096); break;
+        case 2: read_block(p, 2, 2048); break;
+        case 3: read_block(p, 4, 0); break;
+        }
+    }
+}
+
+// Returns bytes.
+static double run_read(int kernel) {
+    parallel(read_job, &kernel, read_blocks, 4);
+    return (double)read_blocks * READ_BLOCK;
+}
+
+// ---- What we do
+
+// A prompt of n tokens, cut as the program cuts it, and the scores of the next token.
+static double run_prompt(int n) {
+    for (int at = 0; at < n; at += m.state.batch) {
+        int count = min_int(m.state.batch, n - at);
+        forward(&m, ids + at, count, at, at + count == n);
+        if (at + count == n) classify(&m, count - 1, 1);
+    }
+    return n;
+}
+
+// 8 tokens from position pos on.
+static double run_decode(int pos) {
+    for (int i = 0; i < 8; i++) {
+        forward(&m, ids + i, 1, pos + i, 1);
+        classify(&m, 0, 1);
+    }
+    return 8;
+}
+
+// ---- Measuring and printing
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// Runs once to warm up, unless that is a matter of seconds, then for a while.
+static Rate measure(double (*run)(int), int arg, double seconds) {
+    double rates[64], start = now(), work = run(arg), first = now() - start;
+    Rate r = {0};
+    if (first > 2) rates[r.runs++] = work / first;
+    for (start = now(); r.runs < 64 && (r.runs < 3 || now() - start < seconds * patience);) {
+        if (r.runs > 0 && now() - start + first > 12) break;
+        double before = now();
+        work = run(arg);
+        rates[r.runs++] = work / (now() - before + 1e-9);
+    }
+    qsort(rates, r.runs, sizeof(double), compare_doubles);
+    r.best = rates[r.runs - 1];
+    r.median = (rates[r.runs / 2] + rates[(r.runs - 1) / 2]) / 2;
+    return r;
+}
+
+static void print_row(const char *name, Rate r, double unit, const char *unit_name) {
+    printf("%7d  %-20s %9.1f %9.1f %-7s %4d", n_threads, name, r.best / unit, r.median / unit,
+           unit_name, r.runs);
+}
+
+static void end_row(double share, const char *of) {
+    if (of) printf("   %.2f of %s", share, of);
+    printf("\n");
+    fflush(stdout);
+}
+
+// The machine's own rates, at their best so far with this number of threads
+static void measure_machine(Rate *read, Rate *peak) {
+    Rate r = measure(run_peak, 0, 0.2);
+    if (r.best > peak->best) *peak = r;
+    for (int kernel = 0; kernel < 4; kernel++) {
+        r = measure(run_read, kernel, 0.2);
+        if (r.best > read->best) *read = r;
+    }
+}
+
+// Multiply-adds of a prompt token's products
+static double token_products(void) {
+    const Config *g = &m.config;
+    double attention = 2.0 * g->dim * g->q_dim + 2.0 * g->dim * g->kv_dim;
+    return g->n_layers * (attention + 3.0 * g->dim * g->hidden_dim);
+}
+
+// Bytes of all weights that a token needs: a Q8_0 value is a byte and its share of a scale.
+static double weight_bytes(void) {
+    const Config *g = &m.config;
+    double norms = g->n_layers * 2.0 * (g->dim + g->head_dim) + g->dim;
+    double values = token_products() + (double)g->vocab_size * g->dim;
+    return values * (1 + 4.0 / g->group_size) + 4 * norms;
+}
+
+// Bytes that a token at position pos reads: the weights, the keys and values before it.
+static double token_bytes(int pos) {
+    const Config *g = &m.config;
+    double kv = (double)m.state.kv_floats * sizeof(float) / LANES * g->n_layers * g->n_kv_heads;
+    return weight_bytes() + pos * kv;
+}
+
+// Would this take longer than one cares to wait? Then it is not run.
+static bool too_slow(const char *name, double seconds) {
+    if (seconds < 40) return false;
+    printf("%7d  %-20s skipped, would take %.0f s\n", n_threads, name, seconds);
+    return true;
+}
+
+// All rows for one number of threads. Decoding at the end is behind whatever is in the cache.
+static void bench(int threads) {
+    const int prompts[] = {32, 512, 4096}, context = m.state.seq_len;
+    char name[64];
+    Rate read = {0}, peak = {0}, r = {.best = 1e9};
+    n_threads = threads;
+    measure_machine(&read, &peak);
+    for (int i = 0; i < 3; i++) {
+        int n = min_int(prompts[i], context - 8);
+        snprintf(name, sizeof(name), "prompt of %d", n);
+        if (too_slow(name, n / r.best)) continue;
+        r = measure(run_prompt, n, 1.5);
+        measure_machine(&read, &peak);
+        print_row(name, r, 1, "tok/s");
+        end_row(r.best * token_products() / peak.best, "the int8 peak, by its matmuls");
+    }
+    for (int i = 0; i < 2; i++) {
+        int pos = i == 0 ? 0 : min_int(4000, context - 8);
+        snprintf(name, sizeof(name), "decode at %d", pos);
+        r = measure(run_decode, pos, 1.5);
+        measure_machine(&read, &peak);
+        print_row(name, r, 1, "tok/s");
+        end_row(r.best * token_bytes(pos) / read.best, "the memory's rate");
+    }
+    print_row("memory read", read, 1e9, "GB/s");
+    end_row(0, NULL);
+    print_row("int8 peak", peak, 1e9, "GMAC/s");
+    end_row(0, NULL);
+}
+
+// The most memory in use beside the mapped file, bytes
+static double memory_peak(void) {
+    FILE *f = fopen("/proc/self/status", "r");
+    char line[256];
+    double kilobytes = 0;
+    while (f && fgets(line, sizeof(line), f)) sscanf(line, "RssAnon: %lf", &kilobytes);
+    if (f) fclose(f);
+    if (kilobytes > 0) return kilobytes * 1024;  // it only grows: nothing is given back
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+#ifdef __APPLE__
+    return usage.ru_maxrss - weight_bytes();
+#else
+    return usage.ru_maxrss * 1024.0 - weight_bytes();
+#endif
+}
+
+int main(int argc, char **argv) {
+    const int cores = cpu_count();
+    const Config *g = &m.config;
+    if (argc > 2) die_usage("usage: tests/bench [MODEL.bin | --small]");
+    if (argc == 2 && strcmp(argv[1], "--small") != 0) model_map(&m, argv[1]);
+    else map_synthetic(argc == 2 ? shape_small : shape_06b);
+    printf("qwen3 (" SIMD "): %d layers of %d, vocabulary %d, group %d: %.0f MB a token, %.1f million "
+           "multiply-adds in its matmuls\n\n", g->n_layers, g->dim, g->vocab_size, g->group_size,
+           weight_bytes() / 1e6, token_products() / 1e6);
+    if (weight_bytes() < 5e6) patience = 0.02;
+    printf("threads                            best    median         runs   of what the machine does\n");
+    start_threads(cores);
+    state_init(&m, min_int(4104, g->max_seq_len), parse_options(2, (char *[]){"", ""}).batch, 1);
+    for (int i = 0; i < 4096; i++) ids[i] = (int)((i * 7919LL + 13) % g->vocab_size);
+    read_start = (const char *)m.weights.layers[0].rms_att;
+    read_blocks = (int)(weight_bytes() / READ_BLOCK);
+    bench(n_threads);
+    if (cores > 1) bench(1);
+    printf("\nmemory beside the mapped file: %.0f MB, of which the cache of %d positions: %.0f MB\n",
+           memory_peak() / 1e6, m.state.seq_len, (token_bytes(m.state.seq_len) - weight_bytes()) / 1e6);
+}
