@@ -1353,6 +1353,7 @@ typedef struct {
     int byte_token[256];
     struct { uint32_t hash, id_plus_1; } *table;  // (mask + 1) every token but the added ones
     uint32_t mask;
+    uint32_t *newest;          // (vocab_size) offer(): the newest merge that makes a token
     Ids added;                 // tokens that never come out of merging
     bool added_start[256];     // bytes that an added token begins with
     int end_of_text, think, end_think;  // ids, or -1
@@ -1566,6 +1567,7 @@ static void take_tokens(Cursor *c, Tokenizer *t) {
 static void index_tokens(Tokenizer *t, const char *file) {
     for (t->mask = 256; t->mask < 2 * (uint32_t)t->vocab_size;) t->mask *= 2;
     t->table = alloc(t->mask--, sizeof(*t->table), "the tokenizer");
+    t->newest = alloc(t->vocab_size, sizeof(*t->newest), "the tokenizer");
     for (int id = 0; id < t->vocab_size; id++) {
         bool merges = t->text[id].n == 1 || (t->text[id].n > 1 && t->score[id] > ADDED_SCORE);
         if (merges && !(t->kind[id] & ADDED)) token_insert(t, id);
@@ -1798,37 +1800,45 @@ typedef struct {  // two neighbours that are a token together
     float score;
     uint32_t left, end;  // their bytes
     int id;
+    uint32_t next;       // in line: the next merge to the right that makes the same token, or 0
 } Merge;
 
+// Merges that make the same token stand in line, as far as they are found from left to right; only
+// the first of each line is in the heap, so that a long run of one letter takes linear time.
 typedef struct {
     Symbol *symbols;
-    Merge *heap;  // the next merge at [0]
-    size_t symbols_cap, n, cap;
+    Merge *merges;   // all that were found in this piece
+    uint32_t *heap;  // the next merge at [0]
+    size_t symbols_cap, n_merges, merges_cap, n, cap;
 } Merger;
 
 // The highest score goes first, the leftmost of equals.
-INLINE bool goes_first(const Merge *a, const Merge *b) {
-    return a->score != b->score ? a->score > b->score : a->left < b->left;
+INLINE bool goes_first(const Merger *m, uint32_t a, uint32_t b) {
+    const Merge *x = &m->merges[a], *y = &m->merges[b];
+    return x->score != y->score ? x->score > y->score : x->left < y->left;
 }
 
-static void heap_push(Merger *m, Merge merge) {
-    m->heap = grow(m->heap, &m->cap, m->n, 1, sizeof(Merge));
+static void heap_push(Merger *m, uint32_t merge) {
+    m->heap = grow(m->heap, &m->cap, m->n, 1, sizeof(*m->heap));
     size_t i = m->n++;
-    for (; i > 0 && goes_first(&merge, &m->heap[(i - 1) / 2]); i = (i - 1) / 2) {
+    for (; i > 0 && goes_first(m, merge, m->heap[(i - 1) / 2]); i = (i - 1) / 2) {
         m->heap[i] = m->heap[(i - 1) / 2];
     }
     m->heap[i] = merge;
 }
 
+// Takes the best merge out; the next in its line, or else the heap's last, finds its place.
 static Merge heap_pop(Merger *m) {
-    Merge top = m->heap[0], last = m->heap[--m->n];
+    Merge top = m->merges[m->heap[0]];
+    m->merges[m->heap[0]].left = UINT32_MAX;  // nobody stands behind it any more
+    uint32_t moved = top.next ? top.next : m->heap[--m->n];
     size_t i = 0;
     for (size_t child; (child = 2 * i + 1) < m->n; i = child) {
-        if (child + 1 < m->n && goes_first(&m->heap[child + 1], &m->heap[child])) child++;
-        if (!goes_first(&m->heap[child], &last)) break;
+        if (child + 1 < m->n && goes_first(m, m->heap[child + 1], m->heap[child])) child++;
+        if (!goes_first(m, m->heap[child], moved)) break;
         m->heap[i] = m->heap[child];
     }
-    m->heap[i] = last;
+    m->heap[i] = moved;
     return top;
 }
 
@@ -1836,15 +1846,23 @@ static Merge heap_pop(Merger *m) {
 static void offer(const Tokenizer *t, Merger *m, Bytes s, uint32_t left) {
     uint32_t right = m->symbols[left].next;
     if (right >= s.n) return;
-    uint32_t end = m->symbols[right].next;
+    uint32_t end = m->symbols[right].next, i = (uint32_t)m->n_merges;
     int id = token_find(t, (Bytes){s.p + left, end - left});
-    if (id >= 0) heap_push(m, (Merge){t->score[id], left, end, id});
+    if (id < 0) return;
+    m->merges = grow(m->merges, &m->merges_cap, i, 1, sizeof(Merge));
+    m->merges[m->n_merges++] = (Merge){t->score[id], left, end, id, 0};
+    uint32_t before = t->newest[id];  // or it is of another piece: then another token stands there
+    t->newest[id] = i;
+    if (before < i && m->merges[before].id == id && m->merges[before].left < left)
+        m->merges[before].next = i;
+    else
+        heap_push(m, i);
 }
 
 // Byte-pair encoding of one piece: always the best pair first.
 static void encode_piece(const Tokenizer *t, Merger *m, Bytes s, Ids *out) {
     m->symbols = grow(m->symbols, &m->symbols_cap, 0, s.n, sizeof(Symbol));
-    m->n = 0;
+    m->n = m->n_merges = 0;
     for (uint32_t i = 0; i < s.n; i++) {
         m->symbols[i] = (Symbol){t->byte_token[s.p[i]], i - 1, i + 1};
     }
@@ -1926,6 +1944,7 @@ static void encoder_free(Encoder *e) {
     free(e->plain.p);
     free(e->normal.p);
     free(e->merger.symbols);
+    free(e->merger.merges);
     free(e->merger.heap);
 }
 

@@ -358,6 +358,59 @@ static void test_utf8(void) {
     }
 }
 
+// Byte-pair encoding by its definition: the pair with the highest score, the leftmost of equals,
+// until there is none. at (pieces + 1) holds where the pieces begin; returns their number.
+static int merge_naively(const Tokenizer *t, Bytes s, int *at) {
+    int n = (int)s.n;
+    for (int i = 0; i <= n; i++) at[i] = i;
+    for (;;) {
+        int best = -1;
+        float score = 0;
+        for (int i = 0; i + 1 < n; i++) {
+            int id = token_find(t, (Bytes){s.p + at[i], at[i + 2] - at[i]});
+            if (id >= 0 && (best < 0 || t->score[id] > score)) best = i, score = t->score[id];
+        }
+        if (best < 0) return n;
+        memmove(at + best + 1, at + best + 2, (n - best - 1) * sizeof(int));
+        n--;
+    }
+}
+
+// Random vocabularies over two or three letters, some with equal scores, on random texts and runs.
+static void test_merging(void) {
+    enum { MERGES = 40, LONGEST = 300 };
+    uint8_t text[256 + MERGES][8], s[LONGEST];
+    int at[LONGEST + 1];
+    Merger merger = {0};
+    Ids ids = {0};
+    for (int trial = 0; trial < 300; trial++) {
+        Tokenizer t = {.vocab_size = 256 + MERGES, .text = alloc(256 + MERGES, sizeof(Bytes), ""),
+                       .score = alloc(256 + MERGES, 4, ""), .kind = alloc(256 + MERGES, 1, "")};
+        int letters = 1 + trial % 3;
+        for (int id = 0; id < t.vocab_size; id++) {
+            t.text[id] = (Bytes){text[id], id < 256 ? 1 : 2 + below(trial % 2 ? 3 : 6)};
+            t.score[id] = (float)-below(trial % 4 ? 100000 : 10);
+            text[id][0] = (uint8_t)id;
+            for (size_t i = 0; i < t.text[id].n && id >= 256; i++) text[id][i] = 'a' + below(letters);
+            if (id >= 256 && trial % 5 == 0) t.score[id] = (float)(256 - id);
+        }
+        index_tokens(&t, "a test");
+        for (int round = 0; round < 20; round++) {
+            Bytes piece = {s, 1 + below(LONGEST)};
+            for (size_t i = 0; i < piece.n; i++) s[i] = round % 4 ? 'a' + below(letters) : 'a';
+            int n = merge_naively(&t, piece, at);
+            ids.n = 0;
+            encode_piece(&t, &merger, piece, &ids);
+            bool same = ids.n == (size_t)n;
+            for (int i = 0; i < n && same; i++) {
+                Bytes expected = {s + at[i], at[i + 1] - at[i]};
+                same = ids.p[i] == (expected.n == 1 ? expected.p[0] : token_find(&t, expected));
+            }
+            CHECK(same, "trial %d, round %d, %zu bytes", trial, round, piece.n);
+        }
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) start_threads(atoi(argv[1]));
     else start_threads(3);  // more than cores here or there: the order of things varies
@@ -375,6 +428,7 @@ int main(int argc, char **argv) {
     test_all_finite();
     test_unfinished();
     test_utf8();
+    test_merging();
     printf("tests/test (" SIMD "): %d checks, %d failures\n", checks, failures);
     return failures > 0;
 }
