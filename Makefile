@@ -2,6 +2,7 @@
 # make run        asks the tiny model of tests/ a question
 # make test       makes a virtual environment in tests/.venv and runs every test
 # make bench      measures this build on this machine, with a synthetic model
+# make portable   builds ./qwen3 for every machine of this architecture, without its newer instructions
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
 # make THREADS=0  builds without threads
 CC ?= cc
@@ -34,6 +35,9 @@ run: qwen3
 bench: tests/bench
 	tests/bench
 
+portable: NATIVE =
+portable: qwen3
+
 debug: CFLAGS = $(SANITIZE)
 debug: qwen3
 
@@ -53,4 +57,4 @@ test: qwen3 tests/test tests/bench tests/render tests/tokens
 clean:
 	rm -f qwen3 tests/test tests/bench tests/render tests/tokens tests/.flags
 
-.PHONY: run bench debug test clean FORCE
+.PHONY: run bench portable debug test clean FORCE

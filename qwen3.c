@@ -64,6 +64,8 @@
 #endif
 #ifdef __linux__
 #include <sched.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -89,11 +91,74 @@ INLINE void cpu_pause(void) {
 #endif
 }
 
-// The number of cores this process may use.
+#ifdef __linux__
+// The numbers (at most two) at the start of root/folder/name, how many there are.
+static int read_numbers(long long *numbers, const char *root, const char *folder, const char *name) {
+    char path[8192];
+    snprintf(path, sizeof(path), "%s%s/%s", root, folder, name);
+    FILE *f = fopen(path, "r");
+    int n = f ? fscanf(f, "%lld %lld", &numbers[0], &numbers[1]) : 0;
+    if (f) fclose(f);
+    return n;
+}
+
+// The cores' worth of time that this process's cgroup and those above it leave it, or INT_MAX.
+// Version 2 has a file "QUOTA PERIOD", version 1 one file for each; no limit is "max" or -1.
+static int cgroup_cores(const char *root) {
+    char line[4096], folder[4096 + 32];
+    snprintf(line, sizeof(line), "%s/proc/self/cgroup", root);
+    FILE *f = fopen(line, "r");
+    long long cores = INT_MAX;
+    while (f && fgets(line, sizeof(line), f)) {  // 0::/PATH or NUMBER:CONTROLLERS:/PATH
+        bool second = strncmp(line, "0::", 3) == 0;
+        char *path = strchr(line, '/');
+        if (!path || !(second || strstr(line, ":cpu:") || strstr(line, ":cpu,"))) continue;
+        path[strcspn(path, "\n")] = 0;
+        snprintf(folder, sizeof(folder), "/sys/fs/cgroup%s%s", second ? "" : "/cpu", path);
+        for (char *end; (end = strrchr(folder, '/')); *end = 0) {
+            long long time[3];  // quota, period
+            int n = second ? read_numbers(time, root, folder, "cpu.max")
+                           : read_numbers(time, root, folder, "cpu.cfs_quota_us") +
+                             read_numbers(time + 1, root, folder, "cpu.cfs_period_us");
+            if (n != 2 || time[0] <= 0 || time[1] <= 0) continue;
+            long long limit = (time[0] + time[1] - 1) / time[1];
+            cores = limit < cores ? limit : cores;
+        }
+    }
+    if (f) fclose(f);
+    return (int)cores;
+}
+
+// How many cores the CPUs of this set are: those of one core name the same first sibling.
+static int physical_cores(const char *root, const cpu_set_t *set) {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        char folder[64];
+        long long sibling[2] = {cpu};
+        snprintf(folder, sizeof(folder), "/sys/devices/system/cpu/cpu%d/topology", cpu);
+        if (!CPU_ISSET(cpu, set)) continue;
+        read_numbers(sibling, root, folder, "thread_siblings_list");
+        if (sibling[0] >= 0 && sibling[0] < CPU_SETSIZE) CPU_SET(sibling[0], &cores);
+    }
+    return CPU_COUNT(&cores);
+}
+#endif
+
+// The number of cores this process may use; two threads on one core are no faster than one.
 static int cpu_count(void) {
 #ifdef __linux__
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+    int quota = cgroup_cores("");
+    if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+        int cores = physical_cores("", &set);
+        return cores < quota ? cores : quota;
+    }
+#elif defined(__APPLE__)
+    int cores = 0;  // the fast ones
+    size_t size = sizeof(cores);
+    if (sysctlbyname("hw.perflevel0.physicalcpu", &cores, &size, NULL, 0) == 0 && cores > 0)
+        return cores;
 #endif
     long n = sysconf(_SC_NPROCESSORS_ONLN);
     return n > 0 ? (int)n : 1;
@@ -2807,6 +2872,20 @@ static int run(Engine *e) {
     else if (o->mode == PERPLEXITY) run_perplexity(e, text);
     else ending = chat ? chat_turn(e, text, true) : run_generate(e, text);
     return ending == INTERRUPTED ? EXIT_INTERRUPT : EXIT_SUCCESS;
+}
+
+// A CPU older than the one this was built for. Before main, and nothing but calls: no code in which
+// the compiler could use a new instruction.
+static void on_unknown_instruction(int signal) {
+    (void)signal;
+    static const char line[] = "qwen3: CPU: lacks an instruction of this build, expected one like "
+        "that it was built on (" SIMD "); make builds for this one, make portable for all\n";
+    (void)!write(STDERR_FILENO, line, sizeof(line) - 1);
+    _exit(EXIT_FAILURE);
+}
+
+__attribute__((constructor)) static void catch_unknown_instructions(void) {
+    signal(SIGILL, on_unknown_instruction);
 }
 
 #ifndef TEST

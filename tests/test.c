@@ -411,6 +411,80 @@ static void test_merging(void) {
     }
 }
 
+#ifdef __linux__
+// Writes root/path, folders included.
+static void put_file(const char *root, const char *path, const char *text) {
+    char name[512];
+    snprintf(name, sizeof(name), "%s%s", root, path);
+    for (char *c = name + 1; *c; c++) {
+        if (*c != '/') continue;
+        *c = 0;
+        mkdir(name, 0700);
+        *c = '/';
+    }
+    FILE *f = fopen(name, "w");
+    if (!f || fputs(text, f) < 0 || fclose(f) != 0) die("%s: %s", name, strerror(errno));
+}
+
+// What a cgroup's quota and shared cores leave of the CPUs, on made-up files of a system.
+static void test_cores(void) {
+#define V2 "/sys/fs/cgroup/"
+#define V1 "/sys/fs/cgroup/cpu/"
+    const struct { const char *group, *path[3], *text[3]; int expected; } cases[] = {
+        {"0::/\n", {0}, {0}, INT_MAX},
+        {"0::/\n", {V2 "cpu.max"}, {"max 100000\n"}, INT_MAX},
+        {"0::/\n", {V2 "cpu.max"}, {"200000 100000\n"}, 2},
+        {"0::/\n", {V2 "cpu.max"}, {"200001 100000\n"}, 3},
+        {"0::/\n", {V2 "cpu.max"}, {"1000 100000\n"}, 1},
+        {"0::/a/b c/d\n", {V2 "a/b c/d/cpu.max"}, {"700000 100000\n"}, 7},
+        {"0::/a/b/c\n", {V2 "a/b/c/cpu.max", V2 "a/cpu.max"}, {"700000 100000\n", "150000 50000\n"}, 3},
+        {"0::/a\n", {V2 "b/cpu.max"}, {"700000 100000\n"}, INT_MAX},
+        {"0::/far/away\n", {V2 "cpu.max"}, {"400000 100000\n"}, 4},  // as a container sees it
+        {"3:cpuset:/x\n2:cpu,cpuacct:/a\n0::/\n",
+         {V1 "a/cpu.cfs_quota_us", V1 "a/cpu.cfs_period_us", V1 "x/cpu.cfs_quota_us"},
+         {"250000\n", "100000\n", "1000\n"}, 3},
+        {"2:cpu:/a\n", {V1 "a/cpu.cfs_quota_us", V1 "a/cpu.cfs_period_us"}, {"-1\n", "100000\n"}, INT_MAX},
+        {"2:cpuacct:/a\n", {V1 "a/cpu.cfs_quota_us", V1 "a/cpu.cfs_period_us"}, {"1000\n", "1000\n"}, INT_MAX},
+        {"2:cpu:/\n", {V1 "cpu.cfs_quota_us", V1 "cpu.cfs_period_us"}, {"90\n", "0\n"}, INT_MAX}};
+    char root[64], command[128];
+    cpu_set_t set;
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        strcpy(root, "/tmp/qwen3-test-XXXXXX");
+        if (!mkdtemp(root)) die("%s: %s", root, strerror(errno));
+        put_file(root, "/proc/self/cgroup", cases[i].group);
+        for (int j = 0; j < 3 && cases[i].path[j]; j++) put_file(root, cases[i].path[j], cases[i].text[j]);
+        CHECK(cgroup_cores(root) == cases[i].expected, "case %zu: %d", i, cgroup_cores(root));
+        CPU_ZERO(&set);
+        for (int cpu = 0; cpu < 9; cpu++) CPU_SET(cpu, &set);
+        CHECK(physical_cores(root, &set) == 9, "no topology");
+        for (int cpu = 0; cpu < 8; cpu++) {  // pairs 0,4 1,5 2-3 6-7; 8 is unknown
+            static const char *const siblings[8] = {"0,4", "1,5", "2-3", "2-3", "0,4", "1,5", "6-7", "6-7"};
+            char path[128];
+            snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
+            put_file(root, path, siblings[cpu]);
+        }
+        CHECK(physical_cores(root, &set) == 5);
+        CPU_CLR(0, &set);
+        CPU_CLR(2, &set);
+        CPU_CLR(3, &set);
+        CHECK(physical_cores(root, &set) == 4, "4 alone is a core, too");
+        snprintf(command, sizeof(command), "rm -r %s", root);
+        CHECK(system(command) == 0);
+    }
+    CHECK(cgroup_cores("/no/such/root") == INT_MAX);
+    CHECK(cpu_count() >= 1);
+    if (sched_getaffinity(0, sizeof(set), &set) != 0) return;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    for (int cpu = 0; CPU_COUNT(&one) == 0; cpu++) {
+        if (CPU_ISSET(cpu, &set)) CPU_SET(cpu, &one);
+    }
+    sched_setaffinity(0, sizeof(one), &one);
+    CHECK(cpu_count() == 1);
+    sched_setaffinity(0, sizeof(set), &set);
+}
+#endif
+
 int main(int argc, char **argv) {
     if (argc > 1) start_threads(atoi(argv[1]));
     else start_threads(3);  // more than cores here or there: the order of things varies
@@ -429,6 +503,9 @@ int main(int argc, char **argv) {
     test_unfinished();
     test_utf8();
     test_merging();
+#ifdef __linux__
+    test_cores();
+#endif
     printf("tests/test (" SIMD "): %d checks, %d failures\n", checks, failures);
     return failures > 0;
 }

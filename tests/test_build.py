@@ -1,13 +1,14 @@
 """The Makefile's ways to build: each is silent, and what it builds answers."""
+import platform
 import shutil
 import subprocess
 
 import pytest
 
-from conftest import ROOT, TINY, environment
+from conftest import ROOT, TINY, assert_error, environment
 
 
-@pytest.mark.parametrize("arguments", [["CC=gcc"], ["CC=clang"], ["THREADS=0"], ["debug"],
+@pytest.mark.parametrize("arguments", [["CC=gcc"], ["CC=clang"], ["THREADS=0"], ["portable"], ["debug"],
                                        ["debug", "CC=clang"]], ids=" ".join)
 def test_builds(arguments, tmp_path):
     compiler = arguments[-1].partition("CC=")[2]
@@ -32,5 +33,34 @@ def test_builds(arguments, tmp_path):
                               "-n", "9", "-i", text], cwd=tmp_path, capture_output=True,
                              env=environment(), timeout=60)
         assert run.returncode == 0 and expected in run.stdout, run
+    if arguments == ["portable"]:
+        assert b"plain C" in subprocess.run([tmp_path / "qwen3", "--version"],
+                                            capture_output=True).stdout
     make("clean")
     assert not (tmp_path / "qwen3").exists()
+
+
+# What a CPU says that lacks something: the build's flags, qemu-x86_64's model of a CPU, the words
+OLD = {"x86-64-v3": ("-march=x86-64-v3", "Nehalem", "AVX2"),
+       "avx512": ("-march=icelake-client", "max", "AVX-512 VNNI"),
+       "portable": ("", "qemu64", None)}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_older_cpu(name, tmp_path):
+    """One line instead of SIGILL; a build without flags runs everywhere."""
+    flags, cpu, missing = OLD[name]
+    if platform.machine() != "x86_64" or not shutil.which("qemu-x86_64"):
+        pytest.skip("no qemu-x86_64, or another architecture")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "qwen3.c", tmp_path)
+    (tmp_path / "tests").mkdir()
+    subprocess.run(["make", f"NATIVE={flags}"], cwd=tmp_path, check=True, capture_output=True,
+                   env=environment(), timeout=300)
+    run = subprocess.run(["qemu-x86_64", "-cpu", cpu, tmp_path / "qwen3", TINY / "tiny.bin", "-q",
+                          "-i", "What is the capital of France?", "-t", "0"],
+                         capture_output=True, env=environment(), timeout=300)
+    if missing:
+        assert_error(run, 1, "CPU", missing, "portable")
+    else:
+        assert run.returncode == 0 and b"Paris" in run.stdout, run
