@@ -2400,21 +2400,53 @@ static void give_notices(Engine *e) {
         notice("-t 0: greedy thinking tends to repeat itself without end, Qwen advises 0.6");
 }
 
+static struct {
+    double start;
+    size_t done, total;  // tokens of a text on its way through the model
+    bool shown;
+} progress;
+
+static void progress_start(size_t total) {
+    progress.start = now();
+    progress.done = 0;
+    progress.total = total;
+}
+
+// Nothing is left of it where an answer, a notice or an error begins.
+static void progress_end(void) {
+    if (progress.shown) fputs("\r\033[K", stderr);
+    progress.shown = false;
+}
+
+// A terminal shows how far it is, if it takes longer than two seconds.
+static void progress_add(int tokens) {
+    progress.done += tokens;
+    double seconds = now() - progress.start, whole = seconds * progress.total / progress.done;
+    if (quiet || !isatty(STDERR_FILENO) || !(progress.shown || whole > 2)) return;
+    progress.shown = true;
+    fprintf(stderr, "\r%zu of %zu tokens, %.0f s left\033[K", progress.done, progress.total,
+            whole - seconds);
+}
+
 // Runs what the cache does not hold yet of ids; at least the last of them. Leaves in *row where
 // that one is in the last forward pass. False: Ctrl-C.
 static bool prefill(Engine *e, const Ids *ids, size_t *reused, int *row) {
     size_t same = 0;
     while (same < e->cached.n && same + 1 < ids->n && e->cached.p[same] == ids->p[same]) same++;
     e->cached.n = *reused = same;
-    while (e->cached.n < ids->n) {
+    progress_start(ids->n - same);
+    bool running = true;
+    while (running && e->cached.n < ids->n) {
         size_t left = ids->n - e->cached.n;
         int n = left < (size_t)e->model.state.batch ? (int)left : e->model.state.batch;
         const bool last = e->cached.n + n == ids->n;
-        if (!forward(&e->model, ids->p + e->cached.n, n, (int)e->cached.n, last)) return false;
-        for (int i = 0; i < n; i++) ids_add(&e->cached, ids->p[e->cached.n]);
+        running = forward(&e->model, ids->p + e->cached.n, n, (int)e->cached.n, last);
+        for (int i = 0; i < n && running; i++) ids_add(&e->cached, ids->p[e->cached.n]);
         *row = n - 1;
+        progress_add(n);
     }
-    return true;
+    progress_end();
+    return running;
 }
 
 static bool is_stop(const Tokenizer *t, int id) {
@@ -2521,7 +2553,8 @@ static double score_piece(Engine *e, const int *ids, int n) {
     double sum = 0;
     for (int pos = 0, count; pos < n - 1; pos += count) {
         count = min_int(s->batch, n - 1 - pos);
-        if (!forward(&e->model, ids + pos, count, pos, count)) exit(EXIT_INTERRUPT);
+        if (!forward(&e->model, ids + pos, count, pos, count))
+            progress_end(), exit(EXIT_INTERRUPT);
         for (int i = 0, rows; i < count; i += rows) {
             rows = min_int(s->logit_rows, count - i);
             const float *logits = classify(&e->model, i, rows);
@@ -2529,6 +2562,7 @@ static double score_piece(Engine *e, const int *ids, int n) {
                 sum += surprise(logits + (size_t)r * vocab_size, vocab_size, ids[pos + i + r + 1]);
             }
         }
+        progress_add(count);
     }
     return sum;
 }
@@ -2543,10 +2577,12 @@ static void run_perplexity(Engine *e, Bytes text) {
     if (ids.n > (size_t)context)
         notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
     double sum = 0;
+    progress_start(ids.n - 1);
     for (size_t at = 0; at + 1 < ids.n; at += context - 1) {
         size_t left = ids.n - at;
         sum += score_piece(e, ids.p + at, left < (size_t)context ? (int)left : context);
     }
+    progress_end();
     double mean = sum / (double)(ids.n - 1);
     if (!isfinite(mean)) die("model: the logits are no numbers; is the file damaged?");
     char line[128];

@@ -1,0 +1,96 @@
+"""What a terminal shows of a prompt that takes its time, and that nothing is left of it."""
+import os
+import pty
+import re
+import signal
+import subprocess
+import threading
+
+import pytest
+from conftest import QWEN3, environment, export, make_checkpoint
+
+SHOWN = re.compile(rb"\r(\d+) of (\d+) tokens, (\d+) s left\x1b\[K")
+ERASED = b"\r\x1b[K"
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory, tokenizer):
+    """A model with some seconds to do for 10,000 tokens."""
+    directory = tmp_path_factory.mktemp("slow")
+    return export(make_checkpoint(directory / "hf", tokenizer, n_layers=6, n_heads=8,
+                                  max_len=12000), directory / "slow.bin")
+
+
+def run(model, *args, tokens=10000, terminal=True, interrupt=False, seconds=0):
+    """(exit status, stdout, stderr) with stderr a terminal, perhaps with Ctrl-C at the first sight
+    of the progress or after some seconds."""
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    prompt = model.with_name("prompt.txt")
+    prompt.write_bytes(b"7" * tokens)                     # a token each
+    process = subprocess.Popen([QWEN3, model, "-f", prompt, "-c", "0", "-j", "1", "-b", "4", "-n", "3",
+                                *args],
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs,
+                               env=environment(), start_new_session=True)
+    os.close(theirs)
+    out = []
+    reader = threading.Thread(target=lambda: out.append(process.stdout.read()))
+    reader.start()
+    text = b""
+    if seconds:
+        timer = threading.Timer(seconds, process.send_signal, [signal.SIGINT])
+        timer.start()
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:                                   # the terminal's other end is closed
+            data = b""
+        if not data:
+            break
+        text += data
+        if interrupt and b"left" in text:
+            process.send_signal(signal.SIGINT)
+            interrupt = False
+    os.close(ours)
+    reader.join()
+    return process.wait(120), out[0], text
+
+
+def check(text, tokens):
+    """The counts go up and are right; behind the last one comes its end. Returns what follows."""
+    shown = [tuple(map(int, match)) for match in SHOWN.findall(text)]
+    assert shown and all(total == tokens for _, total, _ in shown)
+    assert [done for done, _, _ in shown] == sorted({done for done, _, _ in shown})
+    rest = text[[match.end() for match in SHOWN.finditer(text)][-1]:]
+    assert rest.startswith(ERASED)
+    return rest[len(ERASED):]
+
+
+def test_prompt(slow):
+    status, out, text = run(slow, "-m", "generate", "-t", "0")
+    assert status == 0
+    rest = check(text, 10000)
+    assert rest.startswith(b"prompt 10000 tokens") and rest.count(b"\n") == 1
+
+
+def test_perplexity(slow):
+    status, out, text = run(slow, "-m", "perplexity")
+    assert status == 0 and out.startswith(b"tokens 9999 nll")
+    assert check(text, 9999) == b""
+
+
+@pytest.mark.parametrize("mode", ["generate", "perplexity"])
+def test_interrupted(slow, mode):
+    status, out, text = run(slow, "-m", mode, interrupt=True)
+    assert status == 130
+    assert b"left" not in check(text, 10000 if mode == "generate" else 9999)
+
+
+@pytest.mark.parametrize("args, terminal", [(["-q"], True), ([], False)], ids=["quiet", "pipe"])
+def test_not_shown(slow, args, terminal):
+    status, out, text = run(slow, "-m", "generate", *args, terminal=terminal, seconds=1.5)
+    assert status in (0, 130) and b"\x1b" not in text and b"left" not in text
+
+
+def test_not_shown_when_fast(slow):
+    status, out, text = run(slow, "-m", "generate", "-t", "0", tokens=100)
+    assert status == 0 and b"\x1b" not in text and b"left" not in text
