@@ -2211,11 +2211,13 @@ static int compare_candidates(const void *a, const void *b) {
 enum { BUCKETS = 2048 };
 INLINE int bucket_of(float p) { return load_i32(&p) >> 19; }
 
-// Keeps the likeliest candidates, as few as reach `target`: in number, or in the sum of their p.
+// Keeps the likeliest candidates, as few as reach `target`: in number, or as a share of all p.
 // Only those in the bucket where that happens are sorted. Returns how many are left.
 static int keep_best(Sampler *s, int n, double target, bool sum) {
-    double total[BUCKETS] = {0}, reached = 0;
+    double total[BUCKETS] = {0}, all = 0, reached = 0;
     for (int i = 0; i < n; i++) total[bucket_of(s->kept[i].p)] += sum ? s->kept[i].p : 1;
+    for (int i = 0; i < BUCKETS; i++) all += total[i];
+    if (sum) target *= all;
     int edge = BUCKETS - 1, kept = 0, at_edge = 0;
     while (edge > 0 && reached + total[edge] < target) reached += total[edge--];
     for (int i = 0; i < n; i++) {
@@ -2241,13 +2243,9 @@ static int sample(Sampler *s, float *logits, int n) {
     likelihoods(logits, n, max, s->temperature);
     for (int i = 0; i < n; i++) s->kept[i] = (Candidate){logits[i], i};
     if (s->top_k > 0 && s->top_k < n) n = keep_best(s, n, s->top_k, false);
+    if (s->top_p < 1) n = keep_best(s, n, s->top_p, true);
     double sum = 0;
     for (int i = 0; i < n; i++) sum += s->kept[i].p;
-    if (s->top_p < 1) {
-        n = keep_best(s, n, sum * s->top_p, true);
-        sum = 0;
-        for (int i = 0; i < n; i++) sum += s->kept[i].p;
-    }
     double left = random_next(&s->rng) * sum;
     for (int i = 0; i < n; i++) {
         left -= s->kept[i].p;
