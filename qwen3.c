@@ -21,7 +21,8 @@
      x = x + W2 (silu(W1 h) * (W3 h))         silu(z) = z / (1 + exp(-z))
 
    rope turns each pair (x[j], x[j + head_dim/2]) by the angle pos * theta^(-2j / head_dim), so that
-   q . k depends on how far apart two tokens are.
+   q . k depends on how far apart two tokens are. Qwen2 and Qwen2.5 have no QK-norm, but biases:
+   q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
 
    The scores of the next token are  logits = Wcls rmsnorm(x, rms_final)  (vocab_size).
 
@@ -31,6 +32,8 @@
                   q_norm (n_layers, head_dim), k_norm (n_layers, head_dim)
      Q8_0         token embedding (vocab_size, dim); all layers' Wq, then all Wk, Wv, Wo, W1, W2,
                   W3; and Wcls (vocab_size, dim) unless it is the embedding
+     fp32 biases  Qwen2, which has no q_norm and k_norm above: all layers' bq (q_dim), then all bk
+                  (kv_dim), bv (kv_dim)
 
    A Q8_0 matrix (out, in) is out*in int8 values, row by row, then one fp32 scale for every
    group_size consecutive values of a row: w ~= q * scale. The input of every product is quantized
@@ -337,6 +340,8 @@ typedef struct {
     float yarn_beta_fast, yarn_beta_slow;
     float yarn_attention_factor;
     int yarn_no_rounding;   // HF truncate: false
+    int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
+    int no_qk_norm;         // 1: no QK-norm (Qwen2)
     int q_dim, kv_dim;      // n_heads * head_dim, n_kv_heads * head_dim
 } Config;
 
@@ -348,7 +353,9 @@ typedef struct {         // a Q8_0 matrix (rows, cols) inside the mapped file
 
 typedef struct {
     const float *rms_att, *rms_ffn;  // (dim)                 input_, post_attention_layernorm
-    const float *q_norm, *k_norm;    // (head_dim)            self_attn.{q,k}_norm
+    const float *q_norm, *k_norm;    // (head_dim) or NULL    self_attn.{q,k}_norm
+    const float *bq;                 // (q_dim) or NULL       self_attn.q_proj.bias
+    const float *bk, *bv;            // (kv_dim) or NULL      self_attn.{k,v}_proj.bias
     Matrix wq;                       // (q_dim, dim)          self_attn.q_proj
     Matrix wk, wv;                   // (kv_dim, dim)         self_attn.{k,v}_proj
     Matrix wo;                       // (dim, q_dim)          self_attn.o_proj
@@ -415,6 +422,15 @@ static float header_float(Cursor *c, const char *name, float low, float base) {
     return value == 0 ? base : value;
 }
 
+// The fields at bytes begin .. end - 1 of the header, which have no meaning here.
+static void header_zeros(Cursor *c, int begin, int end) {
+    for (int at = begin; at < end; at += 4) {
+        if (take_u32(c, "the header") != 0)
+            die("%s: unknown header field at byte %d, expected 0: made by a newer export.py?",
+                c->file, at);
+    }
+}
+
 static void check_multiple(Cursor *c, const char *name, int64_t value, int unit) {
     if (value > INT_MAX || value % unit != 0)
         die("%s: bad %s, expected a multiple of %d below 2^31, found %lld", c->file, name, unit,
@@ -422,8 +438,6 @@ static void check_multiple(Cursor *c, const char *name, int64_t value, int unit)
 }
 
 static void read_header(Config *g, Cursor *c) {
-    Cursor end = *c;
-    take(&end, 256, "the header");
     uint32_t magic = take_u32(c, "magic");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected magic 0x616a6331, found 0x%08x", c->file, magic);
@@ -462,12 +476,12 @@ static void read_header(Config *g, Cursor *c) {
         g->yarn_attention_factor =
             header_float(c, "YaRN attention_factor", 1e-6f, attention_factor);
         g->yarn_no_rounding = header_int(c, "YaRN truncate flag", 0, 1);
+    } else {
+        header_zeros(c, 0x3C, 0x54);
     }
-    while (c->rest.p < end.rest.p) {
-        if (take_u32(c, "the header") != 0)
-            die("%s: unknown header field at byte %zu, expected 0: made by a newer export.py?",
-                c->file, 252 - (size_t)(end.rest.p - c->rest.p));
-    }
+    g->qkv_bias = header_int(c, "qkv_bias", 0, 1);
+    g->no_qk_norm = header_int(c, "no_qk_norm", 0, 1);
+    header_zeros(c, 0x5C, 256);
 }
 
 static const float *take_floats(Cursor *c, int64_t count, const char *what) {
@@ -488,32 +502,34 @@ static void model_map(Model *m, const char *path) {
     Bytes file = file_map(path);
     Cursor c = {path, file};
     read_header(g, &c);
-    const float *rms_att = take_floats(&c, (int64_t)g->n_layers * g->dim, "rms_att");
-    const float *rms_ffn = take_floats(&c, (int64_t)g->n_layers * g->dim, "rms_ffn");
-    w->rms_final = take_floats(&c, g->dim, "rms_final");
-    const float *q_norm = take_floats(&c, (int64_t)g->n_layers * g->head_dim, "q_norm");
-    const float *k_norm = take_floats(&c, (int64_t)g->n_layers * g->head_dim, "k_norm");
-    w->embedding = take_matrix(&c, g, g->vocab_size, g->dim, "the token embedding");
+    take_floats(&(Cursor){path, c.rest}, (int64_t)g->n_layers * g->dim, "rms_att");  // that many?
     w->layers = alloc(g->n_layers, sizeof(Layer), "the layers");
-    for (int i = 0; i < g->n_layers; i++) {
-        w->layers[i].rms_att = rms_att + (size_t)i * g->dim;
-        w->layers[i].rms_ffn = rms_ffn + (size_t)i * g->dim;
-        w->layers[i].q_norm = q_norm + (size_t)i * g->head_dim;
-        w->layers[i].k_norm = k_norm + (size_t)i * g->head_dim;
+#define TAKE_LAYERS(name, tensor) \
+    for (int i = 0; i < g->n_layers; i++) w->layers[i].name = tensor
+#define TAKE_FLOATS(name, count) TAKE_LAYERS(name, take_floats(&c, count, #name))
+#define TAKE_MATRIX(name, rows, cols) TAKE_LAYERS(name, take_matrix(&c, g, rows, cols, #name))
+    TAKE_FLOATS(rms_att, g->dim);
+    TAKE_FLOATS(rms_ffn, g->dim);
+    w->rms_final = take_floats(&c, g->dim, "rms_final");
+    if (!g->no_qk_norm) {
+        TAKE_FLOATS(q_norm, g->head_dim);
+        TAKE_FLOATS(k_norm, g->head_dim);
     }
-#define TAKE_LAYERS(name, rows, cols) \
-    for (int i = 0; i < g->n_layers; i++) \
-        w->layers[i].name = take_matrix(&c, g, rows, cols, #name)
-    TAKE_LAYERS(wq, g->q_dim, g->dim);
-    TAKE_LAYERS(wk, g->kv_dim, g->dim);
-    TAKE_LAYERS(wv, g->kv_dim, g->dim);
-    TAKE_LAYERS(wo, g->dim, g->q_dim);
-    TAKE_LAYERS(w1, g->hidden_dim, g->dim);
-    TAKE_LAYERS(w2, g->dim, g->hidden_dim);
-    TAKE_LAYERS(w3, g->hidden_dim, g->dim);
-#undef TAKE_LAYERS
+    w->embedding = take_matrix(&c, g, g->vocab_size, g->dim, "the token embedding");
+    TAKE_MATRIX(wq, g->q_dim, g->dim);
+    TAKE_MATRIX(wk, g->kv_dim, g->dim);
+    TAKE_MATRIX(wv, g->kv_dim, g->dim);
+    TAKE_MATRIX(wo, g->dim, g->q_dim);
+    TAKE_MATRIX(w1, g->hidden_dim, g->dim);
+    TAKE_MATRIX(w2, g->dim, g->hidden_dim);
+    TAKE_MATRIX(w3, g->hidden_dim, g->dim);
     w->classifier = g->shared_classifier ? w->embedding
                     : take_matrix(&c, g, g->vocab_size, g->dim, "the classifier");
+    if (g->qkv_bias) {
+        TAKE_FLOATS(bq, g->q_dim);
+        TAKE_FLOATS(bk, g->kv_dim);
+        TAKE_FLOATS(bv, g->kv_dim);
+    }
     if (c.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - c.rest.n, file.n);
 }
@@ -1082,21 +1098,28 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// QK-norm and rope of token t's q and k; k and v go to the cache.
+static void add_bias(float *x, const float *bias, int n) {
+    for (int i = 0; bias && i < n; i++) x[i] += bias[i];
+}
+
+// Biases, QK-norm (each where the model has it) and rope of token t; k and v go to the cache.
 static void rope_and_cache(const Pass *p, int t) {
     const Config *g = &p->m->config;
     State *s = &p->m->state;
+    const Layer *w = p->layer;
     const int hd = g->head_dim, half = hd / 2, lane = (p->pos + t) % LANES;
     const float *cos = s->cos + (size_t)t * half, *sin = s->sin + (size_t)t * half;
-    for (int h = 0; h < g->n_heads; h++) {
-        float *q = s->q + (size_t)t * g->q_dim + h * hd;
-        rmsnorm(q, q, p->layer->q_norm, hd, g->rms_norm_eps);
+    float *q = s->q + (size_t)t * g->q_dim;
+    float *k = s->k + (size_t)t * g->kv_dim, *v = s->v + (size_t)t * g->kv_dim;
+    add_bias(q, w->bq, g->q_dim);
+    add_bias(k, w->bk, g->kv_dim);
+    add_bias(v, w->bv, g->kv_dim);
+    for (int h = 0; h < g->n_heads; h++, q += hd) {
+        if (w->q_norm) rmsnorm(q, q, w->q_norm, hd, g->rms_norm_eps);
         rope(q, cos, sin, half);
     }
-    for (int h = 0; h < g->n_kv_heads; h++) {
-        float *k = s->k + (size_t)t * g->kv_dim + h * hd;
-        const float *v = s->v + (size_t)t * g->kv_dim + h * hd;
-        rmsnorm(k, k, p->layer->k_norm, hd, g->rms_norm_eps);
+    for (int h = 0; h < g->n_kv_heads; h++, k += hd, v += hd) {
+        if (w->k_norm) rmsnorm(k, k, w->k_norm, hd, g->rms_norm_eps);
         rope(k, cos, sin, half);
         float *keys = kv_block(p->m, p->l, h, (p->pos + t) / LANES), *values = keys + hd * LANES;
         for (int j = 0; j < hd; j++) keys[j * LANES + lane] = k[j];
