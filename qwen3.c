@@ -1420,6 +1420,7 @@ enum { OTHER, LETTER, NUMBER, SPACE, CLASS_MASK = 3, NFC_ACTIVE = 4, END = 8 };
 enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };  // a byte that is no UTF-8 is BAD_BYTE + it
 enum { ADDED = 1, SPECIAL = 2 };  // a token that only stands for itself; that is not printed
 enum { SYSTEM, USER, ASSISTANT };
+typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
 typedef struct { uint32_t first, last, value; } Range;
 typedef struct { uint32_t composed, first, second, composes; } Pair;  // composed = first + second
@@ -1446,8 +1447,9 @@ typedef struct {
     bool added_start[256];     // bytes that an added token begins with
     int end_of_text, think, end_think;  // ids, or -1
     Ids head, tail, stop;      // around every raw text; ends of an answer
-    float temperature, top_p;  // the checkpoint's advice
+    float temperature, top_p, repetition;  // the checkpoint's advice, see Sampler
     int top_k;
+    Mode mode;                 // what the model is made for
     ChatFormat chat;
     bool has_chat, has_classes;
     uint16_t *chars;           // (N_CHARS) OTHER .. SPACE, NFC_ACTIVE, combining class << 8
@@ -1577,6 +1579,10 @@ static void take_section(Cursor *c, Tokenizer *t, const char *tag) {
         take_pairs(c, t, tag);
     } else if (!strcmp(tag, "samp")) {
         take_sampling(c, t, tag);
+    } else if (!strcmp(tag, "repe")) {
+        t->repetition = header_float(c, "repetition penalty", 1e-6f, 0);
+    } else if (!strcmp(tag, "mode")) {
+        t->mode = header_int(c, "mode", 0, N_MODES - 1);
     } else if (!strcmp(tag, "chat")) {
         take_chat(c, t, tag);
     } else {
@@ -1670,7 +1676,8 @@ static void index_tokens(Tokenizer *t, const char *file) {
 // file: the model's name + ".tokenizer"
 static void tokenizer_load(Tokenizer *t, const char *file, int vocab_size) {
     Cursor c = {file, file_map(file)};
-    *t = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20};
+    *t = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
+                     .repetition = 1};
     t->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&c, "max_token_length");  // some files count characters there
     int bos = take_id(&c, t, "the bos id"), eos = take_id(&c, t, "the eos id");
@@ -2184,7 +2191,8 @@ static bool chat_from_templates(Tokenizer *t, const char *model, bool think) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The sampler: presence penalty, temperature, top-k, top-p, in HF's order; ties go to the lowest id
+// The sampler: repetition penalty, presence penalty, temperature, top-k, top-p, in HF's order; ties
+// go to the lowest id
 
 typedef struct { float p; int id; } Candidate;
 
@@ -2192,9 +2200,11 @@ typedef struct {
     float temperature;       // 0: the most likely token
     float top_p;             // keep the smallest set of tokens that reaches this probability
     float presence;          // taken off the logits of tokens that the answer already holds
+    float repetition;        // makes tokens that prompt or answer hold less likely, 1: not
     int top_k;               // keep the k most likely, 0: all
     uint64_t rng;
-    bool *seen;              // (vocab_size)
+    bool *answered;          // (vocab_size) tokens that the answer holds
+    bool *seen;              // (vocab_size) tokens that prompt or answer hold
     Candidate *kept, *edge;  // (vocab_size)
 } Sampler;
 
@@ -2256,10 +2266,19 @@ static int keep_best(Sampler *s, int n, double target, bool sum) {
     return kept;
 }
 
+// The repetition penalty (HF RepetitionPenaltyLogitsProcessor), then the presence penalty.
+static void penalize(const Sampler *s, float *logits, int n) {
+    for (int i = 0; i < n && s->repetition != 1; i++) {
+        float lower = logits[i] < 0 ? logits[i] * s->repetition : logits[i] / s->repetition;
+        if (s->seen[i]) logits[i] = lower;
+    }
+    for (int i = 0; i < n && s->presence != 0; i++) logits[i] -= s->answered[i] ? s->presence : 0;
+}
+
 // The next token by its logits (n), which are overwritten.
 static int sample(Sampler *s, float *logits, int n) {
+    penalize(s, logits, n);
     if (!all_finite(logits, n)) die("model: the logits are no numbers; is the file damaged?");
-    for (int i = 0; i < n && s->presence != 0; i++) logits[i] -= s->seen[i] ? s->presence : 0;
     int best = argmax(logits, n);
     float max = logits[best];
     if (s->temperature == 0) return best;
@@ -2374,8 +2393,7 @@ static void writer_end(Writer *w) {
 
 typedef enum { TURN_ENDED, LIMIT_REACHED, CONTEXT_FULL, INTERRUPTED } Ending;
 
-typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, N_MODES } Mode;
-static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity"};
+static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
 
 typedef struct {
     const char *model, *text, *file, *system;  // NULL: not given
@@ -2393,6 +2411,7 @@ typedef struct {
     Tokenizer tokenizer;
     Sampler sampler;
     Writer writer;
+    Mode mode;        // -m, or what the model is made for
     Conversation conversation;
     Buffer input;     // the prompt, or the message being typed
     char *line;       // getline()'s
@@ -2416,6 +2435,8 @@ static void give_notices(Engine *e) {
     if (!e->tokenizer.has_classes)
         notice("%s.tokenizer: no Unicode data, exact on ASCII text only; export the model again",
                e->options.model);
+    if (e->options.mode < 0 && e->mode != CHAT)
+        notice("mode: %s, this is no chat model; -m chat talks to it anyway", mode_names[e->mode]);
     if (e->no_switch) notice("-r: no effect, this model's thinking can't be switched");
     if (e->writer.chat && e->sampler.temperature == 0 && (e->think || begins_thinking(e)))
         notice("-t 0: greedy thinking tends to repeat itself without end, Qwen advises 0.6");
@@ -2482,13 +2503,15 @@ static bool is_stop(const Tokenizer *t, int id) {
 static Ending generate(Engine *e, int row, Message *answer, int *count) {
     State *s = &e->model.state;
     int vocab_size = e->tokenizer.vocab_size;
+    memset(e->sampler.answered, 0, vocab_size * sizeof(bool));
     memset(e->sampler.seen, 0, vocab_size * sizeof(bool));
+    for (size_t i = 0; i < e->cached.n; i++) e->sampler.seen[e->cached.p[i]] = true;
     for (*count = 0; e->options.n != *count; row = 0) {
         if (interrupted) return INTERRUPTED;
         int id = sample(&e->sampler, classify(&e->model, row, 1), vocab_size);
         if (is_stop(&e->tokenizer, id)) return TURN_ENDED;
         ++*count;
-        e->sampler.seen[id] = true;
+        e->sampler.answered[id] = e->sampler.seen[id] = true;
         writer_token(&e->writer, &e->tokenizer, id);
         if (answer) message_add_token(answer, &e->tokenizer, id);
         if (*count == e->options.n) break;
@@ -2612,6 +2635,36 @@ static void run_perplexity(Engine *e, Bytes text) {
     free(ids.p);
 }
 
+// The last token's hidden state (dim) after the final norm, divided by its length: a JSON array.
+static void run_embed(Engine *e, Bytes text) {
+    const Config *g = &e->model.config;
+    State *s = &e->model.state;
+    Ids ids = {0};
+    size_t reused = 0;
+    int row = 0;
+    encode_raw(&e->tokenizer, text, &ids);
+    if (ids.n == 0) die("text: nothing to embed, expected at least 1 token, found 0");
+    if (ids.n > (size_t)s->seq_len) die(PROMPT_TOO_LONG, s->seq_len, ids.n);
+    give_notices(e);
+    if (!prefill(e, &ids, &reused, &row)) exit(EXIT_INTERRUPT);
+    float *x = s->delta;
+    rmsnorm(x, s->x + (size_t)row * g->dim, e->model.weights.rms_final, g->dim, g->rms_norm_eps);
+    double squares = 0;
+    for (int i = 0; i < g->dim; i++) squares += (double)x[i] * x[i];
+    if (!isfinite(squares)) die("model: the vector is no numbers; is the file damaged?");
+    double length = fmax(sqrt(squares), 1e-12);
+    Buffer line = {0};
+    char number[32];
+    for (int i = 0; i < g->dim; i++) {
+        snprintf(number, sizeof(number), "%s%.9g", i ? ", " : "[", x[i] / length);
+        buffer_add(&line, bytes(number));
+    }
+    buffer_add(&line, bytes("]\n"));
+    write_stdout((Bytes){line.p, line.n});
+    free(line.p);
+    free(ids.p);
+}
+
 // Renders the conversation. If there is no room for an answer, the oldest turns go until half the
 // context is free. False: the last message alone is too long.
 static bool fit_conversation(Engine *e, Ids *ids) {
@@ -2732,7 +2785,8 @@ static const char usage[] =
     "\n"
     "  -i TEXT    the prompt; without -i and -f a terminal chats, a pipe is read as the prompt\n"
     "  -f FILE    the prompt is FILE's text (- is stdin); with -i: TEXT, empty line, FILE's text\n"
-    "  -m MODE    chat, generate (raw completion), tokenize or perplexity [chat]\n"
+    "  -m MODE    chat, generate (raw completion), embed, tokenize or perplexity [what the model\n"
+    "             is made for: mostly chat]\n"
     "  -y TEXT    system prompt (chat) [none]\n"
     "  -r 0|1     thinking off or on, for models that can switch (chat) [0]\n"
     "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; 0.7 with thinking switched off]\n"
@@ -2780,7 +2834,8 @@ static int parse_mode(const char *s) {
     for (int i = 0; i < N_MODES; i++) {
         if (!strcmp(s, mode_names[i])) return i;
     }
-    die_usage("-m: unknown mode, expected chat, generate, tokenize or perplexity, found \"%s\"", s);
+    die_usage("-m: unknown mode, expected chat, generate, embed, tokenize or perplexity, "
+              "found \"%s\"", s);
 }
 
 static void parse_option(Options *o, const char *option, const char *value) {
@@ -2800,6 +2855,12 @@ static void parse_option(Options *o, const char *option, const char *value) {
     case 'j': o->threads = parse_int(option, value, 1, 1024); break;
     case 's': o->seed = parse_seed(value); o->seeded = true; break;
     }
+}
+
+// Only chat and generate can begin without a text.
+static void check_text(const Options *o, int mode) {
+    if (mode > GENERATE && !o->text && !o->file && isatty(STDIN_FILENO))
+        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
 }
 
 static Options parse_options(int argc, char **argv) {
@@ -2830,15 +2891,16 @@ static Options parse_options(int argc, char **argv) {
     }
     if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    bool raw = o.mode == TOKENIZE || o.mode == PERPLEXITY;
-    if (raw && !o.text && !o.file && isatty(STDIN_FILENO))
-        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[o.mode]);
+    check_text(&o, o.mode);
     return o;
 }
 
 // The prompt as -i, -f and stdin give it; false: a conversation.
-static bool read_prompt(const Options *o, Buffer *text) {
-    bool terminal = isatty(STDIN_FILENO), chat = o->mode < 0 || o->mode == CHAT;
+static bool read_prompt(Engine *e) {
+    const Options *o = &e->options;
+    Buffer *text = &e->input;
+    const bool terminal = isatty(STDIN_FILENO), chat = e->mode == CHAT;
+    check_text(o, e->mode);
     if (o->text) buffer_add(text, bytes(o->text));
     if (o->text && o->file) buffer_add(text, bytes("\n\n"));
     if (!o->text && !o->file) {
@@ -2887,7 +2949,9 @@ static void choose_sampling(Engine *e) {
         .top_p = o->top_p >= 0 ? o->top_p : t->top_p,
         .top_k = o->top_k >= 0 ? o->top_k : t->top_k,
         .presence = o->presence,
+        .repetition = t->repetition,
         .rng = o->seed,
+        .answered = alloc(t->vocab_size, sizeof(bool), "the sampler"),
         .seen = alloc(t->vocab_size, sizeof(bool), "the sampler"),
         .kept = alloc(t->vocab_size, sizeof(Candidate), "the sampler"),
         .edge = alloc(t->vocab_size, sizeof(Candidate), "the sampler"),
@@ -2904,29 +2968,33 @@ static void load(Engine *e) {
     if (access(tokenizer, F_OK) != 0)
         die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, g->vocab_size);
+    e->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
     int context = o->context > 0 ? o->context : g->max_seq_len;
     if (o->context < 0) context = min_int(4096, g->max_seq_len);
     if (context > g->max_seq_len)
-        die("-c: beyond the model, expected at most %d, found %d", g->max_seq_len, context);
-    if (o->mode == TOKENIZE) return;
+        die("-c: beyond the model, expected at most %d (export.py --yarn stretches it), found %d",
+            g->max_seq_len, context);
+    if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-    state_init(&e->model, context, min_int(o->batch, context), o->mode == PERPLEXITY ? 16 : 1);
+    int logit_rows = e->mode == PERPLEXITY ? 16 : e->mode == EMBED ? 0 : 1;
+    state_init(&e->model, context, min_int(o->batch, context), logit_rows);
 }
 
 static int run(Engine *e) {
     const Options *o = &e->options;
-    const bool chat = o->mode < 0 || o->mode == CHAT, terminal = isatty(STDOUT_FILENO);
     load(e);
+    const bool chat = e->mode == CHAT, terminal = isatty(STDOUT_FILENO);
     if (chat) choose_chat(e);
     choose_sampling(e);
     e->writer = (Writer){.chat = chat, .terminal = terminal};
     e->writer.dim = terminal && !getenv("NO_COLOR");
     if (chat && o->system) conversation_add(&e->conversation, SYSTEM, bytes(o->system));
-    if (!read_prompt(o, &e->input)) return run_conversation(e);
+    if (!read_prompt(e)) return run_conversation(e);
     Bytes text = {e->input.p, e->input.n};
     Ending ending = TURN_ENDED;
-    if (o->mode == TOKENIZE) run_tokenize(e, text);
-    else if (o->mode == PERPLEXITY) run_perplexity(e, text);
+    if (e->mode == TOKENIZE) run_tokenize(e, text);
+    else if (e->mode == PERPLEXITY) run_perplexity(e, text);
+    else if (e->mode == EMBED) run_embed(e, text);
     else ending = chat ? chat_turn(e, text, true) : run_generate(e, text);
     return ending == INTERRUPTED ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }

@@ -275,7 +275,7 @@ static void test_yarn(void) {
 
 static Sampler random_sampler(float temperature, float top_p, int top_k) {
     return (Sampler){.temperature = temperature, .top_p = top_p, .top_k = top_k, .rng = 7,
-                     .seen = alloc(1000, 1, ""), .kept = alloc(1000, sizeof(Candidate), ""),
+                     .repetition = 1, .answered = alloc(1000, 1, ""), .seen = alloc(1000, 1, ""), .kept = alloc(1000, sizeof(Candidate), ""),
                      .edge = alloc(1000, sizeof(Candidate), "")};
 }
 
@@ -313,7 +313,7 @@ static void test_sampler(void) {
     Sampler greedy = random_sampler(0, 0.8f, 20);
     CHECK(sample(&greedy, (float[]){1, 3, 3, 2}, 4) == 1);
     greedy.presence = 1.5f;
-    greedy.seen[1] = greedy.seen[2] = true;
+    greedy.answered[1] = greedy.answered[2] = true;
     CHECK(sample(&greedy, (float[]){1, 3, 3, 2}, 4) == 3);
 }
 
