@@ -9,9 +9,9 @@
 #   "tqdm>=4.60",
 # ]
 # ///
-"""Converts a Hugging Face checkpoint of Qwen3 to the two files that qwen3.c reads.
+"""Converts a Hugging Face checkpoint of Qwen3 or Qwen2 to the two files that qwen3.c reads.
 
-    python export.py SOURCE [OUT.bin]        (uv run export.py ... needs no set-up)
+    python export.py [--yarn FACTOR] SOURCE [OUT.bin]        (uv run export.py ... needs no set-up)
 
 SOURCE is a checkpoint directory, or a name on the hub such as Qwen/Qwen3-0.6B. Written are
 
@@ -21,6 +21,8 @@ SOURCE is a checkpoint directory, or a name on the hub such as Qwen/Qwen3-0.6B. 
 
 both as the README's file format section describes them. Without OUT.bin the name is SOURCE's last
 part + ".bin", in the current directory. (An older export.py took OUT.bin first; so does this one.)
+--yarn 4 makes the context 4 times as long (YaRN), at some cost for short texts, as Qwen advises for
+longer ones than the model was trained with.
 
     checkpoint                                   this file
     config.json                               ->  read_config, header
@@ -28,7 +30,8 @@ part + ".bin", in the current directory. (An older export.py took OUT.bin first;
     tokenizer.json, tokenizer_config.json     ->  read_vocabulary
     the tokenizers package itself             ->  unicode_sections
     chat_template.jinja                       ->  chat_pieces
-    generation_config.json                    ->  end_ids, sampling
+    generation_config.json                    ->  end_ids, sampling, repetition_penalty
+    modules.json, 1_Pooling/config.json       ->  is_embedding
 
 Weights pass through in pieces of 1 MB, so memory does not depend on the model's size. Both files
 get their names only when both are complete. Whatever can't be converted exactly is refused by name.
@@ -54,7 +57,7 @@ import struct
 import time
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -134,6 +137,8 @@ class Config:
     rope_theta: float
     eps: float
     yarn: bytes  # the header from 0x38 on, empty without YaRN
+    qkv_bias: bool
+    no_qk_norm: bool
 
 
 def positive(where: Path, config: dict, key: str, kind: type, default: float | None = None):
@@ -149,16 +154,21 @@ def positive(where: Path, config: dict, key: str, kind: type, default: float | N
     refuse(where, key, f"a positive {kind.__name__}", repr(value))
 
 
+QWEN2 = ["Qwen2ForCausalLM"]  # Qwen2, Qwen2.5: biases on q, k and v, no QK-norm
+
+
 def check_family(where: Path, config: dict) -> None:
-    """Refuses what computes something else than a dense Qwen3 with full attention."""
+    """Refuses what computes something else than a dense Qwen3 or Qwen2 with full attention."""
     layer_types = config.get("layer_types")
     sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
                and config.get("max_window_layers", 28) < config["num_hidden_layers"])
     for key, supported, expected in [
-        ("architectures", config.get("architectures") == ["Qwen3ForCausalLM"], "Qwen3ForCausalLM"),
+        ("architectures", config.get("architectures") in (["Qwen3ForCausalLM"], QWEN2),
+         "Qwen3ForCausalLM or Qwen2ForCausalLM"),
         ("quantization_config", not config.get("quantization_config"), "bf16, f16 or f32 weights"),
         ("hidden_act", config.get("hidden_act", "silu") == "silu", "silu"),
-        ("attention_bias", not config.get("attention_bias"), "false"),
+        ("attention_bias", config["architectures"] == QWEN2 or not config.get("attention_bias"),
+         "false"),
         ("layer_types", set(layer_types or ()) <= {"full_attention"}, "full_attention only"),
         ("use_sliding_window", layer_types or not sliding, "full attention in every layer"),
         ("partial_rotary_factor", config.get("partial_rotary_factor") in (None, 1), "1"),
@@ -220,24 +230,41 @@ def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, bytes
     return theta, yarn_fields(where, rope, max_seq_len) if kind == "yarn" else b""
 
 
-def read_config(folder: Path) -> Config:
+def with_yarn(where: Path, config: dict, factor: float) -> dict:
+    """config.json as Qwen's model cards change it for long texts. Qwen3's 40960 positions are the
+    32768 that it was trained with and 8192 for the answer."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        refuse(where, "--yarn", "a model without rope scaling", repr(kind))
+    native = positive(where, config, "max_position_embeddings", int)
+    original = 32768 if native == 40960 else native
+    return config | {"max_position_embeddings": int(factor * original), "rope_scaling": rope | {
+        "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}}
+
+
+def read_config(folder: Path, yarn_factor: float | None = None) -> Config:
     where = folder / "config.json"
     if not where.exists():
         refuse(folder, "no checkpoint", "config.json in it", "none")
     config = read_json(where)
-    integer = partial(positive, where, config, kind=int)
     with structure_of(where):
         check_family(where, config)
+        if yarn_factor:
+            config = with_yarn(where, config, yarn_factor)
+        integer = partial(positive, where, config, kind=int)
         max_seq_len = integer("max_position_embeddings")
         theta, yarn = read_rope(where, config, max_seq_len)
+        qwen2 = config["architectures"] == QWEN2
+        dim, n_heads = integer("hidden_size"), integer("num_attention_heads")
         c = Config(
-            dim=integer("hidden_size"), hidden_dim=integer("intermediate_size"),
-            n_layers=integer("num_hidden_layers"), n_heads=integer("num_attention_heads"),
-            n_kv_heads=integer("num_key_value_heads", default=config["num_attention_heads"]),
+            dim=dim, hidden_dim=integer("intermediate_size"),
+            n_layers=integer("num_hidden_layers"), n_heads=n_heads,
+            n_kv_heads=integer("num_key_value_heads", default=n_heads),
             vocab_size=integer("vocab_size"), max_seq_len=max_seq_len,
-            head_dim=integer("head_dim", default=128), group_size=64,
-            tied=config.get("tie_word_embeddings", False) is True, rope_theta=theta,
-            eps=positive(where, config, "rms_norm_eps", float, 1e-6), yarn=yarn)
+            head_dim=integer("head_dim", default=dim // n_heads if qwen2 else 128), group_size=64,
+            tied=config.get("tie_word_embeddings", False) is True or is_embedding(folder),
+            rope_theta=theta, eps=positive(where, config, "rms_norm_eps", float, 1e-6), yarn=yarn,
+            qkv_bias=qwen2, no_qk_norm=qwen2)
     if c.n_heads % c.n_kv_heads:
         refuse(where, "num_key_value_heads", f"a divisor of {c.n_heads}", c.n_kv_heads)
     if c.head_dim % 2:
@@ -258,6 +285,7 @@ def header(c: Config) -> bytes:
                          c.n_kv_heads, c.vocab_size, c.max_seq_len, c.head_dim, c.tied,
                          c.group_size)
     fields += struct.pack("<2f", unless(c.rope_theta, 1e6), unless(c.eps, 1e-6)) + c.yarn
+    fields = fields.ljust(0x54, b"\0") + struct.pack("<2I", c.qkv_bias, c.no_qk_norm)
     return fields.ljust(256, b"\0")
 
 
@@ -339,18 +367,18 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
 
 
 def layout(c: Config) -> list[tuple[str, tuple[int, ...]]]:
-    """(name without "model.", shape) of every tensor of OUT.bin in the order of the file. The ones
-    with one dimension are norms and stay fp32, the (out, in) matrices are quantized."""
-    def layers(name: str, *shape: int) -> list[tuple[str, tuple[int, ...]]]:
-        return [(f"layers.{i}.{name}.weight", shape) for i in range(c.n_layers)]
+    """(name without "model.", shape) of every tensor of OUT.bin in the order of the file. Norms and
+    biases, which have one dimension, stay fp32; the (out, in) matrices are quantized."""
+    def layers(name: str, *shape: int, kind: str = "weight") -> list[tuple[str, tuple[int, ...]]]:
+        return [(f"layers.{i}.{name}.{kind}", shape) for i in range(c.n_layers)]
 
     q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     return [
         *layers("input_layernorm", c.dim),
         *layers("post_attention_layernorm", c.dim),
         ("norm.weight", (c.dim,)),
-        *layers("self_attn.q_norm", c.head_dim),
-        *layers("self_attn.k_norm", c.head_dim),
+        *([] if c.no_qk_norm else layers("self_attn.q_norm", c.head_dim)),
+        *([] if c.no_qk_norm else layers("self_attn.k_norm", c.head_dim)),
         ("embed_tokens.weight", (c.vocab_size, c.dim)),
         *layers("self_attn.q_proj", q_dim, c.dim),
         *layers("self_attn.k_proj", kv_dim, c.dim),
@@ -360,6 +388,9 @@ def layout(c: Config) -> list[tuple[str, tuple[int, ...]]]:
         *layers("mlp.down_proj", c.dim, c.hidden_dim),
         *layers("mlp.up_proj", c.hidden_dim, c.dim),
         *([] if c.tied else [("lm_head.weight", (c.vocab_size, c.dim))]),
+        *(layers("self_attn.q_proj", q_dim, kind="bias") if c.qkv_bias else []),
+        *(layers("self_attn.k_proj", kv_dim, kind="bias") if c.qkv_bias else []),
+        *(layers("self_attn.v_proj", kv_dim, kind="bias") if c.qkv_bias else []),
     ]
 
 
@@ -799,7 +830,8 @@ def chat_template(folder: Path, tokenizer: dict) -> str | None:
 def chat_pieces(source: str | None, variables: dict[str, str]) -> Pieces | None:
     """The verified pieces of a template, or None and a note that says why not."""
     if not source:
-        notes.append("the checkpoint has no chat template: qwen3 will chat in plain ChatML")
+        notes.append("the checkpoint has no chat template: qwen3 will continue texts, and chat "
+                     "(-m chat) in plain ChatML")
         return None
     try:  # a template is a program: it may fail in any way
         render = compile_template(source, variables)
@@ -839,9 +871,8 @@ def sampling(where: Path, generation: dict) -> bytes:
     """f32 temperature, f32 top_p, u32 top_k; nothing if generation_config.json has none of them."""
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}  # transformers'
     given = {key: generation[key] for key in defaults if generation.get(key) is not None}
-    for key, neutral in (("repetition_penalty", 1.0), ("min_p", 0.0)):
-        if generation.get(key) not in (None, neutral):
-            notes.append(f"generation_config.json: {key} {generation[key]!r} is not carried over")
+    if generation.get("min_p"):
+        notes.append(f"generation_config.json: min_p {generation['min_p']!r} is not carried over")
     if not given:
         return b""
     temperature, top_p, top_k, sample = (defaults | given).values()
@@ -849,6 +880,53 @@ def sampling(where: Path, generation: dict) -> bytes:
         if not (0 <= temperature < 100 and 0 < top_p <= 1 and 0 <= top_k < 2**31):
             refuse(where, "sampling", "temperature >= 0, 0 < top_p <= 1, top_k >= 0", given)
         return struct.pack("<2fI", temperature if sample else 0.0, top_p, top_k)
+
+
+def repetition_penalty(where: Path, generation: dict) -> bytes:
+    """f32; nothing if there is none."""
+    with structure_of(where):
+        value = positive(where, generation, "repetition_penalty", float, 1.0)
+    return b"" if value == 1 else struct.pack("<f", value)
+
+
+def is_embedding(folder: Path) -> bool:
+    """Does sentence-transformers make one vector of a text with this model? Refuses it if that is
+    not the last token's, which is all that qwen3.c can do (it always normalizes)."""
+    modules = folder / "modules.json"
+    if not modules.exists():
+        return False
+    with structure_of(modules):
+        parts = {part["type"].rpartition(".")[2]: part["path"]
+                 for part in json.loads(modules.read_bytes())}
+    if "Pooling" not in parts:
+        return False
+    if unknown := sorted(parts.keys() - {"Transformer", "Pooling", "Normalize"}):
+        refuse(modules, "modules", "Transformer, Pooling and Normalize", some(unknown))
+    pooling = folder / parts["Pooling"] / "config.json"
+    how = [name.removeprefix("pooling_mode_") for name, value in read_json(pooling).items()
+           if name.startswith("pooling_mode_") and value is True]
+    if how != ["lasttoken"]:
+        refuse(pooling, "pooling is not supported", "lasttoken alone", some(how))
+    return True
+
+
+CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
+
+
+def default_mode(folder: Path, pieces: Pieces | None, has_template: bool, vocab: Vocabulary,
+                 stop: list[int]) -> int:
+    """What qwen3 does without -m. A base model may have a chat template, but its ids that end a
+    text do not hold the one that ends a turn."""
+    if is_embedding(folder):
+        return EMBED
+    turn_end = [i for i in vocab.added if pieces
+                and vocab.tokens[i].decode() in pieces.assistant_close]
+    if has_template and (not turn_end or set(turn_end) & set(stop)):
+        return CHAT
+    if has_template:
+        notes.append("the chat template's end of turn does not end a text: a base model, qwen3 "
+                     "will continue texts unless told to -m chat")
+    return GENERATE
 
 
 def end_ids(folder: Path, generation: dict, vocab: Vocabulary,
@@ -884,11 +962,15 @@ def tokenizer_file(folder: Path, vocab_size: int) -> bytes:
     bos, eos, stop = end_ids(folder, generation, vocab, roles.get("eos_token"))
     if unknown := sorted(i for i in {bos, *head, *tail, *stop} if i >= vocab_size):
         refuse(folder, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
-    pieces = chat_pieces(chat_template(folder, settings), roles)
+    template = chat_template(folder, settings)
+    pieces = chat_pieces(template, roles)
+    mode = default_mode(folder, pieces, bool(template), vocab, stop)
 
     sections = {"adde": u32(*vocab.added.items()), **unicode_sections(vocab.nfc),
                 "head": u32(head), "tail": u32(tail), "stop": u32(stop),
                 "samp": sampling(folder / "generation_config.json", generation),
+                "repe": repetition_penalty(folder / "generation_config.json", generation),
+                "mode": b"" if mode == CHAT else u32((mode,)),
                 "chat": b"".join(struct.pack("<I", len(piece.encode())) + piece.encode()
                                  for piece in pieces or ())}
     extension = b"".join(struct.pack("<4sI", tag.encode(), len(payload)) + payload
@@ -902,13 +984,14 @@ def tokenizer_file(folder: Path, vocab_size: int) -> bytes:
 def download(name: str) -> Path:
     """The folder of a checkpoint from the hub; huggingface_hub keeps it in its cache."""
     files = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
-             "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"]
+             "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+             "modules.json", "1_Pooling/config.json"]
     try:
         import huggingface_hub.utils  # takes a moment, and few need it
         if not sys.stderr.isatty():
             huggingface_hub.utils.disable_progress_bars()
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=files,
-                                                      ignore_patterns="*/*"))
+                                                      ignore_patterns="*/*.safetensors*"))
     except Exception as error:  # of several libraries: no such name, no access, no network, ...
         reason = str(error).strip().partition("\n")[0]
         refuse(name, "neither a directory here nor to be had from the hub",
@@ -945,11 +1028,11 @@ def published(*targets: Path) -> Iterator[list[BinaryIO]]:
             part.unlink(missing_ok=True)
 
 
-def export(source: str, out: Path) -> None:
+def export(source: str, out: Path, yarn_factor: float | None) -> None:
     began = time.monotonic()
     folder = find_source(source)
     with structure_of(folder):
-        config = read_config(folder)
+        config = read_config(folder, yarn_factor)
         tensors = match_tensors(folder, open_checkpoint(folder), config)
         tokenizer = tokenizer_file(folder, config.vocab_size)
     size = 256 + sum(stored_size(t.shape, config.group_size) for t in tensors)
@@ -972,13 +1055,28 @@ def usage_error(text: str) -> NoReturn:
     sys.exit(2)
 
 
-def parse_arguments(args: list[str]) -> tuple[str, Path]:
-    """(SOURCE, OUT.bin). An OUT ends in .bin; it may also come first, as it once did."""
+def take_yarn(args: list[str]) -> float | None:
+    """Takes `--yarn FACTOR` out of the arguments."""
+    if "--yarn" not in args:
+        return None
+    at = args.index("--yarn")
+    value = "".join(args[at + 1:at + 2])
+    del args[at:at + 2]
+    with suppress(ValueError):
+        if 1 < float(value) <= 64:
+            return float(value)
+    usage_error(f"--yarn: wrong factor, expected a number above 1 and up to 64, found {value!r}")
+
+
+def parse_arguments(args: list[str]) -> tuple[str, Path, float | None]:
+    """(SOURCE, OUT.bin, YaRN's factor). An OUT ends in .bin; it may also come first, as it once
+    did."""
     if "-h" in args or "--help" in args:
         print(__doc__.strip())
         sys.exit(0)
+    yarn_factor = take_yarn(args)
     if options := [arg for arg in args if arg.startswith("-")]:
-        usage_error(f"option: unknown, expected none but -h, found {options[0]!r}")
+        usage_error(f"option: unknown, expected --yarn or -h, found {options[0]!r}")
     if not 1 <= len(args) <= 2 or "" in args:
         usage_error(f"usage: wrong arguments, expected SOURCE [OUT.bin], found {len(args)}")
     source, *rest = args
@@ -986,14 +1084,15 @@ def parse_arguments(args: list[str]) -> tuple[str, Path]:
         source, rest = rest[0], [source]
     if rest and not rest[0].endswith(".bin"):
         usage_error(f"OUT: wrong name, expected one that ends in .bin, found {rest[0]!r}")
-    return source, Path(rest[0] if rest else Path(os.path.abspath(source)).name + ".bin")
+    out = Path(rest[0] if rest else Path(os.path.abspath(source)).name + ".bin")
+    return source, out, yarn_factor
 
 
 def main() -> None:
-    source, out = parse_arguments(sys.argv[1:])
+    source, out, yarn_factor = parse_arguments(sys.argv[1:])
     status = 0
     try:
-        export(source, out)
+        export(source, out, yarn_factor)
         lines = notes
     except Refused as error:
         lines, status = [str(error)], 1
