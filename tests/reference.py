@@ -1,4 +1,4 @@
-"""Qwen3's forward pass in numpy, written from the specification and not from qwen3.c.
+"""Qwen3's and Qwen2's forward pass in numpy, written from the specification and not from qwen3.c.
 
 Model.from_bin reads our model.bin, Model.from_checkpoint a Hugging Face directory (and then
 quantizes by itself, so export.py is checked too). Three precisions:
@@ -108,7 +108,9 @@ class Model:
         assert magic == MAGIC and c["version"] == 1
         theta, eps, scaling, factor, original, fast, slow, attention, unrounded = \
             struct.unpack_from("<ffIfifffI", data, 0x30)
-        assert not any(data[0x54:256])
+        c["bias"], no_qk_norm = struct.unpack_from("<II", data, 0x54)
+        c["qk_norm"] = 1 - no_qk_norm
+        assert not any(data[0x5C:256])
         c["theta"], c["eps"], c["yarn"] = theta or 1e6, eps or 1e-6, None
         if scaling:
             c["yarn"] = dict(factor=factor, original=original, beta_fast=fast, beta_slow=slow,
@@ -128,13 +130,18 @@ class Model:
 
         heads, kv = c["n_heads"] * hd, c["n_kv_heads"] * hd
         w = {"att_norm": take("<f4", layers, dim), "ffn_norm": take("<f4", layers, dim),
-             "norm": take("<f4", dim), "q_norm": take("<f4", layers, hd),
-             "k_norm": take("<f4", layers, hd), "embed": matrix(c["vocab_size"], dim)}
+             "norm": take("<f4", dim)}
+        if c["qk_norm"]:
+            w |= {"q_norm": take("<f4", layers, hd), "k_norm": take("<f4", layers, hd)}
+        w["embed"] = matrix(c["vocab_size"], dim)
         for name, rows, columns in (("q", heads, dim), ("k", kv, dim), ("v", kv, dim),
                                     ("o", dim, heads), ("gate", c["hidden_dim"], dim),
                                     ("down", dim, c["hidden_dim"]), ("up", c["hidden_dim"], dim)):
             w[name] = [matrix(rows, columns) for _ in range(layers)]
         w["head"] = w["embed"] if c["shared_classifier"] else matrix(c["vocab_size"], dim)
+        if c["bias"]:
+            w |= {"q_bias": take("<f4", layers, heads), "k_bias": take("<f4", layers, kv),
+                  "v_bias": take("<f4", layers, kv)}
         assert at == len(data)
         return cls(c, w)
 
@@ -145,11 +152,14 @@ class Model:
         tensors = {}
         for file in sorted(directory.glob("*.safetensors")):
             tensors.update(read_safetensors(file))
+        qwen2 = hf["architectures"] == ["Qwen2ForCausalLM"]
+        head_dim = hf["hidden_size"] // hf["num_attention_heads"] if qwen2 else hf["head_dim"]
         c = dict(dim=hf["hidden_size"], hidden_dim=hf["intermediate_size"],
                  n_layers=hf["num_hidden_layers"], n_heads=hf["num_attention_heads"],
                  n_kv_heads=hf["num_key_value_heads"], vocab_size=hf["vocab_size"],
-                 max_seq_len=hf["max_position_embeddings"], head_dim=hf["head_dim"],
-                 shared_classifier=int(hf["tie_word_embeddings"]), eps=hf["rms_norm_eps"])
+                 max_seq_len=hf["max_position_embeddings"], head_dim=head_dim,
+                 shared_classifier=int(hf["tie_word_embeddings"]), eps=hf["rms_norm_eps"],
+                 bias=int(qwen2), qk_norm=int(not qwen2))
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         c["theta"] = rope.get("rope_theta") or hf.get("rope_theta")
         c["yarn"] = None
@@ -173,10 +183,14 @@ class Model:
 
         layers = range(c["n_layers"])
         w = {"norm": tensor("norm.weight"), "embed": matrix(tensor("embed_tokens.weight"))}
-        for ours, theirs in (("att_norm", "input_layernorm"), ("q_norm", "self_attn.q_norm"),
-                             ("k_norm", "self_attn.k_norm"),
-                             ("ffn_norm", "post_attention_layernorm")):
-            w[ours] = [tensor(f"layers.{i}.{theirs}.weight") for i in layers]
+        vectors = {"att_norm": "input_layernorm.weight",
+                   "ffn_norm": "post_attention_layernorm.weight"}
+        if qwen2:
+            vectors |= {f"{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
+        else:
+            vectors |= {f"{x}_norm": f"self_attn.{x}_norm.weight" for x in "qk"}
+        for ours, theirs in vectors.items():
+            w[ours] = [tensor(f"layers.{i}.{theirs}") for i in layers]
         for ours, theirs in (("q", "self_attn.q"), ("k", "self_attn.k"), ("v", "self_attn.v"),
                              ("o", "self_attn.o"), ("gate", "mlp.gate"), ("down", "mlp.down"),
                              ("up", "mlp.up")):
@@ -198,14 +212,17 @@ class Model:
                                      0 if fast == 32 else fast, 0 if slow == 1 else slow,
                                      0 if factor == default else factor,
                                      bool(yarn.get("unrounded"))))
-        parts = [b"".join(parts).ljust(256, b"\0")]
+        parts = [b"".join(parts).ljust(0x54, b"\0")]
+        parts[0] += struct.pack("<II", c["bias"], 1 - c["qk_norm"]).ljust(256 - 0x54, b"\0")
         for name in ("att_norm", "ffn_norm", "norm", "q_norm", "k_norm"):
-            parts.append(np.asarray(w[name], "<f4").tobytes())
+            parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
         matrices = [w["embed"]]
         for name in ("q", "k", "v", "o", "gate", "down", "up"):
             matrices += w[name]
         for m in matrices + ([] if c["shared_classifier"] else [w["head"]]):
             parts += [m.grouped.astype(np.int8).tobytes(), m.row_scale.astype("<f4").tobytes()]
+        for name in ("q_bias", "k_bias", "v_bias"):
+            parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
         Path(path).write_bytes(b"".join(parts))
         return Path(path)
 
@@ -240,9 +257,12 @@ class Model:
         x = w["embed"].rows(np.asarray(ids))
         for i in range(c["n_layers"]):
             h = self.rmsnorm(x, w["att_norm"][i])
-            q, k, v = (w[name][i](h).reshape(len(x), -1, c["head_dim"]) for name in "qkv")
-            q = self.rope(self.rmsnorm(q, w["q_norm"][i]), start)
-            k = self.rope(self.rmsnorm(k, w["k_norm"][i]), start)
+            q, k, v = (w[name][i](h) + (w[name + "_bias"][i] if c["bias"] else 0)
+                       for name in "qkv")
+            q, k, v = (y.reshape(len(x), -1, c["head_dim"]) for y in (q, k, v))
+            if c["qk_norm"]:
+                q, k = self.rmsnorm(q, w["q_norm"][i]), self.rmsnorm(k, w["k_norm"][i])
+            q, k = self.rope(q, start), self.rope(k, start)
             if start:
                 k, v = np.concatenate([cache[i][0], k]), np.concatenate([cache[i][1], v])
             cache[i:i + 1] = [(k, v)]
@@ -251,6 +271,11 @@ class Model:
             gate = w["gate"][i](h)
             x = x + w["down"][i](gate / (1 + np.exp(-gate)) * w["up"][i](h))
         return self.rmsnorm(x, w["norm"])
+
+    def embedding(self, ids):
+        """The last token's hidden state, divided by its length."""
+        x = self.hidden(ids)[-1].astype(np.float64)
+        return x / np.linalg.norm(x)
 
     def logits(self, ids, cache=None):
         return self.w["head"](self.hidden(ids, cache))
@@ -265,11 +290,14 @@ class Model:
     def nll(self, ids):
         return -float(np.mean(self.logprobs(ids)))
 
-    def greedy(self, ids, n):
-        """The n most likely ids that follow, and the smallest lead of a first over a second."""
+    def greedy(self, ids, n, penalty=1.0):
+        """The n most likely ids that follow, and the smallest lead of a first over a second. The
+        penalty makes every id that is there less likely (transformers' repetition_penalty)."""
         cache, new, lead = [], list(ids), math.inf
         for _ in range(n):
             logits = self.logits(new[len(cache[0][0]) if cache else 0:], cache)[-1]
+            there = np.unique(new)
+            logits[there] *= np.where(logits[there] < 0, F32(penalty), 1 / F32(penalty))
             second, first = np.partition(logits, -2)[-2:]
             lead = min(lead, float(first - second))
             new.append(int(np.argmax(logits)))

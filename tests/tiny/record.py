@@ -12,6 +12,10 @@
     and the same three under "q8": with weights and activations rounded as in a Q8_0 file
 "tokenizer": ids of a text as HF encodes it; "plain", where it differs, with no added tokens
 "chat": ids of a conversation rendered for the next answer, user and system text as plain text
+"penalty": ids, and under "greedy" what follows them with a repetition_penalty, exact and "q8"
+"yarn": ids that the checkpoint gives with rope_scaling in its config.json (drawn from it, so that
+    mistakes make them less likely), logprobs of the last ids and the mean_nll of all behind the
+    original length, exact and "q8"
 """
 import argparse
 import json
@@ -75,6 +79,8 @@ CHATS = [
       assistant("no"), user("<think>yes</think>")], False),
     ([user("")], True)]
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
 MODEL_TEXTS = ["The capital of France is", "3 + 4 is", "Once upon a time there was",
                "My name is Anna. I live in"]
 
@@ -114,6 +120,42 @@ def figures(model, ids, stop):
             "mean_nll": round(-sum(chosen) / len(chosen), 6), "greedy": greedy}
 
 
+@torch.no_grad()
+def continuation(model, ids, stop, penalty):
+    out = model.generate(torch.tensor([ids]), do_sample=False, repetition_penalty=penalty,
+                         max_new_tokens=24, eos_token_id=stop, pad_token_id=stop[0])
+    return out[0, len(ids):].tolist()
+
+
+def load_yarn(path, quantized=False):
+    model = load(path, quantized)
+    model.config.rope_parameters = model.config.rope_parameters | YARN
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return model
+
+
+@torch.no_grad()
+def draw(model, hf, n):
+    """n ids or some more from the model, whose text gives these ids again."""
+    torch.manual_seed(1)
+    ids = hf.encode("<|endoftext|>")
+    while len(ids) < n:
+        ids = model.generate(torch.tensor([ids]), do_sample=True, top_k=0, top_p=0.95,
+                             min_new_tokens=20, max_new_tokens=20)[0].tolist()
+        ids = hf.encode(hf.decode(ids))
+    return ids
+
+
+@torch.no_grad()
+def long_figures(model, ids):
+    """At positions before and behind the original length."""
+    logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
+    chosen = [logprobs[i, t].item() for i, t in enumerate(ids[1:])]
+    behind = chosen[YARN["original_max_position_embeddings"]:]
+    return {"logprobs": [round(x, 5) for x in chosen[-100:]],
+            "mean_nll": round(-sum(behind) / len(behind), 6)}
+
+
 def main():
     parser = argparse.ArgumentParser(description="record reference figures of the tiny model")
     parser.add_argument("--model", type=Path, default=HERE / "model")
@@ -151,8 +193,19 @@ def main():
         exact, rounded = (figures(m, ids, stop) for m in models)
         model.append({**prompt, "ids": ids, **exact, "q8": rounded})
 
+    penalized = []
+    for entry in model:
+        exact, rounded = (continuation(m, entry["ids"], stop, 2.0) for m in models)
+        penalized.append({"ids": entry["ids"], "penalty": 2.0, "greedy": exact, "q8": rounded})
+
+    ids = draw(load_yarn(args.model), hf, 700)
+    exact, rounded = (long_figures(load_yarn(args.model, quantized), ids)
+                      for quantized in (False, True))
+    yarn = [{"rope_scaling": YARN, "ids": ids, **exact, "q8": rounded}]
+
     lines = [f'"{name}": [\n' + ",\n".join(json.dumps(e) for e in entries) + "\n]"
-             for name, entries in (("model", model), ("tokenizer", tokenizer), ("chat", chat))]
+             for name, entries in (("model", model), ("tokenizer", tokenizer), ("chat", chat),
+                                   ("penalty", penalized), ("yarn", yarn))]
     args.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{args.out.name}: {args.out.stat().st_size} bytes")
 
