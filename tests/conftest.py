@@ -181,9 +181,11 @@ def write_safetensors(path, tensors, dtype):
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"".join(blobs))
 
 
-def random_weights(rng, dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim, vocab_size, tied):
+def random_weights(rng, dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim, vocab_size, tied,
+                   qwen2=False):
     """Weights that make the output depend on everything: sharp logits, attention that matters,
-    and q and k so small that the epsilon of their norms shows."""
+    and q and k so small that the epsilon of their norms shows; in Qwen2, which has biases instead
+    of these norms, as large as the biases."""
     def normal(rows, columns, rms):
         return rng.standard_normal((rows, columns), np.float32) * np.float32(rms)
 
@@ -194,14 +196,20 @@ def random_weights(rng, dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim
     w["model.embed_tokens.weight"][-1] = 0                      # groups of zeros have scale 0
     for i in range(n_layers):
         layer, inner = f"model.layers.{i}.", dim ** -0.5
+        qk = 1.5 if qwen2 else 0.003
         w[layer + "input_layernorm.weight"] = around(1, dim)
-        w[layer + "self_attn.q_proj.weight"] = normal(n_heads * head_dim, dim, 0.003 * inner)
-        w[layer + "self_attn.k_proj.weight"] = normal(n_kv_heads * head_dim, dim, 0.003 * inner)
+        w[layer + "self_attn.q_proj.weight"] = normal(n_heads * head_dim, dim, qk * inner)
+        w[layer + "self_attn.k_proj.weight"] = normal(n_kv_heads * head_dim, dim, qk * inner)
         w[layer + "self_attn.v_proj.weight"] = normal(n_kv_heads * head_dim, dim, 0.3 * inner)
         w[layer + "self_attn.o_proj.weight"] = normal(dim, n_heads * head_dim,
                                                       (n_heads * head_dim) ** -0.5)
-        w[layer + "self_attn.q_norm.weight"] = around(1.7, head_dim)
-        w[layer + "self_attn.k_norm.weight"] = around(1.7, head_dim)
+        if qwen2:
+            for name, rows, rms in (("q", n_heads, 1.5), ("k", n_kv_heads, 1.5),
+                                    ("v", n_kv_heads, 0.3)):
+                w[f"{layer}self_attn.{name}_proj.bias"] = normal(1, rows * head_dim, rms)[0]
+        else:
+            w[layer + "self_attn.q_norm.weight"] = around(1.7, head_dim)
+            w[layer + "self_attn.k_norm.weight"] = around(1.7, head_dim)
         w[layer + "post_attention_layernorm.weight"] = around(1, dim)
         w[layer + "mlp.gate_proj.weight"] = normal(hidden_dim, dim, 1.5 * inner)
         w[layer + "mlp.up_proj.weight"] = normal(hidden_dim, dim, 0.5 * inner)
@@ -215,15 +223,16 @@ def random_weights(rng, dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim
 def make_checkpoint(directory, tokenizer, seed=1, dim=64, hidden_dim=128, n_layers=2, n_heads=4,
                     n_kv_heads=2, head_dim=32, tied=True, theta=1000000, eps=1e-6, max_len=512,
                     yarn=None, dtype="BF16", shards=1, prefix="model.", pad_to=0, new_keys=False,
-                    weights=None, template=CHATML, generation=None):
-    """Write a Qwen3 checkpoint: random weights, or those given. yarn: the rope_scaling dict."""
+                    weights=None, template=CHATML, generation=None, qwen2=False):
+    """Write a Qwen3 checkpoint: random weights, or those given. yarn: the rope_scaling dict. qwen2:
+    a Qwen2 one, where head_dim is not in the config and must be dim / n_heads."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     text_tokens = tokenizer.get_vocab_size()
     vocab_size = max(pad_to, text_tokens)
     if weights is None:
         weights = random_weights(np.random.default_rng(seed), dim, hidden_dim, n_layers, n_heads,
-                                 n_kv_heads, head_dim, vocab_size, tied)
+                                 n_kv_heads, head_dim, vocab_size, tied, qwen2)
     weights = {name.replace("model.", prefix, 1): w for name, w in weights.items()}
     names = sorted(weights)
     if shards == 1:
@@ -244,6 +253,10 @@ def make_checkpoint(directory, tokenizer, seed=1, dim=64, hidden_dim=128, n_laye
                   num_attention_heads=n_heads, num_hidden_layers=n_layers,
                   num_key_value_heads=n_kv_heads, rms_norm_eps=eps, sliding_window=None,
                   tie_word_embeddings=tied, use_sliding_window=False, vocab_size=vocab_size)
+    if qwen2:
+        assert head_dim * n_heads == dim
+        config |= dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", sliding_window=4096)
+        del config["head_dim"], config["attention_bias"]
     if new_keys:
         config |= dict(dtype="bfloat16", rope_parameters={"rope_type": "default", **(yarn or {}),
                                                           "rope_theta": theta})

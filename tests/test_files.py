@@ -12,7 +12,7 @@ from reference import HEADER
 FIELDS = {name: 4 + 4 * i for i, name in enumerate(HEADER)} | {"magic": 0}
 EXTENSION = {"rope_theta": 0x30, "rms_norm_eps": 0x34, "rope_scaling": 0x38, "factor": 0x3C,
              "original": 0x40, "beta_fast": 0x44, "beta_slow": 0x48, "attention_factor": 0x4C,
-             "truncate": 0x50}
+             "truncate": 0x50, "qkv_bias": 0x54, "no_qk_norm": 0x58}
 INF, NAN = float("inf"), float("nan")
 
 
@@ -91,11 +91,14 @@ def test_bad_header_field(files, field, value):
     ("rms_norm_eps", "f", -1e-6), ("rms_norm_eps", "f", NAN), ("rms_norm_eps", "f", INF),
     ("rope_scaling", "I", 2), ("rope_scaling", "I", 0xFFFFFFFF),
     ("factor", "f", 4.0), ("original", "i", 64), ("beta_fast", "f", 16.0), ("beta_slow", "f", 2.0),
-    ("attention_factor", "f", 1.5), ("truncate", "I", 1)])
+    ("attention_factor", "f", 1.5), ("truncate", "I", 1),
+    ("qkv_bias", "I", 1), ("qkv_bias", "I", 2), ("qkv_bias", "I", 0xFFFFFFFF),
+    ("no_qk_norm", "I", 1), ("no_qk_norm", "I", 2), ("no_qk_norm", "I", 0xFFFFFFFF)])
 def test_bad_extension_field(files, field, format, value):
-    """Without rope scaling, the fields of YaRN are zero."""
+    """Without rope scaling, the fields of YaRN are zero. A bias that is not there, or a norm that
+    should not be, shows in the file's size."""
     files.patch(format, EXTENSION[field], value)
-    assert_error(files.run(), 1, "model.bin")
+    assert_error(files.run(), 1, "model.bin", "expected")
 
 
 @pytest.mark.parametrize("field, format, value", [
@@ -109,10 +112,36 @@ def test_bad_yarn_field(yarn, tmp_path, field, format, value):
     assert_error(files.run(), 1, "model.bin")
 
 
-@pytest.mark.parametrize("offset", [0x54, 0x55, 0x80, 0xFC, 0xFF])
+@pytest.mark.parametrize("offset", [0x5C, 0x5D, 0x80, 0xFC, 0xFF])
 def test_unknown_extension(files, offset):
     files.patch("B", offset, 1)
     assert_error(files.run(), 1, "model.bin")
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory, tokenizer):
+    directory = tmp_path_factory.mktemp("qwen2")
+    return export(make_checkpoint(directory / "hf", tokenizer, n_heads=2, n_kv_heads=1, qwen2=True),
+                  directory / "model.bin")
+
+
+@pytest.mark.parametrize("field, value", [
+    ("qkv_bias", 0), ("qkv_bias", 2), ("no_qk_norm", 0), ("no_qk_norm", 2)])
+def test_bad_qwen2_field(qwen2, tmp_path, field, value):
+    files = Files(qwen2, tmp_path)
+    assert files.run().returncode == 0
+    files.patch("I", EXTENSION[field], value)
+    assert_error(files.run(), 1, "model.bin", "expected", "found", field if value else "bytes")
+
+
+def test_truncated_biases(qwen2, tmp_path):
+    files = Files(qwen2, tmp_path)
+    size, biases = len(files.model_bytes), 4 * 2 * (64 + 32 + 32)
+    for cut in (1, 4, 4 * 2 * 32, 4 * 2 * (32 + 32), biases - 4, biases, biases + 1):
+        files.path.write_bytes(files.model_bytes[:size - cut])
+        assert_error(files.run(), 1, "model.bin", "expected", "found")
+    files.path.write_bytes(files.model_bytes + bytes(4))
+    assert_error(files.run(), 1, "model.bin", "bytes", "expected", "found")
 
 
 # -- the size
@@ -270,7 +299,7 @@ def test_extension_in_any_order(files):
 
 
 @pytest.mark.parametrize("tag", [b"adde", b"clas", b"ccc ", b"deco", b"head", b"tail", b"stop",
-                                 b"samp", b"chat"])
+                                 b"samp", b"chat", b"repe", b"mode"])
 def test_section_left_out(files, tag):
     """Each has a default."""
     plain, parts = sections(files.tokenizer_bytes)
@@ -283,7 +312,8 @@ def test_section_left_out(files, tag):
 @pytest.mark.parametrize("change", [
     "version", "unknown tag", "twice", "odd length", "id out of range", "descending", "chat cut",
     "chat long", "stop out of range", "added twice", "class 4", "class overlap", "samp nan",
-    "samp short", "deco beyond Unicode"])
+    "samp short", "deco beyond Unicode", "penalty nan", "penalty 0", "penalty -1", "penalty short",
+    "mode 5", "mode -1", "mode long"])
 def test_bad_section(files, change):
     def u32(*values):
         return struct.pack(f"<{len(values)}I", *values)
@@ -317,6 +347,11 @@ def test_bad_section(files, change):
         items[b"samp"] = struct.pack("<ff", 0.6, 0.9)
     elif change == "deco beyond Unicode":
         items[b"deco"] = u32(0x110000, 0x61, 0x300, 1)
+    elif change.startswith("penalty"):
+        value = {"nan": NAN, "0": 0.0, "-1": -1.0, "short": 1.1}[change.split()[1]]
+        items[b"repe"] = struct.pack("<f", value)[:3 if change == "penalty short" else 4]
+    elif change.startswith("mode"):
+        items[b"mode"] = u32(*{"5": [5], "-1": [2**32 - 1], "long": [1, 0]}[change.split()[1]])
     new = list(items.items())
     if change == "twice":
         new.append(new[0])
@@ -342,7 +377,7 @@ def run_survives(result):
 
 
 def test_flipped_bits_in_the_header(files):
-    for bit in range(0x54 * 8):
+    for bit in range(0x5C * 8):
         data = bytearray(files.model_bytes)
         data[bit // 8] ^= 1 << bit % 8
         files.path.write_bytes(data)

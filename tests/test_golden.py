@@ -7,30 +7,47 @@ import struct
 import subprocess
 import sys
 
+import jinja2.sandbox
 import numpy as np
 import pytest
+import tokenizers
 from conftest import (ADDED, ROOT, export, output, perplexity, qwen3, records, shared, tokenize,
                       write_safetensors)
-from reference import Model
+from reference import Model, read_tokenizer
 
-QWEN3_MODELS = ["tied-bf16", "untied-f16-sharded", "theta5e6-2507", "yarn", "yarn-small"]
+MODELS = ["tied-bf16", "untied-f16-sharded", "theta5e6-2507", "yarn", "yarn-small", "qwen25-tied"]
 WITH_BIN = ["tied-bf16", "untied-f16-sharded"]
-PERPLEXITY = [pytest.param(name, False, id=name) for name in QWEN3_MODELS] + [
+PERPLEXITY = [pytest.param(name, False, id=name) for name in MODELS] + [
     pytest.param(name, True, id=name + "-model.bin") for name in WITH_BIN]
 
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
-    """golden(name, base): (expected.json, model.bin), the exported one or the folder's own."""
+    """golden(name, base): (expected.json, model.bin), the exported one or the folder's own. The
+    repetition penalty of qwen25-tied is left out, as it is in its expected values."""
     exported = {}
 
     def get(name, base=False):
         folder = shared("golden", "models", name)
         if not base and name not in exported:
-            exported[name] = export(folder, tmp_path_factory.mktemp(name) / "model.bin")
+            directory = tmp_path_factory.mktemp(name)
+            source = without_penalty(folder, directory / "hf")
+            exported[name] = export(source, directory / "model.bin")
         expected = json.loads((folder / "expected.json").read_text())
         return expected, folder / "model.bin" if base else exported[name]
     return get
+
+
+def without_penalty(folder, copy):
+    """A copy of a checkpoint (links) whose generation_config.json has no repetition_penalty."""
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).symlink_to(file)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    generation.pop("repetition_penalty", None)
+    (copy / "generation_config.json").unlink()
+    (copy / "generation_config.json").write_text(json.dumps(generation))
+    return copy
 
 
 # -- models
@@ -62,7 +79,7 @@ def test_greedy(golden, name, base):
     assert out == bytes.fromhex(greedy["fp32_bytes_hex"])
 
 
-@pytest.mark.parametrize("name", QWEN3_MODELS + ["embedding"])
+@pytest.mark.parametrize("name", MODELS + ["embedding"])
 def test_ids(golden, name):
     expected, path = golden(name)
     for text in expected["texts"]:
@@ -77,7 +94,7 @@ def test_export_equals_the_folders_own_file(golden, name):
     assert golden(name)[1].read_bytes() == golden(name, True)[1].read_bytes()
 
 
-@pytest.mark.parametrize("name", QWEN3_MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_the_reference_itself(golden, name):
     """tests/reference.py against transformers (fp32) and the folder's numpy program (q8)."""
     folder = shared("golden", "models", name)
@@ -90,6 +107,43 @@ def test_the_reference_itself(golden, name):
             assert np.allclose(logprobs, sequence[precision]["logprobs"], rtol=0, atol=close)
         greedy = expected["greedy"]
         assert model.greedy(greedy["prompt_ids"], 24)[0] == greedy[precision + "_ids"]
+
+
+def test_repetition_penalty_of_qwen25(tmp_path):
+    """Exported as it is, it has the checkpoint's 1.1: where that changes what is most likely."""
+    folder = shared("golden", "models", "qwen25-tied")
+    path = export(folder, tmp_path / "model.bin")
+    model, tokens = Model.from_bin(path), read_tokenizer(f"{path}.tokenizer", 768)[1]
+    tried = 0
+    for text in json.loads((folder / "expected.json").read_text())["texts"]:
+        ids, lead = model.greedy(text["ids"], 6, penalty=1.1)
+        if lead < 0.12 or {700, 702} & set(ids) or ids == model.greedy(text["ids"], 6)[0]:
+            continue
+        expected = b"".join(tokens[i] for i in ids if not 700 <= i < 714)  # special ones
+        assert output(path, "-m", "generate", "-t", 0, "-n", 6, "-q",
+                      stdin=text["text"].encode()) == expected, text["name"]
+        tried += 1
+    assert tried
+
+
+def test_embedding(golden):
+    """Cosines with the right vectors, as that folder's README sets the limits."""
+    expected, path = golden("embedding")
+    q8, fp32, vectors = [], [], {}
+    for text in expected["texts"]:
+        query = text["prompt_name"] == "query"
+        prompt = expected["about"]["query_prompt"] if query else ""
+        out = output(path, "-q", stdin=(prompt + text["text"]).encode())  # -m embed is the default
+        vector = vectors[text["name"]] = np.array(json.loads(out))
+        assert out.endswith(b"]\n") and out.count(b"\n") == 1
+        assert abs(np.linalg.norm(vector) - 1) < 1e-6
+        q8.append(vector @ text["q8"])
+        fp32.append(vector @ text["fp32"])
+        if text["name"] in ("empty", "one-letter"):
+            assert q8[-1] > 0.9998
+        assert Model.from_bin(path).embedding(text["ids"]) @ text["q8"] > 0.999
+    assert min(q8) > 0.999 and np.mean(q8) > 0.9995
+    assert min(fp32) > 0.998 and np.mean(fp32) > 0.999
 
 
 # -- the real vocabulary
@@ -226,6 +280,44 @@ def test_chat_instruct_in_two_forms(chat_model):
             continue
         assert render(chat_model("instruct-2507"), False, case["messages"]) == \
             case["ids_stripping"], case
+
+
+@pytest.fixture(scope="module")
+def qwen25(real, tmp_path_factory):
+    """The nearly empty model with Qwen2.5's 22 added tokens and template, and HF's view of it:
+    ids(messages), the template rendered as transformers does it, and encoded."""
+    template = shared("reference", "qwen2.5", "chat_template.jinja").read_text()
+    directory = tmp_path_factory.mktemp("qwen25")
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (directory / name).symlink_to(real.parent / name)
+    data = json.loads((real.parent / "tokenizer.json").read_text())
+    data["added_tokens"] = [t for t in data["added_tokens"] if t["id"] < 151665]
+    (directory / "tokenizer.json").write_text(json.dumps(data))
+    (directory / "tokenizer_config.json").write_text(json.dumps(
+        {"eos_token": "<|im_end|>", "chat_template": template}))
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    compiled = environment.from_string(template)
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return export(directory, directory / "model.bin"), lambda messages: tokenizer.encode(
+        compiled.render(messages=messages, tools=None, add_generation_prompt=True)).ids
+
+
+def test_chat_qwen25(qwen25):
+    """Conversations of the golden cases in Qwen2.5's format, where nobody types a control token:
+    its own system prompt if none is given, `<think>` is plain text, nothing is stripped."""
+    path, expected_ids = qwen25
+    typed = re.compile("|".join(re.escape(text) for text, _ in ADDED[:22]))
+    conversations = [case["messages"] for case in cases("chat", "cases.jsonl")
+                     if case["kind"] != "unusual" and not any(
+                         typed.search(m["content"]) for m in case["messages"])]
+    assert len(conversations) > 100
+    for messages in conversations:
+        for thinking in (False, True):
+            assert render(path, thinking, messages) == expected_ids(messages), messages
+    result = qwen3(path, "-i", "<think>hi</think>", "-n", 1, "-v", "-t", 0)
+    ids = [int(i) for i in re.search(rb"prompt ids: ([\d ]+)\n", result.stderr)[1].split()]
+    assert ids == expected_ids([{"role": "user", "content": "<think>hi</think>"}])
+    assert b"-r" not in result.stderr
 
 
 # -- acceptance 4: the real shape (1.2 GB of weights, so only when asked for)

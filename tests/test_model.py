@@ -32,6 +32,9 @@ SHAPES = {
     "yarn-all-keys": dict(max_len=256, seed=18, head_dim=64, theta=10000, yarn=dict(
         rope_type="yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=3.0,
         beta_slow=0.4, attention_factor=1.4, truncate=False)),
+    "qwen2": dict(n_heads=2, n_kv_heads=1, head_dim=32, qwen2=True, seed=22),
+    "qwen2-gqa-7-group-32-untied": dict(dim=224, hidden_dim=160, n_heads=14, n_kv_heads=2,
+                                        head_dim=16, tied=False, qwen2=True, seed=23),
     "yarn-old-keys": dict(max_len=256, seed=19, yarn=dict(
         type="yarn", factor=2.0, original_max_position_embeddings=128)),
 }
@@ -147,13 +150,17 @@ class OtherHeads(Model):
     ("theta-5e6", dict(theta=1e6)), ("theta-1e4", dict(theta=1e6)), ("yarn", dict(yarn=None)),
     ("yarn-old-keys", dict(yarn=None)), ("yarn-all-keys", dict(beta_fast=32)),
     ("yarn-all-keys", dict(beta_slow=1)), ("yarn-all-keys", dict(unrounded=False)),
-    ("yarn-all-keys", dict(attention_factor=None)), ("gqa-2", OtherHeads),
+    ("yarn-all-keys", dict(attention_factor=None)), ("qwen2", "no q_bias"),
+    ("qwen2", "no k_bias"), ("qwen2", "no v_bias"), ("gqa-2", OtherHeads),
     ("gqa-3-group-32", OtherHeads), ("gqa-8", OtherHeads)], ids=str)
 def test_mistakes_show(case, name, mistake):
     """Of the tests, not of the program: the tolerance above is far below what a mistake costs."""
     r, ids = case(name).reference, case(name).ids
     if mistake is OtherHeads:
         wrong = OtherHeads(r.c, r.w)
+    elif isinstance(mistake, str):
+        name = mistake.removeprefix("no ")
+        wrong = Model(r.c, r.w | {name: [0 * bias for bias in r.w[name]]})
     elif mistake.keys() <= r.c.keys():
         wrong = Model({**r.c, **mistake}, r.w)
     else:
