@@ -34,7 +34,7 @@ static Matrix random_matrix(int rows, int cols, int group) {
 }
 
 // A model in memory: GQA 2, head_dim that is no multiple of a vector, rows no multiple of a tile.
-static Model random_model(int group, int head_dim, int batch) {
+static Model random_model(int group, int head_dim, int batch, bool qwen2) {
     Model m = {.config = {.dim = 2 * group, .hidden_dim = 3 * group, .n_layers = 2, .n_heads = 4,
                           .n_kv_heads = 2, .vocab_size = 77, .max_seq_len = 100, .head_dim = head_dim,
                           .group_size = group, .rope_theta = 1e4f, .rms_norm_eps = 1e-6f}};
@@ -52,6 +52,12 @@ static Model random_model(int group, int head_dim, int batch) {
         l->q_norm = random_floats(head_dim);
         l->k_norm = random_floats(head_dim);
         l->wq = random_matrix(g->q_dim, g->dim, group);
+        if (qwen2) {
+            l->q_norm = l->k_norm = NULL;
+            l->bq = random_floats(g->q_dim);
+            l->bk = random_floats(g->kv_dim);
+            l->bv = random_floats(g->kv_dim);
+        }
         l->wk = random_matrix(g->kv_dim, g->dim, group);
         l->wv = random_matrix(g->kv_dim, g->dim, group);
         l->wo = random_matrix(g->dim, g->q_dim, group);
@@ -176,7 +182,7 @@ static void test_matmul(void) {
 
 // With a query that is 400 times the key of position i, the answer is the value of position i.
 static void test_attention_one_hot(void) {
-    Model m = random_model(64, 32, 40);
+    Model m = random_model(64, 32, 40, false);
     State *s = &m.state;
     const Config *g = &m.config;
     for (int pos = 0; pos < 40; pos++) {
@@ -219,7 +225,7 @@ static void test_batches(void) {
         float *expected = NULL;
         for (int batch = 1; batch <= 60; batch += batch < 3 ? 1 : 19) {
             rng = same;
-            Model m = random_model(64, head_dim, 60);
+            Model m = random_model(64, head_dim, 60, head_dim == 64);
             float *logits = random_floats(60 * 77);
             for (int pos = 0; pos < 60; pos += batch) {
                 int n = min_int(batch, 60 - pos);
@@ -315,6 +321,31 @@ static void test_sampler(void) {
     greedy.presence = 1.5f;
     greedy.answered[1] = greedy.answered[2] = true;
     CHECK(sample(&greedy, (float[]){1, 3, 3, 2}, 4) == 3);
+}
+
+// HF's repetition penalty comes first: 3 / 1.2 - 0.25, -3 * 1.2 - 0.25; 0 stays.
+static void test_penalties(void) {
+    Sampler s = random_sampler(0, 1, 0);
+    float logits[] = {3, 3, -3, -3, 0, 3};
+    s.repetition = 1.2f;
+    s.presence = 0.25f;
+    s.seen[0] = s.seen[2] = s.seen[4] = s.seen[5] = s.answered[2] = s.answered[5] = true;
+    penalize(&s, logits, 6);
+    const float expected[] = {3 / 1.2f, 3, -3 * 1.2f - 0.25f, -3, 0, 3 / 1.2f - 0.25f};
+    for (int i = 0; i < 6; i++) CHECK(logits[i] == expected[i], "%d: %g", i, logits[i]);
+}
+
+// At far positions an angle is large; its cosine is that of the float product, as HF has it.
+static void test_far_positions(void) {
+    Model m = random_model(64, 64, 1, false);
+    for (int pos = 1; pos < 1 << 20; pos = pos * 3 + 1) {
+        embed(&m, 0, 1, pos);
+        for (int j = 0; j < 32; j++) {
+            double angle = (double)((float)pos * (float)pow(1e4, -2.0 * j / 64));
+            CHECK(fabs(m.state.cos[j] - cos(angle)) < 4e-7 * angle + 1e-6, "%d, %d", pos, j);
+            CHECK(fabs(m.state.sin[j] - sin(angle)) < 4e-7 * angle + 1e-6, "%d, %d", pos, j);
+        }
+    }
 }
 
 static void test_all_finite(void) {
@@ -498,7 +529,9 @@ int main(int argc, char **argv) {
     test_parallel();
     test_rope();
     test_yarn();
+    test_far_positions();
     test_sampler();
+    test_penalties();
     test_all_finite();
     test_unfinished();
     test_utf8();

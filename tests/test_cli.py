@@ -1,6 +1,7 @@
 """The command line as scripts see it: options, prompt sources, output, exit status. No terminals
 here (test_chat.py has those), and nothing about the numbers (test_model.py)."""
 import fcntl
+import json
 import os
 import re
 import signal
@@ -10,8 +11,9 @@ import time
 import numpy as np
 import pexpect
 import pytest
-from conftest import (QWEN3, STATS, assert_error, environment, export, make_table_model, output,
-                      qwen3, tokenize)
+from conftest import (QWEN3, STATS, assert_error, environment, export, make_checkpoint,
+                      make_table_model, output, qwen3, tokenize)
+from reference import Model
 
 FULL = "/dev/full"
 needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason=f"no {FULL}")
@@ -75,7 +77,7 @@ def test_help_names_every_option():
     text = qwen3("-h").stdout.decode()
     for option in "-i -f -m -y -r -t -p -k -a -s -n -c -b -j -q -v -h --version".split():
         assert re.search(rf"(?m)(^|[\s,/|\[]){option}\b", text), option
-    for mode in ("chat", "generate", "tokenize", "perplexity"):
+    for mode in ("chat", "generate", "tokenize", "perplexity", "embed"):
         assert mode in text
     assert max(map(len, text.split("\n"))) <= 100
 
@@ -116,7 +118,7 @@ def test_text_and_file(small, tmp_path):
     assert result.split() == [b"%d" % i for i in expected]
 
 
-@pytest.mark.parametrize("mode", ["tokenize", "perplexity", "generate", "chat"])
+@pytest.mark.parametrize("mode", ["tokenize", "perplexity", "generate", "chat", "embed"])
 def test_stdin_is_left_alone(small, tmp_path, mode):
     """`while read x; do ./qwen3 m.bin -i "$x"; done < list` sees every line."""
     (tmp_path / "list").write_bytes(b"one two\nthree four\nfive six\n")
@@ -133,7 +135,7 @@ def test_missing_prompt_file(small):
     assert_error(qwen3(small, "-f", "/"), 1, "/")
 
 
-@pytest.mark.parametrize("mode", ["tokenize", "perplexity"])
+@pytest.mark.parametrize("mode", ["tokenize", "perplexity", "embed"])
 def test_terminal_without_prompt(small, mode):
     child = pexpect.spawn(str(QWEN3), [str(small), "-m", mode], env=environment(), timeout=20)
     child.expect(pexpect.EOF)
@@ -171,6 +173,93 @@ def test_perplexity_of_too_little(small, text):
 def test_perplexity_output(small):
     result = qwen3(small, "-m", "perplexity", "-i", "hello there")
     assert re.fullmatch(rb"tokens \d+ nll \d+\.\d{6} ppl \d+\.?\d*\n", result.stdout)
+
+
+# -- embed, and what a model does without -m
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory, tokenizer):
+    """An embedding model: sentence-transformers' files, a post-processor, no lm_head."""
+    directory = tmp_path_factory.mktemp("embedding")
+    hf = make_checkpoint(directory / "hf", tokenizer, prefix="")
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    data = json.loads((hf / "tokenizer.json").read_text())
+    data["post_processor"] = {"type": "TemplateProcessing", "single": [
+        {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "E", "type_id": 0}}],
+        "pair": [], "special_tokens": {"E": {"id": "E", "ids": [end], "tokens": ["E"]}}}
+    (hf / "tokenizer.json").write_text(json.dumps(data))
+    (hf / "1_Pooling").mkdir()
+    (hf / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true}')
+    (hf / "modules.json").write_text(json.dumps([
+        {"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in (
+            ("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))]))
+    return export(hf, directory / "model.bin")
+
+
+@pytest.mark.parametrize("text", [b"", b"the wind\n", b"a\0b", b" caf\xc3\xa9 \xff"], ids=ascii)
+def test_embed(embedding, tmp_path, text):
+    model, ids = Model.from_bin(embedding), tokenize(embedding, text)
+    line = output(embedding, "-q", stdin=text)
+    numbers = re.fullmatch(rb"\[(.*)\]\n", line)[1].split(b", ")
+    assert all(len(re.sub(rb"^-?[0.]*|e.*|\.", b"", x)) <= 9 for x in numbers)
+    vector = np.array(json.loads(line))
+    assert vector.shape == (64,) and abs(np.linalg.norm(vector) - 1) < 1e-7
+    assert vector @ model.embedding(ids) > 0.999
+    (tmp_path / "text").write_bytes(text)
+    for args in (("-f", tmp_path / "text"), ("-m", "embed", "-f", "-")):
+        assert output(embedding, "-q", *args, stdin=text) == line
+    for cut in (("-j", 1), ("-b", 1), ("-c", len(ids))):
+        assert output(embedding, "-q", *cut, stdin=text) == line
+
+
+def test_embed_of_too_much_or_nothing(embedding, small):
+    assert_error(qwen3(embedding, "-i", "7" * 64, "-c", 64), 1, "-c", 64, 65)
+    assert_error(qwen3(small, "-m", "embed", "-i", ""), 1, "text", "1", "0")
+
+
+def test_embed_without_a_text_on_a_terminal(embedding):
+    child = pexpect.spawn(str(QWEN3), [str(embedding)], env=environment(), timeout=20)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 2 and child.before.startswith(b"qwen3: ") and b"-i" in child.before
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer):
+    """A base model: a template, but only <|endoftext|> ends a text. It goes a, b, c, <|im_end|>."""
+    ids = [tokenizer.token_to_id(t) for t in ("a", "b", "c", "<|im_end|>")]
+    logits = np.zeros((tokenizer.get_vocab_size(), 4), np.float32)
+    for i, token in enumerate(ids[1:]):
+        logits[token, i + 1] = 12.7
+    directory = tmp_path_factory.mktemp("base")
+    hf = make_table_model(directory / "hf", tokenizer, ids[:3], logits)
+    end = {"eos_token_id": tokenizer.token_to_id("<|endoftext|>")}
+    for name, change in (("config.json", end), ("generation_config.json", end),
+                         ("tokenizer_config.json", {"eos_token": "<|endoftext|>"})):
+        data = json.loads((hf / name).read_text())
+        (hf / name).write_text(json.dumps(data | change))
+    return export(hf, directory / "model.bin")
+
+
+def test_base_model_continues_texts(base):
+    """On a pipe, with -i and on a terminal; a notice says so, and -m has the last word."""
+    for args, stdin in ((("-i", "a"), b"c"), ((), b"a")):
+        result = qwen3(base, "-t", 0, "-n", 2, *args, stdin=stdin)
+        assert result.stdout == b"bc"
+        notice, statistics = result.stderr.split(b"\n", 1)
+        assert notice.startswith(b"qwen3: ") and b"generate" in notice and b"-m chat" in notice
+        assert STATS.fullmatch(statistics)
+        result = qwen3(base, "-t", 0, "-n", 2, "-m", "generate", *args, stdin=stdin)
+        assert result.stdout == b"bc" and STATS.fullmatch(result.stderr)
+    assert qwen3(base, "-t", 0, "-n", 2, "-q", "-i", "a").stderr == b""
+    child = pexpect.spawn(str(QWEN3), [str(base), "-i", "a", "-n", "2", "-t", "0"],
+                          env=environment(), timeout=20)
+    child.expect("bc")
+    child.expect(pexpect.EOF)
+    result = qwen3(base, "-m", "chat", "-t", 0, "-n", 1, "-v", stdin=b"x\ny\n")
+    assert result.stderr.count(b"prompt ids: ") == 2 and b"mode" not in result.stderr
 
 
 # -- generate
@@ -298,7 +387,7 @@ def test_closed_stdout_is_quiet(small):
 
 @needs_full
 def test_full_disk_is_an_error(small):
-    for mode in ("tokenize", "perplexity", "generate", "chat"):
+    for mode in ("tokenize", "perplexity", "generate", "chat", "embed"):
         with open(FULL, "wb") as full:
             result = subprocess.run([QWEN3, small, "-m", mode, "-i", "hello you", "-n", "5", "-q"],
                                     stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import STATS, TINY, assert_error, output, perplexity, qwen3, tokenize
+from conftest import STATS, TINY, assert_error, export, output, perplexity, qwen3, tokenize
 from reference import Model, read_tokenizer
 
 RECORD = TINY / "expected.json"
 RECORDED = json.loads(RECORD.read_text()) if RECORD.exists() else {
-    "model": [], "tokenizer": [], "chat": []}
+    "model": [], "tokenizer": [], "chat": [], "penalty": [], "yarn": []}
 
 
 def rendered(tiny, ids):
@@ -55,6 +55,60 @@ def test_greedy(tiny, entry):
     text = rendered(tiny, entry["greedy"])
     out = output(tiny, "-m", "generate", "-f", "-", "-t", 0, "-n", 24, "-q", stdin=prompt)
     assert out == re.sub(rb"<\|(im_end|endoftext)\|>$", b"", text)
+
+
+def changed(directory, file, **values):
+    """The tiny model exported with other values in one of its JSON files."""
+    (directory / "hf").mkdir()
+    for path in (TINY / "model").iterdir():
+        (directory / "hf" / path.name).symlink_to(path)
+    (directory / "hf" / file).unlink()
+    data = json.loads((TINY / "model" / file).read_text())
+    (directory / "hf" / file).write_text(json.dumps(data | values))
+    return export(directory / "hf", directory / "model.bin")
+
+
+def test_repetition_penalty(tmp_path):
+    """As transformers applies it: to prompt and answer, when greedy too, and an answer of none."""
+    path = changed(tmp_path, "generation_config.json", repetition_penalty=2.0)
+    differ = 0
+    for entry, plain in zip(RECORDED["penalty"], RECORDED["model"]):
+        assert entry["greedy"] == entry["q8"] and entry["penalty"] == 2
+        differ += entry["greedy"] != plain["greedy"]
+        model = Model.from_bin(path)
+        assert model.greedy(entry["ids"], len(entry["greedy"]), 2.0)[0] == entry["greedy"]
+        out = output(path, "-m", "generate", "-f", "-", "-t", 0, "-n", 24, "-q",
+                     stdin=rendered(path, entry["ids"]))
+        text = rendered(path, entry["greedy"])
+        assert out == re.sub(rb"<\|(im_end|endoftext)\|>$", b"", text)
+    assert differ >= 4 or not RECORDED["penalty"]
+
+
+def test_repetition_penalty_in_a_conversation(tmp_path):
+    """The prompt is the whole conversation: the answers of earlier turns count."""
+    path = changed(tmp_path, "generation_config.json", repetition_penalty=2.0)
+    for turns in (b"Hello\n", b"Hello\nMy name is Anna.\n", b"My name is Anna.\nWhat is my name?\n"):
+        talk = qwen3(path, "-m", "chat", "-t", 0, "-v", "-n", 12, stdin=turns)
+        prompt = re.findall(rb"prompt ids: ([\d ]+)\n", talk.stderr)[-1]
+        ids = Model.from_bin(path).greedy([int(i) for i in prompt.split()], 12, 2.0)[0]
+        text = rendered(path, ids).split(b"<|im_end|>")[0]
+        assert text and talk.stdout.endswith(text + b"\n"), talk.stdout
+
+
+def test_yarn_beyond_the_original_length(tmp_path):
+    """A checkpoint's rope_scaling, at positions before and behind the original length."""
+    for entry in RECORDED["yarn"]:
+        path = changed(tmp_path, "config.json", rope_scaling=entry["rope_scaling"])
+        original, ids = entry["rope_scaling"]["original_max_position_embeddings"], entry["ids"]
+        assert len(ids) > 2.5 * original
+        exact = Model.from_checkpoint(tmp_path / "hf", "fp32").logprobs(ids)
+        assert np.allclose(exact[-100:], entry["logprobs"], rtol=0, atol=1e-3)
+        assert abs(exact[original:].mean() + entry["mean_nll"]) < 1e-4
+        reference = Model.from_bin(path).logprobs(ids)
+        assert abs(reference[original:].mean() + entry["q8"]["mean_nll"]) < 0.01
+        prompt = rendered(path, ids)
+        assert tokenize(path, prompt) == ids
+        assert abs(perplexity(path, stdin=prompt)[1] + reference.mean()) < 0.01
 
 
 def test_ids(tiny):
