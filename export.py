@@ -11,7 +11,7 @@
 # ///
 """Converts a Hugging Face checkpoint of Qwen3 or Qwen2 to the two files that qwen3.c reads.
 
-    python export.py [--yarn FACTOR] SOURCE [OUT.bin]        (uv run export.py ... needs no set-up)
+    python export.py SOURCE [OUT.bin] [--yarn FACTOR]        (uv run export.py ... needs no set-up)
 
 SOURCE is a checkpoint directory, or a name on the hub such as Qwen/Qwen3-0.6B. Written are
 

@@ -86,6 +86,7 @@ class Checkpoint:
         self.generation = {"eos_token_id": [self.eos, self.eos - 2], "do_sample": True,
                            "temperature": 0.6, "top_p": 0.95, "top_k": 20}
         self.dtype, self.prefix, self.files = dtype, "model.", {}
+        self.qwen2 = self.config["architectures"] == ["Qwen2ForCausalLM"]
         rng = np.random.default_rng(1)
         self.tensors = {}
         for name, shape in self.shapes():
@@ -108,7 +109,11 @@ class Checkpoint:
                      ("self_attn.v_proj", (kv, d)), ("self_attn.o_proj", (d, q)),
                      ("mlp.gate_proj", (h, d)), ("mlp.down_proj", (d, h)), ("mlp.up_proj", (h, d))]
         for i in range(c["num_hidden_layers"]):
-            yield from ((f"layers.{i}.{name}.weight", shape) for name, shape in per_layer)
+            for name, shape in per_layer:
+                if not (self.qwen2 and name.endswith(("q_norm", "k_norm"))):
+                    yield f"layers.{i}.{name}.weight", shape
+            for name, width in (("q", q), ("k", kv), ("v", kv)) if self.qwen2 else ():
+                yield f"layers.{i}.self_attn.{name}_proj.bias", (width,)
         yield "norm.weight", (d,)
         yield "embed_tokens.weight", (c["vocab_size"], d)
         if not c["tie_word_embeddings"]:
@@ -157,21 +162,27 @@ class Checkpoint:
             "<12I", 0x616A6331, 1, c["hidden_size"], c["intermediate_size"],
             c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"],
             c["vocab_size"], c["max_position_embeddings"], c["head_dim"],
-            int(c["tie_word_embeddings"]), group).ljust(256, b"\0")
+            int(c["tie_word_embeddings"]), group).ljust(0x54, b"\0")
+        out += struct.pack("<2I", self.qwen2, self.qwen2).ljust(256 - 0x54, b"\0")
 
-        def layers(name):
-            return [value[f"layers.{i}.{name}.weight"] for i in range(c["num_hidden_layers"])]
+        def layers(name, kind="weight"):
+            return [value[f"layers.{i}.{name}.{kind}"] for i in range(c["num_hidden_layers"])]
 
-        for x in [*layers("input_layernorm"), *layers("post_attention_layernorm"),
-                  value["norm.weight"], *layers("self_attn.q_norm"), *layers("self_attn.k_norm")]:
-            out += x.astype("<f4").tobytes()
+        norms = [*layers("input_layernorm"), *layers("post_attention_layernorm"),
+                 value["norm.weight"]]
+        if not self.qwen2:
+            norms += [*layers("self_attn.q_norm"), *layers("self_attn.k_norm")]
+        out += b"".join(x.astype("<f4").tobytes() for x in norms)
         matrices = [value["embed_tokens.weight"]]
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
                      "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj"):
             matrices += layers(name)
         if not c["tie_word_embeddings"]:
             matrices.append(value["lm_head.weight"])
-        return out + b"".join(naive_q8(x, group) for x in matrices)
+        biases = [x for name in "qkv" if self.qwen2
+                  for x in layers(f"self_attn.{name}_proj", "bias")]
+        return out + b"".join([naive_q8(x, group) for x in matrices]
+                              + [x.astype("<f4").tobytes() for x in biases])
 
 
 def safetensors(items, dtype) -> bytes:
@@ -286,6 +297,17 @@ def variant(ck, which):
         original = one.expected()
         one.expected = lambda group: original
         return one, 1, 64
+    if which.startswith("qwen2"):
+        one = ck(architectures=["Qwen2ForCausalLM"], head_dim=32, use_sliding_window=False,
+                 sliding_window=64, max_window_layers=1, tie_word_embeddings="untied" not in which,
+                 attention_bias=True if "attention_bias" in which else None)
+        one.tensors = {name: x * 9 if name.endswith("bias") else x for name, x in one.tensors.items()}
+        if "attention_bias" not in which:
+            head_dim = one.config.pop("head_dim")
+            expected = one.expected
+            one.expected = lambda group: (one.config.update(head_dim=head_dim), expected(group),
+                                          one.config.pop("head_dim"))[1]
+        return one, 2, 64
     return {"untied": lambda: (ck(tie_word_embeddings=False), 2, 64),
             "group 32, odd shapes": lambda: (ck(hidden_size=96, intermediate_size=160,
                                                 num_attention_heads=3, num_key_value_heads=3,
@@ -294,7 +316,8 @@ def variant(ck, which):
 
 
 @pytest.mark.parametrize("which", ["shards", "no prefix", "lm_head stored although tied", "untied",
-                                   "group 32, odd shapes", "head size not given"])
+                                   "group 32, odd shapes", "head size not given", "qwen2",
+                                   "qwen2, untied", "qwen2, head_dim and attention_bias given"])
 def test_variants_of_checkpoints(checkpoint, run, tmp_path, which):
     ck, shards, group = variant(checkpoint, which)
     expected = ck.expected(group)
@@ -346,6 +369,42 @@ HEADERS = {
     "deepseek": ({"rope_scaling": YARN | {"attn_factor": 0.8782488562869419}},
                  (0, 0, 1, 4, 128, 0, 0, 0, 0)),
 }
+
+
+YARN_OPTION = {  # config.json -> what --yarn makes of it
+    "qwen3": ({"max_position_embeddings": 40960}, 2, {"max_position_embeddings": 65536}, 32768),
+    "base": ({"max_position_embeddings": 32768}, 4, {"max_position_embeddings": 131072}, 32768),
+    "2507": ({"max_position_embeddings": 262144, "rope_theta": 5e6}, 2.5,
+             {"max_position_embeddings": 655360}, 262144),
+    "new keys": ({"max_position_embeddings": 512, "rope_theta": None, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 7e4}}, 4,
+        {"max_position_embeddings": 2048, "rope_theta": 7e4}, 512),
+}
+
+
+@pytest.mark.parametrize("which", YARN_OPTION)
+def test_yarn_option(checkpoint, run, tmp_path, which):
+    """The same file as from a config.json with the fields that Qwen's model cards give."""
+    config, factor, changes, original = YARN_OPTION[which]
+    folder = checkpoint(**config).save(tmp_path / "plain")
+    assert run("--yarn", factor, folder, "option.bin")[0] == 0
+    changes = changes | {"rope_scaling": {"rope_type": "yarn", "factor": factor,
+                                          "original_max_position_embeddings": original}}
+    folder = checkpoint(**(config | changes)).save(tmp_path / "changed")
+    assert run(folder, "changed.bin")[0] == 0
+    data = (tmp_path / "option.bin").read_bytes()
+    assert data == (tmp_path / "changed.bin").read_bytes()
+    assert struct.unpack_from("<Ifi", data, 0x38) == (1, factor, original)
+
+
+def test_yarn_option_refused(checkpoint, run, tmp_path):
+    folder = checkpoint(rope_scaling=YARN).save(tmp_path / "in")
+    refused(run(folder, "--yarn", "2"), "--yarn", "yarn")
+    for value in ("1", "0", "-2", "65", "x", "nan", "inf", ""):
+        status, err = run(folder, "--yarn", value)
+        assert status == 2 and len(err) == 1 and "--yarn" in err[0] and repr(value) in err[0]
+    assert run(folder, "--yarn")[0] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
 @pytest.mark.parametrize("which", HEADERS)
@@ -412,6 +471,16 @@ def test_config_refused(checkpoint, run, tmp_path, changes, patterns):
     (folder / "config.json").write_text(json.dumps(config))
     refused(run(folder, "out.bin"), *patterns)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("changes, missing, left_over", [
+    ({"head_dim": 32}, "layers.0.self_attn.k_proj.bias", "k_norm"), ({}, "proj.bias", "norm")])
+def test_qwen2_with_qwen3_s_tensors(checkpoint, run, tmp_path, changes, missing, left_over):
+    folder = checkpoint(**changes).save(tmp_path / "in")
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen2ForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(run(folder, "out.bin"), f"missing:.*{missing}.*left over:.*{left_over}")
 
 
 def spoil_tensors(ck, how):
@@ -607,6 +676,10 @@ def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_pat
      '}}', ["<think>"]),
     ("generation_config.json", '{"temperature": -1}', ["sampling", "-1"]),
     ("generation_config.json", '{"temperature": "hot"}', ["broken"]),
+    ("generation_config.json", '{"repetition_penalty": 0}', ["repetition_penalty", "0"]),
+    ("generation_config.json", '{"repetition_penalty": "1.1"}', ["repetition_penalty", "'1.1'"]),
+    ("modules.json", "[1]", ["modules.json: broken"]),
+    ("modules.json", '[{"type": "x.Pooling", "path": "1_Pooling"}]', ["1_Pooling/config.json"]),
     ("generation_config.json", '{"eos_token_id": ["x"]}', ["token id", "'x'"]),
     ("generation_config.json", '{"eos_token_id": [99999999]}', ["99999999"]),
 ])
@@ -897,6 +970,77 @@ def test_stop_ids(checkpoint, tmp_path, generation, config, settings, stop):
 def test_sampling_defaults(generation, values):
     data = export.sampling(Path("generation_config.json"), generation)
     assert data == (b"" if values is None else struct.pack("<2fI", *values))
+
+
+@pytest.mark.parametrize("value, expected", [
+    (None, b""), (1.0, b""), (1, b""), (1.05, struct.pack("<f", 1.05)), (2, struct.pack("<f", 2))])
+def test_repetition_penalty(checkpoint, tmp_path, value, expected):
+    ck = checkpoint()
+    ck.generation["repetition_penalty"] = value
+    assert sections_of(ck, tmp_path)[2].get("repe", b"") == expected
+    assert not any("penalty" in note for note in export.notes)
+
+
+@pytest.mark.parametrize("template, generation, config, settings, mode, noted", [
+    (True, [2, 0], 2, "<|im_end|>", 0, ""), (True, 0, 0, "<|endoftext|>", 1, "base model"),
+    (True, None, 2, "<|endoftext|>", 0, ""), (True, 0, 0, "<|im_end|>", 0, ""),
+    (False, [2, 0], 2, "<|im_end|>", 1, "no chat template")])
+def test_mode(checkpoint, tmp_path, template, generation, config, settings, mode, noted):
+    """A base model's ids that end a text do not hold the end of a turn; or it has no template."""
+    ck = checkpoint()
+    base = ck.eos - 2
+    ck.generation["eos_token_id"] = None if generation is None else (
+        [base + i for i in generation] if isinstance(generation, list) else base + generation)
+    ck.config["eos_token_id"] = base + config
+    ck.settings = {"eos_token": settings} | ({"chat_template": CHATML} if template else {})
+    sections = sections_of(ck, tmp_path)[2]
+    assert sections.get("mode") == (struct.pack("<I", mode) if mode else None)
+    assert len(export.notes) == bool(noted) and all(noted in note for note in export.notes)
+
+
+def sentence_transformers(ck, pooling, *modules):
+    """Makes it an embedding model, as sentence-transformers saves one."""
+    ck.files["modules.json"] = json.dumps([
+        {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "",
+         "type": f"sentence_transformers.models.{name}"} for i, name in enumerate(modules)])
+    ck.files["1_Pooling/config.json"] = json.dumps(pooling)
+    return ck
+
+
+LAST = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False,
+        "pooling_mode_lasttoken": True, "include_prompt": True}
+MEAN = LAST | {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_model(checkpoint, run, tmp_path, tied):
+    """It needs no lm_head, whatever the tied flag says: the file has a shared classifier."""
+    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling", "Normalize")
+    expected = ck.expected()
+    ck.config["tie_word_embeddings"], ck.settings["chat_template"] = tied, CHATML
+    (tmp_path / "in/1_Pooling").mkdir(parents=True)
+    status, err = run(ck.save(tmp_path / "in"), "out.bin")
+    assert status == 0 and len(err) == 1, err
+    assert (tmp_path / "out.bin").read_bytes() == expected
+    data = (tmp_path / "out.bin.tokenizer").read_bytes()
+    assert read_tokenizer(data, ck.config["vocab_size"])[2]["mode"] == struct.pack("<I", 4)
+
+
+@pytest.mark.parametrize("pooling, modules, patterns", [
+    (MEAN, ["Pooling"], ["1_Pooling/config.json", "pooling", "lasttoken", "mean_tokens"]),
+    (LAST | {"pooling_mode_mean_tokens": True}, ["Pooling"], ["lasttoken alone"]),
+    (LAST, ["Pooling", "Dense"], ["modules.json", "Dense"]), ({}, ["Pooling"], ["lasttoken", "none"])])
+def test_embedding_refused(checkpoint, run, tmp_path, pooling, modules, patterns):
+    ck = sentence_transformers(checkpoint(), pooling, "Transformer", *modules)
+    (tmp_path / "in/1_Pooling").mkdir(parents=True)
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), *patterns)
+
+
+def test_modules_without_pooling_make_no_embedding_model(checkpoint, tmp_path):
+    ck = sentence_transformers(checkpoint(), {}, "Transformer", "Normalize")
+    del ck.files["1_Pooling/config.json"]
+    ck.settings["chat_template"] = CHATML
+    assert "mode" not in sections_of(ck, tmp_path)[2]
 
 
 def test_special_tokens_by_role_and_by_the_second_list(checkpoint, tmp_path):
