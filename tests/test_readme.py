@@ -27,6 +27,18 @@ def test_qwen3(command, tmp_path):
     assert result.stdout or (tmp_path / "summary.txt").stat().st_size
 
 
+def test_cosine(tmp_path):
+    """The embedding example, with the tiny model: whatever its vectors say, it is a cosine."""
+    (block,) = re.findall(r"^uv run export.py Qwen/Qwen3-Embedding-0.6B\n(.*?)^```$", README,
+                          re.M | re.S)
+    tiny = f"{shlex.quote(str(ROOT / 'qwen3'))} {shlex.quote(str(TINY / 'tiny.bin'))} -m embed"
+    script = block.replace("./qwen3 Qwen3-Embedding-0.6B.bin", tiny)
+    result = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=60,
+                            env=environment(), stdin=subprocess.DEVNULL)
+    assert result.returncode == 0 and result.stderr == b"" and abs(float(result.stdout)) < 1
+    assert (tmp_path / "query.txt").read_text().endswith("query\nQuery:What is the capital of China?")
+
+
 def test_packages_without_uv():
     (line,) = [line for line in COMMANDS if line.startswith("sed ")]
     packages = subprocess.run(["sh", "-c", line.split("|")[0]], cwd=ROOT, capture_output=True,
