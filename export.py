@@ -26,12 +26,12 @@ longer ones than the model was trained with.
 
     checkpoint                                   this file
     config.json                               ->  read_config, header
+    modules.json, 1_Pooling/config.json       ->  is_embedding
     *.safetensors                             ->  open_checkpoint, quantize, write_model
     tokenizer.json, tokenizer_config.json     ->  read_vocabulary
     the tokenizers package itself             ->  unicode_sections
     chat_template.jinja                       ->  chat_pieces
     generation_config.json                    ->  end_ids, sampling, repetition_penalty
-    modules.json, 1_Pooling/config.json       ->  is_embedding
 
 Weights pass through in pieces of 1 MB, so memory does not depend on the model's size. Both files
 get their names only when both are complete. Whatever can't be converted exactly is refused by name.
@@ -242,6 +242,27 @@ def with_yarn(where: Path, config: dict, factor: float) -> dict:
         "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}}
 
 
+def is_embedding(folder: Path) -> bool:
+    """Does sentence-transformers make one vector of a text with this model? Refuses it if that is
+    not the last token's, which is all that qwen3.c can do (it always normalizes)."""
+    modules = folder / "modules.json"
+    if not modules.exists():
+        return False
+    with structure_of(modules):
+        parts = {part["type"].rpartition(".")[2]: part["path"]
+                 for part in json.loads(modules.read_bytes())}
+    if "Pooling" not in parts:
+        return False
+    if unknown := sorted(parts.keys() - {"Transformer", "Pooling", "Normalize"}):
+        refuse(modules, "modules", "Transformer, Pooling and Normalize", some(unknown))
+    pooling = folder / parts["Pooling"] / "config.json"
+    how = [name.removeprefix("pooling_mode_") for name, value in read_json(pooling).items()
+           if name.startswith("pooling_mode_") and value is True]
+    if how != ["lasttoken"]:
+        refuse(pooling, "pooling is not supported", "lasttoken alone", some(how))
+    return True
+
+
 def read_config(folder: Path, yarn_factor: float | None = None) -> Config:
     where = folder / "config.json"
     if not where.exists():
@@ -262,7 +283,8 @@ def read_config(folder: Path, yarn_factor: float | None = None) -> Config:
             n_kv_heads=integer("num_key_value_heads", default=n_heads),
             vocab_size=integer("vocab_size"), max_seq_len=max_seq_len,
             head_dim=integer("head_dim", default=dim // n_heads if qwen2 else 128), group_size=64,
-            tied=config.get("tie_word_embeddings", False) is True or is_embedding(folder),
+            tied=(config.get("tie_word_embeddings", False) is True
+                  or is_embedding(folder)),  # which has no use for a classifier
             rope_theta=theta, eps=positive(where, config, "rms_norm_eps", float, 1e-6), yarn=yarn,
             qkv_bias=qwen2, no_qk_norm=qwen2)
     if c.n_heads % c.n_kv_heads:
@@ -887,27 +909,6 @@ def repetition_penalty(where: Path, generation: dict) -> bytes:
     with structure_of(where):
         value = positive(where, generation, "repetition_penalty", float, 1.0)
     return b"" if value == 1 else struct.pack("<f", value)
-
-
-def is_embedding(folder: Path) -> bool:
-    """Does sentence-transformers make one vector of a text with this model? Refuses it if that is
-    not the last token's, which is all that qwen3.c can do (it always normalizes)."""
-    modules = folder / "modules.json"
-    if not modules.exists():
-        return False
-    with structure_of(modules):
-        parts = {part["type"].rpartition(".")[2]: part["path"]
-                 for part in json.loads(modules.read_bytes())}
-    if "Pooling" not in parts:
-        return False
-    if unknown := sorted(parts.keys() - {"Transformer", "Pooling", "Normalize"}):
-        refuse(modules, "modules", "Transformer, Pooling and Normalize", some(unknown))
-    pooling = folder / parts["Pooling"] / "config.json"
-    how = [name.removeprefix("pooling_mode_") for name, value in read_json(pooling).items()
-           if name.startswith("pooling_mode_") and value is True]
-    if how != ["lasttoken"]:
-        refuse(pooling, "pooling is not supported", "lasttoken alone", some(how))
-    return True
 
 
 CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes

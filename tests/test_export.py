@@ -1438,15 +1438,16 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         path = self.path.partition("?")[0]
         self.asked.append(path)
-        file = self.folder / path.rpartition("/")[2]
+        file = self.folder / path.partition("/resolve/")[2].partition("/")[2]
+        files = [p for p in sorted(self.folder.rglob("*")) if p.is_file()]
         if path.startswith("/api/models/org/tiny/tree/"):
-            tree = [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": "2" * 40}
-                    for p in sorted(self.folder.iterdir())]
+            tree = [{"type": "file", "path": p.relative_to(self.folder).as_posix(),
+                     "size": p.stat().st_size, "oid": "2" * 40} for p in files]
             tree.append({"type": "file", "path": "original/consolidated.safetensors", "size": 1,
                          "oid": "3" * 40})
             self.answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
         elif path.startswith("/api/models/org/tiny"):
-            siblings = [{"rfilename": p.name} for p in sorted(self.folder.iterdir())]
+            siblings = [{"rfilename": p.relative_to(self.folder).as_posix()} for p in files]
             siblings.append({"rfilename": "original/consolidated.safetensors"})
             info = {"_id": "1", "id": "org/tiny", "modelId": "org/tiny", "sha": self.commit,
                     "siblings": siblings, "tags": [], "private": False}
@@ -1471,8 +1472,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 def test_download_from_a_hub(checkpoint, tmp_path):
-    ck = checkpoint()
+    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
     ck.files |= {"README.md": "no", "pytorch_model.bin": "no", "chat_template.jinja": CHATML}
+    (tmp_path / "hub/1_Pooling").mkdir(parents=True)
     folder = ck.save(tmp_path / "hub", 2)
     handler = type("Served", (Hub,), {"folder": folder, "asked": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -1484,9 +1486,10 @@ def test_download_from_a_hub(checkpoint, tmp_path):
         done = process("org/tiny", cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "tiny.bin").read_bytes() == ck.expected()
-        fetched = {path.rpartition("/")[2] for path in handler.asked if "/resolve/" in path}
-        assert "model-00002-of-00002.safetensors" in fetched and "chat_template.jinja" in fetched
-        assert not fetched & {"README.md", "pytorch_model.bin"}
+        fetched = {path.partition("/resolve/")[2].partition("/")[2] for path in handler.asked}
+        assert fetched >= {"model-00002-of-00002.safetensors", "chat_template.jinja",
+                           "1_Pooling/config.json"}
+        assert not fetched & {"README.md", "pytorch_model.bin", "original/consolidated.safetensors"}
         absent = process("org/absent", "out.bin", cwd=tmp_path, env=env)
         assert absent.returncode == 1 and absent.stderr.count("\n") == 1, absent.stderr
         assert "org/absent" in absent.stderr and "RepositoryNotFound" in absent.stderr
