@@ -404,6 +404,9 @@ def test_weights_that_overflow(files, value):
     files.patch("64f", norm, *[value] * 64)
     for temperature in (0, 1):
         run_survives(files.run("-t", temperature))
+    result = files.run("-m", "embed")
+    run_survives(result)
+    assert b"n" not in result.stdout                    # nan, inf
 
 
 @pytest.mark.parametrize("seed", range(4))
