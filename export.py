@@ -7,13 +7,15 @@
 #   "jinja2>=3.1",
 #   "huggingface_hub>=0.25",
 #   "tqdm>=4.60",
+#   "gguf>=0.17",
 # ]
 # ///
-"""Converts a Hugging Face checkpoint of Qwen3 or Qwen2 to the two files that qwen3.c reads.
+"""Converts a checkpoint of Qwen3 or Qwen2 to the two files that qwen3.c reads.
 
-    python export.py SOURCE [OUT.bin] [--yarn FACTOR]        (uv run export.py ... needs no set-up)
+    python export.py SOURCE [OUT.bin] [options]      (uv run export.py ... needs no set-up)
 
-SOURCE is a checkpoint directory, or a name on the hub such as Qwen/Qwen3-0.6B. Written are
+SOURCE is a checkpoint directory, a name on the hub such as Qwen/Qwen3-0.6B, or a GGUF file (of
+several parts the first). Written are
 
     OUT.bin              a 256-byte header and the weights: norms in fp32, matrices as Q8_0
     OUT.bin.tokenizer    the vocabulary, then an extension: what the tokenizer, the chat and the
@@ -21,8 +23,16 @@ SOURCE is a checkpoint directory, or a name on the hub such as Qwen/Qwen3-0.6B. 
 
 both as the README's file format section describes them. Without OUT.bin the name is SOURCE's last
 part + ".bin", in the current directory. (An older export.py took OUT.bin first; so does this one.)
---yarn 4 makes the context 4 times as long (YaRN), at some cost for short texts, as Qwen advises for
-longer ones than the model was trained with.
+
+    --group-size N       weights per scale: 32, 64, 128 or 256. Without it 64, but 32 where 64 does
+                         not divide the model's dimensions, and for a GGUF file in Q8_0, whose
+                         blocks of 32 then go over as they are
+    --yarn FACTOR        makes the context so many times as long (YaRN), at some cost for short
+                         texts, as Qwen advises for longer ones than the model was trained with
+    --check              writes nothing but reads a finished OUT.bin and its tokenizer file back:
+                         each tensor's quantization error on stdout, and exit status 1 if a value
+                         is off by more than rounding explains or anything else differs
+    --plot FILE.png      with --check: a picture of the errors, too (needs matplotlib)
 
     checkpoint                                   this file
     config.json                               ->  read_config, header
@@ -32,6 +42,7 @@ longer ones than the model was trained with.
     the tokenizers package itself             ->  unicode_sections
     chat_template.jinja                       ->  chat_pieces
     generation_config.json                    ->  end_ids, sampling, repetition_penalty
+    *.gguf                                    ->  read_gguf: all of these in one file
 
 Weights pass through in pieces of 1 MB, so memory does not depend on the model's size. Both files
 get their names only when both are complete. Whatever can't be converted exactly is refused by name.
@@ -47,8 +58,11 @@ if __name__ == "__main__":  # before the slow imports: a signal unwinds, so temp
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
+import argparse
+import importlib.util
 import json
 import math
+import mmap
 import os
 import re
 import shutil
@@ -57,7 +71,7 @@ import struct
 import time
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -65,6 +79,7 @@ from pathlib import Path
 from typing import BinaryIO, Callable, Iterator, NamedTuple, NoReturn
 
 try:
+    import gguf
     import jinja2.sandbox
     import numpy as np
     import tokenizers
@@ -117,6 +132,63 @@ def some(names: list[str]) -> str:
     """The first names of a list that may be long."""
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
     return ", ".join(names[:6]) + more or "none"
+
+
+# ---------------------------------------------------------------------------- source
+
+class Source(NamedTuple):
+    """What is converted, as a Hugging Face directory holds it. A GGUF file is read as one, too."""
+    path: Path
+    config: dict  # config.json
+    tokenizer: dict  # tokenizer.json
+    settings: dict  # tokenizer_config.json
+    generation: dict  # generation_config.json
+    template: str | None  # of the chat
+    around: tuple[list[int], list[int]]  # ids before and after every text
+    tensors: dict[str, Tensor]  # by name, with or without "model."
+    embedding: bool  # the model's task is to make one vector of a text
+    group_size: int | None = None  # the one that loses nothing
+
+    def file(self, name: str) -> Path:
+        """Where the contents of that file come from."""
+        return self.path / name if self.path.is_dir() else self.path
+
+
+def is_embedding(folder: Path) -> bool:
+    """Does sentence-transformers make one vector of a text with this model? Refuses it if that is
+    not the last token's, which is all that qwen3.c can do (it always normalizes)."""
+    modules = folder / "modules.json"
+    if not modules.exists():
+        return False
+    with structure_of(modules):
+        parts = {part["type"].rpartition(".")[2]: part["path"]
+                 for part in json.loads(modules.read_bytes())}
+    if "Pooling" not in parts:
+        return False
+    if unknown := sorted(parts.keys() - {"Transformer", "Pooling", "Normalize"}):
+        refuse(modules, "modules", "Transformer, Pooling and Normalize", some(unknown))
+    pooling = folder / parts["Pooling"] / "config.json"
+    how = [name.removeprefix("pooling_mode_") for name, value in read_json(pooling).items()
+           if name.startswith("pooling_mode_") and value is True]
+    if how != ["lasttoken"]:
+        refuse(pooling, "pooling is not supported", "lasttoken alone", some(how))
+    return True
+
+
+def read_folder(folder: Path) -> Source:
+    if not (folder / "config.json").exists():
+        refuse(folder, "no checkpoint", "config.json in it", "none")
+    where = folder / "tokenizer.json"
+    if not where.is_file() and (folder / "vocab.json").is_file():
+        refuse(where, "missing", "the fast tokenizer's file", "vocab.json, which is not supported")
+    tokenizer = read_json(where)
+    with structure_of(where):
+        around = around_text(tokenizer)
+    settings = read_json(folder / "tokenizer_config.json", optional=True)
+    generation = read_json(folder / "generation_config.json", optional=True)
+    return Source(folder, read_json(folder / "config.json"), tokenizer, settings, generation,
+                  chat_template(folder, settings), around, open_checkpoint(folder),
+                  is_embedding(folder))
 
 
 # ---------------------------------------------------------------------------- config.json
@@ -242,32 +314,9 @@ def with_yarn(where: Path, config: dict, factor: float) -> dict:
         "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}}
 
 
-def is_embedding(folder: Path) -> bool:
-    """Does sentence-transformers make one vector of a text with this model? Refuses it if that is
-    not the last token's, which is all that qwen3.c can do (it always normalizes)."""
-    modules = folder / "modules.json"
-    if not modules.exists():
-        return False
-    with structure_of(modules):
-        parts = {part["type"].rpartition(".")[2]: part["path"]
-                 for part in json.loads(modules.read_bytes())}
-    if "Pooling" not in parts:
-        return False
-    if unknown := sorted(parts.keys() - {"Transformer", "Pooling", "Normalize"}):
-        refuse(modules, "modules", "Transformer, Pooling and Normalize", some(unknown))
-    pooling = folder / parts["Pooling"] / "config.json"
-    how = [name.removeprefix("pooling_mode_") for name, value in read_json(pooling).items()
-           if name.startswith("pooling_mode_") and value is True]
-    if how != ["lasttoken"]:
-        refuse(pooling, "pooling is not supported", "lasttoken alone", some(how))
-    return True
-
-
-def read_config(folder: Path, yarn_factor: float | None = None) -> Config:
-    where = folder / "config.json"
-    if not where.exists():
-        refuse(folder, "no checkpoint", "config.json in it", "none")
-    config = read_json(where)
+def read_config(source: Source, group_size: int | None = None,
+                yarn_factor: float | None = None) -> Config:
+    where, config = source.file("config.json"), source.config
     with structure_of(where):
         check_family(where, config)
         if yarn_factor:
@@ -282,22 +331,23 @@ def read_config(folder: Path, yarn_factor: float | None = None) -> Config:
             n_layers=integer("num_hidden_layers"), n_heads=n_heads,
             n_kv_heads=integer("num_key_value_heads", default=n_heads),
             vocab_size=integer("vocab_size"), max_seq_len=max_seq_len,
-            head_dim=integer("head_dim", default=dim // n_heads if qwen2 else 128), group_size=64,
+            head_dim=integer("head_dim", default=dim // n_heads if qwen2 else 128),
+            group_size=group_size or source.group_size or 64, rope_theta=theta, yarn=yarn,
             tied=(config.get("tie_word_embeddings", False) is True
-                  or is_embedding(folder)),  # which has no use for a classifier
-            rope_theta=theta, eps=positive(where, config, "rms_norm_eps", float, 1e-6), yarn=yarn,
-            qkv_bias=qwen2, no_qk_norm=qwen2)
+                  or source.embedding),  # which has no use for a classifier
+            eps=positive(where, config, "rms_norm_eps", float, 1e-6), qkv_bias=qwen2,
+            no_qk_norm=qwen2)
     if c.n_heads % c.n_kv_heads:
         refuse(where, "num_key_value_heads", f"a divisor of {c.n_heads}", c.n_kv_heads)
     if c.head_dim % 2:
         refuse(where, "head_dim", "an even number", c.head_dim)
     widths = {"hidden_size": c.dim, "intermediate_size": c.hidden_dim,
               "num_attention_heads * head_dim": c.n_heads * c.head_dim}
-    if any(width % 64 for width in widths.values()):
+    if not group_size and any(width % 64 for width in widths.values()):
         c.group_size = 32
     for key, width in widths.items():
         if width % c.group_size:
-            refuse(where, key, "a multiple of 64 or 32, the quantization group", width)
+            refuse(where, key, f"a multiple of {c.group_size}, the quantization group", width)
     return c
 
 
@@ -311,30 +361,59 @@ def header(c: Config) -> bytes:
     return fields.ljust(256, b"\0")
 
 
-# ---------------------------------------------------------------------------- safetensors
+# ---------------------------------------------------------------------------- tensors
 
-ITEM_SIZE = {"BF16": 2, "F16": 2, "F32": 4}
+# dtype -> (elements, bytes) of its blocks; a plain number is a block of one
+BLOCK = {kind.name: block for kind, block in gguf.GGML_QUANT_SIZES.items()}
+PLAIN = {"BF16", "F16", "F32"}  # what a checkpoint may hold
 
 
 @dataclass
 class Tensor:
-    """A tensor in a safetensors file, row-major."""
+    """A tensor in a safetensors or GGUF file, row-major."""
     name: str
     file: BinaryIO
     offset: int  # of its first byte in the file
-    dtype: str
+    dtype: str  # safetensors' name or ggml's, which are the same where both have it
     shape: tuple[int, ...]
 
+    def bytes_of(self, count: int) -> int:
+        elements, size = BLOCK[self.dtype]
+        return count // elements * size
+
+    def stored(self, start: int, count: int) -> bytes:
+        """Elements start .. start+count-1 of the flattened tensor, whole blocks."""
+        need = self.bytes_of(count)
+        raw = os.pread(self.file.fileno(), need, self.offset + self.bytes_of(start))
+        if len(raw) < need:
+            refuse(self.file.name, f"truncated in {self.name}", f"{need} bytes", len(raw))
+        return raw
+
     def read(self, start: int, count: int) -> np.ndarray:
-        """Elements start .. start+count-1 of the flattened tensor, (count,) fp32, writable."""
-        item = ITEM_SIZE[self.dtype]
-        raw = os.pread(self.file.fileno(), count * item, self.offset + start * item)
-        if len(raw) < count * item:
-            refuse(self.file.name, f"truncated in {self.name}", f"{count * item} bytes", len(raw))
+        """The same elements as (count,) fp32, writable."""
+        raw = self.stored(start, count)
         if self.dtype == "BF16":  # the upper half of an fp32
             bits = np.frombuffer(raw, "<u2").astype("<u4")
             return np.left_shift(bits, 16, out=bits).view("<f4")
-        return np.frombuffer(raw, "<f2" if self.dtype == "F16" else "<f4").astype("<f4")
+        if self.dtype in ("F16", "F32"):
+            return np.frombuffer(raw, "<f2" if self.dtype == "F16" else "<f4").astype("<f4")
+        return gguf.dequantize(np.frombuffer(raw, np.uint8), gguf.GGMLQuantizationType[self.dtype])
+
+    def read_q8(self, start: int, count: int, group_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same elements as Q8_0: int8 values (count,), fp32 scales (count / group_size,). A
+        GGUF's own Q8_0, blocks of an f16 scale and 32 values, goes over as it is."""
+        if (self.dtype, group_size) == ("Q8_0", 32):
+            blocks = np.frombuffer(self.stored(start, count), [("scale", "<f2"), ("q", "i1", 32)])
+            q, scale = blocks["q"].ravel(), blocks["scale"].astype("<f4")
+            self.check_finite(scale)
+            return q, scale
+        x = self.read(start, count)
+        self.check_finite(x)
+        return quantize(x, group_size)
+
+    def check_finite(self, x: np.ndarray) -> None:
+        if not np.isfinite(x).all():
+            refuse(self.file.name, self.name, "finite numbers", "infinity or NaN")
 
 
 def open_safetensors(path: Path) -> dict[str, Tensor]:
@@ -354,7 +433,7 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
         for name, entry in sorted(head.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             begin, stop = entry["data_offsets"]
-            need = math.prod(shape) * ITEM_SIZE[dtype] if dtype in ITEM_SIZE else stop - begin
+            need = math.prod(shape) * BLOCK[dtype][1] if dtype in PLAIN else stop - begin
             if begin != end or need < 0 or stop - begin != need:
                 refuse(path, f"data_offsets of {name}", [end, end + need], [begin, stop])
             tensors[name] = Tensor(name, file, 8 + length + begin, dtype, shape)
@@ -433,13 +512,17 @@ def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Ten
         tensor = found[name]
         if tensor.shape != shape:
             refuse(where, f"shape of {tensor.name}", list(shape), list(tensor.shape))
-        if tensor.dtype not in ITEM_SIZE:
-            refuse(where, f"dtype of {tensor.name}", " or ".join(ITEM_SIZE), tensor.dtype)
+        try:
+            tensor.read(0, min(256, math.prod(shape)))
+        except (KeyError, NotImplementedError):
+            refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
+                   "the gguf package dequantizes", tensor.dtype)
     return [found[name] for name in wanted]
 
 
 # ---------------------------------------------------------------------------- OUT.bin
 
+GROUP_SIZES = 32, 64, 128, 256
 PIECE = 1 << 18  # elements at a time: 1 MB in fp32 stays in a core's cache between numpy's passes
 
 
@@ -469,40 +552,53 @@ def stored_size(shape: tuple[int, ...], group_size: int) -> int:
     return 4 * n if len(shape) == 1 else n + 4 * (n // group_size)
 
 
-def convert_piece(out: BinaryIO, tensor: Tensor, offset: int, group_size: int, start: int) -> int:
-    """Converts the elements from start on; the tensor's place in the output begins at offset. No
-    piece depends on another, so they may run in parallel. Returns the number of bytes read."""
-    size = math.prod(tensor.shape)
-    x = tensor.read(start, min(PIECE, size - start))
-    if not np.isfinite(x).all():
-        refuse(tensor.file.name, tensor.name, "finite numbers", "infinity or NaN")
-    if len(tensor.shape) == 1:
-        write_at(out, x, offset + 4 * start)
-    else:
-        q, scale = quantize(x, group_size)
-        write_at(out, q, offset + start)
-        write_at(out, scale, offset + size + 4 * (start // group_size))
-    return len(x) * ITEM_SIZE[tensor.dtype]
+Work = Callable[[Tensor, int, int, int], object]  # (tensor, its offset in OUT.bin, start, count)
 
 
-def write_model(out: BinaryIO, c: Config, tensors: list[Tensor]) -> None:
-    """The header and the tensors, which come in the order of layout(), to an empty file."""
-    write_at(out, np.frombuffer(header(c), np.uint8), 0)
+def in_pieces(work: Work, tensors: list[Tensor], group_size: int) -> Iterator[tuple[Tensor, list]]:
+    """Calls work for every piece of every tensor, which come in the order of layout(), several at
+    once: no piece depends on another. Yields each tensor with what work returned."""
     offset = 256
-    total = sum(math.prod(t.shape) * ITEM_SIZE[t.dtype] for t in tensors)
+    total = sum(tensor.bytes_of(math.prod(tensor.shape)) for tensor in tensors)
     with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,  # numpy and the kernel let go
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: no terminal
         for tensor in tensors:
-            convert = partial(convert_piece, out, tensor, offset, c.group_size)
-            for n in pool.map(convert, range(0, math.prod(tensor.shape), PIECE)):
-                bar.update(n)
-            offset += stored_size(tensor.shape, c.group_size)
+            size = math.prod(tensor.shape)
+            starts = range(0, size, PIECE)
+            counts = [min(PIECE, size - start) for start in starts]
+            results = []
+            for count, result in zip(counts, pool.map(partial(work, tensor, offset), starts, counts)):
+                results.append(result)
+                bar.update(tensor.bytes_of(count))
+            yield tensor, results
+            offset += stored_size(tensor.shape, group_size)
+
+
+def write_model(out: BinaryIO, c: Config, tensors: list[Tensor]) -> None:
+    """The header and the tensors to an empty file."""
+    def convert(tensor: Tensor, offset: int, start: int, count: int) -> None:
+        if len(tensor.shape) == 1:
+            x = tensor.read(start, count)
+            tensor.check_finite(x)
+            write_at(out, x, offset + 4 * start)
+        else:
+            q, scale = tensor.read_q8(start, count, c.group_size)
+            write_at(out, q, offset + start)
+            write_at(out, scale, offset + math.prod(tensor.shape) + 4 * (start // c.group_size))
+
+    write_at(out, np.frombuffer(header(c), np.uint8), 0)
+    for _ in in_pieces(convert, tensors, c.group_size):
+        pass
 
 
 # ---------------------------------------------------------------------------- tokenizer.json
 
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+STEPS = [{"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False},
+         {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
 
 
 class Vocabulary(NamedTuple):
@@ -535,9 +631,7 @@ def check_pipeline(where: Path, data: dict) -> bool:
         if model.get(key):
             refuse(where, f"model.{key} is not supported", "none", repr(model[key]))
     steps = [{key: step[key] for key in step if key != "trim_offsets"} for step in steps]
-    if steps != [{"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated",
-                  "invert": False},
-                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]:
+    if steps != STEPS:
         refuse(where, "pre_tokenizer is not supported", "Qwen's Split and ByteLevel",
                json.dumps(data["pre_tokenizer"]))
     normalizer = data["normalizer"]
@@ -894,7 +988,7 @@ def sampling(where: Path, generation: dict) -> bytes:
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}  # transformers'
     given = {key: generation[key] for key in defaults if generation.get(key) is not None}
     if generation.get("min_p"):
-        notes.append(f"generation_config.json: min_p {generation['min_p']!r} is not carried over")
+        notes.append(f"{where.name}: min_p {generation['min_p']!r} is not carried over")
     if not given:
         return b""
     temperature, top_p, top_k, sample = (defaults | given).values()
@@ -914,63 +1008,58 @@ def repetition_penalty(where: Path, generation: dict) -> bytes:
 CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
 
 
-def default_mode(folder: Path, pieces: Pieces | None, has_template: bool, vocab: Vocabulary,
+def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary,
                  stop: list[int]) -> int:
     """What qwen3 does without -m. A base model may have a chat template, but its ids that end a
     text do not hold the one that ends a turn."""
-    if is_embedding(folder):
+    if source.embedding:
         return EMBED
     turn_end = [i for i in vocab.added if pieces
                 and vocab.tokens[i].decode() in pieces.assistant_close]
-    if has_template and (not turn_end or set(turn_end) & set(stop)):
+    if source.template and (not turn_end or set(turn_end) & set(stop)):
         return CHAT
-    if has_template:
+    if source.template:
         notes.append("the chat template's end of turn does not end a text: a base model, qwen3 "
                      "will continue texts unless told to -m chat")
     return GENERATE
 
 
-def end_ids(folder: Path, generation: dict, vocab: Vocabulary,
-            named: str | None) -> tuple[int, int, list[int]]:
+def end_ids(source: Source, vocab: Vocabulary, named: str | None
+            ) -> tuple[int, int, list[int]]:
     """(bos, eos, all ids that end a generation). The ids in config.json and generation_config.json
     say what ends a text; tokenizer_config.json's eos_token is named, and may be what ends only a
     turn of a chat (a Base model's ids have it not), so it counts too."""
-    config = read_json(folder / "config.json")
     bos, eos, general_bos, general_eos = (
-        id_list(folder / name, values.get(key))
-        for name, values in (("config.json", config), ("generation_config.json", generation))
+        id_list(source.file(name), values.get(key))
+        for name, values in (("config.json", source.config),
+                             ("generation_config.json", source.generation))
         for key in ("bos_token_id", "eos_token_id"))
     end_of_text = vocab.added_ids("<|endoftext|>")
     first_bos, first_eos = bos + general_bos + end_of_text, eos + general_eos + end_of_text
     if not first_bos or not first_eos:
-        refuse(folder / "config.json", "no bos or eos id", "one, or a token <|endoftext|>", "none")
+        refuse(source.file("config.json"), "no bos or eos id", "one, or a token <|endoftext|>", "none")
     stop = general_eos + eos + vocab.added_ids(named) or end_of_text
     return first_bos[0], first_eos[0], list(dict.fromkeys(stop))
 
 
-def tokenizer_file(folder: Path, vocab_size: int) -> bytes:
+def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     """OUT.bin.tokenizer: the base format and the extension with its sections (README)."""
-    where = folder / "tokenizer.json"
-    if not where.is_file() and (folder / "vocab.json").is_file():
-        refuse(where, "missing", "the fast tokenizer's file", "vocab.json, which is not supported")
-    data = read_json(where)
-    settings = read_json(folder / "tokenizer_config.json", optional=True)
-    generation = read_json(folder / "generation_config.json", optional=True)
+    where = source.file("tokenizer.json")
     with structure_of(where):
-        vocab = read_vocabulary(where, data, settings, vocab_size)
-        head, tail = around_text(data)
-    roles = role_tokens(settings)
-    bos, eos, stop = end_ids(folder, generation, vocab, roles.get("eos_token"))
+        vocab = read_vocabulary(where, source.tokenizer, source.settings, vocab_size)
+    head, tail = source.around
+    roles = role_tokens(source.settings)
+    bos, eos, stop = end_ids(source, vocab, roles.get("eos_token"))
     if unknown := sorted(i for i in {bos, *head, *tail, *stop} if i >= vocab_size):
-        refuse(folder, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
-    template = chat_template(folder, settings)
-    pieces = chat_pieces(template, roles)
-    mode = default_mode(folder, pieces, bool(template), vocab, stop)
+        refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
+    pieces = chat_pieces(source.template, roles)
+    mode = default_mode(source, pieces, vocab, stop)
 
     sections = {"adde": u32(*vocab.added.items()), **unicode_sections(vocab.nfc),
                 "head": u32(head), "tail": u32(tail), "stop": u32(stop),
-                "samp": sampling(folder / "generation_config.json", generation),
-                "repe": repetition_penalty(folder / "generation_config.json", generation),
+                "samp": sampling(source.file("generation_config.json"), source.generation),
+                "repe": repetition_penalty(source.file("generation_config.json"),
+                                           source.generation),
                 "mode": b"" if mode == CHAT else u32((mode,)),
                 "chat": b"".join(struct.pack("<I", len(piece.encode())) + piece.encode()
                                  for piece in pieces or ())}
@@ -978,6 +1067,190 @@ def tokenizer_file(folder: Path, vocab_size: int) -> bytes:
                          for tag, payload in sections.items() if payload or tag in ("ccc ", "deco"))
     return (base_tokenizer(vocab, vocab_size, bos, eos)
             + struct.pack("<4sII", b"q3tx", 1, len(extension)) + extension)
+
+
+# ---------------------------------------------------------------------------- GGUF
+# The same things under other names; llama.cpp's converter wrote them from the checkpoint's files.
+
+GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
+                12: "d"}  # kind -> struct's letter
+GGUF_TENSORS = {
+    "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_down": "mlp.down_proj",
+    "ffn_up": "mlp.up_proj"}
+GGUF_ROPE = {
+    "type": "rope_type", "factor": "factor", "yarn_attn_factor": "attention_factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+# Qwen's tokens that print although they look special, which is why the converter calls them so
+GGUF_PRINTED = {f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad",
+                                           "repo_name", "file_sep")}
+
+
+@dataclass
+class Cursor:
+    """Reads a GGUF file's values one after the other. The end of the data is a struct.error."""
+    data: mmap.mmap
+    at: int = 0
+
+    def unpack(self, letters: str) -> tuple:
+        values = struct.unpack_from("<" + letters, self.data, self.at)
+        self.at += struct.calcsize("<" + letters)
+        return values
+
+    def string(self) -> str:
+        return self.unpack(f"{self.unpack('Q')[0]}s")[0].decode()
+
+    def value(self, kind: int) -> object:
+        if kind == 8:
+            return self.string()
+        if kind != 9:
+            return self.unpack(GGUF_SCALARS[kind])[0]
+        kind, count = self.unpack("IQ")
+        if kind in GGUF_SCALARS:
+            return list(self.unpack(f"{count}{GGUF_SCALARS[kind]}"))
+        return [self.value(kind) for _ in range(count)]
+
+
+def hf_name(name: str) -> str:
+    """blk.0.attn_q.weight -> layers.0.self_attn.q_proj.weight. Unknown names stay as they are."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if not match or match[2] not in GGUF_TENSORS:
+        return name
+    return (f"layers.{match[1]}." if match[1] else "") + GGUF_TENSORS[match[2]] + "." + match[3]
+
+
+def open_gguf(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """(metadata, tensors). The file is "GGUF", u32 version, u64 number of tensors, u64 number of
+    values; the values, each: string key, u32 kind, value; the tensors, each: string name, u32
+    number of dimensions, u64 dimensions (the innermost first), u32 type, u64 offset; the data."""
+    file = open(path, "rb")
+    with (structure_of(path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data):
+        cursor = Cursor(data)
+        magic, version, n_tensors, n_values = cursor.unpack("4sI2Q")
+        if magic != b"GGUF" or version not in (2, 3):
+            found = "a big-endian one" if version % 65536 == 0 else f"{magic!r}, version {version}"
+            refuse(path, "not supported", "a little-endian GGUF file of version 2 or 3", found)
+        metadata = {cursor.string(): cursor.value(*cursor.unpack("I")) for _ in range(n_values)}
+        tensors = {}
+        for _ in range(n_tensors):
+            name, (n,) = cursor.string(), cursor.unpack("I")
+            shape = cursor.unpack(f"{n}Q")[::-1]
+            kind, offset = cursor.unpack("IQ")
+            dtype = gguf.GGMLQuantizationType(kind).name
+            if shape[-1] % BLOCK[dtype][0]:
+                refuse(path, f"rows of {name}", f"a multiple of {BLOCK[dtype][0]}", shape[-1])
+            if hf_name(name) in tensors:
+                refuse(path, "tensors", f"one {name}", "two")
+            tensors[hf_name(name)] = Tensor(name, file, offset, dtype, shape)
+        alignment = metadata.get("general.alignment", 32)
+        start = -(-cursor.at // alignment) * alignment
+        for tensor in tensors.values():
+            tensor.offset += start
+            end = tensor.offset + tensor.bytes_of(math.prod(tensor.shape))
+            if end > len(data):
+                refuse(path, f"truncated in {tensor.name}", f"{end} bytes", len(data))
+    return metadata, tensors
+
+
+def open_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """(metadata, tensors) of a GGUF file or, if it is the first of several, of them all."""
+    metadata, tensors = open_gguf(path)
+    count = metadata.get("split.count", 1)
+    if count > 1 and "-00001-of-" not in path.name:
+        refuse(path, "one of several parts", f"the first, NAME-00001-of-{count:05}.gguf", path.name)
+    for i in range(2, count + 1):
+        part = path.with_name(path.name.replace("-00001-of-", f"-{i:05}-of-"))
+        _, more = open_gguf(part)
+        if again := sorted(tensors.keys() & more):
+            refuse(part, "tensors", "each in one part", some(again))
+        tensors |= more
+    return metadata, tensors
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    size = math.prod(a.shape)
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
+        a.stored(start, min(PIECE, size - start)) == b.stored(start, min(PIECE, size - start))
+        for start in range(0, size, PIECE))
+
+
+def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
+    """What config.json says."""
+    families = {"qwen2": ["Qwen2ForCausalLM"], "qwen3": ["Qwen3ForCausalLM"]}
+    family = metadata.get("general.architecture")
+    if family not in families:
+        refuse(path, "general.architecture is not supported", " or ".join(families), repr(family))
+    value = {key.removeprefix(f"{family}."): v for key, v in metadata.items()}
+    dim, heads = value["embedding_length"], value["attention.head_count"]
+    head_dim = value.get("attention.key_length", dim // heads)
+    scaling = {key.removeprefix("rope.scaling."): v for key, v in value.items()
+               if key.startswith("rope.scaling.") and v != "none"}
+    scaling.pop("finetuned", None)  # says nothing about the arithmetic
+    rope = {GGUF_ROPE.get(key, key): v for key, v in scaling.items()}
+    # transformers' attention_factor, or attn_factor, which it ignores: DeepSeek's undoes the default
+    if abs(rope.get("attention_factor", 0) * (0.1 * math.log(rope.get("factor", 1)) + 1) - 1) < 1e-3:
+        rope["attn_factor"] = rope.pop("attention_factor")
+    embedding, classifier = tensors["embed_tokens.weight"], tensors.get("lm_head.weight")
+    return {
+        "architectures": families[family], "hidden_size": dim,
+        "intermediate_size": value["feed_forward_length"],
+        "num_hidden_layers": value["block_count"], "num_attention_heads": heads,
+        "num_key_value_heads": value.get("attention.head_count_kv"), "head_dim": head_dim,
+        "vocab_size": embedding.shape[0], "max_position_embeddings": value["context_length"],
+        "rms_norm_eps": value["attention.layer_norm_rms_epsilon"],
+        "rope_theta": value.get("rope.freq_base"), "rope_scaling": rope,
+        "partial_rotary_factor": value.get("rope.dimension_count", head_dim) / head_dim,
+        "tie_word_embeddings": classifier is None or same_values(embedding, classifier)}
+
+
+def gguf_tokenizer(path: Path, value: dict) -> dict:
+    """What tokenizer.json says."""
+    for key, known in ("model", ["gpt2"]), ("pre", ["qwen2", "deepseek-r1-qwen"]):
+        if value.get(key) not in known:
+            refuse(path, f"tokenizer.ggml.{key} is not supported", " or ".join(known),
+                   repr(value.get(key)))
+    kinds = gguf.TokenType
+    texts = {kind: {} for kind in (kinds.NORMAL, kinds.CONTROL, kinds.USER_DEFINED, kinds.UNUSED)}
+    for i, (text, kind) in enumerate(zip(value["tokens"], value["token_type"], strict=True)):
+        if kind not in texts:
+            refuse(path, f"token_type of {text!r}", " or ".join(map(str, map(int, texts))), kind)
+        texts[kind][text] = i
+    special = [text for text in texts[kinds.CONTROL] if text not in GGUF_PRINTED]
+    added = texts[kinds.CONTROL] | texts[kinds.USER_DEFINED]
+    return {"model": {"type": "BPE", "vocab": texts[kinds.NORMAL], "merges": value["merges"]},
+            "normalizer": {"type": "NFC"}, "pre_tokenizer": {"pretokenizers": STEPS},
+            "added_tokens": [{"id": i, "content": text, "special": text in special}
+                             for text, i in added.items()]}
+
+
+def read_gguf(path: Path) -> Source:
+    with structure_of(path):
+        metadata, tensors = open_parts(path)
+        config = gguf_config(path, metadata, tensors)
+        value = {key.removeprefix("tokenizer.ggml."): v for key, v in metadata.items()}
+        tokenizer = gguf_tokenizer(path, value)
+        texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+        bos, eos, *more = (value.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
+        ends = [i for i in (eos, *more) if i is not None]
+        ends += [i for i, text in texts.items() if text == "<|endoftext|>"]
+        around = tuple([i] if value.get(f"add_{name}_token") else []
+                       for name, i in (("bos", bos), ("eos", eos)))
+        settings = {"bos_token": texts.get(bos), "eos_token": texts.get(eos)}
+        names = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+                 "penalty_repeat": "repetition_penalty"}
+        generation = {name: metadata.get(f"general.sampling.{key}") for key, name in names.items()}
+        pooling = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
+        if pooling not in (gguf.PoolingType.NONE, gguf.PoolingType.LAST):
+            refuse(path, "pooling_type is not supported", "0 (none) or 3 (last token)", pooling)
+        exact = 32 if any(tensor.dtype == "Q8_0" for tensor in tensors.values()) else None
+        return Source(path, config | {"bos_token_id": bos, "eos_token_id": eos}, tokenizer,
+                      settings, generation | {"eos_token_id": ends},
+                      metadata.get("tokenizer.chat_template"), around, tensors,
+                      pooling == gguf.PoolingType.LAST, exact)
 
 
 # ---------------------------------------------------------------------------- source and target
@@ -999,13 +1272,18 @@ def download(name: str) -> Path:
                "a checkpoint directory or a hub name", f"{type(error).__name__}: {reason}")
 
 
-def find_source(source: str) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    if Path(source).exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
-        refuse(source, "neither a directory nor a hub name", "a checkpoint directory or ORG/NAME",
-               "a file" if Path(source).exists() else "nothing of that name")
-    return download(source)
+def find_source(source: str) -> Source:
+    path = Path(source)
+    if path.is_file() and path.suffix == ".gguf":
+        return read_gguf(path)
+    if not path.is_dir():
+        if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+            refuse(source, "neither a directory nor a hub name",
+                   "a checkpoint directory, ORG/NAME or a file NAME.gguf",
+                   "another file" if path.exists() else "nothing of that name")
+        path = download(source)
+    with structure_of(path):
+        return read_folder(path)
 
 
 @contextmanager
@@ -1029,13 +1307,26 @@ def published(*targets: Path) -> Iterator[list[BinaryIO]]:
             part.unlink(missing_ok=True)
 
 
-def export(source: str, out: Path, yarn_factor: float | None) -> None:
+def requantized(c: Config, tensors: list[Tensor]) -> None:
+    """The note about matrices that were quantized before and can't go over as they are."""
+    kinds = {tensor.dtype for tensor in tensors} - PLAIN
+    if c.group_size == 32:
+        kinds.discard("Q8_0")
+    if kinds:
+        notes.append(f"{', '.join(sorted(kinds))} weights were quantized a second time, in groups "
+                     f"of {c.group_size}: each moved by at most 1/254 of the largest of its group, "
+                     "and what the first time lost stays lost")
+
+
+def export(name: str, out: Path, group_size: int | None,
+           yarn_factor: float | None) -> None:
     began = time.monotonic()
-    folder = find_source(source)
-    with structure_of(folder):
-        config = read_config(folder, yarn_factor)
-        tensors = match_tensors(folder, open_checkpoint(folder), config)
-        tokenizer = tokenizer_file(folder, config.vocab_size)
+    source = find_source(name)
+    with structure_of(source.path):
+        config = read_config(source, group_size, yarn_factor)
+        tensors = match_tensors(source.path, source.tensors, config)
+        tokenizer = tokenizer_file(source, config.vocab_size)
+    requantized(config, tensors)
     size = 256 + sum(stored_size(t.shape, config.group_size) for t in tensors)
     tokenizer_out = out.with_name(out.name + ".tokenizer")
     with published(tokenizer_out, out) as (tokenizer_part, model_part):
@@ -1049,6 +1340,107 @@ def export(source: str, out: Path, yarn_factor: float | None) -> None:
           f"in {seconds:.1f} s", file=sys.stderr)
 
 
+# ---------------------------------------------------------------------------- --check
+
+def check_bytes(path: Path, expected: bytes, found: bytes, what: str) -> None:
+    if found != expected:
+        at = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b),
+                  min(len(expected), len(found)))
+        refuse(path, f"{what} is not the source's from byte {at} on", expected[at:at + 4].hex(" "),
+               found[at:at + 4].hex(" ") or "its end")
+
+
+class Error(NamedTuple):
+    """How far a tensor's values in OUT.bin are from the source's."""
+    name: str
+    rms: float  # of the differences, in units of the tensor's own rms
+    worst: float  # difference, in units of what its group allows: half a step, max|x| / 127 / 2
+
+
+def measure(out: BinaryIO, c: Config, tensors: list[Tensor]) -> Iterator[Error]:
+    """Refuses what is further away than rounding explains, or not a number."""
+    def compare(tensor: Tensor, offset: int, start: int, count: int) -> tuple[float, float, float]:
+        """(sum of squares, sum of squared differences, worst difference) of a piece."""
+        def stored(dtype: str, n: int, at: int) -> np.ndarray:
+            return np.frombuffer(os.pread(out.fileno(), n * np.dtype(dtype).itemsize, at), dtype)
+
+        x = tensor.read(start, count)
+        if len(tensor.shape) == 1:
+            y, allowed = stored("<f4", count, offset + 4 * start), np.zeros(count, np.float32)
+        else:
+            groups = count // c.group_size
+            q = stored("i1", count, offset + start).reshape(groups, -1)
+            scale = stored("<f4", groups, offset + math.prod(tensor.shape)
+                           + 4 * (start // c.group_size))
+            y = (q * scale[:, None]).ravel()
+            peak = np.abs(x).reshape(groups, -1).max(axis=1)
+            allowed = np.repeat(peak / np.float32(254), c.group_size)
+        distance = np.abs(x - y)
+        # the divisions and the product round, and so does a scale that is hardly above 0
+        for i in np.flatnonzero(~(distance <= allowed * np.float32(1.0001) + np.float32(2e-43)))[:1]:
+            place = list(map(int, np.unravel_index(start + i, tensor.shape)))
+            refuse(out.name, f"{tensor.name} {place}", f"{x[i]} within {allowed[i]}", y[i])
+        worst = np.max(distance / np.maximum(allowed, np.finfo(np.float32).tiny))
+        return (float(np.dot(x, x)), float(np.dot(distance, distance)), float(worst))
+
+    for tensor, pieces in in_pieces(compare, tensors, c.group_size):
+        squares, errors, worst = zip(*pieces)
+        yield Error(tensor.name, math.sqrt(sum(errors) / (sum(squares) or 1)), max(worst))
+
+
+def plot(path: Path, title: str, errors: list[Error]) -> None:
+    """The matrices' rms errors: a line along the layers for each kind."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+    axes = Figure(figsize=(9, 5), layout="constrained").subplots()
+    kinds: dict[str, list[tuple[int, float]]] = {}
+    for error in errors:
+        layer = re.search(r"\.(\d+)\.", error.name)
+        kind = error.name[layer.end():] if layer else error.name
+        kinds.setdefault(kind, []).append((int(layer[1]) if layer else -1, 100 * error.rms))
+    for kind, points in kinds.items():
+        axes.plot(*zip(*points), marker="o", markersize=4, label=kind.removesuffix(".weight"))
+    axes.set(title=title, xlabel="layer (-1: none)", ylabel="rms error, % of the weights' rms")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.figure.legend(loc="outside right upper")
+    axes.figure.savefig(path, dpi=150)
+
+
+def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None) -> None:
+    """Compares OUT.bin and its tokenizer file with the source; a table of the errors on stdout."""
+    if picture and not importlib.util.find_spec("matplotlib"):
+        refuse("--plot", "matplotlib is missing", "it installed: `uv run --with matplotlib "
+               "export.py ...` or `pip install matplotlib`", "none")
+    source = find_source(name)
+    tokenizer_out = out.with_name(out.name + ".tokenizer")
+    with open(out, "rb") as file, structure_of(source.path):
+        head = file.read(256)
+        group_size = int.from_bytes(head[0x2C:0x30], "little")
+        if group_size not in GROUP_SIZES:
+            refuse(out, "group_size", " or ".join(map(str, GROUP_SIZES)), group_size)
+        config = read_config(source, group_size, yarn_factor)
+        tensors = match_tensors(source.path, source.tensors, config)
+        check_bytes(out, header(config), head, "the header")
+        size = 256 + sum(stored_size(t.shape, group_size) for t in tensors)
+        if (found := out.stat().st_size) != size:
+            refuse(out, "truncated or oversized", f"{size} bytes", found)
+        check_bytes(tokenizer_out, tokenizer_file(source, config.vocab_size),
+                    tokenizer_out.read_bytes(), "it")
+        matrices = []
+        print("rms error  largest error  tensor\n(% of rms)  (half steps)")
+        for tensor, error in zip(tensors, measure(file, config, tensors)):
+            rms, worst = f"{100 * error.rms:.4f}", f"{error.worst:.4f}"
+            print(f"{rms if error.worst else 'exact':>10} {worst:>14}  {error.name}")
+            matrices += [error] if len(tensor.shape) == 2 else []
+    if picture:
+        plot(picture, f"{out.name} against {source.path.name}", matrices)
+    top = max(matrices, key=lambda error: error.rms)
+    print(f"export.py: {out} is what {name} gives: header, tokenizer and {len(tensors)} tensors; "
+          f"the largest rms error is {100 * top.rms:.2f} % in {top.name}", file=sys.stderr)
+
+
 # ---------------------------------------------------------------------------- main
 
 def usage_error(text: str) -> NoReturn:
@@ -1056,44 +1448,49 @@ def usage_error(text: str) -> NoReturn:
     sys.exit(2)
 
 
-def take_yarn(args: list[str]) -> float | None:
-    """Takes `--yarn FACTOR` out of the arguments."""
-    if "--yarn" not in args:
-        return None
-    at = args.index("--yarn")
-    value = "".join(args[at + 1:at + 2])
-    del args[at:at + 2]
-    with suppress(ValueError):
-        if 1 < float(value) <= 64:
-            return float(value)
-    usage_error(f"--yarn: wrong factor, expected a number above 1 and up to 64, found {value!r}")
-
-
-def parse_arguments(args: list[str]) -> tuple[str, Path, float | None]:
-    """(SOURCE, OUT.bin, YaRN's factor). An OUT ends in .bin; it may also come first, as it once
-    did."""
+def parse_arguments(args: list[str]) -> argparse.Namespace:
+    """source, out and the options. An OUT ends in .bin; it may also come first, as it once did."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = usage_error
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--group-size", type=int, choices=GROUP_SIZES)
+    parser.add_argument("--yarn", type=float, metavar="FACTOR")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
     if "-h" in args or "--help" in args:
         print(__doc__.strip())
         sys.exit(0)
-    yarn_factor = take_yarn(args)
-    if options := [arg for arg in args if arg.startswith("-")]:
-        usage_error(f"option: unknown, expected --yarn or -h, found {options[0]!r}")
-    if not 1 <= len(args) <= 2 or "" in args:
-        usage_error(f"usage: wrong arguments, expected SOURCE [OUT.bin], found {len(args)}")
-    source, *rest = args
+    options = parser.parse_intermixed_args(args)
+    if not 1 <= len(options.names) <= 2 or "" in options.names:
+        usage_error("usage: wrong arguments, expected SOURCE [OUT.bin], "
+                    f"found {len(options.names)}")
+    if options.yarn is not None and not 1 < options.yarn <= 64:
+        usage_error("--yarn: wrong factor, expected a number above 1 and up to 64, "
+                    f"found {options.yarn}")
+    if options.plot and (not options.check or options.plot.suffix != ".png"):
+        usage_error("--plot: wrong use, expected --check --plot FILE.png, "
+                    f"found {options.plot}{'' if options.check else ' without --check'}")
+    if options.check and options.group_size:
+        usage_error("--group-size: of no use with --check, expected OUT.bin's own, found it given")
+    source, *rest = options.names
     if rest and source.endswith(".bin") and (Path(rest[0]).is_dir() or rest[0][-4:] != ".bin"):
         source, rest = rest[0], [source]
     if rest and not rest[0].endswith(".bin"):
         usage_error(f"OUT: wrong name, expected one that ends in .bin, found {rest[0]!r}")
-    out = Path(rest[0] if rest else Path(os.path.abspath(source)).name + ".bin")
-    return source, out, yarn_factor
+    name = Path(os.path.abspath(source)).name.removesuffix(".gguf")
+    options.source, options.out = source, Path(rest[0] if rest else name + ".bin")
+    return options
 
 
 def main() -> None:
-    source, out, yarn_factor = parse_arguments(sys.argv[1:])
+    options = parse_arguments(sys.argv[1:])
+    source, out = options.source, options.out
     status = 0
     try:
-        export(source, out, yarn_factor)
+        if options.check:
+            check(source, out, options.plot, options.yarn)
+        else:
+            export(source, out, options.group_size, options.yarn)
         lines = notes
     except Refused as error:
         lines, status = [str(error)], 1
