@@ -546,36 +546,37 @@ def write_at(file: BinaryIO, data: np.ndarray, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
+def read_at(file: BinaryIO, dtype: str, count: int, offset: int) -> np.ndarray:
+    return np.frombuffer(os.pread(file.fileno(), count * np.dtype(dtype).itemsize, offset), dtype)
+
+
 def stored_size(shape: tuple[int, ...], group_size: int) -> int:
     """Bytes of a tensor in OUT.bin: fp32 values, or int8 values and an fp32 scale per group."""
     n = math.prod(shape)
     return 4 * n if len(shape) == 1 else n + 4 * (n // group_size)
 
 
-Work = Callable[[Tensor, int, int, int], object]  # (tensor, its offset in OUT.bin, start, count)
-
-
-def in_pieces(work: Work, tensors: list[Tensor], group_size: int) -> Iterator[tuple[Tensor, list]]:
-    """Calls work for every piece of every tensor, which come in the order of layout(), several at
-    once: no piece depends on another. Yields each tensor with what work returned."""
+def in_pieces(work: Callable, tensors: list[Tensor],
+              group_size: int) -> Iterator[tuple[Tensor, list]]:
+    """Yields each of the tensors, which come in the order of layout(), with the results of
+    work(tensor, its offset in OUT.bin, start, count) for its pieces. Several run at once."""
     offset = 256
     total = sum(tensor.bytes_of(math.prod(tensor.shape)) for tensor in tensors)
     with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,  # numpy and the kernel let go
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: no terminal
         for tensor in tensors:
-            size = math.prod(tensor.shape)
+            size, results = math.prod(tensor.shape), []
             starts = range(0, size, PIECE)
             counts = [min(PIECE, size - start) for start in starts]
-            results = []
-            for count, result in zip(counts, pool.map(partial(work, tensor, offset), starts, counts)):
+            for result in pool.map(partial(work, tensor, offset), starts, counts):
+                bar.update(tensor.bytes_of(counts[len(results)]))
                 results.append(result)
-                bar.update(tensor.bytes_of(count))
             yield tensor, results
             offset += stored_size(tensor.shape, group_size)
 
 
 def write_model(out: BinaryIO, c: Config, tensors: list[Tensor]) -> None:
-    """The header and the tensors to an empty file."""
+    """The header and the tensors, to an empty file."""
     def convert(tensor: Tensor, offset: int, start: int, count: int) -> None:
         if len(tensor.shape) == 1:
             x = tensor.read(start, count)
@@ -1037,7 +1038,8 @@ def end_ids(source: Source, vocab: Vocabulary, named: str | None
     end_of_text = vocab.added_ids("<|endoftext|>")
     first_bos, first_eos = bos + general_bos + end_of_text, eos + general_eos + end_of_text
     if not first_bos or not first_eos:
-        refuse(source.file("config.json"), "no bos or eos id", "one, or a token <|endoftext|>", "none")
+        refuse(source.file("config.json"), "no bos or eos id", "one, or a token <|endoftext|>",
+               "none")
     stop = general_eos + eos + vocab.added_ids(named) or end_of_text
     return first_bos[0], first_eos[0], list(dict.fromkeys(stop))
 
@@ -1191,9 +1193,10 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
                if key.startswith("rope.scaling.") and v != "none"}
     scaling.pop("finetuned", None)  # says nothing about the arithmetic
     rope = {GGUF_ROPE.get(key, key): v for key, v in scaling.items()}
-    # transformers' attention_factor, or attn_factor, which it ignores: DeepSeek's undoes the default
-    if abs(rope.get("attention_factor", 0) * (0.1 * math.log(rope.get("factor", 1)) + 1) - 1) < 1e-3:
-        rope["attn_factor"] = rope.pop("attention_factor")
+    if "attention_factor" in rope:  # or it was DeepSeek's attn_factor, which undoes the default
+        default = 0.1 * math.log(rope["factor"]) + 1
+        if abs(rope["attention_factor"] * default - 1) < 1e-3:
+            rope["attn_factor"] = rope.pop("attention_factor")
     embedding, classifier = tensors["embed_tokens.weight"], tensors.get("lm_head.weight")
     return {
         "architectures": families[family], "hidden_size": dim,
@@ -1219,6 +1222,8 @@ def gguf_tokenizer(path: Path, value: dict) -> dict:
         if kind not in texts:
             refuse(path, f"token_type of {text!r}", " or ".join(map(str, map(int, texts))), kind)
         texts[kind][text] = i
+    if sum(map(len, texts.values())) < len(value["tokens"]):
+        refuse(path, "tokens", "each with a text of its own", "a text twice")
     special = [text for text in texts[kinds.CONTROL] if text not in GGUF_PRINTED]
     added = texts[kinds.CONTROL] | texts[kinds.USER_DEFINED]
     return {"model": {"type": "BPE", "vocab": texts[kinds.NORMAL], "merges": value["merges"]},
@@ -1272,16 +1277,15 @@ def download(name: str) -> Path:
                "a checkpoint directory or a hub name", f"{type(error).__name__}: {reason}")
 
 
-def find_source(source: str) -> Source:
-    path = Path(source)
-    if path.is_file() and path.suffix == ".gguf":
+def find_source(name: str) -> Source:
+    path = Path(name)
+    if path.is_file():
         return read_gguf(path)
     if not path.is_dir():
-        if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
-            refuse(source, "neither a directory nor a hub name",
-                   "a checkpoint directory, ORG/NAME or a file NAME.gguf",
-                   "another file" if path.exists() else "nothing of that name")
-        path = download(source)
+        if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+            refuse(name, "no checkpoint", "a directory, a GGUF file or a hub name, ORG/NAME",
+                   "nothing of that name" if not path.exists() else "something else")
+        path = download(name)
     with structure_of(path):
         return read_folder(path)
 
@@ -1307,26 +1311,26 @@ def published(*targets: Path) -> Iterator[list[BinaryIO]]:
             part.unlink(missing_ok=True)
 
 
-def requantized(c: Config, tensors: list[Tensor]) -> None:
-    """The note about matrices that were quantized before and can't go over as they are."""
-    kinds = {tensor.dtype for tensor in tensors} - PLAIN
-    if c.group_size == 32:
-        kinds.discard("Q8_0")
-    if kinds:
-        notes.append(f"{', '.join(sorted(kinds))} weights were quantized a second time, in groups "
-                     f"of {c.group_size}: each moved by at most 1/254 of the largest of its group, "
-                     "and what the first time lost stays lost")
-
-
-def export(name: str, out: Path, group_size: int | None,
-           yarn_factor: float | None) -> None:
-    began = time.monotonic()
+def prepare(name: str, group_size: int | None,
+            yarn_factor: float | None) -> tuple[Config, list[Tensor], bytes]:
+    """(config, tensors in the order of OUT.bin, OUT.bin.tokenizer) of a source."""
     source = find_source(name)
     with structure_of(source.path):
         config = read_config(source, group_size, yarn_factor)
         tensors = match_tensors(source.path, source.tensors, config)
         tokenizer = tokenizer_file(source, config.vocab_size)
-    requantized(config, tensors)
+    lossy = {tensor.dtype for tensor in tensors} - PLAIN
+    lossy -= {"Q8_0"} if config.group_size == 32 else set()
+    if lossy:
+        notes.append(f"{', '.join(sorted(lossy))}: quantized again, in groups of "
+                     f"{config.group_size}, which moves a value by up to 1/254 of the largest of "
+                     "its group; what the first quantization lost stays lost")
+    return config, tensors, tokenizer
+
+
+def export(name: str, out: Path, group_size: int | None, yarn_factor: float | None) -> None:
+    began = time.monotonic()
+    config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
     size = 256 + sum(stored_size(t.shape, config.group_size) for t in tensors)
     tokenizer_out = out.with_name(out.name + ".tokenizer")
     with published(tokenizer_out, out) as (tokenizer_part, model_part):
@@ -1342,66 +1346,54 @@ def export(name: str, out: Path, group_size: int | None,
 
 # ---------------------------------------------------------------------------- --check
 
-def check_bytes(path: Path, expected: bytes, found: bytes, what: str) -> None:
+def check_bytes(path: Path, what: str, expected: bytes, found: bytes) -> None:
+    """Refuses a difference, by the 32-bit word it is in."""
     if found != expected:
-        at = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b),
-                  min(len(expected), len(found)))
-        refuse(path, f"{what} is not the source's from byte {at} on", expected[at:at + 4].hex(" "),
-               found[at:at + 4].hex(" ") or "its end")
+        at = next((i for i in range(0, len(expected), 4) if expected[i:i + 4] != found[i:i + 4]),
+                  len(expected))
+        refuse(path, f"{what} is not what the source gives, at byte {at:#x}",
+               expected[at:at + 4].hex(" ") or "its end", found[at:at + 4].hex(" ") or "its end")
 
 
-class Error(NamedTuple):
-    """How far a tensor's values in OUT.bin are from the source's."""
-    name: str
-    rms: float  # of the differences, in units of the tensor's own rms
-    worst: float  # difference, in units of what its group allows: half a step, max|x| / 127 / 2
+def compare_piece(out: BinaryIO, group_size: int, tensor: Tensor, offset: int, start: int,
+                  count: int) -> tuple[float, float, float]:
+    """(sum of squares, sum of squared differences, largest difference in units of what its group
+    allows) of elements start .. start+count-1 of a tensor that begins at offset. Half a step is
+    allowed, max|x| / 254, and a little more: the product rounds, and so does a tiny scale."""
+    x = tensor.read(start, count)
+    if len(tensor.shape) == 1:
+        y, allowed = read_at(out, "<f4", count, offset + 4 * start), np.zeros(count, np.float32)
+    else:
+        q = read_at(out, "i1", count, offset + start).reshape(-1, group_size)
+        scale = read_at(out, "<f4", len(q),
+                        offset + math.prod(tensor.shape) + 4 * (start // group_size))
+        y = (q * scale[:, None]).ravel()
+        peak = np.abs(x).reshape(-1, group_size).max(axis=1)
+        allowed = np.repeat(peak * np.float32(1.0001 / 254) + np.float32(2e-43), group_size)
+    difference = np.abs(x - y)
+    wrong = ~(difference <= allowed)  # so NaN is wrong
+    if wrong.any():
+        i = int(wrong.argmax())
+        place = list(map(int, np.unravel_index(start + i, tensor.shape)))
+        refuse(out.name, f"{tensor.name} {place}", f"{x[i]:.9g} within {allowed[i]:.3g}",
+               f"{y[i]:.9g}")
+    largest = (difference / np.maximum(allowed, np.finfo(np.float32).tiny)).max()
+    return float(x @ x), float(difference @ difference), float(largest)
 
 
-def measure(out: BinaryIO, c: Config, tensors: list[Tensor]) -> Iterator[Error]:
-    """Refuses what is further away than rounding explains, or not a number."""
-    def compare(tensor: Tensor, offset: int, start: int, count: int) -> tuple[float, float, float]:
-        """(sum of squares, sum of squared differences, worst difference) of a piece."""
-        def stored(dtype: str, n: int, at: int) -> np.ndarray:
-            return np.frombuffer(os.pread(out.fileno(), n * np.dtype(dtype).itemsize, at), dtype)
-
-        x = tensor.read(start, count)
-        if len(tensor.shape) == 1:
-            y, allowed = stored("<f4", count, offset + 4 * start), np.zeros(count, np.float32)
-        else:
-            groups = count // c.group_size
-            q = stored("i1", count, offset + start).reshape(groups, -1)
-            scale = stored("<f4", groups, offset + math.prod(tensor.shape)
-                           + 4 * (start // c.group_size))
-            y = (q * scale[:, None]).ravel()
-            peak = np.abs(x).reshape(groups, -1).max(axis=1)
-            allowed = np.repeat(peak / np.float32(254), c.group_size)
-        distance = np.abs(x - y)
-        # the divisions and the product round, and so does a scale that is hardly above 0
-        for i in np.flatnonzero(~(distance <= allowed * np.float32(1.0001) + np.float32(2e-43)))[:1]:
-            place = list(map(int, np.unravel_index(start + i, tensor.shape)))
-            refuse(out.name, f"{tensor.name} {place}", f"{x[i]} within {allowed[i]}", y[i])
-        worst = np.max(distance / np.maximum(allowed, np.finfo(np.float32).tiny))
-        return (float(np.dot(x, x)), float(np.dot(distance, distance)), float(worst))
-
-    for tensor, pieces in in_pieces(compare, tensors, c.group_size):
-        squares, errors, worst = zip(*pieces)
-        yield Error(tensor.name, math.sqrt(sum(errors) / (sum(squares) or 1)), max(worst))
-
-
-def plot(path: Path, title: str, errors: list[Error]) -> None:
-    """The matrices' rms errors: a line along the layers for each kind."""
+def plot(path: Path, title: str, errors: dict[str, float]) -> None:
+    """A line along the layers for each kind of matrix, and a level for those outside the layers."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
     axes = Figure(figsize=(9, 5), layout="constrained").subplots()
-    kinds: dict[str, list[tuple[int, float]]] = {}
-    for error in errors:
-        layer = re.search(r"\.(\d+)\.", error.name)
-        kind = error.name[layer.end():] if layer else error.name
-        kinds.setdefault(kind, []).append((int(layer[1]) if layer else -1, 100 * error.rms))
-    for kind, points in kinds.items():
-        axes.plot(*zip(*points), marker="o", markersize=4, label=kind.removesuffix(".weight"))
-    axes.set(title=title, xlabel="layer (-1: none)", ylabel="rms error, % of the weights' rms")
-    axes.set_ylim(bottom=0)
+    kinds: dict[str, list[float]] = {}
+    for name, rms in errors.items():
+        kinds.setdefault(re.sub(r".*\.\d+\.|\.weight$", "", name), []).append(rms)
+    n = max(map(len, kinds.values()))
+    for kind, values in kinds.items():
+        axes.plot((values * n)[:n], "o-" if len(values) == n else "--", markersize=4, label=kind)
+    axes.set(title=title, xlabel="layer", ylabel="rms error, % of the weights' rms")
+    axes.set_ylim(bottom=max(0, axes.get_ylim()[0]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.figure.legend(loc="outside right upper")
@@ -1411,34 +1403,33 @@ def plot(path: Path, title: str, errors: list[Error]) -> None:
 def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None) -> None:
     """Compares OUT.bin and its tokenizer file with the source; a table of the errors on stdout."""
     if picture and not importlib.util.find_spec("matplotlib"):
-        refuse("--plot", "matplotlib is missing", "it installed: `uv run --with matplotlib "
-               "export.py ...` or `pip install matplotlib`", "none")
-    source = find_source(name)
-    tokenizer_out = out.with_name(out.name + ".tokenizer")
-    with open(out, "rb") as file, structure_of(source.path):
+        refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...` or `pip "
+               "install matplotlib`", "none")
+    tokenizer_out, errors = out.with_name(out.name + ".tokenizer"), {}
+    with open(out, "rb") as file:
         head = file.read(256)
         group_size = int.from_bytes(head[0x2C:0x30], "little")
         if group_size not in GROUP_SIZES:
             refuse(out, "group_size", " or ".join(map(str, GROUP_SIZES)), group_size)
-        config = read_config(source, group_size, yarn_factor)
-        tensors = match_tensors(source.path, source.tensors, config)
-        check_bytes(out, header(config), head, "the header")
+        config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
+        check_bytes(out, "the header", header(config), head)
+        check_bytes(tokenizer_out, "it", tokenizer, tokenizer_out.read_bytes())
         size = 256 + sum(stored_size(t.shape, group_size) for t in tensors)
         if (found := out.stat().st_size) != size:
             refuse(out, "truncated or oversized", f"{size} bytes", found)
-        check_bytes(tokenizer_out, tokenizer_file(source, config.vocab_size),
-                    tokenizer_out.read_bytes(), "it")
-        matrices = []
-        print("rms error  largest error  tensor\n(% of rms)  (half steps)")
-        for tensor, error in zip(tensors, measure(file, config, tensors)):
-            rms, worst = f"{100 * error.rms:.4f}", f"{error.worst:.4f}"
-            print(f"{rms if error.worst else 'exact':>10} {worst:>14}  {error.name}")
-            matrices += [error] if len(tensor.shape) == 2 else []
+        print("rms error    largest\n(% of rms)  (half steps)  tensor")
+        for tensor, pieces in in_pieces(partial(compare_piece, file, group_size), tensors,
+                                        group_size):
+            squares, differences, largest = zip(*pieces)
+            rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
+            print(f"{rms:10.4f}  {max(largest):12.4f}  {tensor.name}")
+            if len(tensor.shape) == 2:
+                errors[tensor.name] = rms
     if picture:
-        plot(picture, f"{out.name} against {source.path.name}", matrices)
-    top = max(matrices, key=lambda error: error.rms)
+        plot(picture, f"{out.name} against {Path(name).name}", errors)
+    worst = max(errors, key=errors.__getitem__)
     print(f"export.py: {out} is what {name} gives: header, tokenizer and {len(tensors)} tensors; "
-          f"the largest rms error is {100 * top.rms:.2f} % in {top.name}", file=sys.stderr)
+          f"rms error {errors[worst]:.2f} % at most, in {worst}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------- main
