@@ -1,0 +1,479 @@
+"""export.py on GGUF files, which tests write with the gguf package from the checkpoints of
+test_export.py; what the checkpoint itself gives is the measure."""
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from conftest import environment, output
+from gguf import GGMLQuantizationType as Kind
+from reference import quantize
+from test_export import (ROOT, SHARED, checkpoint, needs_shared,  # noqa: F401
+                         read_tokenizer, refused, rows, run, tokenizer_json)
+
+NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
+         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+         "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+         "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
+         "mlp.down_proj": "ffn_down", "mlp.up_proj": "ffn_up"}
+PRINTED = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
+           "</think>"}  # not special in Hugging Face's files, and so are
+CALLED_CONTROL = {f"<|{name}|>" for name in (  # these, but not so for the converter
+    "fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")}
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    layer, _, rest = stem.removeprefix("layers.").partition(".")
+    return f"blk.{layer}.{NAMES[rest]}.{kind}" if layer.isdigit() else f"{NAMES[stem]}.{kind}"
+
+
+def values(ck) -> dict[str, object]:
+    """The metadata that llama.cpp's converter writes."""
+    c, tok = ck.config, ck.tokenizer
+    family = "qwen3" if c["architectures"] == ["Qwen3ForCausalLM"] else "qwen2"
+    tokens = {i: (text, gguf.TokenType.NORMAL) for text, i in tok["model"]["vocab"].items()}
+    for added in tok["added_tokens"]:
+        printed = added["content"] in PRINTED
+        tokens[added["id"]] = (added["content"], gguf.TokenType.USER_DEFINED if printed
+                               else gguf.TokenType.CONTROL)
+    for i in range(c["vocab_size"]):
+        tokens.setdefault(i, (f"[PAD{i}]", gguf.TokenType.UNUSED))
+    texts, kinds = zip(*(tokens[i] for i in sorted(tokens)))
+    result = {
+        "general.architecture": family, f"{family}.block_count": c["num_hidden_layers"],
+        f"{family}.context_length": c["max_position_embeddings"],
+        f"{family}.embedding_length": c["hidden_size"],
+        f"{family}.feed_forward_length": c["intermediate_size"],
+        f"{family}.attention.head_count": c["num_attention_heads"],
+        f"{family}.attention.head_count_kv": c["num_key_value_heads"],
+        f"{family}.attention.key_length": c["head_dim"],
+        f"{family}.attention.value_length": c["head_dim"],
+        f"{family}.attention.layer_norm_rms_epsilon": float(c["rms_norm_eps"]),
+        f"{family}.rope.freq_base": float(c["rope_theta"]),
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": list(texts), "tokenizer.ggml.token_type": list(map(int, kinds)),
+        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m)
+                                  for m in tok["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": c["eos_token_id"],
+        "tokenizer.ggml.bos_token_id": c["bos_token_id"],
+        "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": CHATML}
+    names = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k",
+             "repetition_penalty": "penalty_repeat"}
+    return result | {f"general.sampling.{names[key]}": value
+                     for key, value in ck.generation.items() if key in names}
+
+
+def blocks(ck, kind: Kind) -> dict[str, tuple[np.ndarray, Kind]]:
+    """The tensors: matrices in that kind, all else in F32."""
+    stored = zip(ck.tensors, ck.stored())
+    return {gguf_name(name): (gguf.quantize(x, kind), kind) if x.ndim == 2 else (x, Kind.F32)
+            for name, (_, _, x) in stored}
+
+
+def write(path: Path, metadata: dict[str, object], tensors, endian=gguf.GGUFEndian.LITTLE) -> Path:
+    writer = gguf.GGUFWriter(path, metadata.get("general.architecture", "?"), endianess=endian)
+    for key, value in metadata.items():
+        if key == "general.architecture" or value is None:
+            continue
+        kind = gguf.GGUFValueType.get_type(value)
+        if kind == gguf.GGUFValueType.INT32 and not key.startswith("general."):
+            kind = gguf.GGUFValueType.UINT32
+        writer.add_key_value(key, value, kind)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def make(checkpoint, tmp_path):  # noqa: F811
+    """make(checkpoint, kind, changes) writes model.gguf."""
+    def call(ck=None, kind=Kind.F32, changes={}, tensors={}):
+        ck = ck or checkpoint()
+        return write(tmp_path / "model.gguf", values(ck) | changes, blocks(ck, kind) | tensors)
+    return call
+
+
+def files(path: Path) -> tuple[bytes, bytes]:
+    return path.read_bytes(), Path(f"{path}.tokenizer").read_bytes()
+
+
+# ---------------------------------------------------------------------------- the same as from HF
+
+def qwen2(ck):
+    """Turns a checkpoint to Qwen2: biases, no QK-norm."""
+    c, rng = ck.config, np.random.default_rng(2)
+    c |= {"architectures": ["Qwen2ForCausalLM"], "head_dim": c["hidden_size"] // 2}
+    ck.tensors = {name: x for name, x in ck.tensors.items() if "q_norm" not in name
+                  and "k_norm" not in name}
+    for name, x in list(ck.tensors.items()):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            ck.tensors[name] = x[:c["head_dim"] * (2 if "q_proj" in name else 1)]
+            ck.tensors[name.replace("weight", "bias")] = rng.standard_normal(
+                len(ck.tensors[name])).astype(np.float32)
+        if name.endswith("o_proj.weight"):
+            ck.tensors[name] = x[:, :c["hidden_size"]]
+    return ck
+
+
+VARIANTS = {
+    "F32": lambda ck: ck("F32"), "F16": lambda ck: ck("F16"), "BF16": lambda ck: ck("BF16"),
+    "untied": lambda ck: ck("F16", tie_word_embeddings=False),
+    "group 32": lambda ck: ck("BF16", hidden_size=96, intermediate_size=160, head_dim=32),
+    "theta, eps": lambda ck: ck("F32", rope_theta=5000000, rms_norm_eps=1e-5),
+    "Qwen2": lambda ck: qwen2(ck("BF16")),
+}
+
+
+@pytest.mark.parametrize("which", VARIANTS)
+def test_a_gguf_gives_the_files_that_the_checkpoint_gives(checkpoint, make, run, tmp_path,  # noqa
+                                                          which):
+    ck = VARIANTS[which](checkpoint)
+    ck.settings["chat_template"] = CHATML
+    for token in ck.tokenizer["added_tokens"]:
+        token["special"] = token["content"] not in PRINTED | CALLED_CONTROL
+    assert run(ck.save(tmp_path / "hf"), "hf.bin")[0] == 0
+    status, err = run(make(ck, Kind[ck.dtype]), "gguf.bin")
+    assert status == 0 and len(err) == 1, err  # the summary alone: nothing was lost
+    assert files(tmp_path / "gguf.bin") == files(tmp_path / "hf.bin")
+
+
+def test_default_name_and_first_argument(make, run, tmp_path):  # noqa: F811
+    make()
+    assert run("model.gguf")[0] == 0 and run("other.bin", "model.gguf")[0] == 0
+    assert files(tmp_path / "model.bin") == files(tmp_path / "other.bin")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, run,  # noqa: F811
+                                                              tmp_path, same):
+    ck = checkpoint("BF16")
+    embedding = ck.tensors["embed_tokens.weight"]
+    ck.tensors["lm_head.weight"] = embedding if same else np.roll(embedding, 1)
+    assert run(make(ck, Kind.BF16), "out.bin")[0] == 0
+    ck.config["tie_word_embeddings"] = same
+    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+
+
+def test_parts_are_joined(checkpoint, run, tmp_path):  # noqa: F811
+    ck = checkpoint("F16")
+    tensors = list(blocks(ck, Kind.F16).items())
+    for i in range(3):
+        split = {"split.no": i, "split.count": 3, "split.tensors.count": len(tensors)}
+        write(tmp_path / f"m-{i + 1:05}-of-00003.gguf", (values(ck) if i == 0 else {}) | split,
+              dict(tensors[i::3]))
+    assert run("m-00001-of-00003.gguf", "out.bin")[0] == 0
+    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+    refused(run("m-00002-of-00003.gguf", "out.bin"), "one of several parts", "m?-00001-of-00003")
+    (tmp_path / "m-00003-of-00003.gguf").rename(tmp_path / "elsewhere")
+    status, err = run("m-00001-of-00003.gguf", "x.bin")
+    assert status == 1 and "m-00003-of-00003.gguf" in err[0] and len(err) == 1
+
+
+# ---------------------------------------------------------------------------- quantized weights
+
+def matrix(data: bytes, c: dict, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """q and scales of the embedding, OUT.bin's first matrix."""
+    norms = c["num_hidden_layers"] * 2 * (c["hidden_size"] + c["head_dim"]) + c["hidden_size"]
+    size, at = c["vocab_size"] * c["hidden_size"], 256 + 4 * norms
+    return (np.frombuffer(data, np.int8, size, at).reshape(-1, group),
+            np.frombuffer(data, "<f4", size // group, at + size))
+
+
+def test_q8_0_goes_over_as_it_is(checkpoint, make, run, tmp_path):  # noqa: F811
+    ck = checkpoint("F32")
+    path = make(ck, Kind.Q8_0)
+    data = bytearray(path.read_bytes())
+    stored = blocks(ck, Kind.Q8_0)["token_embd.weight"][0].reshape(-1, 34)
+    at = data.find(stored[64:67].tobytes())
+    assert at > 0
+    data[at + 2] = 0x80  # -128, which our own quantization never makes
+    stored[64, 2] = 0x80
+    stored[65, 2:] = np.arange(1, 33)  # far from 127: no rescaling
+    data[at + 34:at + 68] = stored[65].tobytes()
+    path.write_bytes(data)
+    status, err = run(path, "out.bin")
+    assert status == 0 and len(err) == 1, err
+    out = (tmp_path / "out.bin").read_bytes()
+    assert struct.unpack_from("<I", out, 0x2C) == (32,)
+    q, scale = matrix(out, ck.config, 32)
+    assert np.array_equal(q, stored[:, 2:].view(np.int8))
+    assert np.array_equal(scale, stored[:, :2].copy().view("<f2").ravel().astype("<f4"))
+
+    status, err = run(path, "out64.bin", "--group-size", 64)
+    assert status == 0 and len(err) == 2 and "Q8_0: quantized again, in groups of 64" in err[1], err
+    q, scale = matrix((tmp_path / "out64.bin").read_bytes(), ck.config, 64)
+    expected = quantize(gguf.dequantize(stored, Kind.Q8_0).reshape(1, -1), 64)
+    assert np.array_equal(q.ravel(), expected[0][0]) and np.array_equal(scale, expected[1][0])
+
+
+def random_blocks(rng, shape: tuple[int, int], kind: Kind) -> np.ndarray:
+    """Random bytes where they make finite values."""
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    found = np.zeros((0, size), np.uint8)
+    while len(found) < math.prod(shape) // elements:
+        tried = rng.integers(0, 256, (1000, size), np.uint8)
+        with np.errstate(all="ignore"):
+            x = gguf.dequantize(tried, kind)
+        found = np.concatenate([found, tried[(np.abs(x) < 1e6).all(axis=1)]])
+    return found[:math.prod(shape) // elements].reshape(shape[0], -1)
+
+
+QUANTIZED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS",
+             "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS", "TQ1_0",
+             "TQ2_0", "MXFP4"]
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_other_quantizations(checkpoint, make, run, tmp_path, kind):  # noqa: F811
+    """As the gguf package dequantizes them, then quantized as ever; a note says so."""
+    kind = Kind[kind]
+    ck = checkpoint("F32", hidden_size=256, intermediate_size=256, num_hidden_layers=1,
+                    num_attention_heads=4)
+    rng = np.random.default_rng(3)
+    tensors = {gguf_name(name): (random_blocks(rng, x.shape, kind), kind)
+               for name, x in ck.tensors.items() if x.ndim == 2}
+    status, err = run(make(ck, tensors=tensors), "out.bin")
+    assert status == 0 and len(err) == 2 and f"{kind.name}: quantized again" in err[1], err
+    q, scale = matrix((tmp_path / "out.bin").read_bytes(), ck.config, 64)
+    x = gguf.dequantize(tensors["token_embd.weight"][0], kind)
+    expected = quantize(x.reshape(1, -1), 64)
+    assert np.array_equal(q.ravel(), expected[0][0]) and np.array_equal(scale, expected[1][0])
+
+
+def test_infinite_scale_is_refused(checkpoint, make, run, tmp_path):  # noqa: F811
+    ck = checkpoint("F32")
+    tensors = blocks(ck, Kind.Q8_0)
+    tensors["blk.1.ffn_up.weight"][0][3, :2] = 0x00, 0x7C
+    path = make(ck, Kind.Q8_0, tensors=tensors)
+    refused(run(path, "out.bin"), "blk.1.ffn_up.weight", "finite numbers")
+    refused(run(path, "out.bin", "--group-size", 64), "blk.1.ffn_up.weight", "finite numbers")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
+
+
+# ---------------------------------------------------------------------------- metadata
+
+def header_fields(path: Path):
+    """theta, eps, kind, factor, original length, beta_fast, beta_slow, attention factor."""
+    return struct.unpack_from("<2fIfi3f", path.read_bytes(), 0x30)
+
+
+SCALING = {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 4.0,
+           "qwen3.rope.scaling.original_context_length": 128}
+DEFAULT = 0.1 * math.log(4) + 1
+
+
+@pytest.mark.parametrize("changes, fields, noted", [
+    (SCALING, (0, 0, 1, 4, 128, 0, 0, 0), False),
+    (SCALING | {"qwen3.rope.scaling.yarn_beta_fast": 16.0,
+                "qwen3.rope.scaling.yarn_beta_slow": 2.0,
+                "qwen3.rope.scaling.yarn_attn_factor": 1.5,
+                "qwen3.rope.scaling.finetuned": True}, (0, 0, 1, 4, 128, 16, 2, 1.5), False),
+    # DeepSeek's attn_factor, which transformers ignores
+    (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1 / DEFAULT}, (0, 0, 1, 4, 128, 0, 0, 0),
+     True),
+    ({"qwen3.rope.scaling.type": "none"}, (0, 0, 0, 0, 0, 0, 0, 0), False),
+    ({"qwen3.rope.freq_base": None}, (1e4, 0, 0, 0, 0, 0, 0, 0), False)])
+def test_rope(make, run, tmp_path, changes, fields, noted):  # noqa: F811
+    status, err = run(make(changes=changes), "out.bin")
+    assert status == 0 and len(err) == 1 + noted, err
+    assert header_fields(tmp_path / "out.bin") == fields
+
+
+def tokenizer_of(path: Path, ck):
+    return read_tokenizer(Path(f"{path}.tokenizer").read_bytes(), ck.config["vocab_size"])
+
+
+def test_tokenizer_metadata(checkpoint, make, run, tmp_path):  # noqa: F811
+    ck = checkpoint()
+    end, turn = ck.eos - 2, ck.eos  # <|endoftext|>, <|im_end|>
+    assert run(make(ck, changes={
+        "tokenizer.ggml.eos_token_id": end, "tokenizer.ggml.eot_token_id": turn,
+        "tokenizer.ggml.bos_token_id": turn, "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": True, "qwen3.pooling_type": 3,
+        "tokenizer.chat_template": None, "general.sampling.temp": None,
+        "general.sampling.top_p": 0.5, "general.sampling.top_k": None}), "out.bin")[0] == 0
+    head, records, sections = tokenizer_of(tmp_path / "out.bin", ck)
+    assert head[1:] == (turn, end)
+    assert rows(sections["head"], 1) == [(turn,)] and rows(sections["tail"], 1) == [(end,)]
+    assert rows(sections["stop"], 1) == [(end,), (turn,)]
+    assert sections["samp"] == struct.pack("<2fI", 1.0, 0.5, 50)  # the rest as in transformers
+    assert rows(sections["mode"], 1) == [(4,)] and "chat" not in sections
+    special = {records[i][1].decode() for i, flag in rows(sections["adde"], 2) if flag}
+    printed = {records[i][1].decode() for i, flag in rows(sections["adde"], 2) if not flag}
+    assert printed == PRINTED | CALLED_CONTROL
+    assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|box_start|>"} <= special
+    assert records[-5:] == [(-1e6, b"")] * 5  # [PAD...], which nothing makes
+
+
+# ---------------------------------------------------------------------------- refused
+
+def without(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def shape(name, *new):
+    return lambda tensors: tensors.update({name: (np.zeros(new, np.float32), Kind.F32)})
+
+
+BAD = {
+    "llama": ({"general.architecture": "llama"}, None, "general.architecture .*'llama'"),
+    "moe": ({"general.architecture": "qwen3moe"}, None, "qwen2 or qwen3, found 'qwen3moe'"),
+    "spm": ({"tokenizer.ggml.model": "llama"}, None, "tokenizer.ggml.model .*gpt2, found 'llama'"),
+    "pre": ({"tokenizer.ggml.pre": "llama-bpe"}, None, "tokenizer.ggml.pre .*qwen2.*'llama-bpe'"),
+    "no pre": ({"tokenizer.ggml.pre": None}, None, "tokenizer.ggml.pre .*found None"),
+    "no tokens": ({"tokenizer.ggml.tokens": None}, None, "KeyError: 'tokens'"),
+    "no merges": ({"tokenizer.ggml.merges": None}, None, "KeyError: 'merges'"),
+    "token type": ({"tokenizer.ggml.token_type": [6] * 371}, None, "token_type of '!'.*found 6"),
+    "types": ({"tokenizer.ggml.token_type": [1]}, None, "zip"),
+    "no length": ({"qwen3.context_length": None}, None, "KeyError: 'context_length'"),
+    "layers": ({"qwen3.block_count": 3}, None, "missing: layers.2"),
+    "heads": ({"qwen3.attention.head_count": [2, 2]}, None, "TypeError"),
+    "heads 0": ({"qwen3.attention.head_count": 0}, None, "ZeroDivisionError"),
+    "float": ({"qwen3.embedding_length": 64.0}, None, "hidden_size.*64.0"),
+    "linear": ({"qwen3.rope.scaling.type": "linear"}, None, "rope_type.*'linear'"),
+    "longrope": (SCALING | {"qwen3.rope.scaling.alpha": 1.0}, None, "alpha"),
+    "partial": ({"qwen3.rope.dimension_count": 32}, None, "partial_rotary_factor.*0.5"),
+    "pooling": ({"qwen3.pooling_type": 1}, None, "pooling_type.*found 1"),
+    "eos": ({"tokenizer.ggml.eos_token_id": 99999}, None, "token ids.*99999"),
+    "alignment": ({"general.alignment": 0}, None, "ZeroDivisionError"),
+    "no embedding": ({}, without("token_embd.weight"), "KeyError: 'embed_tokens.weight'"),
+    "missing": ({}, without("blk.1.attn_q.weight"), "missing: layers.1.self_attn.q_proj.weight"),
+    "left over": ({}, shape("blk.0.ffn_gate_exps.weight", 2, 2), "left over: blk.0.ffn_gate_exps"),
+    "no norm": ({}, without("blk.0.attn_q_norm.weight"), "missing: layers.0.self_attn.q_norm"),
+    "bias": ({}, shape("blk.0.attn_q.bias", 128), "left over: blk.0.attn_q.bias"),
+    "shape": ({}, shape("blk.0.attn_q.weight", 64, 128),
+              r"shape of blk.0.attn_q.weight, expected \[128, 64\], found \[64, 128\]"),
+    "integers": ({}, lambda t: t.update({"output_norm.weight": (np.zeros(64, np.int32), Kind.I32)}),
+                 "dtype of output_norm.weight.*I32"),
+}
+
+
+@pytest.mark.parametrize("which", BAD)
+def test_refused(checkpoint, run, tmp_path, which):  # noqa: F811
+    changes, spoil, pattern = BAD[which]
+    ck = checkpoint("F32")
+    tensors = blocks(ck, Kind.F32)
+    if spoil:
+        spoil(tensors)
+    metadata = {key.replace("qwen3moe", "qwen3"): v for key, v in (values(ck) | changes).items()}
+    refused(run(write(tmp_path / "model.gguf", metadata, tensors), "out.bin"), "model.gguf",
+            pattern)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_big_endian(checkpoint, run, tmp_path):  # noqa: F811
+    ck = checkpoint("F32")
+    write(tmp_path / "b.gguf", values(ck), blocks(ck, Kind.F32), gguf.GGUFEndian.BIG)
+    refused(run("b.gguf", "out.bin"), "little-endian", "a big-endian one")
+
+
+def test_truncated_and_spoiled(make, run, tmp_path):  # noqa: F811
+    """Wherever the file ends, and whatever a word of its metadata says: one line, at once."""
+    path = make(kind=Kind.Q8_0)
+    data = path.read_bytes()
+    at = data.index(b"token_embd.weight")
+    for end in [0, 3, 23, 24, 40, 5000, at, at + 20, at + 40, len(data) - 34 * 64, len(data) - 34]:
+        path.write_bytes(data[:end])
+        refused(run(path, "out.bin"), "model.gguf: (broken|truncated|not supported)")
+    for place, word in [(0, b"GGML"), (4, b"\1\0\0\0"), (8, b"\xff" * 8), (16, b"\xff" * 7),
+                        (24, b"\xff" * 8), (24, b"\0\0\0\0\0\0\0\x10"), (at - 8, b"\xff\xff"),
+                        (at + 17, b"\xff\xff\xff\xff"), (at + 21, b"\xff" * 8),
+                        (at + 37, b"\x63\0\0\0"), (at + 41, b"\xff" * 8), (at + 41, b"\0" * 6 + b"\1")]:
+        path.write_bytes(data[:place] + word + data[place + len(word):])
+        refused(run(path, "out.bin"), "model.gguf: ")
+    array = data.index(b"tokenizer.ggml.tokens") + 21
+    path.write_bytes(data[:array + 8] + b"\xff" * 8 + data[array + 16:])  # 2^64 - 1 strings
+    refused(run(path, "out.bin"), "broken")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
+
+
+# ---------------------------------------------------------------------------- large files
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read the peak from")
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.Q4_K])
+def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path, kind):  # noqa: F811
+    """An embedding of 123 million values, up to 492 MB, as a hole in the file."""
+    ck = checkpoint("F32", hidden_size=1024)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3")
+    for key, value in values(ck).items():
+        if key != "general.architecture":
+            writer.add_key_value(key, value, gguf.GGUFValueType.UINT32 if type(value) is int
+                                 else gguf.GGUFValueType.get_type(value))
+    for name, shape in ck.shapes():
+        if name == "embed_tokens.weight":
+            shape = 120_000, 1024
+        kind_here = kind if len(shape) == 2 and shape[1] % 256 == 0 else Kind.F32
+        elements, size = gguf.GGML_QUANT_SIZES[kind_here]
+        if kind_here != Kind.F32:
+            bytes_shape = gguf.quant_shape_to_byte_shape(shape, kind_here)
+            writer.add_tensor_info(gguf_name(name), bytes_shape, np.dtype(np.uint8),
+                                   math.prod(bytes_shape), kind_here)
+        else:
+            writer.add_tensor_info(gguf_name(name), shape, np.dtype(np.float32),
+                                   4 * math.prod(shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(tmp_path / "model.gguf", 600_000_000)
+    # not getrusage: its maximum includes the process that this one was forked from
+    code = ("import runpy, sys\n"
+            "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+            "finally: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])")
+    for more in ([], ["--check"]):
+        argv = [str(ROOT / "export.py"), "model.gguf", "out.bin", *more]
+        done = subprocess.run([sys.executable, "-c", f"import sys; sys.argv = {argv!r}\n" + code],
+                              cwd=tmp_path, capture_output=True, text=True, timeout=100,
+                              env=environment())
+        assert done.returncode == 0, done.stderr
+        peak = int(done.stdout.split()[-1]) * 1024
+        print(f"peak memory {peak / 1e6:.0f} MB")
+        assert peak < 250e6
+    (tmp_path / "out.bin").unlink()
+
+
+# ---------------------------------------------------------------------------- goldens
+
+@needs_shared
+@pytest.mark.parametrize("name", ["tied-bf16", "qwen25-tied"])
+def test_golden_f32(run, tmp_path, name):  # noqa: F811
+    """Written by llama.cpp's converter from the checkpoint beside it."""
+    folder = SHARED / "golden/models" / name
+    assert run(folder, "hf.bin")[0] == 0 and run(folder / "model-f32.gguf", "gguf.bin")[0] == 0
+    assert files(tmp_path / "gguf.bin") == files(tmp_path / "hf.bin")
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["tied-bf16", "qwen25-tied"])
+def test_golden_q8_0(run, tmp_path, name):  # noqa: F811
+    folder = SHARED / "golden/models" / name
+    assert run(folder, "hf.bin")[0] == 0 and run(folder / "model-q8_0.gguf", "out.bin")[0] == 0
+    assert files(tmp_path / "out.bin")[1] == files(tmp_path / "hf.bin")[1]
+    status, err = run("--check", folder / "model-q8_0.gguf", "out.bin")
+    assert status == 0 and "rms error 0.00 % at most" in err[-1]
+    greedy = json.loads((folder / "expected.json").read_text())["greedy"]
+    tokenizer = files(tmp_path / "out.bin")[1]  # without a repetition penalty, as the values are
+    head, repe, rest = tokenizer.partition(b"repe")
+    if repe:
+        head, magic, extension = head.partition(b"q3tx")
+        version, length = struct.unpack_from("<2I", extension)
+        (tmp_path / "out.bin.tokenizer").write_bytes(
+            head + magic + struct.pack("<2I", version, length - 12) + extension[8:] + rest[8:])
+    out = output(tmp_path / "out.bin", "-m", "generate", "-t", 0, "-n", 24, "-q", "-i",
+                 greedy["prompt_text"])
+    assert out == bytes.fromhex(greedy["fp32_bytes_hex"])
