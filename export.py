@@ -32,7 +32,7 @@ part + ".bin", in the current directory. (An older export.py took OUT.bin first;
     --check              writes nothing but reads a finished OUT.bin and its tokenizer file back:
                          each tensor's quantization error on stdout, and exit status 1 if a value
                          is off by more than rounding explains or anything else differs
-    --plot FILE.png      with --check: a picture of the errors, too (needs matplotlib)
+    --plot FILE.png      the same, and a picture of the errors (needs matplotlib)
 
     checkpoint                                   this file
     config.json                               ->  read_config, header
@@ -71,7 +71,7 @@ import struct
 import time
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -1072,7 +1072,8 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
 
 
 # ---------------------------------------------------------------------------- GGUF
-# The same things under other names; llama.cpp's converter wrote them from the checkpoint's files.
+# The same things under other names: llama.cpp's converter wrote them from a checkpoint's files. The
+# gguf package dequantizes, but its reader needs seconds and half a GB for a real vocabulary.
 
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
                 12: "d"}  # kind -> struct's letter
@@ -1181,7 +1182,7 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
-    """What config.json says."""
+    """What config.json says. A stored classifier that is the embedding is none."""
     families = {"qwen2": ["Qwen2ForCausalLM"], "qwen3": ["Qwen3ForCausalLM"]}
     family = metadata.get("general.architecture")
     if family not in families:
@@ -1212,15 +1213,16 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
 
 def gguf_tokenizer(path: Path, value: dict) -> dict:
     """What tokenizer.json says."""
-    for key, known in ("model", ["gpt2"]), ("pre", ["qwen2", "deepseek-r1-qwen"]):
-        if value.get(key) not in known:
-            refuse(path, f"tokenizer.ggml.{key} is not supported", " or ".join(known),
+    for key, names in ("model", ["gpt2"]), ("pre", ["qwen2", "deepseek-r1-qwen"]):
+        if value.get(key) not in names:
+            refuse(path, f"tokenizer.ggml.{key} is not supported", " or ".join(names),
                    repr(value.get(key)))
     kinds = gguf.TokenType
-    texts = {kind: {} for kind in (kinds.NORMAL, kinds.CONTROL, kinds.USER_DEFINED, kinds.UNUSED)}
+    known = kinds.NORMAL, kinds.CONTROL, kinds.USER_DEFINED, kinds.UNUSED
+    texts: dict[int, dict[str, int]] = {kind: {} for kind in known}  # text -> id, of each kind
     for i, (text, kind) in enumerate(zip(value["tokens"], value["token_type"], strict=True)):
-        if kind not in texts:
-            refuse(path, f"token_type of {text!r}", " or ".join(map(str, map(int, texts))), kind)
+        if kind not in known:
+            refuse(path, f"token_type of {text!r}", " or ".join(str(int(k)) for k in known), kind)
         texts[kind][text] = i
     if sum(map(len, texts.values())) < len(value["tokens"]):
         refuse(path, "tokens", "each with a text of its own", "a text twice")
@@ -1242,8 +1244,8 @@ def read_gguf(path: Path) -> Source:
         bos, eos, *more = (value.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
         ends = [i for i in (eos, *more) if i is not None]
         ends += [i for i, text in texts.items() if text == "<|endoftext|>"]
-        around = tuple([i] if value.get(f"add_{name}_token") else []
-                       for name, i in (("bos", bos), ("eos", eos)))
+        head, tail = ([value[f"{name}_token_id"]] if value.get(f"add_{name}_token") else []
+                      for name in ("bos", "eos"))
         settings = {"bos_token": texts.get(bos), "eos_token": texts.get(eos)}
         names = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                  "penalty_repeat": "repetition_penalty"}
@@ -1254,7 +1256,7 @@ def read_gguf(path: Path) -> Source:
         exact = 32 if any(tensor.dtype == "Q8_0" for tensor in tensors.values()) else None
         return Source(path, config | {"bos_token_id": bos, "eos_token_id": eos}, tokenizer,
                       settings, generation | {"eos_token_id": ends},
-                      metadata.get("tokenizer.chat_template"), around, tensors,
+                      metadata.get("tokenizer.chat_template"), (head, tail), tensors,
                       pooling == gguf.PoolingType.LAST, exact)
 
 
@@ -1422,7 +1424,7 @@ def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None)
                                         group_size):
             squares, differences, largest = zip(*pieces)
             rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
-            print(f"{rms:10.4f}  {max(largest):12.4f}  {tensor.name}")
+            tqdm.write(f"{rms:10.4f}  {max(largest):12.4f}  {tensor.name}")  # above the bar
             if len(tensor.shape) == 2:
                 errors[tensor.name] = rms
     if picture:
@@ -1439,13 +1441,21 @@ def usage_error(text: str) -> NoReturn:
     sys.exit(2)
 
 
+def yarn_factor(text: str) -> float:
+    with suppress(ValueError):
+        if 1 < float(text) <= 64:
+            return float(text)
+    raise argparse.ArgumentTypeError("wrong factor, expected a number above 1 and up to 64, "
+                                     f"found {text!r}")
+
+
 def parse_arguments(args: list[str]) -> argparse.Namespace:
     """source, out and the options. An OUT ends in .bin; it may also come first, as it once did."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = usage_error
+    parser.error = usage_error  # type: ignore
     parser.add_argument("names", nargs="*")
     parser.add_argument("--group-size", type=int, choices=GROUP_SIZES)
-    parser.add_argument("--yarn", type=float, metavar="FACTOR")
+    parser.add_argument("--yarn", type=yarn_factor, metavar="FACTOR")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     if "-h" in args or "--help" in args:
@@ -1455,14 +1465,12 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     if not 1 <= len(options.names) <= 2 or "" in options.names:
         usage_error("usage: wrong arguments, expected SOURCE [OUT.bin], "
                     f"found {len(options.names)}")
-    if options.yarn is not None and not 1 < options.yarn <= 64:
-        usage_error("--yarn: wrong factor, expected a number above 1 and up to 64, "
-                    f"found {options.yarn}")
-    if options.plot and (not options.check or options.plot.suffix != ".png"):
-        usage_error("--plot: wrong use, expected --check --plot FILE.png, "
-                    f"found {options.plot}{'' if options.check else ' without --check'}")
+    if options.plot and options.plot.suffix != ".png":
+        usage_error(f"--plot: wrong name, expected one that ends in .png, found '{options.plot}'")
+    options.check |= bool(options.plot)
     if options.check and options.group_size:
-        usage_error("--group-size: of no use with --check, expected OUT.bin's own, found it given")
+        usage_error("--group-size: a finished file has its own, expected no --check beside it, "
+                    "found both")
     source, *rest = options.names
     if rest and source.endswith(".bin") and (Path(rest[0]).is_dir() or rest[0][-4:] != ".bin"):
         source, rest = rest[0], [source]

@@ -15,7 +15,7 @@ import pytest
 from conftest import environment, output
 from gguf import GGMLQuantizationType as Kind
 from reference import quantize
-from test_export import (ROOT, SHARED, checkpoint, needs_shared,  # noqa: F401
+from test_export import (ROOT, SHARED, checkpoint, needs_shared,  # fixtures, too
                          read_tokenizer, refused, rows, run, tokenizer_json)
 
 NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
@@ -100,7 +100,7 @@ def write(path: Path, metadata: dict[str, object], tensors, endian=gguf.GGUFEndi
 
 
 @pytest.fixture
-def make(checkpoint, tmp_path):  # noqa: F811
+def make(checkpoint, tmp_path):
     """make(checkpoint, kind, changes) writes model.gguf."""
     def call(ck=None, kind=Kind.F32, changes={}, tensors={}):
         ck = ck or checkpoint()
@@ -140,7 +140,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("which", VARIANTS)
-def test_a_gguf_gives_the_files_that_the_checkpoint_gives(checkpoint, make, run, tmp_path,  # noqa
+def test_a_gguf_gives_the_files_that_the_checkpoint_gives(checkpoint, make, run, tmp_path,
                                                           which):
     ck = VARIANTS[which](checkpoint)
     ck.settings["chat_template"] = CHATML
@@ -152,14 +152,14 @@ def test_a_gguf_gives_the_files_that_the_checkpoint_gives(checkpoint, make, run,
     assert files(tmp_path / "gguf.bin") == files(tmp_path / "hf.bin")
 
 
-def test_default_name_and_first_argument(make, run, tmp_path):  # noqa: F811
+def test_default_name_and_first_argument(make, run, tmp_path):
     make()
     assert run("model.gguf")[0] == 0 and run("other.bin", "model.gguf")[0] == 0
     assert files(tmp_path / "model.bin") == files(tmp_path / "other.bin")
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, run,  # noqa: F811
+def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, run,
                                                               tmp_path, same):
     ck = checkpoint("BF16")
     embedding = ck.tensors["embed_tokens.weight"]
@@ -169,7 +169,7 @@ def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, 
     assert (tmp_path / "out.bin").read_bytes() == ck.expected()
 
 
-def test_parts_are_joined(checkpoint, run, tmp_path):  # noqa: F811
+def test_parts_are_joined(checkpoint, run, tmp_path):
     ck = checkpoint("F16")
     tensors = list(blocks(ck, Kind.F16).items())
     for i in range(3):
@@ -194,7 +194,7 @@ def matrix(data: bytes, c: dict, group: int) -> tuple[np.ndarray, np.ndarray]:
             np.frombuffer(data, "<f4", size // group, at + size))
 
 
-def test_q8_0_goes_over_as_it_is(checkpoint, make, run, tmp_path):  # noqa: F811
+def test_q8_0_goes_over_as_it_is(checkpoint, make, run, tmp_path):
     ck = checkpoint("F32")
     path = make(ck, Kind.Q8_0)
     data = bytearray(path.read_bytes())
@@ -239,7 +239,7 @@ QUANTIZED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_other_quantizations(checkpoint, make, run, tmp_path, kind):  # noqa: F811
+def test_other_quantizations(checkpoint, make, run, tmp_path, kind):
     """As the gguf package dequantizes them, then quantized as ever; a note says so."""
     kind = Kind[kind]
     ck = checkpoint("F32", hidden_size=256, intermediate_size=256, num_hidden_layers=1,
@@ -255,7 +255,7 @@ def test_other_quantizations(checkpoint, make, run, tmp_path, kind):  # noqa: F8
     assert np.array_equal(q.ravel(), expected[0][0]) and np.array_equal(scale, expected[1][0])
 
 
-def test_infinite_scale_is_refused(checkpoint, make, run, tmp_path):  # noqa: F811
+def test_infinite_scale_is_refused(checkpoint, make, run, tmp_path):
     ck = checkpoint("F32")
     tensors = blocks(ck, Kind.Q8_0)
     tensors["blk.1.ffn_up.weight"][0][3, :2] = 0x00, 0x7C
@@ -288,7 +288,7 @@ DEFAULT = 0.1 * math.log(4) + 1
      True),
     ({"qwen3.rope.scaling.type": "none"}, (0, 0, 0, 0, 0, 0, 0, 0), False),
     ({"qwen3.rope.freq_base": None}, (1e4, 0, 0, 0, 0, 0, 0, 0), False)])
-def test_rope(make, run, tmp_path, changes, fields, noted):  # noqa: F811
+def test_rope(make, run, tmp_path, changes, fields, noted):
     status, err = run(make(changes=changes), "out.bin")
     assert status == 0 and len(err) == 1 + noted, err
     assert header_fields(tmp_path / "out.bin") == fields
@@ -298,7 +298,7 @@ def tokenizer_of(path: Path, ck):
     return read_tokenizer(Path(f"{path}.tokenizer").read_bytes(), ck.config["vocab_size"])
 
 
-def test_tokenizer_metadata(checkpoint, make, run, tmp_path):  # noqa: F811
+def test_tokenizer_metadata(checkpoint, make, run, tmp_path):
     ck = checkpoint()
     end, turn = ck.eos - 2, ck.eos  # <|endoftext|>, <|im_end|>
     assert run(make(ck, changes={
@@ -364,7 +364,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("which", BAD)
-def test_refused(checkpoint, run, tmp_path, which):  # noqa: F811
+def test_refused(checkpoint, run, tmp_path, which):
     changes, spoil, pattern = BAD[which]
     ck = checkpoint("F32")
     tensors = blocks(ck, Kind.F32)
@@ -376,13 +376,13 @@ def test_refused(checkpoint, run, tmp_path, which):  # noqa: F811
     assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
 
 
-def test_big_endian(checkpoint, run, tmp_path):  # noqa: F811
+def test_big_endian(checkpoint, run, tmp_path):
     ck = checkpoint("F32")
     write(tmp_path / "b.gguf", values(ck), blocks(ck, Kind.F32), gguf.GGUFEndian.BIG)
     refused(run("b.gguf", "out.bin"), "little-endian", "a big-endian one")
 
 
-def test_truncated_and_spoiled(make, run, tmp_path):  # noqa: F811
+def test_truncated_and_spoiled(make, run, tmp_path):
     """Wherever the file ends, and whatever a word of its metadata says: one line, at once."""
     path = make(kind=Kind.Q8_0)
     data = path.read_bytes()
@@ -393,7 +393,8 @@ def test_truncated_and_spoiled(make, run, tmp_path):  # noqa: F811
     for place, word in [(0, b"GGML"), (4, b"\1\0\0\0"), (8, b"\xff" * 8), (16, b"\xff" * 7),
                         (24, b"\xff" * 8), (24, b"\0\0\0\0\0\0\0\x10"), (at - 8, b"\xff\xff"),
                         (at + 17, b"\xff\xff\xff\xff"), (at + 21, b"\xff" * 8),
-                        (at + 37, b"\x63\0\0\0"), (at + 41, b"\xff" * 8), (at + 41, b"\0" * 6 + b"\1")]:
+                        (at + 37, b"\x63\0\0\0"), (at + 41, b"\xff" * 8),
+                        (at + 41, b"\0" * 6 + b"\1")]:
         path.write_bytes(data[:place] + word + data[place + len(word):])
         refused(run(path, "out.bin"), "model.gguf: ")
     array = data.index(b"tokenizer.ggml.tokens") + 21
@@ -406,7 +407,7 @@ def test_truncated_and_spoiled(make, run, tmp_path):  # noqa: F811
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read the peak from")
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.Q4_K])
-def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path, kind):  # noqa: F811
+def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path, kind):
     """An embedding of 123 million values, up to 492 MB, as a hole in the file."""
     ck = checkpoint("F32", hidden_size=1024)
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3")
@@ -451,7 +452,7 @@ def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path, kind):  # no
 
 @needs_shared
 @pytest.mark.parametrize("name", ["tied-bf16", "qwen25-tied"])
-def test_golden_f32(run, tmp_path, name):  # noqa: F811
+def test_golden_f32(run, tmp_path, name):
     """Written by llama.cpp's converter from the checkpoint beside it."""
     folder = SHARED / "golden/models" / name
     assert run(folder, "hf.bin")[0] == 0 and run(folder / "model-f32.gguf", "gguf.bin")[0] == 0
@@ -460,7 +461,7 @@ def test_golden_f32(run, tmp_path, name):  # noqa: F811
 
 @needs_shared
 @pytest.mark.parametrize("name", ["tied-bf16", "qwen25-tied"])
-def test_golden_q8_0(run, tmp_path, name):  # noqa: F811
+def test_golden_q8_0(run, tmp_path, name):
     folder = SHARED / "golden/models" / name
     assert run(folder, "hf.bin")[0] == 0 and run(folder / "model-q8_0.gguf", "out.bin")[0] == 0
     assert files(tmp_path / "out.bin")[1] == files(tmp_path / "hf.bin")[1]

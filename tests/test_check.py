@@ -1,0 +1,243 @@
+"""export.py --check, --plot and --group-size: what the check finds in files that tests spoil."""
+
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference import quantize
+from test_export import (ROOT, Checkpoint, checkpoint, process, refused, run,  # fixtures, too
+                         tokenizer_json)
+
+
+@pytest.fixture
+def ck(checkpoint):
+    return checkpoint("F32")
+
+
+@pytest.fixture
+def exported(ck, run, tmp_path):
+    """OUT.bin, beside its checkpoint in hf."""
+    assert run(ck.save(tmp_path / "hf"), "out.bin")[0] == 0
+    return tmp_path / "out.bin"
+
+
+def place(ck: Checkpoint, wanted: str) -> tuple[int, tuple[int, ...]]:
+    """(offset in OUT.bin with groups of 64, shape) of a tensor."""
+    order = ["input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm",
+             "embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj",
+             "up_proj", "lm_head"]
+    at = 256
+    for name, shape in sorted(ck.shapes(), key=lambda item: order.index(item[0].split(".")[-2])):
+        if name == wanted:
+            return at, shape
+        n = int(np.prod(shape))
+        at += 4 * n if len(shape) == 1 else n + n // 16
+    raise KeyError(wanted)
+
+
+def table(out: str) -> dict[str, tuple[float, float]]:
+    """name -> (rms error in %, largest error in half steps)"""
+    lines = [line.split() for line in out.splitlines()[2:]]
+    return {name: (float(rms), float(largest)) for rms, largest, name in lines}
+
+
+@pytest.mark.parametrize("group", [None, 32, 64])
+def test_a_good_file(ck, run, tmp_path, capsys, group):
+    """Its errors are those of a naive computation, and every tensor is in the table."""
+    folder = ck.save(tmp_path / "hf")
+    assert run(folder, "out.bin", *(["--group-size", group] if group else []))[0] == 0
+    done = process("--check", folder, "out.bin", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = table(done.stdout)
+    assert found.keys() == {f"model.{name}" for name in ck.tensors}
+    for name, x in ck.tensors.items():
+        rms, largest = found[f"model.{name}"]
+        if x.ndim == 1:
+            assert (rms, largest) == (0, 0)
+            continue
+        q, scale = quantize(x.reshape(1, -1), group or 64)
+        groups = x.reshape(-1, group or 64).astype(np.float64)
+        error = np.abs(groups - q.reshape(groups.shape) * scale[0].astype(np.float64)[:, None])
+        assert rms == pytest.approx(100 * np.sqrt((error ** 2).sum() / (groups ** 2).sum()),
+                                    abs=1e-4)
+        with np.errstate(all="ignore"):
+            steps = np.nanmax(error / np.abs(groups).max(axis=1, keepdims=True) * 254)
+        assert largest == pytest.approx(steps, abs=1e-3) and largest <= 1
+    worst = max(found, key=lambda name: found[name][0])
+    assert re.fullmatch(rf"export.py: out.bin is what .*/hf gives: header, tokenizer and "
+                        rf"{len(found)} tensors; rms error {found[worst][0]:.2f} % at most, in "
+                        rf"\S+", done.stderr.splitlines()[0])
+
+
+def test_all_group_sizes(checkpoint, run, tmp_path):
+    ck = checkpoint(hidden_size=256, intermediate_size=512, num_attention_heads=4)
+    folder = ck.save(tmp_path / "hf")
+    for group in (32, 64, 128, 256):
+        assert run(folder, "out.bin", "--group-size", group)[0] == 0
+        assert (tmp_path / "out.bin").read_bytes() == ck.expected(group)
+        assert run("--check", folder, "out.bin")[0] == 0
+
+
+@pytest.mark.parametrize("group, key", [(128, "hidden_size, expected a multiple of 128"),
+                                        (256, "hidden_size, expected a multiple of 256")])
+def test_group_size_that_does_not_divide(ck, run, tmp_path, group, key):
+    refused(run(ck.save(tmp_path / "hf"), "out.bin", "--group-size", group), key, "found 64")
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("args, pattern", [
+    (["--group-size", "48"], "--group-size"), (["--group-size", "x"], "--group-size"),
+    (["--group-size"], "--group-size"), (["--plot"], "--plot"), (["--plot", "a.jpg"], ".png"),
+    (["--check", "--group-size", "32"], "--group-size"), (["--che"], "--che")])
+def test_usage(run, args, pattern):
+    status, err = run("hf", "out.bin", *args)
+    assert status == 2 and len(err) == 1 and pattern in err[0], err
+
+
+def test_options_stand_anywhere_and_out_has_its_default(ck, run, tmp_path):
+    ck.save(tmp_path / "hf")
+    assert run("hf", "--group-size", "32")[0] == 0
+    assert run("hf", "--check")[0] == run("--check", "hf.bin", "hf")[0] == 0
+    assert run("hf", "--check", "hf.bin")[0] == 0
+
+
+# ---------------------------------------------------------------------------- what it finds
+
+def add(at: int, change):
+    def spoil(data: bytearray) -> None:
+        data[at:at + 4] = struct.pack("<f", change(struct.unpack_from("<f", data, at)[0]))
+    return spoil
+
+
+def q_by_one(ck):
+    at, (_, columns) = place(ck, "layers.1.self_attn.o_proj.weight")
+    def spoil(data):
+        i = at + 2 * columns + 5
+        data[i] = (data[i] + (1 if data[i] < 100 else -1)) % 256
+    return spoil, r"model.layers.1.self_attn.o_proj.weight \[2, 5\], expected \S+ within \S+, found"
+
+
+def last_scale(ck):
+    at, shape = place(ck, "layers.1.mlp.up_proj.weight")
+    n = int(np.prod(shape))
+    return (add(at + n + n // 16 - 4, lambda x: 1.02 * x),
+            r"model.layers.1.mlp.up_proj.weight \[191, \d+\]")
+
+
+def nan_scale(ck):
+    at, shape = place(ck, "layers.0.mlp.gate_proj.weight")
+    return (add(at + int(np.prod(shape)), lambda x: float("nan")),
+            r"model.layers.0.mlp.gate_proj.weight \[0, 0\].*found nan")
+
+
+def norm_bit(ck):
+    at, _ = place(ck, "layers.1.self_attn.k_norm.weight")
+    def spoil(data):
+        data[at + 8] ^= 1  # the last bit of the third value
+    return spoil, r"model.layers.1.self_attn.k_norm.weight \[2\]"
+
+
+def zero_group(ck):
+    """Values where the source has a group of zeros."""
+    at, _ = place(ck, "layers.0.mlp.down_proj.weight")
+    ck.tensors["layers.0.mlp.down_proj.weight"][0, :64] = 0
+    def spoil(data):
+        data[at + 3] = 1
+        scale = at + 64 * 192
+        data[scale:scale + 4] = struct.pack("<f", 1e-6)
+    return spoil, r"model.layers.0.mlp.down_proj.weight \[0, 3\], expected 0 within"
+
+
+def swapped(ck):
+    """Two matrices of the same shape, exchanged."""
+    (a, shape), (b, _) = (place(ck, f"layers.{i}.self_attn.q_proj.weight") for i in (0, 1))
+    n = int(np.prod(shape)) * 17 // 16
+    def spoil(data):
+        data[a:a + n], data[b:b + n] = data[b:b + n], data[a:a + n]
+    return spoil, r"model.layers.0.self_attn.q_proj.weight \["
+
+
+def cut(data):
+    del data[-4:]
+
+
+FINDS = {
+    "q": q_by_one, "scale": last_scale, "NaN": nan_scale, "norm": norm_bit, "zeros": zero_group,
+    "swapped": swapped,
+    "truncated": lambda ck: (cut, "truncated or oversized"),
+    "longer": lambda ck: (lambda data: data.extend(b"\0"), "truncated or oversized"),
+    "theta": lambda ck: (add(0x30, lambda x: 5e6), "header .* at byte 0x30, expected 00 00 00 00"),
+    "dim": lambda ck: (lambda data: data.__setitem__(8, 32), "header .* at byte 0x8"),
+    "group": lambda ck: (lambda data: data.__setitem__(0x2C, 65), "group_size.*found 65"),
+    "empty": lambda ck: (lambda data: data.clear(), "group_size.*found 0"),
+}
+
+
+@pytest.mark.parametrize("which", FINDS)
+def test_finds(ck, run, tmp_path, which):
+    spoil, pattern = FINDS[which](ck)
+    folder = ck.save(tmp_path / "hf")
+    assert run(folder, "out.bin")[0] == 0 and run("--check", folder, "out.bin")[0] == 0
+    data = bytearray((tmp_path / "out.bin").read_bytes())
+    spoil(data)
+    (tmp_path / "out.bin").write_bytes(data)
+    refused(run("--check", folder, "out.bin"), "out.bin", pattern)
+
+
+@pytest.mark.parametrize("edit", [lambda d: d[:-1], lambda d: d + b"\0",
+                                  lambda d: d[:200] + bytes([d[200] ^ 1]) + d[201:]])
+def test_tokenizer_differs(exported, run, edit):
+    path = Path(f"{exported}.tokenizer")
+    path.write_bytes(edit(path.read_bytes()))
+    refused(run("--check", "hf", "out.bin"), "out.bin.tokenizer: .*not what the source gives")
+
+
+def test_missing_files(exported, run):
+    Path(f"{exported}.tokenizer").unlink()
+    status, err = run("--check", "hf", "out.bin")
+    assert status == 1 and len(err) == 1 and "out.bin.tokenizer" in err[0]
+    exported.unlink()
+    status, err = run("--check", "hf", "out.bin")
+    assert status == 1 and len(err) == 1 and "out.bin: can't be read" in err[0]
+
+
+def test_another_source(exported, ck, run, tmp_path):
+    ck.tensors["layers.1.mlp.down_proj.weight"][5, 7] += 1
+    refused(run("--check", ck.save(tmp_path / "hf2"), "out.bin"),
+            r"model.layers.1.mlp.down_proj.weight \[5, ")
+
+
+def test_scales_hardly_above_zero(ck, run, tmp_path):
+    """Rounding of the scale itself, in the subnormals, is no error."""
+    ck.tensors["embed_tokens.weight"][4, :] = 1e-45
+    ck.tensors["embed_tokens.weight"][5, :] = np.linspace(-2.6e-43, 2.6e-43, 64)
+    ck.tensors["embed_tokens.weight"][6, :] = np.linspace(-1e-40, 1e-40, 64)
+    assert run(ck.save(tmp_path / "hf"), "out.bin")[0] == run("--check", "hf", "out.bin")[0] == 0
+
+
+# ---------------------------------------------------------------------------- --plot
+
+def test_plot(exported, run, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    assert run("hf", "out.bin", "--plot", "errors.png")[0] == 0
+    pixels = image.imread(tmp_path / "errors.png")
+    assert pixels.shape[0] > 500 and pixels.shape[1] > 900
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 8  # a line's color each
+
+
+def test_plot_without_matplotlib(exported, tmp_path):
+    """It is not among the packages that export.py asks for."""
+    code = ("import runpy, sys, importlib.util as u\n"
+            "find = u.find_spec\n"
+            "u.find_spec = lambda name, *more: name != 'matplotlib' and find(name, *more)\n"
+            "sys.argv = ['export.py', 'hf', 'out.bin', '--plot', 'a.png']\n"
+            f"runpy.run_path({str(ROOT / 'export.py')!r}, "
+            "run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=100)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+    assert "--plot: needs matplotlib" in done.stderr and "uv run --with" in done.stderr
