@@ -89,6 +89,12 @@ def test_group_size_that_does_not_divide(ck, run, tmp_path, group, key):
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+def test_group_size_that_the_default_would_not_choose(checkpoint, run, tmp_path):
+    folder = checkpoint(hidden_size=96).save(tmp_path / "hf")
+    assert run(folder, "out.bin")[0] == 0
+    refused(run(folder, "out.bin", "--group-size", 64), "hidden_size, expected a multiple of 64")
+
+
 @pytest.mark.parametrize("args, pattern", [
     (["--group-size", "48"], "--group-size"), (["--group-size", "x"], "--group-size"),
     (["--group-size"], "--group-size"), (["--plot"], "--plot"), (["--plot", "a.jpg"], ".png"),

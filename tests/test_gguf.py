@@ -374,6 +374,8 @@ def test_truncated_and_spoiled(make, run, tmp_path):
     for end in [0, 3, 23, 24, 40, 5000, at, at + 20, at + 40, len(data) - 34 * 64, len(data) - 34]:
         path.write_bytes(data[:end])
         refused(run(path, "out.bin"), "model.gguf: (broken|truncated|not supported)")
+        if end > at + 5000:  # within the weights: found before anything is written
+            refused(run(path, "out.bin"), f"truncated in .* bytes, found {end}$")
     for place, word in [(0, b"GGML"), (4, b"\1\0\0\0"), (8, b"\xff" * 8), (16, b"\xff" * 7),
                         (24, b"\xff" * 8), (24, b"\0\0\0\0\0\0\0\x10"), (at - 8, b"\xff\xff"),
                         (at + 17, b"\xff\xff\xff\xff"), (at + 21, b"\xff" * 8),
