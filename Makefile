@@ -1,24 +1,32 @@
 # make            builds ./qwen3 for this machine
 # make run        asks the tiny model of tests/ a question
+# make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
 # make test       makes a virtual environment in tests/.venv and runs every test
 # make bench      measures this build on this machine, with a synthetic model
-# make portable   builds ./qwen3 for every machine of this architecture, without its newer instructions
+# make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
+# make test-platforms  runs the tests on other compilers, CPUs and systems, where they are installed
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
 # make THREADS=0  builds without threads
 CC ?= cc
 CFLAGS ?= -O3
+PREFIX ?= /usr/local
 WARNINGS = -Wall -Wextra
 LDLIBS = -lm
 
-works = $(shell echo 'int main(void) { return 0; }' | $(CC) $(1) -x c -o /dev/null - 2>/dev/null && echo $(1))
+works = $(shell echo 'int i;' | $(CC) $(1) -x c -c -o /dev/null - 2>/dev/null && echo $(1))
 NATIVE := $(or $(call works,-march=native),$(call works,-mcpu=native))
 ifneq ($(THREADS),0)
 THREAD_FLAG := $(call works,-pthread)
 endif
+# Windows: the threads are a library; GCC does not align what AVX keeps on the stack (its bug 54412)
+ifneq ($(findstring -w64-,$(shell $(CC) -dumpmachine)),)
+LDLIBS += -static -lpthread
+WINDOWS := $(call works,-Xassembler -muse-unaligned-vector-move)
+endif
 # Floats are summed in one fixed order: the compiler may use SIMD where the source says so, and may
 # not fuse a product with a sum.
 ALL_CFLAGS = $(CFLAGS) $(NATIVE) -std=gnu11 -ffp-contract=off -fopenmp-simd $(WARNINGS) \
-             $(or $(THREAD_FLAG),-DNO_THREADS)
+             $(or $(THREAD_FLAG),-DNO_THREADS) $(WINDOWS)
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
            -Wno-pass-failed  # clang: loops are not vectorised then
 
@@ -38,6 +46,13 @@ bench: tests/bench
 portable: NATIVE =
 portable: qwen3
 
+install: qwen3
+	install -d '$(DESTDIR)$(PREFIX)/bin'
+	install qwen3 '$(DESTDIR)$(PREFIX)/bin'
+
+uninstall:
+	rm -f '$(DESTDIR)$(PREFIX)/bin/qwen3'
+
 debug: CFLAGS = $(SANITIZE)
 debug: qwen3
 
@@ -54,7 +69,12 @@ test: qwen3 tests/test tests/bench tests/render tests/tokens
 	python3 tests/setup_venv.py
 	tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1 tests
 
-clean:
-	rm -f qwen3 tests/test tests/bench tests/render tests/tokens tests/.flags
+# Not named test_*.py, so that `make test` leaves it out
+test-platforms: qwen3
+	python3 tests/setup_venv.py
+	tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1 tests/platforms.py
 
-.PHONY: run bench portable debug test clean FORCE
+clean:
+	rm -f qwen3 qwen3.exe tests/test tests/bench tests/render tests/tokens tests/.flags
+
+.PHONY: run bench portable install uninstall debug test test-platforms clean FORCE

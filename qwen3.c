@@ -42,7 +42,12 @@
 // ------------------------------------------------------------------------------------------------
 // Includes, and everything that depends on the platform
 
+#if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
+#endif
+
 #define _GNU_SOURCE
+#define _FILE_OFFSET_BITS 64
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
@@ -56,18 +61,25 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
-#include <termios.h>
 #include <time.h>
 #include <unistd.h>
 #ifndef NO_THREADS
 #include <pthread.h>
 #endif
-#ifdef __linux__
+#ifdef _WIN32
+#include <conio.h>
+#include <io.h>
+#include <windows.h>
+#include <shellapi.h>
+#undef CONTEXT_FULL
+#else
 #include <sched.h>
-#elif defined(__APPLE__)
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <termios.h>
+#endif
+#ifdef __APPLE__
 #include <sys/sysctl.h>
 #endif
 #if defined(__AVX2__)
@@ -93,6 +105,107 @@ INLINE void cpu_pause(void) {
     __asm__ volatile("yield");
 #endif
 }
+
+#ifdef _WIN32
+// POSIX as far as it is used here: what MinGW lacks, or has neither for UTF-8 nor for large files.
+#define PRINTF __MINGW_PRINTF_FORMAT
+#define SIGPIPE (-1)
+#define MAP_FAILED NULL
+#define mmap(at, size, protection, flags, fd, offset) map_file(fd)
+#define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
+#define access(path, mode) _waccess(wide(path), mode)
+#define isatty is_console
+#define write write_bytes
+#define getline read_stdin_line
+
+struct sigaction { void (*sa_handler)(int); };
+
+static void (*on_ctrl_c)(int);
+
+static wchar_t *wide(const char *path) {
+    static wchar_t text[4096];
+    if (!MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, text, 4096)) text[0] = 0;
+    return text;
+}
+
+static HANDLE handle(int fd) { return (HANDLE)_get_osfhandle(fd); }
+
+static bool is_console(int fd) { return GetConsoleMode(handle(fd), &(DWORD){0}); }
+
+static void *map_file(int fd) {
+    HANDLE map = CreateFileMappingW(handle(fd), NULL, PAGE_READONLY, 0, 0, NULL);
+    errno = ENOMEM;
+    return map ? MapViewOfFile(map, FILE_MAP_READ, 0, 0, 0) : MAP_FAILED;
+}
+
+static int write_bytes(int fd, const void *p, size_t n) {
+    int written = _write(fd, p, n < 1 << 20 ? n : 1 << 20);
+    if (written < 0 && GetFileType(handle(fd)) == FILE_TYPE_PIPE) errno = EPIPE;
+    return written;
+}
+
+static BOOL WINAPI on_console_event(DWORD event) {
+    return event == CTRL_C_EVENT && (on_ctrl_c(SIGINT), TRUE);
+}
+
+static int sigaction(int number, const struct sigaction *action, void *old) {
+    if (number != SIGINT || old) return -1;
+    on_ctrl_c = action->sa_handler;
+    return SetConsoleCtrlHandler(on_console_event, TRUE) ? 0 : -1;
+}
+
+// A console gives a line as UTF-16, which ends in \r\n or Ctrl-D.
+static ssize_t read_stdin_line(char **line, size_t *cap, FILE *file) {
+    static wchar_t text[8192];
+    CONSOLE_READCONSOLE_CONTROL end = {.nLength = sizeof(end), .dwCtrlWakeupMask = 1 << 4};
+    DWORD n = 0;
+    if (*cap == 0 && !(*line = malloc(*cap = 3 * sizeof(text)))) return -1;
+    if (!isatty(STDIN_FILENO)) {
+        for (int c = 0; c != '\n' && (c = fgetc(file)) != EOF; (*line)[n++] = (char)c) {
+            if (n == *cap && !(*line = realloc(*line, *cap *= 2))) return -1;
+        }
+    } else if (ReadConsoleW(handle(STDIN_FILENO), text, 8192, &n, &end) && n > 0) {
+        if (text[n - 1] == 4) n--;
+        else if (n > 1 && text[n - 2] == '\r') text[--n - 1] = '\n';
+        if (text[0] == 26) n = 0;  // Ctrl-Z, Windows' own end of input
+        n = WideCharToMultiByte(CP_UTF8, 0, text, n, *line, *cap, NULL, NULL);
+    } else {
+        Sleep(100);  // Ctrl-C: its handler runs in a thread of its own
+    }
+    return n > 0 ? (ssize_t)n : -1;
+}
+
+// Is a pasted block still coming in? Its lines arrive together.
+static bool input_waits(void) {
+    Sleep(30);
+    return _kbhit();
+}
+
+// The number of cores this process may use.
+static int cpu_count(void) {
+    DWORD_PTR mine, all;
+    GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
+    return __builtin_popcountll(mine);
+}
+
+// Arguments become UTF-8 (where their UTF-16 was), files bytes; the console takes UTF-8 and dims.
+static void start_platform(int *argc, char ***argv) {
+    static char text[3 * 32768];
+    wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
+    DWORD mode, used = 0;
+    *argv = (char **)args;
+    for (int i = 0; i < *argc; i++) {
+        char *arg = text + used;
+        used += WideCharToMultiByte(CP_UTF8, 0, args[i], -1, arg, text + sizeof(text) - arg, 0, 0);
+        (*argv)[i] = arg;
+    }
+    for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
+    SetConsoleOutputCP(CP_UTF8);
+    if (GetConsoleMode(handle(STDOUT_FILENO), &mode))
+        SetConsoleMode(handle(STDOUT_FILENO), mode | ENABLE_VIRTUAL_TERMINAL_PROCESSING);
+}
+#else
+#define PRINTF printf
 
 #ifdef __linux__
 // The numbers (at most two) at the start of root/folder/name, how many there are.
@@ -167,6 +280,24 @@ static int cpu_count(void) {
     return n > 0 ? (int)n : 1;
 }
 
+// Is a pasted block still coming in? Its lines arrive together. A last line without a newline is
+// held back by the terminal: without ICANON it can be counted.
+static bool input_waits(void) {
+    int waiting = 0;
+    struct termios cooked, raw;
+    nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
+    if (tcgetattr(STDIN_FILENO, &cooked) != 0) return false;
+    raw = cooked;
+    raw.c_lflag &= ~(tcflag_t)ICANON;
+    tcsetattr(STDIN_FILENO, TCSANOW, &raw);
+    bool known = ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0;
+    tcsetattr(STDIN_FILENO, TCSANOW, &cooked);
+    return known && waiting > 0;
+}
+
+static void start_platform(int *argc, char ***argv) { (void)argc, (void)argv; }
+#endif
+
 // Seconds since some fixed point.
 static double now(void) {
     struct timespec t;
@@ -183,7 +314,7 @@ static bool quiet;                         // -q
 static volatile sig_atomic_t interrupted;  // Ctrl-C
 
 // One line on stderr, whatever the arguments hold: "qwen3: WHERE: WHAT, expected X, found Y"
-__attribute__((format(printf, 1, 2))) static void report(const char *fmt, ...) {
+__attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...) {
     char line[1024];
     va_list args;
     va_start(args, fmt);
@@ -2721,21 +2852,6 @@ static bool read_line(Engine *e, Bytes *text) {
     return n > 0;
 }
 
-// Is a pasted block still coming in? Its lines arrive together. A last line without a newline is
-// held back by the terminal: without ICANON it can be counted.
-static bool input_waits(void) {
-    int waiting = 0;
-    struct termios cooked, raw;
-    nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
-    if (tcgetattr(STDIN_FILENO, &cooked) != 0) return false;
-    raw = cooked;
-    raw.c_lflag &= ~(tcflag_t)ICANON;
-    tcsetattr(STDIN_FILENO, TCSANOW, &raw);
-    bool known = ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0;
-    tcsetattr(STDIN_FILENO, TCSANOW, &cooked);
-    return known && waiting > 0;
-}
-
 // A message typed or pasted at a terminal; false at the end of input or after Ctrl-C.
 static bool read_message(Engine *e) {
     Buffer *message = &e->input;
@@ -3016,8 +3132,9 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #ifndef TEST
 int main(int argc, char **argv) {
     static Engine e;
+    start_platform(&argc, &argv);
     e.options = parse_options(argc, argv);
-    signal(SIGPIPE, SIG_IGN);
+    sigaction(SIGPIPE, &(struct sigaction){.sa_handler = SIG_IGN}, NULL);
     if (e.options.mode != TOKENIZE)
         sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);
     return run(&e);

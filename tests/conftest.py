@@ -96,7 +96,8 @@ def shared(*parts):
 def records(program, *args, texts):
     """Run tests/tokens or tests/render, small programs around qwen3.c's own functions: texts are
     (kind, bytes) pairs; a list of ids comes back for each line of the output."""
-    path = TESTS / program
+    path = QWEN3.parent / "tests" / program                 # of the same build, if it has them
+    path = path if path.exists() else TESTS / program
     assert path.exists(), f"no {path}: make tests/{program}"
     data = b"".join(b"%s %d\n%s\n" % (kind.encode(), len(text), text) for kind, text in texts)
     result = subprocess.run([path, *map(str, args)], input=data, capture_output=True, timeout=300,

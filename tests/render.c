@@ -5,6 +5,7 @@
 #include "records.h"
 
 int main(int argc, char **argv) {
+    start_platform(&argc, &argv);
     if (argc != 3 || (strcmp(argv[2], "0") && strcmp(argv[2], "1")))
         die_usage("usage: tests/render MODEL.bin 0|1 < conversation");
     static Engine e;

@@ -4,6 +4,7 @@
 #include "records.h"
 
 int main(int argc, char **argv) {
+    start_platform(&argc, &argv);
     if (argc != 2) die_usage("usage: tests/tokens MODEL.bin < texts");
     static Engine e;
     e.options = (Options){.model = argv[1], .mode = TOKENIZE, .context = -1};
