@@ -1,0 +1,295 @@
+"""qwen3.c by other compilers, on other CPUs and systems: `make test-platforms`. qemu-user stands in
+for the CPU, wine for Windows; what is not installed is skipped. (Not named test_*.py: `make test`
+leaves it out.)
+"""
+import os
+import pty
+import re
+import select
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import tty
+from pathlib import Path
+
+import pytest
+from conftest import QWEN3, ROOT, TESTS, TINY, environment, tokenize
+
+QUESTION = "What is the capital of France?"
+ANSWER = b"The capital of France is Paris.\n"
+ALL = "not reference and not folders_own"  # but for the tests of the Python programs alone
+
+
+def need(*programs):
+    for program in programs:
+        if not shutil.which(program):
+            pytest.skip(f"{program} is not installed")
+
+
+def build(directory, *arguments, targets=("qwen3", "tests/test", "tests/render", "tests/tokens")):
+    """Build in a copy of the sources; silently, but for make's own lines."""
+    for file in [ROOT / "Makefile", ROOT / "qwen3.c", *TESTS.glob("*.[ch]")]:
+        to = directory / file.relative_to(ROOT)
+        to.parent.mkdir(exist_ok=True)
+        shutil.copy(file, to)
+    made = subprocess.run(["make", *arguments, *targets], cwd=directory, capture_output=True,
+                          text=True, timeout=600, env=environment())
+    assert made.returncode == 0 and made.stderr == "", made.stderr
+
+
+def under(directory, *runner):
+    """The programs that were built there, each as a script that starts it under `runner`."""
+    scripts = directory / "run"
+    for name in ("qwen3", "tests/test", "tests/render", "tests/tokens"):
+        program = directory / name
+        program = program if program.exists() else program.with_suffix(".exe")
+        script = scripts / name
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(f'#!/bin/sh\nexec {shlex.join([*map(str, runner), str(program)])} "$@"\n')
+        script.chmod(0o755)
+    return scripts
+
+
+def check(programs, goldens=""):
+    """The unit tests, an answer, and what transformers gave for the tiny and the golden models: those
+    tests that the expression `goldens` selects."""
+    units = subprocess.run([programs / "tests/test"], capture_output=True, text=True, timeout=600)
+    assert units.returncode == 0 and " 0 failures" in units.stdout, units
+    answer = subprocess.run([programs / "qwen3", TINY / "tiny.bin", "-t", "0", "-i", QUESTION],
+                            capture_output=True, timeout=120, env=environment())
+    assert answer.returncode == 0 and answer.stdout == ANSWER, answer
+    if goldens:
+        tests = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_tiny.py",
+             "test_golden.py", "-k", goldens],
+            cwd=TESTS, env=environment(QWEN3=str(programs / "qwen3")), capture_output=True,
+            text=True, timeout=1800)
+        assert tests.returncode == 0 and " passed" in tests.stdout, tests.stdout[-4000:]
+
+
+# -- compilers
+
+@pytest.mark.parametrize("arguments", [
+    *[[f"CC={cc}", f"CFLAGS=-O{level}"] for cc in ("gcc", "clang") for level in range(4)],
+    ["CC=gcc", "THREADS=0"], ["CC=clang", "THREADS=0"], ["CC=musl-gcc", "LDFLAGS=-static"],
+], ids=" ".join)
+def test_compiler(arguments, tmp_path):
+    need(arguments[0][3:])
+    build(tmp_path, *arguments)
+    check(under(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["gcc -m32", "clang --target=armv7-linux-gnueabihf",
+                                     "arm-linux-gnueabihf-gcc", "clang --target=s390x-linux-gnu"])
+def test_refused(command):
+    """32 bits, or the other byte order: one error that says so."""
+    need(command.split()[0])
+    result = subprocess.run([*command.split(), "-fsyntax-only", ROOT / "qwen3.c"], text=True,
+                            capture_output=True)
+    assert result.returncode != 0
+    assert '"qwen3.c needs a 64-bit little-endian machine' in result.stderr, result.stderr
+
+
+# -- CPUs
+
+@pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3"])
+def test_x86_64(cpu, tmp_path):
+    flags = Path("/proc/cpuinfo")
+    native = cpu == "x86-64" or flags.exists() and re.search(r"^flags.* avx2 ", flags.read_text(),
+                                                             re.M)
+    if os.uname().machine != "x86_64":
+        pytest.skip("no x86-64")
+    if not native:
+        need("qemu-x86_64")
+    build(tmp_path, f"NATIVE=-march={cpu}")
+    check(under(tmp_path, *([] if native else ["qemu-x86_64", "-cpu", "max"])), ALL)
+
+
+@pytest.mark.parametrize("compiler", ["aarch64-linux-gnu-gcc", "clang --target=aarch64-linux-gnu"])
+@pytest.mark.parametrize("cpu, simd", [("armv8-a", "plain C"),
+                                       ("armv8.2-a+dotprod", "NEON dotprod")])
+def test_aarch64(compiler, cpu, simd, tmp_path):
+    need(compiler.split()[0], "aarch64-linux-gnu-gcc", "qemu-aarch64")
+    build(tmp_path, f"CC={compiler}", f"NATIVE=-march={cpu}", "LDFLAGS=-static")
+    programs = under(tmp_path, "qemu-aarch64")
+    version = subprocess.run([programs / "qwen3", "--version"], capture_output=True, text=True)
+    assert f"({simd})" in version.stdout
+    check(programs, ALL if "gcc" in compiler else "")
+
+
+# -- Windows
+
+@pytest.fixture(scope="session")
+def windows(tmp_path_factory):
+    """The programs for Windows, each as a script that starts it under wine."""
+    compiler = "x86_64-w64-mingw32-gcc"
+    wine = shutil.which("wine64") or shutil.which("/usr/lib/wine/wine64") or shutil.which("wine")
+    need(compiler)
+    if not wine:
+        pytest.skip("wine is not installed")
+    directory = tmp_path_factory.mktemp("windows")
+    build(directory, f"CC={compiler}")
+    settings = ["env", f"WINEPREFIX={directory}/wine", "WINEDEBUG=-all"]
+    programs = under(directory, *settings, wine)
+    subprocess.run([programs / "qwen3", "--version"], capture_output=True, timeout=300, check=True)
+    yield programs
+    subprocess.run([*settings, Path(wine).with_name("wineserver"), "-k"], capture_output=True)
+
+
+def run(windows, *args, stdin=b"", timeout=120):
+    return subprocess.run([windows / "qwen3", *map(str, args)], input=stdin, capture_output=True,
+                          timeout=timeout, env=environment())
+
+
+def test_windows(windows):
+    check(windows, "perplexity or greedy")              # a start under wine takes half a second
+
+
+def test_windows_without_threads(tmp_path):
+    need("x86_64-w64-mingw32-gcc")
+    build(tmp_path, "CC=x86_64-w64-mingw32-gcc", "THREADS=0", targets=["qwen3"])
+
+
+@pytest.mark.parametrize("text", ["Größe, 灯塔 🙂", 'a "quoted" b', "back\\slash\\", "2*3? *.md", "",
+                                  'a\\"b\\\\"'])
+def test_windows_arguments(windows, text):
+    model = TINY / "tiny.bin"
+    result = run(windows, model, "-q", "-m", "tokenize", "-i", text)
+    assert result.returncode == 0
+    assert [int(i) for i in result.stdout.split()] == tokenize(model, text.encode())
+
+
+def test_windows_names(windows, tmp_path):
+    """File names in any script; a missing one is named as it was given."""
+    directory = tmp_path / "Größe и 灯"
+    directory.mkdir()
+    for name in ("tiny.bin", "tiny.bin.tokenizer"):
+        shutil.copy(TINY / name, directory / name)
+    (directory / "é.txt").write_text(QUESTION)
+    result = run(windows, directory / "tiny.bin", "-t", 0, "-f", directory / "é.txt")
+    assert result.returncode == 0 and result.stdout == ANSWER
+    result = run(windows, directory / "灯.bin", "-i", "a")
+    assert result.returncode == 1 and result.stdout == b""
+    assert result.stderr.decode() == f"qwen3: {directory}/灯.bin: No such file or directory\n"
+
+
+def test_windows_bytes(windows, tmp_path):
+    """What is read and written is the bytes: no CR comes or goes, Ctrl-Z and NUL are characters."""
+    text = b"a\r\nb\x1ac\n\xff\x00\n\r\n"
+    (tmp_path / "text").write_bytes(text)
+    model = TINY / "tiny.bin"
+    expected = b" ".join(b"%d" % i for i in tokenize(model, text)) + b"\n"
+    assert run(windows, model, "-m", "tokenize", stdin=text).stdout == expected
+    assert run(windows, model, "-m", "tokenize", "-f", tmp_path / "text").stdout == expected
+    talk = run(windows, model, "-m", "chat", "-t", 0, stdin=b"My name is Ann.\r\n" * 2)
+    assert talk.stdout == b"Hello, Ann! How can I help you?\n" * 2
+    assert talk.stderr.count(b"\n") == 2 and b"\r" not in talk.stderr
+
+
+def test_windows_exit(windows):
+    """Exit codes; a reader that has seen enough; NUL is no terminal."""
+    assert run(windows, TINY / "tiny.bin", "-j", 0).returncode == 2
+    assert run(windows, TINY, "-i", "a").returncode == 1
+    with subprocess.Popen([windows / "qwen3", "-h"], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, env=environment()) as closed:
+        closed.stdout.close()
+        assert closed.stderr.read() == b"" and closed.wait(60) == 0
+    nul = subprocess.run([windows / "qwen3", TINY / "tiny.bin", "-m", "tokenize"], timeout=60,
+                         stdin=subprocess.DEVNULL, capture_output=True, env=environment())
+    assert nul.returncode == 0 and nul.stdout == b"\n"
+
+
+def write_model(path, dim, hidden_dim, n_layers, max_seq_len, before=None, after=None):
+    """A model of zeros in a sparse file, with the tiny one's vocabulary. Its answer to the token
+    `before` is `after`; without them, token 0 forever. Returns the file's size."""
+    group, head_dim, kv_dim = 64, 64, 64
+    vocab = struct.unpack("<8i", (TINY / "tiny.bin").read_bytes()[:32])[7]
+    final_norm = 256 + 4 * 2 * n_layers * dim
+    embedding = final_norm + 4 * (dim + 2 * n_layers * head_dim)
+    table = vocab * dim
+    layer = dim * (2 * dim + 2 * kv_dim + 3 * hidden_dim)
+    classifier = embedding + (table + n_layers * layer) // group * (group + 4)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<I11i", 0x616A6331, 1, dim, hidden_dim, n_layers, dim // head_dim,
+                               kv_dim // head_dim, vocab, max_seq_len, head_dim, 0, group))
+        file.truncate(classifier + table // group * (group + 4))
+        file.seek(final_norm)
+        file.write(struct.pack("<f", 1) * dim)
+        if after is not None:
+            for matrix, row in ((embedding, before), (classifier, after)):
+                file.seek(matrix + row * dim)
+                file.write(b"\x7f")
+                file.seek(matrix + table + row * dim // group * 4)
+                file.write(struct.pack("<f", 1))
+    shutil.copy(TINY / "tiny.bin.tokenizer", f"{path}.tokenizer")
+    return path.stat().st_size
+
+
+def test_windows_over_4_gb(windows, tmp_path):
+    """The answer is in the last matrix, behind 4 GB of zeros."""
+    path = tmp_path / "large.bin"
+    (before,), (after,) = tokenize(TINY / "tiny.bin", b"a"), tokenize(TINY / "tiny.bin", b"b")
+    assert write_model(path, 4096, 16384, 17, 64, before, after) > 1 << 32
+    result = run(windows, path, "-q", "-m", "generate", "-t", 0, "-n", 1, "-i", "a", timeout=300)
+    path.unlink()
+    assert result.returncode == 0 and result.stdout == b"b", result
+
+
+def test_windows_ctrl_c(windows, tmp_path):
+    """Ctrl-C ends a one-shot answer; what was written stays."""
+    path = tmp_path / "endless.bin"
+    write_model(path, 64, 64, 1, 1 << 20)
+    with subprocess.Popen([windows / "qwen3", path, "-c", "0", "-m", "generate", "-t", "0",
+                           "-i", "a"],
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=environment()) as process:
+        assert process.stdout.read(20) == b"!" * 20
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and set(out) == {ord("!")} and err.count(b"\n") == 1
+
+
+def test_windows_console(windows):
+    """A conversation on a console: UTF-8 typed and shown, lines joined, pastes, Ctrl-D."""
+    pid, fd = pty.fork()
+    if pid == 0:
+        tty.setraw(0)               # as wine's console does a little later
+        os.execve(windows / "qwen3", ["qwen3", str(TINY / "tiny.bin"), "-t", "0", "-v"],
+                  environment())
+    shown = b""
+
+    def wait_for(text):
+        nonlocal shown
+        end = time.monotonic() + 60
+        while text not in plain(shown):
+            assert time.monotonic() < end and select.select([fd], [], [], 60)[0], plain(shown)
+            shown += os.read(fd, 65536)
+        found, shown = plain(shown), b""
+        return found
+
+    def plain(out):
+        """Without the console's cursor movements and line breaks (80 columns)."""
+        out = out.replace(b"\x1b[1C", b" ").replace(b"\x1b[79C", b"").replace(b"\r", b"")
+        return re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]|\n", b"", out).decode("utf-8", "replace")
+
+    def ids(text):
+        return " ".join(map(str, tokenize(TINY / "tiny.bin", text.encode()))) + " "
+
+    def say(keys, message):
+        os.write(fd, keys.encode())
+        said = wait_for("seed ")
+        assert ids(message) in said.replace("  ", " "), (ids(message), said)
+        return said
+
+    wait_for("> ")
+    say("灯塔 ÄÖ?\r", "灯塔 ÄÖ?")
+    assert "is Bogotá." in say("What is the capital of Colombia?\r", "of Colombia?")
+    say("one\\\rtwo\r", "one\ntwo")
+    say("a b\rc\rd\r", "a b\nc\nd")
+    os.write(fd, b"\x04")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(fd)
