@@ -233,7 +233,7 @@ def test_windows_over_4_gb(windows, tmp_path):
     """The answer is in the last matrix, behind 4 GB of zeros."""
     path = tmp_path / "large.bin"
     (before,), (after,) = tokenize(TINY / "tiny.bin", b"a"), tokenize(TINY / "tiny.bin", b"b")
-    assert write_model(path, 4096, 16384, 17, 64, before, after) > 1 << 32
+    assert write_model(path, 4096, 16384, 18, 64, before, after) > 1 << 32
     result = run(windows, path, "-q", "-m", "generate", "-t", 0, "-n", 1, "-i", "a", timeout=300)
     path.unlink()
     assert result.returncode == 0 and result.stdout == b"b", result

@@ -1,5 +1,6 @@
 """The Makefile's ways to build: each is silent, and what it builds answers."""
 import platform
+import re
 import shutil
 import subprocess
 
@@ -64,3 +65,28 @@ def test_older_cpu(name, tmp_path):
         assert_error(run, 1, "CPU", missing, "portable")
     else:
         assert run.returncode == 0 and b"Paris" in run.stdout, run
+
+
+def test_reproducible(tmp_path):
+    """The same compiler and flags give the same bytes in any directory."""
+    built = []
+    for name in ("a", "another directory"):
+        (tmp_path / name / "tests").mkdir(parents=True)
+        for file in ("Makefile", "qwen3.c"):
+            shutil.copy(ROOT / file, tmp_path / name)
+        subprocess.run(["make", "-s"], cwd=tmp_path / name, check=True, env=environment())
+        built.append((tmp_path / name / "qwen3").read_bytes())
+    assert built[0] == built[1]
+
+
+def test_install(tmp_path):
+    def make(target):
+        subprocess.run(["make", "-s", target, f"DESTDIR={tmp_path}/to here", "PREFIX=/opt/q"],
+                       cwd=ROOT, check=True, env=environment())
+
+    make("install")
+    program = tmp_path / "to here/opt/q/bin/qwen3"
+    run = subprocess.run([program, "--version"], capture_output=True, text=True)
+    assert run.returncode == 0 and re.fullmatch(r"qwen3 \d+\.\d+ \([\w -]+\)\n", run.stdout)
+    make("uninstall")
+    assert program.parent.exists() and not program.exists()
