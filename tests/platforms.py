@@ -146,7 +146,7 @@ def run(windows, *args, stdin=b"", timeout=120):
 
 
 def test_windows(windows):
-    check(windows, "perplexity or greedy")              # a start under wine takes half a second
+    check(windows)
 
 
 def test_windows_without_threads(tmp_path):
