@@ -209,7 +209,8 @@ static void start_platform(int *argc, char ***argv) {
 
 #ifdef __linux__
 // The numbers (at most two) at the start of root/folder/name, how many there are.
-static int read_numbers(long long *numbers, const char *root, const char *folder, const char *name) {
+static int read_numbers(long long *numbers, const char *root, const char *folder,
+                        const char *name) {
     char path[8192];
     snprintf(path, sizeof(path), "%s%s/%s", root, folder, name);
     FILE *f = fopen(path, "r");
