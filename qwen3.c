@@ -906,7 +906,8 @@ INLINE int32_t load_i32(const void *p) {
 // vectorise loops over it.
 INLINE float fast_exp(float x) {
     float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float n = clamped * 1.44269504f + ROUNDER - ROUNDER;
+    union { float f; uint32_t i; } rounded = {clamped * 1.44269504f + ROUNDER};
+    float n = rounded.f - ROUNDER;
     float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -915,7 +916,7 @@ INLINE float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1;
-    union { uint32_t i; float f; } power = {.i = ((uint32_t)(int32_t)n + 127) << 23};
+    union { uint32_t i; float f; } power = {(rounded.i + 127) << 23};  // 2^n: n in the exponent
     return x < -87.0f ? 0 : p * power.f;
 }
 
@@ -987,7 +988,7 @@ NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int grou
             VecI rounded = (VecI)(load_f(x + j) * inverse + ROUNDER) - (VecI)splat_f(ROUNDER);
             VecB bytes = __builtin_convertvector(rounded, VecB);
             memcpy(q + j, &bytes, sizeof(bytes));
-            sum += rounded;
+            sum += __builtin_convertvector(bytes, VecI);
         }
         out->scale[g] = inverse == 0 ? 0 : largest.f / 127;
         out->start[g] = -W_BIAS * lanes_sum(sum);
@@ -2913,7 +2914,7 @@ static const char usage[] =
     "  -s INT     random seed, 64 bits [from the clock]\n"
     "  -n INT     at most so many new tokens per answer [to the end of the turn or the context]\n"
     "  -c INT     context length in tokens, 0 is the model's [4096, or the model's if smaller]\n"
-    "  -b INT     prompt tokens per forward pass, 1 to 512; never changes the output [256]\n"
+    "  -b INT     prompt tokens per forward pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q, -v     nothing on stderr but errors; also the prompt's ids\n"
     "  -h, --version\n"
@@ -2982,7 +2983,7 @@ static void check_text(const Options *o, int mode) {
 
 static Options parse_options(int argc, char **argv) {
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -1,
-                 .context = -1, .batch = 256, .threads = -1};
+                 .context = -1, .batch = 512, .threads = -1};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
