@@ -6,6 +6,8 @@
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
 # make test-platforms  runs the tests on other compilers, CPUs and systems, where they are installed
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
+# make test-sanitizers  runs every test with the address and undefined-behaviour sanitizers
+# make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of eight targets
 # make THREADS=0  builds without threads
 CC ?= cc
 CFLAGS ?= -O3
@@ -28,7 +30,7 @@ endif
 ALL_CFLAGS = $(CFLAGS) $(NATIVE) -std=gnu11 -ffp-contract=off -fopenmp-simd $(WARNINGS) \
              $(or $(THREAD_FLAG),-DNO_THREADS) $(WINDOWS)
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
-           -Wno-pass-failed  # clang: loops are not vectorised then
+           -Wno-pass-failed -fno-sanitize=float-cast-overflow
 
 qwen3: qwen3.c Makefile tests/.flags
 	$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)
@@ -61,10 +63,17 @@ debug: qwen3
 tests/test tests/bench tests/render tests/tokens: tests/%: tests/%.c tests/records.h qwen3.c Makefile tests/.flags
 	$(CC) $(ALL_CFLAGS) -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
 
+# Fuzzing with the sanitizers; libfuzzer is clang's way, which follows the coverage
+FUZZ_CFLAGS = $(ALL_CFLAGS) $(SANITIZE) -DTEST -DNO_THREADS -Wno-unused-function $(LDFLAGS)
+tests/fuzz: tests/fuzz.c qwen3.c Makefile tests/.flags
+	$(CC) $(FUZZ_CFLAGS) -o $@ $< $(LDLIBS)
+tests/libfuzzer: tests/fuzz.c qwen3.c Makefile tests/.flags
+	clang $(FUZZ_CFLAGS) -fsanitize=fuzzer -DLIBFUZZER -o $@ $< $(LDLIBS)
+
 tests/tiny/tiny.bin:
 	@echo "$@ is missing: python export.py tests/tiny/model $@"; exit 1
 
-test: qwen3 tests/test tests/bench tests/render tests/tokens
+test: qwen3 tests/test tests/bench tests/render tests/tokens tests/fuzz
 	tests/test
 	python3 tests/setup_venv.py
 	tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1 tests
@@ -74,7 +83,17 @@ test-platforms: qwen3
 	python3 tests/setup_venv.py
 	tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1 tests/platforms.py
 
-clean:
-	rm -f qwen3 qwen3.exe tests/test tests/bench tests/render tests/tokens tests/.flags
+# make test with everything built with the sanitizers
+test-sanitizers:
+	$(MAKE) test CFLAGS='$(SANITIZE)'
 
-.PHONY: run bench portable install uninstall debug test test-platforms clean FORCE
+FUZZ_SECONDS ?= 600
+fuzz: tests/fuzz
+	python3 tests/setup_venv.py
+	FUZZ_SECONDS=$(FUZZ_SECONDS) tests/.venv/bin/python -m pytest -rs -s tests/test_fuzz.py
+
+clean:
+	rm -f qwen3 qwen3.exe tests/test tests/bench tests/render tests/tokens tests/fuzz \
+	      tests/libfuzzer tests/.flags
+
+.PHONY: run bench portable install uninstall debug test test-platforms test-sanitizers fuzz clean FORCE

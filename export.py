@@ -500,6 +500,8 @@ def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Ten
     found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     if len(found) < len(stored):
         refuse(where, "tensor names", "each with or without model.", "some both ways")
+    if c.n_layers > len(found):  # the list of what is missing could be endless
+        refuse(where, "num_hidden_layers", f"no more than there are tensors, {len(found)}", c.n_layers)
     wanted = dict(layout(c))
     extra = [tensor.name for name, tensor in found.items() if name not in wanted
              and name != "lm_head.weight"  # stored by some although tied

@@ -74,6 +74,7 @@
 #include <shellapi.h>
 #undef CONTEXT_FULL
 #else
+#include <poll.h>
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -91,7 +92,9 @@
 #define VERSION "1.0"
 #define INLINE static inline __attribute__((always_inline, unused))
 #define NOINLINE static __attribute__((noinline))  // one copy: the same bits for every caller
-#ifdef __clang__
+#if defined(NO_UNROLL)  // with sanitizers, compilers take minutes over what is unrolled
+#define UNROLL
+#elif defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
@@ -106,10 +109,15 @@ INLINE void cpu_pause(void) {
 #endif
 }
 
+static volatile sig_atomic_t dimmed;  // the terminal writes dim now
+
 #ifdef _WIN32
 // POSIX as far as it is used here: what MinGW lacks, or has neither for UTF-8 nor for large files.
 #define PRINTF __MINGW_PRINTF_FORMAT
 #define SIGPIPE (-1)
+#define SIGBUS (-1)
+#define SA_RESETHAND 0
+#define O_NONBLOCK 0
 #define MAP_FAILED NULL
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
@@ -118,7 +126,7 @@ INLINE void cpu_pause(void) {
 #define write write_bytes
 #define getline read_stdin_line
 
-struct sigaction { void (*sa_handler)(int); };
+struct sigaction { void (*sa_handler)(int); int sa_flags; };
 
 static void (*on_ctrl_c)(int);
 
@@ -179,6 +187,10 @@ static ssize_t read_stdin_line(char **line, size_t *cap, FILE *file) {
 static bool input_waits(void) {
     Sleep(30);
     return _kbhit();
+}
+
+static void restore_terminal(void) {
+    if (dimmed) write(STDOUT_FILENO, "\033[0m", 4);
 }
 
 // The number of cores this process may use.
@@ -281,19 +293,30 @@ static int cpu_count(void) {
     return n > 0 ? (int)n : 1;
 }
 
+static volatile sig_atomic_t uncooked;  // input_waits() has changed the terminal's mode from
+static struct termios cooked;
+
 // Is a pasted block still coming in? Its lines arrive together. A last line without a newline is
 // held back by the terminal: without ICANON it can be counted.
 static bool input_waits(void) {
     int waiting = 0;
-    struct termios cooked, raw;
     nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
     if (tcgetattr(STDIN_FILENO, &cooked) != 0) return false;
-    raw = cooked;
+    struct termios raw = cooked;
     raw.c_lflag &= ~(tcflag_t)ICANON;
+    uncooked = true;
     tcsetattr(STDIN_FILENO, TCSANOW, &raw);
     bool known = ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0;
     tcsetattr(STDIN_FILENO, TCSANOW, &cooked);
+    uncooked = false;
     return known && waiting > 0;
+}
+
+// For signal handlers: the terminal as it was, unless it takes nothing more.
+static void restore_terminal(void) {
+    bool ready = poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, 0) == 1;
+    if (dimmed && ready) (void)!write(STDOUT_FILENO, "\033[0m", 4);
+    if (uncooked) tcsetattr(STDIN_FILENO, TCSANOW, &cooked);
 }
 
 static void start_platform(int *argc, char ***argv) { (void)argc, (void)argv; }
@@ -380,8 +403,8 @@ static bool bytes_equal(Bytes a, Bytes b) {
     return a.n == b.n && (a.n == 0 || memcmp(a.p, b.p, a.n) == 0);
 }
 
-static Bytes bytes_from(Bytes b, size_t start) {
-    return (Bytes){b.p + start, b.n - start};
+static Bytes bytes_from(Bytes b, size_t start) {  // an empty text may have no address
+    return (Bytes){start ? b.p + start : b.p, b.n - start};
 }
 
 // Appends ids, separated by spaces, and a newline.
@@ -400,7 +423,7 @@ INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // The whole file, mapped read-only.
 static Bytes file_map(const char *path) {
-    int fd = open(path, O_RDONLY);
+    int fd = open(path, O_RDONLY | O_NONBLOCK);  // a named pipe is refused, not waited for
     struct stat st;
     if (fd < 0 || fstat(fd, &st) != 0) die("%s: %s", path, strerror(errno));
     if (!S_ISREG(st.st_mode)) die("%s: wrong kind of file, expected a regular file", path);
@@ -420,6 +443,7 @@ static void file_read(Buffer *b, int fd, const char *name) {
         if (got < 0 && interrupted) exit(EXIT_INTERRUPT);
         if (got < 0 && errno != EINTR) die("%s: %s", name, strerror(errno));
         if (got > 0) b->n += got;
+        if (b->n >= INT_MAX) die("%s: too long, expected less than 2 GB", name);
     }
 }
 
@@ -579,7 +603,7 @@ static void read_header(Config *g, Cursor *c) {
     g->n_layers = header_int(c, "n_layers", 1, INT_MAX);
     g->n_heads = header_int(c, "n_heads", 1, INT_MAX);
     g->n_kv_heads = header_int(c, "n_kv_heads", 1, INT_MAX);
-    g->vocab_size = header_int(c, "vocab_size", 1, INT_MAX);
+    g->vocab_size = header_int(c, "vocab_size", 1, 1 << 30);
     g->max_seq_len = header_int(c, "max_seq_len", 1, 1 << 30);
     g->head_dim = header_int(c, "head_dim", 1, INT_MAX);
     g->shared_classifier = header_int(c, "shared_classifier", 0, 1);
@@ -1532,7 +1556,8 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     size_t attention = (size_t)ATT_TASK * (round_up(seq_len, 2 * LANES) + value_dim(m));
     size_t rows = (size_t)BLOCK * (longest / 4 + longest / g->group_size);
     for (int i = 0; i < n_threads; i++) {
-        s->scratch[i] = alloc(attention > rows ? attention : rows, 4, what);
+        s->scratch[i] = alloc(attention > rows ? attention : rows, 4,
+                              "attention (-c makes it smaller)");
     }
     s->kv_floats = (size_t)LANES * (hd + value_dim(m));
     s->kv = alloc((size_t)blocks * g->n_layers * g->n_kv_heads, s->kv_floats * sizeof(float),
@@ -1884,17 +1909,19 @@ static int compare_composed(const void *key, const void *pair) {
     return (c > composed) - (c < composed);
 }
 
-// Appends the full canonical decomposition of c.
-static void decompose(const Tokenizer *t, Chars *out, uint32_t c) {
+// Appends the full canonical decomposition of c. Unicode's take 4 steps at most; a stranger's file
+// could go on for ever.
+static void decompose(const Tokenizer *t, Chars *out, uint32_t c, int steps) {
     const Pair *p = bsearch(&c, t->pairs, t->n_pairs, sizeof(Pair), compare_composed);
     uint32_t i = c - HANGUL_S;
+    if (steps > 8) die("tokenizer: bad section deco, expected one that ends, found U+%04X again", c);
     if (p) {
-        decompose(t, out, p->first);
-        if (p->second) decompose(t, out, p->second);
+        decompose(t, out, p->first, steps + 1);
+        if (p->second) decompose(t, out, p->second, steps + 1);
     } else if (i < HANGUL_LS * HANGUL_VS * HANGUL_TS) {
-        decompose(t, out, HANGUL_L + i / (HANGUL_VS * HANGUL_TS));
-        decompose(t, out, HANGUL_V + i / HANGUL_TS % HANGUL_VS);
-        if (i % HANGUL_TS) decompose(t, out, HANGUL_T + i % HANGUL_TS);
+        decompose(t, out, HANGUL_L + i / (HANGUL_VS * HANGUL_TS), steps + 1);
+        decompose(t, out, HANGUL_V + i / HANGUL_TS % HANGUL_VS, steps + 1);
+        if (i % HANGUL_TS) decompose(t, out, HANGUL_T + i % HANGUL_TS, steps + 1);
     } else {
         out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
         out->p[out->n] = (uint64_t)(t->chars[c] >> 8) << 56 | (uint64_t)out->n << 24 | c;
@@ -1958,7 +1985,7 @@ static void normalize(const Tokenizer *t, Buffer *out, Bytes s) {
         buffer_add(out, (Bytes){s.p + done, before - done});
         chars.n = 0;
         for (at = before; (c = char_at(t, s, at)).n && (at == before || c.active); at += c.n) {
-            decompose(t, &chars, c.c);
+            decompose(t, &chars, c.c, 0);
         }
         order_and_compose(t, &chars);
         for (size_t i = 0; i < chars.n; i++) add_char(out, chars.p[i] & CODE_POINT);
@@ -2441,16 +2468,26 @@ typedef struct {
     Buffer held;
 } Writer;
 
-static volatile sig_atomic_t dimmed;       // the terminal writes dim now
-
 // The first Ctrl-C ends what is going on, a second one the program.
 static void on_interrupt(int signal) {
     (void)signal;
     if (interrupted) {
-        if (dimmed) (void)!write(STDOUT_FILENO, "\033[0m", 4);
+        restore_terminal();
         _exit(EXIT_INTERRUPT);
     }
     interrupted = 1;
+}
+
+// SIGTERM; and SIGBUS: a mapped file has become shorter, or its disk fails.
+static void on_end(int signal) {
+    static const char lost[] = "qwen3: model: can't be read any more, expected its files to stay "
+                               "as they are, found them cut or their disk failing\n";
+    restore_terminal();
+    if (signal == SIGBUS) {
+        (void)!write(STDERR_FILENO, lost, sizeof(lost) - 1);
+        _exit(EXIT_FAILURE);
+    }
+    raise(signal);  // ends the program, as this was reset by SA_RESETHAND
 }
 
 // All of s goes out at once, whatever signals come.
@@ -3137,6 +3174,8 @@ int main(int argc, char **argv) {
     start_platform(&argc, &argv);
     e.options = parse_options(argc, argv);
     sigaction(SIGPIPE, &(struct sigaction){.sa_handler = SIG_IGN}, NULL);
+    sigaction(SIGTERM, &(struct sigaction){.sa_handler = on_end, .sa_flags = SA_RESETHAND}, NULL);
+    sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_end}, NULL);
     if (e.options.mode != TOKENIZE)
         sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);
     return run(&e);

@@ -41,6 +41,24 @@ def test_builds(arguments, tmp_path):
     assert not (tmp_path / "qwen3").exists()
 
 
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_functions_under_a_sanitizer(sanitizer, tmp_path):
+    (tmp_path / "tests").mkdir()
+    for name in ("Makefile", "qwen3.c", "tests/test.c", "tests/records.h"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    flags = f"-O1 -g -fsanitize={sanitizer} -fno-sanitize-recover=all -Wno-pass-failed"
+    built = subprocess.run(["make", "tests/test", f"CFLAGS={flags}"], cwd=tmp_path, capture_output=True,
+                           text=True, env=environment(), timeout=300)
+    if built.returncode != 0 and "cannot find" in built.stderr:
+        pytest.skip(f"the compiler has no {sanitizer} sanitizer")
+    assert built.returncode == 0 and built.stderr == "", built.stderr
+    run = subprocess.run([tmp_path / "tests/test"], capture_output=True, text=True, env=environment(),
+                         timeout=300)
+    if "unexpected memory mapping" in run.stderr:
+        pytest.skip("this kernel places memory where the sanitizer can't have it")
+    assert run.returncode == 0 and "0 failures" in run.stdout, run.stdout + run.stderr[-3000:]
+
+
 # What a CPU says that lacks something: the build's flags, qemu-x86_64's model of a CPU, the words
 OLD = {"x86-64-v3": ("-march=x86-64-v3", "Nehalem", "AVX2"),
        "avx512": ("-march=icelake-client", "max", "AVX-512 VNNI"),

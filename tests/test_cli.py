@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import termios
 import time
 
 import numpy as np
@@ -428,7 +430,10 @@ def test_interrupt_while_the_reader_is_slow(slow, mode):
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                              stdin=subprocess.DEVNULL, env=environment(), start_new_session=True)
     fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, 4096)
-    time.sleep(1)
+    waiting, end = bytearray(4), time.monotonic() + 20
+    while int.from_bytes(waiting, sys.byteorder) < 4096 and time.monotonic() < end:
+        time.sleep(0.1)
+        fcntl.ioctl(child.stdout, termios.FIONREAD, waiting)
     child.send_signal(signal.SIGINT)
     time.sleep(0.2)
     out, error = child.communicate(timeout=20)

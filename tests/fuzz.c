@@ -1,0 +1,832 @@
+// Fuzzing of qwen3.c: tests/fuzz TARGET SECONDS [SEED] mutates the inputs of seeds() without end in
+// sight; tests/fuzz TARGET FILE... runs files; tests/fuzz -w DIR writes the seeds. With -DLIBFUZZER
+// and clang's -fsanitize=fuzzer the mutations follow the coverage; FUZZ_TARGET names the target.
+//
+// What qwen3.c wants from the system is played here, so that an input needs microseconds: files are
+// in memory, exit() comes back, what was allocated goes with the input that it was for.
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <termios.h>
+#include <time.h>
+#include <unistd.h>
+
+// ---- The system, played
+
+static jmp_buf left;            // where exit() goes
+static int exit_status;
+static void *blocks[1 << 12];   // everything allocated; the first `kept` stay
+static size_t n_blocks, kept;
+static struct { const char *name; uint8_t *p; size_t n; } files[8];
+static size_t n_files;
+static uint8_t written[1 << 16];  // stdout
+static size_t n_written;
+static char said[4096];         // the last report on stderr
+static int reports;
+static const uint8_t *typed;    // stdin
+static size_t n_typed;
+static int terminals;           // bit fd: it is one
+
+static const uint8_t *input;    // being run
+static size_t input_size;
+
+static void failed(void) {      // keeps the input that broke it
+    FILE *f = fopen("fuzz-failed", "wb");
+    if (f) fwrite(input, 1, input_size, f), fclose(f);
+    fprintf(stderr, "tests/fuzz: the input is in fuzz-failed\n");
+}
+
+#define CHECK(condition) \
+    ((condition) ? (void)0 : (fprintf(stderr, "tests/fuzz.c:%d: %s\n", __LINE__, #condition), \
+                              failed(), abort()))
+
+_Noreturn static void fuzz_exit(int status) {
+    exit_status = status;
+    longjmp(left, 1);
+}
+
+static void *fuzz_realloc(void *p, size_t size) {
+    if (size > 64 << 20) return NULL;  // a machine with little memory
+    CHECK(n_blocks < sizeof(blocks) / sizeof(*blocks));
+    if (!p) return blocks[n_blocks++] = malloc(size);
+    size_t i = n_blocks;
+    while (blocks[i - 1] != p) CHECK(--i > 0);
+    return blocks[i - 1] = realloc(p, size);
+}
+
+static void *fuzz_calloc(size_t count, size_t size) {
+    if (count * size > 64 << 20) return NULL;
+    CHECK(n_blocks < sizeof(blocks) / sizeof(*blocks));
+    return blocks[n_blocks++] = calloc(count, size);
+}
+
+static void fuzz_free(void *p) {
+    size_t i = n_blocks;
+    if (!p) return;
+    while (blocks[i - 1] != p) CHECK(--i > 0);
+    blocks[i - 1] = blocks[--n_blocks];
+    free(p);
+}
+
+static void file_add(const char *name, const void *p, size_t n) {
+    files[n_files].name = name;
+    files[n_files].p = malloc(n ? n : 1);  // of its own, so that reading behind it is seen
+    files[n_files].n = n;
+    if (n) memcpy(files[n_files].p, p, n);
+    n_files++;
+}
+
+static int fuzz_open(const char *path) {
+    for (size_t i = 0; i < n_files; i++) {
+        if (!strcmp(files[i].name, path)) return 100 + (int)i;
+    }
+    errno = ENOENT;
+    return -1;
+}
+
+static int fuzz_fstat(int fd, struct stat *st) {
+    *st = (struct stat){.st_mode = S_IFREG, .st_size = (off_t)files[fd - 100].n};
+    return 0;
+}
+
+static ssize_t fuzz_write(const void *p, size_t n) {
+    CHECK(n <= sizeof(written) - n_written);
+    memcpy(written + n_written, p, n);
+    n_written += n;
+    return (ssize_t)n;
+}
+
+static ssize_t fuzz_read(int fd, void *p, size_t n) {
+    if (fd >= 100) return 0;
+    n = n < n_typed ? n : n_typed;
+    memcpy(p, typed, n);
+    typed += n;
+    n_typed -= n;
+    return (ssize_t)n;
+}
+
+static ssize_t fuzz_getline(char **line, size_t *cap) {
+    const uint8_t *end = n_typed ? memchr(typed, '\n', n_typed) : NULL;
+    size_t n = end ? (size_t)(end - typed) + 1 : n_typed;
+    if (n + 1 > *cap) *line = fuzz_realloc(*line, *cap = n + 1);
+    fuzz_read(0, *line, n);
+    (*line)[n] = 0;
+    return n ? (ssize_t)n : -1;
+}
+
+static int fuzz_fprintf(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(said, sizeof(said), format, args);
+    va_end(args);
+    reports += !strncmp(said, "qwen3: ", 7);
+    return 0;
+}
+
+#define exit fuzz_exit
+#define calloc fuzz_calloc
+#define realloc fuzz_realloc
+#define free fuzz_free
+#define open(path, flags) fuzz_open(path)
+#define fstat fuzz_fstat
+#define mmap(address, size, protection, flags, fd, offset) ((void *)files[(fd) - 100].p)
+#define close(fd) (void)(fd)
+#define access(path, mode) (fuzz_open(path) < 0 ? -1 : 0)
+#define read fuzz_read
+#define write(fd, p, n) fuzz_write(p, n)
+#define getline(line, cap, stream) fuzz_getline(line, cap)
+#define ferror(stream) 0
+#define isatty(fd) (terminals >> (fd) & 1)
+#define tcgetattr(fd, mode) (-1)
+#define nanosleep(time, rest) (void)0
+#define fprintf(stream, ...) fuzz_fprintf(__VA_ARGS__)
+#define fputc(c, stream) (void)0
+#define fputs(s, stream) (void)0
+#define fwrite(p, size, n, stream) (void)0
+#include "../qwen3.c"
+#undef exit
+#undef calloc
+#undef realloc
+#undef free
+#undef open
+#undef close
+#undef read
+#undef write
+#undef fprintf
+#undef fputc
+#undef fputs
+#undef fwrite
+
+// ---- What the targets share
+
+static Tokenizer tiny;   // the real kind: tests/tiny
+static Model toy;        // 32 wide, with tiny's vocabulary
+
+static Bytes rest(const uint8_t *p, size_t n) { return (Bytes){p, n}; }
+
+static uint8_t take_byte(Bytes *in) {  // 0 at the end
+    if (!in->n) return 0;
+    uint8_t byte = in->p[0];
+    *in = bytes_from(*in, 1);
+    return byte;
+}
+
+// What is before the next `end`, which goes.
+static Bytes take_until(Bytes *in, uint8_t end) {
+    const uint8_t *p = in->n ? memchr(in->p, end, in->n) : NULL;
+    Bytes part = {in->p, p ? (size_t)(p - in->p) : in->n};
+    *in = bytes_from(*in, part.n + (p != NULL));
+    return part;
+}
+
+static Bytes take_up_to(Bytes *in, size_t n) {
+    Bytes part = {in->p, n < in->n ? n : in->n};
+    *in = bytes_from(*in, part.n);
+    return part;
+}
+
+static bool same(const Ids *a, const Ids *b) {
+    return a->n == b->n && (!a->n || !memcmp(a->p, b->p, a->n * sizeof(int)));
+}
+
+static Buffer decoded(const Tokenizer *t, const Ids *ids) {
+    Buffer text = {0};
+    for (size_t i = 0; i < ids->n; i++) {
+        CHECK(ids->p[i] >= 0 && ids->p[i] < t->vocab_size);
+        buffer_add(&text, t->text[ids->p[i]]);
+    }
+    return text;
+}
+
+// ---- Target model: a header, from which the size and the rest of the file follow
+
+static int64_t size_of(const int32_t *h) {  // README, "The files"; -1: too large to try
+    const int64_t dim = h[2], hidden = h[3], layers = h[4], heads = h[5], kv = h[6], vocab = h[7],
+                  hd = h[9], group = h[11] > 0 ? h[11] : 64;
+    for (int i = 2; i <= 9; i++) {
+        if (h[i] < 0 || (i != 8 && h[i] > 4096)) return -1;
+    }
+    int64_t norms = 2 * layers * dim + dim + (h[22] ? 0 : 2 * layers * hd) +
+                    (h[21] ? layers * (heads + 2 * kv) * hd : 0);  // and biases
+    int64_t matrix = vocab * dim * (h[10] == 0 ? 2 : 1) + 2 * layers * (heads + kv) * hd * dim +
+                     3 * layers * hidden * dim;
+    int64_t size = 256 + 4 * norms + matrix + matrix / group * 4;
+    return size < 100000 ? size : -1;
+}
+
+static void fuzz_model(Bytes in) {
+    static const float values[] = {0.01f, -0.02f, 1, -1, 0.1f, 0, 3, -0.5f, NAN, INFINITY, -INFINITY,
+                                   3e38f, -3e38f, 1e-45f, 1e-38f, 1e20f};
+    static const int off[] = {0, 0, 0, 0, 1, -1, 4, -4};
+    static union { uint8_t bytes[100256]; int32_t h[64]; float f[25064]; } file;
+    uint8_t flags = take_byte(&in), spread = take_byte(&in) % 8 ? 8 : 16;  // mostly sane weights
+    Bytes head = take_up_to(&in, 100);
+    memset(file.bytes, 0, 256);
+    if (head.n) memcpy(file.bytes, head.p, head.n);
+    int64_t size = size_of(file.h);
+    if (size < 0) size = 256 + 64;
+    uint64_t rng = flags;
+    for (int64_t i = 64; i < size / 4 + 1; i++) {
+        uint8_t byte = in.n ? in.p[i % in.n] : 0;
+        file.f[i] = values[(byte + (random_next(&rng) < 0.5)) % spread];
+    }
+    file_add("model", file.bytes, (size_t)(size + off[flags % 8]));
+    static Engine e;
+    e = (Engine){.options = {.n = -1}};
+    model_map(&e.model, "model");
+    Config *g = &e.model.config;
+    CHECK((int64_t)files[0].n == size && size_of(file.h) == size);
+    int n = 5 + flags / 8 % 16, ids[21];
+    if (g->max_seq_len > 4096) {
+        state_init(&e.model, g->max_seq_len, 1, 1);  // enough memory for one of them
+        return;
+    }
+    n = min_int(n, g->max_seq_len);
+    state_init(&e.model, n, n, 2);
+    for (int i = 0; i < n; i++) ids[i] = (i * 7 + flags) % g->vocab_size;
+    // all at once, and one by one: the same logits
+    float *batched = alloc(g->vocab_size, sizeof(float), "a test");
+    forward(&e.model, ids, n, 0, n);
+    memcpy(batched, classify(&e.model, n - 1, 1), g->vocab_size * sizeof(float));
+    for (int i = 0; i < n; i++) forward(&e.model, ids + i, 1, i, 1);
+    float *logits = classify(&e.model, 0, 1);
+    if (all_finite(logits, g->vocab_size))
+        CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
+    e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size};
+    if (n > 1) score_piece(&e, ids, n);
+    e.sampler = (Sampler){.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
+                          .seen = alloc(g->vocab_size, 1, "a test"),
+                          .answered = alloc(g->vocab_size, 1, "a test"),
+                          .kept = alloc(g->vocab_size, sizeof(Candidate), "a test"),
+                          .edge = alloc(g->vocab_size, sizeof(Candidate), "a test")};
+    int id = sample(&e.sampler, batched, g->vocab_size);
+    CHECK(id >= 0 && id < g->vocab_size);
+}
+
+// ---- Target tokenizer: a tokenizer file, whole or from a recipe, and a text
+
+static void add_u32(Buffer *b, uint32_t value) { buffer_add(b, rest((uint8_t *)&value, 4)); }
+
+static void add_record(Buffer *b, float score, uint32_t length, Bytes text) {
+    buffer_add(b, rest((uint8_t *)&score, 4));
+    add_u32(b, length);
+    buffer_add(b, text);
+}
+
+// Sections until a tag that there is not; a length of 255 is a lie.
+static void add_sections(Buffer *b, Bytes *in) {
+    static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "stop", "samp",
+                                   "chat", "repe", "mode", "xxxx", "", "cl"};
+    for (uint8_t tag; in->n && (tag = take_byte(in)) < sizeof(tags) / sizeof(*tags);) {
+        uint32_t length = take_byte(in), lie = length;
+        Bytes payload = take_up_to(in, length);
+        if (length == 255 && payload.n >= 4) memcpy(&lie, payload.p, 4);
+        else lie = (uint32_t)payload.n;
+        buffer_add(b, rest((const uint8_t *)tags[tag], 4));
+        add_u32(b, lie);
+        buffer_add(b, payload);
+    }
+}
+
+static void fuzz_tokenizer(Bytes in) {
+    static const float scores[] = {-1, -2, -3, -3, -4, 0, -1e6f, -1e6f, -2e6f, NAN, INFINITY,
+                                   -INFINITY};
+    uint8_t flags = take_byte(&in), vocab = take_byte(&in) % 16;
+    Buffer file = {0};
+    if (flags % 8 == 7) {                       // as it is
+        buffer_add(&file, in);
+    } else {
+        add_u32(&file, 16);
+        add_u32(&file, take_byte(&in));
+        add_u32(&file, take_byte(&in));
+        for (int i = 0; i < 256; i++) add_record(&file, -1e6f, 1, rest((uint8_t[]){i}, 1));
+        for (int i = 0; i < vocab; i++) {
+            uint8_t score = take_byte(&in) % 12, length = take_byte(&in);
+            Bytes text = take_up_to(&in, length & 15);
+            add_record(&file, scores[score], length == 255 ? 0x80000000 : (uint32_t)text.n, text);
+        }
+        if (flags & 32) vocab += flags >> 6;    // the next model's tokenizer
+        Buffer sections = {0};
+        bool bare = flags % 32 == 6;
+        if (!bare) add_sections(&sections, &in);
+        uint32_t ascii[] = {'0', '9', NUMBER, 'a', 'z', LETTER};
+        if (!bare) {                            // saves a loop over Unicode
+            buffer_add(&sections, bytes("clas"));
+            add_u32(&sections, sizeof(ascii));
+            buffer_add(&sections, rest((uint8_t *)ascii, sizeof(ascii)));
+        }
+        buffer_add(&file, bytes("q3tx"));
+        add_u32(&file, 1);
+        add_u32(&file, (uint32_t)sections.n);
+        buffer_add(&file, rest(sections.p, sections.n));
+    }
+    file_add("tokenizer", file.p, file.n);
+    Tokenizer t;
+    tokenizer_load(&t, "tokenizer", 256 + vocab);
+    if (!t.has_chat) t.chat = chatml();
+    Ids ids = {0};
+    encode_raw(&t, take_up_to(&in, 100), &ids);
+    decoded(&t, &ids);
+    Message m = {.role = ASSISTANT};
+    for (size_t i = 0; i < ids.n; i++) message_add_token(&m, &t, ids.p[i]);
+    Message talk[] = {{.role = USER, .text = m.text}, m, {.role = USER, .text = m.text}};
+    render(&t, &(Conversation){talk, 3, 3}, flags & 8, &ids);
+    decoded(&t, &ids);
+    for (size_t i = 0; i < t.stop.n; i++) CHECK(is_stop(&t, t.stop.p[i]));
+}
+
+// ---- Target text: a text's tokens, against slow ways to the same
+
+// NFC(s) without the shortcut: all characters are decomposed, ordered and composed.
+static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
+    Chars chars = {0};
+    Buffer out = {0};
+    for (size_t at = 0; at < s.n;) {
+        Char c = char_at(t, s, at);
+        decompose(t, &chars, c.c, 0);
+        at += c.n;
+    }
+    order_and_compose(t, &chars);
+    for (size_t i = 0; i < chars.n; i++) add_char(&out, chars.p[i] & CODE_POINT);
+    return out;
+}
+
+// Byte-pair encoding by looking at all pairs again after each merge.
+static void slow_merge(const Tokenizer *t, Bytes s, Ids *out) {
+    size_t ends[256], n = s.n;                  // of the symbols
+    for (size_t i = 0; i < n; i++) ends[i] = i + 1;
+    for (;;) {
+        size_t best = n, from = 0, best_from = 0;
+        for (size_t i = 0; i + 1 < n; from = ends[i++]) {
+            int id = token_find(t, (Bytes){s.p + from, ends[i + 1] - from});
+            int old = best < n ? token_find(t, (Bytes){s.p + best_from, ends[best + 1] - best_from})
+                               : -1;
+            if (id >= 0 && (old < 0 || t->score[id] > t->score[old])) best = i, best_from = from;
+        }
+        if (best == n) break;
+        memmove(ends + best, ends + best + 1, (--n - best) * sizeof(*ends));
+    }
+    for (size_t i = 0, from = 0; i < n; from = ends[i++])
+        ids_add(out, token_find(t, (Bytes){s.p + from, ends[i] - from}));
+}
+
+static void encode(const Tokenizer *t, Bytes s, bool marked, Ids *out) {
+    Encoder e = {.t = t, .out = out};
+    if (marked) encode_marked(&e, s);
+    else encode_plain(&e, s);
+    encode_end(&e);
+    encoder_free(&e);
+}
+
+static void fuzz_text(Bytes in) {
+    const Tokenizer *t = &tiny;
+    size_t cut = take_byte(&in);
+    Ids ids = {0}, again = {0};
+    Buffer normal = {0}, twice = {0};
+    encode(t, in, false, &ids);
+    Buffer text = decoded(t, &ids), slow = slow_nfc(t, in);
+    Bytes whole = {text.p, text.n};
+    // ids say NFC(text), and NFC is what it is done slowly, and done twice
+    normalize(t, &normal, in);
+    normalize(t, &twice, rest(normal.p, normal.n));
+    CHECK(bytes_equal(whole, rest(normal.p, normal.n)));
+    CHECK(bytes_equal(whole, rest(slow.p, slow.n)));
+    CHECK(bytes_equal(whole, rest(twice.p, twice.n)));
+    bool active = false;
+    for (size_t at = 0; at < in.n;) {
+        Char c = char_at(t, in, at);
+        active |= c.active;
+        at += c.n;
+    }
+    if (!active) CHECK(bytes_equal(whole, in));
+    // the same ids from NFC(text), and from the text in two parts
+    encode(t, whole, false, &again);
+    CHECK(same(&ids, &again));
+    again.n = 0;
+    Encoder e = {.t = t, .out = &again};
+    cut = cut < in.n ? cut : in.n;
+    encode_plain(&e, (Bytes){in.p, cut});
+    encode_plain(&e, bytes_from(in, cut));
+    encode_end(&e);
+    CHECK(same(&ids, &again));
+    // the same merges in each piece
+    again.n = 0;
+    for (Bytes left = whole; left.n;) {
+        Bytes piece = take_up_to(&left, piece_length(t, left));
+        CHECK(piece.n > 0);
+        if (piece.n > 256) return;
+        slow_merge(t, piece, &again);
+    }
+    CHECK(same(&ids, &again));
+    // added tokens cut the text: each part by itself
+    ids.n = again.n = 0;
+    encode(t, in, true, &ids);
+    size_t at = 0, from = 0;
+    for (int id; (id = added_next(t, in, &at)) >= 0; from = at += t->text[id].n) {
+        encode(t, (Bytes){in.p + from, at - from}, false, &again);
+        ids_add(&again, id);
+    }
+    encode(t, bytes_from(in, from), false, &again);
+    CHECK(same(&ids, &again));
+}
+
+// ---- Target chat: template pieces or template files, and a conversation
+
+static int count_added(const Tokenizer *t, const Ids *ids) {
+    int n = 0;
+    for (size_t i = 0; i < ids->n; i++) n += t->kind[ids->p[i]] & ADDED;
+    return n;
+}
+
+static int count_marked(const Tokenizer *t, Bytes s) {
+    int n = 0, id;
+    for (size_t at = 0; (id = added_next(t, s, &at)) >= 0; at += t->text[id].n) n++;
+    return n;
+}
+
+static void fuzz_chat(Bytes in) {
+    static const char *const suffixes[] = {"m.template", "m.template.with-thinking",
+                                           "m.template.with-system",
+                                           "m.template.with-system-and-thinking"};
+    uint8_t flags = take_byte(&in);
+    bool think = flags & 1;
+    Tokenizer t = tiny;
+    ChatFormat *f = &t.chat;
+    if (flags % 8 < 2) {
+        *f = chatml();
+    } else if (flags % 8 < 5) {
+        Bytes *pieces = &f->start;
+        for (int i = 0; i < 12; i++) pieces[i] = take_until(&in, 0xFF);
+        f->system_opens_user = flags & 32;
+    } else {
+        for (int i = 0; i < 4; i++) {
+            Bytes text = take_until(&in, 0xFF);
+            if (flags >> (4 + i) & 1) file_add(suffixes[i], text.p, text.n);
+        }
+        if (!chat_from_templates(&t, "m", think)) return;
+    }
+    Conversation c = {0};
+    Ids ids = {0}, said_ids = {0};
+    int expected = 0, added_in_answers = 0;
+    for (int i = 0; in.n && i < 20; i++) {
+        int role = take_byte(&in) % 3;
+        Bytes text = take_until(&in, 0xFF);
+        Message *m = conversation_add(&c, role, role == ASSISTANT ? (Bytes){0} : text);
+        if (role == ASSISTANT) {
+            said_ids.n = 0;
+            encode(&t, text, true, &said_ids);
+            for (size_t k = 0; k < said_ids.n; k++) message_add_token(m, &t, said_ids.p[k]);
+            added_in_answers += count_added(&t, &said_ids);
+        }
+        bool opened = f->system_opens_user && i > 0 && c.p[i - 1].role == SYSTEM;
+        expected += count_marked(&t, f->close[role]) +
+                    (opened ? 0 : count_marked(&t, f->open[role]));
+    }
+    render(&t, &c, think, &ids);
+    expected += count_marked(&t, f->start) + count_marked(&t, f->answer[think]);
+    if (c.n == 0 || c.p[0].role != SYSTEM) expected += count_marked(&t, f->no_system);
+    // what a user types never becomes a control token
+    int added = count_added(&t, &ids);
+    CHECK(added >= expected && added <= expected + added_in_answers);
+    decoded(&t, &ids);
+    while (c.n) conversation_drop(&c, c.n / 2, 1);
+}
+
+// ---- Target session: a command line and stdin, up to the answer
+
+static void fuzz_session(Bytes in) {
+    static Engine e;
+    char *argv[40] = {"qwen3"};
+    int argc = 1;
+    uint8_t flags = take_byte(&in);
+    terminals = flags & 3;
+    quiet = flags & 4;
+    file_add("f", "a file's text\n", 14);
+    while (in.n && argc < 39) {
+        Bytes arg = take_until(&in, 0);
+        if (arg.n == 0) break;
+        argv[argc] = alloc(arg.n + 1, 1, "a test");
+        memcpy(argv[argc++], arg.p, arg.n);
+    }
+    typed = in.p;
+    n_typed = in.n;
+    e = (Engine){.options = parse_options(argc, argv), .model = toy, .tokenizer = tiny};
+    Options *o = &e.options;
+    CHECK(o->model && o->mode >= -1 && o->mode < N_MODES && o->batch >= 1 && o->batch <= 512);
+    int most = e.model.state.seq_len;
+    e.model.state.batch = min_int(o->batch, e.model.state.batch);
+    e.model.state.seq_len = o->context > 0 && o->context < most ? o->context : most;
+    if (o->n < 0 || o->n > 2) o->n = 2;
+    e.mode = o->mode < 0 ? CHAT : o->mode;
+    bool chat = e.mode == CHAT;
+    if (chat) choose_chat(&e);
+    choose_sampling(&e);
+    e.writer = (Writer){.chat = chat, .terminal = isatty(1), .dim = isatty(1)};
+    if (chat && o->system) conversation_add(&e.conversation, SYSTEM, bytes(o->system));
+    bool once = read_prompt(&e);
+    Bytes text = {e.input.p, e.input.n};
+    if (!once) run_conversation(&e);
+    else if (e.mode == EMBED) run_embed(&e, text);
+    else if (o->mode == TOKENIZE) run_tokenize(&e, text);
+    else if (o->mode == PERPLEXITY) run_perplexity(&e, text);
+    else if (chat) chat_turn(&e, text, true);
+    else run_generate(&e, text);
+    CHECK(!e.writer.thinking && !dimmed && e.writer.held.n == 0);
+}
+
+// ---- Target sample: any logits and any options
+
+static void fuzz_sample(Bytes in) {
+    static bool seen[256];
+    static Candidate kept_candidates[256], edge[256];
+    float logits[256], given[256], most;
+    uint8_t flags = take_byte(&in), spread = take_byte(&in);
+    Sampler s = {.temperature = flags & 1 ? 0 : 0.01f * spread, .top_k = take_byte(&in) % 64,
+                 .top_p = (1 + take_byte(&in)) / 256.0f, .presence = flags & 2 ? 1.5f : 0,
+                 .rng = take_byte(&in), .repetition = 1, .seen = seen, .answered = seen, .kept = kept_candidates, .edge = edge};
+    int n = 0;
+    while (in.n >= (flags & 4 ? 4 : 1) && n < 256) {
+        Bytes v = take_up_to(&in, flags & 4 ? 4 : 1);
+        if (flags & 4) memcpy(&logits[n], v.p, 4);
+        else logits[n] = (float)(v.p[0] - 128) / 8;
+        seen[n] = n % 3 == 0;
+        given[n] = logits[n] - (s.presence != 0 && seen[n] ? s.presence : 0);
+        n++;
+    }
+    if (n == 0) return;
+    bool finite = all_finite(logits, n);
+    int id = sample(&s, logits, n);             // says so if they are not
+    CHECK(finite && id >= 0 && id < n);
+    int likelier = 0;
+    double sum = 0, before = 0;
+    most = given[argmax(given, n)];
+    if (s.temperature == 0) CHECK(given[id] == most);
+    if (s.temperature == 0) return;
+    for (int i = 0; i < n; i++) {
+        bool first = given[i] > given[id] || (given[i] == given[id] && i < id);
+        likelier += first;
+        sum += exp((given[i] - (double)most) / s.temperature);
+        if (first) before += exp((given[i] - (double)most) / s.temperature);
+    }
+    // float rounding may make neighbours equal, so a little tolerance
+    if (s.top_k > 0 && n > s.top_k && s.temperature > 0.1f && !(flags & 4))
+        CHECK(likelier < s.top_k);
+    else if (s.top_p < 1 && !(s.top_k > 0 && n > s.top_k) && !(flags & 4))
+        CHECK(before <= sum * s.top_p + 1e-5 * sum);
+}
+
+// ---- Target writer: the bytes go out as they come, but never a part of a character
+
+static bool ends_inside_character(Bytes s) {    // by trying what could follow
+    for (size_t n = 1; n <= 3 && n <= s.n; n++) {
+        static const uint8_t nexts[] = {0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF};
+        uint8_t whole[8];
+        memcpy(whole, s.p + s.n - n, n);
+        if (n > 1 && char_at(&tiny, rest(whole, n), 0).n == (int)n) continue;
+        for (size_t length = n + 1; length <= 4; length++) {
+            for (size_t i = 0; i < sizeof(nexts); i++) {
+                memset(whole + n, 0x80, 4);
+                whole[n] = nexts[i];
+                if (char_at(&tiny, rest(whole, length), 0).n == (int)length) return true;
+            }
+        }
+    }
+    return false;
+}
+
+static void fuzz_writer(Bytes in) {
+    uint8_t flags = take_byte(&in);
+    Writer w = {.chat = flags & 1, .terminal = flags & 2, .dim = (flags & 6) == 6};
+    Buffer all = {0};
+    Tokenizer t = tiny;
+    Bytes tokens[3];                            // a text, <think>, </think>
+    uint8_t kind[3] = {0, 0, 0};
+    t.text = tokens;
+    t.kind = kind;
+    t.think = 1;
+    t.end_think = 2;
+    while (in.n) {
+        size_t n = take_byte(&in) % 8, before = n_written;
+        int id = w.chat && n > 5 ? (int)n - 5 : 0;
+        tokens[id] = take_up_to(&in, n);
+        buffer_add(&all, tokens[id]);
+        writer_token(&w, &t, id);
+        CHECK(w.thinking == (id == 1 || (id == 0 && w.thinking)) && dimmed == (w.dim && w.thinking));
+        if (w.chat) continue;
+        CHECK(w.held.n <= 3 && n_written + w.held.n == all.n);
+        CHECK(!memcmp(written + before, all.p + before, n_written - before));
+        CHECK(ends_inside_character(rest(all.p, all.n)) == (w.held.n > 0));
+    }
+    writer_end(&w);
+    CHECK(!dimmed && !w.thinking && w.held.n == 0);
+    if (w.chat) return;
+    CHECK(n_written == all.n + w.terminal && (all.n == 0 || !memcmp(written, all.p, all.n)));
+}
+
+// ---- Running them
+
+static const struct Target { const char *name; void (*run)(Bytes); size_t longest; } targets[] = {
+    {"model", fuzz_model, 160},     {"tokenizer", fuzz_tokenizer, 512}, {"text", fuzz_text, 256},
+    {"chat", fuzz_chat, 512},       {"session", fuzz_session, 512},
+    {"sample", fuzz_sample, 512},   {"writer", fuzz_writer, 256},
+};
+enum { N_TARGETS = sizeof(targets) / sizeof(*targets) };
+
+static void run_input(const struct Target *target, const uint8_t *p, size_t n) {
+    input = p;
+    input_size = n;
+    quiet = true;
+    interrupted = dimmed = 0;
+    n_written = reports = n_typed = terminals = 0;
+    if (setjmp(left) == 0) {
+        target->run((Bytes){p, n < target->longest ? n : target->longest});
+    } else if (exit_status == 0) {
+        CHECK(reports == 0);
+    } else {                                    // one line that says what is wrong
+        size_t length = strlen(said);
+        CHECK((reports == 1 || terminals || !quiet) && (exit_status == 1 || exit_status == 2));
+        CHECK(length > 8 && said[length - 1] == '\n');
+        for (size_t i = 0; i + 1 < length; i++) CHECK((unsigned char)said[i] >= ' ');
+    }
+    while (n_blocks > kept) free(blocks[--n_blocks]);
+    while (n_files) free(files[--n_files].p);
+}
+
+// Loads the tokenizer of FUZZ_MODEL, or the tiny one, and makes the toy model for it.
+static void set_up(void) {
+    static uint8_t file[1 << 25];
+    char path[4096];
+    const char *model = getenv("FUZZ_MODEL") ? getenv("FUZZ_MODEL") : "tests/tiny/tiny.bin";
+    int32_t header[64], toy_header[64] = {0x616A6331, 1, 32, 32, 1, 2, 1, 0, 64, 16, 1, 32};
+    FILE *f = fopen(model, "rb");
+    CHECK(f && fread(header, 256, 1, f) == 1);
+    fclose(f);
+    snprintf(path, sizeof(path), "%s.tokenizer", model);
+    CHECK(f = fopen(path, "rb"));
+    CHECK(setjmp(left) == 0);
+    file_add("tokenizer", file, fread(file, 1, sizeof(file), f));
+    fclose(f);
+    tokenizer_load(&tiny, "tokenizer", toy_header[7] = header[7]);
+    size_t matrices = (size_t)header[7] * 32 + 2 * (32 + 16) * 32 + 3 * 32 * 32;
+    size_t size = 256 + 4 * (3 * 32 + 2 * 16) + matrices + matrices / 32 * 4;
+    uint64_t rng = 1;
+    memcpy(file, toy_header, 256);
+    for (size_t i = 64; i < size / 4; i++) ((float *)file)[i] = (float)random_next(&rng) * 0.1f;
+    file_add("toy", file, size);
+    model_map(&toy, "toy");
+    state_init(&toy, 64, 16, 2);
+    kept = n_blocks;
+    n_files = 0;                                // what they map stays
+}
+
+#ifdef LIBFUZZER
+static const struct Target *target;
+
+int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    (void)argc, (void)argv;
+    for (int i = 0; i < N_TARGETS; i++) {
+        if (getenv("FUZZ_TARGET") && !strcmp(getenv("FUZZ_TARGET"), targets[i].name))
+            target = &targets[i];
+    }
+    set_up();
+    CHECK(target);
+    return 0;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *p, size_t n) {
+    run_input(target, p, n);
+    return 0;
+}
+#else
+#define SEED(name, text) {name, text, sizeof(text) - 1}
+static const struct { const char *target, *p; size_t n; } seeds[] = {
+    // size and weights; magic, version, dim 32, hidden 32, layers 1, heads 2, kv 1, vocab 40, ...
+    SEED("model", "\0\1" "1cja\1\0\0\0\x20\0\0\0\x20\0\0\0\1\0\0\0\2\0\0\0\1\0\0\0\x28\0\0\0\x40\0\0\0"
+                  "\x10\0\0\0\1\0\0\0\x20\0\0\0" "\0\0\0\0\0\0\0\0\1\0\0\0\0\0\x80\x40\x10\0\0\0"
+                  "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\1\4\0\2\7"),
+    SEED("model", "\x48\1" "1cja\1\0\0\0\x40\0\0\0\x80\0\0\0\2\0\0\0\4\0\0\0\2\0\0\0\7\0\0\0\5\0\0\0"
+                  "\x20\0\0\0\0\0\0\0\x40\0\0\0" "\0\0\x80\x47\0\0\0\0"),
+    // five tokens, sections adde, head, stop, samp, deco, ccc, chat, then a text
+    SEED("tokenizer", "\0\5\1\2" "\0\2th" "\1\3the" "\2\2he" "\6\3<a>" "\6\3<|>"
+                      "\0\10\3\1\0\0\1\0\0\0" "\4\4\x65\0\0\0" "\6\4\x66\0\0\0"
+                      "\7\14\0\0\0\x3f\0\0\0\x3f\5\0\0\0" "\2\14\0\3\0\0\1\3\0\0\xe6\0\0\0"
+                      "\3\20\xe9\0\0\0\x65\0\0\0\1\3\0\0\1\0\0\0" "\xff" "the <a> e\xcc\x81 th"),
+    SEED("tokenizer", "\0\0\1\2" "\10\60" "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0"
+                      "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\5\4\x61\0\0\0" "\xff" "x"),
+    // a decomposition without end: e = e + U+0301
+    SEED("tokenizer", "\0\0\1\2" "\2\14\0\3\0\0\1\3\0\0\xe6\0\0\0"
+                      "\3\20\x65\0\0\0\x65\0\0\0\1\3\0\0\1\0\0\0" "\xff" "the e\xcc\x81"),
+    SEED("tokenizer", "\7\1\3\0\0\0\1\0\0\0\2\0\0\0\0\0\x80\xbf\1\0\0\0a\0\0\0\0"),
+    SEED("text", "\3the old lighthouse keeper didn't say 1999-12-31!\r\n\t <|im_start|>x</think>  \n"),
+    SEED("text", "\5e\xcc\x81\xcc\xa3 \xe1\x84\x80\xe1\x85\xa1\xe1\x86\xa8 \xea\xb0\x80\xe1\x86\xa8 "
+                 "\xc5\xbf\xe2\x84\xab \xf0\x9d\x85\x9e \xed\xa0\x80 \xf4\x90\x80\x80 \xc0\xaf'\xc5\xbf"),
+    SEED("text", "\4\xe0\xad\x87\xe0\xac\xbe\xe0\xb3\x86\xe0\xb3\x82\xe0\xb3\x95 "
+                 "\xe0\xa4\xa8\xe0\xa4\xbc e\xcc\xa3\xcc\x81\xcc\x81"),
+    SEED("chat", "\1" "\0be brief<|im_end|>\xff\1hi <think>\xff\2<think>\nx\n</think>\n\nyes\xff\1more"),
+    SEED("chat", "\2<a>\xff<b>\xff<|im_start|>s\n\xff<|im_end|>\n\xff<|im_start|>u\n\xff<|im_end|>\xff"
+                 "A:\xff\n\xff<think>\xff</think>\xff</think>\xff\n \xff\1q\xff\2a</think>\n b\xff\1r"),
+    SEED("chat", "\xf5<|im_start|>u %s B\xffT%s<think>\xffS %s U %s B\xff%s%s\xff\0s\xff\1u\xff\2a\xff\1v"),
+    SEED("session", "\0m.bin\0-m\0chat\0-t\0" "0.7\0-y\0system\0-s\0" "7\0\0first\nsecond\n\nthird"),
+    SEED("session", "\1m.bin\0-i\0text\0-f\0f\0-r\0" "1\0-k\0" "20\0-p\0" ".9\0-a\0" "1\0-n\0" "2\0-q\0\0"),
+    SEED("session", "\0m.bin\0-m\0perplexity\0-b\0" "3\0-c\0" "9\0-j\0" "1\0-v\0\0some text of words"),
+    SEED("session", "\3m.bin\0\0typed \\\nlines\n"),
+    SEED("session", "\2m.bin\0-m\0generate\0-f\0-\0\0abc"),
+    SEED("session", "\6m.bin\0-m\0generate\0-f\0-\0-n\0" "2\0--version\0\0abc"),
+    SEED("session", "\2m.bin\0-m\0tokenize\0-i\0<|im_end|>\0\0"),
+    SEED("sample", "\0\x46\5\xf0\1\x80\x90\xa0\x70\x80\x81\xa1\xa1\x40"),
+    SEED("sample", "\6\x46\5\xf0\1\0\0\x80\x7f\0\0\x80\x3f\0\0\x80\x3f"),
+    SEED("writer", "\7\3<a>\6think>\2b\n\7/think>\2\nc"),
+    SEED("writer", "\0\1\xf0\2\x9f\x99\1\x82\3\xe2\x82Z\2\xed\xa0\1\x80\1\xc3\0\1\xa9"),
+};
+
+static uint64_t random_state;
+
+static size_t below(size_t n) { return (size_t)(random_next(&random_state) * (double)n); }
+
+// Changes an input in one of the usual ways; returns its new size.
+static size_t mutate(uint8_t *p, size_t n, size_t most) {
+    static const uint8_t liked[] = {0, 1, 0x7F, 0x80, 0xFF, 0x20, '\n', '%', '-', '<', 0xC3, 0xED};
+    size_t at = below(n + 1), count = 1 + below(8), from = below(n + 1);
+    if (n == 0 || below(8) == 0) {              // insert
+        if (n + count > most) return n;
+        memmove(p + at + count, p + at, n - at);
+        for (size_t i = at; i < at + count; i++) p[i] = liked[below(sizeof(liked))];
+        return n + count;
+    }
+    at = below(n);
+    switch (below(6)) {
+    case 0: p[at] ^= 1 << below(8); break;
+    case 1: p[at] = (uint8_t)below(256); break;
+    case 2: p[at] = liked[below(sizeof(liked))]; break;
+    case 3: p[at] += (uint8_t)below(9) - 4; break;
+    case 4:                                     // delete
+        count = count < n - at ? count : n - at;
+        memmove(p + at, p + at + count, n - at - count);
+        return n - count;
+    case 5:                                     // copy
+        count = count < n - at ? count : n - at;
+        count = count < n - from ? count : n - from;
+        memmove(p + at, p + from, count);
+    }
+    return n;
+}
+
+static long fuzz(const struct Target *target, double seconds) {
+    static uint8_t p[4096];
+    long runs = 0;
+    for (double end = now() + seconds; now() < end;) {
+        size_t i = below(sizeof(seeds) / sizeof(*seeds));
+        if (strcmp(seeds[i].target, target->name)) continue;
+        size_t n = seeds[i].n;
+        memcpy(p, seeds[i].p, n);
+        for (int k = 0; k < 20; k++, runs++) {  // further and further away from the seed
+            run_input(target, p, n);
+            n = mutate(p, n, target->longest);
+        }
+    }
+    return runs;
+}
+
+int main(int argc, char **argv) {
+    const struct Target *target = NULL;
+    char path[4096], *end;
+    for (int i = 0; i < N_TARGETS && argc > 1; i++) {
+        if (!strcmp(argv[1], targets[i].name)) target = &targets[i];
+    }
+    if (argc == 3 && !strcmp(argv[1], "-w")) {
+        for (size_t i = 0; i < sizeof(seeds) / sizeof(*seeds); i++) {
+            snprintf(path, sizeof(path), "%s/%s-%zu", argv[2], seeds[i].target, i);
+            FILE *f = fopen(path, "wb");
+            CHECK(f && fwrite(seeds[i].p, 1, seeds[i].n, f) == seeds[i].n && fclose(f) == 0);
+        }
+        return 0;
+    }
+    if (!target || argc < 3) {
+        fprintf(stderr, "usage: tests/fuzz TARGET SECONDS [SEED], TARGET FILE..., or -w DIR\n");
+        return 2;
+    }
+    set_up();
+    double seconds = strtod(argv[2], &end);
+    if (*end == 0) {
+        random_state = argc > 3 ? strtoull(argv[3], NULL, 10) : 1;
+        printf("%s: %ld inputs, nothing broke\n", target->name, fuzz(target, seconds));
+        return 0;
+    }
+    for (int i = 2; i < argc; i++) {
+        static uint8_t p[1 << 20];
+        FILE *f = fopen(argv[i], "rb");
+        CHECK(f);
+        run_input(target, p, fread(p, 1, sizeof(p), f));
+        fclose(f);
+    }
+    return 0;
+}
+#endif

@@ -1,0 +1,401 @@
+"""What the world around the programs can do: full disks, signals at any time, closed descriptors, little
+memory, files that change, odd names. An error is one line and a status, never a crash or a half file."""
+import ctypes
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pexpect
+import pytest
+from conftest import (QWEN3, ROOT, assert_error, environment, make_checkpoint, output,
+                      qwen3)
+
+SANITIZED = QWEN3.exists() and b"__asan_init" in QWEN3.read_bytes()
+LINUX = sys.platform == "linux"
+needs_address_space = pytest.mark.skipif(SANITIZED or not LINUX, reason="needs a limited address space")
+
+
+def run_export(source, out, **how):
+    return subprocess.run([sys.executable, ROOT / "export.py", source, out], capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, timeout=120, env=environment(), **how)
+
+
+def assert_refused(result, out, *words):
+    """export.py failed in one line and left nothing behind."""
+    assert result.returncode == 1, result
+    assert result.stderr.startswith("export.py: ") and result.stderr.count("\n") == 1, result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+    assert not [path.name for path in out.parent.iterdir() if path.name.startswith(out.name)]
+
+
+def shell(script, **how):
+    return subprocess.run(["sh", "-c", script], capture_output=True, timeout=60, env=environment(), **how)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, tokenizer):
+    return make_checkpoint(tmp_path_factory.mktemp("faults") / "hf", tokenizer)
+
+
+def obey_permissions():
+    """For subprocess's preexec_fn: root may read and write everything, unless it gives that up."""
+    if os.geteuid() == 0:
+        for capability in (1, 2):                       # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+            assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0  # PR_CAPBSET_DROP
+
+
+@pytest.fixture(scope="module")
+def endless(chain):
+    """It thinks and never stops: <think>ababab..."""
+    return chain("Ċ", "<think>", "a", "b", "a", max_len=100_000)
+
+
+@pytest.fixture
+def start(endless):
+    """start(*options): that model's answer to x, under way on pipes."""
+    children = []
+
+    def start(*options, **how):
+        child = subprocess.Popen([QWEN3, endless, "-i", "x", "-t", "0", "-c", "0", *options],
+                                 stdin=subprocess.DEVNULL, env=environment(), start_new_session=True,
+                                 **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how})
+        children.append(child)
+        return child
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+# -- disks
+
+@pytest.mark.parametrize("limit", [100, 5_000, 50_000])
+def test_export_to_a_disk_that_becomes_full(checkpoint, tmp_path, limit):
+    out = tmp_path / "model.bin"
+    result = run_export(checkpoint, out, preexec_fn=lambda: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (limit, limit)))
+    assert_refused(result, out)
+
+
+def test_export_to_a_full_disk_keeps_the_old_files(checkpoint, tmp_path):
+    out = tmp_path / "model.bin"
+    old = {path: b"old" for path in (out, tmp_path / "model.bin.tokenizer")}
+    for path, data in old.items():
+        path.write_bytes(data)
+    result = run_export(checkpoint, out, preexec_fn=lambda: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (5_000, 5_000)))
+    assert result.returncode == 1
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old
+
+
+def test_export_to_a_small_disk(checkpoint, tmp_path):
+    """A real one, for who may mount it."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True).returncode == 0
+    if not mounted:
+        pytest.skip("needs root, to mount a tmpfs")
+    try:
+        assert_refused(run_export(checkpoint, disk / "model.bin"), disk / "model.bin", "space")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_export_into_a_read_only_directory(checkpoint, tmp_path):
+    os.chmod(tmp_path, 0o555)
+    result = run_export(checkpoint, tmp_path / "model.bin", preexec_fn=obey_permissions)
+    os.chmod(tmp_path, 0o755)
+    assert_refused(result, tmp_path / "model.bin", "model.bin", "denied")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_export_of_an_unreadable_file(checkpoint, tmp_path, name):
+    shutil.copytree(checkpoint, tmp_path / "hf")
+    os.chmod(tmp_path / "hf" / name, 0)
+    result = run_export(tmp_path / "hf", tmp_path / "model.bin", preexec_fn=obey_permissions)
+    assert_refused(result, tmp_path / "model.bin", name, "denied")
+
+
+def copy_model(model, directory, extension=True):
+    """Without the extension, templates are looked for."""
+    shutil.copy(model, directory / "model.bin")
+    data = Path(f"{model}.tokenizer").read_bytes()
+    data = data if extension else data[:data.index(b"q3tx")]
+    (directory / "model.bin.tokenizer").write_bytes(data)
+    return directory / "model.bin"
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.bin.tokenizer", "model.bin.template", "text"])
+def test_unreadable_file(small, tmp_path, name):
+    copy_model(small, tmp_path, extension=False)
+    for other in ("text", "model.bin.template"):
+        (tmp_path / other).write_text("user: %s answer:")
+    os.chmod(tmp_path / name, 0)
+    result = subprocess.run([QWEN3, tmp_path / "model.bin", "-f", tmp_path / "text", "-n", "1", "-q"],
+                            capture_output=True, env=environment(), timeout=60,
+                            preexec_fn=obey_permissions)
+    assert_error(result, 1, name, "denied")
+
+
+def test_model_in_a_read_only_directory(small, tmp_path):
+    model = copy_model(small, tmp_path)
+    os.chmod(tmp_path, 0o555)
+    result = subprocess.run([QWEN3, model, "-i", "a", "-n", "1"], capture_output=True, timeout=60,
+                            env=environment(), stdin=subprocess.DEVNULL, preexec_fn=obey_permissions)
+    os.chmod(tmp_path, 0o755)
+    assert result.returncode == 0, result
+
+
+# -- files that change
+
+@pytest.mark.skipif(not LINUX, reason="other systems keep the pages of a mapped file")
+def test_file_that_shrinks_while_it_is_mapped(start, endless, tmp_path):
+    """One line and exit 1, no core dump; what was written stays."""
+    model = copy_model(endless, tmp_path)
+    child = subprocess.Popen([QWEN3, model, "-m", "generate", "-i", "a", "-t", "0", "-c",
+                              "0"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, env=environment(handle_sigbus="0"))
+    assert child.stdout.read(5)[:1] == b"b"
+    os.truncate(model, 256)
+    out, error = child.communicate(timeout=90)
+    assert child.returncode == 1 and error.startswith(b"qwen3: model: ") and error.count(b"\n") == 1
+    assert set(out) <= set(b"ab")
+
+
+def test_two_processes_on_one_file(small):
+    run = [QWEN3, small, "-m", "generate", "-i", "the", "-n", "200", "-s", "1", "-q"]
+    children = [subprocess.Popen(run, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment())
+                for _ in range(3)]
+    texts = {child.communicate(timeout=60)[0] for child in children}
+    assert texts == {output(*run[1:])}
+
+
+@pytest.mark.parametrize("suffix", ["", ".tokenizer", ".template"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
+def test_no_regular_file(small, tmp_path, suffix, make):
+    """A pipe is not waited for."""
+    model = copy_model(small, tmp_path, extension=False)
+    path = Path(f"{model}{suffix}")
+    path.unlink(missing_ok=True)
+    make(path)
+    assert_error(qwen3(model, "-i", "x", "-n", 1, timeout=60), 1, path, "regular file")
+
+
+def test_prompt_from_a_fifo(small, tmp_path):
+    """As from a process substitution."""
+    os.mkfifo(tmp_path / "fifo")
+    writer = threading.Thread(target=lambda: (tmp_path / "fifo").write_bytes(b"hello"))
+    writer.start()
+    assert output(small, "-m", "tokenize", "-f", tmp_path / "fifo") == output(
+        small, "-m", "tokenize", "-i", "hello")
+    writer.join()
+
+
+@needs_address_space
+@pytest.mark.parametrize("mode", ["tokenize", "chat", "generate"])
+def test_endless_prompt(small, mode):
+    assert_error(shell(f"ulimit -v 400000; exec {QWEN3} {small} -m {mode} -f /dev/zero -j 1"), 1)
+
+
+# -- names and arguments
+
+@pytest.mark.parametrize("name", ["a b.bin", "größe 模型 🙂.bin", "%s%n.bin", "-m.bin", "new\nline.bin",
+                                  b"latin-\xe9.bin"], ids=ascii)
+def test_odd_names(checkpoint, tmp_path, small, name):
+    if isinstance(name, bytes) and not LINUX:
+        pytest.skip("names are UTF-8 here")
+    model = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
+    result = run_export(checkpoint, model)
+    assert result.returncode == 0, result.stderr
+    assert sorted(os.listdir(os.fsencode(tmp_path))) == [os.fsencode(name),
+                                                         os.fsencode(name) + b".tokenizer"]
+    assert output(model, "-m", "tokenize", "-f", model + b".tokenizer", "-q") == output(
+        small, "-m", "tokenize", "-f", model + b".tokenizer", "-q")
+    os.unlink(model + b".tokenizer")
+    assert_error(qwen3(model, "-i", "x"), 1, ".tokenizer")
+
+
+def test_empty_argv():
+    result = subprocess.run([""], executable=QWEN3, capture_output=True, stdin=subprocess.DEVNULL)
+    assert_error(result, 2, "MODEL")
+
+
+def test_very_long_arguments(small):
+    text = "word " * 26_000                             # Linux takes 128 KB each
+    assert output(small, "-m", "tokenize", "-i", text) == output(small, "-m", "tokenize",
+                                                                 stdin=text.encode())
+    for args, status in (([text], 1), ([small, "-i", text], 1), ([small, "-y", text, "-i", "x"], 1),
+                         ([small, "-" + text], 2), ([small, "-n", text], 2), ([small, text], 2),
+                         ([small, "-f", text], 1)):
+        assert_error(qwen3(*args), status)
+
+
+# -- descriptors
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "01", "02", "12", "012"])
+@pytest.mark.parametrize("mode", ["tokenize", "perplexity", "generate", "chat"])
+def test_closed_from_the_start(small, tmp_path, mode, closed):
+    """No file that is opened becomes stdout: the model stays as it is."""
+    copy_model(small, tmp_path)
+    (tmp_path / "text").write_bytes(b"hello there")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    close = " ".join({"0": "<&-", "1": ">&-", "2": "2>&-"}[fd] for fd in closed)
+    run = f"{QWEN3} {tmp_path}/model.bin -m {mode} -n 3 -t 0 -f"
+    result = shell(f"exec {run} {tmp_path}/text {close}")
+    assert result.returncode == ("1" in closed), result
+    if "1" in closed and "2" not in closed:
+        assert result.stderr.startswith(b"qwen3: stdout: ") or b"\nqwen3: stdout: " in result.stderr
+    if "1" not in closed:
+        assert result.stdout == shell(f"exec {run} {tmp_path}/text").stdout
+    if "0" in closed:
+        assert shell(f"exec {run} - {close}").returncode == 1
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_stderr_that_takes_nothing(small):
+    """What a program says besides does not change what it does."""
+    expected = output(small, "-i", "x", "-n", 5, "-s", 1)
+    read, write = os.pipe()
+    os.close(read)
+    full = os.open("/dev/full", os.O_WRONLY) if LINUX else write
+    for stderr in (write, full):
+        result = subprocess.run([QWEN3, small, "-i", "x", "-n", "5", "-s", "1", "-v"], stderr=stderr,
+                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment())
+        assert result.returncode == 0 and result.stdout == expected
+
+
+# -- memory
+
+@needs_address_space
+def test_little_memory(small):
+    """At every limit it works, or says in one line what there is no memory for."""
+    outcomes = set()
+    for kilobytes in [*range(4_000, 30_000, 1_000), *range(30_000, 300_000, 30_000)]:
+        result = shell(f"ulimit -v {kilobytes}; exec {QWEN3} {small} -i hello -n 3 -j 2 -q")
+        if result.returncode not in (0, 1):             # before main()
+            assert kilobytes < 12_000 and b"qwen3:" not in result.stderr
+        elif result.returncode == 1:
+            assert_error(result, 1)
+        outcomes.add(result.returncode)
+    assert {0, 1} <= outcomes
+
+
+@needs_address_space
+def test_too_many_threads_for_the_memory(small):
+    result = shell(f"ulimit -v 200000; exec {QWEN3} {small} -i hello -n 3 -j 1024 -q")
+    assert_error(result, 1, "-j")
+
+
+@pytest.mark.skipif(SANITIZED, reason="the sanitizer promises more memory than there is")
+def test_context_larger_than_memory(small, tmp_path):
+    model = copy_model(small, tmp_path)
+    data = bytearray(model.read_bytes())
+    data[0x20:0x24] = (2**30).to_bytes(4, "little")     # 1 TB of keys and values
+    model.write_bytes(data)
+    result = qwen3(model, "-i", "x", "-c", 0, "-n", 1)
+    if result.returncode != 0:                          # some systems promise anything
+        assert_error(result, 1, "memory", "-c", "expected")
+    assert_error(qwen3(small, "-i", "x", "-c", 2**31 - 1), 1, "-c", 512, 2**31 - 1)
+
+
+# -- signals
+
+@pytest.mark.parametrize("number, status", [
+    (signal.SIGTERM, {-signal.SIGTERM}), (signal.SIGINT, {130, -signal.SIGINT}),
+    (signal.SIGPIPE, {-signal.SIGKILL, -signal.SIGPIPE})], ids=["TERM", "INT", "PIPE"])
+def test_signal_at_any_time(start, number, status):
+    """From before main() to the middle of an answer; a mere SIGPIPE is ignored."""
+    r = random.Random(number)
+    for _ in range(12):
+        child = start(stdout=subprocess.DEVNULL)
+        time.sleep(r.random() * 0.1)
+        child.send_signal(number)
+        if number == signal.SIGPIPE:
+            time.sleep(0.1)
+            child.kill()
+        error = child.communicate(timeout=90)[1]
+        assert child.returncode in status, error
+        assert b"qwen3: " not in error.replace(b"qwen3: -t 0", b""), error
+
+
+def spawn(*args):
+    return pexpect.spawn(str(QWEN3), list(map(str, args)), env=environment(TERM="xterm"), timeout=90,
+                         dimensions=(24, 80))
+
+
+def cooked(child):
+    return termios.tcgetattr(child.child_fd)[3] & termios.ICANON
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT INT"])
+def test_signal_while_the_terminal_is_dim(endless, number):
+    child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
+    child.expect(r"\x1b\[2m")
+    child.expect("abab")
+    child.kill(number)
+    if number == signal.SIGINT:
+        child.kill(number)
+    child.expect(r"\x1b\[0m")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.signalstatus == number or child.exitstatus == 130
+
+
+@pytest.mark.skipif(not LINUX, reason="no /proc")
+def test_signal_while_the_terminal_takes_nothing(endless):
+    """Ctrl-S, say: the program waits in write(), and ends all the same."""
+    child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
+    child.expect("abab")
+    written, before = 1, 0                              # nobody reads: it comes to a halt
+    while written != before:
+        time.sleep(0.5)
+        io = Path(f"/proc/{child.pid}/io").read_text()
+        written, before = int(re.search(r"wchar: (\d+)", io)[1]), written
+    child.kill(signal.SIGTERM)
+    end = time.monotonic() + 80
+    while child.isalive() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert child.signalstatus == signal.SIGTERM
+    child.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+def test_signal_during_a_paste(endless, number):
+    """The terminal's mode, which is changed for a moment then, is as before."""
+    r = random.Random(1)
+    for _ in range(8):
+        child = spawn(endless, "-t", 0, "-c", 0)
+        child.expect("> ")
+        for _ in range(5):
+            child.send("a line\n" * 3)
+            time.sleep(0.02 + r.random() * 0.02)
+        child.kill(number)
+        child.kill(number)
+        child.expect(pexpect.EOF)
+        assert cooked(child)
+        child.close()
+        assert child.signalstatus == number or child.exitstatus == 130
+
+
+def test_export_and_a_signal_at_any_time(checkpoint, tmp_path):
+    r = random.Random(2)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        child = subprocess.Popen([sys.executable, ROOT / "export.py", checkpoint, tmp_path / "model.bin"],
+                                 stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment(),
+                                 start_new_session=True)
+        time.sleep(0.2 + r.random())
+        child.send_signal(number)
+        error = child.communicate(timeout=60)[1]
+        assert child.returncode in (0, 130, 143, -number), error
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names <= {"model.bin", "model.bin.tokenizer"} and (len(names) == 2 or child.returncode)
