@@ -339,6 +339,125 @@ static void test_penalties(void) {
 }
 
 // At far positions an angle is large; its cosine is that of the float product, as HF has it.
+// Naively: the ids behind the latest earlier place of the last NGRAM ids, over and over
+static void test_lookup(void) {
+    for (int trial = 0; trial < 3000; trial++) {
+        int ids[80], n = 1 + below(60), most = below(20), from = n - 1;
+        for (int i = 0; i < n; i++) ids[i] = below(2);
+        for (int i = n; i < 80; i++) ids[i] = -1;
+        for (int same = 0; from >= NGRAM; from--) {
+            for (same = 0; same < NGRAM && ids[from - 1 - same] == ids[n - 1 - same];) same++;
+            if (same == NGRAM) break;
+        }
+        int drafted = lookup(ids, n, most);
+        CHECK(drafted == (from >= NGRAM ? most : 0));
+        for (int i = 0; i < drafted; i++) CHECK(ids[n + i] == ids[from + i % (n - from)]);
+        for (int i = n + drafted; i < 80; i++) CHECK(ids[i] == -1);
+    }
+}
+
+typedef struct {
+    Ids ids[2], cached[2];  // of two turns
+    Ending ending[2];
+    size_t reused[2];
+    uint64_t rng;
+    int passes;
+} Answers;
+
+// Two turns, the second goes on from the first.
+static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt) {
+    Answers a = {0};
+    Ids ids = {0};
+    int before = e->model.state.passes;
+    e->cached.n = 0;
+    e->credit = 8 * DRAFT_COST;
+    e->sampler = *sampler;
+    for (int turn = 0; turn < 2; turn++) {
+        Message message = {0};
+        int row = 0, count;
+        for (size_t i = 0; i < prompt->n; i++) ids_add(&ids, prompt->p[i]);
+        CHECK(prefill(e, &ids, &a.reused[turn], &row));
+        a.ending[turn] = generate(e, row, &message, &count);
+        CHECK((size_t)count == message.ids.n);
+        a.ids[turn] = message.ids;
+        for (size_t i = 0; i < e->cached.n; i++) ids_add(&a.cached[turn], e->cached.p[i]);
+        for (size_t i = 0; i < message.ids.n; i++) ids_add(&ids, message.ids.p[i]);
+        free(message.text.p);
+        if (ids.n + prompt->n > (size_t)e->model.state.seq_len) break;
+    }
+    a.rng = e->sampler.rng;
+    a.passes = e->model.state.passes - before;
+    free(ids.p);
+    return a;
+}
+
+static bool same_ids(const Ids *a, const Ids *b) {
+    return a->n == b->n && (a->n == 0 || memcmp(a->p, b->p, a->n * sizeof(int)) == 0);
+}
+
+// Drafts change the number of forward passes, and nothing else: the answers, how they end, what is
+// left in the cache for the next turn, and the random numbers used are those of single steps.
+static void test_drafts(void) {
+    Engine e[2] = {{.mode = GENERATE}, {.mode = GENERATE}};
+    int passes[2] = {0}, endings[4] = {0};
+    for (int k = 0; k < 2; k++) {
+        rng = 77;
+        e[k].model = random_model(32, 8, k ? 16 : 1, false);
+        int vocab_size = e[k].model.config.vocab_size;
+        e[k].tokenizer = (Tokenizer){.vocab_size = vocab_size, .think = -1, .end_think = -1,
+                                     .text = alloc(vocab_size, sizeof(Bytes), "a test"),
+                                     .kind = alloc(vocab_size, 1, "a test")};
+        e[k].cached = (Ids){alloc(100, sizeof(int), "a test"), 0, 100};
+    }
+    e[1].model.state.logit_rows = min_int(16, DRAFT_ROWS);
+    Sampler sampler = random_sampler(0, 1, 0);
+    sampler.answered = alloc(77, sizeof(bool), "a test");
+    sampler.seen = alloc(77, sizeof(bool), "a test");
+    for (int trial = 0; trial < 200; trial++) {
+        int prompt_ids[20], stop = below(77);
+        Ids prompt = {prompt_ids, 1 + below(20), 20};
+        for (size_t i = 0; i < prompt.n; i++) prompt_ids[i] = below(77);
+        sampler.temperature = trial % 4 ? 2.0f * (float)random_next(&rng) : 0;
+        sampler.top_k = below(2) * 2;
+        sampler.presence = below(4) ? 0 : 0.5f;
+        sampler.repetition = below(4) ? 1 : 1.05f;
+        sampler.rng = trial;
+        int n = below(2) ? -1 : below(60), seq_len = below(2) ? 100 : 20 + below(80);
+        Answers a[2];
+        for (int k = 0; k < 2; k++) {
+            e[k].options.n = n;
+            e[k].model.state.seq_len = seq_len;
+            e[k].tokenizer.stop = (Ids){&stop, trial % 3 == 0, 1};
+            a[k] = answer_twice(&e[k], &sampler, &prompt);
+            passes[k] += a[k].passes;
+        }
+        CHECK(a[0].rng == a[1].rng, "trial %d", trial);
+        for (int turn = 0; turn < 2; turn++) {
+            CHECK(a[0].ending[turn] == a[1].ending[turn], "trial %d, turn %d", trial, turn);
+            CHECK(a[0].reused[turn] == a[1].reused[turn], "trial %d, turn %d", trial, turn);
+            CHECK(same_ids(&a[0].ids[turn], &a[1].ids[turn]), "trial %d, turn %d", trial, turn);
+            CHECK(same_ids(&a[0].cached[turn], &a[1].cached[turn]), "trial %d, turn %d", trial, turn);
+            endings[a[0].ending[turn]]++;
+        }
+    }
+    CHECK(endings[TURN_ENDED] && endings[LIMIT_REACHED] && endings[CONTEXT_FULL]);
+    if (HAVE_DOT4) CHECK(passes[1] < passes[0] * 0.8, "%d passes, not %d", passes[1], passes[0]);
+    else CHECK(passes[1] == passes[0]);
+    e[1].credit = 0;  // drafts that are always wrong: one in 50 passes
+    e[1].options.n = -1;
+    e[1].model.state.seq_len = 100;
+    e[1].cached.n = 50;
+    memset(e[1].cached.p, 0, 100 * sizeof(int));
+    int drafts = 0, first = 0;
+    for (int pass = 1; pass <= 1000; pass++) {
+        int drafted = draft(&e[1], 10, false);
+        CHECK(drafted == 0 || drafted == TILE_TOKENS - 1, "%d ids", drafted);
+        if (drafted && drafts++ == 0) first = pass;
+    }
+    if (HAVE_DOT4) CHECK(first == DRAFT_COST && drafts == 1000 / DRAFT_COST, "%d, %d", first, drafts);
+    else CHECK(drafts == 0);
+}
+
 static void test_far_positions(void) {
     Model m = random_model(64, 64, 1, false);
     for (int pos = 1; pos < 1 << 20; pos = pos * 3 + 1) {
@@ -535,6 +654,8 @@ int main(int argc, char **argv) {
     test_far_positions();
     test_sampler();
     test_penalties();
+    test_lookup();
+    test_drafts();
     test_all_finite();
     test_unfinished();
     test_utf8();
