@@ -438,6 +438,7 @@ static void test_drafts(void) {
             CHECK(same_ids(&a[0].ids[turn], &a[1].ids[turn]), "trial %d, turn %d", trial, turn);
             CHECK(same_ids(&a[0].cached[turn], &a[1].cached[turn]), "trial %d, turn %d", trial, turn);
             endings[a[0].ending[turn]]++;
+            for (int k = 0; k < 2; k++) free(a[k].ids[turn].p), free(a[k].cached[turn].p);
         }
     }
     CHECK(endings[TURN_ENDED] && endings[LIMIT_REACHED] && endings[CONTEXT_FULL]);

@@ -224,6 +224,31 @@ def test_empty_system_prompt_still_has_its_block(tiny):
     assert len(with_block) > len(without) and with_block[-len(without):] == without
 
 
+# -- drafts (prompt lookup): -b 1 leaves no room for them
+
+STORY = "Once upon a time there was a cat. The cat was red. The cat was red. "
+
+
+@pytest.mark.parametrize("options", [
+    (), ("-t", 0), ("-t", 0.3), ("-t", 2), ("-t", 1, "-k", 2, "-p", 1), ("-t", 0, "-a", 1.5),
+    ("-t", 0.7, "-a", 0.1), ("-n", 77), ("-c", 133), ("-j", 3)], ids=lambda o: " ".join(map(str, o)))
+@pytest.mark.parametrize("prompt", [
+    ("-i", "Count from 1 to 100."), ("-i", "Count from 1 to 100.", "-r", 1), ("-i", "Tell me a story."),
+    ("-m", "generate", "-i", STORY * 3), ("-m", "generate", "-i", "1, 2, 3, 4, 5, 6, 7, 8, 9, " * 3),
+    ("-m", "chat",)], ids=lambda prompt: " ".join(map(str, prompt))[:30])
+def test_drafts_change_nothing(tiny, prompt, options):
+    """The same text and the same counts."""
+    turns = b"Count from 1 to 20.\nCount from 1 to 30.\nTell me a story.\n" * 2
+    if prompt[0] == "-m" and "-n" not in options:
+        options += ("-n", 150)
+    runs = [qwen3(tiny, *prompt, *options, "-s", 1, "-v", *batch,
+                  stdin=turns if prompt == ("-m", "chat") else b"") for batch in ((), ("-b", 1))]
+    assert runs[0].returncode == runs[1].returncode == 0
+    assert runs[0].stdout == runs[1].stdout
+    drafts, plain = (re.sub(rb"[\d.]+ tok/s", b"", run.stderr) for run in runs)
+    assert drafts == plain
+
+
 # -- a scripted conversation: -m chat, one turn a line
 
 def talk(tiny, lines, *args):
