@@ -2649,7 +2649,7 @@ static bool prefill(Engine *e, const Ids *ids, size_t *reused, int *row) {
     size_t same = 0;
     while (same < e->cached.n && same + 1 < ids->n && e->cached.p[same] == ids->p[same]) same++;
     e->cached.n = *reused = same;
-    e->credit += (int)(ids->n - same) / 16;  // at least that many decoded tokens' time: see draft()
+    e->credit += (int)(ids->n - same) / 16;  // they cost at least that many single steps: draft()
     progress_start(ids->n - same);
     bool running = true;
     while (running && e->cached.n < ids->n) {
@@ -2672,21 +2672,22 @@ static bool is_stop(const Tokenizer *t, int id) {
     return false;
 }
 
-// Prompt lookup decoding (Saxena 2023): an answer often repeats what the context holds, code that it
-// changes, text that it quotes. Where its last NGRAM ids stood before, the ids that followed are a
-// draft of its next ones, and one forward pass runs the draft, too: it reads the weights once for
-// all of it. generate() then samples row by row, as if each had been a pass of its own, up to the
-// first id that the draft has not; what the cache holds behind it is overwritten. A batch gives the
-// same bits as single tokens, and rows behind that id draw no random numbers: the same output, not
-// just the same distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+// Prompt lookup decoding (Saxena 2023): an answer often repeats what the context holds, code that
+// it changes, text that it quotes. Where its last NGRAM ids stood before, the ids that followed are
+// a draft of the next ones, and one forward pass runs them all: it reads the weights only once.
+// generate() then samples row by row, as if each had been a pass of its own, up to the first id
+// that is not the draft's; what the cache holds behind that is overwritten. A batch gives the same
+// bits as single tokens, and no random number is drawn for rows behind that id: the output is the
+// same, not only its distribution (speculative decoding, Leviathan et al., arXiv 2211.17192).
 //
-// A draft fills a tile of matmul, or two after one that was right to its end. For each tile it
-// costs up to the time of a decoded token, and each right id saves that: credit counts this, in
-// 1 / DRAFT_COST tokens. All else earns a fiftieth of its time, so that no text loses more than 2 %.
+// A draft fills one tile of matmul, or two after a draft that was right to its end. A tile costs
+// about as much as a decoded token, at most, and each right id saves one. credit counts this, in
+// 1 / DRAFT_COST tokens; single steps earn 1, so that no text is slower by more than 3 %.
 enum { NGRAM = 5, DRAFT_COST = 50, DRAFT_ROWS = HAVE_DOT4 ? 2 * TILE_TOKENS : 1 };
 
-// Writes up to `most` ids behind the first n: those behind the last earlier place of the last NGRAM
-// ids, and then, as a loop goes on, what this has written itself. Returns how many.
+// Writes `most` ids behind the first n, those that followed the last NGRAM of them where these last
+// stood before; behind the end that is what this writes itself, as a loop goes on. Returns how
+// many: 0 if they did not stand before.
 static int lookup(int *ids, size_t n, int most) {
     for (size_t from = n - 1; most > 0 && from >= NGRAM; from--) {
         if (memcmp(ids + from - NGRAM, ids + n - NGRAM, NGRAM * sizeof(int)) != 0) continue;

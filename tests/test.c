@@ -368,16 +368,17 @@ typedef struct {
 static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt) {
     Answers a = {0};
     Ids ids = {0};
-    int before = e->model.state.passes;
     e->cached.n = 0;
-    e->credit = 8 * DRAFT_COST;
+    e->credit = DRAFT_COST;  // one draft: what comes after it has to be earned
     e->sampler = *sampler;
     for (int turn = 0; turn < 2; turn++) {
         Message message = {0};
         int row = 0, count;
         for (size_t i = 0; i < prompt->n; i++) ids_add(&ids, prompt->p[i]);
         CHECK(prefill(e, &ids, &a.reused[turn], &row));
+        a.passes -= e->model.state.passes;
         a.ending[turn] = generate(e, row, &message, &count);
+        a.passes += e->model.state.passes;
         CHECK((size_t)count == message.ids.n);
         a.ids[turn] = message.ids;
         for (size_t i = 0; i < e->cached.n; i++) ids_add(&a.cached[turn], e->cached.p[i]);
@@ -386,7 +387,6 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
         if (ids.n + prompt->n > (size_t)e->model.state.seq_len) break;
     }
     a.rng = e->sampler.rng;
-    a.passes = e->model.state.passes - before;
     free(ids.p);
     return a;
 }
@@ -442,7 +442,7 @@ static void test_drafts(void) {
         }
     }
     CHECK(endings[TURN_ENDED] && endings[LIMIT_REACHED] && endings[CONTEXT_FULL]);
-    if (HAVE_DOT4) CHECK(passes[1] < passes[0] * 0.8, "%d passes, not %d", passes[1], passes[0]);
+    if (HAVE_DOT4) CHECK(passes[1] < passes[0] * 0.85, "%d passes, not %d", passes[1], passes[0]);
     else CHECK(passes[1] == passes[0]);
     e[1].credit = 0;  // drafts that are always wrong: one in 50 passes
     e[1].options.n = -1;
