@@ -2588,7 +2588,7 @@ typedef struct {
     Buffer input;     // the prompt, or the message being typed
     char *line;       // getline()'s
     size_t line_cap;
-    Ids cached;       // what the KV cache holds; room for all of it
+    Ids cached;       // what the KV cache holds
     int credit;       // what drafts may cost: see draft()
     bool think;       // -r 1
     bool no_switch;   // -r was given to one that can't
@@ -2720,6 +2720,7 @@ static Ending generate(Engine *e, int row, Message *answer, int *count) {
     memset(e->sampler.answered, 0, vocab_size * sizeof(bool));
     memset(e->sampler.seen, 0, vocab_size * sizeof(bool));
     for (size_t i = 0; i < ids->n; i++) e->sampler.seen[ids->p[i]] = true;
+    ids->p = grow(ids->p, &ids->cap, 0, m->state.seq_len, sizeof(int));  // no more while it writes
     float *logits = classify(m, row, 1);
     for (row = *count = 0; e->options.n != *count; row++) {
         if (interrupted) return INTERRUPTED;
@@ -3188,7 +3189,6 @@ static void load(Engine *e) {
     int logit_rows = e->mode == PERPLEXITY ? 16 : e->mode == EMBED ? 0 : DRAFT_ROWS;
     int batch = min_int(o->batch, context);
     state_init(&e->model, context, batch, min_int(logit_rows, batch));
-    e->cached = (Ids){alloc(context, sizeof(int), "the context"), 0, context};
 }
 
 static int run(Engine *e) {

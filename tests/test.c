@@ -407,7 +407,6 @@ static void test_drafts(void) {
         e[k].tokenizer = (Tokenizer){.vocab_size = vocab_size, .think = -1, .end_think = -1,
                                      .text = alloc(vocab_size, sizeof(Bytes), "a test"),
                                      .kind = alloc(vocab_size, 1, "a test")};
-        e[k].cached = (Ids){alloc(100, sizeof(int), "a test"), 0, 100};
     }
     e[1].model.state.logit_rows = min_int(16, DRAFT_ROWS);
     Sampler sampler = random_sampler(0, 1, 0);
