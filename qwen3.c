@@ -1916,7 +1916,8 @@ static int compare_composed(const void *key, const void *pair) {
 static void decompose(const Tokenizer *t, Chars *out, uint32_t c, int steps) {
     const Pair *p = bsearch(&c, t->pairs, t->n_pairs, sizeof(Pair), compare_composed);
     uint32_t i = c - HANGUL_S;
-    if (steps > 8) die("tokenizer: bad section deco, expected one that ends, found U+%04X again", c);
+    if (steps > 8)
+        die("tokenizer: bad section deco, expected one that ends, found U+%04X again", c);
     if (p) {
         decompose(t, out, p->first, steps + 1);
         if (p->second) decompose(t, out, p->second, steps + 1);
