@@ -122,13 +122,10 @@ static volatile sig_atomic_t dimmed;  // the terminal writes dim now
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
 #define access(path, mode) _waccess(wide(path), mode)
-#define isatty is_console
+#define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define write write_bytes
-#define getline read_stdin_line
 
-struct sigaction { void (*sa_handler)(int); int sa_flags; };
-
-static void (*on_ctrl_c)(int);
+static struct sigaction { void (*sa_handler)(int); int sa_flags; } on_ctrl_c;
 
 static wchar_t *wide(const char *path) {
     static wchar_t text[4096];
@@ -137,8 +134,6 @@ static wchar_t *wide(const char *path) {
 }
 
 static HANDLE handle(int fd) { return (HANDLE)_get_osfhandle(fd); }
-
-static bool is_console(int fd) { return GetConsoleMode(handle(fd), &(DWORD){0}); }
 
 static void *map_file(int fd) {
     HANDLE map = CreateFileMappingW(handle(fd), NULL, PAGE_READONLY, 0, 0, NULL);
@@ -153,17 +148,17 @@ static int write_bytes(int fd, const void *p, size_t n) {
 }
 
 static BOOL WINAPI on_console_event(DWORD event) {
-    return event == CTRL_C_EVENT && (on_ctrl_c(SIGINT), TRUE);
+    return event == CTRL_C_EVENT && (on_ctrl_c.sa_handler(SIGINT), TRUE);
 }
 
 static int sigaction(int number, const struct sigaction *action, void *old) {
     if (number != SIGINT || old) return -1;
-    on_ctrl_c = action->sa_handler;
+    on_ctrl_c = *action;
     return SetConsoleCtrlHandler(on_console_event, TRUE) ? 0 : -1;
 }
 
 // A console gives a line as UTF-16, which ends in \r\n or Ctrl-D.
-static ssize_t read_stdin_line(char **line, size_t *cap, FILE *file) {
+static ssize_t getline(char **line, size_t *cap, FILE *file) {
     static wchar_t text[8192];
     CONSOLE_READCONSOLE_CONTROL end = {.nLength = sizeof(end), .dwCtrlWakeupMask = 1 << 4};
     DWORD n = 0;
@@ -204,7 +199,7 @@ static int cpu_count(void) {
 static void start_platform(int *argc, char ***argv) {
     static char text[3 * 32768];
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
-    DWORD mode, used = 0;
+    DWORD used = 0;
     *argv = (char **)args;
     for (int i = 0; i < *argc; i++) {
         char *arg = text + used;
@@ -213,8 +208,8 @@ static void start_platform(int *argc, char ***argv) {
     }
     for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
     SetConsoleOutputCP(CP_UTF8);
-    if (GetConsoleMode(handle(STDOUT_FILENO), &mode))
-        SetConsoleMode(handle(STDOUT_FILENO), mode | ENABLE_VIRTUAL_TERMINAL_PROCESSING);
+    SetConsoleMode(handle(STDOUT_FILENO), ENABLE_PROCESSED_OUTPUT | ENABLE_WRAP_AT_EOL_OUTPUT |
+                                          ENABLE_VIRTUAL_TERMINAL_PROCESSING);
 }
 #else
 #define PRINTF printf

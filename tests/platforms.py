@@ -139,8 +139,11 @@ def windows(tmp_path_factory):
     # pipes through which a test reads: subprocess would wait for these.
     with subprocess.Popen([*settings, wine, "cmd"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                           stderr=subprocess.DEVNULL) as waiting:
-        waiting.stdin.write(b"echo > started\r\n")
-        yield under(directory, *settings, wine)
+        programs = under(directory, *settings, wine)
+        subprocess.run([programs / "qwen3", "--version"], stdin=subprocess.DEVNULL, timeout=300,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        assert waiting.poll() is None
+        yield programs
         subprocess.run([*settings, Path(wine).with_name("wineserver"), "-k"], timeout=60)
 
 
