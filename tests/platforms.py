@@ -134,17 +134,24 @@ def windows(tmp_path_factory):
     directory = tmp_path_factory.mktemp("windows")
     build(directory, f"CC={compiler}")
     settings = ["env", f"WINEPREFIX={directory}/wine", "WINEDEBUG=-all"]
+    programs = under(directory, *settings, wine)
+    server = [*settings, Path(wine).with_name("wineserver")]
+    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+    def start():
+        subprocess.run([programs / "qwen3", "--version"], stdin=subprocess.DEVNULL, timeout=300,
+                       check=True, **nowhere)
+
     # While one program lives, so do wine's services: the next start takes 30 ms instead of 2 s, and
     # can't meet their end, at which wine hangs now and then. Started here, they hold none of the
     # pipes through which a test reads: subprocess would wait for these.
-    with subprocess.Popen([*settings, wine, "cmd"], stdin=subprocess.PIPE,
-                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as waiting:
-        programs = under(directory, *settings, wine)
-        subprocess.run([programs / "qwen3", "--version"], stdin=subprocess.DEVNULL, timeout=300,
-                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    start()                                         # makes wine's folders, before all else
+    subprocess.run([*server, "-w"], timeout=60)     # until its services have ended
+    with subprocess.Popen([*settings, wine, "cmd"], stdin=subprocess.PIPE, **nowhere) as waiting:
+        start()
         assert waiting.poll() is None
         yield programs
-        subprocess.run([*settings, Path(wine).with_name("wineserver"), "-k"], timeout=60)
+        subprocess.run([*server, "-k"], timeout=60)
 
 
 def run(windows, *args, stdin=b"", timeout=120):
