@@ -821,6 +821,7 @@ enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // + 128 in each byte
 
 typedef float VecF __attribute__((vector_size(4 * LANES)));
 typedef int32_t VecI __attribute__((vector_size(4 * LANES)));
+typedef uint32_t VecU __attribute__((vector_size(4 * LANES)));  // where sums may overflow
 typedef int8_t VecB __attribute__((vector_size(LANES)));
 
 // The portable versions, always compiled: what the others must equal.
@@ -902,8 +903,8 @@ INLINE int32_t lanes_max(VecI a) {
     return max;
 }
 
-INLINE int32_t lanes_sum(VecI a) {
-    int32_t sum = 0;
+INLINE uint32_t lanes_sum(VecU a) {
+    uint32_t sum = 0;
     for (int i = 0; i < LANES; i++) sum += a[i];
     return sum;
 }
@@ -997,7 +998,8 @@ NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int grou
     int8_t *q = out->q + (size_t)t * cols;
     size_t g = (size_t)t * (cols / group);
     for (int i = 0; i < cols; i += group, g++) {
-        VecI max = {0}, sum = {0};
+        VecI max = {0};
+        VecU sum = {0};
         for (int j = i; j < i + group; j += LANES) {  // as integers, |x| have the same order
             VecI bits = (VecI)load_f(x + j) & INT32_MAX, larger = bits > max;
             max = (bits & larger) | (max & ~larger);
@@ -1008,10 +1010,10 @@ NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int grou
             VecI rounded = (VecI)(load_f(x + j) * inverse + ROUNDER) - (VecI)splat_f(ROUNDER);
             VecB bytes = __builtin_convertvector(rounded, VecB);
             memcpy(q + j, &bytes, sizeof(bytes));
-            sum += __builtin_convertvector(bytes, VecI);
+            sum += (VecU)rounded;
         }
         out->scale[g] = inverse == 0 ? 0 : largest.f / 127;
-        out->start[g] = -W_BIAS * lanes_sum(sum);
+        out->start[g] = isfinite(largest.f) ? -W_BIAS * (int32_t)lanes_sum(sum) : 0;
     }
 }
 

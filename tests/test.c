@@ -121,7 +121,7 @@ static void test_primitives(void) {
             rows[i] = wv >> (8 + i);
         }
         VecI sums = lanes_sums(rows);
-        for (int i = 0; i < LANES; i++) CHECK(sums[i] == lanes_sum(wv >> (8 + i)));
+        for (int i = 0; i < LANES; i++) CHECK(sums[i] == (int32_t)lanes_sum((VecU)(wv >> (8 + i))));
     }
     VecF a = splat_f(1.5f), b = splat_f(-0.25f), c = splat_f(3);
     for (int i = 0; i < LANES; i++) CHECK(mul_add(a, b, c)[i] == mul_add_plain(a, b, c)[i]);
