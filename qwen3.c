@@ -236,7 +236,8 @@ static int cgroup_cores(const char *root) {
     while (f && fgets(line, sizeof(line), f)) {  // 0::/PATH or NUMBER:CONTROLLERS:/PATH
         bool second = strncmp(line, "0::", 3) == 0;
         char *path = strchr(line, '/');
-        if (!path || !(second || strstr(line, ":cpu:") || strstr(line, ":cpu,"))) continue;
+        if (!path || !(second || strstr(line, ":cpu:") || strstr(line, ":cpu,") ||
+                       strstr(line, ",cpu:"))) continue;
         path[strcspn(path, "\n")] = 0;
         snprintf(folder, sizeof(folder), "/sys/fs/cgroup%s%s", second ? "" : "/cpu", path);
         for (char *end; (end = strrchr(folder, '/')); *end = 0) {
@@ -273,11 +274,9 @@ static int physical_cores(const char *root, const cpu_set_t *set) {
 static int cpu_count(void) {
 #ifdef __linux__
     cpu_set_t set;
-    int quota = cgroup_cores("");
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) {
-        int cores = physical_cores("", &set);
-        return cores < quota ? cores : quota;
-    }
+    int quota = cgroup_cores(""), cores = CPU_SETSIZE;
+    if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores("", &set);
+    return cores < quota ? cores : quota;
 #elif defined(__APPLE__)
     int cores = 0;  // the fast ones
     size_t size = sizeof(cores);
@@ -789,7 +788,7 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 
 // ------------------------------------------------------------------------------------------------
 // Primitives: all that knows the instruction set. A vector is LANES floats or int32s (the GCC and
-// clang extension: + - * work lane by lane). HAVE_DOT4: the CPU has an instruction for dot4.
+// clang extension: + - * work lane by lane). HAVE_DOT4: dot4 is fast.
 //
 //   dot4(acc, w, x)     acc + sum of the 4 products of the bytes of w and x, in each lane
 //   mul_add(a, b, c)    a * b + c, rounded once where the CPU can
@@ -892,6 +891,9 @@ INLINE VecF load_f(const float *p) {
 
 // n <= 4 * LANES bytes, then zeros; n a constant
 INLINE VecI load_bytes(const void *p, const int n) {
+#ifdef USE_AVX512  // gcc would go through memory
+    if (n == 32) return (VecI)_mm512_zextsi256_si512(_mm256_loadu_si256(p));
+#endif
     VecI value = {0};
     memcpy(&value, p, n);
     return value;
@@ -927,8 +929,7 @@ INLINE int32_t load_i32(const void *p) {
 // vectorise loops over it.
 INLINE float fast_exp(float x) {
     float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    union { float f; uint32_t i; } rounded = {clamped * 1.44269504f + ROUNDER};
-    float n = rounded.f - ROUNDER;
+    float n = clamped * 1.44269504f + ROUNDER - ROUNDER;
     float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -937,7 +938,8 @@ INLINE float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1;
-    union { uint32_t i; float f; } power = {(rounded.i + 127) << 23};  // 2^n: n in the exponent
+    uint32_t exponent = (uint32_t)(int32_t)(n >= -126 ? n : 0) + 127;  // a NaN has none
+    union { uint32_t i; float f; } power = {exponent << 23};
     return x < -87.0f ? 0 : p * power.f;
 }
 
@@ -1060,8 +1062,8 @@ INLINE VecI lanes_sums(VecI *a) {
 
 enum { AHEAD = 8192 };  // bytes, two pages: the CPU's own prefetching stops where a page ends
 
-// sum + the terms of `count` groups, of w from its group wg on, of x from xg on; count and group
-// are constants.
+// sum + the terms of `count` groups, of w from its group wg on, of x from xg on; group is a
+// constant, and mostly count.
 INLINE float add_groups(float sum, const Matrix *w, size_t wg, const Quantized *x, size_t xg,
                         const int count, const int group) {
     const int8_t *wq = w->q + wg * group, *xq = x->q + xg * group;
@@ -1105,7 +1107,7 @@ INLINE void matvec(float *out, const Quantized *x, const Matrix *w, int t, int f
 // token stands in for tokens behind it). wq (cols / 4, TILE_VECS, LANES, 4) and ws (groups,
 // TILE_VECS, LANES) are the packed rows. out (n, w->rows)
 INLINE void matmul_tile(float *out, const Quantized *x, const Matrix *w, int t, int n, int row,
-                        const VecI *wq, const VecF *ws, const int group) {
+                        const VecI *wq, const float *ws, const int group) {
     const int groups = w->cols / group;
     const int8_t *xq[TILE_TOKENS];
     const float *xs[TILE_TOKENS];
@@ -1132,8 +1134,8 @@ INLINE void matmul_tile(float *out, const Quantized *x, const Matrix *w, int t, 
         }
         UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
             UNROLL for (int v = 0; v < TILE_VECS; v++) {
-                acc[i][v] += __builtin_convertvector(sum[i][v], VecF) * ws[g * TILE_VECS + v] *
-                             xs[i][g];
+                VecF scale = load_f(ws + (g * TILE_VECS + v) * LANES);
+                acc[i][v] += __builtin_convertvector(sum[i][v], VecF) * scale * xs[i][g];
             }
         }
     }
@@ -1176,7 +1178,7 @@ INLINE void matmul_block(float *out, const Matmul *m, const Matrix *w, int row, 
     const int64_t share = (int64_t)BLOCK * w->cols * TILE_TOKENS / (n - first);
     for (int t = first; t < n; t += TILE_TOKENS, next += share) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i, 0, 2);
-        matmul_tile(out, x, w, t, n, row, wq, (const VecF *)ws, group);
+        matmul_tile(out, x, w, t, n, row, wq, (const float *)ws, group);
     }
 }
 
@@ -1278,9 +1280,11 @@ static void rope_and_cache(const Pass *p, int t) {
         rope(k, cos, sin, half);
         float *keys = kv_block(p->m, p->l, h, (p->pos + t) / LANES), *values = keys + hd * LANES;
         for (int j = 0; j < hd; j++) keys[j * LANES + lane] = k[j];
-        for (int j = 0; j < hd; j += LANES) {
+        int j = 0;
+        for (; j + LANES <= hd; j += LANES) {
             memcpy(values + (j + lane) * LANES, v + j, sizeof(VecF));
         }
+        for (int i = 0; j + i < hd; i++) values[(j + lane) * LANES + i] = v[j + i];
     }
 }
 
@@ -1471,6 +1475,38 @@ static void embed(Model *m, int t, int token, int pos) {
     }
 }
 
+static struct {
+    double start;
+    size_t tokens, done, total;  // of a text on its way through the model; its tokens by layers
+    bool shown;
+} progress;
+
+static void progress_start(const Model *m, size_t tokens) {
+    progress.start = now();
+    progress.tokens = tokens;
+    progress.done = 0;
+    progress.total = tokens * m->config.n_layers;
+}
+
+// Nothing is left of it where an answer, a notice or an error begins.
+static void progress_end(void) {
+    if (progress.shown) fputs("\r\033[K", stderr);
+    progress.shown = false;
+    progress.total = 0;
+}
+
+// n tokens are through one more layer. A terminal shows it, if the text takes longer than two
+// seconds.
+static void progress_add(int n) {
+    progress.done += n;
+    if (progress.total == 0 || quiet || !isatty(STDERR_FILENO)) return;
+    double part = (double)progress.done / progress.total, seconds = now() - progress.start;
+    if (!progress.shown && seconds / part < 2) return;
+    progress.shown = true;
+    fprintf(stderr, "\r%.0f of %zu tokens, %.0f s left\033[K", part * progress.tokens,
+            progress.tokens, seconds / part - seconds);
+}
+
 // Runs n <= batch tokens at positions pos .. pos + n - 1, after which the cache holds these
 // positions and x (n, dim) is the last layer's output for the last `needed` of them. False: Ctrl-C
 // came first.
@@ -1483,6 +1519,7 @@ static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
         if (interrupted) return false;
         Pass pass = {.m = m, .layer = &m->weights.layers[l], .l = l, .n = n, .pos = pos};
         layer_forward(&pass, l < last ? 0 : n - needed);
+        progress_add(n);
     }
     for (size_t i = (size_t)(n - needed) * m->config.dim; i < (size_t)n * m->config.dim; i++) {
         s->x[i] += s->delta[i];
@@ -1539,7 +1576,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     s->delta = alloc(b * g->dim, sizeof(float), what);
     s->q = alloc(b * g->q_dim, sizeof(float), what);
     s->k = alloc(b * g->kv_dim, sizeof(float), what);
-    s->v = alloc(b * g->kv_dim + LANES, sizeof(float), what);  // is read in whole vectors
+    s->v = alloc(b * g->kv_dim, sizeof(float), what);
     s->att = alloc(b * g->q_dim, sizeof(float), what);
     s->gate = alloc(b * g->hidden_dim, sizeof(float), what);
     s->up = alloc(b * g->hidden_dim, sizeof(float), what);
@@ -2378,7 +2415,7 @@ static double random_next(uint64_t *state) {
 
 static int argmax(const float *x, int n) {
     int best = 0;
-    for (int i = 1; i < n; i++) best = x[i] > x[best] ? i : best;
+    for (float max = max_of(x, n); x[best] != max && best < n - 1;) best++;
     return best;
 }
 
@@ -2406,7 +2443,7 @@ INLINE int bucket_of(float p) { return load_i32(&p) >> 19; }
 
 // Keeps the likeliest candidates, as few as reach `target`: in number, or as a share of all p.
 // Only those in the bucket where that happens are sorted. Returns how many are left.
-static int keep_best(Sampler *s, int n, double target, bool sum) {
+INLINE int keep_best(Sampler *s, int n, double target, const bool sum) {
     double total[BUCKETS] = {0}, all = 0, reached = 0;
     for (int i = 0; i < n; i++) total[bucket_of(s->kept[i].p)] += sum ? s->kept[i].p : 1;
     for (int i = 0; i < BUCKETS; i++) all += total[i];
@@ -2613,34 +2650,6 @@ static void give_notices(Engine *e) {
         notice("-t 0: greedy thinking tends to repeat itself without end, Qwen advises 0.6");
 }
 
-static struct {
-    double start;
-    size_t done, total;  // tokens of a text on its way through the model
-    bool shown;
-} progress;
-
-static void progress_start(size_t total) {
-    progress.start = now();
-    progress.done = 0;
-    progress.total = total;
-}
-
-// Nothing is left of it where an answer, a notice or an error begins.
-static void progress_end(void) {
-    if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = false;
-}
-
-// A terminal shows how far it is, if it takes longer than two seconds.
-static void progress_add(int tokens) {
-    progress.done += tokens;
-    double seconds = now() - progress.start, whole = seconds * progress.total / progress.done;
-    if (quiet || !isatty(STDERR_FILENO) || !(progress.shown || whole > 2)) return;
-    progress.shown = true;
-    fprintf(stderr, "\r%zu of %zu tokens, %.0f s left\033[K", progress.done, progress.total,
-            whole - seconds);
-}
-
 // Runs what the cache does not hold yet of ids; at least the last of them. Leaves in *row where
 // that one is in the last forward pass. False: Ctrl-C.
 static bool prefill(Engine *e, const Ids *ids, size_t *reused, int *row) {
@@ -2648,7 +2657,7 @@ static bool prefill(Engine *e, const Ids *ids, size_t *reused, int *row) {
     while (same < e->cached.n && same + 1 < ids->n && e->cached.p[same] == ids->p[same]) same++;
     e->cached.n = *reused = same;
     e->credit += (int)(ids->n - same) / 16;  // they cost at least that many single steps: draft()
-    progress_start(ids->n - same);
+    progress_start(&e->model, ids->n - same);
     bool running = true;
     while (running && e->cached.n < ids->n) {
         size_t left = ids->n - e->cached.n;
@@ -2657,7 +2666,6 @@ static bool prefill(Engine *e, const Ids *ids, size_t *reused, int *row) {
         running = forward(&e->model, ids->p + e->cached.n, n, (int)e->cached.n, last);
         for (int i = 0; i < n && running; i++) ids_add(&e->cached, ids->p[e->cached.n]);
         *row = n - 1;
-        progress_add(n);
     }
     progress_end();
     return running;
@@ -2829,7 +2837,6 @@ static double score_piece(Engine *e, const int *ids, int n) {
                 sum += surprise(logits + (size_t)r * vocab_size, vocab_size, ids[pos + i + r + 1]);
             }
         }
-        progress_add(count);
     }
     return sum;
 }
@@ -2844,7 +2851,7 @@ static void run_perplexity(Engine *e, Bytes text) {
     if (ids.n > (size_t)context)
         notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
     double sum = 0;
-    progress_start(ids.n - 1);
+    progress_start(&e->model, ids.n - 1);
     for (size_t at = 0; at + 1 < ids.n; at += context - 1) {
         size_t left = ids.n - at;
         sum += score_piece(e, ids.p + at, left < (size_t)context ? (int)left : context);
