@@ -48,7 +48,9 @@ bench: tests/bench
 portable: NATIVE =
 portable: qwen3
 
-install: qwen3
+# What was built last: make portable install
+install:
+	test -x qwen3 || $(MAKE) qwen3
 	install -d '$(DESTDIR)$(PREFIX)/bin'
 	install qwen3 '$(DESTDIR)$(PREFIX)/bin'
 

@@ -501,7 +501,8 @@ def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Ten
     if len(found) < len(stored):
         refuse(where, "tensor names", "each with or without model.", "some both ways")
     if c.n_layers > len(found):  # the list of what is missing could be endless
-        refuse(where, "num_hidden_layers", f"no more than there are tensors, {len(found)}", c.n_layers)
+        refuse(where, "num_hidden_layers", f"no more than there are tensors, {len(found)}",
+               c.n_layers)
     wanted = dict(layout(c))
     extra = [tensor.name for name, tensor in found.items() if name not in wanted
              and name != "lm_head.weight"  # stored by some although tied
@@ -1136,8 +1137,11 @@ def open_gguf(path: Path) -> tuple[dict, dict[str, Tensor]]:
     with (structure_of(path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data):
         cursor = Cursor(data)
         magic, version, n_tensors, n_values = cursor.unpack("4sI2Q")
-        if magic != b"GGUF" or version not in (2, 3):
-            found = "a big-endian one" if version % 65536 == 0 else f"{magic!r}, version {version}"
+        if magic != b"GGUF":
+            refuse(path, "not supported", "a checkpoint's directory or a GGUF file",
+                   f"a file that begins with {magic!r}")
+        if version not in (2, 3):
+            found = "a big-endian one" if version % 65536 == 0 else f"version {version}"
             refuse(path, "not supported", "a little-endian GGUF file of version 2 or 3", found)
         metadata = {cursor.string(): cursor.value(*cursor.unpack("I")) for _ in range(n_values)}
         tensors = {}
@@ -1501,6 +1505,9 @@ def main() -> None:
         lines = notes
     except Refused as error:
         lines, status = [str(error)], 1
+    except BrokenPipeError:  # who reads the table has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        lines = []
     except OSError as error:
         lines = [f"{error.filename or out}: can't be read or written, expected access and space, "
                  f"found {error.strerror or error}"]

@@ -591,7 +591,8 @@ static void check_multiple(Cursor *c, const char *name, int64_t value, int unit)
 static void read_header(Config *g, Cursor *c) {
     uint32_t magic = take_u32(c, "magic");
     if (magic != 0x616A6331)
-        die("%s: not a qwen3.c model, expected magic 0x616a6331, found 0x%08x", c->file, magic);
+        die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
+            "found 0x%08x", c->file, magic);
     header_int(c, "version", 1, 1);
     g->dim = header_int(c, "dim", 1, INT_MAX);
     g->hidden_dim = header_int(c, "hidden_dim", 1, INT_MAX);
