@@ -1478,8 +1478,8 @@ static void embed(Model *m, int t, int token, int pos) {
 
 static struct {
     double start;
-    size_t tokens, done, total;  // of a text on its way through the model; its tokens by layers
-    bool shown;
+    size_t tokens, shown;  // of a text on its way through the model; as the terminal says, or 0
+    size_t done, total;    // tokens by layers
 } progress;
 
 static void progress_start(const Model *m, size_t tokens) {
@@ -1492,8 +1492,7 @@ static void progress_start(const Model *m, size_t tokens) {
 // Nothing is left of it where an answer, a notice or an error begins.
 static void progress_end(void) {
     if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = false;
-    progress.total = 0;
+    progress.shown = progress.total = 0;
 }
 
 // n tokens are through one more layer. A terminal shows it, if the text takes longer than two
@@ -1501,11 +1500,12 @@ static void progress_end(void) {
 static void progress_add(int n) {
     progress.done += n;
     if (progress.total == 0 || quiet || !isatty(STDERR_FILENO)) return;
-    double part = (double)progress.done / progress.total, seconds = now() - progress.start;
-    if (!progress.shown && seconds / part < 2) return;
-    progress.shown = true;
-    fprintf(stderr, "\r%.0f of %zu tokens, %.0f s left\033[K", part * progress.tokens,
-            progress.tokens, seconds / part - seconds);
+    size_t count = progress.tokens * progress.done / progress.total;
+    double seconds = now() - progress.start, whole = seconds * progress.total / progress.done;
+    if (count == progress.shown || (!progress.shown && whole < 2)) return;
+    progress.shown = count;
+    fprintf(stderr, "\r%zu of %zu tokens, %.0f s left\033[K", count, progress.tokens,
+            whole - seconds);
 }
 
 // Runs n <= batch tokens at positions pos .. pos + n - 1, after which the cache holds these

@@ -21,13 +21,13 @@ def slow(tmp_path_factory, tokenizer):
                                   max_len=12000), directory / "slow.bin")
 
 
-def run(model, *args, tokens=10000, terminal=True, interrupt=False, seconds=0):
+def run(model, *args, tokens=10000, batch=4, terminal=True, interrupt=False, seconds=0):
     """(exit status, stdout, stderr) with stderr a terminal, perhaps with Ctrl-C at the first sight
     of the progress or after some seconds."""
     ours, theirs = pty.openpty() if terminal else os.pipe()
     prompt = model.with_name("prompt.txt")
     prompt.write_bytes(b"7" * tokens)                     # a token each
-    process = subprocess.Popen([QWEN3, model, "-f", prompt, "-c", "0", "-j", "1", "-b", "4", "-n", "3",
+    process = subprocess.Popen([QWEN3, model, "-f", prompt, "-c", "0", "-j", "1", "-b", str(batch), "-n", "3",
                                 *args],
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs,
                                env=environment(), start_new_session=True)
@@ -70,6 +70,14 @@ def test_prompt(slow):
     assert status == 0
     rest = check(text, 10000)
     assert rest.startswith(b"prompt 10000 tokens") and rest.count(b"\n") == 1
+
+
+def test_prompt_of_large_batches(slow):
+    """It moves within a batch, too."""
+    status, out, text = run(slow, "-m", "generate", "-t", "0", batch=512)
+    assert status == 0
+    check(text, 10000)
+    assert any(int(done) % 512 and int(done) < 9728 for done, _, _ in SHOWN.findall(text))
 
 
 def test_perplexity(slow):
