@@ -1794,14 +1794,17 @@ static void take_extension(Cursor *c, Tokenizer *t) {
     if (version != 1) die("%s: bad extension version, expected 1, found %u", c->file, version);
     if (length != c->rest.n)
         die("%s: bad extension length, expected %zu, found %u", c->file, c->rest.n, length);
-    char seen[64] = "";
+    static const char tags[] = "adde clas ccc  deco head tail stop samp repe mode chat ";
+    uint64_t seen = 0;  // a bit for each place in tags
     while (c->rest.n) {
         char tag[5] = "";
         memcpy(tag, take(c, 4, "a section"), 4);
-        if (strstr(seen, tag)) die("%s: section %s is there twice", c->file, tag);
+        const char *known = strstr(tags, tag);
+        uint64_t bit = known ? (uint64_t)1 << (known - tags) : 0;
+        if (seen & bit) die("%s: section %s is there twice", c->file, tag);
         size_t n = take_u32(c, tag);
         take_section(&(Cursor){c->file, {take(c, n, tag), n}}, t, tag);
-        strcat(seen, tag);  // no more than the known ones
+        seen |= bit;
     }
 }
 
