@@ -805,8 +805,13 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 enum { LANES = 16, HAVE_DOT4 = 1, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 128 };
 #elif defined(__AVX2__) && defined(__FMA__)
 #define USE_AVX2
+#ifdef __AVXVNNI__
+#define SIMD "AVX-VNNI"
+enum { LANES = 8, HAVE_DOT4 = 1, TILE_VECS = 1, TILE_TOKENS = 6, W_BIAS = 128 };
+#else
 #define SIMD "AVX2"
 enum { LANES = 8, HAVE_DOT4 = 1, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
+#endif
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define USE_NEON
 #define SIMD "NEON dotprod"
@@ -846,7 +851,10 @@ INLINE VecF mul_add_plain(VecF a, VecF b, VecF c) { return a * b + c; }
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
     return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 }
-INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
+#elif defined(__AVXVNNI__)
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {
+    return (VecI)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
+}
 #elif defined(USE_AVX2)
 // w x = |w| (sign(w) x): one operand without a sign, as the instruction wants it. |w x| sums to an
 // int16 for each two.
@@ -855,7 +863,6 @@ INLINE VecI dot4(VecI acc, VecI w, VecI x) {
     __m256i pairs = _mm256_maddubs_epi16(u, s);
     return acc + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
-INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
 #elif defined(USE_NEON)
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
     return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
@@ -869,9 +876,11 @@ INLINE VecF mul_add(VecF a, VecF b, VecF c) {
 #endif
 
 #if defined(USE_AVX512)
+INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
 #define ZIP(a, b, i) __builtin_shufflevector(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, \
     i + 19, i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23)
 #elif defined(USE_AVX2)
+INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
 #define ZIP(a, b, i) \
     __builtin_shufflevector(a, b, i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11)
 #else

@@ -85,6 +85,25 @@ def test_older_cpu(name, tmp_path):
         assert run.returncode == 0 and b"Paris" in run.stdout, run
 
 
+@pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64-v3 -mavxvnni"])
+def test_functions_of_an_instruction_set(flags, tmp_path):
+    if platform.machine() != "x86_64":
+        pytest.skip("another architecture")
+    (tmp_path / "tests").mkdir()
+    for name in ("Makefile", "qwen3.c", "tests/test.c", "tests/records.h"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    built = subprocess.run(["make", "tests/test", f"NATIVE={flags}"], cwd=tmp_path,
+                           capture_output=True, text=True, env=environment(), timeout=300)
+    if "unrecognized" in built.stderr or "unknown argument" in built.stderr:
+        pytest.skip("the compiler does not know it")
+    assert built.returncode == 0 and built.stderr == "", built.stderr
+    run = subprocess.run([tmp_path / "tests/test"], capture_output=True, text=True,
+                         env=environment(), timeout=300)
+    if "lacks an instruction" in run.stderr:
+        pytest.skip("this CPU does not have it")
+    assert run.returncode == 0 and ("AVX-VNNI" if "vnni" in flags else "AVX2") in run.stdout, run
+
+
 def test_reproducible(tmp_path):
     """The same compiler and flags give the same bytes in any directory."""
     built = []
