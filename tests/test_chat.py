@@ -135,7 +135,8 @@ def test_old_template_files(chain, tmp_path):
 
 def spawn(*args, **env):
     return pexpect.spawn(str(QWEN3), [str(a) for a in args], timeout=20,
-                         env=environment(TERM="xterm", **env))
+                         env=environment(TERM="xterm", **env),  # nohup make test ignores SIGHUP
+                         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
 
 
 def finish(child):
