@@ -867,20 +867,26 @@ INLINE VecI dot4(VecI acc, VecI w, VecI x) {
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
     return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
 }
-INLINE VecF mul_add(VecF a, VecF b, VecF c) {
-    return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-}
 #else
 #define dot4 dot4_plain
-#define mul_add mul_add_plain
 #endif
 
 #if defined(USE_AVX512)
 INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
+#elif defined(USE_AVX2)
+INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
+#elif defined(USE_NEON)
+INLINE VecF mul_add(VecF a, VecF b, VecF c) {
+    return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+#else
+#define mul_add mul_add_plain
+#endif
+
+#if defined(USE_AVX512)
 #define ZIP(a, b, i) __builtin_shufflevector(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, \
     i + 19, i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23)
 #elif defined(USE_AVX2)
-INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
 #define ZIP(a, b, i) \
     __builtin_shufflevector(a, b, i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11)
 #else
