@@ -533,16 +533,17 @@ typedef struct {
     float *x;          // (batch, dim)         the residual stream
     float *delta;      // (batch, dim)         what a block adds to it; then the next block's input
     float *q;          // (batch, q_dim)
-    float *k, *v;      // (batch, kv_dim)
     float *att;        // (batch, q_dim)       the heads' answers, side by side
-    float *gate, *up;  // (batch, hidden_dim)  W1 h and W3 h
     float *cos, *sin;  // (batch, head_dim / 2)
     float *freq;       // (head_dim / 2)       rope: radians per position
     float rope_scale;  //                      YaRN's factor on cos and sin, else 1
-    Quantized xq;      // (batch, the longest row)
+    Quantized xq;      // (batch, dim or q_dim)
+    Quantized hq;      // (batch, hidden_dim)  silu(W1 h) * (W3 h)
     float *kv;         // (blocks of LANES positions, n_layers, n_kv_heads, kv_floats): kv_block()
     size_t kv_floats;  // in one block
     float **scratch;   // one per thread: attention's scores and sums, or rows of weights
+    float **part;      // one per thread: (batch, head_dim) of k or v, or twice (batch, group) of
+                       // W1 h and W3 h: used up by the task that made them
     float *logits;     // (logit_rows, vocab_size)
     int logit_rows;
     int passes;        // forward passes so far
@@ -722,7 +723,7 @@ static struct {
 static void work(uint32_t loop, Job job, void *arg, int count, int chunk, int thread) {
     uint64_t ticket = atomic_load(&pool.ticket);
     while (ticket >> 32 == loop && (int)(uint32_t)ticket < count) {
-        int begin = (int)(uint32_t)ticket, share = (count - begin) / (2 * n_threads);
+        int begin = (int)(uint32_t)ticket, share = (count - begin) * 7 / (8 * n_threads);
         int end = min_int(begin + round_up(max_int(share, 1), chunk), count);
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + (end - begin))) continue;
         job(arg, begin, end, thread);
@@ -1010,12 +1011,12 @@ NOINLINE void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
 }
 
-// Token t of the products' input x (cols), in groups: scale = max|x| / 127, q = round(x / scale).
+// x (n), in groups, to out from its element `at` on: scale = max|x| / 127, q = round(x / scale).
 // Groups whose scale would be no normal number become zeros.
-NOINLINE void quantize(Quantized *out, int t, const float *x, int cols, int group) {
-    int8_t *q = out->q + (size_t)t * cols;
-    size_t g = (size_t)t * (cols / group);
-    for (int i = 0; i < cols; i += group, g++) {
+NOINLINE void quantize(const Quantized *out, size_t at, const float *x, int n, int group) {
+    int8_t *q = out->q + at;
+    size_t g = at / group;
+    for (int i = 0; i < n; i += group, g++) {
         VecI max = {0};
         VecU sum = {0};
         for (int j = i; j < i + group; j += LANES) {  // as integers, |x| have the same order
@@ -1104,34 +1105,48 @@ INLINE float add_groups(float sum, const Matrix *w, size_t wg, const Quantized *
     return sum;
 }
 
-// out = W x for token t: rows first .. last - 1 of W (rows, cols)
-INLINE void matvec(float *out, const Quantized *x, const Matrix *w, int t, int first, int last,
-                   const int group) {
-    const int groups = w->cols / group;
-    for (int row = first; row < last; row++) {
+// out = x W^T, (n, cols) x (rows, cols)^T, for some rows and some tokens: one thread's task.
+typedef struct {
+    float *out;          // (n, stride), its first column for row `row`
+    int stride;
+    const Matrix *w;     // (rows, cols)
+    int row, end;        // rows row .. end - 1 of it
+    const Quantized *x;  // (n, cols)
+    int first, n;        // tokens first .. n - 1 of it
+    float *scratch;      // (BLOCK, cols / 4 + cols / group) for packed rows
+} Linear;
+
+// Token t, rows row .. end - 1.
+INLINE void matvec(const Linear *l, int t, int row, int end, const int group) {
+    const Matrix w = *l->w;
+    const Quantized x = *l->x;
+    const int groups = w.cols / group;
+    for (; row < end; row++) {
         size_t wg = (size_t)row * groups, xg = (size_t)t * groups;
         float sum = 0;
         int left = groups;
         for (; left >= LANES; left -= LANES, wg += LANES, xg += LANES) {
-            sum = add_groups(sum, w, wg, x, xg, LANES, group);
+            sum = add_groups(sum, &w, wg, &x, xg, LANES, group);
         }
-        out[row] = left ? add_groups(sum, w, wg, x, xg, left, group) : sum;
+        if (left) sum = add_groups(sum, &w, wg, &x, xg, left, group);
+        l->out[(size_t)t * l->stride + row - l->row] = sum;
     }
 }
 
 // The same for BLOCK rows from `row` on, a row per lane, and TILE_TOKENS tokens from t on (the last
 // token stands in for tokens behind it). wq (cols / 4, TILE_VECS, LANES, 4) and ws (groups,
-// TILE_VECS, LANES) are the packed rows. out (n, w->rows)
-INLINE void matmul_tile(float *out, const Quantized *x, const Matrix *w, int t, int n, int row,
-                        const VecI *wq, const float *ws, const int group) {
-    const int groups = w->cols / group;
+// TILE_VECS, LANES) are the packed rows.
+INLINE void matmul_tile(const Linear *l, int t, int row, const VecI *wq, const float *ws,
+                        const int group) {
+    const Quantized *x = l->x;
+    const int groups = l->w->cols / group, rows = min_int(BLOCK, l->end - row);
     const int8_t *xq[TILE_TOKENS];
     const float *xs[TILE_TOKENS];
     const int32_t *start[TILE_TOKENS];
     VecF acc[TILE_TOKENS][TILE_VECS] = {0};
     for (int i = 0; i < TILE_TOKENS; i++) {
-        size_t source = min_int(t + i, n - 1);
-        xq[i] = x->q + source * w->cols;
+        size_t source = min_int(t + i, l->n - 1);
+        xq[i] = x->q + source * l->w->cols;
         xs[i] = x->scale + source * groups;
         start[i] = x->start + source * groups;
     }
@@ -1155,73 +1170,66 @@ INLINE void matmul_tile(float *out, const Quantized *x, const Matrix *w, int t, 
             }
         }
     }
-    for (int i = 0; i < min_int(TILE_TOKENS, n - t); i++) {
-        float *token = out + (size_t)(t + i) * w->rows + row;
-        if (row + BLOCK <= w->rows) memcpy(token, acc[i], sizeof(acc[i]));
-        else memcpy(token, acc[i], (w->rows - row) * sizeof(float));
+    for (int i = 0; i < min_int(TILE_TOKENS, l->n - t); i++) {
+        float *out = l->out + (size_t)(t + i) * l->stride + row - l->row;
+        if (rows == BLOCK) memcpy(out, acc[i], sizeof(acc[i]));
+        else memcpy(out, acc[i], rows * sizeof(float));
     }
 }
 
-typedef struct {
-    float *out;  // (n, w->rows)
-    const Matrix *w;
-} Product;
-
-typedef struct {
-    State *s;
-    const Product *products;
-    int first, n;  // tokens first .. n - 1
-} Matmul;
-
 // A block of rows meets all tokens of the batch while it is in the cache, and the next one is
-// fetched. scratch: wq, then ws
-INLINE void matmul_block(float *out, const Matmul *m, const Matrix *w, int row, VecI *scratch,
-                         const int group) {
-    const Quantized *x = &m->s->xq;
-    const int first = m->first, n = m->n;
-    if (n - first == 1 || !HAVE_DOT4) {
-        for (int t = first; t < n; t++) {
-            matvec(out + (size_t)t * w->rows, x, w, t, row, min_int(row + BLOCK, w->rows), group);
-        }
+// fetched.
+INLINE void linear_block(const Linear *l, int row, const int group) {
+    const Matrix *w = l->w;
+    if (l->n - l->first == 1 || !HAVE_DOT4) {
+        const int end = min_int(row + BLOCK, l->end);
+        for (int t = l->first; t < l->n; t++) matvec(l, t, row, end, group);
         return;
     }
-    VecI *wq = scratch, *ws = scratch + w->cols / 4 * TILE_VECS;
+    VecI *wq = (VecI *)l->scratch, *ws = wq + w->cols / 4 * TILE_VECS;
     for (int v = 0; v < TILE_VECS; v++) {
         pack(wq + v, TILE_VECS, w->q, w->rows, w->cols / 4, row + v * LANES, FLIP);
         pack(ws + v, TILE_VECS, w->scale, w->rows, w->cols / group, row + v * LANES, 0);
     }
     const int8_t *next = w->q + (size_t)(row + BLOCK) * w->cols;
-    const int64_t share = (int64_t)BLOCK * w->cols * TILE_TOKENS / (n - first);
-    for (int t = first; t < n; t += TILE_TOKENS, next += share) {
+    const int64_t share = (int64_t)BLOCK * w->cols * TILE_TOKENS / (l->n - l->first);
+    for (int t = l->first; t < l->n; t += TILE_TOKENS, next += share) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i, 0, 2);
-        matmul_tile(out, x, w, t, n, row, wq, (const float *)ws, group);
+        matmul_tile(l, t, row, wq, (const float *)ws, group);
     }
 }
 
-// Blocks of BLOCK rows, numbered through all products.
-static void matmul_job(void *arg, int begin, int end, int thread) {
-    const Matmul *m = arg;
-    VecI *scratch = (VecI *)m->s->scratch[thread];
-    for (int block = begin; block < end; block++) {
-        const Product *p = m->products;
-        int row = block * BLOCK;
-        for (; row >= round_up(p->w->rows, BLOCK); p++) row -= round_up(p->w->rows, BLOCK);
-        switch (p->w->group) {  // a constant in the loops below: half of their speed
-        case 32: matmul_block(p->out, m, p->w, row, scratch, 32); break;
-        case 64: matmul_block(p->out, m, p->w, row, scratch, 64); break;
-        case 128: matmul_block(p->out, m, p->w, row, scratch, 128); break;
-        case 256: matmul_block(p->out, m, p->w, row, scratch, 256); break;
+static void linear(const Linear *l) {
+    if (l->first == l->n) return;
+    for (int row = l->row; row < l->end; row += BLOCK) {
+        switch (l->w->group) {  // a constant in the loops below: half of their speed
+        case 32: linear_block(l, row, 32); break;
+        case 64: linear_block(l, row, 64); break;
+        case 128: linear_block(l, row, 128); break;
+        case 256: linear_block(l, row, 256); break;
         }
     }
 }
 
-// Products of the same quantized input, tokens first .. n - 1 of s->xq: out = x W^T, (n, cols) x
-// (rows, cols)^T.
-static void matmul(State *s, int first, int n, const Product *products, int count) {
-    Matmul m = {s, products, first, n};
-    int blocks = 0;
-    for (int i = 0; i < count; i++) blocks += (products[i].w->rows + BLOCK - 1) / BLOCK;
-    parallel(matmul_job, &m, blocks, n - first == 1 ? 2 : 1);
+typedef struct {
+    State *s;
+    Linear all;
+} Matmul;
+
+static void matmul_job(void *arg, int begin, int end, int thread) {
+    const Matmul *m = arg;
+    Linear l = m->all;
+    l.row = begin * BLOCK;
+    l.end = min_int(end * BLOCK, l.w->rows);
+    l.out += l.row;
+    l.scratch = m->s->scratch[thread];
+    linear(&l);
+}
+
+// out = x W^T for tokens first .. n - 1: out (n, rows), x (n, cols), w (rows, cols)
+static void matmul(State *s, float *out, const Matrix *w, const Quantized *x, int first, int n) {
+    Matmul m = {s, {.out = out, .stride = w->rows, .w = w, .x = x, .first = first, .n = n}};
+    parallel(matmul_job, &m, (w->rows + BLOCK - 1) / BLOCK, n - first == 1 ? 2 : 1);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1271,36 +1279,66 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-static void add_bias(float *x, const float *bias, int n) {
-    for (int i = 0; bias && i < n; i++) x[i] += bias[i];
+// Rows of W for head h of q, k or v, with their bias if the model has it: out (n, stride)
+static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
+                    int h, int first, int thread) {
+    const State *s = &p->m->state;
+    const int hd = p->m->config.head_dim;
+    linear(&(Linear){out, stride, w, h * hd, (h + 1) * hd, &s->xq, first, p->n,
+                     s->scratch[thread]});
+    for (int t = first; bias && t < p->n; t++) {
+        for (int j = 0; j < hd; j++) out[(size_t)t * stride + j] += bias[h * hd + j];
+    }
 }
 
-// Biases, QK-norm (each where the model has it) and rope of token t; k and v go to the cache.
-static void rope_and_cache(const Pass *p, int t) {
+// QK-norm, if the model has it, and rope of x (head_dim), which is token t's.
+static void norm_and_rope(const Pass *p, float *x, const float *norm, int t) {
     const Config *g = &p->m->config;
-    State *s = &p->m->state;
+    const size_t half = g->head_dim / 2;
+    if (norm) rmsnorm(x, x, norm, g->head_dim, g->rms_norm_eps);
+    rope(x, p->m->state.cos + t * half, p->m->state.sin + t * half, half);
+}
+
+static void q_head(const Pass *p, int h, int thread) {
     const Layer *w = p->layer;
-    const int hd = g->head_dim, half = hd / 2, lane = (p->pos + t) % LANES;
-    const float *cos = s->cos + (size_t)t * half, *sin = s->sin + (size_t)t * half;
-    float *q = s->q + (size_t)t * g->q_dim;
-    float *k = s->k + (size_t)t * g->kv_dim, *v = s->v + (size_t)t * g->kv_dim;
-    add_bias(q, w->bq, g->q_dim);
-    add_bias(k, w->bk, g->kv_dim);
-    add_bias(v, w->bv, g->kv_dim);
-    for (int h = 0; h < g->n_heads; h++, q += hd) {
-        if (w->q_norm) rmsnorm(q, q, w->q_norm, hd, g->rms_norm_eps);
-        rope(q, cos, sin, half);
+    const int q_dim = p->m->config.q_dim;
+    float *q = p->m->state.q + h * p->m->config.head_dim;
+    project(p, q, q_dim, &w->wq, w->bq, h, p->first, thread);
+    for (int t = p->first; t < p->n; t++) norm_and_rope(p, q + (size_t)t * q_dim, w->q_norm, t);
+}
+
+static void k_head(const Pass *p, int h, int thread) {
+    const int hd = p->m->config.head_dim;
+    float *k = p->m->state.part[thread];
+    project(p, k, hd, &p->layer->wk, p->layer->bk, h, 0, thread);
+    for (int t = 0; t < p->n; t++, k += hd) {
+        norm_and_rope(p, k, p->layer->k_norm, t);
+        float *keys = kv_block(p->m, p->l, h, (p->pos + t) / LANES) + (p->pos + t) % LANES;
+        for (int j = 0; j < hd; j++) keys[j * LANES] = k[j];
     }
-    for (int h = 0; h < g->n_kv_heads; h++, k += hd, v += hd) {
-        if (w->k_norm) rmsnorm(k, k, w->k_norm, hd, g->rms_norm_eps);
-        rope(k, cos, sin, half);
-        float *keys = kv_block(p->m, p->l, h, (p->pos + t) / LANES), *values = keys + hd * LANES;
-        for (int j = 0; j < hd; j++) keys[j * LANES + lane] = k[j];
-        int j = 0;
-        for (; j + LANES <= hd; j += LANES) {
-            memcpy(values + (j + lane) * LANES, v + j, sizeof(VecF));
+}
+
+static void v_head(const Pass *p, int h, int thread) {
+    const int hd = p->m->config.head_dim;
+    float *v = p->m->state.part[thread];
+    project(p, v, hd, &p->layer->wv, p->layer->bv, h, 0, thread);
+    for (int t = 0; t < p->n; t++, v += hd) {
+        float *values = kv_block(p->m, p->l, h, (p->pos + t) / LANES) + hd * LANES;
+        values += (p->pos + t) % LANES * LANES;
+        for (int j = 0; j < hd; j += LANES) {
+            memcpy(values + j * LANES, v + j, min_int(LANES, hd - j) * sizeof(float));
         }
-        for (int i = 0; j + i < hd; i++) values[(j + lane) * LANES + i] = v[j + i];
+    }
+}
+
+// A task is a head of q, k or v.
+static void heads_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const int n_heads = p->m->config.n_heads, n_kv_heads = p->m->config.n_kv_heads;
+    for (int i = begin; i < end; i++) {
+        if (i < n_heads) q_head(p, i, thread);
+        else if (i < n_heads + n_kv_heads) k_head(p, i - n_heads, thread);
+        else v_head(p, i - n_heads - n_kv_heads, thread);
     }
 }
 
@@ -1438,41 +1476,57 @@ static void block_input(const Pass *p, int t) {
     float *x = s->x + (size_t)t * g->dim, *delta = s->delta + (size_t)t * g->dim;
     for (int i = 0; i < g->dim; i++) x[i] += delta[i];
     rmsnorm(delta, x, p->norm, g->dim, g->rms_norm_eps);
-    quantize(&s->xq, t, delta, g->dim, g->group_size);
+    quantize(&s->xq, (size_t)t * g->dim, delta, g->dim, g->group_size);
 }
 
 static void attention_output(const Pass *p, int t) {
     const Config *g = &p->m->config;
     State *s = &p->m->state;
-    quantize(&s->xq, t, s->att + (size_t)t * g->q_dim, g->q_dim, g->group_size);
+    size_t at = (size_t)t * g->q_dim;
+    quantize(&s->xq, at, s->att + at, g->q_dim, g->group_size);
 }
 
-static void ffn_hidden(const Pass *p, int t) {
-    const Config *g = &p->m->config;
-    State *s = &p->m->state;
-    float *gate = s->gate + (size_t)t * g->hidden_dim;
-    silu_times(gate, s->up + (size_t)t * g->hidden_dim, g->hidden_dim);
-    quantize(&s->xq, t, gate, g->hidden_dim, g->group_size);
+// h = silu(W1 x) * (W3 x), quantized, some groups of its values at a time for all tokens, so that
+// what they are made of never leaves the cache: of a decoded token, all groups of a piece.
+static void ffn_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const State *s = &p->m->state;
+    const int group = p->m->config.group_size;
+    for (int i = begin, groups; i < end; i += groups) {
+        groups = min_int(end - i, s->batch / p->n);
+        const int rows = groups * group;
+        float *gate = s->part[thread], *up = gate + (size_t)p->n * rows;
+        Linear l = {gate, rows, &p->layer->w1, i * group, i * group + rows, &s->xq, p->first, p->n,
+                    s->scratch[thread]};
+        linear(&l);
+        l.w = &p->layer->w3;
+        l.out = up;
+        linear(&l);
+        for (int t = p->first; t < p->n; t++) {
+            float *h = gate + (size_t)t * rows;
+            silu_times(h, up + (size_t)t * rows, rows);
+            quantize(&s->hq, (size_t)t * p->m->config.hidden_dim + i * group, h, rows, group);
+        }
+    }
 }
 
 // Only the cache and tokens from first_needed on are of use later.
 static void layer_forward(Pass *p, int first_needed) {
+    const Config *g = &p->m->config;
     State *s = &p->m->state;
     const Layer *w = p->layer;
     p->norm = w->rms_att;
     each_token(p, block_input);
-    matmul(s, 0, p->n, (Product[]){{s->q, &w->wq}, {s->k, &w->wk}, {s->v, &w->wv}}, 3);
-    each_token(p, rope_and_cache);
     p->first = first_needed;
+    parallel(heads_job, p, g->n_heads + 2 * g->n_kv_heads, 1);
     if (p->first == p->n) return;
-    parallel(attention_job, p, attention_tasks(p) * p->m->config.n_kv_heads, 1);
+    parallel(attention_job, p, attention_tasks(p) * g->n_kv_heads, 1);
     each_token(p, attention_output);
-    matmul(s, p->first, p->n, (Product[]){{s->delta, &w->wo}}, 1);
+    matmul(s, s->delta, &w->wo, &s->xq, p->first, p->n);
     p->norm = w->rms_ffn;
     each_token(p, block_input);
-    matmul(s, p->first, p->n, (Product[]){{s->gate, &w->w1}, {s->up, &w->w3}}, 2);
-    each_token(p, ffn_hidden);
-    matmul(s, p->first, p->n, (Product[]){{s->delta, &w->w2}}, 1);
+    parallel(ffn_job, p, g->hidden_dim / g->group_size, 1);
+    matmul(s, s->delta, &w->w2, &s->hq, p->first, p->n);
 }
 
 // Starts token t: x is its row of the embedding, delta 0; and its rope angles.
@@ -1550,9 +1604,9 @@ static float *classify(Model *m, int first, int count) {
     for (int t = 0; t < count; t++) {
         const float *x = s->x + (size_t)(first + t) * g->dim;
         rmsnorm(s->delta, x, m->weights.rms_final, g->dim, g->rms_norm_eps);
-        quantize(&s->xq, t, s->delta, g->dim, g->group_size);
+        quantize(&s->xq, (size_t)t * g->dim, s->delta, g->dim, g->group_size);
     }
-    matmul(s, 0, count, (Product[]){{s->logits, &m->weights.classifier}}, 1);
+    matmul(s, s->logits, &m->weights.classifier, &s->xq, 0, count);
     return s->logits;
 }
 
@@ -1579,37 +1633,41 @@ static void rope_init(State *s, const Config *g) {
     }
 }
 
+#define FOR_BATCH "the activations (-b makes them smaller)"
+
+static Quantized quantized_init(size_t n, int cols, int group) {
+    size_t groups = n * (cols / group);
+    return (Quantized){alloc(n * cols, 1, FOR_BATCH), alloc(groups, sizeof(float), FOR_BATCH),
+                       alloc(groups, sizeof(int32_t), FOR_BATCH)};
+}
+
 static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     const Config *g = &m->config;
     State *s = &m->state;
     const int hd = g->head_dim, blocks = (int)(((int64_t)seq_len + LANES - 1) / LANES);
-    const int longest = max_int(max_int(g->dim, g->hidden_dim), g->q_dim);
+    const int input = max_int(g->dim, g->q_dim), longest = max_int(input, g->hidden_dim);
     const size_t b = batch;
-    const char *what = "the activations (-b makes them smaller)";
     s->seq_len = seq_len;
     s->batch = batch;
-    s->x = alloc(b * g->dim, sizeof(float), what);
-    s->delta = alloc(b * g->dim, sizeof(float), what);
-    s->q = alloc(b * g->q_dim, sizeof(float), what);
-    s->k = alloc(b * g->kv_dim, sizeof(float), what);
-    s->v = alloc(b * g->kv_dim, sizeof(float), what);
-    s->att = alloc(b * g->q_dim, sizeof(float), what);
-    s->gate = alloc(b * g->hidden_dim, sizeof(float), what);
-    s->up = alloc(b * g->hidden_dim, sizeof(float), what);
-    s->cos = alloc(b * hd / 2, sizeof(float), what);
-    s->sin = alloc(b * hd / 2, sizeof(float), what);
-    s->freq = alloc(hd / 2, sizeof(float), what);
-    s->xq.q = alloc(b * longest, 1, what);
-    s->xq.scale = alloc(b * (longest / g->group_size), sizeof(float), what);
-    s->xq.start = alloc(b * (longest / g->group_size), sizeof(int32_t), what);
-    s->logits = alloc((size_t)logit_rows * g->vocab_size, sizeof(float), what);
+    s->x = alloc(b * g->dim, sizeof(float), FOR_BATCH);
+    s->delta = alloc(b * g->dim, sizeof(float), FOR_BATCH);
+    s->q = alloc(b * g->q_dim, sizeof(float), FOR_BATCH);
+    s->att = alloc(b * g->q_dim, sizeof(float), FOR_BATCH);
+    s->cos = alloc(b * hd / 2, sizeof(float), FOR_BATCH);
+    s->sin = alloc(b * hd / 2, sizeof(float), FOR_BATCH);
+    s->freq = alloc(hd / 2, sizeof(float), FOR_BATCH);
+    s->xq = quantized_init(b, input, g->group_size);
+    s->hq = quantized_init(b, g->hidden_dim, g->group_size);
+    s->logits = alloc((size_t)logit_rows * g->vocab_size, sizeof(float), FOR_BATCH);
     s->logit_rows = logit_rows;
-    s->scratch = alloc(n_threads, sizeof(float *), what);
+    s->scratch = alloc(n_threads, sizeof(float *), FOR_BATCH);
+    s->part = alloc(n_threads, sizeof(float *), FOR_BATCH);
     size_t attention = (size_t)ATT_TASK * (round_up(seq_len, 2 * LANES) + value_dim(m));
     size_t rows = (size_t)BLOCK * (longest / 4 + longest / g->group_size);
     for (int i = 0; i < n_threads; i++) {
         s->scratch[i] = alloc(attention > rows ? attention : rows, 4,
                               "attention (-c makes it smaller)");
+        s->part[i] = alloc(b * max_int(hd, 2 * g->group_size), sizeof(float), FOR_BATCH);
     }
     s->kv_floats = (size_t)LANES * (hd + value_dim(m));
     s->kv = alloc((size_t)blocks * g->n_layers * g->n_kv_heads, s->kv_floats * sizeof(float),

@@ -156,15 +156,16 @@ static void test_matmul(void) {
         Matrix w = random_matrix(rows, cols, group);
         float *in = random_floats((size_t)n * cols);
         float *one = random_floats(n * rows), *all = random_floats(n * rows);
-        VecI *scratch = alloc((size_t)BLOCK * (cols / 4 + groups), 4, "");
-        State s = {.xq = {alloc((size_t)n * cols, 1, ""), alloc(n * groups, 4, ""),
-                          alloc(n * groups, 4, "")}};
-        for (int t = 0; t < n; t++) quantize(&s.xq, t, in + (size_t)t * cols, cols, group);
-        for (int row = 0; row < rows; row += BLOCK) {
-            for (int t = 0; t < n; t++) {
-                matmul_block(one, &(Matmul){&s, NULL, t, t + 1}, &w, row, scratch, group);
-            }
-            matmul_block(all, &(Matmul){&s, NULL, 1, n}, &w, row, scratch, group);
+        float *scratch = alloc((size_t)BLOCK * (cols / 4 + groups), 4, "");
+        Quantized x = {alloc((size_t)n * cols, 1, ""), alloc(n * groups, 4, ""),
+                       alloc(n * groups, 4, "")};
+        quantize(&x, 0, in, n * cols, group);
+        for (int t = 0; t < n; t++) {
+            linear(&(Linear){one, rows, &w, 0, rows, &x, t, t + 1, scratch});
+        }
+        for (int row = 0; row < rows; row += BLOCK + 1) {  // parts that fill no block, either
+            int end = min_int(row + BLOCK + 1, rows);
+            linear(&(Linear){all + row, rows, &w, row, end, &x, 1, n, scratch});
         }
         memcpy(all, one, sizeof(float) * rows);  // token 0 was left out
         CHECK(memcmp(one, all, sizeof(float) * n * rows) == 0, "group %d", group);
@@ -173,7 +174,7 @@ static void test_matmul(void) {
                 double sum = 0, size = 0;
                 for (int i = 0; i < cols; i++) {
                     double a = w.q[r * cols + i] * (double)w.scale[(r * cols + i) / group];
-                    double b = s.xq.q[t * cols + i] * (double)s.xq.scale[(t * cols + i) / group];
+                    double b = x.q[t * cols + i] * (double)x.scale[(t * cols + i) / group];
                     sum += a * b;
                     size += fabs(a * b);
                 }
