@@ -197,14 +197,13 @@ static int cpu_count(void) {
 
 // Arguments become UTF-8 (where their UTF-16 was), files bytes; the console takes UTF-8 and dims.
 static void start_platform(int *argc, char ***argv) {
-    static char text[3 * 32768];
+    static char text[3 * 32768], *arg = text;  // a command line has 32767 characters at most
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
-    DWORD used = 0;
     *argv = (char **)args;
     for (int i = 0; i < *argc; i++) {
-        char *arg = text + used;
-        used += WideCharToMultiByte(CP_UTF8, 0, args[i], -1, arg, text + sizeof(text) - arg, 0, 0);
+        int n = WideCharToMultiByte(CP_UTF8, 0, args[i], -1, arg, 3 * 32768, NULL, NULL);
         (*argv)[i] = arg;
+        arg += n;
     }
     for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
     SetConsoleOutputCP(CP_UTF8);
@@ -215,56 +214,47 @@ static void start_platform(int *argc, char ***argv) {
 #define PRINTF printf
 
 #ifdef __linux__
-// The numbers (at most two) at the start of root/folder/name, how many there are.
-static int read_numbers(long long *numbers, const char *root, const char *folder,
-                        const char *name) {
+// The numbers (at most two) that folder/name begins with; returns how many.
+static int read_numbers(long long *numbers, const char *folder, const char *name) {
     char path[8192];
-    snprintf(path, sizeof(path), "%s%s/%s", root, folder, name);
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
     FILE *f = fopen(path, "r");
     int n = f ? fscanf(f, "%lld %lld", &numbers[0], &numbers[1]) : 0;
     if (f) fclose(f);
-    return n;
+    return n > 0 ? n : 0;
 }
 
 // The cores' worth of time that this process's cgroup and those above it leave it, or INT_MAX.
-// Version 2 has a file "QUOTA PERIOD", version 1 one file for each; no limit is "max" or -1.
-static int cgroup_cores(const char *root) {
-    char line[4096], folder[4096 + 32];
-    snprintf(line, sizeof(line), "%s/proc/self/cgroup", root);
-    FILE *f = fopen(line, "r");
-    long long cores = INT_MAX;
-    while (f && fgets(line, sizeof(line), f)) {  // 0::/PATH or NUMBER:CONTROLLERS:/PATH
-        bool second = strncmp(line, "0::", 3) == 0;
-        char *path = strchr(line, '/');
-        if (!path || !(second || strstr(line, ":cpu:") || strstr(line, ":cpu,") ||
-                       strstr(line, ",cpu:"))) continue;
-        path[strcspn(path, "\n")] = 0;
-        snprintf(folder, sizeof(folder), "/sys/fs/cgroup%s%s", second ? "" : "/cpu", path);
-        for (char *end; (end = strrchr(folder, '/')); *end = 0) {
-            long long time[3];  // quota, period
-            int n = second ? read_numbers(time, root, folder, "cpu.max")
-                           : read_numbers(time, root, folder, "cpu.cfs_quota_us") +
-                             read_numbers(time + 1, root, folder, "cpu.cfs_period_us");
-            if (n != 2 || time[0] <= 0 || time[1] <= 0) continue;
-            long long limit = (time[0] + time[1] - 1) / time[1];
-            cores = limit < cores ? limit : cores;
-        }
-    }
+// Version 2 has a file "QUOTA PERIOD" in each; of version 1, whose files are two, a container sees
+// its own. No limit is "max" or -1.
+static int cgroup_cores(void) {
+    char folder[4200] = "/sys/fs/cgroup/cpu";
+    double cores = INT_MAX;
+    FILE *f = fopen("/proc/self/cgroup", "r");
+    if (f) (void)!fscanf(f, "0::%4095[^\n]", strrchr(folder, '/'));  // version 2: 0::/PATH
     if (f) fclose(f);
+    for (char *end; (end = strrchr(folder, '/')); *end = 0) {
+        long long time[6];  // quota, period
+        int n = read_numbers(time, folder, "cpu.max");
+        n += read_numbers(time + n, folder, "cpu.cfs_quota_us");
+        n += read_numbers(time + n, folder, "cpu.cfs_period_us");
+        if (n == 2 && time[0] > 0 && time[1] > 0)
+            cores = fmin(cores, ceil((double)time[0] / time[1]));
+    }
     return (int)cores;
 }
 
 // How many cores the CPUs of this set are: those of one core name the same first sibling.
-static int physical_cores(const char *root, const cpu_set_t *set) {
+static int physical_cores(const cpu_set_t *set) {
     cpu_set_t cores;
     CPU_ZERO(&cores);
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
         char folder[64];
-        long long sibling[2] = {cpu};
-        snprintf(folder, sizeof(folder), "/sys/devices/system/cpu/cpu%d/topology", cpu);
+        long long siblings[2] = {cpu};
         if (!CPU_ISSET(cpu, set)) continue;
-        read_numbers(sibling, root, folder, "thread_siblings_list");
-        if (sibling[0] >= 0 && sibling[0] < CPU_SETSIZE) CPU_SET(sibling[0], &cores);
+        snprintf(folder, sizeof(folder), "/sys/devices/system/cpu/cpu%d/topology", cpu);
+        read_numbers(siblings, folder, "thread_siblings_list");
+        CPU_SET(siblings[0], &cores);
     }
     return CPU_COUNT(&cores);
 }
@@ -274,8 +264,8 @@ static int physical_cores(const char *root, const cpu_set_t *set) {
 static int cpu_count(void) {
 #ifdef __linux__
     cpu_set_t set;
-    int quota = cgroup_cores(""), cores = CPU_SETSIZE;
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores("", &set);
+    int quota = cgroup_cores(), cores = CPU_SETSIZE;
+    if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores(&set);
     return cores < quota ? cores : quota;
 #elif defined(__APPLE__)
     int cores = 0;  // the fast ones
@@ -300,10 +290,10 @@ static bool input_waits(void) {
     raw.c_lflag &= ~(tcflag_t)ICANON;
     uncooked = true;
     tcsetattr(STDIN_FILENO, TCSANOW, &raw);
-    bool known = ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0;
+    ioctl(STDIN_FILENO, FIONREAD, &waiting);
     tcsetattr(STDIN_FILENO, TCSANOW, &cooked);
     uncooked = false;
-    return known && waiting > 0;
+    return waiting > 0;
 }
 
 // For signal handlers: the terminal as it was, unless it takes nothing more.
