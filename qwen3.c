@@ -48,6 +48,7 @@
 
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
+#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
@@ -1681,7 +1682,7 @@ enum { SYSTEM, USER, ASSISTANT };
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
 typedef struct { uint32_t first, last, value; } Range;
-typedef struct { uint32_t composed, first, second, composes; } Pair;  // composed = first + second
+typedef struct { uint64_t from, to; } Mapping;
 
 typedef struct {  // the text around the messages of a conversation: see render()
     Bytes start, no_system;
@@ -1711,9 +1712,9 @@ typedef struct {
     ChatFormat chat;
     bool has_chat, has_classes;
     uint16_t *chars;           // (N_CHARS) OTHER .. SPACE, NFC_ACTIVE, combining class << 8
-    Pair *pairs;               // (n_pairs) canonical decompositions, by composed
-    Pair **composing;          // (n_composing) those that compose, by first and second
-    int n_pairs, n_composing;
+    Mapping *parts;            // (n_parts) canonical decompositions: c to first << 32 | second
+    Mapping *composed;         // (n_composed) and back, of those that NFC composes again
+    size_t n_parts, n_composed;
 } Tokenizer;
 
 static uint32_t hash_bytes(Bytes b) {  // FNV-1a
@@ -1785,18 +1786,44 @@ static void take_ranges(Cursor *c, Tokenizer *t, const char *what, uint32_t high
     }
 }
 
-static void take_pairs(Cursor *c, Tokenizer *t, const char *what) {
-    t->n_pairs = (int)(c->rest.n / sizeof(Pair));
-    t->pairs = alloc(t->n_pairs + 1, sizeof(Pair), "the tokenizer");
-    for (int i = 0; i < t->n_pairs; i++) {
-        Pair *p = &t->pairs[i];
-        memcpy(p, take(c, sizeof(Pair), what), sizeof(Pair));
-        bool in_order = i == 0 || p->composed > p[-1].composed;
-        if (!in_order || p->composed >= BAD_BYTE || p->first >= BAD_BYTE || p->second >= BAD_BYTE ||
-            p->composes > 1)
-            die("%s: bad record %d in section %s, found %x = %x + %x", c->file, i, what,
-                p->composed, p->first, p->second);
+// second: 0 if c is but another way to write first
+static void add_parts(Tokenizer *t, uint32_t c, uint32_t first, uint32_t second, bool composes) {
+    uint64_t parts = (uint64_t)first << 32 | second;
+    t->parts[t->n_parts++] = (Mapping){c, parts};
+    if (composes) t->composed[t->n_composed++] = (Mapping){parts, c};
+    t->chars[composes ? second : c] |= NFC_ACTIVE;
+}
+
+static int compare_u64(const void *a, const void *b) {
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+// Canonical decompositions. Those of Hangul's syllables, a lead, a vowel and perhaps a tail, are not
+// in the file: they follow from their numbers.
+static void take_parts(Cursor *c, Tokenizer *t, const char *what) {
+    enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
+    size_t most = c->rest.n / 16 + SYLLABLES;
+    if (c->rest.n == 0) return;
+    t->parts = alloc(most, sizeof(Mapping), "the tokenizer");
+    t->composed = alloc(most, sizeof(Mapping), "the tokenizer");
+    for (uint32_t next = 0; c->rest.n;) {
+        uint32_t composed = take_u32(c, what), first = take_u32(c, what);
+        uint32_t second = take_u32(c, what), composes = take_u32(c, what);
+        if (composed < next || composed - FIRST_SYLLABLE < SYLLABLES || composed >= BAD_BYTE ||
+            first >= BAD_BYTE || second >= BAD_BYTE || composes > 1)
+            die("%s: bad record in section %s, found %x = %x + %x", c->file, what, composed, first,
+                second);
+        add_parts(t, composed, first, second, composes);
+        next = composed + 1;
     }
+    for (uint32_t i = 0; i < SYLLABLES; i++) {
+        uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
+        if (tail) add_parts(t, syllable, syllable - tail, 0x11A7 + tail, true);
+        else add_parts(t, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
+    }
+    qsort(t->parts, t->n_parts, sizeof(Mapping), compare_u64);
+    qsort(t->composed, t->n_composed, sizeof(Mapping), compare_u64);
 }
 
 static void take_sampling(Cursor *c, Tokenizer *t, const char *what) {
@@ -1834,7 +1861,7 @@ static void take_section(Cursor *c, Tokenizer *t, const char *tag) {
     } else if (!strcmp(tag, "ccc ")) {
         take_ranges(c, t, tag, 255, 8);
     } else if (!strcmp(tag, "deco")) {
-        take_pairs(c, t, tag);
+        take_parts(c, t, tag);
     } else if (!strcmp(tag, "samp")) {
         take_sampling(c, t, tag);
     } else if (!strcmp(tag, "repe")) {
@@ -1871,35 +1898,11 @@ static void take_extension(Cursor *c, Tokenizer *t) {
     }
 }
 
-static int compare_pairs(const void *a, const void *b) {
-    const Pair *x = *(Pair *const *)a, *y = *(Pair *const *)b;
-    if (x->first != y->first) return x->first < y->first ? -1 : 1;
-    return (x->second > y->second) - (x->second < y->second);
-}
-
-enum { HANGUL_S = 0xAC00, HANGUL_L = 0x1100, HANGUL_V = 0x1161, HANGUL_T = 0x11A7,
-       HANGUL_LS = 19, HANGUL_VS = 21, HANGUL_TS = 28 };
-
-// Marks the characters that NFC can change or join to the one before them, besides those with a
-// combining class: all others can be copied, and begin a new stretch.
-static void nfc_init(Tokenizer *t) {
-    if (t->n_pairs == 0) return;
-    t->composing = alloc(t->n_pairs, sizeof(Pair *), "the tokenizer");
-    for (int i = 0; i < t->n_pairs; i++) {
-        Pair *p = &t->pairs[i];
-        if (p->composes) t->composing[t->n_composing++] = p;
-        t->chars[p->composes ? p->second : p->composed] |= NFC_ACTIVE;
-    }
-    for (int i = 0; i < HANGUL_VS; i++) t->chars[HANGUL_V + i] |= NFC_ACTIVE;
-    for (int i = 1; i < HANGUL_TS; i++) t->chars[HANGUL_T + i] |= NFC_ACTIVE;
-    qsort(t->composing, t->n_composing, sizeof(Pair *), compare_pairs);
-}
-
 // Without an extension only ASCII has its right classes: any other character counts as a letter.
 static void default_classes(uint16_t *chars) {
     for (uint32_t c = 0; c < BAD_BYTE; c++) {
-        bool letter = c >= 128 || (c | 32) - 'a' < 26u, space = c == ' ' || c - '\t' < 5u;
-        chars[c] = letter ? LETTER : space ? SPACE : c - '0' < 10u ? NUMBER : OTHER;
+        bool letter = c >= 128 || isalpha(c);
+        chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
 }
 
@@ -1951,7 +1954,6 @@ static void tokenizer_load(Tokenizer *t, const char *file, int vocab_size) {
         if (t->score[id] <= ADDED_SCORE && s.n > 1) added_insert(t, id, special);
     }
     index_tokens(t, file);
-    nfc_init(t);
     t->think = added_find(t, "<think>");
     t->end_think = added_find(t, "</think>");
     t->end_of_text = added_find(t, "<|endoftext|>");
@@ -2007,47 +2009,26 @@ typedef struct {
 
 enum { CODE_POINT = 0xFFFFFF };
 
-static int compare_composed(const void *key, const void *pair) {
-    uint32_t c = *(const uint32_t *)key, composed = ((const Pair *)pair)->composed;
-    return (c > composed) - (c < composed);
+// What `from` maps to, or 0.
+static uint64_t find(const Mapping *map, size_t n, uint64_t from) {
+    const Mapping *m = bsearch(&from, map, n, sizeof(Mapping), compare_u64);
+    return m ? m->to : 0;
 }
 
 // Appends the full canonical decomposition of c. Unicode's take 4 steps at most; a stranger's file
 // could go on for ever.
 static void decompose(const Tokenizer *t, Chars *out, uint32_t c, int steps) {
-    const Pair *p = bsearch(&c, t->pairs, t->n_pairs, sizeof(Pair), compare_composed);
-    uint32_t i = c - HANGUL_S;
+    uint64_t parts = find(t->parts, t->n_parts, c), class = t->chars[c] >> 8;
     if (steps > 8)
         die("tokenizer: bad section deco, expected one that ends, found U+%04X again", c);
-    if (p) {
-        decompose(t, out, p->first, steps + 1);
-        if (p->second) decompose(t, out, p->second, steps + 1);
-    } else if (i < HANGUL_LS * HANGUL_VS * HANGUL_TS) {
-        decompose(t, out, HANGUL_L + i / (HANGUL_VS * HANGUL_TS), steps + 1);
-        decompose(t, out, HANGUL_V + i / HANGUL_TS % HANGUL_VS, steps + 1);
-        if (i % HANGUL_TS) decompose(t, out, HANGUL_T + i % HANGUL_TS, steps + 1);
+    if (parts) {
+        decompose(t, out, parts >> 32, steps + 1);
+        if ((uint32_t)parts) decompose(t, out, (uint32_t)parts, steps + 1);
     } else {
         out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
-        out->p[out->n] = (uint64_t)(t->chars[c] >> 8) << 56 | (uint64_t)out->n << 24 | c;
+        out->p[out->n] = class << 56 | (uint64_t)out->n << 24 | c;
         out->n++;
     }
-}
-
-// The character that a and b compose to, or 0.
-static uint32_t compose(const Tokenizer *t, uint32_t a, uint32_t b) {
-    if (a - HANGUL_L < HANGUL_LS && b - HANGUL_V < HANGUL_VS)
-        return HANGUL_S + ((a - HANGUL_L) * HANGUL_VS + b - HANGUL_V) * HANGUL_TS;
-    if (a - HANGUL_S < HANGUL_LS * HANGUL_VS * HANGUL_TS && (a - HANGUL_S) % HANGUL_TS == 0 &&
-        b - HANGUL_T - 1 < HANGUL_TS - 1)
-        return a + b - HANGUL_T;
-    Pair wanted = {.first = a, .second = b}, *key = &wanted;
-    Pair **p = bsearch(&key, t->composing, t->n_composing, sizeof(Pair *), compare_pairs);
-    return p ? (*p)->composed : 0;
-}
-
-static int compare_u64(const void *a, const void *b) {
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return (x > y) - (x < y);
 }
 
 // Marks (class > 0) in order of their class, stable; then everything that composes with the last
@@ -2057,22 +2038,22 @@ static void order_and_compose(const Tokenizer *t, Chars *s) {
         for (end = i; end < s->n && s->p[end] >> 56; end++) {}
         qsort(s->p + i, end - i, sizeof(uint64_t), compare_u64);
     }
-    size_t n = 0, starter = SIZE_MAX;
+    uint64_t *end = s->p, *starter = NULL;
     int last = -1;  // class of the character before, -1: it is the starter
     for (size_t i = 0; i < s->n; i++) {
         int class = (int)(s->p[i] >> 56);
-        uint32_t c = s->p[i] & CODE_POINT, composed = 0;
-        if (starter != SIZE_MAX && last < class)
-            composed = compose(t, s->p[starter] & CODE_POINT, c);
+        uint64_t composed = 0, c = s->p[i] & CODE_POINT;
+        if (starter && last < class)
+            composed = find(t->composed, t->n_composed, (*starter & CODE_POINT) << 32 | c);
         if (composed) {
-            s->p[starter] = composed;
+            *starter = composed;
             continue;
         }
-        if (class == 0) starter = n;
+        if (class == 0) starter = end;
         last = class == 0 ? -1 : class;
-        s->p[n++] = s->p[i];
+        *end++ = s->p[i];
     }
-    s->n = n;
+    s->n = end - s->p;
 }
 
 // Appends NFC(s). Only the characters marked NFC_ACTIVE, with the one before them, need work.
@@ -2254,7 +2235,7 @@ typedef struct {
 static void encode_end(Encoder *e) {
     Bytes s = {e->plain.p, e->plain.n};
     if (s.n >= INT_MAX) die("text: too long, expected less than 2 GB");
-    if (e->t->n_pairs) {
+    if (e->t->n_parts) {
         e->normal.n = 0;
         normalize(e->t, &e->normal, s);
         s = (Bytes){e->normal.p, e->normal.n};
