@@ -454,9 +454,7 @@ static uint32_t take_u32(Cursor *c, const char *what) {
 }
 
 static float take_f32(Cursor *c, const char *what) {
-    float value;
-    memcpy(&value, take(c, 4, what), 4);
-    return value;
+    return (union { uint32_t bits; float value; }){take_u32(c, what)}.value;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -557,12 +555,13 @@ static int header_int(Cursor *c, const char *name, int low, int high) {
     return value;
 }
 
-// One field of the header's extension: 0 stands for the base format's constant, if it has one.
-static float header_float(Cursor *c, const char *name, float low, float base) {
+// The same for a float; 0 stands for `base`, the base format's constant, if it has one.
+static float header_float(Cursor *c, const char *name, float low, float high, float base) {
     float value = take_f32(c, name);
-    if (!((value == 0 && base != 0) || (value >= low && value <= 1e12f)))
-        die("%s: bad %s, expected %g to 1e12, found %g", c->file, name, low, value);
-    return value == 0 ? base : value;
+    if (value == 0) value = base;
+    if (!(value >= low && value <= high))
+        die("%s: bad %s, expected %g to %g, found %g", c->file, name, low, high, value);
+    return value;
 }
 
 // The fields at bytes begin .. end - 1 of the header, which have no meaning here.
@@ -608,17 +607,16 @@ static void read_header(Config *g, Cursor *c) {
     g->q_dim = g->n_heads * g->head_dim;
     g->kv_dim = g->n_kv_heads * g->head_dim;
     // the extension, all zero in a base file
-    g->rope_theta = header_float(c, "rope_theta", 1e-6f, 1e6f);
-    g->rms_norm_eps = header_float(c, "rms_norm_eps", FLT_MIN, 1e-6f);
+    g->rope_theta = header_float(c, "rope_theta", 1e-6f, 1e12f, 1e6f);
+    g->rms_norm_eps = header_float(c, "rms_norm_eps", FLT_MIN, 1e12f, 1e-6f);
     g->rope_scaling = header_int(c, "rope_scaling", 0, 1);
     if (g->rope_scaling) {
-        g->yarn_factor = header_float(c, "YaRN factor", 1e-6f, 0);
+        g->yarn_factor = header_float(c, "YaRN factor", 1e-6f, 1e12f, 0);
         g->yarn_original_len = header_int(c, "YaRN original length", 1, INT_MAX);
-        g->yarn_beta_fast = header_float(c, "YaRN beta_fast", 1e-6f, 32);
-        g->yarn_beta_slow = header_float(c, "YaRN beta_slow", 1e-6f, 1);
-        float attention_factor = 0.1f * logf(g->yarn_factor) + 1;
-        g->yarn_attention_factor =
-            header_float(c, "YaRN attention_factor", 1e-6f, attention_factor);
+        g->yarn_beta_fast = header_float(c, "YaRN beta_fast", 1e-6f, 1e12f, 32);
+        g->yarn_beta_slow = header_float(c, "YaRN beta_slow", 1e-6f, 1e12f, 1);
+        float base = 0.1f * logf(g->yarn_factor) + 1;
+        g->yarn_attention_factor = header_float(c, "YaRN attention_factor", 1e-6f, 1e12f, base);
         g->yarn_no_rounding = header_int(c, "YaRN truncate flag", 0, 1);
     } else {
         header_zeros(c, 0x3C, 0x54);
@@ -626,10 +624,6 @@ static void read_header(Config *g, Cursor *c) {
     g->qkv_bias = header_int(c, "qkv_bias", 0, 1);
     g->no_qk_norm = header_int(c, "no_qk_norm", 0, 1);
     header_zeros(c, 0x5C, 256);
-}
-
-static const float *take_floats(Cursor *c, int64_t count, const char *what) {
-    return take(c, (uint64_t)count * sizeof(float), what);
 }
 
 static Matrix take_matrix(Cursor *c, const Config *g, int rows, int cols, const char *what) {
@@ -646,15 +640,15 @@ static void model_map(Model *m, const char *path) {
     Bytes file = file_map(path);
     Cursor c = {path, file};
     read_header(g, &c);
-    take_floats(&(Cursor){path, c.rest}, (int64_t)g->n_layers * g->dim, "rms_att");  // that many?
+    take(&(Cursor){path, c.rest}, (uint64_t)g->n_layers * g->dim * 4, "rms_att");  // that many?
     w->layers = alloc(g->n_layers, sizeof(Layer), "the layers");
 #define TAKE_LAYERS(name, tensor) \
     for (int i = 0; i < g->n_layers; i++) w->layers[i].name = tensor
-#define TAKE_FLOATS(name, count) TAKE_LAYERS(name, take_floats(&c, count, #name))
+#define TAKE_FLOATS(name, count) TAKE_LAYERS(name, take(&c, (uint64_t)(count) * 4, #name))
 #define TAKE_MATRIX(name, rows, cols) TAKE_LAYERS(name, take_matrix(&c, g, rows, cols, #name))
     TAKE_FLOATS(rms_att, g->dim);
     TAKE_FLOATS(rms_ffn, g->dim);
-    w->rms_final = take_floats(&c, g->dim, "rms_final");
+    w->rms_final = take(&c, (uint64_t)g->dim * 4, "rms_final");
     if (!g->no_qk_norm) {
         TAKE_FLOATS(q_norm, g->head_dim);
         TAKE_FLOATS(k_norm, g->head_dim);
@@ -1826,16 +1820,6 @@ static void take_parts(Cursor *c, Tokenizer *t, const char *what) {
     qsort(t->composed, t->n_composed, sizeof(Mapping), compare_u64);
 }
 
-static void take_sampling(Cursor *c, Tokenizer *t, const char *what) {
-    t->temperature = take_f32(c, what);
-    t->top_p = take_f32(c, what);
-    t->top_k = (int)take_u32(c, what);
-    if (!(t->temperature >= 0 && t->temperature <= 1e6f && t->top_p > 0 && t->top_p <= 1) ||
-        t->top_k < 0)
-        die("%s: bad sampling defaults, temperature %g, top_p %g, top_k %d", c->file,
-            t->temperature, t->top_p, t->top_k);
-}
-
 static void take_chat(Cursor *c, Tokenizer *t, const char *what) {
     ChatFormat *f = &t->chat;
     Bytes *pieces[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
@@ -1863,9 +1847,11 @@ static void take_section(Cursor *c, Tokenizer *t, const char *tag) {
     } else if (!strcmp(tag, "deco")) {
         take_parts(c, t, tag);
     } else if (!strcmp(tag, "samp")) {
-        take_sampling(c, t, tag);
+        t->temperature = header_float(c, "sampling temperature", 0, 1e6f, 0);
+        t->top_p = header_float(c, "sampling top_p", 1e-45f, 1, 0);
+        t->top_k = header_int(c, "sampling top_k", 0, INT_MAX);
     } else if (!strcmp(tag, "repe")) {
-        t->repetition = header_float(c, "repetition penalty", 1e-6f, 0);
+        t->repetition = header_float(c, "repetition penalty", 1e-6f, 1e12f, 0);
     } else if (!strcmp(tag, "mode")) {
         t->mode = header_int(c, "mode", 0, N_MODES - 1);
     } else if (!strcmp(tag, "chat")) {
