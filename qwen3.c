@@ -1691,9 +1691,8 @@ typedef struct {
     Bytes *text;               // (vocab_size)
     float *score;              // (vocab_size) higher merges first
     uint8_t *kind;             // (vocab_size) ADDED, SPECIAL
-    size_t longest;            // bytes of the longest token that is no added one
     int byte_token[256];
-    struct { uint32_t hash, id_plus_1; } *table;  // (mask + 1) every token but the added ones
+    uint32_t *table;           // (mask + 1) id + 1 of every token but the added ones, or 0
     uint32_t mask;
     uint32_t *newest;          // (vocab_size) offer(): the newest merge that makes a token
     Ids added;                 // tokens that never come out of merging
@@ -1717,24 +1716,15 @@ static uint32_t hash_bytes(Bytes b) {  // FNV-1a
     return hash ^ hash >> 15;
 }
 
-// The token with these bytes that is no added token, or -1.
-static int token_find(const Tokenizer *t, Bytes b) {
-    if (b.n > t->longest) return -1;
-    uint32_t hash = hash_bytes(b);
-    for (uint32_t i = hash & t->mask; t->table[i].id_plus_1; i = (i + 1) & t->mask) {
-        int id = (int)t->table[i].id_plus_1 - 1;
-        if (t->table[i].hash == hash && bytes_equal(t->text[id], b)) return id;
-    }
-    return -1;
+// Where the token with these bytes is in the table, or has its place.
+static uint32_t *token_slot(const Tokenizer *t, Bytes b) {
+    uint32_t i = hash_bytes(b) & t->mask;
+    while (t->table[i] && !bytes_equal(t->text[t->table[i] - 1], b)) i = (i + 1) & t->mask;
+    return &t->table[i];
 }
 
-static void token_insert(Tokenizer *t, int id) {
-    uint32_t hash = hash_bytes(t->text[id]), i = hash & t->mask;
-    while (t->table[i].id_plus_1) i = (i + 1) & t->mask;
-    t->table[i].hash = hash;
-    t->table[i].id_plus_1 = (uint32_t)id + 1;
-    if (t->text[id].n > t->longest) t->longest = t->text[id].n;
-}
+// The token with these bytes that is no added token, or -1.
+static int token_find(const Tokenizer *t, Bytes b) { return (int)*token_slot(t, b) - 1; }
 
 // The added token with this text, or -1.
 static int added_find(const Tokenizer *t, const char *text) {
@@ -1866,8 +1856,8 @@ static void take_extension(Cursor *c, Tokenizer *t) {
     if (memcmp(take(c, 4, "the extension"), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
             c->file, t->vocab_size - 1);
-    uint32_t version = take_u32(c, "the extension"), length = take_u32(c, "the extension");
-    if (version != 1) die("%s: bad extension version, expected 1, found %u", c->file, version);
+    header_int(c, "extension version", 1, 1);
+    uint32_t length = take_u32(c, "the extension");
     if (length != c->rest.n)
         die("%s: bad extension length, expected %zu, found %u", c->file, c->rest.n, length);
     static const char tags[] = "adde clas ccc  deco head tail stop samp repe mode chat ";
@@ -1914,7 +1904,8 @@ static void index_tokens(Tokenizer *t, const char *file) {
     t->newest = alloc(t->vocab_size, sizeof(*t->newest), "the tokenizer");
     for (int id = 0; id < t->vocab_size; id++) {
         bool merges = t->text[id].n == 1 || (t->text[id].n > 1 && t->score[id] > ADDED_SCORE);
-        if (merges && !(t->kind[id] & ADDED)) token_insert(t, id);
+        uint32_t *slot = merges && !(t->kind[id] & ADDED) ? token_slot(t, t->text[id]) : NULL;
+        if (slot && *slot == 0) *slot = id + 1;
     }
     for (int i = 0; i < 256; i++) {
         t->byte_token[i] = token_find(t, (Bytes){(uint8_t[]){i}, 1});
@@ -2129,94 +2120,89 @@ typedef struct {  // two neighbours that are a token together
     uint32_t next;       // in line: the next merge to the right that makes the same token, or 0
 } Merge;
 
-// Merges that make the same token stand in line, as far as they are found from left to right; only
-// the first of each line is in the heap, so that a long run of one letter takes linear time.
+// Text comes in parts, of which some may hold added tokens. Merges that make the same token stand
+// in line, as far as they are found from left to right; only the first of each line is in the heap,
+// so that a long run of one letter takes linear time.
 typedef struct {
-    Symbol *symbols;
-    Merge *merges;   // all that were found in this piece
-    uint32_t *heap;  // the next merge at [0]
-    size_t symbols_cap, n_merges, merges_cap, n, cap;
-} Merger;
+    const Tokenizer *t;
+    Ids *out;
+    Buffer plain;     // text since the last added token: normalised and cut as one
+    Buffer normal;    // its NFC
+    Symbol *symbols;  // of a piece
+    Merge *merges;    // all that were found in it
+    uint32_t *heap;   // of indices into merges, the next one at [0]
+    size_t symbols_cap, n_merges, merges_cap, n_heap, heap_cap;
+} Encoder;
 
 // The highest score goes first, the leftmost of equals.
-INLINE bool goes_first(const Merger *m, uint32_t a, uint32_t b) {
-    const Merge *x = &m->merges[a], *y = &m->merges[b];
+INLINE bool goes_first(const Encoder *e, uint32_t a, uint32_t b) {
+    const Merge *x = &e->merges[a], *y = &e->merges[b];
     return x->score != y->score ? x->score > y->score : x->left < y->left;
 }
 
-static void heap_push(Merger *m, uint32_t merge) {
-    m->heap = grow(m->heap, &m->cap, m->n, 1, sizeof(*m->heap));
-    size_t i = m->n++;
-    for (; i > 0 && goes_first(m, merge, m->heap[(i - 1) / 2]); i = (i - 1) / 2) {
-        m->heap[i] = m->heap[(i - 1) / 2];
+static void heap_push(Encoder *e, uint32_t merge) {
+    e->heap = grow(e->heap, &e->heap_cap, e->n_heap, 1, sizeof(*e->heap));
+    size_t i = e->n_heap++;
+    for (; i > 0 && goes_first(e, merge, e->heap[(i - 1) / 2]); i = (i - 1) / 2) {
+        e->heap[i] = e->heap[(i - 1) / 2];
     }
-    m->heap[i] = merge;
+    e->heap[i] = merge;
 }
 
 // Takes the best merge out; the next in its line, or else the heap's last, finds its place.
-static Merge heap_pop(Merger *m) {
-    Merge top = m->merges[m->heap[0]];
-    m->merges[m->heap[0]].left = UINT32_MAX;  // nobody stands behind it any more
-    uint32_t moved = top.next ? top.next : m->heap[--m->n];
+static Merge heap_pop(Encoder *e) {
+    Merge top = e->merges[e->heap[0]];
+    e->merges[e->heap[0]].left = UINT32_MAX;  // nobody stands behind it any more
+    uint32_t moved = top.next ? top.next : e->heap[--e->n_heap];
     size_t i = 0;
-    for (size_t child; (child = 2 * i + 1) < m->n; i = child) {
-        if (child + 1 < m->n && goes_first(m, m->heap[child + 1], m->heap[child])) child++;
-        if (!goes_first(m, m->heap[child], moved)) break;
-        m->heap[i] = m->heap[child];
+    for (size_t child; (child = 2 * i + 1) < e->n_heap; i = child) {
+        if (child + 1 < e->n_heap && goes_first(e, e->heap[child + 1], e->heap[child])) child++;
+        if (!goes_first(e, e->heap[child], moved)) break;
+        e->heap[i] = e->heap[child];
     }
-    m->heap[i] = moved;
+    e->heap[i] = moved;
     return top;
 }
 
 // Offers the symbol at `left` and the one after it, if together they are a token.
-static void offer(const Tokenizer *t, Merger *m, Bytes s, uint32_t left) {
-    uint32_t right = m->symbols[left].next;
+static void offer(Encoder *e, Bytes s, uint32_t left) {
+    uint32_t right = e->symbols[left].next;
     if (right >= s.n) return;
-    uint32_t end = m->symbols[right].next, i = (uint32_t)m->n_merges;
-    int id = token_find(t, (Bytes){s.p + left, end - left});
+    uint32_t end = e->symbols[right].next, i = (uint32_t)e->n_merges;
+    int id = token_find(e->t, (Bytes){s.p + left, end - left});
     if (id < 0) return;
-    m->merges = grow(m->merges, &m->merges_cap, i, 1, sizeof(Merge));
-    m->merges[m->n_merges++] = (Merge){t->score[id], left, end, id, 0};
-    uint32_t before = t->newest[id];  // or it is of another piece: then another token stands there
-    t->newest[id] = i;
-    if (before < i && m->merges[before].id == id && m->merges[before].left < left)
-        m->merges[before].next = i;
+    e->merges = grow(e->merges, &e->merges_cap, i, 1, sizeof(Merge));
+    e->merges[e->n_merges++] = (Merge){e->t->score[id], left, end, id, 0};
+    uint32_t before = e->t->newest[id];  // or of another piece: then another token stands there
+    e->t->newest[id] = i;
+    if (before < i && e->merges[before].id == id && e->merges[before].left < left)
+        e->merges[before].next = i;
     else
-        heap_push(m, i);
+        heap_push(e, i);
 }
 
 // Byte-pair encoding of one piece: always the best pair first.
-static void encode_piece(const Tokenizer *t, Merger *m, Bytes s, Ids *out) {
-    m->symbols = grow(m->symbols, &m->symbols_cap, 0, s.n, sizeof(Symbol));
-    m->n = m->n_merges = 0;
+static void encode_piece(Encoder *e, Bytes s) {
+    e->symbols = grow(e->symbols, &e->symbols_cap, 0, s.n, sizeof(Symbol));
+    e->n_heap = e->n_merges = 0;
     for (uint32_t i = 0; i < s.n; i++) {
-        m->symbols[i] = (Symbol){t->byte_token[s.p[i]], i - 1, i + 1};
+        e->symbols[i] = (Symbol){e->t->byte_token[s.p[i]], i - 1, i + 1};
     }
-    for (uint32_t i = 0; i < s.n; i++) offer(t, m, s, i);
-    while (m->n) {
-        Merge merge = heap_pop(m);
-        Symbol *left = &m->symbols[merge.left];
-        bool there = left->id >= 0 && left->next < s.n && m->symbols[left->next].next == merge.end;
+    for (uint32_t i = 0; i < s.n; i++) offer(e, s, i);
+    while (e->n_heap) {
+        Merge merge = heap_pop(e);
+        Symbol *left = &e->symbols[merge.left];
+        bool there = left->id >= 0 && left->next < s.n && e->symbols[left->next].next == merge.end;
         if (!there) continue;  // one of the two has merged with another
-        m->symbols[left->next].id = -1;
+        e->symbols[left->next].id = -1;
         left->id = merge.id;
         left->next = merge.end;
-        if (merge.end < s.n) m->symbols[merge.end].prev = merge.left;
-        offer(t, m, s, merge.left);
-        if (merge.left > 0) offer(t, m, s, left->prev);
+        if (merge.end < s.n) e->symbols[merge.end].prev = merge.left;
+        offer(e, s, merge.left);
+        if (merge.left > 0) offer(e, s, left->prev);
     }
-    for (uint32_t i = 0; i < s.n; i = m->symbols[i].next) ids_add(out, m->symbols[i].id);
+    for (uint32_t i = 0; i < s.n; i = e->symbols[i].next) ids_add(e->out, e->symbols[i].id);
 }
-
-// ---- The encoder: text in parts, of which some may hold added tokens
-
-typedef struct {
-    const Tokenizer *t;
-    Ids *out;
-    Buffer plain;   // text since the last added token: normalised and cut as one
-    Buffer normal;
-    Merger merger;
-} Encoder;
 
 static void encode_end(Encoder *e) {
     Bytes s = {e->plain.p, e->plain.n};
@@ -2228,7 +2214,7 @@ static void encode_end(Encoder *e) {
     }
     while (s.n) {
         size_t n = piece_length(e->t, s);
-        encode_piece(e->t, &e->merger, (Bytes){s.p, n}, e->out);
+        encode_piece(e, (Bytes){s.p, n});
         s = bytes_from(s, n);
     }
     e->plain.n = 0;
@@ -2269,9 +2255,9 @@ static void encode_marked(Encoder *e, Bytes s) {
 static void encoder_free(Encoder *e) {
     free(e->plain.p);
     free(e->normal.p);
-    free(e->merger.symbols);
-    free(e->merger.merges);
-    free(e->merger.heap);
+    free(e->symbols);
+    free(e->merges);
+    free(e->heap);
 }
 
 // A text of the raw modes, as HF's tokenizer(text): with added tokens, and with what its

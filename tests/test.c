@@ -546,8 +546,8 @@ static void test_merging(void) {
     enum { MERGES = 40, LONGEST = 300 };
     uint8_t text[256 + MERGES][8], s[LONGEST];
     int at[LONGEST + 1];
-    Merger merger = {0};
     Ids ids = {0};
+    Encoder e = {.out = &ids};
     for (int trial = 0; trial < 300; trial++) {
         Tokenizer t = {.vocab_size = 256 + MERGES, .text = alloc(256 + MERGES, sizeof(Bytes), ""),
                        .score = alloc(256 + MERGES, 4, ""), .kind = alloc(256 + MERGES, 1, "")};
@@ -560,12 +560,13 @@ static void test_merging(void) {
             if (id >= 256 && trial % 5 == 0) t.score[id] = (float)(256 - id);
         }
         index_tokens(&t, "a test");
+        e.t = &t;
         for (int round = 0; round < 20; round++) {
             Bytes piece = {s, 1 + below(LONGEST)};
             for (size_t i = 0; i < piece.n; i++) s[i] = round % 4 ? 'a' + below(letters) : 'a';
             int n = merge_naively(&t, piece, at);
             ids.n = 0;
-            encode_piece(&t, &merger, piece, &ids);
+            encode_piece(&e, piece);
             bool same = ids.n == (size_t)n;
             for (int i = 0; i < n && same; i++) {
                 Bytes expected = {s + at[i], at[i + 1] - at[i]};
