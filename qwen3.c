@@ -564,15 +564,6 @@ static float header_float(Cursor *c, const char *name, float low, float high, fl
     return value;
 }
 
-// The fields at bytes begin .. end - 1 of the header, which have no meaning here.
-static void header_zeros(Cursor *c, int begin, int end) {
-    for (int at = begin; at < end; at += 4) {
-        if (take_u32(c, "the header") != 0)
-            die("%s: unknown header field at byte %d, expected 0: made by a newer export.py?",
-                c->file, at);
-    }
-}
-
 static void check_multiple(Cursor *c, const char *name, int64_t value, int unit) {
     if (value > INT_MAX || value % unit != 0)
         die("%s: bad %s, expected a multiple of %d below 2^31, found %lld", c->file, name, unit,
@@ -580,6 +571,7 @@ static void check_multiple(Cursor *c, const char *name, int64_t value, int unit)
 }
 
 static void read_header(Config *g, Cursor *c) {
+    static const char unknown[] = "unknown header field (made by a newer export.py?)";
     uint32_t magic = take_u32(c, "magic");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
@@ -619,11 +611,11 @@ static void read_header(Config *g, Cursor *c) {
         g->yarn_attention_factor = header_float(c, "YaRN attention_factor", 1e-6f, 1e12f, base);
         g->yarn_no_rounding = header_int(c, "YaRN truncate flag", 0, 1);
     } else {
-        header_zeros(c, 0x3C, 0x54);
+        for (int at = 0x3C; at < 0x54; at += 4) header_int(c, unknown, 0, 0);
     }
     g->qkv_bias = header_int(c, "qkv_bias", 0, 1);
     g->no_qk_norm = header_int(c, "no_qk_norm", 0, 1);
-    header_zeros(c, 0x5C, 256);
+    for (int at = 0x5C; at < 256; at += 4) header_int(c, unknown, 0, 0);
 }
 
 static Matrix take_matrix(Cursor *c, const Config *g, int rows, int cols, const char *what) {
@@ -1675,7 +1667,6 @@ enum { ADDED = 1, SPECIAL = 2 };  // a token that only stands for itself; that i
 enum { SYSTEM, USER, ASSISTANT };
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
-typedef struct { uint32_t first, last, value; } Range;
 typedef struct { uint64_t from, to; } Mapping;
 
 typedef struct {  // the text around the messages of a conversation: see render()
@@ -1747,13 +1738,17 @@ static int take_id(Cursor *c, const Tokenizer *t, const char *what) {
     return (int)id;
 }
 
+static void take_ids(Cursor *c, const Tokenizer *t, const char *what, Ids *ids) {
+    while (c->rest.n) ids_add(ids, take_id(c, t, what));
+}
+
 static void take_added(Cursor *c, Tokenizer *t, const char *what) {
-    int id = take_id(c, t, what);
-    uint32_t special = take_u32(c, what);
-    bool in_order = t->added.n == 0 || id > t->added.p[t->added.n - 1];
-    if (special > 1 || !in_order || t->text[id].n == 0)
-        die("%s: bad token %d in %s, expected ascending ids with a text", c->file, id, what);
-    added_insert(t, id, special);
+    for (int id, last = -1; c->rest.n; last = id) {
+        id = take_id(c, t, what);
+        if (id <= last || t->text[id].n == 0)
+            die("%s: bad token %d in %s, expected ascending ids with a text", c->file, id, what);
+        added_insert(t, id, header_int(c, what, 0, 1));
+    }
 }
 
 // Ranges of characters, ascending, with a value of 1 .. highest that goes into chars by `shift`
@@ -1768,6 +1763,7 @@ static void take_ranges(Cursor *c, Tokenizer *t, const char *what, uint32_t high
             t->chars[next] |= value << shift | (shift ? NFC_ACTIVE : 0);
         }
     }
+    t->has_classes |= shift == 0;
 }
 
 // second: 0 if c is but another way to write first
@@ -1810,6 +1806,12 @@ static void take_parts(Cursor *c, Tokenizer *t, const char *what) {
     qsort(t->composed, t->n_composed, sizeof(Mapping), compare_u64);
 }
 
+static void take_sampling(Cursor *c, Tokenizer *t) {
+    t->temperature = header_float(c, "sampling temperature", 0, 1e6f, 0);
+    t->top_p = header_float(c, "sampling top_p", 1e-45f, 1, 0);
+    t->top_k = header_int(c, "sampling top_k", 0, INT_MAX);
+}
+
 static void take_chat(Cursor *c, Tokenizer *t, const char *what) {
     ChatFormat *f = &t->chat;
     Bytes *pieces[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
@@ -1823,32 +1825,18 @@ static void take_chat(Cursor *c, Tokenizer *t, const char *what) {
 }
 
 static void take_section(Cursor *c, Tokenizer *t, const char *tag) {
-    Ids *list = !strcmp(tag, "head") ? &t->head : !strcmp(tag, "tail") ? &t->tail
-                : !strcmp(tag, "stop") ? &t->stop : NULL;
-    if (list) {
-        while (c->rest.n) ids_add(list, take_id(c, t, tag));
-    } else if (!strcmp(tag, "adde")) {
-        while (c->rest.n) take_added(c, t, tag);
-    } else if (!strcmp(tag, "clas")) {
-        take_ranges(c, t, tag, SPACE, 0);
-        t->has_classes = true;
-    } else if (!strcmp(tag, "ccc ")) {
-        take_ranges(c, t, tag, 255, 8);
-    } else if (!strcmp(tag, "deco")) {
-        take_parts(c, t, tag);
-    } else if (!strcmp(tag, "samp")) {
-        t->temperature = header_float(c, "sampling temperature", 0, 1e6f, 0);
-        t->top_p = header_float(c, "sampling top_p", 1e-45f, 1, 0);
-        t->top_k = header_int(c, "sampling top_k", 0, INT_MAX);
-    } else if (!strcmp(tag, "repe")) {
-        t->repetition = header_float(c, "repetition penalty", 1e-6f, 1e12f, 0);
-    } else if (!strcmp(tag, "mode")) {
-        t->mode = header_int(c, "mode", 0, N_MODES - 1);
-    } else if (!strcmp(tag, "chat")) {
-        take_chat(c, t, tag);
-    } else {
-        die("%s: unknown section \"%s\"; was it made by a newer export.py?", c->file, tag);
-    }
+    if (!strcmp(tag, "adde")) take_added(c, t, tag);
+    else if (!strcmp(tag, "clas")) take_ranges(c, t, tag, SPACE, 0);
+    else if (!strcmp(tag, "ccc ")) take_ranges(c, t, tag, 255, 8);
+    else if (!strcmp(tag, "deco")) take_parts(c, t, tag);
+    else if (!strcmp(tag, "head")) take_ids(c, t, tag, &t->head);
+    else if (!strcmp(tag, "tail")) take_ids(c, t, tag, &t->tail);
+    else if (!strcmp(tag, "stop")) take_ids(c, t, tag, &t->stop);
+    else if (!strcmp(tag, "samp")) take_sampling(c, t);
+    else if (!strcmp(tag, "repe")) t->repetition = header_float(c, "penalty", 1e-6f, 1e12f, 0);
+    else if (!strcmp(tag, "mode")) t->mode = header_int(c, "mode", 0, N_MODES - 1);
+    else if (!strcmp(tag, "chat")) take_chat(c, t, tag);
+    else die("%s: unknown section \"%s\"; was it made by a newer export.py?", c->file, tag);
     if (c->rest.n) die("%s: bad section %s, expected %zu bytes less", c->file, tag, c->rest.n);
 }
 
@@ -1889,10 +1877,9 @@ static void take_tokens(Cursor *c, Tokenizer *t) {
     t->text = alloc(t->vocab_size, sizeof(Bytes), "the tokenizer");
     t->score = alloc(t->vocab_size, sizeof(float), "the tokenizer");
     t->kind = alloc(t->vocab_size, 1, "the tokenizer");
-    for (int id = 0; id < t->vocab_size; id++) {
-        bool ended = c->rest.n == 0;
-        t->score[id] = ended ? ADDED_SCORE : take_f32(c, "a token's score");
-        size_t n = ended ? 0 : take_u32(c, "a token's length");
+    for (int id = 0; id < t->vocab_size && c->rest.n; id++) {
+        t->score[id] = take_f32(c, "a token's score");
+        size_t n = take_u32(c, "a token's length");
         t->text[id] = (Bytes){take(c, n, "a token's text"), n};
         if (isnan(t->score[id])) die("%s: bad score of token %d, expected a number", c->file, id);
     }
