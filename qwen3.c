@@ -125,6 +125,7 @@ static volatile sig_atomic_t dimmed;  // the terminal writes dim now
 #define access(path, mode) _waccess(wide(path), mode)
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define write write_bytes
+#define getline read_line_utf8  // newer MinGWs have one, but not for consoles
 
 static struct sigaction { void (*sa_handler)(int); int sa_flags; } on_ctrl_c;
 
@@ -158,20 +159,19 @@ static int sigaction(int number, const struct sigaction *action, void *old) {
     return SetConsoleCtrlHandler(on_console_event, TRUE) ? 0 : -1;
 }
 
-// A console gives a line as UTF-16, which ends in \r\n or Ctrl-D.
+// A console gives a line as UTF-16, which ends in \r\n, or at Ctrl-D or Ctrl-Z.
 static ssize_t getline(char **line, size_t *cap, FILE *file) {
     static wchar_t text[8192];
-    CONSOLE_READCONSOLE_CONTROL end = {.nLength = sizeof(end), .dwCtrlWakeupMask = 1 << 4};
+    CONSOLE_READCONSOLE_CONTROL ends = {sizeof(ends), 0, 1 << 4 | 1 << 26, 0};
     DWORD n = 0;
     if (*cap == 0 && !(*line = malloc(*cap = 3 * sizeof(text)))) return -1;
     if (!isatty(STDIN_FILENO)) {
         for (int c = 0; c != '\n' && (c = fgetc(file)) != EOF; (*line)[n++] = (char)c) {
             if (n == *cap && !(*line = realloc(*line, *cap *= 2))) return -1;
         }
-    } else if (ReadConsoleW(handle(STDIN_FILENO), text, 8192, &n, &end) && n > 0) {
-        if (text[n - 1] == 4) n--;
+    } else if (ReadConsoleW(handle(STDIN_FILENO), text, 8192, &n, &ends) && n > 0) {
+        if (text[n - 1] == 4 || text[n - 1] == 26) n--;
         else if (n > 1 && text[n - 2] == '\r') text[--n - 1] = '\n';
-        if (text[0] == 26) n = 0;  // Ctrl-Z, Windows' own end of input
         n = WideCharToMultiByte(CP_UTF8, 0, text, n, *line, *cap, NULL, NULL);
     } else {
         Sleep(100);  // Ctrl-C: its handler runs in a thread of its own
@@ -202,7 +202,8 @@ static void start_platform(int *argc, char ***argv) {
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
     *argv = (char **)args;
     for (int i = 0; i < *argc; i++) {
-        int n = WideCharToMultiByte(CP_UTF8, 0, args[i], -1, arg, 3 * 32768, NULL, NULL);
+        int room = text + sizeof(text) - arg;
+        int n = WideCharToMultiByte(CP_UTF8, 0, args[i], -1, arg, room, NULL, NULL);
         (*argv)[i] = arg;
         arg += n;
     }
