@@ -1686,7 +1686,6 @@ typedef struct {
     int byte_token[256];
     uint32_t *table;           // (mask + 1) id + 1 of every token but the added ones, or 0
     uint32_t mask;
-    uint32_t *newest;          // (vocab_size) offer(): the newest merge that makes a token
     Ids added;                 // tokens that never come out of merging
     bool added_start[256];     // bytes that an added token begins with
     int end_of_text, think, end_think;  // ids, or -1
@@ -1889,7 +1888,6 @@ static void take_tokens(Cursor *c, Tokenizer *t) {
 static void index_tokens(Tokenizer *t, const char *file) {
     for (t->mask = 256; t->mask < 2 * (uint32_t)t->vocab_size;) t->mask *= 2;
     t->table = alloc(t->mask--, sizeof(*t->table), "the tokenizer");
-    t->newest = alloc(t->vocab_size, sizeof(*t->newest), "the tokenizer");
     for (int id = 0; id < t->vocab_size; id++) {
         bool merges = t->text[id].n == 1 || (t->text[id].n > 1 && t->score[id] > ADDED_SCORE);
         uint32_t *slot = merges && !(t->kind[id] & ADDED) ? token_slot(t, t->text[id]) : NULL;
@@ -2095,101 +2093,94 @@ static size_t piece_length(const Tokenizer *t, Bytes s) {
 
 // ---- Merging
 
-// A piece is a list of symbols, each known by the offset of its first byte.
+// A piece is a ring of symbols, each known by the offset of its first byte; at the piece's end
+// stands one that merges with none.
 typedef struct {
-    int id;               // its token, -1: no symbol begins here any more
+    uint64_t key;         // of its merge with the next one: rank << 32 | offset, or NO_MERGE
+    int id, merged;       // its token, and the one that the merge makes
     uint32_t prev, next;  // where its neighbours begin
 } Symbol;
 
-typedef struct {  // two neighbours that are a token together
-    float score;
-    uint32_t left, end;  // their bytes
-    int id;
-    uint32_t next;       // in line: the next merge to the right that makes the same token, or 0
-} Merge;
+static const uint64_t NO_MERGE = UINT64_MAX;
 
-// Text comes in parts, of which some may hold added tokens. Merges that make the same token stand
-// in line, as far as they are found from left to right; only the first of each line is in the heap,
-// so that a long run of one letter takes linear time.
-typedef struct {
+typedef struct {  // text comes in parts, of which some may hold added tokens
     const Tokenizer *t;
     Ids *out;
     Buffer plain;     // text since the last added token: normalised and cut as one
     Buffer normal;    // its NFC
     Symbol *symbols;  // of a piece
-    Merge *merges;    // all that were found in it
-    uint32_t *heap;   // of indices into merges, the next one at [0]
-    size_t symbols_cap, n_merges, merges_cap, n_heap, heap_cap;
+    uint64_t *heap;   // keys of merges, the smallest at [0]
+    size_t symbols_cap, n_heap, heap_cap;
 } Encoder;
 
-// The highest score goes first, the leftmost of equals.
-INLINE bool goes_first(const Encoder *e, uint32_t a, uint32_t b) {
-    const Merge *x = &e->merges[a], *y = &e->merges[b];
-    return x->score != y->score ? x->score > y->score : x->left < y->left;
-}
-
-static void heap_push(Encoder *e, uint32_t merge) {
+static void heap_push(Encoder *e, uint64_t key) {
     e->heap = grow(e->heap, &e->heap_cap, e->n_heap, 1, sizeof(*e->heap));
     size_t i = e->n_heap++;
-    for (; i > 0 && goes_first(e, merge, e->heap[(i - 1) / 2]); i = (i - 1) / 2) {
-        e->heap[i] = e->heap[(i - 1) / 2];
-    }
-    e->heap[i] = merge;
+    for (; i > 0 && key < e->heap[(i - 1) / 2]; i = (i - 1) / 2) e->heap[i] = e->heap[(i - 1) / 2];
+    e->heap[i] = key;
 }
 
-// Takes the best merge out; the next in its line, or else the heap's last, finds its place.
-static Merge heap_pop(Encoder *e) {
-    Merge top = e->merges[e->heap[0]];
-    e->merges[e->heap[0]].left = UINT32_MAX;  // nobody stands behind it any more
-    uint32_t moved = top.next ? top.next : e->heap[--e->n_heap];
+static uint64_t heap_pop(Encoder *e) {
+    uint64_t top = e->heap[0], moved = e->heap[--e->n_heap];
     size_t i = 0;
     for (size_t child; (child = 2 * i + 1) < e->n_heap; i = child) {
-        if (child + 1 < e->n_heap && goes_first(e, e->heap[child + 1], e->heap[child])) child++;
-        if (!goes_first(e, e->heap[child], moved)) break;
+        child += child + 1 < e->n_heap && e->heap[child + 1] < e->heap[child];
+        if (moved <= e->heap[child]) break;
         e->heap[i] = e->heap[child];
     }
     e->heap[i] = moved;
     return top;
 }
 
-// Offers the symbol at `left` and the one after it, if together they are a token.
-static void offer(Encoder *e, Bytes s, uint32_t left) {
-    uint32_t right = e->symbols[left].next;
-    if (right >= s.n) return;
-    uint32_t end = e->symbols[right].next, i = (uint32_t)e->n_merges;
-    int id = token_find(e->t, (Bytes){s.p + left, end - left});
-    if (id < 0) return;
-    e->merges = grow(e->merges, &e->merges_cap, i, 1, sizeof(Merge));
-    e->merges[e->n_merges++] = (Merge){e->t->score[id], left, end, id, 0};
-    uint32_t before = e->t->newest[id];  // or of another piece: then another token stands there
-    e->t->newest[id] = i;
-    if (before < i && e->merges[before].id == id && e->merges[before].left < left)
-        e->merges[before].next = i;
-    else
-        heap_push(e, i);
+// A higher score is a smaller rank: the bits of floats are ordered as they are, sign aside.
+INLINE uint32_t rank_of(float score) {
+    uint32_t bits = (union { float value; uint32_t bits; }){score + 0.0f}.bits;
+    return bits >> 31 ? bits : INT_MAX - bits;
 }
 
-// Byte-pair encoding of one piece: always the best pair first.
+// Finds out whether the symbol at `at` and the one after it are a token together.
+static void find_merge(Encoder *e, Bytes s, uint32_t at) {
+    Symbol *a = &e->symbols[at];
+    a->key = NO_MERGE;
+    if (a->next >= s.n) return;
+    a->merged = token_find(e->t, (Bytes){s.p + at, e->symbols[a->next].next - at});
+    if (a->merged >= 0) a->key = (uint64_t)rank_of(e->t->score[a->merged]) << 32 | at;
+}
+
+// Only a merge that goes before those of both neighbours can be the next one: it alone need be in
+// the heap, which stays small, so that a long run of one letter takes linear time.
+static void offer(Encoder *e, uint32_t at) {
+    const Symbol *a = &e->symbols[at];
+    if (a->key < e->symbols[a->prev].key && a->key < e->symbols[a->next].key) heap_push(e, a->key);
+}
+
+// Byte-pair encoding of one piece: always the merge with the highest score, the leftmost of equals.
 static void encode_piece(Encoder *e, Bytes s) {
-    e->symbols = grow(e->symbols, &e->symbols_cap, 0, s.n, sizeof(Symbol));
-    e->n_heap = e->n_merges = 0;
-    for (uint32_t i = 0; i < s.n; i++) {
-        e->symbols[i] = (Symbol){e->t->byte_token[s.p[i]], i - 1, i + 1};
+    const uint32_t end = (uint32_t)s.n;
+    e->symbols = grow(e->symbols, &e->symbols_cap, 0, s.n + 1, sizeof(Symbol));
+    for (uint32_t i = 0; i < end; i++) {
+        e->symbols[i] = (Symbol){NO_MERGE, e->t->byte_token[s.p[i]], -1, i ? i - 1 : end, i + 1};
     }
-    for (uint32_t i = 0; i < s.n; i++) offer(e, s, i);
+    e->symbols[end] = (Symbol){NO_MERGE, -1, -1, end, end};
+    for (uint32_t i = 0; i < end; i++) find_merge(e, s, i);
+    for (uint32_t i = 0; i < end; i++) offer(e, i);
     while (e->n_heap) {
-        Merge merge = heap_pop(e);
-        Symbol *left = &e->symbols[merge.left];
-        bool there = left->id >= 0 && left->next < s.n && e->symbols[left->next].next == merge.end;
-        if (!there) continue;  // one of the two has merged with another
-        e->symbols[left->next].id = -1;
-        left->id = merge.id;
-        left->next = merge.end;
-        if (merge.end < s.n) e->symbols[merge.end].prev = merge.left;
-        offer(e, s, merge.left);
-        if (merge.left > 0) offer(e, s, left->prev);
+        uint64_t key = heap_pop(e);
+        uint32_t at = (uint32_t)key;
+        Symbol *left = &e->symbols[at], *right = &e->symbols[left->next];
+        if (left->key != key) continue;  // one of the two has merged with another
+        right->key = NO_MERGE;
+        left->id = left->merged;
+        left->next = right->next;
+        e->symbols[left->next].prev = at;
+        find_merge(e, s, at);
+        find_merge(e, s, left->prev);
+        offer(e, e->symbols[left->prev].prev);
+        offer(e, left->prev);
+        offer(e, at);
+        offer(e, left->next);
     }
-    for (uint32_t i = 0; i < s.n; i = e->symbols[i].next) ids_add(e->out, e->symbols[i].id);
+    for (uint32_t i = 0; i < end; i = e->symbols[i].next) ids_add(e->out, e->symbols[i].id);
 }
 
 static void encode_end(Encoder *e) {
@@ -2244,7 +2235,6 @@ static void encoder_free(Encoder *e) {
     free(e->plain.p);
     free(e->normal.p);
     free(e->symbols);
-    free(e->merges);
     free(e->heap);
 }
 
