@@ -1668,7 +1668,7 @@ enum { ADDED = 1, SPECIAL = 2 };  // a token that only stands for itself; that i
 enum { SYSTEM, USER, ASSISTANT };
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
-typedef struct { uint64_t from, to; } Mapping;
+typedef struct { uint64_t from, to; } Mapping;  // in tables sorted by `from`
 
 typedef struct {  // the text around the messages of a conversation: see render()
     Bytes start, no_system;
@@ -1701,17 +1701,15 @@ typedef struct {
     size_t n_parts, n_composed;
 } Tokenizer;
 
-static uint32_t hash_bytes(Bytes b) {  // FNV-1a
-    uint32_t hash = 2166136261u;
-    for (size_t i = 0; i < b.n; i++) hash = (hash ^ b.p[i]) * 16777619u;
-    return hash ^ hash >> 15;
-}
-
 // Where the token with these bytes is in the table, or has its place.
 static uint32_t *token_slot(const Tokenizer *t, Bytes b) {
-    uint32_t i = hash_bytes(b) & t->mask;
-    while (t->table[i] && !bytes_equal(t->text[t->table[i] - 1], b)) i = (i + 1) & t->mask;
-    return &t->table[i];
+    uint32_t hash = 2166136261u;  // FNV-1a
+    for (size_t i = 0; i < b.n; i++) hash = (hash ^ b.p[i]) * 16777619u;
+    uint32_t slot = (hash ^ hash >> 15) & t->mask;
+    while (t->table[slot] && !bytes_equal(t->text[t->table[slot] - 1], b)) {
+        slot = (slot + 1) & t->mask;
+    }
+    return &t->table[slot];
 }
 
 // The token with these bytes that is no added token, or -1.
@@ -1779,8 +1777,8 @@ static int compare_u64(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// Canonical decompositions. Those of Hangul's syllables, a lead, a vowel and perhaps a tail, are not
-// in the file: they follow from their numbers.
+// Canonical decompositions. Those of Hangul's syllables, a lead, a vowel and perhaps a tail, are
+// not in the file: they follow from their numbers.
 static void take_parts(Cursor *c, Tokenizer *t, const char *what) {
     enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
     size_t most = c->rest.n / 16 + SYLLABLES;
@@ -1889,9 +1887,11 @@ static void index_tokens(Tokenizer *t, const char *file) {
     for (t->mask = 256; t->mask < 2 * (uint32_t)t->vocab_size;) t->mask *= 2;
     t->table = alloc(t->mask--, sizeof(*t->table), "the tokenizer");
     for (int id = 0; id < t->vocab_size; id++) {
-        bool merges = t->text[id].n == 1 || (t->text[id].n > 1 && t->score[id] > ADDED_SCORE);
-        uint32_t *slot = merges && !(t->kind[id] & ADDED) ? token_slot(t, t->text[id]) : NULL;
-        if (slot && *slot == 0) *slot = id + 1;
+        Bytes s = t->text[id];
+        bool merges = s.n == 1 || (s.n > 1 && t->score[id] > ADDED_SCORE);
+        if (!merges || t->kind[id] & ADDED) continue;
+        uint32_t *slot = token_slot(t, s);
+        if (*slot == 0) *slot = id + 1;
     }
     for (int i = 0; i < 256; i++) {
         t->byte_token[i] = token_find(t, (Bytes){(uint8_t[]){i}, 1});
@@ -1973,7 +1973,7 @@ typedef struct {
 enum { CODE_POINT = 0xFFFFFF };
 
 // What `from` maps to, or 0.
-static uint64_t find(const Mapping *map, size_t n, uint64_t from) {
+static uint64_t map_find(const Mapping *map, size_t n, uint64_t from) {
     const Mapping *m = bsearch(&from, map, n, sizeof(Mapping), compare_u64);
     return m ? m->to : 0;
 }
@@ -1981,7 +1981,7 @@ static uint64_t find(const Mapping *map, size_t n, uint64_t from) {
 // Appends the full canonical decomposition of c. Unicode's take 4 steps at most; a stranger's file
 // could go on for ever.
 static void decompose(const Tokenizer *t, Chars *out, uint32_t c, int steps) {
-    uint64_t parts = find(t->parts, t->n_parts, c), class = t->chars[c] >> 8;
+    uint64_t parts = map_find(t->parts, t->n_parts, c), class = t->chars[c] >> 8;
     if (steps > 8)
         die("tokenizer: bad section deco, expected one that ends, found U+%04X again", c);
     if (parts) {
@@ -2007,7 +2007,7 @@ static void order_and_compose(const Tokenizer *t, Chars *s) {
         int class = (int)(s->p[i] >> 56);
         uint64_t composed = 0, c = s->p[i] & CODE_POINT;
         if (starter && last < class)
-            composed = find(t->composed, t->n_composed, (*starter & CODE_POINT) << 32 | c);
+            composed = map_find(t->composed, t->n_composed, (*starter & CODE_POINT) << 32 | c);
         if (composed) {
             *starter = composed;
             continue;
