@@ -62,6 +62,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -70,9 +71,7 @@
 #endif
 #ifdef _WIN32
 #include <conio.h>
-#include <io.h>
 #include <windows.h>
-#include <shellapi.h>
 #undef CONTEXT_FULL
 #else
 #include <poll.h>
@@ -2053,12 +2052,12 @@ static size_t run_end(const Tokenizer *t, Bytes s, size_t at, int class) {
 
 // (?i:'s|'t|'re|'ve|'m|'ll|'d): its bytes, or 0. Folding case adds U+017F to s.
 static size_t contraction(Bytes s) {
-    if (s.n < 2 || s.p[0] != '\'') return 0;
-    int a = s.p[1] | 0x20, b = s.n > 2 ? s.p[2] : 0;  // 0x20 makes ASCII letters small
-    if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
-    if (s.p[1] == 0xC5 && b == 0xBF) return 3;
-    b |= 0x20;
-    return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
+    static const char *const all[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'\u017F"};
+    for (int i = 0; s.n && s.p[0] == '\'' && i < 8; i++) {
+        size_t n = strlen(all[i]);
+        if (n <= s.n && strncasecmp((const char *)s.p, all[i], n) == 0) return n;
+    }
+    return 0;
 }
 
 INLINE bool is_newline(uint32_t c) { return c == '\n' || c == '\r'; }
