@@ -2123,7 +2123,7 @@ static uint64_t heap_pop(Encoder *e) {
     uint64_t top = e->heap[0], moved = e->heap[--e->n_heap];
     size_t i = 0;
     for (size_t child; (child = 2 * i + 1) < e->n_heap; i = child) {
-        child += child + 1 < e->n_heap && e->heap[child + 1] < e->heap[child];
+        if (child + 1 < e->n_heap && e->heap[child + 1] < e->heap[child]) child++;
         if (moved <= e->heap[child]) break;
         e->heap[i] = e->heap[child];
     }
