@@ -380,9 +380,7 @@ static void ids_add(Ids *ids, int id) {
     ids->p[ids->n++] = id;
 }
 
-static Bytes bytes(const char *s) {
-    return (Bytes){(const uint8_t *)s, strlen(s)};
-}
+static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
 
 static bool bytes_equal(Bytes a, Bytes b) {
     return a.n == b.n && (a.n == 0 || memcmp(a.p, b.p, a.n) == 0);
@@ -1748,8 +1746,7 @@ static void take_added(Cursor *c, Tokenizer *t, const char *what) {
     }
 }
 
-// Ranges of characters, ascending, with a value of 1 .. highest that goes into chars by `shift`
-// bits.
+// Ascending ranges of characters, each with a value of 1 .. highest, at bit `shift` of chars.
 static void take_ranges(Cursor *c, Tokenizer *t, const char *what, uint32_t highest, int shift) {
     for (uint32_t next = 0; c->rest.n;) {
         uint32_t first = take_u32(c, what), last = take_u32(c, what), value = take_u32(c, what);
