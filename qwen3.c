@@ -2382,21 +2382,19 @@ static bool chat_from_templates(Tokenizer *t, const char *model, bool think) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The sampler: repetition penalty, presence penalty, temperature, top-k, top-p, in HF's order; ties
-// go to the lowest id
-
-typedef struct { float p; int id; } Candidate;
+// The sampler: repetition penalty, presence penalty, temperature, top-k, top-p, in HF's order. The
+// likeliest token is the first, of equal ones that with the lowest id. Nothing is sorted, and p is
+// gone through in vectors: a flat distribution costs no more than any other.
 
 typedef struct {
-    float temperature;       // 0: the most likely token
-    float top_p;             // keep the smallest set of tokens that reaches this probability
-    float presence;          // taken off the logits of tokens that the answer already holds
-    float repetition;        // makes tokens that prompt or answer hold less likely, 1: not
-    int top_k;               // keep the k most likely, 0: all
+    float temperature;  // 0: the most likely token
+    float top_p;        // keep the smallest set of tokens that reaches this probability
+    float presence;     // taken off the logits of tokens that the answer already holds
+    float repetition;   // makes tokens that prompt or answer hold less likely, 1: not
+    int top_k;          // keep the k most likely, 0: all
     uint64_t rng;
-    bool *answered;          // (vocab_size) tokens that the answer holds
-    bool *seen;              // (vocab_size) tokens that prompt or answer hold
-    Candidate *kept, *edge;  // (vocab_size)
+    bool *answered;     // (vocab_size) tokens that the answer holds
+    bool *seen;         // (vocab_size) tokens that prompt or answer hold
 } Sampler;
 
 // One of 2^53 numbers in [0, 1): splitmix64
@@ -2405,6 +2403,14 @@ static double random_next(uint64_t *state) {
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;
     return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
+}
+
+// The sum of p (n)
+NOINLINE double total(const float *p, int n) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) sum += p[i];
+    return sum;
 }
 
 static int argmax(const float *x, int n) {
@@ -2425,36 +2431,46 @@ NOINLINE void likelihoods(float *logits, int n, float max, float temperature) {
     for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
 }
 
-static int compare_candidates(const void *a, const void *b) {
-    const Candidate *x = a, *y = b;
-    if (x->p != y->p) return x->p > y->p ? -1 : 1;
-    return (x->id > y->id) - (x->id < y->id);
+// How many of p (n) have at least these bits, which order like the floats: none is negative.
+NOINLINE int count_from(const float *p, int n, int32_t bits) {
+    int count = 0;
+    for (int i = 0; i < n; i++) count += load_i32(p + i) >= bits;
+    return count;
 }
 
-// 16 buckets for each power of two of p in [0, 1]
-enum { BUCKETS = 2048 };
-INLINE int bucket_of(float p) { return load_i32(&p) >> 19; }
+// Forgets all tokens but those before id.
+static void keep_before(float *p, int n, int id) {
+    const int32_t bits = load_i32(p + id);
+    for (int i = 0; i < id; i++) p[i] = load_i32(p + i) >= bits ? p[i] : 0;
+    for (int i = id; i < n; i++) p[i] = load_i32(p + i) > bits ? p[i] : 0;
+}
 
-// Keeps the likeliest candidates, as few as reach `target`: in number, or as a share of all p.
-// Only those in the bucket where that happens are sorted. Returns how many are left.
-INLINE int keep_best(Sampler *s, int n, double target, const bool sum) {
-    double total[BUCKETS] = {0}, all = 0, reached = 0;
-    for (int i = 0; i < n; i++) total[bucket_of(s->kept[i].p)] += sum ? s->kept[i].p : 1;
-    for (int i = 0; i < BUCKETS; i++) all += total[i];
-    if (sum) target *= all;
-    int edge = BUCKETS - 1, kept = 0, at_edge = 0;
-    while (edge > 0 && reached + total[edge] < target) reached += total[edge--];
-    for (int i = 0; i < n; i++) {
-        int bucket = bucket_of(s->kept[i].p);
-        if (bucket == edge) s->edge[at_edge++] = s->kept[i];
-        if (bucket > edge) s->kept[kept++] = s->kept[i];
+// Forgets all but the first k, whose bound is found by bisection.
+static void keep_top_k(float *p, int n, int k) {
+    int32_t low = 0, high = INT32_MAX;  // at least k have the bits `low`, fewer `high`
+    int count = n;
+    while (count != k && high - low > 1) {
+        int32_t middle = low + (high - low) / 2;
+        count = count_from(p, n, middle);
+        if (count >= k) low = middle;
+        else high = middle;
     }
-    qsort(s->edge, at_edge, sizeof(Candidate), compare_candidates);
-    for (int i = 0; i < at_edge && reached < target; i++) {
-        reached += sum ? s->edge[i].p : 1;
-        s->kept[kept++] = s->edge[i];
+    int over = count_from(p, n, low) - k;
+    for (int i = 0; i < n; i++) p[i] = load_i32(p + i) >= low ? p[i] : 0;
+    for (int i = n - 1; over > 0; i--) {
+        if (load_i32(p + i) != low) continue;
+        p[i] = 0;
+        over--;
     }
-    return kept;
+}
+
+// The lowest id with which the sum of p (n) exceeds `left`, or n.
+static int token_at(const float *p, int n, double left) {
+    enum { STEP = 1024 };
+    int i = 0;
+    for (double sum; i + STEP <= n && left >= (sum = total(p + i, STEP)); i += STEP) left -= sum;
+    while (i < n && (left -= p[i]) >= 0) i++;
+    return i;
 }
 
 // The repetition penalty (HF RepetitionPenaltyLogitsProcessor), then the presence penalty.
@@ -2466,25 +2482,24 @@ static void penalize(const Sampler *s, float *logits, int n) {
     for (int i = 0; i < n && s->presence != 0; i++) logits[i] -= s->answered[i] ? s->presence : 0;
 }
 
-// The next token by its logits (n), which are overwritten.
+// The next token by its logits (n), which are overwritten. Top-p: what is drawn stays if all before
+// it have less than top_p of the sum. If not, the smallest set that reaches top_p is among those
+// before it, and the next draw is from these alone.
 static int sample(Sampler *s, float *logits, int n) {
     penalize(s, logits, n);
     if (!all_finite(logits, n)) die("model: the logits are no numbers; is the file damaged?");
-    int best = argmax(logits, n);
-    float max = logits[best];
-    if (s->temperature == 0) return best;
-    likelihoods(logits, n, max, s->temperature);
-    for (int i = 0; i < n; i++) s->kept[i] = (Candidate){logits[i], i};
-    if (s->top_k > 0 && s->top_k < n) n = keep_best(s, n, s->top_k, false);
-    if (s->top_p < 1) n = keep_best(s, n, s->top_p, true);
-    double sum = 0;
-    for (int i = 0; i < n; i++) sum += s->kept[i].p;
-    double left = random_next(&s->rng) * sum;
-    for (int i = 0; i < n; i++) {
-        left -= s->kept[i].p;
-        if (left < 0) return s->kept[i].id;
+    if (s->temperature == 0) return argmax(logits, n);
+    float *p = logits;
+    likelihoods(p, n, max_of(logits, n), s->temperature);
+    if (s->top_k > 0 && s->top_k < n) keep_top_k(p, n, s->top_k);
+    double sum = total(p, n);
+    for (const double enough = s->top_p * sum;;) {
+        int id = token_at(p, n, random_next(&s->rng) * sum);
+        if (id == n) continue;  // by rounding
+        keep_before(p, n, id);
+        sum = total(p, n);
+        if (sum < enough) return id;
     }
-    return best;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3162,8 +3177,6 @@ static void choose_sampling(Engine *e) {
         .rng = o->seed,
         .answered = alloc(t->vocab_size, sizeof(bool), "the sampler"),
         .seen = alloc(t->vocab_size, sizeof(bool), "the sampler"),
-        .kept = alloc(t->vocab_size, sizeof(Candidate), "the sampler"),
-        .edge = alloc(t->vocab_size, sizeof(Candidate), "the sampler"),
     };
 }
 

@@ -264,9 +264,7 @@ static void fuzz_model(Bytes in) {
     if (n > 1) score_piece(&e, ids, n);
     e.sampler = (Sampler){.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
                           .seen = alloc(g->vocab_size, 1, "a test"),
-                          .answered = alloc(g->vocab_size, 1, "a test"),
-                          .kept = alloc(g->vocab_size, sizeof(Candidate), "a test"),
-                          .edge = alloc(g->vocab_size, sizeof(Candidate), "a test")};
+                          .answered = alloc(g->vocab_size, 1, "a test")};
     int id = sample(&e.sampler, batched, g->vocab_size);
     CHECK(id >= 0 && id < g->vocab_size);
 }
@@ -546,12 +544,11 @@ static void fuzz_session(Bytes in) {
 
 static void fuzz_sample(Bytes in) {
     static bool seen[256];
-    static Candidate kept_candidates[256], edge[256];
     float logits[256], given[256], most;
     uint8_t flags = take_byte(&in), spread = take_byte(&in);
     Sampler s = {.temperature = flags & 1 ? 0 : 0.01f * spread, .top_k = take_byte(&in) % 64,
                  .top_p = (1 + take_byte(&in)) / 256.0f, .presence = flags & 2 ? 1.5f : 0,
-                 .rng = take_byte(&in), .repetition = 1, .seen = seen, .answered = seen, .kept = kept_candidates, .edge = edge};
+                 .rng = take_byte(&in), .repetition = 1, .seen = seen, .answered = seen};
     int n = 0;
     while (in.n >= (flags & 4 ? 4 : 1) && n < 256) {
         Bytes v = take_up_to(&in, flags & 4 ? 4 : 1);

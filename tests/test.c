@@ -296,32 +296,43 @@ static void test_yarn(void) {
 
 static Sampler random_sampler(float temperature, float top_p, int top_k) {
     return (Sampler){.temperature = temperature, .top_p = top_p, .top_k = top_k, .rng = 7,
-                     .repetition = 1, .answered = alloc(1000, 1, ""), .seen = alloc(1000, 1, ""), .kept = alloc(1000, sizeof(Candidate), ""),
-                     .edge = alloc(1000, sizeof(Candidate), "")};
+                     .repetition = 1, .answered = alloc(1000, 1, ""), .seen = alloc(1000, 1, "")};
 }
 
-// The share of each token over many draws, against its probability after sorting everything.
+typedef struct { float temperature, top_p; int top_k; } Sampling;
+
+// The probability of each of n tokens, after sorting everything
+static void expected_shares(double *share, const float *logits, int n, Sampling c) {
+    int *order = alloc(n, sizeof(int), "a test"), k = c.top_k ? c.top_k : n, kept = 0;
+    double sum = 0, mass = 0;
+    for (int i = 0; i < n; i++) {  // insertion sort, stable: the lowest id first
+        int at = i;
+        for (; at > 0 && logits[order[at - 1]] < logits[i]; at--) order[at] = order[at - 1];
+        order[at] = i;
+    }
+    for (int i = 0; i < n; i++) share[i] = 0;
+    for (int i = 0; i < k; i++) sum += exp(logits[order[i]] / c.temperature);
+    for (; kept < k && mass < c.top_p * sum; kept++) {
+        mass += share[order[kept]] = exp(logits[order[kept]] / c.temperature);
+    }
+    for (int i = 0; i < n; i++) share[i] /= mass;
+}
+
+// The share of each token over many draws, against its probability
 static void test_sampler(void) {
-    const struct { float temperature, top_p; int top_k; } cases[] = {
+    const Sampling cases[] = {
         {1, 1, 0}, {0.7f, 1, 0}, {1, 0.8f, 0}, {1, 1, 5}, {0.7f, 0.8f, 20}, {2, 0.3f, 7}, {1, 1e-6f, 0}};
     enum { N = 50, DRAWS = 40000 };
     for (size_t c = 0; c < sizeof(cases) / sizeof(*cases); c++) {
         Sampler s = random_sampler(cases[c].temperature, cases[c].top_p, cases[c].top_k);
         float logits[N], copy[N];
-        double p[N], kept[N], sum = 0, mass = 0;
-        int order[N], count[N] = {0}, k = cases[c].top_k ? cases[c].top_k : N, n = 0;
+        double kept[N];
+        int count[N] = {0};
         for (int i = 0; i < N; i++) {
             logits[i] = (float)(3 * uniform());
             if (i % 10 == 9) logits[i] = logits[i - 1];  // ties
         }
-        for (int i = 0; i < N; i++) {  // insertion sort, stable: the lowest id first
-            int at = i;
-            for (; at > 0 && logits[order[at - 1]] < logits[i]; at--) order[at] = order[at - 1];
-            order[at] = i;
-        }
-        for (int i = 0; i < k; i++) sum += p[i] = exp(logits[order[i]] / cases[c].temperature);
-        while (n < k && mass < cases[c].top_p * sum) mass += p[n++];
-        for (int i = 0; i < N; i++) kept[order[i]] = i < n ? p[i] / mass : 0;
+        expected_shares(kept, logits, N, cases[c]);
         for (int i = 0; i < DRAWS; i++) {
             memcpy(copy, logits, sizeof(copy));
             count[sample(&s, copy, N)]++;
@@ -336,6 +347,34 @@ static void test_sampler(void) {
     greedy.presence = 1.5f;
     greedy.answered[1] = greedy.answered[2] = true;
     CHECK(sample(&greedy, (float[]){1, 3, 3, 2}, 4) == 3);
+}
+
+// Many tokens, half of them equal to others: none is drawn that is not kept, and the share of ids up
+// to each one is as expected (the Kolmogorov-Smirnov test).
+static void test_large_vocabulary(void) {
+    const Sampling cases[] = {{1, 1, 0}, {0.6f, 0.95f, 0}, {1.5f, 0.8f, 0}, {1, 1, 1500}, {2, 0.5f, 2999},
+                              {0.7f, 0.8f, 20}, {100, 0.9f, 0}, {1, 1, 1}, {1, 1, 2}, {1, 1, 3}, {1, 1, 4}};
+    enum { N = 3000, DRAWS = 10000 };
+    static float logits[N], copy[N];
+    static double expected[N];
+    for (size_t c = 0; c < sizeof(cases) / sizeof(*cases); c++) {
+        Sampler s = random_sampler(cases[c].temperature, cases[c].top_p, cases[c].top_k);
+        int count[N] = {0};
+        double drawn = 0, sum = 0, most = 0;
+        for (int i = 0; i < N; i++) logits[i] = (float)(below(1500) / 250.0);
+        expected_shares(expected, logits, N, cases[c]);
+        for (int i = 0; i < DRAWS; i++) {
+            memcpy(copy, logits, sizeof(copy));
+            count[sample(&s, copy, N)]++;
+        }
+        for (int i = 0; i < N; i++) {
+            CHECK(count[i] == 0 || expected[i] > 0, "case %zu, id %d is not kept", c, i);
+            drawn += count[i] / (double)DRAWS;
+            sum += expected[i];
+            most = fmax(most, fabs(drawn - sum));
+        }
+        CHECK(most < 2 / sqrt(DRAWS), "case %zu: %g", c, most);
+    }
 }
 
 // HF's repetition penalty comes first: 3 / 1.2 - 0.25, -3 * 1.2 - 0.25; 0 stays.
@@ -666,6 +705,7 @@ int main(int argc, char **argv) {
     test_yarn();
     test_far_positions();
     test_sampler();
+    test_large_vocabulary();
     test_penalties();
     test_lookup();
     test_drafts();
