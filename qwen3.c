@@ -2431,36 +2431,34 @@ NOINLINE void likelihoods(float *logits, int n, float max, float temperature) {
     for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
 }
 
-// How many of p (n) have at least these bits, which order like the floats: none is negative.
-NOINLINE int count_from(const float *p, int n, int32_t bits) {
-    int count = 0;
-    for (int i = 0; i < n; i++) count += load_i32(p + i) >= bits;
-    return count;
-}
-
 // Forgets all tokens but those before id.
-static void keep_before(float *p, int n, int id) {
+NOINLINE void keep_before(float *p, int n, int id) {
     const int32_t bits = load_i32(p + id);
     for (int i = 0; i < id; i++) p[i] = load_i32(p + i) >= bits ? p[i] : 0;
     for (int i = id; i < n; i++) p[i] = load_i32(p + i) > bits ? p[i] : 0;
 }
 
-// Forgets all but the first k, whose bound is found by bisection.
-static void keep_top_k(float *p, int n, int k) {
-    int32_t low = 0, high = INT32_MAX;  // at least k have the bits `low`, fewer `high`
-    int count = n;
-    while (count != k && high - low > 1) {
+// Forgets all but the first k. Their bound is found by bisection of its bits, which order like the
+// floats as none is negative.
+NOINLINE void keep_top_k(float *p, int n, int k) {
+    int32_t low = 0, high = INT32_MAX;  // `kept` >= k of p are at least `low`, less than k `high`
+    int kept = n;
+    while (kept > k && high - low > 1) {
         int32_t middle = low + (high - low) / 2;
-        count = count_from(p, n, middle);
-        if (count >= k) low = middle;
-        else high = middle;
+        int count = 0;
+        for (int i = 0; i < n; i++) count += load_i32(p + i) >= middle;
+        if (count < k) {
+            high = middle;
+        } else {
+            low = middle;
+            kept = count;
+        }
     }
-    int over = count_from(p, n, low) - k;
     for (int i = 0; i < n; i++) p[i] = load_i32(p + i) >= low ? p[i] : 0;
-    for (int i = n - 1; over > 0; i--) {
+    for (int i = n - 1; kept > k; i--) {  // equal ones
         if (load_i32(p + i) != low) continue;
         p[i] = 0;
-        over--;
+        kept--;
     }
 }
 
@@ -2823,11 +2821,11 @@ static Ending run_generate(Engine *e, Bytes text) {
     return ending;
 }
 
-// -log of the probability of `id` by its logits
-static double surprise(const float *logits, int n, int id) {
-    double max = max_of(logits, n), sum = 0;
-    for (int i = 0; i < n; i++) sum += exp(logits[i] - max);
-    return log(sum) + max - logits[id];
+// -log of the probability of `id` by its logits (n), which are overwritten
+static double surprise(float *logits, int n, int id) {
+    float max = max_of(logits, n), logit = logits[id];
+    likelihoods(logits, n, max, 1);
+    return log(total(logits, n)) + max - logit;
 }
 
 // Sum of the surprises of ids 1 .. n - 1, each after those before it: n <= seq_len.
@@ -2841,7 +2839,7 @@ static double score_piece(Engine *e, const int *ids, int n) {
             progress_end(), exit(EXIT_INTERRUPT);
         for (int i = 0, rows; i < count; i += rows) {
             rows = min_int(s->logit_rows, count - i);
-            const float *logits = classify(&e->model, i, rows);
+            float *logits = classify(&e->model, i, rows);
             for (int r = 0; r < rows; r++) {
                 sum += surprise(logits + (size_t)r * vocab_size, vocab_size, ids[pos + i + r + 1]);
             }

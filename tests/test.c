@@ -377,6 +377,20 @@ static void test_large_vocabulary(void) {
     }
 }
 
+// Against doubles; logits far apart and close together, large ones too
+static void test_surprise(void) {
+    enum { N = 1003 };
+    for (int trial = 0; trial < 200; trial++) {
+        float logits[N];
+        double spread = pow(10, trial % 4 - 1), shift = 100 * uniform(), sum = 0;
+        for (int i = 0; i < N; i++) logits[i] = (float)(shift + spread * uniform());
+        int id = below(N);
+        for (int i = 0; i < N; i++) sum += exp(logits[i] - (double)logits[id]);
+        double found = surprise(logits, N, id);
+        CHECK(fabs(found - log(sum)) < 1e-6 * (1 + log(sum)), "%.9g, not %.9g", found, log(sum));
+    }
+}
+
 // HF's repetition penalty comes first: 3 / 1.2 - 0.25, -3 * 1.2 - 0.25; 0 stays.
 static void test_penalties(void) {
     Sampler s = random_sampler(0, 1, 0);
@@ -706,6 +720,7 @@ int main(int argc, char **argv) {
     test_far_positions();
     test_sampler();
     test_large_vocabulary();
+    test_surprise();
     test_penalties();
     test_lookup();
     test_drafts();
