@@ -2252,7 +2252,7 @@ static void encode_raw(const Tokenizer *t, Bytes s, Ids *out) {
 typedef struct {
     int role;
     Buffer text;
-    Ids ids;  // an answer's tokens: the added ones among them stay tokens, all else is plain text
+    Ids ids;  // instead, if it is an answer: added tokens stay tokens, all else is plain text
 } Message;
 
 typedef struct {
@@ -2278,11 +2278,6 @@ static void conversation_drop(Conversation *c, size_t first, size_t count) {
     c->n -= count;
 }
 
-static void message_add_token(Message *m, const Tokenizer *t, int id) {
-    ids_add(&m->ids, id);
-    buffer_add(&m->text, t->text[id]);
-}
-
 // ChatML, as all Qwen models speak it; what a file without a template gets.
 static ChatFormat chatml(void) {
     Bytes answer = bytes("<|im_start|>assistant\n"), end = bytes("<|im_end|>\n");
@@ -2301,18 +2296,21 @@ static size_t find_last(Bytes s, Bytes part) {
 }
 
 // An answer of an earlier turn, without its thinking.
-static void encode_answer(Encoder *e, const ChatFormat *f, const Message *m) {
-    Bytes s = {m->text.p, m->text.n};
+static void encode_answer(Encoder *e, const ChatFormat *f, const Ids *ids) {
+    Buffer all = {0};
+    for (size_t i = 0; i < ids->n; i++) buffer_add(&all, e->t->text[ids->p[i]]);
+    Bytes s = {all.p, all.n};
     size_t start = find_last(s, f->strip), at = 0;
     while (start && start < s.n && f->trim.n && memchr(f->trim.p, s.p[start], f->trim.n)) start++;
-    for (size_t i = 0; i < m->ids.n; i++) {
-        int id = m->ids.p[i];
+    for (size_t i = 0; i < ids->n; i++) {
+        int id = ids->p[i];
         Bytes text = e->t->text[id];
         size_t cut = at < start ? start - at : 0;
         if (cut == 0 && e->t->kind[id] & ADDED) encode_token(e, id);
         else if (cut < text.n) encode_plain(e, bytes_from(text, cut));
         at += text.n;
     }
+    free(all.p);
 }
 
 // The ids of a conversation, up to where the model's answer begins.
@@ -2326,7 +2324,7 @@ static void render(const Tokenizer *t, const Conversation *c, bool think, Ids *o
         const Message *m = &c->p[i];
         bool opened = f->system_opens_user && i > 0 && c->p[i - 1].role == SYSTEM;
         if (!opened) encode_marked(&e, f->open[m->role]);
-        if (m->role == ASSISTANT) encode_answer(&e, f, m);
+        if (m->role == ASSISTANT) encode_answer(&e, f, &m->ids);
         else encode_plain(&e, (Bytes){m->text.p, m->text.n});
         encode_marked(&e, f->close[m->role]);
     }
@@ -2630,7 +2628,7 @@ typedef struct {
     Buffer input;     // the prompt, or the message being typed
     char *line;       // getline()'s
     size_t line_cap;
-    Ids cached;       // what the KV cache holds
+    Ids cached;       // what the KV cache holds; behind that the answer's last id, and a draft
     int credit;       // what drafts may cost: see draft()
     bool think;       // -r 1
     bool no_switch;   // -r was given to one that can't
@@ -2660,18 +2658,22 @@ static void give_notices(Engine *e) {
 // Runs what the cache does not hold yet of ids; at least the last of them. Leaves in *row where
 // that one is in the last forward pass. False: Ctrl-C.
 static bool prefill(Engine *e, const Ids *ids, size_t *reused, int *row) {
+    Ids *cached = &e->cached;
+    Buffer *held = &e->writer.held;
     size_t same = 0;
-    while (same < e->cached.n && same + 1 < ids->n && e->cached.p[same] == ids->p[same]) same++;
-    e->cached.n = *reused = same;
+    while (same < cached->n && same + 1 < ids->n && cached->p[same] == ids->p[same]) same++;
+    // room for the whole answer, and for a token's text: decoding allocates nothing
+    cached->p = grow(cached->p, &cached->cap, 0, e->model.state.seq_len + 1, sizeof(int));
+    held->p = grow(held->p, &held->cap, 0, 1024, 1);
+    cached->n = *reused = same;
     e->credit += (int)(ids->n - same) / 16;  // they cost at least that many single steps: draft()
     progress_start(&e->model, ids->n - same);
     bool running = true;
-    while (running && e->cached.n < ids->n) {
-        size_t left = ids->n - e->cached.n;
-        int n = left < (size_t)e->model.state.batch ? (int)left : e->model.state.batch;
-        const bool last = e->cached.n + n == ids->n;
-        running = forward(&e->model, ids->p + e->cached.n, n, (int)e->cached.n, last);
-        for (int i = 0; i < n && running; i++) ids_add(&e->cached, ids->p[e->cached.n]);
+    while (running && cached->n < ids->n) {
+        int n = min_int(e->model.state.batch, (int)(ids->n - cached->n));
+        const bool last = cached->n + n == ids->n;
+        running = forward(&e->model, ids->p + cached->n, n, (int)cached->n, last);
+        for (int i = 0; i < n && running; i++) ids_add(cached, ids->p[cached->n]);
         *row = n - 1;
     }
     progress_end();
@@ -2724,31 +2726,30 @@ static int draft(Engine *e, int count, bool was_right) {
     return drafted;
 }
 
-// Writes the continuation of a cached prompt, at most options.n tokens, and adds it to `answer` (or
-// NULL). Counts the tokens. row: the prompt's last in the last forward pass
-static Ending generate(Engine *e, int row, Message *answer, int *count) {
+// Writes the continuation of a cached prompt, at most options.n tokens, and counts them: they stand
+// in e->cached behind the prompt. row: the prompt's last in the last forward pass
+static Ending generate(Engine *e, int row, int *count) {
     Model *m = &e->model;
     Ids *ids = &e->cached;
     int vocab_size = e->tokenizer.vocab_size, drafted = 0;
     memset(e->sampler.answered, 0, vocab_size * sizeof(bool));
     memset(e->sampler.seen, 0, vocab_size * sizeof(bool));
     for (size_t i = 0; i < ids->n; i++) e->sampler.seen[ids->p[i]] = true;
-    ids->p = grow(ids->p, &ids->cap, 0, m->state.seq_len, sizeof(int));  // no more while it writes
     float *logits = classify(m, row, 1);
     for (row = *count = 0; e->options.n != *count; row++) {
         if (interrupted) return INTERRUPTED;
         int id = sample(&e->sampler, logits + (size_t)row * vocab_size, vocab_size);
         if (is_stop(&e->tokenizer, id)) return TURN_ENDED;
+        const bool was_run = row < drafted && ids->p[ids->n] == id;
+        ids->p[ids->n] = id;
         ++*count;
         e->sampler.answered[id] = e->sampler.seen[id] = true;
         writer_token(&e->writer, &e->tokenizer, id);
-        if (answer) message_add_token(answer, &e->tokenizer, id);
         if (*count == e->options.n) break;
         if (ids->n == (size_t)m->state.seq_len) return CONTEXT_FULL;
-        if (row < drafted && ids->p[ids->n] == id) {  // it has been run already
+        if (was_run) {
             e->credit += DRAFT_COST;
         } else {
-            ids->p[ids->n] = id;
             drafted = draft(e, *count, drafted && row == drafted);
             int n = 1 + drafted;
             if (!forward(m, ids->p + ids->n, n, (int)ids->n, n)) return INTERRUPTED;
@@ -2760,8 +2761,9 @@ static Ending generate(Engine *e, int row, Message *answer, int *count) {
     return LIMIT_REACHED;
 }
 
-// Prompt and answer, with everything that is said about them on stderr.
-static Ending respond(Engine *e, const Ids *ids, Message *answer) {
+// Runs a prompt and writes its answer, which is added to `answer` (or NULL), with everything that
+// is said about them on stderr.
+static Ending respond(Engine *e, const Ids *ids, Ids *answer) {
     const Options *o = &e->options;
     size_t reused = 0;
     int row = 0, count = 0;
@@ -2777,8 +2779,9 @@ static Ending respond(Engine *e, const Ids *ids, Message *answer) {
     Ending ending = INTERRUPTED;
     bool ready = prefill(e, ids, &reused, &row);
     double middle = now();
-    if (ready) ending = generate(e, row, answer, &count);
+    if (ready) ending = generate(e, row, &count);
     double end = now();
+    for (int i = 0; answer && i < count; i++) ids_add(answer, e->cached.p[ids->n + i]);
     bool thinking = e->writer.thinking;
     writer_end(&e->writer);
     if (ending == CONTEXT_FULL)
@@ -2937,7 +2940,7 @@ static Ending chat_turn(Engine *e, Bytes text, bool leave_on_error) {
         return CONTEXT_FULL;
     }
     writer_thinks(&e->writer, begins_thinking(e));
-    Ending ending = respond(e, &ids, conversation_add(c, ASSISTANT, (Bytes){0}));
+    Ending ending = respond(e, &ids, &conversation_add(c, ASSISTANT, (Bytes){0})->ids);
     free(ids.p);
     return ending;
 }

@@ -333,9 +333,12 @@ static void fuzz_tokenizer(Bytes in) {
     Ids ids = {0};
     encode_raw(&t, take_up_to(&in, 100), &ids);
     decoded(&t, &ids);
-    Message m = {.role = ASSISTANT};
-    for (size_t i = 0; i < ids.n; i++) message_add_token(&m, &t, ids.p[i]);
-    Message talk[] = {{.role = USER, .text = m.text}, m, {.role = USER, .text = m.text}};
+    Message user = {.role = USER}, answer = {.role = ASSISTANT};
+    for (size_t i = 0; i < ids.n; i++) {
+        ids_add(&answer.ids, ids.p[i]);
+        buffer_add(&user.text, t.text[ids.p[i]]);
+    }
+    Message talk[] = {user, answer, user};
     render(&t, &(Conversation){talk, 3, 3}, flags & 8, &ids);
     decoded(&t, &ids);
     for (size_t i = 0; i < t.stop.n; i++) CHECK(is_stop(&t, t.stop.p[i]));
@@ -481,7 +484,7 @@ static void fuzz_chat(Bytes in) {
         if (role == ASSISTANT) {
             said_ids.n = 0;
             encode(&t, text, true, &said_ids);
-            for (size_t k = 0; k < said_ids.n; k++) message_add_token(m, &t, said_ids.p[k]);
+            for (size_t k = 0; k < said_ids.n; k++) ids_add(&m->ids, said_ids.p[k]);
             added_in_answers += count_added(&t, &said_ids);
         }
         bool opened = f->system_opens_user && i > 0 && c.p[i - 1].role == SYSTEM;

@@ -24,7 +24,7 @@ int main(int argc, char **argv) {
             Message *m = conversation_add(&c, ASSISTANT, (Bytes){0});
             encode_marked(&encoder, s);
             encode_end(&encoder);
-            for (size_t i = 0; i < ids.n; i++) message_add_token(m, &e.tokenizer, ids.p[i]);
+            for (size_t i = 0; i < ids.n; i++) ids_add(&m->ids, ids.p[i]);
             ids.n = 0;
         } else {
             bool user = !strcmp(kind, "user");
