@@ -2955,8 +2955,10 @@ enum { TERMINAL_LINE = 4095 };  // a terminal takes no more bytes in a line
 
 // The next line of stdin; false at the end of input or after Ctrl-C.
 static bool read_line(Engine *e, Bytes *text) {
+    errno = 0;
     ssize_t n = interrupted ? -1 : getline(&e->line, &e->line_cap, stdin);
-    if (n < 0 && ferror(stdin) && errno != EINTR) die("stdin: %s", strerror(errno));
+    if (n < 0 && (errno == ENOMEM || ferror(stdin)) && errno != EINTR)
+        die("stdin: %s", strerror(errno));
     *text = (Bytes){(uint8_t *)e->line, n > 0 ? n : 0};
     return n > 0;
 }

@@ -207,6 +207,12 @@ def test_endless_prompt(small, mode):
     assert_error(shell(f"ulimit -v 400000; exec {QWEN3} {small} -m {mode} -f /dev/zero -j 1"), 1)
 
 
+@needs_address_space
+def test_a_line_without_end(small):
+    script = f"ulimit -v 400000; exec {QWEN3} {small} -m chat -j 1 < /dev/zero"
+    assert_error(shell(script), 1, "stdin", "memory")
+
+
 # -- names and arguments
 
 @pytest.mark.parametrize("name", ["a b.bin", "größe 模型 🙂.bin", "%s%n.bin", "-m.bin", "new\nline.bin",
