@@ -2629,6 +2629,7 @@ typedef struct {
     char *line;       // getline()'s
     size_t line_cap;
     Ids cached;       // what the KV cache holds; behind that the answer's last id, and a draft
+    size_t reused;    // how much of the prompt it held already
     int credit;       // what drafts may cost: see draft()
     bool think;       // -r 1
     bool no_switch;   // -r was given to one that can't
@@ -2655,29 +2656,41 @@ static void give_notices(Engine *e) {
         notice("-t 0: greedy thinking tends to repeat itself without end, Qwen advises 0.6");
 }
 
-// Runs what the cache does not hold yet of ids; at least the last of them. Leaves in *row where
-// that one is in the last forward pass. False: Ctrl-C.
-static bool prefill(Engine *e, const Ids *ids, size_t *reused, int *row) {
+#define PROMPT_TOO_LONG "prompt: too long, expected at most %d tokens (-c), found %zu"
+
+// Runs what the cache does not hold yet of a prompt, at least its last token. Returns that token's
+// row in the last forward pass, or -1 after Ctrl-C.
+static int prefill(Engine *e, const Ids *ids) {
+    const State *s = &e->model.state;
     Ids *cached = &e->cached;
     Buffer *held = &e->writer.held;
     size_t same = 0;
+    int n = 0;
+    if (ids->n > (size_t)s->seq_len) die(PROMPT_TOO_LONG, s->seq_len, ids->n);
+    give_notices(e);
+    if (e->options.verbose) {
+        Buffer line = {0};
+        buffer_add(&line, bytes("prompt ids: "));
+        buffer_add_ids(&line, ids);
+        fwrite(line.p, 1, line.n, stderr);
+        free(line.p);
+    }
     while (same < cached->n && same + 1 < ids->n && cached->p[same] == ids->p[same]) same++;
-    // room for the whole answer, and for a token's text: decoding allocates nothing
-    cached->p = grow(cached->p, &cached->cap, 0, e->model.state.seq_len + 1, sizeof(int));
-    held->p = grow(held->p, &held->cap, 0, 1024, 1);
-    cached->n = *reused = same;
+    e->reused = same;
     e->credit += (int)(ids->n - same) / 16;  // they cost at least that many single steps: draft()
+    // room for the whole answer, and for a token's text: decoding allocates nothing
+    cached->p = grow(cached->p, &cached->cap, 0, s->seq_len + 1, sizeof(int));
+    held->p = grow(held->p, &held->cap, 0, 1024, 1);
+    memcpy(cached->p, ids->p, ids->n * sizeof(int));
     progress_start(&e->model, ids->n - same);
     bool running = true;
-    while (running && cached->n < ids->n) {
-        int n = min_int(e->model.state.batch, (int)(ids->n - cached->n));
+    for (cached->n = same; running && cached->n < ids->n; cached->n += running ? n : 0) {
+        n = min_int(s->batch, (int)(ids->n - cached->n));
         const bool last = cached->n + n == ids->n;
         running = forward(&e->model, ids->p + cached->n, n, (int)cached->n, last);
-        for (int i = 0; i < n && running; i++) ids_add(cached, ids->p[cached->n]);
-        *row = n - 1;
     }
     progress_end();
-    return running;
+    return running ? n - 1 : -1;
 }
 
 static bool is_stop(const Tokenizer *t, int id) {
@@ -2764,22 +2777,11 @@ static Ending generate(Engine *e, int row, int *count) {
 // Runs a prompt and writes its answer, which is added to `answer` (or NULL), with everything that
 // is said about them on stderr.
 static Ending respond(Engine *e, const Ids *ids, Ids *answer) {
-    const Options *o = &e->options;
-    size_t reused = 0;
-    int row = 0, count = 0;
-    give_notices(e);
-    if (o->verbose) {
-        Buffer line = {0};
-        buffer_add(&line, bytes("prompt ids: "));
-        buffer_add_ids(&line, ids);
-        fwrite(line.p, 1, line.n, stderr);
-        free(line.p);
-    }
+    int count = 0;
     double start = now();
-    Ending ending = INTERRUPTED;
-    bool ready = prefill(e, ids, &reused, &row);
+    int row = prefill(e, ids);
     double middle = now();
-    if (ready) ending = generate(e, row, &count);
+    Ending ending = row < 0 ? INTERRUPTED : generate(e, row, &count);
     double end = now();
     for (int i = 0; answer && i < count; i++) ids_add(answer, e->cached.p[ids->n + i]);
     bool thinking = e->writer.thinking;
@@ -2789,10 +2791,10 @@ static Ending respond(Engine *e, const Ids *ids, Ids *answer) {
     if (thinking && (ending == CONTEXT_FULL || ending == LIMIT_REACHED))
         notice("answer: ended inside its thinking after %d tokens (-n, -c)", count);
     if (!quiet) {
-        fprintf(stderr, "prompt %zu tokens (%zu cached) %.1f tok/s, ", ids->n, reused,
-                (ids->n - reused) / (middle - start + 1e-9));
+        fprintf(stderr, "prompt %zu tokens (%zu cached) %.1f tok/s, ", ids->n, e->reused,
+                (ids->n - e->reused) / (middle - start + 1e-9));
         fprintf(stderr, "generated %d tokens %.1f tok/s, seed %llu\n", count,
-                count / (end - middle + 1e-9), (unsigned long long)o->seed);
+                count / (end - middle + 1e-9), (unsigned long long)e->options.seed);
     }
     return ending;
 }
@@ -2800,28 +2802,12 @@ static Ending respond(Engine *e, const Ids *ids, Ids *answer) {
 // ------------------------------------------------------------------------------------------------
 // The modes
 
-static void run_tokenize(Engine *e, Bytes text) {
-    Ids ids = {0};
-    encode_raw(&e->tokenizer, text, &ids);
-    give_notices(e);
+static void run_tokenize(Engine *e, const Ids *ids) {
     Buffer line = {0};
-    buffer_add_ids(&line, &ids);
+    give_notices(e);
+    buffer_add_ids(&line, ids);
     write_stdout((Bytes){line.p, line.n});
     free(line.p);
-    free(ids.p);
-}
-
-#define PROMPT_TOO_LONG "prompt: too long, expected at most %d tokens (-c), found %zu"
-
-static Ending run_generate(Engine *e, Bytes text) {
-    Ids ids = {0};
-    encode_raw(&e->tokenizer, text, &ids);
-    if (ids.n == 0) ids_add(&ids, e->tokenizer.end_of_text);
-    if (ids.n > (size_t)e->model.state.seq_len)
-        die(PROMPT_TOO_LONG, e->model.state.seq_len, ids.n);
-    Ending ending = respond(e, &ids, NULL);
-    free(ids.p);
-    return ending;
 }
 
 // -log of the probability of `id` by its logits (n), which are overwritten
@@ -2831,62 +2817,51 @@ static double surprise(float *logits, int n, int id) {
     return log(total(logits, n)) + max - logit;
 }
 
-// Sum of the surprises of ids 1 .. n - 1, each after those before it: n <= seq_len.
-static double score_piece(Engine *e, const int *ids, int n) {
-    State *s = &e->model.state;
-    int vocab_size = e->tokenizer.vocab_size;
+// Runs ids 0 .. n - 1 at positions pos and on, returns the sum of the surprises of ids 1 .. n.
+static double score(Engine *e, const int *ids, int n, int pos) {
+    const int rows = e->model.state.logit_rows, vocab_size = e->tokenizer.vocab_size;
+    float *logits = NULL;
     double sum = 0;
-    for (int pos = 0, count; pos < n - 1; pos += count) {
-        count = min_int(s->batch, n - 1 - pos);
-        if (!forward(&e->model, ids + pos, count, pos, count))
-            progress_end(), exit(EXIT_INTERRUPT);
-        for (int i = 0, rows; i < count; i += rows) {
-            rows = min_int(s->logit_rows, count - i);
-            float *logits = classify(&e->model, i, rows);
-            for (int r = 0; r < rows; r++) {
-                sum += surprise(logits + (size_t)r * vocab_size, vocab_size, ids[pos + i + r + 1]);
-            }
-        }
+    if (!forward(&e->model, ids, n, pos, n)) progress_end(), exit(EXIT_INTERRUPT);
+    for (int i = 0; i < n; i++) {
+        if (i % rows == 0) logits = classify(&e->model, i, min_int(rows, n - i));
+        sum += surprise(logits + (size_t)(i % rows) * vocab_size, vocab_size, ids[i + 1]);
     }
     return sum;
 }
 
-static void run_perplexity(Engine *e, Bytes text) {
-    Ids ids = {0};
-    int context = e->model.state.seq_len;
-    encode_raw(&e->tokenizer, text, &ids);
-    if (ids.n < 2) die("text: too short for a perplexity, expected 2 tokens, found %zu", ids.n);
+// A text longer than the context is scored in pieces, each of which begins with the last token of
+// the one before.
+static void run_perplexity(Engine *e, const Ids *ids) {
+    const int context = e->model.state.seq_len, batch = e->model.state.batch;
+    if (ids->n < 2) die("text: too short for a perplexity, expected 2 tokens, found %zu", ids->n);
     if (context < 2) die("context: too short for a perplexity, expected -c 2, found %d", context);
     give_notices(e);
-    if (ids.n > (size_t)context)
-        notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
+    if (ids->n > (size_t)context)
+        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
+    const int n = (int)ids->n - 1;
     double sum = 0;
-    progress_start(&e->model, ids.n - 1);
-    for (size_t at = 0; at + 1 < ids.n; at += context - 1) {
-        size_t left = ids.n - at;
-        sum += score_piece(e, ids.p + at, left < (size_t)context ? (int)left : context);
+    progress_start(&e->model, n);
+    for (int at = 0, count; at < n; at += count) {
+        int pos = at % (context - 1);
+        count = min_int(min_int(batch, context - 1 - pos), n - at);
+        sum += score(e, ids->p + at, count, pos);
     }
     progress_end();
-    double mean = sum / (double)(ids.n - 1);
+    double mean = sum / n;
     if (!isfinite(mean)) die("model: the logits are no numbers; is the file damaged?");
     char line[128];
-    snprintf(line, sizeof(line), "tokens %zu nll %.6f ppl %.4f\n", ids.n - 1, mean, exp(mean));
+    snprintf(line, sizeof(line), "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
     write_stdout(bytes(line));
-    free(ids.p);
 }
 
 // The last token's hidden state (dim) after the final norm, divided by its length: a JSON array.
-static void run_embed(Engine *e, Bytes text) {
+static void run_embed(Engine *e, const Ids *ids) {
     const Config *g = &e->model.config;
     State *s = &e->model.state;
-    Ids ids = {0};
-    size_t reused = 0;
-    int row = 0;
-    encode_raw(&e->tokenizer, text, &ids);
-    if (ids.n == 0) die("text: nothing to embed, expected at least 1 token, found 0");
-    if (ids.n > (size_t)s->seq_len) die(PROMPT_TOO_LONG, s->seq_len, ids.n);
-    give_notices(e);
-    if (!prefill(e, &ids, &reused, &row)) exit(EXIT_INTERRUPT);
+    if (ids->n == 0) die("text: nothing to embed, expected at least 1 token, found 0");
+    int row = prefill(e, ids);
+    if (row < 0) exit(EXIT_INTERRUPT);
     float *x = s->delta;
     rmsnorm(x, s->x + (size_t)row * g->dim, e->model.weights.rms_final, g->dim, g->rms_norm_eps);
     double squares = 0;
@@ -2902,7 +2877,20 @@ static void run_embed(Engine *e, Bytes text) {
     buffer_add(&line, bytes("]\n"));
     write_stdout((Bytes){line.p, line.n});
     free(line.p);
+}
+
+// Every mode but chat: a text as it is
+static Ending run_raw(Engine *e, Bytes text) {
+    Ending ending = TURN_ENDED;
+    Ids ids = {0};
+    encode_raw(&e->tokenizer, text, &ids);
+    if (e->mode == GENERATE && ids.n == 0) ids_add(&ids, e->tokenizer.end_of_text);
+    if (e->mode == GENERATE) ending = respond(e, &ids, NULL);
+    else if (e->mode == TOKENIZE) run_tokenize(e, &ids);
+    else if (e->mode == PERPLEXITY) run_perplexity(e, &ids);
+    else run_embed(e, &ids);
     free(ids.p);
+    return ending;
 }
 
 // Renders the conversation. If there is no room for an answer, the oldest turns go until half the
@@ -3217,11 +3205,7 @@ static int run(Engine *e) {
     if (chat && o->system) conversation_add(&e->conversation, SYSTEM, bytes(o->system));
     if (!read_prompt(e)) return run_conversation(e);
     Bytes text = {e->input.p, e->input.n};
-    Ending ending = TURN_ENDED;
-    if (e->mode == TOKENIZE) run_tokenize(e, text);
-    else if (e->mode == PERPLEXITY) run_perplexity(e, text);
-    else if (e->mode == EMBED) run_embed(e, text);
-    else ending = chat ? chat_turn(e, text, true) : run_generate(e, text);
+    Ending ending = chat ? chat_turn(e, text, true) : run_raw(e, text);
     return ending == INTERRUPTED ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 

@@ -261,7 +261,7 @@ static void fuzz_model(Bytes in) {
     if (all_finite(logits, g->vocab_size))
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
     e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size};
-    if (n > 1) score_piece(&e, ids, n);
+    if (n > 1) score(&e, ids, n - 1, 0);
     e.sampler = (Sampler){.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
                           .seen = alloc(g->vocab_size, 1, "a test"),
                           .answered = alloc(g->vocab_size, 1, "a test")};
@@ -535,11 +535,8 @@ static void fuzz_session(Bytes in) {
     bool once = read_prompt(&e);
     Bytes text = {e.input.p, e.input.n};
     if (!once) run_conversation(&e);
-    else if (e.mode == EMBED) run_embed(&e, text);
-    else if (o->mode == TOKENIZE) run_tokenize(&e, text);
-    else if (o->mode == PERPLEXITY) run_perplexity(&e, text);
     else if (chat) chat_turn(&e, text, true);
-    else run_generate(&e, text);
+    else run_raw(&e, text);
     CHECK(!e.writer.thinking && !dimmed && e.writer.held.n == 0);
 }
 

@@ -452,9 +452,11 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
     e->credit = DRAFT_COST;  // one draft: what comes after it has to be earned
     e->sampler = *sampler;
     for (int turn = 0; turn < 2; turn++) {
-        int row = 0, count;
+        int count;
         for (size_t i = 0; i < prompt->n; i++) ids_add(&ids, prompt->p[i]);
-        CHECK(prefill(e, &ids, &a.reused[turn], &row));
+        int row = prefill(e, &ids);
+        CHECK(row >= 0);
+        a.reused[turn] = e->reused;
         a.passes -= e->model.state.passes;
         int before = allocations;
         a.ending[turn] = generate(e, row, &count);
@@ -477,7 +479,7 @@ static bool same_ids(const Ids *a, const Ids *b) {
 // Drafts change the number of forward passes, and nothing else: the answers, how they end, what is
 // left in the cache for the next turn, and the random numbers used are those of single steps.
 static void test_drafts(void) {
-    Engine e[2] = {{.mode = GENERATE}, {.mode = GENERATE}};
+    Engine e[2] = {{.mode = GENERATE, .noticed = true}, {.mode = GENERATE, .noticed = true}};
     int passes[2] = {0}, endings[4] = {0};
     for (int k = 0; k < 2; k++) {
         rng = 77;
