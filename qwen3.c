@@ -2333,47 +2333,45 @@ static void render(const Tokenizer *t, const Conversation *c, bool think, Ids *o
     encoder_free(&e);
 }
 
-// The text of model.template + suffix, or false if there is no such file.
-static bool template_file(Bytes *text, const char *model, const char *suffix) {
-    char path[4096];
-    int n = snprintf(path, sizeof(path), "%s.template%s", model, suffix);
-    if (n >= (int)sizeof(path) || access(path, F_OK) != 0) return false;
-    *text = file_map(path);
-    return true;
+// The name of a file beside the model; false: there is none.
+static bool beside(char path[4096], const char *model, const char *suffix) {
+    return snprintf(path, 4096, "%s%s", model, suffix) < 4096 && access(path, F_OK) == 0;
 }
 
-// What is before the next %s; *rest is what is behind it.
-static Bytes template_part(Bytes *rest, const char *model) {
-    for (size_t i = 0; i + 1 < rest->n; i++) {
-        if (rest->p[i] != '%' || rest->p[i + 1] != 's') continue;
-        Bytes before = {rest->p, i};
-        *rest = bytes_from(*rest, i + 2);
-        return before;
+// The parts of a template before, between and behind its `count` %s; false: there is no such file.
+static bool template_parts(Bytes *parts, int count, const char *model, const char *suffix) {
+    char path[4096];
+    if (!beside(path, model, suffix)) return false;
+    parts[0] = file_map(path);
+    for (int i = count; i > 0; i--) {
+        size_t end = find_last(parts[0], bytes("%s"));
+        if (end == 0) die("%s: not a template, expected %%s where the texts go", path);
+        parts[i] = bytes_from(parts[0], end);
+        parts[0].n = end - 2;
     }
-    die("%s.template: not a template, expected %%s where the texts go", model);
+    return true;
 }
 
 // The four rendered prompts that older exports put beside the model: "A %s B" for a user's text,
 // "S %s T %s B" for a system's and a user's. Each turn is A USER B ANSWER, end of turn, newline.
 static bool chat_from_templates(Tokenizer *t, const char *model, bool think) {
     ChatFormat *f = &t->chat;
-    Bytes text;
-    if (!template_file(&text, model, "")) return false;
+    const char *with_system =
+        think ? ".template.with-system-and-thinking" : ".template.with-system";
+    Bytes part[3];
     Buffer end = {0};
+    if (!template_parts(part, 1, model, ".template")) return false;
+    *f = (ChatFormat){.strip = bytes("</think>"), .trim = bytes("\n")};
+    f->open[USER] = part[0];
+    f->answer[0] = f->answer[1] = part[1];
+    if (template_parts(part, 1, model, ".template.with-thinking")) f->answer[1] = part[1];
     buffer_add(&end, t->text[t->stop.p[0]]);
     buffer_add(&end, bytes("\n"));
-    *f = (ChatFormat){.strip = bytes("</think>"), .trim = bytes("\n")};
-    f->open[USER] = template_part(&text, model);
-    f->answer[0] = f->answer[1] = text;
-    if (template_file(&text, model, ".with-thinking")) {
-        template_part(&text, model);
-        f->answer[1] = text;
-    }
     f->open[ASSISTANT] = f->answer[think];
     f->close[ASSISTANT] = (Bytes){end.p, end.n};
-    if (template_file(&text, model, think ? ".with-system-and-thinking" : ".with-system")) {
-        f->open[SYSTEM] = template_part(&text, model);
-        f->close[SYSTEM] = template_part(&text, model);
+    if (template_parts(part, 2, model, with_system)) {
+        f->open[SYSTEM] = part[0];
+        f->close[SYSTEM] = part[1];
         f->system_opens_user = true;
     }
     return true;
@@ -3175,10 +3173,8 @@ static void load(Engine *e) {
     const Options *o = &e->options;
     const Config *g = &e->model.config;
     char tokenizer[4096];
-    if (snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model) >= (int)sizeof(tokenizer))
-        die("MODEL: name too long, expected less than %zu bytes", sizeof(tokenizer) - 10);
     model_map(&e->model, o->model);
-    if (access(tokenizer, F_OK) != 0)
+    if (!beside(tokenizer, o->model, ".tokenizer"))
         die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, g->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
