@@ -2401,25 +2401,20 @@ static double random_next(uint64_t *state) {
     return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
 }
 
-// The sum of p (n)
-NOINLINE double total(const float *p, int n) {
+// The sum of x (n): finite if all of them are
+NOINLINE double total(const float *x, int n) {
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < n; i++) sum += p[i];
+    for (int i = 0; i < n; i++) sum += x[i];
     return sum;
 }
+
+#define NO_NUMBERS "model: the logits are no numbers; is the file damaged?"
 
 static int argmax(const float *x, int n) {
     int best = 0;
     for (float max = max_of(x, n); x[best] != max && best < n - 1;) best++;
     return best;
-}
-
-// No NaN and no infinity among them?
-static bool all_finite(const float *x, int n) {
-    int bad = 0;
-    for (int i = 0; i < n; i++) bad |= (load_i32(x + i) & 0x7F800000) == 0x7F800000;
-    return !bad;
 }
 
 // p = exp((logit - max) / temperature), (n)
@@ -2481,7 +2476,7 @@ static void penalize(const Sampler *s, float *logits, int n) {
 // before it, and the next draw is from these alone.
 static int sample(Sampler *s, float *logits, int n) {
     penalize(s, logits, n);
-    if (!all_finite(logits, n)) die("model: the logits are no numbers; is the file damaged?");
+    if (!isfinite(total(logits, n))) die(NO_NUMBERS);
     if (s->temperature == 0) return argmax(logits, n);
     float *p = logits;
     likelihoods(p, n, max_of(logits, n), s->temperature);
@@ -2612,7 +2607,7 @@ typedef struct {
     float temperature, top_p, presence;        // -1: the checkpoint's; presence 0
     int top_k, n, context, batch, threads;     // -1: not given
     uint64_t seed;
-    bool seeded, verbose;
+    bool verbose;
 } Options;
 
 typedef struct {
@@ -2847,7 +2842,7 @@ static void run_perplexity(Engine *e, const Ids *ids) {
     }
     progress_end();
     double mean = sum / n;
-    if (!isfinite(mean)) die("model: the logits are no numbers; is the file damaged?");
+    if (!isfinite(mean)) die(NO_NUMBERS);
     char line[128];
     snprintf(line, sizeof(line), "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
     write_stdout(bytes(line));
@@ -3066,7 +3061,7 @@ static void parse_option(Options *o, const char *option, const char *value) {
     case 'c': o->context = parse_int(option, value, 0, INT_MAX); break;
     case 'b': o->batch = parse_int(option, value, 1, 512); break;
     case 'j': o->threads = parse_int(option, value, 1, 1024); break;
-    case 's': o->seed = parse_seed(value); o->seeded = true; break;
+    case 's': o->seed = parse_seed(value); break;
     }
 }
 
@@ -3077,8 +3072,11 @@ static void check_text(const Options *o, int mode) {
 }
 
 static Options parse_options(int argc, char **argv) {
+    struct timespec time;
+    clock_gettime(CLOCK_REALTIME, &time);
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -1,
-                 .context = -1, .batch = 512, .threads = -1};
+                 .context = -1, .batch = 512, .threads = -1,
+                 .seed = (uint64_t)time.tv_sec * 1000000000u + time.tv_nsec};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
@@ -3152,11 +3150,6 @@ static void choose_chat(Engine *e) {
 static void choose_sampling(Engine *e) {
     const Options *o = &e->options;
     const Tokenizer *t = &e->tokenizer;
-    struct timespec time;
-    clock_gettime(CLOCK_REALTIME, &time);
-    if (!o->seeded) {
-        e->options.seed = (uint64_t)time.tv_sec * 1000000007u ^ (uint64_t)time.tv_nsec << 20;
-    }
     e->sampler = (Sampler){
         .temperature = o->temperature >= 0 ? o->temperature : t->temperature,
         .top_p = o->top_p >= 0 ? o->top_p : t->top_p,
