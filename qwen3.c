@@ -916,12 +916,18 @@ INLINE int32_t load_i32(const void *p) {
 // ties to even, and that stands in the low bits.
 #define ROUNDER 12582912.0f
 
+// a if yes is 1, b if it is 0: by masks, as GCC makes no vectors of loops that choose floats
+INLINE float choose(int32_t yes, float a, float b) {
+    union { int32_t i; float f; } bits = {(load_i32(&a) & -yes) | (load_i32(&b) & (yes - 1))};
+    return bits.f;
+}
+
 // exp(x) = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and a polynomial for e^r (Cephes
 // expf): within 2 units of the last place, exp(0) = 1, 0 below -87. Written so that compilers
 // vectorise loops over it.
 INLINE float fast_exp(float x) {
-    float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float n = clamped * 1.44269504f + ROUNDER - ROUNDER;
+    float clamped = choose(x < -87.0f, -87.0f, choose(x > 88.0f, 88.0f, x));
+    float shifted = clamped * 1.44269504f + ROUNDER, n = shifted - ROUNDER;
     float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -930,9 +936,8 @@ INLINE float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1;
-    uint32_t exponent = (uint32_t)(int32_t)(n >= -126 ? n : 0) + 127;  // a NaN has none
-    union { uint32_t i; float f; } power = {exponent << 23};
-    return x < -87.0f ? 0 : p * power.f;
+    union { uint32_t i; float f; } power = {((uint32_t)load_i32(&shifted) + 127) << 23};  // 2^n
+    return choose(x < -87.0f, 0, p * power.f);
 }
 
 // Floats are added in 16 interleaved sums, whatever a vector's width: all instruction sets agree.
