@@ -2486,8 +2486,8 @@ static int sample(Sampler *s, float *logits, int n) {
     float *p = logits;
     likelihoods(p, n, max_of(logits, n), s->temperature);
     if (s->top_k > 0 && s->top_k < n) keep_top_k(p, n, s->top_k);
-    double sum = total(p, n);
-    for (const double enough = s->top_p * sum;;) {
+    double sum = total(p, n), enough = s->top_p * sum;
+    for (;;) {
         int id = token_at(p, n, random_next(&s->rng) * sum);
         if (id == n) continue;  // by rounding
         keep_before(p, n, id);
