@@ -2667,11 +2667,9 @@ static int prefill(Engine *e, const Ids *ids) {
     if (ids->n > (size_t)s->seq_len) die(PROMPT_TOO_LONG, s->seq_len, ids->n);
     give_notices(e);
     if (e->options.verbose) {
-        Buffer line = {0};
-        buffer_add(&line, bytes("prompt ids: "));
-        buffer_add_ids(&line, ids);
-        fwrite(line.p, 1, line.n, stderr);
-        free(line.p);
+        fputs("prompt ids:", stderr);
+        for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
+        fputc('\n', stderr);
     }
     while (same < cached->n && same + 1 < ids->n && cached->p[same] == ids->p[same]) same++;
     e->reused = same;
