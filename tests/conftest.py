@@ -5,6 +5,9 @@ The programs are black boxes here. QWEN3=path runs another build (say, one with 
 import json
 import os
 import re
+import resource
+import select
+import signal
 import struct
 import subprocess
 import sys
@@ -27,13 +30,25 @@ STATS = re.compile(rb"prompt (\d+) tokens \((\d+) cached\) [\d.]+ tok/s, "
 
 # -- running the programs
 
+# Who runs the tests may ignore signals (nohup, a shell's &) or block them; the programs inherit it.
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)          # here still without effect, there as usual
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+# As the usual 8 MB for each thread is what the tests with little memory reckon with
+stack, most = resource.getrlimit(resource.RLIMIT_STACK)
+if most == resource.RLIM_INFINITY or most >= 8 << 20:
+    resource.setrlimit(resource.RLIMIT_STACK, (8 << 20, most))
+
+
 def environment(**changes):
-    keep = ("PATH", "HOME", "TMPDIR", "ASAN_OPTIONS", "UBSAN_OPTIONS", "OMP_NUM_THREADS")
+    keep = ("PATH", "HOME", "TMPDIR", "CC", "LD_LIBRARY_PATH", "ASAN_OPTIONS", "UBSAN_OPTIONS")
     env = {name: os.environ[name] for name in keep if name in os.environ}
     return {**env, "LC_ALL": "C.UTF-8", **changes}
 
 
-def qwen3(*args, stdin=b"", timeout=60, **env):
+def qwen3(*args, stdin=b"", timeout=120, **env):
     """Run the program with no terminal anywhere; stdout and stderr as bytes."""
     return subprocess.run([str(QWEN3), *map(_argument, args)], input=stdin, capture_output=True,
                           timeout=timeout, env=environment(**env), start_new_session=True)
@@ -48,6 +63,16 @@ def output(*args, stdin=b"", **kwargs):
     result = qwen3(*args, stdin=stdin, **kwargs)
     assert result.returncode == 0, result
     return result.stdout
+
+
+def stop(pid, fd):
+    """Hold a process up, and read all that it has written to this pipe or terminal: whatever
+    happens next finds it with room to write, in the middle of its work."""
+    os.kill(pid, signal.SIGSTOP)
+    text = b""
+    while select.select([fd], [], [], 0.2)[0] and (data := os.read(fd, 65536)):
+        text += data
+    return text
 
 
 def tokenize(model, text):

