@@ -1550,11 +1550,11 @@ static void progress_add(int n) {
     progress.done += n;
     if (progress.total == 0 || quiet || !isatty(STDERR_FILENO)) return;
     size_t count = progress.tokens * progress.done / progress.total;
-    double seconds = now() - progress.start, whole = seconds * progress.total / progress.done;
-    if (count == progress.shown || (!progress.shown && whole < 2)) return;
+    double seconds = now() - progress.start;
+    double left = seconds * (progress.total - progress.done) / progress.done;
+    if (count == progress.shown || (!progress.shown && seconds + left < 2)) return;
     progress.shown = count;
-    fprintf(stderr, "\r%zu of %zu tokens, %.0f s left\033[K", count, progress.tokens,
-            whole - seconds);
+    fprintf(stderr, "\r%zu of %zu tokens, %.0f s left\033[K", count, progress.tokens, left);
 }
 
 // Runs n <= batch tokens at positions pos .. pos + n - 1, after which the cache holds these

@@ -49,6 +49,7 @@ def test_packages_without_uv():
 def test_make_run():
     """Its output as the README shows it, but for the speed and the seed."""
     shown = re.search(r"^\$ make run\n.*\n(.*)\n", README, re.M)[1]
-    result = subprocess.run(["make", "-s", "run"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(["make", "-s", "--no-print-directory", "run"], cwd=ROOT,
+                            capture_output=True, text=True)
     assert result.returncode == 0 and result.stdout.splitlines()[-1] == shown == \
         "The capital of France is Paris."
