@@ -278,12 +278,16 @@ def yarn_fields(where: Path, rope: dict, max_seq_len: int) -> bytes:
                        unless(attention_factor, 0.1 * math.log(factor) + 1), not truncate)
 
 
-def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, bytes]:
-    """(theta, YaRN's header fields if any) from the old keys (rope_theta, rope_scaling) or the new
-    ones (rope_parameters), with transformers' precedence and defaults."""
+def rope_of(config: dict) -> tuple[dict, object]:
+    """(parameters, kind) by the old key (rope_scaling) or the new one, as transformers has it."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return rope, rope.get("rope_type", rope.get("type", "default"))
+
+
+def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, bytes]:
+    """(theta, YaRN's header fields if any), with transformers' precedence and defaults."""
+    rope, kind = rope_of(config)
     theta = positive(where, config | rope, "rope_theta", float, 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
     if kind == "yarn":
         rope = rope | {key: config[key] for key in ["original_max_position_embeddings"]
@@ -305,8 +309,8 @@ def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, bytes
 def with_yarn(where: Path, config: dict, factor: float) -> dict:
     """config.json as Qwen's model cards change it for long texts. Qwen3's 40960 positions are the
     32768 that it was trained with and 8192 for the answer."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+    rope, kind = rope_of(config)
+    if kind != "default":
         refuse(where, "--yarn", "a model without rope scaling", repr(kind))
     native = positive(where, config, "max_position_embeddings", int)
     original = 32768 if native == 40960 else native
@@ -947,13 +951,21 @@ def chat_template(folder: Path, tokenizer: dict) -> str | None:
     return found
 
 
+TEMPLATE_SECONDS = 10  # of the CPU's time; Qwen's take 0.1
+
+
 def chat_pieces(source: str | None, variables: dict[str, str]) -> Pieces | None:
     """The verified pieces of a template, or None and a note that says why not."""
     if not source:
         notes.append("the checkpoint has no chat template: qwen3 will continue texts, and chat "
                      "(-m chat) in plain ChatML")
         return None
-    try:  # a template is a program: it may fail in any way
+    def too_long(*_: object) -> NoReturn:
+        raise TimeoutError(f"it takes more than {TEMPLATE_SECONDS} s")
+
+    old = signal.signal(signal.SIGVTALRM, too_long)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
+    try:  # a template is a program: it may fail in any way, or never end
         render = compile_template(source, variables)
         pieces = find_pieces(render, variables.get("bos_token", ""))
         for messages in trial_conversations():
@@ -965,6 +977,9 @@ def chat_pieces(source: str | None, variables: dict[str, str]) -> Pieces | None:
         notes.append("warning: the chat template does something that pieces can't express, "
                      f"qwen3 will chat in plain ChatML: {type(error).__name__}: {error}")
         return None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, old)
 
 
 # ---------------------------------------------------------------------------- OUT.bin.tokenizer
@@ -1414,6 +1429,17 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
     axes.figure.savefig(path, dpi=150)
 
 
+def tell(lines: str) -> None:
+    """Writes to stdout, above the progress bar."""
+    try:
+        tqdm.write(lines)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of it at exit
+        error.filename = "stdout"
+        raise
+
+
 def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None) -> None:
     """Compares OUT.bin and its tokenizer file with the source; a table of the errors on stdout."""
     if picture and not importlib.util.find_spec("matplotlib"):
@@ -1426,17 +1452,22 @@ def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None)
         if group_size not in GROUP_SIZES:
             refuse(out, "group_size", " or ".join(map(str, GROUP_SIZES)), group_size)
         config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
+        given, made = (struct.unpack_from("<f", h.ljust(256), 0x3C)[0] or 1 for h in (header(config),
+                                                                                      head))
+        if given != made:
+            refuse(out, "YaRN is not what the source gives, --check needs the same --yarn",
+                   f"factor {given:g}", f"{made:g}")
         check_bytes(out, "the header", header(config), head)
         check_bytes(tokenizer_out, "it", tokenizer, tokenizer_out.read_bytes())
         size = 256 + sum(stored_size(t.shape, group_size) for t in tensors)
         if (found := out.stat().st_size) != size:
             refuse(out, "truncated or oversized", f"{size} bytes", found)
-        print("rms error    largest\n(% of rms)  (half steps)  tensor")
+        tell("rms error    largest\n(% of rms)  (half steps)  tensor")
         for tensor, pieces in in_pieces(partial(compare_piece, file, group_size), tensors,
                                         group_size):
             squares, differences, largest = zip(*pieces)
             rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
-            tqdm.write(f"{rms:10.4f}  {max(largest):12.4f}  {tensor.name}")  # above the bar
+            tell(f"{rms:10.4f}  {max(largest):12.4f}  {tensor.name}")
             if len(tensor.shape) == 2:
                 errors[tensor.name] = rms
     if picture:
@@ -1506,7 +1537,6 @@ def main() -> None:
     except Refused as error:
         lines, status = [str(error)], 1
     except BrokenPipeError:  # who reads the table has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         lines = []
     except OSError as error:
         lines = [f"{error.filename or out}: can't be read or written, expected access and space, "

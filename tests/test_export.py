@@ -1276,6 +1276,15 @@ CHATS = {
 }
 
 
+def test_endless_template(monkeypatch):
+    monkeypatch.setattr(export, "TEMPLATE_SECONDS", 0.3)
+    loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    export.notes.clear()
+    assert export.chat_pieces(loops + CHATML, {}) is None
+    assert len(export.notes) == 1 and "TimeoutError: it takes more than 0.3 s" in export.notes[0]
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
 @pytest.mark.parametrize("where", ["file", "tokenizer_config", "list", "old json"])
 @pytest.mark.parametrize("which", CHATS)
 def test_chat_pieces(tmp_path, which, where):
