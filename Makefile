@@ -2,7 +2,7 @@
 # make run        asks the tiny model of tests/ a question
 # make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
 # make test       makes a virtual environment in tests/.venv and runs every test
-# make bench      measures this build on this machine, with a synthetic model
+# make bench      measures this build on this machine, with a synthetic model (GROUP=32: its groups)
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
 # make test-platforms  runs the tests on other compilers, CPUs and systems, where they are installed
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
@@ -43,7 +43,7 @@ run: qwen3
 	./qwen3 tests/tiny/tiny.bin -t 0 -i "What is the capital of France?"
 
 bench: tests/bench
-	tests/bench
+	tests/bench $(GROUP)
 
 portable: NATIVE =
 portable: qwen3

@@ -1,5 +1,6 @@
 // How fast this build is on this machine, and how near to what the machine can do.
 //   tests/bench             a synthetic model of Qwen3-0.6B's shape, in a temporary file
+//   tests/bench 32          the same in groups of 32 instead of 64: make bench GROUP=32
 //   tests/bench --small     a tiny one, only to see that everything runs
 //   tests/bench MODEL.bin   any model
 // Prompts should be bound by arithmetic (the rate of dot4 in registers), decoding by the memory (the
@@ -18,7 +19,7 @@ static double patience = 1;  // less for a model that shows nothing but that eve
 
 // ---- The model
 
-static const int32_t shape_06b[] = {1024, 3072, 28, 16, 8, 151936, 40960, 128, 1, 64};
+static int32_t shape_06b[] = {1024, 3072, 28, 16, 8, 151936, 40960, 128, 1, 64};
 static const int32_t shape_small[] = {128, 192, 2, 4, 2, 1000, 4096, 32, 1, 32};
 
 static void put(FILE *f, const void *p, size_t size) {
@@ -291,9 +292,13 @@ static double memory_peak(void) {
 int main(int argc, char **argv) {
     const int cores = cpu_count();
     const Config *g = &m.config;
-    if (argc > 2) die_usage("usage: tests/bench [MODEL.bin | --small]");
-    if (argc == 2 && strcmp(argv[1], "--small") != 0) model_map(&m, argv[1]);
-    else map_synthetic(argc == 2 ? shape_small : shape_06b);
+    const char *what = argc == 2 ? argv[1] : "64";
+    const int group = atoi(what);
+    if (argc > 2) die_usage("usage: tests/bench [32 | 64 | 128 | 256 | MODEL.bin | --small]");
+    shape_06b[9] = group;
+    if (group == 32 || group == 64 || group == 128 || group == 256) map_synthetic(shape_06b);
+    else if (strcmp(what, "--small") == 0) map_synthetic(shape_small);
+    else model_map(&m, what);
     printf("qwen3 (" SIMD "): %d layers of %d, vocabulary %d, group %d: %.0f MB a token, %.1f million "
            "multiply-adds in its matmuls\n\n", g->n_layers, g->dim, g->vocab_size, g->group_size,
            weight_bytes() / 1e6, token_products() / 1e6);
