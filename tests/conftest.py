@@ -48,7 +48,7 @@ def environment(**changes):
     return {**env, "LC_ALL": "C.UTF-8", **changes}
 
 
-def qwen3(*args, stdin=b"", timeout=120, **env):
+def qwen3(*args, stdin=b"", timeout=300, **env):
     """Run the program with no terminal anywhere; stdout and stderr as bytes."""
     return subprocess.run([str(QWEN3), *map(_argument, args)], input=stdin, capture_output=True,
                           timeout=timeout, env=environment(**env), start_new_session=True)

@@ -57,17 +57,17 @@ def under(directory, *runner):
 def check(programs, goldens=""):
     """The unit tests, an answer, and what transformers gave for the tiny and the golden models:
     those tests that the expression `goldens` selects."""
-    units = subprocess.run([programs / "tests/test"], capture_output=True, text=True, timeout=600)
+    units = subprocess.run([programs / "tests/test"], capture_output=True, text=True, timeout=1200)
     assert units.returncode == 0 and " 0 failures" in units.stdout, units
     answer = subprocess.run([programs / "qwen3", TINY / "tiny.bin", "-t", "0", "-i", QUESTION],
-                            capture_output=True, timeout=120, env=environment())
+                            capture_output=True, timeout=300, env=environment())
     assert answer.returncode == 0 and answer.stdout == ANSWER, answer
     if goldens:
         tests = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_tiny.py",
              "test_golden.py", "-k", goldens],
             cwd=TESTS, env=environment(QWEN3=str(programs / "qwen3")), capture_output=True,
-            text=True, timeout=900)
+            text=True, timeout=1800)
         assert tests.returncode == 0 and " passed" in tests.stdout, tests.stdout[-4000:]
 
 
@@ -146,15 +146,15 @@ def windows(tmp_path_factory):
     # can't meet their end, at which wine hangs now and then. Started here, they hold none of the
     # pipes through which a test reads: subprocess would wait for these.
     start()                                         # makes wine's folders, before all else
-    subprocess.run([*server, "-w"], timeout=60)     # until its services have ended
+    subprocess.run([*server, "-w"], timeout=300)     # until its services have ended
     with subprocess.Popen([*settings, wine, "cmd"], stdin=subprocess.PIPE, **nowhere) as waiting:
         start()
         assert waiting.poll() is None
         yield programs
-        subprocess.run([*server, "-k"], timeout=60)
+        subprocess.run([*server, "-k"], timeout=300)
 
 
-def run(windows, *args, stdin=b"", timeout=120):
+def run(windows, *args, stdin=b"", timeout=300):
     return subprocess.run([windows / "qwen3", *map(str, args)], input=stdin, capture_output=True,
                           timeout=timeout, env=environment())
 
@@ -211,8 +211,8 @@ def test_windows_exit(windows):
     with subprocess.Popen([windows / "qwen3", "-h"], stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, env=environment()) as closed:
         closed.stdout.close()
-        assert closed.stderr.read() == b"" and closed.wait(60) == 0
-    nul = subprocess.run([windows / "qwen3", TINY / "tiny.bin", "-m", "tokenize"], timeout=60,
+        assert closed.stderr.read() == b"" and closed.wait(300) == 0
+    nul = subprocess.run([windows / "qwen3", TINY / "tiny.bin", "-m", "tokenize"], timeout=300,
                          stdin=subprocess.DEVNULL, capture_output=True, env=environment())
     assert nul.returncode == 0 and nul.stdout == b"\n"
 
@@ -246,6 +246,8 @@ def write_model(path, dim, hidden_dim, n_layers, max_seq_len, before=None, after
 def test_windows_over_4_gb(windows, tmp_path):
     """The answer is in the last matrix, behind 4 GB of zeros."""
     path = tmp_path / "large.bin"
+    if shutil.disk_usage(tmp_path).free < 6e9:
+        pytest.skip("no room, should the file system have no holes, or be in memory")
     (before,), (after,) = tokenize(TINY / "tiny.bin", b"a"), tokenize(TINY / "tiny.bin", b"b")
     assert write_model(path, 4096, 16384, 18, 64, before, after) > 1 << 32
     result = run(windows, path, "-q", "-m", "generate", "-t", 0, "-n", 1, "-i", "a", timeout=300)
@@ -263,7 +265,7 @@ def test_windows_ctrl_c(windows, tmp_path):
                           env=environment()) as process:
         assert process.stdout.read(20) == b"!" * 20
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 130 and set(out) == {ord("!")} and err.count(b"\n") == 1
 
 
@@ -278,9 +280,9 @@ def test_windows_console(windows):
 
     def wait_for(text):
         nonlocal shown
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while text not in plain(shown):
-            assert time.monotonic() < end and select.select([fd], [], [], 60)[0], plain(shown)
+            assert time.monotonic() < end and select.select([fd], [], [], 300)[0], plain(shown)
             shown += os.read(fd, 65536)
         found, shown = plain(shown), b""
         return found
@@ -306,7 +308,7 @@ def test_windows_console(windows):
     say("one\\\rtwo\r", "one\ntwo")
     say("a b\rc\rd\r", "a b\nc\nd")
     os.write(fd, b"\x04")
-    for _ in range(300):
+    for _ in range(3000):
         left, status = os.waitpid(pid, os.WNOHANG)
         if left:
             break

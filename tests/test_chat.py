@@ -137,7 +137,7 @@ def test_old_template_files(chain, tmp_path):
 # -- at a terminal (pexpect: stdin, stdout and stderr are all the terminal, unless redirected)
 
 def spawn(*args, **env):
-    return pexpect.spawn(str(QWEN3), [str(a) for a in args], timeout=120,
+    return pexpect.spawn(str(QWEN3), [str(a) for a in args], timeout=300,
                          env=environment(TERM="xterm", **env))
 
 
@@ -170,7 +170,7 @@ def test_terminal_chat(tiny):
 def test_only_answers_on_stdout(tiny, tmp_path):
     """With stdout in a file, sign, notices and statistics are still seen."""
     command = f"{QWEN3} {tiny} -t 0 > {tmp_path / 'out'}"
-    child = pexpect.spawn("sh", ["-c", command], timeout=120, env=environment(TERM="xterm"))
+    child = pexpect.spawn("sh", ["-c", command], timeout=300, env=environment(TERM="xterm"))
     child.expect("> ")
     child.sendline("What is 2 + 3?")
     child.expect("seed")

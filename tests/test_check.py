@@ -238,7 +238,7 @@ def test_yarn(ck, run, tmp_path):
 def test_full_disk_for_the_table(exported, tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, ROOT / "export.py", "--check", "hf", "out.bin"], stdout=full,
-                              stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120)
+                              stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 1 and done.stderr.startswith("export.py: stdout: "), done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -262,6 +262,6 @@ def test_plot_without_matplotlib(exported, tmp_path):
             f"runpy.run_path({str(ROOT / 'export.py')!r}, "
             "run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=100)
+                          text=True, timeout=300)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
     assert "--plot: needs matplotlib" in done.stderr and "uv run --with" in done.stderr

@@ -436,7 +436,7 @@ def test_not_enough_memory(files):
     files.patch("i", FIELDS["max_seq_len"], 2**31 - 1)
     script = f"ulimit -v 500000; exec {QWEN3} {files.path} -m generate -i x -n 2 -c 0 -q"
     result = subprocess.run(["sh", "-c", script], capture_output=True, env=environment(),
-                            stdin=subprocess.DEVNULL, timeout=120)
+                            stdin=subprocess.DEVNULL, timeout=300)
     assert_error(result, 1)
 
 

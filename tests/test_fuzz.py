@@ -59,7 +59,7 @@ def test_inputs_that_follow_the_coverage(libfuzzer, tmp_path, target):
     for path in (tmp_path / "seeds").iterdir():
         if not path.name.startswith(target):
             path.unlink()
-    out = fuzz(tmp_path, libfuzzer, "new", "seeds", f"-max_total_time={SECONDS:.0f}", "-timeout=60",
+    out = fuzz(tmp_path, libfuzzer, "new", "seeds", f"-max_total_time={SECONDS:.0f}", "-timeout=300",
                "-max_len=512", f"-seed={SEED}", "-verbosity=0", "-print_final_stats=1",
                *([] if LONG else [f"-runs={min(10_000, INPUTS[target] // 8)}"]),
                FUZZ_TARGET=target)
@@ -189,7 +189,7 @@ def test_mutated_checkpoints(exporter, tokenizer, tmp_path, shards):
             shutil.copytree(whole, copy)
             for _ in range(r.choice((1, 1, 1, 2, 3))):
                 mutate_checkpoint(r, copy)
-            signal.alarm(60)
+            signal.alarm(300)
             status, said = run_export(exporter, copy, out)
             signal.alarm(0)
             results[status] += 1

@@ -425,7 +425,7 @@ def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path, kind):
     for more in ([], ["--check"]):
         argv = [str(ROOT / "export.py"), "model.gguf", "out.bin", *more]
         done = subprocess.run([sys.executable, "-c", f"import sys; sys.argv = {argv!r}\n" + code],
-                              cwd=tmp_path, capture_output=True, text=True, timeout=100,
+                              cwd=tmp_path, capture_output=True, text=True, timeout=300,
                               env=environment())
         assert done.returncode == 0, done.stderr
         peak = int(done.stdout.split()[-1]) * 1024

@@ -59,7 +59,7 @@ def run(model, *args, tokens=10000, batch=4, terminal=True, interrupt=False, hol
                 interrupt = False
     os.close(ours)
     reader.join()
-    return process.wait(120), out[0], text
+    return process.wait(300), out[0], text
 
 
 def check(text, tokens):

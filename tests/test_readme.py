@@ -21,7 +21,7 @@ def test_qwen3(command, tmp_path):
     (tmp_path / "book.txt").write_text("Once upon a time.\n")
     tiny = f"{shlex.quote(str(ROOT / 'qwen3'))} {shlex.quote(str(TINY / 'tiny.bin'))} -n 20"
     result = subprocess.run(["sh", "-c", command.replace("./qwen3 Qwen3-0.6B.bin", tiny)],
-                            cwd=tmp_path, capture_output=True, env=environment(), timeout=60,
+                            cwd=tmp_path, capture_output=True, env=environment(), timeout=300,
                             stdin=subprocess.DEVNULL)
     assert result.returncode == 0, result.stderr
     assert result.stdout or (tmp_path / "summary.txt").stat().st_size
@@ -33,7 +33,7 @@ def test_cosine(tmp_path):
                           re.M | re.S)
     tiny = f"{shlex.quote(str(ROOT / 'qwen3'))} {shlex.quote(str(TINY / 'tiny.bin'))} -m embed"
     script = block.replace("./qwen3 Qwen3-Embedding-0.6B.bin", tiny)
-    result = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=60,
+    result = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=300,
                             env=environment(), stdin=subprocess.DEVNULL)
     assert result.returncode == 0 and result.stderr == b"" and abs(float(result.stdout)) < 1
     assert (tmp_path / "query.txt").read_text().endswith("query\nQuery:What is the capital of China?")
