@@ -1452,11 +1452,11 @@ def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None)
         if group_size not in GROUP_SIZES:
             refuse(out, "group_size", " or ".join(map(str, GROUP_SIZES)), group_size)
         config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
-        given, made = (struct.unpack_from("<f", h.ljust(256), 0x3C)[0] or 1 for h in (header(config),
-                                                                                      head))
-        if given != made:
+        factor, found = (struct.unpack_from("<f", fields.ljust(256, b"\0"), 0x3C)[0] or 1
+                         for fields in (header(config), head))
+        if factor != found:
             refuse(out, "YaRN is not what the source gives, --check needs the same --yarn",
-                   f"factor {given:g}", f"{made:g}")
+                   f"factor {factor:g}", f"{found:g}")
         check_bytes(out, "the header", header(config), head)
         check_bytes(tokenizer_out, "it", tokenizer, tokenizer_out.read_bytes())
         size = 256 + sum(stored_size(t.shape, group_size) for t in tensors)

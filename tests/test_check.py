@@ -230,15 +230,17 @@ def test_yarn(ck, run, tmp_path):
     folder = ck.save(tmp_path / "hf")
     assert run(folder, "out.bin", "--yarn", 2.5)[0] == run(folder, "plain.bin")[0] == 0
     assert run("--check", folder, "out.bin", "--yarn", 2.5)[0] == 0
-    refused(run("--check", folder, "out.bin"), "out.bin: YaRN .* --yarn, expected factor 1, found 2.5")
+    refused(run("--check", folder, "out.bin"),
+            "out.bin: YaRN .* --yarn, expected factor 1, found 2.5")
     refused(run("--check", folder, "plain.bin", "--yarn", 3), "expected factor 3, found 1")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_full_disk_for_the_table(exported, tmp_path):
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, ROOT / "export.py", "--check", "hf", "out.bin"], stdout=full,
-                              stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=300)
+        done = subprocess.run([sys.executable, ROOT / "export.py", "--check", "hf", "out.bin"],
+                              stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+                              timeout=300)
     assert done.returncode == 1 and done.stderr.startswith("export.py: stdout: "), done.stderr
     assert done.stderr.count("\n") == 1
 
