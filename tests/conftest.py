@@ -13,10 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import tokenizers
-from tokenizers import models, normalizers, pre_tokenizers, decoders, trainers
+# No threads in the process that the programs are forked from, however many cores there are
+os.environ.update(OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import tokenizers  # noqa: E402
+from tokenizers import models, normalizers, pre_tokenizers, decoders, trainers  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent

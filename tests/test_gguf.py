@@ -217,9 +217,8 @@ def random_blocks(rng, shape: tuple[int, int], kind: Kind) -> np.ndarray:
     return found[:math.prod(shape) // elements].reshape(shape[0], -1)
 
 
-QUANTIZED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS",
-             "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS", "TQ1_0",
-             "TQ2_0", "MXFP4"]
+QUANTIZED = [kind for kind in """Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ2_XXS IQ2_XS IQ2_S
+IQ3_XXS IQ3_S IQ1_S IQ1_M IQ4_NL IQ4_XS TQ1_0 TQ2_0 MXFP4""".split() if kind in Kind.__members__]
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
