@@ -21,7 +21,7 @@ def test_builds(arguments, tmp_path):
 
     def make(*targets):
         return subprocess.run(["make", *targets], cwd=tmp_path, capture_output=True, text=True,
-                              env=environment(), timeout=300)
+                              env=environment(), timeout=1200)
 
     built = make(*arguments)
     assert built.returncode == 0 and built.stderr == "", built.stderr
@@ -32,7 +32,7 @@ def test_builds(arguments, tmp_path):
         text = "What is the capital of France?" if mode == "chat" else "The capital of France is"
         run = subprocess.run([tmp_path / "qwen3", "tests/tiny/tiny.bin", "-m", mode, "-t", "0",
                               "-n", "9", "-i", text], cwd=tmp_path, capture_output=True,
-                             env=environment(), timeout=300)
+                             env=environment(), timeout=1200)
         assert run.returncode == 0 and expected in run.stdout, run
     if arguments == ["portable"]:
         assert b"plain C" in subprocess.run([tmp_path / "qwen3", "--version"],
@@ -48,12 +48,12 @@ def test_functions_under_a_sanitizer(sanitizer, tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     flags = f"-O1 -g -fsanitize={sanitizer} -fno-sanitize-recover=all -DNO_UNROLL -Wno-pass-failed"
     built = subprocess.run(["make", "tests/test", f"CFLAGS={flags}"], cwd=tmp_path, capture_output=True,
-                           text=True, env=environment(), timeout=300)
+                           text=True, env=environment(), timeout=1200)
     if built.returncode != 0 and "cannot find" in built.stderr:
         pytest.skip(f"the compiler has no {sanitizer} sanitizer")
     assert built.returncode == 0 and built.stderr == "", built.stderr
     run = subprocess.run([tmp_path / "tests/test"], capture_output=True, text=True, env=environment(),
-                         timeout=300)
+                         timeout=1200)
     if "unexpected memory mapping" in run.stderr:
         pytest.skip("this kernel places memory where the sanitizer can't have it")
     assert run.returncode == 0 and "0 failures" in run.stdout, run.stdout + run.stderr[-3000:]
@@ -75,10 +75,10 @@ def test_older_cpu(name, tmp_path):
     shutil.copy(ROOT / "qwen3.c", tmp_path)
     (tmp_path / "tests").mkdir()
     subprocess.run(["make", f"NATIVE={flags}"], cwd=tmp_path, check=True, capture_output=True,
-                   env=environment(), timeout=300)
+                   env=environment(), timeout=1200)
     run = subprocess.run(["qemu-x86_64", "-cpu", cpu, tmp_path / "qwen3", TINY / "tiny.bin", "-q",
                           "-i", "What is the capital of France?", "-t", "0"],
-                         capture_output=True, env=environment(), timeout=300)
+                         capture_output=True, env=environment(), timeout=1200)
     if missing:
         assert_error(run, 1, "CPU", missing, "portable")
     else:
@@ -93,12 +93,12 @@ def test_functions_of_an_instruction_set(flags, tmp_path):
     for name in ("Makefile", "qwen3.c", "tests/test.c", "tests/records.h"):
         shutil.copy(ROOT / name, tmp_path / name)
     built = subprocess.run(["make", "tests/test", f"NATIVE={flags}"], cwd=tmp_path,
-                           capture_output=True, text=True, env=environment(), timeout=300)
+                           capture_output=True, text=True, env=environment(), timeout=1200)
     if "unrecognized" in built.stderr or "unknown argument" in built.stderr:
         pytest.skip("the compiler does not know it")
     assert built.returncode == 0 and built.stderr == "", built.stderr
     run = subprocess.run([tmp_path / "tests/test"], capture_output=True, text=True,
-                         env=environment(), timeout=300)
+                         env=environment(), timeout=1200)
     if "lacks an instruction" in run.stderr:
         pytest.skip("this CPU does not have it")
     assert run.returncode == 0 and ("AVX-VNNI" if "vnni" in flags else "AVX2") in run.stdout, run
