@@ -768,7 +768,7 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 // clang extension: + - * work lane by lane). HAVE_DOT4: dot4 is fast.
 //
 //   dot4(acc, w, x)     acc + sum of the 4 products of the bytes of w and x, in each lane
-//   mul_add(a, b, c)    a * b + c, rounded once where the CPU can
+//   mul_add(a, b, c)    a * b + c, rounded once where the CPU can; mul_add_f of single floats
 //   zip_low, zip_high   a0 b0 a1 b1 ... of the first or of the second halves of a and b
 //
 // Quantized x lies in -127..127, so no partial sum overflows even if a file's w holds -128. Where
@@ -858,6 +858,7 @@ INLINE VecF mul_add(VecF a, VecF b, VecF c) {
 #else
 #define mul_add mul_add_plain
 #endif
+INLINE float mul_add_f(float a, float b, float c) { return HAVE_DOT4 ? fmaf(a, b, c) : a * b + c; }
 
 #if defined(USE_AVX512)
 #define ZIP(a, b, i) __builtin_shufflevector(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, \
@@ -891,16 +892,22 @@ INLINE VecI load_bytes(const void *p, const int n) {
     return value;
 }
 
+INLINE VecI max_i(VecI a, VecI b) {
+    VecI larger = a > b;
+    return (a & larger) | (b & ~larger);
+}
+
+// Of all lanes. A vector zipped with itself brings lanes i and i + LANES / 2 together, twice.
 INLINE int32_t lanes_max(VecI a) {
-    int32_t max = a[0];
-    for (int i = 1; i < LANES; i++) max = a[i] > max ? a[i] : max;
-    return max;
+    UNROLL for (int n = LANES; n > 1; n /= 2) a = max_i(zip_low(a, a), zip_high(a, a));
+    return a[0];
 }
 
 INLINE uint32_t lanes_sum(VecU a) {
-    uint32_t sum = 0;
-    for (int i = 0; i < LANES; i++) sum += a[i];
-    return sum;
+    UNROLL for (int n = LANES; n > 1; n /= 2) {
+        a = (VecU)zip_low((VecI)a, (VecI)a) + (VecU)zip_high((VecI)a, (VecI)a);
+    }
+    return a[0];
 }
 
 INLINE int32_t load_i32(const void *p) {
@@ -1000,8 +1007,7 @@ NOINLINE void quantize(const Quantized *out, size_t at, const float *x, int n, i
         VecI max = {0};
         VecU sum = {0};
         for (int j = i; j < i + group; j += LANES) {  // as integers, |x| have the same order
-            VecI bits = (VecI)load_f(x + j) & INT32_MAX, larger = bits > max;
-            max = (bits & larger) | (max & ~larger);
+            max = max_i(max, (VecI)load_f(x + j) & INT32_MAX);
         }
         union { int32_t i; float f; } largest = {.i = lanes_max(max)};
         float inverse = largest.f < FLT_MIN * 127 ? 0 : 127 / largest.f;
@@ -1016,8 +1022,8 @@ NOINLINE void quantize(const Quantized *out, size_t at, const float *x, int n, i
     }
 }
 
-// Every product's value is  sum over groups g, first to last, of (float)(w_g . x_g) * w_scale[g] *
-// x_scale[g]  in this order of roundings, so both kernels below give the same bits.
+// Every product's value is  sum = mul_add((float)(w_g . x_g) * w_scale[g], x_scale[g], sum)  over
+// groups g, first to last, so both kernels below give the same bits.
 
 // Transposes: out[i * stride] is word (4 bytes) i of the LANES rows from `row` on; the last row
 // stands in for rows behind it. words (rows, cols) ^ flip
@@ -1059,7 +1065,7 @@ INLINE VecI lanes_sums(VecI *a) {
 
 enum { AHEAD = 8192 };  // bytes, two pages: the CPU's own prefetching stops where a page ends
 
-// sum + the terms of `count` groups, of w from its group wg on, of x from xg on; group is a
+// sum with the terms of `count` groups, of w from its group wg on, of x from xg on; group is a
 // constant, and mostly count.
 INLINE float add_groups(float sum, const Matrix *w, size_t wg, const Quantized *x, size_t xg,
                         const int count, const int group) {
@@ -1079,9 +1085,9 @@ INLINE float add_groups(float sum, const Matrix *w, size_t wg, const Quantized *
     VecI sums = lanes_sums(dots);
     if (HAVE_DOT4) memcpy(dot, &sums, sizeof(dot));
     for (int g = 0; g < count; g++) {
-        terms[g] = (float)(dot[g] + x->start[xg + g]) * w->scale[wg + g] * x->scale[xg + g];
+        terms[g] = (float)(dot[g] + x->start[xg + g]) * w->scale[wg + g];
     }
-    for (int g = 0; g < count; g++) sum += terms[g];
+    for (int g = 0; g < count; g++) sum = mul_add_f(terms[g], x->scale[xg + g], sum);
     return sum;
 }
 
@@ -1146,7 +1152,8 @@ INLINE void matmul_tile(const Linear *l, int t, int row, const VecI *wq, const f
         UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
             UNROLL for (int v = 0; v < TILE_VECS; v++) {
                 VecF scale = load_f(ws + (g * TILE_VECS + v) * LANES);
-                acc[i][v] += __builtin_convertvector(sum[i][v], VecF) * scale * xs[i][g];
+                VecF term = __builtin_convertvector(sum[i][v], VecF) * scale;
+                acc[i][v] = mul_add(term, splat_f(xs[i][g]), acc[i][v]);
             }
         }
     }
@@ -1349,7 +1356,9 @@ INLINE void score_tile(const Pass *p, const AttRows *a, int r, int start, const 
         keys[v] = (VecF *)kv_block(p->m, p->l, a->kv_head, start / LANES + v);
     }
     for (int j = 0; j < hd; j++) {
-        UNROLL for (int v = 0; v < vecs; v++) __builtin_prefetch((float *)&keys[v][j] + 2 * next);
+        UNROLL for (int v = 0; v < vecs && r == 0; v++) {  // once is enough
+            __builtin_prefetch((float *)&keys[v][j] + 2 * next);
+        }
         UNROLL for (int i = 0; i < rows; i++) {
             VecF q = splat_f(a->q[r + i][j]);
             UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = mul_add(keys[v][j], q, sum[i][v]);
@@ -1374,7 +1383,7 @@ INLINE void value_tile(const Pass *p, const AttRows *a, int r, int start, int en
         const float *keys = kv_block(p->m, p->l, a->kv_head, start / LANES);
         const VecF *values = (VecF *)keys + p->m->config.head_dim + j * LANES;
         for (int i = 0; i < min_int(LANES, end - start); i++) {
-            UNROLL for (int v = 0; v < vecs; v++) {
+            UNROLL for (int v = 0; v < vecs && r == 0; v++) {
                 __builtin_prefetch((float *)&values[v * LANES + i] + ATT_VALUES / LANES * next);
             }
             UNROLL for (int k = 0; k < rows; k++) {
