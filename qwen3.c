@@ -509,7 +509,7 @@ typedef struct {
 
 // The quantized inputs of a product, a row for each token
 typedef struct {
-    int8_t *q;       // (n, cols)
+    int8_t *q;       // (n, cols), and a vector: the last of two groups may be read with it
     float *scale;    // (n, cols / group)
     int32_t *start;  // (n, cols / group) -W_BIAS * the sum of the group's q: see dot4
 } Quantized;
@@ -884,9 +884,6 @@ INLINE VecF load_f(const float *p) {
 
 // n <= 4 * LANES bytes, then zeros; n a constant
 INLINE VecI load_bytes(const void *p, const int n) {
-#ifdef USE_AVX512  // gcc would go through memory
-    if (n == 32) return (VecI)_mm512_zextsi256_si512(_mm256_loadu_si256(p));
-#endif
     VecI value = {0};
     memcpy(&value, p, n);
     return value;
@@ -1053,9 +1050,10 @@ INLINE void pack(VecI *out, int stride, const void *words, int rows, int cols, i
     }
 }
 
-// sums[r] = sum(a[r]): zips two vectors into one of half the terms each, until one is left
-INLINE VecI lanes_sums(VecI *a) {
-    UNROLL for (int n = LANES / 2; n > 0; n /= 2) {
+// Zips two vectors into one of half the terms of each sum, until one is left: of LANES vectors the
+// sums, in their order; of fewer, which hold the terms of more sums each, zipped already, as well.
+INLINE VecI lanes_sums(VecI *a, const int count) {
+    UNROLL for (int n = count / 2; n > 0; n /= 2) {
         UNROLL for (int r = 0; r < n; r++) {
             a[r] = zip_low(a[r], a[r + n]) + zip_high(a[r], a[r + n]);
         }
@@ -1065,26 +1063,41 @@ INLINE VecI lanes_sums(VecI *a) {
 
 enum { AHEAD = 8192 };  // bytes, two pages: the CPU's own prefetching stops where a page ends
 
-// sum with the terms of `count` groups, of w from its group wg on, of x from xg on; group is a
-// constant, and mostly count.
+// A vector of dot4's operands is two groups, a group or a part of one. group is a constant.
+#define GROUPS_IN_VEC(group) (4 * LANES == 2 * (group) ? 2 : 1)
+
+// sum with the terms of `count` groups, of w from its group wg on, of x from xg on; count is mostly
+// constant, LANES * GROUPS_IN_VEC(group).
 INLINE float add_groups(float sum, const Matrix *w, size_t wg, const Quantized *x, size_t xg,
                         const int count, const int group) {
     const int8_t *wq = w->q + wg * group, *xq = x->q + xg * group;
-    const int step = min_int(group, 4 * LANES);
-    VecI dots[LANES] = {0};
-    int32_t dot[LANES];
-    float terms[LANES];
-    for (int g = 0; g < count; g++) {
-        for (int i = g * group; HAVE_DOT4 && i < (g + 1) * group; i += step) {
+    const int pair = GROUPS_IN_VEC(group), bytes = group * pair, step = min_int(bytes, 4 * LANES);
+    VecI dots[LANES] = {0}, sums[2];
+    int32_t dot[2 * LANES];
+    float terms[2 * LANES];
+    for (int v = 0; HAVE_DOT4 && v * pair < count; v++) {
+        for (int i = v * bytes; i < (v + 1) * bytes; i += step) {
             __builtin_prefetch(wq + i + AHEAD);
             VecI wv = load_bytes(wq + i, step) ^ splat(FLIP);
-            dots[g] = dot4(dots[g], wv, load_bytes(xq + i, step));
+            dots[v] = dot4(dots[v], wv, load_bytes(xq + i, step));
         }
-        if (!HAVE_DOT4) dot[g] = dot_plain(wq + g * group, xq + g * group, group);
     }
-    VecI sums = lanes_sums(dots);
-    if (HAVE_DOT4) memcpy(dot, &sums, sizeof(dot));
+    if (pair == 2) {
+        VecI even[LANES / 2], odd[LANES / 2];
+        UNROLL for (int v = 0; v < LANES / 2; v++) {
+            even[v] = zip_low(dots[v], dots[v + LANES / 2]);
+            odd[v] = zip_high(dots[v], dots[v + LANES / 2]);
+        }
+        *even = lanes_sums(even, LANES / 2);
+        *odd = lanes_sums(odd, LANES / 2);
+        sums[0] = zip_low(*even, *odd);
+        sums[1] = zip_high(*even, *odd);
+    } else {
+        sums[0] = lanes_sums(dots, LANES);
+    }
+    memcpy(dot, sums, pair * sizeof(*sums));
     for (int g = 0; g < count; g++) {
+        if (!HAVE_DOT4) dot[g] = dot_plain(wq + g * group, xq + g * group, group);
         terms[g] = (float)(dot[g] + x->start[xg + g]) * w->scale[wg + g];
     }
     for (int g = 0; g < count; g++) sum = mul_add_f(terms[g], x->scale[xg + g], sum);
@@ -1106,13 +1119,13 @@ typedef struct {
 INLINE void matvec(const Linear *l, int t, int row, int end, const int group) {
     const Matrix w = *l->w;
     const Quantized x = *l->x;
-    const int groups = w.cols / group;
+    const int groups = w.cols / group, most = LANES * GROUPS_IN_VEC(group);
     for (; row < end; row++) {
         size_t wg = (size_t)row * groups, xg = (size_t)t * groups;
         float sum = 0;
         int left = groups;
-        for (; left >= LANES; left -= LANES, wg += LANES, xg += LANES) {
-            sum = add_groups(sum, &w, wg, &x, xg, LANES, group);
+        for (; left >= most; left -= most, wg += most, xg += most) {
+            sum = add_groups(sum, &w, wg, &x, xg, most, group);
         }
         if (left) sum = add_groups(sum, &w, wg, &x, xg, left, group);
         l->out[(size_t)t * l->stride + row - l->row] = sum;
@@ -1626,7 +1639,7 @@ static void rope_init(State *s, const Config *g) {
 
 static Quantized quantized_init(size_t n, int cols, int group) {
     size_t groups = n * (cols / group);
-    return (Quantized){alloc(n * cols, 1, FOR_BATCH), alloc(groups, sizeof(float), FOR_BATCH),
+    return (Quantized){alloc(n * cols + 4 * LANES, 1, FOR_BATCH), alloc(groups, sizeof(float), FOR_BATCH),
                        alloc(groups, sizeof(int32_t), FOR_BATCH)};
 }
 

@@ -146,7 +146,7 @@ static void test_primitives(void) {
             CHECK(zip_high(wv, xv)[i] == (i % 2 ? xv : wv)[LANES / 2 + i / 2]);
             rows[i] = wv >> (8 + i);
         }
-        VecI sums = lanes_sums(rows);
+        VecI sums = lanes_sums(rows, LANES);
         for (int i = 0; i < LANES; i++) CHECK(sums[i] == (int32_t)lanes_sum((VecU)(wv >> (8 + i))));
     }
     VecF a = splat_f(1.5f), b = splat_f(-0.25f), c = splat_f(3);
@@ -177,13 +177,13 @@ static void test_quantize(void) {
 // that fill no tile.
 static void test_matmul(void) {
     for (int group = 32; group <= 256; group *= 2) {
-        const int rows = 2 * BLOCK - 3, groups = LANES + 3, cols = groups * group;
+        const int rows = 2 * BLOCK - 3, groups = 2 * LANES + 3, cols = groups * group;
         const int n = 2 * TILE_TOKENS + 1;
         Matrix w = random_matrix(rows, cols, group);
         float *in = random_floats((size_t)n * cols);
         float *one = random_floats(n * rows), *all = random_floats(n * rows);
         float *scratch = alloc((size_t)BLOCK * (cols / 4 + groups), 4, "");
-        Quantized x = {alloc((size_t)n * cols, 1, ""), alloc(n * groups, 4, ""),
+        Quantized x = {alloc((size_t)n * cols + 4 * LANES, 1, ""), alloc(n * groups, 4, ""),
                        alloc(n * groups, 4, "")};
         quantize(&x, 0, in, n * cols, group);
         for (int t = 0; t < n; t++) {
