@@ -3079,7 +3079,7 @@ static void parse_option(Options *o, const char *option, const char *value) {
     case 'm': o->mode = parse_mode(value); break;
     case 'r': o->think = parse_int(option, value, 0, 1); break;
     case 't': o->temperature = parse_float(option, value, 0, 1000); break;
-    case 'p': o->top_p = parse_float(option, value, 1e-6f, 1); break;
+    case 'p': o->top_p = parse_float(option, value, 1e-30f, 1); break;
     case 'k': o->top_k = parse_int(option, value, 0, INT_MAX); break;
     case 'a': o->presence = parse_float(option, value, 0, 2); break;
     case 'n': o->n = parse_int(option, value, 0, INT_MAX); break;
