@@ -1369,7 +1369,7 @@ INLINE void score_tile(const Pass *p, const AttRows *a, int r, int start, const 
         keys[v] = (VecF *)kv_block(p->m, p->l, a->kv_head, start / LANES + v);
     }
     for (int j = 0; j < hd; j++) {
-        UNROLL for (int v = 0; v < vecs && r == 0; v++) {  // once is enough
+        for (int v = 0; v < vecs && r == 0; v++) {  // once is enough
             __builtin_prefetch((float *)&keys[v][j] + 2 * next);
         }
         UNROLL for (int i = 0; i < rows; i++) {
@@ -1396,7 +1396,7 @@ INLINE void value_tile(const Pass *p, const AttRows *a, int r, int start, int en
         const float *keys = kv_block(p->m, p->l, a->kv_head, start / LANES);
         const VecF *values = (VecF *)keys + p->m->config.head_dim + j * LANES;
         for (int i = 0; i < min_int(LANES, end - start); i++) {
-            UNROLL for (int v = 0; v < vecs && r == 0; v++) {
+            for (int v = 0; v < vecs && r == 0; v++) {
                 __builtin_prefetch((float *)&values[v * LANES + i] + ATT_VALUES / LANES * next);
             }
             UNROLL for (int k = 0; k < rows; k++) {
