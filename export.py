@@ -963,8 +963,10 @@ def chat_pieces(source: str | None, variables: dict[str, str]) -> Pieces | None:
     def too_long(*_: object) -> NoReturn:
         raise TimeoutError(f"it takes more than {TEMPLATE_SECONDS} s")
 
-    old = signal.signal(signal.SIGVTALRM, too_long)
-    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
+    bounded = hasattr(signal, "setitimer")  # Windows has none
+    if bounded:
+        old = signal.signal(signal.SIGVTALRM, too_long)
+        signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
     try:  # a template is a program: it may fail in any way, or never end
         render = compile_template(source, variables)
         pieces = find_pieces(render, variables.get("bos_token", ""))
@@ -978,8 +980,9 @@ def chat_pieces(source: str | None, variables: dict[str, str]) -> Pieces | None:
                      f"qwen3 will chat in plain ChatML: {type(error).__name__}: {error}")
         return None
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, old)
+        if bounded:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, old)
 
 
 # ---------------------------------------------------------------------------- OUT.bin.tokenizer

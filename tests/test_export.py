@@ -1285,6 +1285,14 @@ def test_endless_template(monkeypatch):
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
+def test_template_without_timers(monkeypatch):
+    """As on Windows."""
+    monkeypatch.delattr(signal, "setitimer")
+    monkeypatch.delattr(signal, "SIGVTALRM")
+    export.notes.clear()
+    assert export.chat_pieces(CHATML, {}) is not None and not export.notes
+
+
 @pytest.mark.parametrize("where", ["file", "tokenizer_config", "list", "old json"])
 @pytest.mark.parametrize("which", CHATS)
 def test_chat_pieces(tmp_path, which, where):
