@@ -3,7 +3,7 @@
    ./qwen3 model.bin -i "What is the capital of France?"
 
    What runs here: map the checkpoint (model_map), cut the text into tokens (encode_raw, render),
-   run the transformer over all of them at once (prefill), then one by one: score every token of
+   run the transformer over them in batches (prefill), then one by one: score every token of
    the vocabulary as the next (classify: the logits), draw one (sample), print it (writer_token) and
    run it through the layers (forward), until the answer ends (generate).
 
@@ -265,7 +265,7 @@ static int physical_cores(const cpu_set_t *set) {
 static int cpu_count(void) {
 #ifdef __linux__
     cpu_set_t set;
-    int quota = cgroup_cores(), cores = CPU_SETSIZE;
+    int quota = cgroup_cores(), cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores(&set);
     return cores < quota ? cores : quota;
 #elif defined(__APPLE__)
@@ -285,6 +285,7 @@ static struct termios cooked;
 // held back by the terminal: without ICANON it can be counted.
 static bool input_waits(void) {
     int waiting = 0;
+    if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return true;
     nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
     if (tcgetattr(STDIN_FILENO, &cooked) != 0) return false;
     struct termios raw = cooked;
@@ -334,7 +335,7 @@ __attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...) {
 }
 
 #define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))        // a file, memory or model error
-#define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))    // found before any file is opened
+#define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))    // the command line is wrong
 #define notice(...) (quiet ? (void)0 : report(__VA_ARGS__))       // worth knowing, but no error
 
 // count zeroed elements at a multiple of 64 bytes, kept until the program ends. Untouched pages
@@ -483,7 +484,7 @@ typedef struct {
 } Config;
 
 typedef struct {         // a Q8_0 matrix (rows, cols) inside the mapped file
-    const int8_t *q;     // (rows, cols)
+    const int8_t *q;     // (rows, cols), then its scales or more: add_groups may read 32 bytes on
     const float *scale;  // (rows, cols / group)
     int rows, cols, group;
 } Matrix;
@@ -663,8 +664,8 @@ static void model_map(Model *m, const char *path) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Threads: parallel() runs a loop on all of them. A worker that has nothing to do spins for a few
-// microseconds and then sleeps, so that a busy machine is not kept busier. Chunks go to whoever
+// Threads: parallel() runs a loop on all of them. A worker that has nothing to do spins for a
+// moment and then sleeps, so that a busy machine is not kept busier. Chunks go to whoever
 // comes first: what is computed does not depend on who computes it.
 
 typedef void (*Job)(void *arg, int begin, int end, int thread);
@@ -860,14 +861,18 @@ INLINE VecF mul_add(VecF a, VecF b, VecF c) {
 #endif
 INLINE float mul_add_f(float a, float b, float c) { return HAVE_DOT4 ? fmaf(a, b, c) : a * b + c; }
 
-#if defined(USE_AVX512)
-#define ZIP(a, b, i) __builtin_shufflevector(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, \
-    i + 19, i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23)
-#elif defined(USE_AVX2)
-#define ZIP(a, b, i) \
-    __builtin_shufflevector(a, b, i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11)
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define ZIP(a, b, i) __builtin_shufflevector(a, b, i, i + 4, i + 1, i + 5)
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (VecI){__VA_ARGS__})
+#endif
+#if defined(USE_AVX512)
+#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, \
+    i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23)
+#elif defined(USE_AVX2)
+#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11)
+#else
+#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 4, i + 1, i + 5)
 #endif
 INLINE VecI zip_low(VecI a, VecI b) { return ZIP(a, b, 0); }
 INLINE VecI zip_high(VecI a, VecI b) { return ZIP(a, b, LANES / 2); }
@@ -996,7 +1001,7 @@ NOINLINE void silu_times(float *gate, const float *up, int n) {
 }
 
 // x (n), in groups, to out from its element `at` on: scale = max|x| / 127, q = round(x / scale).
-// Groups whose scale would be no normal number become zeros.
+// Groups whose scale would be smaller than normal numbers become zeros; infinity becomes NaN later.
 NOINLINE void quantize(const Quantized *out, size_t at, const float *x, int n, int group) {
     int8_t *q = out->q + at;
     size_t g = at / group;
@@ -1014,7 +1019,7 @@ NOINLINE void quantize(const Quantized *out, size_t at, const float *x, int n, i
             memcpy(q + j, &bytes, sizeof(bytes));
             sum += (VecU)rounded;
         }
-        out->scale[g] = inverse == 0 ? 0 : largest.f / 127;
+        out->scale[g] = largest.f < FLT_MIN * 127 ? 0 : largest.f / 127;
         out->start[g] = isfinite(largest.f) ? -W_BIAS * (int32_t)lanes_sum(sum) : 0;
     }
 }
@@ -1233,7 +1238,8 @@ static void matmul(State *s, float *out, const Matrix *w, const Quantized *x, in
 }
 
 // ------------------------------------------------------------------------------------------------
-// The transformer: n tokens at positions pos .. pos + n - 1 at once; a decoded token is n = 1
+// The transformer: n tokens at positions pos .. pos + n - 1 at once: a batch of the prompt, or a
+// decoded token (n = 1), perhaps with a draft of those behind it
 
 // One forward pass, as its steps see it.
 typedef struct Pass {
@@ -1488,8 +1494,8 @@ static void attention_output(const Pass *p, int t) {
     quantize(&s->xq, at, s->att + at, g->q_dim, g->group_size);
 }
 
-// h = silu(W1 x) * (W3 x), quantized, some groups of its values at a time for all tokens, so that
-// what they are made of never leaves the cache: of a decoded token, all groups of a piece.
+// h = silu(W1 x) * (W3 x), quantized, batch / n groups of its values at a time for all tokens, so
+// that what they are made of never leaves the cache.
 static void ffn_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const State *s = &p->m->state;
@@ -1551,12 +1557,14 @@ static struct {
     double start;
     size_t tokens, shown;  // of a text on its way through the model; as the terminal says, or 0
     size_t done, total;    // tokens by layers
+    double drawn;          // seconds from the start
 } progress;
 
 static void progress_start(const Model *m, size_t tokens) {
     progress.start = now();
     progress.tokens = tokens;
     progress.done = 0;
+    progress.drawn = 0;
     progress.total = tokens * m->config.n_layers;
 }
 
@@ -1566,8 +1574,8 @@ static void progress_end(void) {
     progress.shown = progress.total = 0;
 }
 
-// n tokens are through one more layer. A terminal shows it, if the text takes longer than two
-// seconds.
+// n tokens are through one more layer. A terminal shows it, ten times a second, if the text takes
+// longer than two.
 static void progress_add(int n) {
     progress.done += n;
     if (progress.total == 0 || quiet || !isatty(STDERR_FILENO)) return;
@@ -1575,7 +1583,9 @@ static void progress_add(int n) {
     double seconds = now() - progress.start;
     double left = seconds * (progress.total - progress.done) / progress.done;
     if (count == progress.shown || (!progress.shown && seconds + left < 2)) return;
+    if (seconds < progress.drawn + 0.1) return;
     progress.shown = count;
+    progress.drawn = seconds;
     fprintf(stderr, "\r%zu of %zu tokens, %.0f s left\033[K", count, progress.tokens, left);
 }
 
@@ -1639,7 +1649,8 @@ static void rope_init(State *s, const Config *g) {
 
 static Quantized quantized_init(size_t n, int cols, int group) {
     size_t groups = n * (cols / group);
-    return (Quantized){alloc(n * cols + 4 * LANES, 1, FOR_BATCH), alloc(groups, sizeof(float), FOR_BATCH),
+    return (Quantized){alloc(n * cols + 4 * LANES, 1, FOR_BATCH),
+                       alloc(groups, sizeof(float), FOR_BATCH),
                        alloc(groups, sizeof(int32_t), FOR_BATCH)};
 }
 
@@ -2428,11 +2439,15 @@ static double random_next(uint64_t *state) {
     return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
 }
 
-// The sum of x (n): finite if all of them are
+// The sum of x (n): finite if all of them are. In 16 interleaved sums, like sum_of.
 NOINLINE double total(const float *x, int n) {
-    double sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < n; i++) sum += x[i];
+    double sums[16] = {0}, sum = 0;
+    int i = 0;
+    for (; i + 16 <= n; i += 16) {
+        for (int j = 0; j < 16; j++) sums[j] += x[i + j];
+    }
+    for (; i < n; i++) sums[i % 16] += x[i];
+    for (int j = 0; j < 16; j++) sum += sums[j];
     return sum;
 }
 
@@ -2799,6 +2814,7 @@ static Ending respond(Engine *e, const Ids *ids, Ids *answer) {
     double start = now();
     int row = prefill(e, ids);
     double middle = now();
+    const size_t prompt = e->cached.n - e->reused;  // less than there is if Ctrl-C came
     Ending ending = row < 0 ? INTERRUPTED : generate(e, row, &count);
     double end = now();
     for (int i = 0; answer && i < count; i++) ids_add(answer, e->cached.p[ids->n + i]);
@@ -2810,7 +2826,7 @@ static Ending respond(Engine *e, const Ids *ids, Ids *answer) {
         notice("answer: ended inside its thinking after %d tokens (-n, -c)", count);
     if (!quiet) {
         fprintf(stderr, "prompt %zu tokens (%zu cached) %.1f tok/s, ", ids->n, e->reused,
-                (ids->n - e->reused) / (middle - start + 1e-9));
+                prompt / (middle - start + 1e-9));
         fprintf(stderr, "generated %d tokens %.1f tok/s, seed %llu\n", count,
                 count / (end - middle + 1e-9), (unsigned long long)e->options.seed);
     }
@@ -2946,7 +2962,12 @@ static Ending chat_turn(Engine *e, Bytes text, bool leave_on_error) {
         return CONTEXT_FULL;
     }
     writer_thinks(&e->writer, begins_thinking(e));
-    Ending ending = respond(e, &ids, &conversation_add(c, ASSISTANT, (Bytes){0})->ids);
+    Message *answer = conversation_add(c, ASSISTANT, (Bytes){0});
+    Ending ending = respond(e, &ids, &answer->ids);
+    if (ending == INTERRUPTED && answer->ids.n == 0) {
+        notice("chat: stopped before the answer, the message is taken back");
+        conversation_drop(c, c->n - 2, 2);
+    }
     free(ids.p);
     return ending;
 }
@@ -3031,7 +3052,8 @@ static const char usage[] =
     "  -c INT     context length in tokens, 0 is the model's [4096, or the model's if smaller]\n"
     "  -b INT     prompt tokens per forward pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
-    "  -q, -v     nothing on stderr but errors; also the prompt's ids\n"
+    "  -q         nothing on stderr but errors\n"
+    "  -v         also the prompt's ids on stderr\n"
     "  -h, --version\n"
     "\n"
     "-m chat on a pipe is a conversation, one turn a line. The model's text goes to stdout, all\n"

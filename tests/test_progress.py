@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 
+import pexpect
 import pytest
 from conftest import QWEN3, environment, export, make_checkpoint
 
@@ -115,3 +116,25 @@ def test_not_shown_when_fast(slow):
     else:
         pytest.skip("this machine is too busy")
     assert status == 0 and b"\x1b" not in text and b"left" not in text
+
+
+def test_message_stopped_before_its_answer(slow):
+    """It is taken back: the next prompt is the next message alone."""
+    child = pexpect.spawn(str(QWEN3), [str(slow), "-c", "0", "-b", "1", "-j", "1", "-n", "1", "-m", "chat"],
+                          env=environment(TERM="xterm"), timeout=300)
+    child.expect("> ")
+    child.sendline("7" * 3900)
+    time.sleep(0.1)
+    child.kill(signal.SIGSTOP)
+    time.sleep(2.2)
+    child.kill(signal.SIGCONT)
+    child.expect(" left")
+    child.sendintr()
+    child.expect("the message is taken back")
+    child.expect("> ")
+    child.sendline("7")
+    child.expect(r"prompt (\d+) tokens")
+    assert int(child.match[1]) < 100
+    child.expect("> ")
+    child.sendeof()
+    child.expect(pexpect.EOF)
