@@ -42,6 +42,7 @@ tests/.flags: FORCE
 run: qwen3
 	./qwen3 tests/tiny/tiny.bin -t 0 -i "What is the capital of France?"
 
+GROUP = 64
 bench: tests/bench
 	tests/bench $(GROUP)
 

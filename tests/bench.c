@@ -293,10 +293,12 @@ int main(int argc, char **argv) {
     const int cores = cpu_count();
     const Config *g = &m.config;
     const char *what = argc == 2 ? argv[1] : "64";
-    const int group = atoi(what);
-    if (argc > 2) die_usage("usage: tests/bench [32 | 64 | 128 | 256 | MODEL.bin | --small]");
+    char *end;
+    const int group = (int)strtol(what, &end, 10);
+    const bool named = *end != 0, known = group == 32 || group == 64 || group == 128 || group == 256;
+    if (argc > 2 || !(named || known)) die_usage("usage: tests/bench [32 | 64 | 128 | 256 | MODEL.bin | --small]");
     shape_06b[9] = group;
-    if (group == 32 || group == 64 || group == 128 || group == 256) map_synthetic(shape_06b);
+    if (!named) map_synthetic(shape_06b);
     else if (strcmp(what, "--small") == 0) map_synthetic(shape_small);
     else model_map(&m, what);
     printf("qwen3 (" SIMD "): %d layers of %d, vocabulary %d, group %d: %.0f MB a token, %.1f million "
