@@ -1055,8 +1055,8 @@ INLINE void pack(VecI *out, int stride, const void *words, int rows, int cols, i
     }
 }
 
-// Zips two vectors into one of half the terms of each sum, until one is left: of LANES vectors the
-// sums, in their order; of fewer, which hold the terms of more sums each, zipped already, as well.
+// Lane r is sum(a[r]), of LANES vectors. Each step adds the halves of two vectors in a zip: lanes of
+// the two in turn, half as many of each. Fewer vectors are taken as the outcome of the first steps.
 INLINE VecI lanes_sums(VecI *a, const int count) {
     UNROLL for (int n = count / 2; n > 0; n /= 2) {
         UNROLL for (int r = 0; r < n; r++) {
@@ -1064,6 +1064,19 @@ INLINE VecI lanes_sums(VecI *a, const int count) {
         }
     }
     return a[0];
+}
+
+// Lane 2 r and 2 r + 1 of the two vectors sums, one behind the other, are the sums of the first and
+// of the second half of a[r], of LANES vectors: a first step that zips the halves and adds nothing.
+INLINE void halves_sums(VecI *sums, const VecI *a) {
+    VecI first[LANES / 2], second[LANES / 2];
+    UNROLL for (int r = 0; r < LANES / 2; r++) {
+        first[r] = zip_low(a[r], a[r + LANES / 2]);
+        second[r] = zip_high(a[r], a[r + LANES / 2]);
+    }
+    VecI even = lanes_sums(first, LANES / 2), odd = lanes_sums(second, LANES / 2);
+    sums[0] = zip_low(even, odd);
+    sums[1] = zip_high(even, odd);
 }
 
 enum { AHEAD = 8192 };  // bytes, two pages: the CPU's own prefetching stops where a page ends
@@ -1087,19 +1100,8 @@ INLINE float add_groups(float sum, const Matrix *w, size_t wg, const Quantized *
             dots[v] = dot4(dots[v], wv, load_bytes(xq + i, step));
         }
     }
-    if (pair == 2) {
-        VecI even[LANES / 2], odd[LANES / 2];
-        UNROLL for (int v = 0; v < LANES / 2; v++) {
-            even[v] = zip_low(dots[v], dots[v + LANES / 2]);
-            odd[v] = zip_high(dots[v], dots[v + LANES / 2]);
-        }
-        *even = lanes_sums(even, LANES / 2);
-        *odd = lanes_sums(odd, LANES / 2);
-        sums[0] = zip_low(*even, *odd);
-        sums[1] = zip_high(*even, *odd);
-    } else {
-        sums[0] = lanes_sums(dots, LANES);
-    }
+    if (pair == 2) halves_sums(sums, dots);
+    else sums[0] = lanes_sums(dots, LANES);
     memcpy(dot, sums, pair * sizeof(*sums));
     for (int g = 0; g < count; g++) {
         if (!HAVE_DOT4) dot[g] = dot_plain(wq + g * group, xq + g * group, group);
