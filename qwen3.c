@@ -2967,7 +2967,7 @@ static Ending chat_turn(Engine *e, Bytes text, bool leave_on_error) {
     Message *answer = conversation_add(c, ASSISTANT, (Bytes){0});
     Ending ending = respond(e, &ids, &answer->ids);
     if (ending == INTERRUPTED && answer->ids.n == 0) {
-        notice("chat: stopped before the answer, the message is taken back");
+        if (!leave_on_error) notice("chat: stopped before its answer, the message is taken back");
         conversation_drop(c, c->n - 2, 2);
     }
     free(ids.p);
