@@ -1055,8 +1055,8 @@ INLINE void pack(VecI *out, int stride, const void *words, int rows, int cols, i
     }
 }
 
-// Lane r is sum(a[r]), of LANES vectors. Each step adds the halves of two vectors in a zip: lanes of
-// the two in turn, half as many of each. Fewer vectors are taken as the outcome of the first steps.
+// Lane r is sum(a[r]), of LANES vectors. Each step adds the halves of two vectors in a zip: lanes
+// of the two in turn, half as many of each. Fewer vectors are taken as the outcome of first steps.
 INLINE VecI lanes_sums(VecI *a, const int count) {
     UNROLL for (int n = count / 2; n > 0; n /= 2) {
         UNROLL for (int r = 0; r < n; r++) {
@@ -2561,8 +2561,10 @@ static void on_interrupt(int signal) {
 static void on_end(int signal) {
     static const char lost[] = "qwen3: model: can't be read any more, expected its files to stay "
                                "as they are, found them cut or their disk failing\n";
+    static atomic_flag said = ATOMIC_FLAG_INIT;
     restore_terminal();
     if (signal == SIGBUS) {
+        while (atomic_flag_test_and_set(&said)) cpu_pause();  // another thread says it, and ends
         (void)!write(STDERR_FILENO, lost, sizeof(lost) - 1);
         _exit(EXIT_FAILURE);
     }
