@@ -405,6 +405,17 @@ INLINE int min_int(int a, int b) { return a < b ? a : b; }
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
+// The float with these bits, and the bits (4 bytes at p, at any address) of one.
+INLINE float as_float(uint32_t bits) {
+    return (union { uint32_t bits; float value; }){bits}.value;
+}
+
+INLINE int32_t load_i32(const void *p) {
+    int32_t value;
+    memcpy(&value, p, 4);
+    return value;
+}
+
 // The whole file, mapped read-only.
 static Bytes file_map(const char *path) {
     int fd = open(path, O_RDONLY | O_NONBLOCK);  // a named pipe is refused, not waited for
@@ -452,9 +463,7 @@ static uint32_t take_u32(Cursor *c, const char *what) {
     return value;
 }
 
-static float take_f32(Cursor *c, const char *what) {
-    return (union { uint32_t bits; float value; }){take_u32(c, what)}.value;
-}
+static float take_f32(Cursor *c, const char *what) { return as_float(take_u32(c, what)); }
 
 // ------------------------------------------------------------------------------------------------
 // The model: shapes are (rows, columns) = (out, in), as torch.nn.Linear stores its weight
@@ -912,12 +921,6 @@ INLINE uint32_t lanes_sum(VecU a) {
     return a[0];
 }
 
-INLINE int32_t load_i32(const void *p) {
-    int32_t value;
-    memcpy(&value, p, 4);
-    return value;
-}
-
 // ------------------------------------------------------------------------------------------------
 // Kernels. Sums of floats have one fixed order, whatever the number of threads and the batch
 
@@ -927,8 +930,7 @@ INLINE int32_t load_i32(const void *p) {
 
 // a if yes is 1, b if it is 0: by masks, as GCC makes no vectors of loops that choose floats
 INLINE float choose(int32_t yes, float a, float b) {
-    union { int32_t i; float f; } bits = {(load_i32(&a) & -yes) | (load_i32(&b) & (yes - 1))};
-    return bits.f;
+    return as_float((load_i32(&a) & -yes) | (load_i32(&b) & (yes - 1)));
 }
 
 // exp(x) = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and a polynomial for e^r (Cephes
@@ -945,8 +947,8 @@ INLINE float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1;
-    union { uint32_t i; float f; } power = {((uint32_t)load_i32(&shifted) + 127) << 23};  // 2^n
-    return choose(x < -87.0f, 0, p * power.f);
+    float power = as_float(((uint32_t)load_i32(&shifted) + 127) << 23);  // 2^n
+    return choose(x < -87.0f, 0, p * power);
 }
 
 // Floats are added in 16 interleaved sums, whatever a vector's width: all instruction sets agree.
@@ -984,8 +986,7 @@ NOINLINE float max_of(const float *x, int n) {
         bits ^= bits >> 31 & 0x7FFFFFFF;
         max = bits > max ? bits : max;
     }
-    union { int32_t i; float f; } value = {.i = max ^ (max >> 31 & 0x7FFFFFFF)};
-    return value.f;
+    return as_float(max ^ (max >> 31 & 0x7FFFFFFF));
 }
 
 // x = exp(x - max(x)), (n); returns their sum
@@ -1011,16 +1012,16 @@ NOINLINE void quantize(const Quantized *out, size_t at, const float *x, int n, i
         for (int j = i; j < i + group; j += LANES) {  // as integers, |x| have the same order
             max = max_i(max, (VecI)load_f(x + j) & INT32_MAX);
         }
-        union { int32_t i; float f; } largest = {.i = lanes_max(max)};
-        float inverse = largest.f < FLT_MIN * 127 ? 0 : 127 / largest.f;
+        float largest = as_float(lanes_max(max));
+        float inverse = largest < FLT_MIN * 127 ? 0 : 127 / largest;
         for (int j = i; j < i + group; j += LANES) {
             VecI rounded = (VecI)(load_f(x + j) * inverse + ROUNDER) - (VecI)splat_f(ROUNDER);
             VecB bytes = __builtin_convertvector(rounded, VecB);
             memcpy(q + j, &bytes, sizeof(bytes));
             sum += (VecU)rounded;
         }
-        out->scale[g] = largest.f < FLT_MIN * 127 ? 0 : largest.f / 127;
-        out->start[g] = isfinite(largest.f) ? -W_BIAS * (int32_t)lanes_sum(sum) : 0;
+        out->scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
+        out->start[g] = isfinite(largest) ? -W_BIAS * (int32_t)lanes_sum(sum) : 0;
     }
 }
 
@@ -2170,7 +2171,8 @@ static uint64_t heap_pop(Encoder *e) {
 
 // A higher score is a smaller rank: the bits of floats are ordered as they are, sign aside.
 INLINE uint32_t rank_of(float score) {
-    uint32_t bits = (union { float value; uint32_t bits; }){score + 0.0f}.bits;
+    float value = score + 0.0f;  // -0 is 0
+    uint32_t bits = load_i32(&value);
     return bits >> 31 ? bits : INT_MAX - bits;
 }
 
