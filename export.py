@@ -954,35 +954,44 @@ def chat_template(folder: Path, tokenizer: dict) -> str | None:
 TEMPLATE_SECONDS = 10  # of the CPU's time; Qwen's take 0.1
 
 
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError once it has taken so much of the CPU's time; Windows has no such timer."""
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def too_long(*_: object) -> NoReturn:
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    old = signal.signal(signal.SIGVTALRM, too_long)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, old)
+
+
 def chat_pieces(source: str | None, variables: dict[str, str]) -> Pieces | None:
     """The verified pieces of a template, or None and a note that says why not."""
     if not source:
         notes.append("the checkpoint has no chat template: qwen3 will continue texts, and chat "
                      "(-m chat) in plain ChatML")
         return None
-    def too_long(*_: object) -> NoReturn:
-        raise TimeoutError(f"it takes more than {TEMPLATE_SECONDS} s")
-
-    bounded = hasattr(signal, "setitimer")  # Windows has none
-    if bounded:
-        old = signal.signal(signal.SIGVTALRM, too_long)
-        signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
     try:  # a template is a program: it may fail in any way, or never end
-        render = compile_template(source, variables)
-        pieces = find_pieces(render, variables.get("bos_token", ""))
-        for messages in trial_conversations():
-            for thinking in (False, True):
-                if pieces.render(messages, thinking) != render(messages, thinking):
-                    raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
+        with time_limit(TEMPLATE_SECONDS):
+            render = compile_template(source, variables)
+            pieces = find_pieces(render, variables.get("bos_token", ""))
+            for messages in trial_conversations():
+                for thinking in (False, True):
+                    if pieces.render(messages, thinking) != render(messages, thinking):
+                        raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
         return pieces
     except Exception as error:
         notes.append("warning: the chat template does something that pieces can't express, "
                      f"qwen3 will chat in plain ChatML: {type(error).__name__}: {error}")
         return None
-    finally:
-        if bounded:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, old)
 
 
 # ---------------------------------------------------------------------------- OUT.bin.tokenizer
