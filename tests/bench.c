@@ -295,8 +295,9 @@ int main(int argc, char **argv) {
     const char *what = argc == 2 ? argv[1] : "64";
     char *end;
     const int group = (int)strtol(what, &end, 10);
-    const bool named = *end != 0, known = group == 32 || group == 64 || group == 128 || group == 256;
-    if (argc > 2 || !(named || known)) die_usage("usage: tests/bench [32 | 64 | 128 | 256 | MODEL.bin | --small]");
+    const bool named = *end != 0;
+    if (argc > 2 || !(named || group == 32 || group == 64 || group == 128 || group == 256))
+        die_usage("usage: tests/bench [32 | 64 | 128 | 256 | MODEL.bin | --small]");
     shape_06b[9] = group;
     if (!named) map_synthetic(shape_06b);
     else if (strcmp(what, "--small") == 0) map_synthetic(shape_small);
