@@ -934,8 +934,8 @@ INLINE float choose(int32_t yes, float a, float b) {
 }
 
 // exp(x) = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and a polynomial for e^r (Cephes
-// expf): within 2 units of the last place, exp(0) = 1, 0 below -87. Written so that compilers
-// vectorise loops over it.
+// expf): within 2 units of the last place, exp(0) = 1, 0 below -87, exp(88) above 88. Written
+// so that compilers vectorise loops over it.
 INLINE float fast_exp(float x) {
     float clamped = choose(x < -87.0f, -87.0f, choose(x > 88.0f, 88.0f, x));
     float shifted = clamped * 1.44269504f + ROUNDER, n = shifted - ROUNDER;
@@ -1057,7 +1057,8 @@ INLINE void pack(VecI *out, int stride, const void *words, int rows, int cols, i
 }
 
 // Lane r is sum(a[r]), of LANES vectors. Each step adds the halves of two vectors in a zip: lanes
-// of the two in turn, half as many of each. Fewer vectors are taken as the outcome of first steps.
+// of the two in turn, half as many of each. With a `count` of less than LANES, the first steps are
+// done already.
 INLINE VecI lanes_sums(VecI *a, const int count) {
     UNROLL for (int n = count / 2; n > 0; n /= 2) {
         UNROLL for (int r = 0; r < n; r++) {
@@ -1067,8 +1068,8 @@ INLINE VecI lanes_sums(VecI *a, const int count) {
     return a[0];
 }
 
-// Lane 2 r and 2 r + 1 of the two vectors sums, one behind the other, are the sums of the first and
-// of the second half of a[r], of LANES vectors: a first step that zips the halves and adds nothing.
+// The sums of a[0]'s first half, a[0]'s second half, a[1]'s first, ... of LANES vectors, which fill
+// two vectors: a first step that zips the halves and adds nothing, then the others for each half.
 INLINE void halves_sums(VecI *sums, const VecI *a) {
     VecI first[LANES / 2], second[LANES / 2];
     UNROLL for (int r = 0; r < LANES / 2; r++) {
@@ -1352,7 +1353,7 @@ static void heads_job(void *arg, int begin, int end, int thread) {
 }
 
 // A row of attention is one query head of one token:
-//   a = softmax(q . K / sqrt(head_dim)) V, each sum over positions first to last.
+//   a = softmax(q . K / sqrt(head_dim)) V, values added from the first position to the last.
 // Tiles of ATT_ROWS rows by two vectors live in registers. ATT_TASK rows meet two blocks of keys,
 // then ATT_VALUES positions of values, while these are near.
 enum { ATT_ROWS = 6, ATT_TASK = 24, ATT_VALUES = 64 };
@@ -1497,7 +1498,7 @@ static void attention_output(const Pass *p, int t) {
     quantize(&s->xq, at, s->att + at, g->q_dim, g->group_size);
 }
 
-// h = silu(W1 x) * (W3 x), quantized, batch / n groups of its values at a time for all tokens, so
+// silu(W1 h) * (W3 h), quantized, batch / n groups of its values at a time for all tokens, so
 // that what they are made of never leaves the cache.
 static void ffn_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
