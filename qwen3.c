@@ -692,47 +692,64 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 enum { SPINS = 2000 };
 
 static struct {
+    _Atomic uint64_t ticket;  // number of the loop << 32 | its items that nobody has taken
+    _Atomic int finished;     // its items that are done
+    _Atomic(Job) job;
+    void *_Atomic arg;
+    _Atomic int count, chunk;
+    _Atomic int sleepers;  // threads that wait for `wake` or `done`, under `lock`
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
-    Job job;  // guarded by lock, like the next three
-    void *arg;
-    int count, chunk;
-    _Atomic uint64_t ticket;  // number of the loop << 32 | its first item that nobody has taken
-    _Atomic int finished;     // items of the current loop
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER,
           .done = PTHREAD_COND_INITIALIZER};
 
-// Takes chunks of loop number `loop` until none is left, or until it is over: a worker that comes
-// late finds another number in the ticket and touches nothing.
-static void work(uint32_t loop, Job job, void *arg, int count, int chunk, int thread) {
+static bool has_work(void) { return (uint32_t)atomic_load(&pool.ticket) > 0; }
+
+static bool is_done(void) { return atomic_load(&pool.finished) == atomic_load(&pool.count); }
+
+// Spins, then sleeps. What makes it ready is stored before wake_up() looks for sleepers.
+static void wait_until(bool (*ready)(void), pthread_cond_t *cond) {
+    for (int i = 0; i < SPINS; i++) {
+        if (ready()) return;
+        cpu_pause();
+    }
+    pthread_mutex_lock(&pool.lock);
+    atomic_fetch_add(&pool.sleepers, 1);
+    while (!ready()) pthread_cond_wait(cond, &pool.lock);
+    atomic_fetch_sub(&pool.sleepers, 1);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void wake_up(pthread_cond_t *cond) {
+    if (atomic_load(&pool.sleepers) == 0) return;
+    pthread_mutex_lock(&pool.lock);
+    pthread_cond_broadcast(cond);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+// Takes shares of the current loop until none is left. One is taken only if the ticket is still the
+// same, so what was read in between belongs to its loop: parallel() sets it before, and sets the
+// next one only after the last share.
+static void work(int thread) {
     uint64_t ticket = atomic_load(&pool.ticket);
-    while (ticket >> 32 == loop && (int)(uint32_t)ticket < count) {
-        int begin = (int)(uint32_t)ticket, share = (count - begin) * 7 / (8 * n_threads);
-        int end = min_int(begin + round_up(max_int(share, 1), chunk), count);
-        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + (end - begin))) continue;
-        job(arg, begin, end, thread);
-        if (atomic_fetch_add(&pool.finished, end - begin) + end - begin == count && thread != 0) {
-            pthread_mutex_lock(&pool.lock);
-            pthread_cond_signal(&pool.done);
-            pthread_mutex_unlock(&pool.lock);
-        }
+    while ((uint32_t)ticket > 0) {
+        Job job = atomic_load(&pool.job);
+        void *arg = atomic_load(&pool.arg);
+        int count = atomic_load(&pool.count), chunk = atomic_load(&pool.chunk);
+        int left = (int)(uint32_t)ticket, begin = count - left;
+        int share = min_int(round_up(max_int(left * 7 / (8 * n_threads), 1), chunk), left);
+        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - share)) continue;
+        job(arg, begin, begin + share, thread);
+        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up(&pool.done);
         ticket = atomic_load(&pool.ticket);
     }
 }
 
 static void *worker(void *arg) {
-    int thread = (int)(intptr_t)arg;
-    for (uint32_t seen = 0;;) {
-        for (int i = 0; i < SPINS && atomic_load(&pool.ticket) >> 32 == seen; i++) cpu_pause();
-        pthread_mutex_lock(&pool.lock);
-        while (atomic_load(&pool.ticket) >> 32 == seen) pthread_cond_wait(&pool.wake, &pool.lock);
-        seen = atomic_load(&pool.ticket) >> 32;
-        Job job = pool.job;
-        void *job_arg = pool.arg;
-        int count = pool.count, chunk = pool.chunk;
-        pthread_mutex_unlock(&pool.lock);
-        work(seen, job, job_arg, count, chunk, thread);
+    for (;;) {
+        wait_until(has_work, &pool.wake);
+        work((int)(intptr_t)arg);
     }
     return NULL;
 }
@@ -754,22 +771,15 @@ static void parallel(Job job, void *arg, int count, int chunk) {
         job(arg, 0, count, 0);
         return;
     }
-    pthread_mutex_lock(&pool.lock);
-    pool.job = job;
-    pool.arg = arg;
-    pool.count = count;
-    pool.chunk = chunk;
+    atomic_store(&pool.job, job);
+    atomic_store(&pool.arg, arg);
+    atomic_store(&pool.count, count);
+    atomic_store(&pool.chunk, chunk);
     atomic_store(&pool.finished, 0);
-    uint32_t loop = (uint32_t)(atomic_load(&pool.ticket) >> 32) + 1;
-    atomic_store(&pool.ticket, (uint64_t)loop << 32);
-    pthread_cond_broadcast(&pool.wake);
-    pthread_mutex_unlock(&pool.lock);
-    work(loop, job, arg, count, chunk, 0);
-    for (int i = 0; i < SPINS && atomic_load(&pool.finished) < count; i++) cpu_pause();
-    if (atomic_load(&pool.finished) == count) return;
-    pthread_mutex_lock(&pool.lock);
-    while (atomic_load(&pool.finished) < count) pthread_cond_wait(&pool.done, &pool.lock);
-    pthread_mutex_unlock(&pool.lock);
+    atomic_store(&pool.ticket, ((atomic_load(&pool.ticket) >> 32) + 1) << 32 | (uint32_t)count);
+    wake_up(&pool.wake);
+    work(0);
+    wait_until(is_done, &pool.done);
 }
 #endif
 
