@@ -1091,20 +1091,22 @@ INLINE void halves_sums(VecI *sums, const VecI *a) {
     sums[1] = zip_high(even, odd);
 }
 
-enum { AHEAD = 8192 };  // bytes, two pages: the CPU's own prefetching stops where a page ends
+// How far ahead weights (in bytes) and their scales are fetched: the CPU's own prefetching stops at
+// a page's end. No multiple of 4,096 bytes, where both would compete for one place in the cache.
+enum { AHEAD = 5120, SCALES_AHEAD = 64 };
 
 // A vector of dot4's operands is two groups, a group or a part of one. group is a constant.
 #define GROUPS_IN_VEC(group) (4 * LANES == 2 * (group) ? 2 : 1)
 
-// sum with the terms of `count` groups, of w from its group wg on, of x from xg on; count is mostly
-// constant, LANES * GROUPS_IN_VEC(group).
-INLINE float add_groups(float sum, const Matrix *w, size_t wg, const Quantized *x, size_t xg,
-                        const int count, const int group) {
-    const int8_t *wq = w->q + wg * group, *xq = x->q + xg * group;
+// terms[g] = (float)(w_g . x_g) * w_scale[g] for `count` groups; count is mostly constant, LANES *
+// GROUPS_IN_VEC(group).
+INLINE void group_terms(float *terms, const int8_t *wq, const float *ws, const int8_t *xq,
+                        const int32_t *start, const int count, const int group) {
     const int pair = GROUPS_IN_VEC(group), bytes = group * pair, step = min_int(bytes, 4 * LANES);
+    const bool whole = HAVE_DOT4 && count == LANES * pair;
     VecI dots[LANES] = {0}, sums[2];
     int32_t dot[2 * LANES];
-    float terms[2 * LANES];
+    __builtin_prefetch(ws + SCALES_AHEAD);
     for (int v = 0; HAVE_DOT4 && v * pair < count; v++) {
         for (int i = v * bytes; i < (v + 1) * bytes; i += step) {
             __builtin_prefetch(wq + i + AHEAD);
@@ -1114,13 +1116,16 @@ INLINE float add_groups(float sum, const Matrix *w, size_t wg, const Quantized *
     }
     if (pair == 2) halves_sums(sums, dots);
     else sums[0] = lanes_sums(dots, LANES);
-    memcpy(dot, sums, pair * sizeof(*sums));
-    for (int g = 0; g < count; g++) {
-        if (!HAVE_DOT4) dot[g] = dot_plain(wq + g * group, xq + g * group, group);
-        terms[g] = (float)(dot[g] + x->start[xg + g]) * w->scale[wg + g];
+    for (int i = 0; whole && i < pair; i++) {
+        sums[i] += load_bytes(start + i * LANES, sizeof(*sums));
+        VecF term = __builtin_convertvector(sums[i], VecF) * load_f(ws + i * LANES);
+        memcpy(terms + i * LANES, &term, sizeof(term));
     }
-    for (int g = 0; g < count; g++) sum = mul_add_f(terms[g], x->scale[xg + g], sum);
-    return sum;
+    memcpy(dot, sums, pair * sizeof(*sums));
+    for (int g = 0; !whole && g < count; g++) {
+        if (!HAVE_DOT4) dot[g] = dot_plain(wq + g * group, xq + g * group, group);
+        terms[g] = (float)(dot[g] + start[g]) * ws[g];
+    }
 }
 
 // out = x W^T, (n, cols) x (rows, cols)^T, for some rows and some tokens: one thread's task.
@@ -1131,24 +1136,29 @@ typedef struct {
     int row, end;        // rows row .. end - 1 of it
     const Quantized *x;  // (n, cols)
     int first, n;        // tokens first .. n - 1 of it
-    float *scratch;      // (BLOCK, cols / 4 + cols / group) for packed rows
+    float *scratch;      // (BLOCK, cols / 4 + cols / group)
 } Linear;
 
-// Token t, rows row .. end - 1.
-INLINE void matvec(const Linear *l, int t, int row, int end, const int group) {
-    const Matrix w = *l->w;
-    const Quantized x = *l->x;
-    const int groups = w.cols / group, most = LANES * GROUPS_IN_VEC(group);
-    for (; row < end; row++) {
-        size_t wg = (size_t)row * groups, xg = (size_t)t * groups;
-        float sum = 0;
-        int left = groups;
-        for (; left >= most; left -= most, wg += most, xg += most) {
-            sum = add_groups(sum, &w, wg, &x, xg, most, group);
+// Token t, LANES rows from `row` on: the terms of one row after the other, then a row per lane.
+INLINE void matvec(const Linear *l, int t, int row, const int group) {
+    const int cols = l->w->cols, groups = cols / group, most = LANES * GROUPS_IN_VEC(group);
+    const int rows = min_int(LANES, l->end - row);
+    const int8_t *wq = l->w->q + (size_t)row * cols, *xq = l->x->q + (size_t)t * cols;
+    const float *ws = l->w->scale + (size_t)row * groups, *xs = l->x->scale + (size_t)t * groups;
+    const int32_t *start = l->x->start + (size_t)t * groups;
+    VecF sum = {0}, *columns = (VecF *)l->scratch;                // (groups, LANES)
+    float *const terms = (float *)(columns + groups), *out = terms;  // (LANES, groups)
+    for (int r = 0; r < rows; r++, wq += cols, ws += groups, out += groups) {
+        int g = 0;
+        for (; g + most <= groups; g += most) {
+            group_terms(out + g, wq + g * group, ws + g, xq + g * group, start + g, most, group);
         }
-        if (left) sum = add_groups(sum, &w, wg, &x, xg, left, group);
-        l->out[(size_t)t * l->stride + row - l->row] = sum;
+        if (g == groups) continue;
+        group_terms(out + g, wq + g * group, ws + g, xq + g * group, start + g, groups - g, group);
     }
+    pack((VecI *)columns, 1, terms, rows, groups, 0, 0);
+    for (int g = 0; g < groups; g++) sum = mul_add(columns[g], splat_f(xs[g]), sum);
+    memcpy(l->out + (size_t)t * l->stride + row - l->row, &sum, rows * sizeof(float));
 }
 
 // The same for BLOCK rows from `row` on, a row per lane, and TILE_TOKENS tokens from t on (the last
@@ -1202,7 +1212,9 @@ INLINE void linear_block(const Linear *l, int row, const int group) {
     const Matrix *w = l->w;
     if (l->n - l->first == 1 || !HAVE_DOT4) {
         const int end = min_int(row + BLOCK, l->end);
-        for (int t = l->first; t < l->n; t++) matvec(l, t, row, end, group);
+        for (int t = l->first; t < l->n; t++) {
+            for (int r = row; r < end; r += LANES) matvec(l, t, r, group);
+        }
         return;
     }
     VecI *wq = (VecI *)l->scratch, *ws = wq + w->cols / 4 * TILE_VECS;
