@@ -789,6 +789,7 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 //
 //   dot4(acc, w, x)     acc + sum of the 4 products of the bytes of w and x, in each lane
 //   mul_add(a, b, c)    a * b + c, rounded once where the CPU can; mul_add_f of single floats
+//   max_i(a, b)         the larger of two int32s, in each lane
 //   zip_low, zip_high   a0 b0 a1 b1 ... of the first or of the second halves of a and b
 //
 // Quantized x lies in -127..127, so no partial sum overflows even if a file's w holds -128. Where
@@ -843,6 +844,11 @@ INLINE VecI dot4_plain(VecI acc, VecI w, VecI x) {
 
 INLINE VecF mul_add_plain(VecF a, VecF b, VecF c) { return a * b + c; }
 
+INLINE VecI max_plain(VecI a, VecI b) {
+    VecI larger = a > b;
+    return (a & larger) | (b & ~larger);
+}
+
 #if defined(USE_AVX512)
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
     return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
@@ -869,14 +875,18 @@ INLINE VecI dot4(VecI acc, VecI w, VecI x) {
 
 #if defined(USE_AVX512)
 INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE VecI max_i(VecI a, VecI b) { return (VecI)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 #elif defined(USE_AVX2)
 INLINE VecF mul_add(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE VecI max_i(VecI a, VecI b) { return (VecI)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 #elif defined(USE_NEON)
 INLINE VecF mul_add(VecF a, VecF b, VecF c) {
     return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
+INLINE VecI max_i(VecI a, VecI b) { return (VecI)vmaxq_s32((int32x4_t)a, (int32x4_t)b); }
 #else
 #define mul_add mul_add_plain
+#define max_i max_plain
 #endif
 INLINE float mul_add_f(float a, float b, float c) { return HAVE_DOT4 ? fmaf(a, b, c) : a * b + c; }
 
@@ -913,11 +923,6 @@ INLINE VecI load_bytes(const void *p, const int n) {
     return value;
 }
 
-INLINE VecI max_i(VecI a, VecI b) {
-    VecI larger = a > b;
-    return (a & larger) | (b & ~larger);
-}
-
 // Of all lanes. A vector zipped with itself brings lanes i and i + LANES / 2 together, twice.
 INLINE int32_t lanes_max(VecI a) {
     UNROLL for (int n = LANES; n > 1; n /= 2) a = max_i(zip_low(a, a), zip_high(a, a));
@@ -944,21 +949,20 @@ INLINE float choose(int32_t yes, float a, float b) {
 }
 
 // exp(x) = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and a polynomial for e^r (Cephes
-// expf): within 2 units of the last place, exp(0) = 1, 0 below -87, exp(88) above 88. Written
-// so that compilers vectorise loops over it.
+// expf): within 2 units of the last place, exp(0) = 1, exp(88) above 88; below -87.7, where n is
+// -127 and the exponent's bits are 0, it is 0. Written so that compilers vectorise loops over it.
 INLINE float fast_exp(float x) {
-    float clamped = choose(x < -87.0f, -87.0f, choose(x > 88.0f, 88.0f, x));
-    float shifted = clamped * 1.44269504f + ROUNDER, n = shifted - ROUNDER;
-    float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    float clamped = choose(x < -88.0f, -88.0f, choose(x > 88.0f, 88.0f, x));
+    float shifted = mul_add_f(clamped, 1.44269504f, ROUNDER), n = shifted - ROUNDER;
+    float r = mul_add_f(n, 2.12194440e-4f, mul_add_f(n, -0.693359375f, clamped));
     float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1;
-    float power = as_float(((uint32_t)load_i32(&shifted) + 127) << 23);  // 2^n
-    return choose(x < -87.0f, 0, p * power);
+    p = mul_add_f(p, r, 1.3981999507e-3f);
+    p = mul_add_f(p, r, 8.3334519073e-3f);
+    p = mul_add_f(p, r, 4.1665795894e-2f);
+    p = mul_add_f(p, r, 1.6666665459e-1f);
+    p = mul_add_f(p, r, 5.0000001201e-1f);
+    p = mul_add_f(p, r * r, r) + 1;
+    return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);  // 2^n
 }
 
 // Floats are added in 16 interleaved sums, whatever a vector's width: all instruction sets agree.
