@@ -1160,6 +1160,7 @@ INLINE void matvec(const Linear *l, int t, int row, const int group) {
         if (g == groups) continue;
         group_terms(out + g, wq + g * group, ws + g, xq + g * group, start + g, groups - g, group);
     }
+    for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);  // meanwhile
     pack((VecI *)columns, 1, terms, rows, groups, 0, 0);
     for (int g = 0; g < groups; g++) sum = mul_add(columns[g], splat_f(xs[g]), sum);
     memcpy(l->out + (size_t)t * l->stride + row - l->row, &sum, rows * sizeof(float));
