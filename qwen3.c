@@ -1166,41 +1166,33 @@ INLINE void matvec(const Linear *l, int t, int row, const int group) {
     memcpy(l->out + (size_t)t * l->stride + row - l->row, &sum, rows * sizeof(float));
 }
 
-// The same for BLOCK rows from `row` on, a row per lane, and TILE_TOKENS tokens from t on (the last
-// token stands in for tokens behind it). wq (cols / 4, TILE_VECS, LANES, 4) and ws (groups,
-// TILE_VECS, LANES) are the packed rows.
+// The same for BLOCK rows from `row` on and TILE_TOKENS tokens from t on (what x holds for tokens
+// behind n does not matter). wq (cols / 4, TILE_VECS, LANES, 4) and ws (groups, TILE_VECS, LANES)
+// are the packed rows.
 INLINE void matmul_tile(const Linear *l, int t, int row, const VecI *wq, const float *ws,
                         const int group) {
-    const Quantized *x = l->x;
-    const int groups = l->w->cols / group, rows = min_int(BLOCK, l->end - row);
-    const int8_t *xq[TILE_TOKENS];
-    const float *xs[TILE_TOKENS];
-    const int32_t *start[TILE_TOKENS];
+    const int cols = l->w->cols, groups = cols / group, rows = min_int(BLOCK, l->end - row);
+    const int8_t *xq = l->x->q + (size_t)t * cols;
+    const float *xs = l->x->scale + (size_t)t * groups;
+    const int32_t *start = l->x->start + (size_t)t * groups;
     VecF acc[TILE_TOKENS][TILE_VECS] = {0};
-    for (int i = 0; i < TILE_TOKENS; i++) {
-        size_t source = min_int(t + i, l->n - 1);
-        xq[i] = x->q + source * l->w->cols;
-        xs[i] = x->scale + source * groups;
-        start[i] = x->start + source * groups;
-    }
-    for (int g = 0; g < groups; g++) {
+    for (int g = 0; g < groups; g++, xs++, start++, ws += BLOCK) {
         VecI sum[TILE_TOKENS][TILE_VECS];
         UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
-            UNROLL for (int v = 0; v < TILE_VECS; v++) sum[i][v] = splat(start[i][g]);
+            UNROLL for (int v = 0; v < TILE_VECS; v++) sum[i][v] = splat(start[i * groups]);
         }
-        for (int k = g * group / 4; k < (g + 1) * group / 4; k++) {
+        for (int k = 0; k < group / 4; k++, xq += 4, wq += TILE_VECS) {
             UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
-                VecI four = splat(load_i32(xq[i] + 4 * k));
+                VecI four = splat(load_i32(xq + (size_t)i * cols));
                 UNROLL for (int v = 0; v < TILE_VECS; v++) {
-                    sum[i][v] = dot4(sum[i][v], wq[k * TILE_VECS + v], four);
+                    sum[i][v] = dot4(sum[i][v], wq[v], four);
                 }
             }
         }
         UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
             UNROLL for (int v = 0; v < TILE_VECS; v++) {
-                VecF scale = load_f(ws + (g * TILE_VECS + v) * LANES);
-                VecF term = __builtin_convertvector(sum[i][v], VecF) * scale;
-                acc[i][v] = mul_add(term, splat_f(xs[i][g]), acc[i][v]);
+                VecF term = __builtin_convertvector(sum[i][v], VecF) * load_f(ws + v * LANES);
+                acc[i][v] = mul_add(term, splat_f(xs[i * groups]), acc[i][v]);
             }
         }
     }
@@ -1230,7 +1222,7 @@ INLINE void linear_block(const Linear *l, int row, const int group) {
     const int8_t *next = w->q + (size_t)(row + BLOCK) * w->cols;
     const int64_t share = (int64_t)BLOCK * w->cols * TILE_TOKENS / (l->n - l->first);
     for (int t = l->first; t < l->n; t += TILE_TOKENS, next += share) {
-        for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i, 0, 2);
+        for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
         matmul_tile(l, t, row, wq, (const float *)ws, group);
     }
 }
@@ -1679,8 +1671,9 @@ static void rope_init(State *s, const Config *g) {
 #define FOR_BATCH "the activations (-b makes them smaller)"
 
 static Quantized quantized_init(size_t n, int cols, int group) {
+    n += TILE_TOKENS;  // the last tile reads on
     size_t groups = n * (cols / group);
-    return (Quantized){alloc(n * cols + 4 * LANES, 1, FOR_BATCH),
+    return (Quantized){alloc(n * cols, 1, FOR_BATCH),
                        alloc(groups, sizeof(float), FOR_BATCH),
                        alloc(groups, sizeof(int32_t), FOR_BATCH)};
 }

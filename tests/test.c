@@ -183,8 +183,8 @@ static void test_matmul(void) {
         float *in = random_floats((size_t)n * cols);
         float *one = random_floats(n * rows), *all = random_floats(n * rows);
         float *scratch = alloc((size_t)BLOCK * (cols / 4 + groups), 4, "");
-        Quantized x = {alloc((size_t)n * cols + 4 * LANES, 1, ""), alloc(n * groups, 4, ""),
-                       alloc(n * groups, 4, "")};
+        Quantized x = quantized_init(n, cols, group);
+        for (int i = 0; i < TILE_TOKENS * groups; i++) x.scale[n * groups + i] = NAN;  // of no token
         quantize(&x, 0, in, n * cols, group);
         for (int t = 0; t < n; t++) {
             linear(&(Linear){one, rows, &w, 0, rows, &x, t, t + 1, scratch});
