@@ -1465,7 +1465,8 @@ INLINE void attention_rows(const Pass *p, const AttRows *a, const int rows) {
         }
     }
     for (int r = 0; r < a->n; r++) {
-        for (int j = 0; j < hd; j++) a->out[r][j] = a->sum[r][j] / total[r];
+        const float inverse = 1 / total[r];
+        for (int j = 0; j < hd; j++) a->out[r][j] = a->sum[r][j] * inverse;
     }
 }
 
@@ -1491,6 +1492,10 @@ static void attention_job(void *arg, int begin, int end, int thread) {
             int h = a.kv_head * group + i % group;
             a.q[r] = s->q + (size_t)t * g->q_dim + h * g->head_dim;
             a.out[r] = s->att + (size_t)t * g->q_dim + h * g->head_dim;
+            for (int j = 0; j < g->head_dim; j += 16) {  // seldom near: they lie rows apart
+                __builtin_prefetch(a.q[r] + j);
+                __builtin_prefetch(a.out[r] + j, 1);
+            }
             a.score[r] = s->scratch[thread] + r * (positions + vd);
             a.sum[r] = a.score[r] + positions;
             a.len[r] = p->pos + t + 1;
