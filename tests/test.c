@@ -141,6 +141,8 @@ static void test_primitives(void) {
         acc = wv >> 8;  // no overflow
         VecI a = dot4(acc, wv ^ splat(FLIP), xv), b = dot4_plain(acc, wv ^ splat(FLIP), xv);
         CHECK(memcmp(&a, &b, sizeof(a)) == 0);
+        VecI c = max_i(wv, xv), d = max_plain(wv, xv);
+        CHECK(memcmp(&c, &d, sizeof(c)) == 0 && c[0] == max_int(wv[0], xv[0]));
         for (int i = 0; i < LANES; i++) {
             CHECK(zip_low(wv, xv)[i] == (i % 2 ? xv : wv)[i / 2]);
             CHECK(zip_high(wv, xv)[i] == (i % 2 ? xv : wv)[LANES / 2 + i / 2]);
