@@ -517,9 +517,9 @@ typedef struct {
     Matrix classifier;      // (vocab_size, dim)              lm_head
 } Weights;
 
-// The quantized inputs of a product, a row for each token
+// The quantized inputs of a product, a row for each token; more rows follow, for the last tile
 typedef struct {
-    int8_t *q;       // (n, cols), and a vector: the last of two groups may be read with it
+    int8_t *q;       // (n, cols)
     float *scale;    // (n, cols / group)
     int32_t *start;  // (n, cols / group) -W_BIAS * the sum of the group's q: see dot4
 } Quantized;
@@ -538,7 +538,7 @@ typedef struct {
     Quantized hq;      // (batch, hidden_dim)  silu(W1 h) * (W3 h)
     float *kv;         // (blocks of LANES positions, n_layers, n_kv_heads, kv_floats): kv_block()
     size_t kv_floats;  // in one block
-    float **scratch;   // one per thread: attention's scores and sums, or rows of weights
+    float **scratch;   // one per thread: attention's scores and sums, or linear()'s
     float **part;      // one per thread: (batch, head_dim) of k or v, or twice (batch, group) of
                        // W1 h and W3 h: used up by the task that made them
     float *logits;     // (logit_rows, vocab_size)
@@ -674,7 +674,7 @@ static void model_map(Model *m, const char *path) {
 
 // ------------------------------------------------------------------------------------------------
 // Threads: parallel() runs a loop on all of them. A worker that has nothing to do spins for a
-// moment and then sleeps, so that a busy machine is not kept busier. Chunks go to whoever
+// moment and then sleeps, so that a busy machine is not kept busier. Shares go to whoever
 // comes first: what is computed does not depend on who computes it.
 
 typedef void (*Job)(void *arg, int begin, int end, int thread);
@@ -697,7 +697,7 @@ static struct {
     _Atomic(Job) job;
     void *_Atomic arg;
     _Atomic int count, chunk;
-    _Atomic int sleepers;  // threads that wait for `wake` or `done`, under `lock`
+    _Atomic int sleepers;  // threads that wait for `wake` or `done`; changed under `lock`
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
@@ -729,8 +729,8 @@ static void wake_up(pthread_cond_t *cond) {
 }
 
 // Takes shares of the current loop until none is left. One is taken only if the ticket is still the
-// same, so what was read in between belongs to its loop: parallel() sets it before, and sets the
-// next one only after the last share.
+// same, so what was read in between belongs to its loop: parallel() stores that before the ticket,
+// and another loop's only after the last share is done.
 static void work(int thread) {
     uint64_t ticket = atomic_load(&pool.ticket);
     while ((uint32_t)ticket > 0) {
@@ -1096,7 +1096,8 @@ INLINE void halves_sums(VecI *sums, const VecI *a) {
 }
 
 // How far ahead weights (in bytes) and their scales are fetched: the CPU's own prefetching stops at
-// a page's end. No multiple of 4,096 bytes, where both would compete for one place in the cache.
+// a page's end. No multiple of 4,096 bytes: what is read and what is fetched would compete for one
+// place in the cache.
 enum { AHEAD = 5120, SCALES_AHEAD = 64 };
 
 // A vector of dot4's operands is two groups, a group or a part of one. group is a constant.
@@ -1108,7 +1109,7 @@ INLINE void group_terms(float *terms, const int8_t *wq, const float *ws, const i
                         const int32_t *start, const int count, const int group) {
     const int pair = GROUPS_IN_VEC(group), bytes = group * pair, step = min_int(bytes, 4 * LANES);
     const bool whole = HAVE_DOT4 && count == LANES * pair;
-    VecI dots[LANES] = {0}, sums[2];
+    VecI dots[LANES] = {0}, sums[2] = {0};
     int32_t dot[2 * LANES];
     __builtin_prefetch(ws + SCALES_AHEAD);
     for (int v = 0; HAVE_DOT4 && v * pair < count; v++) {
@@ -1125,7 +1126,7 @@ INLINE void group_terms(float *terms, const int8_t *wq, const float *ws, const i
         VecF term = __builtin_convertvector(sums[i], VecF) * load_f(ws + i * LANES);
         memcpy(terms + i * LANES, &term, sizeof(term));
     }
-    memcpy(dot, sums, pair * sizeof(*sums));
+    memcpy(dot, sums, sizeof(dot));
     for (int g = 0; !whole && g < count; g++) {
         if (!HAVE_DOT4) dot[g] = dot_plain(wq + g * group, xq + g * group, group);
         terms[g] = (float)(dot[g] + start[g]) * ws[g];
@@ -1140,7 +1141,7 @@ typedef struct {
     int row, end;        // rows row .. end - 1 of it
     const Quantized *x;  // (n, cols)
     int first, n;        // tokens first .. n - 1 of it
-    float *scratch;      // (BLOCK, cols / 4 + cols / group)
+    float *scratch;      // (BLOCK, cols / 4 + cols / group): packed rows, or matvec's terms
 } Linear;
 
 // Token t, LANES rows from `row` on: the terms of one row after the other, then a row per lane.
@@ -1150,7 +1151,7 @@ INLINE void matvec(const Linear *l, int t, int row, const int group) {
     const int8_t *wq = l->w->q + (size_t)row * cols, *xq = l->x->q + (size_t)t * cols;
     const float *ws = l->w->scale + (size_t)row * groups, *xs = l->x->scale + (size_t)t * groups;
     const int32_t *start = l->x->start + (size_t)t * groups;
-    VecF sum = {0}, *columns = (VecF *)l->scratch;                // (groups, LANES)
+    VecF sum = {0}, *columns = (VecF *)l->scratch;                   // (groups, LANES)
     float *const terms = (float *)(columns + groups), *out = terms;  // (LANES, groups)
     for (int r = 0; r < rows; r++, wq += cols, ws += groups, out += groups) {
         int g = 0;
@@ -1160,7 +1161,7 @@ INLINE void matvec(const Linear *l, int t, int row, const int group) {
         if (g == groups) continue;
         group_terms(out + g, wq + g * group, ws + g, xq + g * group, start + g, groups - g, group);
     }
-    for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);  // meanwhile
+    for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);  // while these wait
     pack((VecI *)columns, 1, terms, rows, groups, 0, 0);
     for (int g = 0; g < groups; g++) sum = mul_add(columns[g], splat_f(xs[g]), sum);
     memcpy(l->out + (size_t)t * l->stride + row - l->row, &sum, rows * sizeof(float));
@@ -1676,7 +1677,7 @@ static void rope_init(State *s, const Config *g) {
 #define FOR_BATCH "the activations (-b makes them smaller)"
 
 static Quantized quantized_init(size_t n, int cols, int group) {
-    n += TILE_TOKENS;  // the last tile reads on
+    n += TILE_TOKENS;
     size_t groups = n * (cols / group);
     return (Quantized){alloc(n * cols, 1, FOR_BATCH),
                        alloc(groups, sizeof(float), FOR_BATCH),
