@@ -51,19 +51,25 @@ Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 13
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
-if __name__ == "__main__":  # before the slow imports: a signal unwinds, so temporary files go
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+def on_signals(leave: Callable[[int], object]) -> None:
+    """Calls leave(exit status) at Ctrl-C and SIGTERM."""
+    signal.signal(signal.SIGINT, lambda *_: leave(130))
+    signal.signal(signal.SIGTERM, lambda *_: leave(143))
+
+
+if __name__ == "__main__":  # at once during the slow imports, where exceptions become others
+    on_signals(os._exit)
 
 import argparse
 import importlib.util
 import json
 import math
 import mmap
-import os
 import re
 import shutil
 import string
@@ -1561,4 +1567,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    on_signals(sys.exit)  # unwinds, so temporary files go
     main()
