@@ -529,8 +529,7 @@ typedef struct {
     int batch;         // most tokens of one forward pass
     float *x;          // (batch, dim)         the residual stream
     float *delta;      // (batch, dim)         what a block adds to it; then the next block's input
-    float *q;          // (batch, q_dim)
-    float *att;        // (batch, q_dim)       the heads' answers, side by side
+    float *q;          // (batch, q_dim)       the queries, then the heads' answers
     float *cos, *sin;  // (batch, head_dim / 2)
     float *freq;       // (head_dim / 2)       rope: radians per position
     float rope_scale;  //                      YaRN's factor on cos and sin, else 1
@@ -1379,20 +1378,22 @@ static void heads_job(void *arg, int begin, int end, int thread) {
 enum { ATT_ROWS = 6, ATT_TASK = 24, ATT_VALUES = 64 };
 
 typedef struct {
-    int kv_head, n;            // rows, a multiple of the tile's
-    const float *q[ATT_TASK];  // (head_dim)
-    float *out[ATT_TASK];      // (head_dim)
-    float *score[ATT_TASK];    // (positions in whole vectors)
-    float *sum[ATT_TASK];      // (value_dim)
-    int len[ATT_TASK];         // positions that the row sees: its own and those before it
+    int kv_head, n;       // rows, a multiple of the tile's
+    int width;            // value_dim
+    int positions;        // of scores, in whole tiles
+    float *q;             // (n, width): queries, then the sums of values
+    float *score;         // (n, positions)
+    float *at[ATT_TASK];  // (head_dim) the query's place, and the answer's
+    int len[ATT_TASK];    // positions that the row sees: its own and those before it
 } AttRows;
 
 // score = q . k / sqrt(head_dim), rows from r on, for `vecs` blocks of positions from `start` on
 INLINE void score_tile(const Pass *p, const AttRows *a, int r, int start, const int rows,
                        const int vecs) {
     const int hd = p->m->config.head_dim;
-    const float scale = 1 / sqrtf((float)hd);
-    const size_t next = kv_block(p->m, 0, 0, 1) - kv_block(p->m, 0, 0, 0);
+    const size_t next = kv_block(p->m, 0, 0, 1) - kv_block(p->m, 0, 0, 0), width = a->width;
+    const float scale = 1 / sqrtf((float)hd), *q = a->q + r * width;
+    float *score = a->score + (size_t)r * a->positions + start;
     const VecF *keys[2];
     VecF sum[ATT_ROWS][2] = {0};
     for (int v = 0; v < vecs; v++) {
@@ -1403,14 +1404,12 @@ INLINE void score_tile(const Pass *p, const AttRows *a, int r, int start, const 
             __builtin_prefetch((float *)&keys[v][j] + 2 * next);
         }
         UNROLL for (int i = 0; i < rows; i++) {
-            VecF q = splat_f(a->q[r + i][j]);
-            UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = mul_add(keys[v][j], q, sum[i][v]);
+            VecF qj = splat_f(q[i * width + j]);
+            UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = mul_add(keys[v][j], qj, sum[i][v]);
         }
     }
-    for (int i = 0; i < rows; i++) {
-        for (int v = 0; v < vecs; v++) {
-            *(VecF *)(a->score[r + i] + start + v * LANES) = sum[i][v] * scale;
-        }
+    for (int i = 0; i < rows; i++, score += a->positions) {
+        for (int v = 0; v < vecs; v++) *(VecF *)(score + v * LANES) = sum[i][v] * scale;
     }
 }
 
@@ -1418,33 +1417,34 @@ INLINE void score_tile(const Pass *p, const AttRows *a, int r, int start, const 
 INLINE void value_tile(const Pass *p, const AttRows *a, int r, int start, int end, int j,
                        const int rows, const int vecs) {
     const size_t next = kv_block(p->m, 0, 0, 1) - kv_block(p->m, 0, 0, 0);
-    VecF sum[ATT_ROWS][2];
+    const size_t positions = a->positions, vectors = a->width / LANES;
+    const float *score = a->score + r * positions + start;
+    VecF *out = (VecF *)a->q + r * vectors + j, sum[ATT_ROWS][2];
     UNROLL for (int i = 0; i < rows; i++) {
-        UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = ((VecF *)a->sum[r + i])[j + v];
+        UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = out[i * vectors + v];
     }
     for (; start < end; start += LANES) {
         const float *keys = kv_block(p->m, p->l, a->kv_head, start / LANES);
         const VecF *values = (VecF *)keys + p->m->config.head_dim + j * LANES;
-        for (int i = 0; i < min_int(LANES, end - start); i++) {
+        for (int k = 0; k < min_int(LANES, end - start); k++, score++) {
             for (int v = 0; v < vecs && r == 0; v++) {
-                __builtin_prefetch((float *)&values[v * LANES + i] + ATT_VALUES / LANES * next);
+                __builtin_prefetch((float *)&values[v * LANES + k] + ATT_VALUES / LANES * next);
             }
-            UNROLL for (int k = 0; k < rows; k++) {
-                VecF score = splat_f(a->score[r + k][start + i]);
+            UNROLL for (int i = 0; i < rows; i++) {
+                VecF weight = splat_f(score[i * positions]);
                 UNROLL for (int v = 0; v < vecs; v++) {
-                    sum[k][v] = mul_add(values[v * LANES + i], score, sum[k][v]);
+                    sum[i][v] = mul_add(values[v * LANES + k], weight, sum[i][v]);
                 }
             }
         }
     }
     UNROLL for (int i = 0; i < rows; i++) {
-        UNROLL for (int v = 0; v < vecs; v++) ((VecF *)a->sum[r + i])[j + v] = sum[i][v];
+        UNROLL for (int v = 0; v < vecs; v++) out[i * vectors + v] = sum[i][v];
     }
 }
 
 INLINE void attention_rows(const Pass *p, const AttRows *a, const int rows) {
-    const int hd = p->m->config.head_dim, vectors = value_dim(p->m) / LANES;
-    const int end = a->len[a->n - 1];
+    const int vectors = a->width / LANES, end = a->len[a->n - 1];
     float total[ATT_TASK];
     for (int start = 0; start < end; start += 2 * LANES) {
         for (int r = 0; r < a->n; r += rows) {
@@ -1453,10 +1453,11 @@ INLINE void attention_rows(const Pass *p, const AttRows *a, const int rows) {
         }
     }
     for (int r = 0; r < a->n; r++) {
-        total[r] = softmax_terms(a->score[r], a->len[r]);
-        for (int i = a->len[r]; i < end; i++) a->score[r][i] = 0;
-        memset(a->sum[r], 0, vectors * sizeof(VecF));
+        float *score = a->score + (size_t)r * a->positions;
+        total[r] = softmax_terms(score, a->len[r]);
+        for (int i = a->len[r]; i < end; i++) score[i] = 0;
     }
+    memset(a->q, 0, a->n * a->width * sizeof(float));
     for (int start = 0; start < end; start += ATT_VALUES) {
         const int stop = min_int(end, start + ATT_VALUES);
         for (int r = 0; r < a->n; r += rows) {
@@ -1466,8 +1467,8 @@ INLINE void attention_rows(const Pass *p, const AttRows *a, const int rows) {
         }
     }
     for (int r = 0; r < a->n; r++) {
-        const float inverse = 1 / total[r];
-        for (int j = 0; j < hd; j++) a->out[r][j] = a->sum[r][j] * inverse;
+        const float inverse = 1 / total[r], *sum = a->q + r * a->width;
+        for (int j = 0; j < p->m->config.head_dim; j++) a->at[r][j] = sum[j] * inverse;
     }
 }
 
@@ -1483,23 +1484,19 @@ static void attention_job(void *arg, int begin, int end, int thread) {
     const Config *g = &p->m->config;
     const State *s = &p->m->state;
     const int group = g->n_heads / g->n_kv_heads, rows = (p->n - p->first) * group;
-    const size_t positions = round_up(s->seq_len, 2 * LANES), vd = value_dim(p->m);
+    AttRows a = {.width = value_dim(p->m), .positions = round_up(s->seq_len, 2 * LANES)};
+    a.q = s->scratch[thread];
+    a.score = a.q + ATT_TASK * a.width;
     for (int task = begin; task < end; task++) {
-        AttRows a = {.kv_head = task / attention_tasks(p)};
         int first = task % attention_tasks(p) * ATT_TASK, count = min_int(ATT_TASK, rows - first);
+        a.kv_head = task / attention_tasks(p);
         a.n = count <= 2 ? 2 : round_up(count, ATT_ROWS);
         for (int r = 0; r < a.n; r++) {  // the last row stands in for rows behind it
             int i = min_int(first + r, rows - 1), t = p->first + i / group;
             int h = a.kv_head * group + i % group;
-            a.q[r] = s->q + (size_t)t * g->q_dim + h * g->head_dim;
-            a.out[r] = s->att + (size_t)t * g->q_dim + h * g->head_dim;
-            for (int j = 0; j < g->head_dim; j += 16) {  // seldom near: they lie rows apart
-                __builtin_prefetch(a.q[r] + j);
-                __builtin_prefetch(a.out[r] + j, 1);
-            }
-            a.score[r] = s->scratch[thread] + r * (positions + vd);
-            a.sum[r] = a.score[r] + positions;
+            a.at[r] = s->q + (size_t)t * g->q_dim + h * g->head_dim;
             a.len[r] = p->pos + t + 1;
+            memcpy(a.q + r * a.width, a.at[r], g->head_dim * sizeof(float));
         }
         if (a.n == 2) attention_rows(p, &a, 2);
         else attention_rows(p, &a, ATT_ROWS);
@@ -1520,7 +1517,7 @@ static void attention_output(const Pass *p, int t) {
     const Config *g = &p->m->config;
     State *s = &p->m->state;
     size_t at = (size_t)t * g->q_dim;
-    quantize(&s->xq, at, s->att + at, g->q_dim, g->group_size);
+    quantize(&s->xq, at, s->q + at, g->q_dim, g->group_size);
 }
 
 // silu(W1 h) * (W3 h), quantized, batch / n groups of its values at a time for all tokens, so
@@ -1695,7 +1692,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     s->x = alloc(b * g->dim, sizeof(float), FOR_BATCH);
     s->delta = alloc(b * g->dim, sizeof(float), FOR_BATCH);
     s->q = alloc(b * g->q_dim, sizeof(float), FOR_BATCH);
-    s->att = alloc(b * g->q_dim, sizeof(float), FOR_BATCH);
     s->cos = alloc(b * hd / 2, sizeof(float), FOR_BATCH);
     s->sin = alloc(b * hd / 2, sizeof(float), FOR_BATCH);
     s->freq = alloc(hd / 2, sizeof(float), FOR_BATCH);
