@@ -94,10 +94,13 @@
 #define NOINLINE static __attribute__((noinline))  // one copy: the same bits for every caller
 #if defined(NO_UNROLL)  // with sanitizers, compilers take minutes over what is unrolled
 #define UNROLL
+#define UNROLL_2
 #elif defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL_2 _Pragma("clang loop unroll_count(2)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL_2 _Pragma("GCC unroll 2")
 #endif
 
 // Tells a spinning core that it waits.
@@ -517,11 +520,13 @@ typedef struct {
     Matrix classifier;      // (vocab_size, dim)              lm_head
 } Weights;
 
-// The quantized inputs of a product, a row for each token; more rows follow, for the last tile
+// The quantized inputs of a product, a row for each token; more rows follow, for the last tile. A
+// row's q, scale and start lie side by side: what goes through rows counts with one stride.
 typedef struct {
     int8_t *q;       // (n, cols)
     float *scale;    // (n, cols / group)
     int32_t *start;  // (n, cols / group) -W_BIAS * the sum of the group's q: see dot4
+    size_t stride;   // words (4 bytes) from row to row
 } Quantized;
 
 typedef struct {
@@ -533,7 +538,8 @@ typedef struct {
     float *cos, *sin;  // (batch, head_dim / 2)
     float *freq;       // (head_dim / 2)       rope: radians per position
     float rope_scale;  //                      YaRN's factor on cos and sin, else 1
-    Quantized xq;      // (batch, dim or q_dim)
+    Quantized xq;      // (batch, dim)
+    Quantized aq;      // (batch, q_dim)
     Quantized hq;      // (batch, hidden_dim)  silu(W1 h) * (W3 h)
     float *kv;         // (blocks of LANES positions, n_layers, n_kv_heads, kv_floats): kv_block()
     size_t kv_floats;  // in one block
@@ -1014,11 +1020,12 @@ NOINLINE void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
 }
 
-// x (n), in groups, to out from its element `at` on: scale = max|x| / 127, q = round(x / scale).
-// Groups whose scale would be smaller than normal numbers become zeros; infinity becomes NaN later.
-NOINLINE void quantize(const Quantized *out, size_t at, const float *x, int n, int group) {
-    int8_t *q = out->q + at;
-    size_t g = at / group;
+// x (n), in groups, to row t of out from column `at` on: scale = max|x| / 127, q = x / scale,
+// rounded. Groups whose scale would be smaller than normal numbers become zeros; infinity becomes
+// NaN later.
+NOINLINE void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
+    int8_t *q = out->q + t * out->stride * 4 + at;
+    size_t g = t * out->stride + at / group;
     for (int i = 0; i < n; i += group, g++) {
         VecI max = {0};
         VecU sum = {0};
@@ -1147,9 +1154,9 @@ typedef struct {
 INLINE void matvec(const Linear *l, int t, int row, const int group) {
     const int cols = l->w->cols, groups = cols / group, most = LANES * GROUPS_IN_VEC(group);
     const int rows = min_int(LANES, l->end - row);
-    const int8_t *wq = l->w->q + (size_t)row * cols, *xq = l->x->q + (size_t)t * cols;
-    const float *ws = l->w->scale + (size_t)row * groups, *xs = l->x->scale + (size_t)t * groups;
-    const int32_t *start = l->x->start + (size_t)t * groups;
+    const int8_t *wq = l->w->q + (size_t)row * cols, *xq = l->x->q + t * l->x->stride * 4;
+    const float *ws = l->w->scale + (size_t)row * groups, *xs = l->x->scale + t * l->x->stride;
+    const int32_t *start = l->x->start + t * l->x->stride;
     VecF sum = {0}, *columns = (VecF *)l->scratch;                   // (groups, LANES)
     float *const terms = (float *)(columns + groups), *out = terms;  // (LANES, groups)
     for (int r = 0; r < rows; r++, wq += cols, ws += groups, out += groups) {
@@ -1172,18 +1179,19 @@ INLINE void matvec(const Linear *l, int t, int row, const int group) {
 INLINE void matmul_tile(const Linear *l, int t, int row, const VecI *wq, const float *ws,
                         const int group) {
     const int cols = l->w->cols, groups = cols / group, rows = min_int(BLOCK, l->end - row);
-    const int8_t *xq = l->x->q + (size_t)t * cols;
-    const float *xs = l->x->scale + (size_t)t * groups;
-    const int32_t *start = l->x->start + (size_t)t * groups;
+    const size_t stride = l->x->stride;
+    const int8_t *xq = l->x->q + t * stride * 4;
+    const float *xs = l->x->scale + t * stride;
+    const int32_t *start = l->x->start + t * stride;
     VecF acc[TILE_TOKENS][TILE_VECS] = {0};
-    for (int g = 0; g < groups; g++, xs++, start++, ws += BLOCK) {
+    for (const float *end = ws + groups * BLOCK; ws < end; ws += BLOCK, xs++, start++) {
         VecI sum[TILE_TOKENS][TILE_VECS];
         UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
-            UNROLL for (int v = 0; v < TILE_VECS; v++) sum[i][v] = splat(start[i * groups]);
+            UNROLL for (int v = 0; v < TILE_VECS; v++) sum[i][v] = splat(start[i * stride]);
         }
-        for (int k = 0; k < group / 4; k++, xq += 4, wq += TILE_VECS) {
+        UNROLL_2 for (int k = 0; k < group / 4; k++, xq += 4, wq += TILE_VECS) {
             UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
-                VecI four = splat(load_i32(xq + (size_t)i * cols));
+                VecI four = splat(load_i32(xq + i * stride * 4));
                 UNROLL for (int v = 0; v < TILE_VECS; v++) {
                     sum[i][v] = dot4(sum[i][v], wq[v], four);
                 }
@@ -1192,7 +1200,7 @@ INLINE void matmul_tile(const Linear *l, int t, int row, const VecI *wq, const f
         UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
             UNROLL for (int v = 0; v < TILE_VECS; v++) {
                 VecF term = __builtin_convertvector(sum[i][v], VecF) * load_f(ws + v * LANES);
-                acc[i][v] = mul_add(term, splat_f(xs[i * groups]), acc[i][v]);
+                acc[i][v] = mul_add(term, splat_f(xs[i * stride]), acc[i][v]);
             }
         }
     }
@@ -1220,9 +1228,12 @@ INLINE void linear_block(const Linear *l, int row, const int group) {
         pack(ws + v, TILE_VECS, w->scale, w->rows, w->cols / group, row + v * LANES, 0);
     }
     const int8_t *next = w->q + (size_t)(row + BLOCK) * w->cols;
+    const float *next_scale = w->scale + (size_t)(row + BLOCK) * (w->cols / group);
     const int64_t share = (int64_t)BLOCK * w->cols * TILE_TOKENS / (l->n - l->first);
     for (int t = l->first; t < l->n; t += TILE_TOKENS, next += share) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
+        __builtin_prefetch(next_scale);
+        next_scale += share / group;
         matmul_tile(l, t, row, wq, (const float *)ws, group);
     }
 }
@@ -1510,14 +1521,13 @@ static void block_input(const Pass *p, int t) {
     float *x = s->x + (size_t)t * g->dim, *delta = s->delta + (size_t)t * g->dim;
     for (int i = 0; i < g->dim; i++) x[i] += delta[i];
     rmsnorm(delta, x, p->norm, g->dim, g->rms_norm_eps);
-    quantize(&s->xq, (size_t)t * g->dim, delta, g->dim, g->group_size);
+    quantize(&s->xq, t, 0, delta, g->dim, g->group_size);
 }
 
 static void attention_output(const Pass *p, int t) {
     const Config *g = &p->m->config;
     State *s = &p->m->state;
-    size_t at = (size_t)t * g->q_dim;
-    quantize(&s->xq, at, s->q + at, g->q_dim, g->group_size);
+    quantize(&s->aq, t, 0, s->q + (size_t)t * g->q_dim, g->q_dim, g->group_size);
 }
 
 // silu(W1 h) * (W3 h), quantized, batch / n groups of its values at a time for all tokens, so
@@ -1539,7 +1549,7 @@ static void ffn_job(void *arg, int begin, int end, int thread) {
         for (int t = p->first; t < p->n; t++) {
             float *h = gate + (size_t)t * rows;
             silu_times(h, up + (size_t)t * rows, rows);
-            quantize(&s->hq, (size_t)t * p->m->config.hidden_dim + i * group, h, rows, group);
+            quantize(&s->hq, t, i * group, h, rows, group);
         }
     }
 }
@@ -1556,7 +1566,7 @@ static void layer_forward(Pass *p, int first_needed) {
     if (p->first == p->n) return;
     parallel(attention_job, p, attention_tasks(p) * g->n_kv_heads, 1);
     each_token(p, attention_output);
-    matmul(s, s->delta, &w->wo, &s->xq, p->first, p->n);
+    matmul(s, s->delta, &w->wo, &s->aq, p->first, p->n);
     p->norm = w->rms_ffn;
     each_token(p, block_input);
     parallel(ffn_job, p, g->hidden_dim / g->group_size, 1);
@@ -1642,7 +1652,7 @@ static float *classify(Model *m, int first, int count) {
     for (int t = 0; t < count; t++) {
         const float *x = s->x + (size_t)(first + t) * g->dim;
         rmsnorm(s->delta, x, m->weights.rms_final, g->dim, g->rms_norm_eps);
-        quantize(&s->xq, (size_t)t * g->dim, s->delta, g->dim, g->group_size);
+        quantize(&s->xq, t, 0, s->delta, g->dim, g->group_size);
     }
     matmul(s, s->logits, &m->weights.classifier, &s->xq, 0, count);
     return s->logits;
@@ -1674,18 +1684,17 @@ static void rope_init(State *s, const Config *g) {
 #define FOR_BATCH "the activations (-b makes them smaller)"
 
 static Quantized quantized_init(size_t n, int cols, int group) {
-    n += TILE_TOKENS;
-    size_t groups = n * (cols / group);
-    return (Quantized){alloc(n * cols, 1, FOR_BATCH),
-                       alloc(groups, sizeof(float), FOR_BATCH),
-                       alloc(groups, sizeof(int32_t), FOR_BATCH)};
+    const size_t words = cols / 4, groups = cols / group;
+    const size_t stride = (words + 2 * groups + 15) / 16 * 16;  // rows begin at 64 bytes
+    int32_t *p = alloc((n + TILE_TOKENS) * stride, sizeof(*p), FOR_BATCH);
+    return (Quantized){(int8_t *)p, (float *)p + words, p + words + groups, stride};
 }
 
 static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     const Config *g = &m->config;
     State *s = &m->state;
     const int hd = g->head_dim, blocks = (int)(((int64_t)seq_len + LANES - 1) / LANES);
-    const int input = max_int(g->dim, g->q_dim), longest = max_int(input, g->hidden_dim);
+    const int longest = max_int(max_int(g->dim, g->q_dim), g->hidden_dim);  // cols of a product
     const size_t b = batch;
     s->seq_len = seq_len;
     s->batch = batch;
@@ -1695,7 +1704,8 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     s->cos = alloc(b * hd / 2, sizeof(float), FOR_BATCH);
     s->sin = alloc(b * hd / 2, sizeof(float), FOR_BATCH);
     s->freq = alloc(hd / 2, sizeof(float), FOR_BATCH);
-    s->xq = quantized_init(b, input, g->group_size);
+    s->xq = quantized_init(b, g->dim, g->group_size);
+    s->aq = quantized_init(b, g->q_dim, g->group_size);
     s->hq = quantized_init(b, g->hidden_dim, g->group_size);
     s->logits = alloc((size_t)logit_rows * g->vocab_size, sizeof(float), FOR_BATCH);
     s->logit_rows = logit_rows;

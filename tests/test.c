@@ -159,11 +159,11 @@ static void test_primitives(void) {
 static void test_quantize(void) {
     for (int group = 32; group <= 256; group *= 2) {
         const int cols = 3 * group;
-        Quantized x = {alloc(cols, 1, ""), alloc(3, 4, ""), alloc(3, 4, "")};
+        Quantized x = quantized_init(1, cols, group);
         float *in = random_floats(cols);
         memset(in + group, 0, group * sizeof(float));        // zeros: scale 0
         for (int i = 0; i < group; i++) in[2 * group + i] *= 1e-42f;  // too small for a scale
-        quantize(&x, 0, in, cols, group);
+        quantize(&x, 0, 0, in, cols, group);
         float max = 0;
         int sum = 0;
         for (int i = 0; i < group; i++) max = fmaxf(max, fabsf(in[i])), sum += x.q[i];
@@ -187,8 +187,10 @@ static void test_matmul(void) {
         float *one = random_floats(n * rows), *all = random_floats(n * rows);
         float *scratch = alloc((size_t)BLOCK * (cols / 4 + groups), 4, "");
         Quantized x = quantized_init(n, cols, group);
-        for (int i = 0; i < TILE_TOKENS * groups; i++) x.scale[n * groups + i] = NAN;  // of no token
-        quantize(&x, 0, in, n * cols, group);
+        for (int t = 0; t < n; t++) quantize(&x, t, 0, in + t * cols, cols, group);
+        for (int i = 0; i < TILE_TOKENS * groups; i++) {  // of no token
+            x.scale[(n + i / groups) * x.stride + i % groups] = NAN;
+        }
         for (int t = 0; t < n; t++) {
             linear(&(Linear){one, rows, &w, 0, rows, &x, t, t + 1, scratch});
         }
@@ -203,7 +205,7 @@ static void test_matmul(void) {
                 double sum = 0, size = 0;
                 for (int i = 0; i < cols; i++) {
                     double a = w.q[r * cols + i] * (double)w.scale[(r * cols + i) / group];
-                    double b = x.q[t * cols + i] * (double)x.scale[(t * cols + i) / group];
+                    double b = x.q[t * x.stride * 4 + i] * (double)x.scale[t * x.stride + i / group];
                     sum += a * b;
                     size += fabs(a * b);
                 }
