@@ -36,8 +36,8 @@
                   (kv_dim), bv (kv_dim)
 
    A Q8_0 matrix (out, in) is out*in int8 values, row by row, then one fp32 scale for every
-   group_size consecutive values of a row: w ~= q * scale. The input of every product is quantized
-   the same way, so that a group's dot product is an exact integer. MIT license. */
+   group_size consecutive values of a row: w ~= q * scale. What is multiplied with one
+   is quantized the same way, so that a group's dot product is an exact integer. MIT license. */
 
 // ------------------------------------------------------------------------------------------------
 // Includes, and everything that depends on the platform
@@ -325,6 +325,7 @@ enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
 static bool quiet;                         // -q
 static volatile sig_atomic_t interrupted;  // Ctrl-C
+static bool nothing_to_stop;               // the first one ends the program
 
 // One line on stderr, whatever the arguments hold: "qwen3: WHERE: WHAT, expected X, found Y"
 __attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...) {
@@ -496,7 +497,7 @@ typedef struct {
 } Config;
 
 typedef struct {         // a Q8_0 matrix (rows, cols) inside the mapped file
-    const int8_t *q;     // (rows, cols), then its scales or more: add_groups may read 32 bytes on
+    const int8_t *q;     // (rows, cols), then its scales or more: group_terms may read 32 bytes on
     const float *scale;  // (rows, cols / group)
     int rows, cols, group;
 } Matrix;
@@ -542,7 +543,7 @@ typedef struct {
     Quantized aq;      // (batch, q_dim)
     Quantized hq;      // (batch, hidden_dim)  silu(W1 h) * (W3 h)
     float *kv;         // (blocks of LANES positions, n_layers, n_kv_heads, kv_floats): kv_block()
-    size_t kv_floats;  // in one block
+    size_t kv_floats;  // in one block, of one layer and kv head
     float **scratch;   // one per thread: attention's scores and sums, or linear()'s
     float **part;      // one per thread: (batch, head_dim) of k or v, or twice (batch, group) of
                        // W1 h and W3 h: used up by the task that made them
@@ -645,7 +646,7 @@ static void model_map(Model *m, const char *path) {
     Bytes file = file_map(path);
     Cursor c = {path, file};
     read_header(g, &c);
-    take(&(Cursor){path, c.rest}, (uint64_t)g->n_layers * g->dim * 4, "rms_att");  // that many?
+    take(&(Cursor){path, c.rest}, (uint64_t)g->n_layers * g->dim * 4, "rms_att");  // so many?
     w->layers = alloc(g->n_layers, sizeof(Layer), "the layers");
 #define TAKE_LAYERS(name, tensor) \
     for (int i = 0; i < g->n_layers; i++) w->layers[i].name = tensor
@@ -733,9 +734,9 @@ static void wake_up(pthread_cond_t *cond) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-// Takes shares of the current loop until none is left. One is taken only if the ticket is still the
-// same, so what was read in between belongs to its loop: parallel() stores that before the ticket,
-// and another loop's only after the last share is done.
+// Takes shares of the current loop until none is left. The exchange fails if the loop has changed
+// since the ticket was read, so the job is this loop's: parallel() stores it before the ticket, and
+// the next loop's only after the last share is done.
 static void work(int thread) {
     uint64_t ticket = atomic_load(&pool.ticket);
     while ((uint32_t)ticket > 0) {
@@ -790,7 +791,7 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 
 // ------------------------------------------------------------------------------------------------
 // Primitives: all that knows the instruction set. A vector is LANES floats or int32s (the GCC and
-// clang extension: + - * work lane by lane). HAVE_DOT4: dot4 is fast.
+// clang extension: + - * work lane by lane). HAVE_DOT4: dot4 and fma are instructions.
 //
 //   dot4(acc, w, x)     acc + sum of the 4 products of the bytes of w and x, in each lane
 //   mul_add(a, b, c)    a * b + c, rounded once where the CPU can; mul_add_f of single floats
@@ -831,7 +832,7 @@ typedef int32_t VecI __attribute__((vector_size(4 * LANES)));
 typedef uint32_t VecU __attribute__((vector_size(4 * LANES)));  // where sums may overflow
 typedef int8_t VecB __attribute__((vector_size(LANES)));
 
-// The portable versions, always compiled: what the others must equal.
+// The portable versions, always compiled: what the others must equal, mul_add but for a rounding.
 INLINE int32_t dot_plain(const int8_t *w, const int8_t *x, int n) {
     int32_t sum = 0;
     for (int i = 0; i < n; i++) sum += w[i] * x[i];
@@ -1079,7 +1080,7 @@ INLINE void pack(VecI *out, int stride, const void *words, int rows, int cols, i
 // Lane r is sum(a[r]), of LANES vectors. Each step adds the halves of two vectors in a zip: lanes
 // of the two in turn, half as many of each. With a `count` of less than LANES, the first steps are
 // done already.
-INLINE VecI lanes_sums(VecI *a, const int count) {
+INLINE VecI sum_each(VecI *a, const int count) {
     UNROLL for (int n = count / 2; n > 0; n /= 2) {
         UNROLL for (int r = 0; r < n; r++) {
             a[r] = zip_low(a[r], a[r + n]) + zip_high(a[r], a[r + n]);
@@ -1090,20 +1091,20 @@ INLINE VecI lanes_sums(VecI *a, const int count) {
 
 // The sums of a[0]'s first half, a[0]'s second half, a[1]'s first, ... of LANES vectors, which fill
 // two vectors: a first step that zips the halves and adds nothing, then the others for each half.
-INLINE void halves_sums(VecI *sums, const VecI *a) {
+INLINE void sum_each_half(VecI *sums, const VecI *a) {
     VecI first[LANES / 2], second[LANES / 2];
     UNROLL for (int r = 0; r < LANES / 2; r++) {
         first[r] = zip_low(a[r], a[r + LANES / 2]);
         second[r] = zip_high(a[r], a[r + LANES / 2]);
     }
-    VecI even = lanes_sums(first, LANES / 2), odd = lanes_sums(second, LANES / 2);
+    VecI even = sum_each(first, LANES / 2), odd = sum_each(second, LANES / 2);
     sums[0] = zip_low(even, odd);
     sums[1] = zip_high(even, odd);
 }
 
-// How far ahead weights (in bytes) and their scales are fetched: the CPU's own prefetching stops at
-// a page's end. No multiple of 4,096 bytes: what is read and what is fetched would compete for one
-// place in the cache.
+// How far ahead weights (bytes) and their scales (floats) are fetched: the CPU's own prefetching
+// stops at a page's end. No multiple of 4,096 bytes: what is read and what is fetched would compete
+// for one place in the cache.
 enum { AHEAD = 5120, SCALES_AHEAD = 64 };
 
 // A vector of dot4's operands is two groups, a group or a part of one. group is a constant.
@@ -1125,8 +1126,8 @@ INLINE void group_terms(float *terms, const int8_t *wq, const float *ws, const i
             dots[v] = dot4(dots[v], wv, load_bytes(xq + i, step));
         }
     }
-    if (pair == 2) halves_sums(sums, dots);
-    else sums[0] = lanes_sums(dots, LANES);
+    if (pair == 2) sum_each_half(sums, dots);
+    else sums[0] = sum_each(dots, LANES);
     for (int i = 0; whole && i < pair; i++) {
         sums[i] += load_bytes(start + i * LANES, sizeof(*sums));
         VecF term = __builtin_convertvector(sums[i], VecF) * load_f(ws + i * LANES);
@@ -1167,7 +1168,7 @@ INLINE void matvec(const Linear *l, int t, int row, const int group) {
         if (g == groups) continue;
         group_terms(out + g, wq + g * group, ws + g, xq + g * group, start + g, groups - g, group);
     }
-    for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);  // while these wait
+    for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);  // memory goes on
     pack((VecI *)columns, 1, terms, rows, groups, 0, 0);
     for (int g = 0; g < groups; g++) sum = mul_add(columns[g], splat_f(xs[g]), sum);
     memcpy(l->out + (size_t)t * l->stride + row - l->row, &sum, rows * sizeof(float));
@@ -1275,7 +1276,7 @@ static void matmul(State *s, float *out, const Matrix *w, const Quantized *x, in
 // The transformer: n tokens at positions pos .. pos + n - 1 at once: a batch of the prompt, or a
 // decoded token (n = 1), perhaps with a draft of those behind it
 
-// One forward pass, as its steps see it.
+// A layer of a forward pass, as its steps see it.
 typedef struct Pass {
     Model *m;
     const Layer *layer;
@@ -1554,7 +1555,8 @@ static void ffn_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// Only the cache and tokens from first_needed on are of use later.
+// Only the cache, which takes all tokens' keys and values, and tokens from first_needed on are of
+// use later.
 static void layer_forward(Pass *p, int first_needed) {
     const Config *g = &p->m->config;
     State *s = &p->m->state;
@@ -1722,7 +1724,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     s->kv = alloc((size_t)blocks * g->n_layers * g->n_kv_heads, s->kv_floats * sizeof(float),
                   "the KV cache (-c makes it smaller)");
 #ifdef MADV_HUGEPAGE  // attention goes from block to block: far fewer pages to look up
-    char *page = (char *)s->kv + (-(uintptr_t)s->kv & 4095);
+    char *page = (char *)s->kv + (-(uintptr_t)s->kv & (sysconf(_SC_PAGESIZE) - 1));
     madvise(page, (size_t)blocks * g->n_layers * g->n_kv_heads * s->kv_floats * 4, MADV_HUGEPAGE);
 #endif
     rope_init(s, g);
@@ -2453,9 +2455,9 @@ static bool chat_from_templates(Tokenizer *t, const char *model, bool think) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The sampler: repetition penalty, presence penalty, temperature, top-k, top-p, in HF's order. The
-// likeliest token is the first, of equal ones that with the lowest id. Nothing is sorted, and p is
-// gone through in vectors: a flat distribution costs no more than any other.
+// The sampler: repetition penalty, presence penalty, temperature, top-k, top-p, in HF's order.
+// "First" and "before" go by probability, of equal tokens by the lower id. Nothing is sorted, and p
+// is gone through in vectors: a flat distribution costs no more than any other.
 
 typedef struct {
     float temperature;  // 0: the most likely token
@@ -2571,7 +2573,7 @@ static int sample(Sampler *s, float *logits, int n) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Writing an answer: the tokens' bytes as they come, but never a part of a character
+// Writing an answer: the tokens' bytes as they come, parts of a character only when it ends
 
 typedef struct {
     bool chat;      // thinking is set apart
@@ -2585,7 +2587,7 @@ typedef struct {
 // The first Ctrl-C ends what is going on, a second one the program.
 static void on_interrupt(int signal) {
     (void)signal;
-    if (interrupted) {
+    if (interrupted || nothing_to_stop) {
         restore_terminal();
         _exit(EXIT_INTERRUPT);
     }
@@ -2675,7 +2677,7 @@ static void writer_end(Writer *w) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Generation: one loop for every mode
+// Generation: one loop for chat and for raw text
 
 typedef enum { TURN_ENDED, LIMIT_REACHED, CONTEXT_FULL, INTERRUPTED } Ending;
 
@@ -2741,6 +2743,7 @@ static int prefill(Engine *e, const Ids *ids) {
     size_t same = 0;
     int n = 0;
     if (ids->n > (size_t)s->seq_len) die(PROMPT_TOO_LONG, s->seq_len, ids->n);
+    if (ids->n == 0) die("prompt: empty, expected at least one token");
     give_notices(e);
     if (e->options.verbose) {
         fputs("prompt ids:", stderr);
@@ -2749,7 +2752,7 @@ static int prefill(Engine *e, const Ids *ids) {
     }
     while (same < cached->n && same + 1 < ids->n && cached->p[same] == ids->p[same]) same++;
     e->reused = same;
-    e->credit += (int)(ids->n - same) / 16;  // they cost at least that many single steps: draft()
+    e->credit += (int)(ids->n - same) / 16;  // they take as long as so many single steps: draft()
     // room for the whole answer, and for a token's text: decoding allocates nothing
     cached->p = grow(cached->p, &cached->cap, 0, s->seq_len + 1, sizeof(int));
     held->p = grow(held->p, &held->cap, 0, 1024, 1);
@@ -2782,12 +2785,12 @@ static bool is_stop(const Tokenizer *t, int id) {
 //
 // A draft fills one tile of matmul, or two after a draft that was right to its end. A tile costs
 // about as much as a decoded token, at most, and each right id saves one. credit counts this, in
-// 1 / DRAFT_COST tokens; single steps earn 1, so that no text is slower by more than 3 %.
+// 1 / DRAFT_COST tokens; single steps earn 1, so that wrong drafts take 2 % of the time at most.
 enum { NGRAM = 5, DRAFT_COST = 50, DRAFT_ROWS = HAVE_DOT4 ? 2 * TILE_TOKENS : 1 };
 
 // Writes `most` ids behind the first n, those that followed the last NGRAM of them where these last
-// stood before; behind the end that is what this writes itself, as a loop goes on. Returns how
-// many: 0 if they did not stand before.
+// stood before. If that was less than `most` ids ago, the draft goes on with its own first ids: a
+// loop goes on. Returns how many: 0 if they did not stand before.
 static int lookup(int *ids, size_t n, int most) {
     for (size_t from = n - 1; most > 0 && from >= NGRAM; from--) {
         if (memcmp(ids + from - NGRAM, ids + n - NGRAM, NGRAM * sizeof(int)) != 0) continue;
@@ -3036,7 +3039,10 @@ static bool read_message(Engine *e) {
     bool more = true, cut = false;
     if (!quiet) fputs("> ", stderr);
     for (message->n = 0; more;) {
-        if (!read_line(e, &text)) return message->n > 0 && !interrupted;
+        if (!read_line(e, &text)) {
+            if (interrupted || message->n == 0) return false;
+            break;
+        }
         cut |= chop(text).n >= TERMINAL_LINE;
         buffer_add(message, text);
         more = message->n > 1 && memcmp(message->p + message->n - 2, "\\\n", 2) == 0;
@@ -3207,6 +3213,7 @@ static bool read_prompt(Engine *e) {
     if (!o->text || o->file) {
         bool from_stdin = !o->file || !strcmp(o->file, "-");
         int fd = from_stdin ? STDIN_FILENO : open(o->file, O_RDONLY);
+        if (fd < 0 && interrupted) exit(EXIT_INTERRUPT);
         if (fd < 0) die("%s: %s", o->file, strerror(errno));
         size_t before = text->n;
         file_read(text, fd, from_stdin ? "stdin" : o->file);
@@ -3306,8 +3313,8 @@ int main(int argc, char **argv) {
     sigaction(SIGPIPE, &(struct sigaction){.sa_handler = SIG_IGN}, NULL);
     sigaction(SIGTERM, &(struct sigaction){.sa_handler = on_end, .sa_flags = SA_RESETHAND}, NULL);
     sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_end}, NULL);
-    if (e.options.mode != TOKENIZE)
-        sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);
+    nothing_to_stop = e.options.mode == TOKENIZE;
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);
     return run(&e);
 }
 #endif

@@ -149,7 +149,7 @@ static void test_primitives(void) {
             CHECK(zip_high(wv, xv)[i] == (i % 2 ? xv : wv)[LANES / 2 + i / 2]);
             rows[i] = wv >> (8 + i);
         }
-        VecI sums = lanes_sums(rows, LANES);
+        VecI sums = sum_each(rows, LANES);
         for (int i = 0; i < LANES; i++) CHECK(sums[i] == (int32_t)lanes_sum((VecU)(wv >> (8 + i))));
     }
     VecF a = splat_f(1.5f), b = splat_f(-0.25f), c = splat_f(3);

@@ -194,6 +194,21 @@ def test_several_lines_in_one_message(tiny):
         assert [ids] == prompts(qwen3(tiny, "-i", "My name\nis Anna.", "-v", "-n", 1))
 
 
+def test_end_of_input_after_a_backslash(tiny):
+    """What was typed is sent, as if the line had ended without it."""
+    child = spawn(tiny, "-t", 0, "-v")
+    child.expect("> ")
+    child.sendline("hi\\")
+    child.expect("hi.*\n")
+    child.sendeof()
+    child.expect(r"prompt ids: ([\d ]+)\r\n")
+    ids = [int(i) for i in child.match[1].split()]
+    child.expect("> ")
+    child.sendeof()
+    assert finish(child) == 0
+    assert [ids] == prompts(qwen3(tiny, "-i", "hi", "-v", "-n", 1))
+
+
 def test_paste_without_a_final_newline(tiny):
     """The last line of a pasted block waits in the terminal until Enter, and belongs to the rest."""
     child = spawn(tiny, "-t", 0, "-v")

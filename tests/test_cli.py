@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import numpy as np
 import pexpect
@@ -441,8 +442,9 @@ def test_interrupt_while_the_reader_is_slow(slow, mode):
     assert len(out) >= 4096 and b"qwen3:" not in error
 
 
-def test_interrupt_while_reading_the_prompt(slow):
-    child = subprocess.Popen([QWEN3, slow, "-f", "-"], stdout=subprocess.PIPE,
+@pytest.mark.parametrize("mode", ["chat", "tokenize"])
+def test_interrupt_while_reading_the_prompt(slow, mode):
+    child = subprocess.Popen([QWEN3, slow, "-m", mode, "-f", "-"], stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, stdin=subprocess.PIPE, env=environment(),
                              start_new_session=True)
     child.stdin.write(b"x")
@@ -453,6 +455,19 @@ def test_interrupt_while_reading_the_prompt(slow):
     time.sleep(0.1)
     child.send_signal(signal.SIGINT)
     assert child.wait(300) == 130
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_interrupt_while_a_pipe_has_no_writer(slow, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    child = subprocess.Popen([QWEN3, slow, "-f", tmp_path / "pipe"], stderr=subprocess.PIPE,
+                             stdin=subprocess.DEVNULL, env=environment(), start_new_session=True)
+    end = time.monotonic() + 300
+    while " S " not in Path(f"/proc/{child.pid}/stat").read_text():
+        assert time.monotonic() < end                   # until it sleeps, in open()
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=300)[1] == b"" and child.returncode == 130
 
 
 def test_text_comes_as_it_is_made(slow):

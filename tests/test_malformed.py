@@ -309,6 +309,12 @@ def test_harmless_section(files, tag, payload):
         assert result.returncode == 0, result
 
 
+def test_prompt_without_a_token(files):
+    """A format that adds nothing around an empty message."""
+    data = with_section(files.tokenizer_bytes, b"chat", chat(*[b""] * 12))
+    assert_error(run(files, None, data, "-m", "chat", "-i", ""), 1, "prompt", "empty")
+
+
 @pytest.mark.parametrize("tag", [b"adde", b"clas", b"ccc ", b"deco", b"head", b"tail", b"stop", b"samp",
                                  b"chat"])
 def test_size_of_a_section(files, tag):
