@@ -36,8 +36,8 @@
                   (kv_dim), bv (kv_dim)
 
    A Q8_0 matrix (out, in) is out*in int8 values, row by row, then one fp32 scale for every
-   group_size consecutive values of a row: w ~= q * scale. What is multiplied with one
-   is quantized the same way, so that a group's dot product is an exact integer. MIT license. */
+   group_size consecutive values of a row: w ~= q * scale. The vectors it is multiplied
+   with are quantized the same way: a group's dot product is an exact integer. MIT license. */
 
 // ------------------------------------------------------------------------------------------------
 // Includes, and everything that depends on the platform
@@ -92,6 +92,7 @@
 #define VERSION "1.0"
 #define INLINE static inline __attribute__((always_inline, unused))
 #define NOINLINE static __attribute__((noinline))  // one copy: the same bits for every caller
+// Loops over registers are unrolled in full, matmul_tile's over words twice: 1 % of a prompt.
 #if defined(NO_UNROLL)  // with sanitizers, compilers take minutes over what is unrolled
 #define UNROLL
 #define UNROLL_2
@@ -324,8 +325,8 @@ static double now(void) {
 enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
 static bool quiet;                         // -q
-static volatile sig_atomic_t interrupted;  // Ctrl-C
-static bool nothing_to_stop;               // the first one ends the program
+static volatile sig_atomic_t interrupted;  // by Ctrl-C
+static volatile sig_atomic_t stoppable;    // what goes on; if not, Ctrl-C ends the program at once
 
 // One line on stderr, whatever the arguments hold: "qwen3: WHERE: WHAT, expected X, found Y"
 __attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...) {
@@ -439,7 +440,6 @@ static void file_read(Buffer *b, int fd, const char *name) {
         b->p = grow(b->p, &b->cap, b->n, 65536, 1);
         ssize_t got = read(fd, b->p + b->n, b->cap - b->n);
         if (got == 0) return;
-        if (got < 0 && interrupted) exit(EXIT_INTERRUPT);
         if (got < 0 && errno != EINTR) die("%s: %s", name, strerror(errno));
         if (got > 0) b->n += got;
         if (b->n >= INT_MAX) die("%s: too long, expected less than 2 GB", name);
@@ -522,12 +522,12 @@ typedef struct {
 } Weights;
 
 // The quantized inputs of a product, a row for each token; more rows follow, for the last tile. A
-// row's q, scale and start lie side by side: what goes through rows counts with one stride.
+// row's q, scale and start lie side by side in memory, so that one stride serves all three.
 typedef struct {
     int8_t *q;       // (n, cols)
     float *scale;    // (n, cols / group)
     int32_t *start;  // (n, cols / group) -W_BIAS * the sum of the group's q: see dot4
-    size_t stride;   // words (4 bytes) from row to row
+    size_t stride;   // words (4 bytes) from row to row: row t of q begins at q + 4 * t * stride
 } Quantized;
 
 typedef struct {
@@ -544,7 +544,7 @@ typedef struct {
     Quantized hq;      // (batch, hidden_dim)  silu(W1 h) * (W3 h)
     float *kv;         // (blocks of LANES positions, n_layers, n_kv_heads, kv_floats): kv_block()
     size_t kv_floats;  // in one block, of one layer and kv head
-    float **scratch;   // one per thread: attention's scores and sums, or linear()'s
+    float **scratch;   // one per thread: attention's (see AttRows), or linear()'s
     float **part;      // one per thread: (batch, head_dim) of k or v, or twice (batch, group) of
                        // W1 h and W3 h: used up by the task that made them
     float *logits;     // (logit_rows, vocab_size)
@@ -791,7 +791,7 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 
 // ------------------------------------------------------------------------------------------------
 // Primitives: all that knows the instruction set. A vector is LANES floats or int32s (the GCC and
-// clang extension: + - * work lane by lane). HAVE_DOT4: dot4 and fma are instructions.
+// clang extension: + - * work lane by lane). HAVE_DOT4: dot4 is fast, and there is an fma.
 //
 //   dot4(acc, w, x)     acc + sum of the 4 products of the bytes of w and x, in each lane
 //   mul_add(a, b, c)    a * b + c, rounded once where the CPU can; mul_add_f of single floats
@@ -1168,7 +1168,7 @@ INLINE void matvec(const Linear *l, int t, int row, const int group) {
         if (g == groups) continue;
         group_terms(out + g, wq + g * group, ws + g, xq + g * group, start + g, groups - g, group);
     }
-    for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);  // memory goes on
+    for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);  // meanwhile
     pack((VecI *)columns, 1, terms, rows, groups, 0, 0);
     for (int g = 0; g < groups; g++) sum = mul_add(columns[g], splat_f(xs[g]), sum);
     memcpy(l->out + (size_t)t * l->stride + row - l->row, &sum, rows * sizeof(float));
@@ -1233,7 +1233,7 @@ INLINE void linear_block(const Linear *l, int row, const int group) {
     const int64_t share = (int64_t)BLOCK * w->cols * TILE_TOKENS / (l->n - l->first);
     for (int t = l->first; t < l->n; t += TILE_TOKENS, next += share) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
-        __builtin_prefetch(next_scale);
+        for (int64_t i = 0; i < share / group; i += 16) __builtin_prefetch(next_scale + i);
         next_scale += share / group;
         matmul_tile(l, t, row, wq, (const float *)ws, group);
     }
@@ -1390,13 +1390,13 @@ static void heads_job(void *arg, int begin, int end, int thread) {
 enum { ATT_ROWS = 6, ATT_TASK = 24, ATT_VALUES = 64 };
 
 typedef struct {
-    int kv_head, n;       // rows, a multiple of the tile's
-    int width;            // value_dim
-    int positions;        // of scores, in whole tiles
-    float *q;             // (n, width): queries, then the sums of values
-    float *score;         // (n, positions)
-    float *at[ATT_TASK];  // (head_dim) the query's place, and the answer's
-    int len[ATT_TASK];    // positions that the row sees: its own and those before it
+    int kv_head, n;          // rows, a multiple of the tile's
+    size_t width;            // value_dim
+    size_t positions;        // seq_len in whole tiles
+    float *q;                // (n, width): queries, then the sums of values
+    float *score;            // (n, positions), used as far as the last row sees
+    float *place[ATT_TASK];  // (head_dim) of the query, and then of the answer
+    int len[ATT_TASK];       // positions that the row sees: its own and those before it
 } AttRows;
 
 // score = q . k / sqrt(head_dim), rows from r on, for `vecs` blocks of positions from `start` on
@@ -1405,7 +1405,7 @@ INLINE void score_tile(const Pass *p, const AttRows *a, int r, int start, const 
     const int hd = p->m->config.head_dim;
     const size_t next = kv_block(p->m, 0, 0, 1) - kv_block(p->m, 0, 0, 0), width = a->width;
     const float scale = 1 / sqrtf((float)hd), *q = a->q + r * width;
-    float *score = a->score + (size_t)r * a->positions + start;
+    float *score = a->score + r * a->positions + start;
     const VecF *keys[2];
     VecF sum[ATT_ROWS][2] = {0};
     for (int v = 0; v < vecs; v++) {
@@ -1456,7 +1456,7 @@ INLINE void value_tile(const Pass *p, const AttRows *a, int r, int start, int en
 }
 
 INLINE void attention_rows(const Pass *p, const AttRows *a, const int rows) {
-    const int vectors = a->width / LANES, end = a->len[a->n - 1];
+    const int vectors = (int)a->width / LANES, end = a->len[a->n - 1];
     float total[ATT_TASK];
     for (int start = 0; start < end; start += 2 * LANES) {
         for (int r = 0; r < a->n; r += rows) {
@@ -1465,7 +1465,7 @@ INLINE void attention_rows(const Pass *p, const AttRows *a, const int rows) {
         }
     }
     for (int r = 0; r < a->n; r++) {
-        float *score = a->score + (size_t)r * a->positions;
+        float *score = a->score + r * a->positions;
         total[r] = softmax_terms(score, a->len[r]);
         for (int i = a->len[r]; i < end; i++) score[i] = 0;
     }
@@ -1480,7 +1480,7 @@ INLINE void attention_rows(const Pass *p, const AttRows *a, const int rows) {
     }
     for (int r = 0; r < a->n; r++) {
         const float inverse = 1 / total[r], *sum = a->q + r * a->width;
-        for (int j = 0; j < p->m->config.head_dim; j++) a->at[r][j] = sum[j] * inverse;
+        for (int j = 0; j < p->m->config.head_dim; j++) a->place[r][j] = sum[j] * inverse;
     }
 }
 
@@ -1506,9 +1506,9 @@ static void attention_job(void *arg, int begin, int end, int thread) {
         for (int r = 0; r < a.n; r++) {  // the last row stands in for rows behind it
             int i = min_int(first + r, rows - 1), t = p->first + i / group;
             int h = a.kv_head * group + i % group;
-            a.at[r] = s->q + (size_t)t * g->q_dim + h * g->head_dim;
+            a.place[r] = s->q + (size_t)t * g->q_dim + h * g->head_dim;
             a.len[r] = p->pos + t + 1;
-            memcpy(a.q + r * a.width, a.at[r], g->head_dim * sizeof(float));
+            memcpy(a.q + r * a.width, a.place[r], g->head_dim * sizeof(float));
         }
         if (a.n == 2) attention_rows(p, &a, 2);
         else attention_rows(p, &a, ATT_ROWS);
@@ -2584,10 +2584,10 @@ typedef struct {
     Buffer held;
 } Writer;
 
-// The first Ctrl-C ends what is going on, a second one the program.
+// The first Ctrl-C ends an answer or a message, a second one the program.
 static void on_interrupt(int signal) {
     (void)signal;
-    if (interrupted || nothing_to_stop) {
+    if (interrupted || !stoppable) {
         restore_terminal();
         _exit(EXIT_INTERRUPT);
     }
@@ -2752,7 +2752,7 @@ static int prefill(Engine *e, const Ids *ids) {
     }
     while (same < cached->n && same + 1 < ids->n && cached->p[same] == ids->p[same]) same++;
     e->reused = same;
-    e->credit += (int)(ids->n - same) / 16;  // they take as long as so many single steps: draft()
+    e->credit += (int)(ids->n - same) / 16;  // they take about as long as so many tokens: draft()
     // room for the whole answer, and for a token's text: decoding allocates nothing
     cached->p = grow(cached->p, &cached->cap, 0, s->seq_len + 1, sizeof(int));
     held->p = grow(held->p, &held->cap, 0, 1024, 1);
@@ -2785,7 +2785,7 @@ static bool is_stop(const Tokenizer *t, int id) {
 //
 // A draft fills one tile of matmul, or two after a draft that was right to its end. A tile costs
 // about as much as a decoded token, at most, and each right id saves one. credit counts this, in
-// 1 / DRAFT_COST tokens; single steps earn 1, so that wrong drafts take 2 % of the time at most.
+// 1 / DRAFT_COST tokens; single steps earn 1, so that wrong drafts take about 2 % of the time.
 enum { NGRAM = 5, DRAFT_COST = 50, DRAFT_ROWS = HAVE_DOT4 ? 2 * TILE_TOKENS : 1 };
 
 // Writes `most` ids behind the first n, those that followed the last NGRAM of them where these last
@@ -3213,7 +3213,6 @@ static bool read_prompt(Engine *e) {
     if (!o->text || o->file) {
         bool from_stdin = !o->file || !strcmp(o->file, "-");
         int fd = from_stdin ? STDIN_FILENO : open(o->file, O_RDONLY);
-        if (fd < 0 && interrupted) exit(EXIT_INTERRUPT);
         if (fd < 0) die("%s: %s", o->file, strerror(errno));
         size_t before = text->n;
         file_read(text, fd, from_stdin ? "stdin" : o->file);
@@ -3285,7 +3284,9 @@ static int run(Engine *e) {
     e->writer = (Writer){.chat = chat, .terminal = terminal};
     e->writer.dim = terminal && !getenv("NO_COLOR");
     if (chat && o->system) conversation_add(&e->conversation, SYSTEM, bytes(o->system));
-    if (!read_prompt(e)) return run_conversation(e);
+    const bool single = read_prompt(e);
+    stoppable = e->mode != TOKENIZE;
+    if (!single) return run_conversation(e);
     Bytes text = {e->input.p, e->input.n};
     Ending ending = chat ? chat_turn(e, text, true) : run_raw(e, text);
     return ending == INTERRUPTED ? EXIT_INTERRUPT : EXIT_SUCCESS;
@@ -3313,7 +3314,6 @@ int main(int argc, char **argv) {
     sigaction(SIGPIPE, &(struct sigaction){.sa_handler = SIG_IGN}, NULL);
     sigaction(SIGTERM, &(struct sigaction){.sa_handler = on_end, .sa_flags = SA_RESETHAND}, NULL);
     sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_end}, NULL);
-    nothing_to_stop = e.options.mode == TOKENIZE;
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);
     return run(&e);
 }

@@ -159,7 +159,7 @@ static void test_primitives(void) {
 static void test_quantize(void) {
     for (int group = 32; group <= 256; group *= 2) {
         const int cols = 3 * group;
-        Quantized x = quantized_init(1, cols, group);
+        Quantized x = quantized_init(2, cols, group), row = x;
         float *in = random_floats(cols);
         memset(in + group, 0, group * sizeof(float));        // zeros: scale 0
         for (int i = 0; i < group; i++) in[2 * group + i] *= 1e-42f;  // too small for a scale
@@ -173,6 +173,10 @@ static void test_quantize(void) {
             CHECK(fabs(x.q[i] * (double)x.scale[0] - in[i]) <= x.scale[0] * 0.5001);
             CHECK(x.q[group + i] == 0 && x.q[2 * group + i] == 0);
         }
+        quantize(&x, 1, 2 * group, in, group, group);  // the first group as row 1's last
+        row.q += x.stride * 4, row.scale += x.stride, row.start += x.stride;
+        CHECK(memcmp(row.q + 2 * group, x.q, group) == 0 && row.q[group] == 0);
+        CHECK(row.scale[2] == x.scale[0] && row.start[2] == x.start[0] && row.scale[1] == 0);
     }
 }
 
@@ -205,7 +209,8 @@ static void test_matmul(void) {
                 double sum = 0, size = 0;
                 for (int i = 0; i < cols; i++) {
                     double a = w.q[r * cols + i] * (double)w.scale[(r * cols + i) / group];
-                    double b = x.q[t * x.stride * 4 + i] * (double)x.scale[t * x.stride + i / group];
+                    double b = x.q[t * x.stride * 4 + i];
+                    b *= x.scale[t * x.stride + i / group];
                     sum += a * b;
                     size += fabs(a * b);
                 }
@@ -239,9 +244,11 @@ static void test_attention_one_hot(void) {
     }
     attention_job((void *)&pass, 0, attention_tasks(&pass) * g->n_kv_heads, 0);
     for (int i = 0; i < 3 * g->n_heads; i++) {
-        float answer = s->q[i * g->head_dim + 1];
-        float expected = 100 * wanted[i] + 10 * (i % g->n_heads / 2) + 0.1f;
-        CHECK(fabsf(answer - expected) < 0.5f, "%g, not %g", answer, expected);
+        for (int j = 0; j < g->head_dim; j++) {
+            float answer = s->q[i * g->head_dim + j];
+            float expected = 100 * wanted[i] + 10 * (i % g->n_heads / 2) + j * 0.1f;
+            CHECK(fabsf(answer - expected) < 0.5f, "%d: %g, not %g", j, answer, expected);
+        }
     }
 }
 

@@ -204,7 +204,7 @@ def test_end_of_input_after_a_backslash(tiny):
     child.expect(r"prompt ids: ([\d ]+)\r\n")
     ids = [int(i) for i in child.match[1].split()]
     child.expect("> ")
-    child.sendeof()
+    child.sendeof()                                     # for a libc that forgets the first
     assert finish(child) == 0
     assert [ids] == prompts(qwen3(tiny, "-i", "hi", "-v", "-n", 1))
 
