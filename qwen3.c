@@ -527,7 +527,7 @@ typedef struct {
     int8_t *q;       // (n, cols)
     float *scale;    // (n, cols / group)
     int32_t *start;  // (n, cols / group) -W_BIAS * the sum of the group's q: see dot4
-    size_t stride;   // words (4 bytes) from row to row: row t of q begins at q + 4 * t * stride
+    size_t stride;   // words (4 bytes) from row to row
 } Quantized;
 
 typedef struct {
@@ -1021,13 +1021,19 @@ NOINLINE void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
 }
 
+// Row t of x.
+INLINE Quantized quantized_row(const Quantized *x, int t) {
+    const size_t at = t * x->stride;
+    return (Quantized){x->q + 4 * at, x->scale + at, x->start + at, x->stride};
+}
+
 // x (n), in groups, to row t of out from column `at` on: scale = max|x| / 127, q = x / scale,
 // rounded. Groups whose scale would be smaller than normal numbers become zeros; infinity becomes
 // NaN later.
 NOINLINE void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
-    int8_t *q = out->q + t * out->stride * 4 + at;
-    size_t g = t * out->stride + at / group;
-    for (int i = 0; i < n; i += group, g++) {
+    const Quantized row = quantized_row(out, t);
+    int8_t *q = row.q + at;
+    for (int i = 0, g = at / group; i < n; i += group, g++) {
         VecI max = {0};
         VecU sum = {0};
         for (int j = i; j < i + group; j += LANES) {  // as integers, |x| have the same order
@@ -1041,8 +1047,8 @@ NOINLINE void quantize(const Quantized *out, int t, int at, const float *x, int 
             memcpy(q + j, &bytes, sizeof(bytes));
             sum += (VecU)rounded;
         }
-        out->scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
-        out->start[g] = isfinite(largest) ? -W_BIAS * (int32_t)lanes_sum(sum) : 0;
+        row.scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
+        row.start[g] = isfinite(largest) ? -W_BIAS * (int32_t)lanes_sum(sum) : 0;
     }
 }
 
@@ -1155,22 +1161,23 @@ typedef struct {
 INLINE void matvec(const Linear *l, int t, int row, const int group) {
     const int cols = l->w->cols, groups = cols / group, most = LANES * GROUPS_IN_VEC(group);
     const int rows = min_int(LANES, l->end - row);
-    const int8_t *wq = l->w->q + (size_t)row * cols, *xq = l->x->q + t * l->x->stride * 4;
-    const float *ws = l->w->scale + (size_t)row * groups, *xs = l->x->scale + t * l->x->stride;
-    const int32_t *start = l->x->start + t * l->x->stride;
+    const int8_t *wq = l->w->q + (size_t)row * cols;
+    const float *ws = l->w->scale + (size_t)row * groups;
+    const Quantized x = quantized_row(l->x, t);
     VecF sum = {0}, *columns = (VecF *)l->scratch;                   // (groups, LANES)
     float *const terms = (float *)(columns + groups), *out = terms;  // (LANES, groups)
     for (int r = 0; r < rows; r++, wq += cols, ws += groups, out += groups) {
         int g = 0;
         for (; g + most <= groups; g += most) {
-            group_terms(out + g, wq + g * group, ws + g, xq + g * group, start + g, most, group);
+            group_terms(out + g, wq + g * group, ws + g, x.q + g * group, x.start + g, most, group);
         }
         if (g == groups) continue;
-        group_terms(out + g, wq + g * group, ws + g, xq + g * group, start + g, groups - g, group);
+        group_terms(out + g, wq + g * group, ws + g, x.q + g * group, x.start + g, groups - g,
+                    group);
     }
     for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);  // meanwhile
     pack((VecI *)columns, 1, terms, rows, groups, 0, 0);
-    for (int g = 0; g < groups; g++) sum = mul_add(columns[g], splat_f(xs[g]), sum);
+    for (int g = 0; g < groups; g++) sum = mul_add(columns[g], splat_f(x.scale[g]), sum);
     memcpy(l->out + (size_t)t * l->stride + row - l->row, &sum, rows * sizeof(float));
 }
 
@@ -1181,9 +1188,10 @@ INLINE void matmul_tile(const Linear *l, int t, int row, const VecI *wq, const f
                         const int group) {
     const int cols = l->w->cols, groups = cols / group, rows = min_int(BLOCK, l->end - row);
     const size_t stride = l->x->stride;
-    const int8_t *xq = l->x->q + t * stride * 4;
-    const float *xs = l->x->scale + t * stride;
-    const int32_t *start = l->x->start + t * stride;
+    const Quantized x = quantized_row(l->x, t);
+    const int8_t *xq = x.q;
+    const float *xs = x.scale;
+    const int32_t *start = x.start;
     VecF acc[TILE_TOKENS][TILE_VECS] = {0};
     for (const float *end = ws + groups * BLOCK; ws < end; ws += BLOCK, xs++, start++) {
         VecI sum[TILE_TOKENS][TILE_VECS];

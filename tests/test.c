@@ -159,7 +159,7 @@ static void test_primitives(void) {
 static void test_quantize(void) {
     for (int group = 32; group <= 256; group *= 2) {
         const int cols = 3 * group;
-        Quantized x = quantized_init(2, cols, group), row = x;
+        Quantized x = quantized_init(2, cols, group), row = quantized_row(&x, 1);
         float *in = random_floats(cols);
         memset(in + group, 0, group * sizeof(float));        // zeros: scale 0
         for (int i = 0; i < group; i++) in[2 * group + i] *= 1e-42f;  // too small for a scale
@@ -174,7 +174,6 @@ static void test_quantize(void) {
             CHECK(x.q[group + i] == 0 && x.q[2 * group + i] == 0);
         }
         quantize(&x, 1, 2 * group, in, group, group);  // the first group as row 1's last
-        row.q += x.stride * 4, row.scale += x.stride, row.start += x.stride;
         CHECK(memcmp(row.q + 2 * group, x.q, group) == 0 && row.q[group] == 0);
         CHECK(row.scale[2] == x.scale[0] && row.start[2] == x.start[0] && row.scale[1] == 0);
     }
@@ -193,7 +192,7 @@ static void test_matmul(void) {
         Quantized x = quantized_init(n, cols, group);
         for (int t = 0; t < n; t++) quantize(&x, t, 0, in + t * cols, cols, group);
         for (int i = 0; i < TILE_TOKENS * groups; i++) {  // of no token
-            x.scale[(n + i / groups) * x.stride + i % groups] = NAN;
+            quantized_row(&x, n + i / groups).scale[i % groups] = NAN;
         }
         for (int t = 0; t < n; t++) {
             linear(&(Linear){one, rows, &w, 0, rows, &x, t, t + 1, scratch});
@@ -205,12 +204,12 @@ static void test_matmul(void) {
         memcpy(all, one, sizeof(float) * rows);  // token 0 was left out
         CHECK(memcmp(one, all, sizeof(float) * n * rows) == 0, "group %d", group);
         for (int t = 0; t < n; t++) {
+            const Quantized token = quantized_row(&x, t);
             for (int r = 0; r < rows; r++) {
                 double sum = 0, size = 0;
                 for (int i = 0; i < cols; i++) {
                     double a = w.q[r * cols + i] * (double)w.scale[(r * cols + i) / group];
-                    double b = x.q[t * x.stride * 4 + i];
-                    b *= x.scale[t * x.stride + i / group];
+                    double b = token.q[i] * (double)token.scale[i / group];
                     sum += a * b;
                     size += fabs(a * b);
                 }
