@@ -18,6 +18,7 @@ import pytest
 from conftest import (QWEN3, STATS, assert_error, environment, export, make_checkpoint,
                       make_table_model, output, qwen3, stop, tokenize)
 from reference import Model
+from test_files import join, sections
 
 FULL = "/dev/full"
 needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason=f"no {FULL}")
@@ -476,11 +477,9 @@ def test_interrupt_while_tokenizing(slow, tmp_path):
     """Also if the model's file asks for that mode."""
     model = tmp_path / "model.bin"
     model.write_bytes(slow.read_bytes())
-    data = bytearray(Path(f"{slow}.tokenizer").read_bytes())
-    extension = data.rindex(b"q3tx")
-    data += b"mode" + struct.pack("<II", 4, 2)
-    struct.pack_into("<I", data, extension + 8, len(data) - extension - 12)
-    Path(f"{model}.tokenizer").write_bytes(data)
+    plain, parts = sections(Path(f"{slow}.tokenizer").read_bytes())
+    parts[b"mode"] = struct.pack("<I", 2)
+    Path(f"{model}.tokenizer").write_bytes(join(plain, parts.items()))
     text = tmp_path / "text"
     text.write_bytes(b"a b c " * 10_000_000)
     child = subprocess.Popen([QWEN3, model, "-f", text], stdout=subprocess.PIPE, env=environment(),
