@@ -646,7 +646,8 @@ static void model_map(Model *m, const char *path) {
     Bytes file = file_map(path);
     Cursor c = {path, file};
     read_header(g, &c);
-    take(&(Cursor){path, c.rest}, (uint64_t)g->n_layers * g->dim * 4, "rms_att");  // so many?
+    // so that a damaged n_layers is an error of the file, not of memory
+    take(&(Cursor){path, c.rest}, (uint64_t)g->n_layers * g->dim * 4, "rms_att");
     w->layers = alloc(g->n_layers, sizeof(Layer), "the layers");
 #define TAKE_LAYERS(name, tensor) \
     for (int i = 0; i < g->n_layers; i++) w->layers[i].name = tensor
@@ -1175,7 +1176,8 @@ INLINE void matvec(const Linear *l, int t, int row, const int group) {
         group_terms(out + g, wq + g * group, ws + g, x.q + g * group, x.start + g, groups - g,
                     group);
     }
-    for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);  // meanwhile
+    // the memory goes on with later rows while the terms of these are added
+    for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);
     pack((VecI *)columns, 1, terms, rows, groups, 0, 0);
     for (int g = 0; g < groups; g++) sum = mul_add(columns[g], splat_f(x.scale[g]), sum);
     memcpy(l->out + (size_t)t * l->stride + row - l->row, &sum, rows * sizeof(float));
@@ -1239,9 +1241,10 @@ INLINE void linear_block(const Linear *l, int row, const int group) {
     const int8_t *next = w->q + (size_t)(row + BLOCK) * w->cols;
     const float *next_scale = w->scale + (size_t)(row + BLOCK) * (w->cols / group);
     const int64_t share = (int64_t)BLOCK * w->cols * TILE_TOKENS / (l->n - l->first);
-    for (int t = l->first; t < l->n; t += TILE_TOKENS, next += share) {
+    for (int t = l->first; t < l->n; t += TILE_TOKENS) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
         for (int64_t i = 0; i < share / group; i += 16) __builtin_prefetch(next_scale + i);
+        next += share;
         next_scale += share / group;
         matmul_tile(l, t, row, wq, (const float *)ws, group);
     }
