@@ -326,7 +326,7 @@ enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
 static bool quiet;                         // -q
 static volatile sig_atomic_t interrupted;  // by Ctrl-C
-static volatile sig_atomic_t stoppable;    // what goes on; if not, Ctrl-C ends the program at once
+static volatile sig_atomic_t stoppable;    // the prompt is read; before, Ctrl-C ends the program
 
 // One line on stderr, whatever the arguments hold: "qwen3: WHERE: WHAT, expected X, found Y"
 __attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...) {
@@ -1165,8 +1165,9 @@ INLINE void matvec(const Linear *l, int t, int row, const int group) {
     const int8_t *wq = l->w->q + (size_t)row * cols;
     const float *ws = l->w->scale + (size_t)row * groups;
     const Quantized x = quantized_row(l->x, t);
-    VecF sum = {0}, *columns = (VecF *)l->scratch;                   // (groups, LANES)
-    float *const terms = (float *)(columns + groups), *out = terms;  // (LANES, groups)
+    VecF sum = {0};
+    float *const columns = l->scratch;                            // (groups, LANES)
+    float *const terms = columns + groups * LANES, *out = terms;  // (LANES, groups)
     for (int r = 0; r < rows; r++, wq += cols, ws += groups, out += groups) {
         int g = 0;
         for (; g + most <= groups; g += most) {
@@ -1179,7 +1180,9 @@ INLINE void matvec(const Linear *l, int t, int row, const int group) {
     // the memory goes on with later rows while the terms of these are added
     for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);
     pack((VecI *)columns, 1, terms, rows, groups, 0, 0);
-    for (int g = 0; g < groups; g++) sum = mul_add(columns[g], splat_f(x.scale[g]), sum);
+    for (int g = 0; g < groups; g++) {
+        sum = mul_add(load_f(columns + g * LANES), splat_f(x.scale[g]), sum);
+    }
     memcpy(l->out + (size_t)t * l->stride + row - l->row, &sum, rows * sizeof(float));
 }
 
@@ -2595,7 +2598,7 @@ typedef struct {
     Buffer held;
 } Writer;
 
-// The first Ctrl-C ends an answer or a message, a second one the program.
+// Ctrl-C ends an answer, or a conversation that waits for a message; a second one the program.
 static void on_interrupt(int signal) {
     (void)signal;
     if (interrupted || !stoppable) {
