@@ -2789,10 +2789,14 @@ INLINE VecF load_f(const float *p) {
     return value;
 }
 
-INLINE VecI load_bytes(const void *p, const int n) {  // n <= 4 * LANES bytes, a constant; then zeros
+INLINE VecI load_bytes(const void *p, const int n) {  // n <= 4 * LANES bytes, then zeros
+#ifdef USE_AVX512
+    return (VecI)_mm512_maskz_loadu_epi8(~0ull >> (64 - n), p);
+#else
     VecI value = {0};
     memcpy(&value, p, n);
     return value;
+#endif
 }
 
 // The largest of all lanes. A vector zipped with itself brings lanes i and i + LANES / 2 together.
