@@ -61,16 +61,17 @@ uninstall:
 debug: CFLAGS = $(SANITIZE)
 debug: qwen3
 
-# C programs that include qwen3.c: test checks its functions, bench measures them, render and tokens
-# print ids
-tests/test tests/bench tests/render tests/tokens: tests/%: tests/%.c tests/records.h qwen3.c Makefile tests/.flags
+# C programs that include qwen3.c: test checks its functions and prints ids, bench measures it
+tests/test tests/bench: tests/%: tests/%.c tests/naive.h qwen3.c Makefile tests/.flags
 	$(CC) $(ALL_CFLAGS) -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
+tests/render: tests/test
+	ln -sf test $@
 
 # Fuzzing with the sanitizers; libfuzzer is clang's way, which follows the coverage
 FUZZ_CFLAGS = $(ALL_CFLAGS) $(SANITIZE) -DTEST -DNO_THREADS -Wno-unused-function $(LDFLAGS)
-tests/fuzz: tests/fuzz.c qwen3.c Makefile tests/.flags
+tests/fuzz: tests/fuzz.c tests/naive.h qwen3.c Makefile tests/.flags
 	$(CC) $(FUZZ_CFLAGS) -o $@ $< $(LDLIBS)
-tests/libfuzzer: tests/fuzz.c qwen3.c Makefile tests/.flags
+tests/libfuzzer: tests/fuzz.c tests/naive.h qwen3.c Makefile tests/.flags
 	clang $(FUZZ_CFLAGS) -fsanitize=fuzzer -DLIBFUZZER -o $@ $< $(LDLIBS)
 
 tests/tiny/tiny.bin:

@@ -185,6 +185,7 @@ static int fuzz_fprintf(const char *format, ...) {
 #undef fputc
 #undef fputs
 #undef fwrite
+#include "naive.h"
 
 // ---- What the targets share
 
@@ -212,10 +213,6 @@ static Bytes take_up_to(Bytes *in, size_t n) {
     Bytes part = {in->p, n < in->n ? n : in->n};
     *in = bytes_from(*in, part.n);
     return part;
-}
-
-static bool same(const Ids *a, const Ids *b) {
-    return a->n == b->n && (!a->n || !memcmp(a->p, b->p, a->n * sizeof(int)));
 }
 
 static Buffer decoded(const Tokenizer *t, const Ids *ids) {
@@ -381,25 +378,6 @@ static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
     return out;
 }
 
-// Byte-pair encoding by looking at all pairs again after each merge.
-static void slow_merge(const Tokenizer *t, Bytes s, Ids *out) {
-    size_t ends[256], n = s.n;                  // of the symbols
-    for (size_t i = 0; i < n; i++) ends[i] = i + 1;
-    for (;;) {
-        size_t best = n, from = 0, best_from = 0;
-        for (size_t i = 0; i + 1 < n; from = ends[i++]) {
-            int id = token_find(t, (Bytes){s.p + from, ends[i + 1] - from});
-            int old = best < n ? token_find(t, (Bytes){s.p + best_from, ends[best + 1] - best_from})
-                               : -1;
-            if (id >= 0 && (old < 0 || t->score[id] > t->score[old])) best = i, best_from = from;
-        }
-        if (best == n) break;
-        memmove(ends + best, ends + best + 1, (--n - best) * sizeof(*ends));
-    }
-    for (size_t i = 0, from = 0; i < n; from = ends[i++])
-        ids_add(out, token_find(t, (Bytes){s.p + from, ends[i] - from}));
-}
-
 static void encode(const Tokenizer *t, Bytes s, bool marked, Ids *out) {
     Encoder e = {.t = t, .out = out};
     if (marked) encode_marked(&e, s);
@@ -431,23 +409,23 @@ static void fuzz_text(Bytes in) {
     if (!active) CHECK(bytes_equal(whole, in));
     // the same ids from NFC(text), and from the text in two parts
     encode(t, whole, false, &again);
-    CHECK(same(&ids, &again));
+    CHECK(same_ids(&ids, &again));
     again.n = 0;
     Encoder e = {.t = t, .out = &again};
     cut = cut < in.n ? cut : in.n;
     encode_plain(&e, (Bytes){in.p, cut});
     encode_plain(&e, bytes_from(in, cut));
     encode_end(&e);
-    CHECK(same(&ids, &again));
+    CHECK(same_ids(&ids, &again));
     // the same merges in each piece
     again.n = 0;
     for (Bytes left = whole; left.n;) {
         Bytes piece = take_up_to(&left, piece_length(t, left));
         CHECK(piece.n > 0);
         if (piece.n > 256) return;
-        slow_merge(t, piece, &again);
+        merge_naively(t, piece, &again);
     }
-    CHECK(same(&ids, &again));
+    CHECK(same_ids(&ids, &again));
     // added tokens cut the text: each part by itself
     ids.n = again.n = 0;
     encode(t, in, true, &ids);
@@ -457,7 +435,7 @@ static void fuzz_text(Bytes in) {
         ids_add(&again, id);
     }
     encode(t, bytes_from(in, from), false, &again);
-    CHECK(same(&ids, &again));
+    CHECK(same_ids(&ids, &again));
 }
 
 // ---- Target chat: template pieces or template files, and a conversation

@@ -1,5 +1,13 @@
-// Unit tests of qwen3.c's own functions, against naive versions in double. `tests/test` prints each
-// failure with its line and exits with 1 if there is any.
+// What needs qwen3.c's own functions. The name `render` means the mode of that name.
+//
+// tests/test                               checks them, most against naive versions in double: prints
+//                                          each failure with its line, exits with 1 if there is any
+// tests/test tokens MODEL < records        a line of ids for each text: marked (added tokens count, as
+//                                          in the raw modes) or plain (they are text, as in chat)
+// tests/test render MODEL 0|1 < records    the ids of a conversation's prompt, thinking off or on:
+//                                          system, user and assistant (in which added tokens count)
+//
+// A record is "KIND BYTES\n", that many bytes, and a newline that may be missing.
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,6 +35,7 @@ static void *counted_calloc(size_t count, size_t size) {
 #define realloc counted_realloc
 #define calloc counted_calloc
 #include "../qwen3.c"
+#include "naive.h"
 
 // Models and their memory are never given back here.
 const char *__asan_default_options(void) { return "detect_leaks=0"; }
@@ -424,8 +433,7 @@ static void test_penalties(void) {
     for (int i = 0; i < 6; i++) CHECK(logits[i] == expected[i], "%d: %g", i, logits[i]);
 }
 
-// At far positions an angle is large; its cosine is that of the float product, as HF has it.
-// Naively: the ids behind the latest earlier place of the last NGRAM ids, over and over
+// Naively: the ids that followed the last NGRAM ids at the latest earlier place, repeated if they end
 static void test_lookup(void) {
     for (int trial = 0; trial < 3000; trial++) {
         int ids[80], n = 1 + below(60), most = below(20), from = n - 1;
@@ -476,10 +484,6 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
     a.rng = e->sampler.rng;
     free(ids.p);
     return a;
-}
-
-static bool same_ids(const Ids *a, const Ids *b) {
-    return a->n == b->n && (a->n == 0 || memcmp(a->p, b->p, a->n * sizeof(int)) == 0);
 }
 
 // Drafts change the number of forward passes, and nothing else: the answers, how they end, what is
@@ -545,6 +549,7 @@ static void test_drafts(void) {
     else CHECK(drafts == 0);
 }
 
+// At far positions an angle is large; its cosine is that of the float product, as in transformers.
 static void test_far_positions(void) {
     Model m = random_model(64, 64, 1, false);
     for (int pos = 1; pos < 1 << 20; pos = pos * 3 + 1) {
@@ -598,30 +603,11 @@ static void test_utf8(void) {
     }
 }
 
-// Byte-pair encoding by its definition: the pair with the highest score, the leftmost of equals,
-// until there is none. at (pieces + 1) holds where the pieces begin; returns their number.
-static int merge_naively(const Tokenizer *t, Bytes s, int *at) {
-    int n = (int)s.n;
-    for (int i = 0; i <= n; i++) at[i] = i;
-    for (;;) {
-        int best = -1;
-        float score = 0;
-        for (int i = 0; i + 1 < n; i++) {
-            int id = token_find(t, (Bytes){s.p + at[i], at[i + 2] - at[i]});
-            if (id >= 0 && (best < 0 || t->score[id] > score)) best = i, score = t->score[id];
-        }
-        if (best < 0) return n;
-        memmove(at + best + 1, at + best + 2, (n - best - 1) * sizeof(int));
-        n--;
-    }
-}
-
 // Random vocabularies over two or three letters, some with equal scores, on random texts and runs.
 static void test_merging(void) {
     enum { MERGES = 40, LONGEST = 300 };
     uint8_t text[256 + MERGES][8], s[LONGEST];
-    int at[LONGEST + 1];
-    Ids ids = {0};
+    Ids ids = {0}, expected = {0};
     Encoder e = {.out = &ids};
     for (int trial = 0; trial < 300; trial++) {
         Tokenizer t = {.vocab_size = 256 + MERGES, .text = alloc(256 + MERGES, sizeof(Bytes), ""),
@@ -639,15 +625,10 @@ static void test_merging(void) {
         for (int round = 0; round < 20; round++) {
             Bytes piece = {s, 1 + below(LONGEST)};
             for (size_t i = 0; i < piece.n; i++) s[i] = round % 4 ? 'a' + below(letters) : 'a';
-            int n = merge_naively(&t, piece, at);
-            ids.n = 0;
+            ids.n = expected.n = 0;
+            merge_naively(&t, piece, &expected);
             encode_piece(&e, piece);
-            bool same = ids.n == (size_t)n;
-            for (int i = 0; i < n && same; i++) {
-                Bytes expected = {s + at[i], at[i + 1] - at[i]};
-                same = ids.p[i] == (expected.n == 1 ? expected.p[0] : token_find(&t, expected));
-            }
-            CHECK(same, "trial %d, round %d, %zu bytes", trial, round, piece.n);
+            CHECK(same_ids(&ids, &expected), "trial %d, round %d, %zu bytes", trial, round, piece.n);
         }
     }
 }
@@ -726,9 +707,8 @@ static void test_cores(void) {
 }
 #endif
 
-int main(int argc, char **argv) {
-    if (argc > 1) start_threads(atoi(argv[1]));
-    else start_threads(3);  // more than cores here or there: the order of things varies
+static int unit_tests(void) {
+    start_threads(3);  // more than cores here or there: the order of things varies
     test_exp();
     test_norm_softmax_silu();
     test_primitives();
@@ -755,4 +735,78 @@ int main(int argc, char **argv) {
 #endif
     printf("tests/test (" SIMD "): %d checks, %d failures\n", checks, failures);
     return failures > 0;
+}
+
+static bool next_record(char kind[16], Buffer *text) {
+    size_t n;
+    int c = getchar();
+    while (c == '\n') c = getchar();
+    if (c == EOF) return false;
+    ungetc(c, stdin);
+    if (scanf("%15s %zu", kind, &n) != 2 || getchar() != '\n' || n > INT_MAX)
+        die("stdin: bad record, expected KIND BYTES");
+    text->n = 0;
+    text->p = grow(text->p, &text->cap, 0, n + 1, 1);
+    text->n = fread(text->p, 1, n, stdin);
+    if (text->n != n) die("stdin: record cut short, expected %zu bytes, found %zu", n, text->n);
+    return true;
+}
+
+static void print_ids(const Ids *ids) {
+    Buffer line = {0};
+    buffer_add_ids(&line, ids);
+    write_stdout((Bytes){line.p, line.n});
+    free(line.p);
+}
+
+static int print_tokens(const Tokenizer *t) {
+    Buffer text = {0};
+    Ids ids = {0};
+    Encoder encoder = {.t = t, .out = &ids};
+    for (char kind[16]; next_record(kind, &text); ids.n = 0) {
+        Bytes s = {text.p, text.n};
+        if (!strcmp(kind, "marked")) encode_marked(&encoder, s);
+        else encode_plain(&encoder, s);
+        encode_end(&encoder);
+        print_ids(&ids);
+    }
+    return EXIT_SUCCESS;
+}
+
+static int print_prompt(Engine *e) {
+    choose_chat(e);
+    Conversation c = {0};
+    Buffer text = {0};
+    Ids ids = {0};
+    for (char kind[16]; next_record(kind, &text);) {
+        Bytes s = {text.p, text.n};
+        if (!strcmp(kind, "assistant")) {
+            Message *m = conversation_add(&c, ASSISTANT, (Bytes){0});
+            Encoder encoder = {.t = &e->tokenizer, .out = &m->ids};
+            encode_marked(&encoder, s);
+            encode_end(&encoder);
+        } else {
+            bool user = !strcmp(kind, "user");
+            if (!user && strcmp(kind, "system")) die("stdin: unknown kind \"%s\"", kind);
+            conversation_add(&c, user ? USER : SYSTEM, s);
+        }
+    }
+    render(&e->tokenizer, &c, e->think, &ids);
+    print_ids(&ids);
+    return EXIT_SUCCESS;
+}
+
+int main(int argc, char **argv) {
+    start_platform(&argc, &argv);
+    const char *slash = strrchr(argv[0], '/'), *mode = slash ? slash + 1 : argv[0];
+    if (strcmp(mode, "render") && argc > 1) mode = *++argv, argc--;
+    else if (argc == 1) return unit_tests();
+    bool rendering = !strcmp(mode, "render") && argc == 3 && strlen(argv[2]) == 1 && strchr("01", *argv[2]);
+    if (!rendering && (strcmp(mode, "tokens") || argc != 2))
+        die_usage("usage: tests/test, tests/test tokens MODEL or tests/test render MODEL 0|1");
+    static Engine e;
+    e.options = (Options){.model = argv[1], .mode = TOKENIZE, .context = -1, .think = rendering && *argv[2] == '1'};
+    quiet = rendering;
+    load(&e);
+    return rendering ? print_prompt(&e) : print_tokens(&e.tokenizer);
 }
