@@ -2004,7 +2004,7 @@ static void give_notices(App *app) {
 #define PROMPT_TOO_LONG "prompt: too long, expected at most %d tokens (-c), found %zu"
 
 // Runs a prompt after a last check. Returns as prefill.
-static int run_prompt(App *app, const Ids *prompt) {
+static int checked_prefill(App *app, const Ids *prompt) {
     const int seq_len = app->engine.model.state.seq_len;
     if (prompt->n > (size_t)seq_len) die(PROMPT_TOO_LONG, seq_len, prompt->n);
     if (prompt->n == 0) die("prompt: empty, expected at least one token");
@@ -2023,7 +2023,7 @@ static Ending respond(App *app, const Ids *prompt, Ids *answer) {
     Engine *e = &app->engine;
     const int seq_len = e->model.state.seq_len;
     double start = now();
-    int row = run_prompt(app, prompt);
+    int row = checked_prefill(app, prompt);
     double middle = now();
     const size_t computed = e->cached.n - e->reused;  // less than the rest of the prompt on Ctrl-C
     // Decoding allocates nothing: there is room for every answer.
@@ -2241,7 +2241,7 @@ static void run_embed(App *app, const Ids *ids) {
     Model *m = &app->engine.model;
     const Config *c = &m->config;
     if (ids->n == 0) die("text: nothing to embed, expected at least 1 token, found 0");
-    int row = run_prompt(app, ids);
+    int row = checked_prefill(app, ids);
     if (row < 0) exit(EXIT_INTERRUPT);
     float *h = m->state.workspace[0].h;
     rmsnorm(h, m->state.x + (size_t)row * c->dim, m->weights.rms_final, c->dim, c->rms_norm_eps);

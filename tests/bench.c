@@ -235,7 +235,7 @@ static double weight_bytes(void) {
 // Bytes that a token at position pos reads: the weights, the keys and values before it.
 static double token_bytes(int pos) {
     const Config *g = &m.config;
-    double kv = (double)m.state.kv_floats * sizeof(float) / LANES * g->n_layers * g->n_kv_heads;
+    double kv = (double)block_stride(g) * sizeof(float) / LANES;
     return weight_bytes() + pos * kv;
 }
 

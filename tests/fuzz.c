@@ -226,7 +226,7 @@ static Buffer decoded(const Tokenizer *t, const Ids *ids) {
 
 // ---- Target model: a header, from which the size and the rest of the file follow
 
-static int64_t size_of(const int32_t *h) {  // README, "The files"; -1: too large to try
+static int64_t size_of(const int32_t *h) {  // -1: too large to try
     const int64_t dim = h[2], hidden = h[3], layers = h[4], heads = h[5], kv = h[6], vocab = h[7],
                   hd = h[9], group = h[11] > 0 ? h[11] : 64;
     for (int i = 2; i <= 9; i++) {
@@ -258,7 +258,7 @@ static void fuzz_model(Bytes in) {
     }
     file_add("model", file.bytes, (size_t)(size + off[flags % 8]));
     static Engine e;
-    e = (Engine){.options = {.n = -1}};
+    e = (Engine){.max_new = -1};
     model_map(&e.model, "model");
     Config *g = &e.model.config;
     CHECK((int64_t)files[0].n == size && size_of(file.h) == size);
@@ -347,7 +347,6 @@ static void fuzz_tokenizer(Bytes in) {
     file_add("tokenizer", file.p, file.n);
     Tokenizer t;
     tokenizer_load(&t, "tokenizer", 256 + vocab);
-    if (!t.has_chat) t.chat = chatml();
     Ids ids = {0};
     encode_raw(&t, take_up_to(&in, 100), &ids);
     decoded(&t, &ids);
@@ -379,7 +378,7 @@ static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
 }
 
 static void encode(const Tokenizer *t, Bytes s, bool marked, Ids *out) {
-    Encoder e = {.t = t, .out = out};
+    Encoder e = {.tok = t, .out = out};
     if (marked) encode_marked(&e, s);
     else encode_plain(&e, s);
     encode_end(&e);
@@ -411,7 +410,7 @@ static void fuzz_text(Bytes in) {
     encode(t, whole, false, &again);
     CHECK(same_ids(&ids, &again));
     again.n = 0;
-    Encoder e = {.t = t, .out = &again};
+    Encoder e = {.tok = t, .out = &again};
     cut = cut < in.n ? cut : in.n;
     encode_plain(&e, (Bytes){in.p, cut});
     encode_plain(&e, bytes_from(in, cut));
@@ -438,7 +437,7 @@ static void fuzz_text(Bytes in) {
     CHECK(same_ids(&ids, &again));
 }
 
-// ---- Target chat: template pieces or template files, and a conversation
+// ---- Target chat: template pieces and a conversation
 
 static int count_added(const Tokenizer *t, const Ids *ids) {
     int n = 0;
@@ -453,25 +452,15 @@ static int count_marked(const Tokenizer *t, Bytes s) {
 }
 
 static void fuzz_chat(Bytes in) {
-    static const char *const suffixes[] = {"m.template", "m.template.with-thinking",
-                                           "m.template.with-system",
-                                           "m.template.with-system-and-thinking"};
     uint8_t flags = take_byte(&in);
     bool think = flags & 1;
     Tokenizer t = tiny;
     ChatFormat *f = &t.chat;
     if (flags % 8 < 2) {
-        *f = chatml();
-    } else if (flags % 8 < 5) {
+        *f = chatml(flags & 32);
+    } else {
         Bytes *pieces = &f->start;
         for (int i = 0; i < 12; i++) pieces[i] = take_until(&in, 0xFF);
-        f->system_opens_user = flags & 32;
-    } else {
-        for (int i = 0; i < 4; i++) {
-            Bytes text = take_until(&in, 0xFF);
-            if (flags >> (4 + i) & 1) file_add(suffixes[i], text.p, text.n);
-        }
-        if (!chat_from_templates(&t, "m", think)) return;
     }
     Conversation c = {0};
     Ids ids = {0}, said_ids = {0};
@@ -486,9 +475,7 @@ static void fuzz_chat(Bytes in) {
             for (size_t k = 0; k < said_ids.n; k++) ids_add(&m->ids, said_ids.p[k]);
             added_in_answers += count_added(&t, &said_ids);
         }
-        bool opened = f->system_opens_user && i > 0 && c.p[i - 1].role == SYSTEM;
-        expected += count_marked(&t, f->close[role]) +
-                    (opened ? 0 : count_marked(&t, f->open[role]));
+        expected += count_marked(&t, f->open[role]) + count_marked(&t, f->close[role]);
     }
     render(&t, &c, think, &ids);
     expected += count_marked(&t, f->start) + count_marked(&t, f->answer[think]);
@@ -503,7 +490,7 @@ static void fuzz_chat(Bytes in) {
 // ---- Target session: a command line and stdin, up to the answer
 
 static void fuzz_session(Bytes in) {
-    static Engine e;
+    static App app;
     char *argv[40] = {"qwen3"};
     int argc = 1;
     uint8_t flags = take_byte(&in);
@@ -518,25 +505,28 @@ static void fuzz_session(Bytes in) {
     }
     typed = in.p;
     n_typed = in.n;
-    e = (Engine){.options = parse_options(argc, argv), .model = toy, .tokenizer = tiny};
-    Options *o = &e.options;
+    app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .tokenizer = tiny}};
+    Engine *e = &app.engine;
+    Options *o = &app.options;
     CHECK(o->model && o->mode >= -1 && o->mode < N_MODES && o->batch >= 1 && o->batch <= 512);
-    int most = e.model.state.seq_len;
-    e.model.state.batch = min_int(o->batch, e.model.state.batch);
-    e.model.state.seq_len = o->context > 0 && o->context < most ? o->context : most;
+    int most = e->model.state.seq_len;
+    e->model.state.batch = min_int(o->batch, e->model.state.batch);
+    e->model.state.seq_len = o->context > 0 && o->context < most ? o->context : most;
     if (o->n < 0 || o->n > 2) o->n = 2;
-    e.mode = o->mode < 0 ? CHAT : o->mode;
-    bool chat = e.mode == CHAT;
-    if (chat) choose_chat(&e);
-    choose_sampling(&e);
-    e.writer = (Writer){.chat = chat, .terminal = isatty(1), .dim = isatty(1)};
-    if (chat && o->system) conversation_add(&e.conversation, SYSTEM, bytes(o->system));
-    bool once = read_prompt(&e);
-    Bytes text = {e.input.p, e.input.n};
-    if (!once) run_conversation(&e);
-    else if (chat) chat_turn(&e, text, true);
-    else run_raw(&e, text);
-    CHECK(!e.writer.thinking && !dimmed && e.writer.held.n == 0);
+    e->max_new = o->n;
+    e->cached.p = alloc(most + 1, sizeof(int), "a test");
+    app.mode = o->mode < 0 ? CHAT : o->mode;
+    bool chat = app.mode == CHAT;
+    if (chat) choose_chat(&app);
+    choose_sampling(&app);
+    writer_init(&app);
+    if (chat && o->system) conversation_add(&app.conversation, SYSTEM, bytes(o->system));
+    bool once = read_prompt(&app);
+    Bytes text = bytes_of(&app.input);
+    if (!once) run_conversation(&app);
+    else if (chat) chat_turn(&app, text, true);
+    else run_raw(&app, text);
+    CHECK(!app.writer.thinking && app.writer.held.n == 0);
 }
 
 // ---- Target sample: any logits and any options
@@ -615,14 +605,14 @@ static void fuzz_writer(Bytes in) {
         tokens[id] = take_up_to(&in, n);
         buffer_add(&all, tokens[id]);
         writer_token(&w, &t, id);
-        CHECK(w.thinking == (id == 1 || (id == 0 && w.thinking)) && dimmed == (w.dim && w.thinking));
+        CHECK(w.thinking == (id == 1 || (id == 0 && w.thinking)));
         if (w.chat) continue;
         CHECK(w.held.n <= 3 && n_written + w.held.n == all.n);
         CHECK(!memcmp(written + before, all.p + before, n_written - before));
         CHECK(ends_inside_character(rest(all.p, all.n)) == (w.held.n > 0));
     }
     writer_end(&w);
-    CHECK(!dimmed && !w.thinking && w.held.n == 0);
+    CHECK(!w.thinking && w.held.n == 0);
     if (w.chat) return;
     CHECK(n_written == all.n + w.terminal && (all.n == 0 || !memcmp(written, all.p, all.n)));
 }
@@ -640,7 +630,7 @@ static void run_input(const struct Target *target, const uint8_t *p, size_t n) {
     input = p;
     input_size = n;
     quiet = true;
-    interrupted = dimmed = 0;
+    interrupted = 0;
     n_written = reports = n_typed = terminals = 0;
     if (setjmp(left) == 0) {
         target->run((Bytes){p, n < target->longest ? n : target->longest});
@@ -730,7 +720,6 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     SEED("chat", "\1" "\0be brief<|im_end|>\xff\1hi <think>\xff\2<think>\nx\n</think>\n\nyes\xff\1more"),
     SEED("chat", "\2<a>\xff<b>\xff<|im_start|>s\n\xff<|im_end|>\n\xff<|im_start|>u\n\xff<|im_end|>\xff"
                  "A:\xff\n\xff<think>\xff</think>\xff</think>\xff\n \xff\1q\xff\2a</think>\n b\xff\1r"),
-    SEED("chat", "\xf5<|im_start|>u %s B\xffT%s<think>\xffS %s U %s B\xff%s%s\xff\0s\xff\1u\xff\2a\xff\1v"),
     SEED("session", "\0m.bin\0-m\0chat\0-t\0" "0.7\0-y\0system\0-s\0" "7\0\0first\nsecond\n\nthird"),
     SEED("session", "\1m.bin\0-i\0text\0-f\0f\0-r\0" "1\0-k\0" "20\0-p\0" ".9\0-a\0" "1\0-n\0" "2\0-q\0\0"),
     SEED("session", "\0m.bin\0-m\0perplexity\0-b\0" "3\0-c\0" "9\0-j\0" "1\0-v\0\0some text of words"),

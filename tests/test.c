@@ -158,11 +158,11 @@ static void test_primitives(void) {
             CHECK(zip_high(wv, xv)[i] == (i % 2 ? xv : wv)[LANES / 2 + i / 2]);
             rows[i] = wv >> (8 + i);
         }
-        VecI sums = sum_each(rows, LANES);
+        VecI sums = sum_each(rows);
         for (int i = 0; i < LANES; i++) CHECK(sums[i] == (int32_t)lanes_sum((VecU)(wv >> (8 + i))));
     }
     VecF a = splat_f(1.5f), b = splat_f(-0.25f), c = splat_f(3);
-    for (int i = 0; i < LANES; i++) CHECK(mul_add(a, b, c)[i] == mul_add_plain(a, b, c)[i]);
+    for (int i = 0; i < LANES; i++) CHECK(mul_add_v(a, b, c)[i] == mul_add_plain(a, b, c)[i]);
 }
 
 static void test_quantize(void) {
@@ -176,7 +176,7 @@ static void test_quantize(void) {
         float max = 0;
         int sum = 0;
         for (int i = 0; i < group; i++) max = fmaxf(max, fabsf(in[i])), sum += x.q[i];
-        CHECK(x.start[0] == -W_BIAS * sum && x.start[1] == 0 && x.start[2] == 0);
+        CHECK(x.bias_fix[0] == -W_BIAS * sum && x.bias_fix[1] == 0 && x.bias_fix[2] == 0);
         CHECK(x.scale[0] == max / 127 && x.scale[1] == 0 && x.scale[2] == 0);
         for (int i = 0; i < group; i++) {
             CHECK(fabs(x.q[i] * (double)x.scale[0] - in[i]) <= x.scale[0] * 0.5001);
@@ -184,12 +184,12 @@ static void test_quantize(void) {
         }
         quantize(&x, 1, 2 * group, in, group, group);  // the first group as row 1's last
         CHECK(memcmp(row.q + 2 * group, x.q, group) == 0 && row.q[group] == 0);
-        CHECK(row.scale[2] == x.scale[0] && row.start[2] == x.start[0] && row.scale[1] == 0);
+        CHECK(row.scale[2] == x.scale[0] && row.bias_fix[2] == x.bias_fix[0] && row.scale[1] == 0);
     }
 }
 
-// Both kernels against doubles, and against each other bit for bit; rows and tokens
-// that fill no tile.
+// Both kernels against the definition bit for bit, and that against doubles; rows and tokens that
+// fill no tile, and a sum that is added.
 static void test_matmul(void) {
     for (int group = 32; group <= 256; group *= 2) {
         const int rows = 2 * BLOCK - 3, groups = 2 * LANES + 3, cols = groups * group;
@@ -197,21 +197,26 @@ static void test_matmul(void) {
         Matrix w = random_matrix(rows, cols, group);
         float *in = random_floats((size_t)n * cols);
         float *one = random_floats(n * rows), *all = random_floats(n * rows);
-        float *scratch = alloc((size_t)BLOCK * (cols / 4 + groups), 4, "");
+        const Workspace own = {.panel = alloc((size_t)BLOCK * (cols / 4 + groups), 4, "")};
         Quantized x = quantized_init(n, cols, group);
         for (int t = 0; t < n; t++) quantize(&x, t, 0, in + t * cols, cols, group);
-        for (int i = 0; i < TILE_TOKENS * groups; i++) {  // of no token
+        for (int i = 0; i < TILE_TOKENS * groups; i++) {  // past the last token
             quantized_row(&x, n + i / groups).scale[i % groups] = NAN;
         }
         for (int t = 0; t < n; t++) {
-            linear(&(Linear){one, rows, &w, 0, rows, &x, t, t + 1, scratch});
+            matmul_rows(&(Matmul){.w = &w, .x = &x, .out = one, .stride = rows, .row_end = rows,
+                                  .token_begin = t, .token_end = t + 1}, &own);
         }
+        memset(all, 0, n * rows * sizeof(float));
         for (int row = 0; row < rows; row += BLOCK + 1) {  // parts that fill no block, either
             int end = min_int(row + BLOCK + 1, rows);
-            linear(&(Linear){all + row, rows, &w, row, end, &x, 1, n, scratch});
+            Matmul part = {.w = &w, .x = &x, .out = all + row, .stride = rows, .row_begin = row,
+                           .row_end = end, .token_begin = 1, .token_end = n};
+            matmul_rows(&part, &own);
+            part.token_end = part.token_begin + 1;  // the first of these tokens twice
+            part.add = true;
+            matmul_rows(&part, &own);
         }
-        memcpy(all, one, sizeof(float) * rows);  // token 0 was left out
-        CHECK(memcmp(one, all, sizeof(float) * n * rows) == 0, "group %d", group);
         for (int t = 0; t < n; t++) {
             const Quantized token = quantized_row(&x, t);
             for (int r = 0; r < rows; r++) {
@@ -222,7 +227,51 @@ static void test_matmul(void) {
                     sum += a * b;
                     size += fabs(a * b);
                 }
-                CHECK(fabs(one[t * rows + r] - sum) < 1e-6 * size, "group %d", group);
+                float value = dot_row(&w, r, &x, t, group);
+                CHECK(fabs(value - sum) < 1e-6 * size, "group %d", group);
+                CHECK(one[t * rows + r] == value, "group %d, row %d", group, r);
+                float expected = t == 0 ? 0 : t == 1 ? 2 * value : value;
+                CHECK(all[t * rows + r] == expected, "group %d, row %d", group, r);
+            }
+        }
+    }
+}
+
+// Random keys and values (head_dim) of layer p->l at the first n positions
+static void fill_cache(const Pass *p, int n) {
+    const Config *c = &p->m->config;
+    for (int pos = 0; pos < n; pos++) {
+        for (int h = 0; h < c->n_kv_heads; h++) {
+            float *x = random_floats(2 * c->head_dim);
+            cache_put_key(p, h, pos, x);
+            cache_put_value(p, h, pos, x + c->head_dim);
+            for (int j = 0; j < c->head_dim; j++) {
+                CHECK(cache_key(p, h, pos, j) == x[j]);
+                CHECK(cache_value(p, h, pos, j) == x[c->head_dim + j]);
+            }
+        }
+    }
+}
+
+// The kernel against the definition, bit for bit, for batches of 1 to 40 tokens
+static void test_attention(void) {
+    for (int head_dim = 32; head_dim <= 96; head_dim += 16) {
+        Model m = random_model(64, head_dim, 40, false);
+        const Config *c = &m.config;
+        State *s = &m.state;
+        Pass p = {.m = &m, .l = 1};
+        fill_cache(&p, 100);
+        for (p.n = 1; p.n <= 40; p.n += 13) {
+            p.first = p.n / 3;
+            int start = below(101 - p.n);
+            float score[100], *a = random_floats(head_dim), *q = random_floats(p.n * c->q_dim);
+            for (int t = 0; t < p.n; t++) s->pos[t] = start + t;
+            for (int i = 0; i < p.n * c->q_dim; i++) s->q[i] = 5 * q[i];
+            attend_all(&p);
+            for (int i = p.first * c->n_heads; i < p.n * c->n_heads; i++) {
+                const int t = i / c->n_heads, h = i % c->n_heads;
+                attend(&p, a, s->q + i * head_dim, h / 2, start + t + 1, score);
+                CHECK(!memcmp(a, s->a + i * head_dim, head_dim * sizeof(float)), "%d, row %d", p.n, i);
             }
         }
     }
@@ -232,30 +281,21 @@ static void test_matmul(void) {
 static void test_attention_one_hot(void) {
     Model m = random_model(64, 32, 40, false);
     State *s = &m.state;
-    const Config *g = &m.config;
-    for (int pos = 0; pos < 40; pos++) {
-        for (int h = 0; h < g->n_kv_heads; h++) {
-            float *keys = kv_block(&m, 1, h, pos / LANES), *values = keys + g->head_dim * LANES;
-            for (int j = 0; j < g->head_dim; j++) {
-                keys[j * LANES + pos % LANES] = (float)uniform();
-                values[(j / LANES * LANES + pos % LANES) * LANES + j % LANES] = 100 * pos + 10 * h + j * 0.1f;
-            }
-        }
-    }
-    const Pass pass = {.m = &m, .l = 1, .n = 3, .pos = 37};
+    const Config *c = &m.config;
+    const Pass p = {.m = &m, .l = 1, .n = 3};
+    fill_cache(&p, 40);
     int wanted[3 * 4];  // by tokens and heads
-    for (int i = 0; i < 3 * g->n_heads; i++) {
-        wanted[i] = below(38 + i / g->n_heads);
-        const float *keys = kv_block(&m, 1, i % g->n_heads / 2, wanted[i] / LANES);
-        float *q = s->q + i * g->head_dim;
-        for (int j = 0; j < g->head_dim; j++) q[j] = 400 * keys[j * LANES + wanted[i] % LANES];
+    for (int i = 0; i < 3 * c->n_heads; i++) {
+        s->pos[i / c->n_heads] = 37 + i / c->n_heads;
+        wanted[i] = below(38 + i / c->n_heads);
+        for (int j = 0; j < c->head_dim; j++)
+            s->q[i * c->head_dim + j] = 400 * cache_key(&p, i % c->n_heads / 2, wanted[i], j);
     }
-    attention_job((void *)&pass, 0, attention_tasks(&pass) * g->n_kv_heads, 0);
-    for (int i = 0; i < 3 * g->n_heads; i++) {
-        for (int j = 0; j < g->head_dim; j++) {
-            float answer = s->q[i * g->head_dim + j];
-            float expected = 100 * wanted[i] + 10 * (i % g->n_heads / 2) + j * 0.1f;
-            CHECK(fabsf(answer - expected) < 0.5f, "%d: %g, not %g", j, answer, expected);
+    attend_all(&p);
+    for (int i = 0; i < 3 * c->n_heads; i++) {
+        for (int j = 0; j < c->head_dim; j++) {
+            float expected = cache_value(&p, i % c->n_heads / 2, wanted[i], j);
+            CHECK(fabsf(s->a[i * c->head_dim + j] - expected) < 0.01f, "row %d, column %d", i, j);
         }
     }
 }
@@ -466,19 +506,19 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
     e->credit = DRAFT_COST;  // one draft: what comes after it has to be earned
     e->sampler = *sampler;
     for (int turn = 0; turn < 2; turn++) {
-        int count;
+        Ids *answer = &a.ids[turn];
         for (size_t i = 0; i < prompt->n; i++) ids_add(&ids, prompt->p[i]);
         int row = prefill(e, &ids);
         CHECK(row >= 0);
         a.reused[turn] = e->reused;
         a.passes -= e->model.state.passes;
+        answer->p = grow(answer->p, &answer->cap, 0, 101, sizeof(int));
         int before = allocations;
-        a.ending[turn] = generate(e, row, &count);
+        a.ending[turn] = generate(e, row, answer);
         a.passes += e->model.state.passes;
         CHECK(allocations == before, "%d while decoding", allocations - before);
-        for (int i = 0; i < count; i++) ids_add(&a.ids[turn], e->cached.p[ids.n + i]);
         for (size_t i = 0; i < e->cached.n; i++) ids_add(&a.cached[turn], e->cached.p[i]);
-        for (int i = 0; i < count; i++) ids_add(&ids, a.ids[turn].p[i]);
+        for (size_t i = 0; i < answer->n; i++) ids_add(&ids, answer->p[i]);
         if (ids.n + prompt->n > (size_t)e->model.state.seq_len) break;
     }
     a.rng = e->sampler.rng;
@@ -489,17 +529,20 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
 // Drafts change the number of forward passes, and nothing else: the answers, how they end, what is
 // left in the cache for the next turn, and the random numbers used are those of single steps.
 static void test_drafts(void) {
-    Engine e[2] = {{.mode = GENERATE, .noticed = true}, {.mode = GENERATE, .noticed = true}};
+    Writer writer = {0};
+    writer.held.p = grow(NULL, &writer.held.cap, 0, 100, 1);
+    Engine e[2] = {{.writer = &writer}, {.writer = &writer}};
     int passes[2] = {0}, endings[4] = {0};
     for (int k = 0; k < 2; k++) {
         rng = 77;
         e[k].model = random_model(32, 8, k ? 16 : 1, false);
         int vocab_size = e[k].model.config.vocab_size;
+        e[k].cached.p = alloc(101, sizeof(int), "a test");
         e[k].tokenizer = (Tokenizer){.vocab_size = vocab_size, .think = -1, .end_think = -1,
                                      .text = alloc(vocab_size, sizeof(Bytes), "a test"),
                                      .kind = alloc(vocab_size, 1, "a test")};
     }
-    e[1].model.state.logit_rows = min_int(16, DRAFT_ROWS);
+    e[1].model.state.logit_rows = min_int(16, 2 * draft_rows());
     Sampler sampler = random_sampler(0, 1, 0);
     sampler.answered = alloc(77, sizeof(bool), "a test");
     sampler.seen = alloc(77, sizeof(bool), "a test");
@@ -515,7 +558,7 @@ static void test_drafts(void) {
         int n = below(2) ? -1 : below(60), seq_len = below(2) ? 100 : 20 + below(80);
         Answers a[2];
         for (int k = 0; k < 2; k++) {
-            e[k].options.n = n;
+            e[k].max_new = n;
             e[k].model.state.seq_len = seq_len;
             e[k].tokenizer.stop = (Ids){&stop, trial % 3 == 0, 1};
             a[k] = answer_twice(&e[k], &sampler, &prompt);
@@ -535,7 +578,7 @@ static void test_drafts(void) {
     if (HAVE_DOT4) CHECK(passes[1] < passes[0] * 0.85, "%d passes, not %d", passes[1], passes[0]);
     else CHECK(passes[1] == passes[0]);
     e[1].credit = 0;  // drafts that are always wrong: one in 50 passes
-    e[1].options.n = -1;
+    e[1].max_new = -1;
     e[1].model.state.seq_len = 100;
     e[1].cached.n = 50;
     memset(e[1].cached.p, 0, 100 * sizeof(int));
@@ -621,7 +664,7 @@ static void test_merging(void) {
             if (id >= 256 && trial % 5 == 0) t.score[id] = (float)(256 - id);
         }
         index_tokens(&t, "a test");
-        e.t = &t;
+        e.tok = &t;
         for (int round = 0; round < 20; round++) {
             Bytes piece = {s, 1 + below(LONGEST)};
             for (size_t i = 0; i < piece.n; i++) s[i] = round % 4 ? 'a' + below(letters) : 'a';
@@ -651,8 +694,7 @@ static void put_file(const char *path, const char *text) {
 // What a cgroup's quota and shared cores leave of the CPUs, on made-up files of a system.
 static void test_cores(void) {
 #define V2 "/sys/fs/cgroup/"
-#define V1 "/sys/fs/cgroup/cpu/"
-    const struct { const char *group, *path[3], *text[3]; int expected; } cases[] = {
+    const struct { const char *group, *path[2], *text[2]; int expected; } cases[] = {
         {"0::/\n", {0}, {0}, INT_MAX},
         {"0::/\n", {V2 "cpu.max"}, {"max 100000\n"}, INT_MAX},
         {"0::/\n", {V2 "cpu.max"}, {"200000 100000\n"}, 2},
@@ -661,19 +703,14 @@ static void test_cores(void) {
         {"0::/a/b c/d\n", {V2 "a/b c/d/cpu.max"}, {"700000 100000\n"}, 7},
         {"0::/a/b/c\n", {V2 "a/b/c/cpu.max", V2 "a/cpu.max"}, {"700000 100000\n", "150000 50000\n"}, 3},
         {"0::/a\n", {V2 "b/cpu.max"}, {"700000 100000\n"}, INT_MAX},
-        {"0::/far/away\n", {V2 "cpu.max"}, {"400000 100000\n"}, 4},  // as a container sees it
-        {"2:cpu,cpuacct:/a\n0::/\n", {V1 "cpu.cfs_quota_us", V1 "cpu.cfs_period_us"},
-         {"250000\n", "100000\n"}, 3},
-        {"2:cpu:/\n", {V1 "cpu.cfs_quota_us", V1 "cpu.cfs_period_us"}, {"-1\n", "100000\n"}, INT_MAX},
-        {"2:cpu:/\n", {V1 "cpu.cfs_quota_us", V1 "cpu.cfs_period_us"}, {"90\n", "0\n"}, INT_MAX},
-        {"2:cpu:/\n", {V1 "cpu.cfs_quota_us"}, {"90\n"}, INT_MAX}};
+        {"0::/far/away\n", {V2 "cpu.max"}, {"400000 100000\n"}, 4}};  // as a container sees it
     char command[128];
     cpu_set_t set;
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         strcpy(root, "/tmp/qwen3-test-XXXXXX");
         if (!mkdtemp(root)) die("%s: %s", root, strerror(errno));
         put_file("/proc/self/cgroup", cases[i].group);
-        for (int j = 0; j < 3 && cases[i].path[j]; j++) put_file(cases[i].path[j], cases[i].text[j]);
+        for (int j = 0; j < 2 && cases[i].path[j]; j++) put_file(cases[i].path[j], cases[i].text[j]);
         CHECK(cgroup_cores() == cases[i].expected, "case %zu: %d", i, cgroup_cores());
         CPU_ZERO(&set);
         for (int cpu = 0; cpu < 9; cpu++) CPU_SET(cpu, &set);
@@ -714,6 +751,7 @@ static int unit_tests(void) {
     test_primitives();
     test_quantize();
     test_matmul();
+    test_attention();
     test_attention_one_hot();
     test_batches();
     test_parallel();
@@ -762,7 +800,7 @@ static void print_ids(const Ids *ids) {
 static int print_tokens(const Tokenizer *t) {
     Buffer text = {0};
     Ids ids = {0};
-    Encoder encoder = {.t = t, .out = &ids};
+    Encoder encoder = {.tok = t, .out = &ids};
     for (char kind[16]; next_record(kind, &text); ids.n = 0) {
         Bytes s = {text.p, text.n};
         if (!strcmp(kind, "marked")) encode_marked(&encoder, s);
@@ -773,8 +811,9 @@ static int print_tokens(const Tokenizer *t) {
     return EXIT_SUCCESS;
 }
 
-static int print_prompt(Engine *e) {
-    choose_chat(e);
+static int print_prompt(App *app) {
+    const Tokenizer *t = &app->engine.tokenizer;
+    choose_chat(app);
     Conversation c = {0};
     Buffer text = {0};
     Ids ids = {0};
@@ -782,7 +821,7 @@ static int print_prompt(Engine *e) {
         Bytes s = {text.p, text.n};
         if (!strcmp(kind, "assistant")) {
             Message *m = conversation_add(&c, ASSISTANT, (Bytes){0});
-            Encoder encoder = {.t = &e->tokenizer, .out = &m->ids};
+            Encoder encoder = {.tok = t, .out = &m->ids};
             encode_marked(&encoder, s);
             encode_end(&encoder);
         } else {
@@ -791,7 +830,7 @@ static int print_prompt(Engine *e) {
             conversation_add(&c, user ? USER : SYSTEM, s);
         }
     }
-    render(&e->tokenizer, &c, e->think, &ids);
+    render(t, &c, app->think, &ids);
     print_ids(&ids);
     return EXIT_SUCCESS;
 }
@@ -804,9 +843,9 @@ int main(int argc, char **argv) {
     bool rendering = !strcmp(mode, "render") && argc == 3 && strlen(argv[2]) == 1 && strchr("01", *argv[2]);
     if (!rendering && (strcmp(mode, "tokens") || argc != 2))
         die_usage("usage: tests/test, tests/test tokens MODEL or tests/test render MODEL 0|1");
-    static Engine e;
-    e.options = (Options){.model = argv[1], .mode = TOKENIZE, .context = -1, .think = rendering && *argv[2] == '1'};
+    static App app;
+    app.options = (Options){.model = argv[1], .mode = TOKENIZE, .context = -1, .think = rendering && *argv[2] == '1'};
     quiet = rendering;
-    load(&e);
-    return rendering ? print_prompt(&e) : print_tokens(&e.tokenizer);
+    load(&app);
+    return rendering ? print_prompt(&app) : print_tokens(&app.engine.tokenizer);
 }
