@@ -22,9 +22,9 @@
      x = x + W2 (silu(W1 h) * (W3 h))         silu(z) = z / (1 + exp(-z))
 
    rope rotates each pair (x[j], x[j + head_dim/2]) by the angle pos * theta^(-2j / head_dim), so
-   that q . k depends on the distance between two tokens. After the last layer the scores (logits) are
+   that q . k depends on the distance between two tokens. After the last layer, the scores are
 
-     logits = Wcls rmsnorm(x, rms_final)      (vocab_size)
+     logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
    Qwen2 and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
 
@@ -47,7 +47,6 @@
      The sampler                             Part III, the machine
      Generation                                Threads
                                                SIMD primitives
-                                               Quantization
                                                Matrix products
                                                The KV cache and attention
                                                The memory of a run
@@ -234,7 +233,7 @@ typedef struct {
 typedef struct {        // Q8(x) of n vectors x (cols), one in each row
     int8_t *q;          // (n, cols)
     float *scale;       // (n, cols / group)
-    int32_t *bias_fix;  // (n, cols / group)  for Part III: see dot4
+    int32_t *bias_fix;  // (n, cols / group)  -128 * the sum of a group's q: see dot4
     size_t stride;      // words of 4 bytes from a row to the next, the same for all three
 } Quantized;
 
@@ -304,10 +303,6 @@ typedef struct Char Char;
 typedef void (*Job)(void *arg, int begin, int end, int thread);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// Q8 of x (n) into row t of out, from column `at` on. For each group: scale = max|x| / 127 and
-// q = round(x / scale).
-static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group);
-
 // A product of matrices, row by row as dot_row defines it: a part of it in one thread, inside a
 // job; or all rows, on all threads (row_begin and row_end need not be given).
 static void matmul_rows(const Matmul *part, const Workspace *own);
@@ -361,6 +356,7 @@ INLINE float choose(int32_t yes, float a, float b) {
 // Adding 1.5 * 2^23 to |x| < 2^22 leaves no bits for a fraction: the sum's low bits are x rounded
 // to the nearest integer, ties to even.
 #define ROUNDER 12582912.0f
+enum { ROUNDER_BITS = 0x4B400000 };
 
 // exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
 // Within 2 units in the last place, exp(0) = 1. Below -87.7, where n is -127 and the exponent's
@@ -439,6 +435,29 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->q + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
+}
+
+// Q8 of x (n) into row t of out, from column `at` on. For each group: scale = max|x| / 127 and
+// q = round(x / scale). A group whose scale would be below the smallest normal number becomes zeros;
+// one with an infinity becomes NaN when it is multiplied.
+static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
+    const Quantized row = quantized_row(out, t);
+    for (int g = at / group; g < (at + n) / group; g++, x += group) {
+        int8_t *q = row.q + (size_t)g * group;
+        int32_t max = 0;  // the bits of |x| have the order of |x|
+        for (int i = 0; i < group; i++) max = max_int(max, load_i32(x + i) & INT32_MAX);
+        const float largest = as_float(max);
+        const float inverse = largest < FLT_MIN * 127 ? 0 : 127 / largest;
+        uint32_t sum = 0;
+        for (int i = 0; i < group; i++) {
+            float shifted = x[i] * inverse + ROUNDER;
+            uint32_t rounded = (uint32_t)load_i32(&shifted) - ROUNDER_BITS;
+            q[i] = (int8_t)rounded;
+            sum += rounded;
+        }
+        row.scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
+        row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;
+    }
 }
 
 // Row r of W times row t of x. The products of a group add up to an exact integer; the groups are
@@ -665,8 +684,8 @@ static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     return true;
 }
 
-// logits (count, vocab_size) = Wcls rmsnorm(x, rms_final) for rows first .. first + count - 1 of the
-// last forward pass
+// logits (count, vocab_size) = Wcls rmsnorm(x, rms_final), for rows first .. first + count - 1 of
+// the last forward pass
 static float *classify(Model *m, int first, int count) {
     const Config *c = &m->config;
     State *s = &m->state;
@@ -772,8 +791,8 @@ static size_t contraction(Bytes text) {
 
 INLINE bool is_newline(uint32_t c) { return c == '\n' || c == '\r'; }
 
-// The length of \s*[\r\n]+ | \s+(?!\S) | \s+ at the start of the text: up to the last newline of the
-// white space; or all but its last character, if something follows; or all.
+// The length of \s*[\r\n]+ | \s+(?!\S) | \s+ at the start of the text: up to the last newline of
+// the white space; or all but its last character, if something follows; or all.
 static size_t space_length(const Tokenizer *tok, Bytes text) {
     size_t end = 0, last = 0, newline = 0;
     for (Char c; (c = char_at(tok, text, end)).class == SPACE;) {
@@ -869,10 +888,10 @@ static void encode_piece(Encoder *e, Bytes piece) {
     const uint32_t end = (uint32_t)piece.n;
     e->symbols = grow(e->symbols, &e->symbols_cap, 0, piece.n + 1, sizeof(Symbol));
     for (uint32_t i = 0; i < end; i++) {
-        e->symbols[i] = (Symbol){.key = NO_MERGE, .id = e->tok->byte_token[piece.p[i]], .merged = -1,
+        e->symbols[i] = (Symbol){.key = NO_MERGE, .id = e->tok->byte_token[piece.p[i]],
                                  .prev = i ? i - 1 : end, .next = i + 1};
     }
-    e->symbols[end] = (Symbol){.key = NO_MERGE, .id = -1, .merged = -1, .prev = end, .next = end};
+    e->symbols[end] = (Symbol){.key = NO_MERGE, .prev = end, .next = end};
     for (uint32_t i = 0; i < end; i++) find_merge(e, piece, i);
     for (uint32_t i = 0; i < end; i++) offer(e, i);
     while (e->n_heap) {
@@ -919,8 +938,8 @@ static void encode_token(Encoder *e, int id) {
 // Text in which nothing is a control token: what a user wrote
 static void encode_plain(Encoder *e, Bytes text) { buffer_add(&e->plain, text); }
 
-// The first added token at or after *at, the longest if several begin there; *at becomes its offset.
-// -1: there is none, and *at is the end of the text.
+// The first added token at or after *at, the longest if several begin there; *at becomes its
+// offset. -1: there is none, and *at is the end of the text.
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
     for (; *at < text.n; ++*at) {
         int best = -1;
@@ -1039,7 +1058,7 @@ static void render(const Tokenizer *tok, const Conversation *conversation, bool 
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty, temperature, top-k, top-p, in HF's order.
 // Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step is a loop over
-// the whole vocabulary that compilers vectorize, so a flat distribution takes no longer than others.
+// the whole vocabulary that compilers vectorize, so even a flat distribution takes no longer.
 
 typedef struct {
     float temperature;  // 0: always the most likely token
@@ -1199,8 +1218,8 @@ static bool is_stop(const Tokenizer *tok, int id) {
     return false;
 }
 
-// Writes the continuation of a prompt that the cache holds, and adds its tokens to `answer` (empty).
-// row: the prompt's last token in the last forward pass
+// Writes the continuation of a prompt that the cache holds, and puts its tokens into `answer`, which
+// is empty. row: the prompt's last token in the last forward pass
 static Ending generate(Engine *e, int row, Ids *answer) {
     const Tokenizer *tok = &e->tokenizer;
     Sampler *sampler = &e->sampler;
@@ -1286,8 +1305,8 @@ static volatile sig_atomic_t stoppable;
 //
 //   fp32 norms    rms_att (dim), rms_ffn (dim); rms_final (dim), once; q_norm, k_norm (head_dim)
 //   Q8_0          token embedding (vocab_size, dim), once; wq (q_dim, dim), wk, wv (kv_dim, dim),
-//                 wo (dim, q_dim), w1 (hidden_dim, dim), w2 (dim, hidden_dim), w3 (hidden_dim, dim);
-//                 the classifier (vocab_size, dim), once, unless shared_classifier is 1
+//                 wo (dim, q_dim), w1 (hidden_dim, dim), w2 (dim, hidden_dim),
+//                 w3 (hidden_dim, dim); the classifier (vocab_size, dim), once, unless it is shared
 //   fp32 biases   bq (q_dim), then bk, then bv (kv_dim), if qkv_bias is 1
 //
 // A Q8_0 matrix (out, in) is its int8 values row by row, then a float scale for each group_size
@@ -1442,28 +1461,28 @@ static void model_map(Model *m, const char *path) {
 //   u8 * length   the token's bytes
 //
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
-// After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32 length
-// of the rest, then sections, each at most once: a tag of 4 letters, u32 length, and a payload.
+// After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
+// length of the rest, then sections, each at most once: a tag of 4 letters, u32 length, payload.
 //
-//   tag    payload                                                      without it
-//   adde   u32 id, u32 special, for each added token; special ones      score -1e6 and more than one
-//          are not printed                                              byte; <|...|> is special
-//   clas   u32 first, u32 last, u32 class: characters that are          right for ASCII; other
-//          letters (1), numbers (2) or white space (3)                  characters count as letters
-//   ccc    u32 first, u32 last, u32 canonical combining class           no NFC
-//   deco   u32 character, u32 first, u32 second or 0, u32 composes:     no NFC
-//          canonical decompositions, without Hangul's
-//   head   u32 ids that go before every raw text                        none
-//   tail   u32 ids that go after every raw text                         none
-//   stop   u32 ids that end an answer                                   eos, <|endoftext|>, <|im_end|>
-//   samp   f32 temperature, f32 top_p, u32 top_k                        0.6, 0.95, 20
-//   repe   f32 repetition penalty                                       1
-//   mode   u32 Mode: what the model is made for                         chat
-//   chat   12 times u32 length and bytes: the pieces of the chat        ChatML
-//          template, in the order of take_chat
+//   tag    payload                                            without this section
+//   adde   u32 id, u32 special, for each added token;         tokens with score -1e6 and more than
+//          special ones are not printed                       one byte; <|...|> is special
+//   clas   u32 first, u32 last, u32 class: characters that    right for ASCII; other characters
+//          are letters (1), numbers (2) or white space (3)    count as letters
+//   ccc    u32 first, u32 last, u32 combining class           no NFC
+//   deco   u32 character, u32 first, u32 second or 0,         no NFC
+//          u32 composes: canonical decompositions
+//   head   u32 ids that go before every raw text              none
+//   tail   u32 ids that go after every raw text               none
+//   stop   u32 ids that end an answer                         eos, <|endoftext|> and <|im_end|>
+//   samp   f32 temperature, f32 top_p, u32 top_k              0.6, 0.95, 20
+//   repe   f32 repetition penalty                             1
+//   mode   u32 Mode: what the model is made for               chat
+//   chat   12 times u32 length and bytes: pieces of the       ChatML
+//          chat template, in the order of take_chat
 //
 // The Unicode data is that of HF's tokenizers package, so that ids agree on every text. export.py
-// finds the template's pieces by rendering it.
+// finds the pieces by rendering the checkpoint's template.
 
 static int take_id(Cursor *in, const Tokenizer *tok, const char *what) {
     uint32_t id = take_u32(in, what);
@@ -1810,26 +1829,26 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds: code
-// that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the tokens that
-// followed there are a draft of what comes next. One forward pass runs all of them, and so reads
-// the weights only once.
+// Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
+// code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the tokens
+// that followed there are a draft of what comes next. One forward pass runs all of them, and so
+// reads the weights only once.
 //
 // advance() gives out the rows of that pass one by one, for as long as sampling picks the draft's
-// tokens; the first other token starts a new pass, which overwrites what the cache holds after it. A
-// batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
+// tokens; the first other token starts a new pass, which overwrites what the cache holds after it.
+// A batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
 // used. So drafts change the time and nothing else: the text is the same, not just its
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// A draft has the rows that take about as long as one token, or twice as many after a draft that was
-// right to its end; each right token then saves a pass. `credit` keeps accounts in 1 / DRAFT_COST
-// tokens: a draft costs DRAFT_COST for each draft_rows() rows, a right token earns as much, and every
-// pass earns 1, so that wrong drafts take about 2 % of the time.
+// A draft has the rows that take about as long as one token, or twice as many after a draft that
+// was right to its end; each right token then saves a pass. `credit` keeps accounts in
+// 1 / DRAFT_COST tokens: each draft_rows() rows of a draft cost DRAFT_COST, a right token earns as
+// much, and every pass earns 1, so that wrong drafts take about 2 % of the time.
 enum { NGRAM = 5, DRAFT_COST = 50 };
 
-// Appends `most` ids to the first n: those that followed the last NGRAM of them where these occurred
-// last. If that is fewer than `most` ids ago, the text is in a loop, and the draft repeats itself.
-// Returns how many: 0 if they did not occur before.
+// Appends `most` ids to the first n: those that followed the last NGRAM of them at their latest
+// earlier occurrence. If that is fewer than `most` ids ago, the text is in a loop, and the draft
+// repeats itself. Returns how many: 0 if they did not occur before.
 static int lookup(int *ids, size_t n, int most) {
     for (size_t from = n - 1; most > 0 && from >= NGRAM; from--) {
         if (memcmp(ids + from - NGRAM, ids + n - NGRAM, NGRAM * sizeof(int)) != 0) continue;
@@ -2545,8 +2564,8 @@ int main(int argc, char **argv) {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// Threads: a pool that runs one loop at a time. An idle worker spins for a moment and then sleeps, so
-// that it takes nothing from other programs. Who takes which share varies; the results do not.
+// Threads: a pool that runs one loop at a time. An idle worker spins for a moment and then sleeps,
+// so that it takes nothing from other programs. Who takes which share varies; the results do not.
 
 static int n_threads = 1;
 
@@ -2665,7 +2684,6 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 //
 //   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
 //   mul_add_v(a, b, c)   mul_add in each lane
-//   max_i(a, b)          the larger of two int32s, in each lane
 //   zip_low, zip_high    a0 b0 a1 b1 ... of the first, or of the second, halves of a and b
 //
 // Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
@@ -2710,8 +2728,6 @@ static const char *simd_name(void) { return SIMD; }
 
 typedef float VecF __attribute__((vector_size(4 * LANES)));
 typedef int32_t VecI __attribute__((vector_size(4 * LANES)));
-typedef uint32_t VecU __attribute__((vector_size(4 * LANES)));  // for sums that may wrap around
-typedef int8_t VecB __attribute__((vector_size(LANES)));
 
 // The portable versions, which the others must equal (mul_add_v but for its rounding)
 INLINE VecI dot4_plain(VecI acc, VecI w, VecI x) {
@@ -2725,17 +2741,11 @@ INLINE VecI dot4_plain(VecI acc, VecI w, VecI x) {
 
 INLINE VecF mul_add_plain(VecF a, VecF b, VecF c) { return a * b + c; }
 
-INLINE VecI max_plain(VecI a, VecI b) {
-    VecI larger = a > b;
-    return (a & larger) | (b & ~larger);
-}
-
 #if defined(USE_AVX512)
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
     return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 }
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE VecI max_i(VecI a, VecI b) { return (VecI)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 #elif defined(USE_AVX2)
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
 #ifdef __AVXVNNI__
@@ -2748,7 +2758,6 @@ INLINE VecI dot4(VecI acc, VecI w, VecI x) {
 #endif
 }
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE VecI max_i(VecI a, VecI b) { return (VecI)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 #elif defined(USE_NEON)
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
     return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
@@ -2756,11 +2765,9 @@ INLINE VecI dot4(VecI acc, VecI w, VecI x) {
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) {
     return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
-INLINE VecI max_i(VecI a, VecI b) { return (VecI)vmaxq_s32((int32x4_t)a, (int32x4_t)b); }
 #else
 #define dot4 dot4_plain
 #define mul_add_v mul_add_plain
-#define max_i max_plain
 #endif
 
 #ifdef __clang__
@@ -2781,7 +2788,7 @@ INLINE VecI zip_high(VecI a, VecI b) { return ZIP(a, b, LANES / 2); }
 
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
-INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // not +: that would lose the sign of -0
+INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
 
 INLINE VecF load_f(const float *p) {
     VecF value;
@@ -2799,54 +2806,13 @@ INLINE VecI load_bytes(const void *p, const int n) {  // n <= 4 * LANES bytes, t
 #endif
 }
 
-// The largest of all lanes. A vector zipped with itself brings lanes i and i + LANES / 2 together.
-INLINE int32_t lanes_max(VecI a) {
-    UNROLL for (int n = LANES; n > 1; n /= 2) a = max_i(zip_low(a, a), zip_high(a, a));
-    return a[0];
-}
-
-INLINE uint32_t lanes_sum(VecU a) {
-    UNROLL for (int n = LANES; n > 1; n /= 2) {
-        a = (VecU)zip_low((VecI)a, (VecI)a) + (VecU)zip_high((VecI)a, (VecI)a);
-    }
-    return a[0];
-}
-
 // ------------------------------------------------------------------------------------------------
-// Quantization
-
-// A group whose scale would be below the smallest normal number becomes zeros. A group with an
-// infinity becomes NaN when it is multiplied.
-static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
-    const Quantized row = quantized_row(out, t);
-    int8_t *q = row.q + at;
-    for (int i = 0, g = at / group; i < n; i += group, g++) {
-        VecI max = {0};
-        VecU sum = {0};
-        for (int j = i; j < i + group; j += LANES) {  // the bits of |x| have the order of |x|
-            max = max_i(max, (VecI)load_f(x + j) & INT32_MAX);
-        }
-        float largest = as_float(lanes_max(max));
-        float inverse = largest < FLT_MIN * 127 ? 0 : 127 / largest;
-        for (int j = i; j < i + group; j += LANES) {
-            VecI rounded = (VecI)(load_f(x + j) * inverse + ROUNDER) - (VecI)splat_f(ROUNDER);
-            VecB bytes = __builtin_convertvector(rounded, VecB);
-            memcpy(q + j, &bytes, sizeof(bytes));
-            sum += (VecU)rounded;
-        }
-        row.scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
-        row.bias_fix[g] = isfinite(largest) ? -W_BIAS * (int32_t)lanes_sum(sum) : 0;
-    }
-}
-
-// ------------------------------------------------------------------------------------------------
-// Matrix products: out = x W^T, as dot_row defines each element. One token reads the weights once, as
-// fast as the memory gives them: matvec computes LANES rows side by side. A batch is bound by
+// Matrix products: out = x W^T, as dot_row defines each element. One token reads the weights once,
+// as fast as the memory gives them: matvec computes LANES rows side by side. A batch is bound by
 // arithmetic: BLOCK rows are transposed and meet all its tokens, in tiles that fill the registers.
 
-// Words of 4 bytes of LANES rows from `row` on, transposed: lane r of out[i * stride] is word i of row
-// row + r, ^ flip. words (rows, cols). Past the end the last row is repeated; its results are
-// discarded.
+// Transposes LANES rows of `words` (rows, cols; of 4 bytes each): lane r of out[i * stride] is word
+// i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are discarded.
 INLINE void transpose_rows(VecI *out, int stride, const void *words, int rows, int cols, int row,
                            int32_t flip) {
     const char *source[LANES];
@@ -2910,7 +2876,8 @@ INLINE void group_terms(float *terms, const int8_t *wq, const float *w_scale, co
             dots[g] = dot4(dots[g], w, load_bytes(x.q + i, step));
         }
     }
-    VecI sums = sum_each(dots) + load_bytes(x.bias_fix, count * sizeof(int32_t));
+    VecI sums = sum_each(dots);
+    if (W_BIAS) sums += load_bytes(x.bias_fix, count * sizeof(int32_t));
     VecF scales = (VecF)load_bytes(w_scale, count * sizeof(float));
     VecF values = __builtin_convertvector(sums, VecF) * scales;
     memcpy(terms, &values, count * sizeof(float));
@@ -2954,7 +2921,8 @@ INLINE void matmul_tile(const Matmul *m, int t, int row, const VecI *wq, const V
     for (int g = 0; g < n_groups; g++, w_scale += TILE_VECS) {
         VecI sum[TILE_TOKENS][TILE_VECS];
         UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
-            UNROLL for (int v = 0; v < TILE_VECS; v++) sum[i][v] = splat(x.bias_fix[i * stride + g]);
+            const VecI start = splat(W_BIAS ? x.bias_fix[i * stride + g] : 0);
+            UNROLL for (int v = 0; v < TILE_VECS; v++) sum[i][v] = start;
         }
         for (int k = 0; k < group / 4; k++, xq += 4, wq += TILE_VECS) {
             UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
@@ -3132,7 +3100,8 @@ static size_t task_floats(const Config *c, int seq_len) {
     return (size_t)ATT_TASK * (2 * value_dim(c) + round_up(seq_len, 2 * LANES));
 }
 
-// score = q . k / sqrt(head_dim) for some rows from r on and `vecs` blocks of positions from `start` on
+// score = q . k / sqrt(head_dim), for some rows from r on and `vecs` blocks of positions from
+// `start` on
 INLINE void score_tile(const AttentionTask *a, int r, int start, const int rows, const int vecs) {
     const int head_dim = a->p->m->config.head_dim;
     const size_t next = block_stride(&a->p->m->config), width = a->width;
