@@ -438,8 +438,8 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 }
 
 // Q8 of x (n) into row t of out, from column `at` on. For each group: scale = max|x| / 127 and
-// q = round(x / scale). A group whose scale would be below the smallest normal number becomes zeros;
-// one with an infinity becomes NaN when it is multiplied.
+// q = round(x / scale). A group whose scale would be below the smallest normal number becomes
+// zeros; one with an infinity becomes NaN when it is multiplied.
 static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
     const Quantized row = quantized_row(out, t);
     for (int g = at / group; g < (at + n) / group; g++, x += group) {
@@ -1218,7 +1218,7 @@ static bool is_stop(const Tokenizer *tok, int id) {
     return false;
 }
 
-// Writes the continuation of a prompt that the cache holds, and puts its tokens into `answer`, which
+// Writes the continuation of a prompt that the cache holds, and adds its tokens to `answer`, which
 // is empty. row: the prompt's last token in the last forward pass
 static Ending generate(Engine *e, int row, Ids *answer) {
     const Tokenizer *tok = &e->tokenizer;
@@ -1830,9 +1830,9 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 
 // ------------------------------------------------------------------------------------------------
 // Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
-// code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the tokens
-// that followed there are a draft of what comes next. One forward pass runs all of them, and so
-// reads the weights only once.
+// code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
+// tokens that followed there are a draft of what comes next. One forward pass runs all of them, and
+// so reads the weights only once.
 //
 // advance() gives out the rows of that pass one by one, for as long as sampling picks the draft's
 // tokens; the first other token starts a new pass, which overwrites what the cache holds after it.
