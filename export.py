@@ -10,43 +10,52 @@
 #   "gguf>=0.17",
 # ]
 # ///
-"""Converts a checkpoint of Qwen3 or Qwen2 to the two files that qwen3.c reads.
+"""Converts a Qwen3 or Qwen2 checkpoint to the two files that qwen3.c reads.
 
-    python export.py SOURCE [OUT.bin] [options]      (uv run export.py ... needs no set-up)
+    python export.py SOURCE [OUT.bin] [options]      (`uv run export.py ...` needs no set-up)
 
-SOURCE is a checkpoint directory, a name on the hub such as Qwen/Qwen3-0.6B, or a GGUF file (of
-several parts the first). Written are
+SOURCE is a checkpoint directory, a name on the Hugging Face hub such as Qwen/Qwen3-0.6B, or a GGUF
+file (of a file in several parts, the first). The program writes
 
-    OUT.bin              a 256-byte header and the weights: norms in fp32, matrices as Q8_0
-    OUT.bin.tokenizer    the vocabulary, then an extension: what the tokenizer, the chat and the
-                         sampler need beyond it
+    OUT.bin              a header and the weights: norms in fp32, matrices quantized to 8 bits
+    OUT.bin.tokenizer    the vocabulary, Unicode tables, the chat format and sampling defaults
 
-both as the README's file format section describes them. Without OUT.bin the name is SOURCE's last
-part + ".bin", in the current directory. (An older export.py took OUT.bin first; so does this one.)
+Without OUT.bin the name is the last part of SOURCE + ".bin", in the current directory. OUT.bin may
+also come first, as the older export.py had it.
 
-    --group-size N       weights per scale: 32, 64, 128 or 256. Without it 64, but 32 where 64 does
-                         not divide the model's dimensions, and for a GGUF file in Q8_0, whose
-                         blocks of 32 then go over as they are
-    --yarn FACTOR        makes the context so many times as long (YaRN), at some cost for short
-                         texts, as Qwen advises for longer ones than the model was trained with
-    --check              writes nothing but reads a finished OUT.bin and its tokenizer file back:
-                         each tensor's quantization error on stdout, and exit status 1 if a value
-                         is off by more than rounding explains or anything else differs
-    --plot FILE.png      the same, and a picture of the errors (needs matplotlib)
+    --group-size N       weights per quantization scale: 32, 64, 128 or 256. The default is 64, or
+                         32 where 64 does not divide the model's dimensions. A GGUF file in Q8_0
+                         has groups of 32, which are copied as they are
+    --yarn FACTOR        extends the context by this factor (YaRN), as Qwen advises for texts longer
+                         than the model was trained on; short texts get slightly worse
+    --check              writes nothing; compares an existing OUT.bin and its tokenizer file with
+                         SOURCE. Prints each tensor's quantization error to stdout. The exit status
+                         is 1 if a value is off by more than rounding explains, or if anything else
+                         differs
+    --plot FILE.png      --check, and a plot of the errors (needs matplotlib)
 
-    checkpoint                                   this file
-    config.json                               ->  read_config, header
-    modules.json, 1_Pooling/config.json       ->  is_embedding
-    *.safetensors                             ->  open_checkpoint, quantize, write_model
-    tokenizer.json, tokenizer_config.json     ->  read_vocabulary
-    the tokenizers package itself             ->  unicode_sections
-    chat_template.jinja                       ->  chat_pieces
-    generation_config.json                    ->  end_ids, sampling, repetition_penalty
-    *.gguf                                    ->  read_gguf: all of these in one file
-
-Weights pass through in pieces of 1 MB, so memory does not depend on the model's size. Both files
-get their names only when both are complete. Whatever can't be converted exactly is refused by name.
+Memory use does not depend on the model's size. The two files appear under their names only when
+both are complete. A checkpoint that cannot be converted exactly is refused, with the reason.
 Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
+
+Sections of this file:
+
+    One export from start to end    main path: read SOURCE, then write OUT.bin and its tokenizer
+    Errors                          how a checkpoint is refused, and by which file's name
+    A checkpoint directory          Hugging Face's files -> Source
+    config.json                     -> Config -> the header of OUT.bin
+    Tensors                         *.safetensors -> Tensor, in the order of OUT.bin
+    Weights                         Tensor -> Q8_0 -> OUT.bin, piece by piece on several threads
+    Vocabulary                      tokenizer.json -> tokens, merge scores, added tokens
+    Unicode                         the tokenizers package -> character classes, NFC tables
+    Chat                            the Jinja chat template -> twelve strings, verified
+    The tokenizer file              all of these and generation_config.json -> OUT.bin.tokenizer
+    GGUF                            a GGUF file -> the same Source
+    --check and --plot              OUT.bin compared with SOURCE
+    The command line                arguments, exit status
+
+The formats of OUT.bin and OUT.bin.tokenizer are described in qwen3.c, sections "The checkpoint
+file" and "The tokenizer file", beside the code that reads them.
 """
 
 from __future__ import annotations
@@ -62,7 +71,7 @@ def on_signals(leave: Callable[[int], object]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: leave(143))
 
 
-if __name__ == "__main__":  # at once during the slow imports, where exceptions become others
+if __name__ == "__main__":  # an exception during the slow imports below might be swallowed there
     on_signals(os._exit)
 
 import argparse
@@ -96,13 +105,115 @@ except ImportError as error:
     sys.exit(f"export.py: {error}, expected its packages, found them missing: "
              f"run it as `uv run export.py ...`, or first `pip install {packages}`")
 
-# ---------------------------------------------------------------------------- refusals and files
+# ---- One export from start to end ----------------------------------------------------------------
 
-notes: list[str] = []  # what the user should know; printed after success, an error stands alone
+class Source(NamedTuple):
+    """A checkpoint: the contents of a Hugging Face directory, or of a GGUF file in the same form."""
+    path: Path  # the directory or the GGUF file
+    config: dict  # config.json
+    tokenizer: dict  # tokenizer.json
+    tokenizer_config: dict  # tokenizer_config.json
+    generation: dict  # generation_config.json
+    chat_template: str | None  # Jinja
+    head_ids: list[int]  # token ids that the tokenizer puts before every text
+    tail_ids: list[int]  # token ids that it puts after every text
+    tensors: dict[str, Tensor]  # by Hugging Face's name, with or without "model."
+    embedding: bool  # an embedding model: it makes one vector of a text
+    group_size: int | None = None  # of weights that are Q8_0 already, else None
+
+    def file(self, name: str) -> Path:
+        """The path that an error message about this file's contents names."""
+        return self.path / name if self.path.is_dir() else self.path
+
+
+def export(name: str, out: Path, group_size: int | None, yarn_factor: float | None) -> None:
+    """Writes OUT.bin and OUT.bin.tokenizer of the source with this name."""
+    began = time.monotonic()
+    config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
+    size = model_size(config, tensors)
+    tokenizer_out = tokenizer_path(out)
+    with published(tokenizer_out, out) as (tokenizer_file, model_file):
+        free = shutil.disk_usage(out.parent).free
+        if free < size + len(tokenizer):
+            refuse(out, "too little disk space", f"{size + len(tokenizer)} bytes", f"{free} free")
+        write_at(tokenizer_file, np.frombuffer(tokenizer, np.uint8), 0)
+        write_model(model_file, config, tensors)
+    seconds = time.monotonic() - began
+    print(f"export.py: wrote {out} ({size / 1e6:.1f} MB) and {tokenizer_out.name} "
+          f"in {seconds:.1f} s", file=sys.stderr)
+
+
+def prepare(name: str, group_size: int | None,
+            yarn_factor: float | None) -> tuple[Config, list[Tensor], bytes]:
+    """All of a source but the weights' values: (config, tensors in the order of OUT.bin, contents
+    of OUT.bin.tokenizer). Refuses the source if anything in it is not supported."""
+    source = find_source(name)
+    with parsing(source.path):
+        config = read_config(source, group_size, yarn_factor)
+        tensors = match_tensors(source.path, source.tensors, config)
+        tokenizer = tokenizer_file(source, config.vocab_size)
+    note_second_quantization(tensors, config.group_size)
+    return config, tensors, tokenizer
+
+
+def find_source(name: str) -> Source:
+    """Reads a local directory or GGUF file, or downloads from the hub."""
+    path = Path(name)
+    if path.is_file():
+        return read_gguf(path)
+    if not path.is_dir():
+        if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+            refuse(name, "not a checkpoint", "a directory, a GGUF file or a hub name, ORG/NAME",
+                   "something else" if path.exists() else "nothing of that name")
+        path = download(name)
+    with parsing(path):
+        return read_folder(path)
+
+
+def note_second_quantization(tensors: list[Tensor], group_size: int) -> None:
+    """Notes the loss if the source's weights are quantized and not copied as they are."""
+    dtypes = {tensor.dtype for tensor in tensors} - FLOAT_TYPES
+    if group_size == 32:
+        dtypes -= {"Q8_0"}  # copied by read_q8()
+    if dtypes:
+        notes.append(f"{', '.join(sorted(dtypes))}: quantized again, in groups of {group_size}, "
+                     "which changes a value by up to 1/254 of the largest in its group; what the "
+                     "first quantization lost stays lost")
+
+
+def tokenizer_path(out: Path) -> Path:
+    return out.with_name(out.name + ".tokenizer")
+
+
+@contextmanager
+def published(*targets: Path) -> Iterator[list[BinaryIO]]:
+    """Yields temporary files beside the targets, and renames them to the targets, in this order, if
+    the block succeeds. If it fails or a signal ends it, the targets stay as they were and the
+    temporary files are removed."""
+    parts = [target.with_name(f"{target.name}.{os.getpid()}.part") for target in targets]
+    files: list[BinaryIO] = []
+    try:
+        for target, part in zip(targets, parts):
+            if target.is_dir():
+                refuse(target, "can't be written", "a file or nothing there", "a directory")
+            files.append(open(part, "xb", buffering=0))
+        yield files
+        for part, target in zip(parts, targets):
+            os.replace(part, target)
+    finally:
+        for file in files:
+            file.close()
+        for part in parts:
+            part.unlink(missing_ok=True)
+
+
+# ---- Errors: what cannot be converted is refused, in one line ------------------------------------
+
+notes: list[str] = []  # warnings and hints, printed after success; after an error they are dropped
 
 
 class Refused(Exception):
-    """Why the checkpoint can't be converted; the text is all that the user gets to see."""
+    """The source cannot be converted. The message is the line that the user reads."""
 
 
 def refuse(where: object, what: str, expected: object, found: object) -> NoReturn:
@@ -110,8 +221,8 @@ def refuse(where: object, what: str, expected: object, found: object) -> NoRetur
 
 
 @contextmanager
-def structure_of(path: Path) -> Iterator[None]:
-    """Within it, whatever goes wrong is the fault of the file, which is not as its format says."""
+def parsing(path: Path) -> Iterator[None]:
+    """Any unexpected exception within it means that the file at path is malformed."""
     try:
         yield
     except (Refused, OSError):
@@ -120,12 +231,47 @@ def structure_of(path: Path) -> Iterator[None]:
         refuse(path, "broken", "the structure of such a file", f"{type(error).__name__}: {error}")
 
 
-def parse_json(text: bytes, path: Path) -> dict:
-    with structure_of(path):
-        value = json.loads(text)
-        if not isinstance(value, dict):
-            raise TypeError(f"{type(value).__name__}, not an object")
-    return value
+def first_few(names: list[str]) -> str:
+    """The names for an error message, which must not grow with a long list."""
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more or "none"
+
+
+# ---- A checkpoint directory: Hugging Face's files, local or downloaded ---------------------------
+
+def download(name: str) -> Path:
+    """The directory of a checkpoint from the hub, in huggingface_hub's cache."""
+    files = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
+             "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+             "modules.json", "1_Pooling/config.json"]
+    try:
+        import huggingface_hub.utils  # only here: a slow import that a local source does not need
+        if not sys.stderr.isatty():
+            huggingface_hub.utils.disable_progress_bars()
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files,
+                                                      ignore_patterns="*/*.safetensors*"))
+    except Exception as error:  # unknown name, no access, no network: from several libraries
+        reason = str(error).strip().partition("\n")[0]
+        refuse(name, "neither a directory here nor available from the hub",
+               "a checkpoint directory or a hub name", f"{type(error).__name__}: {reason}")
+
+
+def read_folder(folder: Path) -> Source:
+    if not (folder / "config.json").exists():
+        refuse(folder, "not a checkpoint", "config.json in it", "none")
+    path = folder / "tokenizer.json"
+    if not path.is_file() and (folder / "vocab.json").is_file():
+        refuse(path, "missing", "the fast tokenizer's file", "vocab.json, which is not supported")
+    tokenizer = read_json(path)
+    with parsing(path):
+        head_ids, tail_ids = post_processor_ids(tokenizer)
+    tokenizer_config = read_json(folder / "tokenizer_config.json", optional=True)
+    return Source(
+        path=folder, config=read_json(folder / "config.json"), tokenizer=tokenizer,
+        tokenizer_config=tokenizer_config,
+        generation=read_json(folder / "generation_config.json", optional=True),
+        chat_template=chat_template(folder, tokenizer_config), head_ids=head_ids,
+        tail_ids=tail_ids, tensors=open_checkpoint(folder), embedding=is_embedding(folder))
 
 
 def read_json(path: Path, optional: bool = False) -> dict:
@@ -134,74 +280,76 @@ def read_json(path: Path, optional: bool = False) -> dict:
     return parse_json(path.read_bytes(), path)
 
 
-def some(names: list[str]) -> str:
-    """The first names of a list that may be long."""
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more or "none"
+def parse_json(text: bytes, path: Path) -> dict:
+    with parsing(path):
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise TypeError(f"{type(value).__name__}, not an object")
+    return value
 
 
-# ---------------------------------------------------------------------------- source
+def post_processor_ids(tokenizer: dict) -> tuple[list[int], list[int]]:
+    """The ids that tokenizer.json's post-processor puts before and after every text. They are found
+    by encoding "a" with a tokenizer whose vocabulary is "a" alone."""
+    a = 2**32 - 1  # an id that no other token has
+    probe = tokenizer | {
+        "model": {"type": "BPE", "vocab": {"a": a}, "merges": []}, "added_tokens": [],
+        "normalizer": None, "pre_tokenizer": None, "truncation": None, "padding": None}
+    ids = tokenizers.Tokenizer.from_str(json.dumps(probe)).encode("a").ids
+    return ids[:ids.index(a)], ids[ids.index(a) + 1:]
 
-class Source(NamedTuple):
-    """What is converted, as a Hugging Face directory holds it. A GGUF file is read as one, too."""
-    path: Path
-    config: dict  # config.json
-    tokenizer: dict  # tokenizer.json
-    settings: dict  # tokenizer_config.json
-    generation: dict  # generation_config.json
-    template: str | None  # of the chat
-    around: tuple[list[int], list[int]]  # ids before and after every text
-    tensors: dict[str, Tensor]  # by name, with or without "model."
-    embedding: bool  # the model's task is to make one vector of a text
-    group_size: int | None = None  # the one that loses nothing
 
-    def file(self, name: str) -> Path:
-        """Where the contents of that file come from."""
-        return self.path / name if self.path.is_dir() else self.path
+def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
+    """The Jinja source: chat_template.jinja, or the key in tokenizer_config.json (a template, or a
+    list of named ones), or chat_template.json."""
+    if (path := folder / "chat_template.jinja").is_file():
+        with parsing(path):
+            return path.read_text(encoding="utf-8")
+    found = tokenizer_config.get("chat_template") or read_json(
+        folder / "chat_template.json", optional=True).get("chat_template")
+    if isinstance(found, list):
+        with parsing(folder / "tokenizer_config.json"):
+            return {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found
 
 
 def is_embedding(folder: Path) -> bool:
-    """Does sentence-transformers make one vector of a text with this model? Refuses it if that is
-    not the last token's, which is all that qwen3.c can do (it always normalizes)."""
-    modules = folder / "modules.json"
-    if not modules.exists():
+    """True if modules.json (sentence-transformers) makes one vector of a text with this model.
+    Refuses any pooling but the last token's, the only one in qwen3.c, which always normalizes."""
+    path = folder / "modules.json"
+    if not path.exists():
         return False
-    with structure_of(modules):
-        parts = {part["type"].rpartition(".")[2]: part["path"]
-                 for part in json.loads(modules.read_bytes())}
-    if "Pooling" not in parts:
+    with parsing(path):
+        modules = {module["type"].rpartition(".")[2]: module["path"]
+                   for module in json.loads(path.read_bytes())}
+    if "Pooling" not in modules:
         return False
-    if unknown := sorted(parts.keys() - {"Transformer", "Pooling", "Normalize"}):
-        refuse(modules, "modules", "Transformer, Pooling and Normalize", some(unknown))
-    pooling = folder / parts["Pooling"] / "config.json"
-    how = [name.removeprefix("pooling_mode_") for name, value in read_json(pooling).items()
-           if name.startswith("pooling_mode_") and value is True]
-    if how != ["lasttoken"]:
-        refuse(pooling, "pooling is not supported", "lasttoken alone", some(how))
+    if unknown := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize"}):
+        refuse(path, "modules", "Transformer, Pooling and Normalize", first_few(unknown))
+    path = folder / modules["Pooling"] / "config.json"
+    kinds = [key.removeprefix("pooling_mode_") for key, value in read_json(path).items()
+             if key.startswith("pooling_mode_") and value is True]
+    if kinds != ["lasttoken"]:
+        refuse(path, "pooling is not supported", "lasttoken alone", first_few(kinds))
     return True
 
 
-def read_folder(folder: Path) -> Source:
-    if not (folder / "config.json").exists():
-        refuse(folder, "no checkpoint", "config.json in it", "none")
-    where = folder / "tokenizer.json"
-    if not where.is_file() and (folder / "vocab.json").is_file():
-        refuse(where, "missing", "the fast tokenizer's file", "vocab.json, which is not supported")
-    tokenizer = read_json(where)
-    with structure_of(where):
-        around = around_text(tokenizer)
-    settings = read_json(folder / "tokenizer_config.json", optional=True)
-    generation = read_json(folder / "generation_config.json", optional=True)
-    return Source(folder, read_json(folder / "config.json"), tokenizer, settings, generation,
-                  chat_template(folder, settings), around, open_checkpoint(folder),
-                  is_embedding(folder))
+# ---- config.json: what the model computes -> Config -> the header of OUT.bin ---------------------
 
+class Yarn(NamedTuple):
+    """YaRN rope scaling, arXiv 2309.00071, with the names and defaults of transformers'
+    _compute_yarn_parameters (modeling_rope_utils.py)."""
+    factor: float  # the context is this many times as long as
+    original_max_position: int  # the one that the model was trained on, in tokens
+    beta_fast: float  # a dimension that turns more often than this over that context is unchanged
+    beta_slow: float  # one that turns less often than this is slowed down by factor; between: a ramp
+    attention_factor: float  # cos and sin are multiplied by it
+    truncate: bool  # the ends of the ramp are rounded to whole dimensions
 
-# ---------------------------------------------------------------------------- config.json
 
 @dataclass
 class Config:
-    """The header's fields, with qwen3.c's names."""
+    """The header's fields, under qwen3.c's names."""
     dim: int
     hidden_dim: int
     n_layers: int
@@ -210,33 +358,65 @@ class Config:
     vocab_size: int
     max_seq_len: int
     head_dim: int
-    tied: bool  # the classifier is the token embedding
-    group_size: int  # values per quantization scale
+    shared_classifier: bool  # the classifier is the token embedding
+    group_size: int  # weights per quantization scale
     rope_theta: float
-    eps: float
-    yarn: bytes  # the header from 0x38 on, empty without YaRN
+    rms_norm_eps: float
+    yarn: Yarn | None
     qkv_bias: bool
     no_qk_norm: bool
 
 
-def positive(where: Path, config: dict, key: str, kind: type, default: float | None = None):
-    """config[key] as a positive int or float that the header's int32 or fp32 can hold."""
-    value = config.get(key)
-    value = default if value is None else value
-    if kind is float and type(value) in (int, float):
-        with np.errstate(all="ignore"):
-            if 0 < np.float32(value) < np.inf:
-                return float(value)
-    elif type(value) is int and 0 < value < 2**31:
-        return value
-    refuse(where, key, f"a positive {kind.__name__}", repr(value))
+QWEN2 = ["Qwen2ForCausalLM"]  # Qwen2 and Qwen2.5 have biases on q, k and v, and no QK-norm
+GROUP_SIZES = 32, 64, 128, 256
 
 
-QWEN2 = ["Qwen2ForCausalLM"]  # Qwen2, Qwen2.5: biases on q, k and v, no QK-norm
+def read_config(source: Source, group_size: int | None = None,
+                yarn_factor: float | None = None) -> Config:
+    """The source's config.json, checked. The arguments are those of --group-size and --yarn."""
+    where, config = source.file("config.json"), source.config
+    with parsing(where):
+        check_family(where, config)
+        if yarn_factor:
+            config = with_yarn(where, config, yarn_factor)
+        integer = partial(positive, where, config, kind=int)
+        max_seq_len = integer("max_position_embeddings")
+        rope_theta, yarn = read_rope(where, config, max_seq_len)
+        qwen2 = config["architectures"] == QWEN2
+        dim, n_heads = integer("hidden_size"), integer("num_attention_heads")
+        c = Config(
+            dim=dim, hidden_dim=integer("intermediate_size"),
+            n_layers=integer("num_hidden_layers"), n_heads=n_heads,
+            n_kv_heads=integer("num_key_value_heads", default=n_heads),
+            vocab_size=integer("vocab_size"), max_seq_len=max_seq_len,
+            head_dim=integer("head_dim", default=dim // n_heads if qwen2 else 128),
+            shared_classifier=(config.get("tie_word_embeddings", False) is True
+                               or source.embedding),  # an embedding model needs no classifier
+            group_size=group_size or source.group_size or 0, rope_theta=rope_theta,
+            rms_norm_eps=positive(where, config, "rms_norm_eps", float, 1e-6), yarn=yarn,
+            qkv_bias=qwen2, no_qk_norm=qwen2)
+    if c.n_heads % c.n_kv_heads:
+        refuse(where, "num_key_value_heads", f"a divisor of {c.n_heads}", c.n_kv_heads)
+    if c.head_dim % 2:
+        refuse(where, "head_dim", "an even number", c.head_dim)
+    c.group_size = checked_group_size(where, c)
+    return c
+
+
+def checked_group_size(where: Path, c: Config) -> int:
+    """c.group_size, or the default if it is 0. It must divide every matrix's rows."""
+    widths = {"hidden_size": c.dim, "intermediate_size": c.hidden_dim,
+              "num_attention_heads * head_dim": c.n_heads * c.head_dim}
+    default = 32 if any(width % 64 for width in widths.values()) else 64
+    group_size = c.group_size or default
+    for key, width in widths.items():
+        if width % group_size:
+            refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
+    return group_size
 
 
 def check_family(where: Path, config: dict) -> None:
-    """Refuses what computes something else than a dense Qwen3 or Qwen2 with full attention."""
+    """Refuses every model but a dense Qwen3 or Qwen2 with full attention."""
     layer_types = config.get("layer_types")
     sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
                and config.get("max_window_layers", 28) < config["num_hidden_layers"])
@@ -255,153 +435,139 @@ def check_family(where: Path, config: dict) -> None:
             refuse(where, f"{key} is not supported", expected, repr(config.get(key)))
 
 
-def unless(value: float, base: float) -> float:
-    """The value, or the 0 that stands for base in the header."""
-    return 0.0 if np.float32(value) == np.float32(base) else value
+def positive(where: Path, config: dict, key: str, kind: type, default: float | None = None):
+    """config[key], or the default where it is absent or null, as a positive int or float that the
+    header's int32 or fp32 can hold."""
+    value = config.get(key)
+    value = default if value is None else value
+    if kind is float and type(value) in (int, float):
+        with np.errstate(all="ignore"):
+            if 0 < np.float32(value) < np.inf:
+                return float(value)
+    elif type(value) is int and 0 < value < 2**31:
+        return value
+    refuse(where, key, f"a positive {kind.__name__}", repr(value))
 
 
-def yarn_fields(where: Path, rope: dict, max_seq_len: int) -> bytes:
-    """The header from 0x38 on: u32 1, f32 factor, i32 original length, f32 beta_fast, beta_slow,
-    attention_factor, u32 not truncated. Resolved as in transformers' _compute_yarn_parameters."""
-    number = partial(positive, where, rope, kind=float)
-    original = positive(where, rope, "original_max_position_embeddings", int, max_seq_len)
-    factor = number("factor", default=max_seq_len / original if "factor" in rope else None)
-
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
-
-    attention_factor = magnitude(1)
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        attention_factor = magnitude(number("mscale")) / magnitude(number("mscale_all_dim"))
-    elif rope.get("mscale") or rope.get("mscale_all_dim"):
-        notes.append("mscale or mscale_all_dim alone has no effect, as in transformers")
-    attention_factor = number("attention_factor", default=attention_factor)
-    beta_fast = number("beta_fast") if rope.get("beta_fast") else 32
-    beta_slow = number("beta_slow") if rope.get("beta_slow") else 1
-    if type(truncate := rope.get("truncate", True)) is not bool:
-        refuse(where, "truncate", "true or false", repr(truncate))
-    return struct.pack("<Ifi3fI", 1, factor, original, unless(beta_fast, 32), unless(beta_slow, 1),
-                       unless(attention_factor, 0.1 * math.log(factor) + 1), not truncate)
-
-
-def rope_of(config: dict) -> tuple[dict, object]:
-    """(parameters, kind) by the old key (rope_scaling) or the new one, as transformers has it."""
+def rope_parameters(config: dict) -> tuple[dict, object]:
+    """(parameters, rope type). The key was rope_scaling before transformers 5; it wins there, too."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return rope, rope.get("rope_type", rope.get("type", "default"))
 
 
-def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, bytes]:
-    """(theta, YaRN's header fields if any), with transformers' precedence and defaults."""
-    rope, kind = rope_of(config)
+def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, Yarn | None]:
+    """(rope_theta, YaRN if it is used), with transformers' precedence and defaults."""
+    rope, rope_type = rope_parameters(config)
     theta = positive(where, config | rope, "rope_theta", float, 10000.0)
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
-    if kind == "yarn":
+    if rope_type == "yarn":
         rope = rope | {key: config[key] for key in ["original_max_position_embeddings"]
                        if key in config}
         known |= {"factor", "original_max_position_embeddings", "truncate", "attention_factor",
                   "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
-    elif kind != "default":
-        refuse(where, "rope_type is not supported", "default or yarn", repr(kind))
+    elif rope_type != "default":
+        refuse(where, "rope_type is not supported", "default or yarn", repr(rope_type))
     if unknown := sorted(rope.keys() - known):
-        refuse(where, f"rope scaling {kind}", f"no keys but {', '.join(sorted(known))}",
-               some(unknown))
+        refuse(where, f"rope scaling {rope_type}", f"no keys but {', '.join(sorted(known))}",
+               first_few(unknown))
     if rope.get("partial_rotary_factor") not in (None, 1):
         refuse(where, "partial_rotary_factor", "1", repr(rope["partial_rotary_factor"]))
     if "attn_factor" in rope:
         notes.append("rope_scaling's attn_factor is ignored, as transformers ignores it")
-    return theta, yarn_fields(where, rope, max_seq_len) if kind == "yarn" else b""
+    return theta, read_yarn(where, rope, max_seq_len) if rope_type == "yarn" else None
+
+
+def read_yarn(where: Path, rope: dict, max_seq_len: int) -> Yarn:
+    number = partial(positive, where, rope, kind=float)
+    original = positive(where, rope, "original_max_position_embeddings", int, max_seq_len)
+    factor = number("factor", default=max_seq_len / original if "factor" in rope else None)
+    attention_factor = default_attention_factor(factor)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention_factor = (default_attention_factor(factor, number("mscale"))
+                            / default_attention_factor(factor, number("mscale_all_dim")))
+    elif rope.get("mscale") or rope.get("mscale_all_dim"):
+        notes.append("mscale or mscale_all_dim alone has no effect, as in transformers")
+    if type(truncate := rope.get("truncate", True)) is not bool:
+        refuse(where, "truncate", "true or false", repr(truncate))
+    return Yarn(factor, original, number("beta_fast") if rope.get("beta_fast") else 32,
+                number("beta_slow") if rope.get("beta_slow") else 1,
+                number("attention_factor", default=attention_factor), truncate)
+
+
+def default_attention_factor(factor: float, mscale: float = 1) -> float:
+    """transformers' get_mscale()."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def with_yarn(where: Path, config: dict, factor: float) -> dict:
     """config.json as Qwen's model cards change it for long texts. Qwen3's 40960 positions are the
-    32768 that it was trained with and 8192 for the answer."""
-    rope, kind = rope_of(config)
-    if kind != "default":
-        refuse(where, "--yarn", "a model without rope scaling", repr(kind))
+    32768 that it was trained on and 8192 for the answer."""
+    rope, rope_type = rope_parameters(config)
+    if rope_type != "default":
+        refuse(where, "--yarn", "a model without rope scaling", repr(rope_type))
     native = positive(where, config, "max_position_embeddings", int)
     original = 32768 if native == 40960 else native
     return config | {"max_position_embeddings": int(factor * original), "rope_scaling": rope | {
         "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}}
 
 
-def read_config(source: Source, group_size: int | None = None,
-                yarn_factor: float | None = None) -> Config:
-    where, config = source.file("config.json"), source.config
-    with structure_of(where):
-        check_family(where, config)
-        if yarn_factor:
-            config = with_yarn(where, config, yarn_factor)
-        integer = partial(positive, where, config, kind=int)
-        max_seq_len = integer("max_position_embeddings")
-        theta, yarn = read_rope(where, config, max_seq_len)
-        qwen2 = config["architectures"] == QWEN2
-        dim, n_heads = integer("hidden_size"), integer("num_attention_heads")
-        c = Config(
-            dim=dim, hidden_dim=integer("intermediate_size"),
-            n_layers=integer("num_hidden_layers"), n_heads=n_heads,
-            n_kv_heads=integer("num_key_value_heads", default=n_heads),
-            vocab_size=integer("vocab_size"), max_seq_len=max_seq_len,
-            head_dim=integer("head_dim", default=dim // n_heads if qwen2 else 128),
-            group_size=group_size or source.group_size or 64, rope_theta=theta, yarn=yarn,
-            tied=(config.get("tie_word_embeddings", False) is True
-                  or source.embedding),  # which has no use for a classifier
-            eps=positive(where, config, "rms_norm_eps", float, 1e-6), qkv_bias=qwen2,
-            no_qk_norm=qwen2)
-    if c.n_heads % c.n_kv_heads:
-        refuse(where, "num_key_value_heads", f"a divisor of {c.n_heads}", c.n_kv_heads)
-    if c.head_dim % 2:
-        refuse(where, "head_dim", "an even number", c.head_dim)
-    widths = {"hidden_size": c.dim, "intermediate_size": c.hidden_dim,
-              "num_attention_heads * head_dim": c.n_heads * c.head_dim}
-    if not group_size and any(width % 64 for width in widths.values()):
-        c.group_size = 32
-    for key, width in widths.items():
-        if width % c.group_size:
-            refuse(where, key, f"a multiple of {c.group_size}, the quantization group", width)
-    return c
-
-
 def header(c: Config) -> bytes:
-    """The 256 bytes that OUT.bin begins with (README)."""
-    fields = struct.pack("<I11i", 0x616A6331, 1, c.dim, c.hidden_dim, c.n_layers, c.n_heads,
-                         c.n_kv_heads, c.vocab_size, c.max_seq_len, c.head_dim, c.tied,
-                         c.group_size)
-    fields += struct.pack("<2f", unless(c.rope_theta, 1e6), unless(c.eps, 1e-6)) + c.yarn
-    fields = fields.ljust(0x54, b"\0") + struct.pack("<2I", c.qkv_bias, c.no_qk_norm)
-    return fields.ljust(256, b"\0")
+    """The 256 bytes at the start of OUT.bin. From 0x30 on a 0 means the format's default."""
+    base = struct.pack("<I11i", 0x616A6331, 1, c.dim, c.hidden_dim, c.n_layers, c.n_heads,
+                       c.n_kv_heads, c.vocab_size, c.max_seq_len, c.head_dim, c.shared_classifier,
+                       c.group_size)
+    rope = struct.pack("<2f", zero_if(c.rope_theta, 1e6), zero_if(c.rms_norm_eps, 1e-6))
+    yarn = bytes(28)
+    if y := c.yarn:
+        yarn = struct.pack("<Ifi3fI", 1, y.factor, y.original_max_position,
+                           zero_if(y.beta_fast, 32), zero_if(y.beta_slow, 1),
+                           zero_if(y.attention_factor, 0.1 * math.log(y.factor) + 1),
+                           not y.truncate)
+    qwen2 = struct.pack("<2I", c.qkv_bias, c.no_qk_norm)
+    return (base + rope + yarn + qwen2).ljust(256, b"\0")
 
 
-# ---------------------------------------------------------------------------- tensors
+def zero_if(value: float, default: float) -> float:
+    """0 if the value is the default in fp32, else the value."""
+    return 0.0 if np.float32(value) == np.float32(default) else value
 
-# dtype -> (elements, bytes) of its blocks; a plain number is a block of one
-BLOCK = {kind.name: block for kind, block in gguf.GGML_QUANT_SIZES.items()}
-PLAIN = {"BF16", "F16", "F32"}  # what a checkpoint may hold
+
+# ---- Tensors: where each one lies in *.safetensors, and the order in which OUT.bin has them ------
+
+# dtype -> (elements, bytes) of one block; a float type's block is one element
+BLOCK_SIZES = {kind.name: block for kind, block in gguf.GGML_QUANT_SIZES.items()}
+FLOAT_TYPES = {"BF16", "F16", "F32"}
 
 
 @dataclass
 class Tensor:
-    """A tensor in a safetensors or GGUF file, row-major."""
+    """A tensor in a safetensors or GGUF file, row-major. A range of its elements is given by start
+    and count in the flattened tensor, both multiples of the dtype's block."""
     name: str
     file: BinaryIO
     offset: int  # of its first byte in the file
-    dtype: str  # safetensors' name or ggml's, which are the same where both have it
+    dtype: str  # safetensors' name or ggml's; the float types have the same name in both
     shape: tuple[int, ...]
 
-    def bytes_of(self, count: int) -> int:
-        elements, size = BLOCK[self.dtype]
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def byte_count(self, count: int) -> int:
+        elements, size = BLOCK_SIZES[self.dtype]
         return count // elements * size
 
-    def stored(self, start: int, count: int) -> bytes:
-        """Elements start .. start+count-1 of the flattened tensor, whole blocks."""
-        need = self.bytes_of(count)
-        raw = os.pread(self.file.fileno(), need, self.offset + self.bytes_of(start))
+    def read_bytes(self, start: int, count: int) -> bytes:
+        """The range as it is stored."""
+        need = self.byte_count(count)
+        raw = os.pread(self.file.fileno(), need, self.offset + self.byte_count(start))
         if len(raw) < need:
             refuse(self.file.name, f"truncated in {self.name}", f"{need} bytes", len(raw))
         return raw
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """The same elements as (count,) fp32, writable."""
-        raw = self.stored(start, count)
+    def read_fp32(self, start: int, count: int) -> np.ndarray:
+        """The range as (count,) fp32, writable."""
+        raw = self.read_bytes(start, count)
         if self.dtype == "BF16":  # the upper half of an fp32
             bits = np.frombuffer(raw, "<u2").astype("<u4")
             return np.left_shift(bits, 16, out=bits).view("<f4")
@@ -410,14 +576,15 @@ class Tensor:
         return gguf.dequantize(np.frombuffer(raw, np.uint8), gguf.GGMLQuantizationType[self.dtype])
 
     def read_q8(self, start: int, count: int, group_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same elements as Q8_0: int8 values (count,), fp32 scales (count / group_size,). A
-        GGUF's own Q8_0, blocks of an f16 scale and 32 values, goes over as it is."""
+        """The range as Q8_0: int8 values (count,), fp32 scales (count / group_size,). GGUF's Q8_0
+        (blocks of an f16 scale and 32 int8 values) is copied where the group size is 32."""
         if (self.dtype, group_size) == ("Q8_0", 32):
-            blocks = np.frombuffer(self.stored(start, count), [("scale", "<f2"), ("q", "i1", 32)])
+            blocks = np.frombuffer(self.read_bytes(start, count),
+                                   [("scale", "<f2"), ("q", "i1", 32)])
             q, scale = blocks["q"].ravel(), blocks["scale"].astype("<f4")
             self.check_finite(scale)
             return q, scale
-        x = self.read(start, count)
+        x = self.read_fp32(start, count)
         self.check_finite(x)
         return quantize(x, group_size)
 
@@ -426,24 +593,50 @@ class Tensor:
             refuse(self.file.name, self.name, "finite numbers", "infinity or NaN")
 
 
+def open_checkpoint(folder: Path) -> dict[str, Tensor]:
+    """name -> tensor, of model.safetensors or of the shards in model.safetensors.index.json."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return open_safetensors(single)
+    if not index.is_file():
+        refuse(folder, "no weights", f"{single.name} or {index.name}",
+               first_few(sorted(path.name for path in folder.iterdir())))
+    tensors: dict[str, Tensor] = {}
+    with parsing(index):
+        shard_of = read_json(index)["weight_map"]
+        for shard in sorted(set(shard_of.values())):
+            if Path(shard).name != shard or not (folder / shard).is_file():
+                refuse(folder / shard, "missing", f"this file, as {index.name} lists it", "none")
+            for name, tensor in open_safetensors(folder / shard).items():
+                if shard_of.get(name) != shard:
+                    refuse(folder / shard, f"holds {name}", "it in "
+                           f"{shard_of.get(name, 'no shard')} as {index.name} says", "it here")
+                tensors[name] = tensor
+        if absent := sorted(shard_of.keys() - tensors.keys()):
+            refuse(index, "its shards are incomplete", first_few(absent), "no such tensor in them")
+    return tensors
+
+
 def open_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, which is: u64 length of the header; the header, JSON {name: {dtype,
-    shape, data_offsets: [begin, end)}}; the data, which the tensors fill without hole or overlap.
-    """
+    """name -> tensor of one file. Its format: u64 length of the header; the header, JSON {name:
+    {dtype, shape, data_offsets: [begin, end)}}; the data, which the tensors fill without gap or
+    overlap. (The safetensors package's numpy reader does not know BF16.)"""
     file = open(path, "rb")
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
-    limit = min(size - 8, 100_000_000)  # as the safetensors library has it
+    limit = min(size - 8, 100_000_000)  # the safetensors library's limit
     if not 2 <= length <= limit:
         refuse(path, "broken safetensors", f"a header of 2 to {limit} bytes", length)
-    head = parse_json(file.read(length), path)
-    head.pop("__metadata__", None)
-    tensors, end = {}, 0
-    with structure_of(path):
-        for name, entry in sorted(head.items(), key=lambda item: item[1]["data_offsets"]):
+    entries = parse_json(file.read(length), path)
+    entries.pop("__metadata__", None)
+    tensors, end = {}, 0  # end of the previous tensor, relative to the data
+    with parsing(path):
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             begin, stop = entry["data_offsets"]
-            need = math.prod(shape) * BLOCK[dtype][1] if dtype in PLAIN else stop - begin
+            need = stop - begin  # where the dtype is unknown; match_tensors() refuses it if used
+            if dtype in FLOAT_TYPES:
+                need = math.prod(shape) * BLOCK_SIZES[dtype][1]
             if begin != end or need < 0 or stop - begin != need:
                 refuse(path, f"data_offsets of {name}", [end, end + need], [begin, stop])
             tensors[name] = Tensor(name, file, 8 + length + begin, dtype, shape)
@@ -453,106 +646,136 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def open_checkpoint(folder: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the shards in model.safetensors.index.json."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return open_safetensors(single)
-    if not index.is_file():
-        refuse(folder, "no weights", f"{single.name} or {index.name}",
-               some(sorted(path.name for path in folder.iterdir())))
-    tensors: dict[str, Tensor] = {}
-    with structure_of(index):
-        places = read_json(index)["weight_map"]
-        for shard in sorted(set(places.values())):
-            if Path(shard).name != shard or not (folder / shard).is_file():
-                refuse(folder / shard, "missing", f"this file, as {index.name} lists it", "none")
-            for name, tensor in open_safetensors(folder / shard).items():
-                if places.get(name) != shard:
-                    refuse(folder / shard, f"holds {name}", f"it in {places.get(name, 'no shard')}"
-                           f" as {index.name} says", "it here")
-                tensors[name] = tensor
-        if absent := sorted(places.keys() - tensors.keys()):
-            refuse(index, "its shards are incomplete", some(absent), "no such tensor in them")
-    return tensors
-
-
-def layout(c: Config) -> list[tuple[str, tuple[int, ...]]]:
-    """(name without "model.", shape) of every tensor of OUT.bin in the order of the file. Norms and
-    biases, which have one dimension, stay fp32; the (out, in) matrices are quantized."""
-    def layers(name: str, *shape: int, kind: str = "weight") -> list[tuple[str, tuple[int, ...]]]:
-        return [(f"layers.{i}.{name}.{kind}", shape) for i in range(c.n_layers)]
+def out_tensors(c: Config) -> dict[str, tuple[int, ...]]:
+    """Name without "model." -> shape of every tensor of OUT.bin, in the order of the file. Norms
+    and biases have one dimension and stay fp32. Matrices are (out, in) and are quantized."""
+    def layers(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
+        return {f"layers.{i}.{name}": shape for i in range(c.n_layers)}
 
     q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    return [
-        *layers("input_layernorm", c.dim),
-        *layers("post_attention_layernorm", c.dim),
-        ("norm.weight", (c.dim,)),
-        *([] if c.no_qk_norm else layers("self_attn.q_norm", c.head_dim)),
-        *([] if c.no_qk_norm else layers("self_attn.k_norm", c.head_dim)),
-        ("embed_tokens.weight", (c.vocab_size, c.dim)),
-        *layers("self_attn.q_proj", q_dim, c.dim),
-        *layers("self_attn.k_proj", kv_dim, c.dim),
-        *layers("self_attn.v_proj", kv_dim, c.dim),
-        *layers("self_attn.o_proj", c.dim, q_dim),
-        *layers("mlp.gate_proj", c.hidden_dim, c.dim),
-        *layers("mlp.down_proj", c.dim, c.hidden_dim),
-        *layers("mlp.up_proj", c.hidden_dim, c.dim),
-        *([] if c.tied else [("lm_head.weight", (c.vocab_size, c.dim))]),
-        *(layers("self_attn.q_proj", q_dim, kind="bias") if c.qkv_bias else []),
-        *(layers("self_attn.k_proj", kv_dim, kind="bias") if c.qkv_bias else []),
-        *(layers("self_attn.v_proj", kv_dim, kind="bias") if c.qkv_bias else []),
-    ]
+    norms = (layers("input_layernorm.weight", c.dim)
+             | layers("post_attention_layernorm.weight", c.dim)
+             | {"norm.weight": (c.dim,)})
+    if not c.no_qk_norm:
+        norms |= (layers("self_attn.q_norm.weight", c.head_dim)
+                  | layers("self_attn.k_norm.weight", c.head_dim))
+    matrices = ({"embed_tokens.weight": (c.vocab_size, c.dim)}
+                | layers("self_attn.q_proj.weight", q_dim, c.dim)
+                | layers("self_attn.k_proj.weight", kv_dim, c.dim)
+                | layers("self_attn.v_proj.weight", kv_dim, c.dim)
+                | layers("self_attn.o_proj.weight", c.dim, q_dim)
+                | layers("mlp.gate_proj.weight", c.hidden_dim, c.dim)
+                | layers("mlp.down_proj.weight", c.dim, c.hidden_dim)
+                | layers("mlp.up_proj.weight", c.hidden_dim, c.dim))
+    if not c.shared_classifier:
+        matrices |= {"lm_head.weight": (c.vocab_size, c.dim)}
+    biases = {}
+    if c.qkv_bias:
+        biases = (layers("self_attn.q_proj.bias", q_dim) | layers("self_attn.k_proj.bias", kv_dim)
+                  | layers("self_attn.v_proj.bias", kv_dim))
+    return norms | matrices | biases
 
 
 def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Tensor]:
-    """The tensors of layout(), found under their names with or without "model.", all checked."""
+    """The stored tensors in the order of OUT.bin. Refuses missing and left-over ones, and shapes
+    and dtypes other than expected."""
     found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     if len(found) < len(stored):
         refuse(where, "tensor names", "each with or without model.", "some both ways")
-    if c.n_layers > len(found):  # the list of what is missing could be endless
+    if c.n_layers > len(found):  # so that the list of missing tensors stays short
         refuse(where, "num_hidden_layers", f"no more than there are tensors, {len(found)}",
                c.n_layers)
-    wanted = dict(layout(c))
+    wanted = out_tensors(c)
     extra = [tensor.name for name, tensor in found.items() if name not in wanted
-             and name != "lm_head.weight"  # stored by some although tied
+             and name != "lm_head.weight"  # some checkpoints store it although it is tied
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
     missing = [name for name in wanted if name not in found]
     if missing or extra:
         refuse(where, "tensors", "the ones that config.json implies",
-               f"missing: {some(missing)}; left over: {some(extra)}")
+               f"missing: {first_few(missing)}; left over: {first_few(extra)}")
     for name, shape in wanted.items():
-        tensor = found[name]
-        if tensor.shape != shape:
-            refuse(where, f"shape of {tensor.name}", list(shape), list(tensor.shape))
-        try:
-            tensor.read(0, min(256, math.prod(shape)))
-        except (KeyError, NotImplementedError):
-            refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
-                   "the gguf package dequantizes", tensor.dtype)
+        check_tensor(where, found[name], shape)
     return [found[name] for name in wanted]
 
 
-# ---------------------------------------------------------------------------- OUT.bin
+def check_tensor(where: Path, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        refuse(where, f"shape of {tensor.name}", list(shape), list(tensor.shape))
+    try:
+        tensor.read_fp32(0, min(256, tensor.size()))
+    except (KeyError, NotImplementedError):
+        refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
+               "the gguf package dequantizes", tensor.dtype)
 
-GROUP_SIZES = 32, 64, 128, 256
-PIECE = 1 << 18  # elements at a time: 1 MB in fp32 stays in a core's cache between numpy's passes
+
+# ---- Weights: quantized to Q8_0 and written, piece by piece --------------------------------------
+
+PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy pass to the next
+
+
+def write_model(out: BinaryIO, c: Config, tensors: list[Tensor]) -> None:
+    """Writes OUT.bin: the header, then the tensors."""
+    def convert(tensor: Tensor, offset: int, start: int, count: int) -> None:
+        if len(tensor.shape) == 1:
+            x = tensor.read_fp32(start, count)
+            tensor.check_finite(x)
+            write_at(out, x, offset + 4 * start)
+        else:
+            q, scale = tensor.read_q8(start, count, c.group_size)
+            write_at(out, q, offset + start)
+            write_at(out, scale, offset + tensor.size() + 4 * (start // c.group_size))
+
+    write_at(out, np.frombuffer(header(c), np.uint8), 0)
+    for _ in in_pieces(convert, tensors, c.group_size):
+        pass
 
 
 def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Q8_0 of x (n,) fp32, which is overwritten: q (n,) int8 in -127..127 and scale (n/group_size,)
-    fp32 with x ~= q * scale; scale = max|x| / 127, q = rint(x / scale), halves to even. Where the
-    scale is 0 (a group of zeros, or too small for fp32) all q are 0."""
+    """Q8_0 of x, (n,) fp32, which is overwritten: q (n,) int8 in -127..127 and scale
+    (n / group_size,) fp32, so that x ~= q * scale. Per group, scale = max|x| / 127 and
+    q = rint(x / scale), ties to even; where the scale is 0 (or rounds to 0), q is 0."""
     peak = np.maximum.reduceat(np.abs(x), np.arange(0, x.size, group_size))
     scale = peak / np.float32(127)
     x = x.reshape(-1, group_size)
     x /= np.where(scale > 0, scale, np.float32(1))[:, None]
     np.rint(x, out=x)
-    np.clip(x, -127, 127, out=x)  # a scale in the subnormals is coarse: x / scale may reach 190
+    np.clip(x, -127, 127, out=x)  # a subnormal scale is so coarse that x / scale may reach 190
     return x.astype(np.int8).ravel(), scale
 
 
+def in_pieces(work: Callable, tensors: list[Tensor],
+              group_size: int) -> Iterator[tuple[Tensor, list]]:
+    """Calls work(tensor, its offset in OUT.bin, start, count) for each piece of each tensor, on
+    several threads (numpy and the system calls release the GIL), with a progress bar. Yields each
+    tensor with its results. The tensors must be in the order of OUT.bin."""
+    offset = 256
+    total = sum(tensor.byte_count(tensor.size()) for tensor in tensors)
+    with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
+          tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
+        for tensor in tensors:
+            starts = range(0, tensor.size(), PIECE)
+            counts = [min(PIECE, tensor.size() - start) for start in starts]
+            results = []
+            for result in pool.map(partial(work, tensor, offset), starts, counts):
+                bar.update(tensor.byte_count(counts[len(results)]))
+                results.append(result)
+            yield tensor, results
+            offset += out_size(tensor, group_size)
+
+
+def out_size(tensor: Tensor, group_size: int) -> int:
+    """Bytes of a tensor in OUT.bin: fp32 values, or int8 values and an fp32 scale per group."""
+    n = tensor.size()
+    return 4 * n if len(tensor.shape) == 1 else n + 4 * (n // group_size)
+
+
+def model_size(c: Config, tensors: list[Tensor]) -> int:
+    """Bytes of OUT.bin."""
+    return 256 + sum(out_size(tensor, c.group_size) for tensor in tensors)
+
+
 def write_at(file: BinaryIO, data: np.ndarray, offset: int) -> None:
+    """Writes all of the data at a byte offset; threads may write to one file at the same time."""
     view = memoryview(data).cast("B")
     while len(view):
         written = os.pwrite(file.fileno(), view, offset)
@@ -563,92 +786,65 @@ def read_at(file: BinaryIO, dtype: str, count: int, offset: int) -> np.ndarray:
     return np.frombuffer(os.pread(file.fileno(), count * np.dtype(dtype).itemsize, offset), dtype)
 
 
-def stored_size(shape: tuple[int, ...], group_size: int) -> int:
-    """Bytes of a tensor in OUT.bin: fp32 values, or int8 values and an fp32 scale per group."""
-    n = math.prod(shape)
-    return 4 * n if len(shape) == 1 else n + 4 * (n // group_size)
+# ---- Vocabulary: tokenizer.json as byte strings with merge scores --------------------------------
 
-
-def in_pieces(work: Callable, tensors: list[Tensor],
-              group_size: int) -> Iterator[tuple[Tensor, list]]:
-    """Yields each of the tensors, which come in the order of layout(), with the results of
-    work(tensor, its offset in OUT.bin, start, count) for its pieces. Several run at once."""
-    offset = 256
-    total = sum(tensor.bytes_of(math.prod(tensor.shape)) for tensor in tensors)
-    with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,  # numpy and the kernel let go
-          tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: no terminal
-        for tensor in tensors:
-            size, results = math.prod(tensor.shape), []
-            starts = range(0, size, PIECE)
-            counts = [min(PIECE, size - start) for start in starts]
-            for result in pool.map(partial(work, tensor, offset), starts, counts):
-                bar.update(tensor.bytes_of(counts[len(results)]))
-                results.append(result)
-            yield tensor, results
-            offset += stored_size(tensor.shape, group_size)
-
-
-def write_model(out: BinaryIO, c: Config, tensors: list[Tensor]) -> None:
-    """The header and the tensors, to an empty file."""
-    def convert(tensor: Tensor, offset: int, start: int, count: int) -> None:
-        if len(tensor.shape) == 1:
-            x = tensor.read(start, count)
-            tensor.check_finite(x)
-            write_at(out, x, offset + 4 * start)
-        else:
-            q, scale = tensor.read_q8(start, count, c.group_size)
-            write_at(out, q, offset + start)
-            write_at(out, scale, offset + math.prod(tensor.shape) + 4 * (start // c.group_size))
-
-    write_at(out, np.frombuffer(header(c), np.uint8), 0)
-    for _ in in_pieces(convert, tensors, c.group_size):
-        pass
-
-
-# ---------------------------------------------------------------------------- tokenizer.json
-
+# Qwen's pre-tokenizer, the only one that qwen3.c has
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
-STEPS = [{"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False},
-         {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+PRE_TOKENIZERS = [
+    {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False},
+    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
 
 
 class Vocabulary(NamedTuple):
     tokens: dict[int, bytes]  # id -> the token's bytes
-    scores: dict[int, float]  # id -> merge score, for the tokens that a merge makes
-    added: dict[int, bool]  # id -> special: the added tokens, which only their own text makes
-    nfc: bool  # text is NFC-normalized
+    scores: dict[int, float]  # id -> merge score, of the tokens that a merge makes
+    special: dict[int, bool]  # id of each added token (cut out before any merging) -> special
+    nfc: bool  # text is normalized to NFC first
 
     def added_ids(self, text: str | None) -> list[int]:
-        """The id of the added token with this text, if there is one."""
-        return [i for i in self.added if self.tokens[i].decode() == text]
+        """The id of the added token with this text, as a list of one or none."""
+        return [i for i in self.special if self.tokens[i].decode() == text]
 
 
-def gpt2_alphabet() -> dict[int, int]:
-    """str.translate table: the letters in which GPT-2 writes the bytes -> code points 0..255. The
-    printable bytes are themselves, the n-th of the rest is U+0100+n; no other letter survives."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {byte: 0xFFFF for byte in others}  # not in latin-1, so .encode("latin-1") refuses it
-    return table | {b: b for b in printable} | {0x100 + n: byte for n, byte in enumerate(others)}
+def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
+                    vocab_size: int) -> Vocabulary:
+    """From tokenizer.json (where, tokenizer) and tokenizer_config.json."""
+    nfc = check_pipeline(where, tokenizer)
+    added = read_added(where, tokenizer, tokenizer_config)
+    model = tokenizer["model"]
+    vocab = {text: i for text, i in model["vocab"].items() if text not in added}
+    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+    scores = merge_scores(where, vocab, merges)
+    check_merges(where, vocab, merges)
+    table = byte_table()
+    tokens = {i: text.translate(table).encode("latin-1") for text, i in vocab.items()}
+    if absent := {bytes([byte]) for byte in range(256)} - set(tokens.values()):
+        refuse(where, "vocabulary", "all 256 single bytes", f"{len(absent)} missing")
+    tokens |= {i: text.encode() for text, (i, _) in added.items()}
+    if len(tokens) != len(vocab) + len(added) or b"" in tokens.values():
+        refuse(where, "tokens", "each with a text and an id of its own", "one without")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", max(tokens))
+    special = {i: bool(flag) for i, flag in sorted(added.values())}
+    return Vocabulary(tokens, scores, special, nfc)
 
 
-def check_pipeline(where: Path, data: dict) -> bool:
+def check_pipeline(where: Path, tokenizer: dict) -> bool:
     """Refuses a tokenizer.json that does what qwen3.c does not. True if it normalizes to NFC."""
-    model, steps = data["model"], (data["pre_tokenizer"] or {}).get("pretokenizers", [])
+    model = tokenizer["model"]
     if model.get("type") != "BPE":
         refuse(where, "model", "BPE", repr(model.get("type")))
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
                 "byte_fallback", "ignore_merges"):
         if model.get(key):
             refuse(where, f"model.{key} is not supported", "none", repr(model[key]))
+    steps = (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", [])
     steps = [{key: step[key] for key in step if key != "trim_offsets"} for step in steps]
-    if steps != STEPS:
+    if steps != PRE_TOKENIZERS:
         refuse(where, "pre_tokenizer is not supported", "Qwen's Split and ByteLevel",
-               json.dumps(data["pre_tokenizer"]))
-    normalizer = data["normalizer"]
+               json.dumps(tokenizer["pre_tokenizer"]))
+    normalizer = tokenizer["normalizer"]
     if normalizer in (None, {"type": "Sequence", "normalizers": []}):
         return False
     if normalizer not in ({"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFC"}]}):
@@ -656,19 +852,44 @@ def check_pipeline(where: Path, data: dict) -> bool:
     return True
 
 
-def check_merges(where: Path, vocab: dict[str, int], merges: list[tuple[str, str]]) -> None:
-    """qwen3.c merges any two neighbours that make a token, best score first, and has no list of
-    merges. That is the same if the package makes every token of its own text: two neighbours that
-    make T can only meet as they do in T alone, and there the last step is one of T's merges."""
-    bpe = tokenizers.models.BPE(vocab=vocab, merges=merges)
-    for token in vocab:
-        if len(bpe.tokenize(token)) != 1:
-            refuse(where, f"token {token!r}", "merges that make it", "none that do")
+def read_added(where: Path, tokenizer: dict,
+               tokenizer_config: dict) -> dict[str, tuple[int, bool]]:
+    """text -> (id, special) of the added tokens, which are those in tokenizer.json. A token is
+    special if either file says so or if it has a role (eos_token, ...). One that only
+    tokenizer_config.json has is refused: transformers would give it a new id."""
+    listed = tokenizer_config.get("added_tokens_decoder") or {}
+    for token in [*tokenizer["added_tokens"], *listed.values()]:
+        for flag in ("lstrip", "rstrip", "single_word", "normalized"):
+            if token.get(flag):
+                refuse(where, f"{flag} of added token {token['content']!r}", "false", "true")
+    added = {token["content"]: (token["id"], token["special"])
+             for token in tokenizer["added_tokens"]}
+    more = [(token["content"], int(i), token["special"]) for i, token in listed.items()]
+    more += [(text, None, True) for text in role_tokens(tokenizer_config).values()]
+    more += [(token_text(token), None, True)
+             for token in tokenizer_config.get("additional_special_tokens") or []]
+    for text, token_id, special in more:
+        if text not in added or token_id not in (None, added[text][0]):
+            refuse(where, "added tokens", f"{text!r} as in tokenizer_config.json", "it missing")
+        added[text] = added[text][0], added[text][1] or special
+    return added
 
 
-def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple[str, str]]) -> dict:
-    """id -> -log(rank + 1) of the merge that makes the token, so that an earlier merge is higher.
-    Several may make the same token, but one right after the other, or their order would matter."""
+def role_tokens(tokenizer_config: dict) -> dict[str, str]:
+    """Role (eos_token, ...) -> text, of the roles that tokenizer_config.json gives to a token."""
+    roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+    return {role: text for role in roles if (text := token_text(tokenizer_config.get(role)))}
+
+
+def token_text(value: str | dict | None) -> str | None:
+    """tokenizer_config.json writes a token as its text or as an object that holds it."""
+    return value["content"] if isinstance(value, dict) else value
+
+
+def merge_scores(where: Path, vocab: dict[str, int],
+                 merges: list[tuple[str, str]]) -> dict[int, float]:
+    """id -> -log(rank + 1) of the merge that makes the token: an earlier merge scores higher. As a
+    token has one score, all merges that make it must follow each other in the list."""
     scores: dict[int, float] = {}
     previous = -1
     for rank, (left, right) in enumerate(merges):
@@ -683,123 +904,103 @@ def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple[str, str
     return scores
 
 
-def read_added(where: Path, data: dict, settings: dict) -> dict[str, tuple[int, bool]]:
-    """text -> (id, special) of the added tokens in tokenizer.json. tokenizer_config.json may list
-    them too, and makes those special that it says are, or gives a role; it must not add others,
-    as transformers would give these ids of its own."""
-    listed = settings.get("added_tokens_decoder") or {}
-    for token in [*data["added_tokens"], *listed.values()]:
-        for flag in ("lstrip", "rstrip", "single_word", "normalized"):
-            if token.get(flag):
-                refuse(where, f"{flag} of added token {token['content']!r}", "false", "true")
-    added = {token["content"]: (token["id"], token["special"]) for token in data["added_tokens"]}
-    more = [(token["content"], int(i), token["special"]) for i, token in listed.items()]
-    more += [(text, None, True) for text in role_tokens(settings).values()]
-    more += [(token_text(token), None, True)
-             for token in settings.get("additional_special_tokens") or []]
-    for text, i, special in more:
-        if text not in added or i not in (None, added[text][0]):
-            refuse(where, "added tokens", f"{text!r} as in tokenizer_config.json", "it missing")
-        added[text] = added[text][0], added[text][1] or special
-    return added
+def check_merges(where: Path, vocab: dict[str, int], merges: list[tuple[str, str]]) -> None:
+    """Refuses a vocabulary that needs the list of merges. qwen3.c has none: it merges any two
+    neighbours that together are a token, the best score first. Both ways give the same ids if the
+    package encodes the text of every token to that token alone: two neighbours that form a token
+    have come about just as within the token's own text, where the list merges them last."""
+    bpe = tokenizers.models.BPE(vocab=vocab, merges=merges)
+    for token in vocab:
+        if len(bpe.tokenize(token)) != 1:
+            refuse(where, f"token {token!r}", "merges that make it", "none that do")
 
 
-def token_text(value: str | dict | None) -> str | None:
-    """A token in tokenizer_config.json: none, its text, or an object with it."""
-    return value["content"] if isinstance(value, dict) else value
+def byte_table() -> dict[int, int]:
+    """For str.translate: GPT-2's letters for bytes -> code points 0 to 255 (the inverse of
+    transformers' bytes_to_unicode). A printable byte's letter is itself, the n-th other byte's is
+    U+0100 + n. All other letters become or stay something that latin-1 cannot encode."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return ({byte: byte for byte in printable} | {byte: 0xFFFF for byte in others}
+            | {0x100 + n: byte for n, byte in enumerate(others)})
 
 
-def role_tokens(settings: dict) -> dict[str, str]:
-    """bos_token, eos_token, ... -> its text, of those that tokenizer_config.json names."""
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    return {name: text for name in names if (text := token_text(settings.get(name)))}
+# ---- Unicode: the tokenizers package's character classes and NFC as tables -----------------------
+# The package's regular expressions and its normalizer have two different Unicode versions inside,
+# and Python has a third. So the tables are made by asking the package what it does.
 
-
-def read_vocabulary(where: Path, data: dict, settings: dict, vocab_size: int) -> Vocabulary:
-    """What tokenizer.json (where, data) and tokenizer_config.json (settings) say."""
-    nfc = check_pipeline(where, data)
-    added = read_added(where, data, settings)
-    vocab = {text: i for text, i in data["model"]["vocab"].items() if text not in added}
-    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in data["model"]["merges"]]
-    scores = merge_scores(where, vocab, merges)
-    check_merges(where, vocab, merges)
-    table = gpt2_alphabet()
-    tokens = {i: text.translate(table).encode("latin-1") for text, i in vocab.items()}
-    if absent := {bytes([b]) for b in range(256)} - set(tokens.values()):
-        refuse(where, "vocabulary", "all 256 single bytes", f"{len(absent)} missing")
-    tokens |= {i: text.encode() for text, (i, _) in added.items()}
-    if len(tokens) != len(vocab) + len(added) or b"" in tokens.values():
-        refuse(where, "tokens", "each with a text and an id of its own", "one without")
-    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", max(tokens))
-    special = {i: bool(flag) for i, flag in sorted(added.values())}
-    return Vocabulary(tokens, scores, special, nfc)
-
-
-def base_tokenizer(vocab: Vocabulary, vocab_size: int, bos: int, eos: int) -> bytes:
-    """u32 longest token, bos id, eos id, then per id: f32 score, u32 length, the token's bytes."""
-    records = [struct.pack("<3I", max(map(len, vocab.tokens.values())), bos, eos)]
-    for i in range(vocab_size):
-        token = vocab.tokens.get(i, b"")
-        records.append(struct.pack("<fI", vocab.scores.get(i, -1e6), len(token)) + token)
-    return b"".join(records)
-
-
-# ---------------------------------------------------------------------------- Unicode
-# The classes of the regex and the normalization come from two libraries inside the tokenizers
-# package, of two Unicode versions, so they are asked for what they do rather than looked up.
-
-PLANES = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xF0000)]  # those in use
+# All code points that may be assigned: planes 0 to 3 and 14, without the surrogates
+CODE_POINTS = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xF0000)]
 LETTER, NUMBER, SPACE, MARK = 1, 2, 3, 4  # the first three as in the section `clas`
 
 
+def unicode_sections(nfc: bool) -> dict[str, bytes]:
+    """The sections `clas`, `ccc ` and `deco` of the tokenizer file, the last two empty without NFC.
+    """
+    classes = character_classes()
+    marks = [chr(code) for code in classes if classes[code] == MARK]
+    steps = sorted(decompositions().items()) if nfc else []
+    return {
+        "clas": u32(*runs({code: n for code, n in classes.items() if n != MARK})),
+        "ccc ": u32(*runs(combining_classes(marks) if nfc else {})),
+        "deco": u32(*((ord(char), ord(first), ord(second or "\0"), composes)
+                      for char, (first, second, composes) in steps)),
+    }
+
+
 def character_classes() -> dict[int, int]:
-    """code point -> LETTER, NUMBER, SPACE or MARK. One split of everything into runs of one class,
-    then a split of the runs' first characters by each class alone."""
+    """Code point -> LETTER, NUMBER, SPACE or MARK. To save calls, one split cuts the text of all
+    code points into runs of one class; then the first character of each run is classified."""
     patterns = {LETTER: r"\p{L}", NUMBER: r"\p{N}", SPACE: r"\s", MARK: r"\p{M}"}
 
     def split(pattern: str, text: str, *how: object) -> list[str]:
         splitter = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), *how)
         return [piece for piece, _ in splitter.pre_tokenize_str(text)]
 
-    pieces = split("|".join(f"{p}+" for p in patterns.values()), "".join(map(chr, PLANES)),
-                   "isolated")
+    pieces = split("|".join(f"{pattern}+" for pattern in patterns.values()),
+                   "".join(map(chr, CODE_POINTS)), "isolated")
     firsts = "".join(piece[0] for piece in pieces)
-    kind = {char: number for number, pattern in patterns.items()
-            for run in split(pattern, firsts, "removed", True) for char in run}
-    return {ord(c): kind[piece[0]] for piece in pieces if piece[0] in kind for c in piece}
+    class_of = {char: number for number, pattern in patterns.items()
+                for matched in split(pattern, firsts, "removed", True) for char in matched}
+    return {ord(char): class_of[piece[0]]
+            for piece in pieces if piece[0] in class_of for char in piece}
 
 
 def normalize_all(form: str, texts: list[str]) -> list[str]:
-    """Each text in NFC or NFD by itself, in one call: nothing joins with a newline."""
+    """Each text in NFC or NFD. One call does all: a newline never combines with a neighbour."""
     return getattr(tokenizers.normalizers, form)().normalize_str("\n".join(texts)).split("\n")
 
 
 def decompositions() -> dict[str, tuple[str, str, bool]]:
-    """char -> (first, second or "", composes): one step of the canonical decomposition, without
-    the Hangul syllables (arithmetic). composes: NFC puts the two together again."""
-    chars = [chr(c) for c in PLANES if c != ord("\n") and not 0xAC00 <= c < 0xD7A4]
-    full = {c: d for c, d in zip(chars, normalize_all("NFD", chars)) if d != c}
-    composed = dict(zip(full, normalize_all("NFC", list(full))))
-    whole = ({d: c for c, d in full.items() if len(d) > 1}  # several names: the composed one last
-             | {full[c]: c for c in full if composed[c] == c})
+    """Character -> (first, second or "", composes): one step of its canonical decomposition. If it
+    composes, NFC puts the two together again. Hangul syllables, which are arithmetic, are left out.
+
+    NFD decomposes fully, so the one step is recovered: the second part is the last character, the
+    first is the character whose full decomposition is the rest."""
+    chars = [chr(code) for code in CODE_POINTS if code != ord("\n") and not 0xAC00 <= code < 0xD7A4]
+    nfd = {char: full for char, full in zip(chars, normalize_all("NFD", chars)) if full != char}
+    nfc = dict(zip(nfd, normalize_all("NFC", list(nfd))))
+    whole = {full: char for char, full in nfd.items() if len(full) > 1}
+    whole |= {nfd[char]: char for char in nfd if nfc[char] == char}  # prefer what NFC makes
     steps = {}
-    for char, parts in full.items():
-        if len(composed[char]) == 1 and composed[char] != char:  # another name of that character
-            steps[char] = composed[char], "", False
+    for char, full in nfd.items():
+        if len(nfc[char]) == 1 and nfc[char] != char:  # a singleton, as the Kelvin sign is of K
+            steps[char] = nfc[char], "", False
         else:
-            first = whole.get(parts[:-1], parts[:-1])
-            steps[char] = first, parts[-1], composed[char] == char
+            steps[char] = whole.get(full[:-1], full[:-1]), full[-1], nfc[char] == char
     return steps
 
 
 def combining_classes(marks: list[str]) -> dict[int, int]:
-    """code point -> canonical combining class, of the marks that NFD reorders (and does not
-    decompose). NFD sorts a run of marks by class and keeps the order within one. So neighbours in
-    the sorted run share a class if sorting the reversed run exchanges them. The class's number is
-    from unicodedata: numbers never change, only newer Unicode versions know more marks."""
-    low, high = "\u0334", "\u0345"  # the lowest class and the highest: any other goes between them
-    probes = [high + mark + low for mark in marks]
+    """Code point -> canonical combining class, of the marks that NFD reorders and does not
+    decompose.
+
+    NFD sorts a run of marks by class, and the sort is stable. So of two neighbours in the sorted
+    run, both are in one class if they come out exchanged when the run was reversed before. That
+    groups the marks; a group's number is from unicodedata: Unicode never changes the class of a
+    mark, so an older version only knows fewer marks."""
+    low, high = "\u0334", "\u0345"  # marks of the lowest class, 1, and of the highest, 240
+    probes = [high + mark + low for mark in marks]  # NFD reorders this whatever class the mark has
     marks = [mark for mark, probe, result in zip(marks, probes, normalize_all("NFD", probes))
              if probe != result and mark in result]
     ascending, = normalize_all("NFD", ["".join(marks)])
@@ -811,60 +1012,46 @@ def combining_classes(marks: list[str]) -> dict[int, int]:
             groups[-1] += mark
         else:
             groups.append(mark)
-    return {ord(c): max(map(unicodedata.combining, group)) for group in groups for c in group}
+    return {ord(mark): max(map(unicodedata.combining, group)) for group in groups for mark in group}
 
 
 def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
-    """(first, last, class) of every run of code points of one class, ascending."""
+    """(first, last, class) of each run of code points of one class, ascending."""
     ranges: list[tuple[int, int, int]] = []
-    for c in sorted(classes):
-        if ranges and ranges[-1][1:] == (c - 1, classes[c]):
-            ranges[-1] = ranges[-1][0], c, classes[c]
+    for code in sorted(classes):
+        if ranges and ranges[-1][1:] == (code - 1, classes[code]):
+            ranges[-1] = ranges[-1][0], code, classes[code]
         else:
-            ranges.append((c, c, classes[c]))
+            ranges.append((code, code, classes[code]))
     return ranges
 
 
-def unicode_sections(nfc: bool) -> dict[str, bytes]:
-    classes = character_classes()
-    marks = [chr(c) for c in classes if classes[c] == MARK]
-    steps = sorted(decompositions().items()) if nfc else []
-    return {
-        "clas": u32(*runs({c: n for c, n in classes.items() if n != MARK})),
-        "ccc ": u32(*runs(combining_classes(marks) if nfc else {})),
-        "deco": u32(*((ord(c), ord(first), ord(second or "\0"), composes)
-                      for c, (first, second, composes) in steps)),
-    }
-
-
-def u32(*rows: tuple[int, ...]) -> bytes:
-    return np.array(rows, "<u4").tobytes()
-
-
-# ---------------------------------------------------------------------------- chat template
-# qwen3.c renders a conversation from twelve strings. They are found by rendering the checkpoint's
-# own template with marked contents, and used only if they reproduce it on many conversations.
+# ---- Chat: the checkpoint's Jinja template as twelve strings -------------------------------------
+# qwen3.c has no Jinja. It renders a conversation from twelve strings (Pieces). They are found by
+# rendering the template with marked contents, and are used only if they give the same text as the
+# template on many trial conversations.
 
 Message = tuple[str, str]  # role, content
-Render = Callable[..., str]  # (messages, thinking: None leaves out the answer's beginning)
+Render = Callable[..., str]  # (messages, thinking: None does not open an answer) -> text
 
 
 class Pieces(NamedTuple):
+    """In the order of the section `chat`."""
     start: str
-    no_system: str
-    system_open: str
-    system_close: str
+    no_system: str  # follows start where there is no system message
+    system_open: str  # before the system message's content
+    system_close: str  # after it
     user_open: str
     user_close: str
     assistant_open: str
     assistant_close: str
-    answer_plain: str
-    answer_think: str
-    strip: str  # of earlier answers: all up to the last of these goes,
-    trim: str  # and then all leading characters that are one of these
+    answer_plain: str  # opens the answer to be generated, thinking off
+    answer_think: str  # the same, thinking on
+    strip: str  # an earlier answer is cut up to and including the last of these
+    trim: str  # the characters that are then removed from its beginning
 
     def render(self, messages: list[Message], thinking: bool | None) -> str:
-        """What qwen3.c makes of a conversation."""
+        """A conversation as qwen3.c renders it."""
         text = self.start + ("" if messages[0][0] == "system" else self.no_system)
         for role, content in messages:
             if role == "assistant" and self.strip and self.strip in content:
@@ -873,8 +1060,32 @@ class Pieces(NamedTuple):
         return text + ("" if thinking is None else (self.answer_plain, self.answer_think)[thinking])
 
 
+TEMPLATE_SECONDS = 10  # CPU time; Qwen's templates take 0.1
+
+
+def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | None:
+    """The verified pieces of a template, or None and a note that says why there are none."""
+    if not template:
+        notes.append("the checkpoint has no chat template: qwen3 will continue texts, and chat "
+                     "(-m chat) in plain ChatML")
+        return None
+    try:  # a template is an untrusted program: it may fail in any way, or never end
+        with time_limit(TEMPLATE_SECONDS):
+            render = compile_template(template, variables)
+            pieces = find_pieces(render, variables.get("bos_token", ""))
+            for messages in trial_conversations():
+                for thinking in (False, True):
+                    if pieces.render(messages, thinking) != render(messages, thinking):
+                        raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
+        return pieces
+    except Exception as error:
+        notes.append("warning: the chat template does something that pieces can't express, "
+                     f"qwen3 will chat in plain ChatML: {type(error).__name__}: {error}")
+        return None
+
+
 def compile_template(source: str, variables: dict[str, str]) -> Render:
-    """The template as transformers runs it (its chat_template_utils.py, render_jinja_template)."""
+    """The template as transformers runs it (chat_template_utils.py, render_jinja_template)."""
     def fail(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
@@ -887,46 +1098,52 @@ def compile_template(source: str, variables: dict[str, str]) -> Render:
 
     def render(messages: list[Message], thinking: bool | None) -> str:
         switch = {} if thinking is None else {"enable_thinking": thinking}
-        return template.render(messages=[{"role": r, "content": c} for r, c in messages],
-                               tools=None, documents=None, **variables, **switch,
-                               add_generation_prompt=thinking is not None)
+        return template.render(
+            messages=[{"role": role, "content": content} for role, content in messages],
+            tools=None, documents=None, **variables, **switch,
+            add_generation_prompt=thinking is not None)
     return render
 
 
 def find_pieces(render: Render, bos: str) -> Pieces:
-    """The pieces that a template seems to consist of. ValueError if its texts show no contents."""
-    S, U, A, V = contents = "SYSTEMTEXT", "USERTEXT", "ANSWERTEXT", "SECONDTEXT"
-    system, user, answer, again = zip(("system", "user", "assistant", "user"), contents)
+    """The pieces that a template seems to consist of. ValueError if a rendered text does not
+    contain each message once."""
+    system, user, answer, second = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
+                                    ("assistant", "ANSWERTEXT"), ("user", "SECONDTEXT"))
 
-    def around(messages: list[Message], thinking: bool | None = None) -> list[str]:
-        """The texts before, between and after the marked contents."""
-        rest, parts = render(messages, thinking), []
+    def gaps(messages: list[Message], thinking: bool | None = None) -> list[str]:
+        """The rendered text before, between and after the contents."""
+        rest, before = render(messages, thinking), []
         for _, content in messages:
-            before, rest = rest.split(content)
-            parts.append(before)
-        return parts + [rest]
+            gap, rest = rest.split(content)
+            before.append(gap)
+        return before + [rest]
 
-    def earlier(content: str) -> str:
-        return render([user, ("assistant", content), again], None)
+    def with_answer(content: str) -> str:
+        return render([user, ("assistant", content), second], None)
 
-    first, after_system, before_answer, after_answer, user_close = around(
-        [system, user, answer, again])
+    # Each gap is one piece or two in a row; where it is two, another gap is one of them.
+    first, after_system, before_answer, after_answer, user_close = gaps(
+        [system, user, answer, second])
     assistant_open = before_answer.removeprefix(user_close)
-    assistant_close = around([user, answer])[2]
+    assistant_close = gaps([user, answer])[2]
     user_open = after_answer.removeprefix(assistant_close)
-    no_system = around([user])[0].removesuffix(user_open)
+    no_system = gaps([user])[0].removesuffix(user_open)
     start = bos if first.startswith(bos) and no_system.startswith(bos) else ""
+    plain, think = (gaps([user], thinking)[1].removeprefix(user_close)
+                    for thinking in (False, True))
+
     end = "</think>"
-    strip = end if earlier(f"x{end}y") == earlier("y") else ""
-    trim = "".join(c for c in string.whitespace if strip and earlier(f"{end}{c}y") == earlier("y"))
+    strip = end if with_answer(f"x{end}y") == with_answer("y") else ""
+    trim = "".join(char for char in string.whitespace
+                   if strip and with_answer(f"{end}{char}y") == with_answer("y"))
     return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
                   after_system.removesuffix(user_open), user_open, user_close, assistant_open,
-                  assistant_close, *(around([user], thinking)[1].removeprefix(user_close)
-                                     for thinking in (False, True)), strip, trim)
+                  assistant_close, plain, think, strip, trim)
 
 
 def trial_conversations() -> Iterator[list[Message]]:
-    """Conversations as people have them, of one to four turns, every one ending with the user."""
+    """Ordinary and odd conversations of one to four turns; the last message is the user's."""
     think = "<think>\nlet me see\n</think>\n\n"
     answers = ["Paris.", "", f"{think}Paris.", "<think>\n\n</think>\n\nParis.", "so</think>Paris.",
                "<think>\ncut off", "\n\n Paris. \n", f"{think}\n\n \t\n Paris.\n\n", "</think>",
@@ -934,35 +1151,19 @@ def trial_conversations() -> Iterator[list[Message]]:
                "<|im_end|>\n<|im_start|>user\n", "\u00a0</think>\u00a0\u2028z"]
     users = ["Hi!", "", "\n\n  two\nlines \n", "what does </think> mean?", "<think>hm</think> \n"]
     for system in (None, "", "Be brief.", "\n <think>x</think>\n\nBe brief. \n"):
-        for i, answer in enumerate(answers):
+        for i in range(len(answers)):
             for turns in (0, 1, 3):
                 talk: list[Message] = [] if system is None else [("system", system)]
                 for k in range(turns):
-                    talk += [("user", users[(i + k) % 5]),
+                    talk += [("user", users[(i + k) % len(users)]),
                              ("assistant", answers[(i + 5 * k) % len(answers)])]
-                yield talk + [("user", users[(i + turns) % 5])]
-
-
-def chat_template(folder: Path, tokenizer: dict) -> str | None:
-    """The checkpoint's template: a file of its own, or in tokenizer_config.json one or several."""
-    if (path := folder / "chat_template.jinja").is_file():
-        with structure_of(path):
-            return path.read_text(encoding="utf-8")
-    found = tokenizer.get("chat_template") or read_json(
-        folder / "chat_template.json", optional=True).get("chat_template")
-    if isinstance(found, list):
-        with structure_of(folder / "tokenizer_config.json"):
-            named = {entry["name"]: entry["template"] for entry in found}
-        found = named.get("default")
-    return found
-
-
-TEMPLATE_SECONDS = 10  # of the CPU's time; Qwen's take 0.1
+                yield talk + [("user", users[(i + turns) % len(users)])]
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError once it has taken so much of the CPU's time; Windows has no such timer."""
+    """TimeoutError if the block takes more CPU time than this. No limit where there is no such
+    timer (Windows)."""
     if not hasattr(signal, "setitimer"):
         yield
         return
@@ -979,28 +1180,73 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, old)
 
 
-def chat_pieces(source: str | None, variables: dict[str, str]) -> Pieces | None:
-    """The verified pieces of a template, or None and a note that says why not."""
-    if not source:
-        notes.append("the checkpoint has no chat template: qwen3 will continue texts, and chat "
-                     "(-m chat) in plain ChatML")
-        return None
-    try:  # a template is a program: it may fail in any way, or never end
-        with time_limit(TEMPLATE_SECONDS):
-            render = compile_template(source, variables)
-            pieces = find_pieces(render, variables.get("bos_token", ""))
-            for messages in trial_conversations():
-                for thinking in (False, True):
-                    if pieces.render(messages, thinking) != render(messages, thinking):
-                        raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
-        return pieces
-    except Exception as error:
-        notes.append("warning: the chat template does something that pieces can't express, "
-                     f"qwen3 will chat in plain ChatML: {type(error).__name__}: {error}")
-        return None
+# ---- The tokenizer file: everything that is not a weight or a dimension --------------------------
+
+CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
 
 
-# ---------------------------------------------------------------------------- OUT.bin.tokenizer
+def tokenizer_file(source: Source, vocab_size: int) -> bytes:
+    """The contents of OUT.bin.tokenizer: the base format, then the extension of tagged sections."""
+    where, generation_json = source.file("tokenizer.json"), source.file("generation_config.json")
+    with parsing(where):
+        vocab = read_vocabulary(where, source.tokenizer, source.tokenizer_config, vocab_size)
+    roles = role_tokens(source.tokenizer_config)
+    bos, eos, stop_ids = end_ids(source, vocab, roles.get("eos_token"))
+    used = {bos, *source.head_ids, *source.tail_ids, *stop_ids}
+    if unknown := sorted(i for i in used if i >= vocab_size):
+        refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
+    pieces = chat_pieces(source.chat_template, roles)
+    mode = default_mode(source, pieces, vocab, stop_ids)
+    sections = {
+        "adde": u32(*vocab.special.items()), **unicode_sections(vocab.nfc),
+        "head": u32(source.head_ids), "tail": u32(source.tail_ids), "stop": u32(stop_ids),
+        "samp": sampling(generation_json, source.generation),
+        "repe": repetition_penalty(generation_json, source.generation),
+        "mode": b"" if mode == CHAT else u32([mode]),
+        "chat": b"".join(length_and_bytes(piece.encode()) for piece in pieces or ())}
+    extension = b"".join(tag.encode() + length_and_bytes(payload)
+                         for tag, payload in sections.items() if payload or tag in ("ccc ", "deco"))
+    return (base_tokenizer(vocab, vocab_size, bos, eos)
+            + b"q3tx" + struct.pack("<I", 1) + length_and_bytes(extension))
+
+
+def base_tokenizer(vocab: Vocabulary, vocab_size: int, bos: int, eos: int) -> bytes:
+    """The part that older programs read, too."""
+    records = [struct.pack("<3I", max(map(len, vocab.tokens.values())), bos, eos)]
+    for i in range(vocab_size):
+        score = struct.pack("<f", vocab.scores.get(i, -1e6))
+        records.append(score + length_and_bytes(vocab.tokens.get(i, b"")))
+    return b"".join(records)
+
+
+def length_and_bytes(data: bytes) -> bytes:
+    return struct.pack("<I", len(data)) + data
+
+
+def u32(*rows: list[int] | tuple[int, ...]) -> bytes:
+    return np.array(rows, "<u4").tobytes()
+
+
+def end_ids(source: Source, vocab: Vocabulary,
+            eos_token: str | None) -> tuple[int, int, list[int]]:
+    """(bos, eos, all ids that end an answer). config.json and generation_config.json say what ends
+    a text. tokenizer_config.json's eos_token may be what ends a turn of a chat, which is not among
+    a base model's ids, so it counts, too."""
+    def ids(name: str, values: dict, key: str) -> list[int]:
+        return id_list(source.file(name), values.get(key))
+
+    bos = ids("config.json", source.config, "bos_token_id")
+    eos = ids("config.json", source.config, "eos_token_id")
+    generation_bos = ids("generation_config.json", source.generation, "bos_token_id")
+    generation_eos = ids("generation_config.json", source.generation, "eos_token_id")
+    end_of_text = vocab.added_ids("<|endoftext|>")
+    stop_ids = generation_eos + eos + vocab.added_ids(eos_token) or end_of_text
+    bos, eos = bos + generation_bos + end_of_text, eos + generation_eos + end_of_text
+    if not bos or not eos:
+        refuse(source.file("config.json"), "no bos or eos id", "one, or a token <|endoftext|>",
+               "none")
+    return bos[0], eos[0], list(dict.fromkeys(stop_ids))  # each once
+
 
 def id_list(where: Path, value: object) -> list[int]:
     """eos_token_id and the like: absent, one id or a list of them."""
@@ -1010,18 +1256,24 @@ def id_list(where: Path, value: object) -> list[int]:
     return ids
 
 
-def around_text(data: dict) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor puts before and after every text: it runs on the text "a" in
-    a tokenizer with nothing but that token."""
-    a = 2**32 - 1
-    probe = data | {"model": {"type": "BPE", "vocab": {"a": a}, "merges": []}, "added_tokens": [],
-                    "normalizer": None, "pre_tokenizer": None, "truncation": None, "padding": None}
-    ids = tokenizers.Tokenizer.from_str(json.dumps(probe)).encode("a").ids
-    return ids[:ids.index(a)], ids[ids.index(a) + 1:]
+def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary,
+                 stop_ids: list[int]) -> int:
+    """What qwen3 does without -m. A base model may have a chat template, too; it is known by the
+    token that ends a turn, which is not among the ids that end its texts."""
+    if source.embedding:
+        return EMBED
+    turn_end = [i for i in vocab.special if pieces
+                and vocab.tokens[i].decode() in pieces.assistant_close]
+    if source.chat_template and (not turn_end or set(turn_end) & set(stop_ids)):
+        return CHAT
+    if source.chat_template:
+        notes.append("the chat template's end of turn does not end a text: a base model, qwen3 "
+                     "will continue texts unless told to -m chat")
+    return GENERATE
 
 
 def sampling(where: Path, generation: dict) -> bytes:
-    """f32 temperature, f32 top_p, u32 top_k; nothing if generation_config.json has none of them."""
+    """The section `samp`, empty if generation_config.json sets nothing of it."""
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}  # transformers'
     given = {key: generation[key] for key in defaults if generation.get(key) is not None}
     if generation.get("min_p"):
@@ -1029,90 +1281,26 @@ def sampling(where: Path, generation: dict) -> bytes:
     if not given:
         return b""
     temperature, top_p, top_k, sample = (defaults | given).values()
-    with structure_of(where):
+    with parsing(where):
         if not (0 <= temperature < 100 and 0 < top_p <= 1 and 0 <= top_k < 2**31):
             refuse(where, "sampling", "temperature >= 0, 0 < top_p <= 1, top_k >= 0", given)
         return struct.pack("<2fI", temperature if sample else 0.0, top_p, top_k)
 
 
 def repetition_penalty(where: Path, generation: dict) -> bytes:
-    """f32; nothing if there is none."""
-    with structure_of(where):
+    """The section `repe`, empty without a penalty."""
+    with parsing(where):
         value = positive(where, generation, "repetition_penalty", float, 1.0)
     return b"" if value == 1 else struct.pack("<f", value)
 
 
-CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
+# ---- GGUF: a file by llama.cpp's converter, turned back into Hugging Face's files ----------------
+# The gguf package dequantizes. Its reader is not used, as it needs seconds and half a GB for a real
+# vocabulary. Format: github.com/ggml-org/ggml, docs/gguf.md.
 
-
-def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary,
-                 stop: list[int]) -> int:
-    """What qwen3 does without -m. A base model may have a chat template, but its ids that end a
-    text do not hold the one that ends a turn."""
-    if source.embedding:
-        return EMBED
-    turn_end = [i for i in vocab.added if pieces
-                and vocab.tokens[i].decode() in pieces.assistant_close]
-    if source.template and (not turn_end or set(turn_end) & set(stop)):
-        return CHAT
-    if source.template:
-        notes.append("the chat template's end of turn does not end a text: a base model, qwen3 "
-                     "will continue texts unless told to -m chat")
-    return GENERATE
-
-
-def end_ids(source: Source, vocab: Vocabulary, named: str | None
-            ) -> tuple[int, int, list[int]]:
-    """(bos, eos, all ids that end a generation). The ids in config.json and generation_config.json
-    say what ends a text; tokenizer_config.json's eos_token is named, and may be what ends only a
-    turn of a chat (a Base model's ids have it not), so it counts too."""
-    bos, eos, general_bos, general_eos = (
-        id_list(source.file(name), values.get(key))
-        for name, values in (("config.json", source.config),
-                             ("generation_config.json", source.generation))
-        for key in ("bos_token_id", "eos_token_id"))
-    end_of_text = vocab.added_ids("<|endoftext|>")
-    first_bos, first_eos = bos + general_bos + end_of_text, eos + general_eos + end_of_text
-    if not first_bos or not first_eos:
-        refuse(source.file("config.json"), "no bos or eos id", "one, or a token <|endoftext|>",
-               "none")
-    stop = general_eos + eos + vocab.added_ids(named) or end_of_text
-    return first_bos[0], first_eos[0], list(dict.fromkeys(stop))
-
-
-def tokenizer_file(source: Source, vocab_size: int) -> bytes:
-    """OUT.bin.tokenizer: the base format and the extension with its sections (README)."""
-    where = source.file("tokenizer.json")
-    with structure_of(where):
-        vocab = read_vocabulary(where, source.tokenizer, source.settings, vocab_size)
-    head, tail = source.around
-    roles = role_tokens(source.settings)
-    bos, eos, stop = end_ids(source, vocab, roles.get("eos_token"))
-    if unknown := sorted(i for i in {bos, *head, *tail, *stop} if i >= vocab_size):
-        refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
-    pieces = chat_pieces(source.template, roles)
-    mode = default_mode(source, pieces, vocab, stop)
-
-    sections = {"adde": u32(*vocab.added.items()), **unicode_sections(vocab.nfc),
-                "head": u32(head), "tail": u32(tail), "stop": u32(stop),
-                "samp": sampling(source.file("generation_config.json"), source.generation),
-                "repe": repetition_penalty(source.file("generation_config.json"),
-                                           source.generation),
-                "mode": b"" if mode == CHAT else u32((mode,)),
-                "chat": b"".join(struct.pack("<I", len(piece.encode())) + piece.encode()
-                                 for piece in pieces or ())}
-    extension = b"".join(struct.pack("<4sI", tag.encode(), len(payload)) + payload
-                         for tag, payload in sections.items() if payload or tag in ("ccc ", "deco"))
-    return (base_tokenizer(vocab, vocab_size, bos, eos)
-            + struct.pack("<4sII", b"q3tx", 1, len(extension)) + extension)
-
-
-# ---------------------------------------------------------------------------- GGUF
-# The same things under other names: llama.cpp's converter wrote them from a checkpoint's files. The
-# gguf package dequantizes, but its reader needs seconds and half a GB for a real vocabulary.
-
+GGUF_STRING, GGUF_ARRAY = 8, 9  # types of metadata values; the rest are scalars:
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
-                12: "d"}  # kind -> struct's letter
+                12: "d"}  # type -> struct's letter
 GGUF_TENSORS = {
     "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -1124,18 +1312,165 @@ GGUF_ROPE = {
     "type": "rope_type", "factor": "factor", "yarn_attn_factor": "attention_factor",
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-# Qwen's tokens that print although they look special, which is why the converter calls them so
-GGUF_PRINTED = {f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad",
-                                           "repo_name", "file_sep")}
+GGUF_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+                 "penalty_repeat": "repetition_penalty"}
+# Tokens that the converter marks as special because they look so; in Qwen's files they are not.
+GGUF_NOT_SPECIAL = {f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad",
+                                               "repo_name", "file_sep")}
+
+
+def read_gguf(path: Path) -> Source:
+    with parsing(path):
+        metadata, tensors = open_gguf_parts(path)
+        config = gguf_config(path, metadata, tensors)
+        ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+        tokenizer = gguf_tokenizer(path, ggml)
+        texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+        bos, eos, *more = (ggml.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
+        stop_ids = [i for i in (eos, *more) if i is not None]
+        stop_ids += [i for i, text in texts.items() if text == "<|endoftext|>"]
+        head_ids, tail_ids = ([ggml[f"{name}_token_id"]] if ggml.get(f"add_{name}_token") else []
+                              for name in ("bos", "eos"))
+        generation = {name: metadata.get(f"general.sampling.{key}")
+                      for key, name in GGUF_SAMPLING.items()}
+        pooling = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
+        if pooling not in (gguf.PoolingType.NONE, gguf.PoolingType.LAST):
+            refuse(path, "pooling_type is not supported", "0 (none) or 3 (last token)", pooling)
+        q8_0 = any(tensor.dtype == "Q8_0" for tensor in tensors.values())
+        return Source(
+            path=path, config=config | {"bos_token_id": bos, "eos_token_id": eos},
+            tokenizer=tokenizer,
+            tokenizer_config={"bos_token": texts.get(bos), "eos_token": texts.get(eos)},
+            generation=generation | {"eos_token_id": stop_ids},
+            chat_template=metadata.get("tokenizer.chat_template"), head_ids=head_ids,
+            tail_ids=tail_ids, tensors=tensors, embedding=pooling == gguf.PoolingType.LAST,
+            group_size=32 if q8_0 else None)
+
+
+def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
+    """The contents of config.json."""
+    families = {"qwen2": ["Qwen2ForCausalLM"], "qwen3": ["Qwen3ForCausalLM"]}
+    family = metadata.get("general.architecture")
+    if family not in families:
+        refuse(path, "general.architecture is not supported", " or ".join(families), repr(family))
+    value = {key.removeprefix(f"{family}."): v for key, v in metadata.items()}
+    dim, n_heads = value["embedding_length"], value["attention.head_count"]
+    head_dim = value.get("attention.key_length", dim // n_heads)
+    embedding, classifier = tensors["embed_tokens.weight"], tensors.get("lm_head.weight")
+    return {
+        "architectures": families[family], "hidden_size": dim,
+        "intermediate_size": value["feed_forward_length"],
+        "num_hidden_layers": value["block_count"], "num_attention_heads": n_heads,
+        "num_key_value_heads": value.get("attention.head_count_kv"), "head_dim": head_dim,
+        "vocab_size": embedding.shape[0], "max_position_embeddings": value["context_length"],
+        "rms_norm_eps": value["attention.layer_norm_rms_epsilon"],
+        "rope_theta": value.get("rope.freq_base"), "rope_scaling": gguf_rope(value),
+        "partial_rotary_factor": value.get("rope.dimension_count", head_dim) / head_dim,
+        "tie_word_embeddings": classifier is None or same_values(embedding, classifier)}
+
+
+def gguf_rope(value: dict) -> dict:
+    """config.json's rope_scaling."""
+    scaling = {key.removeprefix("rope.scaling."): v for key, v in value.items()
+               if key.startswith("rope.scaling.") and v != "none"}
+    scaling.pop("finetuned", None)  # does not change what is computed
+    rope = {GGUF_ROPE.get(key, key): v for key, v in scaling.items()}
+    if "attention_factor" in rope:
+        # DeepSeek's attn_factor is 1 / default and undoes it in llama.cpp; transformers ignores it.
+        default = 0.1 * math.log(rope["factor"]) + 1
+        if abs(rope["attention_factor"] * default - 1) < 1e-3:
+            rope["attn_factor"] = rope.pop("attention_factor")
+    return rope
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    size = a.size()
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
+        a.read_bytes(start, min(PIECE, size - start)) == b.read_bytes(start,
+                                                                      min(PIECE, size - start))
+        for start in range(0, size, PIECE))
+
+
+def gguf_tokenizer(path: Path, ggml: dict) -> dict:
+    """The contents of tokenizer.json, from the metadata under tokenizer.ggml."""
+    for key, names in ("model", ["gpt2"]), ("pre", ["qwen2", "deepseek-r1-qwen"]):
+        if ggml.get(key) not in names:
+            refuse(path, f"tokenizer.ggml.{key} is not supported", " or ".join(names),
+                   repr(ggml.get(key)))
+    types = gguf.TokenType
+    known = types.NORMAL, types.CONTROL, types.USER_DEFINED, types.UNUSED
+    ids: dict[int, dict[str, int]] = {token_type: {} for token_type in known}  # type -> text -> id
+    for i, (text, token_type) in enumerate(zip(ggml["tokens"], ggml["token_type"], strict=True)):
+        if token_type not in known:
+            refuse(path, f"token_type of {text!r}", " or ".join(str(int(t)) for t in known),
+                   token_type)
+        ids[token_type][text] = i
+    if sum(map(len, ids.values())) < len(ggml["tokens"]):
+        refuse(path, "tokens", "each with a text of its own", "a text twice")
+    special = ids[types.CONTROL].keys() - GGUF_NOT_SPECIAL
+    added = ids[types.CONTROL] | ids[types.USER_DEFINED]
+    return {"model": {"type": "BPE", "vocab": ids[types.NORMAL], "merges": ggml["merges"]},
+            "normalizer": {"type": "NFC"}, "pre_tokenizer": {"pretokenizers": PRE_TOKENIZERS},
+            "added_tokens": [{"id": i, "content": text, "special": text in special}
+                             for text, i in added.items()]}
+
+
+def open_gguf_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """(metadata, tensors) of a GGUF file and, if it is the first of several parts, of the others.
+    """
+    metadata, tensors = open_gguf(path)
+    count = metadata.get("split.count", 1)
+    if count > 1 and "-00001-of-" not in path.name:
+        refuse(path, "one of several parts", f"the first, NAME-00001-of-{count:05}.gguf", path.name)
+    for i in range(2, count + 1):
+        part = path.with_name(path.name.replace("-00001-of-", f"-{i:05}-of-"))
+        _, more = open_gguf(part)
+        if again := sorted(tensors.keys() & more):
+            refuse(part, "tensors", "each in one part", first_few(again))
+        tensors |= more
+    return metadata, tensors
+
+
+def open_gguf(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """(metadata, tensors by Hugging Face's name). The file holds: "GGUF", u32 version, u64 number
+    of tensors, u64 number of metadata values; each value: string key, u32 type, value; each tensor:
+    string name, u32 number of dimensions, u64 dimensions, innermost first, u32 dtype, u64 offset in
+    the data; after padding, the data."""
+    file = open(path, "rb")
+    with (parsing(path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data):
+        cursor = GGUFCursor(data)
+        magic, version, n_tensors, n_values = cursor.unpack("4sI2Q")
+        if magic != b"GGUF":
+            refuse(path, "not supported", "a checkpoint's directory or a GGUF file",
+                   f"a file that begins with {magic!r}")
+        if version not in (2, 3):
+            found = "a big-endian one" if version % 65536 == 0 else f"version {version}"
+            refuse(path, "not supported", "a little-endian GGUF file of version 2 or 3", found)
+        metadata = {cursor.string(): cursor.value(*cursor.unpack("I")) for _ in range(n_values)}
+        tensors: dict[str, Tensor] = {}
+        for _ in range(n_tensors):
+            tensor = cursor.tensor(path, file)
+            if hf_name(tensor.name) in tensors:
+                refuse(path, "tensors", f"one {tensor.name}", "two")
+            tensors[hf_name(tensor.name)] = tensor
+        alignment = metadata.get("general.alignment", 32)
+        start = -(-cursor.at // alignment) * alignment  # of the data: rounded up
+        for tensor in tensors.values():
+            tensor.offset += start
+            end = tensor.offset + tensor.byte_count(tensor.size())
+            if end > len(data):
+                refuse(path, f"truncated in {tensor.name}", f"{end} bytes", len(data))
+    return metadata, tensors
 
 
 @dataclass
-class Cursor:
-    """Reads a GGUF file's values one after the other. The end of the data is a struct.error."""
+class GGUFCursor:
+    """Reads a GGUF file's values one after the other. struct.error at the end of the data."""
     data: mmap.mmap
     at: int = 0
 
     def unpack(self, letters: str) -> tuple:
+        """The next values, by struct's letters."""
         values = struct.unpack_from("<" + letters, self.data, self.at)
         self.at += struct.calcsize("<" + letters)
         return values
@@ -1144,14 +1479,25 @@ class Cursor:
         return self.unpack(f"{self.unpack('Q')[0]}s")[0].decode()
 
     def value(self, kind: int) -> object:
-        if kind == 8:
+        """A metadata value of this type."""
+        if kind == GGUF_STRING:
             return self.string()
-        if kind != 9:
+        if kind != GGUF_ARRAY:
             return self.unpack(GGUF_SCALARS[kind])[0]
         kind, count = self.unpack("IQ")
         if kind in GGUF_SCALARS:
             return list(self.unpack(f"{count}{GGUF_SCALARS[kind]}"))
         return [self.value(kind) for _ in range(count)]
+
+    def tensor(self, path: Path, file: BinaryIO) -> Tensor:
+        """A tensor's description; its offset is relative to the data."""
+        name, (n_dims,) = self.string(), self.unpack("I")
+        shape = self.unpack(f"{n_dims}Q")[::-1]
+        kind, offset = self.unpack("IQ")
+        dtype = gguf.GGMLQuantizationType(kind).name
+        if shape[-1] % BLOCK_SIZES[dtype][0]:
+            refuse(path, f"rows of {name}", f"a multiple of {BLOCK_SIZES[dtype][0]}", shape[-1])
+        return Tensor(name, file, offset, dtype, shape)
 
 
 def hf_name(name: str) -> str:
@@ -1162,233 +1508,45 @@ def hf_name(name: str) -> str:
     return (f"layers.{match[1]}." if match[1] else "") + GGUF_TENSORS[match[2]] + "." + match[3]
 
 
-def open_gguf(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(metadata, tensors). The file is "GGUF", u32 version, u64 number of tensors, u64 number of
-    values; the values, each: string key, u32 kind, value; the tensors, each: string name, u32
-    number of dimensions, u64 dimensions (the innermost first), u32 type, u64 offset; the data."""
-    file = open(path, "rb")
-    with (structure_of(path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data):
-        cursor = Cursor(data)
-        magic, version, n_tensors, n_values = cursor.unpack("4sI2Q")
-        if magic != b"GGUF":
-            refuse(path, "not supported", "a checkpoint's directory or a GGUF file",
-                   f"a file that begins with {magic!r}")
-        if version not in (2, 3):
-            found = "a big-endian one" if version % 65536 == 0 else f"version {version}"
-            refuse(path, "not supported", "a little-endian GGUF file of version 2 or 3", found)
-        metadata = {cursor.string(): cursor.value(*cursor.unpack("I")) for _ in range(n_values)}
-        tensors = {}
-        for _ in range(n_tensors):
-            name, (n,) = cursor.string(), cursor.unpack("I")
-            shape = cursor.unpack(f"{n}Q")[::-1]
-            kind, offset = cursor.unpack("IQ")
-            dtype = gguf.GGMLQuantizationType(kind).name
-            if shape[-1] % BLOCK[dtype][0]:
-                refuse(path, f"rows of {name}", f"a multiple of {BLOCK[dtype][0]}", shape[-1])
-            if hf_name(name) in tensors:
-                refuse(path, "tensors", f"one {name}", "two")
-            tensors[hf_name(name)] = Tensor(name, file, offset, dtype, shape)
-        alignment = metadata.get("general.alignment", 32)
-        start = -(-cursor.at // alignment) * alignment
-        for tensor in tensors.values():
-            tensor.offset += start
-            end = tensor.offset + tensor.bytes_of(math.prod(tensor.shape))
-            if end > len(data):
-                refuse(path, f"truncated in {tensor.name}", f"{end} bytes", len(data))
-    return metadata, tensors
+# ---- --check and --plot: OUT.bin compared with SOURCE --------------------------------------------
+
+def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None) -> None:
+    """Compares OUT.bin and its tokenizer file with the source; a table of the errors on stdout."""
+    if picture and not importlib.util.find_spec("matplotlib"):
+        refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...` or `pip "
+               "install matplotlib`", "none")
+    with open(out, "rb") as file:
+        found = file.read(256)
+        group_size = int.from_bytes(found[0x2C:0x30], "little")
+        if group_size not in GROUP_SIZES:
+            refuse(out, "group_size", " or ".join(map(str, GROUP_SIZES)), group_size)
+        config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
+        check_yarn(out, config, found)
+        check_bytes(out, "the header", header(config), found)
+        path = tokenizer_path(out)
+        check_bytes(path, "it", tokenizer, path.read_bytes())
+        size = model_size(config, tensors)
+        if (actual := out.stat().st_size) != size:
+            refuse(out, "truncated or oversized", f"{size} bytes", actual)
+        errors = check_tensors(file, group_size, tensors)
+    if picture:
+        plot(picture, f"{out.name} against {Path(name).name}", errors)
+    worst = max(errors, key=errors.__getitem__)
+    print(f"export.py: {out} is what {name} gives: header, tokenizer and {len(tensors)} tensors; "
+          f"rms error {errors[worst]:.2f} % at most, in {worst}", file=sys.stderr)
 
 
-def open_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(metadata, tensors) of a GGUF file or, if it is the first of several, of them all."""
-    metadata, tensors = open_gguf(path)
-    count = metadata.get("split.count", 1)
-    if count > 1 and "-00001-of-" not in path.name:
-        refuse(path, "one of several parts", f"the first, NAME-00001-of-{count:05}.gguf", path.name)
-    for i in range(2, count + 1):
-        part = path.with_name(path.name.replace("-00001-of-", f"-{i:05}-of-"))
-        _, more = open_gguf(part)
-        if again := sorted(tensors.keys() & more):
-            refuse(part, "tensors", "each in one part", some(again))
-        tensors |= more
-    return metadata, tensors
+def check_yarn(out: Path, config: Config, found: bytes) -> None:
+    """Refuses a header with another YaRN factor than expected, as --yarn is easily forgotten."""
+    expected, actual = (struct.unpack_from("<f", head.ljust(256, b"\0"), 0x3C)[0] or 1
+                        for head in (header(config), found))
+    if expected != actual:
+        refuse(out, "YaRN is not what the source gives, --check needs the same --yarn",
+               f"factor {expected:g}", f"{actual:g}")
 
-
-def same_values(a: Tensor, b: Tensor) -> bool:
-    size = math.prod(a.shape)
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
-        a.stored(start, min(PIECE, size - start)) == b.stored(start, min(PIECE, size - start))
-        for start in range(0, size, PIECE))
-
-
-def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
-    """What config.json says. A stored classifier that is the embedding is none."""
-    families = {"qwen2": ["Qwen2ForCausalLM"], "qwen3": ["Qwen3ForCausalLM"]}
-    family = metadata.get("general.architecture")
-    if family not in families:
-        refuse(path, "general.architecture is not supported", " or ".join(families), repr(family))
-    value = {key.removeprefix(f"{family}."): v for key, v in metadata.items()}
-    dim, heads = value["embedding_length"], value["attention.head_count"]
-    head_dim = value.get("attention.key_length", dim // heads)
-    scaling = {key.removeprefix("rope.scaling."): v for key, v in value.items()
-               if key.startswith("rope.scaling.") and v != "none"}
-    scaling.pop("finetuned", None)  # says nothing about the arithmetic
-    rope = {GGUF_ROPE.get(key, key): v for key, v in scaling.items()}
-    if "attention_factor" in rope:  # or it was DeepSeek's attn_factor, which undoes the default
-        default = 0.1 * math.log(rope["factor"]) + 1
-        if abs(rope["attention_factor"] * default - 1) < 1e-3:
-            rope["attn_factor"] = rope.pop("attention_factor")
-    embedding, classifier = tensors["embed_tokens.weight"], tensors.get("lm_head.weight")
-    return {
-        "architectures": families[family], "hidden_size": dim,
-        "intermediate_size": value["feed_forward_length"],
-        "num_hidden_layers": value["block_count"], "num_attention_heads": heads,
-        "num_key_value_heads": value.get("attention.head_count_kv"), "head_dim": head_dim,
-        "vocab_size": embedding.shape[0], "max_position_embeddings": value["context_length"],
-        "rms_norm_eps": value["attention.layer_norm_rms_epsilon"],
-        "rope_theta": value.get("rope.freq_base"), "rope_scaling": rope,
-        "partial_rotary_factor": value.get("rope.dimension_count", head_dim) / head_dim,
-        "tie_word_embeddings": classifier is None or same_values(embedding, classifier)}
-
-
-def gguf_tokenizer(path: Path, value: dict) -> dict:
-    """What tokenizer.json says."""
-    for key, names in ("model", ["gpt2"]), ("pre", ["qwen2", "deepseek-r1-qwen"]):
-        if value.get(key) not in names:
-            refuse(path, f"tokenizer.ggml.{key} is not supported", " or ".join(names),
-                   repr(value.get(key)))
-    kinds = gguf.TokenType
-    known = kinds.NORMAL, kinds.CONTROL, kinds.USER_DEFINED, kinds.UNUSED
-    texts: dict[int, dict[str, int]] = {kind: {} for kind in known}  # text -> id, of each kind
-    for i, (text, kind) in enumerate(zip(value["tokens"], value["token_type"], strict=True)):
-        if kind not in known:
-            refuse(path, f"token_type of {text!r}", " or ".join(str(int(k)) for k in known), kind)
-        texts[kind][text] = i
-    if sum(map(len, texts.values())) < len(value["tokens"]):
-        refuse(path, "tokens", "each with a text of its own", "a text twice")
-    special = [text for text in texts[kinds.CONTROL] if text not in GGUF_PRINTED]
-    added = texts[kinds.CONTROL] | texts[kinds.USER_DEFINED]
-    return {"model": {"type": "BPE", "vocab": texts[kinds.NORMAL], "merges": value["merges"]},
-            "normalizer": {"type": "NFC"}, "pre_tokenizer": {"pretokenizers": STEPS},
-            "added_tokens": [{"id": i, "content": text, "special": text in special}
-                             for text, i in added.items()]}
-
-
-def read_gguf(path: Path) -> Source:
-    with structure_of(path):
-        metadata, tensors = open_parts(path)
-        config = gguf_config(path, metadata, tensors)
-        value = {key.removeprefix("tokenizer.ggml."): v for key, v in metadata.items()}
-        tokenizer = gguf_tokenizer(path, value)
-        texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-        bos, eos, *more = (value.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
-        ends = [i for i in (eos, *more) if i is not None]
-        ends += [i for i, text in texts.items() if text == "<|endoftext|>"]
-        head, tail = ([value[f"{name}_token_id"]] if value.get(f"add_{name}_token") else []
-                      for name in ("bos", "eos"))
-        settings = {"bos_token": texts.get(bos), "eos_token": texts.get(eos)}
-        names = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-                 "penalty_repeat": "repetition_penalty"}
-        generation = {name: metadata.get(f"general.sampling.{key}") for key, name in names.items()}
-        pooling = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
-        if pooling not in (gguf.PoolingType.NONE, gguf.PoolingType.LAST):
-            refuse(path, "pooling_type is not supported", "0 (none) or 3 (last token)", pooling)
-        exact = 32 if any(tensor.dtype == "Q8_0" for tensor in tensors.values()) else None
-        return Source(path, config | {"bos_token_id": bos, "eos_token_id": eos}, tokenizer,
-                      settings, generation | {"eos_token_id": ends},
-                      metadata.get("tokenizer.chat_template"), (head, tail), tensors,
-                      pooling == gguf.PoolingType.LAST, exact)
-
-
-# ---------------------------------------------------------------------------- source and target
-
-def download(name: str) -> Path:
-    """The folder of a checkpoint from the hub; huggingface_hub keeps it in its cache."""
-    files = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
-             "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
-             "modules.json", "1_Pooling/config.json"]
-    try:
-        import huggingface_hub.utils  # takes a moment, and few need it
-        if not sys.stderr.isatty():
-            huggingface_hub.utils.disable_progress_bars()
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files,
-                                                      ignore_patterns="*/*.safetensors*"))
-    except Exception as error:  # of several libraries: no such name, no access, no network, ...
-        reason = str(error).strip().partition("\n")[0]
-        refuse(name, "neither a directory here nor to be had from the hub",
-               "a checkpoint directory or a hub name", f"{type(error).__name__}: {reason}")
-
-
-def find_source(name: str) -> Source:
-    path = Path(name)
-    if path.is_file():
-        return read_gguf(path)
-    if not path.is_dir():
-        if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-            refuse(name, "no checkpoint", "a directory, a GGUF file or a hub name, ORG/NAME",
-                   "nothing of that name" if not path.exists() else "something else")
-        path = download(name)
-    with structure_of(path):
-        return read_folder(path)
-
-
-@contextmanager
-def published(*targets: Path) -> Iterator[list[BinaryIO]]:
-    """Files to write beside the targets, which become them together, once all is written. Whatever
-    happens before that, signals included, leaves the targets as they were and no file behind."""
-    parts = [target.with_name(f"{target.name}.{os.getpid()}.part") for target in targets]
-    files: list[BinaryIO] = []
-    try:
-        for target, part in zip(targets, parts):
-            if target.is_dir():
-                refuse(target, "can't be written", "a file or nothing there", "a directory")
-            files.append(open(part, "xb", buffering=0))
-        yield files
-        for part, target in zip(parts, targets):
-            os.replace(part, target)
-    finally:
-        for file in files:
-            file.close()
-        for part in parts:
-            part.unlink(missing_ok=True)
-
-
-def prepare(name: str, group_size: int | None,
-            yarn_factor: float | None) -> tuple[Config, list[Tensor], bytes]:
-    """(config, tensors in the order of OUT.bin, OUT.bin.tokenizer) of a source."""
-    source = find_source(name)
-    with structure_of(source.path):
-        config = read_config(source, group_size, yarn_factor)
-        tensors = match_tensors(source.path, source.tensors, config)
-        tokenizer = tokenizer_file(source, config.vocab_size)
-    lossy = {tensor.dtype for tensor in tensors} - PLAIN
-    lossy -= {"Q8_0"} if config.group_size == 32 else set()
-    if lossy:
-        notes.append(f"{', '.join(sorted(lossy))}: quantized again, in groups of "
-                     f"{config.group_size}, which moves a value by up to 1/254 of the largest of "
-                     "its group; what the first quantization lost stays lost")
-    return config, tensors, tokenizer
-
-
-def export(name: str, out: Path, group_size: int | None, yarn_factor: float | None) -> None:
-    began = time.monotonic()
-    config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
-    size = 256 + sum(stored_size(t.shape, config.group_size) for t in tensors)
-    tokenizer_out = out.with_name(out.name + ".tokenizer")
-    with published(tokenizer_out, out) as (tokenizer_part, model_part):
-        free = shutil.disk_usage(out.parent).free
-        if free < size + len(tokenizer):
-            refuse(out, "too little disk space", f"{size + len(tokenizer)} bytes", f"{free} free")
-        write_at(tokenizer_part, np.frombuffer(tokenizer, np.uint8), 0)
-        write_model(model_part, config, tensors)
-    seconds = time.monotonic() - began
-    print(f"export.py: wrote {out} ({size / 1e6:.1f} MB) and {tokenizer_out.name} "
-          f"in {seconds:.1f} s", file=sys.stderr)
-
-
-# ---------------------------------------------------------------------------- --check
 
 def check_bytes(path: Path, what: str, expected: bytes, found: bytes) -> None:
-    """Refuses a difference, by the 32-bit word it is in."""
+    """Refuses bytes that differ, and shows the first 32-bit word that does."""
     if found != expected:
         at = next((i for i in range(0, len(expected), 4) if expected[i:i + 4] != found[i:i + 4]),
                   len(expected))
@@ -1396,15 +1554,31 @@ def check_bytes(path: Path, what: str, expected: bytes, found: bytes) -> None:
                expected[at:at + 4].hex(" ") or "its end", found[at:at + 4].hex(" ") or "its end")
 
 
-TINY = np.float32(2e-43)  # what rounding does to a scale that is hardly above zero, times 127
+def check_tensors(file: BinaryIO, group_size: int, tensors: list[Tensor]) -> dict[str, float]:
+    """Prints the table. Returns each matrix's rms error in % of the weights' rms."""
+    errors = {}
+    print_above_bar("rms error    largest\n(% of rms)  (half steps)  tensor")
+    for tensor, pieces in in_pieces(partial(compare_piece, file, group_size), tensors, group_size):
+        squares, differences, largest = zip(*pieces)
+        rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
+        print_above_bar(f"{rms:10.4f}  {max(largest):12.4f}  {tensor.name}")
+        if len(tensor.shape) == 2:
+            errors[tensor.name] = rms
+    return errors
+
+
+TINY = np.float32(2e-43)  # the rounding error of a subnormal scale, times 127
 
 
 def compare_piece(out: BinaryIO, group_size: int, tensor: Tensor, offset: int, start: int,
                   count: int) -> tuple[float, float, float]:
-    """(sum of squares, sum of squared differences, largest difference in units of what its group
-    allows) of elements start .. start+count-1 of a tensor that begins at offset. Half a step is
-    allowed, max|x| / 254, and a little more, as the product and the scale are rounded, too."""
-    x = tensor.read(start, count)
+    """Compares a range of a tensor, which lies at offset in OUT.bin, with the source. Returns (sum
+    of squares, sum of squared differences, largest difference relative to the allowed one).
+
+    Allowed is half a quantization step, max|x| / 254 of the group, and a little more because the
+    scale and the product are rounded, too. A norm or bias, which is not quantized, must be equal:
+    it counts as groups of one value with nothing allowed."""
+    x = tensor.read_fp32(start, count)
     group = 1 if len(tensor.shape) == 1 else group_size
     groups = np.arange(0, count, group)
     allowed = np.zeros(len(groups), np.float32)
@@ -1412,12 +1586,12 @@ def compare_piece(out: BinaryIO, group_size: int, tensor: Tensor, offset: int, s
         y = read_at(out, "<f4", count, offset + 4 * start)
     else:
         q = read_at(out, "i1", count, offset + start).reshape(-1, group)
-        scale = read_at(out, "<f4", len(q), offset + math.prod(tensor.shape) + 4 * (start // group))
+        scale = read_at(out, "<f4", len(q), offset + tensor.size() + 4 * (start // group))
         y = (q * scale[:, None]).ravel()
         allowed = np.maximum.reduceat(np.abs(x), groups) * np.float32(1.0001 / 254) + TINY
     difference = np.abs(x - y)
     largest = np.maximum.reduceat(difference, groups)
-    wrong = ~(largest <= allowed)  # so NaN is wrong
+    wrong = ~(largest <= allowed)  # true for NaN, too
     if wrong.any():
         g = int(wrong.argmax())
         i = g * group + int(difference[g * group:(g + 1) * group].argmax())
@@ -1428,17 +1602,31 @@ def compare_piece(out: BinaryIO, group_size: int, tensor: Tensor, offset: int, s
     return float(x @ x), float(difference @ difference), float(relative.max())
 
 
+def print_above_bar(lines: str) -> None:
+    """Prints to stdout without breaking the progress bar."""
+    try:
+        tqdm.write(lines)
+        sys.stdout.flush()
+    except OSError as error:
+        # Python flushes stdout again at exit; that must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        error.filename = "stdout"
+        raise
+
+
 def plot(path: Path, title: str, errors: dict[str, float]) -> None:
-    """A line along the layers for each kind of matrix, and a level for those outside the layers."""
+    """A line over the layers for each kind of matrix; a dashed level for those outside the layers.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
     axes = Figure(figsize=(9, 5), layout="constrained").subplots()
-    kinds: dict[str, list[float]] = {}
+    kinds: dict[str, list[float]] = {}  # q_proj, ... -> errors by layer
     for name, rms in errors.items():
         kinds.setdefault(re.sub(r".*\.\d+\.|\.weight$", "", name), []).append(rms)
-    n = max(map(len, kinds.values()))
+    n_layers = max(map(len, kinds.values()))
     for kind, values in kinds.items():
-        axes.plot((values * n)[:n], "o-" if len(values) == n else "--", markersize=4, label=kind)
+        axes.plot((values * n_layers)[:n_layers], "o-" if len(values) == n_layers else "--",
+                  markersize=4, label=kind)
     axes.set(title=title, xlabel="layer", ylabel="rms error, % of the weights' rms")
     axes.set_ylim(bottom=max(0, axes.get_ylim()[0]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -1447,71 +1635,37 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
     axes.figure.savefig(path, dpi=150)
 
 
-def tell(lines: str) -> None:
-    """Writes to stdout, above the progress bar."""
+# ---- The command line: arguments in, one line per message and an exit status out -----------------
+
+def main() -> None:
+    options = parse_arguments(sys.argv[1:])
+    source, out = options.source, options.out
+    status = 0
     try:
-        tqdm.write(lines)
-        sys.stdout.flush()
+        if options.check:
+            check(source, out, options.plot, options.yarn)
+        else:
+            export(source, out, options.group_size, options.yarn)
+        lines = notes
+    except Refused as error:
+        lines, status = [str(error)], 1
+    except BrokenPipeError:  # the reader of the table, such as head, has seen enough
+        lines = []
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of it at exit
-        error.filename = "stdout"
-        raise
-
-
-def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None) -> None:
-    """Compares OUT.bin and its tokenizer file with the source; a table of the errors on stdout."""
-    if picture and not importlib.util.find_spec("matplotlib"):
-        refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...` or `pip "
-               "install matplotlib`", "none")
-    tokenizer_out, errors = out.with_name(out.name + ".tokenizer"), {}
-    with open(out, "rb") as file:
-        head = file.read(256)
-        group_size = int.from_bytes(head[0x2C:0x30], "little")
-        if group_size not in GROUP_SIZES:
-            refuse(out, "group_size", " or ".join(map(str, GROUP_SIZES)), group_size)
-        config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
-        factor, found = (struct.unpack_from("<f", fields.ljust(256, b"\0"), 0x3C)[0] or 1
-                         for fields in (header(config), head))
-        if factor != found:
-            refuse(out, "YaRN is not what the source gives, --check needs the same --yarn",
-                   f"factor {factor:g}", f"{found:g}")
-        check_bytes(out, "the header", header(config), head)
-        check_bytes(tokenizer_out, "it", tokenizer, tokenizer_out.read_bytes())
-        size = 256 + sum(stored_size(t.shape, group_size) for t in tensors)
-        if (found := out.stat().st_size) != size:
-            refuse(out, "truncated or oversized", f"{size} bytes", found)
-        tell("rms error    largest\n(% of rms)  (half steps)  tensor")
-        for tensor, pieces in in_pieces(partial(compare_piece, file, group_size), tensors,
-                                        group_size):
-            squares, differences, largest = zip(*pieces)
-            rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
-            tell(f"{rms:10.4f}  {max(largest):12.4f}  {tensor.name}")
-            if len(tensor.shape) == 2:
-                errors[tensor.name] = rms
-    if picture:
-        plot(picture, f"{out.name} against {Path(name).name}", errors)
-    worst = max(errors, key=errors.__getitem__)
-    print(f"export.py: {out} is what {name} gives: header, tokenizer and {len(tensors)} tensors; "
-          f"rms error {errors[worst]:.2f} % at most, in {worst}", file=sys.stderr)
-
-
-# ---------------------------------------------------------------------------- main
-
-def usage_error(text: str) -> NoReturn:
-    print(f"export.py: {text} (see export.py -h)", file=sys.stderr)
-    sys.exit(2)
-
-
-def yarn_factor(text: str) -> float:
-    with suppress(ValueError):
-        if 1 < float(text) <= 64:
-            return float(text)
-    raise argparse.ArgumentTypeError("wrong factor, expected a number above 1 and up to 64, "
-                                     f"found {text!r}")
+        lines = [f"{error.filename or out}: can't be read or written, expected access and space, "
+                 f"found {error.strerror or error}"]
+        status = 1
+    for line in lines:  # a name from an untrusted file may hold control characters
+        line = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda control: repr(control[0])[1:-1], line)
+        print(f"export.py: {line:.1000}", file=sys.stderr)
+    sys.exit(status)
 
 
 def parse_arguments(args: list[str]) -> argparse.Namespace:
-    """source, out and the options. An OUT ends in .bin; it may also come first, as it once did."""
+    """source, out (a name that ends in .bin; it may also come first) and the options."""
+    if "-h" in args or "--help" in args:
+        print(__doc__.partition("\n\nSections of this file")[0])
+        sys.exit(0)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = usage_error  # type: ignore
     parser.add_argument("names", nargs="*")
@@ -1519,9 +1673,6 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--yarn", type=yarn_factor, metavar="FACTOR")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
-    if "-h" in args or "--help" in args:
-        print(__doc__.strip())
-        sys.exit(0)
     options = parser.parse_intermixed_args(args)
     if not 1 <= len(options.names) <= 2 or "" in options.names:
         usage_error("usage: wrong arguments, expected SOURCE [OUT.bin], "
@@ -1542,30 +1693,19 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse_arguments(sys.argv[1:])
-    source, out = options.source, options.out
-    status = 0
-    try:
-        if options.check:
-            check(source, out, options.plot, options.yarn)
-        else:
-            export(source, out, options.group_size, options.yarn)
-        lines = notes
-    except Refused as error:
-        lines, status = [str(error)], 1
-    except BrokenPipeError:  # who reads the table has seen enough
-        lines = []
-    except OSError as error:
-        lines = [f"{error.filename or out}: can't be read or written, expected access and space, "
-                 f"found {error.strerror or error}"]
-        status = 1
-    for line in lines:  # names from files may hold anything
-        line = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda control: repr(control[0])[1:-1], line)
-        print(f"export.py: {line:.1000}", file=sys.stderr)
-    sys.exit(status)
+def yarn_factor(text: str) -> float:
+    with suppress(ValueError):
+        if 1 < float(text) <= 64:
+            return float(text)
+    raise argparse.ArgumentTypeError("wrong factor, expected a number above 1 and up to 64, "
+                                     f"found {text!r}")
+
+
+def usage_error(text: str) -> NoReturn:
+    print(f"export.py: {text} (see export.py -h)", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":
-    on_signals(sys.exit)  # unwinds, so temporary files go
+    on_signals(sys.exit)  # an exception, so that published() removes its temporary files
     main()

@@ -663,7 +663,7 @@ def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_pat
 
 
 @pytest.mark.parametrize("name, content, patterns", [
-    ("config.json", None, ["no checkpoint", "config.json"]),
+    ("config.json", None, ["not a checkpoint", "config.json"]),
     ("config.json", "{", ["config.json: broken", "JSONDecodeError"]),
     ("config.json", "[1]", ["list"]),
     ("tokenizer.json", None, ["tokenizer.json", "No such file"]),
@@ -1530,4 +1530,4 @@ def test_download_from_a_hub(checkpoint, tmp_path):
                  {"HF_HOME": str(tmp_path / "empty")}):  # not allowed to ask, and no one there
         done = process("org/tiny", "x.bin", cwd=tmp_path, env=env | more)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-        assert "org/tiny: neither a directory here nor to be had from the hub" in done.stderr
+        assert "org/tiny: neither a directory here nor available from the hub" in done.stderr
