@@ -35,22 +35,22 @@ also come first, as the older export.py had it.
     --plot FILE.png      --check, and a plot of the errors (needs matplotlib)
 
 Memory use does not depend on the model's size. The two files appear under their names only when
-both are complete. A checkpoint that cannot be converted exactly is refused, with the reason.
+both are complete. A checkpoint that qwen3.c would not compute as defined is refused by name.
 Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
 
 Sections of this file:
 
     One export from start to end    main path: read SOURCE, then write OUT.bin and its tokenizer
-    Errors                          how a checkpoint is refused, and by which file's name
+    Errors                          refusals, notes, malformed files
     A checkpoint directory          Hugging Face's files -> Source
     config.json                     -> Config -> the header of OUT.bin
-    Tensors                         *.safetensors -> Tensor, in the order of OUT.bin
-    Weights                         Tensor -> Q8_0 -> OUT.bin, piece by piece on several threads
+    Tensors                         *.safetensors -> a list of Tensor in the order of OUT.bin
+    Weights                         each Tensor -> Q8_0 -> OUT.bin
     Vocabulary                      tokenizer.json -> tokens, merge scores, added tokens
     Unicode                         the tokenizers package -> character classes, NFC tables
-    Chat                            the Jinja chat template -> twelve strings, verified
-    The tokenizer file              all of these and generation_config.json -> OUT.bin.tokenizer
-    GGUF                            a GGUF file -> the same Source
+    Chat                            the Jinja chat template -> twelve strings
+    The tokenizer file              the three above, generation_config.json -> OUT.bin.tokenizer
+    GGUF                            a GGUF file -> Source
     --check and --plot              OUT.bin compared with SOURCE
     The command line                arguments, exit status
 
@@ -71,8 +71,8 @@ def on_signals(leave: Callable[[int], object]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: leave(143))
 
 
-if __name__ == "__main__":  # an exception during the slow imports below might be swallowed there
-    on_signals(os._exit)
+if __name__ == "__main__":
+    on_signals(os._exit)  # until main(): the slow imports below may swallow an exception
 
 import argparse
 import importlib.util
@@ -108,7 +108,7 @@ except ImportError as error:
 # ---- One export from start to end ----------------------------------------------------------------
 
 class Source(NamedTuple):
-    """A checkpoint: the contents of a Hugging Face directory, or of a GGUF file in the same form."""
+    """A checkpoint as a Hugging Face directory has it. A GGUF file is brought into this form."""
     path: Path  # the directory or the GGUF file
     config: dict  # config.json
     tokenizer: dict  # tokenizer.json
@@ -119,10 +119,10 @@ class Source(NamedTuple):
     tail_ids: list[int]  # token ids that it puts after every text
     tensors: dict[str, Tensor]  # by Hugging Face's name, with or without "model."
     embedding: bool  # an embedding model: it makes one vector of a text
-    group_size: int | None = None  # of weights that are Q8_0 already, else None
+    group_size: int | None = None  # set if the weights are already quantized as OUT.bin's are
 
     def file(self, name: str) -> Path:
-        """The path that an error message about this file's contents names."""
+        """The path to name in an error message about config.json etc.: of that file or the GGUF."""
         return self.path / name if self.path.is_dir() else self.path
 
 
@@ -132,12 +132,12 @@ def export(name: str, out: Path, group_size: int | None, yarn_factor: float | No
     config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
     size = model_size(config, tensors)
     tokenizer_out = tokenizer_path(out)
-    with published(tokenizer_out, out) as (tokenizer_file, model_file):
+    with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
         free = shutil.disk_usage(out.parent).free
         if free < size + len(tokenizer):
             refuse(out, "too little disk space", f"{size + len(tokenizer)} bytes", f"{free} free")
-        write_at(tokenizer_file, np.frombuffer(tokenizer, np.uint8), 0)
-        write_model(model_file, config, tensors)
+        write_at(tokenizer_part, tokenizer, 0)
+        write_model(model_part, config, tensors)
     seconds = time.monotonic() - began
     print(f"export.py: wrote {out} ({size / 1e6:.1f} MB) and {tokenizer_out.name} "
           f"in {seconds:.1f} s", file=sys.stderr)
@@ -186,7 +186,7 @@ def tokenizer_path(out: Path) -> Path:
 
 
 @contextmanager
-def published(*targets: Path) -> Iterator[list[BinaryIO]]:
+def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
     """Yields temporary files beside the targets, and renames them to the targets, in this order, if
     the block succeeds. If it fails or a signal ends it, the targets stay as they were and the
     temporary files are removed."""
@@ -339,16 +339,15 @@ def is_embedding(folder: Path) -> bool:
 class Yarn(NamedTuple):
     """YaRN rope scaling, arXiv 2309.00071, with the names and defaults of transformers'
     _compute_yarn_parameters (modeling_rope_utils.py)."""
-    factor: float  # the context is this many times as long as
-    original_max_position: int  # the one that the model was trained on, in tokens
-    beta_fast: float  # a dimension that turns more often than this over that context is unchanged
-    beta_slow: float  # one that turns less often than this is slowed down by factor; between: a ramp
+    factor: float  # new context length / original_max_position
+    original_max_position: int  # context length that the model was trained with
+    beta_fast: float  # dimensions with more rotations than this in that length are unchanged
+    beta_slow: float  # dimensions with fewer get frequency / factor; a linear ramp in between
     attention_factor: float  # cos and sin are multiplied by it
     truncate: bool  # the ends of the ramp are rounded to whole dimensions
 
 
-@dataclass
-class Config:
+class Config(NamedTuple):
     """The header's fields, under qwen3.c's names."""
     dim: int
     hidden_dim: int
@@ -373,42 +372,39 @@ GROUP_SIZES = 32, 64, 128, 256
 
 def read_config(source: Source, group_size: int | None = None,
                 yarn_factor: float | None = None) -> Config:
-    """The source's config.json, checked. The arguments are those of --group-size and --yarn."""
+    """The source's config.json, checked; group_size and yarn_factor are the user's options."""
     where, config = source.file("config.json"), source.config
     with parsing(where):
         check_family(where, config)
         if yarn_factor:
             config = with_yarn(where, config, yarn_factor)
         integer = partial(positive, where, config, kind=int)
+        qwen2 = config["architectures"] == QWEN2
+        dim, hidden_dim = integer("hidden_size"), integer("intermediate_size")
+        n_heads = integer("num_attention_heads")
+        n_kv_heads = integer("num_key_value_heads", default=n_heads)
+        head_dim = integer("head_dim", default=dim // n_heads if qwen2 else 128)
+        if n_heads % n_kv_heads:
+            refuse(where, "num_key_value_heads", f"a divisor of {n_heads}", n_kv_heads)
+        if head_dim % 2:
+            refuse(where, "head_dim", "an even number", head_dim)
         max_seq_len = integer("max_position_embeddings")
         rope_theta, yarn = read_rope(where, config, max_seq_len)
-        qwen2 = config["architectures"] == QWEN2
-        dim, n_heads = integer("hidden_size"), integer("num_attention_heads")
-        c = Config(
-            dim=dim, hidden_dim=integer("intermediate_size"),
-            n_layers=integer("num_hidden_layers"), n_heads=n_heads,
-            n_kv_heads=integer("num_key_value_heads", default=n_heads),
-            vocab_size=integer("vocab_size"), max_seq_len=max_seq_len,
-            head_dim=integer("head_dim", default=dim // n_heads if qwen2 else 128),
-            shared_classifier=(config.get("tie_word_embeddings", False) is True
-                               or source.embedding),  # an embedding model needs no classifier
-            group_size=group_size or source.group_size or 0, rope_theta=rope_theta,
-            rms_norm_eps=positive(where, config, "rms_norm_eps", float, 1e-6), yarn=yarn,
-            qkv_bias=qwen2, no_qk_norm=qwen2)
-    if c.n_heads % c.n_kv_heads:
-        refuse(where, "num_key_value_heads", f"a divisor of {c.n_heads}", c.n_kv_heads)
-    if c.head_dim % 2:
-        refuse(where, "head_dim", "an even number", c.head_dim)
-    c.group_size = checked_group_size(where, c)
-    return c
+        tied = config.get("tie_word_embeddings", False) is True
+        return Config(
+            dim, hidden_dim, integer("num_hidden_layers"), n_heads, n_kv_heads,
+            integer("vocab_size"), max_seq_len, head_dim,
+            shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
+            group_size=choose_group_size(where, group_size or source.group_size, {
+                "hidden_size": dim, "intermediate_size": hidden_dim,
+                "num_attention_heads * head_dim": n_heads * head_dim}),
+            rms_norm_eps=positive(where, config, "rms_norm_eps", float, 1e-6),
+            rope_theta=rope_theta, yarn=yarn, qkv_bias=qwen2, no_qk_norm=qwen2)
 
 
-def checked_group_size(where: Path, c: Config) -> int:
-    """c.group_size, or the default if it is 0. It must divide every matrix's rows."""
-    widths = {"hidden_size": c.dim, "intermediate_size": c.hidden_dim,
-              "num_attention_heads * head_dim": c.n_heads * c.head_dim}
-    default = 32 if any(width % 64 for width in widths.values()) else 64
-    group_size = c.group_size or default
+def choose_group_size(where: Path, wanted: int | None, widths: dict[str, int]) -> int:
+    """The wanted group size, or 64, or 32 where 64 does not divide all widths of the matrices."""
+    group_size = wanted or (32 if any(width % 64 for width in widths.values()) else 64)
     for key, width in widths.items():
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
@@ -417,7 +413,7 @@ def checked_group_size(where: Path, c: Config) -> int:
 
 def check_family(where: Path, config: dict) -> None:
     """Refuses every model but a dense Qwen3 or Qwen2 with full attention."""
-    layer_types = config.get("layer_types")
+    layer_types = config.get("layer_types")  # it replaces the three keys of the next line
     sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
                and config.get("max_window_layers", 28) < config["num_hidden_layers"])
     for key, supported, expected in [
@@ -450,7 +446,7 @@ def positive(where: Path, config: dict, key: str, kind: type, default: float | N
 
 
 def rope_parameters(config: dict) -> tuple[dict, object]:
-    """(parameters, rope type). The key was rope_scaling before transformers 5; it wins there, too."""
+    """(parameters, rope type). transformers 5 renamed rope_scaling; the old key wins there, too."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return rope, rope.get("rope_type", rope.get("type", "default"))
 
@@ -461,10 +457,11 @@ def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, Yarn 
     theta = positive(where, config | rope, "rope_theta", float, 10000.0)
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
     if rope_type == "yarn":
-        rope = rope | {key: config[key] for key in ["original_max_position_embeddings"]
-                       if key in config}
-        known |= {"factor", "original_max_position_embeddings", "truncate", "attention_factor",
-                  "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+        original = "original_max_position_embeddings"
+        if original in config:  # outside of rope_scaling it wins
+            rope = rope | {original: config[original]}
+        known |= {"factor", original, "truncate", "attention_factor", "beta_fast", "beta_slow",
+                  "mscale", "mscale_all_dim"}
     elif rope_type != "default":
         refuse(where, "rope_type is not supported", "default or yarn", repr(rope_type))
     if unknown := sorted(rope.keys() - known):
@@ -478,8 +475,10 @@ def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, Yarn 
 
 
 def read_yarn(where: Path, rope: dict, max_seq_len: int) -> Yarn:
+    rope = rope | {key: rope.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0: absent
     number = partial(positive, where, rope, kind=float)
     original = positive(where, rope, "original_max_position_embeddings", int, max_seq_len)
+    # The factor must be there, but may be null.
     factor = number("factor", default=max_seq_len / original if "factor" in rope else None)
     attention_factor = default_attention_factor(factor)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -489,8 +488,7 @@ def read_yarn(where: Path, rope: dict, max_seq_len: int) -> Yarn:
         notes.append("mscale or mscale_all_dim alone has no effect, as in transformers")
     if type(truncate := rope.get("truncate", True)) is not bool:
         refuse(where, "truncate", "true or false", repr(truncate))
-    return Yarn(factor, original, number("beta_fast") if rope.get("beta_fast") else 32,
-                number("beta_slow") if rope.get("beta_slow") else 1,
+    return Yarn(factor, original, number("beta_fast", default=32), number("beta_slow", default=1),
                 number("attention_factor", default=attention_factor), truncate)
 
 
@@ -552,6 +550,10 @@ class Tensor:
     def size(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """The whole tensor as (start, count) of ranges of up to PIECE elements."""
+        return [(start, min(PIECE, self.size() - start)) for start in range(0, self.size(), PIECE)]
 
     def byte_count(self, count: int) -> int:
         elements, size = BLOCK_SIZES[self.dtype]
@@ -622,58 +624,59 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
     {dtype, shape, data_offsets: [begin, end)}}; the data, which the tensors fill without gap or
     overlap. (The safetensors package's numpy reader does not know BF16.)"""
     file = open(path, "rb")
-    size = os.fstat(file.fileno()).st_size
+    file_size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
-    limit = min(size - 8, 100_000_000)  # the safetensors library's limit
+    limit = min(file_size - 8, 100_000_000)  # the safetensors library's limit
     if not 2 <= length <= limit:
         refuse(path, "broken safetensors", f"a header of 2 to {limit} bytes", length)
     entries = parse_json(file.read(length), path)
     entries.pop("__metadata__", None)
-    tensors, end = {}, 0  # end of the previous tensor, relative to the data
+    tensors, position = {}, 0  # in the data
     with parsing(path):
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape = entry["dtype"], tuple(entry["shape"])
-            begin, stop = entry["data_offsets"]
-            need = stop - begin  # where the dtype is unknown; match_tensors() refuses it if used
+            begin, end = entry["data_offsets"]
+            size = end - begin  # of other dtypes, which check_tensor() refuses
             if dtype in FLOAT_TYPES:
-                need = math.prod(shape) * BLOCK_SIZES[dtype][1]
-            if begin != end or need < 0 or stop - begin != need:
-                refuse(path, f"data_offsets of {name}", [end, end + need], [begin, stop])
+                size = math.prod(shape) * BLOCK_SIZES[dtype][1]
+            if begin != position or size < 0 or end - begin != size:
+                refuse(path, f"data_offsets of {name}", [position, position + size], [begin, end])
             tensors[name] = Tensor(name, file, 8 + length + begin, dtype, shape)
-            end = stop
-    if 8 + length + end != size:
-        refuse(path, "truncated or oversized", f"{8 + length + end} bytes", size)
+            position = end
+    if 8 + length + position != file_size:
+        refuse(path, "truncated or oversized", f"{8 + length + position} bytes", file_size)
     return tensors
 
 
 def out_tensors(c: Config) -> dict[str, tuple[int, ...]]:
     """Name without "model." -> shape of every tensor of OUT.bin, in the order of the file. Norms
     and biases have one dimension and stay fp32. Matrices are (out, in) and are quantized."""
-    def layers(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
-        return {f"layers.{i}.{name}": shape for i in range(c.n_layers)}
-
     q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    norms = (layers("input_layernorm.weight", c.dim)
-             | layers("post_attention_layernorm.weight", c.dim)
-             | {"norm.weight": (c.dim,)})
-    if not c.no_qk_norm:
-        norms |= (layers("self_attn.q_norm.weight", c.head_dim)
-                  | layers("self_attn.k_norm.weight", c.head_dim))
-    matrices = ({"embed_tokens.weight": (c.vocab_size, c.dim)}
-                | layers("self_attn.q_proj.weight", q_dim, c.dim)
-                | layers("self_attn.k_proj.weight", kv_dim, c.dim)
-                | layers("self_attn.v_proj.weight", kv_dim, c.dim)
-                | layers("self_attn.o_proj.weight", c.dim, q_dim)
-                | layers("mlp.gate_proj.weight", c.hidden_dim, c.dim)
-                | layers("mlp.down_proj.weight", c.dim, c.hidden_dim)
-                | layers("mlp.up_proj.weight", c.hidden_dim, c.dim))
-    if not c.shared_classifier:
-        matrices |= {"lm_head.weight": (c.vocab_size, c.dim)}
-    biases = {}
-    if c.qkv_bias:
-        biases = (layers("self_attn.q_proj.bias", q_dim) | layers("self_attn.k_proj.bias", kv_dim)
-                  | layers("self_attn.v_proj.bias", kv_dim))
-    return norms | matrices | biases
+    qk_norms = [] if c.no_qk_norm else [
+        ("layers.*.self_attn.q_norm.weight", c.head_dim),
+        ("layers.*.self_attn.k_norm.weight", c.head_dim)]
+    classifier = [] if c.shared_classifier else [("lm_head.weight", c.vocab_size, c.dim)]
+    biases = [] if not c.qkv_bias else [
+        ("layers.*.self_attn.q_proj.bias", q_dim),
+        ("layers.*.self_attn.k_proj.bias", kv_dim),
+        ("layers.*.self_attn.v_proj.bias", kv_dim)]
+    rows = [
+        ("layers.*.input_layernorm.weight", c.dim),
+        ("layers.*.post_attention_layernorm.weight", c.dim),
+        ("norm.weight", c.dim),
+        *qk_norms,
+        ("embed_tokens.weight", c.vocab_size, c.dim),
+        ("layers.*.self_attn.q_proj.weight", q_dim, c.dim),
+        ("layers.*.self_attn.k_proj.weight", kv_dim, c.dim),
+        ("layers.*.self_attn.v_proj.weight", kv_dim, c.dim),
+        ("layers.*.self_attn.o_proj.weight", c.dim, q_dim),
+        ("layers.*.mlp.gate_proj.weight", c.hidden_dim, c.dim),
+        ("layers.*.mlp.down_proj.weight", c.dim, c.hidden_dim),
+        ("layers.*.mlp.up_proj.weight", c.hidden_dim, c.dim),
+        *classifier,
+        *biases]
+    return {name.replace("*", str(layer)): tuple(shape) for name, *shape in rows
+            for layer in range(c.n_layers if "*" in name else 1)}
 
 
 def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Tensor]:
@@ -682,7 +685,7 @@ def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Ten
     found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     if len(found) < len(stored):
         refuse(where, "tensor names", "each with or without model.", "some both ways")
-    if c.n_layers > len(found):  # so that the list of missing tensors stays short
+    if c.n_layers > len(found):  # a broken file may say 2^31: out_tensors() would not end
         refuse(where, "num_hidden_layers", f"no more than there are tensors, {len(found)}",
                c.n_layers)
     wanted = out_tensors(c)
@@ -725,7 +728,7 @@ def write_model(out: BinaryIO, c: Config, tensors: list[Tensor]) -> None:
             write_at(out, q, offset + start)
             write_at(out, scale, offset + tensor.size() + 4 * (start // c.group_size))
 
-    write_at(out, np.frombuffer(header(c), np.uint8), 0)
+    write_at(out, header(c), 0)
     for _ in in_pieces(convert, tensors, c.group_size):
         pass
 
@@ -753,11 +756,11 @@ def in_pieces(work: Callable, tensors: list[Tensor],
     with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
         for tensor in tensors:
-            starts = range(0, tensor.size(), PIECE)
-            counts = [min(PIECE, tensor.size() - start) for start in starts]
+            starts, counts = zip(*tensor.pieces())
             results = []
-            for result in pool.map(partial(work, tensor, offset), starts, counts):
-                bar.update(tensor.byte_count(counts[len(results)]))
+            done = pool.map(partial(work, tensor, offset), starts, counts)
+            for count, result in zip(counts, done):
+                bar.update(tensor.byte_count(count))
                 results.append(result)
             yield tensor, results
             offset += out_size(tensor, group_size)
@@ -774,7 +777,7 @@ def model_size(c: Config, tensors: list[Tensor]) -> int:
     return 256 + sum(out_size(tensor, c.group_size) for tensor in tensors)
 
 
-def write_at(file: BinaryIO, data: np.ndarray, offset: int) -> None:
+def write_at(file: BinaryIO, data: bytes | np.ndarray, offset: int) -> None:
     """Writes all of the data at a byte offset; threads may write to one file at the same time."""
     view = memoryview(data).cast("B")
     while len(view):
@@ -799,12 +802,12 @@ PRE_TOKENIZERS = [
 class Vocabulary(NamedTuple):
     tokens: dict[int, bytes]  # id -> the token's bytes
     scores: dict[int, float]  # id -> merge score, of the tokens that a merge makes
-    special: dict[int, bool]  # id of each added token (cut out before any merging) -> special
+    added: dict[int, bool]  # id of an added token, which no merge makes -> special (not printed)
     nfc: bool  # text is normalized to NFC first
 
     def added_ids(self, text: str | None) -> list[int]:
         """The id of the added token with this text, as a list of one or none."""
-        return [i for i in self.special if self.tokens[i].decode() == text]
+        return [i for i in self.added if self.tokens[i].decode() == text]
 
 
 def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
@@ -826,8 +829,7 @@ def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
         refuse(where, "tokens", "each with a text and an id of its own", "one without")
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
         refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", max(tokens))
-    special = {i: bool(flag) for i, flag in sorted(added.values())}
-    return Vocabulary(tokens, scores, special, nfc)
+    return Vocabulary(tokens, scores, {i: bool(flag) for i, flag in sorted(added.values())}, nfc)
 
 
 def check_pipeline(where: Path, tokenizer: dict) -> bool:
@@ -864,6 +866,7 @@ def read_added(where: Path, tokenizer: dict,
                 refuse(where, f"{flag} of added token {token['content']!r}", "false", "true")
     added = {token["content"]: (token["id"], token["special"])
              for token in tokenizer["added_tokens"]}
+    # What tokenizer_config.json says: (text, id or None, special)
     more = [(token["content"], int(i), token["special"]) for i, token in listed.items()]
     more += [(text, None, True) for text in role_tokens(tokenizer_config).values()]
     more += [(token_text(token), None, True)
@@ -935,8 +938,7 @@ LETTER, NUMBER, SPACE, MARK = 1, 2, 3, 4  # the first three as in the section `c
 
 
 def unicode_sections(nfc: bool) -> dict[str, bytes]:
-    """The sections `clas`, `ccc ` and `deco` of the tokenizer file, the last two empty without NFC.
-    """
+    """The sections `clas`, `ccc ` and `deco` of the tokenizer file, without NFC only the first."""
     classes = character_classes()
     marks = [chr(code) for code in classes if classes[code] == MARK]
     steps = sorted(decompositions().items()) if nfc else []
@@ -980,27 +982,27 @@ def decompositions() -> dict[str, tuple[str, str, bool]]:
     chars = [chr(code) for code in CODE_POINTS if code != ord("\n") and not 0xAC00 <= code < 0xD7A4]
     nfd = {char: full for char, full in zip(chars, normalize_all("NFD", chars)) if full != char}
     nfc = dict(zip(nfd, normalize_all("NFC", list(nfd))))
-    whole = {full: char for char, full in nfd.items() if len(full) > 1}
-    whole |= {nfd[char]: char for char in nfd if nfc[char] == char}  # prefer what NFC makes
+    char_of = {full: char for char, full in nfd.items() if len(full) > 1}
+    char_of |= {nfd[char]: char for char in nfd if nfc[char] == char}  # prefer what NFC makes
     steps = {}
     for char, full in nfd.items():
         if len(nfc[char]) == 1 and nfc[char] != char:  # a singleton, as the Kelvin sign is of K
             steps[char] = nfc[char], "", False
         else:
-            steps[char] = whole.get(full[:-1], full[:-1]), full[-1], nfc[char] == char
+            steps[char] = char_of.get(full[:-1], full[:-1]), full[-1], nfc[char] == char
     return steps
 
 
 def combining_classes(marks: list[str]) -> dict[int, int]:
-    """Code point -> canonical combining class, of the marks that NFD reorders and does not
-    decompose.
+    """Code point -> canonical combining class, of the marks whose class is not 0 (and that have no
+    decomposition).
 
-    NFD sorts a run of marks by class, and the sort is stable. So of two neighbours in the sorted
-    run, both are in one class if they come out exchanged when the run was reversed before. That
-    groups the marks; a group's number is from unicodedata: Unicode never changes the class of a
-    mark, so an older version only knows fewer marks."""
+    NFD sorts a run of marks by class, and the sort is stable: marks of one class keep their order.
+    So all marks are sorted as one run, and again as the reversed run. Neighbours in the first
+    result are of one class if the second has them the other way round. The class's number is from
+    unicodedata, for any mark that it knows: a mark's class is the same in all Unicode versions."""
     low, high = "\u0334", "\u0345"  # marks of the lowest class, 1, and of the highest, 240
-    probes = [high + mark + low for mark in marks]  # NFD reorders this whatever class the mark has
+    probes = [high + mark + low for mark in marks]  # stays as it is if the mark's class is 0
     marks = [mark for mark, probe, result in zip(marks, probes, normalize_all("NFD", probes))
              if probe != result and mark in result]
     ascending, = normalize_all("NFD", ["".join(marks)])
@@ -1032,7 +1034,7 @@ def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
 # template on many trial conversations.
 
 Message = tuple[str, str]  # role, content
-Render = Callable[..., str]  # (messages, thinking: None does not open an answer) -> text
+Render = Callable[[list[Message], "bool | None"], str]  # thinking None: opens no answer
 
 
 class Pieces(NamedTuple):
@@ -1198,7 +1200,7 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     pieces = chat_pieces(source.chat_template, roles)
     mode = default_mode(source, pieces, vocab, stop_ids)
     sections = {
-        "adde": u32(*vocab.special.items()), **unicode_sections(vocab.nfc),
+        "adde": u32(*vocab.added.items()), **unicode_sections(vocab.nfc),
         "head": u32(source.head_ids), "tail": u32(source.tail_ids), "stop": u32(stop_ids),
         "samp": sampling(generation_json, source.generation),
         "repe": repetition_penalty(generation_json, source.generation),
@@ -1262,7 +1264,7 @@ def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary,
     token that ends a turn, which is not among the ids that end its texts."""
     if source.embedding:
         return EMBED
-    turn_end = [i for i in vocab.special if pieces
+    turn_end = [i for i in vocab.added if pieces
                 and vocab.tokens[i].decode() in pieces.assistant_close]
     if source.chat_template and (not turn_end or set(turn_end) & set(stop_ids)):
         return CHAT
@@ -1353,28 +1355,28 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
     family = metadata.get("general.architecture")
     if family not in families:
         refuse(path, "general.architecture is not supported", " or ".join(families), repr(family))
-    value = {key.removeprefix(f"{family}."): v for key, v in metadata.items()}
-    dim, n_heads = value["embedding_length"], value["attention.head_count"]
-    head_dim = value.get("attention.key_length", dim // n_heads)
+    model = {key.removeprefix(f"{family}."): value for key, value in metadata.items()}
+    dim, n_heads = model["embedding_length"], model["attention.head_count"]
+    head_dim = model.get("attention.key_length", dim // n_heads)
     embedding, classifier = tensors["embed_tokens.weight"], tensors.get("lm_head.weight")
     return {
         "architectures": families[family], "hidden_size": dim,
-        "intermediate_size": value["feed_forward_length"],
-        "num_hidden_layers": value["block_count"], "num_attention_heads": n_heads,
-        "num_key_value_heads": value.get("attention.head_count_kv"), "head_dim": head_dim,
-        "vocab_size": embedding.shape[0], "max_position_embeddings": value["context_length"],
-        "rms_norm_eps": value["attention.layer_norm_rms_epsilon"],
-        "rope_theta": value.get("rope.freq_base"), "rope_scaling": gguf_rope(value),
-        "partial_rotary_factor": value.get("rope.dimension_count", head_dim) / head_dim,
+        "intermediate_size": model["feed_forward_length"],
+        "num_hidden_layers": model["block_count"], "num_attention_heads": n_heads,
+        "num_key_value_heads": model.get("attention.head_count_kv"), "head_dim": head_dim,
+        "vocab_size": embedding.shape[0], "max_position_embeddings": model["context_length"],
+        "rms_norm_eps": model["attention.layer_norm_rms_epsilon"],
+        "rope_theta": model.get("rope.freq_base"), "rope_scaling": gguf_rope(model),
+        "partial_rotary_factor": model.get("rope.dimension_count", head_dim) / head_dim,
         "tie_word_embeddings": classifier is None or same_values(embedding, classifier)}
 
 
-def gguf_rope(value: dict) -> dict:
+def gguf_rope(model: dict) -> dict:
     """config.json's rope_scaling."""
-    scaling = {key.removeprefix("rope.scaling."): v for key, v in value.items()
-               if key.startswith("rope.scaling.") and v != "none"}
+    scaling = {key.removeprefix("rope.scaling."): value for key, value in model.items()
+               if key.startswith("rope.scaling.") and value != "none"}
     scaling.pop("finetuned", None)  # does not change what is computed
-    rope = {GGUF_ROPE.get(key, key): v for key, v in scaling.items()}
+    rope = {GGUF_ROPE.get(key, key): value for key, value in scaling.items()}
     if "attention_factor" in rope:
         # DeepSeek's attn_factor is 1 / default and undoes it in llama.cpp; transformers ignores it.
         default = 0.1 * math.log(rope["factor"]) + 1
@@ -1384,11 +1386,8 @@ def gguf_rope(value: dict) -> dict:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    size = a.size()
     return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
-        a.read_bytes(start, min(PIECE, size - start)) == b.read_bytes(start,
-                                                                      min(PIECE, size - start))
-        for start in range(0, size, PIECE))
+        a.read_bytes(*piece) == b.read_bytes(*piece) for piece in a.pieces())
 
 
 def gguf_tokenizer(path: Path, ggml: dict) -> dict:
@@ -1416,8 +1415,7 @@ def gguf_tokenizer(path: Path, ggml: dict) -> dict:
 
 
 def open_gguf_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(metadata, tensors) of a GGUF file and, if it is the first of several parts, of the others.
-    """
+    """(metadata, tensors) of a GGUF file. If it is the first of several parts, of all of them."""
     metadata, tensors = open_gguf(path)
     count = metadata.get("split.count", 1)
     if count > 1 and "-00001-of-" not in path.name:
@@ -1538,8 +1536,9 @@ def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None)
 
 def check_yarn(out: Path, config: Config, found: bytes) -> None:
     """Refuses a header with another YaRN factor than expected, as --yarn is easily forgotten."""
-    expected, actual = (struct.unpack_from("<f", head.ljust(256, b"\0"), 0x3C)[0] or 1
-                        for head in (header(config), found))
+    expected = np.float32(config.yarn.factor if config.yarn else 1)
+    actual, = struct.unpack_from("<f", found.ljust(256, b"\0"), 0x3C)  # 0 without YaRN
+    actual = actual or 1
     if expected != actual:
         refuse(out, "YaRN is not what the source gives, --check needs the same --yarn",
                f"factor {expected:g}", f"{actual:g}")
@@ -1615,8 +1614,7 @@ def print_above_bar(lines: str) -> None:
 
 
 def plot(path: Path, title: str, errors: dict[str, float]) -> None:
-    """A line over the layers for each kind of matrix; a dashed level for those outside the layers.
-    """
+    """A line over the layers for each kind of matrix; a dashed level for one outside the layers."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
     axes = Figure(figsize=(9, 5), layout="constrained").subplots()
@@ -1707,5 +1705,5 @@ def usage_error(text: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    on_signals(sys.exit)  # an exception, so that published() removes its temporary files
+    on_signals(sys.exit)  # an exception, so that atomic_files() removes its temporary files
     main()
