@@ -35,7 +35,7 @@ also come first, as the older export.py had it.
     --plot FILE.png      --check, and a plot of the errors (needs matplotlib)
 
 Memory use does not depend on the model's size. The two files appear under their names only when
-both are complete. A checkpoint that qwen3.c would not compute as defined is refused by name.
+both are complete. A checkpoint that needs what qwen3.c does not have is refused with the reason.
 Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
 
 Sections of this file:
@@ -119,7 +119,7 @@ class Source(NamedTuple):
     tail_ids: list[int]  # token ids that it puts after every text
     tensors: dict[str, Tensor]  # by Hugging Face's name, with or without "model."
     embedding: bool  # an embedding model: it makes one vector of a text
-    group_size: int | None = None  # set if the weights are already quantized as OUT.bin's are
+    group_size: int | None = None  # 32 if weights are in GGUF's Q8_0, which OUT.bin can copy
 
     def file(self, name: str) -> Path:
         """The path to name in an error message about config.json etc.: of that file or the GGUF."""
@@ -145,8 +145,8 @@ def export(name: str, out: Path, group_size: int | None, yarn_factor: float | No
 
 def prepare(name: str, group_size: int | None,
             yarn_factor: float | None) -> tuple[Config, list[Tensor], bytes]:
-    """All of a source but the weights' values: (config, tensors in the order of OUT.bin, contents
-    of OUT.bin.tokenizer). Refuses the source if anything in it is not supported."""
+    """Reads all of a source except the weights' values. Returns (config, tensors in the order of
+    OUT.bin, contents of OUT.bin.tokenizer). Refuses what is not supported."""
     source = find_source(name)
     with parsing(source.path):
         config = read_config(source, group_size, yarn_factor)
@@ -611,8 +611,8 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
                 refuse(folder / shard, "missing", f"this file, as {index.name} lists it", "none")
             for name, tensor in open_safetensors(folder / shard).items():
                 if shard_of.get(name) != shard:
-                    refuse(folder / shard, f"holds {name}", "it in "
-                           f"{shard_of.get(name, 'no shard')} as {index.name} says", "it here")
+                    refuse(folder / shard, f"holds {name}", f"{index.name} to say so",
+                           shard_of.get(name, "no shard"))
                 tensors[name] = tensor
         if absent := sorted(shard_of.keys() - tensors.keys()):
             refuse(index, "its shards are incomplete", first_few(absent), "no such tensor in them")
@@ -938,7 +938,7 @@ LETTER, NUMBER, SPACE, MARK = 1, 2, 3, 4  # the first three as in the section `c
 
 
 def unicode_sections(nfc: bool) -> dict[str, bytes]:
-    """The sections `clas`, `ccc ` and `deco` of the tokenizer file, without NFC only the first."""
+    """The tokenizer file's sections `clas`, `ccc ` and `deco`, the last two empty without NFC."""
     classes = character_classes()
     marks = [chr(code) for code in classes if classes[code] == MARK]
     steps = sorted(decompositions().items()) if nfc else []
@@ -994,8 +994,8 @@ def decompositions() -> dict[str, tuple[str, str, bool]]:
 
 
 def combining_classes(marks: list[str]) -> dict[int, int]:
-    """Code point -> canonical combining class, of the marks whose class is not 0 (and that have no
-    decomposition).
+    """Code point -> canonical combining class, of the marks whose class is not 0. (Marks with a
+    decomposition are left out: they are gone before NFD sorts.)
 
     NFD sorts a run of marks by class, and the sort is stable: marks of one class keep their order.
     So all marks are sorted as one run, and again as the reversed run. Neighbours in the first
@@ -1068,8 +1068,8 @@ TEMPLATE_SECONDS = 10  # CPU time; Qwen's templates take 0.1
 def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | None:
     """The verified pieces of a template, or None and a note that says why there are none."""
     if not template:
-        notes.append("the checkpoint has no chat template: qwen3 will continue texts, and chat "
-                     "(-m chat) in plain ChatML")
+        notes.append("the checkpoint has no chat template: qwen3 will continue texts; -m chat will "
+                     "use plain ChatML")
         return None
     try:  # a template is an untrusted program: it may fail in any way, or never end
         with time_limit(TEMPLATE_SECONDS):
@@ -1081,7 +1081,7 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
                         raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
         return pieces
     except Exception as error:
-        notes.append("warning: the chat template does something that pieces can't express, "
+        notes.append("warning: the chat template is more than fixed strings around the messages, "
                      f"qwen3 will chat in plain ChatML: {type(error).__name__}: {error}")
         return None
 
@@ -1206,6 +1206,7 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
         "repe": repetition_penalty(generation_json, source.generation),
         "mode": b"" if mode == CHAT else u32([mode]),
         "chat": b"".join(length_and_bytes(piece.encode()) for piece in pieces or ())}
+    # Empty sections are left out, except two: without them qwen3.c would say that NFC is missing.
     extension = b"".join(tag.encode() + length_and_bytes(payload)
                          for tag, payload in sections.items() if payload or tag in ("ccc ", "deco"))
     return (base_tokenizer(vocab, vocab_size, bos, eos)
@@ -1231,28 +1232,31 @@ def u32(*rows: list[int] | tuple[int, ...]) -> bytes:
 
 def end_ids(source: Source, vocab: Vocabulary,
             eos_token: str | None) -> tuple[int, int, list[int]]:
-    """(bos, eos, all ids that end an answer). config.json and generation_config.json say what ends
-    a text. tokenizer_config.json's eos_token may be what ends a turn of a chat, which is not among
-    a base model's ids, so it counts, too."""
+    """(bos, eos, all ids that end an answer). These are the ones in config.json and
+    generation_config.json, and tokenizer_config.json's eos_token: in a base model the former have
+    what ends a text, but only the latter may be what ends a turn of a chat."""
     def ids(name: str, values: dict, key: str) -> list[int]:
         return id_list(source.file(name), values.get(key))
 
-    bos = ids("config.json", source.config, "bos_token_id")
-    eos = ids("config.json", source.config, "eos_token_id")
+    config_bos = ids("config.json", source.config, "bos_token_id")
+    config_eos = ids("config.json", source.config, "eos_token_id")
     generation_bos = ids("generation_config.json", source.generation, "bos_token_id")
     generation_eos = ids("generation_config.json", source.generation, "eos_token_id")
     end_of_text = vocab.added_ids("<|endoftext|>")
-    stop_ids = generation_eos + eos + vocab.added_ids(eos_token) or end_of_text
-    bos, eos = bos + generation_bos + end_of_text, eos + generation_eos + end_of_text
+    bos = config_bos + generation_bos + end_of_text
+    eos = config_eos + generation_eos + end_of_text
     if not bos or not eos:
         refuse(source.file("config.json"), "no bos or eos id", "one, or a token <|endoftext|>",
                "none")
+    stop_ids = generation_eos + config_eos + vocab.added_ids(eos_token) or end_of_text
     return bos[0], eos[0], list(dict.fromkeys(stop_ids))  # each once
 
 
 def id_list(where: Path, value: object) -> list[int]:
     """eos_token_id and the like: absent, one id or a list of them."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
     if not all(type(i) is int and 0 <= i < 2**32 for i in ids):
         refuse(where, "token id", "an id or a list of ids", repr(value))
     return ids
@@ -1269,8 +1273,8 @@ def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary,
     if source.chat_template and (not turn_end or set(turn_end) & set(stop_ids)):
         return CHAT
     if source.chat_template:
-        notes.append("the chat template's end of turn does not end a text: a base model, qwen3 "
-                     "will continue texts unless told to -m chat")
+        notes.append("the chat template's end of turn is not among the ids that end a text: this "
+                     "is a base model, qwen3 will continue texts; -m chat overrides this")
     return GENERATE
 
 
@@ -1279,7 +1283,7 @@ def sampling(where: Path, generation: dict) -> bytes:
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}  # transformers'
     given = {key: generation[key] for key in defaults if generation.get(key) is not None}
     if generation.get("min_p"):
-        notes.append(f"{where.name}: min_p {generation['min_p']!r} is not carried over")
+        notes.append(f"{where.name}: min_p {generation['min_p']!r} is ignored: qwen3 has no min_p")
     if not given:
         return b""
     temperature, top_p, top_k, sample = (defaults | given).values()
@@ -1328,11 +1332,10 @@ def read_gguf(path: Path) -> Source:
         ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
         tokenizer = gguf_tokenizer(path, ggml)
         texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-        bos, eos, *more = (ggml.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
-        stop_ids = [i for i in (eos, *more) if i is not None]
+        bos, eos, end_of_turn, end_of_message = (
+            ggml.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
+        stop_ids = [i for i in (eos, end_of_turn, end_of_message) if i is not None]
         stop_ids += [i for i, text in texts.items() if text == "<|endoftext|>"]
-        head_ids, tail_ids = ([ggml[f"{name}_token_id"]] if ggml.get(f"add_{name}_token") else []
-                              for name in ("bos", "eos"))
         generation = {name: metadata.get(f"general.sampling.{key}")
                       for key, name in GGUF_SAMPLING.items()}
         pooling = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
@@ -1344,8 +1347,10 @@ def read_gguf(path: Path) -> Source:
             tokenizer=tokenizer,
             tokenizer_config={"bos_token": texts.get(bos), "eos_token": texts.get(eos)},
             generation=generation | {"eos_token_id": stop_ids},
-            chat_template=metadata.get("tokenizer.chat_template"), head_ids=head_ids,
-            tail_ids=tail_ids, tensors=tensors, embedding=pooling == gguf.PoolingType.LAST,
+            chat_template=metadata.get("tokenizer.chat_template"),
+            head_ids=[ggml["bos_token_id"]] if ggml.get("add_bos_token") else [],
+            tail_ids=[ggml["eos_token_id"]] if ggml.get("add_eos_token") else [],
+            tensors=tensors, embedding=pooling == gguf.PoolingType.LAST,
             group_size=32 if q8_0 else None)
 
 
@@ -1522,7 +1527,7 @@ def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None)
         check_yarn(out, config, found)
         check_bytes(out, "the header", header(config), found)
         path = tokenizer_path(out)
-        check_bytes(path, "it", tokenizer, path.read_bytes())
+        check_bytes(path, "the file", tokenizer, path.read_bytes())
         size = model_size(config, tensors)
         if (actual := out.stat().st_size) != size:
             refuse(out, "truncated or oversized", f"{size} bytes", actual)
@@ -1530,8 +1535,8 @@ def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None)
     if picture:
         plot(picture, f"{out.name} against {Path(name).name}", errors)
     worst = max(errors, key=errors.__getitem__)
-    print(f"export.py: {out} is what {name} gives: header, tokenizer and {len(tensors)} tensors; "
-          f"rms error {errors[worst]:.2f} % at most, in {worst}", file=sys.stderr)
+    print(f"export.py: {out} matches {name}: header, tokenizer and {len(tensors)} tensors; "
+          f"rms error at most {errors[worst]:.2f} %, in {worst}", file=sys.stderr)
 
 
 def check_yarn(out: Path, config: Config, found: bytes) -> None:
@@ -1679,7 +1684,7 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
         usage_error(f"--plot: wrong name, expected one that ends in .png, found '{options.plot}'")
     options.check |= bool(options.plot)
     if options.check and options.group_size:
-        usage_error("--group-size: a finished file has its own, expected no --check beside it, "
+        usage_error("--group-size: --check takes it from OUT.bin, expected one of the two options, "
                     "found both")
     source, *rest = options.names
     if rest and source.endswith(".bin") and (Path(rest[0]).is_dir() or rest[0][-4:] != ".bin"):
