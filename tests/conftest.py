@@ -2,11 +2,14 @@
 
 The programs are black boxes here. QWEN3=path runs another build (say, one with sanitizers).
 """
+import contextlib
+import functools
+import io
 import json
 import os
 import re
 import resource
-import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -17,18 +20,28 @@ from pathlib import Path
 os.environ.update(OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
 import numpy as np  # noqa: E402
+import pexpect  # noqa: E402
 import pytest  # noqa: E402
 import tokenizers  # noqa: E402
 from tokenizers import models, normalizers, pre_tokenizers, decoders, trainers  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-SHARED = ROOT.parent / "shared"
+sys.path.insert(0, str(ROOT))
+import export as export_py  # noqa: E402
+
+export_py.unicode_sections = functools.cache(export_py.unicode_sections)  # a third of a second each
+
 QWEN3 = Path(os.environ.get("QWEN3", ROOT / "qwen3")).resolve()
 TINY = TESTS / "tiny"
+LINUX = sys.platform == "linux"
 
 STATS = re.compile(rb"prompt (\d+) tokens \((\d+) cached\) [\d.]+ tok/s, "
                    rb"generated (\d+) tokens [\d.]+ tok/s, seed (-?\d+)\n")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: for `make test-all`, not for `make test`")
 
 
 # -- running the programs
@@ -61,21 +74,24 @@ def _argument(value):
     return value if isinstance(value, (str, bytes)) else str(value)
 
 
+def spawn(*args, **env):
+    """The program at a pseudo-terminal: stdin, stdout and stderr."""
+    return pexpect.spawn(str(QWEN3), [str(arg) for arg in args], timeout=300, dimensions=(24, 80),
+                         env=environment(TERM="xterm", **env))
+
+
+def finish(child):
+    """The exit status of a spawned program; what it wrote last is in child.before."""
+    child.expect(pexpect.EOF)
+    child.close()
+    return child.exitstatus
+
+
 def output(*args, stdin=b"", **kwargs):
     """stdout of a run that must succeed."""
     result = qwen3(*args, stdin=stdin, **kwargs)
     assert result.returncode == 0, result
     return result.stdout
-
-
-def stop(pid, fd):
-    """Hold a process up, and read all that it has written to this pipe or terminal: whatever
-    happens next finds it with room to write, in the middle of its work."""
-    os.kill(pid, signal.SIGSTOP)
-    text = b""
-    while select.select([fd], [], [], 0.2)[0] and (data := os.read(fd, 65536)):
-        text += data
-    return text
 
 
 def tokenize(model, text):
@@ -104,31 +120,61 @@ def assert_error(result, code, *words):
         assert str(word) in message, f"no {word!r} in: {message}"
 
 
+def run_export(*args):
+    """(exit status, stderr) of export.py's main() in this process, which has loaded its packages."""
+    errors, argv = io.StringIO(), sys.argv
+    export_py.notes.clear()
+    sys.argv = ["export.py", *map(str, args)]
+    try:
+        with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as stop:
+            export_py.main()
+    finally:
+        sys.argv = argv
+    return stop.value.code, errors.getvalue()
+
+
 def export(source, out, *args):
-    """Run export.py, which must succeed; returns OUT.bin's path."""
-    result = subprocess.run([sys.executable, str(ROOT / "export.py"), str(source), str(out), *args],
-                            stdin=subprocess.DEVNULL, capture_output=True, timeout=300,
-                            env=environment(HF_HUB_OFFLINE="1"))
-    assert result.returncode == 0, result.stderr.decode()
+    """OUT.bin's path, exported."""
+    status, error = run_export(source, out, *args)
+    assert status == 0, error
     return Path(out)
 
 
-def shared(*parts):
-    """A path in the workplace's shared folder; the test is skipped where there is none."""
-    path = SHARED.joinpath(*parts)
-    if not path.exists():
-        pytest.skip(f"no {path}")
+def copy_model(model, directory, extension=True):
+    """The model's two files once more, to be changed; without the extension as older exports wrote
+    the tokenizer file."""
+    path = directory / "model.bin"
+    shutil.copy(model, path)
+    data = Path(f"{model}.tokenizer").read_bytes()
+    Path(f"{path}.tokenizer").write_bytes(data if extension else data[:data.index(b"q3tx")])
     return path
 
 
-def records(program, *args, texts):
-    """Run tests/tokens or tests/render, small programs around qwen3.c's own functions: texts are
-    (kind, bytes) pairs; a list of ids comes back for each line of the output."""
-    path = QWEN3.parent / "tests" / program                 # of the same build, if it has them
-    path = path if path.exists() else TESTS / program
-    assert path.exists(), f"no {path}: make tests/{program}"
+def split_tokenizer(data):
+    """A tokenizer file's (part before the extension, {tag: payload})."""
+    end = data.index(b"q3tx")
+    at, sections = end + 12, {}
+    while at < len(data):
+        tag, length = struct.unpack_from("<4sI", data, at)
+        sections[tag] = data[at + 8:at + 8 + length]
+        at += 8 + length
+    return data[:end], sections
+
+
+def join_tokenizer(plain, sections):
+    body = b"".join(tag + struct.pack("<I", len(payload)) + payload for tag, payload in sections)
+    return plain + b"q3tx" + struct.pack("<II", 1, len(body)) + body
+
+
+def records(mode, *args, texts):
+    """Run tests/test's modes `tokens` and `render`: texts are (kind, bytes) pairs; a list of ids comes
+    back for each line of the output."""
+    path = QWEN3.parent / "tests/test"                      # of the same build, if it has one
+    path = path if path.exists() else TESTS / "test"
+    assert path.exists(), f"no {path}: make tests/test"
+    command = [path.with_name("render")] if mode == "render" else [path, mode]
     data = b"".join(b"%s %d\n%s\n" % (kind.encode(), len(text), text) for kind, text in texts)
-    result = subprocess.run([path, *map(str, args)], input=data, capture_output=True, timeout=300,
+    result = subprocess.run([*command, *map(str, args)], input=data, capture_output=True, timeout=300,
                             env=environment())
     assert result.returncode == 0, result.stderr
     return [[int(i) for i in line.split()] for line in result.stdout.split(b"\n")[:-1]]

@@ -2,19 +2,14 @@
 
 test_tiny.py has what the trained model answers.
 """
-import fcntl
-import os
 import re
-import signal
 import subprocess
 import sys
-import termios
-import time
 from pathlib import Path
 
 import pexpect
 import pytest
-from conftest import QWEN3, STATS, assert_error, environment, qwen3, tokenize
+from conftest import QWEN3, STATS, assert_error, environment, finish, qwen3, spawn, tokenize
 
 END = "<|im_end|>"
 
@@ -136,22 +131,6 @@ def test_old_template_files(chain, tmp_path):
 
 # -- at a terminal (pexpect: stdin, stdout and stderr are all the terminal, unless redirected)
 
-def spawn(*args, **env):
-    return pexpect.spawn(str(QWEN3), [str(a) for a in args], timeout=300,
-                         env=environment(TERM="xterm", **env))
-
-
-def waiting(fd):
-    """How many bytes wait in this terminal or pipe."""
-    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
-def finish(child):
-    child.expect(pexpect.EOF)
-    child.close()
-    return child.exitstatus
-
-
 def test_terminal_chat(tiny):
     child = spawn(tiny, "-t", 0)
     child.expect("> ")
@@ -224,64 +203,6 @@ def test_paste_without_a_final_newline(tiny):
     assert [ids] == prompts(qwen3(tiny, "-i", "My name\nis Anna.", "-v", "-n", 1))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
-def test_interrupt_right_after_enter(chain):
-    """It stops the answer that is about to begin."""
-    model = chain("Ċ", "a", "b", "a", max_len=100_000)
-    child = spawn(model, "-t", 0, "-c", 0)
-    child.expect("> ")
-    child.sendline("x")
-    child.expect("x\r\n")                               # the terminal has it, and then
-    read = os.open(f"/proc/{child.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
-    while waiting(read):                                # the program (Ctrl-C empties the terminal)
-        pass
-    os.close(read)
-    child.sendintr()
-    child.expect(r"generated (\d+) tokens")
-    assert int(child.match[1]) < 90_000                 # what fits into the terminal, at most
-    child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
-
-
-@pytest.mark.parametrize("wait", [0, 1], ids=["reading", "terminal full"])
-def test_interrupt_stops_the_answer_only(chain, wait):
-    """Also when the program waits in write(), as the terminal takes no more."""
-    model = chain("Ċ", "a", "b", "a", max_len=100_000)
-    child = spawn(model, "-t", 0, "-c", 0)
-    child.expect("> ")
-    child.sendline("x")
-    child.expect("ababab")
-    time.sleep(wait)
-    child.sendintr()
-    child.expect("> ")
-    child.sendline("y")
-    child.expect("ababab")
-    child.sendintr()
-    child.expect(r"\((\d+) cached\)")
-    assert int(child.match[1]) > 5                      # what was said is kept
-    child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
-
-
-def test_interrupt_at_the_prompt_leaves(tiny):
-    child = spawn(tiny)
-    child.expect("> ")
-    child.sendintr()
-    assert finish(child) in (0, 130)
-
-
-@pytest.mark.parametrize("wait", [0, 1], ids=["reading", "terminal full"])
-def test_interrupt_of_one_answer_at_a_terminal(chain, wait):
-    model = chain("Ċ", "a", "b", "a", max_len=100_000)
-    child = spawn(model, "-t", 0, "-c", 0, "-i", "x")
-    child.expect("ababab")
-    time.sleep(wait)
-    child.sendintr()
-    assert finish(child) == 130
-
-
 def test_thinking_is_dimmed(tiny):
     run = (tiny, "-t", 0, "-r", 1, "-i", "What is 2 + 3?")
     child = spawn(*run)
@@ -333,16 +254,6 @@ def test_generate_ends_with_a_newline_on_a_terminal_only(chain):
     finish(child)
     assert child.before == b"a\r\n"
     assert qwen3(model, "-m", "generate", "-i", "\n", "-t", 0, "-q").stdout == b"a"
-
-
-def test_end_of_the_terminal(tiny):
-    """The window is closed: no process stays behind."""
-    child = spawn(tiny)
-    child.expect("> ")
-    child.kill(signal.SIGHUP)
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.signalstatus == signal.SIGHUP or child.exitstatus is not None
 
 
 def test_error_line_in_the_middle_of_a_conversation(chain):

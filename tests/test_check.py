@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reference import quantize
-from test_export import (ROOT, Checkpoint, checkpoint, process, refused, run,  # fixtures, too
+from test_export import (ROOT, Checkpoint, checkpoint, process, refused, run,  # noqa: F401 (fixtures)
                          tokenizer_json)
 
 
@@ -73,10 +73,10 @@ def test_a_good_file(ck, run, tmp_path, capsys, group):
                         rf"\S+", done.stderr.splitlines()[0])
 
 
-def test_all_group_sizes(checkpoint, run, tmp_path):
-    ck = checkpoint(hidden_size=256, intermediate_size=512, num_attention_heads=4)
+def test_large_groups(checkpoint, run, tmp_path):
+    ck = checkpoint(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1)
     folder = ck.save(tmp_path / "hf")
-    for group in (32, 64, 128, 256):
+    for group in (128, 256):
         assert run(folder, "out.bin", "--group-size", group)[0] == 0
         assert (tmp_path / "out.bin").read_bytes() == ck.expected(group)
         assert run("--check", folder, "out.bin")[0] == 0

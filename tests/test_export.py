@@ -1,7 +1,7 @@
-"""export.py against checkpoints made here, naive re-implementations, and the goldens in ../shared.
+"""export.py against checkpoints made here and naive re-implementations.
 
 Most tests call main() inside this process, as a user would from a shell: arguments in, files,
-standard error and exit status out. Signals, memory and the hub are tested on real processes.
+standard error and exit status out. Memory and the hub are tested on real processes.
 """
 
 import fcntl
@@ -26,16 +26,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from conftest import ROOT, export_py as export, run_export
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
-
-ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared"
-sys.path.insert(0, str(ROOT))
-import export  # noqa: E402
-
-export.unicode_sections = functools.cache(export.unicode_sections)  # a third of a second each
-
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared beside the repository")
 
 # ---------------------------------------------------------------------------- a checkpoint
 
@@ -181,7 +173,7 @@ class Checkpoint:
             matrices.append(value["lm_head.weight"])
         biases = [x for name in "qkv" if self.qwen2
                   for x in layers(f"self_attn.{name}_proj", "bias")]
-        return out + b"".join([naive_q8(x, group) for x in matrices]
+        return out + b"".join([naive_q8(x.tobytes(), group) for x in matrices]
                               + [x.astype("<f4").tobytes() for x in biases])
 
 
@@ -195,11 +187,11 @@ def safetensors(items, dtype) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def naive_q8(x: np.ndarray, group: int) -> bytes:
+@functools.cache
+def naive_q8(matrix: bytes, group: int) -> bytes:
     """Q8_0 of a matrix, one value at a time in fp32."""
     values, scales = [], []
-    for start in range(0, x.size, group):
-        g = [np.float32(v) for v in x.ravel()[start:start + group]]
+    for g in np.frombuffer(matrix, np.float32).reshape(-1, group):
         scale = max(abs(v) for v in g) / np.float32(127)
         scales.append(scale)
         for v in g:
@@ -251,16 +243,13 @@ def checkpoint(tokenizer_json):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(monkeypatch, tmp_path):
     """run(arguments) -> (exit status, lines of stderr), in tmp_path."""
     monkeypatch.chdir(tmp_path)
 
     def call(*args):
-        export.notes.clear()
-        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, args)])
-        with pytest.raises(SystemExit) as stop:
-            export.main()
-        return stop.value.code, capsys.readouterr().err.splitlines()
+        status, errors = run_export(*args)
+        return status, errors.splitlines()
     return call
 
 
@@ -820,41 +809,6 @@ def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path):
     (tmp_path / "out.bin").unlink()
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, status):
-    folder = sparse_checkpoint(checkpoint(), tmp_path / "in")
-    out = tmp_path / "out"
-    out.mkdir()
-    child = subprocess.Popen([sys.executable, ROOT / "export.py", folder, out / "m.bin"],
-                             stderr=subprocess.PIPE, text=True)
-    def written():
-        return sum(p.stat().st_size for p in out.glob("m.bin.*part"))
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and child.poll() is None and written() < 2_000_000:
-        if written():  # from here on by small steps, so that it isn't done before it is interrupted
-            child.send_signal(signal.SIGSTOP)
-            time.sleep(0.01)
-            child.send_signal(signal.SIGCONT)
-        time.sleep(0.001)
-    child.send_signal(signal.SIGSTOP)
-    assert written() >= 2_000_000
-    child.send_signal(number)
-    child.send_signal(signal.SIGCONT)
-    _, err = child.communicate(timeout=300)
-    assert (child.returncode, err) == (status, "")
-    assert list(out.iterdir()) == []
-
-
-def test_a_write_error_in_the_middle_leaves_nothing(checkpoint, tmp_path):
-    import resource
-    folder = checkpoint().save(tmp_path / "in")
-    done = process(folder, "out.bin", cwd=tmp_path, preexec_fn=lambda: resource.setrlimit(
-        resource.RLIMIT_FSIZE, (100_000, 100_000)))
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "out.bin" in done.stderr and "File too large" in done.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["in"]
-
-
 def test_progress_is_for_terminals_and_the_summary_for_logs(checkpoint, tmp_path):
     folder = checkpoint().save(tmp_path / "in")
     done = process(folder, "out.bin", cwd=tmp_path)
@@ -1183,23 +1137,6 @@ def test_no_normalizer_no_tables(checkpoint, tmp_path, normalizer):
     assert sections["ccc "] == sections["deco"] == b"" and sections["clas"]
 
 
-@needs_shared
-def test_unicode_tables_equal_the_golden_ones(exported):
-    sections = exported[1][2]
-    golden = {letter: [] for letter in "LNSCDP"}
-    for line in (SHARED / "golden/tokenizer/unicode.txt").read_text().splitlines():
-        if line[0] in golden:
-            golden[line[0]].append(line.split()[1:])
-    for number, letter in enumerate("LNS", 1):
-        assert [(a, b) for a, b, n in rows(sections["clas"], 3) if n == number] == [
-            (int(a, 16), int(b, 16)) for a, b in golden[letter]]
-    ours = Normalizer(sections)
-    assert ours.steps == {int(c, 16): [int(x, 16) for x in parts] for c, *parts in golden["D"]}
-    assert ours.pairs == {(int(a, 16), int(b, 16)): int(c, 16) for a, b, c in golden["P"]}
-    classes = {c: int(n) for a, b, n in golden["C"] for c in range(int(a, 16), int(b, 16) + 1)}
-    assert ours.ccc == {c: n for c, n in classes.items() if c not in ours.steps}
-
-
 # ---------------------------------------------------------------------------- chat
 
 CHATML = """{% for m in messages %}
@@ -1338,116 +1275,6 @@ def test_chat_section_and_what_is_said_without_one(checkpoint, run, tmp_path):
         assert status == 0 and len(err) == 2 and re.search(pattern, err[1]), err
         data = (tmp_path / "out.bin.tokenizer").read_bytes()
         assert "chat" not in read_tokenizer(data, ck.config["vocab_size"])[2]
-
-
-def render(strings, messages, thinking):
-    """The rule of the README: pieces to text."""
-    (start, no_system, system_open, system_close, user_open, user_close, assistant_open,
-     assistant_close, plain, think, strip, trim) = strings
-    text = start
-    if messages[0]["role"] != "system":
-        text += no_system
-    for message in messages:
-        content = message["content"]
-        if message["role"] == "system":
-            text += system_open + content + system_close
-        elif message["role"] == "user":
-            text += user_open + content + user_close
-        else:
-            if strip and strip in content:
-                content = content[content.rindex(strip) + len(strip):]
-                while content and content[0] in trim:
-                    content = content[1:]
-            text += assistant_open + content + assistant_close
-    return text + (think if thinking else plain)
-
-
-@needs_shared
-def test_golden_conversations():
-    templates = {name: (SHARED / f"reference/qwen3/chat_template-{name}.jinja").read_text()
-                 for name in ("hybrid", "hybrid-first", "thinking-2507", "instruct-2507")}
-    source = templates["instruct-2507"]
-    begin = source.index("{%- set reasoning_content = '' %}")
-    end = source.index("{%- if message.tool_calls %}")
-    templates["verbatim"] = (source[:begin] + "{{- '<|im_start|>assistant\\n' + content }}\n"
-                             + source[end:])
-    export.notes.clear()
-    pieces = {name: export.chat_pieces(text, {}) for name, text in templates.items()}
-    assert not export.notes and pieces["hybrid"] == pieces["hybrid-first"]
-    seen = 0
-    for line in (SHARED / "golden/chat/cases.jsonl").read_text().splitlines():
-        case = json.loads(line)
-        if case["kind"] == "unusual":
-            continue
-        switch = case["enable_thinking"]  # not given means on
-        seen += 1
-        assert render(pieces[case["template"]], case["messages"], switch is not False) == case["text"]
-    for line in (SHARED / "golden/chat/instruct-history.jsonl").read_text().splitlines():
-        case = json.loads(line)
-        if case["messages"][-1]["role"] == "user":
-            seen += 1
-            for thinking in (False, True):
-                for name, form in (("instruct-2507", "stripping"), ("verbatim", "verbatim")):
-                    assert render(pieces[name], case["messages"], thinking) == case["text_" + form]
-    assert seen > 180
-
-
-@needs_shared
-@pytest.mark.parametrize("path, variables, some", [
-    ("deepseek/chat_template-r1-distill-qwen.jinja", {"bos_token": "<｜begin▁of▁sentence｜>"},
-     {"start": "<｜begin▁of▁sentence｜>", "user_open": "<｜User｜>", "assistant_open": "<｜Assistant｜>",
-      "assistant_close": "<｜end▁of▁sentence｜>", "answer_think": "<｜Assistant｜><think>\n",
-      "answer_plain": "<｜Assistant｜><think>\n</think>", "strip": "</think>", "trim": ""}),
-    ("qwen2.5/chat_template.jinja", {},
-     {"no_system": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
-                   "assistant.<|im_end|>\n", "strip": "", "answer_plain": "<|im_start|>assistant\n",
-      "answer_think": "<|im_start|>assistant\n", "start": ""})])
-def test_reference_templates(path, variables, some):
-    export.notes.clear()
-    pieces = export.chat_pieces((SHARED / "reference" / path).read_text(), variables)
-    assert not export.notes and {key: getattr(pieces, key) for key in some} == some
-
-
-# ---------------------------------------------------------------------------- goldens
-
-@needs_shared
-@pytest.mark.parametrize("name", ["tied-bf16", "untied-f16-sharded"])
-def test_golden_files_byte_for_byte(run, tmp_path, name):
-    folder = SHARED / "golden/models" / name
-    assert run(folder)[0] == 0
-    assert (tmp_path / f"{name}.bin").read_bytes() == (folder / "model.bin").read_bytes()
-    base = (folder / "model.bin.tokenizer").read_bytes()
-    assert (tmp_path / f"{name}.bin.tokenizer").read_bytes()[:len(base)] == base
-
-
-@needs_shared
-def test_golden_embedding_model(run, tmp_path):
-    assert run(SHARED / "golden/models/embedding")[0] == 0
-    _, _, sections = read_tokenizer((tmp_path / "embedding.bin.tokenizer").read_bytes(), 726)
-    assert rows(sections["tail"], 1) == [(700,)] and "head" not in sections
-    assert rows(sections["stop"], 1) == [(700,), (702,)] and "samp" not in sections
-
-
-@needs_shared
-def test_the_real_vocabulary(tmp_path):
-    for name, source in (("tokenizer.json",) * 2, ("tokenizer_config.json",) * 2,
-                         ("config.json", "config-0.6b.json"),
-                         ("generation_config.json", "generation_config-0.6b.json")):
-        shutil.copy(SHARED / "reference/qwen3" / source, tmp_path / name)
-    (tmp_path / "model.safetensors").write_bytes(safetensors([], "BF16"))
-    export.notes.clear()
-    began = time.process_time()
-    data = export.tokenizer_file(export.read_folder(tmp_path), 151936)
-    seconds = time.process_time() - began
-    print(f"the real vocabulary took {seconds:.2f} s")
-    assert seconds < 20  # about 1
-    head, records, sections = read_tokenizer(data, 151936)
-    assert head[1:] == (151643, 151645) and not export.notes
-    assert [i for i, (score, _) in enumerate(records) if score > -1e6] == list(range(256, 151643))
-    assert len(rows(sections["adde"], 2)) == 26
-    assert rows(sections["stop"], 1) == [(151645,), (151643,)]
-    assert sections["samp"] == struct.pack("<2fI", 0.6, 0.95, 20)
-    assert chat_strings(sections["chat"]) == ORDINARY
 
 
 # ---------------------------------------------------------------------------- hub

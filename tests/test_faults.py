@@ -1,26 +1,19 @@
-"""What the world around the programs can do: full disks, signals at any time, closed descriptors, little
-memory, files that change, odd names. An error is one line and a status, never a crash or a half file."""
+"""What the world around the programs can do: full disks, closed descriptors, little memory, odd files
+and names. An error is one line and a status, never a crash or a half file."""
 import ctypes
 import os
-import random
-import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import termios
 import threading
-import time
 from pathlib import Path
 
-import pexpect
 import pytest
-from conftest import (QWEN3, ROOT, assert_error, environment, make_checkpoint, output,
-                      qwen3, stop)
+from conftest import (LINUX, QWEN3, ROOT, assert_error, copy_model, environment, make_checkpoint, output,
+                      qwen3)
 
 SANITIZED = QWEN3.exists() and b"__asan_init" in QWEN3.read_bytes()
-LINUX = sys.platform == "linux"
 needs_address_space = pytest.mark.skipif(SANITIZED or not LINUX, reason="needs a limited address space")
 
 
@@ -63,47 +56,19 @@ def permissions(tmp_path):
     (tmp_path / "secret").unlink()
 
 
-@pytest.fixture(scope="module")
-def endless(chain):
-    """It thinks and never stops: <think>ababab..."""
-    return chain("Ċ", "<think>", "a", "b", "a", max_len=100_000)
-
-
-@pytest.fixture
-def start(endless):
-    """start(*options): that model's answer to x, under way on pipes."""
-    children = []
-
-    def start(*options, **how):
-        child = subprocess.Popen([QWEN3, endless, "-i", "x", "-t", "0", "-c", "0", *options],
-                                 stdin=subprocess.DEVNULL, env=environment(), start_new_session=True,
-                                 **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how})
-        children.append(child)
-        return child
-    yield start
-    for child in children:
-        child.kill()
-        child.wait()
-
-
 # -- disks
 
-@pytest.mark.parametrize("limit", [100, 5_000, 50_000])
+@pytest.mark.parametrize("limit", [100, 50_000])
 def test_export_to_a_disk_that_becomes_full(checkpoint, tmp_path, limit):
-    out = tmp_path / "model.bin"
-    result = run_export(checkpoint, out, preexec_fn=lambda: resource.setrlimit(
-        resource.RLIMIT_FSIZE, (limit, limit)))
-    assert_refused(result, out)
-
-
-def test_export_to_a_full_disk_keeps_the_old_files(checkpoint, tmp_path):
+    """The older files stay, and nothing else."""
     out = tmp_path / "model.bin"
     old = {path: b"old" for path in (out, tmp_path / "model.bin.tokenizer")}
     for path, data in old.items():
         path.write_bytes(data)
     result = run_export(checkpoint, out, preexec_fn=lambda: resource.setrlimit(
-        resource.RLIMIT_FSIZE, (5_000, 5_000)))
-    assert result.returncode == 1
+        resource.RLIMIT_FSIZE, (limit, limit)))
+    assert result.returncode == 1 and result.stderr.count("\n") == 1, result
+    assert result.stderr.startswith("export.py: ") and "model.bin" in result.stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old
 
 
@@ -136,15 +101,6 @@ def test_export_of_an_unreadable_file(checkpoint, tmp_path, permissions, name):
     assert_refused(result, tmp_path / "model.bin", name, "denied")
 
 
-def copy_model(model, directory, extension=True):
-    """Without the extension, templates are looked for."""
-    shutil.copy(model, directory / "model.bin")
-    data = Path(f"{model}.tokenizer").read_bytes()
-    data = data if extension else data[:data.index(b"q3tx")]
-    (directory / "model.bin.tokenizer").write_bytes(data)
-    return directory / "model.bin"
-
-
 @pytest.mark.parametrize("name", ["model.bin", "model.bin.tokenizer", "model.bin.template", "text"])
 def test_unreadable_file(small, tmp_path, permissions, name):
     copy_model(small, tmp_path, extension=False)
@@ -167,20 +123,6 @@ def test_model_in_a_read_only_directory(small, tmp_path, permissions):
 
 
 # -- files that change
-
-@pytest.mark.skipif(not LINUX, reason="other systems keep the pages of a mapped file")
-def test_file_that_shrinks_while_it_is_mapped(start, endless, tmp_path):
-    """One line and exit 1, no core dump; what was written stays."""
-    model = copy_model(endless, tmp_path)
-    child = subprocess.Popen([QWEN3, model, "-m", "generate", "-i", "a", "-t", "0", "-c",
-                              "0"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, env=environment(handle_sigbus="0"))
-    assert child.stdout.read(5)[:1] == b"b"
-    os.truncate(model, 256)
-    out, error = child.communicate(timeout=300)
-    assert child.returncode == 1 and error.startswith(b"qwen3: model: ") and error.count(b"\n") == 1
-    assert set(out) <= set(b"ab")
-
 
 def test_two_processes_on_one_file(small):
     run = [QWEN3, small, "-m", "generate", "-i", "the", "-n", "200", "-s", "1", "-q"]
@@ -322,111 +264,3 @@ def test_context_larger_than_memory(small, tmp_path):
     if result.returncode != 0:                          # some systems promise anything
         assert_error(result, 1, "memory", "-c", "expected")
     assert_error(qwen3(small, "-i", "x", "-c", 2**31 - 1), 1, "-c", 512, 2**31 - 1)
-
-
-# -- signals
-
-@pytest.mark.parametrize("number, status", [
-    (signal.SIGTERM, {-signal.SIGTERM}), (signal.SIGINT, {130, -signal.SIGINT}),
-    (signal.SIGPIPE, {-signal.SIGKILL, -signal.SIGPIPE})], ids=["TERM", "INT", "PIPE"])
-def test_signal_at_any_time(start, number, status):
-    """From before main() to the middle of an answer; a mere SIGPIPE is ignored."""
-    r = random.Random(number)
-    for _ in range(12):
-        child = start(stdout=subprocess.DEVNULL)
-        time.sleep(r.random() * 0.1)
-        child.send_signal(number)
-        if number == signal.SIGPIPE:
-            time.sleep(0.1)
-            child.kill()
-        error = child.communicate(timeout=300)[1]
-        assert child.returncode in status, error
-        assert b"qwen3: " not in error.replace(b"qwen3: -t 0", b""), error
-
-
-def spawn(*args):
-    return pexpect.spawn(str(QWEN3), list(map(str, args)), env=environment(TERM="xterm"), timeout=300,
-                         dimensions=(24, 80))
-
-
-def cooked(child):
-    return termios.tcgetattr(child.child_fd)[3] & termios.ICANON
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT INT"])
-def test_signal_while_the_terminal_is_dim(endless, number):
-    child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
-    child.expect(r"\x1b\[2m")
-    child.expect("abab")
-    stop(child.pid, child.child_fd)                           # a terminal that takes nothing stays dim
-    child.kill(number)
-    child.kill(signal.SIGCONT)
-    if number == signal.SIGINT:
-        child.kill(number)
-    child.expect(r"\x1b\[0m")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.signalstatus == number or child.exitstatus == 130
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="no /proc/PID/io")
-def test_signal_while_the_terminal_takes_nothing(endless):
-    """Ctrl-S, say: the program waits in write(), and ends all the same."""
-    child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
-    child.expect("abab")
-    written, before = 1, 0                              # nobody reads: it comes to a halt
-    while written != before:
-        time.sleep(0.5)
-        io = Path(f"/proc/{child.pid}/io").read_text()
-        written, before = int(re.search(r"wchar: (\d+)", io)[1]), written
-    child.kill(signal.SIGTERM)
-    end = time.monotonic() + 300
-    while child.isalive() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert child.signalstatus == signal.SIGTERM
-    child.close()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
-def test_signal_during_a_paste(endless, number):
-    """The terminal's mode, which is changed for a moment then, is as before."""
-    r = random.Random(1)
-    for _ in range(8):
-        child = spawn(endless, "-t", 0, "-c", 0)
-        child.expect("> ")
-        for _ in range(5):
-            child.send("a line\n" * 3)
-            time.sleep(0.02 + r.random() * 0.02)
-        for _ in range(1000):                           # two may arrive as one
-            child.kill(number)
-            child.kill(number)
-            if child.expect([pexpect.EOF, pexpect.TIMEOUT], timeout=0.1) == 0:
-                break
-        assert cooked(child)
-        child.close()
-        assert child.signalstatus == number or child.exitstatus == 130
-
-
-def catches(pid, number):
-    """Has the process a handler for this signal?"""
-    status = Path(f"/proc/{pid}/status")
-    if not LINUX:
-        time.sleep(0.5)
-        return True
-    return int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16) >> (number - 1) & 1
-
-
-def test_export_and_a_signal_at_any_time(checkpoint, tmp_path):
-    r = random.Random(2)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
-        child = subprocess.Popen([sys.executable, ROOT / "export.py", checkpoint, tmp_path / "model.bin"],
-                                 stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment(),
-                                 start_new_session=True)
-        while not catches(child.pid, signal.SIGTERM):   # before, it is Python's affair
-            time.sleep(0.01)
-        time.sleep(r.random())
-        child.send_signal(number)
-        error = child.communicate(timeout=300)[1]
-        assert child.returncode in (0, 130, 143, -number), error
-        names = {path.name for path in tmp_path.iterdir()}
-        assert names <= {"model.bin", "model.bin.tokenizer"} and (len(names) == 2 or child.returncode)

@@ -3,8 +3,6 @@ INPUTS a matter of a second or two; FUZZ_SECONDS=600 fuzzes that long instead (`
 another seed each time."""
 import contextlib
 import functools
-import importlib.util
-import io
 import json
 import os
 import random
@@ -17,8 +15,9 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, TESTS, TINY, environment, make_checkpoint
+from conftest import ROOT, TESTS, TINY, environment, make_checkpoint, run_export
 
+pytestmark = pytest.mark.slow
 LONG = "FUZZ_SECONDS" in os.environ
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 60))
 SEED = int(time.time()) if LONG else 1
@@ -67,16 +66,6 @@ def test_inputs_that_follow_the_coverage(libfuzzer, tmp_path, target):
 
 
 # -- export.py: mutated checkpoints, in this process
-
-@pytest.fixture(scope="module")
-def exporter():
-    """export.py as a module. What it asks the tokenizers package about Unicode is asked once."""
-    spec = importlib.util.spec_from_file_location("export", ROOT / "export.py")
-    module = sys.modules["export"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.unicode_sections = functools.cache(module.unicode_sections)
-    return module
-
 
 VALUES = [None, True, False, 0, 1, -1, 2, 31, 64, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, -2**63, 10**400,
           0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x", "\0", "\ud800", "\u0120", "\x1b[2J\n",
@@ -155,30 +144,17 @@ def mutate_checkpoint(r, directory):
             path.write_bytes(struct.pack("<Q", len(text)) + text + rest if length else text)
 
 
-def run_export(exporter, directory, out):
-    """(exit status, stderr), in this process; anything but an exit is a failure."""
-    errors = io.StringIO()
-    exporter.notes.clear()
-    exporter.sys.argv = ["export.py", str(directory), str(out)]
-    with contextlib.redirect_stderr(errors):
-        try:
-            exporter.main()
-        except SystemExit as error:
-            return error.code, errors.getvalue()
-    raise AssertionError("main() came back")
-
-
 @pytest.mark.parametrize("shards", [1, 3])
-def test_mutated_checkpoints(exporter, tokenizer, tmp_path, shards):
+def test_mutated_checkpoints(tokenizer, tmp_path, shards):
     """Exported, or refused in one line: no traceback, no half file, not too much time or memory."""
     whole = make_checkpoint(tmp_path / "whole", tokenizer, dim=32, hidden_dim=32, n_layers=1, n_heads=2,
                             n_kv_heads=1, head_dim=16, shards=shards, new_keys=shards > 1,
                             yarn=dict(rope_type="yarn", factor=4.0) if shards > 1 else None)
     out, copy, r = tmp_path / "out" / "model.bin", tmp_path / "copy", random.Random(SEED)
     out.parent.mkdir()
-    assert run_export(exporter, whole, out)[0] == 0
+    assert run_export(whole, out)[0] == 0
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    argv, results = sys.argv, {0: 0, 1: 0}
+    results = {0: 0, 1: 0}
     old = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it takes too long"))
     try:
         end = time.monotonic() + SECONDS * LONG
@@ -190,7 +166,7 @@ def test_mutated_checkpoints(exporter, tokenizer, tmp_path, shards):
             for _ in range(r.choice((1, 1, 1, 2, 3))):
                 mutate_checkpoint(r, copy)
             signal.alarm(300)
-            status, said = run_export(exporter, copy, out)
+            status, said = run_export(copy, out)
             signal.alarm(0)
             results[status] += 1
             found = {path.name for path in out.parent.iterdir()}
@@ -198,7 +174,6 @@ def test_mutated_checkpoints(exporter, tokenizer, tmp_path, shards):
             assert status == 0 or (said.startswith("export.py: ") and said.count("\n") == 1), said
     finally:
         signal.signal(signal.SIGALRM, old)
-        sys.argv = argv
     assert min(results.values()) > 10
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert grown < 500_000 * (1024 if sys.platform == "darwin" else 1), grown

@@ -9,6 +9,8 @@ import pytest
 from conftest import ADDED, STATS, export, make_checkpoint, output, perplexity, qwen3, tokenize
 from reference import Model, read_tokenizer
 
+SLOW = {"mha", "head-dim-48", "head-dim-128", "one-head", "gqa-8", "no-prefix-f32", "padded-vocabulary",
+        "theta-1e4", "eps-1e-5", "yarn-old-keys", "qwen2-gqa-7-group-32-untied"}
 SHAPES = {
     "gqa-2": dict(),
     "mha": dict(n_kv_heads=4, seed=2),
@@ -38,6 +40,10 @@ SHAPES = {
     "yarn-old-keys": dict(max_len=256, seed=19, yarn=dict(
         type="yarn", factor=2.0, original_max_position_embeddings=128)),
 }
+
+
+EACH_SHAPE = pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SHAPES])
 
 
 def draw_text(model, tokenizer, n, seed=1):
@@ -84,13 +90,13 @@ def case(tmp_path_factory, tokenizer):
     return get
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@EACH_SHAPE
 def test_export_writes_the_specified_bytes(case, name, tmp_path):
     c = case(name)
     assert c.bin.read_bytes() == c.reference.to_bin(tmp_path / "expected.bin").read_bytes()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@EACH_SHAPE
 def test_perplexity(case, name):
     c = case(name)
     n, nll, ppl = perplexity(c.bin, "-f", c.file)
@@ -99,7 +105,7 @@ def test_perplexity(case, name):
     assert ppl == pytest.approx(np.exp(nll), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@EACH_SHAPE
 def test_first_logits(case, name):
     """One position: no attention, and little room for rounding to spread, so the numbers agree to
     1e-3, but where an activation lies right at a rounding boundary."""
@@ -113,7 +119,7 @@ def test_first_logits(case, name):
     assert len(off) > 4 and np.median(off) < 1e-3 and max(off) < 0.1
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@EACH_SHAPE
 def test_greedy(case, name, tokenizer):
     """The same most likely tokens, where the reference's lead is clear."""
     c = case(name)
@@ -145,6 +151,7 @@ class OtherHeads(Model):
         return super().attention(q, k[:, order], v[:, order], start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, mistake", [
     ("gqa-2", dict(theta=5e6)), ("gqa-2", dict(eps=1e-5)), ("eps-1e-5", dict(eps=1e-6)),
     ("theta-5e6", dict(theta=1e6)), ("theta-1e4", dict(theta=1e6)), ("yarn", dict(yarn=None)),
@@ -168,7 +175,7 @@ def test_mistakes_show(case, name, mistake):
     assert abs(wrong.nll(ids) - r.nll(ids)) > 0.07
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("group", [128, 256, *[pytest.param(n, marks=pytest.mark.slow) for n in (32, 64)]])
 def test_group_sizes(tokenizer, tmp_path, group):
     """Files that others wrote: any of the four group sizes, and int8 values of -128."""
     hf = make_checkpoint(tmp_path / "hf", tokenizer, dim=256, hidden_dim=512, n_heads=4,
@@ -246,18 +253,7 @@ def test_text_as_long_as_context(case):
     assert perplexity(c.bin, "-f", c.file) == perplexity(c.bin, "-f", c.file, "-c", len(c.ids))
 
 
-def test_padding_of_zeros_is_the_base_format(case, tmp_path):
-    """theta 1e6 and eps 1e-6 written out in the header extension mean the same as zeros."""
-    c = case("gqa-2")
-    data = bytearray(c.bin.read_bytes())
-    assert not any(data[0x30:256])
-    data[0x30:0x38] = np.array([1e6, 1e-6], "<f4").tobytes()
-    (tmp_path / "model.bin").write_bytes(data)
-    tokenizer_file = c.bin.with_name(c.bin.name + ".tokenizer").read_bytes()
-    (tmp_path / "model.bin.tokenizer").write_bytes(tokenizer_file)
-    assert perplexity(tmp_path / "model.bin", "-f", c.file) == perplexity(c.bin, "-f", c.file)
-
-
+@pytest.mark.slow
 def test_rows_without_text_are_never_chosen_blindly(case):
     """Row 640 - 1 is all zeros (its scale is 0): no NaN anywhere."""
     c = case("padded-vocabulary")

@@ -52,7 +52,7 @@ def test_top_k(model, k):
     assert_distribution(counts, expected(2, "edbcaf"[:k]))
 
 
-@pytest.mark.parametrize("temperature", [1, 2])
+@pytest.mark.parametrize("temperature", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.5, 0.7, 0.8, 0.95, 0.99])
 def test_top_p(model, p, temperature):
     """The smallest set that reaches p, of the distribution after the temperature."""

@@ -1,12 +1,10 @@
 """The tiny model: transformers' recorded figures (tests/tiny/expected.json), and that it talks."""
 import json
 import re
-import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import STATS, TINY, assert_error, export, output, perplexity, qwen3, tokenize
+from conftest import STATS, TINY, export, output, perplexity, qwen3, tokenize
 from reference import Model, read_tokenizer
 
 RECORD = TINY / "expected.json"
@@ -230,8 +228,9 @@ STORY = "Once upon a time there was a cat. The cat was red. The cat was red. "
 
 
 @pytest.mark.parametrize("options", [
-    (), ("-t", 0), ("-t", 0.3), ("-t", 2), ("-t", 1, "-k", 2, "-p", 1), ("-t", 0, "-a", 1.5),
-    ("-t", 0.7, "-a", 0.1), ("-n", 77), ("-c", 133), ("-j", 3)], ids=lambda o: " ".join(map(str, o)))
+    (), ("-c", 133), *[pytest.param(o, marks=pytest.mark.slow) for o in (
+        ("-t", 0), ("-t", 0.3), ("-t", 2), ("-t", 1, "-k", 2, "-p", 1), ("-t", 0, "-a", 1.5),
+        ("-t", 0.7, "-a", 0.1), ("-n", 77), ("-j", 3))]], ids=lambda o: " ".join(map(str, o)))
 @pytest.mark.parametrize("prompt", [
     ("-i", "Count from 1 to 100."), ("-i", "Count from 1 to 100.", "-r", 1), ("-i", "Tell me a story."),
     ("-m", "generate", "-i", STORY * 3), ("-m", "generate", "-i", "1, 2, 3, 4, 5, 6, 7, 8, 9, " * 3),
@@ -300,19 +299,3 @@ def test_system_prompt_outlives_a_full_context(tiny):
     assert result.returncode == 0
     assert "Max" in result.stdout.decode().rstrip("\n").split("\n")[-1]
     assert max(int(p) for p, *_ in STATS.findall(result.stderr)) <= 300
-
-
-@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000], ids=hex)
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_one_row_that_is_no_number(tiny, tmp_path, bits, temperature):
-    """A scale of one token's embedding is NaN or infinite: an error, whatever the sampling."""
-    data = bytearray(tiny.read_bytes())
-    dim, layers, vocab, head_dim, group = (
-        struct.unpack_from("<i", data, at)[0] for at in (0x08, 0x10, 0x1C, 0x24, 0x2C))
-    norms = 4 * (2 * layers * dim + dim + 2 * layers * head_dim)
-    scale = 256 + norms + vocab * dim + 300 * (dim // group) * 4
-    struct.pack_into("<I", data, scale, bits)
-    model = tmp_path / "model.bin"
-    model.write_bytes(data)
-    (tmp_path / "model.bin.tokenizer").write_bytes(Path(f"{tiny}.tokenizer").read_bytes())
-    assert_error(qwen3(model, "-t", temperature, "-i", "hi"), 1, "model", "logits")

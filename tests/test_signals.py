@@ -1,0 +1,387 @@
+"""Signals and closed readers, at any time: both programs end as cli.md says, with what was written so
+far, the terminal as it was, and no half file."""
+import fcntl
+import os
+import random
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import numpy as np
+import pexpect
+import pytest
+from conftest import (LINUX, QWEN3, ROOT, copy_model, environment, export, finish, join_tokenizer,
+                      make_checkpoint, make_table_model, spawn, split_tokenizer)
+
+BOTH = pytest.mark.parametrize("mode", ["generate", "chat"])
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory, tokenizer):
+    """A model that says a for ever: 100,000 tokens of context, and nothing else is likely."""
+    logits = np.zeros((tokenizer.get_vocab_size(), 1), np.float32)
+    logits[tokenizer.token_to_id("a")] = 12.7
+    directory = tmp_path_factory.mktemp("endless")
+    return export(make_table_model(directory / "hf", tokenizer, [], logits, max_len=100_000),
+                  directory / "model.bin")
+
+
+@pytest.fixture(scope="module")
+def thinking(chain):
+    """A model that thinks for ever: <think>ababab..."""
+    return chain("Ċ", "<think>", "a", "b", "a", max_len=100_000)
+
+
+@pytest.fixture
+def start():
+    """start(model, *options): the program on pipes, in a process group of its own."""
+    children = []
+
+    def start(model, *options, **how):
+        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
+               "env": environment(), **how}
+        child = subprocess.Popen([QWEN3, model, "-t", "0", "-c", "0", *options], start_new_session=True,
+                                 **how)
+        children.append(child)
+        return child
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            if pipe:
+                pipe.close()
+
+
+def waiting(fd):
+    """How many bytes wait in this terminal or pipe."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def wait_until(condition, seconds=300):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# -- on pipes
+
+@pytest.mark.parametrize("number, status", [
+    (signal.SIGTERM, {-signal.SIGTERM}), (signal.SIGINT, {130, -signal.SIGINT}),
+    (signal.SIGPIPE, {-signal.SIGKILL, -signal.SIGPIPE})], ids=["TERM", "INT", "PIPE"])
+def test_at_any_time(start, thinking, number, status):
+    """From before main() to the middle of an answer; a mere SIGPIPE is ignored."""
+    r = random.Random(number)
+    for _ in range(8):
+        child = start(thinking, "-i", "x", stdout=subprocess.DEVNULL)
+        time.sleep(r.random() * 0.1)
+        child.send_signal(number)
+        if number == signal.SIGPIPE:
+            time.sleep(0.1)
+            child.kill()
+        error = child.communicate(timeout=300)[1]
+        assert child.returncode in status, error
+        assert b"qwen3: " not in error.replace(b"qwen3: -t 0", b""), error
+
+
+@BOTH
+def test_interrupt(start, endless, mode):
+    """Nothing more is written, but what was written stays."""
+    child = start(endless, "-m", mode, "-i", "hi")
+    assert child.stdout.read(5) == b"aaaaa"
+    child.send_signal(signal.SIGSTOP)
+    while waiting(child.stdout):
+        assert set(os.read(child.stdout.fileno(), 65536)) <= set(b"a")
+    child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGCONT)
+    out, error = child.communicate(timeout=300)
+    assert child.returncode == 130
+    assert len(out) < 4 and set(out) <= set(b"a\n") and b"qwen3:" not in error
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="no small pipes")
+@BOTH
+def test_interrupt_while_the_reader_is_slow(start, endless, mode):
+    """The program waits in write(): no error, and what was written stays."""
+    child = start(endless, "-m", mode, "-i", "hi")
+    fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    wait_until(lambda: waiting(child.stdout) >= 4096)
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    out, error = child.communicate(timeout=300)
+    assert child.returncode == 130, error
+    assert len(out) >= 4096 and b"qwen3:" not in error
+
+
+@pytest.mark.parametrize("mode", ["chat", "tokenize"])
+def test_interrupt_while_reading_the_prompt(start, endless, mode):
+    child = start(endless, "-m", mode, "-f", "-", stdin=subprocess.PIPE)
+    child.stdin.write(b"x")
+    child.stdin.flush()
+    wait_until(lambda: not waiting(child.stdin))        # it has read that, and then reads on
+    time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(300) == 130
+
+
+def test_interrupt_while_a_pipe_has_no_writer(start, endless, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for wait in (0.01, 0.02, 0.05, 0.1, 0.5):           # while it loads, or in open()
+        child = start(endless, "-f", tmp_path / "pipe")
+        time.sleep(wait)
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=60)[1] == b""
+        assert child.returncode in ({130} if wait == 0.5 else {130, -signal.SIGINT})
+
+
+def test_interrupt_while_tokenizing(start, endless, tmp_path):
+    """Also if the model's file asks for that mode."""
+    model = copy_model(endless, tmp_path)
+    plain, parts = split_tokenizer(Path(f"{model}.tokenizer").read_bytes())
+    parts[b"mode"] = struct.pack("<I", 2)
+    Path(f"{model}.tokenizer").write_bytes(join_tokenizer(plain, parts.items()))
+    (tmp_path / "text").write_bytes(b"a b c " * 10_000_000)
+    child = start(model, "-f", tmp_path / "text")
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=300)[0] == b"" and child.returncode == 130
+
+
+@BOTH
+def test_closed_stdout_is_quiet(start, endless, mode):
+    child = start(endless, "-m", mode, "-i", "the")
+    child.stdout.close()
+    assert b"qwen3:" not in child.stderr.read()
+    assert child.wait(300) in (0, -signal.SIGPIPE)
+
+
+@pytest.mark.skipif(not LINUX, reason="other systems keep the pages of a mapped file")
+def test_file_that_shrinks_while_it_is_mapped(start, endless, tmp_path):
+    """One line and exit 1, no core dump; what was written stays."""
+    model = copy_model(endless, tmp_path)
+    child = start(model, "-m", "generate", "-i", "a", env=environment(handle_sigbus="0"))
+    assert child.stdout.read(5) == b"aaaaa"
+    os.truncate(model, 256)
+    out, error = child.communicate(timeout=300)
+    assert child.returncode == 1 and error.startswith(b"qwen3: model: ") and error.count(b"\n") == 1
+    assert set(out) <= set(b"a")
+
+
+# -- at a terminal
+
+@pytest.mark.skipif(not LINUX, reason="no /proc")
+def test_interrupt_right_after_enter(endless):
+    """It stops the answer that is about to begin."""
+    child = spawn(endless, "-t", 0, "-c", 0)
+    child.expect("> ")
+    child.sendline("x")
+    child.expect("x\r\n")                               # the terminal has it, and then
+    read = os.open(f"/proc/{child.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
+    wait_until(lambda: not waiting(read))               # the program (Ctrl-C empties the terminal)
+    os.close(read)
+    child.sendintr()
+    child.expect(r"generated (\d+) tokens")
+    assert int(child.match[1]) < 90_000                 # what fits into the terminal, at most
+    child.expect("> ")
+    child.sendeof()
+    assert finish(child) == 0
+
+
+FULL = pytest.mark.parametrize("wait", [0, 1], ids=["reading", "terminal full"])
+
+
+@FULL
+def test_interrupt_stops_the_answer_only(endless, wait):
+    """Also when the program waits in write(), as the terminal takes no more."""
+    child = spawn(endless, "-t", 0, "-c", 0)
+    child.expect("> ")
+    child.sendline("x")
+    child.expect("aaaaaa")
+    time.sleep(wait)
+    child.sendintr()
+    child.expect("> ")
+    child.sendline("y")
+    child.expect("aaaaaa")
+    child.sendintr()
+    child.expect(r"\((\d+) cached\)")
+    assert int(child.match[1]) > 5                      # what was said is kept
+    child.expect("> ")
+    child.sendeof()
+    assert finish(child) == 0
+
+
+@FULL
+def test_interrupt_of_one_answer_at_a_terminal(endless, wait):
+    child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
+    child.expect("aaaaaa")
+    time.sleep(wait)
+    child.sendintr()
+    assert finish(child) == 130
+
+
+@pytest.mark.parametrize("number, statuses", [(signal.SIGINT, {0, 130}), (signal.SIGHUP, {None})],
+                         ids=["INT", "HUP"])
+def test_at_the_prompt(endless, number, statuses):
+    """Ctrl-C leaves; no process remains after the window was closed."""
+    child = spawn(endless)
+    child.expect("> ")
+    if number == signal.SIGINT:
+        child.sendintr()
+    else:
+        child.kill(number)
+    assert finish(child) in statuses and child.signalstatus in (None, number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT INT"])
+def test_while_the_terminal_is_dim(thinking, number):
+    child = spawn(thinking, "-t", 0, "-c", 0, "-i", "x")
+    child.expect(r"\x1b\[2m")
+    child.expect("abab")
+    child.kill(signal.SIGSTOP)                          # a terminal that takes nothing stays dim
+    while child.expect([r".+", pexpect.TIMEOUT], timeout=0.2) == 0:
+        pass
+    child.kill(number)
+    child.kill(signal.SIGCONT)
+    if number == signal.SIGINT:
+        child.kill(number)
+    child.expect(r"\x1b\[0m")
+    assert finish(child) == 130 or child.signalstatus == number
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="no /proc/PID/io")
+def test_while_the_terminal_takes_nothing(endless):
+    """Ctrl-S, say: the program waits in write(), and ends all the same."""
+    child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
+    child.expect("aaaa")
+    written, before = 1, 0                              # nobody reads: it comes to a halt
+    while written != before:
+        time.sleep(0.5)
+        io = Path(f"/proc/{child.pid}/io").read_text()
+        written, before = int(re.search(r"wchar: (\d+)", io)[1]), written
+    child.kill(signal.SIGTERM)
+    wait_until(lambda: not child.isalive())
+    assert child.signalstatus == signal.SIGTERM
+    child.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+def test_during_a_paste(endless, number):
+    """The terminal's mode, which is changed for a moment then, is as before."""
+    r = random.Random(1)
+    for _ in range(4):
+        child = spawn(endless, "-t", 0, "-c", 0)
+        child.expect("> ")
+        for _ in range(5):
+            child.send("a line\n" * 3)
+            time.sleep(0.02 + r.random() * 0.02)
+        for _ in range(1000):                           # two may arrive as one
+            child.kill(number)
+            child.kill(number)
+            if child.expect([pexpect.EOF, pexpect.TIMEOUT], timeout=0.1) == 0:
+                break
+        assert termios.tcgetattr(child.child_fd)[3] & termios.ICANON
+        child.close()
+        assert child.signalstatus == number or child.exitstatus == 130
+
+
+# -- while the progress of a prompt is shown
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory, tokenizer):
+    """A model that needs a while for 10,000 tokens."""
+    directory = tmp_path_factory.mktemp("slow")
+    return export(make_checkpoint(directory / "hf", tokenizer, n_layers=6, n_heads=8,
+                                  max_len=12000), directory / "slow.bin")
+
+
+def show_progress(child):
+    """Held up until a prompt takes the two seconds after which its progress is shown."""
+    time.sleep(0.1)
+    child.kill(signal.SIGSTOP)
+    time.sleep(2.2)
+    child.kill(signal.SIGCONT)
+    child.expect(r" left\x1b\[K")
+
+
+@pytest.mark.parametrize("mode", ["generate", "perplexity"])
+def test_interrupt_of_the_progress(slow, tmp_path, mode):
+    """It is erased."""
+    (tmp_path / "prompt").write_bytes(b"7" * 10000)
+    child = spawn(slow, "-m", mode, "-f", tmp_path / "prompt", "-c", 0, "-b", 1, "-j", 1, "-n", 3)
+    show_progress(child)
+    child.kill(signal.SIGINT)
+    assert finish(child) == 130
+    assert re.fullmatch(rb"(\r[^\r\n]* left\x1b\[K)*\r\x1b\[K(\r\nprompt .*\r\n)?", child.before)
+
+
+def test_message_stopped_before_its_answer(slow):
+    """It is taken back: the next prompt is the next message alone."""
+    child = spawn(slow, "-c", 0, "-b", 1, "-j", 1, "-n", 1, "-m", "chat")
+    child.expect("> ")
+    child.sendline("7" * 3900)
+    show_progress(child)
+    child.sendintr()
+    child.expect("the message is taken back")
+    child.expect("> ")
+    child.sendline("7")
+    child.expect(r"prompt (\d+) tokens")
+    assert int(child.match[1]) < 100
+    child.expect("> ")
+    child.sendeof()
+    assert finish(child) == 0
+
+
+# -- export.py
+
+def catches(pid, number):
+    """Has the process a handler for this signal?"""
+    if not LINUX:
+        time.sleep(0.5)
+        return True
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
+                         ids=["INT", "TERM"])
+def test_export(tokenizer, tmp_path, number, status):
+    """While it writes: nothing is left. At any other time: all or nothing."""
+    hf = make_checkpoint(tmp_path / "hf", tokenizer, dim=1024, pad_to=6000)
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, ROOT / "export.py", hf, tmp_path / "out/m.bin"]
+
+    def names():
+        return {path.name for path in (tmp_path / "out").iterdir()}
+
+    def written():
+        return sum(path.stat().st_size for path in (tmp_path / "out").glob("m.bin.*part"))
+
+    for wait in (None, 0, random.Random(number).random()):
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                 env=environment(), start_new_session=True)
+        if wait is None:
+            while child.poll() is None and written() < 2_000_000:
+                if written():                           # from here on by small steps, so that it is
+                    child.send_signal(signal.SIGSTOP)   # not done before it is interrupted
+                    time.sleep(0.01)
+                    child.send_signal(signal.SIGCONT)
+                time.sleep(0.001)
+            child.send_signal(signal.SIGSTOP)
+            assert written() >= 2_000_000
+            child.send_signal(number)
+            child.send_signal(signal.SIGCONT)
+            assert child.communicate(timeout=300)[1] == b""
+            assert child.returncode == status and not names()
+        else:
+            wait_until(lambda: catches(child.pid, signal.SIGTERM))  # before, it is Python's affair
+            time.sleep(wait)
+            child.send_signal(number)
+            error = child.communicate(timeout=300)[1]
+            assert child.returncode in (0, status, -number), error
+            assert names() == set() if child.returncode else names() == {"m.bin", "m.bin.tokenizer"}
