@@ -1,12 +1,11 @@
 # make            builds ./qwen3 for this machine
 # make run        asks the tiny model of tests/ a question
 # make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
-# make test       makes a virtual environment in tests/.venv and runs every test
+# make test       makes a virtual environment in tests/.venv and tests everything that is promised
+# make test-all   tests what takes longer: sanitizers, fuzzing, long tables, other compilers and systems
 # make bench      measures this build on this machine, with a synthetic model (GROUP=32: its groups)
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
-# make test-platforms  runs the tests on other compilers, CPUs and systems, where they are installed
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
-# make test-sanitizers  runs every test with the address and undefined-behaviour sanitizers
 # make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of eight targets
 # make THREADS=0  builds without threads
 CC ?= cc
@@ -77,27 +76,24 @@ tests/libfuzzer: tests/fuzz.c tests/naive.h qwen3.c Makefile tests/.flags
 tests/tiny/tiny.bin:
 	@echo "$@ is missing: python export.py tests/tiny/model $@"; exit 1
 
-test: qwen3 tests/test tests/bench tests/render tests/tokens tests/fuzz
+PYTEST = tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1
+PARALLEL = -n auto --maxprocesses=4 --dist loadgroup
+
+test: qwen3 tests/render
 	tests/test
 	python3 tests/setup_venv.py
-	tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1 tests
+	$(PYTEST) $(PARALLEL) -m "not slow" tests
 
-# Not named test_*.py, so that `make test` leaves it out
-test-platforms: qwen3
+test-all: qwen3 tests/render tests/bench tests/fuzz
 	python3 tests/setup_venv.py
-	tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1 tests/platforms.py
-
-# make test with everything built with the sanitizers
-test-sanitizers:
-	$(MAKE) test CFLAGS='$(SANITIZE)'
+	$(PYTEST) $(PARALLEL) -m slow tests
 
 FUZZ_SECONDS ?= 600
 fuzz: tests/fuzz
 	python3 tests/setup_venv.py
-	FUZZ_SECONDS=$(FUZZ_SECONDS) tests/.venv/bin/python -m pytest -rs -s tests/test_fuzz.py
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) -s tests/test_fuzz.py
 
 clean:
-	rm -f qwen3 qwen3.exe tests/test tests/bench tests/render tests/tokens tests/fuzz \
-	      tests/libfuzzer tests/.flags
+	rm -f qwen3 qwen3.exe tests/test tests/render tests/bench tests/fuzz tests/libfuzzer tests/.flags
 
-.PHONY: run bench portable install uninstall debug test test-platforms test-sanitizers fuzz clean FORCE
+.PHONY: run bench portable install uninstall debug test test-all fuzz clean FORCE

@@ -80,8 +80,8 @@ FIELDS = {"qwen3": [
     base_field("dim", -64, 32, elsewhere={128: SIZE, 2**30: SIZE}),
     base_field("hidden_dim", -128, 100, elsewhere={256: SIZE, 2**30: SIZE}),
     base_field("n_layers", elsewhere={1: SIZE, 3: SIZE, 4: SIZE, 2**30: SIZE, 2**31 - 1: SIZE}),
-    base_field("n_heads", -4, elsewhere={8: SIZE, 2**30: "n_heads * head_dim", 3: "n_kv_heads", 5: "n_kv_heads",
-                                      2**31 - 1: "n_kv_heads"}),
+    base_field("n_heads", -4, elsewhere={8: SIZE, 2**30: "n_heads * head_dim", 3: "n_kv_heads",
+                                         5: "n_kv_heads", 2**31 - 1: "n_kv_heads"}),
     base_field("n_kv_heads", -2, 8, elsewhere={1: SIZE, 4: SIZE}),
     base_field("vocab_size", -502, elsewhere={
         501: SIZE, 503: SIZE, 1004: SIZE, 2**30: SIZE}),

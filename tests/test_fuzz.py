@@ -50,6 +50,7 @@ def libfuzzer():
     return TESTS / "libfuzzer"
 
 
+@pytest.mark.xdist_group("libfuzzer")
 @pytest.mark.parametrize("target", INPUTS)
 def test_inputs_that_follow_the_coverage(libfuzzer, tmp_path, target):
     (tmp_path / "seeds").mkdir()

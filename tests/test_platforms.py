@@ -1,6 +1,5 @@
-"""qwen3.c by other compilers, on other CPUs and systems: `make test-platforms`. qemu-user stands in
-for the CPU, wine for Windows; what is not installed is skipped. (Not named test_*.py: `make test`
-leaves it out.)
+"""qwen3.c by other compilers, with sanitizers, on other CPUs and systems. qemu-user stands in for the
+CPU, wine for Windows; what is not installed is skipped.
 """
 import os
 import pty
@@ -17,11 +16,13 @@ import tty
 from pathlib import Path
 
 import pytest
-from conftest import QWEN3, ROOT, TESTS, TINY, environment, tokenize
+from conftest import ROOT, TESTS, TINY, environment, tokenize
 
+pytestmark = pytest.mark.slow
 QUESTION = "What is the capital of France?"
 ANSWER = b"The capital of France is Paris.\n"
-ALL = "not reference and not folders_own"  # but for the tests of the Python programs alone
+BLACK_BOX = [f"test_{name}.py" for name in (
+    "chat", "cli", "faults", "files", "model", "progress", "sampling", "signals", "tiny", "tokenizer")]
 
 
 def need(*programs):
@@ -30,7 +31,7 @@ def need(*programs):
             pytest.skip(f"{program} is not installed")
 
 
-def build(directory, *arguments, targets=("qwen3", "tests/test", "tests/render", "tests/tokens")):
+def build(directory, *arguments, targets=("qwen3", "tests/test", "tests/render")):
     """Build in a copy of the sources; silently, but for make's own lines."""
     for file in [ROOT / "Makefile", ROOT / "qwen3.c", *TESTS.glob("*.[ch]")]:
         to = directory / file.relative_to(ROOT)
@@ -44,31 +45,31 @@ def build(directory, *arguments, targets=("qwen3", "tests/test", "tests/render",
 def under(directory, *runner):
     """The programs that were built there, each as a script that starts it under `runner`."""
     scripts = directory / "run"
-    for name in ("qwen3", "tests/test", "tests/render", "tests/tokens"):
-        program = directory / name
+    for name, *mode in (["qwen3"], ["tests/test"], ["tests/render", "render"]):
+        program = directory / ("tests/test" if mode else name)
         program = program if program.exists() else program.with_suffix(".exe")
         script = scripts / name
         script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(f'#!/bin/sh\nexec {shlex.join([*map(str, runner), str(program)])} "$@"\n')
+        command = shlex.join([*map(str, runner), str(program), *mode])
+        script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         script.chmod(0o755)
     return scripts
 
 
-def check(programs, goldens=""):
-    """The unit tests, an answer, and what transformers gave for the tiny and the golden models:
-    those tests that the expression `goldens` selects."""
+def check(programs, *files):
+    """The unit tests, an answer, and of these files the tests that `make test` runs."""
     units = subprocess.run([programs / "tests/test"], capture_output=True, text=True, timeout=1200)
     assert units.returncode == 0 and " 0 failures" in units.stdout, units
     answer = subprocess.run([programs / "qwen3", TINY / "tiny.bin", "-t", "0", "-i", QUESTION],
                             capture_output=True, timeout=300, env=environment())
     assert answer.returncode == 0 and answer.stdout == ANSWER, answer
-    if goldens:
+    if files:
         tests = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_tiny.py",
-             "test_golden.py", "-k", goldens],
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files],
             cwd=TESTS, env=environment(QWEN3=str(programs / "qwen3")), capture_output=True,
             text=True, timeout=1800)
         assert tests.returncode == 0 and " passed" in tests.stdout, tests.stdout[-4000:]
+        print(tests.stdout.splitlines()[-1])
 
 
 # -- compilers
@@ -94,6 +95,11 @@ def test_refused(command):
     assert '"qwen3.c needs a 64-bit little-endian machine' in result.stderr, result.stderr
 
 
+def test_sanitizers(tmp_path):
+    build(tmp_path, "CFLAGS=$(SANITIZE)")
+    check(tmp_path, *BLACK_BOX)
+
+
 # -- CPUs
 
 @pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3"])
@@ -106,7 +112,7 @@ def test_x86_64(cpu, tmp_path):
     if not native:
         need("qemu-x86_64")
     build(tmp_path, f"NATIVE=-march={cpu}")
-    check(under(tmp_path, *([] if native else ["qemu-x86_64", "-cpu", "max"])), ALL)
+    check(under(tmp_path, *([] if native else ["qemu-x86_64", "-cpu", "max"])), "test_tiny.py", "test_model.py")
 
 
 @pytest.mark.parametrize("compiler", ["aarch64-linux-gnu-gcc", "clang --target=aarch64-linux-gnu"])
@@ -118,10 +124,13 @@ def test_aarch64(compiler, cpu, simd, tmp_path):
     programs = under(tmp_path, "qemu-aarch64")
     version = subprocess.run([programs / "qwen3", "--version"], capture_output=True, text=True)
     assert f"({simd})" in version.stdout
-    check(programs, ALL if "gcc" in compiler else "")
+    check(programs, *["test_tiny.py"] * ("gcc" in compiler))
 
 
 # -- Windows
+
+WINDOWS = pytest.mark.xdist_group("windows")            # wine starts once
+
 
 @pytest.fixture(scope="session")
 def windows(tmp_path_factory):
@@ -154,13 +163,14 @@ def windows(tmp_path_factory):
         subprocess.run([*server, "-k"], timeout=300)
 
 
-def run(windows, *args, stdin=b"", timeout=300):
-    return subprocess.run([windows / "qwen3", *map(str, args)], input=stdin, capture_output=True,
+def run(programs, *args, stdin=b"", timeout=300):
+    return subprocess.run([programs / "qwen3", *map(str, args)], input=stdin, capture_output=True,
                           timeout=timeout, env=environment())
 
 
+@WINDOWS
 def test_windows(windows):
-    check(windows, ALL)
+    check(windows, "test_tiny.py")
 
 
 def test_windows_without_threads(tmp_path):
@@ -170,6 +180,7 @@ def test_windows_without_threads(tmp_path):
 
 @pytest.mark.parametrize("text", ["Größe, 灯塔 🙂", 'a "quoted" b', "back\\slash\\", "2*3? *.md", "",
                                   'a\\"b\\\\"'])
+@WINDOWS
 def test_windows_arguments(windows, text):
     model = TINY / "tiny.bin"
     result = run(windows, model, "-q", "-m", "tokenize", "-i", text)
@@ -177,6 +188,7 @@ def test_windows_arguments(windows, text):
     assert [int(i) for i in result.stdout.split()] == tokenize(model, text.encode())
 
 
+@WINDOWS
 def test_windows_names(windows, tmp_path):
     """File names in any script; a missing one is named as it was given."""
     directory = tmp_path / "Größe и 灯"
@@ -191,6 +203,7 @@ def test_windows_names(windows, tmp_path):
     assert result.stderr.decode() == f"qwen3: {directory}/灯.bin: No such file or directory\n"
 
 
+@WINDOWS
 def test_windows_bytes(windows, tmp_path):
     """What is read and written is the bytes: no CR comes or goes, Ctrl-Z and NUL are characters."""
     text = b"a\r\nb\x1ac\n\xff\x00\n\r\n"
@@ -204,6 +217,7 @@ def test_windows_bytes(windows, tmp_path):
     assert talk.stderr.count(b"\n") == 2 and b"\r" not in talk.stderr
 
 
+@WINDOWS
 def test_windows_exit(windows):
     """Exit codes; a reader that has seen enough; NUL is no terminal."""
     assert run(windows, TINY / "tiny.bin", "-j", 0).returncode == 2
@@ -243,18 +257,21 @@ def write_model(path, dim, hidden_dim, n_layers, max_seq_len, before=None, after
     return path.stat().st_size
 
 
-def test_windows_over_4_gb(windows, tmp_path):
-    """The answer is in the last matrix, behind 4 GB of zeros."""
+@pytest.mark.parametrize("system", ["here", pytest.param("windows", marks=WINDOWS)])
+def test_over_4_gb(system, request, tmp_path):
+    """The answer is in the last matrix, after 4 GB of zeros."""
+    programs = ROOT if system == "here" else request.getfixturevalue("windows")
     path = tmp_path / "large.bin"
     if shutil.disk_usage(tmp_path).free < 6e9:
         pytest.skip("no room, should the file system have no holes, or be in memory")
     (before,), (after,) = tokenize(TINY / "tiny.bin", b"a"), tokenize(TINY / "tiny.bin", b"b")
     assert write_model(path, 4096, 16384, 18, 64, before, after) > 1 << 32
-    result = run(windows, path, "-q", "-m", "generate", "-t", 0, "-n", 1, "-i", "a", timeout=300)
+    result = run(programs, path, "-q", "-m", "generate", "-t", 0, "-n", 1, "-i", "a")
     path.unlink()
     assert result.returncode == 0 and result.stdout == b"b", result
 
 
+@WINDOWS
 def test_windows_ctrl_c(windows, tmp_path):
     """Ctrl-C ends a one-shot answer; what was written stays."""
     path = tmp_path / "endless.bin"
@@ -269,6 +286,7 @@ def test_windows_ctrl_c(windows, tmp_path):
     assert process.returncode == 130 and set(out) == {ord("!")} and err.count(b"\n") == 1
 
 
+@WINDOWS
 def test_windows_console(windows):
     """A conversation on a console: UTF-8 typed and shown, lines joined, pastes, Ctrl-D."""
     pid, fd = pty.fork()
