@@ -205,14 +205,14 @@ Größe, naïve, crème brûlée, año, smörgåsbord, łódź, ğüneş, tiến
 """
 
 
-def train_tokenizer(merges=220):
+def train_tokenizer(merges=220, text=SENTENCES):
     tok = tokenizers.Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
     tok.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(tokenizers.Regex(SPLIT), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tok.decoder = decoders.ByteLevel()
-    tok.train_from_iterator([SENTENCES], trainers.BpeTrainer(
+    tok.train_from_iterator([text], trainers.BpeTrainer(
         vocab_size=256 + merges, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     assert tok.get_vocab_size() == 256 + merges

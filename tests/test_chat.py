@@ -2,14 +2,18 @@
 
 test_tiny.py has what the trained model answers.
 """
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jinja2.sandbox
 import pexpect
 import pytest
-from conftest import QWEN3, STATS, assert_error, environment, finish, qwen3, spawn, tokenize
+from conftest import (QWEN3, STATS, assert_error, copy_model, environment, export, finish, make_checkpoint,
+                      qwen3, records, spawn, tokenize)
+from test_export import CHATS
 
 END = "<|im_end|>"
 
@@ -17,6 +21,34 @@ END = "<|im_end|>"
 def prompts(result):
     return [[int(i) for i in ids.split()]
             for ids in re.findall(rb"prompt ids: ([\d ]+)\n", result.stderr)]
+
+
+TEMPLATES = [name for name, (_, pieces) in CHATS.items() if isinstance(pieces, list)]
+CONTENTS = ["", "hi", " two  words ", "\n\nfirst", "last \n\n", "cafe\u0301 灯塔 🙂", "1 + 1 = 2", "it's\tDONE"]
+ANSWERS = [*CONTENTS, "<think>\n\n</think>\n\nyes", "<think>\nwell\n</think>\n\n\n no", "so </think>\n ok",
+           "<think>half", "<tool_call>{}</tool_call>"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompts_are_what_the_template_renders(tokenizer, tmp_path, template):
+    """Random conversations, as jinja2 renders and the tokenizers package encodes them. (What differs
+    on purpose, a user who types control tokens, is below and in test_tiny.py.)"""
+    template = CHATS[template][0]
+    model = export(make_checkpoint(tmp_path / "hf", tokenizer, template=template), tmp_path / "model.bin")
+    compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True).from_string(template)
+    r = random.Random(template)
+    for i in range(40):
+        messages = [{"role": "system", "content": r.choice(CONTENTS)}] * (i % 2)
+        for _ in range(r.randrange(4)):
+            messages += [{"role": "user", "content": r.choice(CONTENTS)},
+                         {"role": "assistant", "content": r.choice(ANSWERS)}]
+        messages.append({"role": "user", "content": r.choice(CONTENTS)})
+        for thinking in (False, True):
+            text = compiled.render(messages=messages, add_generation_prompt=True, enable_thinking=thinking)
+            found, = records("render", model, int(thinking),
+                             texts=[(m["role"], m["content"].encode()) for m in messages])
+            assert found == tokenizer.encode(text).ids, (messages, thinking, text)
 
 
 def test_an_answer_that_spells_a_control_token(chain, tokenizer):
@@ -113,10 +145,7 @@ def test_switch_without_effect(chain):
 
 def test_old_template_files(chain, tmp_path):
     """What older exports put beside the model, when the tokenizer file has no pieces."""
-    model = chain("Ċ", "a", END)
-    (tmp_path / "model.bin").symlink_to(model)
-    data = model.with_name("model.bin.tokenizer").read_bytes()
-    (tmp_path / "model.bin.tokenizer").write_bytes(data[:data.index(b"q3tx")])
+    copy_model(chain("Ċ", "a", END), tmp_path, extension=False)
     for name, text in {"": "U[%s]\n", ".with-system": "S[%s]U[%s]\n", ".with-thinking": "T[%s]\n",
                        ".with-system-and-thinking": "ST[%s][%s]\n"}.items():
         (tmp_path / f"model.bin.template{name}").write_text(text)
@@ -306,10 +335,7 @@ def test_a_message_that_is_too_long_costs_nothing(tiny):
 
 
 def test_older_template_that_begins_with_the_system_text(tiny, tmp_path):
-    model = tmp_path / "model.bin"
-    model.write_bytes(Path(tiny).read_bytes())
-    tokenizer = Path(f"{tiny}.tokenizer").read_bytes()
-    Path(f"{model}.tokenizer").write_bytes(tokenizer[:tokenizer.index(b"q3tx")])
+    model = copy_model(tiny, tmp_path, extension=False)
     Path(f"{model}.template").write_text("U:%s<think>")
     Path(f"{model}.template.with-system").write_text("%s|%s<think>")
     result = qwen3(model, "-i", "x", "-y", "s", "-v", "-n", 1)

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import STATS, TINY, export, output, perplexity, qwen3, tokenize
+from conftest import STATS, TINY, export, output, perplexity, qwen3, records, tokenize
 from reference import Model, read_tokenizer
 
 RECORD = TINY / "expected.json"
@@ -112,6 +112,9 @@ def test_yarn_beyond_the_original_length(tmp_path):
 def test_ids(tiny):
     for entry in RECORDED["tokenizer"]:
         assert tokenize(tiny, entry["text"].encode()) == entry["ids"], entry["text"]
+    found = records("tokens", tiny, texts=[
+        ("plain", entry["text"].encode()) for entry in RECORDED["tokenizer"]])
+    assert found == [entry.get("plain", entry["ids"]) for entry in RECORDED["tokenizer"]]
 
 
 def prompt_ids(result):
@@ -119,17 +122,16 @@ def prompt_ids(result):
 
 
 def test_chat_ids(tiny):
-    tried = 0
+    """Of whole conversations, and of those of one turn through the program."""
     for entry in RECORDED["chat"]:
-        *system, user = entry["messages"]
-        if len(system) > 1 or system and system[0]["role"] != "system":
-            continue
-        args = ["-y", system[0]["content"]] if system else []
-        result = qwen3(tiny, "-i", user["content"], *args, "-r", int(entry["enable_thinking"]),
-                       "-v", "-n", 1, "-t", 0)
-        assert prompt_ids(result) == entry["ids"], entry
-        tried += 1
-    assert tried or not RECORDED["chat"]
+        thinking, messages = int(entry["enable_thinking"]), entry["messages"]
+        found, = records("render", tiny, thinking,
+                         texts=[(m["role"], m["content"].encode()) for m in messages])
+        assert found == entry["ids"], entry
+        if [m["role"] for m in messages] in (["user"], ["system", "user"]):
+            system = ["-y", messages[0]["content"]] if len(messages) == 2 else []
+            result = qwen3(tiny, "-i", messages[-1]["content"], *system, "-r", thinking, "-v", "-n", 1)
+            assert prompt_ids(result) == entry["ids"], entry
 
 
 def test_shipped_file_is_the_export(tiny):

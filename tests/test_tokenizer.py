@@ -8,11 +8,13 @@ import json
 import random
 import resource
 import struct
+import time
 import unicodedata
 
 import pytest
 import tokenizers
-from conftest import ADDED, copy_model, export, make_checkpoint, output, qwen3, records, tokenize
+from conftest import (ADDED, copy_model, export, make_checkpoint, output, qwen3, records, tokenize,
+                      train_tokenizer)
 from reference import read_tokenizer
 
 CONTRACTIONS = ["'s", "'S", "'t", "'T", "'re", "'RE", "'rE", "'ve", "'Ve", "'m", "'M", "'ll", "'lL",
@@ -269,6 +271,20 @@ def test_other_scores_of_the_same_order(small, tmp_path, tokenizer):
         at += 8 + length
     file.write_bytes(data)
     text = make_text(random.Random(6), "mixed", 2000)
+    assert_same(tokenize(path, text.encode()), tokenizer, text)
+
+
+@pytest.mark.slow
+def test_large_vocabulary(tmp_path):
+    """Long tokens, of merges of merges. What they take to export grows with their number only."""
+    r = random.Random(8)
+    syllables = ["".join(r.choices("aeioubdgklmnprst", k=r.randint(1, 4))) for _ in range(400)]
+    words = ["".join(r.choices(syllables, k=r.randint(1, 5))) for _ in range(60_000)]
+    tokenizer = train_tokenizer(40_000, " ".join(words))
+    before = time.process_time()
+    path = export(make_checkpoint(tmp_path / "hf", tokenizer), tmp_path / "model.bin")
+    assert time.process_time() - before < 30            # about 2
+    text = " ".join(r.choices(words, k=20_000)) + make_text(r, "mixed", 2000)
     assert_same(tokenize(path, text.encode()), tokenizer, text)
 
 
