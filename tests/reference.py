@@ -321,9 +321,10 @@ def read_safetensors(path):
     return tensors
 
 
-def read_tokenizer(path, vocab_size):
-    """A model.bin.tokenizer: header (3 numbers), tokens' bytes, scores, the extension's sections."""
-    data = Path(path).read_bytes()
+def read_tokenizer(file, vocab_size):
+    """A model.bin.tokenizer, its path or bytes: header (3 numbers), tokens' bytes, scores, the
+    extension's sections."""
+    data = file if isinstance(file, bytes) else Path(file).read_bytes()
     at, tokens, scores, sections = 12, [], [], {}
     while at < len(data) and len(tokens) < vocab_size:
         score, length = struct.unpack_from("<fI", data, at)
@@ -336,6 +337,7 @@ def read_tokenizer(path, vocab_size):
         at += 12
         while at < len(data):
             tag, length = struct.unpack_from("<4sI", data, at)
+            assert tag.decode() not in sections
             sections[tag.decode()] = data[at + 8:at + 8 + length]
             at += 8 + length
         assert at == len(data)

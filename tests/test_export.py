@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference
 import tokenizers
 from conftest import ROOT, export_py as export, run_export
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
@@ -204,23 +205,10 @@ def naive_q8(matrix: bytes, group: int) -> bytes:
 
 
 def read_tokenizer(data: bytes, vocab_size: int):
-    """(header, [(score, token)], sections or None) of a .tokenizer file, everything checked."""
-    head, at, records = struct.unpack_from("<3I", data), 12, []
-    for _ in range(vocab_size):
-        score, length = struct.unpack_from("<fI", data, at)
-        records.append((score, data[at + 8:at + 8 + length]))
-        at += 8 + length
-    assert head[0] == max(len(token) for _, token in records)
-    magic, version, length = struct.unpack_from("<4sII", data, at)
-    assert (magic, version, length) == (b"q3tx", 1, len(data) - at - 12)
-    at, sections = at + 12, {}
-    while at < len(data):
-        tag, length = struct.unpack_from("<4sI", data, at)
-        assert tag.decode() not in sections
-        sections[tag.decode()] = data[at + 8:at + 8 + length]
-        at += 8 + length
-    assert at == len(data)
-    return head, records, sections
+    """(header, [(score, token)], sections) of a .tokenizer file, everything checked."""
+    head, tokens, scores, sections = reference.read_tokenizer(data, vocab_size)
+    assert head[0] == max(map(len, tokens)) and len(tokens) == vocab_size and sections
+    return head, list(zip(scores, tokens)), sections
 
 
 def rows(section: bytes, width: int):
