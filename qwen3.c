@@ -2,46 +2,52 @@
 
      ./qwen3 model.bin -i "What is the capital of France?"
 
-   A language model computes a score for every token that could come next. This program cuts a
-   text into tokens (encode_raw, render), runs them through the model (forward), scores all tokens
-   of the vocabulary as the next one (classify), draws one of them (sample), writes it, runs it
-   through the model as well, and so on until the answer ends (generate).
+   A token is a piece of text, often a word or a part of one, and has a number: its id. A language
+   model computes a score for every token that could come next. This program cuts a text into tokens
+   (encode_raw, render), runs them through the model (prefill, which calls forward), scores all
+   tokens of the vocabulary as the next one (classify), draws one of them (sample), writes it, runs
+   it through the model as well (advance), and so on until the answer ends (generate).
 
    Inside the model, each token of the text is a vector x (dim). It starts as the token's row of the
-   embedding table. Each layer then adds two things to it: what attention finds in the tokens
-   before it, and what a feed-forward network makes of it (HF modeling_qwen3, Qwen3DecoderLayer):
+   embedding table. Each layer then adds two things to it: what attention finds in this token and
+   those before it, and what a feed-forward network makes of it. With pos, the token's position in
+   the text, and K and V, the keys and values of all positions up to pos in this layer, which the KV
+   cache keeps, a layer is (HF, which is Hugging Face's transformers: Qwen3DecoderLayer):
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
-     q = Wq h, k = Wk h, v = Wv h             n_heads, n_kv_heads and n_kv_heads vectors (head_dim)
+     q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
      q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalized by itself
-     k = rope(rmsnorm(k, k_norm), pos)        k and v are appended to the cache
-     a = softmax(q . K / sqrt(head_dim)) V    for each query head, over the positions 0 .. pos;
-                                              n_heads / n_kv_heads query heads share one K and V
+     k = rope(rmsnorm(k, k_norm), pos)
+     K, V = K and k, V and v                  k and v are appended to the cache
+     a = softmax(q . K / sqrt(head_dim)) V    for each query head; n_heads / n_kv_heads share
+                                              a K and V. The heads' a are put side by side (q_dim)
      x = x + Wo a
      h = rmsnorm(x, rms_ffn)
-     x = x + W2 (silu(W1 h) * (W3 h))         silu(z) = z / (1 + exp(-z))
+     x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z))
 
-   rope rotates each pair (x[j], x[j + head_dim/2]) by the angle pos * theta^(-2j / head_dim), so
-   that q . k depends on the distance between two tokens. After the last layer, the scores are
+   rope rotates each pair (q[j], q[j + head_dim/2]) by the angle pos * theta^(-2j / head_dim), so
+   that positions count in q . k only by their distance. After the last layer, the scores are
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
    Qwen2 and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
 
    All matrices are quantized to 8 bits: a group of group_size consecutive weights of a row is int8
-   values times one float scale. The vectors they are multiplied with are quantized in the same way,
-   written Q8(x) below, so the dot product of two groups is an exact integer.
+   values times one float scale. Each vector is quantized in the same way, written Q8(h), just
+   before a matrix is multiplied with it. So the products of two groups add up to an exact integer,
+   which is then multiplied by the two scales.
 
-   The file has three parts. Who wants to understand how a language model runs reads Part I.
+   The file has three parts. To learn how a language model runs, read Part I: the model first, then
+   how text becomes tokens and how a token is chosen.
 
    Part I, the model                         Part II, the program
      Helpers that all parts use                The checkpoint file
      Types, with their shapes                  The tokenizer file
      What Parts II and III provide             Unicode
      Math                                      Drafts
-     Two definitions                           Writing an answer
-     One layer                                 Conversation
-     The whole model: forward()                The modes
+     One layer                                 Writing an answer
+     The whole model: forward()                Conversation
+     Two definitions                           The modes
      Text to tokens                            Options and main
      The chat format
      The sampler                             Part III, the machine
@@ -83,9 +89,8 @@
 // ------------------------------------------------------------------------------------------------
 // Helpers that all parts use: errors, memory, byte strings
 
-#define VERSION "1.0"
 #define INLINE static inline __attribute__((always_inline, unused))
-#ifdef __MINGW_PRINTF_FORMAT
+#ifdef __MINGW_PRINTF_FORMAT  // the dialect in which GCC checks formats
 #define PRINTF __MINGW_PRINTF_FORMAT
 #else
 #define PRINTF printf
@@ -96,7 +101,8 @@ enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 static bool quiet;                         // -q: only errors on stderr
 static volatile sig_atomic_t interrupted;  // Ctrl-C was pressed
 
-// One line on stderr, whatever bytes the arguments hold: "qwen3: WHERE: WHAT, expected X, found Y"
+// Writes one line to stderr, of the form "qwen3: WHERE: WHAT, expected X, found Y". Control
+// characters in the arguments become '?'.
 __attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...) {
     char line[1024];
     va_list args;
@@ -143,7 +149,7 @@ static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
 }
 
 static void buffer_add(Buffer *b, Bytes text) {
-    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);
+    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);  // + 1: p is not NULL after an empty text
     if (text.n) memcpy(b->p + b->n, text.p, text.n);
     b->n += text.n;
 }
@@ -160,13 +166,12 @@ static bool bytes_equal(Bytes a, Bytes b) {
     return a.n == b.n && (a.n == 0 || memcmp(a.p, b.p, a.n) == 0);
 }
 
-static Bytes bytes_from(Bytes b, size_t start) {  // no arithmetic on the NULL of an empty text
+static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` is 0
     return (Bytes){start ? b.p + start : b.p, b.n - start};
 }
 
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
-INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 INLINE float as_float(uint32_t bits) {  // the float with these bits
     return (union { uint32_t bits; float value; }){bits}.value;
@@ -191,7 +196,7 @@ typedef struct {
     int max_seq_len;        // positions the model was made for; HF max_position_embeddings
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
-    int group_size;         // values that share a scale
+    int group_size;         // values that share a scale; divides dim, q_dim and hidden_dim
     float rope_theta;
     float rms_norm_eps;
     int rope_scaling;       // 0: none, 1: YaRN, which needs the next six
@@ -212,7 +217,7 @@ typedef struct {         // a quantized matrix: weight (r, i) is q[r][i] * scale
 } Matrix;
 
 typedef struct {
-    const float *rms_att, *rms_ffn;  // (dim)                 input_, post_attention_layernorm
+    const float *rms_att, *rms_ffn;  // (dim)                 {input,post_attention}_layernorm
     const float *q_norm, *k_norm;    // (head_dim) or NULL    self_attn.{q,k}_norm
     const float *bq;                 // (q_dim) or NULL       self_attn.q_proj.bias
     const float *bk, *bv;            // (kv_dim) or NULL      self_attn.{k,v}_proj.bias
@@ -230,24 +235,26 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-typedef struct {        // Q8(x) of n vectors x (cols), one in each row
-    int8_t *q;          // (n, cols)
-    float *scale;       // (n, cols / group)
-    int32_t *bias_fix;  // (n, cols / group)  -128 * the sum of a group's q: see dot4
-    size_t stride;      // words of 4 bytes from a row to the next, the same for all three
+typedef struct {        // Q8(x) of n vectors x (cols). A row is q, then scale, then bias_fix:
+    int8_t *q;          // (cols)
+    float *scale;       // (cols / group)
+    int32_t *bias_fix;  // (cols / group) -128 * the sum of a group's q, for Part III: see dot4
+    size_t stride;      // length of a row, in words of 4 bytes; the pointers are row 0's
 } Quantized;
 
 typedef struct {         // one thread's own buffers
     float *h;            // (dim)                 rmsnorm(x) of one token
     float *kv;           // (batch, head_dim)     k or v of one head
-    float *gate, *up;    // (batch, group_size)   some columns of W1 h and W3 h
-    void *panel;         // Part III: see transpose_rows and matvec
-    float *att;          // Part III: see AttentionTask
+    float *gate, *up;    // (batch * group_size)  some columns of W1 h and W3 h, of all tokens
+    void *panel;         // Part III only: see matmul_panel and matvec
+    float *att;          // Part III only: see AttentionTask
 } Workspace;
 
-typedef struct {         // everything that changes while the model runs
+// Everything that changes while the model runs. A batch is consecutive tokens of one text that run
+// through the model together: a long prompt is cut into batches.
+typedef struct {
     int seq_len;         // positions that the cache has room for
-    int batch;           // most tokens of one forward pass
+    int batch;           // most tokens of one batch
     int *pos;            // (batch)               each token's position
     float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at that position
     float *x;            // (batch, dim)          the residual stream
@@ -257,10 +264,10 @@ typedef struct {         // everything that changes while the model runs
     Quantized aq;        // (batch, q_dim)        Q8(a)
     Quantized hq;        // (batch, hidden_dim)   Q8(silu(W1 h) * (W3 h))
     float *logits;       // (logit_rows, vocab_size)
-    int logit_rows;
+    int logit_rows;      // most tokens of one classify
     float *freq;         // (head_dim / 2)        radians per position: see rope_init
     float rope_scale;    // factor on cos and sin, 1 without YaRN
-    float *cache;        // the keys and values of all positions so far: see cache_block
+    float *cache;        // K and V, each (n_layers, n_kv_heads, seq_len, head_dim): see cache_block
     Workspace *workspace;  // (threads)
     int passes;          // forward passes so far
 } State;
@@ -271,24 +278,24 @@ typedef struct {
     State state;
 } Model;
 
-typedef struct {     // a batch of tokens on its way through one layer
+typedef struct {     // a batch on its way through one layer
     Model *m;
     int l;           // the layer's number
     const Layer *w;  // and its weights
     int n;           // tokens in the batch
-    int first;       // only tokens first .. n - 1 are still needed after this layer's k and v
+    int first;       // after k and v, only tokens first .. n - 1 go on; 0 but in the last layer
 } Pass;
 
-typedef struct {         // out[t][r] = W[r] . x[t] for a range of rows r and of tokens t
+typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
     const Matrix *w;     // (rows, cols)
-    const Quantized *x;  // (n, cols)
-    float *out;          // (n, stride): its first column belongs to row_begin
+    const Quantized *x;  // (tokens, cols)
+    float *out;          // the result's place: out[t * stride + r - row_begin]
     int stride;
     int row_begin, row_end, token_begin, token_end;
     bool add;            // out += instead of out =
 } Matmul;
 
-// Defined below, with what they are for.
+// Tokenizer, Char and Engine are defined below, Writer in Part II.
 typedef struct Tokenizer Tokenizer;
 typedef struct Engine Engine;
 typedef struct Writer Writer;
@@ -298,48 +305,57 @@ typedef struct Char Char;
 // What Parts II and III provide. The results of Part III never depend on the number of threads or
 // on how a text was cut into batches: sums of floats have one fixed order.
 
-// Calls job(arg, begin, end, thread) on all threads at once, for ranges that together are
-// 0 .. count - 1 and begin at multiples of `chunk`. Returns when all are done.
+// Cuts 0 .. count - 1 into ranges that begin at multiples of `chunk`, and calls
+// job(arg, begin, end, thread) for each, on all threads; `thread` is an index into
+// State.workspace. Returns when all are done.
 typedef void (*Job)(void *arg, int begin, int end, int thread);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// A product of matrices, row by row as dot_row defines it: a part of it in one thread, inside a
-// job; or all rows, on all threads (row_begin and row_end need not be given).
+// A product with a matrix: dot_row (below) of the given rows and tokens. matmul_rows works in the
+// calling thread, inside a job; own is its workspace. matmul takes all rows, on all threads, and
+// ignores row_begin and row_end.
 static void matmul_rows(const Matmul *part, const Workspace *own);
 static void matmul(const State *s, Matmul all);
 
-// The KV cache of p's layer: store a key or a value (head_dim) of one kv head at position pos; read
-// element j of one.
+// attend (below) for all query heads of tokens first .. n - 1, on all threads.
+static void attend_all(const Pass *p);
+
+// The KV cache of p's layer: stores a key or a value (head_dim) of one kv head at position pos;
+// reads element j of one.
 static void cache_put_key(const Pass *p, int kv_head, int pos, const float *k);
 static void cache_put_value(const Pass *p, int kv_head, int pos, const float *v);
 static float cache_key(const Pass *p, int kv_head, int pos, int j);
 static float cache_value(const Pass *p, int kv_head, int pos, int j);
 
-// a = attention of all query heads q for tokens first .. n - 1, each as attend defines it; on all
-// threads.
-static void attend_all(const Pass *p);
-
-// What a terminal shows while a long text runs through the model: n tokens are through one more
-// layer.
+// What a terminal shows while a long text of so many tokens runs through the model: n of them are
+// through one more layer.
 static void progress_start(const Model *m, size_t tokens);
 static void progress_add(int n);
 static void progress_end(void);
 
-// Part II: the character at an offset; Unicode normalization (NFC); the token with these bytes, or
-// -1.
+// The character at offset `at` of a text; at its end, one of class END with 0 bytes.
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
+
+// Appends a text in Unicode's normalization form C (NFC).
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
+
+// The token with these bytes, but not an added token; or -1.
 static int token_find(const Tokenizer *tok, Bytes text);
 
-// Part II: write a token's text; run a drawn token through the model, and return the logits of the
-// one after it, or NULL after Ctrl-C. count: tokens of the answer so far, this one included.
+// Writes a token's text.
 static void writer_token(Writer *out, const Tokenizer *tok, int id);
+
+// Runs a drawn token through the model: appends it to the cache's tokens, and returns the logits of
+// the next one, or NULL after Ctrl-C. count: tokens of the answer so far. In principle this is
+//   forward(m, &id, 1, pos, 1); return classify(m, 0, 1);
+// but where the text repeats itself, Part II runs a draft of several tokens in one pass.
 static float *advance(Engine *e, int id, int count);
+static void advance_start(Engine *e);  // before an answer
 
 // ------------------------------------------------------------------------------------------------
 // Math
 
-// a * b + c: rounded once where this build has a fused multiply-add, which Part III's vectors use.
+// a * b + c, rounded once (fused) in those builds in which the vectors of Part III do so, too
 INLINE float mul_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_DOTPROD)
     return fmaf(a, b, c);
@@ -348,23 +364,23 @@ INLINE float mul_add(float a, float b, float c) {
 #endif
 }
 
-// yes ? a : b, for yes = 1 or 0. Branch-free: GCC does not vectorize a float ?:
+// a if yes is 1, b if it is 0. Branch-free: GCC does not vectorize the operator ?: on floats.
 INLINE float choose(int32_t yes, float a, float b) {
     return as_float((load_i32(&a) & -yes) | (load_i32(&b) & (yes - 1)));
 }
 
-// Adding 1.5 * 2^23 to |x| < 2^22 leaves no bits for a fraction: the sum's low bits are x rounded
-// to the nearest integer, ties to even.
+// Added to an x with |x| < 2^22, 1.5 * 2^23 leaves no bits for a fraction: the low bits of the sum
+// are x, rounded to the nearest integer, ties to even.
 #define ROUNDER 12582912.0f
 enum { ROUNDER_BITS = 0x4B400000 };
 
 // exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
-// Within 2 units in the last place, exp(0) = 1. Below -87.7, where n is -127 and the exponent's
-// bits are 0, it is 0; above 88 it stays at exp(88). Compilers vectorize loops over it.
+// The error is at most 2 units in the last place, and exp(0) is exactly 1. For x < -87.7 the result
+// is 0, as n = -127 makes the exponent's bits 0; for x > 88 it is exp(88). Loops over it vectorize.
 INLINE float fast_exp(float x) {
     float clamped = choose(x < -88.0f, -88.0f, choose(x > 88.0f, 88.0f, x));
     float shifted = mul_add(clamped, 1.44269504f, ROUNDER), n = shifted - ROUNDER;
-    float r = mul_add(n, 2.12194440e-4f, mul_add(n, -0.693359375f, clamped));
+    float r = mul_add(n, 2.12194440e-4f, mul_add(n, -0.693359375f, clamped));  // x - n ln 2
     float p = 1.9875691500e-4f;
     p = mul_add(p, r, 1.3981999507e-3f);
     p = mul_add(p, r, 8.3334519073e-3f);
@@ -375,7 +391,7 @@ INLINE float fast_exp(float x) {
     return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);  // 2^n
 }
 
-// sum(x) or sum(x^2), x (n), as 16 interleaved sums: an order that vectors of any width can keep.
+// sum(x) or sum(x^2), x (n), as 16 interleaved sums: vectors of 4, 8 or 16 floats can add so.
 INLINE float sum_of(const float *x, int n, const bool squared) {
     float sums[16] = {0};
     int i = 0;
@@ -395,8 +411,9 @@ static void rmsnorm(float *out, const float *x, const float *w, int n, float eps
     for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * scale);
 }
 
-// The largest of x (n > 0). Read as integers, the bits of floats have the order of the floats once
-// those of negative ones are flipped; and compilers vectorize a maximum of integers.
+// The largest of x (n > 0), by integers, as loops over these vectorize. The order of floats: the
+// bits of x >= 0, read as an int, have the order of x; so have those of x < 0, once all but the
+// sign bit are flipped.
 static float max_of(const float *x, int n) {
     int32_t max = INT32_MIN;
     for (int i = 0; i < n; i++) {
@@ -407,7 +424,7 @@ static float max_of(const float *x, int n) {
     return as_float(max ^ (max >> 31 & 0x7FFFFFFF));
 }
 
-// x = exp(x - max(x)), (n); returns their sum, by which a softmax divides them
+// Replaces x (n) by exp(x - max(x)) and returns the sum; dividing by it completes the softmax.
 static float softmax_terms(float *x, int n) {
     float max = max_of(x, n);
     for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
@@ -419,7 +436,8 @@ static void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
 }
 
-// Rotates each pair (x[j], x[j + half]) by its angle: HF apply_rotary_pos_emb
+// Rotates each pair (x[j], x[j + half]) of one head x (2 half) by its angle: HF
+// apply_rotary_pos_emb
 static void rope(float *x, const float *cos, const float *sin, int half) {
     for (int j = 0; j < half; j++) {
         float a = x[j], b = x[j + half];
@@ -428,26 +446,24 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------
-// Two definitions. Part III computes both many times faster, with exactly these bits: it keeps the
-// order of each sum, and works on several sums at once.
-
+// Row t of x alone
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->q + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
 }
 
-// Q8 of x (n) into row t of out, from column `at` on. For each group: scale = max|x| / 127 and
-// q = round(x / scale). A group whose scale would be below the smallest normal number becomes
-// zeros; one with an infinity becomes NaN when it is multiplied.
+// Quantizes x (n) into columns at .. at + n - 1 of row t of out. For each group:
+// scale = max|x| / 127 and q = round(x / scale). A group whose scale would be below the smallest
+// normal number becomes zeros; one with an infinity or NaN makes every product NaN.
 static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
     const Quantized row = quantized_row(out, t);
     for (int g = at / group; g < (at + n) / group; g++, x += group) {
         int8_t *q = row.q + (size_t)g * group;
-        int32_t max = 0;  // the bits of |x| have the order of |x|
-        for (int i = 0; i < group; i++) max = max_int(max, load_i32(x + i) & INT32_MAX);
+        int32_t max = 0;
+        for (int i = 0; i < group; i++) max = max_int(max, load_i32(x + i) & INT32_MAX);  // |x|
         const float largest = as_float(max);
-        const float inverse = largest < FLT_MIN * 127 ? 0 : 127 / largest;
+        const bool zeros = largest < FLT_MIN * 127;
+        const float inverse = zeros ? 0 : 127 / largest;
         uint32_t sum = 0;
         for (int i = 0; i < group; i++) {
             float shifted = x[i] * inverse + ROUNDER;
@@ -455,47 +471,14 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
             q[i] = (int8_t)rounded;
             sum += rounded;
         }
-        row.scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
+        row.scale[g] = zeros ? 0 : largest / 127;
         row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;
     }
 }
 
-// Row r of W times row t of x. The products of a group add up to an exact integer; the groups are
-// added as floats, from the first to the last.
-INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
-    const int n_groups = w->cols / group;
-    const int8_t *wq = w->q + (size_t)r * w->cols;
-    const float *w_scale = w->scale + (size_t)r * n_groups;
-    const Quantized xt = quantized_row(x, t);
-    float sum = 0;
-    for (int g = 0; g < n_groups; g++) {
-        int32_t dot = 0;
-        for (int i = g * group; i < (g + 1) * group; i++) dot += wq[i] * xt.q[i];
-        sum = mul_add((float)dot * w_scale[g], xt.scale[g], sum);
-    }
-    return sum;
-}
-
-// Attention of one query q (head_dim): a = softmax(q . K / sqrt(head_dim)) V over the positions
-// 0 .. len - 1 of a kv head. score (len) is overwritten.
-INLINE void attend(const Pass *p, float *a, const float *q, int kv_head, int len, float *score) {
-    const int head_dim = p->m->config.head_dim;
-    for (int i = 0; i < len; i++) {
-        float dot = 0;
-        for (int j = 0; j < head_dim; j++) dot = mul_add(cache_key(p, kv_head, i, j), q[j], dot);
-        score[i] = dot * (1 / sqrtf((float)head_dim));
-    }
-    float total = softmax_terms(score, len);
-    for (int j = 0; j < head_dim; j++) {
-        float sum = 0;
-        for (int i = 0; i < len; i++) sum = mul_add(cache_value(p, kv_head, i, j), score[i], sum);
-        a[j] = sum * (1 / total);
-    }
-}
-
 // ------------------------------------------------------------------------------------------------
-// One layer. Each step X() runs X_job() on all threads; a job gets a range of tokens, heads or
-// groups.
+// One layer, a function for each step. Most of them run a job on all threads, which gets a range of
+// tokens, heads or groups and stands right above.
 
 typedef struct {
     const Pass *p;
@@ -513,62 +496,63 @@ static void norm_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// xq = Q8(rmsnorm(x))
+// xq = Q8(rmsnorm(x, w)) of all tokens
 static void norm(const Pass *p, const float *w) {
     parallel(norm_job, &(Norm){p, w}, p->n, 4);
 }
 
-// out (n, stride) = W xq + bias for the rows of head h, where W is Wq, Wk or Wv, for tokens from
-// `first` on
+// One head's rows of W xq + bias, where W is Wq, Wk or Wv, for tokens begin .. n - 1:
+// out (n, stride)
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
-                    int h, int first, int thread) {
+                    int head, int begin, int thread) {
     const State *s = &p->m->state;
     const int head_dim = p->m->config.head_dim;
     matmul_rows(&(Matmul){.w = w, .x = &s->xq, .out = out, .stride = stride,
-                          .row_begin = h * head_dim, .row_end = (h + 1) * head_dim,
-                          .token_begin = first, .token_end = p->n}, &s->workspace[thread]);
-    for (int t = first; bias && t < p->n; t++) {
-        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[h * head_dim + j];
+                          .row_begin = head * head_dim, .row_end = (head + 1) * head_dim,
+                          .token_begin = begin, .token_end = p->n}, &s->workspace[thread]);
+    for (int t = begin; bias && t < p->n; t++) {
+        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[head * head_dim + j];
     }
 }
 
-// x (head_dim) of token t = rope(rmsnorm(x)), without the rmsnorm if the model has no QK-norm
-static void norm_and_rope(const Pass *p, float *x, const float *norm_weight, int t) {
+// qk (head_dim), one head's q or k of token t, becomes rope(rmsnorm(qk)). norm_weight is NULL in
+// models without QK-norm.
+static void norm_and_rope(const Pass *p, float *qk, const float *norm_weight, int t) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const int half = c->head_dim / 2;
-    if (norm_weight) rmsnorm(x, x, norm_weight, c->head_dim, c->rms_norm_eps);
-    rope(x, s->cos + (size_t)t * half, s->sin + (size_t)t * half, half);
+    if (norm_weight) rmsnorm(qk, qk, norm_weight, c->head_dim, c->rms_norm_eps);
+    rope(qk, s->cos + (size_t)t * half, s->sin + (size_t)t * half, half);
 }
 
-static void q_head(const Pass *p, int h, int thread) {
+static void q_head(const Pass *p, int head, int thread) {
     const int q_dim = p->m->config.q_dim;
-    float *q = p->m->state.q + h * p->m->config.head_dim;
-    project(p, q, q_dim, &p->w->wq, p->w->bq, h, p->first, thread);
+    float *q = p->m->state.q + head * p->m->config.head_dim;
+    project(p, q, q_dim, &p->w->wq, p->w->bq, head, p->first, thread);
     for (int t = p->first; t < p->n; t++) norm_and_rope(p, q + (size_t)t * q_dim, p->w->q_norm, t);
 }
 
-static void k_head(const Pass *p, int h, int thread) {
+static void k_head(const Pass *p, int kv_head, int thread) {
     const State *s = &p->m->state;
     const int head_dim = p->m->config.head_dim;
     float *k = s->workspace[thread].kv;
-    project(p, k, head_dim, &p->w->wk, p->w->bk, h, 0, thread);
+    project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head, 0, thread);
     for (int t = 0; t < p->n; t++, k += head_dim) {
         norm_and_rope(p, k, p->w->k_norm, t);
-        cache_put_key(p, h, s->pos[t], k);
+        cache_put_key(p, kv_head, s->pos[t], k);
     }
 }
 
-static void v_head(const Pass *p, int h, int thread) {
+static void v_head(const Pass *p, int kv_head, int thread) {
     const State *s = &p->m->state;
     const int head_dim = p->m->config.head_dim;
     float *v = s->workspace[thread].kv;
-    project(p, v, head_dim, &p->w->wv, p->w->bv, h, 0, thread);
-    for (int t = 0; t < p->n; t++, v += head_dim) cache_put_value(p, h, s->pos[t], v);
+    project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head, 0, thread);
+    for (int t = 0; t < p->n; t++, v += head_dim) cache_put_value(p, kv_head, s->pos[t], v);
 }
 
-// A task is one head of q, k or v: its rows are normed, rotated and cached while they are in the L1
-// cache.
+// Heads begin .. end - 1 of q, then k, then v. All that happens to a head happens at once, while it
+// is in the CPU's L1 cache.
 static void qkv_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const int n_heads = p->m->config.n_heads, n_kv_heads = p->m->config.n_kv_heads;
@@ -579,12 +563,12 @@ static void qkv_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// q = rope(rmsnorm(Wq xq)), k = rope(rmsnorm(Wk xq)), v = Wv xq; k and v go to the cache
+// q = rope(rmsnorm(Wq xq)), k = rope(rmsnorm(Wk xq)), v = Wv xq; k and v go to the KV cache
 static void qkv(const Pass *p) {
     parallel(qkv_job, (void *)p, p->m->config.n_heads + 2 * p->m->config.n_kv_heads, 1);
 }
 
-static void attention_job(void *arg, int begin, int end, int thread) {
+static void quantize_a_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
@@ -597,7 +581,7 @@ static void attention_job(void *arg, int begin, int end, int thread) {
 // aq = Q8(a), a = softmax(q . K / sqrt(head_dim)) V
 static void attention(const Pass *p) {
     attend_all(p);
-    parallel(attention_job, (void *)p, p->n - p->first, 4);
+    parallel(quantize_a_job, (void *)p, p->n - p->first, 4);
 }
 
 // x = x + W y
@@ -607,8 +591,8 @@ static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
                        .token_begin = p->first, .token_end = p->n});
 }
 
-// A task is some groups of columns of hq, as many as fit into the thread's own buffers: what they
-// are made of never leaves its cache.
+// Groups begin .. end - 1 of the columns of hq. Each round takes as many groups, for all tokens, as
+// fit into gate and up (n, cols): W1 h and W3 h are used at once and never leave the CPU's caches.
 static void swiglu_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const State *s = &p->m->state;
@@ -625,9 +609,9 @@ static void swiglu_job(void *arg, int begin, int end, int thread) {
         part.out = own->up;
         matmul_rows(&part, own);
         for (int t = p->first; t < p->n; t++) {
-            float *h = own->gate + (size_t)t * cols;
-            silu_times(h, own->up + (size_t)t * cols, cols);
-            quantize(&s->hq, t, g * group, h, cols, group);
+            float *gate = own->gate + (size_t)t * cols;
+            silu_times(gate, own->up + (size_t)t * cols, cols);
+            quantize(&s->hq, t, g * group, gate, cols, group);
         }
     }
 }
@@ -640,7 +624,8 @@ static void swiglu(const Pass *p) {
 // ------------------------------------------------------------------------------------------------
 // The whole model
 
-// Starts row t of a batch: x is the token's row of the embedding table; and the angles of rope.
+// Prepares row t of a batch: x, the token's row of the embedding table; its position; and the cos
+// and sin of its rope angles.
 static void embed(Model *m, int t, int token, int pos) {
     const Matrix *table = &m->weights.embedding;
     State *s = &m->state;
@@ -656,8 +641,9 @@ static void embed(Model *m, int t, int token, int pos) {
     s->pos[t] = pos;
 }
 
-// Runs n <= batch tokens at positions pos .. pos + n - 1, which the cache then holds, too. For the
-// last `needed` of them, x (n, dim) then is the output of the last layer. False: Ctrl-C came first.
+// Runs n <= batch tokens at positions pos .. pos + n - 1. The cache must hold the positions before
+// them, and afterwards holds these as well. Then the last `needed` rows of x (n, dim) are the last
+// layer's output. Returns false after Ctrl-C.
 static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     State *s = &m->state;
     const int n_layers = m->config.n_layers;
@@ -668,7 +654,7 @@ static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     for (p.l = 0; p.l < n_layers; p.l++) {
         if (interrupted) return false;
         p.w = &m->weights.layers[p.l];
-        // After the last layer's k and v, only the needed tokens go on: the others fill the cache.
+        // In the last layer, after k and v, only the needed tokens go on.
         p.first = p.l < n_layers - 1 ? 0 : n - needed;
 
         norm(&p, p.w->rms_att);            // xq = Q8(rmsnorm(x))
@@ -684,8 +670,8 @@ static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     return true;
 }
 
-// logits (count, vocab_size) = Wcls rmsnorm(x, rms_final), for rows first .. first + count - 1 of
-// the last forward pass
+// logits (count <= logit_rows, vocab_size) = Wcls rmsnorm(x, rms_final), for rows first ..
+// first + count - 1 of x. Overwrites xq.
 static float *classify(Model *m, int first, int count) {
     const Config *c = &m->config;
     State *s = &m->state;
@@ -700,74 +686,126 @@ static float *classify(Model *m, int first, int count) {
     return s->logits;
 }
 
-// freq[j] = theta^(-2j / head_dim) radians per position. YaRN (arXiv 2309.00071; HF
-// modeling_rope_utils) stretches a model to longer texts: a pair j that turns less than beta_slow
-// times within the original length has its frequency divided by the factor, one that turns more
-// than beta_fast times keeps it, and between the two there is a linear ramp over j.
+// YaRN (arXiv 2309.00071; HF modeling_rope_utils) stretches a model to longer texts than the L
+// tokens of its training: pairs j that turn more than beta_fast times within L keep their frequency
+// (0), those that turn less than beta_slow times have it divided by the factor (1), and between the
+// two there is a linear ramp over j. Pair j turns beta times within L where
+// j = d ln(L / (2 pi beta)) / (2 ln theta).
+static float yarn_ramp(const Config *c, int j) {
+    const float d = c->head_dim, turns = c->yarn_original_len / 6.28318531f;
+    float low = d * logf(turns / c->yarn_beta_fast) / (2 * logf(c->rope_theta));
+    float high = d * logf(turns / c->yarn_beta_slow) / (2 * logf(c->rope_theta));
+    if (!c->yarn_no_rounding) low = floorf(low), high = ceilf(high);
+    low = fmaxf(low, 0);
+    high = fminf(high, d - 1);
+    if (low == high) high += 0.001f;
+    return fminf(fmaxf((j - low) / (high - low), 0), 1);
+}
+
+// freq[j] = theta^(-2j / head_dim) radians per position, and YaRN
 static void rope_init(State *s, const Config *c) {
-    const float d = c->head_dim, theta = c->rope_theta;
-    float low = 0, high = 0;  // where the ramp begins and ends
-    s->rope_scale = c->rope_scaling ? c->yarn_attention_factor : 1;
-    if (c->rope_scaling) {  // pair j turns beta times: j = d ln(L / (2 pi beta)) / (2 ln theta)
-        float turns = c->yarn_original_len / 6.28318531f;
-        low = d * logf(turns / c->yarn_beta_fast) / (2 * logf(theta));
-        high = d * logf(turns / c->yarn_beta_slow) / (2 * logf(theta));
-        if (!c->yarn_no_rounding) low = floorf(low), high = ceilf(high);
-        low = fmaxf(low, 0);
-        high = fminf(high, d - 1);
-        if (low == high) high += 0.001f;
-    }
     for (int j = 0; j < c->head_dim / 2; j++) {
-        float freq = 1 / powf(theta, 2 * j / d);
-        float ramp = c->rope_scaling ? fminf(fmaxf((j - low) / (high - low), 0), 1) : 0;
+        const float freq = 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
+        const float ramp = c->rope_scaling ? yarn_ramp(c, j) : 0;
         s->freq[j] = ramp == 0 ? freq : freq / c->yarn_factor * ramp + freq * (1 - ramp);
+    }
+    s->rope_scale = c->rope_scaling ? c->yarn_attention_factor : 1;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Two definitions: a product with a quantized matrix, and attention. dot_row is the code of plain C
+// builds, attend that of the tests. Part III gives the same bits many times faster, as it keeps the
+// order of each sum and works on several sums at once.
+
+// Row r of W times row t of x. The products of a group add up to an exact integer; the groups are
+// added as floats, from the first to the last. group is w->group, but known to the compiler.
+INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
+    const int n_groups = w->cols / group;
+    const int8_t *w_row = w->q + (size_t)r * w->cols;
+    const float *w_scale = w->scale + (size_t)r * n_groups;
+    const Quantized x_row = quantized_row(x, t);
+    float sum = 0;
+    for (int g = 0; g < n_groups; g++) {
+        int32_t dot = 0;
+        for (int i = g * group; i < (g + 1) * group; i++) dot += w_row[i] * x_row.q[i];
+        sum = mul_add((float)dot * w_scale[g], x_row.scale[g], sum);
+    }
+    return sum;
+}
+
+// Attention of one query head of token t: a = softmax(q . K / sqrt(head_dim)) V, all (head_dim).
+// score (seq_len) is overwritten.
+INLINE void attend(const Pass *p, int t, int head, float *score) {
+    const Config *c = &p->m->config;
+    const State *s = &p->m->state;
+    const int kv_head = head / (c->n_heads / c->n_kv_heads);
+    const int len = s->pos[t] + 1;  // causal: a token sees itself and those before it
+    const float *q = s->q + (size_t)t * c->q_dim + head * c->head_dim;
+    float *a = s->a + (size_t)t * c->q_dim + head * c->head_dim;
+    for (int i = 0; i < len; i++) {
+        float dot = 0;
+        for (int j = 0; j < c->head_dim; j++) dot = mul_add(cache_key(p, kv_head, i, j), q[j], dot);
+        score[i] = dot * (1 / sqrtf((float)c->head_dim));
+    }
+    const float total = softmax_terms(score, len);
+    for (int j = 0; j < c->head_dim; j++) {
+        float sum = 0;
+        for (int i = 0; i < len; i++) sum = mul_add(cache_value(p, kv_head, i, j), score[i], sum);
+        a[j] = sum * (1 / total);
     }
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens: cut the text at added tokens, normalize it (NFC), cut it into pieces by a regular
-// expression, and merge the bytes of each piece (byte-pair encoding)
+// Text to tokens. The text is cut at added tokens (such as <|im_start|>), normalized (NFC), and cut
+// into pieces, mostly words, by a regular expression. Then byte-pair encoding: each byte of a piece
+// begins as a token of its own; as long as two neighbours together are a token of the vocabulary,
+// the pair whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er
+// -> lower.
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-enum { ADDED = 1, SPECIAL = 2 };  // kinds of tokens: found before any merging; not printed
+enum { ADDED = 1, SPECIAL = 2 };  // bits: found in the text before all else; never printed
 enum { SYSTEM, USER, ASSISTANT };
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
 typedef struct { uint64_t from, to; } Mapping;  // in tables sorted by `from`
 
-typedef struct {  // the text around the messages of a conversation: see render
-    Bytes start, no_system;   // at the start of all; if there is no system message
-    Bytes open[3], close[3];  // before and after a message, by role
-    Bytes answer[2];          // where the model's answer begins: thinking off, thinking on
-    Bytes strip, trim;        // what earlier answers lose: all up to `strip`, then these characters
+typedef struct {       // the text around the messages of a conversation: see render
+    Bytes start;       // before all else
+    Bytes no_system;   // then, if the first message is not a system message
+    Bytes open[3];     // before a message, by role
+    Bytes close[3];    // after it
+    Bytes answer[2];   // where the model's answer begins: thinking off, thinking on
+    Bytes strip;       // earlier answers are cut up to the last one of these, included
+    Bytes trim;        // characters that then go from their start
 } ChatFormat;
 
 struct Tokenizer {
     int vocab_size;
     Bytes *text;             // (vocab_size)
-    float *score;            // (vocab_size) higher merges first
+    float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     int byte_token[256];
     uint32_t *table;         // (mask + 1) hash table of the tokens that merge: id + 1, or 0
     uint32_t mask;
     Ids added;               // the added tokens
     bool added_start[256];   // the bytes that added tokens begin with
-    int end_of_text, think, end_think;  // ids, or -1
+    int end_of_text;         // <|endoftext|>
+    int think, end_think;    // <think> and </think>, or -1
     Ids head, tail;          // put before and after every raw text
     Ids stop;                // each ends an answer
     float temperature, top_p, repetition;  // the checkpoint's advice: see Sampler
     int top_k;
     Mode mode;               // what the model is made for
     ChatFormat chat;
-    bool has_chat, has_classes;
-    uint16_t *chars;         // (N_CHARS) class, NFC_ACTIVE, canonical combining class << 8
-    Mapping *parts;          // (n_parts) canonical decompositions: c to first << 32 | second
+    bool has_chat, has_classes;  // the file has a chat format; classes of characters
+    uint16_t *chars;         // Part II only, as are the next: (N_CHARS) what each character is
+    Mapping *decomposed;     // (n_decomposed) canonical decompositions: c to first << 32 | second
     Mapping *composed;       // (n_composed) and back, for those that NFC composes again
-    size_t n_parts, n_composed;
+    size_t n_decomposed, n_composed;
 };
 
 struct Char {     // one character of a text
-    uint32_t c;   // code point, or BAD_BYTE + byte for one that is not UTF-8
+    uint32_t c;   // code point; larger than any for a byte that is not UTF-8
     int n;        // its bytes; 0 after the text
     int class;    // OTHER, LETTER, NUMBER, SPACE or END
     bool active;  // normalization may change it: see normalize
@@ -779,10 +817,11 @@ static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
     return at;
 }
 
-// The length of (?i:'s|'t|'re|'ve|'m|'ll|'d) at the start of the text, or 0. U+017F folds to s.
+// The length of (?i:'s|'t|'re|'ve|'m|'ll|'d) at the start of the text, or 0. Without case, the long
+// s (U+017F) is an s.
 static size_t contraction(Bytes text) {
     static const char *const all[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'\u017F"};
-    for (int i = 0; text.n && text.p[0] == '\'' && i < 8; i++) {
+    for (int i = 0; i < 8; i++) {
         size_t n = strlen(all[i]);
         if (n <= text.n && strncasecmp((const char *)text.p, all[i], n) == 0) return n;
     }
@@ -791,8 +830,8 @@ static size_t contraction(Bytes text) {
 
 INLINE bool is_newline(uint32_t c) { return c == '\n' || c == '\r'; }
 
-// The length of \s*[\r\n]+ | \s+(?!\S) | \s+ at the start of the text: up to the last newline of
-// the white space; or all but its last character, if something follows; or all.
+// The length of the white space at the start of the text: up to its last newline, if it has one;
+// else without its last character, if it has several and something follows; else all of it.
 static size_t space_length(const Tokenizer *tok, Bytes text) {
     size_t end = 0, last = 0, newline = 0;
     for (Char c; (c = char_at(tok, text, end)).class == SPACE;) {
@@ -804,28 +843,33 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
     return end == text.n || last == 0 ? end : last;
 }
 
-// The length of the first piece of a text that is not empty, by the alternatives of Qwen's regular
-// expression in their order:
-// (?i:'s|'t|'re|'ve|'m|'ll|'d) | [^\r\n\p{L}\p{N}]?\p{L}+ | \p{N} | ?[^\s\p{L}\p{N}]+[\r\n]*
-// | \s*[\r\n]+ | \s+(?!\S) | \s+
+// The length of the first piece of a text that is not empty: Qwen's regular expression, whose first
+// alternative that matches counts.
+//   1   (?i:'s|'t|'re|'ve|'m|'ll|'d)
+//   2   [^\r\n\p{L}\p{N}]?\p{L}+           letters, after at most one other character
+//   3   \p{N}                              one digit
+//   4   [ ]?[^\s\p{L}\p{N}]+[\r\n]*        anything else, after at most one space
+//   5-7 \s*[\r\n]+  or  \s+(?!\S)  or  \s+
 static size_t piece_length(const Tokenizer *tok, Bytes text) {
     size_t end = contraction(text);
-    if (end) return end;
+    if (end) return end;                                                             // 1
     Char a = char_at(tok, text, 0), b = char_at(tok, text, a.n);
     bool may_lead = a.class != NUMBER && !is_newline(a.c);
     if (a.class == LETTER || (may_lead && b.class == LETTER))
-        return run_end(tok, text, a.n, LETTER);
-    if (a.class == NUMBER) return a.n;
-    if (a.class != OTHER && !(a.c == ' ' && b.class == OTHER)) return space_length(tok, text);
+        return run_end(tok, text, a.n, LETTER);                                      // 2
+    if (a.class == NUMBER) return a.n;                                               // 3
+    if (a.class == SPACE && !(a.c == ' ' && b.class == OTHER))
+        return space_length(tok, text);                                              // 5-7
     for (end = run_end(tok, text, a.n, OTHER); end < text.n && is_newline(text.p[end]);) end++;
-    return end;
+    return end;                                                                      // 4
 }
 
-// A piece while it merges: a doubly linked list of symbols, each known by the offset of its first
-// byte. It is closed to a ring by a symbol at the piece's end, which merges with none.
+// A symbol is one token of a piece while it merges. Symbols are a doubly linked list, and each is
+// known by the offset of its first byte. A symbol at the piece's end, which merges with none, ends
+// the list on both sides.
 typedef struct {
     uint64_t key;         // of its merge with the next symbol: rank << 32 | offset, or NO_MERGE
-    int id, merged;       // its token, and the token that the merge makes
+    int id, merged;       // its token, and the token of that merge
     uint32_t prev, next;  // offsets of its neighbours
 } Symbol;
 
@@ -834,7 +878,7 @@ static const uint64_t NO_MERGE = UINT64_MAX;
 typedef struct {      // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
-    Buffer plain;     // the text since the last added token, normalized and cut as a whole
+    Buffer plain;     // the text since the last added token, not encoded yet
     Buffer normal;    // its NFC
     Symbol *symbols;  // of one piece
     uint64_t *heap;   // keys of merges, a binary heap: the smallest is heap[0]
@@ -860,14 +904,14 @@ static uint64_t heap_pop(Encoder *e) {
     return top;
 }
 
-// A higher score is a smaller rank. The bits of a float, sign aside, have the order of its size.
+// A higher score is a smaller rank: see max_of for the order of floats.
 INLINE uint32_t rank_of(float score) {
     float value = score + 0.0f;  // -0 becomes 0
     uint32_t bits = load_i32(&value);
     return bits >> 31 ? bits : INT_MAX - bits;
 }
 
-// Looks up whether the symbol at `at` and the next one make a token.
+// Looks up whether the symbol at `at` and the next one make a token: that is their merge.
 static void find_merge(Encoder *e, Bytes piece, uint32_t at) {
     Symbol *a = &e->symbols[at];
     a->key = NO_MERGE;
@@ -876,8 +920,9 @@ static void find_merge(Encoder *e, Bytes piece, uint32_t at) {
     if (a->merged >= 0) a->key = (uint64_t)rank_of(e->tok->score[a->merged]) << 32 | at;
 }
 
-// Only local minima are in the heap: merges that go before those of both neighbours. One of them is
-// always the next merge. So the heap stays small, and a long run of one letter takes linear time.
+// Only local minima are in the heap: merges with a smaller key than those of both neighbours. The
+// smallest key of all is one of them, so nothing is missed; and the heap stays small: in a long run
+// of one letter only the first merge is a minimum, and the run takes linear time.
 static void offer(Encoder *e, uint32_t at) {
     const Symbol *a = &e->symbols[at];
     if (a->key < e->symbols[a->prev].key && a->key < e->symbols[a->next].key) heap_push(e, a->key);
@@ -905,6 +950,7 @@ static void encode_piece(Encoder *e, Bytes piece) {
         e->symbols[left->next].prev = at;
         find_merge(e, piece, at);
         find_merge(e, piece, left->prev);
+        // These two keys are new, so they and their neighbours may be minima now.
         offer(e, e->symbols[left->prev].prev);
         offer(e, left->prev);
         offer(e, at);
@@ -914,10 +960,10 @@ static void encode_piece(Encoder *e, Bytes piece) {
 }
 
 // Encodes the plain text that has arrived.
-static void encode_end(Encoder *e) {
+static void encode_flush(Encoder *e) {
     Bytes text = bytes_of(&e->plain);
     if (text.n >= INT_MAX) die("text: too long, expected less than 2 GB");
-    if (e->tok->n_parts) {
+    if (e->tok->n_decomposed) {  // the file has the data for NFC
         e->normal.n = 0;
         normalize(e->tok, &e->normal, text);
         text = bytes_of(&e->normal);
@@ -931,15 +977,15 @@ static void encode_end(Encoder *e) {
 }
 
 static void encode_token(Encoder *e, int id) {
-    encode_end(e);
+    encode_flush(e);
     ids_add(e->out, id);
 }
 
-// Text in which nothing is a control token: what a user wrote
+// Text in which nothing counts as an added token: what a user wrote. encode_flush encodes it.
 static void encode_plain(Encoder *e, Bytes text) { buffer_add(&e->plain, text); }
 
-// The first added token at or after *at, the longest if several begin there; *at becomes its
-// offset. -1: there is none, and *at is the end of the text.
+// Returns the first added token at or after *at, the longest if several begin there, and sets *at
+// to its offset. If there is none, returns -1, and *at is the end of the text.
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
     for (; *at < text.n; ++*at) {
         int best = -1;
@@ -955,12 +1001,13 @@ static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
 
 // Text in which added tokens count as such
 static void encode_marked(Encoder *e, Bytes text) {
-    size_t at = 0, plain = 0;
-    for (int id; (id = added_next(e->tok, text, &at)) >= 0; plain = at += e->tok->text[id].n) {
-        encode_plain(e, (Bytes){text.p + plain, at - plain});
+    size_t at = 0, done = 0;
+    for (int id; (id = added_next(e->tok, text, &at)) >= 0; done = at) {
+        encode_plain(e, (Bytes){text.p + done, at - done});
         encode_token(e, id);
+        at += e->tok->text[id].n;
     }
-    encode_plain(e, bytes_from(text, plain));
+    encode_plain(e, bytes_from(text, done));
 }
 
 static void encoder_free(Encoder *e) {
@@ -970,20 +1017,23 @@ static void encoder_free(Encoder *e) {
     free(e->heap);
 }
 
-// A text of the raw modes, as HF's tokenizer(text): with added tokens, and with what its
-// post-processor puts around every text.
+// A raw text (in all modes but chat), as HF's tokenizer(text) encodes it: with added tokens, and
+// with what its post-processor puts around every text.
 static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
     Encoder e = {.tok = tok, .out = out};
     for (size_t i = 0; i < tok->head.n; i++) ids_add(out, tok->head.p[i]);
     encode_marked(&e, text);
-    encode_end(&e);
+    encode_flush(&e);
     for (size_t i = 0; i < tok->tail.n; i++) ids_add(out, tok->tail.p[i]);
     encoder_free(&e);
 }
 
 // ------------------------------------------------------------------------------------------------
-// The chat format. A conversation is a list of messages; the prompt of each turn is all of them,
-// rendered as the checkpoint's chat template does it and encoded anew.
+// The chat format. A conversation is a list of messages. The prompt of each turn is all of them, as
+// the checkpoint's chat template renders them, for example
+//   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n...
+// export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
+// anew; prefill then skips what the cache holds already.
 
 typedef struct {
     int role;     // SYSTEM, USER or ASSISTANT
@@ -996,8 +1046,9 @@ typedef struct {
     size_t n, cap;
 } Conversation;
 
-// ChatML, which all Qwen models speak: what a file without a chat template gets. Where the
-// vocabulary has <think>, an empty think block turns thinking off.
+// ChatML, which all Qwen models speak: for files without a chat format. Some models write <think>
+// ... </think> before the answer; where the vocabulary has these tokens, an empty block turns
+// thinking off.
 static ChatFormat chatml(bool has_think) {
     Bytes end = bytes("<|im_end|>\n"), answer = bytes("<|im_start|>assistant\n");
     Bytes no_think = bytes("<|im_start|>assistant\n<think>\n\n</think>\n\n");
@@ -1022,13 +1073,13 @@ static void encode_answer(Encoder *e, const ChatFormat *f, const Ids *ids) {
     Buffer all = {0};
     for (size_t i = 0; i < ids->n; i++) buffer_add(&all, e->tok->text[ids->p[i]]);
     Bytes text = bytes_of(&all);
-    size_t start = find_last(text, f->strip), at = 0;
+    size_t start = find_last(text, f->strip), at = 0;  // bytes to skip; bytes before token i
     while (start && start < text.n && f->trim.n && memchr(f->trim.p, text.p[start], f->trim.n))
         start++;
     for (size_t i = 0; i < ids->n; i++) {
         int id = ids->p[i];
         Bytes token = e->tok->text[id];
-        size_t cut = at < start ? start - at : 0;
+        size_t cut = at < start ? start - at : 0;  // bytes of this token to skip
         if (cut == 0 && e->tok->kind[id] & ADDED) encode_token(e, id);
         else if (cut < token.n) encode_plain(e, bytes_from(token, cut));
         at += token.n;
@@ -1051,14 +1102,15 @@ static void render(const Tokenizer *tok, const Conversation *conversation, bool 
         encode_marked(&e, f->close[message->role]);
     }
     encode_marked(&e, f->answer[think]);
-    encode_end(&e);
+    encode_flush(&e);
     encoder_free(&e);
 }
 
 // ------------------------------------------------------------------------------------------------
-// The sampler: repetition penalty, presence penalty, temperature, top-k, top-p, in HF's order.
-// Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step is a loop over
-// the whole vocabulary that compilers vectorize, so even a flat distribution takes no longer.
+// The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
+// HF's order. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step is
+// a loop over the whole vocabulary that compilers vectorize, so even a flat distribution takes no
+// longer.
 
 typedef struct {
     float temperature;  // 0: always the most likely token
@@ -1079,8 +1131,8 @@ static double random_next(uint64_t *state) {
     return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
 }
 
-// The sum of x (n) in double, as 16 interleaved sums: finite if all of them are
-static double total(const float *x, int n) {
+// The sum of x (n) in double, as 16 interleaved sums: finite if and only if every x is
+static double sum_double(const float *x, int n) {
     double sums[16] = {0}, sum = 0;
     int i = 0;
     for (; i + 16 <= n; i += 16) {
@@ -1099,12 +1151,13 @@ static int argmax(const float *x, int n) {
     return best;
 }
 
-// p = exp((logit - max) / temperature), (n)
+// Replaces logits (n) by exp((logit - max) / temperature): probabilities that are not normalized,
+// of which the largest is 1
 static void likelihoods(float *logits, int n, float max, float temperature) {
     for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
 }
 
-// Sets p of token id and of all less likely ones to 0. (None is negative: bits order like floats.)
+// Sets p of token id and of all less likely ones to 0. (p >= 0: bits have the order of the floats.)
 static void keep_likelier(float *p, int n, int id) {
     const int32_t bits = load_i32(p + id);
     for (int i = 0; i < id; i++) p[i] = load_i32(p + i) >= bits ? p[i] : 0;
@@ -1113,8 +1166,8 @@ static void keep_likelier(float *p, int n, int id) {
 
 // Sets all p but the k largest to 0. Bisection finds the bits of the k-th largest.
 static void keep_top_k(float *p, int n, int k) {
-    int32_t low = 0, high = INT32_MAX;  // `kept` >= k of p are at least `low`, fewer than k `high`
-    int kept = n;
+    int32_t low = 0, high = INT32_MAX;  // fewer than k of p are >= high, and
+    int kept = n;                       // so many, at least k, are >= low
     while (kept > k && high - low > 1) {
         int32_t middle = low + (high - low) / 2;
         int count = 0;
@@ -1134,12 +1187,13 @@ static void keep_top_k(float *p, int n, int k) {
     }
 }
 
-// The lowest id at which the running sum of p (n) exceeds `left`, or n
-static int token_at(const float *p, int n, double left) {
+// The lowest id at which the running sum of p (n) exceeds `target`, or n
+static int token_at(const float *p, int n, double target) {
     enum { STEP = 1024 };
     int i = 0;
-    for (double sum; i + STEP <= n && left >= (sum = total(p + i, STEP)); i += STEP) left -= sum;
-    while (i < n && (left -= p[i]) >= 0) i++;
+    for (double sum; i + STEP <= n && target >= (sum = sum_double(p + i, STEP)); i += STEP)
+        target -= sum;
+    while (i < n && (target -= p[i]) >= 0) i++;
     return i;
 }
 
@@ -1154,20 +1208,21 @@ static void penalize(const Sampler *s, float *logits, int n) {
 
 // Draws the next token by its logits (n), which are overwritten. Nucleus sampling (top-p) without
 // sorting: if the likelier tokens already hold top_p of the sum, the draw lies outside the nucleus:
-// discard it and everything less likely, and draw again.
+// discard it and everything less likely, and draw again. Tokens of the nucleus are never discarded,
+// so their proportions stay right. top_p > 0
 static int sample(Sampler *s, float *logits, int n) {
     penalize(s, logits, n);
-    if (!isfinite(total(logits, n))) die(NOT_FINITE);
+    if (!isfinite(sum_double(logits, n))) die(NOT_FINITE);
     if (s->temperature == 0) return argmax(logits, n);
     float *p = logits;
     likelihoods(p, n, max_of(logits, n), s->temperature);
     if (s->top_k > 0 && s->top_k < n) keep_top_k(p, n, s->top_k);
-    double sum = total(p, n), nucleus = s->top_p * sum;
+    double sum = sum_double(p, n), nucleus = s->top_p * sum;
     for (;;) {
         int id = token_at(p, n, random_next(&s->rng) * sum);
         if (id == n) continue;  // a rounding error at the end of the sum
         keep_likelier(p, n, id);
-        sum = total(p, n);
+        sum = sum_double(p, n);
         if (sum < nucleus) return id;
     }
 }
@@ -1185,27 +1240,29 @@ struct Engine {
     int max_new;      // tokens of an answer at most, -1: no limit
     Ids cached;       // the tokens whose keys and values are in the cache; room for seq_len + 1
     size_t reused;    // how many of the prompt's tokens were there already
-    int drafted;      // Part II, "Drafts": rows of the last forward pass that are a draft,
-    int row;          // the row of the logits in use,
-    int credit;       // and what drafts may still cost
+    struct {          // Part II only: see advance
+        int n, row;   // drafted tokens in the last forward pass; the row whose logits are in use
+        int credit;   // what drafts may still cost
+    } draft;
 };
 
-// Runs what the cache does not hold yet of a prompt (not empty, at most seq_len tokens): at least
-// its last token. Returns that token's row in the last forward pass, or -1 after Ctrl-C.
+// Runs a prompt of 1 .. seq_len tokens through the model, except for the beginning that the cache
+// holds already; its last token always runs, as that makes the first logits. Returns the last
+// token's row in the last batch, or -1 after Ctrl-C.
 static int prefill(Engine *e, const Ids *prompt) {
     Ids *cached = &e->cached;
     size_t same = 0;
     int n = 0;
     while (same < cached->n && same + 1 < prompt->n && cached->p[same] == prompt->p[same]) same++;
-    e->reused = same;
-    e->credit += (int)(prompt->n - same) / 16;  // these take about as long as so many single tokens
+    e->reused = cached->n = same;
     memcpy(cached->p, prompt->p, prompt->n * sizeof(int));
     progress_start(&e->model, prompt->n - same);
     bool running = true;
-    for (cached->n = same; running && cached->n < prompt->n; cached->n += running ? n : 0) {
+    while (running && cached->n < prompt->n) {
         n = min_int(e->model.state.batch, (int)(prompt->n - cached->n));
         const bool last = cached->n + n == prompt->n;
-        running = forward(&e->model, prompt->p + cached->n, n, (int)cached->n, last);
+        running = forward(&e->model, prompt->p + cached->n, n, (int)cached->n, last ? 1 : 0);
+        if (running) cached->n += n;
     }
     progress_end();
     return running ? n - 1 : -1;
@@ -1219,26 +1276,26 @@ static bool is_stop(const Tokenizer *tok, int id) {
 }
 
 // Writes the continuation of a prompt that the cache holds, and adds its tokens to `answer`, which
-// is empty. row: the prompt's last token in the last forward pass
+// is empty. row: what prefill returned
 static Ending generate(Engine *e, int row, Ids *answer) {
     const Tokenizer *tok = &e->tokenizer;
     Sampler *sampler = &e->sampler;
     memset(sampler->answered, 0, tok->vocab_size * sizeof(bool));
     memset(sampler->seen, 0, tok->vocab_size * sizeof(bool));
     for (size_t i = 0; i < e->cached.n; i++) sampler->seen[e->cached.p[i]] = true;
-    e->drafted = e->row = 0;
+    advance_start(e);
 
     float *logits = classify(&e->model, row, 1);
-    while (answer->n != (size_t)e->max_new) {
+    while (answer->n != (size_t)e->max_new) {  // never equal if max_new is -1
         if (interrupted) return INTERRUPTED;
         int id = sample(sampler, logits, tok->vocab_size);
         if (is_stop(tok, id)) return TURN_ENDED;
         writer_token(e->writer, tok, id);
         ids_add(answer, id);
         sampler->answered[id] = sampler->seen[id] = true;
-        if (answer->n == (size_t)e->max_new) break;
+        if (answer->n == (size_t)e->max_new) break;  // the last token need not run
         if (e->cached.n == (size_t)e->model.state.seq_len) return CONTEXT_FULL;
-        logits = advance(e, id, (int)answer->n);  // forward and classify, or a row of a draft
+        logits = advance(e, id, (int)answer->n);
         if (!logits) return INTERRUPTED;
     }
     return LIMIT_REACHED;
@@ -1248,8 +1305,8 @@ static Ending generate(Engine *e, int row, Ids *answer) {
 // PART II. THE PROGRAM
 // ================================================================================================
 
-// What Part III provides for it, on POSIX and Windows
-static void start_platform(int *argc, char ***argv);  // arguments in UTF-8, and the like
+// What Part III provides to Part II, on POSIX and Windows
+static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and bytes everywhere
 static void catch_signals(void);
 static void start_threads(int count);
 static int cpu_count(void);                           // cores that this process may use
@@ -1267,16 +1324,16 @@ static bool input_waits(void);                        // at a terminal: more has
 // of logits at once
 static void state_init(Model *m, int seq_len, int batch, int logit_rows);
 
-// How many rows of a batch take about as long as one; 1 where a batch takes as long as its tokens
-// one by one
+// How many tokens run through the model in about the time of one; 1 where a batch gains nothing
 static int draft_rows(void);
 
-// The prompt has been read: from now on the first Ctrl-C stops the answer, not the program.
+// Set by run(), read by the signal handler: from now on the first Ctrl-C stops the answer, and not
+// the program.
 static volatile sig_atomic_t stoppable;
 
 // ------------------------------------------------------------------------------------------------
 // The checkpoint file, model.bin: a 256-byte header, then the weights, all little-endian. It is the
-// Q8_0 format of the older qwen3.c (github.com/adriancable/qwen3.c), whose files still load.
+// format of the older qwen3.c (github.com/adriancable/qwen3.c), whose files still load.
 //
 //   offset  type  field               offset  type  field
 //   0x00    u32   magic 0x616A6331    0x18    i32   n_kv_heads
@@ -1286,18 +1343,19 @@ static volatile sig_atomic_t stoppable;
 //   0x10    i32   n_layers            0x28    i32   shared_classifier, 0 or 1
 //   0x14    i32   n_heads             0x2C    i32   group_size, 32, 64, 128 or 256
 //
-// Base files end their header here, in zeros. Later fields extend the format; 0 stands for the base
-// format's constant:
+// In base files the rest of the 256 bytes is zero. Later fields extend the format; zero in them
+// stands for the base format's constant:
 //
-//   0x30    f32   rope_theta                                        0 means 1e6
+//   offset  type  field                                             zero means
+//   0x30    f32   rope_theta                                        1e6
 //   0x34    f32   rms_norm_eps                                      1e-6
-//   0x38    u32   rope_scaling, 1: YaRN                             none; the next six are 0 too
-//   0x3C    f32   YaRN factor                                       not allowed
-//   0x40    i32   YaRN original length                              not allowed
+//   0x38    u32   rope_scaling, 1: YaRN                             none; the next six are zero
+//   0x3C    f32   YaRN factor                                       an error, with YaRN
+//   0x40    i32   YaRN original length                              an error, with YaRN
 //   0x44    f32   YaRN beta_fast                                    32
 //   0x48    f32   YaRN beta_slow                                    1
-//   0x4C    f32   YaRN factor on cos and sin                        0.1 ln(factor) + 1
-//   0x50    u32   1: the ends of YaRN's ramp are not rounded        rounded
+//   0x4C    f32   YaRN attention_factor, on cos and sin             0.1 ln(factor) + 1
+//   0x50    u32   YaRN no_rounding, 1: the ramp's ends stay         they are rounded
 //   0x54    u32   qkv_bias, 1: biases after the last matrix         none
 //   0x58    u32   no_qk_norm, 1: there are no q_norm and k_norm     QK-norm
 //
@@ -1309,7 +1367,7 @@ static volatile sig_atomic_t stoppable;
 //                 w3 (hidden_dim, dim); the classifier (vocab_size, dim), once, unless it is shared
 //   fp32 biases   bq (q_dim), then bk, then bv (kv_dim), if qkv_bias is 1
 //
-// A Q8_0 matrix (out, in) is its int8 values row by row, then a float scale for each group_size
+// A Q8_0 matrix (out, in) is all its int8 values row by row, then a float scale for each group_size
 // consecutive values: scale = max|w| / 127, q = round(w / scale). Embedding models, which need no
 // classifier, count as shared.
 
@@ -1320,7 +1378,7 @@ typedef struct {  // takes a file apart from front to back, and never reads past
 
 static const void *take(Cursor *in, uint64_t size, const char *what) {
     if (size > in->rest.n)
-        die("%s: file ends inside %s, expected %llu more bytes, found %zu", in->file, what,
+        die("%s: ends inside %s, expected %llu more bytes, found %zu", in->file, what,
             (unsigned long long)size, in->rest.n);
     const void *p = in->rest.p;
     in->rest = bytes_from(in->rest, size);
@@ -1338,7 +1396,7 @@ static int take_int(Cursor *in, const char *name, int low, int high) {  // low <
     return value;
 }
 
-// The same for a float. 0 stands for `base`, the base format's constant, if there is one.
+// The same for a float; a 0 in the file becomes `base`.
 static float take_float(Cursor *in, const char *name, float low, float high, float base) {
     float value = as_float(take_u32(in, name));
     if (value == 0) value = base;
@@ -1394,7 +1452,7 @@ static void take_extended_header(Config *c, Cursor *in) {
         c->yarn_beta_slow = take_float(in, "YaRN beta_slow", 1e-6f, 1e12f, 1);
         float base = 0.1f * logf(c->yarn_factor) + 1;
         c->yarn_attention_factor = take_float(in, "YaRN attention_factor", 1e-6f, 1e12f, base);
-        c->yarn_no_rounding = take_int(in, "YaRN truncate flag", 0, 1);
+        c->yarn_no_rounding = take_int(in, "YaRN no_rounding", 0, 1);
     } else {
         for (int at = 0x3C; at < 0x54; at += 4) take_int(in, unknown, 0, 0);
     }
@@ -1422,6 +1480,7 @@ static void model_map(Model *m, const char *path) {
     // A damaged n_layers is an error of the file, not of memory: look ahead before allocating.
     take(&(Cursor){path, in.rest}, (uint64_t)c->n_layers * c->dim * 4, "rms_att");
     weights->layers = alloc(c->n_layers, sizeof(Layer), "the layers");
+// `tensor` takes its bytes once for each layer.
 #define TAKE_LAYERS(name, tensor) \
     for (int l = 0; l < c->n_layers; l++) weights->layers[l].name = tensor
 #define TAKE_FLOATS(name, count) TAKE_LAYERS(name, take(&in, (uint64_t)(count) * 4, #name))
@@ -1454,35 +1513,38 @@ static void model_map(Model *m, const char *path) {
 
 // ------------------------------------------------------------------------------------------------
 // The tokenizer file, model.bin.tokenizer: u32 max_token_length (not used: some files count
-// characters), u32 bos id, u32 eos id; then for each token from id 0 on
+// characters), u32 bos id (used where there is no <|endoftext|>), u32 eos id; then for each token
+// from id 0 on
 //
-//   f32 score     higher scores merge first; -1e6: never comes out of a merge
+//   f32 score     higher scores merge first; -1e6 or less: never comes out of a merge
 //   u32 length
 //   u8 * length   the token's bytes
 //
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
-// length of the rest, then sections, each at most once: a tag of 4 letters, u32 length, payload.
+// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload.
 //
-//   tag    payload                                            without this section
-//   adde   u32 id, u32 special, for each added token;         tokens with score -1e6 and more than
-//          special ones are not printed                       one byte; <|...|> is special
-//   clas   u32 first, u32 last, u32 class: characters that    right for ASCII; other characters
-//          are letters (1), numbers (2) or white space (3)    count as letters
-//   ccc    u32 first, u32 last, u32 combining class           no NFC
-//   deco   u32 character, u32 first, u32 second or 0,         no NFC
-//          u32 composes: canonical decompositions
-//   head   u32 ids that go before every raw text              none
-//   tail   u32 ids that go after every raw text               none
-//   stop   u32 ids that end an answer                         eos, <|endoftext|> and <|im_end|>
-//   samp   f32 temperature, f32 top_p, u32 top_k              0.6, 0.95, 20
-//   repe   f32 repetition penalty                             1
-//   mode   u32 Mode: what the model is made for               chat
-//   chat   12 times u32 length and bytes: pieces of the       ChatML
-//          chat template, in the order of take_chat
+//   tag     payload                                           without this section
+//   "adde"  u32 id, u32 special, for each added token by id;  tokens with score -1e6 or less and
+//           special ones are not printed                      two bytes; <|...|> is special
+//   "clas"  u32 first, u32 last, u32 class: characters that   right for ASCII; other characters
+//           are letters (1), numbers (2), white space (3)     count as letters
+//   "ccc "  u32 first, u32 last, u32 canonical combining      marks stay in their order
+//           class, 1 to 255
+//   "deco"  u32 character, u32 first, u32 second or 0, u32    no NFC
+//           composes: canonical decompositions, but Hangul's
+//   "head"  u32 ids that go before every raw text             none
+//   "tail"  u32 ids that go after every raw text              none
+//   "stop"  u32 ids that end an answer                        eos, <|endoftext|> and <|im_end|>
+//   "samp"  f32 temperature, f32 top_p, u32 top_k             0.6, 0.95, 20
+//   "repe"  f32 repetition penalty                            1
+//   "mode"  u32 what the model is made for: 0 chat, 1         0
+//           generate, 2 tokenize, 3 perplexity, 4 embed
+//   "chat"  12 times u32 length and bytes: the ChatFormat,    ChatML
+//           in the order of take_chat
 //
-// The Unicode data is that of HF's tokenizers package, so that ids agree on every text. export.py
-// finds the pieces by rendering the checkpoint's template.
+// Characters and ids ascend. The Unicode data is that of HF's tokenizers package, so that ids agree
+// on every text. export.py finds the ChatFormat by rendering the checkpoint's template.
 
 static int take_id(Cursor *in, const Tokenizer *tok, const char *what) {
     uint32_t id = take_u32(in, what);
@@ -1513,26 +1575,28 @@ static void take_added(Cursor *in, Tokenizer *tok, const char *what) {
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
 enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };
-enum { CLASS_MASK = 3, NFC_ACTIVE = 4, COMBINING_SHIFT = 8 };  // the bits of Tokenizer.chars
+enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };  // the bits of Tokenizer.chars
 
-// Ascending ranges of characters, each with a value of 1 .. highest, which goes to bit `shift`
-static void take_ranges(Cursor *in, Tokenizer *tok, const char *what, uint32_t highest, int shift) {
+// Ranges of characters, each with a value of 1 .. highest, which goes to bit `shift`, with `bits`
+static void take_ranges(Cursor *in, Tokenizer *tok, const char *what, uint32_t highest, int shift,
+                        int bits) {
     for (uint32_t next = 0; in->rest.n;) {
         uint32_t first = take_u32(in, what), last = take_u32(in, what), value = take_u32(in, what);
         if (first < next || last < first || last >= BAD_BYTE || value < 1 || value > highest)
             die("%s: bad range in %s, expected ascending ones with 1 to %u, found %x to %x: %u",
                 in->file, what, highest, first, last, value);
         for (next = first; next <= last; next++) {
-            tok->chars[next] |= value << shift | (shift ? NFC_ACTIVE : 0);
+            tok->chars[next] |= value << shift | bits;
         }
     }
-    tok->has_classes |= shift == 0;
 }
 
-// second: 0 if c is just another way to write first
-static void add_parts(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second, bool composes) {
+// c is `first` followed by `second`, or just another way to write `first` if that is 0. Where the
+// two compose again, a text needs work only if it has the second; else any c must be replaced.
+static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
+                              bool composes) {
     uint64_t parts = (uint64_t)first << 32 | second;
-    tok->parts[tok->n_parts++] = (Mapping){c, parts};
+    tok->decomposed[tok->n_decomposed++] = (Mapping){c, parts};
     if (composes) tok->composed[tok->n_composed++] = (Mapping){parts, c};
     tok->chars[composes ? second : c] |= NFC_ACTIVE;
 }
@@ -1544,11 +1608,11 @@ static int compare_u64(const void *a, const void *b) {
 
 // Canonical decompositions. Those of Hangul syllables (a lead, a vowel and perhaps a tail) follow
 // from their numbers: Unicode Standard, section 3.12.
-static void take_parts(Cursor *in, Tokenizer *tok, const char *what) {
+static void take_decompositions(Cursor *in, Tokenizer *tok, const char *what) {
     enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
     size_t most = in->rest.n / 16 + SYLLABLES;
     if (in->rest.n == 0) return;
-    tok->parts = alloc(most, sizeof(Mapping), "the tokenizer");
+    tok->decomposed = alloc(most, sizeof(Mapping), "the tokenizer");
     tok->composed = alloc(most, sizeof(Mapping), "the tokenizer");
     for (uint32_t next = 0; in->rest.n;) {
         uint32_t c = take_u32(in, what), first = take_u32(in, what);
@@ -1557,15 +1621,15 @@ static void take_parts(Cursor *in, Tokenizer *tok, const char *what) {
             second >= BAD_BYTE || composes > 1)
             die("%s: bad record in section %s, found %x = %x + %x", in->file, what, c, first,
                 second);
-        add_parts(tok, c, first, second, composes);
+        add_decomposition(tok, c, first, second, composes);
         next = c + 1;
     }
     for (uint32_t i = 0; i < SYLLABLES; i++) {
         uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
-        if (tail) add_parts(tok, syllable, syllable - tail, 0x11A7 + tail, true);
-        else add_parts(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
+        if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
+        else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
     }
-    qsort(tok->parts, tok->n_parts, sizeof(Mapping), compare_u64);
+    qsort(tok->decomposed, tok->n_decomposed, sizeof(Mapping), compare_u64);
     qsort(tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
 }
 
@@ -1589,9 +1653,9 @@ static void take_chat(Cursor *in, Tokenizer *tok, const char *what) {
 
 static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
     if (!strcmp(tag, "adde")) take_added(in, tok, tag);
-    else if (!strcmp(tag, "clas")) take_ranges(in, tok, tag, SPACE, 0);
-    else if (!strcmp(tag, "ccc ")) take_ranges(in, tok, tag, 255, COMBINING_SHIFT);
-    else if (!strcmp(tag, "deco")) take_parts(in, tok, tag);
+    else if (!strcmp(tag, "clas")) take_ranges(in, tok, tag, SPACE, 0, 0), tok->has_classes = true;
+    else if (!strcmp(tag, "ccc ")) take_ranges(in, tok, tag, 255, CCC_SHIFT, NFC_ACTIVE);
+    else if (!strcmp(tag, "deco")) take_decompositions(in, tok, tag);
     else if (!strcmp(tag, "head")) take_ids(in, tok, tag, &tok->head);
     else if (!strcmp(tag, "tail")) take_ids(in, tok, tag, &tok->tail);
     else if (!strcmp(tag, "stop")) take_ids(in, tok, tag, &tok->stop);
@@ -1668,7 +1732,6 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text) {
     return &tok->table[slot];
 }
 
-// The token with these bytes that is not an added one, or -1
 static int token_find(const Tokenizer *tok, Bytes text) { return (int)*token_slot(tok, text) - 1; }
 
 // The added token with this text, or -1
@@ -1680,12 +1743,14 @@ static int added_find(const Tokenizer *tok, const char *text) {
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
-    for (tok->mask = 256; tok->mask < 2 * (uint32_t)tok->vocab_size;) tok->mask *= 2;
-    tok->table = alloc(tok->mask--, sizeof(*tok->table), "the tokenizer");
+    uint32_t slots = 256;
+    while (slots < 2 * (uint32_t)tok->vocab_size) slots *= 2;
+    tok->table = alloc(slots, sizeof(*tok->table), "the tokenizer");
+    tok->mask = slots - 1;
     for (int id = 0; id < tok->vocab_size; id++) {
         Bytes s = tok->text[id];
-        bool merges = s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE);
-        if (!merges || tok->kind[id] & ADDED) continue;
+        bool indexed = s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE);
+        if (!indexed || tok->kind[id] & ADDED) continue;
         uint32_t *slot = token_slot(tok, s);
         if (*slot == 0) *slot = id + 1;
     }
@@ -1739,6 +1804,7 @@ static Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
     return (Char){c, n, tok->chars[c] & CLASS_MASK, tok->chars[c] & NFC_ACTIVE};
 }
 
+// Appends c as UTF-8; a BAD_BYTE as its byte.
 static void add_char(Buffer *b, uint32_t c) {
     int n = c < 0x80 || c >= BAD_BYTE ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
     uint8_t u[4] = {c >= BAD_BYTE ? c - BAD_BYTE : c};
@@ -1747,11 +1813,11 @@ static void add_char(Buffer *b, uint32_t c) {
     buffer_add(b, (Bytes){u, n});
 }
 
-// A run of characters to be put in order: combining class << 56 | place << 24 | code point
+// Characters to be put in order: combining class (ccc) << 56 | place << 24 | code point
 typedef struct {
     uint64_t *p;
     size_t n, cap;
-} Chars;
+} Marks;
 
 enum { CODE_POINT = 0xFFFFFF };
 
@@ -1760,53 +1826,53 @@ static uint64_t map_find(const Mapping *map, size_t n, uint64_t from) {  // 0: `
     return m ? m->to : 0;
 }
 
-// Appends the full canonical decomposition of c. Unicode's take at most 4 steps, but an untrusted
+// Appends the full canonical decomposition of c. Unicode needs at most 4 levels, but an untrusted
 // file could recurse without end.
-static void decompose(const Tokenizer *tok, Chars *out, uint32_t c, int steps) {
-    uint64_t parts = map_find(tok->parts, tok->n_parts, c);
-    uint64_t class = tok->chars[c] >> COMBINING_SHIFT;
+static void decompose(const Tokenizer *tok, Marks *out, uint32_t c, int steps) {
+    uint64_t parts = map_find(tok->decomposed, tok->n_decomposed, c);
+    uint64_t ccc = tok->chars[c] >> CCC_SHIFT;
     if (steps > 8)
-        die("tokenizer: bad section deco, expected one that ends, found U+%04X again", c);
+        die("tokenizer: bad section deco, expected at most 8 levels, found more at U+%04X", c);
     if (parts) {
         decompose(tok, out, parts >> 32, steps + 1);
         if ((uint32_t)parts) decompose(tok, out, (uint32_t)parts, steps + 1);
     } else {
         out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
-        out->p[out->n] = class << 56 | (uint64_t)out->n << 24 | c;
+        out->p[out->n] = ccc << 56 | (uint64_t)out->n << 24 | c;
         out->n++;
     }
 }
 
-// Sorts each run of marks (combining class > 0) by class, stably. Then each character composes with
-// the last starter (class 0) before it, unless a character between the two has the same class or
-// a higher one.
-static void order_and_compose(const Tokenizer *tok, Chars *s) {
-    for (size_t i = 0, end; i < s->n; i = end + 1) {
-        for (end = i; end < s->n && s->p[end] >> 56; end++) {}
-        qsort(s->p + i, end - i, sizeof(uint64_t), compare_u64);
+// Sorts each run of marks (ccc > 0) by ccc, stably. Then each character composes with the last
+// starter (ccc 0) before it, unless a character between the two has the same ccc or a higher one.
+static void order_and_compose(const Tokenizer *tok, Marks *s) {
+    for (size_t i = 0, stop; i < s->n; i = stop + 1) {
+        for (stop = i; stop < s->n && s->p[stop] >> 56; stop++) {}
+        qsort(s->p + i, stop - i, sizeof(uint64_t), compare_u64);
     }
-    uint64_t *end = s->p, *starter = NULL;
-    int last = -1;  // class of the character before, -1 if that is the starter
+    uint64_t *out = s->p, *starter = NULL;
+    int last = -1;  // ccc of the character before, -1 if that is the starter
     for (size_t i = 0; i < s->n; i++) {
-        int class = (int)(s->p[i] >> 56);
+        int ccc = (int)(s->p[i] >> 56);
         uint64_t composed = 0, c = s->p[i] & CODE_POINT;
-        if (starter && last < class)
+        if (starter && last < ccc)
             composed = map_find(tok->composed, tok->n_composed, (*starter & CODE_POINT) << 32 | c);
         if (composed) {
             *starter = composed;
             continue;
         }
-        if (class == 0) starter = end;
-        last = class == 0 ? -1 : class;
-        *end++ = s->p[i];
+        if (ccc == 0) starter = out;
+        last = ccc == 0 ? -1 : ccc;
+        *out++ = s->p[i];
     }
-    s->n = end - s->p;
+    s->n = out - s->p;
 }
 
-// Appends NFC(text). Only active characters, each run with the character before it, need work.
+// Appends NFC(text). Text without active characters is copied. A run of active characters is
+// normalized together with the one character before it, with which it may compose.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
-    Chars chars = {0};
-    size_t done = 0, before = 0;  // what is in `out` already; the last inactive character
+    Marks chars = {0};
+    size_t done = 0, before = 0;  // the offset up to which `out` is done; of the last inactive one
     for (size_t at = 0; at < text.n;) {
         Char c = char_at(tok, text, at);
         if (!c.active) {
@@ -1835,20 +1901,20 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // so reads the weights only once.
 //
 // advance() gives out the rows of that pass one by one, for as long as sampling picks the draft's
-// tokens; the first other token starts a new pass, which overwrites what the cache holds after it.
-// A batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
-// used. So drafts change the time and nothing else: the text is the same, not just its
+// tokens; the first other token starts a new pass, which overwrites the rest of the draft in the
+// cache. A batch gives the same bits as single tokens, and random numbers are drawn only for rows
+// that are used. So drafts change the time and nothing else: the text is the same, not just its
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// A draft has the rows that take about as long as one token, or twice as many after a draft that
-// was right to its end; each right token then saves a pass. `credit` keeps accounts in
-// 1 / DRAFT_COST tokens: each draft_rows() rows of a draft cost DRAFT_COST, a right token earns as
-// much, and every pass earns 1, so that wrong drafts take about 2 % of the time.
+// A draft fills a pass that takes about the time of one token (draft_rows() of them), or twice that
+// after a draft that was right to its end. Credit is counted in 1 / DRAFT_COST of a token's time: a
+// draft costs the time it takes, each right token saves one, and every pass earns 1, so that wrong
+// drafts take about 2 % of the time.
 enum { NGRAM = 5, DRAFT_COST = 50 };
 
-// Appends `most` ids to the first n: those that followed the last NGRAM of them at their latest
-// earlier occurrence. If that is fewer than `most` ids ago, the text is in a loop, and the draft
-// repeats itself. Returns how many: 0 if they did not occur before.
+// Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
+// ids that follow there; where it runs into what it appends, the draft repeats itself. Returns
+// `most`, or 0 if there is no such place.
 static int lookup(int *ids, size_t n, int most) {
     for (size_t from = n - 1; most > 0 && from >= NGRAM; from--) {
         if (memcmp(ids + from - NGRAM, ids + n - NGRAM, NGRAM * sizeof(int)) != 0) continue;
@@ -1858,41 +1924,49 @@ static int lookup(int *ids, size_t n, int most) {
     return 0;
 }
 
-// Drafts what follows the cached tokens and the one after them, which is the answer's count-th.
-// Returns how many tokens: the cache, the logits and -n must have room for them.
+// Drafts what may follow the answer's count-th token, which stands at cached.p[cached.n]. Returns
+// how many tokens: the cache, the logits and max_new must have room for them.
 static int draft(Engine *e, int count, bool was_right) {
+    int *credit = &e->draft.credit;
     const State *s = &e->model.state;
     int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), s->logit_rows);
     rows = min_int(rows, s->seq_len - (int)e->cached.n);
     if (e->max_new >= 0) rows = min_int(rows, e->max_new - count);
-    e->credit = min_int(e->credit + 1, 8 * DRAFT_COST);
-    if (count < NGRAM || e->credit < DRAFT_COST) return 0;
+    *credit = min_int(*credit + 1, 8 * DRAFT_COST);  // at most 8 wrong drafts in a row
+    if (count < NGRAM || *credit < DRAFT_COST) return 0;
     int drafted = lookup(e->cached.p, e->cached.n + 1, rows - 1);
-    if (drafted) e->credit -= DRAFT_COST * (drafted / draft_rows() + 1);
+    if (drafted) *credit -= DRAFT_COST * (drafted / draft_rows() + 1);
     return drafted;
+}
+
+static void advance_start(Engine *e) {
+    e->draft.n = e->draft.row = 0;
+    e->draft.credit += (int)(e->cached.n - e->reused) / 16;  // the time of the prompt, in tokens
 }
 
 static float *advance(Engine *e, int id, int count) {
     Model *m = &e->model;
     Ids *cached = &e->cached;
-    const bool was_run = e->row < e->drafted && cached->p[cached->n] == id;
+    const bool was_drafted = e->draft.row < e->draft.n && cached->p[cached->n] == id;
     cached->p[cached->n] = id;
-    if (was_run) {
-        e->credit += DRAFT_COST;
-        e->row++;
+    if (was_drafted) {  // it has run already
+        e->draft.credit += DRAFT_COST;
+        e->draft.row++;
     } else {
-        e->drafted = draft(e, count, e->drafted && e->row == e->drafted);
-        e->row = 0;
-        const int n = 1 + e->drafted;
+        e->draft.n = draft(e, count, e->draft.n && e->draft.row == e->draft.n);
+        e->draft.row = 0;
+        const int n = 1 + e->draft.n;
         if (!forward(m, cached->p + cached->n, n, (int)cached->n, n)) return NULL;
         classify(m, 0, n);
     }
     cached->n++;
-    return m->state.logits + (size_t)e->row * m->config.vocab_size;
+    return m->state.logits + (size_t)e->draft.row * m->config.vocab_size;
 }
 
 // ------------------------------------------------------------------------------------------------
-// Writing an answer: the bytes of its tokens as they come, but no character before it is complete
+// Writing an answer: the bytes of its tokens as they come, but no character before it is complete.
+// In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that stdout holds just
+// the answer.
 
 struct Writer {
     bool chat;      // thinking is set apart from the answer
@@ -1972,14 +2046,18 @@ static void writer_end(Writer *out) {
 // ------------------------------------------------------------------------------------------------
 // Conversation: a prompt and its answer, turns that fit into the context, messages from a terminal
 
-static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
+static const char *const mode_names[] = {
+    [CHAT] = "chat", [GENERATE] = "generate", [TOKENIZE] = "tokenize",
+    [PERPLEXITY] = "perplexity", [EMBED] = "embed"};
 
 typedef struct {  // as given on the command line
     const char *model, *text, *file, *system;  // NULL: not given
     int mode;                                  // -1: not given
     int think;                                 // -1: not given
-    float temperature, top_p, presence;        // -1: the checkpoint's; presence 0
-    int top_k, n, context, batch, threads;     // -1: not given
+    float temperature, top_p;                  // -1: not given
+    float presence;
+    int top_k, n, context, threads;            // -1: not given
+    int batch;
     uint64_t seed;
     bool verbose;
 } Options;
@@ -2004,7 +2082,7 @@ static bool begins_thinking(const App *app) {
     return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
-// Notices come when nothing can go wrong any more: an error stands alone.
+// Notices wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
     if (app->noticed) return;
     app->noticed = true;
@@ -2022,7 +2100,7 @@ static void give_notices(App *app) {
 
 #define PROMPT_TOO_LONG "prompt: too long, expected at most %d tokens (-c), found %zu"
 
-// Runs a prompt after a last check. Returns as prefill.
+// Checks a prompt's length, gives the notices and runs it. Returns what prefill returns.
 static int checked_prefill(App *app, const Ids *prompt) {
     const int seq_len = app->engine.model.state.seq_len;
     if (prompt->n > (size_t)seq_len) die(PROMPT_TOO_LONG, seq_len, prompt->n);
@@ -2213,7 +2291,7 @@ static void run_tokenize(App *app, const Ids *ids) {
 static double surprise(float *logits, int n, int id) {
     float max = max_of(logits, n), logit = logits[id];
     likelihoods(logits, n, max, 1);
-    return log(total(logits, n)) + max - logit;
+    return log(sum_double(logits, n)) + max - logit;
 }
 
 // Runs ids 0 .. n - 1 from position pos on. Returns the sum of the surprises of ids 1 .. n.
@@ -2255,11 +2333,10 @@ static void run_perplexity(App *app, const Ids *ids) {
     write_stdout(bytes(line));
 }
 
-// The last token's hidden state (dim) after the final norm, divided by its length: a JSON array
+// The last token's hidden state (dim) after the final norm, L2-normalized, as a JSON array
 static void run_embed(App *app, const Ids *ids) {
     Model *m = &app->engine.model;
     const Config *c = &m->config;
-    if (ids->n == 0) die("text: nothing to embed, expected at least 1 token, found 0");
     int row = checked_prefill(app, ids);
     if (row < 0) exit(EXIT_INTERRUPT);
     float *h = m->state.workspace[0].h;
@@ -2296,9 +2373,11 @@ static Ending run_raw(App *app, Bytes text) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Options and main
+// Options and main: what the command line says, and what it leads to
 
-static const char usage[] =
+#define VERSION "1.0"
+
+static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     ": runs Qwen3 language models\n"
     "\n"
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
@@ -2451,7 +2530,8 @@ static void choose_chat(App *app) {
     bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
     app->think = app->options.think == 1;
     app->no_switch = app->options.think >= 0 && !can_switch;
-    if (can_switch && !app->think && tok->temperature != 0) {  // Qwen's advice without thinking
+    // Qwen's advice for answers without thinking, unless the checkpoint asks for greedy ones
+    if (can_switch && !app->think && tok->temperature != 0) {
         tok->temperature = 0.7f;
         tok->top_p = 0.8f;
         tok->top_k = 20;
@@ -2491,7 +2571,9 @@ static void load(App *app) {
             c->max_seq_len, context);
     if (app->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-    int logit_rows = app->mode == PERPLEXITY ? 16 : app->mode == EMBED ? 0 : 2 * draft_rows();
+    enum { SCORED_ROWS = 16 };  // enough to read the classifier's weights only now and then
+    int logit_rows = app->mode == PERPLEXITY ? SCORED_ROWS
+                     : app->mode == EMBED ? 0 : 2 * draft_rows();
     int batch = min_int(o->batch, context);
     state_init(&e->model, context, batch, min_int(logit_rows, batch));
     e->cached.p = alloc((size_t)context + 1, sizeof(int), "the prompt");
@@ -2569,6 +2651,8 @@ int main(int argc, char **argv) {
 
 static int n_threads = 1;
 
+INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
 #ifdef NO_THREADS
 static void start_threads(int count) { (void)count; }
 
@@ -2580,7 +2664,7 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 enum { SPINS = 2000 };
 
 static struct {
-    _Atomic uint64_t ticket;  // number of the loop << 32 | how many of its items nobody has taken
+    _Atomic uint64_t ticket;  // number of the loop << 32 | items that nobody has taken yet
     _Atomic int finished;     // items that are done
     _Atomic(Job) job;
     void *_Atomic arg;
@@ -2604,7 +2688,8 @@ INLINE void cpu_pause(void) {  // tells the core that it is spinning
 #endif
 }
 
-// Spins, then sleeps. Whatever makes it ready is stored before wake_up() looks for sleepers.
+// Spins, then sleeps. No wake-up is lost: who makes it ready stores that and then looks for
+// sleepers; a sleeper counts itself and then looks whether it is ready.
 static void wait_until(bool (*ready)(void), pthread_cond_t *cond) {
     for (int i = 0; i < SPINS; i++) {
         if (ready()) return;
@@ -2625,9 +2710,10 @@ static void wake_up(pthread_cond_t *cond) {
 }
 
 // Takes shares of the current loop until none is left. Guided scheduling: a share is 7/8 of what a
-// thread would get if all took the same, so shares become smaller and all threads end together. The
-// exchange fails if the loop has changed since the ticket was read; so the job is this loop's, as
-// parallel() stores it before the ticket, and the next loop's only after the last share is done.
+// thread would get if all took the same, so shares become smaller and all threads end together.
+// job, arg, count and chunk are read before the exchange, which fails if the loop's number has
+// changed: so they belong to this loop, as parallel() stores new ones only when all of its items
+// are done.
 static void work(int thread) {
     uint64_t ticket = atomic_load(&pool.ticket);
     while ((uint32_t)ticket > 0) {
@@ -2689,6 +2775,9 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 // Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
 // instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
+//
+// A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
+// into the registers. HAVE_DOT4: dot4 is one instruction or a few.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 #define USE_AVX512
@@ -2712,12 +2801,12 @@ enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0, HAVE_DOT4 = 1 };
 enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 2, W_BIAS = 0, HAVE_DOT4 = 0 };
 #endif
 
-enum { BLOCK = TILE_VECS * LANES };  // rows of a matrix that meet all tokens of a batch together
+enum { PANEL_ROWS = TILE_VECS * LANES };
 enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
 
 static const char *simd_name(void) { return SIMD; }
 
-// A tile of a product fills the registers, so loops over registers are unrolled.
+// Loops over registers are unrolled.
 #if defined(NO_UNROLL)  // with sanitizers, compilers take minutes over what is unrolled
 #define UNROLL
 #elif defined(__clang__)
@@ -2726,10 +2815,10 @@ static const char *simd_name(void) { return SIMD; }
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-typedef float VecF __attribute__((vector_size(4 * LANES)));
-typedef int32_t VecI __attribute__((vector_size(4 * LANES)));
+typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));
+typedef int32_t VecI __attribute__((vector_size(4 * LANES), may_alias));
 
-// The portable versions, which the others must equal (mul_add_v but for its rounding)
+// The portable versions: tests/test holds the others to them (mul_add_v but for its rounding).
 INLINE VecI dot4_plain(VecI acc, VecI w, VecI x) {
     const uint8_t *wb = (const uint8_t *)&w;
     const int8_t *xb = (const int8_t *)&x;
@@ -2809,10 +2898,12 @@ INLINE VecI load_bytes(const void *p, const int n) {  // n <= 4 * LANES bytes, t
 // ------------------------------------------------------------------------------------------------
 // Matrix products: out = x W^T, as dot_row defines each element. One token reads the weights once,
 // as fast as the memory gives them: matvec computes LANES rows side by side. A batch is bound by
-// arithmetic: BLOCK rows are transposed and meet all its tokens, in tiles that fill the registers.
+// arithmetic: a panel of PANEL_ROWS rows is transposed and multiplied with all its tokens, tile by
+// tile. Where an `if` makes the same call twice, one of them has a constant that makes it faster.
 
-// Transposes LANES rows of `words` (rows, cols; of 4 bytes each): lane r of out[i * stride] is word
-// i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are discarded.
+// Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
+// is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
+// discarded.
 INLINE void transpose_rows(VecI *out, int stride, const void *words, int rows, int cols, int row,
                            int32_t flip) {
     const char *source[LANES];
@@ -2839,9 +2930,10 @@ INLINE void transpose_rows(VecI *out, int stride, const void *words, int rows, i
     }
 }
 
-// A transpose-and-add tree: lane r of the result is the sum of the lanes of a[r]. With 4 lanes:
-//   n = 2   a[0] = a0[0]+a0[2]  a2[0]+a2[2]  a0[1]+a0[3]  a2[1]+a2[3];  a[1]: the same of a1 and a3
-//   n = 1   a[0] = sum(a0)      sum(a1)      sum(a2)      sum(a3)
+// A transpose-and-add tree: lane r of the result is the sum of the lanes of a[r]. With 4 vectors
+// A, B, C, D of 4 lanes:
+//   n = 2   a[0] = A0+A2  C0+C2  A1+A3  C1+C3      a[1] = B0+B2  D0+D2  B1+B3  D1+D3
+//   n = 1   a[0] = sum(A)  sum(B)  sum(C)  sum(D)
 INLINE VecI sum_each(VecI *a) {
     UNROLL for (int n = LANES / 2; n > 0; n /= 2) {
         UNROLL for (int r = 0; r < n; r++) {
@@ -2883,14 +2975,15 @@ INLINE void group_terms(float *terms, const int8_t *wq, const float *w_scale, co
     memcpy(terms, &values, count * sizeof(float));
 }
 
-// One token, LANES rows from `row` on: the terms of each row, then for all rows at once their sums.
+// One token, LANES rows from `row` on: computes each row's terms, transposes them and adds those of
+// all rows at once.
 INLINE void matvec(const Matmul *m, const Workspace *own, int t, int row, const int group) {
     const int cols = m->w->cols, n_groups = cols / group, whole = n_groups / LANES * LANES;
     const int rows = min_int(LANES, m->row_end - row);
     const int8_t *wq = m->w->q + (size_t)row * cols;
     const float *w_scale = m->w->scale + (size_t)row * n_groups;
     const Quantized x = quantized_row(m->x, t);
-    VecF *const columns = own->panel;                      // (n_groups, LANES)
+    VecF *const columns = own->panel;                    // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
     for (int r = 0; r < rows; r++, wq += cols, w_scale += n_groups) {
         float *out = terms + r * n_groups;
@@ -2900,7 +2993,7 @@ INLINE void matvec(const Matmul *m, const Workspace *own, int t, int row, const 
             else group_terms(out + g, wq + g * group, w_scale + g, xg, n_groups - whole, group);
         }
     }
-    // The memory goes on with later rows while the terms of these are added.
+    // Keeps the memory busy with later rows while these terms are added.
     for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);
     transpose_rows((VecI *)columns, 1, terms, rows, n_groups, 0, 0);
     VecF sum = {0};
@@ -2908,12 +3001,12 @@ INLINE void matvec(const Matmul *m, const Workspace *own, int t, int row, const 
     put_rows(m, t, row, (float *)&sum, rows);
 }
 
-// BLOCK rows from `row` on and TILE_TOKENS tokens from t on. wq (cols / 4, TILE_VECS) and w_scale
-// (n_groups, TILE_VECS) are the transposed rows. Rows of x past the last token hold anything; their
-// results are discarded.
+// PANEL_ROWS rows from `row` on and TILE_TOKENS tokens from t on. wq (cols / 4, TILE_VECS) and
+// w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x past the last token hold
+// anything; their results are discarded.
 INLINE void matmul_tile(const Matmul *m, int t, int row, const VecI *wq, const VecF *w_scale,
                         const int group) {
-    const int n_groups = m->w->cols / group, rows = min_int(BLOCK, m->row_end - row);
+    const int n_groups = m->w->cols / group, rows = min_int(PANEL_ROWS, m->row_end - row);
     const size_t stride = m->x->stride;
     const Quantized x = quantized_row(m->x, t);
     const int8_t *xq = x.q;
@@ -2940,14 +3033,14 @@ INLINE void matmul_tile(const Matmul *m, int t, int row, const VecI *wq, const V
         }
     }
     for (int i = 0; i < min_int(TILE_TOKENS, m->token_end - t); i++) {
-        if (rows == BLOCK) put_rows(m, t + i, row, (float *)acc[i], BLOCK);
+        if (rows == PANEL_ROWS) put_rows(m, t + i, row, (float *)acc[i], PANEL_ROWS);
         else put_rows(m, t + i, row, (float *)acc[i], rows);
     }
 }
 
-// BLOCK rows from `row` on meet all tokens while they are in the L1 cache; meanwhile the next rows
-// are prefetched.
-INLINE void matmul_block(const Matmul *m, const Workspace *own, int row, const int group) {
+// PANEL_ROWS rows from `row` on times all tokens, while the rows are in this core's caches;
+// meanwhile the next rows are prefetched.
+INLINE void matmul_panel(const Matmul *m, const Workspace *own, int row, const int group) {
     const Matrix *w = m->w;
     const int n_tokens = m->token_end - m->token_begin, n_groups = w->cols / group;
     VecI *wq = own->panel, *w_scale = wq + w->cols / 4 * TILE_VECS;
@@ -2956,9 +3049,9 @@ INLINE void matmul_block(const Matmul *m, const Workspace *own, int row, const i
         transpose_rows(wq + v, TILE_VECS, w->q, w->rows, w->cols / 4, first, FLIP);
         transpose_rows(w_scale + v, TILE_VECS, w->scale, w->rows, n_groups, first, 0);
     }
-    const int8_t *next = w->q + (size_t)(row + BLOCK) * w->cols;
-    const float *next_scale = w->scale + (size_t)(row + BLOCK) * n_groups;
-    const int64_t share = (int64_t)BLOCK * w->cols * TILE_TOKENS / n_tokens;  // of the next rows
+    const int8_t *next = w->q + (size_t)(row + PANEL_ROWS) * w->cols;
+    const float *next_scale = w->scale + (size_t)(row + PANEL_ROWS) * n_groups;
+    const int64_t share = (int64_t)PANEL_ROWS * w->cols * TILE_TOKENS / n_tokens;  // for a tile
     for (int t = m->token_begin; t < m->token_end; t += TILE_TOKENS) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
         for (int64_t i = 0; i < share / group; i += 16) __builtin_prefetch(next_scale + i);
@@ -2969,9 +3062,9 @@ INLINE void matmul_block(const Matmul *m, const Workspace *own, int row, const i
 }
 
 // The same without dot4: the definition itself
-INLINE void matmul_block_plain(const Matmul *m, int row, const int group) {
+INLINE void matmul_panel_plain(const Matmul *m, int row, const int group) {
     for (int t = m->token_begin; t < m->token_end; t++) {
-        for (int r = row; r < min_int(row + BLOCK, m->row_end); r++) {
+        for (int r = row; r < min_int(row + PANEL_ROWS, m->row_end); r++) {
             float value = dot_row(m->w, r, m->x, t, group);
             put_rows(m, t, r, &value, 1);
         }
@@ -2981,12 +3074,12 @@ INLINE void matmul_block_plain(const Matmul *m, int row, const int group) {
 INLINE void matmul_groups(const Matmul *m, const Workspace *own, const int group) {
     const int n_tokens = m->token_end - m->token_begin;
     if (!HAVE_DOT4) {
-        for (int r = m->row_begin; r < m->row_end; r += BLOCK) matmul_block_plain(m, r, group);
+        for (int r = m->row_begin; r < m->row_end; r += PANEL_ROWS) matmul_panel_plain(m, r, group);
     } else if (n_tokens == 1) {
         for (int r = m->row_begin; r < m->row_end; r += LANES)
             matvec(m, own, m->token_begin, r, group);
     } else if (n_tokens > 1) {
-        for (int r = m->row_begin; r < m->row_end; r += BLOCK) matmul_block(m, own, r, group);
+        for (int r = m->row_begin; r < m->row_end; r += PANEL_ROWS) matmul_panel(m, own, r, group);
     }
 }
 
@@ -3007,18 +3100,17 @@ typedef struct {
 static void matmul_job(void *arg, int begin, int end, int thread) {
     const MatmulJob *job = arg;
     Matmul part = job->all;
-    part.row_begin = begin * BLOCK;
-    part.row_end = min_int(end * BLOCK, part.w->rows);
+    part.row_begin = begin * PANEL_ROWS;
+    part.row_end = min_int(end * PANEL_ROWS, part.w->rows);
     part.out += part.row_begin;
     matmul_rows(&part, &job->s->workspace[thread]);
 }
 
 static void matmul(const State *s, Matmul all) {
     const int chunk = all.token_end - all.token_begin == 1 ? 2 : 1;
-    parallel(matmul_job, &(MatmulJob){s, all}, (all.w->rows + BLOCK - 1) / BLOCK, chunk);
+    parallel(matmul_job, &(MatmulJob){s, all}, (all.w->rows + PANEL_ROWS - 1) / PANEL_ROWS, chunk);
 }
 
-// Each right token of a draft saves a pass only where a tile takes about as long as one token.
 static int draft_rows(void) { return HAVE_DOT4 ? TILE_TOKENS : 1; }
 
 // ------------------------------------------------------------------------------------------------
@@ -3027,20 +3119,21 @@ static int draft_rows(void) { return HAVE_DOT4 ? TILE_TOKENS : 1; }
 // The cache is cut into blocks of LANES positions. A block holds all layers and kv heads, so memory
 // is touched only as positions come into use. Within a block, each layer's kv head has
 //
-//   keys    (head_dim, LANES)                     key_j of all positions side by side: one vector
-//   values  (value_dim / LANES, LANES, LANES)     LANES columns of the values: a row per position
+//   keys    (head_dim, LANES positions)
+//   values  (value_dim / LANES, LANES positions, LANES columns)
 //
-// so that attention reads both from front to back, and the vectors of scores have a position per
-// lane, those of answers a column.
+// so that attention reads both from front to back, a vector of scores holds LANES positions, and a
+// vector of answers LANES columns.
 
-static int value_dim(const Config *c) { return round_up(c->head_dim, LANES); }  // past head_dim: 0
+// Columns of the values: head_dim, and zeros up to a whole vector
+static int value_dim(const Config *c) { return round_up(c->head_dim, LANES); }
 
 static size_t block_floats(const Config *c) {  // of one layer and kv head
     return (size_t)LANES * (c->head_dim + value_dim(c));
 }
 
 static size_t block_stride(const Config *c) {  // floats from a block of positions to the next
-    return c->n_layers * c->n_kv_heads * block_floats(c);
+    return (size_t)c->n_layers * c->n_kv_heads * block_floats(c);
 }
 
 static float *cache_block(const Pass *p, int kv_head, int block) {
@@ -3049,11 +3142,11 @@ static float *cache_block(const Pass *p, int kv_head, int block) {
     return p->m->state.cache + block * block_stride(c) + head * block_floats(c);
 }
 
-static float *key_at(const Pass *p, int kv_head, int pos) {  // element j is LANES * j floats on
+static float *key_at(const Pass *p, int kv_head, int pos) {  // element j is [j * LANES]
     return cache_block(p, kv_head, pos / LANES) + pos % LANES;
 }
 
-static float *value_at(const Pass *p, int kv_head, int pos) {  // LANES elements, then a gap
+static float *value_at(const Pass *p, int kv_head, int pos) {  // elements j .. are [j * LANES] ..
     const int head_dim = p->m->config.head_dim;
     return cache_block(p, kv_head, pos / LANES) + head_dim * LANES + pos % LANES * LANES;
 }
@@ -3079,26 +3172,24 @@ INLINE float cache_value(const Pass *p, int kv_head, int pos, int j) {
     return value_at(p, kv_head, pos)[j / LANES * LANES * LANES + j % LANES];
 }
 
-// A row of attention is one query of one token. A task is up to ATT_TASK rows of one kv head: they
-// meet two blocks of keys, later VALUE_SPAN positions of values, while these are in the L1 cache.
-// Within it, tiles of ATT_ROWS rows by two vectors live in registers.
+// A row of attention is one query head of one token. A task is up to ATT_TASK rows of one kv head:
+// all of them use the same two blocks of keys, later the same VALUE_SPAN positions of values, while
+// these are in the L1 cache. Inner tiles of ATT_ROWS rows by two vectors stay in registers.
 enum { ATT_ROWS = 6, ATT_TASK = 24, VALUE_SPAN = 64 };
 
 typedef struct {
     const Pass *p;
     int kv_head, n;            // rows, a multiple of the tile's
     size_t width;              // value_dim
-    size_t positions;          // seq_len in whole tiles
-    float *q;                  // (ATT_TASK, width)      queries, side by side
+    size_t positions;          // row stride of score: seq_len, rounded up to whole tiles
+    float *q;                  // (ATT_TASK, width)      the queries
     float *sum;                // (ATT_TASK, width)      weighted sums of values
-    float *score;              // (ATT_TASK, positions)  filled as far as the last row sees
+    float *score;              // (ATT_TASK, positions)  up to the last row's len
     float *answer[ATT_TASK];   // (head_dim)             where each row's answer goes
     int len[ATT_TASK];         // positions that each row sees: its own and those before it
 } AttentionTask;
 
-static size_t task_floats(const Config *c, int seq_len) {
-    return (size_t)ATT_TASK * (2 * value_dim(c) + round_up(seq_len, 2 * LANES));
-}
+static size_t score_stride(int seq_len) { return round_up(seq_len, 2 * LANES); }
 
 // score = q . k / sqrt(head_dim), for some rows from r on and `vecs` blocks of positions from
 // `start` on
@@ -3161,7 +3252,7 @@ INLINE void value_tile(const AttentionTask *a, int r, int start, int end, int j,
 INLINE void attend_rows(const AttentionTask *a, const int rows) {
     const int head_dim = a->p->m->config.head_dim, vectors = (int)a->width / LANES;
     const int end = a->len[a->n - 1];
-    float total[ATT_TASK];
+    float totals[ATT_TASK];
     for (int start = 0; start < end; start += 2 * LANES) {
         for (int r = 0; r < a->n; r += rows) {
             if (end - start > LANES) score_tile(a, r, start, rows, 2);
@@ -3170,7 +3261,7 @@ INLINE void attend_rows(const AttentionTask *a, const int rows) {
     }
     for (int r = 0; r < a->n; r++) {  // causal: a row's weights past its own position are 0
         float *score = a->score + r * a->positions;
-        total[r] = softmax_terms(score, a->len[r]);
+        totals[r] = softmax_terms(score, a->len[r]);
         for (int i = a->len[r]; i < end; i++) score[i] = 0;
     }
     memset(a->sum, 0, a->n * a->width * sizeof(float));
@@ -3183,7 +3274,7 @@ INLINE void attend_rows(const AttentionTask *a, const int rows) {
         }
     }
     for (int r = 0; r < a->n; r++) {
-        const float inverse = 1 / total[r], *sum = a->sum + r * a->width;
+        const float inverse = 1 / totals[r], *sum = a->sum + r * a->width;
         for (int j = 0; j < head_dim; j++) a->answer[r][j] = sum[j] * inverse;
     }
 }
@@ -3201,9 +3292,9 @@ static void attend_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
-    const int share = c->n_heads / c->n_kv_heads, rows = rows_per_kv_head(p);
+    const int per_kv = c->n_heads / c->n_kv_heads, rows = rows_per_kv_head(p);
     AttentionTask a = {.p = p, .width = value_dim(c), .q = s->workspace[thread].att,
-                       .positions = round_up(s->seq_len, 2 * LANES)};
+                       .positions = score_stride(s->seq_len)};
     a.sum = a.q + ATT_TASK * a.width;
     a.score = a.sum + ATT_TASK * a.width;
     for (int task = begin; task < end; task++) {
@@ -3212,8 +3303,9 @@ static void attend_job(void *arg, int begin, int end, int thread) {
         a.kv_head = task / tasks_per_kv_head(p);
         a.n = count <= 2 ? 2 : round_up(count, ATT_ROWS);
         for (int r = 0; r < a.n; r++) {  // past the end the last row is repeated
-            const int i = min_int(first + r, rows - 1), t = p->first + i / share;
-            const size_t at = (size_t)t * c->q_dim + (a.kv_head * share + i % share) * c->head_dim;
+            const int i = min_int(first + r, rows - 1), t = p->first + i / per_kv;
+            const int head = a.kv_head * per_kv + i % per_kv;
+            const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
             memcpy(a.q + r * a.width, s->q + at, c->head_dim * sizeof(float));
             a.answer[r] = s->a + at;
             a.len[r] = s->pos[t] + 1;
@@ -3228,12 +3320,11 @@ static void attend_all(const Pass *p) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The memory of a run
+// The memory of a run: everything that it needs is allocated here, once
 
 #define FOR_BATCH "the activations (-b makes them smaller)"
 
-// After the n rows there are some for the last tile of a product. In each row q, scale and bias_fix
-// lie side by side, so that one stride serves all three.
+// TILE_TOKENS spare rows follow, because the last tile of a product may read past the n rows.
 static Quantized quantized_init(size_t n, int cols, int group) {
     const size_t words = cols / 4, n_groups = cols / group;
     const size_t stride = (words + 2 * n_groups + 15) / 16 * 16;  // rows are aligned to 64 bytes
@@ -3276,8 +3367,10 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
         own->kv = alloc(n * c->head_dim, sizeof(float), FOR_BATCH);
         own->gate = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
-        own->panel = alloc((size_t)BLOCK * (widest / 4 + widest / c->group_size), 4, FOR_BATCH);
-        own->att = alloc(task_floats(c, seq_len), sizeof(float), "attention (-c makes it smaller)");
+        own->panel = alloc((size_t)PANEL_ROWS * (widest / 4 + widest / c->group_size),
+                           sizeof(int32_t), FOR_BATCH);
+        own->att = alloc(ATT_TASK * (2 * value_dim(c) + score_stride(seq_len)), sizeof(float),
+                         "attention (-c makes it smaller)");
     }
     cache_init(s, c);
     s->freq = alloc(c->head_dim / 2, sizeof(float), FOR_BATCH);
@@ -3289,7 +3382,8 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
 
 static struct {
     double start;
-    size_t tokens, shown;  // of the text; as the terminal shows it, or 0
+    size_t tokens;         // to run
+    size_t shown;          // the count on the terminal, 0: none
     size_t done, total;    // tokens times layers
     double drawn;          // when, in seconds from the start
 } progress;
@@ -3322,7 +3416,7 @@ static void progress_add(int n) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// POSIX and Windows
+// POSIX and Windows: everything that differs between systems
 
 #ifdef _WIN32
 // POSIX as far as it is used here: what MinGW lacks, or has without UTF-8 or large files
@@ -3404,7 +3498,7 @@ static void start_platform(int *argc, char ***argv) {
 }
 #else
 #ifdef __linux__
-// The first number or numbers (at most two) in a file; returns how many.
+// Reads up to two numbers from the start of a file; returns how many.
 static int read_numbers(long long *numbers, const char *folder, const char *name) {
     char path[8192];
     snprintf(path, sizeof(path), "%s/%s", folder, name);
@@ -3498,7 +3592,7 @@ static Bytes file_map(const char *path) {
     struct stat st;
     if (fd < 0 || fstat(fd, &st) != 0) die("%s: %s", path, strerror(errno));
     if (!S_ISREG(st.st_mode)) die("%s: wrong kind of file, expected a regular file", path);
-    if (st.st_size == 0) die("%s: wrong size, expected a model file, found 0 bytes", path);
+    if (st.st_size == 0) die("%s: wrong size, expected a file with data, found 0 bytes", path);
     void *p = mmap(NULL, st.st_size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
@@ -3531,7 +3625,8 @@ static void write_stdout(Bytes text) {
     }
 }
 
-// Ctrl-C stops an answer, or a conversation that waits for a message; a second one the program.
+// Ctrl-C stops an answer, or a conversation that waits for a message; a second one ends the
+// program.
 static void on_interrupt(int signal) {
     (void)signal;
     if (interrupted || !stoppable) _exit(EXIT_INTERRUPT);
@@ -3542,7 +3637,7 @@ static void on_interrupt(int signal) {
 // become shorter, or its disk fails. One thread says it.
 static void on_fatal(int signal) {
     static const char cpu[] = "qwen3: CPU: lacks an instruction of this build, expected one like "
-        "that it was built on (" SIMD "); make builds for this one, make portable for all\n";
+        "the one it was built on (" SIMD "); make builds for this one, make portable for all\n";
     static const char disk[] = "qwen3: model: can't be read any more, expected its files to stay "
         "as they are, found them cut or their disk failing\n";
     static atomic_flag said = ATOMIC_FLAG_INIT;

@@ -276,7 +276,7 @@ static void fuzz_model(Bytes in) {
     memcpy(batched, classify(&e.model, n - 1, 1), g->vocab_size * sizeof(float));
     for (int i = 0; i < n; i++) forward(&e.model, ids + i, 1, i, 1);
     float *logits = classify(&e.model, 0, 1);
-    if (isfinite(total(logits, g->vocab_size)))
+    if (isfinite(sum_double(logits, g->vocab_size)))
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
     e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size};
     if (n > 1) score(&e, ids, n - 1, 0);
@@ -365,7 +365,7 @@ static void fuzz_tokenizer(Bytes in) {
 
 // NFC(s) without the shortcut: all characters are decomposed, ordered and composed.
 static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
-    Chars chars = {0};
+    Marks chars = {0};
     Buffer out = {0};
     for (size_t at = 0; at < s.n;) {
         Char c = char_at(t, s, at);
@@ -381,7 +381,7 @@ static void encode(const Tokenizer *t, Bytes s, bool marked, Ids *out) {
     Encoder e = {.tok = t, .out = out};
     if (marked) encode_marked(&e, s);
     else encode_plain(&e, s);
-    encode_end(&e);
+    encode_flush(&e);
     encoder_free(&e);
 }
 
@@ -414,7 +414,7 @@ static void fuzz_text(Bytes in) {
     cut = cut < in.n ? cut : in.n;
     encode_plain(&e, (Bytes){in.p, cut});
     encode_plain(&e, bytes_from(in, cut));
-    encode_end(&e);
+    encode_flush(&e);
     CHECK(same_ids(&ids, &again));
     // the same merges in each piece
     again.n = 0;
@@ -548,7 +548,7 @@ static void fuzz_sample(Bytes in) {
         n++;
     }
     if (n == 0) return;
-    bool finite = isfinite(total(logits, n));
+    bool finite = isfinite(sum_double(logits, n));
     int id = sample(&s, logits, n);             // says so if they are not
     CHECK(finite && id >= 0 && id < n);
     int likelier = 0;

@@ -194,12 +194,12 @@ static void test_quantize(void) {
 // fill no tile, and a sum that is added.
 static void test_matmul(void) {
     for (int group = 32; group <= 256; group *= 2) {
-        const int rows = 2 * BLOCK - 3, groups = 2 * LANES + 3, cols = groups * group;
+        const int rows = 2 * PANEL_ROWS - 3, groups = 2 * LANES + 3, cols = groups * group;
         const int n = 2 * TILE_TOKENS + 1;
         Matrix w = random_matrix(rows, cols, group);
         float *in = random_floats((size_t)n * cols);
         float *one = random_floats(n * rows), *all = random_floats(n * rows);
-        const Workspace own = {.panel = alloc((size_t)BLOCK * (cols / 4 + groups), 4, "")};
+        const Workspace own = {.panel = alloc((size_t)PANEL_ROWS * (cols / 4 + groups), 4, "")};
         Quantized x = quantized_init(n, cols, group);
         for (int t = 0; t < n; t++) quantize(&x, t, 0, in + t * cols, cols, group);
         for (int i = 0; i < TILE_TOKENS * groups; i++) {  // past the last token
@@ -210,8 +210,8 @@ static void test_matmul(void) {
                                   .token_begin = t, .token_end = t + 1}, &own);
         }
         memset(all, 0, n * rows * sizeof(float));
-        for (int row = 0; row < rows; row += BLOCK + 1) {  // parts that fill no block, either
-            int end = min_int(row + BLOCK + 1, rows);
+        for (int row = 0; row < rows; row += PANEL_ROWS + 1) {  // parts that fill no block, either
+            int end = min_int(row + PANEL_ROWS + 1, rows);
             Matmul part = {.w = &w, .x = &x, .out = all + row, .stride = rows, .row_begin = row,
                            .row_end = end, .token_begin = 1, .token_end = n};
             matmul_rows(&part, &own);
@@ -266,14 +266,17 @@ static void test_attention(void) {
         for (p.n = 1; p.n <= 40; p.n += 13) {
             p.first = p.n / 3;
             int start = below(101 - p.n);
-            float score[100], *a = random_floats(head_dim), *q = random_floats(p.n * c->q_dim);
+            float score[100], *all = random_floats(p.n * c->q_dim);
             for (int t = 0; t < p.n; t++) s->pos[t] = start + t;
-            for (int i = 0; i < p.n * c->q_dim; i++) s->q[i] = 5 * q[i];
+            for (int i = 0; i < p.n * c->q_dim; i++) s->q[i] = 5 * all[i];
             attend_all(&p);
-            for (int i = p.first * c->n_heads; i < p.n * c->n_heads; i++) {
-                const int t = i / c->n_heads, h = i % c->n_heads;
-                attend(&p, a, s->q + i * head_dim, h / 2, start + t + 1, score);
-                CHECK(!memcmp(a, s->a + i * head_dim, head_dim * sizeof(float)), "%d, row %d", p.n, i);
+            memcpy(all, s->a, p.n * c->q_dim * sizeof(float));
+            for (int t = p.first; t < p.n; t++) {
+                for (int h = 0; h < c->n_heads; h++) {
+                    const int at = t * c->q_dim + h * head_dim;
+                    attend(&p, t, h, score);
+                    CHECK(!memcmp(s->a + at, all + at, head_dim * sizeof(float)), "token %d, head %d", t, h);
+                }
             }
         }
     }
@@ -505,7 +508,7 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
     Answers a = {0};
     Ids ids = {0};
     e->cached.n = 0;
-    e->credit = DRAFT_COST;  // one draft: what comes after it has to be earned
+    e->draft.credit = DRAFT_COST;  // one draft: what comes after it has to be earned
     e->sampler = *sampler;
     for (int turn = 0; turn < 2; turn++) {
         Ids *answer = &a.ids[turn];
@@ -579,7 +582,7 @@ static void test_drafts(void) {
     CHECK(endings[TURN_ENDED] && endings[LIMIT_REACHED] && endings[CONTEXT_FULL]);
     if (HAVE_DOT4) CHECK(passes[1] < passes[0] * 0.85, "%d passes, not %d", passes[1], passes[0]);
     else CHECK(passes[1] == passes[0]);
-    e[1].credit = 0;  // drafts that are always wrong: one in 50 passes
+    e[1].draft.credit = 0;  // drafts that are always wrong: one in 50 passes
     e[1].max_new = -1;
     e[1].model.state.seq_len = 100;
     e[1].cached.n = 50;
@@ -610,11 +613,11 @@ static void test_far_positions(void) {
 static void test_numbers(void) {
     for (int i = 0; i < 37; i++) {
         float *x = random_floats(37);
-        CHECK(isfinite(total(x, 37)));
+        CHECK(isfinite(sum_double(x, 37)));
         const float bad[] = {NAN, -NAN, INFINITY, -INFINITY};
         for (int j = 0; j < 4; j++) {
             x[i] = bad[j];
-            CHECK(!isfinite(total(x, 37)), "%g at %d", bad[j], i);
+            CHECK(!isfinite(sum_double(x, 37)), "%g at %d", bad[j], i);
         }
     }
 }
@@ -807,7 +810,7 @@ static int print_tokens(const Tokenizer *t) {
         Bytes s = {text.p, text.n};
         if (!strcmp(kind, "marked")) encode_marked(&encoder, s);
         else encode_plain(&encoder, s);
-        encode_end(&encoder);
+        encode_flush(&encoder);
         print_ids(&ids);
     }
     return EXIT_SUCCESS;
@@ -825,7 +828,7 @@ static int print_prompt(App *app) {
             Message *m = conversation_add(&c, ASSISTANT, (Bytes){0});
             Encoder encoder = {.tok = t, .out = &m->ids};
             encode_marked(&encoder, s);
-            encode_end(&encoder);
+            encode_flush(&encoder);
         } else {
             bool user = !strcmp(kind, "user");
             if (!user && strcmp(kind, "system")) die("stdin: unknown kind \"%s\"", kind);
