@@ -8,17 +8,18 @@
    tokens of the vocabulary as the next one (classify), draws one of them (sample), writes it, runs
    it through the model as well (advance), and so on until the answer ends (generate).
 
-   Inside the model, each token of the text is a vector x (dim). It starts as the token's row of the
-   embedding table. Each layer then adds two things to it: what attention finds in this token and
-   those before it, and what a feed-forward network makes of it. With pos, the token's position in
-   the text, and K and V, the keys and values of all positions up to pos in this layer, which the KV
-   cache keeps, a layer is (HF, which is Hugging Face's transformers: Qwen3DecoderLayer):
+   Inside the model, each token of the text is a vector x (dim), the residual stream. (A name is
+   followed by its shape in parentheses.) It starts as the token's row of the embedding table. Each
+   layer then adds two things to it: what attention finds in this token and those before it, and
+   what a feed-forward network makes of it. Let pos be the token's position in the text. The KV
+   cache keeps, for each layer, the keys K and values V of all earlier positions. One layer is
+   (Qwen3DecoderLayer in HF, which is Hugging Face's transformers library):
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
      q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalized by itself
      k = rope(rmsnorm(k, k_norm), pos)
-     K, V = K and k, V and v                  k and v are appended to the cache
+     K = [K; k], V = [V; v]                   k and v are appended to the KV cache
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; n_heads / n_kv_heads share
                                               a K and V. The heads' a are put side by side (q_dim)
      x = x + Wo a
@@ -37,8 +38,7 @@
    before a matrix is multiplied with it. So the products of two groups add up to an exact integer,
    which is then multiplied by the two scales.
 
-   The file has three parts. To learn how a language model runs, read Part I: the model first, then
-   how text becomes tokens and how a token is chosen.
+   To learn how a language model runs, read Part I: the model first, then text to tokens.
 
    Part I, the model                         Part II, the program
      Helpers that all parts use                The checkpoint file
@@ -47,7 +47,7 @@
      Math                                      Drafts
      One layer                                 Writing an answer
      The whole model: forward()                Conversation
-     Two definitions                           The modes
+     Matrix product and attention              The modes
      Text to tokens                            Options and main
      The chat format
      The sampler                             Part III, the machine
@@ -58,10 +58,6 @@
                                                The memory of a run
                                                Progress
                                                POSIX and Windows                                  */
-
-#if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
-#endif
 
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
@@ -184,7 +180,8 @@ INLINE int32_t load_i32(const void *p) {  // the 4 bytes at any address p
 }
 
 // ------------------------------------------------------------------------------------------------
-// Types, with their shapes: (rows, cols) = (out, in), as torch.nn.Linear stores its weight
+// Types, with their shapes: (rows, cols) = (out, in), as torch.nn.Linear stores its weight. Names
+// on the right are those of HF's tensors.
 
 typedef struct {
     int dim;                // width of the residual stream; HF hidden_size
@@ -235,11 +232,12 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-typedef struct {        // Q8(x) of n vectors x (cols). A row is q, then scale, then bias_fix:
+typedef struct {        // Q8 of several vectors (cols). Each is one block of memory:
     int8_t *q;          // (cols)
     float *scale;       // (cols / group)
-    int32_t *bias_fix;  // (cols / group) -128 * the sum of a group's q, for Part III: see dot4
-    size_t stride;      // length of a row, in words of 4 bytes; the pointers are row 0's
+    int32_t *bias_fix;  // (cols / group) -128 * the sum of a group's q. Only Part III reads it (see
+                        // dot4); it has nothing to do with bq, bk and bv
+    size_t stride;      // from one block to the next, in 4-byte words; the pointers are block 0's
 } Quantized;
 
 typedef struct {         // one thread's own buffers
@@ -283,7 +281,7 @@ typedef struct {     // a batch on its way through one layer
     int l;           // the layer's number
     const Layer *w;  // and its weights
     int n;           // tokens in the batch
-    int first;       // after k and v, only tokens first .. n - 1 go on; 0 but in the last layer
+    int first;       // only tokens first .. n - 1 take part in what follows; mostly 0: see forward
 } Pass;
 
 typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
@@ -327,8 +325,8 @@ static void cache_put_value(const Pass *p, int kv_head, int pos, const float *v)
 static float cache_key(const Pass *p, int kv_head, int pos, int j);
 static float cache_value(const Pass *p, int kv_head, int pos, int j);
 
-// What a terminal shows while a long text of so many tokens runs through the model: n of them are
-// through one more layer.
+// The progress display of a long text. progress_start: `tokens` tokens are about to run.
+// progress_add: n of them have finished one more layer. progress_end removes the display.
 static void progress_start(const Model *m, size_t tokens);
 static void progress_add(int n);
 static void progress_end(void);
@@ -339,23 +337,25 @@ static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 // Appends a text in Unicode's normalization form C (NFC).
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// The token with these bytes, but not an added token; or -1.
+// The ordinary token with exactly these bytes, or -1. Added tokens (see ADDED) do not count.
 static int token_find(const Tokenizer *tok, Bytes text);
 
 // Writes a token's text.
 static void writer_token(Writer *out, const Tokenizer *tok, int id);
 
-// Runs a drawn token through the model: appends it to the cache's tokens, and returns the logits of
-// the next one, or NULL after Ctrl-C. count: tokens of the answer so far. In principle this is
+// Runs a drawn token through the model and appends it to Engine.cached. Returns the logits of the
+// next token, or NULL after Ctrl-C. count: tokens of the answer so far. In principle this is
 //   forward(m, &id, 1, pos, 1); return classify(m, 0, 1);
-// but where the text repeats itself, Part II runs a draft of several tokens in one pass.
+// Part II adds a kind of speculative decoding: where the text repeats itself, it guesses several
+// tokens and checks the guesses in one pass. The results are the same. advance_start forgets the
+// guesses of the last answer.
 static float *advance(Engine *e, int id, int count);
-static void advance_start(Engine *e);  // before an answer
+static void advance_start(Engine *e);
 
 // ------------------------------------------------------------------------------------------------
 // Math
 
-// a * b + c, rounded once (fused) in those builds in which the vectors of Part III do so, too
+// a * b + c, fused (rounded once) in exactly those builds whose SIMD code in Part III is fused
 INLINE float mul_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_DOTPROD)
     return fmaf(a, b, c);
@@ -364,7 +364,7 @@ INLINE float mul_add(float a, float b, float c) {
 #endif
 }
 
-// a if yes is 1, b if it is 0. Branch-free: GCC does not vectorize the operator ?: on floats.
+// a if yes is 1, b if it is 0. Branch-free: GCC does not vectorize ?: where floats are compared.
 INLINE float choose(int32_t yes, float a, float b) {
     return as_float((load_i32(&a) & -yes) | (load_i32(&b) & (yes - 1)));
 }
@@ -388,7 +388,8 @@ INLINE float fast_exp(float x) {
     p = mul_add(p, r, 1.6666665459e-1f);
     p = mul_add(p, r, 5.0000001201e-1f);
     p = mul_add(p, r * r, r) + 1;
-    return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);  // 2^n
+    // shifted's bits are ROUNDER_BITS + n: the shift drops the first, n + 127 is 2^n's exponent.
+    return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
 }
 
 // sum(x) or sum(x^2), x (n), as 16 interleaved sums: vectors of 4, 8 or 16 floats can add so.
@@ -436,7 +437,7 @@ static void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
 }
 
-// Rotates each pair (x[j], x[j + half]) of one head x (2 half) by its angle: HF
+// Rotates each pair (x[j], x[j + half]) of one head x (2 * half) by its angle: HF
 // apply_rotary_pos_emb
 static void rope(float *x, const float *cos, const float *sin, int half) {
     for (int j = 0; j < half; j++) {
@@ -446,7 +447,7 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// Row t of x alone
+// Row t of x alone. q counts bytes, stride counts words.
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->q + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
@@ -472,13 +473,13 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
             sum += rounded;
         }
         row.scale[g] = zeros ? 0 : largest / 127;
-        row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;
+        row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;  // for Part III only
     }
 }
 
 // ------------------------------------------------------------------------------------------------
-// One layer, a function for each step. Most of them run a job on all threads, which gets a range of
-// tokens, heads or groups and stands right above.
+// One layer: one function for each step. Most of them run a job on all threads. The job's function
+// stands right above its step; each call handles a range of tokens, heads or groups.
 
 typedef struct {
     const Pass *p;
@@ -490,19 +491,19 @@ static void norm_job(void *arg, int begin, int end, int thread) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     float *h = s->workspace[thread].h;
-    for (int t = begin; t < end; t++) {
+    for (int t = p->first + begin; t < p->first + end; t++) {
         rmsnorm(h, s->x + (size_t)t * c->dim, ((const Norm *)arg)->w, c->dim, c->rms_norm_eps);
         quantize(&s->xq, t, 0, h, c->dim, c->group_size);
     }
 }
 
-// xq = Q8(rmsnorm(x, w)) of all tokens
+// xq = Q8(rmsnorm(x, w))
 static void norm(const Pass *p, const float *w) {
-    parallel(norm_job, &(Norm){p, w}, p->n, 4);
+    parallel(norm_job, &(Norm){p, w}, p->n - p->first, 4);
 }
 
-// One head's rows of W xq + bias, where W is Wq, Wk or Wv, for tokens begin .. n - 1:
-// out (n, stride)
+// One head of W xq + bias, where W is Wq, Wk or Wv, for tokens begin .. n - 1. Token t's head_dim
+// values go to out + t * stride.
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
                     int head, int begin, int thread) {
     const State *s = &p->m->state;
@@ -591,8 +592,9 @@ static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
                        .token_begin = p->first, .token_end = p->n});
 }
 
-// Groups begin .. end - 1 of the columns of hq. Each round takes as many groups, for all tokens, as
-// fit into gate and up (n, cols): W1 h and W3 h are used at once and never leave the CPU's caches.
+// Computes groups begin .. end - 1 of each token's hq; they come from the same rows of W1 and W3.
+// Each round takes as many groups as fit into gate and up (n, cols) for all n tokens, so that W1 h
+// and W3 h stay in the CPU's caches.
 static void swiglu_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const State *s = &p->m->state;
@@ -654,10 +656,10 @@ static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     for (p.l = 0; p.l < n_layers; p.l++) {
         if (interrupted) return false;
         p.w = &m->weights.layers[p.l];
-        // In the last layer, after k and v, only the needed tokens go on.
-        p.first = p.l < n_layers - 1 ? 0 : n - needed;
-
         norm(&p, p.w->rms_att);            // xq = Q8(rmsnorm(x))
+        // Other tokens read a token only through its k and v. So in the last layer all tokens store
+        // these, but everything else runs only for those whose output is needed.
+        if (p.l == n_layers - 1) p.first = n - needed;
         qkv(&p);                           // q = rope(rmsnorm(Wq xq)); k, v go to the cache
         attention(&p);                     // aq = Q8(softmax(q . K / sqrt(head_dim)) V)
         matmul_add(&p, &p.w->wo, &s->aq);  // x = x + Wo aq
@@ -686,11 +688,11 @@ static float *classify(Model *m, int first, int count) {
     return s->logits;
 }
 
-// YaRN (arXiv 2309.00071; HF modeling_rope_utils) stretches a model to longer texts than the L
-// tokens of its training: pairs j that turn more than beta_fast times within L keep their frequency
-// (0), those that turn less than beta_slow times have it divided by the factor (1), and between the
-// two there is a linear ramp over j. Pair j turns beta times within L where
-// j = d ln(L / (2 pi beta)) / (2 ln theta).
+// YaRN (arXiv 2309.00071; HF modeling_rope_utils) lets a model read longer texts than the
+// L = yarn_original_len tokens of its training. Returns 0 for pairs that turn more than beta_fast
+// times within L: they keep their frequency. Returns 1 for those that turn less than beta_slow
+// times: their frequency is divided by yarn_factor. In between it is linear in j. Pair j turns beta
+// times within L if j = d ln(L / (2 pi beta)) / (2 ln theta), with d = head_dim.
 static float yarn_ramp(const Config *c, int j) {
     const float d = c->head_dim, turns = c->yarn_original_len / 6.28318531f;
     float low = d * logf(turns / c->yarn_beta_fast) / (2 * logf(c->rope_theta));
@@ -713,12 +715,13 @@ static void rope_init(State *s, const Config *c) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Two definitions: a product with a quantized matrix, and attention. dot_row is the code of plain C
-// builds, attend that of the tests. Part III gives the same bits many times faster, as it keeps the
-// order of each sum and works on several sums at once.
+// Matrix product and attention, in plain C. They define what Part III computes: it keeps the order
+// of each sum, so its results are the same bit for bit, and it is faster because it works on
+// several sums at once. Builds without SIMD run dot_row itself; only the tests run attend.
 
 // Row r of W times row t of x. The products of a group add up to an exact integer; the groups are
-// added as floats, from the first to the last. group is w->group, but known to the compiler.
+// added as floats, from the first to the last. group equals w->group: a constant where it is
+// called, so that the compiler can unroll.
 INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
     const int n_groups = w->cols / group;
     const int8_t *w_row = w->q + (size_t)r * w->cols;
@@ -733,8 +736,8 @@ INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const in
     return sum;
 }
 
-// Attention of one query head of token t: a = softmax(q . K / sqrt(head_dim)) V, all (head_dim).
-// score (seq_len) is overwritten.
+// Attention of one query head of token t: a = softmax(q . K / sqrt(head_dim)) V with q and a
+// (head_dim), K and V (len, head_dim). score (seq_len) is overwritten.
 INLINE void attend(const Pass *p, int t, int head, float *score) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
@@ -760,10 +763,13 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
 // into pieces, mostly words, by a regular expression. Then byte-pair encoding: each byte of a piece
 // begins as a token of its own; as long as two neighbours together are a token of the vocabulary,
 // the pair whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er
-// -> lower.
+// -> lower. (This score is the merge's priority, from the tokenizer file, and none of the model's.)
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-enum { ADDED = 1, SPECIAL = 2 };  // bits: found in the text before all else; never printed
+enum {           // bits of Tokenizer.kind
+    ADDED = 1,   // an added token, such as <|im_start|>: found before the text is cut into pieces
+    SPECIAL = 2  // never printed
+};
 enum { SYSTEM, USER, ASSISTANT };
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
@@ -775,8 +781,8 @@ typedef struct {       // the text around the messages of a conversation: see re
     Bytes open[3];     // before a message, by role
     Bytes close[3];    // after it
     Bytes answer[2];   // where the model's answer begins: thinking off, thinking on
-    Bytes strip;       // earlier answers are cut up to the last one of these, included
-    Bytes trim;        // characters that then go from their start
+    Bytes strip;       // </think>: an earlier answer is rendered only from after its last one on
+    Bytes trim;        // then any of these characters are removed from its beginning
 } ChatFormat;
 
 struct Tokenizer {
@@ -843,12 +849,12 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
     return end == text.n || last == 0 ? end : last;
 }
 
-// The length of the first piece of a text that is not empty: Qwen's regular expression, whose first
-// alternative that matches counts.
+// The length of the first piece of a nonempty text: Qwen's regular expression. The first
+// alternative that matches wins.
 //   1   (?i:'s|'t|'re|'ve|'m|'ll|'d)
 //   2   [^\r\n\p{L}\p{N}]?\p{L}+           letters, after at most one other character
-//   3   \p{N}                              one digit
-//   4   [ ]?[^\s\p{L}\p{N}]+[\r\n]*        anything else, after at most one space
+//   3   \p{N}                              one numeric character
+//   4   [ ]?[^\s\p{L}\p{N}]+[\r\n]*        others, after at most one space and before newlines
 //   5-7 \s*[\r\n]+  or  \s+(?!\S)  or  \s+
 static size_t piece_length(const Tokenizer *tok, Bytes text) {
     size_t end = contraction(text);
@@ -865,8 +871,8 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
 }
 
 // A symbol is one token of a piece while it merges. Symbols are a doubly linked list, and each is
-// known by the offset of its first byte. A symbol at the piece's end, which merges with none, ends
-// the list on both sides.
+// known by the offset of its first byte. The one after the piece's end is a sentinel: it never
+// merges, and it ends the list in both directions.
 typedef struct {
     uint64_t key;         // of its merge with the next symbol: rank << 32 | offset, or NO_MERGE
     int id, merged;       // its token, and the token of that merge
@@ -981,7 +987,8 @@ static void encode_token(Encoder *e, int id) {
     ids_add(e->out, id);
 }
 
-// Text in which nothing counts as an added token: what a user wrote. encode_flush encodes it.
+// Adds text from a user. An added token spelled out in it, such as <|im_end|>, stays plain text, so
+// that a user can't forge the chat format. encode_flush encodes it.
 static void encode_plain(Encoder *e, Bytes text) { buffer_add(&e->plain, text); }
 
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
@@ -1059,7 +1066,7 @@ static ChatFormat chatml(bool has_think) {
         .strip = bytes("</think>"), .trim = bytes("\n")};
 }
 
-// The offset after the last `part` of the text, or 0 if there is none
+// The offset just after the last occurrence of `part` in `text`, or 0 if there is none
 static size_t find_last(Bytes text, Bytes part) {
     for (size_t end = text.n; part.n && end >= part.n; end--) {
         if (memcmp(text.p + end - part.n, part.p, part.n) == 0) return end;
@@ -1109,8 +1116,8 @@ static void render(const Tokenizer *tok, const Conversation *conversation, bool 
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
 // HF's order. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step is
-// a loop over the whole vocabulary that compilers vectorize, so even a flat distribution takes no
-// longer.
+// a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
+// distribution.
 
 typedef struct {
     float temperature;  // 0: always the most likely token
@@ -1166,8 +1173,9 @@ static void keep_likelier(float *p, int n, int id) {
 
 // Sets all p but the k largest to 0. Bisection finds the bits of the k-th largest.
 static void keep_top_k(float *p, int n, int k) {
-    int32_t low = 0, high = INT32_MAX;  // fewer than k of p are >= high, and
-    int kept = n;                       // so many, at least k, are >= low
+    // Invariant: fewer than k values are >= high; `kept` values, at least k, are >= low.
+    int32_t low = 0, high = INT32_MAX;
+    int kept = n;
     while (kept > k && high - low > 1) {
         int32_t middle = low + (high - low) / 2;
         int count = 0;
@@ -1206,10 +1214,10 @@ static void penalize(const Sampler *s, float *logits, int n) {
     for (int i = 0; i < n && s->presence != 0; i++) logits[i] -= s->answered[i] ? s->presence : 0;
 }
 
-// Draws the next token by its logits (n), which are overwritten. Nucleus sampling (top-p) without
-// sorting: if the likelier tokens already hold top_p of the sum, the draw lies outside the nucleus:
-// discard it and everything less likely, and draw again. Tokens of the nucleus are never discarded,
-// so their proportions stay right. top_p > 0
+// Draws the next token by its logits (n), which are overwritten. Nucleus sampling (top_p > 0) needs
+// no sorting: draw a token. If the tokens likelier than it sum to less than top_p of the first sum,
+// it is in the nucleus. Else discard it and all less likely tokens, and draw again. Tokens of the
+// nucleus are never discarded before the draw that counts, so their proportions stay right.
 static int sample(Sampler *s, float *logits, int n) {
     penalize(s, logits, n);
     if (!isfinite(sum_double(logits, n))) die(NOT_FINITE);
@@ -1238,7 +1246,7 @@ struct Engine {
     Sampler sampler;
     Writer *writer;   // where the answer goes
     int max_new;      // tokens of an answer at most, -1: no limit
-    Ids cached;       // the tokens whose keys and values are in the cache; room for seq_len + 1
+    Ids cached;       // the tokens whose keys and values are in the cache; room for one more
     size_t reused;    // how many of the prompt's tokens were there already
     struct {          // Part II only: see advance
         int n, row;   // drafted tokens in the last forward pass; the row whose logits are in use
@@ -1254,7 +1262,7 @@ static int prefill(Engine *e, const Ids *prompt) {
     size_t same = 0;
     int n = 0;
     while (same < cached->n && same + 1 < prompt->n && cached->p[same] == prompt->p[same]) same++;
-    e->reused = cached->n = same;
+    e->reused = cached->n = same;  // the other ids are copied, but count only batch by batch
     memcpy(cached->p, prompt->p, prompt->n * sizeof(int));
     progress_start(&e->model, prompt->n - same);
     bool running = true;
@@ -2619,6 +2627,10 @@ int main(int argc, char **argv) {
 // ================================================================================================
 // PART III. THE MACHINE
 // ================================================================================================
+
+#if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
+#endif
 
 #include <fcntl.h>
 #include <stdatomic.h>
