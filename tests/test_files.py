@@ -62,7 +62,7 @@ def u32(*numbers):
 # -- the header
 
 class Field(NamedTuple):
-    name: str                                           # in the error
+    word: str                                           # of the error
     offset: int
     kind: str = "i"                                     # struct's
     values: tuple = ()                                  # tried besides the usual ones
@@ -71,7 +71,7 @@ class Field(NamedTuple):
 
 
 def base_field(name, *values, **more):
-    return Field(name, 4 + 4 * HEADER.index(name), "i", values, **more)
+    return Field(f"bad {name}", 4 + 4 * HEADER.index(name), "i", values, **more)
 
 
 SIZE = "bytes"                                          # possible, but then the file has the wrong size
@@ -86,28 +86,29 @@ FIELDS = {"qwen3": [
     base_field("vocab_size", -502, elsewhere={
         501: SIZE, 503: SIZE, 1004: SIZE, 2**30: SIZE}),
     base_field("max_seq_len", -512, harmless=(2**30, 511, 513, 1024)),
-    base_field("head_dim", -32, 2, 2**31 - 2, elsewhere={64: SIZE, 2**30: "n_heads * head_dim"}),
+    base_field("head_dim", -32, 2, 2**31 - 2, elsewhere={64: SIZE} | dict.fromkeys(
+        (2, 2**30, 2**31 - 2), "n_heads * head_dim")),
     base_field("shared_classifier", elsewhere={0: SIZE}),
-    base_field("group_size", 16, 48, 512, elsewhere={128: "dim", 32: SIZE}),
-    Field("rope_theta", 0x30, "f", harmless=(-0.0,)), Field("rms_norm_eps", 0x34, "f", harmless=(-0.0,)),
-    Field("rope_scaling", 0x38, values=(2,), harmless=(0,), elsewhere={1: "YaRN factor"}),
-    *[Field("header field", at, harmless=(0,)) for at in (*range(0x3C, 0x54, 4), 0x5C, 0x80, 0xFC)],
-    Field("header field", 0x5D, "B"), Field("header field", 0xFF, "B"),
-    Field("qkv_bias", 0x54, values=(2,), harmless=(0,), elsewhere={1: SIZE}),
-    Field("no_qk_norm", 0x58, values=(2,), harmless=(0,), elsewhere={1: SIZE}),
+    base_field("group_size", 16, 48, 512, elsewhere={128: "bad dim", 32: SIZE}),
+    Field("bad rope_theta", 0x30, "f", harmless=(-0.0,)), Field("bad rms_norm_eps", 0x34, "f", harmless=(-0.0,)),
+    Field("bad rope_scaling", 0x38, values=(2,), harmless=(0,), elsewhere={1: "YaRN factor"}),
+    *[Field("unknown header field", at, harmless=(0,)) for at in (*range(0x3C, 0x54, 4), 0x5C, 0x80, 0xFC)],
+    Field("unknown header field", 0x5D, "B"), Field("unknown header field", 0xFF, "B"),
+    Field("bad qkv_bias", 0x54, values=(2,), harmless=(0,), elsewhere={1: SIZE}),
+    Field("bad no_qk_norm", 0x58, values=(2,), harmless=(0,), elsewhere={1: SIZE}),
 ], "yarn": [
-    Field("rope_scaling", 0x38, elsewhere={0: "header field"}), Field("YaRN factor", 0x3C, "f"),
-    Field("YaRN original length", 0x40, values=(-64,), harmless=(2**31 - 1, 2**30, 63, 65, 128)),
-    Field("YaRN beta_fast", 0x44, "f", harmless=(-0.0,)),
-    Field("YaRN beta_slow", 0x48, "f", harmless=(-0.0,)),
-    Field("YaRN attention_factor", 0x4C, "f", harmless=(-0.0,)),
-    Field("YaRN truncate flag", 0x50, values=(2,), harmless=(0, 1)),
+    Field("bad rope_scaling", 0x38, elsewhere={0: "unknown header field"}), Field("bad YaRN factor", 0x3C, "f"),
+    Field("bad YaRN original length", 0x40, values=(-64,), harmless=(2**31 - 1, 2**30, 63, 65, 128)),
+    Field("bad YaRN beta_fast", 0x44, "f", harmless=(-0.0,)),
+    Field("bad YaRN beta_slow", 0x48, "f", harmless=(-0.0,)),
+    Field("bad YaRN attention_factor", 0x4C, "f", harmless=(-0.0,)),
+    Field("bad YaRN truncate flag", 0x50, values=(2,), harmless=(0, 1)),
 ], "qwen2": [
-    Field("qkv_bias", 0x54, elsewhere={0: SIZE}), Field("no_qk_norm", 0x58, elsewhere={0: SIZE})]}
+    Field("bad qkv_bias", 0x54, elsewhere={0: SIZE}), Field("bad no_qk_norm", 0x58, elsewhere={0: SIZE})]}
 
 
 @pytest.mark.parametrize("name, field", [(name, field) for name in FIELDS for field in FIELDS[name]],
-                         ids=lambda x: f"{x.name} {x.offset:#x}" if isinstance(x, Field) else x)
+                         ids=lambda x: f"{x.word} {x.offset:#x}" if isinstance(x, Field) else x)
 def test_header_field(files, name, field):
     data = files(name).model_bytes
     old, = struct.unpack_from("<" + field.kind, data, field.offset)
@@ -119,7 +120,7 @@ def test_header_field(files, name, field):
         if value in field.harmless:
             assert result.returncode == 0, (value, result.stderr)
         else:
-            assert_error(result, 1, "model.bin", "expected", field.elsewhere.get(value, field.name))
+            assert_error(result, 1, "model.bin", "expected", field.elsewhere.get(value, field.word))
 
 
 def test_zeros_of_the_header(files):
