@@ -246,7 +246,7 @@ static bool too_slow(const char *name, double seconds) {
     return true;
 }
 
-// All rows for one number of threads. Decoding at the end is behind whatever is in the cache.
+// All rows for one number of threads. Decoding comes last and follows whatever is in the cache.
 static void bench(int threads) {
     const int prompts[] = {32, 512, 4096}, context = m.state.seq_len;
     char name[64];

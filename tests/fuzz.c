@@ -66,7 +66,7 @@ static void *fuzz_realloc(void *p, size_t size) {
 }
 
 // A table for all of Unicode that few pages of are touched. These pages are zeroed after each input,
-// in a tenth of the time that it takes to have a new block; a page behind it can't be touched.
+// in a tenth of the time that it takes to have a new block; a page after it can't be touched.
 static struct { uint8_t *p; bool used; } table;
 enum { TABLE_SIZE = 1 << 22, GUARD = 1 << 16 };
 
@@ -99,7 +99,7 @@ static void fuzz_free(void *p) {
 
 static void file_add(const char *name, const void *p, size_t n) {
     files[n_files].name = name;
-    files[n_files].p = malloc(n ? n : 1);  // of its own, so that reading behind it is seen
+    files[n_files].p = malloc(n ? n : 1);  // of its own, so that a read past its end is seen
     files[n_files].n = n;
     if (n) memcpy(files[n_files].p, p, n);
     n_files++;

@@ -67,11 +67,11 @@ static Matrix random_matrix(int rows, int cols, int group) {
     size_t n = (size_t)rows * cols;
     int8_t *q = alloc(n, 1, "a test");
     float *scale = random_floats(n / group);
-    for (size_t i = 0; i < n; i++) q[i] = (int8_t)(below(256) - 128);  // -128 too: a stranger's file
+    for (size_t i = 0; i < n; i++) q[i] = (int8_t)(below(256) - 128);  // -128 too, which export.py never writes
     return (Matrix){q, scale, rows, cols, group};
 }
 
-// A model in memory: GQA 2, head_dim that is no multiple of a vector, rows no multiple of a tile.
+// A model in memory: two query heads per kv head; no head_dim of whole vectors, no rows of whole tiles.
 static Model random_model(int group, int head_dim, int batch, bool qwen2) {
     Model m = {.config = {.dim = 2 * group, .hidden_dim = 3 * group, .n_layers = 2, .n_heads = 4,
                           .n_kv_heads = 2, .vocab_size = 77, .max_seq_len = 100, .head_dim = head_dim,

@@ -319,7 +319,7 @@ def test_quiet_and_verbose(small):
 
 @pytest.mark.parametrize("n", [1, 5, 30])
 def test_n_limits_new_tokens(chain, n):
-    model = chain("a", "b", "a")                        # for ever
+    model = chain("a", "b", "a")                        # forever
     result = qwen3(model, "-m", "generate", "-i", "a", "-t", 0, "-n", n)
     assert result.stdout == (b"ba" * 30)[:n]
     assert int(STATS.search(result.stderr)[3]) == n

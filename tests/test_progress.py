@@ -61,7 +61,7 @@ def run(model, *args, tokens=TOKENS, batch=4, terminal=True, holds=1000):
 
 
 def check(text, tokens):
-    """The counts go up and are right; behind the last one comes its end. Returns what follows."""
+    """The counts go up and are right; after the last one it is erased. Returns what follows."""
     shown = [tuple(map(int, match)) for match in SHOWN.findall(text)]
     assert shown and all(total == tokens for _, total, _ in shown)
     assert [done for done, _, _ in shown] == sorted({done for done, _, _ in shown})

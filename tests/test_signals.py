@@ -23,7 +23,7 @@ BOTH = pytest.mark.parametrize("mode", ["generate", "chat"])
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory, tokenizer):
-    """A model that says a for ever: 100,000 tokens of context, and nothing else is likely."""
+    """A model that says a forever: 100,000 tokens of context, and nothing else is likely."""
     logits = np.zeros((tokenizer.get_vocab_size(), 1), np.float32)
     logits[tokenizer.token_to_id("a")] = 12.7
     directory = tmp_path_factory.mktemp("endless")
@@ -33,7 +33,7 @@ def endless(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def thinking(chain):
-    """A model that thinks for ever: <think>ababab..."""
+    """A model that thinks forever: <think>ababab..."""
     return chain("Ċ", "<think>", "a", "b", "a", max_len=100_000)
 
 

@@ -94,7 +94,7 @@ def test_repetition_penalty_in_a_conversation(tmp_path):
 
 
 def test_yarn_beyond_the_original_length(tmp_path):
-    """A checkpoint's rope_scaling, at positions before and behind the original length."""
+    """A checkpoint's rope_scaling, at positions before and after the original length."""
     for entry in RECORDED["yarn"]:
         path = changed(tmp_path, "config.json", rope_scaling=entry["rope_scaling"])
         original, ids = entry["rope_scaling"]["original_max_position_embeddings"], entry["ids"]
