@@ -20,8 +20,8 @@
      q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalized by itself
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
-     a = softmax(q . K / sqrt(head_dim)) V    for each query head; n_heads / n_kv_heads share
-                                              a K and V. The heads' a are put side by side (q_dim)
+     a = softmax(q . K / sqrt(head_dim)) V    for each query head. Groups of n_heads / n_kv_heads of
+                                              them use the same K and V. All a together: (q_dim)
      x = x + Wo a
      h = rmsnorm(x, rms_ffn)
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z))
@@ -35,8 +35,8 @@
 
    All matrices are quantized to 8 bits: a group of group_size consecutive weights of a row is int8
    values times one float scale. Each vector is quantized in the same way, written Q8(h), just
-   before a matrix is multiplied with it. So the products of two groups add up to an exact integer,
-   which is then multiplied by the two scales.
+   before a matrix is multiplied with it. So the dot product of a group of weights and a group of
+   the vector is an exact integer, which is then multiplied by the two scales.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
@@ -61,8 +61,6 @@
 
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
-#include <ctype.h>
-#include <errno.h>
 #include <float.h>
 #include <limits.h>
 #include <math.h>
@@ -74,9 +72,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
-#include <sys/types.h>
-#include <time.h>
-#include <unistd.h>
 
 // ================================================================================================
 // PART I. THE MODEL
@@ -113,7 +108,8 @@ __attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...) {
 #define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))  // an error in the command line
 #define notice(...) (quiet ? (void)0 : report(__VA_ARGS__))     // worth knowing, but not an error
 
-// count zeroed elements, aligned to 64 bytes and never freed. Untouched pages take no memory.
+// Returns memory for `count` zeroed elements, aligned to 64 bytes. It is never freed. Pages that
+// are never touched take no memory.
 static void *alloc(size_t count, size_t size, const char *what) {
     char *p = count < (SIZE_MAX - 64) / size ? calloc(count * size + 64, 1) : NULL;
     if (!p) die("memory: not enough for %s, expected %.0f MB", what, count * (double)size / 1e6);
@@ -232,18 +228,20 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-typedef struct {        // Q8 of several vectors (cols). Each is one block of memory:
+// Q8 of several vectors (cols). Each vector has one block of memory with its q, scale and bias_fix;
+// the pointers point into the block of vector 0.
+typedef struct {
     int8_t *q;          // (cols)
     float *scale;       // (cols / group)
     int32_t *bias_fix;  // (cols / group) -128 * the sum of a group's q. Only Part III reads it (see
                         // dot4); it has nothing to do with bq, bk and bv
-    size_t stride;      // from one block to the next, in 4-byte words; the pointers are block 0's
+    size_t stride;      // distance between two blocks, in units of 4 bytes
 } Quantized;
 
 typedef struct {         // one thread's own buffers
     float *h;            // (dim)                 rmsnorm(x) of one token
     float *kv;           // (batch, head_dim)     k or v of one head
-    float *gate, *up;    // (batch * group_size)  some columns of W1 h and W3 h, of all tokens
+    float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens
     void *panel;         // Part III only: see matmul_panel and matvec
     float *att;          // Part III only: see AttentionTask
 } Workspace;
@@ -252,7 +250,7 @@ typedef struct {         // one thread's own buffers
 // through the model together: a long prompt is cut into batches.
 typedef struct {
     int seq_len;         // positions that the cache has room for
-    int batch;           // most tokens of one batch
+    int batch;           // the maximum number of tokens in a batch
     int *pos;            // (batch)               each token's position
     float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at that position
     float *x;            // (batch, dim)          the residual stream
@@ -262,7 +260,7 @@ typedef struct {
     Quantized aq;        // (batch, q_dim)        Q8(a)
     Quantized hq;        // (batch, hidden_dim)   Q8(silu(W1 h) * (W3 h))
     float *logits;       // (logit_rows, vocab_size)
-    int logit_rows;      // most tokens of one classify
+    int logit_rows;      // the maximum number of rows that one call of classify scores
     float *freq;         // (head_dim / 2)        radians per position: see rope_init
     float rope_scale;    // factor on cos and sin, 1 without YaRN
     float *cache;        // K and V, each (n_layers, n_kv_heads, seq_len, head_dim): see cache_block
@@ -369,8 +367,8 @@ INLINE float choose(int32_t yes, float a, float b) {
     return as_float((load_i32(&a) & -yes) | (load_i32(&b) & (yes - 1)));
 }
 
-// Added to an x with |x| < 2^22, 1.5 * 2^23 leaves no bits for a fraction: the low bits of the sum
-// are x, rounded to the nearest integer, ties to even.
+// If |x| < 2^22, the float x + 1.5 * 2^23 has no bits left for a fraction: its low bits are x,
+// rounded to the nearest integer, ties to even.
 #define ROUNDER 12582912.0f
 enum { ROUNDER_BITS = 0x4B400000 };
 
@@ -388,11 +386,13 @@ INLINE float fast_exp(float x) {
     p = mul_add(p, r, 1.6666665459e-1f);
     p = mul_add(p, r, 5.0000001201e-1f);
     p = mul_add(p, r * r, r) + 1;
-    // shifted's bits are ROUNDER_BITS + n: the shift drops the first, n + 127 is 2^n's exponent.
+    // The bits of `shifted` are ROUNDER_BITS + n. The shift by 23 drops ROUNDER_BITS and moves
+    // n + 127 into the exponent's place, which gives the float 2^n.
     return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
 }
 
-// sum(x) or sum(x^2), x (n), as 16 interleaved sums: vectors of 4, 8 or 16 floats can add so.
+// sum(x) or sum(x^2), x (n), as 16 interleaved partial sums: SIMD vectors of 4, 8 or 16 floats add
+// in the same order.
 INLINE float sum_of(const float *x, int n, const bool squared) {
     float sums[16] = {0};
     int i = 0;
@@ -412,9 +412,9 @@ static void rmsnorm(float *out, const float *x, const float *w, int n, float eps
     for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * scale);
 }
 
-// The largest of x (n > 0), by integers, as loops over these vectorize. The order of floats: the
-// bits of x >= 0, read as an int, have the order of x; so have those of x < 0, once all but the
-// sign bit are flipped.
+// Returns the largest of x (n > 0). It compares the bits of the floats as ints, because compilers
+// vectorize that. Nonnegative floats have the same order as their bits. For negative floats the
+// order is reversed, so all their bits but the sign are flipped.
 static float max_of(const float *x, int n) {
     int32_t max = INT32_MIN;
     for (int i = 0; i < n; i++) {
@@ -447,7 +447,7 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// Row t of x alone. q counts bytes, stride counts words.
+// Vector t of x alone. The stride is in units of 4 bytes, so q moves by 4 * at.
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->q + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
@@ -499,7 +499,7 @@ static void norm_job(void *arg, int begin, int end, int thread) {
 
 // xq = Q8(rmsnorm(x, w))
 static void norm(const Pass *p, const float *w) {
-    parallel(norm_job, &(Norm){p, w}, p->n - p->first, 4);
+    parallel(norm_job, &(Norm){p, w}, p->n - p->first, 4);  // at least 4 tokens a time
 }
 
 // One head of W xq + bias, where W is Wq, Wk or Wv, for tokens begin .. n - 1. Token t's head_dim
@@ -552,8 +552,8 @@ static void v_head(const Pass *p, int kv_head, int thread) {
     for (int t = 0; t < p->n; t++, v += head_dim) cache_put_value(p, kv_head, s->pos[t], v);
 }
 
-// Heads begin .. end - 1 of q, then k, then v. All that happens to a head happens at once, while it
-// is in the CPU's L1 cache.
+// Heads begin .. end - 1 of q, then k, then v. Each head is projected, normalized, rotated and
+// stored in one go, while it is in the CPU's L1 cache.
 static void qkv_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const int n_heads = p->m->config.n_heads, n_kv_heads = p->m->config.n_kv_heads;
@@ -592,9 +592,9 @@ static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
                        .token_begin = p->first, .token_end = p->n});
 }
 
-// Computes groups begin .. end - 1 of each token's hq; they come from the same rows of W1 and W3.
-// Each round takes as many groups as fit into gate and up (n, cols) for all n tokens, so that W1 h
-// and W3 h stay in the CPU's caches.
+// Computes groups begin .. end - 1 of each token's hq. Element i of hq needs just row i of W1 and
+// row i of W3. Each round takes as many groups as fit into gate and up (n, cols) for all n tokens,
+// so that W1 h and W3 h stay in the CPU's caches.
 static void swiglu_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const State *s = &p->m->state;
@@ -672,8 +672,8 @@ static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     return true;
 }
 
-// logits (count <= logit_rows, vocab_size) = Wcls rmsnorm(x, rms_final), for rows first ..
-// first + count - 1 of x. Overwrites xq.
+// Computes logits (count, vocab_size) = Wcls rmsnorm(x, rms_final) for rows first ..
+// first + count - 1 of x; count is at most logit_rows. Overwrites xq.
 static float *classify(Model *m, int first, int count) {
     const Config *c = &m->config;
     State *s = &m->state;
@@ -688,11 +688,12 @@ static float *classify(Model *m, int first, int count) {
     return s->logits;
 }
 
-// YaRN (arXiv 2309.00071; HF modeling_rope_utils) lets a model read longer texts than the
-// L = yarn_original_len tokens of its training. Returns 0 for pairs that turn more than beta_fast
-// times within L: they keep their frequency. Returns 1 for those that turn less than beta_slow
-// times: their frequency is divided by yarn_factor. In between it is linear in j. Pair j turns beta
-// times within L if j = d ln(L / (2 pi beta)) / (2 ln theta), with d = head_dim.
+// YaRN (arXiv 2309.00071; HF modeling_rope_utils) lets a model read longer texts than the L =
+// yarn_original_len tokens of its training. Pairs that rotate fast keep their frequency, slow ones
+// have it divided by yarn_factor, and those in between get a mixture. Returns the share of the
+// divided frequency: 0 for pairs that turn more than beta_fast times within L, 1 for those that
+// turn less than beta_slow times, in between linear in j. Pair j turns beta times within L if j = d
+// ln(L / (2 pi beta)) / (2 ln theta), with d = head_dim.
 static float yarn_ramp(const Config *c, int j) {
     const float d = c->head_dim, turns = c->yarn_original_len / 6.28318531f;
     float low = d * logf(turns / c->yarn_beta_fast) / (2 * logf(c->rope_theta));
@@ -704,7 +705,8 @@ static float yarn_ramp(const Config *c, int j) {
     return fminf(fmaxf((j - low) / (high - low), 0), 1);
 }
 
-// freq[j] = theta^(-2j / head_dim) radians per position, and YaRN
+// freq[j] = theta^(-2j / head_dim) radians per position, changed by YaRN if the model uses it. YaRN
+// also makes the scores q . k larger: q and k get its attention_factor by way of cos and sin.
 static void rope_init(State *s, const Config *c) {
     for (int j = 0; j < c->head_dim / 2; j++) {
         const float freq = 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
@@ -781,8 +783,8 @@ typedef struct {       // the text around the messages of a conversation: see re
     Bytes open[3];     // before a message, by role
     Bytes close[3];    // after it
     Bytes answer[2];   // where the model's answer begins: thinking off, thinking on
-    Bytes strip;       // </think>: an earlier answer is rendered only from after its last one on
-    Bytes trim;        // then any of these characters are removed from its beginning
+    Bytes strip;       // </think>: everything up to the last one is cut from an earlier answer
+    Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
 
 struct Tokenizer {
@@ -791,7 +793,7 @@ struct Tokenizer {
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     int byte_token[256];
-    uint32_t *table;         // (mask + 1) hash table of the tokens that merge: id + 1, or 0
+    uint32_t *table;         // (mask + 1) hash table of the ordinary tokens: id + 1, or 0 if free
     uint32_t mask;
     Ids added;               // the added tokens
     bool added_start[256];   // the bytes that added tokens begin with
@@ -803,7 +805,8 @@ struct Tokenizer {
     int top_k;
     Mode mode;               // what the model is made for
     ChatFormat chat;
-    bool has_chat, has_classes;  // the file has a chat format; classes of characters
+    bool has_chat;           // the file has a chat format
+    bool has_classes;        // the file has the classes of characters
     uint16_t *chars;         // Part II only, as are the next: (N_CHARS) what each character is
     Mapping *decomposed;     // (n_decomposed) canonical decompositions: c to first << 32 | second
     Mapping *composed;       // (n_composed) and back, for those that NFC composes again
@@ -811,7 +814,7 @@ struct Tokenizer {
 };
 
 struct Char {     // one character of a text
-    uint32_t c;   // code point; larger than any for a byte that is not UTF-8
+    uint32_t c;   // code point; a byte that is not valid UTF-8 gets a number above all of them
     int n;        // its bytes; 0 after the text
     int class;    // OTHER, LETTER, NUMBER, SPACE or END
     bool active;  // normalization may change it: see normalize
@@ -874,7 +877,8 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
 // known by the offset of its first byte. The one after the piece's end is a sentinel: it never
 // merges, and it ends the list in both directions.
 typedef struct {
-    uint64_t key;         // of its merge with the next symbol: rank << 32 | offset, or NO_MERGE
+    uint64_t key;         // priority of its merge with the next symbol, smallest first:
+                          // rank_of(score) << 32 | offset, or NO_MERGE
     int id, merged;       // its token, and the token of that merge
     uint32_t prev, next;  // offsets of its neighbours
 } Symbol;
@@ -926,9 +930,10 @@ static void find_merge(Encoder *e, Bytes piece, uint32_t at) {
     if (a->merged >= 0) a->key = (uint64_t)rank_of(e->tok->score[a->merged]) << 32 | at;
 }
 
-// Only local minima are in the heap: merges with a smaller key than those of both neighbours. The
-// smallest key of all is one of them, so nothing is missed; and the heap stays small: in a long run
-// of one letter only the first merge is a minimum, and the run takes linear time.
+// A merge is pushed only if it is a local minimum, that is, if its key is smaller than those of
+// both neighbours. The smallest key of all is always one, so nothing is missed; and the heap stays
+// small: in a long run of one letter only the first merge is a minimum, and the run takes linear
+// time.
 static void offer(Encoder *e, uint32_t at) {
     const Symbol *a = &e->symbols[at];
     if (a->key < e->symbols[a->prev].key && a->key < e->symbols[a->next].key) heap_push(e, a->key);
@@ -949,7 +954,7 @@ static void encode_piece(Encoder *e, Bytes piece) {
         uint64_t key = heap_pop(e);
         uint32_t at = (uint32_t)key;
         Symbol *left = &e->symbols[at], *right = &e->symbols[left->next];
-        if (left->key != key) continue;  // out of date: one of the two has merged with another
+        if (left->key != key) continue;  // out of date: one has merged since, or twice here
         right->key = NO_MERGE;
         left->id = left->merged;
         left->next = right->next;
@@ -987,8 +992,8 @@ static void encode_token(Encoder *e, int id) {
     ids_add(e->out, id);
 }
 
-// Adds text from a user. An added token spelled out in it, such as <|im_end|>, stays plain text, so
-// that a user can't forge the chat format. encode_flush encodes it.
+// Adds text from a user; encode_flush will encode it. An added token spelled out in it, such as
+// <|im_end|>, stays plain text, so that a user can't forge the chat format.
 static void encode_plain(Encoder *e, Bytes text) { buffer_add(&e->plain, text); }
 
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
@@ -1006,7 +1011,7 @@ static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
     return -1;
 }
 
-// Text in which added tokens count as such
+// Adds text in which spelled-out added tokens are recognized and become single tokens.
 static void encode_marked(Encoder *e, Bytes text) {
     size_t at = 0, done = 0;
     for (int id; (id = added_next(e->tok, text, &at)) >= 0; done = at) {
@@ -1074,8 +1079,9 @@ static size_t find_last(Bytes text, Bytes part) {
     return 0;
 }
 
-// An answer of an earlier turn, without its thinking. Added tokens that the model drew count as
-// such; all else is plain text.
+// Adds an answer of an earlier turn, without its thinking. Like the chat template, it works on the
+// text: the answer's text is encoded again, and its ids can differ from those that the model drew.
+// Only added tokens keep their ids.
 static void encode_answer(Encoder *e, const ChatFormat *f, const Ids *ids) {
     Buffer all = {0};
     for (size_t i = 0; i < ids->n; i++) buffer_add(&all, e->tok->text[ids->p[i]]);
@@ -1171,7 +1177,8 @@ static void keep_likelier(float *p, int n, int id) {
     for (int i = id; i < n; i++) p[i] = load_i32(p + i) > bits ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0. Bisection finds the bits of the k-th largest.
+// Sets all p but the k largest to 0. Bisection on the bits finds a threshold that at least k values
+// reach: exactly k, or more only if several are equal there.
 static void keep_top_k(float *p, int n, int k) {
     // Invariant: fewer than k values are >= high; `kept` values, at least k, are >= low.
     int32_t low = 0, high = INT32_MAX;
@@ -1215,9 +1222,10 @@ static void penalize(const Sampler *s, float *logits, int n) {
 }
 
 // Draws the next token by its logits (n), which are overwritten. Nucleus sampling (top_p > 0) needs
-// no sorting: draw a token. If the tokens likelier than it sum to less than top_p of the first sum,
-// it is in the nucleus. Else discard it and all less likely tokens, and draw again. Tokens of the
-// nucleus are never discarded before the draw that counts, so their proportions stay right.
+// no sorting: draw a token. If the tokens likelier than it have less than top_p of the total
+// probability before the first draw, it is in the nucleus. Else discard it and all less likely
+// tokens, and draw again. Tokens of the nucleus are never discarded before the draw that counts, so
+// their proportions stay right.
 static int sample(Sampler *s, float *logits, int n) {
     penalize(s, logits, n);
     if (!isfinite(sum_double(logits, n))) die(NOT_FINITE);
@@ -1245,8 +1253,9 @@ struct Engine {
     Tokenizer tokenizer;
     Sampler sampler;
     Writer *writer;   // where the answer goes
-    int max_new;      // tokens of an answer at most, -1: no limit
-    Ids cached;       // the tokens whose keys and values are in the cache; room for one more
+    int max_new;      // the maximum number of tokens in an answer, -1: no limit
+    Ids cached;       // the tokens whose keys and values are in the cache; advance needs room for
+                      // one more
     size_t reused;    // how many of the prompt's tokens were there already
     struct {          // Part II only: see advance
         int n, row;   // drafted tokens in the last forward pass; the row whose logits are in use
@@ -1262,7 +1271,7 @@ static int prefill(Engine *e, const Ids *prompt) {
     size_t same = 0;
     int n = 0;
     while (same < cached->n && same + 1 < prompt->n && cached->p[same] == prompt->p[same]) same++;
-    e->reused = cached->n = same;  // the other ids are copied, but count only batch by batch
+    e->reused = cached->n = same;  // it grows when a batch has run; the ids are copied now
     memcpy(cached->p, prompt->p, prompt->n * sizeof(int));
     progress_start(&e->model, prompt->n - same);
     bool running = true;
@@ -1294,7 +1303,7 @@ static Ending generate(Engine *e, int row, Ids *answer) {
     advance_start(e);
 
     float *logits = classify(&e->model, row, 1);
-    while (answer->n != (size_t)e->max_new) {  // never equal if max_new is -1
+    while (answer->n != (size_t)e->max_new) {  // fails only if max_new is 0; -1 is never equal
         if (interrupted) return INTERRUPTED;
         int id = sample(sampler, logits, tok->vocab_size);
         if (is_stop(tok, id)) return TURN_ENDED;
@@ -1312,6 +1321,12 @@ static Ending generate(Engine *e, int row, Ids *answer) {
 // ================================================================================================
 // PART II. THE PROGRAM
 // ================================================================================================
+
+#include <ctype.h>
+#include <errno.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
 
 // What Part III provides to Part II, on POSIX and Windows
 static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and bytes everywhere

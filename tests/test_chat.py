@@ -143,19 +143,15 @@ def test_switch_without_effect(chain):
     assert b"no effect" not in qwen3(model, "-i", "x", "-t", 0).stderr
 
 
-def test_old_template_files(chain, tmp_path):
-    """What older exports put beside the model, when the tokenizer file has no pieces."""
-    copy_model(chain("Ċ", "a", END), tmp_path, extension=False)
-    for name, text in {"": "U[%s]\n", ".with-system": "S[%s]U[%s]\n", ".with-thinking": "T[%s]\n",
-                       ".with-system-and-thinking": "ST[%s][%s]\n"}.items():
-        (tmp_path / f"model.bin.template{name}").write_text(text)
-    plain = qwen3(tmp_path / "model.bin", "-m", "tokenize", "-i", "U[hi]\n", "-q").stdout
-    result = qwen3(tmp_path / "model.bin", "-i", "hi", "-t", 0, "-v")
-    assert result.stdout == b"a\n"
-    assert prompts(result) == [[int(i) for i in plain.split()]]
-    both = qwen3(tmp_path / "model.bin", "-i", "%s%n", "-y", "%d", "-t", 0, "-v", "-r", 1)
-    expected = qwen3(tmp_path / "model.bin", "-m", "tokenize", "-i", "ST[%d][%s%n]\n", "-q").stdout
-    assert both.returncode == 0 and prompts(both) == [[int(i) for i in expected.split()]]
+def test_file_without_a_chat_format(chain, tiny, tmp_path):
+    """ChatML; where the vocabulary has <think>, an empty block turns thinking off. Template files that
+    older exports put beside the model have no effect."""
+    model = copy_model(chain("Ċ", "a", END), tmp_path, extension=False)
+    (tmp_path / "model.bin.template").write_text("U[%s]\n")
+    for thinking, block in ((0, b"<think>\n\n</think>\n\n"), (1, b"")):
+        text = b"<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        result = qwen3(model, "-i", "hi", "-y", "s", "-t", 0, "-v", "-r", thinking)
+        assert prompts(result) == [tokenize(model, text + block)]
 
 
 # -- at a terminal (pexpect: stdin, stdout and stderr are all the terminal, unless redirected)
@@ -236,7 +232,9 @@ def test_thinking_is_dimmed(tiny):
     run = (tiny, "-t", 0, "-r", 1, "-i", "What is 2 + 3?")
     child = spawn(*run)
     finish(child)
-    assert re.search(rb"\x1b\[2m.*I add.*\x1b\[0?m.*2 \+ 3 is 5", child.before, re.S)
+    thinking, answer = child.before.rsplit(b"\x1b[0m", 1)
+    pieces = re.findall(rb"\x1b\[2m(.*?)\x1b\[0m", thinking + b"\x1b[0m", re.S)
+    assert b"I add" in b"".join(pieces) and b"2 + 3 is 5" in answer and b"\x1b" not in answer
     child = spawn(*run, NO_COLOR="1")
     finish(child)
     assert b"\x1b" not in child.before and b"I add" in child.before
@@ -332,14 +330,6 @@ def test_a_message_that_is_too_long_costs_nothing(tiny):
     child.expect("> ")
     child.sendeof()
     assert finish(child) == 0
-
-
-def test_older_template_that_begins_with_the_system_text(tiny, tmp_path):
-    model = copy_model(tiny, tmp_path, extension=False)
-    Path(f"{model}.template").write_text("U:%s<think>")
-    Path(f"{model}.template.with-system").write_text("%s|%s<think>")
-    result = qwen3(model, "-i", "x", "-y", "s", "-v", "-n", 1)
-    assert prompts(result) == [tokenize(model, b"s|x<think>")]
 
 
 def test_file_after_text_keeps_its_empty_line(tiny, tmp_path):

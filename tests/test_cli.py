@@ -210,7 +210,7 @@ def test_embed(embedding, tmp_path, text):
 
 def test_embed_of_too_much_or_nothing(embedding, small):
     assert_error(qwen3(embedding, "-i", "7" * 64, "-c", 64), 1, "-c", 64, 65)
-    assert_error(qwen3(small, "-m", "embed", "-i", ""), 1, "text", "1", "0")
+    assert_error(qwen3(small, "-m", "embed", "-i", ""), 1, "prompt: empty")
 
 
 def test_embed_without_a_text_on_a_terminal(embedding):
