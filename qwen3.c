@@ -20,14 +20,14 @@
      q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalized by itself
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
-     a = softmax(q . K / sqrt(head_dim)) V    for each query head. Groups of n_heads / n_kv_heads of
-                                              them use the same K and V. All a together: (q_dim)
+     a = softmax(q . K / sqrt(head_dim)) V    for each query head; n_heads / n_kv_heads query heads
+                                              share a K and V. All heads' a together: (q_dim)
      x = x + Wo a
      h = rmsnorm(x, rms_ffn)
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z))
 
    rope rotates each pair (q[j], q[j + head_dim/2]) by the angle pos * theta^(-2j / head_dim), so
-   that positions count in q . k only by their distance. After the last layer, the scores are
+   that q . k depends on the two positions only through their distance. At the end, the scores are
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
@@ -263,7 +263,7 @@ typedef struct {
     int logit_rows;      // the maximum number of rows that one call of classify scores
     float *freq;         // (head_dim / 2)        radians per position: see rope_init
     float rope_scale;    // factor on cos and sin, 1 without YaRN
-    float *cache;        // K and V, each (n_layers, n_kv_heads, seq_len, head_dim): see cache_block
+    float *cache;        // K and V, each (n_layers, n_kv_heads, seq_len, head_dim): see Part III
     Workspace *workspace;  // (threads)
     int passes;          // forward passes so far
 } State;
@@ -279,7 +279,8 @@ typedef struct {     // a batch on its way through one layer
     int l;           // the layer's number
     const Layer *w;  // and its weights
     int n;           // tokens in the batch
-    int first;       // only tokens first .. n - 1 take part in what follows; mostly 0: see forward
+    int first;       // tokens first .. n - 1 take part, but k and v are always made for all n.
+                     // 0 until the last layer: see forward
 } Pass;
 
 typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
@@ -316,12 +317,9 @@ static void matmul(const State *s, Matmul all);
 // attend (below) for all query heads of tokens first .. n - 1, on all threads.
 static void attend_all(const Pass *p);
 
-// The KV cache of p's layer: stores a key or a value (head_dim) of one kv head at position pos;
-// reads element j of one.
+// Stores a key or a value (head_dim) of one kv head at position pos in the cache of p's layer.
 static void cache_put_key(const Pass *p, int kv_head, int pos, const float *k);
 static void cache_put_value(const Pass *p, int kv_head, int pos, const float *v);
-static float cache_key(const Pass *p, int kv_head, int pos, int j);
-static float cache_value(const Pass *p, int kv_head, int pos, int j);
 
 // The progress display of a long text. progress_start: `tokens` tokens are about to run.
 // progress_add: n of them have finished one more layer. progress_end removes the display.
@@ -342,7 +340,8 @@ static int token_find(const Tokenizer *tok, Bytes text);
 static void writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // Runs a drawn token through the model and appends it to Engine.cached. Returns the logits of the
-// next token, or NULL after Ctrl-C. count: tokens of the answer so far. In principle this is
+// next token, or NULL after Ctrl-C. count: tokens of the answer so far, with this one. In
+// principle, with pos = cached.n, this is
 //   forward(m, &id, 1, pos, 1); return classify(m, 0, 1);
 // Part II adds a kind of speculative decoding: where the text repeats itself, it guesses several
 // tokens and checks the guesses in one pass. The results are the same. advance_start forgets the
@@ -367,8 +366,8 @@ INLINE float choose(int32_t yes, float a, float b) {
     return as_float((load_i32(&a) & -yes) | (load_i32(&b) & (yes - 1)));
 }
 
-// If |x| < 2^22, the float x + 1.5 * 2^23 has no bits left for a fraction: its low bits are x,
-// rounded to the nearest integer, ties to even.
+// If |x| < 2^22, the float x + 1.5 * 2^23 has no bits left for a fraction. Read as an integer, it
+// is ROUNDER_BITS + x, with x rounded to the nearest integer (ties to even), also if x < 0.
 #define ROUNDER 12582912.0f
 enum { ROUNDER_BITS = 0x4B400000 };
 
@@ -499,7 +498,7 @@ static void norm_job(void *arg, int begin, int end, int thread) {
 
 // xq = Q8(rmsnorm(x, w))
 static void norm(const Pass *p, const float *w) {
-    parallel(norm_job, &(Norm){p, w}, p->n - p->first, 4);  // at least 4 tokens a time
+    parallel(norm_job, &(Norm){p, w}, p->n - p->first, 4);  // in chunks of 4 tokens
 }
 
 // One head of W xq + bias, where W is Wq, Wk or Wv, for tokens begin .. n - 1. Token t's head_dim
@@ -533,6 +532,7 @@ static void q_head(const Pass *p, int head, int thread) {
     for (int t = p->first; t < p->n; t++) norm_and_rope(p, q + (size_t)t * q_dim, p->w->q_norm, t);
 }
 
+// All n tokens, not only those from p->first on: later tokens read their k and v.
 static void k_head(const Pass *p, int kv_head, int thread) {
     const State *s = &p->m->state;
     const int head_dim = p->m->config.head_dim;
@@ -593,8 +593,8 @@ static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
 }
 
 // Computes groups begin .. end - 1 of each token's hq. Element i of hq needs just row i of W1 and
-// row i of W3. Each round takes as many groups as fit into gate and up (n, cols) for all n tokens,
-// so that W1 h and W3 h stay in the CPU's caches.
+// row i of W3. The buffers gate and up have batch * group_size elements, few enough to stay in the
+// CPU's caches; so n tokens have room for batch / n groups, and each round takes that many.
 static void swiglu_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const State *s = &p->m->state;
@@ -692,8 +692,8 @@ static float *classify(Model *m, int first, int count) {
 // yarn_original_len tokens of its training. Pairs that rotate fast keep their frequency, slow ones
 // have it divided by yarn_factor, and those in between get a mixture. Returns the share of the
 // divided frequency: 0 for pairs that turn more than beta_fast times within L, 1 for those that
-// turn less than beta_slow times, in between linear in j. Pair j turns beta times within L if j = d
-// ln(L / (2 pi beta)) / (2 ln theta), with d = head_dim.
+// turn less than beta_slow times, in between linear in j. Within L, pair j turns beta times if
+//   j = d * ln(L / (2 pi beta)) / (2 ln theta)    with d = head_dim
 static float yarn_ramp(const Config *c, int j) {
     const float d = c->head_dim, turns = c->yarn_original_len / 6.28318531f;
     float low = d * logf(turns / c->yarn_beta_fast) / (2 * logf(c->rope_theta));
@@ -722,8 +722,8 @@ static void rope_init(State *s, const Config *c) {
 // several sums at once. Builds without SIMD run dot_row itself; only the tests run attend.
 
 // Row r of W times row t of x. The products of a group add up to an exact integer; the groups are
-// added as floats, from the first to the last. group equals w->group: a constant where it is
-// called, so that the compiler can unroll.
+// added as floats, from the first to the last. group equals w->group; callers pass it as a
+// constant, so that the compiler can unroll.
 INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
     const int n_groups = w->cols / group;
     const int8_t *w_row = w->q + (size_t)r * w->cols;
@@ -737,6 +737,10 @@ INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const in
     }
     return sum;
 }
+
+// Element j of the key or the value of one kv head at position pos, from the KV cache (Part III)
+static float cache_key(const Pass *p, int kv_head, int pos, int j);
+static float cache_value(const Pass *p, int kv_head, int pos, int j);
 
 // Attention of one query head of token t: a = softmax(q . K / sqrt(head_dim)) V with q and a
 // (head_dim), K and V (len, head_dim). score (seq_len) is overwritten.
@@ -765,7 +769,8 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
 // into pieces, mostly words, by a regular expression. Then byte-pair encoding: each byte of a piece
 // begins as a token of its own; as long as two neighbours together are a token of the vocabulary,
 // the pair whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er
-// -> lower. (This score is the merge's priority, from the tokenizer file, and none of the model's.)
+// -> lower. (This score is the merge's priority, from the tokenizer file. It is not one of the
+// model's scores.)
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum {           // bits of Tokenizer.kind
@@ -826,8 +831,8 @@ static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
     return at;
 }
 
-// The length of (?i:'s|'t|'re|'ve|'m|'ll|'d) at the start of the text, or 0. Without case, the long
-// s (U+017F) is an s.
+// The length of (?i:'s|'t|'re|'ve|'m|'ll|'d) at the start of the text, or 0. When case is ignored,
+// the long s (U+017F) counts as an s.
 static size_t contraction(Bytes text) {
     static const char *const all[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'\u017F"};
     for (int i = 0; i < 8; i++) {
@@ -857,7 +862,7 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
 //   1   (?i:'s|'t|'re|'ve|'m|'ll|'d)
 //   2   [^\r\n\p{L}\p{N}]?\p{L}+           letters, after at most one other character
 //   3   \p{N}                              one numeric character
-//   4   [ ]?[^\s\p{L}\p{N}]+[\r\n]*        others, after at most one space and before newlines
+//   4   [ ]?[^\s\p{L}\p{N}]+[\r\n]*        others, with one space before and all newlines after
 //   5-7 \s*[\r\n]+  or  \s+(?!\S)  or  \s+
 static size_t piece_length(const Tokenizer *tok, Bytes text) {
     size_t end = contraction(text);
@@ -914,7 +919,8 @@ static uint64_t heap_pop(Encoder *e) {
     return top;
 }
 
-// A higher score is a smaller rank: see max_of for the order of floats.
+// A higher score is a smaller rank. The bits of a negative float, as unsigned, grow as it falls and
+// are all above INT_MAX; those of a nonnegative one grow as it rises, so they are reversed.
 INLINE uint32_t rank_of(float score) {
     float value = score + 0.0f;  // -0 becomes 0
     uint32_t bits = load_i32(&value);
@@ -931,9 +937,9 @@ static void find_merge(Encoder *e, Bytes piece, uint32_t at) {
 }
 
 // A merge is pushed only if it is a local minimum, that is, if its key is smaller than those of
-// both neighbours. The smallest key of all is always one, so nothing is missed; and the heap stays
-// small: in a long run of one letter only the first merge is a minimum, and the run takes linear
-// time.
+// both neighbours. The smallest key of all is always a local minimum, so nothing is missed; and the
+// heap stays small: in a long run of one letter only the first merge is a minimum, and the run
+// takes linear time.
 static void offer(Encoder *e, uint32_t at) {
     const Symbol *a = &e->symbols[at];
     if (a->key < e->symbols[a->prev].key && a->key < e->symbols[a->next].key) heap_push(e, a->key);
@@ -954,7 +960,8 @@ static void encode_piece(Encoder *e, Bytes piece) {
         uint64_t key = heap_pop(e);
         uint32_t at = (uint32_t)key;
         Symbol *left = &e->symbols[at], *right = &e->symbols[left->next];
-        if (left->key != key) continue;  // out of date: one has merged since, or twice here
+        // Out of date: one of the two symbols has merged since. (A key can be in the heap twice.)
+        if (left->key != key) continue;
         right->key = NO_MERGE;
         left->id = left->merged;
         left->next = right->next;
@@ -992,8 +999,8 @@ static void encode_token(Encoder *e, int id) {
     ids_add(e->out, id);
 }
 
-// Adds text from a user; encode_flush will encode it. An added token spelled out in it, such as
-// <|im_end|>, stays plain text, so that a user can't forge the chat format.
+// Adds plain text, which encode_flush will encode. An added token spelled out in it, such as
+// <|im_end|>, stays plain text; so a user, whose text comes here, can't forge the chat format.
 static void encode_plain(Encoder *e, Bytes text) { buffer_add(&e->plain, text); }
 
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
@@ -1044,8 +1051,9 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // The chat format. A conversation is a list of messages. The prompt of each turn is all of them, as
 // the checkpoint's chat template renders them, for example
 //   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n...
-// export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
-// anew; prefill then skips what the cache holds already.
+// export.py, which makes model.bin and its tokenizer file from a checkpoint, has turned the
+// template into a ChatFormat. Each turn encodes the whole conversation anew; prefill then skips
+// what the cache holds already.
 
 typedef struct {
     int role;     // SYSTEM, USER or ASSISTANT
@@ -1221,11 +1229,11 @@ static void penalize(const Sampler *s, float *logits, int n) {
     for (int i = 0; i < n && s->presence != 0; i++) logits[i] -= s->answered[i] ? s->presence : 0;
 }
 
-// Draws the next token by its logits (n), which are overwritten. Nucleus sampling (top_p > 0) needs
-// no sorting: draw a token. If the tokens likelier than it have less than top_p of the total
-// probability before the first draw, it is in the nucleus. Else discard it and all less likely
-// tokens, and draw again. Tokens of the nucleus are never discarded before the draw that counts, so
-// their proportions stay right.
+// Draws the next token by its logits (n), which are overwritten. Nucleus sampling (top_p must be >
+// 0) needs no sorting. Let the total be the sum of all p before the first draw. Draw a token. If
+// the tokens likelier than it sum to less than top_p * total, it is in the nucleus: return it. Else
+// discard it and all less likely tokens, and draw again. No token of the nucleus is discarded
+// before the draw that counts, so their proportions stay right.
 static int sample(Sampler *s, float *logits, int n) {
     penalize(s, logits, n);
     if (!isfinite(sum_double(logits, n))) die(NOT_FINITE);
@@ -1254,8 +1262,8 @@ struct Engine {
     Sampler sampler;
     Writer *writer;   // where the answer goes
     int max_new;      // the maximum number of tokens in an answer, -1: no limit
-    Ids cached;       // the tokens whose keys and values are in the cache; advance needs room for
-                      // one more
+    Ids cached;       // the tokens whose keys and values are in the cache. Allocated once, with
+                      // room for seq_len + 1 ids (the one more is for advance)
     size_t reused;    // how many of the prompt's tokens were there already
     struct {          // Part II only: see advance
         int n, row;   // drafted tokens in the last forward pass; the row whose logits are in use
@@ -1271,7 +1279,8 @@ static int prefill(Engine *e, const Ids *prompt) {
     size_t same = 0;
     int n = 0;
     while (same < cached->n && same + 1 < prompt->n && cached->p[same] == prompt->p[same]) same++;
-    e->reused = cached->n = same;  // it grows when a batch has run; the ids are copied now
+    e->reused = cached->n = same;
+    // All ids are copied at once, but they count as cached only when their batch has run.
     memcpy(cached->p, prompt->p, prompt->n * sizeof(int));
     progress_start(&e->model, prompt->n - same);
     bool running = true;
@@ -1303,7 +1312,7 @@ static Ending generate(Engine *e, int row, Ids *answer) {
     advance_start(e);
 
     float *logits = classify(&e->model, row, 1);
-    while (answer->n != (size_t)e->max_new) {  // fails only if max_new is 0; -1 is never equal
+    while (answer->n != (size_t)e->max_new) {  // false only if max_new is 0; -1 is never equal
         if (interrupted) return INTERRUPTED;
         int id = sample(sampler, logits, tok->vocab_size);
         if (is_stop(tok, id)) return TURN_ENDED;
