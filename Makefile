@@ -24,9 +24,8 @@ ifneq ($(findstring -w64-,$(shell $(CC) -dumpmachine)),)
 LDLIBS += -static -lpthread
 WINDOWS := $(call works,-Xassembler -muse-unaligned-vector-move)
 endif
-# Floats are summed in one fixed order: the compiler may use SIMD where the source says so, and may
-# not fuse a product with a sum.
-ALL_CFLAGS = $(CFLAGS) $(NATIVE) -std=gnu11 -ffp-contract=off -fopenmp-simd $(WARNINGS) \
+# Results are the same everywhere: the compiler may not fuse a product with a sum.
+ALL_CFLAGS = $(CFLAGS) $(NATIVE) -std=gnu11 -ffp-contract=off $(WARNINGS) \
              $(or $(THREAD_FLAG),-DNO_THREADS) $(WINDOWS)
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
            -DNO_UNROLL -Wno-pass-failed  # clang: minutes over unrolled loops; none are vectorised
