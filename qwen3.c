@@ -242,7 +242,7 @@ typedef struct {         // one thread's own buffers
     float *h;            // (dim)                 rmsnorm(x) of one token
     float *kv;           // (batch, head_dim)     k or v of one head
     float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens
-    void *panel;         // Part III only: see matmul_panel and matvec
+    void *panel;         // Part III only: a transposed panel, or the terms of matvec
     float *att;          // Part III only: see AttentionTask
 } Workspace;
 
@@ -350,11 +350,12 @@ static float *advance(Engine *e, int id, int count);
 static void advance_start(Engine *e);
 
 // ------------------------------------------------------------------------------------------------
-// Math
+// Math: what a layer computes on one vector. Compilers vectorize these loops, and every build sums
+// in the same order.
 
 // a * b + c, fused (rounded once) in exactly those builds whose SIMD code in Part III is fused
 INLINE float mul_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_DOTPROD)
+#if (defined(__AVX2__) && defined(__FMA__)) || defined(__ARM_FEATURE_DOTPROD)
     return fmaf(a, b, c);
 #else
     return a * b + c;
@@ -624,7 +625,7 @@ static void swiglu(const Pass *p) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The whole model
+// The whole model: the layers one after the other, then the scores
 
 // Prepares row t of a batch: x, the token's row of the embedding table; its position; and the cos
 // and sin of its rope angles.
@@ -1557,8 +1558,8 @@ static void model_map(Model *m, const char *path) {
 // length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload.
 //
 //   tag     payload                                           without this section
-//   "adde"  u32 id, u32 special, for each added token by id;  tokens with score -1e6 or less and
-//           special ones are not printed                      two bytes; <|...|> is special
+//   "adde"  u32 id, u32 special, for each added token by id;  tokens with score -1e6 or less and at
+//           special ones are not printed                      least two bytes; <|...|> is special
 //   "clas"  u32 first, u32 last, u32 class: characters that   right for ASCII; other characters
 //           are letters (1), numbers (2), white space (3)     count as letters
 //   "ccc "  u32 first, u32 last, u32 canonical combining      marks stay in their order
@@ -1575,8 +1576,9 @@ static void model_map(Model *m, const char *path) {
 //   "chat"  12 times u32 length and bytes: the ChatFormat,    ChatML
 //           in the order of take_chat
 //
-// Characters and ids ascend. The Unicode data is that of HF's tokenizers package, so that ids agree
-// on every text. export.py finds the ChatFormat by rendering the checkpoint's template.
+// Characters ascend in each section, and so do the ids of adde. The Unicode data is that of HF's
+// tokenizers package, so that ids agree on every text. export.py finds the ChatFormat by rendering
+// the checkpoint's template.
 
 static int take_id(Cursor *in, const Tokenizer *tok, const char *what) {
     uint32_t id = take_u32(in, what);
@@ -1609,7 +1611,8 @@ static void take_added(Cursor *in, Tokenizer *tok, const char *what) {
 enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };
 enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };  // the bits of Tokenizer.chars
 
-// Ranges of characters, each with a value of 1 .. highest, which goes to bit `shift`, with `bits`
+// Reads ranges of characters with a value of 1 .. highest each; ORs value << shift and `bits` into
+// Tokenizer.chars.
 static void take_ranges(Cursor *in, Tokenizer *tok, const char *what, uint32_t highest, int shift,
                         int bits) {
     for (uint32_t next = 0; in->rest.n;) {
@@ -1623,8 +1626,9 @@ static void take_ranges(Cursor *in, Tokenizer *tok, const char *what, uint32_t h
     }
 }
 
-// c is `first` followed by `second`, or just another way to write `first` if that is 0. Where the
-// two compose again, a text needs work only if it has the second; else any c must be replaced.
+// c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
+// the pair composes again, NFC leaves c alone, and only a text with `second` needs work; otherwise
+// every c must be replaced.
 static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
                               bool composes) {
     uint64_t parts = (uint64_t)first << 32 | second;
@@ -1721,7 +1725,7 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// Without section clas
+// The classes of characters for files without section clas
 static void default_classes(uint16_t *chars) {
     for (uint32_t c = 0; c < BAD_BYTE; c++) {
         bool letter = c >= 128 || isalpha(c);
@@ -1731,7 +1735,7 @@ static void default_classes(uint16_t *chars) {
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
 
-// Without section adde
+// The added tokens of files without section adde
 static void default_added(Tokenizer *tok) {
     for (int id = 0; id < tok->vocab_size; id++) {
         Bytes s = tok->text[id];
@@ -1904,7 +1908,8 @@ static void order_and_compose(const Tokenizer *tok, Marks *s) {
 // normalized together with the one character before it, with which it may compose.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
-    size_t done = 0, before = 0;  // the offset up to which `out` is done; of the last inactive one
+    size_t done = 0;    // `out` has NFC of the text up to here
+    size_t before = 0;  // where the last inactive character begins
     for (size_t at = 0; at < text.n;) {
         Char c = char_at(tok, text, at);
         if (!c.active) {
@@ -1939,9 +1944,9 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
 // A draft fills a pass that takes about the time of one token (draft_rows() of them), or twice that
-// after a draft that was right to its end. Credit is counted in 1 / DRAFT_COST of a token's time: a
-// draft costs the time it takes, each right token saves one, and every pass earns 1, so that wrong
-// drafts take about 2 % of the time.
+// after a draft that was right to its end. Credit is counted in 1 / DRAFT_COST of a token's time.
+// Every pass earns 1, every right token DRAFT_COST; a draft costs DRAFT_COST for each draft_rows()
+// tokens. So wrong drafts take about 2 % of the time.
 enum { NGRAM = 5, DRAFT_COST = 50 };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
@@ -2536,7 +2541,7 @@ static Options parse_options(int argc, char **argv) {
     return o;
 }
 
-// Reads the prompt from where -i, -f and stdin have it. False: a conversation.
+// Reads the prompt from -i, -f or stdin. False: there is none, this is a conversation.
 static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
@@ -2603,7 +2608,7 @@ static void load(App *app) {
             c->max_seq_len, context);
     if (app->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-    enum { SCORED_ROWS = 16 };  // enough to read the classifier's weights only now and then
+    enum { SCORED_ROWS = 16 };  // so many rows share one reading of the classifier's weights
     int logit_rows = app->mode == PERPLEXITY ? SCORED_ROWS
                      : app->mode == EMBED ? 0 : 2 * draft_rows();
     int batch = min_int(o->batch, context);
@@ -2683,7 +2688,8 @@ int main(int argc, char **argv) {
 
 // ------------------------------------------------------------------------------------------------
 // Threads: a pool that runs one loop at a time. An idle worker spins for a moment and then sleeps,
-// so that it takes nothing from other programs. Who takes which share varies; the results do not.
+// so that it takes no CPU time from other programs. Who takes which share varies; the results do
+// not.
 
 static int n_threads = 1;
 
@@ -2724,8 +2730,8 @@ INLINE void cpu_pause(void) {  // tells the core that it is spinning
 #endif
 }
 
-// Spins, then sleeps. No wake-up is lost: who makes it ready stores that and then looks for
-// sleepers; a sleeper counts itself and then looks whether it is ready.
+// Spins, then sleeps. No wake-up is lost: a waker first makes ready() true and then looks for
+// sleepers; a sleeper first counts itself and then tests ready().
 static void wait_until(bool (*ready)(void), pthread_cond_t *cond) {
     for (int i = 0; i < SPINS; i++) {
         if (ready()) return;
@@ -2815,7 +2821,7 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 // A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
 // into the registers. HAVE_DOT4: dot4 is one instruction or a few.
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__FMA__)
 #define USE_AVX512
 #define SIMD "AVX-512 VNNI"
 enum { LANES = 16, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 128, HAVE_DOT4 = 1 };
@@ -2842,7 +2848,7 @@ enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each
 
 static const char *simd_name(void) { return SIMD; }
 
-// Loops over registers are unrolled.
+// Stands before loops over arrays of vectors: unrolled, these stay in registers.
 #if defined(NO_UNROLL)  // with sanitizers, compilers take minutes over what is unrolled
 #define UNROLL
 #elif defined(__clang__)
@@ -2935,7 +2941,8 @@ INLINE VecI load_bytes(const void *p, const int n) {  // n <= 4 * LANES bytes, t
 // Matrix products: out = x W^T, as dot_row defines each element. One token reads the weights once,
 // as fast as the memory gives them: matvec computes LANES rows side by side. A batch is bound by
 // arithmetic: a panel of PANEL_ROWS rows is transposed and multiplied with all its tokens, tile by
-// tile. Where an `if` makes the same call twice, one of them has a constant that makes it faster.
+// tile. Where both branches of an `if` make the same call, one passes a constant, so that the
+// compiler can unroll.
 
 // Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
 // is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
@@ -3039,7 +3046,7 @@ INLINE void matvec(const Matmul *m, const Workspace *own, int t, int row, const 
 
 // PANEL_ROWS rows from `row` on and TILE_TOKENS tokens from t on. wq (cols / 4, TILE_VECS) and
 // w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x past the last token hold
-// anything; their results are discarded.
+// garbage; their results are discarded.
 INLINE void matmul_tile(const Matmul *m, int t, int row, const VecI *wq, const VecF *w_scale,
                         const int group) {
     const int n_groups = m->w->cols / group, rows = min_int(PANEL_ROWS, m->row_end - row);
@@ -3182,7 +3189,7 @@ static float *key_at(const Pass *p, int kv_head, int pos) {  // element j is [j 
     return cache_block(p, kv_head, pos / LANES) + pos % LANES;
 }
 
-static float *value_at(const Pass *p, int kv_head, int pos) {  // elements j .. are [j * LANES] ..
+static float *value_at(const Pass *p, int kv_head, int pos) {  // elements j .. j + LANES - 1, j a multiple of LANES, begin at [j * LANES]
     const int head_dim = p->m->config.head_dim;
     return cache_block(p, kv_head, pos / LANES) + head_dim * LANES + pos % LANES * LANES;
 }
@@ -3215,7 +3222,8 @@ enum { ATT_ROWS = 6, ATT_TASK = 24, VALUE_SPAN = 64 };
 
 typedef struct {
     const Pass *p;
-    int kv_head, n;            // rows, a multiple of the tile's
+    int kv_head;
+    int n;                     // rows of q, rounded up to a multiple of a tile's rows
     size_t width;              // value_dim
     size_t positions;          // row stride of score: seq_len, rounded up to whole tiles
     float *q;                  // (ATT_TASK, width)      the queries
@@ -3372,7 +3380,7 @@ static void cache_init(State *s, const Config *c) {
     const size_t blocks = ((size_t)s->seq_len + LANES - 1) / LANES;
     const char *what = "the KV cache (-c makes it smaller)";
     s->cache = alloc(blocks, block_stride(c) * sizeof(float), what);
-#ifdef MADV_HUGEPAGE  // attention goes from block to block: far fewer pages to look up
+#ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
     char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
     madvise(page, blocks * block_stride(c) * sizeof(float), MADV_HUGEPAGE);
 #endif
