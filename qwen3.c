@@ -350,8 +350,8 @@ static float *advance(Engine *e, int id, int count);
 static void advance_start(Engine *e);
 
 // ------------------------------------------------------------------------------------------------
-// Math: what a layer computes on one vector. Compilers vectorize these loops, and every build sums
-// in the same order.
+// Math: what a layer computes on one vector. Compilers vectorize these loops.
+
 
 // a * b + c, fused (rounded once) in exactly those builds whose SIMD code in Part III is fused
 INLINE float mul_add(float a, float b, float c) {
@@ -3189,7 +3189,8 @@ static float *key_at(const Pass *p, int kv_head, int pos) {  // element j is [j 
     return cache_block(p, kv_head, pos / LANES) + pos % LANES;
 }
 
-static float *value_at(const Pass *p, int kv_head, int pos) {  // elements j .. j + LANES - 1, j a multiple of LANES, begin at [j * LANES]
+// For j a multiple of LANES, elements j .. j + LANES - 1 begin at [j * LANES].
+static float *value_at(const Pass *p, int kv_head, int pos) {
     const int head_dim = p->m->config.head_dim;
     return cache_block(p, kv_head, pos / LANES) + head_dim * LANES + pos % LANES * LANES;
 }
