@@ -801,6 +801,7 @@ struct Tokenizer {
     int byte_token[256];
     uint32_t *table;         // (mask + 1) hash table of the ordinary tokens: id + 1, or 0 if free
     uint32_t mask;
+    uint64_t seed[2];        // of the hash, odd: nobody can make a file whose tokens share slots
     Ids added;               // the added tokens
     bool added_start[256];   // the bytes that added tokens begin with
     int end_of_text;         // <|endoftext|>
@@ -1438,10 +1439,9 @@ static float take_float(Cursor *in, const char *name, float low, float high, flo
     return value;
 }
 
-static void check_multiple(Cursor *in, const char *name, int64_t value, int unit) {
-    if (value > INT_MAX || value % unit != 0)
-        die("%s: bad %s, expected a multiple of %d below 2^31, found %lld", in->file, name, unit,
-            (long long)value);
+static void check_multiple(Cursor *in, const char *name, int value, int unit) {
+    if (value % unit != 0)
+        die("%s: bad %s, expected a multiple of %d, found %d", in->file, name, unit, value);
 }
 
 static void take_base_header(Config *c, Cursor *in) {
@@ -1450,14 +1450,14 @@ static void take_base_header(Config *c, Cursor *in) {
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", in->file, magic);
     take_int(in, "version", 1, 1);
-    c->dim = take_int(in, "dim", 1, INT_MAX);
-    c->hidden_dim = take_int(in, "hidden_dim", 1, INT_MAX);
-    c->n_layers = take_int(in, "n_layers", 1, INT_MAX);
-    c->n_heads = take_int(in, "n_heads", 1, INT_MAX);
-    c->n_kv_heads = take_int(in, "n_kv_heads", 1, INT_MAX);
+    c->dim = take_int(in, "dim", 1, 1 << 20);
+    c->hidden_dim = take_int(in, "hidden_dim", 1, 1 << 20);
+    c->n_layers = take_int(in, "n_layers", 1, 4096);
+    c->n_heads = take_int(in, "n_heads", 1, 4096);
+    c->n_kv_heads = take_int(in, "n_kv_heads", 1, 4096);
     c->vocab_size = take_int(in, "vocab_size", 1, 1 << 30);
     c->max_seq_len = take_int(in, "max_seq_len", 1, 1 << 30);
-    c->head_dim = take_int(in, "head_dim", 1, INT_MAX);
+    c->head_dim = take_int(in, "head_dim", 1, 4096);
     c->shared_classifier = take_int(in, "shared_classifier", 0, 1);
     c->group_size = take_int(in, "group_size", 32, 256);
     if (c->group_size & (c->group_size - 1))
@@ -1468,7 +1468,7 @@ static void take_base_header(Config *c, Cursor *in) {
     if (c->n_heads % c->n_kv_heads != 0)
         die("%s: bad n_kv_heads, expected a divisor of %d heads, found %d", in->file, c->n_heads,
             c->n_kv_heads);
-    check_multiple(in, "n_heads * head_dim", (int64_t)c->n_heads * c->head_dim, c->group_size);
+    check_multiple(in, "n_heads * head_dim", c->n_heads * c->head_dim, c->group_size);
     c->q_dim = c->n_heads * c->head_dim;
     c->kv_dim = c->n_kv_heads * c->head_dim;
 }
@@ -1510,8 +1510,6 @@ static void model_map(Model *m, const char *path) {
     Cursor in = {path, file};
     take_base_header(c, &in);
     take_extended_header(c, &in);
-    // A damaged n_layers is an error of the file, not of memory: look ahead before allocating.
-    take(&(Cursor){path, in.rest}, (uint64_t)c->n_layers * c->dim * 4, "rms_att");
     weights->layers = alloc(c->n_layers, sizeof(Layer), "the layers");
 // `tensor` takes its bytes once for each layer.
 #define TAKE_LAYERS(name, tensor) \
@@ -1757,11 +1755,13 @@ static void take_tokens(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// The slot of the hash table that holds the token with these bytes, or is free for it
+// The slot of the hash table that holds the token with these bytes, or is free for it. FNV-1a with 64
+// bits and a secret factor; the slot comes from both halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text) {
-    uint32_t hash = 2166136261u;  // FNV-1a
-    for (size_t i = 0; i < text.n; i++) hash = (hash ^ text.p[i]) * 16777619u;
-    uint32_t slot = (hash ^ hash >> 15) & tok->mask;
+    uint64_t hash = tok->seed[0];
+    for (size_t i = 0; i < text.n; i++) hash = (hash ^ text.p[i]) * tok->seed[1];
+    __uint128_t folded = (__uint128_t)hash * tok->seed[1];
+    uint32_t slot = (uint32_t)(folded ^ folded >> 64) & tok->mask;
     while (tok->table[slot] && !bytes_equal(tok->text[tok->table[slot] - 1], text)) {
         slot = (slot + 1) & tok->mask;
     }
@@ -1779,6 +1779,8 @@ static int added_find(const Tokenizer *tok, const char *text) {
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
+    uint64_t rng = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // another in each process
+    for (int i = 0; i < 2; i++) tok->seed[i] = (uint64_t)(random_next(&rng) * 0x1p53) << 11 | 1;
     uint32_t slots = 256;
     while (slots < 2 * (uint32_t)tok->vocab_size) slots *= 2;
     tok->table = alloc(slots, sizeof(*tok->table), "the tokenizer");
