@@ -92,16 +92,31 @@ enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 static bool quiet;                         // -q: only errors on stderr
 static volatile sig_atomic_t interrupted;  // Ctrl-C was pressed
 
-// Writes one line to stderr, of the form "qwen3: WHERE: WHAT, expected X, found Y". Control
-// characters in the arguments become '?'.
+// Copies n bytes of text to out (3 n) as a terminal may show it: a control character (U+0000 to
+// U+001F, U+007F to U+009F) that is not one of `allowed` becomes U+FFFD. Returns out's new size.
+static size_t printable(char *out, const char *text, size_t n, const char *allowed) {
+    size_t size = 0;
+    for (size_t i = 0; i < n; i++) {
+        const unsigned char c = text[i], next = i + 1 < n ? text[i + 1] : 0;
+        const bool c1 = c == 0xC2 && (next & 0xE0) == 0x80;
+        const bool plain = c >= ' ' && c != 127 && !c1, newline = c == '\r' && next == '\n';
+        const bool shown = plain || (c && strchr(allowed, c) && (c != '\r' || newline));
+        if (shown) out[size++] = text[i];
+        else size += 3, memcpy(out + size - 3, "\uFFFD", 3);
+        i += c1;
+    }
+    return size;
+}
+
+// Writes one line to stderr, of the form "qwen3: WHERE: WHAT, expected X, found Y", whatever bytes
+// the arguments hold.
 __attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...) {
-    char line[1024];
+    char text[1024], line[3 * sizeof(text)];
     va_list args;
     va_start(args, fmt);
-    vsnprintf(line, sizeof(line), fmt, args);
+    vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
-    for (char *c = line; *c; c++) *c = (unsigned char)*c < ' ' || *c == 127 ? '?' : *c;
-    fprintf(stderr, "qwen3: %s\n", line);
+    fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, text, strlen(text), ""), line);
 }
 
 #define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))      // a file, memory or model error
@@ -336,8 +351,8 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 // The ordinary token with exactly these bytes, or -1. Added tokens (see ADDED) do not count.
 static int token_find(const Tokenizer *tok, Bytes text);
 
-// Writes a token's text.
-static void writer_token(Writer *out, const Tokenizer *tok, int id);
+// Writes a token's text. Returns false if the answer ends, before this text or within it (-x).
+static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // Runs a drawn token through the model and appends it to Engine.cached. Returns the logits of the
 // next token, or NULL after Ctrl-C. count: tokens of the answer so far, with this one. In
@@ -1059,8 +1074,9 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 
 typedef struct {
     int role;     // SYSTEM, USER or ASSISTANT
-    Buffer text;  // of a system or user message: plain text
     Ids ids;      // of an answer: the tokens that the model drew
+    Buffer text;  // plain text: of a system or user message; in an answer, after its tokens
+    size_t start; // where it began in the last rendering, in tokens
 } Message;
 
 typedef struct {
@@ -1092,7 +1108,8 @@ static size_t find_last(Bytes text, Bytes part) {
 // Adds an answer of an earlier turn, without its thinking. Like the chat template, it works on the
 // text: the answer's text is encoded again, and its ids can differ from those that the model drew.
 // Only added tokens keep their ids.
-static void encode_answer(Encoder *e, const ChatFormat *f, const Ids *ids) {
+static void encode_answer(Encoder *e, const ChatFormat *f, const Message *message) {
+    const Ids *ids = &message->ids;
     Buffer all = {0};
     for (size_t i = 0; i < ids->n; i++) buffer_add(&all, e->tok->text[ids->p[i]]);
     Bytes text = bytes_of(&all);
@@ -1107,20 +1124,22 @@ static void encode_answer(Encoder *e, const ChatFormat *f, const Ids *ids) {
         else if (cut < token.n) encode_plain(e, bytes_from(token, cut));
         at += token.n;
     }
+    encode_plain(e, bytes_of(&message->text));
     free(all.p);
 }
 
 // The ids of a conversation, up to where the model's answer begins
-static void render(const Tokenizer *tok, const Conversation *conversation, bool think, Ids *out) {
+static void render(const Tokenizer *tok, Conversation *conversation, bool think, Ids *out) {
     const ChatFormat *f = &tok->chat;
     Encoder e = {.tok = tok, .out = out};
     out->n = 0;
     encode_marked(&e, f->start);
     if (conversation->n == 0 || conversation->p[0].role != SYSTEM) encode_marked(&e, f->no_system);
     for (size_t i = 0; i < conversation->n; i++) {
-        const Message *message = &conversation->p[i];
+        Message *message = &conversation->p[i];
+        message->start = out->n;
         encode_marked(&e, f->open[message->role]);
-        if (message->role == ASSISTANT) encode_answer(&e, f, &message->ids);
+        if (message->role == ASSISTANT) encode_answer(&e, f, message);
         else encode_plain(&e, bytes_of(&message->text));
         encode_marked(&e, f->close[message->role]);
     }
@@ -1318,9 +1337,9 @@ static Ending generate(Engine *e, int row, Ids *answer) {
         if (interrupted) return INTERRUPTED;
         int id = sample(sampler, logits, tok->vocab_size);
         if (is_stop(tok, id)) return TURN_ENDED;
-        writer_token(e->writer, tok, id);
         ids_add(answer, id);
         sampler->answered[id] = sampler->seen[id] = true;
+        if (!writer_token(e->writer, tok, id)) return TURN_ENDED;
         if (answer->n == (size_t)e->max_new) break;  // the last token need not run
         if (e->cached.n == (size_t)e->model.state.seq_len) return CONTEXT_FULL;
         logits = advance(e, id, (int)answer->n);
@@ -1349,9 +1368,12 @@ static double now(void);                              // seconds since some fixe
 static bool is_terminal(int fd);
 static bool file_exists(const char *path);
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
-static void file_read(Buffer *b, const char *path);   // the whole file, added to b; -: stdin
+static const char *file_read(Buffer *b, const char *path);  // the whole file, added to b; -: stdin;
+                                                      // returns NULL, or what went wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
-static ssize_t read_stdin_line(char **line, size_t *cap);  // as getline
+static ssize_t read_some(int fd, void *p, size_t n);  // as read, and waits where that does not
+static bool is_directory(const char *path);
+static int terminal_line(void);                       // the most bytes that a terminal's line has
 static bool input_waits(void);                        // at a terminal: more has been pasted
 
 // Buffers for contexts of seq_len positions, passes of at most `batch` tokens, and logit_rows rows
@@ -1446,6 +1468,13 @@ static void check_multiple(Cursor *in, const char *name, int value, int unit) {
 
 static void take_base_header(Config *c, Cursor *in) {
     uint32_t magic = take_u32(in, "magic");
+    const char *name = strrchr(in->file, '/'), *end = strrchr(in->file, '.');
+    if (magic == 0x46554747)
+        die("%s: a GGUF file, expected a .bin file, which this makes: export.py %s", in->file,
+            in->file);
+    if (end && !strcmp(end, ".safetensors"))
+        die("%s: a part of a checkpoint, expected a .bin file, which this makes: export.py %.*s",
+            in->file, name ? (int)(name - in->file) : 1, name ? in->file : ".");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", in->file, magic);
@@ -1755,8 +1784,8 @@ static void take_tokens(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// The slot of the hash table that holds the token with these bytes, or is free for it. FNV-1a with 64
-// bits and a secret factor; the slot comes from both halves of a last product (as in wyhash).
+// The slot of the hash table that holds the token with these bytes, or is free for it. FNV-1a with
+// 64 bits and a secret factor; the slot comes from both halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text) {
     uint64_t hash = tok->seed[0];
     for (size_t i = 0; i < text.n; i++) hash = (hash ^ text.p[i]) * tok->seed[1];
@@ -1780,7 +1809,7 @@ static int added_find(const Tokenizer *tok, const char *text) {
 
 static void index_tokens(Tokenizer *tok, const char *file) {
     uint64_t rng = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // another in each process
-    for (int i = 0; i < 2; i++) tok->seed[i] = (uint64_t)(random_next(&rng) * 0x1p53) << 11 | 1;
+    for (int i = 0; i < 2; i++) tok->seed[i] = (uint64_t)(random_next(&rng) * 0x1p53) * 0x9E3779B97F4A7C15u | 1;
     uint32_t slots = 256;
     while (slots < 2 * (uint32_t)tok->vocab_size) slots *= 2;
     tok->table = alloc(slots, sizeof(*tok->table), "the tokenizer");
@@ -2012,13 +2041,17 @@ struct Writer {
     bool terminal;  // stdout is a terminal
     bool dim;       // thinking is dimmed there
     bool thinking;
-    bool trim;      // newlines between thinking and answer are left out, as stdout is no terminal
+    bool began;     // the answer, with another character than a newline
+    Bytes stop;     // -x: the answer ends before this text
+    size_t cut;     // bytes that were drawn, but are not written because of it
     Buffer held;    // text that is not written yet
-    Buffer dimmed;
+    Buffer shown;   // as it goes to a terminal
 };
 
-// How many bytes at the end are an unfinished character that can still become one
-static size_t unfinished(Bytes text) {
+// How many bytes at the end are an unfinished character that can still become one; on a terminal, a
+// carriage return is known by what follows it
+static size_t unfinished(Bytes text, bool terminal) {
+    if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
         const uint8_t *p = text.p + text.n - n;
         if ((p[0] & 0xC0) == 0x80) continue;
@@ -2031,26 +2064,33 @@ static size_t unfinished(Bytes text) {
     return 0;
 }
 
-// Each piece is dimmed by itself, in one write: no signal can leave the terminal dim.
-static void write_dimmed(Writer *out, Bytes text) {
+// How many bytes at the end may still become the stop text
+static size_t unfinished_stop(Bytes text, Bytes stop) {
+    for (size_t n = stop.n ? stop.n - 1 : 0; n > 0; n--) {
+        if (n <= text.n && memcmp(text.p + text.n - n, stop.p, n) == 0) return n;
+    }
+    return 0;
+}
+
+// To a terminal, without its control characters. Each piece is dimmed by itself, in one write: no
+// signal can leave the terminal dim.
+static void write_terminal(Writer *out, Bytes text, bool dim) {
     if (text.n == 0) return;
-    out->dimmed.n = 0;
-    buffer_add(&out->dimmed, bytes("\033[2m"));
-    buffer_add(&out->dimmed, text);
-    buffer_add(&out->dimmed, bytes("\033[0m"));
-    write_stdout(bytes_of(&out->dimmed));
+    Buffer *shown = &out->shown;
+    shown->p = grow(shown->p, &shown->cap, 0, 3 * text.n + 8, 1);
+    memcpy(shown->p, "\033[2m", 4);
+    shown->n = 4 * dim;
+    shown->n += printable((char *)shown->p + shown->n, (const char *)text.p, text.n, "\n\r\t");
+    if (dim) buffer_add(shown, bytes("\033[0m"));
+    write_stdout(bytes_of(shown));
 }
 
 // Writes what is held, except its last `keep` bytes.
 static void writer_flush(Writer *out, size_t keep) {
-    Bytes text = {out->held.p, out->held.n - keep};
-    if (out->trim) {
-        while (text.n && *text.p == '\n') text = bytes_from(text, 1);
-        if (text.n) out->trim = false;
-    }
+    const Bytes text = {out->held.p, out->held.n - keep};
     const bool thinking = out->chat && out->thinking;
-    if (thinking && out->dim) write_dimmed(out, text);
-    else if (!thinking || out->terminal) write_stdout(text);
+    if (out->terminal) write_terminal(out, text, thinking && out->dim);
+    else if (!thinking) write_stdout(text);
     else if (!quiet) fwrite(text.p, 1, text.n, stderr);
     if (keep) memmove(out->held.p, out->held.p + out->held.n - keep, keep);
     out->held.n = keep;
@@ -2059,26 +2099,48 @@ static void writer_flush(Writer *out, size_t keep) {
 static void writer_thinks(Writer *out, bool thinking) {
     if (!out->chat || out->thinking == thinking) return;
     writer_flush(out, 0);
-    if (!thinking && !out->terminal) {
-        if (!quiet) fputc('\n', stderr);
-        out->trim = true;
-    }
+    if (!thinking && !out->terminal && !quiet) fputc('\n', stderr);
     out->thinking = thinking;
+    out->began = thinking;
 }
 
-static void writer_token(Writer *out, const Tokenizer *tok, int id) {
+// The newlines between thinking and answer: they are not the answer's, and only a terminal shows
+// them.
+static void writer_begin(Writer *out) {
+    Bytes text = bytes_of(&out->held);
+    while (text.n && *text.p == '\n') text = bytes_from(text, 1);
+    if (out->terminal) {
+        writer_flush(out, text.n);
+    } else {
+        if (text.n) memmove(out->held.p, text.p, text.n);
+        out->held.n = text.n;
+    }
+    out->began = text.n > 0;
+}
+
+static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     if (id == tok->think) writer_thinks(out, true);
     if (!(tok->kind[id] & SPECIAL)) {
         buffer_add(&out->held, tok->text[id]);
-        writer_flush(out, unfinished(bytes_of(&out->held)));
+        if (!out->began) writer_begin(out);
+        const Bytes held = bytes_of(&out->held), stop = out->thinking ? (Bytes){0} : out->stop;
+        for (size_t at = 0; stop.n && at + stop.n <= held.n; at++) {
+            if (memcmp(held.p + at, stop.p, stop.n) != 0) continue;
+            out->cut = held.n - at;
+            out->held.n = at;
+            return false;
+        }
+        const size_t a = unfinished(held, out->terminal), b = unfinished_stop(held, stop);
+        writer_flush(out, a > b ? a : b);
     }
     if (id == tok->end_think) writer_thinks(out, false);
+    return true;
 }
 
 static void writer_end(Writer *out) {
     writer_flush(out, 0);
     writer_thinks(out, false);
-    out->trim = false;
+    out->began = true;
     if (out->chat || out->terminal) write_stdout(bytes("\n"));
 }
 
@@ -2093,9 +2155,11 @@ typedef struct {  // as given on the command line
     const char *model, *text, *file, *system;  // NULL: not given
     int mode;                                  // -1: not given
     int think;                                 // -1: not given
-    float temperature, top_p;                  // -1: not given
+    const char *stop;
+    float temperature, top_p, repetition;      // -1: not given
     float presence;
-    int top_k, n, context, threads;            // -1: not given
+    int top_k, context, threads;               // -1: not given
+    int n;                                     // -1: no limit
     int batch;
     uint64_t seed;
     bool verbose;
@@ -2111,8 +2175,8 @@ typedef struct {
     bool noticed;     // the notices have been given
     Conversation conversation;
     Buffer input;     // the prompt, or the message being typed
-    char *line;       // of stdin
-    size_t line_cap;
+    Buffer typed;     // bytes of stdin, of which the first line_end have been used
+    size_t line_end;
 } App;
 
 // Does the prompt itself open the thinking?
@@ -2125,13 +2189,16 @@ static bool begins_thinking(const App *app) {
 static void give_notices(App *app) {
     if (app->noticed) return;
     app->noticed = true;
+    const Options *o = &app->options;
     if (!app->engine.tokenizer.has_classes)
-        notice("%s.tokenizer: no Unicode data, exact on ASCII text only; export the model again",
-               app->options.model);
-    if (app->options.mode < 0 && app->mode != CHAT)
+        notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
+    if (o->mode < 0 && app->mode != CHAT)
         notice("mode: %s, as this is not a chat model; -m chat overrides this",
                mode_names[app->mode]);
     if (app->no_switch) notice("-r: no effect, this model's thinking can't be switched");
+    if (app->mode != CHAT && o->system) notice("-y: no effect, only -m chat has a system prompt");
+    if (app->mode != CHAT && o->think >= 0) notice("-r: no effect, only -m chat thinks");
+    if (app->mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
     if (app->mode == CHAT && app->engine.sampler.temperature == 0 &&
         (app->think || begins_thinking(app)))
         notice("-t 0: greedy thinking tends to repeat itself without end, Qwen advises 0.6");
@@ -2153,11 +2220,41 @@ static int checked_prefill(App *app, const Ids *prompt) {
     return prefill(&app->engine, prompt);
 }
 
-// Runs a prompt and writes its answer; then notices and statistics. The answer's tokens go to
-// `answer` (empty).
-static Ending respond(App *app, const Ids *prompt, Ids *answer) {
+// A rate with three significant digits
+static const char *rate_text(char text[16], double rate) {
+    const double k = rate / 1000;
+    if (rate >= 1e4) snprintf(text, 16, k < 100 ? "%.1fk" : "%.0fk", k);
+    else if (rate >= 1000) snprintf(text, 16, "%.0f0", rate / 10);
+    else snprintf(text, 16, rate < 10 ? "%.2f" : rate < 100 ? "%.1f" : "%.0f", rate);
+    return text;
+}
+
+static void print_statistics(const App *app, size_t prompt, double prompt_rate, size_t answer,
+                             double answer_rate) {
+    char a[16], b[16];
+    fprintf(stderr, "prompt %zu tokens at %s/s (%zu cached), answer %zu at %s/s, seed %llu\n",
+            prompt, rate_text(a, prompt_rate), app->engine.reused, answer,
+            rate_text(b, answer_rate), (unsigned long long)app->options.seed);
+}
+
+// An answer that ended at -x: the tokens that were written whole, and the written bytes of the next
+static void cut_answer(const App *app, Message *answer) {
+    const Tokenizer *tok = &app->engine.tokenizer;
+    for (size_t cut = app->writer.cut; cut > 0;) {
+        const int id = answer->ids.p[--answer->ids.n];
+        const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
+        const size_t lost = cut < text.n ? cut : text.n;
+        if (lost < text.n) buffer_add(&answer->text, (Bytes){text.p, text.n - lost});
+        cut -= lost;
+    }
+}
+
+// Runs a prompt and writes its answer; then notices and statistics. `answer` is empty.
+static Ending respond(App *app, const Ids *prompt, Message *message) {
+    Ids *answer = &message->ids;
     Engine *e = &app->engine;
     const int seq_len = e->model.state.seq_len;
+    app->writer.cut = 0;
     double start = now();
     int row = checked_prefill(app, prompt);
     double middle = now();
@@ -2172,12 +2269,10 @@ static Ending respond(App *app, const Ids *prompt, Ids *answer) {
         notice("answer: stopped, the context of %d tokens is full (-c)", seq_len);
     if (thinking && (ending == CONTEXT_FULL || ending == LIMIT_REACHED))
         notice("answer: ended inside its thinking after %zu tokens (-n, -c)", answer->n);
-    if (!quiet) {
-        fprintf(stderr, "prompt %zu tokens (%zu cached) %.1f tok/s, ", prompt->n, e->reused,
-                computed / (middle - start + 1e-9));
-        fprintf(stderr, "generated %zu tokens %.1f tok/s, seed %llu\n", answer->n,
-                answer->n / (end - middle + 1e-9), (unsigned long long)app->options.seed);
-    }
+    if (!quiet)
+        print_statistics(app, prompt->n, computed / (middle - start + 1e-9), answer->n,
+                         answer->n / (end - middle + 1e-9));
+    cut_answer(app, message);
     return ending;
 }
 
@@ -2199,26 +2294,37 @@ static void conversation_drop(Conversation *c, size_t first, size_t count) {
     c->n -= count;
 }
 
+// Renders the conversation without its turns before message `first`; the system message stays.
+static void render_from(App *app, size_t first, Ids *ids) {
+    const Conversation *c = &app->conversation;
+    Conversation rest = {0};
+    rest.p = grow(NULL, &rest.cap, 0, c->n, sizeof(Message));
+    if (c->p[0].role == SYSTEM) rest.p[rest.n++] = c->p[0];
+    for (size_t i = first; i < c->n; i++) rest.p[rest.n++] = c->p[i];
+    render(&app->engine.tokenizer, &rest, app->think, ids);
+    free(rest.p);
+}
+
 // Renders the conversation. If that leaves no room for an answer, the oldest turns are forgotten
-// until half the context is free. False: the last message alone is too long.
+// until half the context is free: as many as the last rendering tells, where each message began.
+// The next rendering checks that. False: the last message alone is too long.
 static bool fit_conversation(App *app, Ids *ids) {
-    const Tokenizer *tok = &app->engine.tokenizer;
     Conversation *c = &app->conversation;
-    const size_t context = app->engine.model.state.seq_len, first = c->p[0].role == SYSTEM;
-    size_t room = context / 4, dropped = 0;
+    const size_t context = app->engine.model.state.seq_len, system = c->p[0].role == SYSTEM;
+    const size_t last = c->n - 1, half = context / 2;
+    size_t room = context / 4, first = system;
     if (app->options.n >= 0 && (size_t)app->options.n < room) room = app->options.n;
-    render(tok, c, app->think, ids);
+    render(&app->engine.tokenizer, c, app->think, ids);
     if (ids->n + room <= context) return true;
-    Message alone[] = {c->p[0], c->p[c->n - 1]};  // what must stay
-    render(tok, &(Conversation){alone + !first, 1 + first, 0}, app->think, ids);
+    while (first < last && ids->n - (c->p[first].start - c->p[system].start) > half) first += 2;
+    render_from(app, first, ids);
+    if (ids->n > half && first < last) render_from(app, first = last, ids);
     if (ids->n > context) return false;
-    render(tok, c, app->think, ids);
-    for (; c->n - first > 1 && ids->n > context / 2; dropped++) {
-        conversation_drop(c, first, 2);
-        render(tok, c, app->think, ids);
+    if (first > system) {
+        conversation_drop(c, system, first - system);
+        notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
+               (first - system) / 2);
     }
-    if (dropped)
-        notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context, dropped);
     return true;
 }
 
@@ -2236,7 +2342,7 @@ static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
     }
     writer_thinks(&app->writer, begins_thinking(app));
     Message *answer = conversation_add(c, ASSISTANT, (Bytes){0});
-    Ending ending = respond(app, &ids, &answer->ids);
+    Ending ending = respond(app, &ids, answer);
     if (ending == INTERRUPTED && answer->ids.n == 0) {
         if (!exit_on_error) notice("chat: stopped before its answer, the message is taken back");
         conversation_drop(c, c->n - 2, 2);
@@ -2251,57 +2357,157 @@ static Bytes chop(Bytes text) {
     return text;
 }
 
-enum { TERMINAL_LINE = 4095 };  // the most bytes that a terminal takes in a line
-
-// The next line of stdin. False: the end of input, or Ctrl-C.
-static bool read_line(App *app, Bytes *text) {
-    errno = 0;
-    ssize_t n = interrupted ? -1 : read_stdin_line(&app->line, &app->line_cap);
-    if (n < 0 && (errno == ENOMEM || ferror(stdin)) && errno != EINTR)
-        die("stdin: %s", strerror(errno));
-    *text = (Bytes){(uint8_t *)app->line, n > 0 ? n : 0};
-    return n > 0;
+// The next line of stdin, with its newline. False: the end of input, or Ctrl-C.
+static bool read_line(App *app, Bytes *line) {
+    Buffer *typed = &app->typed;
+    typed->n -= app->line_end;
+    if (typed->n) memmove(typed->p, typed->p + app->line_end, typed->n);
+    for (size_t seen = 0;; app->line_end = 0) {
+        const uint8_t *newline = typed->n > seen ? memchr(typed->p + seen, '\n', typed->n - seen) : NULL;
+        app->line_end = newline ? (size_t)(newline - typed->p) + 1 : typed->n;
+        *line = (Bytes){typed->p, app->line_end};
+        if (newline) return true;
+        seen = typed->n;
+        typed->p = grow(typed->p, &typed->cap, typed->n, 65536, 1);
+        ssize_t got = interrupted ? -1 : read_some(STDIN_FILENO, typed->p + typed->n, 65536);
+        if (got < 0 && !interrupted) die("stdin: %s", strerror(errno));
+        if (got < 0) app->line_end = typed->n;  // what was typed before Ctrl-C is gone
+        if (got <= 0) return got == 0 && seen > 0;
+        typed->n += got;
+        if (typed->n >= INT_MAX) die("stdin: a line is too long, expected less than 2 GB");
+    }
 }
 
-// A message typed or pasted at a terminal, into app->input. False: the end of input, or Ctrl-C.
+// A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste;
+// after its last newline, Enter sends it. False: the end of input, or Ctrl-C.
 static bool read_message(App *app) {
     Buffer *message = &app->input;
-    Bytes text;
-    bool more = true, cut = false;
-    if (!quiet) fputs("> ", stderr);
+    Bytes line;
+    bool cut = false, pasted = false, more = true;
+    fputs("> ", stderr);
     for (message->n = 0; more;) {
-        if (!read_line(app, &text)) {
+        if (!read_line(app, &line)) {
             if (interrupted || message->n == 0) return false;
             break;
         }
-        cut |= chop(text).n >= TERMINAL_LINE;
-        buffer_add(message, text);
-        more = message->n > 1 && memcmp(message->p + message->n - 2, "\\\n", 2) == 0;
-        if (more) message->p[--message->n - 1] = '\n';
-        else more = text.p[text.n - 1] == '\n' && input_waits();
+        cut |= chop(line).n >= (size_t)terminal_line();
+        buffer_add(message, line);
+        const bool continued = message->n > 1 && memcmp(message->p + message->n - 2, "\\\n", 2) == 0;
+        const bool waits = line.n && line.p[line.n - 1] == '\n' &&
+                           (app->typed.n > app->line_end || input_waits());
+        if (continued) message->p[--message->n - 1] = '\n';
+        more = continued || waits || (pasted && line.p[line.n - 1] == '\n');
+        pasted = waits;
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
-    if (cut)
-        notice("input: the terminal cut a line at %d bytes, nothing was sent; -f FILE takes longer "
-               "ones", TERMINAL_LINE);
+    if (cut) {
+        notice("input: the terminal cut a line at %d bytes; nothing was sent", terminal_line());
+        notice("input: /file PATH sends a longer text");
+    }
     return true;
+}
+
+static const char commands[] =
+    "/file PATH TEXT  send TEXT and the file; or just the file. \"PATH\" may hold spaces\n"
+    "/retry           take the last answer back and draw another\n"
+    "/clear           forget the conversation, but not the system prompt\n"
+    "/help            show this\n"
+    "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
+    "A line that ends in \\ continues in the next. A pasted text waits for Enter.\n"
+    "Ctrl-C stops an answer, or clears what is typed.\n";
+
+static void retry(App *app) {
+    Conversation *c = &app->conversation;
+    if (c->n < 2 || c->p[c->n - 1].role != ASSISTANT) {
+        notice("/retry: there is no answer yet");
+    } else if (app->engine.sampler.temperature == 0) {
+        notice("/retry: -t 0 would draw the same answer again");
+    } else {
+        Buffer text = {0};
+        buffer_add(&text, bytes_of(&c->p[c->n - 2].text));
+        conversation_drop(c, c->n - 2, 2);
+        chat_turn(app, bytes_of(&text), false);
+        free(text.p);
+    }
+}
+
+// Sends "PATH TEXT" as TEXT, an empty line and the file's text.
+static void send_file(App *app, Bytes words) {
+    const uint8_t close = words.n && *words.p == '"' ? '"' : ' ';
+    if (close == '"') words = bytes_from(words, 1);
+    const uint8_t *end = words.n ? memchr(words.p, close, words.n) : NULL;
+    const size_t n = end ? (size_t)(end - words.p) : words.n;
+    Bytes text = bytes_from(words, end ? n + 1 : n);
+    Buffer path = {0}, message = {0};
+    buffer_add(&path, (Bytes){words.p, n});
+    buffer_add(&path, (Bytes){(const uint8_t *)"", 1});
+    while (text.n && *text.p == ' ') text = bytes_from(text, 1);
+    if (text.n) buffer_add(&message, text), buffer_add(&message, bytes("\n\n"));
+    const char *name = (const char *)path.p;
+    const char *error = n == 0 ? "missing, expected /file PATH TEXT" : file_read(&message, name);
+    if (error) notice("/file: %s%s%s", name, n ? ": " : "", error);
+    else chat_turn(app, chop(bytes_of(&message)), false);
+    free(path.p);
+    free(message.p);
+}
+
+typedef enum { MESSAGE, COMMAND, LEAVE } Typed;
+
+// What a line is, after running it if it is a command
+static Typed run_command(App *app, Bytes line) {
+    static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
+    for (int i = 0; i < 5; i++) {
+        if (bytes_equal(line, bytes(leaving[i]))) return LEAVE;
+    }
+    if (bytes_equal(line, bytes("/help"))) {
+        fputs(commands, stderr);
+    } else if (bytes_equal(line, bytes("/retry"))) {
+        retry(app);
+    } else if (bytes_equal(line, bytes("/clear"))) {
+        Conversation *c = &app->conversation;
+        const size_t system = c->n && c->p[0].role == SYSTEM;
+        conversation_drop(c, system, c->n - system);
+    } else if (bytes_equal(line, bytes("/file")) ||
+               (line.n > 5 && memcmp(line.p, "/file ", 6) == 0)) {
+        send_file(app, bytes_from(line, line.n > 5 ? 6 : 5));
+    } else {
+        return MESSAGE;
+    }
+    return COMMAND;
+}
+
+// A conversation at a terminal
+static int run_dialogue(App *app) {
+    bool warned = false;
+    give_notices(app);
+    notice("chat: /help shows the commands.");
+    notice("chat: Ctrl-C stops an answer, Ctrl-D leaves.");
+    for (;; interrupted = 0) {
+        Typed typed = MESSAGE;
+        if (read_message(app)) {
+            const Bytes text = bytes_of(&app->input);
+            if (text.n == 0) continue;
+            warned = false;
+            if (!memchr(text.p, '\n', text.n)) typed = run_command(app, text);
+            if (typed == MESSAGE) chat_turn(app, text, false);
+        } else {
+            fputc('\n', stderr);
+            if (!interrupted) return EXIT_SUCCESS;
+            if (warned) return EXIT_INTERRUPT;
+            warned = true;
+            notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
+        }
+        if (typed == LEAVE) return EXIT_SUCCESS;
+    }
 }
 
 // A conversation with stdin: a terminal, or a script of one turn a line
 static int run_conversation(App *app) {
-    Bytes text;
-    if (!is_terminal(STDIN_FILENO)) {
-        while (interrupted = 0, read_line(app, &text)) chat_turn(app, chop(text), true);
-        return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
+    Bytes line;
+    if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
+    while (read_line(app, &line)) {
+        if (chat_turn(app, chop(line), true) == INTERRUPTED) break;
     }
-    setvbuf(stdin, NULL, _IONBF, 0);  // what is not read yet stays where input_waits sees it
-    give_notices(app);
-    notice("chat: a line ending in \\ goes on in the next, a pasted block is one message; "
-           "Ctrl-C stops an answer, Ctrl-D leaves");
-    while (interrupted = 0, read_message(app)) {
-        if (app->input.n) chat_turn(app, bytes_of(&app->input), false);
-    }
-    if (!quiet) fputc('\n', stderr);
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
@@ -2318,12 +2524,33 @@ static void buffer_add_ids(Buffer *b, const Ids *ids) {
     buffer_add(b, bytes("\n"));
 }
 
+// Appends a line: the id, and the token's bytes as a JSON string. What is not UTF-8 is \ufffd.
+static void buffer_add_token(Buffer *b, const Tokenizer *tok, int id) {
+    const Bytes text = tok->text[id];
+    char escape[16];
+    snprintf(escape, sizeof(escape), "%d \"", id);
+    buffer_add(b, bytes(escape));
+    for (size_t at = 0; at < text.n;) {
+        const Char c = char_at(tok, text, at);
+        if (c.c >= BAD_BYTE) snprintf(escape, sizeof(escape), "\\ufffd");
+        else if (c.c < ' ' || c.c == 127) snprintf(escape, sizeof(escape), "\\u%04x", c.c);
+        else snprintf(escape, sizeof(escape), c.c == '"' || c.c == '\\' ? "\\" : "");
+        buffer_add(b, bytes(escape));
+        if (c.c >= ' ' && c.c != 127 && c.c < BAD_BYTE) buffer_add(b, (Bytes){text.p + at, c.n});
+        at += c.n;
+    }
+    buffer_add(b, bytes("\"\n"));
+}
+
 static void run_tokenize(App *app, const Ids *ids) {
-    Buffer line = {0};
+    Buffer lines = {0};
     give_notices(app);
-    buffer_add_ids(&line, ids);
-    write_stdout(bytes_of(&line));
-    free(line.p);
+    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
+        buffer_add_token(&lines, &app->engine.tokenizer, ids->p[i]);
+    }
+    if (!app->options.verbose) buffer_add_ids(&lines, ids);
+    write_stdout(bytes_of(&lines));
+    free(lines.p);
 }
 
 // -log of the probability of token id by its logits (n), which are overwritten
@@ -2333,17 +2560,16 @@ static double surprise(float *logits, int n, int id) {
     return log(sum_double(logits, n)) + max - logit;
 }
 
-// Runs ids 0 .. n - 1 from position pos on. Returns the sum of the surprises of ids 1 .. n.
-static double score(Engine *e, const int *ids, int n, int pos) {
+// Runs ids 0 .. n - 1 from position pos on, and adds the surprises of ids 1 .. n to *sum, one by
+// one: batches do not change its last digits.
+static void score(Engine *e, const int *ids, int n, int pos, double *sum) {
     const int rows = e->model.state.logit_rows, vocab_size = e->tokenizer.vocab_size;
     float *logits = NULL;
-    double sum = 0;
     if (!forward(&e->model, ids, n, pos, n)) progress_end(), exit(EXIT_INTERRUPT);
     for (int i = 0; i < n; i++) {
         if (i % rows == 0) logits = classify(&e->model, i, min_int(rows, n - i));
-        sum += surprise(logits + (size_t)(i % rows) * vocab_size, vocab_size, ids[i + 1]);
+        *sum += surprise(logits + (size_t)(i % rows) * vocab_size, vocab_size, ids[i + 1]);
     }
-    return sum;
 }
 
 // A text longer than the context is scored in pieces, each of which begins with the last token of
@@ -2362,7 +2588,7 @@ static void run_perplexity(App *app, const Ids *ids) {
     for (int at = 0, count; at < n; at += count) {
         int pos = at % (context - 1);
         count = min_int(min_int(batch, context - 1 - pos), n - at);
-        sum += score(e, ids->p + at, count, pos);
+        score(e, ids->p + at, count, pos, &sum);
     }
     progress_end();
     double mean = sum / n;
@@ -2399,7 +2625,8 @@ static void run_embed(App *app, const Ids *ids) {
 static Ending run_raw(App *app, Bytes text) {
     const Tokenizer *tok = &app->engine.tokenizer;
     Ending ending = TURN_ENDED;
-    Ids ids = {0}, answer = {0};
+    Ids ids = {0};
+    Message answer = {0};
     encode_raw(tok, text, &ids);
     if (app->mode == GENERATE && ids.n == 0) ids_add(&ids, tok->end_of_text);
     if (app->mode == GENERATE) ending = respond(app, &ids, &answer);
@@ -2407,7 +2634,8 @@ static Ending run_raw(App *app, Bytes text) {
     else if (app->mode == PERPLEXITY) run_perplexity(app, &ids);
     else run_embed(app, &ids);
     free(ids.p);
-    free(answer.p);
+    free(answer.ids.p);
+    free(answer.text.p);
     return ending;
 }
 
@@ -2431,15 +2659,18 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's; 0.8 with thinking switched off]\n"
     "  -k INT     top-k, 0 is off [the checkpoint's; 20 with thinking switched off]\n"
     "  -a FLOAT   presence penalty on tokens already generated, 0 to 2 [0]\n"
-    "  -s INT     random seed, 64 bits [from the clock]\n"
-    "  -n INT     at most so many new tokens per answer [to the end of the turn or the context]\n"
+    "  -e FLOAT   repetition penalty, 1 is off [the checkpoint's]\n"
+    "  -x TEXT    end the answer before TEXT (chat, generate) [none]\n"
+    "  -s INT     random seed, 64 bits [from the clock, below 1000000]\n"
+    "  -n INT     at most so many new tokens per answer, -1 is no limit [-1]\n"
     "  -c INT     context length in tokens, 0 is the model's [4096, or the model's if smaller]\n"
     "  -b INT     prompt tokens per forward pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q         nothing on stderr but errors\n"
-    "  -v         also the prompt's ids on stderr\n"
+    "  -v         also the prompt's ids on stderr; with -m tokenize, a line for each token\n"
     "  -h, --version\n"
     "\n"
+    "A prompt from both: git diff | qwen3 model.bin -i \"Review this:\" -f -\n"
     "-m chat on a pipe is a conversation, one turn a line. The model's text goes to stdout, all\n"
     "else to stderr. Exit: 0 success, 1 file, memory or model error, 2 usage error, 130 Ctrl-C.\n";
 
@@ -2455,7 +2686,8 @@ static float parse_float(const char *option, const char *s, float low, float hig
     char *end;
     float value = strtof(s, &end);
     if (end == s || *end || !(value >= low && value <= high))
-        die_usage("%s: bad value, expected %g to %g, found \"%s\"", option, low, high, s);
+        die_usage("%s: bad value, expected %g to %g%s, found \"%s\"", option, low, high,
+                  !strcmp(option, "-p") ? " (top-p; a prompt goes with -i)" : "", s);
     return value;
 }
 
@@ -2485,6 +2717,8 @@ static int parse_mode(const char *s) {
               "found \"%s\"", s);
 }
 
+#define OPTION_LETTERS "ifmyrtpkaexsncbj"  // of options with a value
+
 static void parse_option(Options *o, const char *option, const char *value) {
     switch (option[1]) {
     case 'i': o->text = value; break;
@@ -2496,12 +2730,31 @@ static void parse_option(Options *o, const char *option, const char *value) {
     case 'p': o->top_p = parse_float(option, value, 1e-30f, 1); break;
     case 'k': o->top_k = parse_int(option, value, 0, INT_MAX); break;
     case 'a': o->presence = parse_float(option, value, 0, 2); break;
-    case 'n': o->n = parse_int(option, value, 0, INT_MAX); break;
+    case 'e': o->repetition = parse_float(option, value, 0.01f, 100); break;
+    case 'x': o->stop = value; break;
+    case 'n': o->n = parse_int(option, value, -1, INT_MAX); break;
     case 'c': o->context = parse_int(option, value, 0, INT_MAX); break;
     case 'b': o->batch = parse_int(option, value, 1, 512); break;
     case 'j': o->threads = parse_int(option, value, 1, 1024); break;
     case 's': o->seed = parse_seed(value); break;
     }
+}
+
+// What stands on a command line where an option or MODEL should: the likely first mistakes
+static void die_of_argument(const char *arg, const char *model) {
+    static const char *const other[][2] = {
+        {"--prompt", "-i"}, {"--file", "-f"}, {"--system-prompt", "-y"}, {"--system", "-y"},
+        {"--temp", "-t"}, {"--temperature", "-t"}, {"--top-p", "-p"}, {"--top-k", "-k"},
+        {"--seed", "-s"}, {"--n-predict", "-n"}, {"--predict", "-n"}, {"--ctx-size", "-c"},
+        {"--threads", "-j"}, {"--model", "MODEL without an option"}};
+    for (size_t i = 0; i < sizeof(other) / sizeof(*other); i++) {
+        if (!strcmp(arg, other[i][0]))
+            die_usage("%s: unknown option, expected %s; -h lists all", arg, other[i][1]);
+    }
+    if (arg[0] == '-' && strchr(OPTION_LETTERS, arg[1]))
+        die_usage("%s: unknown option, expected a space: %.2s %s", arg, arg, arg + 2);
+    if (arg[0] == '-') die_usage("%s: unknown option, expected one of those that -h lists", arg);
+    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i: -i \"%s\"", arg, model, arg);
 }
 
 // Only chat and generate can begin without a text.
@@ -2514,8 +2767,8 @@ static Options parse_options(int argc, char **argv) {
     struct timespec time;
     clock_gettime(CLOCK_REALTIME, &time);
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -1,
-                 .context = -1, .batch = 512, .threads = -1,
-                 .seed = (uint64_t)time.tv_sec * 1000000000u + time.tv_nsec};
+                 .repetition = -1, .context = -1, .batch = 512, .threads = -1,
+                 .seed = ((uint64_t)time.tv_sec * 1000000000u + time.tv_nsec) / 1000 % 1000000};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
@@ -2526,19 +2779,18 @@ static Options parse_options(int argc, char **argv) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
             o.verbose = true;
-        } else if (arg[0] == '-' && arg[1] && !arg[2] && strchr("ifmyrtpkasncbj", arg[1])) {
+        } else if (arg[0] == '-' && arg[1] && !arg[2] && strchr(OPTION_LETTERS, arg[1])) {
             if (++i == argc) die_usage("%s: value missing, expected one after it", arg);
             parse_option(&o, arg, argv[i]);
-        } else if (arg[0] == '-') {
-            die_usage("%s: unknown option, expected one of those that -h lists", arg);
-        } else if (o.model) {
-            die_usage("%s: unexpected, expected one MODEL, found also \"%s\"", arg, o.model);
+        } else if (arg[0] == '-' || o.model) {
+            die_of_argument(arg, o.model);
         } else {
             o.model = arg;
         }
     }
     if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
+    if (o.stop && !*o.stop) die_usage("-x: bad value, expected a text that is not empty");
     check_text(&o, o.mode);
     return o;
 }
@@ -2556,8 +2808,12 @@ static bool read_prompt(App *app) {
         if (terminal) return true;  // generate from nothing
     }
     if (!o->text || o->file) {
-        size_t before = text->n;
-        file_read(text, o->file ? o->file : "-");
+        const char *file = o->file ? o->file : "-", *name = strcmp(file, "-") ? file : "stdin";
+        const size_t before = text->n;
+        const char *error = file_read(text, file);
+        if (error) die("%s: %s", name, error);
+        if (chat && text->n == before && !strcmp(file, "-"))
+            die("stdin: empty, expected a prompt; has a command before the pipe failed?");
         if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
     }
     return true;
@@ -2585,11 +2841,22 @@ static void choose_sampling(App *app) {
         .top_p = o->top_p >= 0 ? o->top_p : tok->top_p,
         .top_k = o->top_k >= 0 ? o->top_k : tok->top_k,
         .presence = o->presence,
-        .repetition = tok->repetition,
+        .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
         .rng = o->seed,
         .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
         .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
     };
+}
+
+// MODEL is a path, but people also try what they know.
+static void check_model_path(const char *path) {
+    const size_t n = strlen(path);
+    const char *slash = strchr(path, '/');
+    const bool bin = n > 4 && !strcmp(path + n - 4, ".bin");
+    if (is_directory(path))
+        die("%s: a directory, expected a .bin file, which this makes: export.py %s", path, path);
+    if (file_exists(path) || bin || !slash || strchr(slash + 1, '/') || strchr("./~", *path)) return;
+    die("%s: not a file, expected a .bin file; for a model on the hub: export.py %s", path, path);
 }
 
 static void load(App *app) {
@@ -2597,6 +2864,7 @@ static void load(App *app) {
     Engine *e = &app->engine;
     const Config *c = &e->model.config;
     char tokenizer[4096];
+    check_model_path(o->model);
     model_map(&e->model, o->model);
     snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
     if (!file_exists(tokenizer))
@@ -2621,11 +2889,13 @@ static void load(App *app) {
 
 static void writer_init(App *app) {
     const bool terminal = is_terminal(STDOUT_FILENO);
-    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = terminal,
-                           .dim = terminal && !getenv("NO_COLOR")};
-    Buffer *held = &app->writer.held, *dimmed = &app->writer.dimmed;
+    const char *stop = app->options.stop;
+    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = terminal, .began = true,
+                           .dim = terminal && !getenv("NO_COLOR"),
+                           .stop = stop ? bytes(stop) : (Bytes){0}};
+    Buffer *held = &app->writer.held, *shown = &app->writer.shown;
     held->p = grow(held->p, &held->cap, 0, 1024, 1);  // decoding allocates nothing
-    dimmed->p = grow(dimmed->p, &dimmed->cap, 0, 1024, 1);
+    shown->p = grow(shown->p, &shown->cap, 0, 4096, 1);
     app->engine.writer = &app->writer;
 }
 
@@ -3474,7 +3744,7 @@ static void progress_add(int n) {
 #define access(path, mode) _waccess(wide(path), mode)
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define write write_bytes
-#define getline read_line_utf8  // newer MinGWs have one, but not for consoles
+#define read read_bytes
 
 static wchar_t *wide(const char *path) {
     static wchar_t text[4096];
@@ -3497,24 +3767,23 @@ static int write_bytes(int fd, const void *p, size_t n) {
 }
 
 // A console gives a line as UTF-16, which ends in \r\n, or at Ctrl-D or Ctrl-Z.
-static ssize_t getline(char **line, size_t *cap, FILE *file) {
+static ssize_t read_bytes(int fd, void *p, size_t size) {
     static wchar_t text[8192];
     CONSOLE_READCONSOLE_CONTROL ends = {sizeof(ends), 0, 1 << 4 | 1 << 26, 0};
     DWORD n = 0;
-    if (*cap == 0 && !(*line = malloc(*cap = 3 * sizeof(text)))) return -1;
-    if (!isatty(STDIN_FILENO)) {
-        for (int c = 0; c != '\n' && (c = fgetc(file)) != EOF; (*line)[n++] = (char)c) {
-            if (n == *cap && !(*line = realloc(*line, *cap *= 2))) return -1;
-        }
-    } else if (ReadConsoleW(handle(STDIN_FILENO), text, 8192, &n, &ends) && n > 0) {
-        if (text[n - 1] == 4 || text[n - 1] == 26) n--;
-        else if (n > 1 && text[n - 2] == '\r') text[--n - 1] = '\n';
-        n = WideCharToMultiByte(CP_UTF8, 0, text, n, *line, *cap, NULL, NULL);
-    } else {
+    if (!isatty(fd)) return _read(fd, p, size < 1 << 20 ? size : 1 << 20);
+    const DWORD room = size / 3 < 8192 ? size / 3 : 8192;
+    if (!ReadConsoleW(handle(fd), text, room, &n, &ends) || n == 0) {
         Sleep(100);  // Ctrl-C: its handler runs in a thread of its own
+        errno = EINTR;
+        return interrupted ? -1 : 0;
     }
-    return n > 0 ? (ssize_t)n : -1;
+    if (text[n - 1] == 4 || text[n - 1] == 26) n--;
+    else if (n > 1 && text[n - 2] == '\r') text[--n - 1] = '\n';
+    return WideCharToMultiByte(CP_UTF8, 0, text, n, p, size, NULL, NULL);
 }
+
+static void wait_for(int fd, bool reading) { (void)fd, (void)reading; }
 
 static bool input_waits(void) {  // the lines of a pasted block arrive together
     Sleep(30);
@@ -3601,6 +3870,11 @@ static int cpu_count(void) {  // two threads of one core are no faster than one
     return cores > 0 ? (int)cores : 1;
 }
 
+// Until a file that does not block can be read or written
+static void wait_for(int fd, bool reading) {
+    poll(&(struct pollfd){fd, reading ? POLLIN : POLLOUT, 0}, 1, -1);
+}
+
 // The lines of a pasted block arrive together. A last line without a newline is held back by the
 // terminal, and can be counted only without ICANON; no signal may come in between.
 static bool input_waits(void) {
@@ -3646,28 +3920,53 @@ static Bytes file_map(const char *path) {
     return (Bytes){p, st.st_size};
 }
 
-static void file_read(Buffer *b, const char *path) {
-    const bool is_stdin = strcmp(path, "-") == 0;
-    const char *name = is_stdin ? "stdin" : path;
-    int fd = is_stdin ? STDIN_FILENO : open(path, O_RDONLY);
-    if (fd < 0) die("%s: %s", name, strerror(errno));
-    for (ssize_t got = 1; got != 0;) {
-        b->p = grow(b->p, &b->cap, b->n, 65536, 1);
-        got = read(fd, b->p + b->n, b->cap - b->n);
-        if (got < 0 && errno != EINTR) die("%s: %s", name, strerror(errno));
-        if (got > 0) b->n += got;
-        if (b->n >= INT_MAX) die("%s: too long, expected less than 2 GB", name);
-    }
-    if (!is_stdin) close(fd);
+static bool is_directory(const char *path) {
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_NONBLOCK);
+    const bool found = fd >= 0 && fstat(fd, &st) == 0 && S_ISDIR(st.st_mode);
+    if (fd >= 0) close(fd);
+    return found;
 }
 
-static ssize_t read_stdin_line(char **line, size_t *cap) { return getline(line, cap, stdin); }
+static ssize_t read_some(int fd, void *p, size_t n) {
+    for (;;) {
+        ssize_t got = read(fd, p, n);
+        if (got >= 0 || (errno == EINTR && interrupted) || (errno != EINTR && errno != EAGAIN))
+            return got;
+        if (errno == EAGAIN) wait_for(fd, true);
+    }
+}
+
+static const char *file_read(Buffer *b, const char *path) {
+    const bool is_stdin = strcmp(path, "-") == 0;
+    const char *error = NULL;
+    int fd = is_stdin ? STDIN_FILENO : open(path, O_RDONLY);
+    if (fd < 0) return strerror(errno);
+    for (ssize_t got = 1; got != 0 && !error;) {
+        b->p = grow(b->p, &b->cap, b->n, 65536, 1);
+        got = read_some(fd, b->p + b->n, b->cap - b->n);
+        if (got < 0) error = strerror(errno);
+        if (got > 0) b->n += got;
+        if (b->n >= INT_MAX) error = "too long, expected less than 2 GB";
+    }
+    if (!is_stdin) close(fd);
+    return error;
+}
+
+static int terminal_line(void) {
+#ifdef __APPLE__
+    return MAX_CANON - 1;
+#else
+    return 4095;
+#endif
+}
 
 static void write_stdout(Bytes text) {
     while (text.n) {
         ssize_t n = write(STDOUT_FILENO, text.p, text.n);
         if (n < 0 && errno == EPIPE) exit(EXIT_SUCCESS);  // the reader has seen enough
-        if (n < 0 && errno != EINTR) die("stdout: %s", strerror(errno));
+        if (n < 0 && errno == EAGAIN) wait_for(STDOUT_FILENO, false);
+        else if (n < 0 && errno != EINTR) die("stdout: %s", strerror(errno));
         if (n > 0) text = bytes_from(text, n);
     }
 }
