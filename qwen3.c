@@ -1809,7 +1809,9 @@ static int added_find(const Tokenizer *tok, const char *text) {
 
 static void index_tokens(Tokenizer *tok, const char *file) {
     uint64_t rng = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // another in each process
-    for (int i = 0; i < 2; i++) tok->seed[i] = (uint64_t)(random_next(&rng) * 0x1p53) * 0x9E3779B97F4A7C15u | 1;
+    for (int i = 0; i < 2; i++) {
+        tok->seed[i] = (uint64_t)(random_next(&rng) * 0x1p53) * 0x9E3779B97F4A7C15u | 1;
+    }
     uint32_t slots = 256;
     while (slots < 2 * (uint32_t)tok->vocab_size) slots *= 2;
     tok->table = alloc(slots, sizeof(*tok->table), "the tokenizer");
@@ -2363,7 +2365,8 @@ static bool read_line(App *app, Bytes *line) {
     typed->n -= app->line_end;
     if (typed->n) memmove(typed->p, typed->p + app->line_end, typed->n);
     for (size_t seen = 0;; app->line_end = 0) {
-        const uint8_t *newline = typed->n > seen ? memchr(typed->p + seen, '\n', typed->n - seen) : NULL;
+        const Bytes fresh = bytes_from(bytes_of(typed), seen);
+        const uint8_t *newline = fresh.n ? memchr(fresh.p, '\n', fresh.n) : NULL;
         app->line_end = newline ? (size_t)(newline - typed->p) + 1 : typed->n;
         *line = (Bytes){typed->p, app->line_end};
         if (newline) return true;
@@ -2392,11 +2395,11 @@ static bool read_message(App *app) {
         }
         cut |= chop(line).n >= (size_t)terminal_line();
         buffer_add(message, line);
-        const bool continued = message->n > 1 && memcmp(message->p + message->n - 2, "\\\n", 2) == 0;
-        const bool waits = line.n && line.p[line.n - 1] == '\n' &&
-                           (app->typed.n > app->line_end || input_waits());
-        if (continued) message->p[--message->n - 1] = '\n';
-        more = continued || waits || (pasted && line.p[line.n - 1] == '\n');
+        const bool whole = line.p[line.n - 1] == '\n';
+        const bool continued = whole && line.n > 1 && line.p[line.n - 2] == '\\';
+        const bool waits = whole && (app->typed.n > app->line_end || input_waits());
+        if (continued) message->n--, message->p[message->n - 1] = '\n';  // without the backslash
+        more = whole && (continued || waits || pasted);
         pasted = waits;
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
@@ -2431,21 +2434,21 @@ static void retry(App *app) {
     }
 }
 
-// Sends "PATH TEXT" as TEXT, an empty line and the file's text.
+// Sends "PATH TEXT" as TEXT, an empty line and the file's text; PATH ends at a space, or is quoted.
 static void send_file(App *app, Bytes words) {
-    const uint8_t close = words.n && *words.p == '"' ? '"' : ' ';
-    if (close == '"') words = bytes_from(words, 1);
-    const uint8_t *end = words.n ? memchr(words.p, close, words.n) : NULL;
-    const size_t n = end ? (size_t)(end - words.p) : words.n;
-    Bytes text = bytes_from(words, end ? n + 1 : n);
+    const bool quoted = words.n && *words.p == '"';
+    if (quoted) words = bytes_from(words, 1);
     Buffer path = {0}, message = {0};
+    size_t n = 0;
+    while (n < words.n && words.p[n] != (quoted ? '"' : ' ')) n++;
     buffer_add(&path, (Bytes){words.p, n});
-    buffer_add(&path, (Bytes){(const uint8_t *)"", 1});
-    while (text.n && *text.p == ' ') text = bytes_from(text, 1);
-    if (text.n) buffer_add(&message, text), buffer_add(&message, bytes("\n\n"));
+    path.p[n] = 0;
+    while (n < words.n && (words.p[n] == ' ' || words.p[n] == '"')) n++;
+    buffer_add(&message, bytes_from(words, n));
+    if (message.n) buffer_add(&message, bytes("\n\n"));
     const char *name = (const char *)path.p;
-    const char *error = n == 0 ? "missing, expected /file PATH TEXT" : file_read(&message, name);
-    if (error) notice("/file: %s%s%s", name, n ? ": " : "", error);
+    const char *error = path.n ? file_read(&message, name) : "missing, expected /file PATH TEXT";
+    if (error) notice("/file: %s%s%s", name, path.n ? ": " : "", error);
     else chat_turn(app, chop(bytes_of(&message)), false);
     free(path.p);
     free(message.p);
@@ -2754,7 +2757,8 @@ static void die_of_argument(const char *arg, const char *model) {
     if (arg[0] == '-' && strchr(OPTION_LETTERS, arg[1]))
         die_usage("%s: unknown option, expected a space: %.2s %s", arg, arg, arg + 2);
     if (arg[0] == '-') die_usage("%s: unknown option, expected one of those that -h lists", arg);
-    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i: -i \"%s\"", arg, model, arg);
+    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i: -i \"%s\"", arg, model,
+              arg);
 }
 
 // Only chat and generate can begin without a text.
@@ -2855,8 +2859,10 @@ static void check_model_path(const char *path) {
     const bool bin = n > 4 && !strcmp(path + n - 4, ".bin");
     if (is_directory(path))
         die("%s: a directory, expected a .bin file, which this makes: export.py %s", path, path);
-    if (file_exists(path) || bin || !slash || strchr(slash + 1, '/') || strchr("./~", *path)) return;
-    die("%s: not a file, expected a .bin file; for a model on the hub: export.py %s", path, path);
+    const bool hub_name = slash && !strchr(slash + 1, '/') && !bin && !strchr("./~", *path);
+    if (!file_exists(path) && hub_name)
+        die("%s: not a file, expected a .bin file; for a model on the hub: export.py %s", path,
+            path);
 }
 
 static void load(App *app) {
