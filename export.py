@@ -4,7 +4,7 @@
 # dependencies = [
 #   "numpy>=1.24",
 #   "tokenizers>=0.22",
-#   "jinja2>=3.1",
+#   "jinja2>=3.1.6",
 #   "huggingface_hub>=0.25",
 #   "tqdm>=4.60",
 #   "gguf>=0.17",
@@ -76,6 +76,7 @@ if __name__ == "__main__":
 
 import argparse
 import importlib.util
+import inspect
 import json
 import math
 import mmap
@@ -83,6 +84,7 @@ import re
 import shutil
 import string
 import struct
+import subprocess
 import time
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
@@ -95,7 +97,7 @@ from typing import BinaryIO, Callable, Iterator, NamedTuple, NoReturn
 
 try:
     import gguf
-    import jinja2.sandbox
+    import jinja2  # noqa: F401 (template_process needs it)
     import numpy as np
     import tokenizers
     from tqdm import tqdm
@@ -1034,7 +1036,7 @@ def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
 # template on many trial conversations.
 
 Message = tuple[str, str]  # role, content
-Render = Callable[[list[Message], "bool | None"], str]  # thinking None: opens no answer
+Conversation = tuple[tuple[Message, ...], "bool | None"]  # thinking; None: opens no answer
 
 
 class Pieces(NamedTuple):
@@ -1052,7 +1054,7 @@ class Pieces(NamedTuple):
     strip: str  # an earlier answer is cut up to and including the last of these
     trim: str  # the characters that are then removed from its beginning
 
-    def render(self, messages: list[Message], thinking: bool | None) -> str:
+    def render(self, messages: tuple[Message, ...], thinking: bool | None) -> str:
         """A conversation as qwen3.c renders it."""
         text = self.start + ("" if messages[0][0] == "system" else self.no_system)
         for role, content in messages:
@@ -1062,7 +1064,7 @@ class Pieces(NamedTuple):
         return text + ("" if thinking is None else (self.answer_plain, self.answer_think)[thinking])
 
 
-TEMPLATE_SECONDS = 10  # CPU time; Qwen's templates take 0.1
+TEMPLATE_SECONDS = 20  # Qwen's templates take 0.3
 
 
 def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | None:
@@ -1071,80 +1073,129 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
         notes.append("the checkpoint has no chat template: qwen3 will continue texts; -m chat will "
                      "use plain ChatML")
         return None
-    try:  # a template is an untrusted program: it may fail in any way, or never end
-        with time_limit(TEMPLATE_SECONDS):
-            render = compile_template(template, variables)
-            pieces = find_pieces(render, variables.get("bos_token", ""))
-            for messages in trial_conversations():
-                for thinking in (False, True):
-                    if pieces.render(messages, thinking) != render(messages, thinking):
-                        raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
+    try:
+        trials = trial_conversations()
+        texts = render_all(template, variables, [*marked_conversations(), *trials])
+        pieces = find_pieces(texts, variables.get("bos_token", ""))
+        for messages, thinking in trials:
+            if pieces.render(messages, thinking) != texts[messages, thinking]:
+                raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
         return pieces
-    except Exception as error:
+    except (ValueError, OSError) as error:
         notes.append("warning: the chat template is more than fixed strings around the messages, "
-                     f"qwen3 will chat in plain ChatML: {type(error).__name__}: {error}")
+                     f"qwen3 will chat in plain ChatML: {error}")
         return None
 
 
-def compile_template(source: str, variables: dict[str, str]) -> Render:
-    """The template as transformers runs it (chat_template_utils.py, render_jinja_template)."""
-    def fail(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
+def render_all(template: str, variables: dict[str, str],
+               conversations: list[Conversation]) -> dict[Conversation, str]:
+    """The text that a template makes of each conversation. ValueError if it fails. A template is an
+    untrusted program, which may never end or take all memory: it runs in a process of its own."""
+    code = inspect.getsource(template_process) + "template_process()"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=json.dumps([template, variables, conversations]),
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=TEMPLATE_SECONDS,
+            encoding="ascii", cwd=Path(__file__).parent)  # Python imports modules from cwd, too
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"it takes more than {TEMPLATE_SECONDS} s") from None
+    if done.returncode:
+        raise ValueError(f"its process ended with status {done.returncode}")
+    texts, error = json.loads(done.stdout)
+    if error:
+        raise ValueError(error)
+    return dict(zip(conversations, texts))
 
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+
+def template_process() -> None:
+    """The whole program of that process. Reads the arguments of render_all() from stdin, and writes
+    [texts, error] to stdout, as JSON. Runs the template as transformers does
+    (chat_template_utils.py, render_jinja_template)."""
+    import json
+    import sys
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    try:
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (400_000_000, 400_000_000))
+    except (ImportError, AttributeError, ValueError, OSError):
+        pass  # Windows and macOS have no such limit
+
+    def fail(message):
+        raise TemplateError(message)
+
+    env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
     env.globals["raise_exception"] = fail
     env.globals["strftime_now"] = lambda _: fail("it writes the date")
-    template = env.from_string(source)
+    source, variables, conversations = json.load(sys.stdin)
+    texts, error = [], None
+    try:
+        template = env.from_string(source)
+        for messages, thinking in conversations:
+            switch = {} if thinking is None else {"enable_thinking": thinking}
+            texts.append(template.render(
+                messages=[{"role": role, "content": content} for role, content in messages],
+                tools=None, documents=None, **variables, **switch,
+                add_generation_prompt=thinking is not None))
+            if sum(map(len, texts)) > 5_000_000:
+                fail(f"{len(texts)} conversations make more than 5,000,000 characters")
+    except Exception as exception:  # whatever a template may raise
+        texts, error = [], f"{type(exception).__name__}: {exception}"[:1000]
+    print(json.dumps([texts, error]))
 
-    def render(messages: list[Message], thinking: bool | None) -> str:
-        switch = {} if thinking is None else {"enable_thinking": thinking}
-        return template.render(
-            messages=[{"role": role, "content": content} for role, content in messages],
-            tools=None, documents=None, **variables, **switch,
-            add_generation_prompt=thinking is not None)
-    return render
+
+SYSTEM, USER, ANSWER, SECOND = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
+                                ("assistant", "ANSWERTEXT"), ("user", "SECONDTEXT"))
+THINK_END = "</think>"
 
 
-def find_pieces(render: Render, bos: str) -> Pieces:
-    """The pieces that a template seems to consist of. ValueError if a rendered text does not
-    contain each message once."""
-    system, user, answer, second = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
-                                    ("assistant", "ANSWERTEXT"), ("user", "SECONDTEXT"))
+def with_answer(content: str) -> Conversation:
+    return (USER, ("assistant", content), SECOND), None
 
-    def gaps(messages: list[Message], thinking: bool | None = None) -> list[str]:
+
+def marked_conversations() -> list[Conversation]:
+    """Those from which find_pieces() finds the pieces."""
+    answers = ["y", f"x{THINK_END}y", *(f"{THINK_END}{char}y" for char in string.whitespace)]
+    return [((SYSTEM, USER, ANSWER, SECOND), None), ((USER, ANSWER), None), ((USER,), None),
+            ((USER,), False), ((USER,), True), *map(with_answer, answers)]
+
+
+def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
+    """The pieces that a template seems to consist of, from its texts for marked_conversations().
+    ValueError if a text does not contain each message once."""
+    def gaps(*messages: Message, thinking: bool | None = None) -> list[str]:
         """The rendered text before, between and after the contents."""
-        rest, before = render(messages, thinking), []
+        rest, before = texts[messages, thinking], []
         for _, content in messages:
             gap, rest = rest.split(content)
             before.append(gap)
         return before + [rest]
 
-    def with_answer(content: str) -> str:
-        return render([user, ("assistant", content), second], None)
-
     # Each gap is one piece or two in a row; where it is two, another gap is one of them.
     first, after_system, before_answer, after_answer, user_close = gaps(
-        [system, user, answer, second])
+        SYSTEM, USER, ANSWER, SECOND)
     assistant_open = before_answer.removeprefix(user_close)
-    assistant_close = gaps([user, answer])[2]
+    assistant_close = gaps(USER, ANSWER)[2]
     user_open = after_answer.removeprefix(assistant_close)
-    no_system = gaps([user])[0].removesuffix(user_open)
+    no_system = gaps(USER)[0].removesuffix(user_open)
     start = bos if first.startswith(bos) and no_system.startswith(bos) else ""
-    plain, think = (gaps([user], thinking)[1].removeprefix(user_close)
+    plain, think = (gaps(USER, thinking=thinking)[1].removeprefix(user_close)
                     for thinking in (False, True))
 
-    end = "</think>"
-    strip = end if with_answer(f"x{end}y") == with_answer("y") else ""
-    trim = "".join(char for char in string.whitespace
-                   if strip and with_answer(f"{end}{char}y") == with_answer("y"))
+    def same(content: str) -> bool:
+        """The template makes "y" of this answer."""
+        return texts[with_answer(content)] == texts[with_answer("y")]
+
+    strip = THINK_END if same(f"x{THINK_END}y") else ""
+    trim = "".join(char for char in string.whitespace if strip and same(f"{THINK_END}{char}y"))
     return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
                   after_system.removesuffix(user_open), user_open, user_close, assistant_open,
                   assistant_close, plain, think, strip, trim)
 
 
-def trial_conversations() -> Iterator[list[Message]]:
+def trial_conversations() -> list[Conversation]:
     """Ordinary and odd conversations of one to four turns; the last message is the user's."""
     think = "<think>\nlet me see\n</think>\n\n"
     answers = ["Paris.", "", f"{think}Paris.", "<think>\n\n</think>\n\nParis.", "so</think>Paris.",
@@ -1152,6 +1203,7 @@ def trial_conversations() -> Iterator[list[Message]]:
                f"{think}It is `</think>`.\n\nYes.", "a</think>\r\n\x0b b", f" x {think}{think}y",
                "<|im_end|>\n<|im_start|>user\n", "\u00a0</think>\u00a0\u2028z"]
     users = ["Hi!", "", "\n\n  two\nlines \n", "what does </think> mean?", "<think>hm</think> \n"]
+    found: list[Conversation] = []
     for system in (None, "", "Be brief.", "\n <think>x</think>\n\nBe brief. \n"):
         for i in range(len(answers)):
             for turns in (0, 1, 3):
@@ -1159,27 +1211,9 @@ def trial_conversations() -> Iterator[list[Message]]:
                 for k in range(turns):
                     talk += [("user", users[(i + k) % len(users)]),
                              ("assistant", answers[(i + 5 * k) % len(answers)])]
-                yield talk + [("user", users[(i + turns) % len(users)])]
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError if the block takes more CPU time than this. No limit where there is no such
-    timer (Windows)."""
-    if not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def too_long(*_: object) -> NoReturn:
-        raise TimeoutError(f"it takes more than {seconds} s")
-
-    old = signal.signal(signal.SIGVTALRM, too_long)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, old)
+                talk.append(("user", users[(i + turns) % len(users)]))
+                found += [(tuple(talk), False), (tuple(talk), True)]
+    return found
 
 
 # ---- The tokenizer file: everything that is not a weight or a dimension --------------------------
