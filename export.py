@@ -73,6 +73,9 @@ def on_signals(leave: Callable[[int], object]) -> None:
 
 if __name__ == "__main__":
     on_signals(os._exit)  # until main(): the slow imports below may swallow an exception
+    if {"-h", "--help"} & set(sys.argv[1:]):  # here, as it needs none of the packages
+        print(__doc__.partition("\n\nSections of this file")[0])
+        sys.exit(0)
 
 import argparse
 import importlib.util
@@ -81,6 +84,7 @@ import json
 import math
 import mmap
 import re
+import shlex
 import shutil
 import string
 import struct
@@ -142,7 +146,8 @@ def export(name: str, out: Path, group_size: int | None, yarn_factor: float | No
         write_model(model_part, config, tensors)
     seconds = time.monotonic() - began
     print(f"export.py: wrote {out} ({size / 1e6:.1f} MB) and {tokenizer_out.name} "
-          f"in {seconds:.1f} s", file=sys.stderr)
+          f"in {seconds:.1f} s, run ./qwen3 {shlex.quote(str(out))} -i \"Why is the sky blue?\"",
+          file=sys.stderr)
 
 
 def prepare(name: str, group_size: int | None,
@@ -164,8 +169,10 @@ def find_source(name: str) -> Source:
     if path.is_file():
         return read_gguf(path)
     if not path.is_dir():
-        if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-            refuse(name, "not a checkpoint", "a directory, a GGUF file or a hub name, ORG/NAME",
+        hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)", name)
+        if path.exists() or not hub_name:
+            refuse(name, "not a checkpoint" if path.exists() else "missing",
+                   "a directory, a GGUF file or a hub name, ORG/NAME",
                    "something else" if path.exists() else "nothing of that name")
         path = download(name)
     with parsing(path):
@@ -196,6 +203,8 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
     files: list[BinaryIO] = []
     try:
         for target, part in zip(targets, parts):
+            if not target.parent.exists():
+                refuse(target.parent, "missing", "the directory to write to", "none")
             if target.is_dir():
                 refuse(target, "can't be written", "a file or nothing there", "a directory")
             files.append(open(part, "xb", buffering=0))
@@ -1706,9 +1715,6 @@ def main() -> None:
 
 def parse_arguments(args: list[str]) -> argparse.Namespace:
     """source, out (a name that ends in .bin; it may also come first) and the options."""
-    if "-h" in args or "--help" in args:
-        print(__doc__.partition("\n\nSections of this file")[0])
-        sys.exit(0)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = usage_error  # type: ignore
     parser.add_argument("names", nargs="*")
