@@ -41,7 +41,7 @@ Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 13
 Sections of this file:
 
     One export from start to end    main path: read SOURCE, then write OUT.bin and its tokenizer
-    Errors                          refusals, notes, malformed files
+    Errors and limits               refusals, notes, malformed and unbounded files
     A checkpoint directory          Hugging Face's files -> Source
     config.json                     -> Config -> the header of OUT.bin
     Tensors                         *.safetensors -> a list of Tensor in the order of OUT.bin
@@ -218,7 +218,7 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
             part.unlink(missing_ok=True)
 
 
-# ---- Errors: what cannot be converted is refused, in one line ------------------------------------
+# ---- Errors and limits: what cannot be converted is refused, in one line -------------------------
 
 notes: list[str] = []  # warnings and hints, printed after success; after an error they are dropped
 
@@ -240,6 +240,38 @@ def parsing(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # KeyError, TypeError, ..., and the tokenizers package's own
         refuse(path, "broken", "the structure of such a file", f"{type(error).__name__}: {error}")
+
+
+# A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
+SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
+TENSORS_SIZE = 8 << 20  # bytes of a JSON list of tensors
+TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a GGUF's metadata
+MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
+MOST_AROUND = 1000  # ids that a post-processor may put before or after a text
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file to read. Refuses a missing one, a Git LFS pointer, and a pipe or a device, where
+    reading may never end."""
+    if not path.exists():
+        refuse(path, "missing", "this file", "none")
+    if not path.is_file():
+        refuse(path, "can't be read", "a regular file", "a directory, a pipe or a device")
+    file = open(path, "rb")
+    if file.read(len(LFS_POINTER)) == LFS_POINTER:
+        refuse(path, "not downloaded", "its contents, which `git lfs pull` fetches",
+               "a Git LFS pointer")
+    file.seek(0)
+    return file
+
+
+def read_file(path: Path, most: int = SETTINGS_SIZE) -> bytes:
+    with open_file(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        refuse(path, "too large", f"at most {most} bytes", "more")
+    return data
 
 
 def first_few(names: list[str]) -> str:
@@ -269,26 +301,27 @@ def download(name: str) -> Path:
 
 def read_folder(folder: Path) -> Source:
     if not (folder / "config.json").exists():
-        refuse(folder, "not a checkpoint", "config.json in it", "none")
+        refuse(folder, "not a checkpoint, config.json is missing", "a directory with it", "none")
     path = folder / "tokenizer.json"
-    if not path.is_file() and (folder / "vocab.json").is_file():
+    if not path.exists() and (folder / "vocab.json").exists():
         refuse(path, "missing", "the fast tokenizer's file", "vocab.json, which is not supported")
-    tokenizer = read_json(path)
+    config, tensors = read_json(folder / "config.json"), open_checkpoint(folder)
+    tokenizer = read_json(path, most=TOKENIZER_SIZE)
     with parsing(path):
-        head_ids, tail_ids = post_processor_ids(tokenizer)
+        head_ids, tail_ids = post_processor_ids(path, tokenizer)
     tokenizer_config = read_json(folder / "tokenizer_config.json", optional=True)
     return Source(
-        path=folder, config=read_json(folder / "config.json"), tokenizer=tokenizer,
+        path=folder, config=config, tokenizer=tokenizer,
         tokenizer_config=tokenizer_config,
         generation=read_json(folder / "generation_config.json", optional=True),
         chat_template=chat_template(folder, tokenizer_config), head_ids=head_ids,
-        tail_ids=tail_ids, tensors=open_checkpoint(folder), embedding=is_embedding(folder))
+        tail_ids=tail_ids, tensors=tensors, embedding=is_embedding(folder))
 
 
-def read_json(path: Path, optional: bool = False) -> dict:
+def read_json(path: Path, optional: bool = False, most: int = SETTINGS_SIZE) -> dict:
     if optional and not path.exists():
         return {}
-    return parse_json(path.read_bytes(), path)
+    return parse_json(read_file(path, most), path)
 
 
 def parse_json(text: bytes, path: Path) -> dict:
@@ -299,23 +332,39 @@ def parse_json(text: bytes, path: Path) -> dict:
     return value
 
 
-def post_processor_ids(tokenizer: dict) -> tuple[list[int], list[int]]:
-    """The ids that tokenizer.json's post-processor puts before and after every text. They are found
-    by encoding "a" with a tokenizer whose vocabulary is "a" alone."""
-    a = 2**32 - 1  # an id that no other token has
-    probe = tokenizer | {
-        "model": {"type": "BPE", "vocab": {"a": a}, "merges": []}, "added_tokens": [],
-        "normalizer": None, "pre_tokenizer": None, "truncation": None, "padding": None}
-    ids = tokenizers.Tokenizer.from_str(json.dumps(probe)).encode("a").ids
-    return ids[:ids.index(a)], ids[ids.index(a) + 1:]
+def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[int]]:
+    """The ids that tokenizer.json's post-processor puts before and after every text."""
+    head: list[int] = []
+    tail: list[int] = []
+    processor = tokenizer.get("post_processor") or {"type": "ByteLevel"}
+    for step in processor["processors"] if processor["type"] == "Sequence" else [processor]:
+        if step["type"] == "ByteLevel":  # puts nothing there
+            continue
+        if step["type"] != "TemplateProcessing":
+            refuse(where, "post_processor is not supported", "ByteLevel or TemplateProcessing",
+                   repr(step["type"]))
+        around: list[list[int]] = [[]]  # the ids before the text; a second list after it
+        for piece in step["single"]:
+            token = piece.get("SpecialToken", {}).get("id")
+            if piece.get("Sequence", {}).get("id") == "A":
+                around.append([])
+            elif token not in step["special_tokens"]:
+                refuse(where, "post_processor", "the text A and tokens that it lists", piece)
+            else:
+                around[-1] += id_list(where, step["special_tokens"][token]["ids"])
+            if len(around[-1]) > MOST_AROUND:
+                refuse(where, "post_processor", f"at most {MOST_AROUND} ids", "more")
+        before, after = around
+        head, tail = before + head, tail + after
+    return head, tail
 
 
 def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
     """The Jinja source: chat_template.jinja, or the key in tokenizer_config.json (a template, or a
     list of named ones), or chat_template.json."""
-    if (path := folder / "chat_template.jinja").is_file():
+    if (path := folder / "chat_template.jinja").exists():
         with parsing(path):
-            return path.read_text(encoding="utf-8")
+            return read_file(path).decode()
     found = tokenizer_config.get("chat_template") or read_json(
         folder / "chat_template.json", optional=True).get("chat_template")
     if isinstance(found, list):
@@ -331,12 +380,14 @@ def is_embedding(folder: Path) -> bool:
     if not path.exists():
         return False
     with parsing(path):
-        modules = {module["type"].rpartition(".")[2]: module["path"]
-                   for module in json.loads(path.read_bytes())}
+        modules = {module["type"].rpartition(".")[2]: Path(module["path"])
+                   for module in json.loads(read_file(path))}
     if "Pooling" not in modules:
         return False
     if unknown := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize"}):
         refuse(path, "modules", "Transformer, Pooling and Normalize", first_few(unknown))
+    if modules["Pooling"].is_absolute() or ".." in modules["Pooling"].parts:
+        refuse(path, "path of Pooling", "one inside the checkpoint", modules["Pooling"])
     path = folder / modules["Pooling"] / "config.json"
     kinds = [key.removeprefix("pooling_mode_") for key, value in read_json(path).items()
              if key.startswith("pooling_mode_") and value is True]
@@ -626,7 +677,9 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
                first_few(sorted(path.name for path in folder.iterdir())))
     tensors: dict[str, Tensor] = {}
     with parsing(index):
-        shard_of = read_json(index)["weight_map"]
+        shard_of = read_json(index, most=TENSORS_SIZE)["weight_map"]
+        if len(shard_of) > MOST_TENSORS:
+            refuse(index, "too many tensors", f"at most {MOST_TENSORS}", len(shard_of))
         for shard in sorted(set(shard_of.values())):
             if Path(shard).name != shard or not (folder / shard).is_file():
                 refuse(folder / shard, "missing", f"this file, as {index.name} lists it", "none")
@@ -644,10 +697,10 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
     """name -> tensor of one file. Its format: u64 length of the header; the header, JSON {name:
     {dtype, shape, data_offsets: [begin, end)}}; the data, which the tensors fill without gap or
     overlap. (The safetensors package's numpy reader does not know BF16.)"""
-    file = open(path, "rb")
+    file = open_file(path)
     file_size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
-    limit = min(file_size - 8, 100_000_000)  # the safetensors library's limit
+    limit = min(file_size - 8, TENSORS_SIZE)
     if not 2 <= length <= limit:
         refuse(path, "broken safetensors", f"a header of 2 to {limit} bytes", length)
     entries = parse_json(file.read(length), path)
@@ -657,6 +710,9 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             begin, end = entry["data_offsets"]
+            if len(shape) > 4 or any(type(n) is not int for n in (*shape, begin, end)):
+                refuse(path, f"shape or data_offsets of {name}", "up to 4 integers and 2",
+                       [entry["shape"], entry["data_offsets"]])
             size = end - begin  # of other dtypes, which check_tensor() refuses
             if dtype in FLOAT_TYPES:
                 size = math.prod(shape) * BLOCK_SIZES[dtype][1]
@@ -835,6 +891,9 @@ def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
     added = read_added(where, tokenizer, tokenizer_config)
     model = tokenizer["model"]
     vocab = {text: i for text, i in model["vocab"].items() if text not in added}
+    for i in [*vocab.values(), *(i for i, _ in added.values())]:
+        if type(i) is not int or not 0 <= i < vocab_size:
+            refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", repr(i))
     merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     scores = merge_scores(where, vocab, merges)
     check_merges(where, vocab, merges)
@@ -845,8 +904,6 @@ def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
     tokens |= {i: text.encode() for text, (i, _) in added.items()}
     if len(tokens) != len(vocab) + len(added) or b"" in tokens.values():
         refuse(where, "tokens", "each with a text and an id of its own", "one without")
-    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", max(tokens))
     return Vocabulary(tokens, scores, {i: bool(flag) for i, flag in sorted(added.values())}, nfc)
 
 
@@ -1480,6 +1537,8 @@ def open_gguf_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
         if again := sorted(tensors.keys() & more):
             refuse(part, "tensors", "each in one part", first_few(again))
         tensors |= more
+        if len(tensors) > MOST_TENSORS:
+            refuse(path, "too many tensors", f"at most {MOST_TENSORS}", "more")
     return metadata, tensors
 
 
@@ -1488,7 +1547,7 @@ def open_gguf(path: Path) -> tuple[dict, dict[str, Tensor]]:
     of tensors, u64 number of metadata values; each value: string key, u32 type, value; each tensor:
     string name, u32 number of dimensions, u64 dimensions, innermost first, u32 dtype, u64 offset in
     the data; after padding, the data."""
-    file = open(path, "rb")
+    file = open_file(path)
     with (parsing(path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data):
         cursor = GGUFCursor(data)
         magic, version, n_tensors, n_values = cursor.unpack("4sI2Q")
@@ -1523,9 +1582,11 @@ class GGUFCursor:
 
     def unpack(self, letters: str) -> tuple:
         """The next values, by struct's letters."""
-        values = struct.unpack_from("<" + letters, self.data, self.at)
+        start = self.at
         self.at += struct.calcsize("<" + letters)
-        return values
+        if self.at > TOKENIZER_SIZE:
+            raise ValueError(f"more than {TOKENIZER_SIZE} bytes of metadata")
+        return struct.unpack_from("<" + letters, self.data, start)
 
     def string(self) -> str:
         return self.unpack(f"{self.unpack('Q')[0]}s")[0].decode()
@@ -1544,6 +1605,8 @@ class GGUFCursor:
     def tensor(self, path: Path, file: BinaryIO) -> Tensor:
         """A tensor's description; its offset is relative to the data."""
         name, (n_dims,) = self.string(), self.unpack("I")
+        if n_dims > 4:
+            refuse(path, f"shape of {name}", "up to 4 dimensions", n_dims)
         shape = self.unpack(f"{n_dims}Q")[::-1]
         kind, offset = self.unpack("IQ")
         dtype = gguf.GGMLQuantizationType(kind).name
@@ -1567,7 +1630,9 @@ def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None)
     if picture and not importlib.util.find_spec("matplotlib"):
         refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...` or `pip "
                "install matplotlib`", "none")
-    with open(out, "rb") as file:
+    if not out.exists():
+        refuse(out, "missing", f"the file to compare with {name}, which export.py makes", "none")
+    with open_file(out) as file:
         found = file.read(256)
         group_size = int.from_bytes(found[0x2C:0x30], "little")
         if group_size not in GROUP_SIZES:
@@ -1576,7 +1641,8 @@ def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None)
         check_yarn(out, config, found)
         check_bytes(out, "the header", header(config), found)
         path = tokenizer_path(out)
-        check_bytes(path, "the file", tokenizer, path.read_bytes())
+        with open_file(path) as tokenizer_out:
+            check_bytes(path, "the file", tokenizer, tokenizer_out.read(len(tokenizer) + 4))
         size = model_size(config, tensors)
         if (actual := out.stat().st_size) != size:
             refuse(out, "truncated or oversized", f"{size} bytes", actual)

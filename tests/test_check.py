@@ -208,7 +208,7 @@ def test_missing_files(exported, run):
     assert status == 1 and len(err) == 1 and "out.bin.tokenizer" in err[0]
     exported.unlink()
     status, err = run("--check", "hf", "out.bin")
-    assert status == 1 and len(err) == 1 and "out.bin: can't be read" in err[0]
+    assert status == 1 and len(err) == 1 and "out.bin: missing" in err[0]
 
 
 def test_another_source(exported, ck, run, tmp_path):

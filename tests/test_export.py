@@ -408,11 +408,11 @@ BAD_CONFIG = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
     ({"hidden_size": "64"}, "hidden_size", "'64'"),
     ({"hidden_size": -64}, "hidden_size", "-64"),
-    ({"vocab_size": 2 ** 40}, "vocab_size", "positive int"),
+    ({"vocab_size": 2 ** 40}, "vocab_size", "from 1 to 1073741824"),
     ({"num_hidden_layers": None}, "num_hidden_layers", "None"),
-    ({"rms_norm_eps": 0}, "rms_norm_eps", "positive float"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps", "from 1.17549e-38 to 1e\\+12"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps", "nan"),
-    ({"rope_theta": 10 ** 400}, "config.json", "OverflowError"),
+    ({"rope_theta": 10 ** 400}, "rope_theta", "a number from 1e-06 to 1e\\+12, found 1000"),
     ({"head_dim": 63}, "head_dim", "even"),
     ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads", "divisor of 3"),
     ({"hidden_size": 80}, "hidden_size", "multiple of 32"),
@@ -425,7 +425,7 @@ BAD_CONFIG = [
     ({"rope_scaling": YARN | {"factor": "four"}}, "factor", "'four'"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "factor", "None"),
     ({"rope_scaling": YARN | {"truncate": 0}}, "truncate", "true or false"),
-    ({"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor", "positive"),
+    ({"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor", "from 1e-06"),
     ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", "0.5"),
     ({"rope_scaling": "yarn"}, "config.json", "broken"),
     ({"vocab_size": 300}, "embed_tokens.weight|ids", "300"),
@@ -609,7 +609,8 @@ BAD_TOKENIZER = {
     "merge split": (lambda t: t["model"]["merges"].__setitem__(0, ["a"]), "broken"),
     "no model": (lambda t: t.pop("model"), "KeyError"),
     "vocabulary is a list": (lambda t: t["model"].update(vocab=["a"]), "broken"),
-    "post-processor": (lambda t: t.update(post_processor={"type": "Magic"}), "broken"),
+    "post-processor": (lambda t: t.update(post_processor={"type": "Magic"}),
+                       "post_processor .*ByteLevel or TemplateProcessing, found 'Magic'"),
 }
 
 
@@ -643,7 +644,7 @@ def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_pat
     ("config.json", None, ["not a checkpoint", "config.json"]),
     ("config.json", "{", ["config.json: broken", "JSONDecodeError"]),
     ("config.json", "[1]", ["list"]),
-    ("tokenizer.json", None, ["tokenizer.json", "No such file"]),
+    ("tokenizer.json", None, ["tokenizer.json: missing"]),
     ("tokenizer.json", '{"model": ', ["tokenizer.json: broken"]),
     ("tokenizer_config.json", "\x00", ["tokenizer_config.json: broken"]),
     ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<new>", "special": 1}}}',
@@ -651,8 +652,8 @@ def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_pat
     ("tokenizer_config.json", '{"eos_token": "<none>"}', ["<none>"]),
     ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<think>", "special": 1}'
      '}}', ["<think>"]),
-    ("generation_config.json", '{"temperature": -1}', ["sampling", "-1"]),
-    ("generation_config.json", '{"temperature": "hot"}', ["broken"]),
+    ("generation_config.json", '{"temperature": -1}', ["temperature", "-1"]),
+    ("generation_config.json", '{"temperature": "hot"}', ["temperature", "a number", "'hot'"]),
     ("generation_config.json", '{"repetition_penalty": 0}', ["repetition_penalty", "0"]),
     ("generation_config.json", '{"repetition_penalty": "1.1"}', ["repetition_penalty", "'1.1'"]),
     ("modules.json", "[1]", ["modules.json: broken"]),
@@ -737,7 +738,7 @@ def test_too_little_space_is_found_before_writing(checkpoint, run, tmp_path, mon
 
 
 @pytest.mark.parametrize("out, pattern", [
-    ("nowhere/out.bin", "No such file"), ("file/out.bin", "Not a directory"),
+    ("nowhere/out.bin", "nowhere: missing"), ("file/out.bin", "Not a directory"),
     ("folder.bin", "a directory"), ("longname" * 40 + ".bin", "name too long")])
 def test_target_that_cannot_be_written(checkpoint, run, tmp_path, out, pattern):
     folder = checkpoint().save(tmp_path / "in")
@@ -1196,26 +1197,10 @@ CHATS = {
     "dates": ("{{ strftime_now('%Y') }}" + CHATML, "the date"),
     "syntax": ("{% for %}", "TemplateSyntaxError"),
     "escape": ("{{ messages.__class__.__mro__ }}" + CHATML, "SecurityError"),
+    "escape by a filter": ("{{ ('{0.__class__.__mro__}'|attr('format'))(1) }}" + CHATML, "SecurityError"),
     "changes": ("{% set _ = messages.append(1) %}" + CHATML, "SecurityError"),
     "wrong type": ([1], "broken"),
 }
-
-
-def test_endless_template(monkeypatch):
-    monkeypatch.setattr(export, "TEMPLATE_SECONDS", 0.3)
-    loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-    export.notes.clear()
-    assert export.chat_pieces(loops + CHATML, {}) is None
-    assert len(export.notes) == 1 and "TimeoutError: it takes more than 0.3 s" in export.notes[0]
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
-
-
-def test_template_without_timers(monkeypatch):
-    """As on Windows."""
-    monkeypatch.delattr(signal, "setitimer")
-    monkeypatch.delattr(signal, "SIGVTALRM")
-    export.notes.clear()
-    assert export.chat_pieces(CHATML, {}) is not None and not export.notes
 
 
 @pytest.mark.parametrize("where", ["file", "tokenizer_config", "list", "old json"])

@@ -152,7 +152,7 @@ def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, 
     assert (tmp_path / "out.bin").read_bytes() == ck.expected()
 
 
-def test_parts_are_joined(checkpoint, run, tmp_path):
+def test_parts_are_joined(checkpoint, run, tmp_path, monkeypatch):
     ck = checkpoint("F16")
     tensors = list(blocks(ck, Kind.F16).items())
     for i in range(3):
@@ -161,6 +161,9 @@ def test_parts_are_joined(checkpoint, run, tmp_path):
               dict(tensors[i::3]))
     assert run("m-00001-of-00003.gguf", "out.bin")[0] == 0
     assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+    with monkeypatch.context() as patch:
+        patch.setattr("export.MOST_TENSORS", len(tensors) - 1)
+        refused(run("m-00001-of-00003.gguf", "out.bin"), "too many tensors")
     refused(run("m-00002-of-00003.gguf", "out.bin"), "one of several parts", "m?-00001-of-00003")
     (tmp_path / "m-00003-of-00003.gguf").rename(tmp_path / "elsewhere")
     status, err = run("m-00001-of-00003.gguf", "x.bin")
