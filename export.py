@@ -209,6 +209,8 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
                 refuse(target, "can't be written", "a file or nothing there", "a directory")
             files.append(open(part, "xb", buffering=0))
         yield files
+        if __name__ == "__main__":
+            on_signals(lambda _: None)  # everything is written: a signal now comes too late
         for part, target in zip(parts, targets):
             os.replace(part, target)
     finally:
