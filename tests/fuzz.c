@@ -10,12 +10,14 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <termios.h>
@@ -28,7 +30,7 @@ static jmp_buf left;            // where exit() goes
 static int exit_status;
 static void *blocks[1 << 12];   // everything allocated; the first `kept` stay
 static size_t n_blocks, kept;
-static struct { const char *name; uint8_t *p; size_t n; } files[8];
+static struct { const char *name; uint8_t *p; size_t n, at; } files[8];
 static size_t n_files;
 static uint8_t written[1 << 16];  // stdout
 static size_t n_written;
@@ -37,6 +39,8 @@ static int reports;
 static const uint8_t *typed;    // stdin
 static size_t n_typed;
 static int terminals;           // bit fd: it is one
+static size_t read_at_once;     // bytes of stdin that arrive together, 0: all
+static bool pasting;            // the lines of a terminal arrive together
 
 static const uint8_t *input;    // being run
 static size_t input_size;
@@ -107,7 +111,7 @@ static void file_add(const char *name, const void *p, size_t n) {
 
 static int fuzz_open(const char *path) {
     for (size_t i = 0; i < n_files; i++) {
-        if (!strcmp(files[i].name, path)) return 100 + (int)i;
+        if (!strcmp(files[i].name, path)) return files[i].at = 0, 100 + (int)i;
     }
     errno = ENOENT;
     return -1;
@@ -125,22 +129,40 @@ static ssize_t fuzz_write(const void *p, size_t n) {
     return (ssize_t)n;
 }
 
+static volatile sig_atomic_t interrupted;
+
+// At a terminal Ctrl-C comes instead of its byte, Ctrl-D ends the input once, and a line at a time
+// arrives.
 static ssize_t fuzz_read(int fd, void *p, size_t n) {
-    if (fd >= 100) return 0;
+    if (fd >= 100) {
+        size_t left = files[fd - 100].n - files[fd - 100].at;
+        n = n < left ? n : left;
+        memcpy(p, files[fd - 100].p + files[fd - 100].at, n);
+        files[fd - 100].at += n;
+        return (ssize_t)n;
+    }
     n = n < n_typed ? n : n_typed;
+    if (read_at_once && n > read_at_once) n = read_at_once;
+    for (size_t i = 0; i < n && (terminals & 1); i++) {
+        bool control = typed[i] == 3 || typed[i] == 4;
+        if (control && i == 0) {
+            interrupted = typed[0] == 3;
+            typed++, n_typed--;
+            errno = EINTR;
+            return interrupted ? -1 : 0;
+        }
+        if (control) n = i;
+        else if (typed[i] == '\n' && !pasting) n = i + 1;
+    }
     memcpy(p, typed, n);
     typed += n;
     n_typed -= n;
     return (ssize_t)n;
 }
 
-static ssize_t fuzz_getline(char **line, size_t *cap) {
-    const uint8_t *end = n_typed ? memchr(typed, '\n', n_typed) : NULL;
-    size_t n = end ? (size_t)(end - typed) + 1 : n_typed;
-    if (n + 1 > *cap) *line = fuzz_realloc(*line, *cap = n + 1);
-    fuzz_read(0, *line, n);
-    (*line)[n] = 0;
-    return n ? (ssize_t)n : -1;
+static int fuzz_waiting(int *n) {
+    *n = pasting ? (int)n_typed : 0;
+    return 0;
 }
 
 static int fuzz_fprintf(const char *format, ...) {
@@ -163,8 +185,7 @@ static int fuzz_fprintf(const char *format, ...) {
 #define access(path, mode) (fuzz_open(path) < 0 ? -1 : 0)
 #define read fuzz_read
 #define write(fd, p, n) fuzz_write(p, n)
-#define getline(line, cap, stream) fuzz_getline(line, cap)
-#define ferror(stream) 0
+#define ioctl(fd, request, n) fuzz_waiting(n)
 #define isatty(fd) (terminals >> (fd) & 1)
 #define tcgetattr(fd, mode) (-1)
 #define nanosleep(time, rest) (void)0
@@ -180,6 +201,7 @@ static int fuzz_fprintf(const char *format, ...) {
 #undef open
 #undef close
 #undef read
+#undef ioctl
 #undef write
 #undef fprintf
 #undef fputc
@@ -222,6 +244,17 @@ static Buffer decoded(const Tokenizer *t, const Ids *ids) {
         buffer_add(&text, t->text[ids->p[i]]);
     }
     return text;
+}
+
+// Can these bytes drive a terminal? Dimming may.
+static bool harmless(const uint8_t *p, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        uint8_t next = i + 1 < n ? p[i + 1] : 0;
+        if (p[i] == 27 && i + 4 <= n && (!memcmp(p + i, "\033[2m", 4) || !memcmp(p + i, "\033[0m", 4))) continue;
+        if (p[i] == 127 || (p[i] == 0xC2 && next >= 0x80 && next < 0xA0)) return false;
+        if (p[i] < ' ' && p[i] != '\n' && p[i] != '\t' && !(p[i] == '\r' && next == '\n')) return false;
+    }
+    return true;
 }
 
 // ---- Target model: a header, from which the size and the rest of the file follow
@@ -279,7 +312,8 @@ static void fuzz_model(Bytes in) {
     if (isfinite(sum_double(logits, g->vocab_size)))
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
     e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size};
-    if (n > 1) score(&e, ids, n - 1, 0);
+    double sum = 0;
+    if (n > 1) score(&e, ids, n - 1, 0, &sum);
     e.sampler = (Sampler){.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
                           .seen = alloc(g->vocab_size, 1, "a test"),
                           .answered = alloc(g->vocab_size, 1, "a test")};
@@ -496,7 +530,10 @@ static void fuzz_session(Bytes in) {
     uint8_t flags = take_byte(&in);
     terminals = flags & 3;
     quiet = flags & 4;
+    pasting = flags & 8;
+    read_at_once = flags >> 4;
     file_add("f", "a file's text\n", 14);
+    file_add("e", "", 0);
     while (in.n && argc < 39) {
         Bytes arg = take_until(&in, 0);
         if (arg.n == 0) break;
@@ -527,6 +564,10 @@ static void fuzz_session(Bytes in) {
     else if (chat) chat_turn(&app, text, true);
     else run_raw(&app, text);
     CHECK(!app.writer.thinking && app.writer.held.n == 0);
+    if (terminals & 2) CHECK(harmless(written, n_written));
+    const Conversation *c = &app.conversation;  // user, assistant, user, ... after the system
+    size_t system = c->n && c->p[0].role == SYSTEM;
+    for (size_t i = system; i < c->n; i++) CHECK(c->p[i].role == ((i - system) % 2 ? ASSISTANT : USER));
 }
 
 // ---- Target sample: any logits and any options
@@ -588,33 +629,91 @@ static bool ends_inside_character(Bytes s) {    // by trying what could follow
     return false;
 }
 
+// The first `stop` in the text, or its end
+static size_t naive_find(Bytes text, Bytes stop) {
+    for (size_t at = 0; stop.n && at + stop.n <= text.n; at++) {
+        if (!memcmp(text.p + at, stop.p, stop.n)) return at;
+    }
+    return text.n;
+}
+
+// The text with U+FFFD for control characters
+static Buffer naive_printable(Bytes s) {
+    Buffer out = {0};
+    for (size_t i = 0; i < s.n; i++) {
+        int c = s.p[i], next = i + 1 < s.n ? s.p[i + 1] : -1;
+        bool c1 = c == 0xC2 && !(next >= 0xA0 && next < 0xC0);
+        bool shown = c == '\n' || c == '\t' || (c == '\r' && next == '\n') || (c >= 32 && c != 127 && !c1);
+        buffer_add(&out, shown ? rest(s.p + i, 1) : bytes("\uFFFD"));
+        i += c1 && next >= 0x80 && next < 0xA0;
+    }
+    return out;
+}
+
+// What is drawn, in tokens that are cut anywhere: all of it or what is before the stop text comes out,
+// and what may still become one, or a character, is all that waits.
 static void fuzz_writer(Bytes in) {
     uint8_t flags = take_byte(&in);
-    Writer w = {.chat = flags & 1, .terminal = flags & 2, .dim = (flags & 6) == 6};
-    Buffer all = {0};
+    Bytes stop = take_up_to(&in, take_byte(&in) % 6);
+    Writer w = {.chat = flags & 1, .terminal = flags & 2, .dim = (flags & 6) == 6, .began = true, .stop = stop};
+    Buffer all = {0}, answer = {0};             // drawn; and of a chat without a terminal, the answer
     Tokenizer t = tiny;
     Bytes tokens[3];                            // a text, <think>, </think>
-    uint8_t kind[3] = {0, 0, 0};
+    uint8_t kind[3] = {0, flags & 8 ? SPECIAL : 0, flags & 8 ? SPECIAL : 0};
+    bool going = true, began = true;
+    size_t answer_begin = 0;                    // of the part since the last thinking
+    terminals = flags & 16 ? 4 : 0;             // of stderr
     t.text = tokens;
     t.kind = kind;
     t.think = 1;
     t.end_think = 2;
-    while (in.n) {
-        size_t n = take_byte(&in) % 8, before = n_written;
+    while (in.n && going) {
+        size_t n = take_byte(&in) % 8;
+        bool thought = w.thinking;
         int id = w.chat && n > 5 ? (int)n - 5 : 0;
         tokens[id] = take_up_to(&in, n);
-        buffer_add(&all, tokens[id]);
-        writer_token(&w, &t, id);
-        CHECK(w.thinking == (id == 1 || (id == 0 && w.thinking)));
-        if (w.chat) continue;
-        CHECK(w.held.n <= 3 && n_written + w.held.n == all.n);
-        CHECK(!memcmp(written + before, all.p + before, n_written - before));
-        CHECK(ends_inside_character(rest(all.p, all.n)) == (w.held.n > 0));
+        if (!kind[id]) buffer_add(&all, tokens[id]);
+        going = writer_token(&w, &t, id);
+        CHECK(w.thinking == (id == 1 || (id == 0 && w.thinking)) || !going);
+        if (w.chat) {
+            for (size_t i = 0; !thought && id != 1 && !kind[id] && i < tokens[id].n; i++) {
+                began |= tokens[id].p[i] != '\n';
+                if (began) buffer_add(&answer, rest(tokens[id].p + i, 1));
+            }
+            Bytes part = bytes_from(bytes_of(&answer), answer_begin);
+            CHECK(going == (naive_find(part, stop) == part.n));
+            if (thought && !w.thinking) began = false, answer_begin = answer.n;
+            if (id == 1) answer_begin = answer.n;
+            if (!going) answer.n = answer_begin + naive_find(part, stop);
+            continue;
+        }
+        Bytes text = bytes_of(&all);
+        CHECK(going == (naive_find(text, stop) == text.n));
+        if (!going) break;
+        size_t waits = 0;
+        for (size_t k = 1; k < stop.n && k <= text.n; k++) {
+            if (!memcmp(text.p + text.n - k, stop.p, k)) waits = k;
+        }
+        bool inside = ends_inside_character(text) || (w.terminal && text.n && text.p[text.n - 1] == '\r');
+        CHECK(w.held.n >= waits && w.held.n <= waits + 3);
+        if (waits == 0) CHECK(inside == (w.held.n > 0));
+        Buffer out = {0};
+        if (w.terminal) out = naive_printable(rest(text.p, text.n - w.held.n));
+        else buffer_add(&out, rest(text.p, text.n - w.held.n));
+        CHECK(bytes_equal(rest(written, n_written), bytes_of(&out)));
     }
     writer_end(&w);
     CHECK(!w.thinking && w.held.n == 0);
+    if (w.terminal) CHECK(harmless(written, n_written));
+    if (w.chat && !w.terminal) buffer_add(&answer, bytes("\n"));
+    if (w.chat && !w.terminal) CHECK(bytes_equal(rest(written, n_written), bytes_of(&answer)));
     if (w.chat) return;
-    CHECK(n_written == all.n + w.terminal && (all.n == 0 || !memcmp(written, all.p, all.n)));
+    Bytes text = rest(all.p, naive_find(bytes_of(&all), stop));
+    CHECK(w.cut == all.n - text.n);
+    Buffer out = naive_printable(text);
+    if (!w.terminal) out.n = 0, buffer_add(&out, text);
+    if (w.terminal) buffer_add(&out, bytes("\n"));
+    CHECK(bytes_equal(rest(written, n_written), bytes_of(&out)));
 }
 
 // ---- Running them
@@ -631,7 +730,8 @@ static void run_input(const struct Target *target, const uint8_t *p, size_t n) {
     input_size = n;
     quiet = true;
     interrupted = 0;
-    n_written = reports = n_typed = terminals = 0;
+    n_written = reports = n_typed = terminals = pasting = 0;
+    read_at_once = 0;
     if (setjmp(left) == 0) {
         target->run((Bytes){p, n < target->longest ? n : target->longest});
     } else if (exit_status == 0) {
@@ -641,6 +741,7 @@ static void run_input(const struct Target *target, const uint8_t *p, size_t n) {
         CHECK((reports == 1 || terminals || !quiet) && (exit_status == 1 || exit_status == 2));
         CHECK(length > 8 && said[length - 1] == '\n');
         for (size_t i = 0; i + 1 < length; i++) CHECK((unsigned char)said[i] >= ' ');
+        CHECK(harmless((const uint8_t *)said, length));
     }
     while (n_blocks > kept) free(blocks[--n_blocks]);
     table_clear();
@@ -727,10 +828,19 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     SEED("session", "\2m.bin\0-m\0generate\0-f\0-\0\0abc"),
     SEED("session", "\6m.bin\0-m\0generate\0-f\0-\0-n\0" "2\0--version\0\0abc"),
     SEED("session", "\2m.bin\0-m\0tokenize\0-i\0<|im_end|>\0\0"),
+    SEED("session", "\2m.bin\0-m\0tokenize\0-v\0-i\0\xc2\x9b\033 e\0\0"),
+    SEED("session", "\3m.bin\0-x\0e\0-e\0" "1.2\0\0hi\n/retry\n/file f what?\n/clear\n/help\nyes\n/bye\n"),
+    SEED("session", "\3m.bin\0-n\0-1\0-y\0s\0\0one\n/file \"f\"\n/file e\n/file g x\nab\3\n/retry\n\4"),
+    SEED("session", "\x4bm.bin\0\0two\nlines\n\n/clear\n/quit\nx\\\ny\n\3\3exit\n"),
+    SEED("session", "\x20m.bin\0-m\0chat\0-x\0" "a\0-e\0" "2\0\0one\n/bye\ntwo"),
+    SEED("session", "\0m.bin\0-m\0generate\0-x\0\n\0-i\0go\0\0"),
     SEED("sample", "\0\x46\5\xf0\1\x80\x90\xa0\x70\x80\x81\xa1\xa1\x40"),
     SEED("sample", "\6\x46\5\xf0\1\0\0\x80\x7f\0\0\x80\x3f\0\0\x80\x3f"),
-    SEED("writer", "\7\3<a>\6think>\2b\n\7/think>\2\nc"),
-    SEED("writer", "\0\1\xf0\2\x9f\x99\1\x82\3\xe2\x82Z\2\xed\xa0\1\x80\1\xc3\0\1\xa9"),
+    SEED("writer", "\7\0\3<a>\6think>\2b\n\7/think>\2\nc"),
+    SEED("writer", "\0\0\1\xf0\2\x9f\x99\1\x82\3\xe2\x82Z\2\xed\xa0\1\x80\1\xc3\0\1\xa9"),
+    SEED("writer", "\2\2\n\n\3a\r\n\2b\r\1\n\3\xc2\x9b\033\2\n\nc"),
+    SEED("writer", "\0\4aaab\3aaa\2aa\3aba\1c"),
+    SEED("writer", "\1\3abc\1a\6think>\2bc\7/think>\3\n\na\1b\2cd"),
 };
 
 static uint64_t random_state;

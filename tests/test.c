@@ -630,8 +630,11 @@ static void test_unfinished(void) {
         {"\xE0\x80", 0}, {"\xE0\xA0", 2}, {"\xED\xA0", 0}, {"\xED\x9F", 2}, {"\xF0\x80", 0},
         {"\xF4\x90", 0}, {"\xF4\x8F", 2}, {"\xC3\xC3", 1}, {"\xE2\x82\xAC\x82", 0}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        CHECK(unfinished(bytes(cases[i].text)) == cases[i].expected, "case %zu", i);
+        CHECK(unfinished(bytes(cases[i].text), false) == cases[i].expected, "case %zu", i);
+        CHECK(unfinished(bytes(cases[i].text), true) == cases[i].expected, "case %zu", i);
     }
+    CHECK(unfinished(bytes("a\r"), true) == 1 && unfinished(bytes("a\r"), false) == 0);
+    CHECK(unfinished(bytes("a\r\n"), true) == 0 && unfinished(bytes("\xC3\r"), true) == 1);
 }
 
 static void test_utf8(void) {
