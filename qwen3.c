@@ -93,17 +93,18 @@ static bool quiet;                         // -q: only errors on stderr
 static volatile sig_atomic_t interrupted;  // Ctrl-C was pressed
 
 // Copies n bytes of text to out (3 n) as a terminal may show it: a control character (U+0000 to
-// U+001F, U+007F to U+009F) that is not one of `allowed` becomes U+FFFD. Returns out's new size.
+// U+001F, U+007F to U+009F) that is not one of `allowed` becomes U+FFFD, and so does its first byte
+// alone, as the other may follow in the next text. Returns out's new size.
 static size_t printable(char *out, const char *text, size_t n, const char *allowed) {
     size_t size = 0;
     for (size_t i = 0; i < n; i++) {
         const unsigned char c = text[i], next = i + 1 < n ? text[i + 1] : 0;
-        const bool c1 = c == 0xC2 && (next & 0xE0) == 0x80;
+        const bool c1 = c == 0xC2 && (next & 0xE0) != 0xA0;
         const bool plain = c >= ' ' && c != 127 && !c1, newline = c == '\r' && next == '\n';
         const bool shown = plain || (c && strchr(allowed, c) && (c != '\r' || newline));
         if (shown) out[size++] = text[i];
         else size += 3, memcpy(out + size - 3, "\uFFFD", 3);
-        i += c1;
+        i += c1 && (next & 0xE0) == 0x80;
     }
     return size;
 }
@@ -2074,25 +2075,26 @@ static size_t unfinished_stop(Bytes text, Bytes stop) {
     return 0;
 }
 
-// To a terminal, without its control characters. Each piece is dimmed by itself, in one write: no
-// signal can leave the terminal dim.
-static void write_terminal(Writer *out, Bytes text, bool dim) {
-    if (text.n == 0) return;
+// A text as a terminal may show it: without its control characters. Each piece is dimmed by itself,
+// in one write: no signal can leave the terminal dim.
+static Bytes for_terminal(Writer *out, Bytes text, bool dim) {
+    if (text.n == 0) return text;
     Buffer *shown = &out->shown;
     shown->p = grow(shown->p, &shown->cap, 0, 3 * text.n + 8, 1);
     memcpy(shown->p, "\033[2m", 4);
     shown->n = 4 * dim;
     shown->n += printable((char *)shown->p + shown->n, (const char *)text.p, text.n, "\n\r\t");
     if (dim) buffer_add(shown, bytes("\033[0m"));
-    write_stdout(bytes_of(shown));
+    return bytes_of(shown);
 }
 
 // Writes what is held, except its last `keep` bytes.
 static void writer_flush(Writer *out, size_t keep) {
-    const Bytes text = {out->held.p, out->held.n - keep};
+    Bytes text = {out->held.p, out->held.n - keep};
     const bool thinking = out->chat && out->thinking;
-    if (out->terminal) write_terminal(out, text, thinking && out->dim);
-    else if (!thinking) write_stdout(text);
+    if (out->terminal) text = for_terminal(out, text, thinking && out->dim);
+    else if (thinking && is_terminal(STDERR_FILENO)) text = for_terminal(out, text, false);
+    if (out->terminal || !thinking) write_stdout(text);
     else if (!quiet) fwrite(text.p, 1, text.n, stderr);
     if (keep) memmove(out->held.p, out->held.p + out->held.n - keep, keep);
     out->held.n = keep;
@@ -2132,8 +2134,9 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
             out->held.n = at;
             return false;
         }
-        const size_t a = unfinished(held, out->terminal), b = unfinished_stop(held, stop);
-        writer_flush(out, a > b ? a : b);
+        const size_t keep = unfinished_stop(held, stop);
+        const Bytes rest = {held.p, held.n - keep};
+        writer_flush(out, keep + unfinished(rest, out->terminal || out->thinking));
     }
     if (id == tok->end_think) writer_thinks(out, false);
     return true;
@@ -2225,9 +2228,9 @@ static int checked_prefill(App *app, const Ids *prompt) {
 // A rate with three significant digits
 static const char *rate_text(char text[16], double rate) {
     const double k = rate / 1000;
-    if (rate >= 1e4) snprintf(text, 16, k < 100 ? "%.1fk" : "%.0fk", k);
-    else if (rate >= 1000) snprintf(text, 16, "%.0f0", rate / 10);
-    else snprintf(text, 16, rate < 10 ? "%.2f" : rate < 100 ? "%.1f" : "%.0f", rate);
+    if (rate >= 9995) snprintf(text, 16, k < 99.95 ? "%.1fk" : "%.0fk", k);
+    else if (rate >= 999.5) snprintf(text, 16, "%.0f0", rate / 10);
+    else snprintf(text, 16, rate < 9.995 ? "%.2f" : rate < 99.95 ? "%.1f" : "%.0f", rate);
     return text;
 }
 
@@ -2365,13 +2368,13 @@ static bool read_line(App *app, Bytes *line) {
     typed->n -= app->line_end;
     if (typed->n) memmove(typed->p, typed->p + app->line_end, typed->n);
     for (size_t seen = 0;; app->line_end = 0) {
+        typed->p = grow(typed->p, &typed->cap, typed->n, 65536, 1);
         const Bytes fresh = bytes_from(bytes_of(typed), seen);
         const uint8_t *newline = fresh.n ? memchr(fresh.p, '\n', fresh.n) : NULL;
         app->line_end = newline ? (size_t)(newline - typed->p) + 1 : typed->n;
         *line = (Bytes){typed->p, app->line_end};
         if (newline) return true;
         seen = typed->n;
-        typed->p = grow(typed->p, &typed->cap, typed->n, 65536, 1);
         ssize_t got = interrupted ? -1 : read_some(STDIN_FILENO, typed->p + typed->n, 65536);
         if (got < 0 && !interrupted) die("stdin: %s", strerror(errno));
         if (got < 0) app->line_end = typed->n;  // what was typed before Ctrl-C is gone
@@ -2396,9 +2399,11 @@ static bool read_message(App *app) {
         cut |= chop(line).n >= (size_t)terminal_line();
         buffer_add(message, line);
         const bool whole = line.p[line.n - 1] == '\n';
+        const bool only_enter = whole && line.n == 1;
         const bool continued = whole && line.n > 1 && line.p[line.n - 2] == '\\';
         const bool waits = whole && (app->typed.n > app->line_end || input_waits());
         if (continued) message->n--, message->p[message->n - 1] = '\n';  // without the backslash
+        if (only_enter && !waits) message->n--;  // it just sends what is there
         more = whole && (continued || waits || pasted);
         pasted = waits;
     }
@@ -2436,6 +2441,7 @@ static void retry(App *app) {
 
 // Sends "PATH TEXT" as TEXT, an empty line and the file's text; PATH ends at a space, or is quoted.
 static void send_file(App *app, Bytes words) {
+    while (words.n && *words.p == ' ') words = bytes_from(words, 1);
     const bool quoted = words.n && *words.p == '"';
     if (quoted) words = bytes_from(words, 1);
     Buffer path = {0}, message = {0};
@@ -2443,11 +2449,14 @@ static void send_file(App *app, Bytes words) {
     while (n < words.n && words.p[n] != (quoted ? '"' : ' ')) n++;
     buffer_add(&path, (Bytes){words.p, n});
     path.p[n] = 0;
-    while (n < words.n && (words.p[n] == ' ' || words.p[n] == '"')) n++;
+    if (quoted && n < words.n) n++;
+    while (n < words.n && words.p[n] == ' ') n++;
     buffer_add(&message, bytes_from(words, n));
     if (message.n) buffer_add(&message, bytes("\n\n"));
+    const size_t before = message.n;
     const char *name = (const char *)path.p;
     const char *error = path.n ? file_read(&message, name) : "missing, expected /file PATH TEXT";
+    if (!error && message.n == before) error = "empty, expected a text";
     if (error) notice("/file: %s%s%s", name, path.n ? ": " : "", error);
     else chat_turn(app, chop(bytes_of(&message)), false);
     free(path.p);
@@ -2535,11 +2544,12 @@ static void buffer_add_token(Buffer *b, const Tokenizer *tok, int id) {
     buffer_add(b, bytes(escape));
     for (size_t at = 0; at < text.n;) {
         const Char c = char_at(tok, text, at);
+        const bool control = c.c < ' ' || (c.c >= 127 && c.c < 160);
         if (c.c >= BAD_BYTE) snprintf(escape, sizeof(escape), "\\ufffd");
-        else if (c.c < ' ' || c.c == 127) snprintf(escape, sizeof(escape), "\\u%04x", c.c);
+        else if (control) snprintf(escape, sizeof(escape), "\\u%04x", c.c);
         else snprintf(escape, sizeof(escape), c.c == '"' || c.c == '\\' ? "\\" : "");
         buffer_add(b, bytes(escape));
-        if (c.c >= ' ' && c.c != 127 && c.c < BAD_BYTE) buffer_add(b, (Bytes){text.p + at, c.n});
+        if (!control && c.c < BAD_BYTE) buffer_add(b, (Bytes){text.p + at, c.n});
         at += c.n;
     }
     buffer_add(b, bytes("\"\n"));
@@ -2754,7 +2764,7 @@ static void die_of_argument(const char *arg, const char *model) {
         if (!strcmp(arg, other[i][0]))
             die_usage("%s: unknown option, expected %s; -h lists all", arg, other[i][1]);
     }
-    if (arg[0] == '-' && strchr(OPTION_LETTERS, arg[1]))
+    if (arg[0] == '-' && arg[1] && strchr(OPTION_LETTERS, arg[1]))
         die_usage("%s: unknown option, expected a space: %.2s %s", arg, arg, arg + 2);
     if (arg[0] == '-') die_usage("%s: unknown option, expected one of those that -h lists", arg);
     die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i: -i \"%s\"", arg, model,
@@ -3937,8 +3947,7 @@ static bool is_directory(const char *path) {
 static ssize_t read_some(int fd, void *p, size_t n) {
     for (;;) {
         ssize_t got = read(fd, p, n);
-        if (got >= 0 || (errno == EINTR && interrupted) || (errno != EINTR && errno != EAGAIN))
-            return got;
+        if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
         if (errno == EAGAIN) wait_for(fd, true);
     }
 }
