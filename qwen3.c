@@ -45,7 +45,7 @@
      Types, with their shapes                  The tokenizer file
      What Parts II and III provide             Unicode
      Math                                      Drafts
-     One layer                                 Writing an answer
+     One layer                                 Writing
      The whole model: forward()                Conversation
      Matrix product and attention              The modes
      Text to tokens                            Options and main
@@ -92,33 +92,8 @@ enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 static bool quiet;                         // -q: only errors on stderr
 static volatile sig_atomic_t interrupted;  // Ctrl-C was pressed
 
-// Copies n bytes of text to out (3 n) as a terminal may show it: a control character (U+0000 to
-// U+001F, U+007F to U+009F) that is not one of `allowed` becomes U+FFFD, and so does its first byte
-// alone, as the other may follow in the next text. Returns out's new size.
-static size_t printable(char *out, const char *text, size_t n, const char *allowed) {
-    size_t size = 0;
-    for (size_t i = 0; i < n; i++) {
-        const unsigned char c = text[i], next = i + 1 < n ? text[i + 1] : 0;
-        const bool c1 = c == 0xC2 && (next & 0xE0) != 0xA0;
-        const bool plain = c >= ' ' && c != 127 && !c1, newline = c == '\r' && next == '\n';
-        const bool shown = plain || (c && strchr(allowed, c) && (c != '\r' || newline));
-        if (shown) out[size++] = text[i];
-        else size += 3, memcpy(out + size - 3, "\uFFFD", 3);
-        i += c1 && (next & 0xE0) == 0x80;
-    }
-    return size;
-}
-
-// Writes one line to stderr, of the form "qwen3: WHERE: WHAT, expected X, found Y", whatever bytes
-// the arguments hold.
-__attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...) {
-    char text[1024], line[3 * sizeof(text)];
-    va_list args;
-    va_start(args, fmt);
-    vsnprintf(text, sizeof(text), fmt, args);
-    va_end(args);
-    fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, text, strlen(text), ""), line);
-}
+// Writes one line to stderr, of the form "qwen3: WHERE: WHAT, expected X, found Y" (Part II).
+__attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...);
 
 #define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))      // a file, memory or model error
 #define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))  // an error in the command line
@@ -333,9 +308,12 @@ static void matmul(const State *s, Matmul all);
 // attend (below) for all query heads of tokens first .. n - 1, on all threads.
 static void attend_all(const Pass *p);
 
-// Stores a key or a value (head_dim) of one kv head at position pos in the cache of p's layer.
+// The KV cache of p's layer: stores a key or a value (head_dim) of one kv head at position pos; or
+// reads element j of one.
 static void cache_put_key(const Pass *p, int kv_head, int pos, const float *k);
 static void cache_put_value(const Pass *p, int kv_head, int pos, const float *v);
+static float cache_key(const Pass *p, int kv_head, int pos, int j);
+static float cache_value(const Pass *p, int kv_head, int pos, int j);
 
 // The progress display of a long text. progress_start: `tokens` tokens are about to run.
 // progress_add: n of them have finished one more layer. progress_end removes the display.
@@ -755,10 +733,6 @@ INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const in
     return sum;
 }
 
-// Element j of the key or the value of one kv head at position pos, from the KV cache (Part III)
-static float cache_key(const Pass *p, int kv_head, int pos, int j);
-static float cache_value(const Pass *p, int kv_head, int pos, int j);
-
 // Attention of one query head of token t: a = softmax(q . K / sqrt(head_dim)) V with q and a
 // (head_dim), K and V (len, head_dim). score (seq_len) is overwritten.
 INLINE void attend(const Pass *p, int t, int head, float *score) {
@@ -918,22 +892,24 @@ typedef struct {      // text arrives in parts, some of which may hold added tok
     size_t symbols_cap, n_heap, heap_cap;
 } Encoder;
 
-static void heap_push(Encoder *e, uint64_t key) {
-    e->heap = grow(e->heap, &e->heap_cap, e->n_heap, 1, sizeof(*e->heap));
-    size_t i = e->n_heap++;
-    for (; i > 0 && key < e->heap[(i - 1) / 2]; i = (i - 1) / 2) e->heap[i] = e->heap[(i - 1) / 2];
-    e->heap[i] = key;
+static void heap_push(Encoder *enc, uint64_t key) {
+    enc->heap = grow(enc->heap, &enc->heap_cap, enc->n_heap, 1, sizeof(*enc->heap));
+    size_t i = enc->n_heap++;
+    for (size_t parent; i > 0 && key < enc->heap[parent = (i - 1) / 2]; i = parent) {
+        enc->heap[i] = enc->heap[parent];
+    }
+    enc->heap[i] = key;
 }
 
-static uint64_t heap_pop(Encoder *e) {
-    uint64_t top = e->heap[0], moved = e->heap[--e->n_heap];
+static uint64_t heap_pop(Encoder *enc) {
+    uint64_t top = enc->heap[0], moved = enc->heap[--enc->n_heap];
     size_t i = 0;
-    for (size_t child; (child = 2 * i + 1) < e->n_heap; i = child) {
-        if (child + 1 < e->n_heap && e->heap[child + 1] < e->heap[child]) child++;
-        if (moved <= e->heap[child]) break;
-        e->heap[i] = e->heap[child];
+    for (size_t child; (child = 2 * i + 1) < enc->n_heap; i = child) {
+        if (child + 1 < enc->n_heap && enc->heap[child + 1] < enc->heap[child]) child++;
+        if (moved <= enc->heap[child]) break;
+        enc->heap[i] = enc->heap[child];
     }
-    e->heap[i] = moved;
+    enc->heap[i] = moved;
     return top;
 }
 
@@ -946,80 +922,83 @@ INLINE uint32_t rank_of(float score) {
 }
 
 // Looks up whether the symbol at `at` and the next one make a token: that is their merge.
-static void find_merge(Encoder *e, Bytes piece, uint32_t at) {
-    Symbol *a = &e->symbols[at];
-    a->key = NO_MERGE;
-    if (a->next >= piece.n) return;
-    a->merged = token_find(e->tok, (Bytes){piece.p + at, e->symbols[a->next].next - at});
-    if (a->merged >= 0) a->key = (uint64_t)rank_of(e->tok->score[a->merged]) << 32 | at;
+static void find_merge(Encoder *enc, Bytes piece, uint32_t at) {
+    Symbol *symbol = &enc->symbols[at];
+    symbol->key = NO_MERGE;
+    if (symbol->next >= piece.n) return;
+    const Tokenizer *tok = enc->tok;
+    const uint32_t end = enc->symbols[symbol->next].next;
+    symbol->merged = token_find(tok, (Bytes){piece.p + at, end - at});
+    if (symbol->merged >= 0) symbol->key = (uint64_t)rank_of(tok->score[symbol->merged]) << 32 | at;
 }
 
 // A merge is pushed only if it is a local minimum, that is, if its key is smaller than those of
 // both neighbours. The smallest key of all is always a local minimum, so nothing is missed; and the
 // heap stays small: in a long run of one letter only the first merge is a minimum, and the run
 // takes linear time.
-static void offer(Encoder *e, uint32_t at) {
-    const Symbol *a = &e->symbols[at];
-    if (a->key < e->symbols[a->prev].key && a->key < e->symbols[a->next].key) heap_push(e, a->key);
+static void offer(Encoder *enc, uint32_t at) {
+    const Symbol *symbol = &enc->symbols[at];
+    const uint64_t before = enc->symbols[symbol->prev].key, after = enc->symbols[symbol->next].key;
+    if (symbol->key < before && symbol->key < after) heap_push(enc, symbol->key);
 }
 
 // Byte-pair encoding of one piece: always the merge with the highest score, the leftmost of equals.
-static void encode_piece(Encoder *e, Bytes piece) {
+static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t end = (uint32_t)piece.n;
-    e->symbols = grow(e->symbols, &e->symbols_cap, 0, piece.n + 1, sizeof(Symbol));
+    enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, piece.n + 1, sizeof(Symbol));
     for (uint32_t i = 0; i < end; i++) {
-        e->symbols[i] = (Symbol){.key = NO_MERGE, .id = e->tok->byte_token[piece.p[i]],
+        enc->symbols[i] = (Symbol){.key = NO_MERGE, .id = enc->tok->byte_token[piece.p[i]],
                                  .prev = i ? i - 1 : end, .next = i + 1};
     }
-    e->symbols[end] = (Symbol){.key = NO_MERGE, .prev = end, .next = end};
-    for (uint32_t i = 0; i < end; i++) find_merge(e, piece, i);
-    for (uint32_t i = 0; i < end; i++) offer(e, i);
-    while (e->n_heap) {
-        uint64_t key = heap_pop(e);
+    enc->symbols[end] = (Symbol){.key = NO_MERGE, .prev = end, .next = end};
+    for (uint32_t i = 0; i < end; i++) find_merge(enc, piece, i);
+    for (uint32_t i = 0; i < end; i++) offer(enc, i);
+    while (enc->n_heap) {
+        uint64_t key = heap_pop(enc);
         uint32_t at = (uint32_t)key;
-        Symbol *left = &e->symbols[at], *right = &e->symbols[left->next];
+        Symbol *left = &enc->symbols[at], *right = &enc->symbols[left->next];
         // Out of date: one of the two symbols has merged since. (A key can be in the heap twice.)
         if (left->key != key) continue;
         right->key = NO_MERGE;
         left->id = left->merged;
         left->next = right->next;
-        e->symbols[left->next].prev = at;
-        find_merge(e, piece, at);
-        find_merge(e, piece, left->prev);
+        enc->symbols[left->next].prev = at;
+        find_merge(enc, piece, at);
+        find_merge(enc, piece, left->prev);
         // These two keys are new, so they and their neighbours may be minima now.
-        offer(e, e->symbols[left->prev].prev);
-        offer(e, left->prev);
-        offer(e, at);
-        offer(e, left->next);
+        offer(enc, enc->symbols[left->prev].prev);
+        offer(enc, left->prev);
+        offer(enc, at);
+        offer(enc, left->next);
     }
-    for (uint32_t i = 0; i < end; i = e->symbols[i].next) ids_add(e->out, e->symbols[i].id);
+    for (uint32_t i = 0; i < end; i = enc->symbols[i].next) ids_add(enc->out, enc->symbols[i].id);
 }
 
 // Encodes the plain text that has arrived.
-static void encode_flush(Encoder *e) {
-    Bytes text = bytes_of(&e->plain);
+static void encode_flush(Encoder *enc) {
+    Bytes text = bytes_of(&enc->plain);
     if (text.n >= INT_MAX) die("text: too long, expected less than 2 GB");
-    if (e->tok->n_decomposed) {  // the file has the data for NFC
-        e->normal.n = 0;
-        normalize(e->tok, &e->normal, text);
-        text = bytes_of(&e->normal);
+    if (enc->tok->n_decomposed) {  // the file has the data for NFC
+        enc->normal.n = 0;
+        normalize(enc->tok, &enc->normal, text);
+        text = bytes_of(&enc->normal);
     }
     while (text.n) {
-        size_t n = piece_length(e->tok, text);
-        encode_piece(e, (Bytes){text.p, n});
+        size_t n = piece_length(enc->tok, text);
+        encode_piece(enc, (Bytes){text.p, n});
         text = bytes_from(text, n);
     }
-    e->plain.n = 0;
+    enc->plain.n = 0;
 }
 
-static void encode_token(Encoder *e, int id) {
-    encode_flush(e);
-    ids_add(e->out, id);
+static void encode_token(Encoder *enc, int id) {
+    encode_flush(enc);
+    ids_add(enc->out, id);
 }
 
 // Adds plain text, which encode_flush will encode. An added token spelled out in it, such as
 // <|im_end|>, stays plain text; so a user, whose text comes here, can't forge the chat format.
-static void encode_plain(Encoder *e, Bytes text) { buffer_add(&e->plain, text); }
+static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->plain, text); }
 
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
 // to its offset. If there is none, returns -1, and *at is the end of the text.
@@ -1037,32 +1016,32 @@ static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
 }
 
 // Adds text in which spelled-out added tokens are recognized and become single tokens.
-static void encode_marked(Encoder *e, Bytes text) {
+static void encode_marked(Encoder *enc, Bytes text) {
     size_t at = 0, done = 0;
-    for (int id; (id = added_next(e->tok, text, &at)) >= 0; done = at) {
-        encode_plain(e, (Bytes){text.p + done, at - done});
-        encode_token(e, id);
-        at += e->tok->text[id].n;
+    for (int id; (id = added_next(enc->tok, text, &at)) >= 0; done = at) {
+        encode_plain(enc, (Bytes){text.p + done, at - done});
+        encode_token(enc, id);
+        at += enc->tok->text[id].n;
     }
-    encode_plain(e, bytes_from(text, done));
+    encode_plain(enc, bytes_from(text, done));
 }
 
-static void encoder_free(Encoder *e) {
-    free(e->plain.p);
-    free(e->normal.p);
-    free(e->symbols);
-    free(e->heap);
+static void encoder_free(Encoder *enc) {
+    free(enc->plain.p);
+    free(enc->normal.p);
+    free(enc->symbols);
+    free(enc->heap);
 }
 
 // A raw text (in all modes but chat), as HF's tokenizer(text) encodes it: with added tokens, and
 // with what its post-processor puts around every text.
 static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
-    Encoder e = {.tok = tok, .out = out};
+    Encoder enc = {.tok = tok, .out = out};
     for (size_t i = 0; i < tok->head.n; i++) ids_add(out, tok->head.p[i]);
-    encode_marked(&e, text);
-    encode_flush(&e);
+    encode_marked(&enc, text);
+    encode_flush(&enc);
     for (size_t i = 0; i < tok->tail.n; i++) ids_add(out, tok->tail.p[i]);
-    encoder_free(&e);
+    encoder_free(&enc);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1109,44 +1088,45 @@ static size_t find_last(Bytes text, Bytes part) {
 // Adds an answer of an earlier turn, without its thinking. Like the chat template, it works on the
 // text: the answer's text is encoded again, and its ids can differ from those that the model drew.
 // Only added tokens keep their ids.
-static void encode_answer(Encoder *e, const ChatFormat *f, const Message *message) {
+static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     Buffer all = {0};
-    for (size_t i = 0; i < ids->n; i++) buffer_add(&all, e->tok->text[ids->p[i]]);
+    for (size_t i = 0; i < ids->n; i++) buffer_add(&all, enc->tok->text[ids->p[i]]);
     Bytes text = bytes_of(&all);
     size_t start = find_last(text, f->strip), at = 0;  // bytes to skip; bytes before token i
     while (start && start < text.n && f->trim.n && memchr(f->trim.p, text.p[start], f->trim.n))
         start++;
     for (size_t i = 0; i < ids->n; i++) {
         int id = ids->p[i];
-        Bytes token = e->tok->text[id];
+        Bytes token = enc->tok->text[id];
         size_t cut = at < start ? start - at : 0;  // bytes of this token to skip
-        if (cut == 0 && e->tok->kind[id] & ADDED) encode_token(e, id);
-        else if (cut < token.n) encode_plain(e, bytes_from(token, cut));
+        if (cut == 0 && enc->tok->kind[id] & ADDED) encode_token(enc, id);
+        else if (cut < token.n) encode_plain(enc, bytes_from(token, cut));
         at += token.n;
     }
-    encode_plain(e, bytes_of(&message->text));
+    encode_plain(enc, bytes_of(&message->text));
     free(all.p);
 }
 
 // The ids of a conversation, up to where the model's answer begins
 static void render(const Tokenizer *tok, Conversation *conversation, bool think, Ids *out) {
     const ChatFormat *f = &tok->chat;
-    Encoder e = {.tok = tok, .out = out};
+    Encoder enc = {.tok = tok, .out = out};
     out->n = 0;
-    encode_marked(&e, f->start);
-    if (conversation->n == 0 || conversation->p[0].role != SYSTEM) encode_marked(&e, f->no_system);
+    encode_marked(&enc, f->start);
+    if (conversation->n == 0 || conversation->p[0].role != SYSTEM)
+        encode_marked(&enc, f->no_system);
     for (size_t i = 0; i < conversation->n; i++) {
         Message *message = &conversation->p[i];
         message->start = out->n;
-        encode_marked(&e, f->open[message->role]);
-        if (message->role == ASSISTANT) encode_answer(&e, f, message);
-        else encode_plain(&e, bytes_of(&message->text));
-        encode_marked(&e, f->close[message->role]);
+        encode_marked(&enc, f->open[message->role]);
+        if (message->role == ASSISTANT) encode_answer(&enc, f, message);
+        else encode_plain(&enc, bytes_of(&message->text));
+        encode_marked(&enc, f->close[message->role]);
     }
-    encode_marked(&e, f->answer[think]);
-    encode_flush(&e);
-    encoder_free(&e);
+    encode_marked(&enc, f->answer[think]);
+    encode_flush(&enc);
+    encoder_free(&enc);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1243,12 +1223,13 @@ static int token_at(const float *p, int n, double target) {
 }
 
 // The repetition penalty (HF RepetitionPenaltyLogitsProcessor), then the presence penalty
-static void penalize(const Sampler *s, float *logits, int n) {
-    for (int i = 0; i < n && s->repetition != 1; i++) {
-        float lower = logits[i] < 0 ? logits[i] * s->repetition : logits[i] / s->repetition;
-        if (s->seen[i]) logits[i] = lower;
+static void penalize(const Sampler *sampler, float *logits, int n) {
+    const float repetition = sampler->repetition, presence = sampler->presence;
+    for (int i = 0; i < n && repetition != 1; i++) {
+        float lower = logits[i] < 0 ? logits[i] * repetition : logits[i] / repetition;
+        if (sampler->seen[i]) logits[i] = lower;
     }
-    for (int i = 0; i < n && s->presence != 0; i++) logits[i] -= s->answered[i] ? s->presence : 0;
+    for (int i = 0; i < n && presence != 0; i++) logits[i] -= sampler->answered[i] ? presence : 0;
 }
 
 // Draws the next token by its logits (n), which are overwritten. Nucleus sampling (top_p must be >
@@ -1256,16 +1237,16 @@ static void penalize(const Sampler *s, float *logits, int n) {
 // the tokens likelier than it sum to less than top_p * total, it is in the nucleus: return it. Else
 // discard it and all less likely tokens, and draw again. No token of the nucleus is discarded
 // before the draw that counts, so their proportions stay right.
-static int sample(Sampler *s, float *logits, int n) {
-    penalize(s, logits, n);
+static int sample(Sampler *sampler, float *logits, int n) {
+    penalize(sampler, logits, n);
     if (!isfinite(sum_double(logits, n))) die(NOT_FINITE);
-    if (s->temperature == 0) return argmax(logits, n);
+    if (sampler->temperature == 0) return argmax(logits, n);
     float *p = logits;
-    likelihoods(p, n, max_of(logits, n), s->temperature);
-    if (s->top_k > 0 && s->top_k < n) keep_top_k(p, n, s->top_k);
-    double sum = sum_double(p, n), nucleus = s->top_p * sum;
+    likelihoods(p, n, max_of(logits, n), sampler->temperature);
+    if (sampler->top_k > 0 && sampler->top_k < n) keep_top_k(p, n, sampler->top_k);
+    double sum = sum_double(p, n), nucleus = sampler->top_p * sum;
     for (;;) {
-        int id = token_at(p, n, random_next(&s->rng) * sum);
+        int id = token_at(p, n, random_next(&sampler->rng) * sum);
         if (id == n) continue;  // a rounding error at the end of the sum
         keep_likelier(p, n, id);
         sum = sum_double(p, n);
@@ -1375,7 +1356,8 @@ static void write_stdout(Bytes text);                 // all of it, whatever sig
 static ssize_t read_some(int fd, void *p, size_t n);  // as read, and waits where that does not
 static bool is_directory(const char *path);
 static int terminal_line(void);                       // the most bytes that a terminal's line has
-static bool input_waits(void);                        // at a terminal: more has been pasted
+typedef enum { NOTHING, PART, LINE } Waiting;
+static Waiting input_waits(void);                     // what of a paste a terminal still holds
 
 // Buffers for contexts of seq_len positions, passes of at most `batch` tokens, and logit_rows rows
 // of logits at once
@@ -1915,16 +1897,16 @@ static void decompose(const Tokenizer *tok, Marks *out, uint32_t c, int steps) {
 
 // Sorts each run of marks (ccc > 0) by ccc, stably. Then each character composes with the last
 // starter (ccc 0) before it, unless a character between the two has the same ccc or a higher one.
-static void order_and_compose(const Tokenizer *tok, Marks *s) {
-    for (size_t i = 0, stop; i < s->n; i = stop + 1) {
-        for (stop = i; stop < s->n && s->p[stop] >> 56; stop++) {}
-        qsort(s->p + i, stop - i, sizeof(uint64_t), compare_u64);
+static void order_and_compose(const Tokenizer *tok, Marks *marks) {
+    for (size_t i = 0, stop; i < marks->n; i = stop + 1) {
+        for (stop = i; stop < marks->n && marks->p[stop] >> 56; stop++) {}
+        qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
     }
-    uint64_t *out = s->p, *starter = NULL;
+    uint64_t *out = marks->p, *starter = NULL;
     int last = -1;  // ccc of the character before, -1 if that is the starter
-    for (size_t i = 0; i < s->n; i++) {
-        int ccc = (int)(s->p[i] >> 56);
-        uint64_t composed = 0, c = s->p[i] & CODE_POINT;
+    for (size_t i = 0; i < marks->n; i++) {
+        int ccc = (int)(marks->p[i] >> 56);
+        uint64_t composed = 0, c = marks->p[i] & CODE_POINT;
         if (starter && last < ccc)
             composed = map_find(tok->composed, tok->n_composed, (*starter & CODE_POINT) << 32 | c);
         if (composed) {
@@ -1933,9 +1915,9 @@ static void order_and_compose(const Tokenizer *tok, Marks *s) {
         }
         if (ccc == 0) starter = out;
         last = ccc == 0 ? -1 : ccc;
-        *out++ = s->p[i];
+        *out++ = marks->p[i];
     }
-    s->n = out - s->p;
+    marks->n = out - marks->p;
 }
 
 // Appends NFC(text). Text without active characters is copied. A run of active characters is
@@ -2035,9 +2017,35 @@ static float *advance(Engine *e, int id, int count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Writing an answer: the bytes of its tokens as they come, but no character before it is complete.
-// In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that stdout holds just
-// the answer.
+// Writing: messages, and an answer as it comes. No file and no model drives the terminal: control
+// characters are shown as U+FFFD. In chat, thinking is dimmed on a terminal; elsewhere it goes to
+// stderr, so that stdout holds just the answer.
+
+// Copies n bytes of text to out (3 n) as a terminal may show it: a control character (U+0000 to
+// U+001F, U+007F to U+009F) that is not one of `allowed` becomes U+FFFD, and so does its first byte
+// alone, as the other may follow in the next text. Returns out's new size.
+static size_t printable(char *out, const char *text, size_t n, const char *allowed) {
+    size_t size = 0;
+    for (size_t i = 0; i < n; i++) {
+        const unsigned char c = text[i], next = i + 1 < n ? text[i + 1] : 0;
+        const bool c1 = c == 0xC2 && (next & 0xE0) != 0xA0;
+        const bool plain = c >= ' ' && c != 127 && !c1, newline = c == '\r' && next == '\n';
+        const bool shown = plain || (c && strchr(allowed, c) && (c != '\r' || newline));
+        if (shown) out[size++] = text[i];
+        else size += 3, memcpy(out + size - 3, "\uFFFD", 3);
+        i += c1 && (next & 0xE0) == 0x80;
+    }
+    return size;
+}
+
+static void report(const char *fmt, ...) {
+    char text[1024], line[3 * sizeof(text)];
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof(text), fmt, args);
+    va_end(args);
+    fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, text, strlen(text), ""), line);
+}
 
 struct Writer {
     bool chat;      // thinking is set apart from the answer
@@ -2281,31 +2289,31 @@ static Ending respond(App *app, const Ids *prompt, Message *message) {
     return ending;
 }
 
-static Message *conversation_add(Conversation *c, int role, Bytes text) {
-    c->p = grow(c->p, &c->cap, c->n, 1, sizeof(Message));
-    Message *message = &c->p[c->n++];
+static Message *conversation_add(Conversation *talk, int role, Bytes text) {
+    talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
+    Message *message = &talk->p[talk->n++];
     *message = (Message){.role = role};
     buffer_add(&message->text, text);
     return message;
 }
 
 // Removes `count` messages from number `first` on.
-static void conversation_drop(Conversation *c, size_t first, size_t count) {
+static void conversation_drop(Conversation *talk, size_t first, size_t count) {
     for (size_t i = first; i < first + count; i++) {
-        free(c->p[i].text.p);
-        free(c->p[i].ids.p);
+        free(talk->p[i].text.p);
+        free(talk->p[i].ids.p);
     }
-    memmove(c->p + first, c->p + first + count, (c->n - first - count) * sizeof(Message));
-    c->n -= count;
+    memmove(talk->p + first, talk->p + first + count, (talk->n - first - count) * sizeof(Message));
+    talk->n -= count;
 }
 
 // Renders the conversation without its turns before message `first`; the system message stays.
 static void render_from(App *app, size_t first, Ids *ids) {
-    const Conversation *c = &app->conversation;
+    const Conversation *talk = &app->conversation;
     Conversation rest = {0};
-    rest.p = grow(NULL, &rest.cap, 0, c->n, sizeof(Message));
-    if (c->p[0].role == SYSTEM) rest.p[rest.n++] = c->p[0];
-    for (size_t i = first; i < c->n; i++) rest.p[rest.n++] = c->p[i];
+    rest.p = grow(NULL, &rest.cap, 0, talk->n, sizeof(Message));
+    if (talk->p[0].role == SYSTEM) rest.p[rest.n++] = talk->p[0];
+    for (size_t i = first; i < talk->n; i++) rest.p[rest.n++] = talk->p[i];
     render(&app->engine.tokenizer, &rest, app->think, ids);
     free(rest.p);
 }
@@ -2314,19 +2322,20 @@ static void render_from(App *app, size_t first, Ids *ids) {
 // until half the context is free: as many as the last rendering tells, where each message began.
 // The next rendering checks that. False: the last message alone is too long.
 static bool fit_conversation(App *app, Ids *ids) {
-    Conversation *c = &app->conversation;
-    const size_t context = app->engine.model.state.seq_len, system = c->p[0].role == SYSTEM;
-    const size_t last = c->n - 1, half = context / 2;
+    Conversation *talk = &app->conversation;
+    const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
+    const size_t last = talk->n - 1, half = context / 2;
     size_t room = context / 4, first = system;
     if (app->options.n >= 0 && (size_t)app->options.n < room) room = app->options.n;
-    render(&app->engine.tokenizer, c, app->think, ids);
+    render(&app->engine.tokenizer, talk, app->think, ids);
     if (ids->n + room <= context) return true;
-    while (first < last && ids->n - (c->p[first].start - c->p[system].start) > half) first += 2;
+    const Message *p = talk->p;
+    while (first < last && ids->n - (p[first].start - p[system].start) > half) first += 2;
     render_from(app, first, ids);
     if (ids->n > half && first < last) render_from(app, first = last, ids);
     if (ids->n > context) return false;
     if (first > system) {
-        conversation_drop(c, system, first - system);
+        conversation_drop(talk, system, first - system);
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
     }
@@ -2335,22 +2344,22 @@ static bool fit_conversation(App *app, Ids *ids) {
 
 // A user's message and the model's answer to it
 static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
-    Conversation *c = &app->conversation;
+    Conversation *talk = &app->conversation;
     Ids ids = {0};
-    conversation_add(c, USER, text);
+    conversation_add(talk, USER, text);
     if (!fit_conversation(app, &ids)) {
         report(PROMPT_TOO_LONG, app->engine.model.state.seq_len, ids.n);
         if (exit_on_error) exit(EXIT_FAILURE);
-        conversation_drop(c, c->n - 1, 1);
+        conversation_drop(talk, talk->n - 1, 1);
         free(ids.p);
         return CONTEXT_FULL;
     }
     writer_thinks(&app->writer, begins_thinking(app));
-    Message *answer = conversation_add(c, ASSISTANT, (Bytes){0});
+    Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
     Ending ending = respond(app, &ids, answer);
     if (ending == INTERRUPTED && answer->ids.n == 0) {
         if (!exit_on_error) notice("chat: stopped before its answer, the message is taken back");
-        conversation_drop(c, c->n - 2, 2);
+        conversation_drop(talk, talk->n - 2, 2);
     }
     free(ids.p);
     return ending;
@@ -2401,11 +2410,12 @@ static bool read_message(App *app) {
         const bool whole = line.p[line.n - 1] == '\n';
         const bool only_enter = whole && line.n == 1;
         const bool continued = whole && line.n > 1 && line.p[line.n - 2] == '\\';
-        const bool waits = whole && (app->typed.n > app->line_end || input_waits());
+        const bool typed_ahead = app->typed.n > app->line_end;
+        const Waiting waits = !whole ? NOTHING : typed_ahead ? LINE : input_waits();
         if (continued) message->n--, message->p[message->n - 1] = '\n';  // without the backslash
-        if (only_enter && !waits) message->n--;  // it just sends what is there
-        more = whole && (continued || waits || pasted);
-        pasted = waits;
+        if (only_enter && waits == NOTHING) message->n--;  // it just sends what is there
+        more = continued || waits != NOTHING || (whole && pasted);
+        pasted = waits == LINE;
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
     if (cut) {
@@ -2425,15 +2435,15 @@ static const char commands[] =
     "Ctrl-C stops an answer, or clears what is typed.\n";
 
 static void retry(App *app) {
-    Conversation *c = &app->conversation;
-    if (c->n < 2 || c->p[c->n - 1].role != ASSISTANT) {
+    Conversation *talk = &app->conversation;
+    if (talk->n < 2 || talk->p[talk->n - 1].role != ASSISTANT) {
         notice("/retry: there is no answer yet");
     } else if (app->engine.sampler.temperature == 0) {
         notice("/retry: -t 0 would draw the same answer again");
     } else {
         Buffer text = {0};
-        buffer_add(&text, bytes_of(&c->p[c->n - 2].text));
-        conversation_drop(c, c->n - 2, 2);
+        buffer_add(&text, bytes_of(&talk->p[talk->n - 2].text));
+        conversation_drop(talk, talk->n - 2, 2);
         chat_turn(app, bytes_of(&text), false);
         free(text.p);
     }
@@ -2476,9 +2486,9 @@ static Typed run_command(App *app, Bytes line) {
     } else if (bytes_equal(line, bytes("/retry"))) {
         retry(app);
     } else if (bytes_equal(line, bytes("/clear"))) {
-        Conversation *c = &app->conversation;
-        const size_t system = c->n && c->p[0].role == SYSTEM;
-        conversation_drop(c, system, c->n - system);
+        Conversation *talk = &app->conversation;
+        const size_t system = talk->n && talk->p[0].role == SYSTEM;
+        conversation_drop(talk, system, talk->n - system);
     } else if (bytes_equal(line, bytes("/file")) ||
                (line.n > 5 && memcmp(line.p, "/file ", 6) == 0)) {
         send_file(app, bytes_from(line, line.n > 5 ? 6 : 5));
@@ -3275,10 +3285,10 @@ INLINE VecI sum_each(VecI *a) {
 }
 
 // Stores `count` values as rows `row` and on of the output for token t.
-INLINE void put_rows(const Matmul *m, int t, int row, const float *values, const int count) {
-    float *out = m->out + (size_t)t * m->stride + row - m->row_begin;
-    if (!m->add) memcpy(out, values, count * sizeof(float));
-    for (int i = 0; m->add && i < count; i++) out[i] += values[i];
+INLINE void put_rows(const Matmul *part, int t, int row, const float *values, const int count) {
+    float *out = part->out + (size_t)t * part->stride + row - part->row_begin;
+    if (!part->add) memcpy(out, values, count * sizeof(float));
+    for (int i = 0; part->add && i < count; i++) out[i] += values[i];
 }
 
 // How far ahead weights (in bytes) and their scales (in floats) are prefetched: the CPU's own
@@ -3308,12 +3318,12 @@ INLINE void group_terms(float *terms, const int8_t *wq, const float *w_scale, co
 
 // One token, LANES rows from `row` on: computes each row's terms, transposes them and adds those of
 // all rows at once.
-INLINE void matvec(const Matmul *m, const Workspace *own, int t, int row, const int group) {
-    const int cols = m->w->cols, n_groups = cols / group, whole = n_groups / LANES * LANES;
-    const int rows = min_int(LANES, m->row_end - row);
-    const int8_t *wq = m->w->q + (size_t)row * cols;
-    const float *w_scale = m->w->scale + (size_t)row * n_groups;
-    const Quantized x = quantized_row(m->x, t);
+INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group) {
+    const int cols = part->w->cols, n_groups = cols / group, whole = n_groups / LANES * LANES;
+    const int rows = min_int(LANES, part->row_end - row);
+    const int8_t *wq = part->w->q + (size_t)row * cols;
+    const float *w_scale = part->w->scale + (size_t)row * n_groups;
+    const Quantized x = quantized_row(part->x, t);
     VecF *const columns = own->panel;                    // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
     for (int r = 0; r < rows; r++, wq += cols, w_scale += n_groups) {
@@ -3329,17 +3339,17 @@ INLINE void matvec(const Matmul *m, const Workspace *own, int t, int row, const 
     transpose_rows((VecI *)columns, 1, terms, rows, n_groups, 0, 0);
     VecF sum = {0};
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(x.scale[g]), sum);
-    put_rows(m, t, row, (float *)&sum, rows);
+    put_rows(part, t, row, (float *)&sum, rows);
 }
 
 // PANEL_ROWS rows from `row` on and TILE_TOKENS tokens from t on. wq (cols / 4, TILE_VECS) and
 // w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x past the last token hold
 // garbage; their results are discarded.
-INLINE void matmul_tile(const Matmul *m, int t, int row, const VecI *wq, const VecF *w_scale,
+INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale,
                         const int group) {
-    const int n_groups = m->w->cols / group, rows = min_int(PANEL_ROWS, m->row_end - row);
-    const size_t stride = m->x->stride;
-    const Quantized x = quantized_row(m->x, t);
+    const int n_groups = part->w->cols / group, rows = min_int(PANEL_ROWS, part->row_end - row);
+    const size_t stride = part->x->stride;
+    const Quantized x = quantized_row(part->x, t);
     const int8_t *xq = x.q;
     VecF acc[TILE_TOKENS][TILE_VECS] = {0};
     for (int g = 0; g < n_groups; g++, w_scale += TILE_VECS) {
@@ -3363,17 +3373,17 @@ INLINE void matmul_tile(const Matmul *m, int t, int row, const VecI *wq, const V
             }
         }
     }
-    for (int i = 0; i < min_int(TILE_TOKENS, m->token_end - t); i++) {
-        if (rows == PANEL_ROWS) put_rows(m, t + i, row, (float *)acc[i], PANEL_ROWS);
-        else put_rows(m, t + i, row, (float *)acc[i], rows);
+    for (int i = 0; i < min_int(TILE_TOKENS, part->token_end - t); i++) {
+        if (rows == PANEL_ROWS) put_rows(part, t + i, row, (float *)acc[i], PANEL_ROWS);
+        else put_rows(part, t + i, row, (float *)acc[i], rows);
     }
 }
 
 // PANEL_ROWS rows from `row` on times all tokens, while the rows are in this core's caches;
 // meanwhile the next rows are prefetched.
-INLINE void matmul_panel(const Matmul *m, const Workspace *own, int row, const int group) {
-    const Matrix *w = m->w;
-    const int n_tokens = m->token_end - m->token_begin, n_groups = w->cols / group;
+INLINE void matmul_panel(const Matmul *part, const Workspace *own, int row, const int group) {
+    const Matrix *w = part->w;
+    const int n_tokens = part->token_end - part->token_begin, n_groups = w->cols / group;
     VecI *wq = own->panel, *w_scale = wq + w->cols / 4 * TILE_VECS;
     for (int v = 0; v < TILE_VECS; v++) {
         const int first = row + v * LANES;
@@ -3383,34 +3393,33 @@ INLINE void matmul_panel(const Matmul *m, const Workspace *own, int row, const i
     const int8_t *next = w->q + (size_t)(row + PANEL_ROWS) * w->cols;
     const float *next_scale = w->scale + (size_t)(row + PANEL_ROWS) * n_groups;
     const int64_t share = (int64_t)PANEL_ROWS * w->cols * TILE_TOKENS / n_tokens;  // for a tile
-    for (int t = m->token_begin; t < m->token_end; t += TILE_TOKENS) {
+    for (int t = part->token_begin; t < part->token_end; t += TILE_TOKENS) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
         for (int64_t i = 0; i < share / group; i += 16) __builtin_prefetch(next_scale + i);
         next += share;
         next_scale += share / group;
-        matmul_tile(m, t, row, wq, (const VecF *)w_scale, group);
+        matmul_tile(part, t, row, wq, (const VecF *)w_scale, group);
     }
 }
 
-// The same without dot4: the definition itself
-INLINE void matmul_panel_plain(const Matmul *m, int row, const int group) {
-    for (int t = m->token_begin; t < m->token_end; t++) {
-        for (int r = row; r < min_int(row + PANEL_ROWS, m->row_end); r++) {
-            float value = dot_row(m->w, r, m->x, t, group);
-            put_rows(m, t, r, &value, 1);
+// Without dot4 each element is the definition's, a few rows at a time, so that they stay in the
+// cache.
+INLINE void matmul_plain(const Matmul *part, int row, const int group) {
+    for (int t = part->token_begin; t < part->token_end; t++) {
+        for (int r = row; r < min_int(row + PANEL_ROWS, part->row_end); r++) {
+            float value = dot_row(part->w, r, part->x, t, group);
+            put_rows(part, t, r, &value, 1);
         }
     }
 }
 
-INLINE void matmul_groups(const Matmul *m, const Workspace *own, const int group) {
-    const int n_tokens = m->token_end - m->token_begin;
-    if (!HAVE_DOT4) {
-        for (int r = m->row_begin; r < m->row_end; r += PANEL_ROWS) matmul_panel_plain(m, r, group);
-    } else if (n_tokens == 1) {
-        for (int r = m->row_begin; r < m->row_end; r += LANES)
-            matvec(m, own, m->token_begin, r, group);
-    } else if (n_tokens > 1) {
-        for (int r = m->row_begin; r < m->row_end; r += PANEL_ROWS) matmul_panel(m, own, r, group);
+INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int group) {
+    const int n_tokens = part->token_end - part->token_begin;
+    const int step = HAVE_DOT4 && n_tokens == 1 ? LANES : PANEL_ROWS;
+    for (int r = part->row_begin; r < part->row_end && n_tokens > 0; r += step) {
+        if (!HAVE_DOT4) matmul_plain(part, r, group);
+        else if (n_tokens == 1) matvec(part, own, part->token_begin, r, group);
+        else matmul_panel(part, own, r, group);
     }
 }
 
@@ -3552,17 +3561,17 @@ INLINE void score_tile(const AttentionTask *a, int r, int start, const int rows,
 
 // sum += score * v over positions start .. end - 1, for some rows from r on and `vecs` vectors of v
 // from number j on
-INLINE void value_tile(const AttentionTask *a, int r, int start, int end, int j, const int rows,
+INLINE void value_tile(const AttentionTask *task, int r, int start, int end, int j, const int rows,
                        const int vecs) {
-    const Config *c = &a->p->m->config;
-    const size_t next = block_stride(c), positions = a->positions, vectors = a->width / LANES;
-    const float *score = a->score + r * positions + start;
-    VecF *out = (VecF *)a->sum + r * vectors + j, sum[ATT_ROWS][2];
+    const Config *c = &task->p->m->config;
+    const size_t next = block_stride(c), positions = task->positions, vectors = task->width / LANES;
+    const float *score = task->score + r * positions + start;
+    VecF *out = (VecF *)task->sum + r * vectors + j, sum[ATT_ROWS][2];
     UNROLL for (int i = 0; i < rows; i++) {
         UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = out[i * vectors + v];
     }
     for (; start < end; start += LANES) {
-        const VecF *keys = (VecF *)cache_block(a->p, a->kv_head, start / LANES);
+        const VecF *keys = (VecF *)cache_block(task->p, task->kv_head, start / LANES);
         const VecF *values = keys + c->head_dim + j * LANES;
         for (int k = 0; k < min_int(LANES, end - start); k++, score++) {
             for (int v = 0; v < vecs && r == 0; v++) {
@@ -3582,33 +3591,33 @@ INLINE void value_tile(const AttentionTask *a, int r, int start, int end, int j,
 }
 
 // All rows of a task, in tiles of `rows`: the scores, their softmax, the sums of values.
-INLINE void attend_rows(const AttentionTask *a, const int rows) {
-    const int head_dim = a->p->m->config.head_dim, vectors = (int)a->width / LANES;
-    const int end = a->len[a->n - 1];
+INLINE void attend_rows(const AttentionTask *task, const int rows) {
+    const int head_dim = task->p->m->config.head_dim, vectors = (int)task->width / LANES;
+    const int end = task->len[task->n - 1];
     float totals[ATT_TASK];
     for (int start = 0; start < end; start += 2 * LANES) {
-        for (int r = 0; r < a->n; r += rows) {
-            if (end - start > LANES) score_tile(a, r, start, rows, 2);
-            else score_tile(a, r, start, rows, 1);
+        for (int r = 0; r < task->n; r += rows) {
+            if (end - start > LANES) score_tile(task, r, start, rows, 2);
+            else score_tile(task, r, start, rows, 1);
         }
     }
-    for (int r = 0; r < a->n; r++) {  // causal: a row's weights past its own position are 0
-        float *score = a->score + r * a->positions;
-        totals[r] = softmax_terms(score, a->len[r]);
-        for (int i = a->len[r]; i < end; i++) score[i] = 0;
+    for (int r = 0; r < task->n; r++) {  // causal: a row's weights past its own position are 0
+        float *score = task->score + r * task->positions;
+        totals[r] = softmax_terms(score, task->len[r]);
+        for (int i = task->len[r]; i < end; i++) score[i] = 0;
     }
-    memset(a->sum, 0, a->n * a->width * sizeof(float));
+    memset(task->sum, 0, task->n * task->width * sizeof(float));
     for (int start = 0; start < end; start += VALUE_SPAN) {
         const int stop = min_int(end, start + VALUE_SPAN);
-        for (int r = 0; r < a->n; r += rows) {
+        for (int r = 0; r < task->n; r += rows) {
             int j = 0;
-            for (; j + 2 <= vectors; j += 2) value_tile(a, r, start, stop, j, rows, 2);
-            if (j < vectors) value_tile(a, r, start, stop, j, rows, 1);
+            for (; j + 2 <= vectors; j += 2) value_tile(task, r, start, stop, j, rows, 2);
+            if (j < vectors) value_tile(task, r, start, stop, j, rows, 1);
         }
     }
-    for (int r = 0; r < a->n; r++) {
-        const float inverse = 1 / totals[r], *sum = a->sum + r * a->width;
-        for (int j = 0; j < head_dim; j++) a->answer[r][j] = sum[j] * inverse;
+    for (int r = 0; r < task->n; r++) {
+        const float inverse = 1 / totals[r], *sum = task->sum + r * task->width;
+        for (int j = 0; j < head_dim; j++) task->answer[r][j] = sum[j] * inverse;
     }
 }
 
@@ -3801,9 +3810,9 @@ static ssize_t read_bytes(int fd, void *p, size_t size) {
 
 static void wait_for(int fd, bool reading) { (void)fd, (void)reading; }
 
-static bool input_waits(void) {  // the lines of a pasted block arrive together
+static Waiting input_waits(void) {  // the lines of a pasted block arrive together
     Sleep(30);
-    return _kbhit();
+    return _kbhit() ? PART : NOTHING;
 }
 
 static int cpu_count(void) {
@@ -3891,15 +3900,18 @@ static void wait_for(int fd, bool reading) {
     poll(&(struct pollfd){fd, reading ? POLLIN : POLLOUT, 0}, 1, -1);
 }
 
-// The lines of a pasted block arrive together. A last line without a newline is held back by the
-// terminal, and can be counted only without ICANON; no signal may come in between.
-static bool input_waits(void) {
+// The lines of a pasted block arrive together. Whole lines can be counted at once. A last line
+// without a newline is held back by the terminal, and can be counted only without ICANON; no signal
+// may come in between.
+static Waiting input_waits(void) {
     int waiting = 0;
-    if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return true;
-    nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
+    for (int i = 0; i < 2; i++) {
+        if (i > 0) nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
+        if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return LINE;
+    }
     struct termios cooked;
     sigset_t all, before;
-    if (tcgetattr(STDIN_FILENO, &cooked) != 0) return false;
+    if (tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;
     struct termios raw = cooked;
     raw.c_lflag &= ~(tcflag_t)ICANON;
     sigfillset(&all);
@@ -3908,7 +3920,7 @@ static bool input_waits(void) {
     ioctl(STDIN_FILENO, FIONREAD, &waiting);
     tcsetattr(STDIN_FILENO, TCSANOW, &cooked);
     sigprocmask(SIG_SETMASK, &before, NULL);
-    return waiting > 0;
+    return waiting > 0 ? PART : NOTHING;
 }
 
 static void start_platform(int *argc, char ***argv) { (void)argc, (void)argv; }
