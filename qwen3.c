@@ -2393,8 +2393,9 @@ static bool read_line(App *app, Bytes *line) {
     }
 }
 
-// A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste;
-// after its last newline, Enter sends it. False: the end of input, or Ctrl-C.
+// A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste,
+// which Enter sends: at the end of its last line, or after it if that had a newline already. False:
+// the end of input, or Ctrl-C.
 static bool read_message(App *app) {
     Buffer *message = &app->input;
     Bytes line;

@@ -36,8 +36,9 @@ QWEN3 = Path(os.environ.get("QWEN3", ROOT / "qwen3")).resolve()
 TINY = TESTS / "tiny"
 LINUX = sys.platform == "linux"
 
-STATS = re.compile(rb"prompt (\d+) tokens \((\d+) cached\) [\d.]+ tok/s, "
-                   rb"generated (\d+) tokens [\d.]+ tok/s, seed (-?\d+)\n")
+RATE = r"(?:\d\.\d\d|\d\d\.\d|\d{3}|\d{3}0|\d\d\.\dk|\d{3,}k)/s"    # three significant digits
+STATS = re.compile((rf"prompt (\d+) tokens at {RATE} \((\d+) cached\), "
+                    rf"answer (\d+) at {RATE}, seed (\d+)\n").encode())
 
 
 def pytest_configure(config):
@@ -76,7 +77,7 @@ def _argument(value):
 
 def spawn(*args, **env):
     """The program at a pseudo-terminal: stdin, stdout and stderr."""
-    return pexpect.spawn(str(QWEN3), [str(arg) for arg in args], timeout=300, dimensions=(24, 80),
+    return pexpect.spawn(str(QWEN3), [str(arg) for arg in args], timeout=60, dimensions=(24, 80),
                          env=environment(TERM="xterm", **env))
 
 

@@ -6,13 +6,15 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jinja2.sandbox
+import numpy as np
 import pexpect
 import pytest
 from conftest import (QWEN3, STATS, assert_error, copy_model, environment, export, finish, make_checkpoint,
-                      qwen3, records, spawn, tokenize)
+                      make_table_model, qwen3, records, spawn, tokenize)
 from test_export import CHATS
 
 END = "<|im_end|>"
@@ -185,11 +187,13 @@ def test_only_answers_on_stdout(tiny, tmp_path):
 
 
 def test_several_lines_in_one_message(tiny):
-    """A line that ends in a backslash goes on; a pasted block arrives as one message."""
-    for block in ("My name\\\nis Anna.\n", "My name\nis Anna.\n"):
+    """A line that ends in a backslash goes on; a pasted block is one message, and waits for Enter."""
+    for block, rest in (("My name\\\n", "is Anna.\n"), ("My name\nis Anna.\n", "\n")):
         child = spawn(tiny, "-t", 0, "-v")
         child.expect("> ")
         child.send(block)
+        assert child.expect(["prompt ids", pexpect.TIMEOUT], timeout=0.5) == 1
+        child.send(rest)
         child.expect(r"prompt ids: ([\d ]+)\r\n")
         ids = [int(i) for i in child.match[1].split()]
         child.expect("> ")
@@ -252,13 +256,14 @@ def test_greedy_thinking_warns_once(tiny):
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="its terminals cut lines at 1,024 bytes")
 def test_a_line_that_the_terminal_cut(tiny):
-    """4,095 bytes: it is noticed, not answered, and -f is pointed to."""
+    """4,095 bytes: it is noticed, not answered, and /file is pointed to."""
     child = spawn(tiny, "-t", 0)
     child.expect("> ")
     for _ in range(5):
         child.send("x" * 1000)
     child.send("\n")
-    child.expect(r"-f")
+    child.expect("cut a line at 4095 bytes; nothing was sent")
+    child.expect("/file PATH")
     child.expect("> ")
     child.sendline("What is 2 + 3?")
     child.expect("is 5")
@@ -267,12 +272,17 @@ def test_a_line_that_the_terminal_cut(tiny):
 
 
 def test_quiet_terminal(tiny):
+    """Only the sign of the prompt, and what /help says."""
     child = spawn(tiny, "-t", 0, "-q")
+    child.expect_exact("> ")
+    assert child.before == b""
     child.sendline("What is 2 + 3?")
-    child.expect("is 5")
+    child.expect_exact("What is 2 + 3?\r\n2 + 3 is 5.\r\n> ")
+    child.sendline("/help")
+    child.expect("/retry .*/clear .*/bye ")
+    child.expect_exact("> ")
     child.sendeof()
-    assert finish(child) == 0
-    assert b">" not in child.before
+    assert finish(child) == 0 and child.before == b"\r\n"
 
 
 def test_generate_ends_with_a_newline_on_a_terminal_only(chain):
@@ -292,7 +302,7 @@ def test_error_line_in_the_middle_of_a_conversation(chain):
     child.expect("64")
     child.expect("> ")
     child.sendline("x")
-    child.expect("generated")
+    child.expect("answer 1 at")
     child.expect("> ")
     child.sendeof()
     assert finish(child) == 0
@@ -305,11 +315,15 @@ def test_no_conversation_without_model(tmp_path):
 
 
 def test_empty_question(chain):
-    """An empty pipe or -i: nothing to answer is not a crash."""
+    """An empty -i is an empty message; an empty pipe is a mistake (an empty script is not)."""
     model = chain("Ċ", "a", END)
-    for args in (("-i", ""), ()):
-        result = qwen3(model, "-t", 0, *args)
-        assert result.returncode in (0, 1, 2)
+    assert qwen3(model, "-t", 0, "-i", "").stdout == b"a\n"
+    for args in ((), ("-f", "-"), ("-i", "text", "-f", "-"), ("-m", "chat", "-f", "-")):
+        assert_error(qwen3(model, "-t", 0, *args), 1, "stdin: empty")
+    for stdin in (b"\n", b" "):
+        assert qwen3(model, "-t", 0, stdin=stdin).stdout == b"a\n"
+    script = qwen3(model, "-t", 0, "-m", "chat")
+    assert script.returncode == 0 and script.stdout == script.stderr == b""
     assert_error(qwen3(model, "-m", "perplexity", "-i", ""), 1)
     assert subprocess.run([QWEN3, model, "-m", "tokenize", "-i", ""],
                           capture_output=True).stdout == b"\n"
@@ -337,3 +351,180 @@ def test_file_after_text_keeps_its_empty_line(tiny, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
     joined = qwen3(tiny, "-i", "TEXT", "-f", tmp_path / "empty", "-v", "-n", 1)
     assert prompts(joined) == prompts(qwen3(tiny, "-i", "TEXT\n\n", "-v", "-n", 1))
+
+
+# -- commands
+
+@pytest.fixture
+def talk(tiny):
+    """talk(*options): a conversation at a terminal. say(line): all that comes up to the next prompt sign."""
+    children = []
+
+    def start(*options, model=tiny):
+        child = spawn(model, *options)
+        child.expect_exact("> ")
+        children.append(child)
+
+        def say(line, end="\n"):
+            child.send(line + end)
+            child.expect_exact("\n> ")
+            return (child.before + b"\n").split(b"\n", 1)[-1]
+        return child, say
+    yield start
+    for child in children:
+        child.close(force=True)
+
+
+def prompt_ids(shown):
+    return [[int(i) for i in ids.split()] for ids in re.findall(rb"prompt ids: ([\d ]+)\r\n", shown)]
+
+
+@pytest.mark.parametrize("leave", ["/bye", "/exit", "/quit", "exit", "quit"])
+def test_leaving(talk, leave):
+    child, say = talk("-t", 0)
+    child.sendline(leave)
+    assert finish(child) == 0
+
+
+def test_clear_forgets_all_but_the_system_prompt(talk, tiny):
+    child, say = talk("-t", 0, "-v", "-y", "Be brief.")
+    first = prompt_ids(say("My name is Anna."))
+    assert len(prompt_ids(say("What is my name?"))[0]) > len(first[0])
+    assert say("/clear") == b""
+    assert prompt_ids(say("My name is Anna.")) == first
+    assert first == prompts(qwen3(tiny, "-i", "My name is Anna.", "-y", "Be brief.", "-t", 0, "-v"))
+
+
+def test_retry_draws_another_answer(talk, tiny):
+    """The prompt is the same, and the random numbers go on; not those of the seed anew."""
+    child, say = talk("-t", 3, "-p", 1, "-k", 0, "-v", "-s", 1, "-n", 20)
+    assert b"no answer yet" in say("/retry")
+    shown = [say("Hello"), say("/retry"), say("/retry")]
+    ids = [prompt_ids(text) for text in shown]
+    assert ids[0] == ids[1] == ids[2] and len(ids[0]) == 1
+    answers = {re.search(rb"prompt ids: [^\n]*\n(.*)\nprompt ", text, re.S)[1] for text in shown}
+    assert len(answers) == 3
+    start = ids[0][0][0]                                             # <|im_start|>
+    assert prompt_ids(say("more"))[0].count(start) == 4              # one answer is kept
+    say("/clear")
+    assert b"no answer yet" in say("/retry")
+
+
+def test_retry_of_a_greedy_answer(talk):
+    child, say = talk("-t", 0)
+    first = say("My name is Anna.")
+    shown = say("/retry")
+    assert b"-t 0" in shown and b"prompt " not in shown
+    assert b"Anna" in say("What is my name?"), first
+
+
+def test_file_command(talk, tiny, tmp_path):
+    """TEXT, an empty line and the file's text without its last newline; or the file alone."""
+    plain, spaced = tmp_path / "plain", tmp_path / "with space"
+    plain.write_bytes(b"My name\nis Anna.\n")
+    spaced.write_bytes(b"is Anna.")
+    for line, message in [
+            (f"/file {plain}", "My name\nis Anna."), (f'/file "{plain}"', "My name\nis Anna."),
+            (f"/file  {plain}  what? ", "what? \n\nMy name\nis Anna."),
+            (f'/file {plain} "what" is', '"what" is\n\nMy name\nis Anna.'),
+            (f'/file "{spaced}" what', "what\n\nis Anna."), (f'/file "{spaced}""x"', '"x"\n\nis Anna.')]:
+        child, say = talk("-t", 0, "-v")
+        assert prompt_ids(say(line)) == prompts(qwen3(tiny, "-i", message, "-t", 0, "-v")), line
+
+
+def test_file_command_that_fails(talk, tmp_path):
+    """A notice; the conversation is as it was."""
+    (tmp_path / "empty").write_bytes(b"")
+    child, say = talk("-t", 0, "-v")
+    first = prompt_ids(say("My name is Anna."))
+    say("/clear")
+    for line, words in [("/file", b"/file PATH"), ("/file ", b"/file PATH"), ('/file ""', b"/file PATH"),
+                        ("/file /none text", b"/none: No such file"), (f"/file {tmp_path}", b"directory"),
+                        (f"/file {tmp_path}/empty text", b"empty"),
+                        ('/file "/no thing', b"/no thing: No such file")]:
+        shown = say(line)
+        assert words in shown and shown.startswith(b"qwen3: /file: ") and shown.count(b"\n") == 1, shown
+    assert prompt_ids(say("My name is Anna.")) == first
+
+
+def test_other_lines_are_messages(talk, tiny):
+    for line in ("/think", "/no_think", "/", "/filex", "/help me", "exit now", "Quit", "/bye!", " /help"):
+        child, say = talk("-t", 0, "-v", "-n", 1)
+        assert prompt_ids(say(line)) == prompts(qwen3(tiny, "-i", line, "-n", 1, "-v")), line
+
+
+def test_commands_are_lines_by_themselves(talk, tiny):
+    """In a paste, or after a backslash, they are text; in a script, too."""
+    child, say = talk("-t", 0, "-v", "-n", 1)
+    child.send("a\n/bye\n")
+    assert child.expect(["prompt ids", pexpect.TIMEOUT], timeout=0.5) == 1
+    expected = prompts(qwen3(tiny, "-i", "a\n/bye", "-n", 1, "-v"))
+    assert prompt_ids(say("")) == expected
+    say("/clear")
+    child.send("a\\\n")
+    child.expect_exact("a\\\r\n")
+    assert prompt_ids(say("/bye")) == expected
+    script = qwen3(tiny, "-m", "chat", "-v", "-n", 1, stdin=b"/bye\n")
+    assert prompts(script) == prompts(qwen3(tiny, "-i", "/bye", "-n", 1, "-v"))
+
+
+# -- the end of an answer
+
+def test_stop_text(chain, tokenizer):
+    """Across tokens, and the conversation goes on with what was printed."""
+    model = chain("Ċ", "a", "b", "in", "d", "e", END)
+    for stop, printed in (("bin", b"a"), ("nd", b"abi"), ("e", b"abind"), ("a", b""), ("ex", b"abinde"),
+                          ("b", b"a"), ("x", b"abinde"), ("abinde", b"")):
+        result = qwen3(model, "-m", "chat", "-t", 0, "-v", "-x", stop, stdin=b"one\ntwo\n")
+        assert result.stdout == (printed + b"\n") * 2, stop
+        second = tokenizer.decode(prompts(result)[1], skip_special_tokens=False)
+        assert f"assistant\n{printed.decode()}<|im_end|>\n<|im_start|>user\ntwo" in second
+        assert qwen3(model, "-i", "x", "-t", 0, "-q", "-x", stop).stdout == printed + b"\n"
+        raw = qwen3(model, "-m", "generate", "-i", "\n", "-t", 0, "-q", "-x", stop)
+        assert raw.stdout == printed
+    assert STATS.search(qwen3(model, "-i", "x", "-t", 0, "-x", "nd").stderr)[3] == b"4"
+
+
+def test_stop_text_is_not_sought_in_the_thinking(tiny):
+    run = (tiny, "-t", 0, "-r", 1, "-i", "What is 2 + 3?")
+    assert b"add" in qwen3(*run).stderr
+    assert qwen3(*run, "-x", "add").stdout == qwen3(*run).stdout == b"2 + 3 is 5.\n"
+    assert qwen3(*run, "-x", " is").stdout == b"2 + 3\n"
+
+
+def test_stop_text_elsewhere_is_a_notice(tiny):
+    for mode in ("tokenize", "perplexity", "embed"):
+        result = qwen3(tiny, "-m", mode, "-i", "hello there", "-x", "a")
+        assert result.returncode == 0 and b"qwen3: -x: no effect" in result.stderr
+
+
+# -- long conversations
+
+def test_forgetting_takes_no_time(tmp_path, tokenizer):
+    """A conversation of one-line turns that fills 32,768 positions: at most three renderings."""
+    logits = np.zeros((tokenizer.get_vocab_size(), 2), np.float32)
+    logits[tokenizer.token_to_id(END)] = 12.7
+    model = export(make_table_model(tmp_path / "hf", tokenizer, [], logits[:, :1], max_len=32768),
+                   tmp_path / "model.bin")
+    turn = len(prompts(qwen3(model, "-m", "chat", "-t", 0, "-v", stdin=b"x\nx\n"))[1]) // 2
+    turns = 3 * 32768 // (4 * turn) + 3
+    with open(tmp_path / "stderr", "wb") as errors, subprocess.Popen(
+            [QWEN3, model, "-m", "chat", "-t", "0", "-c", "0"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=errors, env=environment()) as child:
+        times = []
+        for i in range(turns):
+            start = time.monotonic()
+            child.stdin.write(b"x\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == b"\n"
+            times.append(time.monotonic() - start)
+        child.stdin.close()
+        assert child.wait(60) == 0
+    text = (tmp_path / "stderr").read_bytes()
+    forgotten, = re.findall(rb"forgotten turns: (\d+)\n", text)
+    assert int(forgotten) > 500
+    cached = [int(c) for _, c, _, _ in STATS.findall(text)]
+    at = min(range(turns // 2, turns), key=cached.__getitem__)
+    left = int(STATS.findall(text)[at][0])
+    assert 0.4 * 32768 < left <= 32768 // 2
+    assert times[at] < 20 * max(times[at - 10:at]) + 0.5, times[at - 3:at + 3]
