@@ -1257,7 +1257,7 @@ static int sample(Sampler *sampler, float *logits, int n) {
 // ------------------------------------------------------------------------------------------------
 // Generation: one loop for chat and for raw text
 
-typedef enum { TURN_ENDED, LIMIT_REACHED, CONTEXT_FULL, INTERRUPTED } Ending;
+typedef enum { TURN_ENDED, LIMIT_REACHED, CONTEXT_ENDED, INTERRUPTED } Ending;
 
 struct Engine {
     Model model;
@@ -1323,7 +1323,7 @@ static Ending generate(Engine *e, int row, Ids *answer) {
         sampler->answered[id] = sampler->seen[id] = true;
         if (!writer_token(e->writer, tok, id)) return TURN_ENDED;
         if (answer->n == (size_t)e->max_new) break;  // the last token need not run
-        if (e->cached.n == (size_t)e->model.state.seq_len) return CONTEXT_FULL;
+        if (e->cached.n == (size_t)e->model.state.seq_len) return CONTEXT_ENDED;
         logits = advance(e, id, (int)answer->n);
         if (!logits) return INTERRUPTED;
     }
@@ -2214,7 +2214,7 @@ static void give_notices(App *app) {
     if (app->mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
     if (app->mode == CHAT && app->engine.sampler.temperature == 0 &&
         (app->think || begins_thinking(app)))
-        notice("-t 0: greedy thinking tends to repeat itself without end, Qwen advises 0.6");
+        notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
 }
 
 #define PROMPT_TOO_LONG "prompt: too long, expected at most %d tokens (-c), found %zu"
@@ -2278,9 +2278,9 @@ static Ending respond(App *app, const Ids *prompt, Message *message) {
     double end = now();
     bool thinking = app->writer.thinking;
     writer_end(&app->writer);
-    if (ending == CONTEXT_FULL)
+    if (ending == CONTEXT_ENDED)
         notice("answer: stopped, the context of %d tokens is full (-c)", seq_len);
-    if (thinking && (ending == CONTEXT_FULL || ending == LIMIT_REACHED))
+    if (thinking && (ending == CONTEXT_ENDED || ending == LIMIT_REACHED))
         notice("answer: ended inside its thinking after %zu tokens (-n, -c)", answer->n);
     if (!quiet)
         print_statistics(app, prompt->n, computed / (middle - start + 1e-9), answer->n,
@@ -2352,7 +2352,7 @@ static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
         if (exit_on_error) exit(EXIT_FAILURE);
         conversation_drop(talk, talk->n - 1, 1);
         free(ids.p);
-        return CONTEXT_FULL;
+        return CONTEXT_ENDED;
     }
     writer_thinks(&app->writer, begins_thinking(app));
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});

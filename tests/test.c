@@ -579,7 +579,7 @@ static void test_drafts(void) {
             for (int k = 0; k < 2; k++) free(a[k].ids[turn].p), free(a[k].cached[turn].p);
         }
     }
-    CHECK(endings[TURN_ENDED] && endings[LIMIT_REACHED] && endings[CONTEXT_FULL]);
+    CHECK(endings[TURN_ENDED] && endings[LIMIT_REACHED] && endings[CONTEXT_ENDED]);
     if (HAVE_DOT4) CHECK(passes[1] < passes[0] * 0.85, "%d passes, not %d", passes[1], passes[0]);
     else CHECK(passes[1] == passes[0]);
     e[1].draft.credit = 0;  // drafts that are always wrong: one in 50 passes

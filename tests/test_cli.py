@@ -6,8 +6,9 @@ import re
 import subprocess
 
 import numpy as np
+import pexpect
 import pytest
-from conftest import (QWEN3, STATS, assert_error, environment, export, finish, make_checkpoint,
+from conftest import (QWEN3, ROOT, STATS, assert_error, environment, export, finish, make_checkpoint,
                       make_table_model, output, qwen3, spawn, tokenize)
 from reference import Model
 
@@ -24,8 +25,9 @@ needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason=f"no {FULL}")
     ("-p", "0"), ("-p", "1.01"), ("-p", "-1"), ("-p", "nan"), ("-p", "x"), ("-p", ""),
     ("-k", "-1"), ("-k", "1.5"), ("-k", "x"), ("-k", ""), ("-k", "99999999999999999999"),
     ("-a", "-0.1"), ("-a", "2.1"), ("-a", "nan"), ("-a", "x"), ("-a", ""),
+    ("-e", "0"), ("-e", "-1"), ("-e", "nan"), ("-e", "x"), ("-e", ""), ("-e", "101"),
     ("-s", "x"), ("-s", ""), ("-s", "1.5"), ("-s", "99999999999999999999999"), ("-s", "12 3"),
-    ("-n", "-1"), ("-n", "x"), ("-n", ""), ("-n", "99999999999999999999"),
+    ("-n", "-2"), ("-n", "x"), ("-n", ""), ("-n", "99999999999999999999"),
     ("-c", "-1"), ("-c", "x"), ("-c", ""), ("-c", "1e3"), ("-c", "99999999999999999999"),
     ("-b", "0"), ("-b", "513"), ("-b", "-1"), ("-b", "x"), ("-b", ""),
     ("-j", "0"), ("-j", "-1"), ("-j", "x"), ("-j", ""), ("-j", "99999999999999999999"),
@@ -39,9 +41,10 @@ def test_bad_value(option, value):
 
 
 @pytest.mark.parametrize("args", [
-    (), ("-i", "hi"), ("m.bin", "-x"), ("m.bin", "--frobnicate"), ("m.bin", "-i"), ("m.bin", "-t"),
+    (), ("-i", "hi"), ("m.bin", "-x"), ("m.bin", "-e"), ("m.bin", "--frobnicate"), ("m.bin", "-i"), ("m.bin", "-t"),
     ("m.bin", "extra.bin"), ("m.bin", "-i", "hi", "extra"), ("-i",), ("m.bin", "-"),
-    ("m.bin", "--help-me"), ("m.bin", "-qx")], ids=" ".join)
+    ("m.bin", "--help-me"), ("m.bin", "-qx"), ("m.bin", "-x", ""),
+    ("m.bin", "-q", "-v")], ids=" ".join)
 def test_bad_usage(args):
     assert_error(qwen3(*args), 2)
 
@@ -50,7 +53,7 @@ def test_bad_usage(args):
     ("-s", "-9223372036854775808"), ("-s", "18446744073709551615"), ("-s", "0"), ("-p", "1"),
     ("-p", "1e-3"), ("-k", "0"), ("-k", "2147483647"), ("-a", "2"), ("-a", "0"), ("-t", "0"),
     ("-t", "1e3"), ("-b", "512"), ("-b", "1"), ("-c", "0"), ("-c", "512"), ("-r", "1"), ("-j", "1"),
-    ("-j", "5"), ("-n", "1"), ("-t", "1e-30")])
+    ("-j", "5"), ("-n", "1"), ("-t", "1e-30"), ("-e", "1"), ("-e", "1.3"), ("-x", "a"), ("-x", "\n")])
 def test_good_value(small, option, value):
     assert output(small, "-m", "generate", "-i", "the", "-n", 3, "-q", option, value) is not None
 
@@ -71,7 +74,7 @@ def test_help_and_version(option):
 
 def test_help_names_every_option():
     text = qwen3("-h").stdout.decode()
-    for option in "-i -f -m -y -r -t -p -k -a -s -n -c -b -j -q -v -h --version".split():
+    for option in "-i -f -m -y -r -t -p -k -a -e -x -s -n -c -b -j -q -v -h --version".split():
         assert re.search(rf"(?m)(^|[\s,/|\[]){option}\b", text), option
     for mode in ("chat", "generate", "tokenize", "perplexity", "embed"):
         assert mode in text
@@ -83,6 +86,40 @@ def test_help_into_a_full_disk():
     with open(FULL, "wb") as full:
         result = subprocess.run([QWEN3, "-h"], stdout=full, stderr=subprocess.PIPE)
     assert result.returncode == 1 and result.stderr.startswith(b"qwen3: ")
+
+
+@pytest.mark.parametrize("args, words", [
+    (("M", "Why?"), ['"M"', 'goes with -i', '-i "Why?"']),
+    (("M", "-p", "Why?"), ["-p", "prompt goes with -i", '"Why?"']),
+    (("M", "-n10"), ["-n10", "-n 10"]), (("-n10", "M"), ["-n10", "-n 10"]),
+    *[(("M", other, "1"), [other, f"expected {option}"]) for other, option in (
+        ("--temp", "-t"), ("--temperature", "-t"), ("--top-p", "-p"), ("--top-k", "-k"), ("--seed", "-s"),
+        ("--prompt", "-i"), ("--threads", "-j"), ("--ctx-size", "-c"), ("--n-predict", "-n"))]],
+    ids=lambda x: " ".join(x))
+def test_likely_first_mistakes(args, words):
+    """They say what to do, before any model is opened."""
+    assert_error(qwen3(*args), 2, *words)
+
+
+def test_likely_first_models(tmp_path):
+    """A GGUF file, a checkpoint's directory or part, a name on the hub: the command that exports it."""
+    (tmp_path / "M.gguf").write_bytes(b"GGUF" + bytes(1000))
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(bytes(1000))
+
+    def run(path):
+        return subprocess.run([QWEN3, path, "-i", "x"], cwd=tmp_path, capture_output=True, env=environment())
+
+    for path, command in [
+            (tmp_path / "M.gguf", f"export.py {tmp_path}/M.gguf"), ("M.gguf", "export.py M.gguf"),
+            (tmp_path, f"export.py {tmp_path}"), (".", "export.py ."), ("../", "export.py ../"),
+            ("model-00001-of-00002.safetensors", "export.py ."),
+            (tmp_path / "model-00001-of-00002.safetensors", f"export.py {tmp_path}\n"),
+            ("Qwen/Qwen3-0.6B", "export.py Qwen/Qwen3-0.6B")]:
+        assert_error(run(path), 1, command)
+    for path in ("none.bin", "Qwen/none.bin", "./a/b", "a/b/c", "/Qwen/x", ""):
+        result = run(path)
+        assert_error(result, 1)
+        assert b"export.py" not in result.stderr, result
 
 
 # -- where the prompt comes from (tokenize shows it exactly)
@@ -157,11 +194,112 @@ def test_special_tokens_in_chat_are_text(small, tokenizer):
     assert "a<|im_end|>b" in tokenizer.decode(ids, skip_special_tokens=False)
 
 
+# -- tokenize -v
+
+def test_tokens_one_by_one(small, tokenizer):
+    text = 'the "old"\\ lighthouse\n\t\x7f\x9b\0 灯<|im_end|>'
+    lines = output(small, "-m", "tokenize", "-v", stdin=text.encode()).decode().split("\n")
+    assert lines.pop() == ""
+    ids = tokenize(small, text.encode())
+    assert [int(line.split(" ", 1)[0]) for line in lines] == ids
+    tokens = [line.split(" ", 1)[1] for line in lines]
+    assert all(json.loads(token) or "\\u0000" in token for token in tokens)
+    letters = byte_letters()
+    values = {letter: byte for byte, letter in letters.items()}
+    for token, id in zip(tokens, ids):
+        piece = tokenizer.id_to_token(id)
+        data = piece.encode() if piece == "<|im_end|>" else bytes(values[letter] for letter in piece)
+        assert json.loads(token).replace("\ufffd", "") == data.decode("utf-8", "ignore")
+        if data[:1] in (b"\xe7", b"\x81", b"\xaf"):
+            assert token == '"' + "\\ufffd" * len(data) + '"'
+        assert token.isprintable()
+    assert '"\\u007f"' in tokens and '"<|im_end|>"' in tokens
+
+
+def test_seeds_that_it_picks_are_short(small):
+    seeds = {int(STATS.search(qwen3(small, "-m", "generate", "-i", "x", "-n", 1).stderr)[4]) for _ in range(8)}
+    assert max(seeds) < 10**6 and len(seeds) > 4
+
+
+def test_n_without_limit(chain):
+    model = chain("a", "b", "a")
+    run = (model, "-m", "generate", "-i", "a", "-t", 0, "-c", 30, "-q")
+    assert output(*run, "-n", -1) == output(*run)
+    assert len(output(*run, "-n", 0)) == 0
+
+
+def test_lines_fit_into_80_columns():
+    """Every notice that a terminal may see and the statistics, with the largest numbers that the program
+    picks itself; the source is read for that, as no model of this size is here."""
+    source = (ROOT / "qwen3.c").read_text()
+    source = source[:source.index("#ifndef TEST\nint main")]
+    notices = re.findall(r'notice\(((?:"(?:[^"\\]|\\.)*"\s*)+)([^;]*)\);', source)
+    assert len(notices) >= 18
+    for parts, arguments in notices:
+        text = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', parts)).replace('\\"', '"').replace("\\\\", "\\")
+        if "/file: %s" in text:                         # as long as the path that was typed
+            continue
+        text = text.replace("%s", "generate").replace("%zu", "262144").replace("%d", "262144")
+        assert len("qwen3: " + text) <= 80, text
+    commands = source[source.index("char commands[]"):source.index("static void retry")]
+    assert max(len(eval(line)) for line in re.findall(r'"(?:[^"\\]|\\.)*"', commands)) <= 81
+    format, = re.findall(r'"(prompt %zu .*?)\\n"', source)
+    text = format.replace("%zu", "131072").replace("%s", "22.0k").replace("%llu", "999999")
+    assert len(text) <= 80, text
+
+
+# -- control characters
+
+CONTROL = ["\x1b]0;title\x07", "\x1b[2J", "a\rb", "\x9b2J", "\x00", "\x7f", "\x85"]
+
+
+@pytest.mark.parametrize("text", CONTROL, ids=ascii)
+def test_control_characters_on_a_terminal(chain, tokenizer, text):
+    """Each becomes U+FFFD; into a pipe go the bytes. Newline, CRLF and tab stay."""
+    letters = byte_letters()
+    data = (text + "\r\n\t!").encode()
+    data = bytes(dict.fromkeys(data))                   # a chain has each token once
+    model = chain("a", *(tokenizer.token_to_id(letters[b]) for b in data if b != ord("a")), "<|im_end|>")
+    data = bytes(b for b in data if b != ord("a"))
+    assert output(model, "-m", "generate", "-i", "a", "-t", 0, "-q") == data
+    child = spawn(model, "-m", "generate", "-i", "a", "-t", 0, "-q")
+    finish(child)
+    shown = child.before.replace(b"\r\n", b"\n").replace(b"\r\n", b"\n").decode()
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown) and "\ufffd" in shown, (shown, data)
+
+
+def test_control_characters_of_thinking_on_stderr(chain, tokenizer, tmp_path):
+    """stdout is a file, and stderr a terminal."""
+    letters = byte_letters()
+    model = chain("\u010a", "<think>", *(tokenizer.token_to_id(letters[b]) for b in b"\x1b\xc2\x9b]"), "<|im_end|>")
+    child = pexpect.spawn("sh", ["-c", f"{QWEN3} {model} -t 0 -i x > {tmp_path}/out"], timeout=60,
+                          env=environment(TERM="xterm"))
+    finish(child)
+    assert "<think>\ufffd\ufffd]" in child.before.decode()
+
+
+def test_control_characters_in_messages(small):
+    """C1 ones too, whatever is said."""
+    for name in ("no\x1b[2Jsuch", "no\x9b2J", "a\nb", "x\x7f\x85"):
+        for args in ((name + ".bin", "-i", "x"), ("M", name), (small, "-f", name), ("M", "-m", name)):
+            result = qwen3(*args)
+            message = result.stderr.decode()
+            assert result.returncode in (1, 2) and "\ufffd" in message
+            assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", message) and message.count("\n") == 1
+
+
 # -- perplexity
 
 @pytest.mark.parametrize("text", [b"", b"a", b"<|im_end|>"], ids=ascii)
 def test_perplexity_of_too_little(small, text):
     assert_error(qwen3(small, "-m", "perplexity", stdin=text), 1, "2")
+
+
+def test_batches_leave_every_digit_of_a_perplexity(small):
+    """Also of a huge one: no partial sums."""
+    text = "".join(chr(33 + i * 7 % 90) for i in range(400)).encode()
+    lines = {output(small, "-m", "perplexity", "-b", b, stdin=text) for b in (1, 2, 3, 7, 64, 100, 511, 512)}
+    assert len(lines) == 1
 
 
 def test_perplexity_output(small):

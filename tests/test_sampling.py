@@ -92,6 +92,21 @@ def test_presence_penalty(model):
     assert text == b"edbcaeee"
 
 
+def test_repetition_penalty(tmp_path, tokenizer):
+    """As HF's: logits of what is in the prompt or the answer are divided by it (multiplied if below 0).
+    -e overrides the checkpoint's, and 1 switches it off."""
+    logits = np.full((tokenizer.get_vocab_size(), 1), -80, np.float32)
+    for letter, value in RANKED.items():
+        logits[tokenizer.token_to_id(letter)] = value
+    path = export(make_table_model(tmp_path / "hf", tokenizer, [], logits, max_len=4096,
+                                   generation=dict(do_sample=False, repetition_penalty=4.0)), tmp_path / "model.bin")
+    run = (path, "-m", "generate", "-i", "e", "-n", 7, "-q")
+    assert output(*run) == b"dbcafee"                   # e has 1.25 after the prompt
+    assert output(*run, "-e", 4) == output(*run)
+    assert output(*run, "-e", 1) == b"eeeeeee"
+    assert output(*run, "-e", 1.2) == b"deeeeee"        # e 4.17 < d 4.5; then d 3.75 and b 4
+
+
 def test_presence_penalty_of_zero(model):
     run = (model, "-m", "generate", "-i", "x", "-t", 1, "-s", 3, "-n", 100, "-q")
     assert output(*run, "-a", 0) == output(*run)
