@@ -229,20 +229,104 @@ def test_interrupt_of_one_answer_at_a_terminal(endless, wait):
     assert finish(child) == 130
 
 
-@pytest.mark.parametrize("number, statuses", [(signal.SIGINT, {0, 130}), (signal.SIGHUP, {None})],
-                         ids=["INT", "HUP"])
-def test_at_the_prompt(endless, number, statuses):
-    """Ctrl-C leaves; no process remains after the window was closed."""
+def test_closed_window_at_the_prompt(endless):
+    """No process remains."""
     child = spawn(endless)
     child.expect("> ")
-    if number == signal.SIGINT:
+    child.kill(signal.SIGHUP)
+    assert finish(child) is None and child.signalstatus == signal.SIGHUP
+
+
+@pytest.mark.parametrize("typed", ["", "half a li", "a line\\\n", "x\\\nhalf", "a\nb"])
+def test_interrupt_at_the_prompt(endless, typed):
+    """It clears what was typed and says how to leave; the second one in a row leaves."""
+    child = spawn(endless, "-t", 0, "-n", 3, "-v")
+    child.expect_exact("> ")
+    child.send(typed)
+    time.sleep(0.2)
+    child.sendintr()
+    child.expect_exact("Ctrl-C again leaves")
+    child.expect_exact("> ")
+    child.sendline("x")
+    child.expect(r"prompt ids: ([\d ]+)")
+    alone = child.match[1]
+    child.expect_exact("> ")
+    child.sendline("/clear")
+    child.expect_exact("> ")
+    child.sendintr()                                    # the first again
+    child.expect_exact("Ctrl-C again leaves")
+    child.expect_exact("> ")
+    child.sendline("x")
+    child.expect(r"prompt ids: ([\d ]+)")
+    assert child.match[1] == alone                      # nothing of `typed` was sent
+    child.expect_exact("> ")
+    for _ in range(2):
+        time.sleep(0.2)
         child.sendintr()
-    else:
-        child.kill(number)
-    assert finish(child) in statuses and child.signalstatus in (None, number)
+    assert finish(child) == 130
+    assert b"stdin" not in child.before and b"Success" not in child.before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL])
+def test_interrupt_of_a_scripted_conversation(start, endless):
+    """During an answer, and while it waits for a line or its end."""
+    for script in (b"x\n", b"half"):
+        child = start(endless, "-m", "chat", stdin=subprocess.PIPE)
+        child.stdin.write(script)
+        child.stdin.flush()
+        if script == b"x\n":
+            assert child.stdout.read(3) == b"aaa"
+        else:
+            wait_until(lambda: not waiting(child.stdin))
+            time.sleep(0.2)
+        child.send_signal(signal.SIGINT)
+        out, error = child.communicate(timeout=60)
+        assert child.returncode == 130 and b"qwen3: " not in error, error
+    child = start(endless, "-m", "chat", "-n", "2", stdin=subprocess.PIPE)
+    child.stdin.write(b"x\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == b"aa\n"
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(60) == 130
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["read", "INT"])
+def test_input_that_does_not_block(start, endless, interrupted):
+    """O_NONBLOCK on stdin: it is waited for, and Ctrl-C ends that."""
+    for args, out in ((("-m", "chat", "-n", "2"), b"aa\n"), (("-m", "generate", "-n", "2"), b"aa")):
+        theirs, ours = os.pipe()
+        os.set_blocking(theirs, False)
+        child = start(endless, *args, stdin=theirs)
+        os.close(theirs)
+        time.sleep(0.3)
+        os.write(ours, b"x")
+        time.sleep(0.2)
+        if interrupted:
+            child.send_signal(signal.SIGINT)
+            assert child.wait(60) == 130
+            os.close(ours)
+            continue
+        os.write(ours, b"y\n")
+        os.close(ours)
+        found, error = child.communicate(timeout=60)
+        assert child.returncode == 0 and found == out, error
+
+
+def test_output_that_does_not_block(start, endless):
+    """O_NONBLOCK on stdout: a reader that is slow gets all of it."""
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    child = start(endless, "-m", "generate", "-i", "x", "-n", "80000", stdout=theirs)
+    os.close(theirs)
+    wait_until(lambda: waiting(ours) >= 65536)
+    time.sleep(0.2)
+    with open(ours, "rb") as reader:
+        assert reader.read() == b"a" * 80000
+    assert child.wait(60) == 0, child.stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL, signal.SIGQUIT,
+                                    signal.SIGHUP])
 def test_while_the_terminal_is_dim(thinking, number):
     """Each piece ends its own dimming, so that no signal leaves the terminal dim."""
     child = spawn(thinking, "-t", 0, "-c", 0, "-i", "x")
