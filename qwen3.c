@@ -3816,6 +3816,11 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
     return _kbhit() ? PART : NOTHING;
 }
 
+static bool is_directory(const char *path) {  // which open() refuses
+    const DWORD attributes = GetFileAttributesW(wide(path));
+    return attributes != INVALID_FILE_ATTRIBUTES && (attributes & FILE_ATTRIBUTE_DIRECTORY);
+}
+
 static int cpu_count(void) {
     DWORD_PTR mine, all;
     GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
@@ -3896,6 +3901,11 @@ static int cpu_count(void) {  // two threads of one core are no faster than one
     return cores > 0 ? (int)cores : 1;
 }
 
+static bool is_directory(const char *path) {
+    struct stat st;
+    return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+}
+
 // Until a file that does not block can be read or written
 static void wait_for(int fd, bool reading) {
     poll(&(struct pollfd){fd, reading ? POLLIN : POLLOUT, 0}, 1, -1);
@@ -3947,14 +3957,6 @@ static Bytes file_map(const char *path) {
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
     return (Bytes){p, st.st_size};
-}
-
-static bool is_directory(const char *path) {
-    struct stat st;
-    int fd = open(path, O_RDONLY | O_NONBLOCK);
-    const bool found = fd >= 0 && fstat(fd, &st) == 0 && S_ISDIR(st.st_mode);
-    if (fd >= 0) close(fd);
-    return found;
 }
 
 static ssize_t read_some(int fd, void *p, size_t n) {

@@ -221,7 +221,8 @@ def test_windows_bytes(windows, tmp_path):
 def test_windows_exit(windows):
     """Exit codes; a reader that has seen enough; NUL is no terminal."""
     assert run(windows, TINY / "tiny.bin", "-j", 0).returncode == 2
-    assert run(windows, TINY, "-i", "a").returncode == 1
+    directory = run(windows, TINY, "-i", "a")
+    assert directory.returncode == 1 and f"export.py {TINY}".encode() in directory.stderr, directory
     with subprocess.Popen([windows / "qwen3", "-h"], stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, env=environment()) as closed:
         closed.stdout.close()
@@ -324,7 +325,12 @@ def test_windows_console(windows):
     text = "What is the capital of Colombia?"
     assert "is Bogotá." in say(text + "\r", text)
     say("one\\\rtwo\r", "one\ntwo")
-    say("a b\rc\rd\r", "a b\nc\nd")
+    os.write(fd, b"a b\rc\rd\r")                   # pasted: waits for Enter
+    time.sleep(2)
+    say("\r", "a b\nc\nd")
+    os.write(fd, b"/help\r")
+    wait_for("/retry")
+    wait_for("> ")
     os.write(fd, b"\x04")
     for _ in range(3000):
         left, status = os.waitpid(pid, os.WNOHANG)
