@@ -2427,7 +2427,7 @@ static bool read_message(App *app) {
 }
 
 static const char commands[] =
-    "/file PATH TEXT  send TEXT and the file; or just the file. \"PATH\" may hold spaces\n"
+    "/file PATH TEXT  send TEXT and the file, or the file alone; a PATH with spaces in \"\"\n"
     "/retry           take the last answer back and draw another\n"
     "/clear           forget the conversation, but not the system prompt\n"
     "/help            show this\n"
@@ -2694,7 +2694,7 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "  -v         also the prompt's ids on stderr; with -m tokenize, a line for each token\n"
     "  -h, --version\n"
     "\n"
-    "A prompt from both: git diff | qwen3 model.bin -i \"Review this:\" -f -\n"
+    "A prompt from both: ls -l | qwen3 model.bin -i \"Which file is the largest?\" -f -\n"
     "-m chat on a pipe is a conversation, one turn a line. The model's text goes to stdout, all\n"
     "else to stderr. Exit: 0 success, 1 file, memory or model error, 2 usage error, 130 Ctrl-C.\n";
 
