@@ -248,7 +248,9 @@ def parsing(path: Path) -> Iterator[None]:
 SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
 TENSORS_SIZE = 8 << 20  # bytes of a JSON list of tensors
 TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a GGUF's metadata
+HEADERS_SIZE = 32 << 20  # bytes of the headers of all shards or parts together
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
+MOST_FILES = 1000  # shards or parts; Qwen3-235B-A22B has 118
 MOST_AROUND = 1000  # ids that a post-processor may put before or after a text
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -673,7 +675,7 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
     """name -> tensor, of model.safetensors or of the shards in model.safetensors.index.json."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return open_safetensors(single)
+        return open_safetensors(single, TENSORS_SIZE)[0]
     if not index.is_file():
         refuse(folder, "no weights", f"{single.name} or {index.name}",
                first_few(sorted(path.name for path in folder.iterdir())))
@@ -682,10 +684,15 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
         shard_of = read_json(index, most=TENSORS_SIZE)["weight_map"]
         if len(shard_of) > MOST_TENSORS:
             refuse(index, "too many tensors", f"at most {MOST_TENSORS}", len(shard_of))
-        for shard in sorted(set(shard_of.values())):
+        shards, left = sorted(set(shard_of.values())), HEADERS_SIZE
+        if len(shards) > MOST_FILES:
+            refuse(index, "too many shards", f"at most {MOST_FILES}", len(shards))
+        for shard in shards:
             if Path(shard).name != shard or not (folder / shard).is_file():
                 refuse(folder / shard, "missing", f"this file, as {index.name} lists it", "none")
-            for name, tensor in open_safetensors(folder / shard).items():
+            entries, used = open_safetensors(folder / shard, min(left, TENSORS_SIZE))
+            left -= used
+            for name, tensor in entries.items():
                 if shard_of.get(name) != shard:
                     refuse(folder / shard, f"holds {name}", f"{index.name} to say so",
                            shard_of.get(name, "no shard"))
@@ -695,14 +702,15 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def open_safetensors(path: Path) -> dict[str, Tensor]:
-    """name -> tensor of one file. Its format: u64 length of the header; the header, JSON {name:
+def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
+    """(name -> tensor, bytes of the header, at most so many) of one file. Its format: u64 length of
+    the header; the header, JSON {name:
     {dtype, shape, data_offsets: [begin, end)}}; the data, which the tensors fill without gap or
     overlap. (The safetensors package's numpy reader does not know BF16.)"""
     file = open_file(path)
     file_size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
-    limit = min(file_size - 8, TENSORS_SIZE)
+    limit = min(file_size - 8, most)
     if not 2 <= length <= limit:
         refuse(path, "broken safetensors", f"a header of 2 to {limit} bytes", length)
     entries = parse_json(file.read(length), path)
@@ -724,7 +732,7 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
             position = end
     if 8 + length + position != file_size:
         refuse(path, "truncated or oversized", f"{8 + length + position} bytes", file_size)
-    return tensors
+    return tensors, length
 
 
 def out_tensors(c: Config) -> dict[str, tuple[int, ...]]:
@@ -1529,13 +1537,16 @@ def gguf_tokenizer(path: Path, ggml: dict) -> dict:
 
 def open_gguf_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """(metadata, tensors) of a GGUF file. If it is the first of several parts, of all of them."""
-    metadata, tensors = open_gguf(path)
-    count = metadata.get("split.count", 1)
+    metadata, tensors, used = open_gguf(path, TOKENIZER_SIZE)
+    count, left = metadata.get("split.count", 1), HEADERS_SIZE - used
+    if type(count) is not int or count > MOST_FILES:
+        refuse(path, "split.count", f"at most {MOST_FILES}", count)
     if count > 1 and "-00001-of-" not in path.name:
         refuse(path, "one of several parts", f"the first, NAME-00001-of-{count:05}.gguf", path.name)
     for i in range(2, count + 1):
         part = path.with_name(path.name.replace("-00001-of-", f"-{i:05}-of-"))
-        _, more = open_gguf(part)
+        _, more, used = open_gguf(part, min(left, TOKENIZER_SIZE))
+        left -= used
         if again := sorted(tensors.keys() & more):
             refuse(part, "tensors", "each in one part", first_few(again))
         tensors |= more
@@ -1544,14 +1555,14 @@ def open_gguf_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
     return metadata, tensors
 
 
-def open_gguf(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(metadata, tensors by Hugging Face's name). The file holds: "GGUF", u32 version, u64 number
-    of tensors, u64 number of metadata values; each value: string key, u32 type, value; each tensor:
+def open_gguf(path: Path, most: int) -> tuple[dict, dict[str, Tensor], int]:
+    """(metadata, tensors by Hugging Face's name, bytes of both, at most so many). The file holds:
+    "GGUF", u32 version, u64 number of tensors, u64 number of metadata values; each value: string key, u32 type, value; each tensor:
     string name, u32 number of dimensions, u64 dimensions, innermost first, u32 dtype, u64 offset in
     the data; after padding, the data."""
     file = open_file(path)
     with (parsing(path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data):
-        cursor = GGUFCursor(data)
+        cursor = GGUFCursor(data, most)
         magic, version, n_tensors, n_values = cursor.unpack("4sI2Q")
         if magic != b"GGUF":
             refuse(path, "not supported", "a checkpoint's directory or a GGUF file",
@@ -1573,21 +1584,22 @@ def open_gguf(path: Path) -> tuple[dict, dict[str, Tensor]]:
             end = tensor.offset + tensor.byte_count(tensor.size())
             if end > len(data):
                 refuse(path, f"truncated in {tensor.name}", f"{end} bytes", len(data))
-    return metadata, tensors
+    return metadata, tensors, cursor.at
 
 
 @dataclass
 class GGUFCursor:
     """Reads a GGUF file's values one after the other. struct.error at the end of the data."""
     data: mmap.mmap
+    most: int  # bytes
     at: int = 0
 
     def unpack(self, letters: str) -> tuple:
         """The next values, by struct's letters."""
         start = self.at
         self.at += struct.calcsize("<" + letters)
-        if self.at > TOKENIZER_SIZE:
-            raise ValueError(f"more than {TOKENIZER_SIZE} bytes of metadata")
+        if self.at > self.most:
+            raise ValueError(f"more than {self.most} bytes of metadata")
         return struct.unpack_from("<" + letters, self.data, start)
 
     def string(self) -> str:
