@@ -244,7 +244,7 @@ def test_lines_fit_into_80_columns():
     commands = source[source.index("char commands[]"):source.index("static void retry")]
     assert max(len(eval(line)) for line in re.findall(r'"(?:[^"\\]|\\.)*"', commands)) <= 81
     format, = re.findall(r'"(prompt %zu .*?)\\n"', source)
-    text = format.replace("%zu", "131072").replace("%s", "22.0k").replace("%llu", "999999")
+    text = format.replace("%zu", "4096").replace("%s", "22.0k").replace("%llu", "999999")
     assert len(text) <= 80, text
 
 
