@@ -983,7 +983,7 @@ static void encode_flush(Encoder *enc) {
         normalize(enc->tok, &enc->normal, text);
         text = bytes_of(&enc->normal);
     }
-    while (text.n) {
+    while (text.n && !interrupted) {  // the forward pass sees that, too
         size_t n = piece_length(enc->tok, text);
         encode_piece(enc, (Bytes){text.p, n});
         text = bytes_from(text, n);
@@ -1348,13 +1348,13 @@ static int cpu_count(void);                           // cores that this process
 static const char *simd_name(void);                   // the instruction set of this build
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
-static bool file_exists(const char *path);
+typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
+static FileKind file_kind(const char *path);
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
 static const char *file_read(Buffer *b, const char *path);  // the whole file, added to b; -: stdin;
                                                       // returns NULL, or what went wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
 static ssize_t read_some(int fd, void *p, size_t n);  // as read, and waits where that does not
-static bool is_directory(const char *path);
 static int terminal_line(void);                       // the most bytes that a terminal's line has
 typedef enum { NOTHING, PART, LINE } Waiting;
 static Waiting input_waits(void);                     // what of a paste a terminal still holds
@@ -2289,20 +2289,26 @@ static Ending respond(App *app, const Ids *prompt, Message *message) {
     return ending;
 }
 
-static Message *conversation_add(Conversation *talk, int role, Bytes text) {
+static Message *conversation_push(Conversation *talk, Message message) {
     talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
-    Message *message = &talk->p[talk->n++];
-    *message = (Message){.role = role};
+    talk->p[talk->n] = message;
+    return &talk->p[talk->n++];
+}
+
+static Message *conversation_add(Conversation *talk, int role, Bytes text) {
+    Message *message = conversation_push(talk, (Message){.role = role});
     buffer_add(&message->text, text);
     return message;
 }
 
+static void message_free(const Message *message) {
+    free(message->text.p);
+    free(message->ids.p);
+}
+
 // Removes `count` messages from number `first` on.
 static void conversation_drop(Conversation *talk, size_t first, size_t count) {
-    for (size_t i = first; i < first + count; i++) {
-        free(talk->p[i].text.p);
-        free(talk->p[i].ids.p);
-    }
+    for (size_t i = first; i < first + count; i++) message_free(&talk->p[i]);
     memmove(talk->p + first, talk->p + first + count, (talk->n - first - count) * sizeof(Message));
     talk->n -= count;
 }
@@ -2420,7 +2426,7 @@ static bool read_message(App *app) {
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
     if (cut) {
-        notice("input: the terminal cut a line at %d bytes; nothing was sent", terminal_line());
+        report("input: the terminal cut a line at %d bytes; nothing was sent", terminal_line());
         notice("input: /file PATH sends a longer text");
     }
     return true;
@@ -2435,6 +2441,8 @@ static const char commands[] =
     "A line that ends in \\ continues in the next. A pasted text waits for Enter.\n"
     "Ctrl-C stops an answer, or clears what is typed.\n";
 
+// Takes the last answer back and draws another; after Ctrl-C before its first token the old one
+// stays.
 static void retry(App *app) {
     Conversation *talk = &app->conversation;
     if (talk->n < 2 || talk->p[talk->n - 1].role != ASSISTANT) {
@@ -2442,11 +2450,14 @@ static void retry(App *app) {
     } else if (app->engine.sampler.temperature == 0) {
         notice("/retry: -t 0 would draw the same answer again");
     } else {
-        Buffer text = {0};
-        buffer_add(&text, bytes_of(&talk->p[talk->n - 2].text));
-        conversation_drop(talk, talk->n - 2, 2);
-        chat_turn(app, bytes_of(&text), false);
-        free(text.p);
+        const size_t n = talk->n -= 2;
+        const Message old[] = {talk->p[n], talk->p[n + 1]};
+        chat_turn(app, bytes_of(&old[0].text), false);
+        const bool stopped = talk->n == n;
+        for (int i = 0; i < 2; i++) {
+            if (stopped) conversation_push(talk, old[i]);
+            else message_free(&old[i]);
+        }
     }
 }
 
@@ -2466,9 +2477,12 @@ static void send_file(App *app, Bytes words) {
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *name = (const char *)path.p;
-    const char *error = path.n ? file_read(&message, name) : "missing, expected /file PATH TEXT";
+    const char *error = NULL;
+    if (path.n == 0) error = "missing, expected /file PATH TEXT";
+    else if (file_kind(name) == SPECIAL_FILE || !strcmp(name, "-")) error = "not a regular file";
+    else error = file_read(&message, name);
     if (!error && message.n == before) error = "empty, expected a text";
-    if (error) notice("/file: %s%s%s", name, path.n ? ": " : "", error);
+    if (error) report("/file: %s%s%s", name, path.n ? ": " : "", error);
     else chat_turn(app, chop(bytes_of(&message)), false);
     free(path.p);
     free(message.p);
@@ -2478,6 +2492,7 @@ typedef enum { MESSAGE, COMMAND, LEAVE } Typed;
 
 // What a line is, after running it if it is a command
 static Typed run_command(App *app, Bytes line) {
+    while (line.n && line.p[line.n - 1] == ' ') line.n--;
     static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
     for (int i = 0; i < 5; i++) {
         if (bytes_equal(line, bytes(leaving[i]))) return LEAVE;
@@ -2673,30 +2688,33 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "\n"
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
-    "  -i TEXT    the prompt; without -i and -f a terminal chats, a pipe is read as the prompt\n"
-    "  -f FILE    the prompt is FILE's text (- is stdin); with -i: TEXT, empty line, FILE's text\n"
-    "  -m MODE    chat, generate (raw completion), embed, tokenize or perplexity [what the model\n"
-    "             is made for: mostly chat]\n"
+    "  -i TEXT    the prompt; without -i and -f a terminal chats, a pipe is the prompt\n"
+    "  -f FILE    the prompt is FILE's text, - is stdin; with -i: TEXT, an empty line,\n"
+    "             FILE's text\n"
+    "  -m MODE    chat, generate (raw completion), embed, tokenize or perplexity [what\n"
+    "             the model is made for: mostly chat]\n"
     "  -y TEXT    system prompt (chat) [none]\n"
     "  -r 0|1     thinking off or on, for models that can switch (chat) [0]\n"
-    "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; 0.7 with thinking switched off]\n"
-    "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's; 0.8 with thinking switched off]\n"
-    "  -k INT     top-k, 0 is off [the checkpoint's; 20 with thinking switched off]\n"
+    "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; without thinking 0.7]\n"
+    "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's; without thinking 0.8]\n"
+    "  -k INT     top-k, 0 is off [the checkpoint's; without thinking 20]\n"
     "  -a FLOAT   presence penalty on tokens already generated, 0 to 2 [0]\n"
     "  -e FLOAT   repetition penalty, 1 is off [the checkpoint's]\n"
     "  -x TEXT    end the answer before TEXT (chat, generate) [none]\n"
     "  -s INT     random seed, 64 bits [from the clock, below 1000000]\n"
     "  -n INT     at most so many new tokens per answer, -1 is no limit [-1]\n"
-    "  -c INT     context length in tokens, 0 is the model's [4096, or the model's if smaller]\n"
-    "  -b INT     prompt tokens per forward pass, 1 to 512; never changes the output [512]\n"
+    "  -c INT     context in tokens, 0 is the model's [4096, or the model's if smaller]\n"
+    "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q         nothing on stderr but errors\n"
-    "  -v         also the prompt's ids on stderr; with -m tokenize, a line for each token\n"
+    "  -v         also the prompt's ids on stderr; with -m tokenize, a line for each\n"
+    "             token\n"
     "  -h, --version\n"
     "\n"
     "A prompt from both: ls -l | qwen3 model.bin -i \"Which file is the largest?\" -f -\n"
-    "-m chat on a pipe is a conversation, one turn a line. The model's text goes to stdout, all\n"
-    "else to stderr. Exit: 0 success, 1 file, memory or model error, 2 usage error, 130 Ctrl-C.\n";
+    "-m chat on a pipe is a conversation, one turn a line. The model's text goes to\n"
+    "stdout, all else to stderr. Exit: 0 success, 1 file, memory or model error,\n"
+    "2 usage error, 130 Ctrl-C.\n";
 
 static void print_and_exit(const char *text) {
     char version[64];
@@ -2765,20 +2783,24 @@ static void parse_option(Options *o, const char *option, const char *value) {
 }
 
 // What stands on a command line where an option or MODEL should: the likely first mistakes
-static void die_of_argument(const char *arg, const char *model) {
+static void die_of_argument(const char *arg, const Options *o) {
     static const char *const other[][2] = {
         {"--prompt", "-i"}, {"--file", "-f"}, {"--system-prompt", "-y"}, {"--system", "-y"},
         {"--temp", "-t"}, {"--temperature", "-t"}, {"--top-p", "-p"}, {"--top-k", "-k"},
         {"--seed", "-s"}, {"--n-predict", "-n"}, {"--predict", "-n"}, {"--ctx-size", "-c"},
         {"--threads", "-j"}, {"--model", "MODEL without an option"}};
+    const size_t n = strcspn(arg, "=");
     for (size_t i = 0; i < sizeof(other) / sizeof(*other); i++) {
-        if (!strcmp(arg, other[i][0]))
+        if (strlen(other[i][0]) == n && !strncmp(arg, other[i][0], n))
             die_usage("%s: unknown option, expected %s; -h lists all", arg, other[i][1]);
     }
-    if (arg[0] == '-' && arg[1] && strchr(OPTION_LETTERS, arg[1]))
+    if (arg[0] == '-' && arg[1] && strchr(OPTION_LETTERS, arg[1]) && isdigit((uint8_t)arg[2]))
         die_usage("%s: unknown option, expected a space: %.2s %s", arg, arg, arg + 2);
     if (arg[0] == '-') die_usage("%s: unknown option, expected one of those that -h lists", arg);
-    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i: -i \"%s\"", arg, model,
+    if (o->text)
+        die_usage("%s: unexpected; a prompt of several words needs quotes: -i \"%s %s\"", arg,
+                  o->text, arg);
+    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i: -i \"%s\"", arg, o->model,
               arg);
 }
 
@@ -2808,7 +2830,7 @@ static Options parse_options(int argc, char **argv) {
             if (++i == argc) die_usage("%s: value missing, expected one after it", arg);
             parse_option(&o, arg, argv[i]);
         } else if (arg[0] == '-' || o.model) {
-            die_of_argument(arg, o.model);
+            die_of_argument(arg, &o);
         } else {
             o.model = arg;
         }
@@ -2875,15 +2897,17 @@ static void choose_sampling(App *app) {
 
 // MODEL is a path, but people also try what they know.
 static void check_model_path(const char *path) {
-    const size_t n = strlen(path);
-    const char *slash = strchr(path, '/');
-    const bool bin = n > 4 && !strcmp(path + n - 4, ".bin");
-    if (is_directory(path))
+    const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
+    const bool made = end && (!strcmp(end, ".bin") || !strcmp(end, ".gguf"));
+    const FileKind kind = file_kind(path);
+    if (kind == DIRECTORY)
         die("%s: a directory, expected a .bin file, which this makes: export.py %s", path, path);
-    const bool hub_name = slash && !strchr(slash + 1, '/') && !bin && !strchr("./~", *path);
-    if (!file_exists(path) && hub_name)
+    const bool hub_name = slash && !strchr(slash + 1, '/') && !made && !strchr("./~", *path);
+    if (kind == NO_FILE && hub_name)
         die("%s: not a file, expected a .bin file; for a model on the hub: export.py %s", path,
             path);
+    if (kind == NO_FILE)
+        die("%s: %s, expected a .bin file made by export.py", path, strerror(errno));
 }
 
 static void load(App *app) {
@@ -2894,7 +2918,7 @@ static void load(App *app) {
     check_model_path(o->model);
     model_map(&e->model, o->model);
     snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
-    if (!file_exists(tokenizer))
+    if (file_kind(tokenizer) == NO_FILE)
         die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
     app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
@@ -3767,7 +3791,6 @@ static void progress_add(int n) {
 #define MAP_FAILED NULL
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define access(path, mode) _waccess(wide(path), mode)
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define write write_bytes
 #define read read_bytes
@@ -3816,9 +3839,11 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
     return _kbhit() ? PART : NOTHING;
 }
 
-static bool is_directory(const char *path) {  // which open() refuses
+static FileKind file_kind(const char *path) {
     const DWORD attributes = GetFileAttributesW(wide(path));
-    return attributes != INVALID_FILE_ATTRIBUTES && (attributes & FILE_ATTRIBUTE_DIRECTORY);
+    errno = ENOENT;
+    return attributes == INVALID_FILE_ATTRIBUTES ? NO_FILE
+           : attributes & FILE_ATTRIBUTE_DIRECTORY ? DIRECTORY : REGULAR_FILE;
 }
 
 static int cpu_count(void) {
@@ -3901,9 +3926,10 @@ static int cpu_count(void) {  // two threads of one core are no faster than one
     return cores > 0 ? (int)cores : 1;
 }
 
-static bool is_directory(const char *path) {
+static FileKind file_kind(const char *path) {
     struct stat st;
-    return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+    if (stat(path, &st) != 0) return NO_FILE;
+    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
 }
 
 // Until a file that does not block can be read or written
@@ -3944,8 +3970,6 @@ static double now(void) {
 }
 
 static bool is_terminal(int fd) { return isatty(fd); }
-
-static bool file_exists(const char *path) { return access(path, F_OK) == 0; }
 
 static Bytes file_map(const char *path) {
     int fd = open(path, O_RDONLY | O_NONBLOCK);  // does not wait for the writer of a named pipe
