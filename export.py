@@ -210,7 +210,8 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
             files.append(open(part, "xb", buffering=0))
         yield files
         if __name__ == "__main__":
-            on_signals(lambda _: None)  # everything is written: a signal now comes too late
+            for number in signal.SIGINT, signal.SIGTERM:  # everything is written: too late for them
+                signal.signal(number, signal.SIG_IGN)
         for part, target in zip(parts, targets):
             os.replace(part, target)
     finally:

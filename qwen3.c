@@ -2433,12 +2433,13 @@ static bool read_message(App *app) {
 }
 
 static const char commands[] =
-    "/file PATH TEXT  send TEXT and the file, or the file alone; a PATH with spaces in \"\"\n"
+    "/file PATH TEXT  send TEXT and the file, or the file alone\n"
     "/retry           take the last answer back and draw another\n"
     "/clear           forget the conversation, but not the system prompt\n"
     "/help            show this\n"
     "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
-    "A line that ends in \\ continues in the next. A pasted text waits for Enter.\n"
+    "A PATH with spaces stands in double quotes. A line that ends in \\ continues\n"
+    "in the next. A pasted text waits for Enter.\n"
     "Ctrl-C stops an answer, or clears what is typed.\n";
 
 // Takes the last answer back and draws another; after Ctrl-C before its first token the old one
@@ -2492,6 +2493,7 @@ typedef enum { MESSAGE, COMMAND, LEAVE } Typed;
 
 // What a line is, after running it if it is a command
 static Typed run_command(App *app, Bytes line) {
+    const Bytes words = line;
     while (line.n && line.p[line.n - 1] == ' ') line.n--;
     static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
     for (int i = 0; i < 5; i++) {
@@ -2507,7 +2509,7 @@ static Typed run_command(App *app, Bytes line) {
         conversation_drop(talk, system, talk->n - system);
     } else if (bytes_equal(line, bytes("/file")) ||
                (line.n > 5 && memcmp(line.p, "/file ", 6) == 0)) {
-        send_file(app, bytes_from(line, line.n > 5 ? 6 : 5));
+        send_file(app, bytes_from(words, words.n > 5 ? 6 : 5));
     } else {
         return MESSAGE;
     }
@@ -2688,11 +2690,11 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "\n"
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
-    "  -i TEXT    the prompt; without -i and -f a terminal chats, a pipe is the prompt\n"
-    "  -f FILE    the prompt is FILE's text, - is stdin; with -i: TEXT, an empty line,\n"
+    "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
+    "  -f FILE    the prompt is FILE's text, - is stdin; with -i: TEXT, empty line,\n"
     "             FILE's text\n"
-    "  -m MODE    chat, generate (raw completion), embed, tokenize or perplexity [what\n"
-    "             the model is made for: mostly chat]\n"
+    "  -m MODE    chat, generate (raw completion), embed, tokenize or perplexity\n"
+    "             [what the model is made for: mostly chat]\n"
     "  -y TEXT    system prompt (chat) [none]\n"
     "  -r 0|1     thinking off or on, for models that can switch (chat) [0]\n"
     "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; without thinking 0.7]\n"
@@ -2703,7 +2705,7 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "  -x TEXT    end the answer before TEXT (chat, generate) [none]\n"
     "  -s INT     random seed, 64 bits [from the clock, below 1000000]\n"
     "  -n INT     at most so many new tokens per answer, -1 is no limit [-1]\n"
-    "  -c INT     context in tokens, 0 is the model's [4096, or the model's if smaller]\n"
+    "  -c INT     context in tokens, 0 is the model's [4096, or the model's if less]\n"
     "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q         nothing on stderr but errors\n"
