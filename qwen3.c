@@ -59,6 +59,10 @@
                                                Progress
                                                POSIX and Windows                                  */
 
+#if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
+#endif
+
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
 #include <float.h>
@@ -2981,10 +2985,6 @@ int main(int argc, char **argv) {
 // ================================================================================================
 // PART III. THE MACHINE
 // ================================================================================================
-
-#if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
-#endif
 
 #include <fcntl.h>
 #include <stdatomic.h>
