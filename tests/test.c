@@ -177,7 +177,8 @@ static void test_quantize(void) {
         quantize(&x, 0, 0, in, cols, group);
         float max = 0;
         int sum = 0;
-        for (int i = 0; i < group; i++) max = fmaxf(max, fabsf(in[i])), sum += x.q[i];
+        for (int i = 0; i < group; i++) max = fmaxf(max, fabsf(in[i]));
+        for (int i = 0; i < group; i++) sum += x.q[i];
         CHECK(x.bias_fix[0] == -128 * sum && x.bias_fix[1] == 0 && x.bias_fix[2] == 0);
         CHECK(x.scale[0] == max / 127 && x.scale[1] == 0 && x.scale[2] == 0);
         for (int i = 0; i < group; i++) {

@@ -200,7 +200,7 @@ def test_windows_names(windows, tmp_path):
     assert result.returncode == 0 and result.stdout == ANSWER
     result = run(windows, directory / "灯.bin", "-i", "a")
     assert result.returncode == 1 and result.stdout == b""
-    assert result.stderr.decode() == f"qwen3: {directory}/灯.bin: No such file or directory\n"
+    assert result.stderr.decode() == f"qwen3: {directory}/灯.bin: No such file or directory, expected a .bin file made by export.py\n"
 
 
 @WINDOWS
