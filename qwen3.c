@@ -2993,7 +2993,6 @@ int main(int argc, char **argv) {
 #include <pthread.h>
 #endif
 #ifdef _WIN32
-#include <conio.h>
 #include <windows.h>
 #else
 #include <poll.h>
@@ -3837,8 +3836,17 @@ static ssize_t read_bytes(int fd, void *p, size_t size) {
 static void wait_for(int fd, bool reading) { (void)fd, (void)reading; }
 
 static Waiting input_waits(void) {  // the lines of a pasted block arrive together
+    static INPUT_RECORD records[4096];
+    DWORD n = 0;
+    Waiting waiting = NOTHING;
     Sleep(30);
-    return _kbhit() ? PART : NOTHING;
+    PeekConsoleInputW(handle(STDIN_FILENO), records, 4096, &n);
+    for (DWORD i = 0; i < n && waiting != LINE; i++) {
+        const KEY_EVENT_RECORD *key = &records[i].Event.KeyEvent;
+        const bool typed = records[i].EventType == KEY_EVENT && key->bKeyDown;
+        if (typed && key->uChar.UnicodeChar) waiting = key->uChar.UnicodeChar == '\r' ? LINE : PART;
+    }
+    return waiting;
 }
 
 static FileKind file_kind(const char *path) {
