@@ -248,7 +248,7 @@ def test_interrupt_at_the_prompt(endless, typed):
     child.expect_exact("Ctrl-C again leaves")
     child.expect_exact("> ")
     child.sendline("x")
-    child.expect(r"prompt ids: ([\d ]+)")
+    child.expect(r"prompt ids: ([\d ]+)\r\n")
     alone = child.match[1]
     child.expect_exact("> ")
     child.sendline("/clear")
@@ -257,7 +257,7 @@ def test_interrupt_at_the_prompt(endless, typed):
     child.expect_exact("Ctrl-C again leaves")
     child.expect_exact("> ")
     child.sendline("x")
-    child.expect(r"prompt ids: ([\d ]+)")
+    child.expect(r"prompt ids: ([\d ]+)\r\n")
     assert child.match[1] == alone                      # nothing of `typed` was sent
     child.expect_exact("> ")
     for _ in range(2):
