@@ -3,7 +3,7 @@
 # make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
 # make test       makes a virtual environment in tests/.venv and tests everything that is promised
 # make test-all   tests what takes longer: sanitizers, fuzzing, long tables, other compilers and systems
-# make bench      measures this build on this machine, with a synthetic model (GROUP=32: its groups)
+# make bench      measures this build on this machine, with a synthetic model: MODEL=0.6b BITS=8
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
 # make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of eight targets
@@ -40,9 +40,12 @@ tests/.flags: FORCE
 run: qwen3
 	./qwen3 tests/tiny/tiny.bin -t 0 -i "What is the capital of France?"
 
-GROUP = 64
+MODEL = 0.6b
+BITS = 8
+GROUP = 0
+LAYERS = 0
 bench: tests/bench
-	tests/bench $(GROUP)
+	tests/bench $(MODEL) $(BITS) $(GROUP) $(LAYERS)
 
 portable: NATIVE =
 portable: qwen3

@@ -36,7 +36,8 @@
    All matrices are quantized to 8 bits: a group of group_size consecutive weights of a row is int8
    values times one float scale. Each vector is quantized in the same way, written Q8(h), just
    before a matrix is multiplied with it. So the dot product of a group of weights and a group of
-   the vector is an exact integer, which is then multiplied by the two scales.
+   the vector is an exact integer, which is then multiplied by the two scales. Matrices of layers
+   may have 4 bits: then each int8 is one of 16 levels, and the file holds the levels' numbers.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
@@ -185,6 +186,8 @@ typedef struct {
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
     int group_size;         // values that share a scale; divides dim, q_dim and hidden_dim
+    int layer_bits;         // 8, or 4: of the layers' matrices. The others have 8
+    int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
     int rope_scaling;       // 0: none, 1: YaRN, which needs the next six
@@ -198,10 +201,13 @@ typedef struct {
     int q_dim, kv_dim;      // n_heads * head_dim, n_kv_heads * head_dim
 } Config;
 
-typedef struct {         // a quantized matrix: weight (r, i) is q[r][i] * scale[r][i / group]
-    const int8_t *q;     // (rows, cols)
-    const float *scale;  // (rows, cols / group)
-    int rows, cols, group;
+typedef struct {  // a quantized matrix: weight (r, i) is weight_q(r, i) * weight_scale(r, i / group)
+    int rows, cols, group, bits;
+    const int8_t *q;             // 8 bits: (rows, cols)
+    const float *scale;          //         (rows, cols / group)
+    const uint8_t *nibbles;      // 4 bits: (rows, cols / 2), two weights in a byte: see weight_q
+    const uint16_t *half_scale;  //         (rows, cols / group), floats of 16 bits: see half_float
+    const int8_t *levels;        //         (16) the q that a nibble stands for
 } Matrix;
 
 typedef struct {
@@ -445,6 +451,31 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
+// A float of 16 bits (IEEE 754 half precision: 1 bit of sign, 5 of exponent, 10 of fraction). In a
+// float's place its exponent counts from -15 instead of -127: hence 2^112. The highest exponent
+// stands for infinity and NaN.
+INLINE float half_float(uint16_t half) {
+    const uint32_t bits = (half & 0x7FFFu) << 13, sign = (half & 0x8000u) << 16;
+    const float value = as_float(bits) * 0x1p112f;
+    return as_float((uint32_t)load_i32(&value) | sign | (bits >= 0x0F800000 ? 0x7F800000 : 0));
+}
+
+// The int8 of weight (r, i). With 4 bits, byte j of a group of n weights holds the numbers of two
+// levels: weight j's in its low nibble, weight (j + n / 2)'s in its high one. group equals w->group;
+// callers pass it as a constant, so that the compiler can unroll.
+INLINE int weight_q(const Matrix *w, int r, int i, const int group) {
+    const size_t at = (size_t)r * w->cols + i;
+    if (w->bits != 4) return w->q[at];
+    const int j = i % group, half = group / 2;
+    const uint8_t pair = w->nibbles[(at - j) / 2 + j % half];
+    return w->levels[j < half ? pair & 15 : pair >> 4];
+}
+
+INLINE float weight_scale(const Matrix *w, int r, int g, const int group) {
+    const size_t at = (size_t)r * (w->cols / group) + g;
+    return w->bits != 4 ? w->scale[at] : half_float(w->half_scale[at]);
+}
+
 // Vector t of x alone. The stride is in units of 4 bytes, so q moves by 4 * at.
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
@@ -631,9 +662,10 @@ static void embed(Model *m, int t, int token, int pos) {
     const Matrix *table = &m->weights.embedding;
     State *s = &m->state;
     const int dim = table->cols, half = m->config.head_dim / 2;
-    const int8_t *q = table->q + (size_t)token * dim;
-    const float *scale = table->scale + (size_t)token * (dim / table->group);
-    for (int i = 0; i < dim; i++) s->x[(size_t)t * dim + i] = q[i] * scale[i / table->group];
+    for (int i = 0; i < dim; i++) {
+        const float scale = weight_scale(table, token, i / table->group, table->group);
+        s->x[(size_t)t * dim + i] = weight_q(table, token, i, table->group) * scale;
+    }
     for (int j = 0; j < half; j++) {
         float angle = (float)pos * s->freq[j];
         s->cos[(size_t)t * half + j] = cosf(angle) * s->rope_scale;
@@ -721,18 +753,16 @@ static void rope_init(State *s, const Config *c) {
 // several sums at once. Builds without SIMD run dot_row itself; only the tests run attend.
 
 // Row r of W times row t of x. The products of a group add up to an exact integer; the groups are
-// added as floats, from the first to the last. group equals w->group; callers pass it as a
-// constant, so that the compiler can unroll.
+// added as floats, from the first to the last.
 INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
-    const int n_groups = w->cols / group;
-    const int8_t *w_row = w->q + (size_t)r * w->cols;
-    const float *w_scale = w->scale + (size_t)r * n_groups;
     const Quantized x_row = quantized_row(x, t);
     float sum = 0;
-    for (int g = 0; g < n_groups; g++) {
+    for (int g = 0; g < w->cols / group; g++) {
         int32_t dot = 0;
-        for (int i = g * group; i < (g + 1) * group; i++) dot += w_row[i] * x_row.q[i];
-        sum = mul_add((float)dot * w_scale[g], x_row.scale[g], sum);
+        for (int i = g * group; i < (g + 1) * group; i++) {
+            dot += weight_q(w, r, i, group) * x_row.q[i];
+        }
+        sum = mul_add((float)dot * weight_scale(w, r, g, group), x_row.scale[g], sum);
     }
     return sum;
 }
@@ -1401,6 +1431,8 @@ static volatile sig_atomic_t stoppable;
 //   0x50    u32   YaRN no_rounding, 1: the ramp's ends stay         they are rounded
 //   0x54    u32   qkv_bias, 1: biases after the last matrix         none
 //   0x58    u32   no_qk_norm, 1: there are no q_norm and k_norm     QK-norm
+//   0x68    u32   layer_bits, 4: layers' matrices have four bits    8
+//   0x70    16i8  levels: what a nibble stands for, ascending       (with 8 bits)
 //
 // The weights, each for all layers before the next:
 //
@@ -1411,8 +1443,10 @@ static volatile sig_atomic_t stoppable;
 //   fp32 biases   bq (q_dim), then bk, then bv (kv_dim), if qkv_bias is 1
 //
 // A Q8_0 matrix (out, in) is all its int8 values row by row, then a float scale for each group_size
-// consecutive values: scale = max|w| / 127, q = round(w / scale). Embedding models, which need no
-// classifier, count as shared.
+// consecutive values: scale = max|w| / 127, q = round(w / scale). With layer_bits 4, a matrix of a
+// layer is instead all its pairs of nibbles (see weight_q), then a float of 16 bits for each group,
+// then zeros up to a multiple of 4 bytes. Embedding models, which need no classifier, count as
+// shared.
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
@@ -1507,14 +1541,39 @@ static void take_extended_header(Config *c, Cursor *in) {
     }
     c->qkv_bias = take_int(in, "qkv_bias", 0, 1);
     c->no_qk_norm = take_int(in, "no_qk_norm", 0, 1);
-    for (int at = 0x5C; at < 256; at += 4) take_int(in, unknown, 0, 0);
+    for (int at = 0x5C; at < 0x68; at += 4) take_int(in, unknown, 0, 0);
+    c->layer_bits = take_u32(in, "layer_bits");
+    if (c->layer_bits != 0 && c->layer_bits != 4)
+        die("%s: bad layer_bits, expected 0 (8 bits) or 4, found %d", in->file, c->layer_bits);
+    take_int(in, unknown, 0, 0);
+    if (c->layer_bits == 4) {
+        memcpy(c->levels, take(in, 16, "levels"), 16);
+        for (int i = 1; i < 16; i++) {
+            if (c->levels[i] <= c->levels[i - 1])
+                die("%s: bad levels, expected ascending ones, found %d after %d", in->file,
+                    c->levels[i], c->levels[i - 1]);
+        }
+    } else {
+        c->layer_bits = 8;
+        for (int at = 0x70; at < 0x80; at += 4) take_int(in, unknown, 0, 0);
+    }
+    for (int at = 0x80; at < 256; at += 4) take_int(in, unknown, 0, 0);
 }
 
-static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, const char *what) {
-    Matrix w = {.rows = rows, .cols = cols, .group = c->group_size};
-    uint64_t count = (uint64_t)rows * cols;
-    w.q = take(in, count, what);
-    w.scale = take(in, count / c->group_size * sizeof(float), what);
+static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int bits,
+                          const char *what) {
+    Matrix w = {.rows = rows, .cols = cols, .group = c->group_size, .bits = bits};
+    const uint64_t count = (uint64_t)rows * cols, n_groups = count / c->group_size;
+    if (bits == 8) {
+        w.q = take(in, count, what);
+        w.scale = take(in, n_groups * sizeof(float), what);
+    } else {
+        w.nibbles = take(in, count / 2, what);
+        w.half_scale = take(in, n_groups * sizeof(uint16_t), what);
+        w.levels = c->levels;
+        if (n_groups % 2 == 1 && memcmp(take(in, 2, what), "\0", 2) != 0)
+            die("%s: bad bytes after %s, expected zeros", in->file, what);
+    }
     return w;
 }
 
@@ -1531,7 +1590,8 @@ static void model_map(Model *m, const char *path) {
 #define TAKE_LAYERS(name, tensor) \
     for (int l = 0; l < c->n_layers; l++) weights->layers[l].name = tensor
 #define TAKE_FLOATS(name, count) TAKE_LAYERS(name, take(&in, (uint64_t)(count) * 4, #name))
-#define TAKE_MATRIX(name, rows, cols) TAKE_LAYERS(name, take_matrix(&in, c, rows, cols, #name))
+#define TAKE_MATRIX(name, rows, cols) \
+    TAKE_LAYERS(name, take_matrix(&in, c, rows, cols, c->layer_bits, #name))
     TAKE_FLOATS(rms_att, c->dim);
     TAKE_FLOATS(rms_ffn, c->dim);
     weights->rms_final = take(&in, (uint64_t)c->dim * 4, "rms_final");
@@ -1539,7 +1599,7 @@ static void model_map(Model *m, const char *path) {
         TAKE_FLOATS(q_norm, c->head_dim);
         TAKE_FLOATS(k_norm, c->head_dim);
     }
-    weights->embedding = take_matrix(&in, c, c->vocab_size, c->dim, "the token embedding");
+    weights->embedding = take_matrix(&in, c, c->vocab_size, c->dim, 8, "the token embedding");
     TAKE_MATRIX(wq, c->q_dim, c->dim);
     TAKE_MATRIX(wk, c->kv_dim, c->dim);
     TAKE_MATRIX(wv, c->kv_dim, c->dim);
@@ -1548,7 +1608,7 @@ static void model_map(Model *m, const char *path) {
     TAKE_MATRIX(w2, c->dim, c->hidden_dim);
     TAKE_MATRIX(w3, c->hidden_dim, c->dim);
     weights->classifier = c->shared_classifier ? weights->embedding
-        : take_matrix(&in, c, c->vocab_size, c->dim, "the classifier");
+        : take_matrix(&in, c, c->vocab_size, c->dim, 8, "the classifier");
     if (c->qkv_bias) {
         TAKE_FLOATS(bq, c->q_dim);
         TAKE_FLOATS(bk, c->kv_dim);
@@ -3137,6 +3197,9 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 //   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
 //   mul_add_v(a, b, c)   mul_add in each lane
 //   zip_low, zip_high    a0 b0 a1 b1 ... of the first, or of the second, halves of a and b
+//   add_pairs(a, b)      a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...
+//   pick_levels(t, n)    for each byte of n, byte n % 16 of t, which holds the same 16 bytes again
+//                        and again
 //
 // Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
 // instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
@@ -3176,7 +3239,7 @@ static const char *simd_name(void) { return SIMD; }
 #if defined(NO_UNROLL)  // with sanitizers, compilers take minutes over what is unrolled
 #define UNROLL
 #elif defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL _Pragma("clang loop unroll(enable)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
@@ -3196,11 +3259,35 @@ INLINE VecI dot4_plain(VecI acc, VecI w, VecI x) {
 
 INLINE VecF mul_add_plain(VecF a, VecF b, VecF c) { return a * b + c; }
 
+INLINE VecI add_pairs_plain(VecI a, VecI b) {
+    VecI sums;
+    for (int i = 0; i < LANES / 2; i++) {
+        sums[i] = a[2 * i] + a[2 * i + 1];
+        sums[LANES / 2 + i] = b[2 * i] + b[2 * i + 1];
+    }
+    return sums;
+}
+
+INLINE VecI pick_levels_plain(VecI table, VecI n) {
+    VecI result;
+    for (size_t i = 0; i < sizeof(n); i++) {
+        ((uint8_t *)&result)[i] = ((uint8_t *)&table)[((uint8_t *)&n)[i] % 16];
+    }
+    return result;
+}
+
 #if defined(USE_AVX512)
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
     return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 }
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE VecI pick_levels(VecI table, VecI n) {
+#ifdef __AVX512VBMI__  // uses 6 bits of n, and the table of 64 bytes is four times the same
+    return (VecI)_mm512_permutexvar_epi8((__m512i)n, (__m512i)table);
+#else
+    return (VecI)_mm512_shuffle_epi8((__m512i)table, (__m512i)n & _mm512_set1_epi8(15));
+#endif
+}
 #elif defined(USE_AVX2)
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
 #ifdef __AVXVNNI__
@@ -3213,6 +3300,9 @@ INLINE VecI dot4(VecI acc, VecI w, VecI x) {
 #endif
 }
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    return (VecI)_mm256_shuffle_epi8((__m256i)table, (__m256i)n & _mm256_set1_epi8(15));
+}
 #elif defined(USE_NEON)
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
     return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
@@ -3220,9 +3310,13 @@ INLINE VecI dot4(VecI acc, VecI w, VecI x) {
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) {
     return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    return (VecI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)n & vdupq_n_u8(15));
+}
 #else
 #define dot4 dot4_plain
 #define mul_add_v mul_add_plain
+#define pick_levels pick_levels_plain
 #endif
 
 #ifdef __clang__
@@ -3241,6 +3335,21 @@ INLINE VecF mul_add_v(VecF a, VecF b, VecF c) {
 INLINE VecI zip_low(VecI a, VecI b) { return ZIP(a, b, 0); }
 INLINE VecI zip_high(VecI a, VecI b) { return ZIP(a, b, LANES / 2); }
 
+#if defined(USE_AVX512)
+INLINE VecI add_pairs(VecI a, VecI b) {
+    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+#elif defined(USE_AVX2)
+INLINE VecI add_pairs(VecI a, VecI b) {
+    return (VecI)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xD8);
+}
+#elif defined(USE_NEON)
+INLINE VecI add_pairs(VecI a, VecI b) { return (VecI)vpaddq_s32((int32x4_t)a, (int32x4_t)b); }
+#else
+#define add_pairs add_pairs_plain
+#endif
+
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
 INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
@@ -3258,6 +3367,24 @@ INLINE VecI load_bytes(const void *p, const int n) {  // n <= 4 * LANES bytes, t
     VecI value = {0};
     memcpy(&value, p, n);
     return value;
+#endif
+}
+
+INLINE VecF load_halves(const uint16_t *p, const int n) {  // n <= LANES half_floats, then zeros
+#ifdef USE_AVX512
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((1u << n) - 1, p));
+#else
+    uint16_t halves[8] = {0};
+    memcpy(halves, p, n * sizeof(*p));
+#if defined(USE_AVX2) && defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128((__m128i *)halves));
+#elif defined(USE_NEON)
+    return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves)));
+#else
+    VecF value = {0};
+    for (int i = 0; i < LANES; i++) value[i] = half_float(halves[i]);
+    return value;
+#endif
 #endif
 }
 
@@ -3297,15 +3424,29 @@ INLINE void transpose_rows(VecI *out, int stride, const void *words, int rows, i
     }
 }
 
-// A transpose-and-add tree: lane r of the result is the sum of the lanes of a[r]. With 4 vectors
-// A, B, C, D of 4 lanes:
-//   n = 2   a[0] = A0+A2  C0+C2  A1+A3  C1+C3      a[1] = B0+B2  D0+D2  B1+B3  D1+D3
-//   n = 1   a[0] = sum(A)  sum(B)  sum(C)  sum(D)
-INLINE VecI sum_each(VecI *a) {
-    UNROLL for (int n = LANES / 2; n > 0; n /= 2) {
-        UNROLL for (int r = 0; r < n; r++) {
-            a[r] = zip_low(a[r], a[r + n]) + zip_high(a[r], a[r + n]);
-        }
+// Transposed nibbles, (cols / 8) vectors of 4 bytes a lane, become (cols / 4) vectors of levels, in
+// place. From the back, as vector j makes those of two places that are not before its own.
+INLINE void expand_nibbles(VecI *wq, int stride, int cols, VecI levels, const int group) {
+    const int half = group / 8;  // vectors of half a group
+    for (int j = cols / 8 - 1; j >= 0; j--) {
+        const VecI nibbles = wq[j * stride];
+        const int low = j + j / half * half;
+        wq[(low + half) * stride] = pick_levels(levels, nibbles >> 4);
+        wq[low * stride] = pick_levels(levels, nibbles);
+    }
+}
+
+INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, with W_BIAS added
+    VecI table = {0};
+    for (size_t i = 0; i < sizeof(table); i += 16) memcpy((char *)&table + i, levels, 16);
+    return table ^ splat(FLIP);
+}
+
+// Adds neighbours until one vector is left: lane i is the sum of the i-th n lanes of the n vectors
+// of a, counted through all of them.
+INLINE VecI sum_each(VecI *a, const int n) {
+    UNROLL for (int left = n / 2; left > 0; left /= 2) {
+        UNROLL for (int i = 0; i < left; i++) a[i] = add_pairs(a[2 * i], a[2 * i + 1]);
     }
     return a[0];
 }
@@ -3320,48 +3461,87 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
 // How far ahead weights (in bytes) and their scales (in floats) are prefetched: the CPU's own
 // prefetching stops at the end of a page. Not a multiple of 4,096 bytes: addresses 4 KB apart share
 // an L1 set.
-enum { AHEAD = 5120, SCALES_AHEAD = 64 };
+enum { AHEAD = 5120, AHEAD_4 = 2560, AHEAD_4_L2 = 12288 - 64, SCALES_AHEAD = 64 };
 
-// terms[g] = (float)(w_g . x_g) * w_scale[g] for count <= LANES groups g
-INLINE void group_terms(float *terms, const int8_t *wq, const float *w_scale, const Quantized x,
-                        const int count, const int group) {
-    const int step = min_int(group, 4 * LANES);
+// A row of a matrix and the vector, from some group on
+typedef struct {
+    const uint8_t *w;                  // q or nibbles
+    const void *w_scale;               // scale or half_scale
+    const int8_t *low, *high;          // 8 bits: x.q. 4 bits: its first halves of groups; the others
+    const int32_t *bias_fix;           // of x
+} RowTimesVector;
+
+// terms[g] = (float)(w_g . x_g) * w_scale[g] for count <= LANES groups g. A vector of weights may
+// hold several groups: their dot products are in lanes side by side.
+INLINE void group_terms(float *terms, const RowTimesVector *a, VecI levels, const int count,
+                        const int group, const int bits) {
+    const int size = group * bits / 8, step = 4 * LANES;  // bytes of a group, and of a vector
+    const int share = max_int(size, step), n = count * size;
     VecI dots[LANES] = {0};
-    __builtin_prefetch(w_scale + SCALES_AHEAD);
-    for (int g = 0; g < count; g++) {
-        for (int i = g * group; i < (g + 1) * group; i += step) {
-            __builtin_prefetch(wq + i + AHEAD);
-            VecI w = load_bytes(wq + i, step) ^ splat(FLIP);
-            dots[g] = dot4(dots[g], w, load_bytes(x.q + i, step));
+    if (bits == 8) __builtin_prefetch((const float *)a->w_scale + SCALES_AHEAD);
+    else __builtin_prefetch((const uint16_t *)a->w_scale + SCALES_AHEAD);
+    UNROLL for (int v = 0; v < (n + share - 1) / share; v++) {
+        UNROLL for (int part = 0; part < share; part += step) {
+            const int i = v * share + part, have = min_int(step, n - i);
+            const VecI w = load_bytes(a->w + i, have);
+            if (i % 64 == 0) __builtin_prefetch(a->w + i + (bits == 8 ? AHEAD : AHEAD_4));
+            if (i % 64 == 0 && bits == 4) __builtin_prefetch(a->w + i + AHEAD_4_L2, 0, 2);
+            if (bits == 8) {
+                dots[v] = dot4(dots[v], w ^ splat(FLIP), load_bytes(a->low + i, have));
+            } else {
+                dots[v] = dot4(dots[v], pick_levels(levels, w), load_bytes(a->low + i, have));
+                dots[v] = dot4(dots[v], pick_levels(levels, w >> 4), load_bytes(a->high + i, have));
+            }
         }
     }
-    VecI sums = sum_each(dots);
-    if (W_BIAS) sums += load_bytes(x.bias_fix, count * sizeof(int32_t));
-    VecF scales = (VecF)load_bytes(w_scale, count * sizeof(float));
+    VecI sums = sum_each(dots, LANES * size / share);
+    if (W_BIAS) sums += load_bytes(a->bias_fix, count * sizeof(int32_t));
+    VecF scales = bits == 8 ? (VecF)load_bytes(a->w_scale, count * sizeof(float))
+                            : load_halves(a->w_scale, count);
     VecF values = __builtin_convertvector(sums, VecF) * scales;
     memcpy(terms, &values, count * sizeof(float));
 }
 
+// Copies x (n) so that the first halves of all groups come first, then the second halves: in the
+// order in which a vector of nibbles meets them.
+INLINE void split_groups(int8_t *out, const int8_t *x, int n, const int group) {
+    for (int i = 0; i < n; i += group) {
+        memcpy(out + i / 2, x + i, group / 2);
+        memcpy(out + (n + i) / 2, x + i + group / 2, group / 2);
+    }
+}
+
 // One token, LANES rows from `row` on: computes each row's terms, transposes them and adds those of
 // all rows at once.
-INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group) {
-    const int cols = part->w->cols, n_groups = cols / group, whole = n_groups / LANES * LANES;
+INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group,
+                   const int bits) {
+    const Matrix *w = part->w;
+    const int cols = w->cols, n_groups = cols / group, whole = n_groups / LANES * LANES;
     const int rows = min_int(LANES, part->row_end - row);
-    const int8_t *wq = part->w->q + (size_t)row * cols;
-    const float *w_scale = part->w->scale + (size_t)row * n_groups;
     const Quantized x = quantized_row(part->x, t);
+    const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     VecF *const columns = own->panel;                    // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    for (int r = 0; r < rows; r++, wq += cols, w_scale += n_groups) {
-        float *out = terms + r * n_groups;
+    int8_t *const split = (int8_t *)(terms + LANES * n_groups);  // (cols)
+    if (bits == 4 && row == part->row_begin) split_groups(split, x.q, cols, group);
+    for (int r = 0; r < rows; r++) {
+        const size_t first = (size_t)(row + r) * n_groups;
         for (int g = 0; g < n_groups; g += LANES) {
-            const Quantized xg = {x.q + g * group, x.scale + g, x.bias_fix + g, x.stride};
-            if (g < whole) group_terms(out + g, wq + g * group, w_scale + g, xg, LANES, group);
-            else group_terms(out + g, wq + g * group, w_scale + g, xg, n_groups - whole, group);
+            const RowTimesVector a = bits == 8
+                ? (RowTimesVector){(const uint8_t *)w->q + (first + g) * group,
+                                   w->scale + first + g, x.q + g * group, NULL, x.bias_fix + g}
+                : (RowTimesVector){w->nibbles + (first + g) * (group / 2),
+                                   w->half_scale + first + g, split + g * (group / 2),
+                                   split + (n_groups + g) * (group / 2), x.bias_fix + g};
+            if (g < whole) group_terms(terms + r * n_groups + g, &a, levels, LANES, group, bits);
+            else group_terms(terms + r * n_groups + g, &a, levels, n_groups - whole, group, bits);
         }
     }
     // Keeps the memory busy with later rows while these terms are added.
-    for (int i = 0; i < 512; i += 64) __builtin_prefetch(wq + AHEAD + i);
+    const size_t end = (size_t)(row + rows) * cols;
+    const char *next = bits == 8 ? (char *)w->q + end + AHEAD
+                                 : (char *)w->nibbles + end / 2 + AHEAD_4;
+    for (int i = 0; i < 512; i += 64) __builtin_prefetch(next + i);
     transpose_rows((VecI *)columns, 1, terms, rows, n_groups, 0, 0);
     VecF sum = {0};
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(x.scale[g]), sum);
@@ -3405,35 +3585,74 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
     }
 }
 
+// Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups, TILE_VECS).
+INLINE void transpose_panel(const Matrix *w, VecI *wq, VecI *w_scale, int row, const int group) {
+    const int n_groups = w->cols / group;
+    float *floats = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups) half_scales
+    for (int v = 0; v < TILE_VECS; v++, row += LANES, wq++, w_scale++) {
+        if (w->bits == 8) {
+            transpose_rows(wq, TILE_VECS, w->q, w->rows, w->cols / 4, row, FLIP);
+            transpose_rows(w_scale, TILE_VECS, w->scale, w->rows, n_groups, row, 0);
+            continue;
+        }
+        transpose_rows(wq, TILE_VECS, w->nibbles, w->rows, w->cols / 8, row, 0);
+        expand_nibbles(wq, TILE_VECS, w->cols, level_table(w->levels), group);
+        for (int r = 0; r < LANES; r++) {
+            const int from = min_int(row + r, w->rows - 1);
+            for (int g = 0; g < n_groups; g++) {
+                floats[r * n_groups + g] = weight_scale(w, from, g, group);
+            }
+        }
+        transpose_rows(w_scale, TILE_VECS, floats, LANES, n_groups, 0, 0);
+    }
+}
+
 // PANEL_ROWS rows from `row` on times all tokens, while the rows are in this core's caches;
 // meanwhile the next rows are prefetched.
 INLINE void matmul_panel(const Matmul *part, const Workspace *own, int row, const int group) {
     const Matrix *w = part->w;
     const int n_tokens = part->token_end - part->token_begin, n_groups = w->cols / group;
     VecI *wq = own->panel, *w_scale = wq + w->cols / 4 * TILE_VECS;
-    for (int v = 0; v < TILE_VECS; v++) {
-        const int first = row + v * LANES;
-        transpose_rows(wq + v, TILE_VECS, w->q, w->rows, w->cols / 4, first, FLIP);
-        transpose_rows(w_scale + v, TILE_VECS, w->scale, w->rows, n_groups, first, 0);
-    }
-    const int8_t *next = w->q + (size_t)(row + PANEL_ROWS) * w->cols;
-    const float *next_scale = w->scale + (size_t)(row + PANEL_ROWS) * n_groups;
-    const int64_t share = (int64_t)PANEL_ROWS * w->cols * TILE_TOKENS / n_tokens;  // for a tile
+    transpose_panel(w, wq, w_scale, row, group);
+    const size_t end = (size_t)(row + PANEL_ROWS) * w->cols;
+    const char *next = w->bits == 8 ? (char *)w->q + end : (char *)w->nibbles + end / 2;
+    const char *next_scale = w->bits == 8 ? (char *)w->scale + end / group * 4
+                                          : (char *)w->half_scale + end / group * 2;
+    const int64_t share = (int64_t)PANEL_ROWS * w->cols * w->bits / 8 * TILE_TOKENS / n_tokens;
+    const int64_t scale_share = (int64_t)PANEL_ROWS * n_groups * w->bits / 2 * TILE_TOKENS / n_tokens;
     for (int t = part->token_begin; t < part->token_end; t += TILE_TOKENS) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
-        for (int64_t i = 0; i < share / group; i += 16) __builtin_prefetch(next_scale + i);
+        for (int64_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
         next += share;
-        next_scale += share / group;
+        next_scale += scale_share;
         matmul_tile(part, t, row, wq, (const VecF *)w_scale, group);
     }
 }
 
 // Without dot4 each element is the definition's, a few rows at a time, so that they stay in the
-// cache.
-INLINE void matmul_plain(const Matmul *part, int row, const int group) {
+// cache. Rows of four bits become rows of int8 first.
+INLINE void matmul_plain(const Matmul *part, const Workspace *own, int row, const int group) {
+    const Matrix *w = part->w;
+    const int end = min_int(row + PANEL_ROWS, part->row_end), n_groups = w->cols / group;
+    int8_t *q = own->panel;
+    float *scale = (float *)(q + PANEL_ROWS * w->cols);
+    const Matrix copy = {.rows = end - row, .cols = w->cols, .bits = 8, .q = q, .scale = scale};
+    if (w->bits == 4) {
+        for (int r = row; r < end; r++) {
+            const uint8_t *pair = w->nibbles + (size_t)r * w->cols / 2;
+            for (int g = 0; g < n_groups; g++, q += group) {
+                for (int i = 0; i < group / 2; i++, pair++) {
+                    q[i] = w->levels[*pair & 15];
+                    q[group / 2 + i] = w->levels[*pair >> 4];
+                }
+                *scale++ = weight_scale(w, r, g, group);
+            }
+        }
+    }
     for (int t = part->token_begin; t < part->token_end; t++) {
-        for (int r = row; r < min_int(row + PANEL_ROWS, part->row_end); r++) {
-            float value = dot_row(part->w, r, part->x, t, group);
+        for (int r = row; r < end; r++) {
+            float value = w->bits == 4 ? dot_row(&copy, r - row, part->x, t, group)
+                                       : dot_row(w, r, part->x, t, group);
             put_rows(part, t, r, &value, 1);
         }
     }
@@ -3443,9 +3662,10 @@ INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int gr
     const int n_tokens = part->token_end - part->token_begin;
     const int step = HAVE_DOT4 && n_tokens == 1 ? LANES : PANEL_ROWS;
     for (int r = part->row_begin; r < part->row_end && n_tokens > 0; r += step) {
-        if (!HAVE_DOT4) matmul_plain(part, r, group);
-        else if (n_tokens == 1) matvec(part, own, part->token_begin, r, group);
-        else matmul_panel(part, own, r, group);
+        if (!HAVE_DOT4) matmul_plain(part, own, r, group);
+        else if (n_tokens > 1) matmul_panel(part, own, r, group);
+        else if (part->w->bits == 4) matvec(part, own, part->token_begin, r, group, 4);
+        else matvec(part, own, part->token_begin, r, group, 8);
     }
 }
 
@@ -3735,7 +3955,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
         own->kv = alloc(n * c->head_dim, sizeof(float), FOR_BATCH);
         own->gate = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
-        own->panel = alloc((size_t)PANEL_ROWS * (widest / 4 + widest / c->group_size),
+        own->panel = alloc((size_t)PANEL_ROWS * (widest / 4 + 2 * widest / c->group_size),
                            sizeof(int32_t), FOR_BATCH);
         own->att = alloc(ATT_TASK * (2 * value_dim(c) + score_stride(seq_len)), sizeof(float),
                          "attention (-c makes it smaller)");

@@ -1,8 +1,8 @@
 // How fast this build is on this machine, and how near to what the machine can do.
-//   tests/bench             a synthetic model of Qwen3-0.6B's shape, in a temporary file
-//   tests/bench 32          the same in groups of 32 instead of 64: make bench GROUP=32
-//   tests/bench --small     a tiny one, only to see that everything runs
-//   tests/bench MODEL.bin   any model
+//   tests/bench MODEL.bin
+//   tests/bench SHAPE [BITS [GROUP [LAYERS]]]     make bench MODEL=30b-a3b BITS=4 LAYERS=8
+// A SHAPE is the name of a synthetic model in a temporary file: see `shapes`. GROUP 0 is export.py's,
+// LAYERS 0 the model's.
 // Prompts should be bound by arithmetic (the rate of dot4 in registers), decoding by the memory (the
 // rate at which it can be read). Both are measured beside them: machines change their speed.
 #include "../qwen3.c"
@@ -19,56 +19,93 @@ static double patience = 1;  // less for a model that shows nothing but that eve
 
 // ---- The model
 
-static int32_t shape_06b[] = {1024, 3072, 28, 16, 8, 151936, 40960, 128, 1, 64};
-static const int32_t shape_small[] = {128, 192, 2, 4, 2, 1000, 4096, 32, 1, 32};
+// The header's fields from dim to shared_classifier, and experts
+static const struct Shape {
+    const char *name;
+    int32_t dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len, head_dim, shared;
+    int32_t n_experts, n_experts_used;
+} shapes[] = {
+    {"0.6b", 1024, 3072, 28, 16, 8, 151936, 40960, 128, 1, 0, 0},
+    {"4b", 2560, 9728, 36, 32, 8, 151936, 40960, 128, 1, 0, 0},
+    {"8b", 4096, 12288, 36, 32, 8, 151936, 40960, 128, 0, 0, 0},
+    {"30b-a3b", 2048, 768, 48, 32, 4, 151936, 40960, 128, 0, 128, 8},
+    {"small", 128, 192, 2, 4, 2, 1000, 4096, 32, 1, 0, 0},        // only to see that everything runs
+    {"small-moe", 128, 192, 2, 4, 2, 1000, 4096, 32, 1, 8, 2},
+};
 
 static void put(FILE *f, const void *p, size_t size) {
     if (fwrite(p, 1, size, f) != size) die("temporary file: %s", strerror(errno));
 }
 
-static void put_norms(FILE *f, int64_t count) {
+// `size` bytes that repeat those of the block of `period` bytes
+static void put_again(FILE *f, const void *block, size_t period, int64_t size) {
+    for (; size > 0; size -= period) put(f, block, size < (int64_t)period ? (size_t)size : period);
+}
+
+static void put_ones(FILE *f, int64_t count) {
     for (const float one = 1; count > 0; count--) put(f, &one, sizeof(one));
 }
 
-// Pseudo-random values and scales such that a row's length is about 1.
-static void put_matrix(FILE *f, int64_t rows, int64_t cols, int group) {
+// Pseudo-random values, and scales such that a row's length is about 1
+static void put_matrix(FILE *f, int64_t rows, int64_t cols, int group, int bits) {
     static uint64_t block[8192], rng = 1;
+    static float scales[7 * 512];
+    static uint16_t halves[7 * 512];
     for (size_t i = 0; i < 8192; i++) {
         random_next(&rng);
         block[i] = rng * 0x9E3779B97F4A7C15u;
     }
-    for (int64_t left = rows * cols; left > 0; left -= sizeof(block)) {
+    for (int i = 0; i < 7 * 512; i++) {
+        scales[i] = (1 + i % 7 / 7.0f) / (110 * sqrtf(cols));
+        halves[i] = (uint16_t)((load_i32(scales + i) >> 13) - (112 << 10));
+    }
+    for (int64_t left = rows * cols * bits / 8; left > 0; left -= sizeof(block)) {
         block[left / 8 % 8192] += left;
         put(f, block, left < (int64_t)sizeof(block) ? (size_t)left : sizeof(block));
     }
-    for (int64_t i = 0; i < rows * cols / group; i++) {
-        float scale = (1 + i % 7 / 7.0f) / (110 * sqrtf(cols));
-        put(f, &scale, sizeof(scale));
+    const int64_t n_groups = rows * cols / group;
+    if (bits == 8) put_again(f, scales, sizeof(scales), n_groups * sizeof(float));
+    else put_again(f, halves, sizeof(halves), (n_groups + n_groups % 2) * sizeof(uint16_t));
+}
+
+// Random routers: with equal ones, all tokens would choose the same experts.
+static void put_routers(FILE *f, int64_t count) {
+    uint64_t rng = 1;
+    for (; count > 0; count--) {
+        float value = random_next(&rng) - 0.5f;
+        put(f, &value, sizeof(value));
     }
 }
 
-// Maps a model of this shape: the header's fields from dim to group_size. Its file is gone already.
-static void map_synthetic(const int32_t s[10]) {
-    const int dim = s[0], hidden = s[1], layers = s[2], vocab = s[5], group = s[9];
-    const int q_dim = s[3] * s[7], kv_dim = s[4] * s[7];
+// Maps a model of this shape. Its file is gone already.
+static void map_synthetic(const struct Shape *s, int bits, int group, int layers) {
+    static const int8_t levels[] = {-127, -100, -78, -61, -46, -33, -21, -9,
+                                    2, 13, 24, 36, 49, 64, 82, 106};
+    const int dim = s->dim, q_dim = s->n_heads * s->head_dim, kv_dim = s->n_kv_heads * s->head_dim;
+    const int experts = max_int(s->n_experts, 1);
     const char *folder = getenv("TMPDIR");
     char path[4096];
     snprintf(path, sizeof(path), "%s/qwen3-bench-XXXXXX", folder ? folder : "/tmp");
     int fd = mkstemp(path);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
     if (!f) die("%s: %s", path, strerror(errno));
-    const uint32_t start[2] = {0x616A6331, 1};
-    const char rest[256 - 48] = {0};
-    put(f, start, sizeof(start));
-    put(f, s, 40);
-    put(f, rest, sizeof(rest));
-    put_norms(f, (int64_t)layers * 2 * dim + dim + (int64_t)layers * 2 * s[7]);
-    put_matrix(f, vocab, dim, group);
-    const int shapes[7][2] = {{q_dim, dim}, {kv_dim, dim}, {kv_dim, dim}, {dim, q_dim},
-                              {hidden, dim}, {dim, hidden}, {hidden, dim}};
+    int32_t header[64] = {0x616A6331, 1};
+    memcpy(header + 2, &s->dim, 9 * sizeof(int32_t));
+    header[4] = layers;
+    header[11] = group;
+    memcpy(header + 0x5C / 4, &s->n_experts, 2 * sizeof(int32_t));
+    if (bits == 4) header[0x68 / 4] = 4, memcpy(header + 0x70 / 4, levels, 16);
+    put(f, header, sizeof(header));
+    put_ones(f, (int64_t)layers * 2 * dim + dim + (int64_t)layers * 2 * s->head_dim);
+    put_routers(f, (int64_t)layers * s->n_experts * dim);
+    put_matrix(f, s->vocab_size, dim, group, 8);
+    const int sizes[7][2] = {{q_dim, dim}, {kv_dim, dim}, {kv_dim, dim}, {dim, q_dim},
+                             {experts * s->hidden_dim, dim}, {experts * dim, s->hidden_dim},
+                             {experts * s->hidden_dim, dim}};
     for (int i = 0; i < 7; i++) {
-        for (int l = 0; l < layers; l++) put_matrix(f, shapes[i][0], shapes[i][1], group);
+        for (int l = 0; l < layers; l++) put_matrix(f, sizes[i][0], sizes[i][1], group, bits);
     }
+    if (!s->shared) put_matrix(f, s->vocab_size, dim, group, 8);
     if (fclose(f) != 0) die("%s: %s", path, strerror(errno));
     model_map(&m, path);
     remove(path);
@@ -163,7 +200,8 @@ static double run_prompt(int n) {
 }
 
 static double run_decode(int pos) {
-    forward(&m, ids, 1, pos, 1);
+    static int turn;  // another token each time: it chooses other experts
+    forward(&m, ids + turn++ % 4096, 1, pos, 1);
     classify(&m, 0, 1);
     return 1;
 }
@@ -217,19 +255,19 @@ static void measure_machine(Rate *read, Rate *peak) {
     }
 }
 
-// Multiply-adds of a prompt token's products
+// Multiply-adds of a prompt token's products with the layers' matrices
 static double token_products(void) {
     const Config *g = &m.config;
     double attention = 2.0 * g->dim * g->q_dim + 2.0 * g->dim * g->kv_dim;
     return g->n_layers * (attention + 3.0 * g->dim * g->hidden_dim);
 }
 
-// Bytes of all weights that a token needs: a Q8_0 value is a byte and its share of a scale.
+// Bytes of all weights that a token needs: each has its bits and its share of a scale.
 static double weight_bytes(void) {
     const Config *g = &m.config;
     double norms = g->n_layers * 2.0 * (g->dim + g->head_dim) + g->dim;
-    double values = token_products() + (double)g->vocab_size * g->dim;
-    return values * (1 + 4.0 / g->group_size) + 4 * norms;
+    double layers = token_products() * g->layer_bits / 8 * (1 + 4.0 / g->group_size);
+    return layers + (double)g->vocab_size * g->dim * (1 + 4.0 / g->group_size) + 4 * norms;
 }
 
 // Bytes that a token at position pos reads: the weights, the keys and values before it.
@@ -293,22 +331,29 @@ static double memory_peak(void) {
 #endif
 }
 
+// Maps the synthetic model that the arguments describe: a shape, bits, group, layers
+static void map_described(int argc, char **argv) {
+    int value[3] = {8, 0, 0};
+    for (size_t i = 0; i < sizeof(shapes) / sizeof(*shapes); i++) {
+        if (strcmp(argv[0], shapes[i].name) != 0) continue;
+        for (int j = 0; j < 3 && j + 1 < argc; j++) value[j] = atoi(argv[j + 1]);
+        const int bits = value[0], layers = value[2] > 0 ? value[2] : shapes[i].n_layers;
+        map_synthetic(&shapes[i], bits, value[1] > 0 ? value[1] : bits == 4 ? 32 : 64, layers);
+        return;
+    }
+    die_usage("%s: no such shape, expected 0.6b, 4b, 8b, 30b-a3b or a file MODEL.bin", argv[0]);
+}
+
 int main(int argc, char **argv) {
     const int cores = cpu_count();
     const Config *g = &m.config;
-    const char *what = argc == 2 ? argv[1] : "64";
-    char *end;
-    const int group = (int)strtol(what, &end, 10);
-    const bool named = *end != 0;
-    if (argc > 2 || !(named || group == 32 || group == 64 || group == 128 || group == 256))
-        die_usage("usage: tests/bench [32 | 64 | 128 | 256 | MODEL.bin | --small]");
-    shape_06b[9] = group;
-    if (!named) map_synthetic(shape_06b);
-    else if (strcmp(what, "--small") == 0) map_synthetic(shape_small);
-    else model_map(&m, what);
-    printf("qwen3 (" SIMD "): %d layers of %d, vocabulary %d, group %d: %.0f MB a token, %.1f million "
-           "multiply-adds in its matmuls\n\n", g->n_layers, g->dim, g->vocab_size, g->group_size,
-           weight_bytes() / 1e6, token_products() / 1e6);
+    if (argc < 2) die_usage("usage: tests/bench MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]]");
+    const char *end = strrchr(argv[1], '.');
+    if (end && strcmp(end, ".bin") == 0) model_map(&m, argv[1]);
+    else map_described(argc - 1, argv + 1);
+    printf("qwen3 (" SIMD "): %d layers of %d with %d bits, vocabulary %d, group %d: %.0f MB a token, "
+           "%.1f million multiply-adds in its matmuls\n\n", g->n_layers, g->dim, g->layer_bits,
+           g->vocab_size, g->group_size, weight_bytes() / 1e6, token_products() / 1e6);
     if (weight_bytes() < 5e6) patience = 0.02;
     printf("threads                            best    median         runs   of what the machine does\n");
     start_threads(cores);

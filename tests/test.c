@@ -68,7 +68,32 @@ static Matrix random_matrix(int rows, int cols, int group) {
     int8_t *q = alloc(n, 1, "a test");
     float *scale = random_floats(n / group);
     for (size_t i = 0; i < n; i++) q[i] = (int8_t)(below(256) - 128);  // -128 too, which export.py never writes
-    return (Matrix){q, scale, rows, cols, group};
+    return (Matrix){.rows = rows, .cols = cols, .group = group, .bits = 8, .q = q, .scale = scale};
+}
+
+// With four bits; `same` becomes the matrix of int8 and floats that stands for the same weights.
+static Matrix random_matrix_4(int rows, int cols, int group, Matrix *same) {
+    static const int8_t levels[16] = {-128, -100, -78, -61, -46, -33, -21, -9,
+                                      2, 13, 24, 36, 49, 64, 82, 127};
+    const size_t n_groups = (size_t)rows * cols / group;
+    uint8_t *nibbles = alloc((size_t)rows * cols / 2, 1, "a test");
+    uint16_t *half_scale = alloc(n_groups, sizeof(uint16_t), "a test");
+    int8_t *q = alloc((size_t)rows * cols, 1, "a test");
+    float *scale = random_floats(n_groups);
+    for (size_t g = 0; g < n_groups; g++) {
+        half_scale[g] = (uint16_t)below(0x7C00);  // every finite float of 16 bits that is not negative
+        scale[g] = ldexpf(half_scale[g] % 1024 + (half_scale[g] < 1024 ? 0 : 1024),
+                          max_int(half_scale[g] / 1024, 1) - 25);
+        for (int i = 0; i < group / 2; i++) {
+            const int low = below(16), high = below(16);
+            nibbles[g * (group / 2) + i] = (uint8_t)(high << 4 | low);
+            q[g * group + i] = levels[low];
+            q[g * group + group / 2 + i] = levels[high];
+        }
+    }
+    *same = (Matrix){.rows = rows, .cols = cols, .group = group, .bits = 8, .q = q, .scale = scale};
+    return (Matrix){.rows = rows, .cols = cols, .group = group, .bits = 4, .nibbles = nibbles,
+                    .half_scale = half_scale, .levels = levels};
 }
 
 // A model in memory: two query heads per kv head; no head_dim of whole vectors, no rows of whole tiles.
@@ -154,17 +179,43 @@ static void test_primitives(void) {
         for (int i = 0; i < LANES; i++) {
             CHECK(zip_low(wv, xv)[i] == (i % 2 ? xv : wv)[i / 2]);
             CHECK(zip_high(wv, xv)[i] == (i % 2 ? xv : wv)[LANES / 2 + i / 2]);
-            rows[i] = wv >> (8 + i);
         }
-        VecI sums = sum_each(rows);
-        for (int i = 0; i < LANES; i++) {
-            int32_t sum = 0;
-            for (int lane = 0; lane < LANES; lane++) sum += wv[lane] >> (8 + i);
-            CHECK(sums[i] == sum);
+        a = pick_levels(level_table(x), wv), b = pick_levels_plain(level_table(x), wv);
+        CHECK(memcmp(&a, &b, sizeof(a)) == 0);
+        a = add_pairs(wv >> 1, xv >> 1), b = add_pairs_plain(wv >> 1, xv >> 1);
+        CHECK(memcmp(&a, &b, sizeof(a)) == 0);
+        for (int n = 1; n <= LANES; n *= 2) {
+            for (int i = 0; i < n; i++) rows[i] = wv >> (8 + i);
+            VecI sums = n == LANES ? sum_each(rows, LANES) : n == LANES / 2 ? sum_each(rows, LANES / 2)
+                : n == LANES / 4 ? sum_each(rows, LANES / 4) : sum_each(rows, 1);
+            for (int i = 0; i < LANES && (n >= LANES / 4 || n == 1); i++) {
+                int32_t sum = 0;
+                for (int j = i * n; j < (i + 1) * n; j++) sum += wv[j % LANES] >> (8 + j / LANES);
+                CHECK(sums[i] == sum);
+            }
         }
     }
     VecF a = splat_f(1.5f), b = splat_f(-0.25f), c = splat_f(3);
     for (int i = 0; i < LANES; i++) CHECK(mul_add_v(a, b, c)[i] == mul_add_plain(a, b, c)[i]);
+}
+
+// All floats of 16 bits: the definition against ldexp, and the primitive against the definition
+static void test_half_float(void) {
+    for (int h = 0; h < 1 << 16; h += LANES) {
+        uint16_t halves[LANES];
+        for (int i = 0; i < LANES; i++) halves[i] = (uint16_t)(h + i);
+        const VecF all = load_halves(halves, LANES), one = load_halves(halves, 1);
+        for (int i = 0; i < LANES; i++) {
+            const int exponent = (h + i) >> 10 & 31, fraction = (h + i) & 1023;
+            double value = ldexp(fraction + (exponent ? 1024 : 0), max_int(exponent, 1) - 25);
+            if (exponent == 31) value = fraction ? NAN : INFINITY;
+            if (h + i >= 1 << 15) value = -value;
+            const float found = half_float(halves[i]);
+            if (isnan(value)) CHECK(isnan(found) && isnan(all[i]), "%x", h + i);
+            else CHECK(found == value && all[i] == value && !signbit(found) == !signbit(value), "%x", h + i);
+            CHECK(i == 0 || one[i] == 0);
+        }
+    }
 }
 
 static void test_quantize(void) {
@@ -192,51 +243,58 @@ static void test_quantize(void) {
 }
 
 // Both kernels against the definition bit for bit, and that against doubles; rows and tokens that
-// fill no tile, and a sum that is added.
+// fill no tile, and a sum that is added. w's weights are `same`'s.
+static void test_products(Matrix w, Matrix same) {
+    const int rows = w.rows, cols = w.cols, group = w.group, n = 2 * TILE_TOKENS + 1;
+    float *in = random_floats((size_t)n * cols);
+    float *one = random_floats(n * rows), *all = random_floats(n * rows);
+    const Workspace own = {.panel = alloc((size_t)PANEL_ROWS * (cols / 4 + 2 * cols / group), 4, "")};
+    Quantized x = quantized_init(n, cols, group);
+    for (int t = 0; t < n; t++) quantize(&x, t, 0, in + t * cols, cols, group);
+    for (int i = 0; i < TILE_TOKENS * (cols / group); i++) {  // past the last token
+        quantized_row(&x, n + i / (cols / group)).scale[i % (cols / group)] = NAN;
+    }
+    for (int t = 0; t < n; t++) {
+        matmul_rows(&(Matmul){.w = &w, .x = &x, .out = one, .stride = rows, .row_end = rows,
+                              .token_begin = t, .token_end = t + 1}, &own);
+    }
+    memset(all, 0, n * rows * sizeof(float));
+    for (int row = 0; row < rows; row += PANEL_ROWS + 1) {  // parts that fill no block, either
+        int end = min_int(row + PANEL_ROWS + 1, rows);
+        Matmul part = {.w = &w, .x = &x, .out = all + row, .stride = rows, .row_begin = row,
+                       .row_end = end, .token_begin = 1, .token_end = n};
+        matmul_rows(&part, &own);
+        part.token_end = part.token_begin + 1;  // the first of these tokens twice
+        part.add = true;
+        matmul_rows(&part, &own);
+    }
+    for (int t = 0; t < n; t++) {
+        const Quantized token = quantized_row(&x, t);
+        for (int r = 0; r < rows; r++) {
+            double sum = 0, size = 0;
+            for (int i = 0; i < cols; i++) {
+                double a = same.q[r * cols + i] * (double)same.scale[(r * cols + i) / group];
+                double b = token.q[i] * (double)token.scale[i / group];
+                sum += a * b;
+                size += fabs(a * b);
+            }
+            float value = dot_row(&w, r, &x, t, group);
+            CHECK(fabs(value - sum) < 1e-6 * size, "group %d", group);
+            CHECK(value == dot_row(&same, r, &x, t, group), "group %d", group);
+            CHECK(one[t * rows + r] == value, "group %d, row %d", group, r);
+            float expected = t == 0 ? 0 : t == 1 ? 2 * value : value;
+            CHECK(all[t * rows + r] == expected, "group %d, row %d", group, r);
+        }
+    }
+}
+
 static void test_matmul(void) {
     for (int group = 32; group <= 256; group *= 2) {
-        const int rows = 2 * PANEL_ROWS - 3, groups = 2 * LANES + 3, cols = groups * group;
-        const int n = 2 * TILE_TOKENS + 1;
-        Matrix w = random_matrix(rows, cols, group);
-        float *in = random_floats((size_t)n * cols);
-        float *one = random_floats(n * rows), *all = random_floats(n * rows);
-        const Workspace own = {.panel = alloc((size_t)PANEL_ROWS * (cols / 4 + groups), 4, "")};
-        Quantized x = quantized_init(n, cols, group);
-        for (int t = 0; t < n; t++) quantize(&x, t, 0, in + t * cols, cols, group);
-        for (int i = 0; i < TILE_TOKENS * groups; i++) {  // past the last token
-            quantized_row(&x, n + i / groups).scale[i % groups] = NAN;
-        }
-        for (int t = 0; t < n; t++) {
-            matmul_rows(&(Matmul){.w = &w, .x = &x, .out = one, .stride = rows, .row_end = rows,
-                                  .token_begin = t, .token_end = t + 1}, &own);
-        }
-        memset(all, 0, n * rows * sizeof(float));
-        for (int row = 0; row < rows; row += PANEL_ROWS + 1) {  // parts that fill no block, either
-            int end = min_int(row + PANEL_ROWS + 1, rows);
-            Matmul part = {.w = &w, .x = &x, .out = all + row, .stride = rows, .row_begin = row,
-                           .row_end = end, .token_begin = 1, .token_end = n};
-            matmul_rows(&part, &own);
-            part.token_end = part.token_begin + 1;  // the first of these tokens twice
-            part.add = true;
-            matmul_rows(&part, &own);
-        }
-        for (int t = 0; t < n; t++) {
-            const Quantized token = quantized_row(&x, t);
-            for (int r = 0; r < rows; r++) {
-                double sum = 0, size = 0;
-                for (int i = 0; i < cols; i++) {
-                    double a = w.q[r * cols + i] * (double)w.scale[(r * cols + i) / group];
-                    double b = token.q[i] * (double)token.scale[i / group];
-                    sum += a * b;
-                    size += fabs(a * b);
-                }
-                float value = dot_row(&w, r, &x, t, group);
-                CHECK(fabs(value - sum) < 1e-6 * size, "group %d", group);
-                CHECK(one[t * rows + r] == value, "group %d, row %d", group, r);
-                float expected = t == 0 ? 0 : t == 1 ? 2 * value : value;
-                CHECK(all[t * rows + r] == expected, "group %d, row %d", group, r);
-            }
-        }
+        const int rows = 2 * PANEL_ROWS - 3, cols = (2 * LANES + 3) * group;
+        Matrix w = random_matrix(rows, cols, group), same;
+        test_products(w, w);
+        w = random_matrix_4(rows, cols, group, &same);
+        test_products(w, same);
     }
 }
 
@@ -758,6 +816,7 @@ static int unit_tests(void) {
     test_exp();
     test_norm_softmax_silu();
     test_primitives();
+    test_half_float();
     test_quantize();
     test_matmul();
     test_attention();
