@@ -26,6 +26,13 @@
      h = rmsnorm(x, rms_ffn)
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z))
 
+   A mixture of experts (Qwen3MoeSparseMoeBlock) has many W1, W2 and W3, its experts, and a router
+   Wr, which chooses for each token the few that run. Its last line is
+
+     p = softmax(Wr h)                        one share for each expert
+     S = the n_experts_used largest p         their shares are divided by their sum
+     x = x + sum of p[e] W2[e] (silu(W1[e] h) * (W3[e] h)) over e in S
+
    rope rotates each pair (q[j], q[j + head_dim/2]) by the angle pos * theta^(-2j / head_dim), so
    that q . k depends on the two positions only through their distance. At the end, the scores are
 
@@ -49,12 +56,12 @@
      One layer                                 Writing
      The whole model: forward()                Conversation
      Matrix product and attention              The modes
-     Text to tokens                            Options and main
-     The chat format
-     The sampler                             Part III, the machine
-     Generation                                Threads
-                                               SIMD primitives
-                                               Matrix products
+     A mixture of experts                      Options and main
+     Texts
+     Text to tokens                          Part III, the machine
+     The chat format                           Threads
+     The sampler                               SIMD primitives
+     Generation                                Matrix products
                                                The KV cache and attention
                                                The memory of a run
                                                Progress
@@ -83,7 +90,7 @@
 // ================================================================================================
 
 // ------------------------------------------------------------------------------------------------
-// Helpers that all parts use: errors, memory, byte strings
+// Helpers that all parts use: errors, memory, views of bytes
 
 #define INLINE static inline __attribute__((always_inline, unused))
 #ifdef __MINGW_PRINTF_FORMAT  // the dialect in which GCC checks formats
@@ -127,37 +134,6 @@ typedef struct {  // token ids that grow
     size_t n, cap;
 } Ids;
 
-// Returns p, reallocated if it has no room for `more` elements of `size` bytes after the first n.
-static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
-    if (n + more <= *cap) return p;
-    *cap = n + more > 2 * *cap ? n + more : 2 * *cap;
-    p = realloc(p, *cap * size);
-    if (!p) die("memory: not enough for text, expected %.0f MB", *cap * (double)size / 1e6);
-    return p;
-}
-
-static void buffer_add(Buffer *b, Bytes text) {
-    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);  // + 1: p is not NULL after an empty text
-    if (text.n) memcpy(b->p + b->n, text.p, text.n);
-    b->n += text.n;
-}
-
-static void ids_add(Ids *ids, int id) {
-    ids->p = grow(ids->p, &ids->cap, ids->n, 1, sizeof(int));
-    ids->p[ids->n++] = id;
-}
-
-static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
-static Bytes bytes_of(const Buffer *b) { return (Bytes){b->p, b->n}; }
-
-static bool bytes_equal(Bytes a, Bytes b) {
-    return a.n == b.n && (a.n == 0 || memcmp(a.p, b.p, a.n) == 0);
-}
-
-static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` is 0
-    return (Bytes){start ? b.p + start : b.p, b.n - start};
-}
-
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
 
@@ -198,6 +174,9 @@ typedef struct {
     int yarn_no_rounding;   // 1: HF truncate = false
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
     int no_qk_norm;         // 1: no QK-norm (Qwen2)
+    int n_experts;          // 0: not a mixture of experts; HF num_experts
+    int n_experts_used;     // by each token; HF num_experts_per_tok
+    int no_topk_norm;       // 1: HF norm_topk_prob = false
     int q_dim, kv_dim;      // n_heads * head_dim, n_kv_heads * head_dim
 } Config;
 
@@ -220,6 +199,9 @@ typedef struct {
     Matrix wo;                       // (dim, q_dim)          self_attn.o_proj
     Matrix w1, w3;                   // (hidden_dim, dim)     mlp.{gate,up}_proj
     Matrix w2;                       // (dim, hidden_dim)     mlp.down_proj
+    const float *router;             // (n_experts, dim) or NULL           mlp.gate. With experts, w1
+                                     // w3 and w2 hold the rows of expert 0, of expert 1, ...:
+                                     // (n_experts * hidden_dim, dim), (n_experts * dim, hidden_dim)
 } Layer;
 
 typedef struct {
@@ -243,6 +225,7 @@ typedef struct {         // one thread's own buffers
     float *h;            // (dim)                 rmsnorm(x) of one token
     float *kv;           // (batch, head_dim)     k or v of one head
     float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens
+    Quantized chosen;    // (batch, dim)          the xq of the tokens that chose an expert
     void *panel;         // Part III only: a transposed panel, or the terms of matvec
     float *att;          // Part III only: see AttentionTask
 } Workspace;
@@ -259,7 +242,9 @@ typedef struct {
     float *q;            // (batch, q_dim)        the queries
     float *a;            // (batch, q_dim)        what attention finds for each query
     Quantized aq;        // (batch, q_dim)        Q8(a)
-    Quantized hq;        // (batch, hidden_dim)   Q8(silu(W1 h) * (W3 h))
+    Quantized hq;        // (batch, hidden_dim)   Q8(silu(W1 h) * (W3 h)); with experts
+                         // (batch * n_experts_used, hidden_dim)
+    struct Routing *routing;  // which experts run for which tokens; NULL: no mixture of experts
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
     float *freq;         // (head_dim / 2)        radians per position: see rope_init
@@ -416,26 +401,6 @@ static void rmsnorm(float *out, const float *x, const float *w, int n, float eps
     for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * scale);
 }
 
-// Returns the largest of x (n > 0). It compares the bits of the floats as ints, because compilers
-// vectorize that. Nonnegative floats have the same order as their bits. For negative floats the
-// order is reversed, so all their bits but the sign are flipped.
-static float max_of(const float *x, int n) {
-    int32_t max = INT32_MIN;
-    for (int i = 0; i < n; i++) {
-        int32_t bits = load_i32(x + i);
-        bits ^= bits >> 31 & 0x7FFFFFFF;
-        max = bits > max ? bits : max;
-    }
-    return as_float(max ^ (max >> 31 & 0x7FFFFFFF));
-}
-
-// Replaces x (n) by exp(x - max(x)) and returns the sum; dividing by it completes the softmax.
-static float softmax_terms(float *x, int n) {
-    float max = max_of(x, n);
-    for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
-    return sum_of(x, n, false);
-}
-
 // gate = silu(gate) * up, all (n): HF Qwen3MLP
 static void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
@@ -449,31 +414,6 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
         x[j] = a * cos[j] - b * sin[j];
         x[j + half] = b * cos[j] + a * sin[j];
     }
-}
-
-// A float of 16 bits (IEEE 754 half precision: 1 bit of sign, 5 of exponent, 10 of fraction). In a
-// float's place its exponent counts from -15 instead of -127: hence 2^112. The highest exponent
-// stands for infinity and NaN.
-INLINE float half_float(uint16_t half) {
-    const uint32_t bits = (half & 0x7FFFu) << 13, sign = (half & 0x8000u) << 16;
-    const float value = as_float(bits) * 0x1p112f;
-    return as_float((uint32_t)load_i32(&value) | sign | (bits >= 0x0F800000 ? 0x7F800000 : 0));
-}
-
-// The int8 of weight (r, i). With 4 bits, byte j of a group of n weights holds the numbers of two
-// levels: weight j's in its low nibble, weight (j + n / 2)'s in its high one. group equals w->group;
-// callers pass it as a constant, so that the compiler can unroll.
-INLINE int weight_q(const Matrix *w, int r, int i, const int group) {
-    const size_t at = (size_t)r * w->cols + i;
-    if (w->bits != 4) return w->q[at];
-    const int j = i % group, half = group / 2;
-    const uint8_t pair = w->nibbles[(at - j) / 2 + j % half];
-    return w->levels[j < half ? pair & 15 : pair >> 4];
-}
-
-INLINE float weight_scale(const Matrix *w, int r, int g, const int group) {
-    const size_t at = (size_t)r * (w->cols / group) + g;
-    return w->bits != 4 ? w->scale[at] : half_float(w->half_scale[at]);
 }
 
 // Vector t of x alone. The stride is in units of 4 bytes, so q moves by 4 * at.
@@ -622,30 +562,41 @@ static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
                        .token_begin = p->first, .token_end = p->n});
 }
 
-// Computes groups begin .. end - 1 of each token's hq. Element i of hq needs just row i of W1 and
-// row i of W3. The buffers gate and up have batch * group_size elements, few enough to stay in the
+typedef struct {  // what swiglu_groups works on
+    Quantized x;  // (n, dim)
+    int n;
+    int place;    // x's row i makes hq's row place + i
+    int row;      // row `row` + i of W1 and of W3 makes element i: 0, or an expert's first
+} Swiglu;
+
+// Computes groups begin .. end - 1 of some rows of hq. Element i of hq needs just one row of W1 and
+// one of W3. The buffers gate and up have batch * group_size elements, few enough to stay in the
 // CPU's caches; so n tokens have room for batch / n groups, and each round takes that many.
-static void swiglu_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
+static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
     const State *s = &p->m->state;
     const Workspace *own = &s->workspace[thread];
     const int group = p->m->config.group_size;
     for (int g = begin, count; g < end; g += count) {
-        count = min_int(end - g, s->batch / p->n);
-        const int cols = count * group;
-        Matmul part = {.w = &p->w->w1, .x = &s->xq, .out = own->gate, .stride = cols,
-                       .row_begin = g * group, .row_end = g * group + cols,
-                       .token_begin = p->first, .token_end = p->n};
+        count = min_int(end - g, s->batch / max_int(a->n, 1));
+        const int cols = count * group, row = a->row + g * group;
+        Matmul part = {.w = &p->w->w1, .x = &a->x, .out = own->gate, .stride = cols,
+                       .row_begin = row, .row_end = row + cols, .token_end = a->n};
         matmul_rows(&part, own);
         part.w = &p->w->w3;
         part.out = own->up;
         matmul_rows(&part, own);
-        for (int t = p->first; t < p->n; t++) {
+        for (int t = 0; t < a->n; t++) {
             float *gate = own->gate + (size_t)t * cols;
             silu_times(gate, own->up + (size_t)t * cols, cols);
-            quantize(&s->hq, t, g * group, gate, cols, group);
+            quantize(&s->hq, a->place + t, g * group, gate, cols, group);
         }
     }
+}
+
+static void swiglu_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const Swiglu all = {quantized_row(&p->m->state.xq, p->first), p->n - p->first, p->first, 0};
+    swiglu_groups(p, &all, begin, end, thread);
 }
 
 // hq = Q8(silu(W1 xq) * (W3 xq))
@@ -662,10 +613,9 @@ static void embed(Model *m, int t, int token, int pos) {
     const Matrix *table = &m->weights.embedding;
     State *s = &m->state;
     const int dim = table->cols, half = m->config.head_dim / 2;
-    for (int i = 0; i < dim; i++) {
-        const float scale = weight_scale(table, token, i / table->group, table->group);
-        s->x[(size_t)t * dim + i] = weight_q(table, token, i, table->group) * scale;
-    }
+    const int8_t *q = table->q + (size_t)token * dim;  // 8 bits always
+    const float *scale = table->scale + (size_t)token * (dim / table->group);
+    for (int i = 0; i < dim; i++) s->x[(size_t)t * dim + i] = q[i] * scale[i / table->group];
     for (int j = 0; j < half; j++) {
         float angle = (float)pos * s->freq[j];
         s->cos[(size_t)t * half + j] = cosf(angle) * s->rope_scale;
@@ -673,6 +623,8 @@ static void embed(Model *m, int t, int token, int pos) {
     }
     s->pos[t] = pos;
 }
+
+static void experts(const Pass *p);  // see A mixture of experts
 
 // Runs n <= batch tokens at positions pos .. pos + n - 1. The cache must hold the positions before
 // them, and afterwards holds these as well. Then the last `needed` rows of x (n, dim) are the last
@@ -696,8 +648,12 @@ static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
         matmul_add(&p, &p.w->wo, &s->aq);  // x = x + Wo aq
 
         norm(&p, p.w->rms_ffn);            // xq = Q8(rmsnorm(x))
-        swiglu(&p);                        // hq = Q8(silu(W1 xq) * (W3 xq))
-        matmul_add(&p, &p.w->w2, &s->hq);  // x = x + W2 hq
+        if (p.w->router) {
+            experts(&p);                       // x = x + sum of p[e] W2[e] Q8(silu(W1[e] xq) * ...)
+        } else {
+            swiglu(&p);                        // hq = Q8(silu(W1 xq) * (W3 xq))
+            matmul_add(&p, &p.w->w2, &s->hq);  // x = x + W2 hq
+        }
         progress_add(n);
     }
     return true;
@@ -752,6 +708,31 @@ static void rope_init(State *s, const Config *c) {
 // of each sum, so its results are the same bit for bit, and it is faster because it works on
 // several sums at once. Builds without SIMD run dot_row itself; only the tests run attend.
 
+// A float of 16 bits (IEEE 754 half precision: 1 bit of sign, 5 of exponent, 10 of fraction). In a
+// float's place its exponent counts from -15 instead of -127: hence 2^112. The highest exponent
+// stands for infinity and NaN.
+INLINE float half_float(uint16_t half) {
+    const uint32_t bits = (half & 0x7FFFu) << 13, sign = (half & 0x8000u) << 16;
+    const float value = as_float(bits) * 0x1p112f;
+    return as_float((uint32_t)load_i32(&value) | sign | (bits >= 0x0F800000 ? 0x7F800000 : 0));
+}
+
+// The int8 of weight (r, i). With 4 bits, byte j of a group of n weights holds the numbers of two
+// levels: weight j's in its low nibble, weight (j + n / 2)'s in its high one. group equals w->group;
+// callers pass it as a constant, so that the compiler can unroll.
+INLINE int weight_q(const Matrix *w, int r, int i, const int group) {
+    const size_t at = (size_t)r * w->cols + i;
+    if (w->bits != 4) return w->q[at];
+    const int j = i % group, half = group / 2;
+    const uint8_t pair = w->nibbles[(at - j) / 2 + j % half];
+    return w->levels[j < half ? pair & 15 : pair >> 4];
+}
+
+INLINE float weight_scale(const Matrix *w, int r, int g, const int group) {
+    const size_t at = (size_t)r * (w->cols / group) + g;
+    return w->bits != 4 ? w->scale[at] : half_float(w->half_scale[at]);
+}
+
 // Row r of W times row t of x. The products of a group add up to an exact integer; the groups are
 // added as floats, from the first to the last.
 INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
@@ -765,6 +746,26 @@ INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const in
         sum = mul_add((float)dot * weight_scale(w, r, g, group), x_row.scale[g], sum);
     }
     return sum;
+}
+
+// Returns the largest of x (n > 0). It compares the bits of the floats as ints, because compilers
+// vectorize that. Nonnegative floats have the same order as their bits. For negative floats the
+// order is reversed, so all their bits but the sign are flipped.
+static float max_of(const float *x, int n) {
+    int32_t max = INT32_MIN;
+    for (int i = 0; i < n; i++) {
+        int32_t bits = load_i32(x + i);
+        bits ^= bits >> 31 & 0x7FFFFFFF;
+        max = bits > max ? bits : max;
+    }
+    return as_float(max ^ (max >> 31 & 0x7FFFFFFF));
+}
+
+// Replaces x (n) by exp(x - max(x)) and returns the sum; dividing by it completes the softmax.
+static float softmax_terms(float *x, int n) {
+    float max = max_of(x, n);
+    for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
+    return sum_of(x, n, false);
 }
 
 // Attention of one query head of token t: a = softmax(q . K / sqrt(head_dim)) V with q and a
@@ -787,6 +788,198 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
         for (int i = 0; i < len; i++) sum = mul_add(cache_value(p, kv_head, i, j), score[i], sum);
         a[j] = sum * (1 / total);
     }
+}
+
+// ------------------------------------------------------------------------------------------------
+// A mixture of experts (HF Qwen3MoeSparseMoeBlock). The tokens of a batch choose different experts.
+// An expert runs for all tokens that chose it together, so that its weights are read once.
+
+typedef struct Routing {
+    float *h;      // (batch, dim)        rmsnorm(x); the router is not quantized
+    float *share;  // (batch, n_experts)  the router's p if the token chose the expert, else 0
+    int n_active;  // how many experts any token of the batch chose. Number k, in ascending order,
+    int *expert;   // (n_experts)         is expert[k]; the tokens that chose it are
+    int *token;    // (batch * n_experts_used)  token[place[k]] .. token[place[k + 1] - 1]. Their hq
+    int *place;    // (n_experts + 1)     are the same rows of State.hq
+} Routing;
+
+// a . b, both (n), in the order of sum_of
+INLINE float dot_floats(const float *a, const float *b, int n) {
+    float sums[16] = {0};
+    int i = 0;
+    for (; i + 16 <= n; i += 16) {
+        for (int j = 0; j < 16; j++) sums[j] = mul_add(a[i + j], b[i + j], sums[j]);
+    }
+    for (; i < n; i++) sums[i % 16] = mul_add(a[i], b[i], sums[i % 16]);
+    return sum_of(sums, 16, false);
+}
+
+static void router_norm_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const Config *c = &p->m->config;
+    const State *s = &p->m->state;
+    (void)thread;
+    for (int t = p->first + begin; t < p->first + end; t++) {
+        const size_t at = (size_t)t * c->dim;
+        rmsnorm(s->routing->h + at, s->x + at, p->w->rms_ffn, c->dim, c->rms_norm_eps);
+    }
+}
+
+// Rows begin .. end - 1 of Wr h
+static void router_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const Config *c = &p->m->config;
+    const Routing *r = p->m->state.routing;
+    (void)thread;
+    for (int t = p->first; t < p->n; t++) {
+        for (int e = begin; e < end; e++) {
+            r->share[(size_t)t * c->n_experts + e] =
+                dot_floats(p->w->router + (size_t)e * c->dim, r->h + (size_t)t * c->dim, c->dim);
+        }
+    }
+}
+
+// A token's share (n_experts) is Wr h. It becomes p of the n_experts_used experts with the largest p,
+// of equal ones the first, and 0 for all others.
+static void choose_experts(const Config *c, float *share) {
+    float sum = softmax_terms(share, c->n_experts), chosen = 0;
+    for (int i = 0; i < c->n_experts_used; i++) {
+        int best = 0;
+        for (int e = 1; e < c->n_experts; e++) best = share[e] > share[best] ? e : best;
+        chosen += share[best];
+        share[best] = -share[best];  // less than all that are not chosen yet
+    }
+    if (!c->no_topk_norm) sum = chosen;
+    for (int e = 0; e < c->n_experts; e++) share[e] = share[e] < 0 ? -share[e] / sum : 0;
+}
+
+static void choose_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const Config *c = &p->m->config;
+    (void)thread;
+    for (int t = p->first + begin; t < p->first + end; t++) {
+        choose_experts(c, p->m->state.routing->share + (size_t)t * c->n_experts);
+    }
+}
+
+// share = p[e] for e in S, else 0; then lists the tokens of each expert.
+static void route(const Pass *p) {
+    const Config *c = &p->m->config;
+    Routing *r = p->m->state.routing;
+    parallel(router_norm_job, (void *)p, p->n - p->first, 4);
+    parallel(router_job, (void *)p, c->n_experts, 8);
+    parallel(choose_job, (void *)p, p->n - p->first, 4);
+    r->n_active = 0;
+    for (int e = 0, n = 0; e < c->n_experts; e++) {
+        for (int t = p->first; t < p->n; t++) {
+            if (r->share[(size_t)t * c->n_experts + e] > 0) r->token[n++] = t;
+        }
+        if (n == r->place[r->n_active]) continue;
+        r->expert[r->n_active++] = e;
+        r->place[r->n_active] = n;
+    }
+}
+
+// Groups begin .. end - 1 of the hq of all active experts, counted expert by expert
+static void experts_hidden_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const Config *c = &p->m->config;
+    const State *s = &p->m->state;
+    const Routing *r = s->routing;
+    const Quantized chosen = s->workspace[thread].chosen;
+    const int n_groups = c->hidden_dim / c->group_size;
+    for (int i = begin, next; i < end; i = next) {
+        const int k = i / n_groups, first = r->place[k], n = r->place[k + 1] - first;
+        for (int j = 0; j < n; j++) {
+            memcpy(quantized_row(&chosen, j).q, quantized_row(&s->xq, r->token[first + j]).q,
+                   chosen.stride * 4);
+        }
+        next = min_int(end, (k + 1) * n_groups);
+        swiglu_groups(p, &(Swiglu){chosen, n, first, r->expert[k] * c->hidden_dim},
+                      i - k * n_groups, next - k * n_groups, thread);
+    }
+}
+
+// out = W2[e] hq for the tokens of active expert number k, rows `row` .. `row` + cols - 1 of W2[e];
+// then sum (tokens of the batch, cols) += p[e] * out
+static void add_expert(const Pass *p, int k, int row, int cols, float *out, float *sum, int thread) {
+    const Config *c = &p->m->config;
+    const State *s = &p->m->state;
+    const Routing *r = s->routing;
+    const int e = r->expert[k], n = r->place[k + 1] - r->place[k];
+    const Quantized hq = quantized_row(&s->hq, r->place[k]);
+    matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = cols,
+                          .row_begin = e * c->dim + row, .row_end = e * c->dim + row + cols,
+                          .token_end = n}, &s->workspace[thread]);
+    for (int j = 0; j < n; j++, out += cols) {
+        const int t = r->token[r->place[k] + j];
+        const float share = r->share[(size_t)t * c->n_experts + e];
+        float *y = sum + (size_t)(t - p->first) * cols;
+        for (int i = 0; i < cols; i++) y[i] += share * out[i];
+    }
+}
+
+// Groups begin .. end - 1 of x. Each element is one task's, which adds the experts in their order.
+static void experts_output_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const Config *c = &p->m->config;
+    const State *s = &p->m->state;
+    const Workspace *own = &s->workspace[thread];
+    const int n = p->n - p->first;
+    for (int g = begin, count; g < end; g += count) {
+        count = min_int(end - g, s->batch / max_int(n, 1));  // as in swiglu_groups
+        const int cols = count * c->group_size, row = g * c->group_size;
+        float *sum = own->up;
+        memset(sum, 0, (size_t)n * cols * sizeof(float));
+        for (int k = 0; k < s->routing->n_active; k++) add_expert(p, k, row, cols, own->gate, sum, thread);
+        for (int t = p->first; t < p->n; t++, sum += cols) {
+            float *x = s->x + (size_t)t * c->dim + row;
+            for (int i = 0; i < cols; i++) x[i] += sum[i];
+        }
+    }
+}
+
+// x = x + sum of p[e] W2[e] Q8(silu(W1[e] xq) * (W3[e] xq)) over the chosen experts e
+static void experts(const Pass *p) {
+    const Config *c = &p->m->config;
+    route(p);
+    parallel(experts_hidden_job, (void *)p,
+             p->m->state.routing->n_active * (c->hidden_dim / c->group_size), 1);
+    parallel(experts_output_job, (void *)p, c->dim / c->group_size, 1);
+}
+
+// ------------------------------------------------------------------------------------------------
+// Texts: byte strings and lists of tokens, and how they grow
+
+// Returns p, reallocated if it has no room for `more` elements of `size` bytes after the first n.
+static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
+    if (n + more <= *cap) return p;
+    *cap = n + more > 2 * *cap ? n + more : 2 * *cap;
+    p = realloc(p, *cap * size);
+    if (!p) die("memory: not enough for text, expected %.0f MB", *cap * (double)size / 1e6);
+    return p;
+}
+
+static void buffer_add(Buffer *b, Bytes text) {
+    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);  // + 1: p is not NULL after an empty text
+    if (text.n) memcpy(b->p + b->n, text.p, text.n);
+    b->n += text.n;
+}
+
+static void ids_add(Ids *ids, int id) {
+    ids->p = grow(ids->p, &ids->cap, ids->n, 1, sizeof(int));
+    ids->p[ids->n++] = id;
+}
+
+static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
+static Bytes bytes_of(const Buffer *b) { return (Bytes){b->p, b->n}; }
+
+static bool bytes_equal(Bytes a, Bytes b) {
+    return a.n == b.n && (a.n == 0 || memcmp(a.p, b.p, a.n) == 0);
+}
+
+static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` is 0
+    return (Bytes){start ? b.p + start : b.p, b.n - start};
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1431,15 +1624,20 @@ static volatile sig_atomic_t stoppable;
 //   0x50    u32   YaRN no_rounding, 1: the ramp's ends stay         they are rounded
 //   0x54    u32   qkv_bias, 1: biases after the last matrix         none
 //   0x58    u32   no_qk_norm, 1: there are no q_norm and k_norm     QK-norm
+//   0x5C    i32   n_experts                                         not a mixture of experts
+//   0x60    i32   n_experts_used                                    (without experts)
+//   0x64    u32   no_topk_norm, 1: shares keep the sum they have    their sum becomes 1
 //   0x68    u32   layer_bits, 4: layers' matrices have four bits    8
 //   0x70    16i8  levels: what a nibble stands for, ascending       (with 8 bits)
 //
 // The weights, each for all layers before the next:
 //
 //   fp32 norms    rms_att (dim), rms_ffn (dim); rms_final (dim), once; q_norm, k_norm (head_dim)
+//   fp32 routers  (n_experts, dim), if there are experts
 //   Q8_0          token embedding (vocab_size, dim), once; wq (q_dim, dim), wk, wv (kv_dim, dim),
 //                 wo (dim, q_dim), w1 (hidden_dim, dim), w2 (dim, hidden_dim),
-//                 w3 (hidden_dim, dim); the classifier (vocab_size, dim), once, unless it is shared
+//                 w3 (hidden_dim, dim); the classifier (vocab_size, dim), once, unless it is shared.
+//                 With experts, w1, w2 and w3 are the rows of all experts: n_experts times as many
 //   fp32 biases   bq (q_dim), then bk, then bv (kv_dim), if qkv_bias is 1
 //
 // A Q8_0 matrix (out, in) is all its int8 values row by row, then a float scale for each group_size
@@ -1541,7 +1739,12 @@ static void take_extended_header(Config *c, Cursor *in) {
     }
     c->qkv_bias = take_int(in, "qkv_bias", 0, 1);
     c->no_qk_norm = take_int(in, "no_qk_norm", 0, 1);
-    for (int at = 0x5C; at < 0x68; at += 4) take_int(in, unknown, 0, 0);
+    c->n_experts = take_int(in, "n_experts", 0, 4096);
+    c->n_experts_used = take_int(in, "n_experts_used", c->n_experts > 0, c->n_experts);
+    c->no_topk_norm = take_int(in, "no_topk_norm", 0, c->n_experts > 0);
+    if (max_int(c->n_experts, 1) * (int64_t)max_int(c->dim, c->hidden_dim) > INT_MAX)
+        die("%s: bad n_experts, expected less than 2^31 rows of all experts, found %d experts",
+            in->file, c->n_experts);
     c->layer_bits = take_u32(in, "layer_bits");
     if (c->layer_bits != 0 && c->layer_bits != 4)
         die("%s: bad layer_bits, expected 0 (8 bits) or 4, found %d", in->file, c->layer_bits);
@@ -1577,6 +1780,15 @@ static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int b
     return w;
 }
 
+// A number that is not finite would choose experts at random.
+static void check_router(Cursor *in, const Config *c, const float *router, int layer) {
+    for (size_t i = 0; i < (size_t)c->n_experts * c->dim; i++) {
+        if (!isfinite(router[i]))
+            die("%s: bad router of layer %d, expected finite numbers, found %f", in->file, layer,
+                router[i]);
+    }
+}
+
 // Maps the file; all weights stay there.
 static void model_map(Model *m, const char *path) {
     Config *c = &m->config;
@@ -1585,6 +1797,7 @@ static void model_map(Model *m, const char *path) {
     Cursor in = {path, file};
     take_base_header(c, &in);
     take_extended_header(c, &in);
+    const int experts = max_int(c->n_experts, 1);
     weights->layers = alloc(c->n_layers, sizeof(Layer), "the layers");
 // `tensor` takes its bytes once for each layer.
 #define TAKE_LAYERS(name, tensor) \
@@ -1599,14 +1812,18 @@ static void model_map(Model *m, const char *path) {
         TAKE_FLOATS(q_norm, c->head_dim);
         TAKE_FLOATS(k_norm, c->head_dim);
     }
+    if (c->n_experts) {
+        TAKE_FLOATS(router, (uint64_t)c->n_experts * c->dim);
+        for (int l = 0; l < c->n_layers; l++) check_router(&in, c, weights->layers[l].router, l);
+    }
     weights->embedding = take_matrix(&in, c, c->vocab_size, c->dim, 8, "the token embedding");
     TAKE_MATRIX(wq, c->q_dim, c->dim);
     TAKE_MATRIX(wk, c->kv_dim, c->dim);
     TAKE_MATRIX(wv, c->kv_dim, c->dim);
     TAKE_MATRIX(wo, c->dim, c->q_dim);
-    TAKE_MATRIX(w1, c->hidden_dim, c->dim);
-    TAKE_MATRIX(w2, c->dim, c->hidden_dim);
-    TAKE_MATRIX(w3, c->hidden_dim, c->dim);
+    TAKE_MATRIX(w1, experts * c->hidden_dim, c->dim);
+    TAKE_MATRIX(w2, experts * c->dim, c->hidden_dim);
+    TAKE_MATRIX(w3, experts * c->hidden_dim, c->dim);
     weights->classifier = c->shared_classifier ? weights->embedding
         : take_matrix(&in, c, c->vocab_size, c->dim, 8, "the classifier");
     if (c->qkv_bias) {
@@ -3945,7 +4162,15 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     s->a = alloc(n * c->q_dim, sizeof(float), FOR_BATCH);
     s->xq = quantized_init(n, c->dim, c->group_size);
     s->aq = quantized_init(n, c->q_dim, c->group_size);
-    s->hq = quantized_init(n, c->hidden_dim, c->group_size);
+    s->hq = quantized_init(n * max_int(c->n_experts_used, 1), c->hidden_dim, c->group_size);
+    if (c->n_experts) {
+        Routing *r = s->routing = alloc(1, sizeof(Routing), FOR_BATCH);
+        r->h = alloc(n * c->dim, sizeof(float), FOR_BATCH);
+        r->share = alloc(n * c->n_experts, sizeof(float), FOR_BATCH);
+        r->expert = alloc(c->n_experts, sizeof(int), FOR_BATCH);
+        r->token = alloc(n * c->n_experts_used, sizeof(int), FOR_BATCH);
+        r->place = alloc(c->n_experts + 1, sizeof(int), FOR_BATCH);
+    }
     s->logits = alloc((size_t)logit_rows * c->vocab_size, sizeof(float), FOR_BATCH);
     s->logit_rows = logit_rows;
     s->workspace = alloc(n_threads, sizeof(Workspace), FOR_BATCH);
@@ -3955,6 +4180,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
         own->kv = alloc(n * c->head_dim, sizeof(float), FOR_BATCH);
         own->gate = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
+        if (c->n_experts) own->chosen = quantized_init(n, c->dim, c->group_size);
         own->panel = alloc((size_t)PANEL_ROWS * (widest / 4 + 2 * widest / c->group_size),
                            sizeof(int32_t), FOR_BATCH);
         own->att = alloc(ATT_TASK * (2 * value_dim(c) + score_stride(seq_len)), sizeof(float),

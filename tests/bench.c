@@ -259,15 +259,18 @@ static void measure_machine(Rate *read, Rate *peak) {
 static double token_products(void) {
     const Config *g = &m.config;
     double attention = 2.0 * g->dim * g->q_dim + 2.0 * g->dim * g->kv_dim;
-    return g->n_layers * (attention + 3.0 * g->dim * g->hidden_dim);
+    double ffn = 3.0 * g->dim * g->hidden_dim * max_int(g->n_experts_used, 1);
+    return g->n_layers * (attention + ffn);
 }
 
 // Bytes of all weights that a token needs: each has its bits and its share of a scale.
 static double weight_bytes(void) {
     const Config *g = &m.config;
     double norms = g->n_layers * 2.0 * (g->dim + g->head_dim) + g->dim;
+    double routers = (double)g->n_layers * g->n_experts * g->dim;
     double layers = token_products() * g->layer_bits / 8 * (1 + 4.0 / g->group_size);
-    return layers + (double)g->vocab_size * g->dim * (1 + 4.0 / g->group_size) + 4 * norms;
+    double classifier = (double)g->vocab_size * g->dim * (1 + 4.0 / g->group_size);
+    return layers + classifier + 4 * (norms + routers);
 }
 
 // Bytes that a token at position pos reads: the weights, the keys and values before it.
