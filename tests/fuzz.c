@@ -261,15 +261,21 @@ static bool harmless(const uint8_t *p, size_t n) {
 
 static int64_t size_of(const int32_t *h) {  // -1: too large to try
     const int64_t dim = h[2], hidden = h[3], layers = h[4], heads = h[5], kv = h[6], vocab = h[7],
-                  hd = h[9], group = h[11] > 0 ? h[11] : 64;
+                  hd = h[9], group = h[11] > 0 ? h[11] : 64, n_experts = h[23], experts = max_int(h[23], 1);
     for (int i = 2; i <= 9; i++) {
         if (h[i] < 0 || (i != 8 && h[i] > 4096)) return -1;
     }
-    int64_t norms = 2 * layers * dim + dim + (h[22] ? 0 : 2 * layers * hd) +
-                    (h[21] ? layers * (heads + 2 * kv) * hd : 0);  // and biases
-    int64_t matrix = vocab * dim * (h[10] == 0 ? 2 : 1) + 2 * layers * (heads + kv) * hd * dim +
-                     3 * layers * hidden * dim;
-    int64_t size = 256 + 4 * norms + matrix + matrix / group * 4;
+    if (n_experts < 0 || n_experts > 4096) return -1;
+    int64_t floats = 2 * layers * dim + dim + (h[22] ? 0 : 2 * layers * hd) +
+                     (h[21] ? layers * (heads + 2 * kv) * hd : 0) +  // and biases
+                     layers * n_experts * dim;
+    const int64_t sizes[] = {heads * hd * dim, kv * hd * dim, kv * hd * dim, dim * heads * hd,
+                             experts * hidden * dim, experts * dim * hidden, experts * hidden * dim};
+    int64_t size = 256 + 4 * floats + (vocab * dim + vocab * dim / group * 4) * (h[10] == 0 ? 2 : 1);
+    for (int i = 0; i < 7; i++) {
+        size += layers * (h[26] == 4 ? sizes[i] / 2 + (sizes[i] / group * 2 + 3) / 4 * 4
+                                     : sizes[i] + sizes[i] / group * 4);
+    }
     return size < 100000 ? size : -1;
 }
 
@@ -279,7 +285,7 @@ static void fuzz_model(Bytes in) {
     static const int off[] = {0, 0, 0, 0, 1, -1, 4, -4};
     static union { uint8_t bytes[100256]; int32_t h[64]; float f[25064]; } file;
     uint8_t flags = take_byte(&in), spread = take_byte(&in) % 8 ? 8 : 16;  // mostly sane weights
-    Bytes head = take_up_to(&in, 100);
+    Bytes head = take_up_to(&in, 128);
     memset(file.bytes, 0, 256);
     if (head.n) memcpy(file.bytes, head.p, head.n);
     int64_t size = size_of(file.h);
@@ -719,7 +725,7 @@ static void fuzz_writer(Bytes in) {
 // ---- Running them
 
 static const struct Target { const char *name; void (*run)(Bytes); size_t longest; } targets[] = {
-    {"model", fuzz_model, 160},     {"tokenizer", fuzz_tokenizer, 512}, {"text", fuzz_text, 256},
+    {"model", fuzz_model, 192},     {"tokenizer", fuzz_tokenizer, 512}, {"text", fuzz_text, 256},
     {"chat", fuzz_chat, 512},       {"session", fuzz_session, 512},
     {"sample", fuzz_sample, 512},   {"writer", fuzz_writer, 256},
 };
@@ -800,6 +806,11 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     SEED("model", "\0\1" "1cja\1\0\0\0\x20\0\0\0\x20\0\0\0\1\0\0\0\2\0\0\0\1\0\0\0\x28\0\0\0\x40\0\0\0"
                   "\x10\0\0\0\1\0\0\0\x20\0\0\0" "\0\0\0\0\0\0\0\0\1\0\0\0\0\0\x80\x40\x10\0\0\0"
                   "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\1\4\0\2\7"),
+    // the same with 4 experts, of which 2 run, and with four bits
+    SEED("model", "\0\1" "1cja\1\0\0\0\x20\0\0\0\x20\0\0\0\1\0\0\0\2\0\0\0\1\0\0\0\x28\0\0\0\x40\0\0\0"
+         "\x10\0\0\0\1\0\0\0\x20\0\0\0" "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\0\0\0\0\0\0\0\0\0\0\0\0"
+         "\4\0\0\0\2\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0"
+         "\x81\x90\xa0\xb0\xc0\xd0\xe0\xf0\0\x0a\x14\x1e\x28\x32\x3c\x7f" "weights"),
     SEED("model", "\x48\1" "1cja\1\0\0\0\x40\0\0\0\x80\0\0\0\2\0\0\0\4\0\0\0\2\0\0\0\7\0\0\0\5\0\0\0"
                   "\x20\0\0\0\0\0\0\0\x40\0\0\0" "\0\0\x80\x47\0\0\0\0"),
     // five tokens, sections adde, head, stop, samp, deco, ccc, chat, then a text

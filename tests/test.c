@@ -96,14 +96,18 @@ static Matrix random_matrix_4(int rows, int cols, int group, Matrix *same) {
                     .half_scale = half_scale, .levels = levels};
 }
 
+typedef enum { QWEN3, QWEN2, EXPERTS } Kind;
+
 // A model in memory: two query heads per kv head; no head_dim of whole vectors, no rows of whole tiles.
-static Model random_model(int group, int head_dim, int batch, bool qwen2) {
+// EXPERTS: 3 of 7, of which two are always equally likely
+static Model random_model(int group, int head_dim, int batch, Kind kind) {
     Model m = {.config = {.dim = 2 * group, .hidden_dim = 3 * group, .n_layers = 2, .n_heads = 4,
                           .n_kv_heads = 2, .vocab_size = 77, .max_seq_len = 100, .head_dim = head_dim,
                           .group_size = group, .rope_theta = 1e4f, .rms_norm_eps = 1e-6f}};
     Config *g = &m.config;
     g->q_dim = g->n_heads * head_dim;
     g->kv_dim = g->n_kv_heads * head_dim;
+    if (kind == EXPERTS) g->n_experts = 7, g->n_experts_used = 3;
     m.weights.embedding = random_matrix(g->vocab_size, g->dim, group);
     m.weights.classifier = random_matrix(g->vocab_size, g->dim, group);
     m.weights.rms_final = random_floats(g->dim);
@@ -115,7 +119,7 @@ static Model random_model(int group, int head_dim, int batch, bool qwen2) {
         l->q_norm = random_floats(head_dim);
         l->k_norm = random_floats(head_dim);
         l->wq = random_matrix(g->q_dim, g->dim, group);
-        if (qwen2) {
+        if (kind == QWEN2) {
             l->q_norm = l->k_norm = NULL;
             l->bq = random_floats(g->q_dim);
             l->bk = random_floats(g->kv_dim);
@@ -124,9 +128,15 @@ static Model random_model(int group, int head_dim, int batch, bool qwen2) {
         l->wk = random_matrix(g->kv_dim, g->dim, group);
         l->wv = random_matrix(g->kv_dim, g->dim, group);
         l->wo = random_matrix(g->dim, g->q_dim, group);
-        l->w1 = random_matrix(g->hidden_dim, g->dim, group);
-        l->w3 = random_matrix(g->hidden_dim, g->dim, group);
-        l->w2 = random_matrix(g->dim, g->hidden_dim, group);
+        const int experts = max_int(g->n_experts, 1);
+        l->w1 = random_matrix(experts * g->hidden_dim, g->dim, group);
+        l->w3 = random_matrix(experts * g->hidden_dim, g->dim, group);
+        l->w2 = random_matrix(experts * g->dim, g->hidden_dim, group);
+        if (kind == EXPERTS) {
+            float *router = random_floats((size_t)g->n_experts * g->dim);
+            memcpy(router + 2 * g->dim, router + 5 * g->dim, g->dim * sizeof(float));
+            l->router = router;
+        }
     }
     state_init(&m, g->max_seq_len, batch, batch);
     return m;
@@ -317,7 +327,7 @@ static void fill_cache(const Pass *p, int n) {
 // The kernel against the definition, bit for bit, for batches of 1 to 40 tokens
 static void test_attention(void) {
     for (int head_dim = 32; head_dim <= 96; head_dim += 16) {
-        Model m = random_model(64, head_dim, 40, false);
+        Model m = random_model(64, head_dim, 40, QWEN3);
         const Config *c = &m.config;
         State *s = &m.state;
         Pass p = {.m = &m, .l = 1};
@@ -343,7 +353,7 @@ static void test_attention(void) {
 
 // With a query that is 400 times the key of position i, the answer is the value of position i.
 static void test_attention_one_hot(void) {
-    Model m = random_model(64, 32, 40, false);
+    Model m = random_model(64, 32, 40, QWEN3);
     State *s = &m.state;
     const Config *c = &m.config;
     const Pass p = {.m = &m, .l = 1, .n = 3};
@@ -369,11 +379,12 @@ static void test_batches(void) {
     int tokens[60];
     for (int i = 0; i < 60; i++) tokens[i] = below(77);
     for (int head_dim = 32; head_dim <= 96; head_dim += 16) {  // 48, 80: no whole vectors
+        const Kind kind = head_dim == 64 ? QWEN2 : head_dim == 80 ? EXPERTS : QWEN3;
         uint64_t same = rng;
         float *expected = NULL;
         for (int batch = 1; batch <= 60; batch += batch < 3 ? 1 : 19) {
             rng = same;
-            Model m = random_model(64, head_dim, 60, head_dim == 64);
+            Model m = random_model(64, head_dim, 60, kind);
             float *logits = random_floats(60 * 77);
             for (int pos = 0; pos < 60; pos += batch) {
                 int n = min_int(batch, 60 - pos);
@@ -384,6 +395,60 @@ static void test_batches(void) {
             expected = logits;
         }
         for (int i = 0; i < 60 * 77; i++) CHECK(isfinite(expected[i]));
+    }
+}
+
+// A mixture of experts, bit for bit as the definition of the product gives it, token by token; the
+// choice by sorting, the first of equal ones first
+static void test_experts(void) {
+    for (int no_topk_norm = 0; no_topk_norm < 2; no_topk_norm++) {
+        Model m = random_model(32, 32, 20, EXPERTS);
+        Config *c = &m.config;
+        State *s = &m.state;
+        const Layer *w = &m.weights.layers[1];
+        Pass p = {.m = &m, .l = 1, .w = w, .n = 20, .first = 3};
+        c->no_topk_norm = no_topk_norm;
+        float *x = random_floats(p.n * c->dim), *h = random_floats(c->dim), *up = random_floats(c->hidden_dim);
+        float *gate = random_floats(c->hidden_dim), *sum = random_floats(c->dim);
+        Quantized hq = quantized_init(1, c->hidden_dim, 32);
+        memcpy(s->x, x, p.n * c->dim * sizeof(float));
+        norm(&p, w->rms_ffn);
+        experts(&p);
+        for (int t = p.first; t < p.n; t++) {
+            double likely[7], total = 0, chosen = 0;
+            int order[7], n_before = 0;
+            rmsnorm(h, x + t * c->dim, w->rms_ffn, c->dim, c->rms_norm_eps);
+            for (int e = 0; e < 7; e++) {
+                likely[e] = 0;
+                for (int i = 0; i < c->dim; i++) likely[e] += (double)h[i] * w->router[e * c->dim + i];
+                total += likely[e] = exp(likely[e]);
+                int at = e;  // insertion sort, stable
+                for (; at > 0 && likely[order[at - 1]] < likely[e] * (1 - 1e-6); at--) order[at] = order[at - 1];
+                order[at] = e;
+            }
+            for (int i = 0; i < 3; i++) chosen += likely[order[i]];
+            memset(sum, 0, c->dim * sizeof(float));
+            for (int e = 0; e < 7; e++) {
+                const float share = s->routing->share[t * 7 + e];
+                const bool yes = e == order[0] || e == order[1] || e == order[2];
+                const double expected = !yes ? 0 : likely[e] / (no_topk_norm ? total : chosen);
+                CHECK(fabs(share - expected) < 1e-4 * expected + 1e-30, "token %d, expert %d", t, e);
+                n_before += share > 0;
+                if (share == 0) continue;
+                for (int i = 0; i < c->hidden_dim; i++) {
+                    gate[i] = dot_row(&w->w1, e * c->hidden_dim + i, &s->xq, t, 32);
+                    up[i] = dot_row(&w->w3, e * c->hidden_dim + i, &s->xq, t, 32);
+                }
+                silu_times(gate, up, c->hidden_dim);
+                quantize(&hq, 0, 0, gate, c->hidden_dim, 32);
+                for (int i = 0; i < c->dim; i++) sum[i] += share * dot_row(&w->w2, e * c->dim + i, &hq, 0, 32);
+            }
+            CHECK(n_before == 3);
+            for (int i = 0; i < c->dim; i++) {
+                CHECK(s->x[t * c->dim + i] == x[t * c->dim + i] + sum[i], "token %d, element %d", t, i);
+            }
+        }
+        CHECK(!memcmp(s->x, x, p.first * c->dim * sizeof(float)));
     }
 }
 
@@ -822,6 +887,7 @@ static int unit_tests(void) {
     test_attention();
     test_attention_one_hot();
     test_batches();
+    test_experts();
     test_parallel();
     test_rope();
     test_yarn();

@@ -130,11 +130,12 @@ def test_install(tmp_path):
 # -- make bench, on a shape that takes no time
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["--small", TINY / "tiny.bin"], ids=["synthetic", "file"])
+@pytest.mark.parametrize("model", [["small"], ["small", "4", "0", "1"], ["small-moe", "4", "64"],
+                                   [TINY / "tiny.bin"]], ids=["8 bits", "4 bits", "experts", "file"])
 def test_bench(model, tmp_path):
     program = TESTS / "bench"
     assert program.exists(), "make tests/bench"
-    run = subprocess.run([program, model], cwd=ROOT, capture_output=True, text=True, timeout=300,
+    run = subprocess.run([program, *model], cwd=ROOT, capture_output=True, text=True, timeout=300,
                          env=environment(TMPDIR=str(tmp_path)))
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert not list(tmp_path.iterdir())                   # the temporary file is gone
@@ -152,6 +153,7 @@ def test_bench(model, tmp_path):
 @pytest.mark.slow
 def test_bench_refuses_what_is_no_model(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"x" * 300)
-    run = subprocess.run([TESTS / "bench", tmp_path / "x.bin"], capture_output=True, text=True,
-                         timeout=300, env=environment())
-    assert run.returncode == 1 and "magic" in run.stderr
+    for model, status, word in ((tmp_path / "x.bin", 1, "magic"), ("9b", 2, "no such shape")):
+        run = subprocess.run([TESTS / "bench", model], capture_output=True, text=True, timeout=300,
+                             env=environment())
+        assert run.returncode == status and word in run.stderr
