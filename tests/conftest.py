@@ -22,6 +22,7 @@ os.environ.update(OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 import numpy as np  # noqa: E402
 import pexpect  # noqa: E402
 import pytest  # noqa: E402
+import reference  # noqa: E402
 import tokenizers  # noqa: E402
 from tokenizers import models, normalizers, pre_tokenizers, decoders, trainers  # noqa: E402
 
@@ -150,6 +151,13 @@ def copy_model(model, directory, extension=True):
     data = Path(f"{model}.tokenizer").read_bytes()
     Path(f"{path}.tokenizer").write_bytes(data if extension else data[:data.index(b"q3tx")])
     return path
+
+
+def expand_four_bits(model, path):
+    """The model's two files once more, in eight bits, with the same values: int8 levels[nibble] and
+    the scales in fp32."""
+    shutil.copy(f"{model}.tokenizer", f"{path}.tokenizer")
+    return reference.Model.from_bin(model).to_bin(path)
 
 
 def split_tokenizer(data):

@@ -1,9 +1,10 @@
 """Qwen3's and Qwen2's forward pass in numpy, written from the specification and not from qwen3.c.
 
-Model.from_bin reads our model.bin, Model.from_checkpoint a Hugging Face directory (and then
-quantizes by itself, so export.py is checked too). Three precisions:
+Model.from_bin reads our model.bin, in 8 or 4 bits, Model.from_checkpoint a Hugging Face directory
+(and then quantizes by itself to 8 bits, so export.py is checked too). Three precisions:
 
-    q8       int8 weights, every matmul input quantized to int8 in the same groups (as qwen3.c)
+    q8       int8 weights (levels[nibble] of 4 bits), every matmul input quantized to int8 in the
+             same groups (as qwen3.c)
     weights  int8 weights, inputs in fp32
     fp32     nothing quantized (from_checkpoint only): what transformers computes
 
@@ -110,7 +111,10 @@ class Model:
             struct.unpack_from("<ffIfifffI", data, 0x30)
         c["bias"], no_qk_norm = struct.unpack_from("<II", data, 0x54)
         c["qk_norm"] = 1 - no_qk_norm
-        assert not any(data[0x5C:256])
+        bits, = struct.unpack_from("<I", data, 0x68)
+        levels = np.frombuffer(data, "<i1", 16, 0x70)
+        assert bits in (0, 4) and not any(data[0x5C:0x68] + data[0x6C:0x70] + data[0x80:256])
+        assert (np.diff(levels.astype(int)) > 0).all() if bits else not levels.any()
         c["theta"], c["eps"], c["yarn"] = theta or 1e6, eps or 1e-6, None
         if scaling:
             c["yarn"] = dict(factor=factor, original=original, beta_fast=fast, beta_slow=slow,
@@ -128,6 +132,15 @@ class Model:
             q = take("<i1", rows, columns)
             return Matrix(q, take("<f4", rows, columns // group), group, precision)
 
+        def layer_matrix(rows, columns):
+            if not bits:
+                return matrix(rows, columns)
+            pairs = take("u1", rows, columns // group, group // 2)
+            q = levels[np.concatenate([pairs & 15, pairs >> 4], axis=2)].reshape(rows, columns)
+            scale = take("<f2", rows, columns // group).astype(F32)
+            assert at % 4 == 0                              # so no padding follows: shapes are even
+            return Matrix(q, scale, group, precision)
+
         heads, kv = c["n_heads"] * hd, c["n_kv_heads"] * hd
         w = {"att_norm": take("<f4", layers, dim), "ffn_norm": take("<f4", layers, dim),
              "norm": take("<f4", dim)}
@@ -137,7 +150,7 @@ class Model:
         for name, rows, columns in (("q", heads, dim), ("k", kv, dim), ("v", kv, dim),
                                     ("o", dim, heads), ("gate", c["hidden_dim"], dim),
                                     ("down", dim, c["hidden_dim"]), ("up", c["hidden_dim"], dim)):
-            w[name] = [matrix(rows, columns) for _ in range(layers)]
+            w[name] = [layer_matrix(rows, columns) for _ in range(layers)]
         w["head"] = w["embed"] if c["shared_classifier"] else matrix(c["vocab_size"], dim)
         if c["bias"]:
             w |= {"q_bias": take("<f4", layers, heads), "k_bias": take("<f4", layers, kv),
@@ -199,7 +212,7 @@ class Model:
         return cls(c, w)
 
     def to_bin(self, path):
-        """Write model.bin as export.py should (q8 only)."""
+        """Write model.bin as export.py should, in eight bits (q8 only)."""
         c, w, yarn = self.c, self.w, self.c["yarn"]
         parts = [struct.pack("<I11i", MAGIC, 1, *(c[name] for name in HEADER[1:]))]
         parts.append(struct.pack("<ff", c["theta"] if c["theta"] != 1e6 else 0,
