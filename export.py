@@ -135,15 +135,15 @@ class Source(NamedTuple):
 def export(name: str, out: Path, group_size: int | None, yarn_factor: float | None) -> None:
     """Writes OUT.bin and OUT.bin.tokenizer of the source with this name."""
     began = time.monotonic()
-    config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
-    size = model_size(config, tensors)
+    config, outputs, tokenizer = prepare(name, group_size, yarn_factor)
+    size = outputs[-1].end
     tokenizer_out = tokenizer_path(out)
     with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
         free = shutil.disk_usage(out.parent).free
         if free < size + len(tokenizer):
             refuse(out, "too little disk space", f"{size + len(tokenizer)} bytes", f"{free} free")
         write_at(tokenizer_part, tokenizer, 0)
-        write_model(model_part, config, tensors)
+        write_model(model_part, config, outputs)
     seconds = time.monotonic() - began
     print(f"export.py: wrote {out} ({size / 1e6:.1f} MB) and {tokenizer_out.name} "
           f"in {seconds:.1f} s, run ./qwen3 {shlex.quote(str(out))} -i \"Why is the sky blue?\"",
@@ -151,16 +151,16 @@ def export(name: str, out: Path, group_size: int | None, yarn_factor: float | No
 
 
 def prepare(name: str, group_size: int | None,
-            yarn_factor: float | None) -> tuple[Config, list[Tensor], bytes]:
+            yarn_factor: float | None) -> tuple[Config, list[Output], bytes]:
     """Reads all of a source except the weights' values. Returns (config, tensors in the order of
     OUT.bin, contents of OUT.bin.tokenizer). Refuses what is not supported."""
     source = find_source(name)
     with parsing(source.path):
         config = read_config(source, group_size, yarn_factor)
-        tensors = match_tensors(source.path, source.tensors, config)
+        outputs = match_tensors(source.path, source.tensors, config)
         tokenizer = tokenizer_file(source, config.vocab_size)
-    note_second_quantization(tensors, config.group_size)
-    return config, tensors, tokenizer
+    note_second_quantization(outputs, config.group_size)
+    return config, outputs, tokenizer
 
 
 def find_source(name: str) -> Source:
@@ -179,9 +179,9 @@ def find_source(name: str) -> Source:
         return read_folder(path)
 
 
-def note_second_quantization(tensors: list[Tensor], group_size: int) -> None:
+def note_second_quantization(outputs: list[Output], group_size: int) -> None:
     """Notes the loss if the source's weights are quantized and not copied as they are."""
-    dtypes = {tensor.dtype for tensor in tensors} - FLOAT_TYPES
+    dtypes = {output.tensor.dtype for output in outputs} - FLOAT_TYPES
     if group_size == 32:
         dtypes -= {"Q8_0"}  # copied by read_q8()
     if dtypes:
@@ -736,38 +736,48 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
     return tensors, length
 
 
-def out_tensors(c: Config) -> dict[str, tuple[int, ...]]:
-    """Name without "model." -> shape of every tensor of OUT.bin, in the order of the file. Norms
-    and biases have one dimension and stay fp32. Matrices are (out, in) and are quantized."""
+class Output(NamedTuple):
+    """A tensor of OUT.bin: in 32 bits fp32 values; in 8 int8 values, then an fp32 scale for each
+    group."""
+    tensor: Tensor  # the source
+    bits: int  # of a value
+    values: int  # offset of the first value in OUT.bin
+    scales: int  # offset of the first scale
+    end: int  # offset of what follows
+
+
+def out_tensors(c: Config) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Name without "model." -> (bits, shape) of every tensor of OUT.bin, in the order of the file.
+    Norms and biases stay fp32. Matrices are (out, in) and are quantized."""
     q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     qk_norms = [] if c.no_qk_norm else [
-        ("layers.*.self_attn.q_norm.weight", c.head_dim),
-        ("layers.*.self_attn.k_norm.weight", c.head_dim)]
-    classifier = [] if c.shared_classifier else [("lm_head.weight", c.vocab_size, c.dim)]
+        (32, "layers.*.self_attn.q_norm.weight", c.head_dim),
+        (32, "layers.*.self_attn.k_norm.weight", c.head_dim)]
+    classifier = [] if c.shared_classifier else [(8, "lm_head.weight", c.vocab_size, c.dim)]
     biases = [] if not c.qkv_bias else [
-        ("layers.*.self_attn.q_proj.bias", q_dim),
-        ("layers.*.self_attn.k_proj.bias", kv_dim),
-        ("layers.*.self_attn.v_proj.bias", kv_dim)]
+        (32, "layers.*.self_attn.q_proj.bias", q_dim),
+        (32, "layers.*.self_attn.k_proj.bias", kv_dim),
+        (32, "layers.*.self_attn.v_proj.bias", kv_dim)]
     rows = [
-        ("layers.*.input_layernorm.weight", c.dim),
-        ("layers.*.post_attention_layernorm.weight", c.dim),
-        ("norm.weight", c.dim),
+        (32, "layers.*.input_layernorm.weight", c.dim),
+        (32, "layers.*.post_attention_layernorm.weight", c.dim),
+        (32, "norm.weight", c.dim),
         *qk_norms,
-        ("embed_tokens.weight", c.vocab_size, c.dim),
-        ("layers.*.self_attn.q_proj.weight", q_dim, c.dim),
-        ("layers.*.self_attn.k_proj.weight", kv_dim, c.dim),
-        ("layers.*.self_attn.v_proj.weight", kv_dim, c.dim),
-        ("layers.*.self_attn.o_proj.weight", c.dim, q_dim),
-        ("layers.*.mlp.gate_proj.weight", c.hidden_dim, c.dim),
-        ("layers.*.mlp.down_proj.weight", c.dim, c.hidden_dim),
-        ("layers.*.mlp.up_proj.weight", c.hidden_dim, c.dim),
+        (8, "embed_tokens.weight", c.vocab_size, c.dim),
+        (8, "layers.*.self_attn.q_proj.weight", q_dim, c.dim),
+        (8, "layers.*.self_attn.k_proj.weight", kv_dim, c.dim),
+        (8, "layers.*.self_attn.v_proj.weight", kv_dim, c.dim),
+        (8, "layers.*.self_attn.o_proj.weight", c.dim, q_dim),
+        (8, "layers.*.mlp.gate_proj.weight", c.hidden_dim, c.dim),
+        (8, "layers.*.mlp.down_proj.weight", c.dim, c.hidden_dim),
+        (8, "layers.*.mlp.up_proj.weight", c.hidden_dim, c.dim),
         *classifier,
         *biases]
-    return {name.replace("*", str(layer)): tuple(shape) for name, *shape in rows
+    return {name.replace("*", str(layer)): (bits, tuple(shape)) for bits, name, *shape in rows
             for layer in range(c.n_layers if "*" in name else 1)}
 
 
-def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Tensor]:
+def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Output]:
     """The stored tensors in the order of OUT.bin. Refuses missing and left-over ones, and shapes
     and dtypes other than expected."""
     found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
@@ -781,9 +791,15 @@ def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Ten
     if missing or extra:
         refuse(where, "tensors", "the ones that config.json implies",
                f"missing: {first_few(missing)}; left over: {first_few(extra)}")
-    for name, shape in wanted.items():
+    outputs, offset = [], 256
+    for name, (bits, shape) in wanted.items():
         check_tensor(where, found[name], shape)
-    return [found[name] for name in wanted]
+        size = math.prod(shape)
+        scales = offset + size * bits // 8
+        end = scales + size // c.group_size * {32: 0, 8: 4}[bits]
+        outputs.append(Output(found[name], bits, offset, scales, end))
+        offset = end
+    return outputs
 
 
 def check_tensor(where: Path, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -801,20 +817,20 @@ def check_tensor(where: Path, tensor: Tensor, shape: tuple[int, ...]) -> None:
 PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy pass to the next
 
 
-def write_model(out: BinaryIO, c: Config, tensors: list[Tensor]) -> None:
+def write_model(out: BinaryIO, c: Config, outputs: list[Output]) -> None:
     """Writes OUT.bin: the header, then the tensors."""
-    def convert(tensor: Tensor, offset: int, start: int, count: int) -> None:
-        if len(tensor.shape) == 1:
-            x = tensor.read_fp32(start, count)
-            tensor.check_finite(x)
-            write_at(out, x, offset + 4 * start)
+    def convert(output: Output, start: int, count: int) -> None:
+        tensor = output.tensor
+        if output.bits == 32:
+            values = tensor.read_fp32(start, count)
+            tensor.check_finite(values)
         else:
-            q, scale = tensor.read_q8(start, count, c.group_size)
-            write_at(out, q, offset + start)
-            write_at(out, scale, offset + tensor.size() + 4 * (start // c.group_size))
+            values, scales = tensor.read_q8(start, count, c.group_size)
+            write_at(out, scales, output.scales + start // c.group_size * scales.itemsize)
+        write_at(out, values, output.values + start * output.bits // 8)
 
     write_at(out, header(c), 0)
-    for _ in in_pieces(convert, tensors, c.group_size):
+    for _ in in_pieces(convert, outputs):
         pass
 
 
@@ -831,35 +847,19 @@ def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
     return x.astype(np.int8).ravel(), scale
 
 
-def in_pieces(work: Callable, tensors: list[Tensor],
-              group_size: int) -> Iterator[tuple[Tensor, list]]:
-    """Calls work(tensor, its offset in OUT.bin, start, count) for each piece of each tensor, on
-    several threads (numpy and the system calls release the GIL), with a progress bar. Yields each
-    tensor with its results. The tensors must be in the order of OUT.bin."""
-    offset = 256
-    total = sum(tensor.byte_count(tensor.size()) for tensor in tensors)
+def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
+    """Calls work(output, start, count) for each piece of each tensor, on several threads (numpy and
+    the system calls release the GIL), with a progress bar. Yields each output with its results."""
+    total = sum(output.tensor.byte_count(output.tensor.size()) for output in outputs)
     with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
-        for tensor in tensors:
-            starts, counts = zip(*tensor.pieces())
+        for output in outputs:
+            starts, counts = zip(*output.tensor.pieces())
             results = []
-            done = pool.map(partial(work, tensor, offset), starts, counts)
-            for count, result in zip(counts, done):
-                bar.update(tensor.byte_count(count))
+            for count, result in zip(counts, pool.map(partial(work, output), starts, counts)):
+                bar.update(output.tensor.byte_count(count))
                 results.append(result)
-            yield tensor, results
-            offset += out_size(tensor, group_size)
-
-
-def out_size(tensor: Tensor, group_size: int) -> int:
-    """Bytes of a tensor in OUT.bin: fp32 values, or int8 values and an fp32 scale per group."""
-    n = tensor.size()
-    return 4 * n if len(tensor.shape) == 1 else n + 4 * (n // group_size)
-
-
-def model_size(c: Config, tensors: list[Tensor]) -> int:
-    """Bytes of OUT.bin."""
-    return 256 + sum(out_size(tensor, c.group_size) for tensor in tensors)
+            yield output, results
 
 
 def write_at(file: BinaryIO, data: bytes | np.ndarray, offset: int) -> None:
@@ -1652,20 +1652,19 @@ def check(name: str, out: Path, picture: Path | None, yarn_factor: float | None)
         group_size = int.from_bytes(found[0x2C:0x30], "little")
         if group_size not in GROUP_SIZES:
             refuse(out, "group_size", " or ".join(map(str, GROUP_SIZES)), group_size)
-        config, tensors, tokenizer = prepare(name, group_size, yarn_factor)
+        config, outputs, tokenizer = prepare(name, group_size, yarn_factor)
         check_yarn(out, config, found)
         check_bytes(out, "the header", header(config), found)
         path = tokenizer_path(out)
         with open_file(path) as tokenizer_out:
             check_bytes(path, "the file", tokenizer, tokenizer_out.read(len(tokenizer) + 4))
-        size = model_size(config, tensors)
-        if (actual := out.stat().st_size) != size:
-            refuse(out, "truncated or oversized", f"{size} bytes", actual)
-        errors = check_tensors(file, group_size, tensors)
+        if (actual := out.stat().st_size) != outputs[-1].end:
+            refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
+        errors = check_tensors(file, group_size, outputs)
     if picture:
         plot(picture, f"{out.name} against {Path(name).name}", errors)
     worst = max(errors, key=errors.__getitem__)
-    print(f"export.py: {out} matches {name}: header, tokenizer and {len(tensors)} tensors; "
+    print(f"export.py: {out} matches {name}: header, tokenizer and {len(outputs)} tensors; "
           f"rms error at most {errors[worst]:.2f} %, in {worst}", file=sys.stderr)
 
 
@@ -1688,39 +1687,40 @@ def check_bytes(path: Path, what: str, expected: bytes, found: bytes) -> None:
                expected[at:at + 4].hex(" ") or "its end", found[at:at + 4].hex(" ") or "its end")
 
 
-def check_tensors(file: BinaryIO, group_size: int, tensors: list[Tensor]) -> dict[str, float]:
+def check_tensors(file: BinaryIO, group_size: int, outputs: list[Output]) -> dict[str, float]:
     """Prints the table. Returns each matrix's rms error in % of the weights' rms."""
     errors = {}
     print_above_bar("rms error    largest\n(% of rms)  (half steps)  tensor")
-    for tensor, pieces in in_pieces(partial(compare_piece, file, group_size), tensors, group_size):
+    for output, pieces in in_pieces(partial(compare_piece, file, group_size), outputs):
         squares, differences, largest = zip(*pieces)
         rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
-        print_above_bar(f"{rms:10.4f}  {max(largest):12.4f}  {tensor.name}")
-        if len(tensor.shape) == 2:
-            errors[tensor.name] = rms
+        print_above_bar(f"{rms:10.4f}  {max(largest):12.4f}  {output.tensor.name}")
+        if output.bits < 32:
+            errors[output.tensor.name] = rms
     return errors
 
 
 TINY = np.float32(2e-43)  # the rounding error of a subnormal scale, times 127
 
 
-def compare_piece(out: BinaryIO, group_size: int, tensor: Tensor, offset: int, start: int,
+def compare_piece(out: BinaryIO, group_size: int, output: Output, start: int,
                   count: int) -> tuple[float, float, float]:
-    """Compares a range of a tensor, which lies at offset in OUT.bin, with the source. Returns (sum
-    of squares, sum of squared differences, largest difference relative to the allowed one).
+    """Compares a range of a tensor with the source. Returns (sum of squares, sum of squared
+    differences, largest difference relative to the allowed one).
 
     Allowed is half a quantization step, max|x| / 254 of the group, and a little more because the
     scale and the product are rounded, too. A norm or bias, which is not quantized, must be equal:
     it counts as groups of one value with nothing allowed."""
+    tensor = output.tensor
     x = tensor.read_fp32(start, count)
-    group = 1 if len(tensor.shape) == 1 else group_size
+    group = 1 if output.bits == 32 else group_size
     groups = np.arange(0, count, group)
     allowed = np.zeros(len(groups), np.float32)
     if group == 1:
-        y = read_at(out, "<f4", count, offset + 4 * start)
+        y = read_at(out, "<f4", count, output.values + 4 * start)
     else:
-        q = read_at(out, "i1", count, offset + start).reshape(-1, group)
-        scale = read_at(out, "<f4", len(q), offset + tensor.size() + 4 * (start // group))
+        q = read_at(out, "i1", count, output.values + start).reshape(-1, group)
+        scale = read_at(out, "<f4", len(q), output.scales + start // group * 4)
         y = (q * scale[:, None]).ravel()
         allowed = np.maximum.reduceat(np.abs(x), groups) * np.float32(1.0001 / 254) + TINY
     difference = np.abs(x - y)
