@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference import quantize
+from reference import Model, quantize
 from test_export import (ROOT, Checkpoint, checkpoint, process, refused, run,  # noqa: F401 (fixtures)
                          tokenizer_json)
 
@@ -73,6 +73,24 @@ def test_a_good_file(ck, run, tmp_path, capsys, group):
                         rf"\S+", done.stderr.splitlines()[0])
 
 
+def test_four_bits(ck, run, tmp_path):
+    """The table's errors are those of the file's values."""
+    folder = ck.save(tmp_path / "hf")
+    assert run(folder, "out.bin", "--bits", 4)[0] == 0
+    done = process("--check", folder, "out.bin", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = table(done.stdout)
+    model = Model.from_bin(tmp_path / "out.bin", "weights")
+    for layer, matrix in enumerate(model.w["down"]):
+        name = f"layers.{layer}.mlp.down_proj.weight"
+        x = ck.tensors[name].astype(np.float64)
+        error = np.abs(x - matrix.dense)
+        step = np.repeat(np.abs(matrix.row_scale), 32, axis=1).clip(2 ** -24) * 27  # the widest
+        rms, largest = found[f"model.{name}"]
+        assert rms == pytest.approx(100 * np.sqrt((error ** 2).sum() / (x ** 2).sum()), abs=1e-3)
+        assert largest == pytest.approx((2 * error / step).max(), abs=1e-3)
+
+
 def test_large_groups(checkpoint, run, tmp_path):
     ck = checkpoint(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1)
     folder = ck.save(tmp_path / "hf")
@@ -98,7 +116,8 @@ def test_group_size_that_the_default_would_not_choose(checkpoint, run, tmp_path)
 @pytest.mark.parametrize("args, pattern", [
     (["--group-size", "48"], "--group-size"), (["--group-size", "x"], "--group-size"),
     (["--group-size"], "--group-size"), (["--plot"], "--plot"), (["--plot", "a.jpg"], ".png"),
-    (["--check", "--group-size", "32"], "--group-size"), (["--che"], "--che")])
+    (["--check", "--group-size", "32"], "--group-size"), (["--che"], "--che"),
+    (["--bits", "5"], "--bits"), (["--bits=4", "--check"], "--bits: --check takes it from OUT.bin")])
 def test_usage(run, args, pattern):
     status, err = run("hf", "out.bin", *args)
     assert status == 2 and len(err) == 1 and pattern in err[0], err
@@ -109,6 +128,10 @@ def test_options_stand_anywhere_and_out_has_its_default(ck, run, tmp_path):
     assert run("hf", "--group-size", "32")[0] == 0
     assert run("hf", "--check")[0] == run("--check", "hf.bin", "hf")[0] == 0
     assert run("hf", "--check", "hf.bin")[0] == 0
+    assert run("hf", "--bits", "4")[0] == 0
+    (tmp_path / "hf.bin").unlink()
+    status, err = run("hf", "--check")
+    assert status == 0 and err[0].startswith("export.py: hf-q4.bin matches hf")
 
 
 # ---------------------------------------------------------------------------- what it finds
@@ -192,6 +215,32 @@ def test_finds(ck, run, tmp_path, which):
     spoil(data)
     (tmp_path / "out.bin").write_bytes(data)
     refused(run("--check", folder, "out.bin"), "out.bin", pattern)
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("at, change, pattern", [
+    ("codes", lambda code: code ^ 0x10, rf"{Q_PROJ} \[5, 21\], expected \S+ within 0, found"),
+    ("codes", lambda code: code ^ 0x01, rf"{Q_PROJ} \[5, 5\]"),
+    ("scales", lambda byte: byte ^ 1, rf"{Q_PROJ} \[5, \d+\]"),
+    (0x68, lambda _: 5, "layer_bits, expected 0 or 4, found 5"),
+    (0x68, lambda _: 0, "header .* at byte 0x70"),
+    (0x70, lambda level: level + 1, "header .* at byte 0x70"),
+    (-1, lambda byte: byte ^ 1, r"model.layers.1.mlp.up_proj.weight \[191, \d+\]")])
+def test_finds_in_four_bits(ck, run, tmp_path, at, change, pattern):
+    """Whatever differs from what export.py makes: here the sixth byte of a group's codes."""
+    folder = ck.save(tmp_path / "hf")
+    assert run(folder, "out.bin", "--bits", 4)[0] == run(folder, "out.bin", "--check")[0] == 0
+    data = bytearray((tmp_path / "out.bin").read_bytes())
+    sizes = {name: int(np.prod(shape)) for name, shape in ck.shapes()}
+    codes = 256 + sum(n * 9 // 8 if "embed" in name else 4 * n if "norm" in name else 0
+                      for name, n in sizes.items())
+    at = {"codes": codes + 10 * 16 + 5,
+          "scales": codes + sizes[Q_PROJ.removeprefix("model.")] // 2 + 10 * 2}.get(at, at)
+    data[at] = change(data[at])
+    (tmp_path / "out.bin").write_bytes(data)
+    refused(run(folder, "out.bin", "--check"), "out.bin", pattern)
 
 
 @pytest.mark.parametrize("edit", [lambda d: d[:-1], lambda d: d + b"\0",

@@ -11,11 +11,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import reference
 from conftest import ROOT, environment
 from gguf import GGMLQuantizationType as Kind
 from reference import quantize
-from test_export import (checkpoint, read_tokenizer, refused, rows, run,  # noqa: F401 (fixtures)
-                         tokenizer_json)
+from test_export import (LEVELS, MATRICES, checkpoint, read_tokenizer,  # noqa: F401 (fixtures)
+                         refused, rows, run, tokenizer_json)
 
 NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
          "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -221,8 +222,8 @@ def random_blocks(rng, shape: tuple[int, int], kind: Kind) -> np.ndarray:
     return found[:math.prod(shape) // elements].reshape(shape[0], -1)
 
 
-QUANTIZED = [kind for kind in """Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ2_XXS IQ2_XS IQ2_S
-IQ3_XXS IQ3_S IQ1_S IQ1_M IQ4_NL IQ4_XS TQ1_0 TQ2_0 MXFP4""".split() if kind in Kind.__members__]
+QUANTIZED = [kind for kind in """Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ2_XXS IQ2_XS IQ2_S
+IQ3_XXS IQ3_S IQ1_S IQ1_M IQ4_XS TQ1_0 TQ2_0 MXFP4""".split() if kind in Kind.__members__]
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -242,11 +243,81 @@ def test_other_quantizations(checkpoint, make, run, tmp_path, kind):
     assert np.array_equal(q.ravel(), expected[0][0]) and np.array_equal(scale, expected[1][0])
 
 
-def test_infinite_scale_is_refused(checkpoint, make, run, tmp_path):
+FOUR_BITS = {"Q4_0": list(range(-8, 8)),
+             "IQ4_NL": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]}
+
+
+def random_tensors(ck, kind, part="layers."):
+    """Random blocks of that kind in matrices with such names; scales may be negative, too."""
+    rng = np.random.default_rng(4)
+    return {gguf_name(name): (random_blocks(rng, x.shape, kind), kind)
+            for name, x in ck.tensors.items() if x.ndim == 2 and part in name}
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind):
+    ck = checkpoint("F32", hidden_size=256, intermediate_size=256)
+    tensors = random_tensors(ck, Kind[kind]) | random_tensors(ck, Kind.Q6_K, "embed")
+    status, err = run(make(ck, tensors=tensors))
+    assert status == 0 and "wrote model-q4.bin" in err[0], err
+    assert len(err) == 2 and "export.py: Q6_K: quantized again, in groups of 32" in err[1]
+    model = reference.Model.from_bin(tmp_path / "model-q4.bin", "weights")
+    data = (tmp_path / "model-q4.bin").read_bytes()
+    assert list(np.frombuffer(data, "i1", 16, 0x70)) == FOUR_BITS[kind]
+    for ours, theirs in MATRICES.items():
+        for layer, found in enumerate(model.w[ours]):
+            name = gguf_name(f"layers.{layer}.{theirs}.weight")
+            assert np.array_equal(found.dense, gguf.dequantize(*tensors[name]))
+    x = gguf.dequantize(*tensors["token_embd.weight"])
+    expected = quantize(x.reshape(1, -1), 32)
+    q, scale = matrix(data, ck.config, 32)
+    assert np.array_equal(q.ravel(), expected[0][0]) and np.array_equal(scale, expected[1][0])
+    status, err = run("model.gguf", "--check")
+    assert status == 0 and "rms error at most" in err[0] and "token_embd.weight" in err[0]
+
+
+@pytest.mark.parametrize("args, name, bits, group, cost", [
+    (["--bits", 4, "--group-size", 64], "model-q4.bin", 4, 64,
+     "Q4_0: quantized again, in groups of 64, to 4 bits, which adds an error of about 7 %"),
+    (["--bits", 8], "model.bin", 0, 32, "Q4_0: quantized again, in groups of 32, which changes"),
+    (["--bits", 8, "--group-size", 64], "model.bin", 0, 64, "Q4_0, Q8_0: quantized again")])
+def test_four_bits_otherwise(checkpoint, make, run, tmp_path, args, name, bits, group, cost):
+    """Quantized again, with our own levels."""
     ck = checkpoint("F32")
-    tensors = blocks(ck, Kind.Q8_0)
+    path = make(ck, Kind.Q8_0, tensors=random_tensors(ck, Kind.Q4_0))
+    status, err = run(path, *args)
+    assert status == 0 and cost in " ".join(err[1:]), err
+    data = (tmp_path / name).read_bytes()
+    assert struct.unpack_from("<I", data, 0x68) == (bits,)
+    assert struct.unpack_from("<I", data, 0x2C) == (group,)
+    assert data[0x70:0x80] == (np.int8(LEVELS).tobytes() if bits else bytes(16))
+    assert run(path, name, "--check")[0] == 0
+
+
+@pytest.mark.parametrize("kinds", [["Q4_0", "IQ4_NL"], ["Q4_0", "Q5_0"], ["IQ4_NL", "Q8_0"]])
+def test_mixtures_with_four_bits(checkpoint, make, run, tmp_path, kinds):
+    """They become eight bits, unless told otherwise."""
+    ck = checkpoint("F32")
+    first, second = (random_tensors(ck, Kind[kind], part)
+                     for kind, part in zip(kinds, ("layers.", "layers.1.mlp.down")))
+    path = make(ck, Kind.Q8_0, tensors=first | second)
+    status, err = run(path)
+    again = ", ".join(sorted(set(kinds) - {"Q8_0"}))
+    assert status == 0 and "wrote model.bin" in err[0] and "8 bits in groups of 32" in err[0]
+    assert len(err) == 2 and f"{again}: quantized again, in groups of 32, which changes" in err[1]
+    status, err = run(path, "--bits", 4)
+    again = ", ".join(sorted(kinds))
+    assert status == 0 and "wrote model-q4.bin" in err[0] and "4 bits in groups of 32" in err[0]
+    assert len(err) == 2 and f"{again}: quantized again, in groups of 32, to 4 bits" in err[1]
+    assert (tmp_path / "model-q4.bin").read_bytes()[0x70:0x80] == np.int8(LEVELS).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_infinite_scale_is_refused(checkpoint, make, run, tmp_path, kind):
+    ck = checkpoint("F32")
+    tensors = blocks(ck, Kind[kind])
     tensors["blk.1.ffn_up.weight"][0][3, :2] = 0x00, 0x7C
-    path = make(ck, Kind.Q8_0, tensors=tensors)
+    path = make(ck, tensors=tensors)
     refused(run(path, "out.bin"), "blk.1.ffn_up.weight", "finite numbers")
     refused(run(path, "out.bin", "--group-size", 64), "blk.1.ffn_up.weight", "finite numbers")
     assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
