@@ -1642,9 +1642,9 @@ static volatile sig_atomic_t stoppable;
 //
 // A Q8_0 matrix (out, in) is all its int8 values row by row, then a float scale for each group_size
 // consecutive values: scale = max|w| / 127, q = round(w / scale). With layer_bits 4, a matrix of a
-// layer is instead all its pairs of nibbles (see weight_q), then a float of 16 bits for each group,
-// then zeros up to a multiple of 4 bytes. Embedding models, which need no classifier, count as
-// shared.
+// layer is instead all its pairs of nibbles (see weight_q), then a float of 16 bits for each group.
+// (All rows and dims are even, so that the next matrix begins at a multiple of 4 bytes.) Embedding
+// models, which need no classifier, count as shared.
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
@@ -1774,8 +1774,6 @@ static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int b
         w.nibbles = take(in, count / 2, what);
         w.half_scale = take(in, n_groups * sizeof(uint16_t), what);
         w.levels = c->levels;
-        if (n_groups % 2 == 1 && memcmp(take(in, 2, what), "\0", 2) != 0)
-            die("%s: bad bytes after %s, expected zeros", in->file, what);
     }
     return w;
 }

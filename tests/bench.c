@@ -65,7 +65,7 @@ static void put_matrix(FILE *f, int64_t rows, int64_t cols, int group, int bits)
     }
     const int64_t n_groups = rows * cols / group;
     if (bits == 8) put_again(f, scales, sizeof(scales), n_groups * sizeof(float));
-    else put_again(f, halves, sizeof(halves), (n_groups + n_groups % 2) * sizeof(uint16_t));
+    else put_again(f, halves, sizeof(halves), n_groups * sizeof(uint16_t));
 }
 
 // Random routers: with equal ones, all tokens would choose the same experts.

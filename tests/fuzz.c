@@ -273,7 +273,7 @@ static int64_t size_of(const int32_t *h) {  // -1: too large to try
                              experts * hidden * dim, experts * dim * hidden, experts * hidden * dim};
     int64_t size = 256 + 4 * floats + (vocab * dim + vocab * dim / group * 4) * (h[10] == 0 ? 2 : 1);
     for (int i = 0; i < 7; i++) {
-        size += layers * (h[26] == 4 ? sizes[i] / 2 + (sizes[i] / group * 2 + 3) / 4 * 4
+        size += layers * (h[26] == 4 ? sizes[i] / 2 + sizes[i] / group * 2
                                      : sizes[i] + sizes[i] / group * 4);
     }
     return size < 100000 ? size : -1;

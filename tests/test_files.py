@@ -18,7 +18,9 @@ VOCAB = 502
 SHAPES = {                                              # the models that the rows spoil
     "qwen3": dict(),
     "yarn": dict(yarn=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)),
-    "qwen2": dict(n_heads=2, n_kv_heads=1, qwen2=True)}
+    "qwen2": dict(n_heads=2, n_kv_heads=1, qwen2=True),
+    "4 bits": dict()}
+BITS = {"4 bits": ("--bits", 4)}                        # export.py's options
 
 
 class Files:
@@ -45,7 +47,8 @@ def files(tmp_path_factory, tokenizer):
             directory = tmp_path_factory.mktemp(name)
             hf = make_checkpoint(directory / "hf", tokenizer, **SHAPES[name])
             (directory / "spoiled").mkdir()
-            made[name] = Files(export(hf, directory / "model.bin"), directory / "spoiled")
+            model = export(hf, directory / "model.bin", *BITS.get(name, ()))
+            made[name] = Files(model, directory / "spoiled")
             assert made[name].run().returncode == 0     # what all the rows begin from
         return made[name]
     return get
@@ -92,8 +95,12 @@ FIELDS = {"qwen3": [
     base_field("group_size", 16, 48, 512, elsewhere={128: "bad dim", 32: SIZE}),
     Field("bad rope_theta", 0x30, "f", harmless=(-0.0,)), Field("bad rms_norm_eps", 0x34, "f", harmless=(-0.0,)),
     Field("bad rope_scaling", 0x38, values=(2,), harmless=(0,), elsewhere={1: "YaRN factor"}),
-    *[Field("unknown header field", at, harmless=(0,)) for at in (*range(0x3C, 0x54, 4), 0x5C, 0x80, 0xFC)],
-    Field("unknown header field", 0x5D, "B"), Field("unknown header field", 0xFF, "B"),
+    *[Field("unknown header field", at, harmless=(0,)) for at in (
+        *range(0x3C, 0x54, 4), 0x6C, *range(0x70, 0x84, 4), 0xFC)],
+    Field("unknown header field", 0x6D, "B"), Field("unknown header field", 0xFF, "B"),
+    Field("bad n_experts,", 0x5C, values=(4097,), harmless=(0,), elsewhere={1: "bad n_experts_used", 4096: "bad n_experts_used"}),
+    Field("bad n_experts_used", 0x60, harmless=(0,)), Field("bad no_topk_norm", 0x64, harmless=(0,)),
+    Field("bad layer_bits", 0x68, values=(2, 8), harmless=(0,), elsewhere={4: "bad levels"}),
     Field("bad qkv_bias", 0x54, values=(2,), harmless=(0,), elsewhere={1: SIZE}),
     Field("bad no_qk_norm", 0x58, values=(2,), harmless=(0,), elsewhere={1: SIZE}),
 ], "yarn": [
@@ -103,6 +110,9 @@ FIELDS = {"qwen3": [
     Field("bad YaRN beta_slow", 0x48, "f", harmless=(-0.0,)),
     Field("bad YaRN attention_factor", 0x4C, "f", harmless=(-0.0,)),
     Field("bad YaRN no_rounding", 0x50, values=(2,), harmless=(0, 1)),
+], "4 bits": [
+    Field("bad layer_bits", 0x68, values=(2, 8), elsewhere={0: "unknown header field"}),
+    Field("unknown header field", 0x6C, harmless=(0,)),
 ], "qwen2": [
     Field("bad qkv_bias", 0x54, elsewhere={0: SIZE}), Field("bad no_qk_norm", 0x58, elsewhere={0: SIZE})]}
 
@@ -121,6 +131,12 @@ def test_header_field(files, name, field):
             assert result.returncode == 0, (value, result.stderr)
         else:
             assert_error(result, 1, "model.bin", "expected", field.elsewhere.get(value, field.word))
+
+
+@pytest.mark.parametrize("i, level", [(0, 127), (1, -127), (5, -128), (15, 82), (15, -1)])
+def test_levels(files, i, level):
+    f = files("4 bits")
+    assert_error(f.run(patched(f.model_bytes, "b", 0x70 + i, level)), 1, "bad levels", "ascending")
 
 
 def test_zeros_of_the_header(files):
@@ -160,25 +176,28 @@ def test_shapes_that_overflowed(files, tmp_path, shape, word):
 # -- the weights
 
 def tensors(name):
-    """(name in the error, first byte, bytes, first byte of its floats, number of floats)"""
+    """(name in the error, first byte, bytes, first byte of its floats, number of floats); with four
+    bits, these are of 16 bits"""
     layers, dim, hidden, head, qwen2 = 2, 64, 128, 32, name == "qwen2"
     q, kv, at = SHAPES[name].get("n_heads", 4) * head, SHAPES[name].get("n_kv_heads", 2) * head, 256
     for tensor, count in [("rms_att", layers * dim), ("rms_ffn", layers * dim), ("rms_final", dim)] + [
             (norm, layers * head) for norm in ("q_norm", "k_norm") if not qwen2]:
         yield tensor, at, 4 * count, at, count
         at += 4 * count
+    group = 32 if name in BITS else 64
     for tensor, n in [("the token embedding", VOCAB * dim)] + [(tensor, n) for tensor, n in (
             ("wq", q * dim), ("wk", kv * dim), ("wv", kv * dim), ("wo", dim * q), ("w1", hidden * dim),
             ("w2", dim * hidden), ("w3", hidden * dim)) for _ in range(layers)]:
-        yield tensor, at, n + n // 16, at + n, n // 64
-        at += n + n // 16
+        share = 2 if name in BITS and tensor != "the token embedding" else 1
+        yield tensor, at, (n + 4 * n // group) // share, at + n // share, n // group
+        at += (n + 4 * n // group) // share
     for tensor, n in (("bq", q), ("bk", kv), ("bv", kv)) if qwen2 else ():
         for _ in range(layers):
             yield tensor, at, 4 * n, at, n
             at += 4 * n
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "4 bits"])
 def test_cut_and_longer_models(files, name):
     """At the borders of each tensor, and one byte before and after them."""
     data = files(name).model_bytes
@@ -206,10 +225,10 @@ def test_sizes_are_64_bit(files):
     assert_error(qwen3(f.path, "-i", "x"), 1, "bytes", "ends inside the token embedding")
 
 
-def check_weights(files, at, count, value):
+def check_weights(files, at, count, value, kind="f"):
     """Weights are not looked through, which could take a minute: logits that are not finite are an
     error, and all else is text."""
-    data = patched(files.model_bytes, f"{count}f", at, *[value] * count)
+    data = patched(files.model_bytes, f"{count}{kind}", at, *[value] * count)
     for args in (("-t", "0"), ("-t", "1"), ("-m", "perplexity"), ("-m", "embed")):
         result = files.run(data, None, *args)
         assert b"nan" not in result.stdout and b"inf" not in result.stdout
@@ -229,6 +248,15 @@ def test_weights_that_are_no_numbers(files, value):
     assert math.isfinite(value) or all(failures)
     failures = [*check_weights(files(), places["the token embedding"] + 4 * 300, 1, value)]
     assert math.isfinite(value) or all(failures[:2])
+
+
+@pytest.mark.parametrize("value", [NAN, -INF, 65504.0, 6e-8], ids=str)
+def test_scales_of_16_bits(files, value):
+    """Also of those that a layer has for all its rows: each conversion keeps infinity and NaN."""
+    _, _, _, at, count = [*tensors("4 bits")][-1]
+    for n in (1, count):
+        failures = [*check_weights(files("4 bits"), at, n, value, "e")]
+        assert all(failures[:3]) == (not math.isfinite(value))
 
 
 @pytest.mark.slow

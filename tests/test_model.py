@@ -6,7 +6,8 @@ it (test_mistakes_show says by how much); the likelihood of a foreign text hardl
 """
 import numpy as np
 import pytest
-from conftest import ADDED, STATS, export, make_checkpoint, output, perplexity, qwen3, tokenize
+from conftest import (ADDED, STATS, expand_four_bits, export, make_checkpoint, output, perplexity,
+                      qwen3, tokenize)
 from reference import Model, read_tokenizer
 
 SLOW = {"mha", "head-dim-48", "head-dim-128", "one-head", "gqa-8", "no-prefix-f32", "padded-vocabulary",
@@ -190,7 +191,23 @@ def test_group_sizes(tokenizer, tmp_path, group):
     assert n == len(ids) - 1 and abs(nll - reference.nll(ids)) < 0.03
 
 
-# -- equality: threads, batches, seeds, pieces of the context
+# -- equality: four bits, threads, batches, seeds, pieces of the context
+
+@pytest.mark.parametrize("group", [32, 64, *[pytest.param(n, marks=pytest.mark.slow) for n in (128, 256)]])
+def test_four_bits_are_the_same_bits(tokenizer, tmp_path, group):
+    """A four-bit file, and the file of eight bits with the same values: one figure, one text."""
+    width = max(group, 96 if group == 32 else 64)       # 3 groups of 32, and odd numbers of scales
+    hf = make_checkpoint(tmp_path / "hf", tokenizer, dim=width, hidden_dim=3 * group, n_heads=width // 32,
+                         n_kv_heads=1, n_layers=3, tied=False, seed=24)
+    four = export(hf, tmp_path / "4.bin", "--bits", 4, "--group-size", group)
+    eight = expand_four_bits(four, tmp_path / "8.bin")
+    assert four.stat().st_size < eight.stat().st_size
+    assert perplexity(four, "-f", __file__)[1] != perplexity(export(hf, tmp_path / "q8.bin"), "-f", __file__)[1]
+    for cut in ((), ("-b", 1), ("-b", 7, "-j", 2), ("-j", 3)):
+        assert perplexity(four, "-f", __file__, *cut) == perplexity(eight, "-f", __file__)
+    run = ("-m", "generate", "-i", "the", "-n", 60, "-t", 1, "-k", 0, "-p", 1, "-q", "-s", 5)
+    assert output(four, *run) == output(eight, *run)
+
 
 CUTS = [("-j", 2), ("-j", 3), ("-b", 1), ("-b", 7), ("-b", 64), ("-b", 512), ("-j", 1, "-b", 33)]
 
