@@ -9,10 +9,13 @@
    it through the model as well (advance), and so on until the answer ends (generate).
 
    Inside the model, each token of the text is a vector x (dim), the residual stream. (A name is
-   followed by its shape in parentheses.) It starts as the token's row of the embedding table. Each
-   layer then adds two things to it: what attention finds in this token and those before it, and
-   what a feed-forward network makes of it. Let pos be the token's position in the text. The KV
-   cache keeps, for each layer, the keys K and values V of all earlier positions. One layer is
+   followed by its shape in parentheses.) It starts as the token's row of the embedding table, which
+   has one learned row for each token of the vocabulary. Each layer then adds two things to it: what
+   attention finds in this token and those before it, and what a feed-forward network computes from
+   the x that results. Attention compares the token's query q with the key of each position up to
+   its own; softmax turns these scores into shares that add up to 1, and the result is the sum of
+   the values, each times its share. The KV cache keeps, for each layer, the keys K and values V of
+   all earlier positions. Let pos be the token's position in the text. One layer is
    (Qwen3DecoderLayer in HF, which is Hugging Face's transformers library):
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
@@ -20,31 +23,37 @@
      q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalized by itself
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
-     a = softmax(q . K / sqrt(head_dim)) V    for each query head; n_heads / n_kv_heads query heads
-                                              share a K and V. All heads' a together: (q_dim)
+     a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
+                                              n_heads / n_kv_heads query heads share a K and V. All
+                                              heads' a together: (q_dim), n_heads * head_dim
      x = x + Wo a
      h = rmsnorm(x, rms_ffn)
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z))
 
-   A mixture of experts (Qwen3MoeSparseMoeBlock) has many W1, W2 and W3, its experts, and a router
-   Wr, which chooses for each token the few that run. Its last line is
+   A mixture of experts has many experts, each with its own W1, W2 and W3, and a router Wr, which
+   chooses for each token the few that run. In place of its last line, a layer then computes
 
-     p = softmax(Wr h)                        one share for each expert
-     S = the n_experts_used largest p         their shares are divided by their sum
+     p = softmax(Wr h)                        one p for each expert
+     S = the n_experts_used experts with the largest p
+     p = p / (sum of p over S)                so that the p of S add up to 1; some models skip this
      x = x + sum of p[e] W2[e] (silu(W1[e] h) * (W3[e] h)) over e in S
 
    rope rotates each pair (q[j], q[j + head_dim/2]) by the angle pos * theta^(-2j / head_dim), so
-   that q . k depends on the two positions only through their distance. At the end, the scores are
+   that q . k depends on the two positions only through their distance.
+
+   After the last layer, the scores, called logits, are
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
    Qwen2 and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
 
-   All matrices are quantized to 8 bits: a group of group_size consecutive weights of a row is int8
-   values times one float scale. Each vector is quantized in the same way, written Q8(h), just
-   before a matrix is multiplied with it. So the dot product of a group of weights and a group of
-   the vector is an exact integer, which is then multiplied by the two scales. Matrices of layers
-   may have 4 bits: then each int8 is one of 16 levels, and the file holds the levels' numbers.
+   All matrices but the router are quantized. With 8 bits, a group of group_size consecutive weights
+   of a row is stored as int8 values and one float scale: a weight is its int8 times the scale. The
+   layers' matrices may have 4 bits instead: the model has a table of 16 int8 values, the levels,
+   and a weight is stored as an index into it. Each vector is quantized to int8 in the same way,
+   written Q8(h), just before a matrix is multiplied with it. So the dot product of a group of
+   weights and a group of the vector is an exact integer, which is then multiplied by the two
+   scales.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
@@ -153,7 +162,8 @@ INLINE int32_t load_i32(const void *p) {  // the 4 bytes at any address p
 
 typedef struct {
     int dim;                // width of the residual stream; HF hidden_size
-    int hidden_dim;         // width of the feed-forward; HF intermediate_size
+    int hidden_dim;         // width of the feed-forward, or of one expert; HF intermediate_size, or
+                            // moe_intermediate_size
     int n_layers;
     int n_heads;            // query heads
     int n_kv_heads;         // key and value heads: n_heads / n_kv_heads query heads share one
@@ -162,7 +172,7 @@ typedef struct {
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
     int group_size;         // values that share a scale; divides dim, q_dim and hidden_dim
-    int layer_bits;         // 8, or 4: of the layers' matrices. The others have 8
+    int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
@@ -176,11 +186,13 @@ typedef struct {
     int no_qk_norm;         // 1: no QK-norm (Qwen2)
     int n_experts;          // 0: not a mixture of experts; HF num_experts
     int n_experts_used;     // by each token; HF num_experts_per_tok
-    int no_topk_norm;       // 1: HF norm_topk_prob = false
+    int no_topk_norm;       // 1: p is not divided by its sum; HF norm_topk_prob = false
     int q_dim, kv_dim;      // n_heads * head_dim, n_kv_heads * head_dim
 } Config;
 
-typedef struct {  // a quantized matrix: weight (r, i) is weight_q(r, i) * weight_scale(r, i / group)
+// A quantized matrix: weight (r, i) is weight_q(r, i) * weight_scale(r, i / group), two functions of
+// the section Matrix product and attention
+typedef struct {
     int rows, cols, group, bits;
     const int8_t *q;             // 8 bits: (rows, cols)
     const float *scale;          //         (rows, cols / group)
@@ -199,9 +211,8 @@ typedef struct {
     Matrix wo;                       // (dim, q_dim)          self_attn.o_proj
     Matrix w1, w3;                   // (hidden_dim, dim)     mlp.{gate,up}_proj
     Matrix w2;                       // (dim, hidden_dim)     mlp.down_proj
-    const float *router;             // (n_experts, dim) or NULL           mlp.gate. With experts, w1
-                                     // w3 and w2 hold the rows of expert 0, of expert 1, ...:
-                                     // (n_experts * hidden_dim, dim), (n_experts * dim, hidden_dim)
+    // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
+    const float *router;             // (n_experts, dim) or NULL    mlp.gate
 } Layer;
 
 typedef struct {
@@ -211,8 +222,8 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-// Q8 of several vectors (cols). Each vector has one block of memory with its q, scale and bias_fix;
-// the pointers point into the block of vector 0.
+// Q8 of several vectors (cols). A vector's q, scale and bias_fix lie one after the other in one
+// block; the blocks follow each other. These pointers are those of vector 0: see quantized_row.
 typedef struct {
     int8_t *q;          // (cols)
     float *scale;       // (cols / group)
@@ -225,7 +236,7 @@ typedef struct {         // one thread's own buffers
     float *h;            // (dim)                 rmsnorm(x) of one token
     float *kv;           // (batch, head_dim)     k or v of one head
     float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens
-    Quantized chosen;    // (batch, dim)          the xq of the tokens that chose an expert
+    Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
     void *panel;         // Part III only: a transposed panel, or the terms of matvec
     float *att;          // Part III only: see AttentionTask
 } Workspace;
@@ -243,7 +254,7 @@ typedef struct {
     float *a;            // (batch, q_dim)        what attention finds for each query
     Quantized aq;        // (batch, q_dim)        Q8(a)
     Quantized hq;        // (batch, hidden_dim)   Q8(silu(W1 h) * (W3 h)); with experts
-                         // (batch * n_experts_used, hidden_dim)
+                         // (batch * n_experts_used, hidden_dim): see Routing
     struct Routing *routing;  // which experts run for which tokens; NULL: no mixture of experts
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
@@ -265,8 +276,8 @@ typedef struct {     // a batch on its way through one layer
     int l;           // the layer's number
     const Layer *w;  // and its weights
     int n;           // tokens in the batch
-    int first;       // tokens first .. n - 1 take part, but k and v are always made for all n.
-                     // 0 until the last layer: see forward
+    int first;       // tokens first .. n - 1 are computed; k and v are made for all n. It is 0, but
+                     // in the last layer n - needed: see forward. It can be n there: none
 } Pass;
 
 typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
@@ -341,8 +352,7 @@ static void advance_start(Engine *e);
 // ------------------------------------------------------------------------------------------------
 // Math: what a layer computes on one vector. Compilers vectorize these loops.
 
-
-// a * b + c, fused (rounded once) in exactly those builds whose SIMD code in Part III is fused
+// a * b + c, fused (rounded once) where Part III's SIMD code is, so that both round alike
 INLINE float mul_add(float a, float b, float c) {
 #if (defined(__AVX2__) && defined(__FMA__)) || defined(__ARM_FEATURE_DOTPROD)
     return fmaf(a, b, c);
@@ -380,8 +390,8 @@ INLINE float fast_exp(float x) {
     return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
 }
 
-// sum(x) or sum(x^2), x (n), as 16 interleaved partial sums: SIMD vectors of 4, 8 or 16 floats add
-// in the same order.
+// sum(x) or sum(x^2), x (n). Element i goes to partial sum i % 16. That is the same order whether a
+// CPU adds 4, 8 or 16 floats at once.
 INLINE float sum_of(const float *x, int n, const bool squared) {
     float sums[16] = {0};
     int i = 0;
@@ -424,13 +434,14 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 
 // Quantizes x (n) into columns at .. at + n - 1 of row t of out. For each group:
 // scale = max|x| / 127 and q = round(x / scale). A group whose scale would be below the smallest
-// normal number becomes zeros; one with an infinity or NaN makes every product NaN.
+// normal number becomes zeros; one with an infinity or NaN makes every product NaN. (The bits of
+// floats that are not negative have the order of the floats.)
 static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
     const Quantized row = quantized_row(out, t);
     for (int g = at / group; g < (at + n) / group; g++, x += group) {
         int8_t *q = row.q + (size_t)g * group;
         int32_t max = 0;
-        for (int i = 0; i < group; i++) max = max_int(max, load_i32(x + i) & INT32_MAX);  // |x|
+        for (int i = 0; i < group; i++) max = max_int(max, load_i32(x + i) & INT32_MAX);  // of |x|
         const float largest = as_float(max);
         const bool zeros = largest < FLT_MIN * 127;
         const float inverse = zeros ? 0 : 127 / largest;
@@ -562,24 +573,24 @@ static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
                        .token_begin = p->first, .token_end = p->n});
 }
 
-typedef struct {  // what swiglu_groups works on
-    Quantized x;  // (n, dim)
+typedef struct {   // what swiglu_groups works on
+    Quantized in;  // (n, dim)  Q8(h) of n tokens; n can be 0
     int n;
-    int place;    // x's row i makes hq's row place + i
-    int row;      // row `row` + i of W1 and of W3 makes element i: 0, or an expert's first
+    int hq_row;    // the result of token t of these goes to row hq_row + t of State.hq
+    int w_row;     // the first row of W1 and W3 to use: 0, or the first one of an expert
 } Swiglu;
 
-// Computes groups begin .. end - 1 of some rows of hq. Element i of hq needs just one row of W1 and
-// one of W3. The buffers gate and up have batch * group_size elements, few enough to stay in the
-// CPU's caches; so n tokens have room for batch / n groups, and each round takes that many.
+// Computes groups begin .. end - 1 of n rows of hq. Column i of hq needs just one row of W1 and one
+// of W3. The buffers gate and up are small, to stay in the CPU's caches: for n tokens they have
+// room for batch / n groups, so each round computes at most that many.
 static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
     const State *s = &p->m->state;
     const Workspace *own = &s->workspace[thread];
     const int group = p->m->config.group_size;
     for (int g = begin, count; g < end; g += count) {
         count = min_int(end - g, s->batch / max_int(a->n, 1));
-        const int cols = count * group, row = a->row + g * group;
-        Matmul part = {.w = &p->w->w1, .x = &a->x, .out = own->gate, .stride = cols,
+        const int cols = count * group, row = a->w_row + g * group;
+        Matmul part = {.w = &p->w->w1, .x = &a->in, .out = own->gate, .stride = cols,
                        .row_begin = row, .row_end = row + cols, .token_end = a->n};
         matmul_rows(&part, own);
         part.w = &p->w->w3;
@@ -588,14 +599,15 @@ static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, in
         for (int t = 0; t < a->n; t++) {
             float *gate = own->gate + (size_t)t * cols;
             silu_times(gate, own->up + (size_t)t * cols, cols);
-            quantize(&s->hq, a->place + t, g * group, gate, cols, group);
+            quantize(&s->hq, a->hq_row + t, g * group, gate, cols, group);
         }
     }
 }
 
 static void swiglu_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const Swiglu all = {quantized_row(&p->m->state.xq, p->first), p->n - p->first, p->first, 0};
+    const Swiglu all = {.in = quantized_row(&p->m->state.xq, p->first), .n = p->n - p->first,
+                        .hq_row = p->first};
     swiglu_groups(p, &all, begin, end, thread);
 }
 
@@ -628,7 +640,7 @@ static void experts(const Pass *p);  // see A mixture of experts
 
 // Runs n <= batch tokens at positions pos .. pos + n - 1. The cache must hold the positions before
 // them, and afterwards holds these as well. Then the last `needed` rows of x (n, dim) are the last
-// layer's output. Returns false after Ctrl-C.
+// layer's output; needed can be 0. Returns false after Ctrl-C.
 static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     State *s = &m->state;
     const int n_layers = m->config.n_layers;
@@ -649,7 +661,7 @@ static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
 
         norm(&p, p.w->rms_ffn);            // xq = Q8(rmsnorm(x))
         if (p.w->router) {
-            experts(&p);                       // x = x + sum of p[e] W2[e] Q8(silu(W1[e] xq) * ...)
+            experts(&p);                       // x = x + the outputs of the chosen experts
         } else {
             swiglu(&p);                        // hq = Q8(silu(W1 xq) * (W3 xq))
             matmul_add(&p, &p.w->w2, &s->hq);  // x = x + W2 hq
@@ -708,23 +720,24 @@ static void rope_init(State *s, const Config *c) {
 // of each sum, so its results are the same bit for bit, and it is faster because it works on
 // several sums at once. Builds without SIMD run dot_row itself; only the tests run attend.
 
-// A float of 16 bits (IEEE 754 half precision: 1 bit of sign, 5 of exponent, 10 of fraction). In a
-// float's place its exponent counts from -15 instead of -127: hence 2^112. The highest exponent
-// stands for infinity and NaN.
+// A float of 16 bits (IEEE 754 half precision: 1 bit of sign, 5 of exponent, 10 of fraction).
+// Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e means
+// 2^(e - 15), and there it is read as 2^(e - 127): hence the factor 2^112. The highest exponent, of
+// infinity and NaN, becomes a float's highest.
 INLINE float half_float(uint16_t half) {
     const uint32_t bits = (half & 0x7FFFu) << 13, sign = (half & 0x8000u) << 16;
     const float value = as_float(bits) * 0x1p112f;
     return as_float((uint32_t)load_i32(&value) | sign | (bits >= 0x0F800000 ? 0x7F800000 : 0));
 }
 
-// The int8 of weight (r, i). With 4 bits, byte j of a group of n weights holds the numbers of two
-// levels: weight j's in its low nibble, weight (j + n / 2)'s in its high one. group equals w->group;
-// callers pass it as a constant, so that the compiler can unroll.
+// The int8 of weight (r, i). With 4 bits, a group takes group / 2 bytes. Byte b holds two indices
+// into levels: in its low nibble that of the group's weight b, in its high one that of weight b +
+// group / 2. group equals w->group; callers pass it as a constant, so that the compiler can unroll.
 INLINE int weight_q(const Matrix *w, int r, int i, const int group) {
     const size_t at = (size_t)r * w->cols + i;
     if (w->bits != 4) return w->q[at];
-    const int j = i % group, half = group / 2;
-    const uint8_t pair = w->nibbles[(at - j) / 2 + j % half];
+    const int j = i % group, half = group / 2;                 // j: the place in the group
+    const uint8_t pair = w->nibbles[(at - j) / 2 + j % half];  // (at - j) / 2: its first byte
     return w->levels[j < half ? pair & 15 : pair >> 4];
 }
 
@@ -733,7 +746,7 @@ INLINE float weight_scale(const Matrix *w, int r, int g, const int group) {
     return w->bits != 4 ? w->scale[at] : half_float(w->half_scale[at]);
 }
 
-// Row r of W times row t of x. The products of a group add up to an exact integer; the groups are
+// W[r] . x[t]: see Matmul. The products of a group add up to an exact integer; the groups are
 // added as floats, from the first to the last.
 INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
     const Quantized x_row = quantized_row(x, t);
@@ -796,11 +809,12 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
 
 typedef struct Routing {
     float *h;      // (batch, dim)        rmsnorm(x); the router is not quantized
-    float *share;  // (batch, n_experts)  the router's p if the token chose the expert, else 0
-    int n_active;  // how many experts any token of the batch chose. Number k, in ascending order,
-    int *expert;   // (n_experts)         is expert[k]; the tokens that chose it are
-    int *token;    // (batch * n_experts_used)  token[place[k]] .. token[place[k + 1] - 1]. Their hq
-    int *place;    // (n_experts + 1)     are the same rows of State.hq
+    float *share;  // (batch, n_experts)  Wr h, of which choose_experts makes p, or 0: not chosen
+    int n_active;  // how many experts were chosen by at least one token of the batch
+    int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
+    int *token;    // (batch * n_experts_used)  the tokens of expert[0], then those of expert[1], and
+                   // so on. Row i of State.hq belongs to token[i].
+    int *place;    // (n_experts + 1)     expert[k] has token[place[k]] .. token[place[k + 1] - 1]
 } Routing;
 
 // a . b, both (n), in the order of sum_of
@@ -814,6 +828,7 @@ INLINE float dot_floats(const float *a, const float *b, int n) {
     return sum_of(sums, 16, false);
 }
 
+// The router's h. norm() made it, too, but kept only Q8 of it.
 static void router_norm_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const Config *c = &p->m->config;
@@ -825,7 +840,7 @@ static void router_norm_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// Rows begin .. end - 1 of Wr h
+// share[t][e] = Wr[e] . h[t] for experts begin .. end - 1 and all tokens
 static void router_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const Config *c = &p->m->config;
@@ -839,18 +854,19 @@ static void router_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// A token's share (n_experts) is Wr h. It becomes p of the n_experts_used experts with the largest p,
-// of equal ones the first, and 0 for all others.
+// share (n_experts), Wr h of one token, becomes p of the n_experts_used experts with the largest p
+// (of equal ones the first) and 0 of all others.
 static void choose_experts(const Config *c, float *share) {
-    float sum = softmax_terms(share, c->n_experts), chosen = 0;
+    const float all = softmax_terms(share, c->n_experts);
+    float chosen = 0;
     for (int i = 0; i < c->n_experts_used; i++) {
         int best = 0;
         for (int e = 1; e < c->n_experts; e++) best = share[e] > share[best] ? e : best;
         chosen += share[best];
-        share[best] = -share[best];  // less than all that are not chosen yet
+        share[best] = -share[best];  // chosen: now less than all that are not
     }
-    if (!c->no_topk_norm) sum = chosen;
-    for (int e = 0; e < c->n_experts; e++) share[e] = share[e] < 0 ? -share[e] / sum : 0;
+    const float divisor = c->no_topk_norm ? all : chosen;
+    for (int e = 0; e < c->n_experts; e++) share[e] = share[e] < 0 ? -share[e] / divisor : 0;
 }
 
 static void choose_job(void *arg, int begin, int end, int thread) {
@@ -862,7 +878,7 @@ static void choose_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// share = p[e] for e in S, else 0; then lists the tokens of each expert.
+// share = p[e] for e in S, else 0; then lists the tokens of each expert. (place[0] is always 0.)
 static void route(const Pass *p) {
     const Config *c = &p->m->config;
     Routing *r = p->m->state.routing;
@@ -874,67 +890,71 @@ static void route(const Pass *p) {
         for (int t = p->first; t < p->n; t++) {
             if (r->share[(size_t)t * c->n_experts + e] > 0) r->token[n++] = t;
         }
-        if (n == r->place[r->n_active]) continue;
+        if (n == r->place[r->n_active]) continue;  // nobody chose e
         r->expert[r->n_active++] = e;
         r->place[r->n_active] = n;
     }
 }
 
-// Groups begin .. end - 1 of the hq of all active experts, counted expert by expert
+// Each active expert has n_groups groups of hq: begin .. end - 1 counts those of expert[0], then
+// those of expert[1], and so on.
 static void experts_hidden_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
-    const Quantized chosen = s->workspace[thread].chosen;
+    const Quantized gathered = s->workspace[thread].gathered;
     const int n_groups = c->hidden_dim / c->group_size;
     for (int i = begin, next; i < end; i = next) {
-        const int k = i / n_groups, first = r->place[k], n = r->place[k + 1] - first;
-        for (int j = 0; j < n; j++) {
-            memcpy(quantized_row(&chosen, j).q, quantized_row(&s->xq, r->token[first + j]).q,
-                   chosen.stride * 4);
-        }
+        const int k = i / n_groups, place = r->place[k], n = r->place[k + 1] - place;
         next = min_int(end, (k + 1) * n_groups);
-        swiglu_groups(p, &(Swiglu){chosen, n, first, r->expert[k] * c->hidden_dim},
-                      i - k * n_groups, next - k * n_groups, thread);
+        for (int j = 0; j < n; j++) {  // whole blocks: q, scale and bias_fix
+            memcpy(quantized_row(&gathered, j).q, quantized_row(&s->xq, r->token[place + j]).q,
+                   gathered.stride * 4);
+        }
+        const Swiglu part = {.in = gathered, .n = n, .hq_row = place,
+                             .w_row = r->expert[k] * c->hidden_dim};
+        swiglu_groups(p, &part, i - k * n_groups, next - k * n_groups, thread);
     }
 }
 
-// out = W2[e] hq for the tokens of active expert number k, rows `row` .. `row` + cols - 1 of W2[e];
-// then sum (tokens of the batch, cols) += p[e] * out
-static void add_expert(const Pass *p, int k, int row, int cols, float *out, float *sum, int thread) {
+// Elements begin .. begin + count - 1 of W2[e] hq, with e = expert[k], for each token that chose
+// it: added, times p[e], to the token's row of sum (tokens first .. n - 1, count)
+static void add_expert(const Pass *p, int k, int begin, int count, float *sum, int thread) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
     const int e = r->expert[k], n = r->place[k + 1] - r->place[k];
     const Quantized hq = quantized_row(&s->hq, r->place[k]);
-    matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = cols,
-                          .row_begin = e * c->dim + row, .row_end = e * c->dim + row + cols,
-                          .token_end = n}, &s->workspace[thread]);
-    for (int j = 0; j < n; j++, out += cols) {
+    const float *out = s->workspace[thread].gate;  // free by now
+    matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = s->workspace[thread].gate,
+                          .stride = count, .row_begin = e * c->dim + begin,
+                          .row_end = e * c->dim + begin + count, .token_end = n},
+                &s->workspace[thread]);
+    for (int j = 0; j < n; j++, out += count) {
         const int t = r->token[r->place[k] + j];
         const float share = r->share[(size_t)t * c->n_experts + e];
-        float *y = sum + (size_t)(t - p->first) * cols;
-        for (int i = 0; i < cols; i++) y[i] += share * out[i];
+        float *y = sum + (size_t)(t - p->first) * count;
+        for (int i = 0; i < count; i++) y[i] += share * out[i];
     }
 }
 
-// Groups begin .. end - 1 of x. Each element is one task's, which adds the experts in their order.
+// Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
+// to an element, in ascending order, so that the result does not depend on the threads.
 static void experts_output_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
-    const Workspace *own = &s->workspace[thread];
     const int n = p->n - p->first;
-    for (int g = begin, count; g < end; g += count) {
-        count = min_int(end - g, s->batch / max_int(n, 1));  // as in swiglu_groups
-        const int cols = count * c->group_size, row = g * c->group_size;
-        float *sum = own->up;
-        memset(sum, 0, (size_t)n * cols * sizeof(float));
-        for (int k = 0; k < s->routing->n_active; k++) add_expert(p, k, row, cols, own->gate, sum, thread);
-        for (int t = p->first; t < p->n; t++, sum += cols) {
-            float *x = s->x + (size_t)t * c->dim + row;
-            for (int i = 0; i < cols; i++) x[i] += sum[i];
+    for (int g = begin, groups; g < end; g += groups) {
+        groups = min_int(end - g, s->batch / max_int(n, 1));  // as in swiglu_groups
+        const int count = groups * c->group_size, at = g * c->group_size;
+        float *sum = s->workspace[thread].up;
+        memset(sum, 0, (size_t)n * count * sizeof(float));
+        for (int k = 0; k < s->routing->n_active; k++) add_expert(p, k, at, count, sum, thread);
+        for (int t = p->first; t < p->n; t++, sum += count) {
+            float *x = s->x + (size_t)t * c->dim + at;
+            for (int i = 0; i < count; i++) x[i] += sum[i];
         }
     }
 }
@@ -3800,7 +3820,8 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
     }
 }
 
-// Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups, TILE_VECS).
+// Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups,
+// TILE_VECS).
 INLINE void transpose_panel(const Matrix *w, VecI *wq, VecI *w_scale, int row, const int group) {
     const int n_groups = w->cols / group;
     float *floats = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups) half_scales
@@ -4178,7 +4199,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
         own->kv = alloc(n * c->head_dim, sizeof(float), FOR_BATCH);
         own->gate = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
-        if (c->n_experts) own->chosen = quantized_init(n, c->dim, c->group_size);
+        if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
         own->panel = alloc((size_t)PANEL_ROWS * (widest / 4 + 2 * widest / c->group_size),
                            sizeof(int32_t), FOR_BATCH);
         own->att = alloc(ATT_TASK * (2 * value_dim(c) + score_stride(seq_len)), sizeof(float),
