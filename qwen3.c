@@ -190,8 +190,8 @@ typedef struct {
     int q_dim, kv_dim;      // n_heads * head_dim, n_kv_heads * head_dim
 } Config;
 
-// A quantized matrix: weight (r, i) is weight_q(r, i) * weight_scale(r, i / group), two functions of
-// the section Matrix product and attention
+// A quantized matrix: weight (r, i) is weight_q(r, i) * weight_scale(r, i / group), two functions
+// of the section Matrix product and attention.
 typedef struct {
     int rows, cols, group, bits;
     const int8_t *q;             // 8 bits: (rows, cols)
@@ -812,8 +812,8 @@ typedef struct Routing {
     float *share;  // (batch, n_experts)  Wr h, of which choose_experts makes p, or 0: not chosen
     int n_active;  // how many experts were chosen by at least one token of the batch
     int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
-    int *token;    // (batch * n_experts_used)  the tokens of expert[0], then those of expert[1], and
-                   // so on. Row i of State.hq belongs to token[i].
+    int *token;    // (batch * n_experts_used)  the tokens of expert[0], then those of expert[1],
+                   // and so on. Row i of State.hq belongs to token[i].
     int *place;    // (n_experts + 1)     expert[k] has token[place[k]] .. token[place[k + 1] - 1]
 } Routing;
 
@@ -1656,8 +1656,8 @@ static volatile sig_atomic_t stoppable;
 //   fp32 routers  (n_experts, dim), if there are experts
 //   Q8_0          token embedding (vocab_size, dim), once; wq (q_dim, dim), wk, wv (kv_dim, dim),
 //                 wo (dim, q_dim), w1 (hidden_dim, dim), w2 (dim, hidden_dim),
-//                 w3 (hidden_dim, dim); the classifier (vocab_size, dim), once, unless it is shared.
-//                 With experts, w1, w2 and w3 are the rows of all experts: n_experts times as many
+//                 w3 (hidden_dim, dim); the classifier (vocab_size, dim), once, unless it is shared
+//                 (with experts, w1, w2 and w3 hold the rows of all: n_experts times as many)
 //   fp32 biases   bq (q_dim), then bk, then bv (kv_dim), if qkv_bias is 1
 //
 // A Q8_0 matrix (out, in) is all its int8 values row by row, then a float scale for each group_size
@@ -1762,9 +1762,9 @@ static void take_extended_header(Config *c, Cursor *in) {
     c->n_experts = take_int(in, "n_experts", 0, 4096);
     c->n_experts_used = take_int(in, "n_experts_used", c->n_experts > 0, c->n_experts);
     c->no_topk_norm = take_int(in, "no_topk_norm", 0, c->n_experts > 0);
-    if (max_int(c->n_experts, 1) * (int64_t)max_int(c->dim, c->hidden_dim) > INT_MAX)
-        die("%s: bad n_experts, expected less than 2^31 rows of all experts, found %d experts",
-            in->file, c->n_experts);
+    if (c->n_experts * (int64_t)max_int(c->dim, c->hidden_dim) > 1 << 30)
+        die("%s: bad n_experts, expected at most 2^30 rows in all experts, found %d of %d", in->file,
+            c->n_experts, max_int(c->dim, c->hidden_dim));
     c->layer_bits = take_u32(in, "layer_bits");
     if (c->layer_bits != 0 && c->layer_bits != 4)
         die("%s: bad layer_bits, expected 0 (8 bits) or 4, found %d", in->file, c->layer_bits);
@@ -3698,12 +3698,11 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
 // an L1 set.
 enum { AHEAD = 5120, AHEAD_4 = 2560, AHEAD_4_L2 = 12288 - 64, SCALES_AHEAD = 64 };
 
-// A row of a matrix and the vector, from some group on
-typedef struct {
-    const uint8_t *w;                  // q or nibbles
-    const void *w_scale;               // scale or half_scale
-    const int8_t *low, *high;          // 8 bits: x.q. 4 bits: its first halves of groups; the others
-    const int32_t *bias_fix;           // of x
+typedef struct {               // a row of a matrix and the vector x, from some group on
+    const uint8_t *w;          // q or nibbles
+    const void *w_scale;       // scale or half_scale
+    const int8_t *low, *high;  // 8 bits: x.q. 4 bits: first and second halves of its groups
+    const int32_t *bias_fix;   // of x
 } RowTimesVector;
 
 // terms[g] = (float)(w_g . x_g) * w_scale[g] for count <= LANES groups g. A vector of weights may
@@ -3847,15 +3846,15 @@ INLINE void transpose_panel(const Matrix *w, VecI *wq, VecI *w_scale, int row, c
 // meanwhile the next rows are prefetched.
 INLINE void matmul_panel(const Matmul *part, const Workspace *own, int row, const int group) {
     const Matrix *w = part->w;
-    const int n_tokens = part->token_end - part->token_begin, n_groups = w->cols / group;
+    const int n_tokens = part->token_end - part->token_begin;
     VecI *wq = own->panel, *w_scale = wq + w->cols / 4 * TILE_VECS;
     transpose_panel(w, wq, w_scale, row, group);
     const size_t end = (size_t)(row + PANEL_ROWS) * w->cols;
     const char *next = w->bits == 8 ? (char *)w->q + end : (char *)w->nibbles + end / 2;
     const char *next_scale = w->bits == 8 ? (char *)w->scale + end / group * 4
                                           : (char *)w->half_scale + end / group * 2;
-    const int64_t share = (int64_t)PANEL_ROWS * w->cols * w->bits / 8 * TILE_TOKENS / n_tokens;
-    const int64_t scale_share = (int64_t)PANEL_ROWS * n_groups * w->bits / 2 * TILE_TOKENS / n_tokens;
+    const int64_t bytes = (int64_t)PANEL_ROWS * w->cols * w->bits / 8;  // and for each tile:
+    const int64_t share = bytes * TILE_TOKENS / n_tokens, scale_share = share * 4 / group;
     for (int t = part->token_begin; t < part->token_end; t += TILE_TOKENS) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
         for (int64_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
