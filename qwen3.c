@@ -2261,7 +2261,8 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // A draft fills a pass that takes about the time of one token (draft_rows() of them), or twice that
 // after a draft that was right to its end. Credit is counted in 1 / DRAFT_COST of a token's time.
 // Every pass earns 1, every right token DRAFT_COST; a draft costs DRAFT_COST for each draft_rows()
-// tokens. So wrong drafts take about 2 % of the time.
+// tokens, or for each token where it has experts of its own. So wrong drafts take about 2 % of the
+// time.
 enum { NGRAM = 5, DRAFT_COST = 50 };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
@@ -2287,7 +2288,8 @@ static int draft(Engine *e, int count, bool was_right) {
     *credit = min_int(*credit + 1, 8 * DRAFT_COST);  // at most 8 wrong drafts in a row
     if (count < NGRAM || *credit < DRAFT_COST) return 0;
     int drafted = lookup(e->cached.p, e->cached.n + 1, rows - 1);
-    if (drafted) *credit -= DRAFT_COST * (drafted / draft_rows() + 1);
+    const int cost = e->model.config.n_experts ? drafted : drafted / draft_rows() + 1;
+    if (drafted) *credit -= DRAFT_COST * cost;
     return drafted;
 }
 
