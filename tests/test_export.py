@@ -463,6 +463,7 @@ def test_four_bits_of_trained_weights(run, tmp_path):
                                                                           for a, _ in pairs)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # of numpy: a division by 0, an overflow
 @pytest.mark.parametrize("scale", [0, 1e-45, 1e-40, 3e-8, 1e-6, 2.0 ** 22])
 def test_four_bits_of_the_smallest_and_largest_weights(checkpoint, run, tmp_path, scale):
     """They lose what fp16 scales cannot hold, and no more."""
