@@ -267,10 +267,10 @@ def write_safetensors(path, tensors, dtype):
 
 
 def random_weights(rng, dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim, vocab_size, tied,
-                   qwen2=False):
+                   qwen2=False, n_experts=0):
     """Weights that make the output depend on everything: sharp logits, attention that matters,
-    and q and k so small that the epsilon of their norms shows; in Qwen2, which has biases instead
-    of these norms, as large as the biases."""
+    experts of different weight, and q and k so small that the epsilon of their norms shows; in
+    Qwen2, which has biases instead of these norms, as large as the biases."""
     def normal(rows, columns, rms):
         return rng.standard_normal((rows, columns), np.float32) * np.float32(rms)
 
@@ -296,9 +296,12 @@ def random_weights(rng, dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim
             w[layer + "self_attn.q_norm.weight"] = around(1.7, head_dim)
             w[layer + "self_attn.k_norm.weight"] = around(1.7, head_dim)
         w[layer + "post_attention_layernorm.weight"] = around(1, dim)
-        w[layer + "mlp.gate_proj.weight"] = normal(hidden_dim, dim, 1.5 * inner)
-        w[layer + "mlp.up_proj.weight"] = normal(hidden_dim, dim, 0.5 * inner)
-        w[layer + "mlp.down_proj.weight"] = normal(dim, hidden_dim, 0.3 * hidden_dim ** -0.5)
+        if n_experts:
+            w[layer + "mlp.gate.weight"] = normal(n_experts, dim, 2 * inner)
+        for mlp in [f"mlp.experts.{e}." for e in range(n_experts)] or ["mlp."]:
+            w[layer + mlp + "gate_proj.weight"] = normal(hidden_dim, dim, 1.5 * inner)
+            w[layer + mlp + "up_proj.weight"] = normal(hidden_dim, dim, 0.5 * inner)
+            w[layer + mlp + "down_proj.weight"] = normal(dim, hidden_dim, 0.3 * hidden_dim ** -0.5)
     w["model.norm.weight"] = around(20 * dim ** -0.5, dim)      # logits with an rms of 2
     if not tied:
         w["lm_head.weight"] = normal(vocab_size, dim, 0.1)
@@ -308,16 +311,18 @@ def random_weights(rng, dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim
 def make_checkpoint(directory, tokenizer, seed=1, dim=64, hidden_dim=128, n_layers=2, n_heads=4,
                     n_kv_heads=2, head_dim=32, tied=True, theta=1000000, eps=1e-6, max_len=512,
                     yarn=None, dtype="BF16", shards=1, prefix="model.", pad_to=0, new_keys=False,
-                    weights=None, template=CHATML, generation=None, qwen2=False):
+                    weights=None, template=CHATML, generation=None, qwen2=False, n_experts=0,
+                    n_experts_used=2, topk_norm=True):
     """Write a Qwen3 checkpoint: random weights, or those given. yarn: the rope_scaling dict. qwen2:
-    a Qwen2 one, where head_dim is not in the config and must be dim / n_heads."""
+    a Qwen2 one, where head_dim is not in the config and must be dim / n_heads. n_experts: a mixture
+    of experts, hidden_dim is one expert's. new_keys: as transformers 5 writes config.json."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     text_tokens = tokenizer.get_vocab_size()
     vocab_size = max(pad_to, text_tokens)
     if weights is None:
         weights = random_weights(np.random.default_rng(seed), dim, hidden_dim, n_layers, n_heads,
-                                 n_kv_heads, head_dim, vocab_size, tied, qwen2)
+                                 n_kv_heads, head_dim, vocab_size, tied, qwen2, n_experts)
     weights = {name.replace("model.", prefix, 1): w for name, w in weights.items()}
     names = sorted(weights)
     if shards == 1:
@@ -342,6 +347,12 @@ def make_checkpoint(directory, tokenizer, seed=1, dim=64, hidden_dim=128, n_laye
         assert head_dim * n_heads == dim
         config |= dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", sliding_window=4096)
         del config["head_dim"], config["attention_bias"]
+    if n_experts:
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+                   "num_local_experts" if new_keys else "num_experts": n_experts,
+                   "num_experts_per_tok": n_experts_used, "moe_intermediate_size": hidden_dim,
+                   "intermediate_size": 3 * hidden_dim, "norm_topk_prob": topk_norm,
+                   "decoder_sparse_step": 1, "mlp_only_layers": []}
     if new_keys:
         config |= dict(dtype="bfloat16", rope_parameters={"rope_type": "default", **(yarn or {}),
                                                           "rope_theta": theta})

@@ -21,6 +21,7 @@ F32 = np.float32
 MAGIC = 0x616A6331
 HEADER = ("version", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size",
           "max_seq_len", "head_dim", "shared_classifier", "group_size")
+EXPERTS = "n_experts", "n_experts_used", "no_topk_norm"
 
 
 def quantize(x, group):
@@ -93,6 +94,11 @@ def softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
+def swiglu(w1, w2, w3, h):
+    gate = w1(h)
+    return w2(gate / (1 + np.exp(-gate)) * w3(h))
+
+
 class Model:
     def __init__(self, config, tensors):
         self.c, self.w = config, tensors
@@ -113,8 +119,11 @@ class Model:
         c["qk_norm"] = 1 - no_qk_norm
         bits, = struct.unpack_from("<I", data, 0x68)
         levels = np.frombuffer(data, "<i1", 16, 0x70)
-        assert bits in (0, 4) and not any(data[0x5C:0x68] + data[0x6C:0x70] + data[0x80:256])
+        assert bits in (0, 4) and not any(data[0x6C:0x70] + data[0x80:256])
         assert (np.diff(levels.astype(int)) > 0).all() if bits else not levels.any()
+        c |= dict(zip(EXPERTS, struct.unpack_from("<iiI", data, 0x5C)))
+        experts = c["n_experts"]
+        assert 1 <= c["n_experts_used"] <= experts if experts else not any(data[0x5C:0x68])
         c["theta"], c["eps"], c["yarn"] = theta or 1e6, eps or 1e-6, None
         if scaling:
             c["yarn"] = dict(factor=factor, original=original, beta_fast=fast, beta_slow=slow,
@@ -128,29 +137,38 @@ class Model:
             at += array.nbytes
             return array
 
-        def matrix(rows, columns):
-            q = take("<i1", rows, columns)
-            return Matrix(q, take("<f4", rows, columns // group), group, precision)
-
-        def layer_matrix(rows, columns):
+        def values(rows, columns, bits):
             if not bits:
-                return matrix(rows, columns)
+                q = take("<i1", rows, columns)
+                return q, take("<f4", rows, columns // group)
             pairs = take("u1", rows, columns // group, group // 2)
             q = levels[np.concatenate([pairs & 15, pairs >> 4], axis=2)].reshape(rows, columns)
             scale = take("<f2", rows, columns // group).astype(F32)
             assert at % 4 == 0                              # so no padding follows: shapes are even
-            return Matrix(q, scale, group, precision)
+            return q, scale
+
+        def matrix(rows, columns, bits=0):
+            return Matrix(*values(rows, columns, bits), group, precision)
+
+        def expert_matrices(rows, columns):
+            split = (np.split(x, experts) for x in values(experts * rows, columns, bits))
+            return [Matrix(q, scale, group, precision) for q, scale in zip(*split)]
 
         heads, kv = c["n_heads"] * hd, c["n_kv_heads"] * hd
         w = {"att_norm": take("<f4", layers, dim), "ffn_norm": take("<f4", layers, dim),
              "norm": take("<f4", dim)}
         if c["qk_norm"]:
             w |= {"q_norm": take("<f4", layers, hd), "k_norm": take("<f4", layers, hd)}
+        if experts:
+            w["router"] = take("<f4", layers, experts, dim)
         w["embed"] = matrix(c["vocab_size"], dim)
         for name, rows, columns in (("q", heads, dim), ("k", kv, dim), ("v", kv, dim),
-                                    ("o", dim, heads), ("gate", c["hidden_dim"], dim),
-                                    ("down", dim, c["hidden_dim"]), ("up", c["hidden_dim"], dim)):
-            w[name] = [layer_matrix(rows, columns) for _ in range(layers)]
+                                    ("o", dim, heads)):
+            w[name] = [matrix(rows, columns, bits) for _ in range(layers)]
+        for name, rows, columns in (("gate", c["hidden_dim"], dim), ("down", dim, c["hidden_dim"]),
+                                    ("up", c["hidden_dim"], dim)):
+            w[name] = [expert_matrices(rows, columns) if experts else matrix(rows, columns, bits)
+                       for _ in range(layers)]
         w["head"] = w["embed"] if c["shared_classifier"] else matrix(c["vocab_size"], dim)
         if c["bias"]:
             w |= {"q_bias": take("<f4", layers, heads), "k_bias": take("<f4", layers, kv),
@@ -166,8 +184,13 @@ class Model:
         for file in sorted(directory.glob("*.safetensors")):
             tensors.update(read_safetensors(file))
         qwen2 = hf["architectures"] == ["Qwen2ForCausalLM"]
+        moe = hf["architectures"] == ["Qwen3MoeForCausalLM"]
+        experts = hf.get("num_experts", hf.get("num_local_experts")) if moe else 0
         head_dim = hf["hidden_size"] // hf["num_attention_heads"] if qwen2 else hf["head_dim"]
-        c = dict(dim=hf["hidden_size"], hidden_dim=hf["intermediate_size"],
+        c = dict(dim=hf["hidden_size"], n_experts=experts,
+                 hidden_dim=hf["moe_intermediate_size" if moe else "intermediate_size"],
+                 n_experts_used=hf["num_experts_per_tok"] if moe else 0,
+                 no_topk_norm=int(moe and not hf.get("norm_topk_prob")),
                  n_layers=hf["num_hidden_layers"], n_heads=hf["num_attention_heads"],
                  n_kv_heads=hf["num_key_value_heads"], vocab_size=hf["vocab_size"],
                  max_seq_len=hf["max_position_embeddings"], head_dim=head_dim,
@@ -204,10 +227,14 @@ class Model:
             vectors |= {f"{x}_norm": f"self_attn.{x}_norm.weight" for x in "qk"}
         for ours, theirs in vectors.items():
             w[ours] = [tensor(f"layers.{i}.{theirs}") for i in layers]
-        for ours, theirs in (("q", "self_attn.q"), ("k", "self_attn.k"), ("v", "self_attn.v"),
-                             ("o", "self_attn.o"), ("gate", "mlp.gate"), ("down", "mlp.down"),
-                             ("up", "mlp.up")):
-            w[ours] = [matrix(tensor(f"layers.{i}.{theirs}_proj.weight")) for i in layers]
+        for name in "qkvo":
+            w[name] = [matrix(tensor(f"layers.{i}.self_attn.{name}_proj.weight")) for i in layers]
+        for name in "gate", "down", "up":
+            w[name] = [[matrix(tensor(f"layers.{i}.mlp.experts.{e}.{name}_proj.weight"))
+                        for e in range(experts)] if experts else
+                       matrix(tensor(f"layers.{i}.mlp.{name}_proj.weight")) for i in layers]
+        if experts:
+            w["router"] = [tensor(f"layers.{i}.mlp.gate.weight") for i in layers]
         w["head"] = w["embed"] if c["shared_classifier"] else matrix(tensors["lm_head.weight"])
         return cls(c, w)
 
@@ -226,14 +253,17 @@ class Model:
                                      0 if factor == default else factor,
                                      bool(yarn.get("unrounded"))))
         parts = [b"".join(parts).ljust(0x54, b"\0")]
-        parts[0] += struct.pack("<II", c["bias"], 1 - c["qk_norm"]).ljust(256 - 0x54, b"\0")
-        for name in ("att_norm", "ffn_norm", "norm", "q_norm", "k_norm"):
+        parts[0] += struct.pack("<IIiiI", c["bias"], 1 - c["qk_norm"],
+                                *(c[name] for name in EXPERTS)).ljust(256 - 0x54, b"\0")
+        for name in ("att_norm", "ffn_norm", "norm", "q_norm", "k_norm", "router"):
             parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
         matrices = [w["embed"]]
         for name in ("q", "k", "v", "o", "gate", "down", "up"):
             matrices += w[name]
         for m in matrices + ([] if c["shared_classifier"] else [w["head"]]):
-            parts += [m.grouped.astype(np.int8).tobytes(), m.row_scale.astype("<f4").tobytes()]
+            experts = m if isinstance(m, list) else [m]
+            parts += [m.grouped.astype(np.int8).tobytes() for m in experts]
+            parts += [m.row_scale.astype("<f4").tobytes() for m in experts]
         for name in ("q_bias", "k_bias", "v_bias"):
             parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
         Path(path).write_bytes(b"".join(parts))
@@ -262,6 +292,20 @@ class Model:
         scores[:, future] = -np.inf
         return np.einsum("hnm,mhd->nhd", softmax(scores), v, optimize=True).reshape(len(q), -1)
 
+    def experts(self, i, h):
+        """Each token's most likely experts of layer i, equal ones by index, in ascending order."""
+        p = softmax(h @ self.w["router"][i].T)                                  # (n, experts)
+        chosen = np.argsort(-p, axis=1, kind="stable")[:, :self.c["n_experts_used"]]
+        weight = np.zeros_like(p)
+        np.put_along_axis(weight, chosen, np.take_along_axis(p, chosen, axis=1), axis=1)
+        if not self.c["no_topk_norm"]:
+            weight /= weight.sum(axis=1, keepdims=True)
+        y = np.zeros_like(h)
+        for e, matrices in enumerate(zip(*(self.w[name][i] for name in ("gate", "down", "up")))):
+            if (tokens := (chosen == e).any(axis=1)).any():
+                y[tokens] += weight[tokens, e, None] * swiglu(*matrices, h[tokens])
+        return y
+
     def hidden(self, ids, cache=None):
         """Final-norm hidden states of ids, which follow what the cache (a list) already holds."""
         c, w = self.c, self.w
@@ -281,8 +325,8 @@ class Model:
             cache[i:i + 1] = [(k, v)]
             x = x + w["o"][i](self.attention(q, k, v, start))
             h = self.rmsnorm(x, w["ffn_norm"][i])
-            gate = w["gate"][i](h)
-            x = x + w["down"][i](gate / (1 + np.exp(-gate)) * w["up"][i](h))
+            w1, w2, w3 = (w[name][i] for name in ("gate", "down", "up"))
+            x = x + (self.experts(i, h) if c["n_experts"] else swiglu(w1, w2, w3, h))
         return self.rmsnorm(x, w["norm"])
 
     def embedding(self, ids):
