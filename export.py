@@ -97,7 +97,7 @@ import time
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -192,8 +192,8 @@ def note_second_quantization(outputs: list[Output], c: Config) -> None:
     for bits, cost in [
             (8, "which changes a value by up to 1/254 of the largest in its group"),
             (4, "to 4 bits, which adds an error of about 7 % of the weights' rms (8 bits: 0.5 %)")]:
-        dtypes = {output.tensor.dtype for output in outputs if output.bits == bits
-                  and not output.tensor.is_copied(bits, c)} - FLOAT_TYPES
+        dtypes = {tensor.dtype for output in outputs if output.bits == bits
+                  for tensor in output.tensors if not tensor.is_copied(bits, c)} - FLOAT_TYPES
         if dtypes:
             notes.append(f"{', '.join(sorted(dtypes))}: quantized again, in groups of "
                          f"{c.group_size}, {cost}; what the first quantization lost stays lost")
@@ -446,19 +446,25 @@ class Config(NamedTuple):
     yarn: Yarn | None
     qkv_bias: bool
     no_qk_norm: bool
+    n_experts: int = 0  # of a layer; 0 in a dense model. hidden_dim is one expert's
+    n_experts_used: int = 0  # for one token
+    no_topk_norm: bool = False  # the weights of a token's experts are not divided by their sum
 
 
 # What qwen3.c accepts: its names for the fields -> (lowest, highest)
 LIMITS = {
     "dim": (1, 1 << 20), "hidden_dim": (1, 1 << 20), "n_layers": (1, 4096), "n_heads": (1, 4096),
     "n_kv_heads": (1, 4096), "vocab_size": (1, 1 << 30), "max_seq_len": (1, 1 << 30),
-    "head_dim": (1, 4096), "rope_theta": (1e-6, 1e12), "rms_norm_eps": (2.0 ** -126, 1e12),
+    "head_dim": (1, 4096), "n_experts": (0, 4096), "n_experts_used": (0, 4096),
+    "rope_theta": (1e-6, 1e12), "rms_norm_eps": (2.0 ** -126, 1e12),
     "YaRN factor": (1e-6, 1e12), "YaRN original length": (1, 2 ** 31 - 1),
     "YaRN beta_fast": (1e-6, 1e12), "YaRN beta_slow": (1e-6, 1e12),
     "YaRN attention_factor": (1e-6, 1e12), "sampling temperature": (0.0, 1e6),
     "sampling top_p": (1e-45, 1.0), "sampling top_k": (0, 2 ** 31 - 1), "penalty": (1e-6, 1e12)}
 
 QWEN2 = ["Qwen2ForCausalLM"]  # Qwen2 and Qwen2.5 have biases on q, k and v, and no QK-norm
+QWEN3 = ["Qwen3ForCausalLM"]
+QWEN3_MOE = ["Qwen3MoeForCausalLM"]  # Qwen3 with a mixture of experts
 GROUP_SIZES = 32, 64, 128, 256
 
 
@@ -472,7 +478,9 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
             config = with_yarn(where, config, yarn_factor)
         get = partial(number, where, config)
         qwen2 = config["architectures"] == QWEN2
-        dim, hidden_dim = get("hidden_size", "dim"), get("intermediate_size", "hidden_dim")
+        moe = config["architectures"] == QWEN3_MOE
+        hidden_key = "moe_intermediate_size" if moe else "intermediate_size"
+        dim, hidden_dim = get("hidden_size", "dim"), get(hidden_key, "hidden_dim")
         n_heads = get("num_attention_heads", "n_heads")
         n_kv_heads = get("num_key_value_heads", "n_kv_heads", n_heads)
         head_dim = get("head_dim", "head_dim", dim // n_heads if qwen2 else 128)
@@ -491,11 +499,25 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
             get("vocab_size", "vocab_size"), max_seq_len, head_dim,
             shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
             group_size=choose_group_size(where, group_size, {
-                "hidden_size": dim, "intermediate_size": hidden_dim,
+                "hidden_size": dim, hidden_key: hidden_dim,
                 "num_attention_heads * head_dim": n_heads * head_dim}),
             levels=(copied_levels or LEVELS) if bits == 4 else (),
             rms_norm_eps=get("rms_norm_eps", "rms_norm_eps", 1e-6),
-            rope_theta=rope_theta, yarn=yarn, qkv_bias=qwen2, no_qk_norm=qwen2)
+            rope_theta=rope_theta, yarn=yarn, qkv_bias=qwen2, no_qk_norm=qwen2,
+            **(read_experts(where, config) if moe else {}))
+
+
+def read_experts(where: Path, config: dict) -> dict[str, int | bool]:
+    """Config's fields about experts, of a mixture of experts' config.json."""
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5
+    n_experts = number(where, config, key, "n_experts")
+    used = number(where, config, "num_experts_per_tok", "n_experts_used")
+    if not 1 <= used <= n_experts:
+        refuse(where, "num_experts_per_tok", f"from 1 to {key}, {n_experts}", used)
+    norm = config.get("norm_topk_prob", False)
+    if type(norm) is not bool:
+        refuse(where, "norm_topk_prob", "true or false", repr(norm))
+    return {"n_experts": n_experts, "n_experts_used": used, "no_topk_norm": not norm}
 
 
 def choose_group_size(where: Path, wanted: int | None, widths: dict[str, int]) -> int:
@@ -508,13 +530,15 @@ def choose_group_size(where: Path, wanted: int | None, widths: dict[str, int]) -
 
 
 def check_family(where: Path, config: dict) -> None:
-    """Refuses every model but a dense Qwen3 or Qwen2 with full attention."""
+    """Refuses every model but Qwen3, dense or with experts in every layer, and Qwen2, with full
+    attention."""
     layer_types = config.get("layer_types")  # it replaces the three keys of the next line
     sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
                and config.get("max_window_layers", 28) < config["num_hidden_layers"])
+    moe = config.get("architectures") == QWEN3_MOE
     for key, supported, expected in [
-        ("architectures", config.get("architectures") in (["Qwen3ForCausalLM"], QWEN2),
-         "Qwen3ForCausalLM or Qwen2ForCausalLM"),
+        ("architectures", moe or config.get("architectures") in (QWEN3, QWEN2),
+         "Qwen3ForCausalLM, Qwen3MoeForCausalLM or Qwen2ForCausalLM"),
         ("quantization_config", not config.get("quantization_config"), "bf16, f16 or f32 weights"),
         ("hidden_act", config.get("hidden_act", "silu") == "silu", "silu"),
         ("attention_bias", config["architectures"] == QWEN2 or not config.get("attention_bias"),
@@ -522,6 +546,12 @@ def check_family(where: Path, config: dict) -> None:
         ("layer_types", set(layer_types or ()) <= {"full_attention"}, "full_attention only"),
         ("use_sliding_window", layer_types or not sliding, "full attention in every layer"),
         ("partial_rotary_factor", config.get("partial_rotary_factor") in (None, 1), "1"),
+        ("mlp_only_layers", not (moe and config.get("mlp_only_layers")), "none"),
+        ("decoder_sparse_step", not moe or config.get("decoder_sparse_step", 1) == 1, "1"),
+        ("shared_expert_intermediate_size",
+         not (moe and config.get("shared_expert_intermediate_size")), "0"),
+        ("qkv_bias", not (moe and config.get("qkv_bias")), "false"),
+        ("use_qk_norm", not moe or config.get("use_qk_norm", True) is True, "true"),
     ]:
         if not supported:
             refuse(where, f"{key} is not supported", expected, repr(config.get(key)))
@@ -618,10 +648,9 @@ def header(c: Config) -> bytes:
                            zero_if(y.attention_factor, 0.1 * math.log(y.factor) + 1),
                            not y.truncate)
     qwen2 = struct.pack("<2I", c.qkv_bias, c.no_qk_norm)
-    head = (base + rope + yarn + qwen2).ljust(0x68, b"\0")
-    if c.levels:
-        head += struct.pack("<2I16b", 4, 0, *c.levels)
-    return head.ljust(256, b"\0")
+    experts = struct.pack("<2iI", c.n_experts, c.n_experts_used, c.no_topk_norm)
+    bits = struct.pack("<2I16b", 4, 0, *c.levels) if c.levels else b""
+    return (base + rope + yarn + qwen2 + experts + bits).ljust(256, b"\0")
 
 
 def zero_if(value: float, default: float) -> float:
@@ -781,21 +810,33 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
 class Output(NamedTuple):
     """A tensor of OUT.bin: in 32 bits fp32 values; in 8 int8 values, then an fp32 scale for each
     group; in 4 pairs of codes, then an fp16 scale for each group."""
-    tensor: Tensor  # the source
+    tensors: list[Tensor]  # the source: one, or one for each expert, whose rows follow each other
     bits: int  # of a value
     values: int  # offset of the first value in OUT.bin
     scales: int  # offset of the first scale
     end: int  # offset of what follows
 
+    @property
+    def name(self) -> str:
+        return self.tensors[0].name.replace(".experts.0.", ".experts.*.")
 
-def out_tensors(c: Config) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Name without "model." -> (bits, shape) of every tensor of OUT.bin, in the order of the file.
-    Norms and biases stay fp32. Matrices are (out, in) and are quantized."""
+    def pieces(self) -> list[tuple[Tensor, int, int, int]]:
+        """The whole as (tensor, start, count, the range's start in the output) of ranges."""
+        return [(tensor, start, count, i * tensor.size() + start)
+                for i, tensor in enumerate(self.tensors) for start, count in tensor.pieces()]
+
+
+def out_tensors(c: Config) -> list[tuple[int, list[str], tuple[int, ...]]]:
+    """(bits, names without "model.", shape) of every tensor of OUT.bin, in the order of the file.
+    Norms, routers and biases stay fp32. Matrices are (out, in) and are quantized. Those of a
+    layer's experts are one after the other in one tensor, which has their names."""
     q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     layer_bits = 4 if c.levels else 8
     qk_norms = [] if c.no_qk_norm else [
         (32, "layers.*.self_attn.q_norm.weight", c.head_dim),
         (32, "layers.*.self_attn.k_norm.weight", c.head_dim)]
+    routers = [] if not c.n_experts else [(32, "layers.*.mlp.gate.weight", c.n_experts, c.dim)]
+    mlp = "layers.*.mlp.experts.#" if c.n_experts else "layers.*.mlp"
     classifier = [] if c.shared_classifier else [(8, "lm_head.weight", c.vocab_size, c.dim)]
     biases = [] if not c.qkv_bias else [
         (32, "layers.*.self_attn.q_proj.bias", q_dim),
@@ -806,18 +847,20 @@ def out_tensors(c: Config) -> dict[str, tuple[int, tuple[int, ...]]]:
         (32, "layers.*.post_attention_layernorm.weight", c.dim),
         (32, "norm.weight", c.dim),
         *qk_norms,
+        *routers,
         (8, "embed_tokens.weight", c.vocab_size, c.dim),
         (layer_bits, "layers.*.self_attn.q_proj.weight", q_dim, c.dim),
         (layer_bits, "layers.*.self_attn.k_proj.weight", kv_dim, c.dim),
         (layer_bits, "layers.*.self_attn.v_proj.weight", kv_dim, c.dim),
         (layer_bits, "layers.*.self_attn.o_proj.weight", c.dim, q_dim),
-        (layer_bits, "layers.*.mlp.gate_proj.weight", c.hidden_dim, c.dim),
-        (layer_bits, "layers.*.mlp.down_proj.weight", c.dim, c.hidden_dim),
-        (layer_bits, "layers.*.mlp.up_proj.weight", c.hidden_dim, c.dim),
+        (layer_bits, f"{mlp}.gate_proj.weight", c.hidden_dim, c.dim),
+        (layer_bits, f"{mlp}.down_proj.weight", c.dim, c.hidden_dim),
+        (layer_bits, f"{mlp}.up_proj.weight", c.hidden_dim, c.dim),
         *classifier,
         *biases]
-    return {name.replace("*", str(layer)): (bits, tuple(shape)) for bits, name, *shape in rows
-            for layer in range(c.n_layers if "*" in name else 1)}
+    return [(bits, [name.replace("*", str(layer)).replace("#", str(expert))
+                    for expert in range(c.n_experts if "#" in name else 1)], tuple(shape))
+            for bits, name, *shape in rows for layer in range(c.n_layers if "*" in name else 1)]
 
 
 def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Output]:
@@ -826,7 +869,7 @@ def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Out
     found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     if len(found) < len(stored):
         refuse(where, "tensor names", "each with or without model.", "some both ways")
-    wanted = out_tensors(c)
+    wanted = {name: None for _, names, _ in out_tensors(c) for name in names}
     extra = [tensor.name for name, tensor in found.items() if name not in wanted
              and name != "lm_head.weight"  # some checkpoints store it although it is tied
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
@@ -835,12 +878,13 @@ def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Out
         refuse(where, "tensors", "the ones that config.json implies",
                f"missing: {first_few(missing)}; left over: {first_few(extra)}")
     outputs, offset = [], 256
-    for name, (bits, shape) in wanted.items():
-        check_tensor(where, found[name], shape)
-        size = math.prod(shape)
+    for bits, names, shape in out_tensors(c):
+        for name in names:
+            check_tensor(where, found[name], shape)
+        size = len(names) * math.prod(shape)
         scales = offset + size * bits // 8
         end = scales + size // c.group_size * {32: 0, 8: 4, 4: 2}[bits]
-        outputs.append(Output(found[name], bits, offset, scales, end))
+        outputs.append(Output([found[name] for name in names], bits, offset, scales, end))
         offset = end  # a multiple of 4, as a matrix has an even number of rows
     return outputs
 
@@ -862,16 +906,15 @@ PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy
 
 def write_model(out: BinaryIO, c: Config, outputs: list[Output]) -> None:
     """Writes OUT.bin: the header, then the tensors."""
-    def convert(output: Output, start: int, count: int) -> None:
-        tensor = output.tensor
+    def convert(output: Output, tensor: Tensor, start: int, count: int, at: int) -> None:
         if output.bits == 32:
             values = tensor.read_fp32(start, count)
             tensor.check_finite(values)
         else:
             read = tensor.read_q8 if output.bits == 8 else tensor.read_q4
             values, scales = read(start, count, c)
-            write_at(out, scales, output.scales + start // c.group_size * scales.itemsize)
-        write_at(out, values, output.values + start * output.bits // 8)
+            write_at(out, scales, output.scales + at // c.group_size * scales.itemsize)
+        write_at(out, values, output.values + at * output.bits // 8)
 
     write_at(out, header(c), 0)
     for _ in in_pieces(convert, outputs):
@@ -946,16 +989,16 @@ def dequantize_q4(pairs: np.ndarray, scale: np.ndarray, levels: tuple[int, ...])
 
 
 def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
-    """Calls work(output, start, count) for each piece of each tensor, on several threads (numpy and
-    the system calls release the GIL), with a progress bar. Yields each output with its results."""
-    total = sum(output.tensor.byte_count(output.tensor.size()) for output in outputs)
+    """Calls work(output, *piece) for each of its pieces, on several threads (numpy and the system
+    calls release the GIL), with a progress bar. Yields each output with its results."""
+    total = sum(tensor.byte_count(tensor.size()) for output in outputs for tensor in output.tensors)
     with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
         for output in outputs:
-            starts, counts = zip(*output.tensor.pieces())
-            results = []
-            for count, result in zip(counts, pool.map(partial(work, output), starts, counts)):
-                bar.update(output.tensor.byte_count(count))
+            pieces, results = output.pieces(), []
+            for piece, result in zip(pieces, pool.map(partial(work, output), *zip(*pieces))):
+                tensor, _, count, _ = piece
+                bar.update(tensor.byte_count(count))
                 results.append(result)
             yield output, results
 
@@ -1529,7 +1572,8 @@ GGUF_TENSORS = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_down": "mlp.down_proj",
-    "ffn_up": "mlp.up_proj"}
+    "ffn_up": "mlp.up_proj", "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.#.gate_proj",
+    "ffn_down_exps": "mlp.experts.#.down_proj", "ffn_up_exps": "mlp.experts.#.up_proj"}
 GGUF_ROPE = {
     "type": "rope_type", "factor": "factor", "yarn_attn_factor": "attention_factor",
     "original_context_length": "original_max_position_embeddings",
@@ -1559,7 +1603,8 @@ def read_gguf(path: Path) -> Source:
             refuse(path, "pooling_type is not supported", "0 (none) or 3 (last token)", pooling)
         q8_0 = any(tensor.dtype == "Q8_0" for tensor in tensors.values())
         kinds = {tensor.dtype for name, tensor in tensors.items()
-                 if name.startswith("layers.") and len(tensor.shape) > 1}  # of the layers' matrices
+                 if name.startswith("layers.") and len(tensor.shape) > 1
+                 and not name.endswith("mlp.gate.weight")}  # of the layers' matrices
         return Source(
             path=path, config=config | {"bos_token_id": bos, "eos_token_id": eos},
             tokenizer=tokenizer,
@@ -1575,7 +1620,7 @@ def read_gguf(path: Path) -> Source:
 
 def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
     """The contents of config.json."""
-    families = {"qwen2": ["Qwen2ForCausalLM"], "qwen3": ["Qwen3ForCausalLM"]}
+    families = {"qwen2": QWEN2, "qwen3": QWEN3, "qwen3moe": QWEN3_MOE}
     family = metadata.get("general.architecture")
     if family not in families:
         refuse(path, "general.architecture is not supported", " or ".join(families), repr(family))
@@ -1585,7 +1630,11 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
     embedding, classifier = tensors["embed_tokens.weight"], tensors.get("lm_head.weight")
     return {
         "architectures": families[family], "hidden_size": dim,
-        "intermediate_size": model["feed_forward_length"],
+        "intermediate_size": model.get("feed_forward_length"),
+        "moe_intermediate_size": model.get("expert_feed_forward_length"),
+        "num_experts": model.get("expert_count"),
+        "num_experts_per_tok": model.get("expert_used_count"),
+        "norm_topk_prob": True,  # there is no key for it: llama.cpp always divides
         "num_hidden_layers": model["block_count"], "num_attention_heads": n_heads,
         "num_key_value_heads": model.get("attention.head_count_kv"), "head_dim": head_dim,
         "vocab_size": embedding.shape[0], "max_position_embeddings": model["context_length"],
@@ -1677,9 +1726,12 @@ def open_gguf(path: Path, most: int) -> tuple[dict, dict[str, Tensor], int]:
         tensors: dict[str, Tensor] = {}
         for _ in range(n_tensors):
             tensor = cursor.tensor(path, file)
-            if hf_name(tensor.name) in tensors:
+            parts = split_experts(path, hf_name(tensor.name), tensor)
+            if tensors.keys() & parts:
                 refuse(path, "tensors", f"one {tensor.name}", "two")
-            tensors[hf_name(tensor.name)] = tensor
+            tensors |= parts
+            if len(tensors) > MOST_TENSORS:
+                refuse(path, "too many tensors", f"at most {MOST_TENSORS}", "more")
         alignment = metadata.get("general.alignment", 32)
         start = -(-cursor.at // alignment) * alignment  # of the data: rounded up
         for tensor in tensors.values():
@@ -1732,8 +1784,22 @@ class GGUFCursor:
         return Tensor(name, file, offset, dtype, shape)
 
 
+def split_experts(path: Path, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Hugging Face's names of one tensor, or of the experts' in a tensor (experts, out, in)."""
+    if "#" not in name:
+        return {name: tensor}
+    n_experts, *shape = tensor.shape
+    most = LIMITS["n_experts"][1]
+    if n_experts > most or len(shape) != 2:
+        refuse(path, f"shape of {tensor.name}", f"up to {most} experts' matrices", [*tensor.shape])
+    size = tensor.byte_count(math.prod(shape))
+    return {name.replace("#", str(i)): replace(tensor, offset=tensor.offset + i * size,
+                                               shape=tuple(shape)) for i in range(n_experts)}
+
+
 def hf_name(name: str) -> str:
-    """blk.0.attn_q.weight -> layers.0.self_attn.q_proj.weight. Unknown names stay as they are."""
+    """blk.0.attn_q.weight -> layers.0.self_attn.q_proj.weight; # is an expert's number. Unknown
+    names stay as they are."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if not match or match[2] not in GGUF_TENSORS:
         return name
@@ -1801,26 +1867,26 @@ def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str,
     for output, pieces in in_pieces(partial(compare_piece, file, c), outputs):
         squares, differences, largest = zip(*pieces)
         rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
-        print_above_bar(f"{rms:10.4f}  {max(largest):12.4f}  {output.tensor.name}")
+        print_above_bar(f"{rms:10.4f}  {max(largest):12.4f}  {output.name}")
         if output.bits < 32:
-            errors[output.tensor.name] = rms
+            errors[output.name] = rms
     return errors
 
 
 TINY = np.float32(2e-43)  # the rounding error of a subnormal scale, times 127
 
 
-def compare_piece(out: BinaryIO, c: Config, output: Output, start: int,
-                  count: int) -> tuple[float, float, float]:
-    """Compares a range of a tensor with the source. Returns (sum of squares, sum of squared
+def compare_piece(out: BinaryIO, c: Config, output: Output, tensor: Tensor, start: int, count: int,
+                  at: int) -> tuple[float, float, float]:
+    """Compares a range of an output with the source. Returns (sum of squares, sum of squared
     differences, largest difference in half steps).
 
     Of 8 bits, allowed is half a quantization step, max|x| / 254 of the group, and a little more
     because the scale and the product are rounded, too. What is not quantized must be equal, and
     counts as groups of one value. Four bits must be those that this program writes."""
-    tensor, group = output.tensor, 1 if output.bits == 32 else c.group_size
+    group = 1 if output.bits == 32 else c.group_size
     x = expected = tensor.read_fp32(start, count)
-    y = read_output(out, c, output, start, count)
+    y = read_output(out, c, output, at, count)
     groups = np.arange(0, count, group)
     allowed = half_step = np.zeros(len(groups), np.float32)
     if output.bits == 8:
@@ -1835,25 +1901,26 @@ def compare_piece(out: BinaryIO, c: Config, output: Output, start: int,
     if wrong.any():
         g = int(wrong.argmax())
         i = g * group + int(off[g * group:(g + 1) * group].argmax())
-        place = list(map(int, np.unravel_index(start + i, tensor.shape)))
-        refuse(out.name, f"{tensor.name} {place}", f"{expected[i]:.9g} within {allowed[g]:.3g}",
+        expert = [len(output.tensors)] if len(output.tensors) > 1 else []
+        place = list(map(int, np.unravel_index(at + i, (*expert, *tensor.shape))))
+        refuse(out.name, f"{output.name} {place}", f"{expected[i]:.9g} within {allowed[g]:.3g}",
                f"{y[i]:.9g}")
     difference = np.abs(x - y)
     relative = np.maximum.reduceat(difference, groups) / np.maximum(half_step, TINY)
     return float(x @ x), float(difference @ difference), float(relative.max())
 
 
-def read_output(out: BinaryIO, c: Config, output: Output, start: int, count: int) -> np.ndarray:
+def read_output(out: BinaryIO, c: Config, output: Output, at: int, count: int) -> np.ndarray:
     """A range of a tensor of OUT.bin, in fp32."""
     if output.bits == 32:
-        return read_at(out, "<f4", count, output.values + 4 * start)
+        return read_at(out, "<f4", count, output.values + 4 * at)
     n = count // c.group_size
     if output.bits == 8:
-        q = read_at(out, "i1", count, output.values + start).reshape(n, -1)
-        scales = read_at(out, "<f4", n, output.scales + start // c.group_size * 4)
+        q = read_at(out, "i1", count, output.values + at).reshape(n, -1)
+        scales = read_at(out, "<f4", n, output.scales + at // c.group_size * 4)
         return (q * scales[:, None]).ravel()
-    pairs = read_at(out, "u1", count // 2, output.values + start // 2)
-    scales = read_at(out, "<f2", n, output.scales + start // c.group_size * 2)
+    pairs = read_at(out, "u1", count // 2, output.values + at // 2)
+    scales = read_at(out, "<f2", n, output.scales + at // c.group_size * 2)
     return dequantize_q4(pairs, scales, c.levels)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reference import Model, quantize
-from test_export import (ROOT, Checkpoint, checkpoint, process, refused, run,  # noqa: F401 (fixtures)
-                         tokenizer_json)
+from test_export import (ROOT, Checkpoint, checkpoint, experts, process,  # noqa: F401 (fixtures)
+                         refused, run, tokenizer_json)
 
 
 @pytest.fixture
@@ -89,6 +89,26 @@ def test_four_bits(ck, run, tmp_path):
         rms, largest = found[f"model.{name}"]
         assert rms == pytest.approx(100 * np.sqrt((error ** 2).sum() / (x ** 2).sum()), abs=1e-3)
         assert largest == pytest.approx((2 * error / step).max(), abs=1e-3)
+
+
+def test_experts(checkpoint, run, tmp_path):
+    """A row of the table for the experts of a layer; an error names the expert, row and column."""
+    ck = checkpoint("F32", **experts(3))
+    folder = ck.save(tmp_path / "hf")
+    assert run(folder, "out.bin")[0] == 0
+    done = process("--check", folder, "out.bin", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = table(done.stdout)
+    assert found.keys() == {f"model.{re.sub('experts.[0-9]+', 'experts.*', name)}"
+                            for name in ck.tensors}
+    assert found["model.layers.1.mlp.gate.weight"] == (0, 0)
+    data = bytearray((tmp_path / "out.bin").read_bytes())
+    up_proj = 3 * 64 * 64  # values of a layer, the last tensor of the file
+    at = len(data) - up_proj * 17 // 16 + 2 * 64 * 64 + 5 * 64 + 7
+    data[at] = data[at] + (1 if data[at] < 100 else -1)
+    (tmp_path / "out.bin").write_bytes(data)
+    refused(run(folder, "out.bin", "--check"),
+            r"out.bin: model.layers.1.mlp.experts.\*.up_proj.weight \[2, 5, 7\], expected")
 
 
 def test_large_groups(checkpoint, run, tmp_path):

@@ -80,11 +80,12 @@ class Checkpoint:
                            "temperature": 0.6, "top_p": 0.95, "top_k": 20}
         self.dtype, self.prefix, self.files = dtype, "model.", {}
         self.qwen2 = self.config["architectures"] == ["Qwen2ForCausalLM"]
+        self.n_experts = self.config.get("num_experts", self.config.get("num_local_experts", 0))
         rng = np.random.default_rng(1)
         self.tensors = {}
         for name, shape in self.shapes():
             x = rng.standard_normal(shape).astype(np.float32) * np.float32(0.05)
-            if len(shape) == 2:
+            if len(shape) == 2 and not name.endswith("mlp.gate.weight"):
                 x[0, :32] = 0  # a group of zeros, or half of one
                 x[1, :64] = np.arange(64) / 2 ** 24  # subnormal in f16
                 x[2, :64] = (np.arange(64) - 31.5) * 4  # ties: max 127 / 127 is a scale of 1
@@ -94,13 +95,18 @@ class Checkpoint:
 
     def shapes(self):
         c = self.config
-        d, h, q = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"] * c["head_dim"]
+        d, q = c["hidden_size"], c["num_attention_heads"] * c["head_dim"]
+        h = c["moe_intermediate_size" if self.n_experts else "intermediate_size"]
         kv = c["num_key_value_heads"] * c["head_dim"]
         per_layer = [("input_layernorm", (d,)), ("post_attention_layernorm", (d,)),
                      ("self_attn.q_norm", (c["head_dim"],)), ("self_attn.k_norm", (c["head_dim"],)),
                      ("self_attn.q_proj", (q, d)), ("self_attn.k_proj", (kv, d)),
-                     ("self_attn.v_proj", (kv, d)), ("self_attn.o_proj", (d, q)),
-                     ("mlp.gate_proj", (h, d)), ("mlp.down_proj", (d, h)), ("mlp.up_proj", (h, d))]
+                     ("self_attn.v_proj", (kv, d)), ("self_attn.o_proj", (d, q))]
+        if self.n_experts:
+            per_layer.append(("mlp.gate", (self.n_experts, d)))
+        for mlp in self.feed_forwards():
+            per_layer += [(f"{mlp}.gate_proj", (h, d)), (f"{mlp}.down_proj", (d, h)),
+                          (f"{mlp}.up_proj", (h, d))]
         for i in range(c["num_hidden_layers"]):
             for name, shape in per_layer:
                 if not (self.qwen2 and name.endswith(("q_norm", "k_norm"))):
@@ -111,6 +117,9 @@ class Checkpoint:
         yield "embed_tokens.weight", (c["vocab_size"], d)
         if not c["tie_word_embeddings"]:
             yield "lm_head.weight", (c["vocab_size"], d)
+
+    def feed_forwards(self):
+        return [f"mlp.experts.{i}" for i in range(self.n_experts)] or ["mlp"]
 
     def stored(self):
         """name in the file -> (dtype, array as stored, its fp32 value)."""
@@ -152,11 +161,15 @@ class Checkpoint:
         c = self.config
         value = {name: v for (name, (_, _, v)) in zip(self.tensors, self.stored())}
         out = struct.pack(
-            "<12I", 0x616A6331, 1, c["hidden_size"], c["intermediate_size"],
-            c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"],
+            "<12I", 0x616A6331, 1, c["hidden_size"],
+            c["moe_intermediate_size" if self.n_experts else "intermediate_size"], c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"],
             c["vocab_size"], c["max_position_embeddings"], c["head_dim"],
             int(c["tie_word_embeddings"]), group).ljust(0x54, b"\0")
-        out += struct.pack("<2I", self.qwen2, self.qwen2).ljust(256 - 0x54, b"\0")
+        out += struct.pack("<2I", self.qwen2, self.qwen2)
+        if self.n_experts:
+            out += struct.pack("<3I", self.n_experts, c["num_experts_per_tok"],
+                               not c.get("norm_topk_prob"))
+        out = out.ljust(256, b"\0")
 
         def layers(name, kind="weight"):
             return [value[f"layers.{i}.{name}.{kind}"] for i in range(c["num_hidden_layers"])]
@@ -165,17 +178,27 @@ class Checkpoint:
                  value["norm.weight"]]
         if not self.qwen2:
             norms += [*layers("self_attn.q_norm"), *layers("self_attn.k_norm")]
+        if self.n_experts:
+            norms += layers("mlp.gate")
         out += b"".join(x.astype("<f4").tobytes() for x in norms)
         matrices = [value["embed_tokens.weight"]]
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-                     "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj"):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"):
             matrices += layers(name)
+        for name in ("gate_proj", "down_proj", "up_proj"):  # the experts' rows, one after the other
+            matrices += map(np.concatenate, zip(*(layers(f"{mlp}.{name}")
+                                                  for mlp in self.feed_forwards())))
         if not c["tie_word_embeddings"]:
             matrices.append(value["lm_head.weight"])
         biases = [x for name in "qkv" if self.qwen2
                   for x in layers(f"self_attn.{name}_proj", "bias")]
         return out + b"".join([naive_q8(x.tobytes(), group) for x in matrices]
                               + [x.astype("<f4").tobytes() for x in biases])
+
+
+def experts(n: int, key="num_experts", used=1, **config) -> dict:
+    """What a mixture of experts has in its config.json; intermediate_size belongs to no layer."""
+    return {"architectures": ["Qwen3MoeForCausalLM"], key: n, "num_experts_per_tok": used,
+            "moe_intermediate_size": 64, "intermediate_size": 1000, "norm_topk_prob": True} | config
 
 
 def safetensors(items, dtype) -> bytes:
@@ -285,6 +308,12 @@ def variant(ck, which):
             one.expected = lambda group: (one.config.update(head_dim=head_dim), expected(group),
                                           one.config.pop("head_dim"))[1]
         return one, 2, 64
+    if which.startswith("experts"):
+        if "transformers 5" not in which:
+            return ck(**experts(3, used=2), tie_word_embeddings=False), 1, 64
+        one = ck(**experts(5, "num_local_experts"))
+        del one.config["norm_topk_prob"]  # then it is false
+        return one, 3, 64
     return {"untied": lambda: (ck(tie_word_embeddings=False), 2, 64),
             "group 32, odd shapes": lambda: (ck(hidden_size=96, intermediate_size=160,
                                                 num_attention_heads=3, num_key_value_heads=3,
@@ -294,7 +323,8 @@ def variant(ck, which):
 
 @pytest.mark.parametrize("which", ["shards", "no prefix", "lm_head stored although tied", "untied",
                                    "group 32, odd shapes", "head size not given", "qwen2",
-                                   "qwen2, untied", "qwen2, head_dim and attention_bias given"])
+                                   "qwen2, untied", "qwen2, head_dim and attention_bias given",
+                                   "experts", "experts, transformers 5"])
 def test_variants_of_checkpoints(checkpoint, run, tmp_path, which):
     ck, shards, group = variant(checkpoint, which)
     expected = ck.expected(group)
@@ -304,11 +334,11 @@ def test_variants_of_checkpoints(checkpoint, run, tmp_path, which):
     assert (tmp_path / "out.bin").read_bytes() == expected
 
 
-@pytest.mark.parametrize("group, width", [(64, 64), (32, 96)])
+@pytest.mark.parametrize("group, config", [(64, {}), (32, {"hidden_size": 96}), (64, experts(3))])
 def test_pieces_join_where_a_tensor_is_larger_than_one(checkpoint, run, tmp_path, monkeypatch,
-                                                       group, width):
+                                                       group, config):
     monkeypatch.setattr(export, "PIECE", 64 * 7)
-    ck = checkpoint(hidden_size=width)
+    ck = checkpoint(**config)
     assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
     assert (tmp_path / "out.bin").read_bytes() == ck.expected(group)
 
@@ -425,11 +455,20 @@ def naive_q4(x, group):
     return nearest(x / np.where(scale, scale, np.inf))[0] * scale, scale
 
 
-@pytest.mark.parametrize("group", [None, 64, 32])
-def test_four_bits(checkpoint, run, tmp_path, group):
+def layer_matrices(ck, weights):
+    """(tensor of the checkpoint, reference.py's matrix) of each matrix in the layers."""
+    for ours, theirs in MATRICES.items():
+        for layer, found in enumerate(weights[ours]):
+            found = found if isinstance(found, list) else [found]
+            for mlp, matrix in zip(ck.feed_forwards(), found):
+                yield ck.tensors[f"layers.{layer}.{theirs.replace('mlp', mlp)}.weight"], matrix
+
+
+@pytest.mark.parametrize("group, config", [(None, {}), (64, {}), (32, {}), (None, experts(3))])
+def test_four_bits(checkpoint, run, tmp_path, group, config):
     """All but the layers' matrices is as in eight bits. These hold what the naive quantization
     gives, except for a few groups with two choices that are about equally good."""
-    ck = checkpoint("F32", num_key_value_heads=2, tie_word_embeddings=False)
+    ck = checkpoint("F32", num_key_value_heads=2, tie_word_embeddings=False, **config)
     folder = ck.save(tmp_path / "in")
     status, err = run(folder, "--bits", 4, *(["--group-size", group] if group else []))
     assert status == 0 and "wrote in-q4.bin (0.1 MB, 4 bits in groups of" in err[0], err
@@ -443,14 +482,13 @@ def test_four_bits(checkpoint, run, tmp_path, group):
     for name in four.keys() - MATRICES:
         assert np.array_equal(*(w[name].rows(range(ck.config["vocab_size"])) if name in (
             "embed", "head") else w[name] for w in (four, eight)))
-    for ours, theirs in MATRICES.items():
-        for layer, matrix in enumerate(four[ours]):
-            x = ck.tensors[f"layers.{layer}.{theirs}.weight"].reshape(-1, group)
-            expected, scale = naive_q4(x, group)
-            found = matrix.rows(range(len(matrix.grouped))).reshape(-1, group)
-            assert np.isfinite(found).all()
-            assert np.mean(matrix.row_scale.reshape(-1, 1) == scale) > 0.95
-            assert ((x - found) ** 2).sum() <= 1.005 * ((x - expected) ** 2).sum()
+    for x, matrix in layer_matrices(ck, four):
+        x = x.reshape(-1, group)
+        expected, scale = naive_q4(x, group)
+        found = matrix.rows(range(len(matrix.grouped))).reshape(-1, group)
+        assert np.isfinite(found).all()
+        assert np.mean(matrix.row_scale.reshape(-1, 1) == scale) > 0.95
+        assert ((x - found) ** 2).sum() <= 1.005 * ((x - expected) ** 2).sum()
 
 
 def test_four_bits_of_trained_weights(run, tmp_path):
@@ -499,7 +537,7 @@ def test_four_bits_do_not_depend_on_pieces_or_threads(checkpoint, run, tmp_path,
 # ---------------------------------------------------------------------------- refusals
 
 BAD_CONFIG = [
-    ({"architectures": ["Qwen3MoeForCausalLM"]}, "architectures", "Qwen3MoeForCausalLM"),
+    ({"architectures": ["Qwen3NextForCausalLM"]}, "architectures", "Qwen3NextForCausalLM"),
     ({"architectures": None}, "architectures", "None"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "fp8"),
     ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
@@ -534,6 +572,30 @@ BAD_CONFIG = [
 ]
 
 
+BAD_EXPERTS = [
+    ({"num_experts": None}, "num_experts, expected an integer from 0 to 4096, found None"),
+    ({"num_experts": 0}, "num_experts_per_tok, expected from 1 to num_experts, 0, found 2"),
+    ({"num_local_experts": 1}, "num_experts_per_tok, expected from 1 to num_local_experts, 1"),
+    ({"num_experts": 4097}, "num_experts.*4096, found 4097"),
+    ({"num_experts_per_tok": 4}, "num_experts_per_tok, expected from 1 to num_experts, 3, found 4"),
+    ({"num_experts_per_tok": None}, "num_experts_per_tok.*found None"),
+    ({"moe_intermediate_size": None}, "moe_intermediate_size.*found None"),
+    ({"moe_intermediate_size": 72}, "moe_intermediate_size, expected a multiple of 32"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob, expected true or false, found 1"),
+    ({"mlp_only_layers": [1]}, r"mlp_only_layers is not supported, expected none, found \[1\]"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step is not supported, expected 1, found 2"),
+    ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size.*expected 0, found 64"),
+    ({"qkv_bias": True}, "qkv_bias is not supported, expected false, found True"),
+    ({"use_qk_norm": False}, "use_qk_norm is not supported, expected true, found False"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"num_experts": 4}, "missing: layers.0.mlp.experts.3.gate_proj.weight"),
+    ({"num_experts": 2}, "left over: model.layers.0.mlp.experts.2.gate_proj.weight"),
+    ({"moe_intermediate_size": 128}, r"shape of model.layers.0.mlp.experts.0.gate_proj.weight"),
+    ({"architectures": ["Qwen3ForCausalLM"], "intermediate_size": 64},
+     "missing: layers.0.mlp.gate_proj.weight.*left over: model.layers.0.mlp.gate.weight"),
+]
+
+
 def refused(result, *patterns):
     """One line that names everything asked for, exit status 1."""
     status, err = result
@@ -550,6 +612,22 @@ def test_config_refused(checkpoint, run, tmp_path, changes, patterns):
     (folder / "config.json").write_text(json.dumps(config))
     refused(run(folder, "out.bin"), *patterns)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("changes, pattern", BAD_EXPERTS)
+def test_experts_refused(checkpoint, run, tmp_path, changes, pattern):
+    folder = checkpoint(**experts(3, used=2, qkv_bias=False, use_qk_norm=True, mlp_only_layers=[],
+                                  shared_expert_intermediate_size=0)).save(tmp_path / "in")
+    assert run(folder, "out.bin")[0] == 0
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(run(folder, "out.bin"), pattern)
+
+
+def test_router_that_is_not_finite(checkpoint, run, tmp_path):
+    ck = checkpoint(**experts(3))
+    ck.tensors["layers.1.mlp.gate.weight"][2, 7] = np.nan
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "model.layers.1.mlp.gate.weight", "NaN")
 
 
 @pytest.mark.parametrize("changes, missing, left_over", [

@@ -3,6 +3,7 @@ test_export.py; what the checkpoint itself gives is the measure."""
 
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -15,15 +16,17 @@ import reference
 from conftest import ROOT, environment
 from gguf import GGMLQuantizationType as Kind
 from reference import quantize
-from test_export import (LEVELS, MATRICES, checkpoint, read_tokenizer,  # noqa: F401 (fixtures)
-                         refused, rows, run, tokenizer_json)
+from test_export import (LEVELS, MATRICES, checkpoint, experts,  # noqa: F401 (fixtures)
+                         read_tokenizer, refused, rows, run, tokenizer_json)
 
 NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
          "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
          "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
          "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
          "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-         "mlp.down_proj": "ffn_down", "mlp.up_proj": "ffn_up"}
+         "mlp.down_proj": "ffn_down", "mlp.up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp",
+         "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.down_proj": "ffn_down_exps",
+         "mlp.experts.up_proj": "ffn_up_exps"}
 PRINTED = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
            "</think>"}  # not special in Hugging Face's files, and so are
 CALLED_CONTROL = {f"<|{name}|>" for name in (  # these, but not so for the converter
@@ -41,7 +44,8 @@ def gguf_name(name: str) -> str:
 def values(ck) -> dict[str, object]:
     """The metadata that llama.cpp's converter writes."""
     c, tok = ck.config, ck.tokenizer
-    family = "qwen3" if c["architectures"] == ["Qwen3ForCausalLM"] else "qwen2"
+    family = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2",
+              "Qwen3MoeForCausalLM": "qwen3moe"}[c["architectures"][0]]
     tokens = {i: (text, gguf.TokenType.NORMAL) for text, i in tok["model"]["vocab"].items()}
     for added in tok["added_tokens"]:
         printed = added["content"] in PRINTED
@@ -68,17 +72,33 @@ def values(ck) -> dict[str, object]:
         "tokenizer.ggml.eos_token_id": c["eos_token_id"],
         "tokenizer.ggml.bos_token_id": c["bos_token_id"],
         "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": CHATML}
+    if ck.n_experts:
+        result |= {f"{family}.expert_count": ck.n_experts,
+                   f"{family}.expert_used_count": c["num_experts_per_tok"],
+                   f"{family}.expert_feed_forward_length": c["moe_intermediate_size"]}
     names = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k",
              "repetition_penalty": "penalty_repeat"}
     return result | {f"general.sampling.{names[key]}": value
                      for key, value in ck.generation.items() if key in names}
 
 
+def with_experts_joined(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """By llama.cpp's names: a layer's experts are one tensor (experts, out, in)."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for name, x in tensors.items():
+        parts.setdefault(gguf_name(re.sub(r"experts\.\d+", "experts", name)), []).append(x)
+    return {name: np.stack(x) if "_exps" in name else x[0] for name, x in parts.items()}
+
+
+def is_matrix(name: str, x: np.ndarray) -> bool:
+    return x.ndim > 1 and "ffn_gate_inp" not in name
+
+
 def blocks(ck, kind: Kind) -> dict[str, tuple[np.ndarray, Kind]]:
     """The tensors: matrices in that kind, all else in F32."""
-    stored = zip(ck.tensors, ck.stored())
-    return {gguf_name(name): (gguf.quantize(x, kind), kind) if x.ndim == 2 else (x, Kind.F32)
-            for name, (_, _, x) in stored}
+    stored = {name: x for name, (_, _, x) in zip(ck.tensors, ck.stored())}
+    return {name: (gguf.quantize(x, kind), kind) if is_matrix(name, x) else (x, Kind.F32)
+            for name, x in with_experts_joined(stored).items()}
 
 
 def write(path: Path, metadata: dict[str, object], tensors, endian=gguf.GGUFEndian.LITTLE) -> Path:
@@ -120,6 +140,7 @@ VARIANTS = {
     "group 32": lambda ck: ck("BF16", hidden_size=96, intermediate_size=160, head_dim=32),
     "theta, eps": lambda ck: ck("F32", rope_theta=5000000, rms_norm_eps=1e-5),
     "Qwen2": lambda ck: ck("BF16", architectures=["Qwen2ForCausalLM"], head_dim=32),
+    "experts": lambda ck: ck("BF16", **experts(3, used=2)),
 }
 
 
@@ -210,7 +231,7 @@ def test_q8_0_goes_over_as_it_is(checkpoint, make, run, tmp_path):
     assert np.array_equal(q.ravel(), expected[0][0]) and np.array_equal(scale, expected[1][0])
 
 
-def random_blocks(rng, shape: tuple[int, int], kind: Kind) -> np.ndarray:
+def random_blocks(rng, shape: tuple[int, ...], kind: Kind) -> np.ndarray:
     """Random bytes where they make finite values."""
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     found = np.zeros((0, size), np.uint8)
@@ -219,7 +240,7 @@ def random_blocks(rng, shape: tuple[int, int], kind: Kind) -> np.ndarray:
         with np.errstate(all="ignore"):
             x = gguf.dequantize(tried, kind)
         found = np.concatenate([found, tried[(np.abs(x) < 1e6).all(axis=1)]])
-    return found[:math.prod(shape) // elements].reshape(shape[0], -1)
+    return found[:math.prod(shape) // elements].reshape(*shape[:-1], -1)
 
 
 QUANTIZED = [kind for kind in """Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ2_XXS IQ2_XS IQ2_S
@@ -247,17 +268,18 @@ FOUR_BITS = {"Q4_0": list(range(-8, 8)),
              "IQ4_NL": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]}
 
 
-def random_tensors(ck, kind, part="layers."):
+def random_tensors(ck, kind, part="blk."):
     """Random blocks of that kind in matrices with such names; scales may be negative, too."""
     rng = np.random.default_rng(4)
-    return {gguf_name(name): (random_blocks(rng, x.shape, kind), kind)
-            for name, x in ck.tensors.items() if x.ndim == 2 and part in name}
+    return {name: (random_blocks(rng, x.shape, kind), kind)
+            for name, x in with_experts_joined(ck.tensors).items()
+            if is_matrix(name, x) and part in name}
 
 
-@pytest.mark.parametrize("kind", FOUR_BITS)
-def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind):
-    ck = checkpoint("F32", hidden_size=256, intermediate_size=256)
-    tensors = random_tensors(ck, Kind[kind]) | random_tensors(ck, Kind.Q6_K, "embed")
+@pytest.mark.parametrize("kind, config", [("Q4_0", {}), ("IQ4_NL", {}), ("Q4_0", experts(3))])
+def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind, config):
+    ck = checkpoint("F32", hidden_size=256, **config)
+    tensors = random_tensors(ck, Kind[kind]) | random_tensors(ck, Kind.Q6_K, "token_embd")
     status, err = run(make(ck, tensors=tensors))
     assert status == 0 and "wrote model-q4.bin" in err[0], err
     assert len(err) == 2 and "export.py: Q6_K: quantized again, in groups of 32" in err[1]
@@ -266,12 +288,15 @@ def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind):
     assert list(np.frombuffer(data, "i1", 16, 0x70)) == FOUR_BITS[kind]
     for ours, theirs in MATRICES.items():
         for layer, found in enumerate(model.w[ours]):
-            name = gguf_name(f"layers.{layer}.{theirs}.weight")
-            assert np.array_equal(found.dense, gguf.dequantize(*tensors[name]))
+            name = theirs.replace("mlp", "mlp.experts" if config else "mlp")
+            x = gguf.dequantize(*tensors[gguf_name(f"layers.{layer}.{name}.weight")])
+            found = [m.dense for m in found] if isinstance(found, list) else found.dense
+            assert np.array_equal(found, x)
     x = gguf.dequantize(*tensors["token_embd.weight"])
-    expected = quantize(x.reshape(1, -1), 32)
-    q, scale = matrix(data, ck.config, 32)
-    assert np.array_equal(q.ravel(), expected[0][0]) and np.array_equal(scale, expected[1][0])
+    q, scale = quantize(x, 32)
+    embedding = model.w["embed"]
+    assert np.array_equal(embedding.grouped.reshape(q.shape), q)
+    assert np.array_equal(embedding.row_scale, scale)
     status, err = run("model.gguf", "--check")
     assert status == 0 and "rms error at most" in err[0] and "token_embd.weight" in err[0]
 
@@ -299,7 +324,7 @@ def test_mixtures_with_four_bits(checkpoint, make, run, tmp_path, kinds):
     """They become eight bits, unless told otherwise."""
     ck = checkpoint("F32")
     first, second = (random_tensors(ck, Kind[kind], part)
-                     for kind, part in zip(kinds, ("layers.", "layers.1.mlp.down")))
+                     for kind, part in zip(kinds, ("blk.", "blk.1.ffn_down")))
     path = make(ck, Kind.Q8_0, tensors=first | second)
     status, err = run(path)
     again = ", ".join(sorted(set(kinds) - {"Q8_0"}))
@@ -390,7 +415,8 @@ def shape(name, *new):
 
 BAD = {
     "llama": ({"general.architecture": "llama"}, None, "general.architecture .*'llama'"),
-    "moe": ({"general.architecture": "qwen3moe"}, None, "qwen2 or qwen3, found 'qwen3moe'"),
+    "moe": ({"general.architecture": "qwen2moe"}, None,
+            "qwen2 or qwen3 or qwen3moe, found 'qwen2moe'"),
     "spm": ({"tokenizer.ggml.model": "llama"}, None, "tokenizer.ggml.model .*gpt2, found 'llama'"),
     "pre": ({"tokenizer.ggml.pre": "llama-bpe"}, None, "tokenizer.ggml.pre .*qwen2.*'llama-bpe'"),
     "no pre": ({"tokenizer.ggml.pre": None}, None, "tokenizer.ggml.pre .*found None"),
@@ -411,7 +437,10 @@ BAD = {
     "alignment": ({"general.alignment": 0}, None, "ZeroDivisionError"),
     "no embedding": ({}, without("token_embd.weight"), "KeyError: 'embed_tokens.weight'"),
     "missing": ({}, without("blk.1.attn_q.weight"), "missing: layers.1.self_attn.q_proj.weight"),
-    "left over": ({}, shape("blk.0.ffn_gate_exps.weight", 2, 2), "left over: blk.0.ffn_gate_exps"),
+    "left over": ({}, shape("blk.0.ffn_gate_exps.weight", 1, 2, 2), "left over: blk.0.ffn_gate_exp"),
+    "one expert": ({}, shape("blk.0.ffn_gate_exps.weight", 2, 2), "shape of blk.0.ffn_gate_exps.wei"),
+    "many experts": ({}, shape("blk.0.ffn_gate_exps.weight", 4097, 1, 1),
+                     r"up to 4096 experts' matrices, found \[4097, 1, 1\]"),
     "no norm": ({}, without("blk.0.attn_q_norm.weight"), "missing: layers.0.self_attn.q_norm"),
     "bias": ({}, shape("blk.0.attn_q.bias", 128), "left over: blk.0.attn_q.bias"),
     "shape": ({}, shape("blk.0.attn_q.weight", 64, 128),
@@ -428,10 +457,44 @@ def test_refused(checkpoint, run, tmp_path, which):
     tensors = blocks(ck, Kind.F32)
     if spoil:
         spoil(tensors)
-    metadata = {key.replace("qwen3moe", "qwen3"): v for key, v in (values(ck) | changes).items()}
-    refused(run(write(tmp_path / "model.gguf", metadata, tensors), "out.bin"), "model.gguf",
-            pattern)
+    refused(run(write(tmp_path / "model.gguf", values(ck) | changes, tensors), "out.bin"),
+            "model.gguf", pattern)
     assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
+
+
+BAD_EXPERTS = {
+    "count": ({"qwen3moe.expert_count": None}, None, "num_experts.*found None"),
+    "used": ({"qwen3moe.expert_used_count": 4}, None, "num_experts_per_tok.*found 4"),
+    "width": ({"qwen3moe.expert_feed_forward_length": None}, None, "moe_intermediate_size.*None"),
+    "more": ({"qwen3moe.expert_count": 4}, None, "missing: layers.0.mlp.experts.3.gate_proj.weight"),
+    "fewer": ({"qwen3moe.expert_count": 2}, None, "left over: blk.0.ffn_gate_exps.weight"),
+    "none": ({}, without("blk.1.ffn_up_exps.weight"), "missing: layers.1.mlp.experts.0.up_proj"),
+    "shape": ({}, shape("blk.1.ffn_up_exps.weight", 3, 64, 32),
+              r"shape of blk.1.ffn_up_exps.weight, expected \[64, 64\], found \[64, 32\]"),
+    "no router": ({}, without("blk.1.ffn_gate_inp.weight"), "missing: layers.1.mlp.gate.weight"),
+    "NaN": ({}, lambda t: t["blk.1.ffn_gate_inp.weight"][0].fill(np.nan),
+            "blk.1.ffn_gate_inp.weight, expected finite numbers"),
+}
+
+
+@pytest.mark.parametrize("which", BAD_EXPERTS)
+def test_experts_refused(checkpoint, run, tmp_path, which):
+    changes, spoil, pattern = BAD_EXPERTS[which]
+    ck = checkpoint("F32", **experts(3))
+    tensors = blocks(ck, Kind.F32)
+    if spoil:
+        spoil(tensors)
+    refused(run(write(tmp_path / "model.gguf", values(ck) | changes, tensors), "out.bin"), pattern)
+
+
+def test_experts_in_q8_0(checkpoint, make, run, tmp_path):
+    """An expert's blocks go over as they are."""
+    ck = checkpoint("F32", **experts(3))
+    path = make(ck, Kind.Q8_0)
+    assert run(path, "out.bin")[0] == 0
+    stored, kind = blocks(ck, Kind.Q8_0)["blk.1.ffn_up_exps.weight"]
+    found = reference.Model.from_bin(tmp_path / "out.bin", "weights").w["up"][1]
+    assert np.array_equal([m.dense for m in found], gguf.dequantize(stored, kind))
 
 
 def test_big_endian(checkpoint, run, tmp_path):
