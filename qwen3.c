@@ -1799,10 +1799,10 @@ static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int b
 }
 
 // A number that is not finite would choose experts at random.
-static void check_router(Cursor *in, const Config *c, const float *router, int layer) {
+static void check_router(const char *path, const Config *c, const float *router, int layer) {
     for (size_t i = 0; i < (size_t)c->n_experts * c->dim; i++) {
         if (!isfinite(router[i]))
-            die("%s: bad router of layer %d, expected finite numbers, found %f", in->file, layer,
+            die("%s: bad router of layer %d, expected finite numbers, found %f", path, layer,
                 router[i]);
     }
 }
@@ -1830,10 +1830,7 @@ static void model_map(Model *m, const char *path) {
         TAKE_FLOATS(q_norm, c->head_dim);
         TAKE_FLOATS(k_norm, c->head_dim);
     }
-    if (c->n_experts) {
-        TAKE_FLOATS(router, (uint64_t)c->n_experts * c->dim);
-        for (int l = 0; l < c->n_layers; l++) check_router(&in, c, weights->layers[l].router, l);
-    }
+    if (c->n_experts) TAKE_FLOATS(router, (uint64_t)c->n_experts * c->dim);
     weights->embedding = take_matrix(&in, c, c->vocab_size, c->dim, 8, "the token embedding");
     TAKE_MATRIX(wq, c->q_dim, c->dim);
     TAKE_MATRIX(wk, c->kv_dim, c->dim);
@@ -1851,6 +1848,9 @@ static void model_map(Model *m, const char *path) {
     }
     if (in.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - in.rest.n, file.n);
+    for (int l = 0; l < c->n_layers && c->n_experts; l++) {
+        check_router(path, c, weights->layers[l].router, l);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------

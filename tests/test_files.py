@@ -19,7 +19,8 @@ SHAPES = {                                              # the models that the ro
     "qwen3": dict(),
     "yarn": dict(yarn=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)),
     "qwen2": dict(n_heads=2, n_kv_heads=1, qwen2=True),
-    "4 bits": dict()}
+    "4 bits": dict(),
+    "experts": dict(n_experts=4, n_experts_used=2, topk_norm=False)}
 BITS = {"4 bits": ("--bits", 4)}                        # export.py's options
 
 
@@ -113,6 +114,12 @@ FIELDS = {"qwen3": [
 ], "4 bits": [
     Field("bad layer_bits", 0x68, values=(2, 8), elsewhere={0: "unknown header field"}),
     Field("unknown header field", 0x6C, harmless=(0,)),
+], "experts": [
+    Field("bad n_experts,", 0x5C, values=(4097, 2, 8), elsewhere={
+        0: "bad n_experts_used", 1: "bad n_experts_used", 2: SIZE, 3: SIZE, 5: SIZE, 8: SIZE}),
+    Field("bad n_experts_used", 0x60, values=(5, 4), harmless=(1, 3, 4)),
+    Field("bad no_topk_norm", 0x64, values=(2,), harmless=(0,)),
+    base_field("hidden_dim", 2**20, elsewhere={64: SIZE, 256: SIZE, 2**20: SIZE}),
 ], "qwen2": [
     Field("bad qkv_bias", 0x54, elsewhere={0: SIZE}), Field("bad no_qk_norm", 0x58, elsewhere={0: SIZE})]}
 
@@ -184,10 +191,15 @@ def tensors(name):
             (norm, layers * head) for norm in ("q_norm", "k_norm") if not qwen2]:
         yield tensor, at, 4 * count, at, count
         at += 4 * count
+    experts = SHAPES[name].get("n_experts", 0)
+    for layer in range(layers if experts else 0):
+        yield "router", at, 4 * experts * dim, at, experts * dim
+        at += 4 * experts * dim
+    hidden_rows, dim_rows = hidden * max(experts, 1), dim * max(experts, 1)
     group = 32 if name in BITS else 64
     for tensor, n in [("the token embedding", VOCAB * dim)] + [(tensor, n) for tensor, n in (
-            ("wq", q * dim), ("wk", kv * dim), ("wv", kv * dim), ("wo", dim * q), ("w1", hidden * dim),
-            ("w2", dim * hidden), ("w3", hidden * dim)) for _ in range(layers)]:
+            ("wq", q * dim), ("wk", kv * dim), ("wv", kv * dim), ("wo", dim * q),
+            ("w1", hidden_rows * dim), ("w2", dim_rows * hidden), ("w3", hidden_rows * dim)) for _ in range(layers)]:
         share = 2 if name in BITS and tensor != "the token embedding" else 1
         yield tensor, at, (n + 4 * n // group) // share, at + n // share, n // group
         at += (n + 4 * n // group) // share
@@ -197,7 +209,7 @@ def tensors(name):
             at += 4 * n
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "4 bits"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "4 bits", "experts"])
 def test_cut_and_longer_models(files, name):
     """At the borders of each tensor, and one byte before and after them."""
     data = files(name).model_bytes
@@ -257,6 +269,18 @@ def test_scales_of_16_bits(files, value):
     for n in (1, count):
         failures = [*check_weights(files("4 bits"), at, n, value, "e")]
         assert all(failures[:3]) == (not math.isfinite(value))
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38, 1e-45], ids=str)
+def test_routers(files, value):
+    """A router with NaN or infinity would choose at random; one with large numbers may overflow."""
+    f = files("experts")
+    for layer, at in enumerate(at for name, _, _, at, _ in tensors("experts") if name == "router"):
+        if math.isfinite(value):
+            assert set(check_weights(f, at + 4 * 70, 1, value)) == {0}
+        else:
+            assert_error(f.run(patched(f.model_bytes, "f", at + 4 * 70, value)), 1,
+                         f"bad router of layer {layer}", "finite")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from conftest import (ADDED, STATS, expand_four_bits, export, make_checkpoint, o
 from reference import Model, read_tokenizer
 
 SLOW = {"mha", "head-dim-48", "head-dim-128", "one-head", "gqa-8", "no-prefix-f32", "padded-vocabulary",
-        "theta-1e4", "eps-1e-5", "yarn-old-keys", "qwen2-gqa-7-group-32-untied"}
+        "theta-1e4", "eps-1e-5", "yarn-old-keys", "qwen2-gqa-7-group-32-untied", "experts-one-of-40"}
 SHAPES = {
     "gqa-2": dict(),
     "mha": dict(n_kv_heads=4, seed=2),
@@ -38,6 +38,10 @@ SHAPES = {
     "qwen2": dict(n_heads=2, n_kv_heads=1, head_dim=32, qwen2=True, seed=22),
     "qwen2-gqa-7-group-32-untied": dict(dim=224, hidden_dim=160, n_heads=14, n_kv_heads=2,
                                         head_dim=16, tied=False, qwen2=True, seed=23),
+    "experts": dict(hidden_dim=64, n_experts=8, n_experts_used=2, tied=False, seed=25),
+    "experts-all-without-norm-group-32": dict(dim=96, hidden_dim=32, n_heads=6, n_kv_heads=2, head_dim=16,
+                                              n_experts=5, n_experts_used=5, topk_norm=False, seed=26),
+    "experts-one-of-40": dict(hidden_dim=64, n_experts=40, n_experts_used=1, new_keys=True, seed=27),
     "yarn-old-keys": dict(max_len=256, seed=19, yarn=dict(
         type="yarn", factor=2.0, original_max_position_embeddings=128)),
 }
@@ -226,9 +230,19 @@ def wide_context(tmp_path_factory, tokenizer):
     return path, file
 
 
+@pytest.fixture(scope="module")
+def wide_experts(tmp_path_factory, tokenizer, wide_context):
+    """The same for a mixture of experts, with four bits."""
+    directory = tmp_path_factory.mktemp("experts")
+    hf = make_checkpoint(directory / "hf", tokenizer, hidden_dim=96, n_experts=12, n_experts_used=3,
+                         max_len=1024, seed=28)
+    return export(hf, directory / "model.bin", "--bits", 4), wide_context[1]
+
+
 @pytest.mark.parametrize("options", CUTS, ids=lambda options: " ".join(map(str, options)))
-def test_same_bits_however_cut(wide_context, options):
-    path, file = wide_context
+@pytest.mark.parametrize("model", ["wide_context", "wide_experts"])
+def test_same_bits_however_cut(request, model, options):
+    path, file = request.getfixturevalue(model)
     assert perplexity(path, "-f", file, *options) == perplexity(path, "-f", file, "-j", 1)
     for sampling in (("-t", 0), ("-t", 1, "-k", 0, "-p", 1, "-s", 12345)):
         run = (path, "-m", "generate", "-f", file, "-n", 60, "-q", *sampling)
