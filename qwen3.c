@@ -1760,7 +1760,10 @@ static void take_extended_header(Config *c, Cursor *in) {
     c->qkv_bias = take_int(in, "qkv_bias", 0, 1);
     c->no_qk_norm = take_int(in, "no_qk_norm", 0, 1);
     c->n_experts = take_int(in, "n_experts", 0, 4096);
-    c->n_experts_used = take_int(in, "n_experts_used", c->n_experts > 0, c->n_experts);
+    c->n_experts_used = take_int(in, "n_experts_used", 0, 4096);
+    if (c->n_experts_used < min_int(c->n_experts, 1) || c->n_experts_used > c->n_experts)
+        die("%s: bad n_experts_used, expected %d to %d, found %d", in->file,
+            min_int(c->n_experts, 1), c->n_experts, c->n_experts_used);
     c->no_topk_norm = take_int(in, "no_topk_norm", 0, c->n_experts > 0);
     if (c->n_experts * (int64_t)max_int(c->dim, c->hidden_dim) > 1 << 30)
         die("%s: bad n_experts, expected at most 2^30 rows in all experts, found %d of %d", in->file,
