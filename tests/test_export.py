@@ -492,7 +492,7 @@ def test_four_bits(checkpoint, run, tmp_path, group, config):
 
 
 def test_four_bits_of_trained_weights(run, tmp_path):
-    """The error is less than in GGUF's formats of this size: Q4_0 has 8.7 %, IQ4_NL 7.7 %."""
+    """The error is less than in GGUF's Q4_0, which has 8.7 % here."""
     assert run(ROOT / "tests/tiny/model", "--bits", 4)[0] == 0
     four = reference.Model.from_bin(tmp_path / "model-q4.bin", "weights").w
     exact = reference.Model.from_checkpoint(ROOT / "tests/tiny/model", "fp32").w
