@@ -235,7 +235,8 @@ typedef struct {
 typedef struct {         // one thread's own buffers
     float *h;            // (dim)                 rmsnorm(x) of one token
     float *kv;           // (batch, head_dim)     k or v of one head
-    float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens
+    float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens;
+                         // later those of an expert's output, and of the sum of all experts
     Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
     void *panel;         // Part III only: a transposed panel, or the terms of matvec
     float *att;          // Part III only: see AttentionTask
@@ -817,14 +818,12 @@ typedef struct Routing {
     int *place;    // (n_experts + 1)     expert[k] has token[place[k]] .. token[place[k + 1] - 1]
 } Routing;
 
-// a . b, both (n), in the order of sum_of
+// a . b, both (n), n a multiple of 16; in the order of sum_of
 INLINE float dot_floats(const float *a, const float *b, int n) {
     float sums[16] = {0};
-    int i = 0;
-    for (; i + 16 <= n; i += 16) {
+    for (int i = 0; i < n; i += 16) {
         for (int j = 0; j < 16; j++) sums[j] = mul_add(a[i + j], b[i + j], sums[j]);
     }
-    for (; i < n; i++) sums[i % 16] = mul_add(a[i], b[i], sums[i % 16]);
     return sum_of(sums, 16, false);
 }
 
@@ -867,6 +866,7 @@ static void choose_experts(const Config *c, float *share) {
     }
     const float divisor = c->no_topk_norm ? all : chosen;
     for (int e = 0; e < c->n_experts; e++) share[e] = share[e] < 0 ? -share[e] / divisor : 0;
+    if (isnan(all)) share[0] = NAN;  // reaches the logits, and the run ends
 }
 
 static void choose_job(void *arg, int begin, int end, int thread) {
@@ -878,17 +878,17 @@ static void choose_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// share = p[e] for e in S, else 0; then lists the tokens of each expert. (place[0] is always 0.)
+// share = p[e] for e in S, else 0; then lists the tokens of each expert.
 static void route(const Pass *p) {
     const Config *c = &p->m->config;
     Routing *r = p->m->state.routing;
     parallel(router_norm_job, (void *)p, p->n - p->first, 4);
     parallel(router_job, (void *)p, c->n_experts, 8);
     parallel(choose_job, (void *)p, p->n - p->first, 4);
-    r->n_active = 0;
+    r->n_active = r->place[0] = 0;
     for (int e = 0, n = 0; e < c->n_experts; e++) {
         for (int t = p->first; t < p->n; t++) {
-            if (r->share[(size_t)t * c->n_experts + e] > 0) r->token[n++] = t;
+            if (r->share[(size_t)t * c->n_experts + e] != 0) r->token[n++] = t;
         }
         if (n == r->place[r->n_active]) continue;  // nobody chose e
         r->expert[r->n_active++] = e;
@@ -1766,8 +1766,8 @@ static void take_extended_header(Config *c, Cursor *in) {
             min_int(c->n_experts, 1), c->n_experts, c->n_experts_used);
     c->no_topk_norm = take_int(in, "no_topk_norm", 0, c->n_experts > 0);
     if (c->n_experts * (int64_t)max_int(c->dim, c->hidden_dim) > 1 << 30)
-        die("%s: bad n_experts, expected at most 2^30 rows in all experts, found %d of %d", in->file,
-            c->n_experts, max_int(c->dim, c->hidden_dim));
+        die("%s: bad n_experts, expected at most 2^30 rows in all experts, found %d of %d",
+            in->file, c->n_experts, max_int(c->dim, c->hidden_dim));
     c->layer_bits = take_u32(in, "layer_bits");
     if (c->layer_bits != 0 && c->layer_bits != 4)
         die("%s: bad layer_bits, expected 0 (8 bits) or 4, found %d", in->file, c->layer_bits);
@@ -1781,7 +1781,7 @@ static void take_extended_header(Config *c, Cursor *in) {
         }
     } else {
         c->layer_bits = 8;
-        for (int at = 0x70; at < 0x80; at += 4) take_int(in, unknown, 0, 0);
+        for (int at = 0x70; at < 0x80; at += 4) take_int(in, "levels", 0, 0);
     }
     for (int at = 0x80; at < 256; at += 4) take_int(in, unknown, 0, 0);
 }
@@ -2264,8 +2264,8 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // A draft fills a pass that takes about the time of one token (draft_rows() of them), or twice that
 // after a draft that was right to its end. Credit is counted in 1 / DRAFT_COST of a token's time.
 // Every pass earns 1, every right token DRAFT_COST; a draft costs DRAFT_COST for each draft_rows()
-// tokens, or for each token where it has experts of its own. So wrong drafts take about 2 % of the
-// time.
+// tokens; with four bits, which leave a token less memory to wait for, for each two tokens; with
+// experts, which differ from token to token, for each. So wrong drafts take about 2 % of the time.
 enum { NGRAM = 5, DRAFT_COST = 50 };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
@@ -2291,7 +2291,8 @@ static int draft(Engine *e, int count, bool was_right) {
     *credit = min_int(*credit + 1, 8 * DRAFT_COST);  // at most 8 wrong drafts in a row
     if (count < NGRAM || *credit < DRAFT_COST) return 0;
     int drafted = lookup(e->cached.p, e->cached.n + 1, rows - 1);
-    const int cost = e->model.config.n_experts ? drafted : drafted / draft_rows() + 1;
+    const Config *c = &e->model.config;
+    const int cost = c->n_experts ? drafted : drafted / (c->layer_bits == 4 ? 2 : draft_rows()) + 1;
     if (drafted) *credit -= DRAFT_COST * cost;
     return drafted;
 }
@@ -3665,7 +3666,7 @@ INLINE void transpose_rows(VecI *out, int stride, const void *words, int rows, i
 }
 
 // Transposed nibbles, (cols / 8) vectors of 4 bytes a lane, become (cols / 4) vectors of levels, in
-// place. From the back, as vector j makes those of two places that are not before its own.
+// place. Backwards, because vector j writes only to places from j on.
 INLINE void expand_nibbles(VecI *wq, int stride, int cols, VecI levels, const int group) {
     const int half = group / 8;  // vectors of half a group
     for (int j = cols / 8 - 1; j >= 0; j--) {
@@ -3682,8 +3683,7 @@ INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, with W_BIAS
     return table ^ splat(FLIP);
 }
 
-// Adds neighbours until one vector is left: lane i is the sum of the i-th n lanes of the n vectors
-// of a, counted through all of them.
+// Lane i becomes the sum of lanes i * n .. i * n + n - 1 of the n vectors of a, laid end to end.
 INLINE VecI sum_each(VecI *a, const int n) {
     UNROLL for (int left = n / 2; left > 0; left /= 2) {
         UNROLL for (int i = 0; i < left; i++) a[i] = add_pairs(a[2 * i], a[2 * i + 1]);
@@ -3698,9 +3698,9 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
     for (int i = 0; part->add && i < count; i++) out[i] += values[i];
 }
 
-// How far ahead weights (in bytes) and their scales (in floats) are prefetched: the CPU's own
-// prefetching stops at the end of a page. Not a multiple of 4,096 bytes: addresses 4 KB apart share
-// an L1 set.
+// How far ahead weights (in bytes) and their scales (in numbers) are prefetched, those of four bits
+// into L1 and, further, into L2: the CPU's own prefetching stops at the end of a page. Not a
+// multiple of 4,096 bytes: addresses 4 KB apart share an L1 set.
 enum { AHEAD = 5120, AHEAD_4 = 2560, AHEAD_4_L2 = 12288 - 64, SCALES_AHEAD = 64 };
 
 typedef struct {               // a row of a matrix and the vector x, from some group on
@@ -3761,7 +3761,7 @@ INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, con
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     VecF *const columns = own->panel;                    // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    int8_t *const split = (int8_t *)(terms + LANES * n_groups);  // (cols)
+    int8_t *const split = (int8_t *)(terms + LANES * n_groups) + (t - part->token_begin) * cols;
     if (bits == 4 && row == part->row_begin) split_groups(split, x.q, cols, group);
     for (int r = 0; r < rows; r++) {
         const size_t first = (size_t)(row + r) * n_groups;
@@ -3898,14 +3898,20 @@ INLINE void matmul_plain(const Matmul *part, const Workspace *own, int row, cons
     }
 }
 
+// For up to so many tokens, matvec for each is faster than a panel for all.
+INLINE int few_tokens(const Matrix *w) { return !HAVE_DOT4 ? 0 : w->bits == 4 ? 6 : 3; }
+
 INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int group) {
     const int n_tokens = part->token_end - part->token_begin;
-    const int step = HAVE_DOT4 && n_tokens == 1 ? LANES : PANEL_ROWS;
+    const bool few = n_tokens <= few_tokens(part->w);
+    const int step = few ? LANES : PANEL_ROWS;
     for (int r = part->row_begin; r < part->row_end && n_tokens > 0; r += step) {
         if (!HAVE_DOT4) matmul_plain(part, own, r, group);
-        else if (n_tokens > 1) matmul_panel(part, own, r, group);
-        else if (part->w->bits == 4) matvec(part, own, part->token_begin, r, group, 4);
-        else matvec(part, own, part->token_begin, r, group, 8);
+        else if (!few) matmul_panel(part, own, r, group);
+        for (int t = part->token_begin; few && t < part->token_end; t++) {
+            if (part->w->bits == 4) matvec(part, own, t, r, group, 4);
+            else matvec(part, own, t, r, group, 8);
+        }
     }
 }
 

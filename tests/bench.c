@@ -341,7 +341,10 @@ static void map_described(int argc, char **argv) {
         if (strcmp(argv[0], shapes[i].name) != 0) continue;
         for (int j = 0; j < 3 && j + 1 < argc; j++) value[j] = atoi(argv[j + 1]);
         const int bits = value[0], layers = value[2] > 0 ? value[2] : shapes[i].n_layers;
-        map_synthetic(&shapes[i], bits, value[1] > 0 ? value[1] : bits == 4 ? 32 : 64, layers);
+        const int group = value[1] ? value[1] : bits == 4 ? 32 : 64;
+        if ((bits != 4 && bits != 8) || group < 32 || group > 256 || group & (group - 1))
+            die_usage("bad BITS or GROUP, expected 4 or 8; 32, 64, 128 or 256, found %d; %d", bits, group);
+        map_synthetic(&shapes[i], bits, group, layers);
         return;
     }
     die_usage("%s: no such shape, expected 0.6b, 4b, 8b, 30b-a3b or a file MODEL.bin", argv[0]);

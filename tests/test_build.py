@@ -153,7 +153,8 @@ def test_bench(model, tmp_path):
 @pytest.mark.slow
 def test_bench_refuses_what_is_no_model(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"x" * 300)
-    for model, status, word in ((tmp_path / "x.bin", 1, "magic"), ("9b", 2, "no such shape")):
-        run = subprocess.run([TESTS / "bench", model], capture_output=True, text=True, timeout=300,
+    for args, status, word in (([tmp_path / "x.bin"], 1, "magic"), (["9b"], 2, "no such shape"),
+                               (["small", "5"], 2, "BITS"), (["small", "4", "48"], 2, "GROUP")):
+        run = subprocess.run([TESTS / "bench", *args], capture_output=True, text=True, timeout=300,
                              env=environment())
         assert run.returncode == status and word in run.stderr

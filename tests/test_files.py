@@ -97,7 +97,8 @@ FIELDS = {"qwen3": [
     Field("bad rope_theta", 0x30, "f", harmless=(-0.0,)), Field("bad rms_norm_eps", 0x34, "f", harmless=(-0.0,)),
     Field("bad rope_scaling", 0x38, values=(2,), harmless=(0,), elsewhere={1: "YaRN factor"}),
     *[Field("unknown header field", at, harmless=(0,)) for at in (
-        *range(0x3C, 0x54, 4), 0x6C, *range(0x70, 0x84, 4), 0xFC)],
+        *range(0x3C, 0x54, 4), 0x6C, 0x80, 0xFC)],
+    *[Field("bad levels", at, harmless=(0,)) for at in range(0x70, 0x80, 4)],
     Field("unknown header field", 0x6D, "B"), Field("unknown header field", 0xFF, "B"),
     Field("bad n_experts,", 0x5C, values=(4097,), harmless=(0,), elsewhere={1: "bad n_experts_used", 4096: "bad n_experts_used"}),
     Field("bad n_experts_used", 0x60, harmless=(0,)), Field("bad no_topk_norm", 0x64, harmless=(0,)),
@@ -112,7 +113,7 @@ FIELDS = {"qwen3": [
     Field("bad YaRN attention_factor", 0x4C, "f", harmless=(-0.0,)),
     Field("bad YaRN no_rounding", 0x50, values=(2,), harmless=(0, 1)),
 ], "4 bits": [
-    Field("bad layer_bits", 0x68, values=(2, 8), elsewhere={0: "unknown header field"}),
+    Field("bad layer_bits", 0x68, values=(2, 8), elsewhere={0: "bad levels"}),
     Field("unknown header field", 0x6C, harmless=(0,)),
 ], "experts": [
     Field("bad n_experts,", 0x5C, values=(4097, 2, 8), elsewhere={
@@ -281,6 +282,14 @@ def test_routers(files, value):
         else:
             assert_error(f.run(patched(f.model_bytes, "f", at + 4 * 70, value)), 1,
                          f"bad router of layer {layer}", "finite")
+
+
+def test_choice_that_is_no_number(files):
+    """A finite router whose products overflow, and a norm of NaN before it"""
+    f, places = files("experts"), {name: (at, n) for name, _, _, at, n in tensors("experts")}
+    for name, value in (("router", 3e38), ("rms_ffn", NAN)):
+        at, n = places[name]
+        assert all([*check_weights(f, at, n, value)][:3])
 
 
 @pytest.mark.slow
