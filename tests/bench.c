@@ -77,7 +77,7 @@ static void put_routers(FILE *f, int64_t count) {
     }
 }
 
-// Maps a model of this shape. Its file is gone already.
+// Maps a model of this shape. Its file has no name.
 static void map_synthetic(const struct Shape *s, int bits, int group, int layers) {
     static const int8_t levels[] = {-127, -100, -78, -61, -46, -33, -21, -9,
                                     2, 13, 24, 36, 49, 64, 82, 106};
@@ -89,6 +89,7 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
     int fd = mkstemp(path);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
     if (!f) die("%s: %s", path, strerror(errno));
+    remove(path);  // nothing is left of it, whatever happens
     int32_t header[64] = {0x616A6331, 1};
     memcpy(header + 2, &s->dim, 9 * sizeof(int32_t));
     header[4] = layers;
@@ -106,9 +107,10 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
         for (int l = 0; l < layers; l++) put_matrix(f, sizes[i][0], sizes[i][1], group, bits);
     }
     if (!s->shared) put_matrix(f, s->vocab_size, dim, group, 8);
-    if (fclose(f) != 0) die("%s: %s", path, strerror(errno));
+    if (fflush(f) != 0) die("temporary file: %s", strerror(errno));
+    snprintf(path, sizeof(path), "/dev/fd/%d", fd);
     model_map(&m, path);
-    remove(path);
+    fclose(f);
 }
 
 // ---- What the machine can do
@@ -344,6 +346,8 @@ static void map_described(int argc, char **argv) {
         const int group = value[1] ? value[1] : bits == 4 ? 32 : 64;
         if ((bits != 4 && bits != 8) || group < 32 || group > 256 || group & (group - 1))
             die_usage("bad BITS or GROUP, expected 4 or 8; 32, 64, 128 or 256, found %d; %d", bits, group);
+        if (value[2] < 0 || value[2] > 4096 || argc > 4)
+            die_usage("bad LAYERS, expected 0 (the model's) to 4096, and nothing after it");
         map_synthetic(&shapes[i], bits, group, layers);
         return;
     }

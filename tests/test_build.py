@@ -154,7 +154,8 @@ def test_bench(model, tmp_path):
 def test_bench_refuses_what_is_no_model(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"x" * 300)
     for args, status, word in (([tmp_path / "x.bin"], 1, "magic"), (["9b"], 2, "no such shape"),
-                               (["small", "5"], 2, "BITS"), (["small", "4", "48"], 2, "GROUP")):
+                               (["small", "5"], 2, "BITS"), (["small", "4", "48"], 2, "GROUP"),
+                               (["small", "8", "0", "-1"], 2, "LAYERS")):
         run = subprocess.run([TESTS / "bench", *args], capture_output=True, text=True, timeout=300,
                              env=environment())
         assert run.returncode == status and word in run.stderr
