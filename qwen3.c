@@ -3477,12 +3477,16 @@ enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each
 static const char *simd_name(void) { return SIMD; }
 
 // Stands before loops over arrays of vectors: unrolled, these stay in registers.
+// UNROLL_GCC: the number of rounds may be unknown, of which clang would complain.
 #if defined(NO_UNROLL)  // with sanitizers, compilers take minutes over what is unrolled
 #define UNROLL
+#define UNROLL_GCC
 #elif defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(enable)")
+#define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL_GCC
 #else
 #define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL_GCC UNROLL
 #endif
 
 typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));
@@ -3501,7 +3505,7 @@ INLINE VecI dot4_plain(VecI acc, VecI w, VecI x) {
 INLINE VecF mul_add_plain(VecF a, VecF b, VecF c) { return a * b + c; }
 
 INLINE VecI add_pairs_plain(VecI a, VecI b) {
-    VecI sums;
+    VecI sums = {0};
     for (int i = 0; i < LANES / 2; i++) {
         sums[i] = a[2 * i] + a[2 * i + 1];
         sums[LANES / 2 + i] = b[2 * i] + b[2 * i + 1];
@@ -3510,7 +3514,7 @@ INLINE VecI add_pairs_plain(VecI a, VecI b) {
 }
 
 INLINE VecI pick_levels_plain(VecI table, VecI n) {
-    VecI result;
+    VecI result = {0};
     for (size_t i = 0; i < sizeof(n); i++) {
         ((uint8_t *)&result)[i] = ((uint8_t *)&table)[((uint8_t *)&n)[i] % 16];
     }
@@ -3719,9 +3723,9 @@ INLINE void group_terms(float *terms, const RowTimesVector *a, VecI levels, cons
     VecI dots[LANES] = {0};
     if (bits == 8) __builtin_prefetch((const float *)a->w_scale + SCALES_AHEAD);
     else __builtin_prefetch((const uint16_t *)a->w_scale + SCALES_AHEAD);
-    UNROLL for (int v = 0; v < (n + share - 1) / share; v++) {
+    UNROLL_GCC for (int v = 0; v < (n + share - 1) / share; v++) {
         UNROLL for (int part = 0; part < share; part += step) {
-            const int i = v * share + part, have = min_int(step, n - i);
+            const int i = v * share + part, have = max_int(1, min_int(step, n - i));
             const VecI w = load_bytes(a->w + i, have);
             if (i % 64 == 0) __builtin_prefetch(a->w + i + (bits == 8 ? AHEAD : AHEAD_4));
             if (i % 64 == 0 && bits == 4) __builtin_prefetch(a->w + i + AHEAD_4_L2, 0, 2);
