@@ -924,13 +924,12 @@ static void add_expert(const Pass *p, int k, int begin, int count, float *sum, i
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
-    const int e = r->expert[k], n = r->place[k + 1] - r->place[k];
+    const Workspace *own = &s->workspace[thread];
+    const int e = r->expert[k], n = r->place[k + 1] - r->place[k], row = e * c->dim + begin;
     const Quantized hq = quantized_row(&s->hq, r->place[k]);
-    const float *out = s->workspace[thread].gate;  // free by now
-    matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = s->workspace[thread].gate,
-                          .stride = count, .row_begin = e * c->dim + begin,
-                          .row_end = e * c->dim + begin + count, .token_end = n},
-                &s->workspace[thread]);
+    float *out = own->gate;
+    matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = count, .row_begin = row,
+                          .row_end = row + count, .token_end = n}, own);
     for (int j = 0; j < n; j++, out += count) {
         const int t = r->token[r->place[k] + j];
         const float share = r->share[(size_t)t * c->n_experts + e];
