@@ -46,21 +46,22 @@ static void put_ones(FILE *f, int64_t count) {
     for (const float one = 1; count > 0; count--) put(f, &one, sizeof(one));
 }
 
-// Pseudo-random values, and scales such that a row's length is about 1
-static void put_matrix(FILE *f, int64_t rows, int64_t cols, int group, int bits) {
-    static uint64_t block[8192], rng = 1;
+// Random values, all different: rows that repeat would send all tokens to the same few experts. So
+// would small embeddings, for what the layers add is similar for all tokens.
+static void put_matrix(FILE *f, int64_t rows, int64_t cols, int group, int bits, float row_length) {
+    static uint64_t block[8192], rng;
     static float scales[7 * 512];
     static uint16_t halves[7 * 512];
-    for (size_t i = 0; i < 8192; i++) {
-        random_next(&rng);
-        block[i] = rng * 0x9E3779B97F4A7C15u;
-    }
     for (int i = 0; i < 7 * 512; i++) {
-        scales[i] = (1 + i % 7 / 7.0f) / (110 * sqrtf(cols));
+        scales[i] = row_length * (1 + i % 7 / 7.0f) / (110 * sqrtf(cols));
         halves[i] = (uint16_t)((load_i32(scales + i) >> 13) - (112 << 10));
     }
     for (int64_t left = rows * cols * bits / 8; left > 0; left -= sizeof(block)) {
-        block[left / 8 % 8192] += left;
+        for (size_t i = 0; i < 8192; i++) {  // SplitMix64's first steps
+            const uint64_t z = rng += 0x9E3779B97F4A7C15u;
+            block[i] = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+            block[i] ^= block[i] >> 27;
+        }
         put(f, block, left < (int64_t)sizeof(block) ? (size_t)left : sizeof(block));
     }
     const int64_t n_groups = rows * cols / group;
@@ -79,8 +80,9 @@ static void put_routers(FILE *f, int64_t count) {
 
 // Maps a model of this shape. Its file has no name.
 static void map_synthetic(const struct Shape *s, int bits, int group, int layers) {
-    static const int8_t levels[] = {-127, -100, -78, -61, -46, -33, -21, -9,
-                                    2, 13, 24, 36, 49, 64, 82, 106};
+    // Their mean is 0: a direction that all rows share would grow from layer to layer.
+    static const int8_t levels[] = {-127, -98, -75, -57, -42, -29, -18, -6,
+                                    6, 18, 29, 42, 57, 75, 98, 127};
     const int dim = s->dim, q_dim = s->n_heads * s->head_dim, kv_dim = s->n_kv_heads * s->head_dim;
     const int experts = max_int(s->n_experts, 1);
     const char *folder = getenv("TMPDIR");
@@ -99,14 +101,14 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
     put(f, header, sizeof(header));
     put_ones(f, (int64_t)layers * 2 * dim + dim + (int64_t)layers * 2 * s->head_dim);
     put_routers(f, (int64_t)layers * s->n_experts * dim);
-    put_matrix(f, s->vocab_size, dim, group, 8);
+    put_matrix(f, s->vocab_size, dim, group, 8, sqrtf(dim));
     const int sizes[7][2] = {{q_dim, dim}, {kv_dim, dim}, {kv_dim, dim}, {dim, q_dim},
                              {experts * s->hidden_dim, dim}, {experts * dim, s->hidden_dim},
                              {experts * s->hidden_dim, dim}};
     for (int i = 0; i < 7; i++) {
-        for (int l = 0; l < layers; l++) put_matrix(f, sizes[i][0], sizes[i][1], group, bits);
+        for (int l = 0; l < layers; l++) put_matrix(f, sizes[i][0], sizes[i][1], group, bits, 1);
     }
-    if (!s->shared) put_matrix(f, s->vocab_size, dim, group, 8);
+    if (!s->shared) put_matrix(f, s->vocab_size, dim, group, 8, 1);
     if (fflush(f) != 0) die("temporary file: %s", strerror(errno));
     snprintf(path, sizeof(path), "/dev/fd/%d", fd);
     model_map(&m, path);
