@@ -1683,10 +1683,16 @@ static uint32_t take_u32(Cursor *in, const char *what) {
     return (uint32_t)load_i32(take(in, 4, what));
 }
 
-static int take_int(Cursor *in, const char *name, int low, int high) {  // low <= value <= high
-    int value = (int)take_u32(in, name);
+static void check_range(Cursor *in, const char *name, int value, int low, int high) {
+    if (low == high && value != low)
+        die("%s: bad %s, expected %d, found %d", in->file, name, low, value);
     if (value < low || value > high)
         die("%s: bad %s, expected %d to %d, found %d", in->file, name, low, high, value);
+}
+
+static int take_int(Cursor *in, const char *name, int low, int high) {  // low <= value <= high
+    int value = (int)take_u32(in, name);
+    check_range(in, name, value, low, high);
     return value;
 }
 
@@ -1760,9 +1766,7 @@ static void take_extended_header(Config *c, Cursor *in) {
     c->no_qk_norm = take_int(in, "no_qk_norm", 0, 1);
     c->n_experts = take_int(in, "n_experts", 0, 4096);
     c->n_experts_used = take_int(in, "n_experts_used", 0, 4096);
-    if (c->n_experts_used < min_int(c->n_experts, 1) || c->n_experts_used > c->n_experts)
-        die("%s: bad n_experts_used, expected %d to %d, found %d", in->file,
-            min_int(c->n_experts, 1), c->n_experts, c->n_experts_used);
+    check_range(in, "n_experts_used", c->n_experts_used, min_int(c->n_experts, 1), c->n_experts);
     c->no_topk_norm = take_int(in, "no_topk_norm", 0, c->n_experts > 0);
     if (c->n_experts * (int64_t)max_int(c->dim, c->hidden_dim) > 1 << 30)
         die("%s: bad n_experts, expected at most 2^30 rows in all experts, found %d of %d",

@@ -119,6 +119,7 @@ def assert_error(result, code, *words):
     assert result.stdout == b""
     assert message.startswith("qwen3: ") and message.endswith("\n"), message
     assert message.count("\n") == 1, message
+    assert not re.search(r"expected (\S+) to \1,", message), message
     for word in words:
         assert str(word) in message, f"no {word!r} in: {message}"
 
