@@ -1988,8 +1988,8 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = usage_error  # type: ignore
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--bits", type=int, choices=(8, 4))
-    parser.add_argument("--group-size", type=int, choices=GROUP_SIZES)
+    parser.add_argument("--bits", type=one_of(8, 4))
+    parser.add_argument("--group-size", type=one_of(*GROUP_SIZES))
     parser.add_argument("--yarn", type=yarn_factor, metavar="FACTOR")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
@@ -2013,6 +2013,15 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     return options
 
 
+def one_of(*values: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if text in map(str, values):
+            return int(text)
+        raise argparse.ArgumentTypeError(f"wrong value, expected {' or '.join(map(str, values))}, "
+                                         f"found {text!r}")
+    return parse
+
+
 def yarn_factor(text: str) -> float:
     with suppress(ValueError):
         if 1 < float(text) <= 64:
@@ -2022,6 +2031,7 @@ def yarn_factor(text: str) -> float:
 
 
 def usage_error(text: str) -> NoReturn:
+    text = text.removeprefix("argument ")  # argparse begins so where it names an option
     print(f"export.py: {text} (see export.py -h)", file=sys.stderr)
     sys.exit(2)
 

@@ -134,10 +134,13 @@ def test_group_size_that_the_default_would_not_choose(checkpoint, run, tmp_path)
 
 
 @pytest.mark.parametrize("args, pattern", [
-    (["--group-size", "48"], "--group-size"), (["--group-size", "x"], "--group-size"),
+    (["--group-size", "48"], "export.py: --group-size: wrong value, expected 32 or 64 or 128 or 256, "
+     "found '48' (see"), (["--group-size", "x"], "found 'x'"), (["--group-size", "064"], "found '064'"),
     (["--group-size"], "--group-size"), (["--plot"], "--plot"), (["--plot", "a.jpg"], ".png"),
     (["--check", "--group-size", "32"], "--group-size"), (["--che"], "--che"),
-    (["--bits", "5"], "--bits"), (["--bits=4", "--check"], "--bits: --check takes it from OUT.bin")])
+    (["--bits", "5"], "export.py: --bits: wrong value, expected 8 or 4, found '5' (see"),
+    (["--bits", "five"], "expected 8 or 4, found 'five'"),
+    (["--bits=4", "--check"], "--bits: --check takes it from OUT.bin")])
 def test_usage(run, args, pattern):
     status, err = run("hf", "out.bin", *args)
     assert status == 2 and len(err) == 1 and pattern in err[0], err
