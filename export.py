@@ -1839,7 +1839,7 @@ def check(name: str, out: Path | None, picture: Path | None, yarn_factor: float 
         plot(picture, f"{out.name} against {Path(name).name}", errors)
     worst = max(errors, key=errors.__getitem__)
     print(f"export.py: {out} matches {name}: header, tokenizer and {len(outputs)} tensors; "
-          f"rms error at most {errors[worst]:.2f} %, in {worst}", file=sys.stderr)
+          f"rms error at most {errors[worst]:.2g} %, in {worst}", file=sys.stderr)
 
 
 def check_yarn(out: Path, config: Config, found: bytes) -> None:
