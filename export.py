@@ -1864,7 +1864,8 @@ def check_bytes(path: Path, what: str, expected: bytes, found: bytes) -> None:
 def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str, float]:
     """Prints the table. Returns each matrix's rms error in % of the weights' rms."""
     errors = {}
-    print_above_bar("rms error    largest\n(% of rms)  (half steps)  tensor")
+    uneven = " (4 bits: half of the widest step)" if c.levels else ""
+    print_above_bar(f"rms error    largest\n(% of rms)  (half steps)  tensor{uneven}")
     for output, pieces in in_pieces(partial(compare_piece, file, c), outputs):
         squares, differences, largest = zip(*pieces)
         rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))

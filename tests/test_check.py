@@ -53,7 +53,7 @@ def test_a_good_file(ck, run, tmp_path, capsys, group):
     done = process("--check", folder, "out.bin", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = table(done.stdout)
-    assert found.keys() == {f"model.{name}" for name in ck.tensors}
+    assert found.keys() == {f"model.{name}" for name in ck.tensors} and "widest" not in done.stdout
     for name, x in ck.tensors.items():
         rms, largest = found[f"model.{name}"]
         if x.ndim == 1:
@@ -79,6 +79,7 @@ def test_four_bits(ck, run, tmp_path):
     assert run(folder, "out.bin", "--bits", 4)[0] == 0
     done = process("--check", folder, "out.bin", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "widest" in done.stdout.splitlines()[1]
     found = table(done.stdout)
     model = Model.from_bin(tmp_path / "out.bin", "weights")
     for layer, matrix in enumerate(model.w["down"]):
