@@ -26,7 +26,8 @@ current directory. OUT.bin may also come first, as the older export.py had it.
     --bits 8|4           bits of a weight in the layers' matrices; the embedding and the classifier
                          have 8. Four make half the file and nearly twice the speed, and cost
                          quality. The default is 8, but 4 for a GGUF file whose layers are all in
-                         Q4_0 or all in IQ4_NL, whose weights are copied as they are
+                         Q4_0 or all in IQ4_NL: in groups of 32 (the default) its weights are copied
+                         as they are, in others they are quantized again
     --group-size N       weights per quantization scale: 32, 64, 128 or 256. The default is 64, or
                          32 where 64 does not divide the model's dimensions, and 32 with four bits.
                          A GGUF file in Q8_0 has groups of 32, which are copied as they are

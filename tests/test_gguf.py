@@ -302,7 +302,7 @@ def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind, co
 
 
 @pytest.mark.parametrize("args, name, bits, group, cost", [
-    (["--bits", 4, "--group-size", 64], "model-q4.bin", 4, 64,
+    (["--group-size", 64], "model-q4.bin", 4, 64,
      "Q4_0: quantized again, in groups of 64, to 4 bits, which adds an error of 6 to 9 %"),
     (["--bits", 8], "model.bin", 0, 32, "Q4_0: quantized again, in groups of 32, which changes"),
     (["--bits", 8, "--group-size", 64], "model.bin", 0, 64, "Q4_0, Q8_0: quantized again")])
