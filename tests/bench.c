@@ -359,7 +359,10 @@ static void map_described(int argc, char **argv) {
 int main(int argc, char **argv) {
     const int cores = cpu_count();
     const Config *g = &m.config;
-    if (argc < 2) die_usage("usage: tests/bench MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]]");
+    const char *help = "usage: tests/bench MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]], "
+                       "SHAPE is 0.6b, 4b, 8b or 30b-a3b";
+    if (argc < 2) die_usage("%s", help);
+    if (strcmp(argv[1], "-h") == 0) return puts(help) == EOF;
     const char *end = strrchr(argv[1], '.');
     if (end && strcmp(end, ".bin") == 0) model_map(&m, argv[1]);
     else map_described(argc - 1, argv + 1);

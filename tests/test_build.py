@@ -152,6 +152,12 @@ def test_bench(model, tmp_path):
 
 
 @pytest.mark.slow
+def test_bench_help():
+    run = subprocess.run([TESTS / "bench", "-h"], capture_output=True, text=True, env=environment())
+    assert run.returncode == 0 and run.stdout.startswith("usage: tests/bench MODEL.bin"), run
+
+
+@pytest.mark.slow
 def test_bench_refuses_what_is_no_model(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"x" * 300)
     for args, status, word in (([tmp_path / "x.bin"], 1, "magic"), (["9b"], 2, "no such shape"),
