@@ -2269,6 +2269,15 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // Every pass earns 1, every right token DRAFT_COST; a draft costs DRAFT_COST for each draft_rows()
 // tokens; with four bits, which leave a token less memory to wait for, for each two tokens; with
 // experts, which differ from token to token, for each. So wrong drafts take about 2 % of the time.
+// Without SIMD, where a batch takes as long as its tokens, and with -b 1 there are no drafts.
+//
+// Measured with the 0.6B shape, two Zen 5 cores, texts of 300 to 400 tokens and AVX-512 (AVX2):
+//
+//   code of the prompt after some weeks of changes      2.9 times as fast (1.9), 1.7 if more is new
+//   the prompt's text, here and there a word more       5 times (2.9)
+//   25 tokens over and over                             4 times
+//   new prose, new code                                 1.3 % slower to 4 % faster
+//   made so that every draft is wrong                   1.2 % slower (1.2 %), with -j 1 2.2 %
 enum { NGRAM = 5, DRAFT_COST = 50 };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
