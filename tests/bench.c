@@ -1,6 +1,7 @@
 // How fast this build is on this machine, and how near to what the machine can do.
 //   tests/bench MODEL.bin
 //   tests/bench SHAPE [BITS [GROUP [LAYERS]]]     make bench MODEL=30b-a3b BITS=4 LAYERS=8
+//   tests/bench curve SHAPE ...                   at many lengths, for pictures.py; takes minutes
 // A SHAPE is the name of a synthetic model in a temporary file: see `shapes`. GROUP 0 is export.py's,
 // LAYERS 0 the model's.
 // Prompts should be bound by arithmetic (the rate of dot4 in registers), decoding by the memory (the
@@ -14,7 +15,7 @@ typedef struct {
 } Rate;
 
 static Model m;
-static int ids[4096];
+static int ids[16384];
 static double patience = 1;  // less for a model that shows nothing but that everything runs
 
 // ---- The model
@@ -284,31 +285,43 @@ static double token_bytes(int pos) {
     return weight_bytes() + pos * kv;
 }
 
+// What is measured. Each list ends with -1.
+typedef struct {
+    int prompts[9];    // their lengths
+    int positions[9];  // of decoding
+    int longest;       // of both
+    int seconds;       // that a prompt may take
+} Plan;
+
+static const Plan usual = {{32, 512, 4096, -1}, {0, 4000, -1}, 4096, 40};
+static const Plan curve = {{32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1},
+                           {32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1}, 16384, INT_MAX};
+
 // Would this take longer than one cares to wait? Then it is not run.
-static bool too_slow(const char *name, double seconds) {
-    if (seconds < 40) return false;
+static bool too_slow(const char *name, double seconds, int most) {
+    if (seconds < most) return false;
     printf("%7d  %-20s skipped, would take %.0f s\n", n_threads, name, seconds);
     return true;
 }
 
 // All rows for one number of threads. Decoding comes last and follows whatever is in the cache.
-static void bench(int threads) {
-    const int prompts[] = {32, 512, 4096}, context = m.state.seq_len;
+static void bench(const Plan *plan, int threads) {
+    const int context = m.state.seq_len;
     char name[64];
     Rate read = {0}, peak = {0}, r = {.best = 1e9};
     n_threads = threads;
     measure_machine(&read, &peak);
-    for (int i = 0; i < 3; i++) {
-        int n = min_int(prompts[i], context - 1);
+    for (int i = 0; plan->prompts[i] >= 0; i++) {
+        int n = min_int(plan->prompts[i], context - 1);
         snprintf(name, sizeof(name), "prompt of %d", n);
-        if (too_slow(name, n / r.best)) continue;
+        if (too_slow(name, n / r.best, plan->seconds)) continue;
         r = measure(run_prompt, n, 4);
         measure_machine(&read, &peak);
         print_row(name, r, 1, "tok/s");
         end_row(r.best * token_products() / peak.best, "the int8 peak, by its matmuls");
     }
-    for (int i = 0; i < 2; i++) {
-        int pos = i == 0 ? 0 : min_int(4000, context - 1);
+    for (int i = 0; plan->positions[i] >= 0; i++) {
+        int pos = min_int(plan->positions[i], context - 1);
         snprintf(name, sizeof(name), "decode at %d", pos);
         r = measure(run_decode, pos, 3);
         measure_machine(&read, &peak);
@@ -359,8 +372,10 @@ static void map_described(int argc, char **argv) {
 int main(int argc, char **argv) {
     const int cores = cpu_count();
     const Config *g = &m.config;
-    const char *help = "usage: tests/bench MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]], "
+    const Plan *plan = &usual;
+    const char *help = "usage: tests/bench [curve] MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]], "
                        "SHAPE is 0.6b, 4b, 8b or 30b-a3b";
+    if (argc > 1 && strcmp(argv[1], "curve") == 0) plan = &curve, argc--, argv++;
     if (argc < 2) die_usage("%s", help);
     if (strcmp(argv[1], "-h") == 0) return puts(help) == EOF;
     const char *end = strrchr(argv[1], '.');
@@ -372,12 +387,13 @@ int main(int argc, char **argv) {
     if (weight_bytes() < 5e6) patience = 0.02;
     printf("threads                            best    median         runs   of what the machine does\n");
     start_threads(cores);
-    state_init(&m, min_int(4097, g->max_seq_len), parse_options(2, (char *[]){"", ""}).batch, 1);
-    for (int i = 0; i < 4096; i++) ids[i] = (int)((i * 7919LL + 13) % g->vocab_size);
+    const int batch = parse_options(2, (char *[]){"", ""}).batch;
+    state_init(&m, min_int(plan->longest + 1, g->max_seq_len), batch, 1);
+    for (int i = 0; i < plan->longest; i++) ids[i] = (int)((i * 7919LL + 13) % g->vocab_size);
     read_start = (const char *)m.weights.layers[0].rms_att;
     read_blocks = (int)(weight_bytes() / READ_BLOCK);
-    bench(n_threads);
-    if (cores > 1) bench(1);
+    bench(plan, n_threads);
+    if (cores > 1) bench(plan, 1);
     printf("\nmemory beside the mapped file: %.0f MB, of which the cache of %d positions: %.0f MB\n",
            memory_peak() / 1e6, m.state.seq_len, (token_bytes(m.state.seq_len) - weight_bytes()) / 1e6);
 }

@@ -130,8 +130,9 @@ def test_install(tmp_path):
 # -- make bench, on a shape that takes no time
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [["small"], ["MODEL=small", "BITS=4", "LAYERS=1"], ["small-moe", "4", "64"],
-                                   [TINY / "tiny.bin"]], ids=["8 bits", "4 bits", "experts", "file"])
+@pytest.mark.parametrize("model", [["small"], ["MODEL=small", "BITS=4", "LAYERS=1"],
+                                   ["small-moe", "4", "64"], ["curve", "small"], [TINY / "tiny.bin"]],
+                         ids=["8 bits", "4 bits", "experts", "curve", "file"])
 def test_bench(model, tmp_path):
     program = TESTS / "bench"
     assert program.exists(), "make tests/bench"
@@ -143,7 +144,8 @@ def test_bench(model, tmp_path):
     rows = re.findall(r"^ +(\d+)  (\w.*?) {2,}([\d.]+) +([\d.]+) (tok/s|GB/s|GMAC/s) +(\d+)",
                       run.stdout, re.M)
     threads = sorted({int(row[0]) for row in rows})
-    assert len(rows) + run.stdout.count(" skipped, ") == 7 * len(threads) and threads[0] == 1
+    expected = (18 if model[0] == "curve" else 7) * len(threads)
+    assert len(rows) + run.stdout.count(" skipped, ") == expected and threads[0] == 1
     for _, name, best, median, unit, runs in rows:        # how much depends on who else computes here
         assert float(best) >= float(median) >= 0 and int(runs) >= 1
         assert unit == {"memory read": "GB/s", "int8 peak": "GMAC/s"}.get(name, "tok/s")
