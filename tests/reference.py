@@ -283,14 +283,19 @@ class Model:
         a, b = np.split(x, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
+    def attention_weights(self, q, k, start):
+        """q (n, heads, hd) against k (start + n, heads, hd), causal -> (heads, n, start + n)."""
+        scores = np.einsum("nhd,mhd->hnm", q, k, optimize=True) / F32(math.sqrt(q.shape[2]))
+        future = np.arange(len(k))[None, :] > start + np.arange(len(q))[:, None]
+        scores[:, future] = -np.inf
+        return softmax(scores)
+
     def attention(self, q, k, v, start):
         """q (n, heads, hd) against k, v (start + n, kv heads, hd), causal -> (n, heads * hd)."""
         per_kv = q.shape[1] // k.shape[1]
         k, v = np.repeat(k, per_kv, axis=1), np.repeat(v, per_kv, axis=1)
-        scores = np.einsum("nhd,mhd->hnm", q, k, optimize=True) / F32(math.sqrt(q.shape[2]))
-        future = np.arange(len(k))[None, :] > start + np.arange(len(q))[:, None]
-        scores[:, future] = -np.inf
-        return np.einsum("hnm,mhd->nhd", softmax(scores), v, optimize=True).reshape(len(q), -1)
+        weights = self.attention_weights(q, k, start)
+        return np.einsum("hnm,mhd->nhd", weights, v, optimize=True).reshape(len(q), -1)
 
     def experts(self, i, h):
         """Each token's most likely experts of layer i, equal ones by index, in ascending order."""
