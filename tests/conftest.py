@@ -193,9 +193,6 @@ def records(mode, *args, texts):
 
 # -- a tokenizer of the real kind, trained on a few sentences
 
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-
 ADDED = [(text, True) for text in """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|>
 <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|>
 <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>""".split()] + [
@@ -220,7 +217,7 @@ def train_tokenizer(merges=220, text=SENTENCES):
     tok = tokenizers.Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
     tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers.Regex(SPLIT), behavior="isolated"),
+        pre_tokenizers.Split(tokenizers.Regex(reference.SPLIT), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tok.decoder = decoders.ByteLevel()
     tok.train_from_iterator([text], trainers.BpeTrainer(

@@ -1,4 +1,9 @@
-"""Qwen3's and Qwen2's forward pass in numpy, written from the specification and not from qwen3.c.
+"""Qwen3 and Qwen2 in numpy, written from the specification and not from qwen3.c.
+
+    python tests/reference.py [MODEL.bin] TEXT
+
+prints what the last token of TEXT becomes on its way through the model (tests/tiny/tiny.bin), as
+tests/journey does with the functions of qwen3.c.
 
 Model.from_bin reads our model.bin, in 8 or 4 bits, Model.from_checkpoint a Hugging Face directory
 (and then quantizes by itself to 8 bits, so export.py is checked too). Three precisions:
@@ -12,17 +17,109 @@ Weights are (out, in) as in torch.nn.Linear; activations are (n, width), one row
 """
 import json
 import math
+import re
 import struct
+import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Regex, pre_tokenizers
 
 F32 = np.float32
-MAGIC = 0x616A6331
-HEADER = ("version", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size",
-          "max_seq_len", "head_dim", "shared_classifier", "group_size")
-EXPERTS = "n_experts", "n_experts_used", "no_topk_norm"
 
+
+# -- the equations
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def swiglu(w1, w2, w3, h):
+    gate = w1(h)
+    return w2(gate / (1 + np.exp(-gate)) * w3(h))
+
+
+class Transformer:
+    """config c, weights w. The rows of x are tokens at positions start, start + 1, ..."""
+
+    def __init__(self, config, weights):
+        self.c, self.w = config, weights
+        self.freq, self.factor = rope_frequencies(config)
+
+    def rmsnorm(self, x, w):
+        return w * (x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=F32)
+                                + F32(self.c["eps"])))
+
+    def rope(self, x, start):
+        """x (n, heads, head_dim): NeoX pairs (j, j + head_dim / 2)."""
+        angle = np.arange(start, start + len(x))[:, None] * self.freq
+        cos = (np.cos(angle) * self.factor).astype(F32)[:, None]
+        sin = (np.sin(angle) * self.factor).astype(F32)[:, None]
+        a, b = np.split(x, 2, axis=-1)
+        return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+    def attention(self, q, k, v, start):
+        """q (n, heads, head_dim) against k, v (start + n, kv heads, head_dim), causal: the answers
+        (n, heads * head_dim), and the shares (heads, n, start + n)."""
+        per_kv = q.shape[1] // k.shape[1]
+        k, v = np.repeat(k, per_kv, axis=1), np.repeat(v, per_kv, axis=1)
+        scores = np.einsum("nhd,mhd->hnm", q, k, optimize=True) / F32(math.sqrt(q.shape[2]))
+        future = np.arange(len(k))[None, :] > start + np.arange(len(q))[:, None]
+        scores[:, future] = -np.inf
+        shares = softmax(scores)
+        return np.einsum("hnm,mhd->nhd", shares, v, optimize=True).reshape(len(q), -1), shares
+
+    def experts(self, i, h):
+        """Each token's most likely experts of layer i, equal ones by index, in ascending order."""
+        p = softmax(h @ self.w["router"][i].T)                                  # (n, experts)
+        chosen = np.argsort(-p, axis=1, kind="stable")[:, :self.c["n_experts_used"]]
+        weight = np.zeros_like(p)
+        np.put_along_axis(weight, chosen, np.take_along_axis(p, chosen, axis=1), axis=1)
+        if not self.c["no_topk_norm"]:
+            weight /= weight.sum(axis=1, keepdims=True)
+        y = np.zeros_like(h)
+        for e, matrices in enumerate(zip(*(self.w[name][i] for name in ("gate", "down", "up")))):
+            if (tokens := (chosen == e).any(axis=1)).any():
+                y[tokens] += weight[tokens, e, None] * swiglu(*matrices, h[tokens])
+        return y
+
+    def layer(self, i, x, cache, start):
+        """x after layer i, and the shares of its attention. Its keys and values go to the cache."""
+        c, w = self.c, self.w
+        h = self.rmsnorm(x, w["att_norm"][i])
+        q, k, v = (w[name][i](h) + (w[name + "_bias"][i] if c["bias"] else 0) for name in "qkv")
+        q, k, v = (y.reshape(len(x), -1, c["head_dim"]) for y in (q, k, v))
+        if c["qk_norm"]:
+            q, k = self.rmsnorm(q, w["q_norm"][i]), self.rmsnorm(k, w["k_norm"][i])
+        q, k = self.rope(q, start), self.rope(k, start)
+        if start:
+            k, v = np.concatenate([cache[i][0], k]), np.concatenate([cache[i][1], v])
+        cache[i:i + 1] = [(k, v)]
+        a, shares = self.attention(q, k, v, start)
+        x = x + w["o"][i](a)
+        h = self.rmsnorm(x, w["ffn_norm"][i])
+        w1, w2, w3 = (w[name][i] for name in ("gate", "down", "up"))
+        return x + (self.experts(i, h) if c["n_experts"] else swiglu(w1, w2, w3, h)), shares
+
+    def forward(self, ids, cache=None):
+        """Yields x before the first layer, and after each with its shares. The ids follow what the
+        cache (a list) already holds."""
+        cache = [] if cache is None else cache
+        start = len(cache[0][0]) if cache else 0
+        x, shares = self.w["embed"].rows(np.asarray(ids)), None
+        yield x, shares
+        for i in range(self.c["n_layers"]):
+            x, shares = self.layer(i, x, cache, start)
+            yield x, shares
+
+    def classify(self, x):
+        """The logits of the next token."""
+        return self.w["head"](self.rmsnorm(x, self.w["norm"]))
+
+
+# -- quantized matrices, and the angles of rope
 
 def quantize(x, group):
     """x (rows, n) -> int8 values (rows, n) and fp32 scales (rows, n / group)."""
@@ -37,17 +134,19 @@ class Matrix:
     """A weight matrix (out, in): y = x W^T, in one of the three precisions."""
 
     def __init__(self, w, scale=None, group=None, precision="q8"):
-        self.group, self.precision = group, precision
+        self.group = group
         if scale is None:
             self.dense = w.astype(F32)                                          # (out, in)
             return
-        grouped = w.reshape(len(w), -1, group).astype(F32)                      # (out, G, group)
-        if precision == "q8":
-            self.q = np.ascontiguousarray(grouped.transpose(1, 2, 0))           # (G, group, out)
-            self.scale = np.ascontiguousarray(scale.T)                          # (G, out)
-        else:
-            self.dense = (grouped * scale[:, :, None]).reshape(len(w), -1)
-        self.grouped, self.row_scale = grouped, scale
+        self.grouped = w.reshape(len(w), -1, group).astype(F32)                 # (out, G, group)
+        self.row_scale = scale                                                  # (out, G)
+        if precision == "weights":
+            self.dense = self.rows(range(len(w)))
+
+    def rows(self, ids):
+        if hasattr(self, "dense"):
+            return self.dense[ids]
+        return (self.grouped[ids] * self.row_scale[ids][:, :, None]).reshape(len(ids), -1)
 
     def __call__(self, x):
         if hasattr(self, "dense"):
@@ -55,20 +154,13 @@ class Matrix:
         q, x_scale = quantize(x, self.group)
         q = q.reshape(len(x), -1, self.group).transpose(1, 0, 2).astype(F32)    # (G, n, group)
         # Sums of int8 products stay under 2^24 for groups up to 256: exact in fp32.
-        sums = np.matmul(q, self.q)                                             # (G, n, out)
-        y = np.zeros(sums.shape[1:], F32)
-        for g in range(len(sums)):
-            y += (sums[g] * self.scale[g]) * x_scale[:, g, None]
-        return y
-
-    def rows(self, ids):
-        if hasattr(self, "dense"):
-            return self.dense[ids]
-        return (self.grouped[ids] * self.row_scale[ids][:, :, None]).reshape(len(ids), -1)
+        dots = np.matmul(q, self.grouped.transpose(1, 2, 0))                    # (G, n, out)
+        return sum(dots[g] * self.row_scale[:, g] * x_scale[:, g, None] for g in range(len(dots)))
 
 
-def rope_frequencies(head_dim, theta, yarn):
+def rope_frequencies(c):
     """Angles per position (head_dim / 2), and the factor on cos and sin."""
+    head_dim, theta, yarn = c["head_dim"], c["theta"], c["yarn"]
     j = np.arange(head_dim // 2)
     freq = float(theta) ** (-2.0 * j / head_dim)
     if not yarn:
@@ -89,45 +181,66 @@ def rope_frequencies(head_dim, theta, yarn):
     return freq, yarn.get("attention_factor") or 0.1 * math.log(factor) + 1
 
 
-def softmax(x):
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+# -- files, and what the tests ask for
+
+MAGIC = 0x616A6331
+FORMAT = "<I11iffIfifffIIIiiII"    # model.bin's header, up to the levels
+HEADER = ("version", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size",
+          "max_seq_len", "head_dim", "shared_classifier", "group_size")
+YARN = "factor", "original", "beta_fast", "beta_slow", "attention_factor", "unrounded"
+EXPERTS = "n_experts", "n_experts_used", "no_topk_norm"
 
 
-def swiglu(w1, w2, w3, h):
-    gate = w1(h)
-    return w2(gate / (1 + np.exp(-gate)) * w3(h))
+class Model(Transformer):
+    def hidden(self, ids, cache=None):
+        for x, _ in self.forward(ids, cache):
+            pass
+        return x
 
+    def embedding(self, ids):
+        """The last token's hidden state after the final norm, divided by its length."""
+        x = self.rmsnorm(self.hidden(ids)[-1], self.w["norm"]).astype(np.float64)
+        return x / np.linalg.norm(x)
 
-class Model:
-    def __init__(self, config, tensors):
-        self.c, self.w = config, tensors
-        freq, self.factor = rope_frequencies(config["head_dim"], config["theta"], config["yarn"])
-        self.freq = freq[None, :]
+    def logits(self, ids, cache=None):
+        return self.classify(self.hidden(ids, cache))
 
-    # -- loading
+    def logprobs(self, ids):
+        """log P(ids[t + 1] | ids[0..t]) for t = 0 .. n - 2."""
+        logits = self.logits(ids[:-1]).astype(np.float64)
+        logits -= logits.max(axis=1, keepdims=True)
+        logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        return logits[np.arange(len(ids) - 1), ids[1:]]
+
+    def nll(self, ids):
+        return -float(np.mean(self.logprobs(ids)))
+
+    def greedy(self, ids, n, penalty=1.0):
+        """The n most likely ids that follow, and the smallest lead of a first over a second. The
+        penalty makes every id that is there less likely (transformers' repetition_penalty)."""
+        cache, new, lead = [], list(ids), math.inf
+        for _ in range(n):
+            logits = self.logits(new[len(cache[0][0]) if cache else 0:], cache)[-1]
+            there = np.unique(new)
+            logits[there] *= np.where(logits[there] < 0, F32(penalty), 1 / F32(penalty))
+            second, first = np.partition(logits, -2)[-2:]
+            lead = min(lead, float(first - second))
+            new.append(int(np.argmax(logits)))
+        return new[len(ids):], lead
 
     @classmethod
     def from_bin(cls, path, precision="q8"):
         data = Path(path).read_bytes()
-        magic, *fields = struct.unpack_from("<I11i", data)
-        c = dict(zip(HEADER, fields))
+        magic, *fields = struct.unpack_from(FORMAT, data)
+        c = dict(zip((*HEADER, "theta", "eps", "scaling", *YARN, "bias", "no_qk_norm", *EXPERTS,
+                      "bits"), fields))
         assert magic == MAGIC and c["version"] == 1
-        theta, eps, scaling, factor, original, fast, slow, attention, unrounded = \
-            struct.unpack_from("<ffIfifffI", data, 0x30)
-        c["bias"], no_qk_norm = struct.unpack_from("<II", data, 0x54)
-        c["qk_norm"] = 1 - no_qk_norm
-        bits, = struct.unpack_from("<I", data, 0x68)
-        levels = np.frombuffer(data, "<i1", 16, 0x70)
+        bits, experts, levels = c["bits"], c["n_experts"], np.frombuffer(data, "<i1", 16, 0x70)
         assert bits in (0, 4) and not any(data[0x6C:0x70] + data[0x80:256])
         assert (np.diff(levels.astype(int)) > 0).all() if bits else not levels.any()
-        c |= dict(zip(EXPERTS, struct.unpack_from("<iiI", data, 0x5C)))
-        experts = c["n_experts"]
         assert 1 <= c["n_experts_used"] <= experts if experts else not any(data[0x5C:0x68])
-        c["theta"], c["eps"], c["yarn"] = theta or 1e6, eps or 1e-6, None
-        if scaling:
-            c["yarn"] = dict(factor=factor, original=original, beta_fast=fast, beta_slow=slow,
-                             attention_factor=attention, unrounded=unrounded)
+        c |= dict(theta=c["theta"] or 1e6, eps=c["eps"] or 1e-6, qk_norm=1 - c["no_qk_norm"],
+                  yarn={name: c[name] for name in YARN} if c["scaling"] else None)
         at, group = 256, c["group_size"]
         dim, layers, hd = c["dim"], c["n_layers"], c["head_dim"]
 
@@ -147,14 +260,13 @@ class Model:
             assert at % 4 == 0                              # so no padding follows: shapes are even
             return q, scale
 
-        def matrix(rows, columns, bits=0):
-            return Matrix(*values(rows, columns, bits), group, precision)
-
-        def expert_matrices(rows, columns):
+        def matrix(rows, columns, bits=0, experts=0):
+            if not experts:
+                return Matrix(*values(rows, columns, bits), group, precision)
             split = (np.split(x, experts) for x in values(experts * rows, columns, bits))
             return [Matrix(q, scale, group, precision) for q, scale in zip(*split)]
 
-        heads, kv = c["n_heads"] * hd, c["n_kv_heads"] * hd
+        heads, kv, hidden = c["n_heads"] * hd, c["n_kv_heads"] * hd, c["hidden_dim"]
         w = {"att_norm": take("<f4", layers, dim), "ffn_norm": take("<f4", layers, dim),
              "norm": take("<f4", dim)}
         if c["qk_norm"]:
@@ -162,13 +274,10 @@ class Model:
         if experts:
             w["router"] = take("<f4", layers, experts, dim)
         w["embed"] = matrix(c["vocab_size"], dim)
-        for name, rows, columns in (("q", heads, dim), ("k", kv, dim), ("v", kv, dim),
-                                    ("o", dim, heads)):
-            w[name] = [matrix(rows, columns, bits) for _ in range(layers)]
-        for name, rows, columns in (("gate", c["hidden_dim"], dim), ("down", dim, c["hidden_dim"]),
-                                    ("up", c["hidden_dim"], dim)):
-            w[name] = [expert_matrices(rows, columns) if experts else matrix(rows, columns, bits)
-                       for _ in range(layers)]
+        for name, *shape in (("q", heads, dim), ("k", kv, dim), ("v", kv, dim), ("o", dim, heads)):
+            w[name] = [matrix(*shape, bits) for _ in range(layers)]
+        for name, *shape in (("gate", hidden, dim), ("down", dim, hidden), ("up", hidden, dim)):
+            w[name] = [matrix(*shape, bits, experts) for _ in range(layers)]
         w["head"] = w["embed"] if c["shared_classifier"] else matrix(c["vocab_size"], dim)
         if c["bias"]:
             w |= {"q_bias": take("<f4", layers, heads), "k_bias": take("<f4", layers, kv),
@@ -240,21 +349,17 @@ class Model:
 
     def to_bin(self, path):
         """Write model.bin as export.py should, in eight bits (q8 only)."""
-        c, w, yarn = self.c, self.w, self.c["yarn"]
-        parts = [struct.pack("<I11i", MAGIC, 1, *(c[name] for name in HEADER[1:]))]
-        parts.append(struct.pack("<ff", c["theta"] if c["theta"] != 1e6 else 0,
-                                 c["eps"] if c["eps"] != 1e-6 else 0))
-        if yarn:
-            default = 0.1 * math.log(yarn["factor"]) + 1
-            fast, slow = yarn.get("beta_fast") or 0, yarn.get("beta_slow") or 0
-            factor = yarn.get("attention_factor") or 0
-            parts.append(struct.pack("<IfifffI", 1, yarn["factor"], yarn["original"],
-                                     0 if fast == 32 else fast, 0 if slow == 1 else slow,
-                                     0 if factor == default else factor,
-                                     bool(yarn.get("unrounded"))))
-        parts = [b"".join(parts).ljust(0x54, b"\0")]
-        parts[0] += struct.pack("<IIiiI", c["bias"], 1 - c["qk_norm"],
-                                *(c[name] for name in EXPERTS)).ljust(256 - 0x54, b"\0")
+        def unless(default, value):                         # the header has 0 for what is usual
+            return 0 if value in (None, default) else value
+
+        c, w, yarn = self.c, self.w, self.c["yarn"] or {}
+        parts = [struct.pack(
+            FORMAT, MAGIC, 1, *(c[name] for name in HEADER[1:]), unless(1e6, c["theta"]),
+            unless(1e-6, c["eps"]), bool(yarn), yarn.get("factor", 0), yarn.get("original", 0),
+            unless(32, yarn.get("beta_fast")), unless(1, yarn.get("beta_slow")),
+            unless(yarn and 0.1 * math.log(yarn["factor"]) + 1, yarn.get("attention_factor")),
+            bool(yarn.get("unrounded")), c["bias"], 1 - c["qk_norm"],
+            *(c[name] for name in EXPERTS), 0).ljust(256, b"\0")]
         for name in ("att_norm", "ffn_norm", "norm", "q_norm", "k_norm", "router"):
             parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
         matrices = [w["embed"]]
@@ -269,104 +374,6 @@ class Model:
         Path(path).write_bytes(b"".join(parts))
         return Path(path)
 
-    # -- the forward pass
-
-    def rmsnorm(self, x, w):
-        return w * (x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=F32)
-                                + F32(self.c["eps"])))
-
-    def rope(self, x, start):
-        """x (n, heads, head_dim) at positions start...: NeoX pairs (j, j + head_dim / 2)."""
-        angle = np.arange(start, start + len(x))[:, None] * self.freq
-        cos = (np.cos(angle) * self.factor).astype(F32)[:, None]
-        sin = (np.sin(angle) * self.factor).astype(F32)[:, None]
-        a, b = np.split(x, 2, axis=-1)
-        return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-    def attention_weights(self, q, k, start):
-        """q (n, heads, hd) against k (start + n, heads, hd), causal -> (heads, n, start + n)."""
-        scores = np.einsum("nhd,mhd->hnm", q, k, optimize=True) / F32(math.sqrt(q.shape[2]))
-        future = np.arange(len(k))[None, :] > start + np.arange(len(q))[:, None]
-        scores[:, future] = -np.inf
-        return softmax(scores)
-
-    def attention(self, q, k, v, start):
-        """q (n, heads, hd) against k, v (start + n, kv heads, hd), causal -> (n, heads * hd)."""
-        per_kv = q.shape[1] // k.shape[1]
-        k, v = np.repeat(k, per_kv, axis=1), np.repeat(v, per_kv, axis=1)
-        weights = self.attention_weights(q, k, start)
-        return np.einsum("hnm,mhd->nhd", weights, v, optimize=True).reshape(len(q), -1)
-
-    def experts(self, i, h):
-        """Each token's most likely experts of layer i, equal ones by index, in ascending order."""
-        p = softmax(h @ self.w["router"][i].T)                                  # (n, experts)
-        chosen = np.argsort(-p, axis=1, kind="stable")[:, :self.c["n_experts_used"]]
-        weight = np.zeros_like(p)
-        np.put_along_axis(weight, chosen, np.take_along_axis(p, chosen, axis=1), axis=1)
-        if not self.c["no_topk_norm"]:
-            weight /= weight.sum(axis=1, keepdims=True)
-        y = np.zeros_like(h)
-        for e, matrices in enumerate(zip(*(self.w[name][i] for name in ("gate", "down", "up")))):
-            if (tokens := (chosen == e).any(axis=1)).any():
-                y[tokens] += weight[tokens, e, None] * swiglu(*matrices, h[tokens])
-        return y
-
-    def hidden(self, ids, cache=None):
-        """Final-norm hidden states of ids, which follow what the cache (a list) already holds."""
-        c, w = self.c, self.w
-        cache = [] if cache is None else cache
-        start = len(cache[0][0]) if cache else 0
-        x = w["embed"].rows(np.asarray(ids))
-        for i in range(c["n_layers"]):
-            h = self.rmsnorm(x, w["att_norm"][i])
-            q, k, v = (w[name][i](h) + (w[name + "_bias"][i] if c["bias"] else 0)
-                       for name in "qkv")
-            q, k, v = (y.reshape(len(x), -1, c["head_dim"]) for y in (q, k, v))
-            if c["qk_norm"]:
-                q, k = self.rmsnorm(q, w["q_norm"][i]), self.rmsnorm(k, w["k_norm"][i])
-            q, k = self.rope(q, start), self.rope(k, start)
-            if start:
-                k, v = np.concatenate([cache[i][0], k]), np.concatenate([cache[i][1], v])
-            cache[i:i + 1] = [(k, v)]
-            x = x + w["o"][i](self.attention(q, k, v, start))
-            h = self.rmsnorm(x, w["ffn_norm"][i])
-            w1, w2, w3 = (w[name][i] for name in ("gate", "down", "up"))
-            x = x + (self.experts(i, h) if c["n_experts"] else swiglu(w1, w2, w3, h))
-        return self.rmsnorm(x, w["norm"])
-
-    def embedding(self, ids):
-        """The last token's hidden state, divided by its length."""
-        x = self.hidden(ids)[-1].astype(np.float64)
-        return x / np.linalg.norm(x)
-
-    def logits(self, ids, cache=None):
-        return self.w["head"](self.hidden(ids, cache))
-
-    def logprobs(self, ids):
-        """log P(ids[t + 1] | ids[0..t]) for t = 0 .. n - 2."""
-        logits = self.logits(ids[:-1]).astype(np.float64)
-        logits -= logits.max(axis=1, keepdims=True)
-        logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        return logits[np.arange(len(ids) - 1), ids[1:]]
-
-    def nll(self, ids):
-        return -float(np.mean(self.logprobs(ids)))
-
-    def greedy(self, ids, n, penalty=1.0):
-        """The n most likely ids that follow, and the smallest lead of a first over a second. The
-        penalty makes every id that is there less likely (transformers' repetition_penalty)."""
-        cache, new, lead = [], list(ids), math.inf
-        for _ in range(n):
-            logits = self.logits(new[len(cache[0][0]) if cache else 0:], cache)[-1]
-            there = np.unique(new)
-            logits[there] *= np.where(logits[there] < 0, F32(penalty), 1 / F32(penalty))
-            second, first = np.partition(logits, -2)[-2:]
-            lead = min(lead, float(first - second))
-            new.append(int(np.argmax(logits)))
-        return new[len(ids):], lead
-
-
-# -- files
 
 def read_safetensors(path):
     data = Path(path).read_bytes()
@@ -404,3 +411,75 @@ def read_tokenizer(file, vocab_size):
             at += 8 + length
         assert at == len(data)
     return struct.unpack_from("<3I", data), tokens, scores, sections
+
+
+# -- a token's journey
+
+SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def encode(text, tokens, scores, sections):
+    """The ids of a raw text, by definition: it is cut at added tokens and, in NFC, into words. Each
+    byte of a word is a token; as long as two neighbours together are a token, those of the highest
+    score become one."""
+    ids, added, tail = (np.frombuffer(sections.get(tag, b""), "<u4").tolist()
+                        for tag in ("head", "adde", "tail"))
+    added = {tokens[i].decode(): i for i in added[::2]}
+    known = {token: (-score, i) for i, (token, score) in enumerate(zip(tokens, scores))
+             if i not in added.values() and (score > -1e6 or len(token) == 1)}
+    words = pre_tokenizers.Split(Regex(SPLIT), "isolated").pre_tokenize_str
+    longest_first = sorted(map(re.escape, added), key=len, reverse=True)
+    for part in re.split(f"({'|'.join(longest_first)})", text):
+        if part in added:
+            ids.append(added[part])
+            continue
+        for word, _ in words(unicodedata.normalize("NFC", part)):
+            word = [bytes([byte]) for byte in word.encode()]
+            while pairs := [(known[a + b][0], i) for i, (a, b) in enumerate(zip(word, word[1:]))
+                            if a + b in known]:
+                _, i = min(pairs)
+                word[i:i + 2] = [word[i] + word[i + 1]]
+            ids += [known[token][1] for token in word]
+    return ids + tail
+
+
+def piece(token):
+    """A token's bytes as a JSON string, \ufffd for each that is not UTF-8."""
+    def escape(match):
+        c = match[0]
+        return "\\" + c if c in '"\\' else "\\ufffd" if c >= "\udc80" else f"\\u{ord(c):04x}"
+    text = token.decode("utf-8", "surrogateescape")
+    return '"' + re.sub('["\\\\\0-\x1f\x7f-\x9f\udc80-\udcff]', escape, text) + '"'
+
+
+def journey(model, tokenizer, text):
+    """The lines that tests/journey prints."""
+    _, tokens, scores, sections = tokenizer
+    ids, name = encode(text, tokens, scores, sections), [piece(token) for token in tokens]
+    yield "position    id  token"
+    yield from (f"{i:8} {t:5}  {name[t]}" for i, t in enumerate(ids))
+    yield "\nlayers |x|  next           share, position and token that each head attends to most"
+    for l, (x, shares) in enumerate(model.forward(ids)):
+        p = softmax(model.classify(x[-1:]))[0]
+        line = f"{l:3} {np.linalg.norm(x[-1]):6.2f}  {p.max():.2f} {name[p.argmax()]:8}"
+        heads = [f"  {s.max():.2f} {s.argmax()} {name[ids[s.argmax()]]:10}"
+                 for s in (shares[:, -1] if l else ())]
+        for start in range(0, max(len(heads), 1), 4):
+            yield (line + "".join(heads[start:start + 4])).rstrip()
+            line = " " * 25
+    yield "\nnext token"
+    yield from (f"{p[t]:10.4f}  {name[t]}" for t in np.argsort(-p, kind="stable")[:5])
+
+
+def main():
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: tests/reference.py [MODEL.bin] TEXT")
+    path = sys.argv[1] if len(sys.argv) == 3 else Path(__file__).parent / "tiny/tiny.bin"
+    model = Model.from_bin(path)
+    tokenizer = read_tokenizer(f"{path}.tokenizer", model.c["vocab_size"])
+    print(*journey(model, tokenizer, sys.argv[-1]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
