@@ -1,5 +1,6 @@
 # make            builds ./qwen3 for this machine
 # make run        asks the tiny model of tests/ a question
+# make journey    shows how a token goes through the tiny model: TEXT="The capital of France is"
 # make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
 # make test       makes a virtual environment in tests/.venv and tests everything that is promised
 # make test-all   tests what takes longer: sanitizers, fuzzing, long tables, other compilers and systems
@@ -40,6 +41,10 @@ tests/.flags: FORCE
 run: qwen3
 	./qwen3 tests/tiny/tiny.bin -t 0 -i "What is the capital of France?"
 
+TEXT = The capital of France is
+journey: tests/journey
+	tests/journey "$(TEXT)"
+
 MODEL = 0.6b
 BITS = 8
 GROUP = 0
@@ -65,6 +70,10 @@ debug: qwen3
 # C programs that include qwen3.c: test checks its functions and prints ids, bench measures it
 tests/test tests/bench: tests/%: tests/%.c tests/naive.h qwen3.c Makefile tests/.flags
 	$(CC) $(ALL_CFLAGS) -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
+# In plain C, which is built in two seconds
+tests/journey: tests/journey.c qwen3.c Makefile tests/.flags
+	$(CC) $(filter-out $(NATIVE),$(ALL_CFLAGS)) -O1 -DTEST -Wno-unused-function $(LDFLAGS) \
+	  -o $@ $< $(LDLIBS)
 tests/render: tests/test
 	ln -sf test $@
 
@@ -81,7 +90,7 @@ tests/tiny/tiny.bin:
 PYTEST = tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1
 PARALLEL = -n auto --maxprocesses=4 --dist loadgroup
 
-test: qwen3 tests/render
+test: qwen3 tests/render tests/journey
 	tests/test
 	python3 tests/setup_venv.py
 	$(PYTEST) $(PARALLEL) -m "not slow" tests
@@ -96,6 +105,7 @@ fuzz: tests/fuzz
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) -s tests/test_fuzz.py
 
 clean:
-	rm -f qwen3 qwen3.exe tests/test tests/render tests/bench tests/fuzz tests/libfuzzer tests/.flags
+	rm -f qwen3 qwen3.exe tests/test tests/render tests/bench tests/journey tests/fuzz \
+	      tests/libfuzzer tests/.flags
 
-.PHONY: run bench portable install uninstall debug test test-all fuzz clean FORCE
+.PHONY: run journey bench portable install uninstall debug test test-all fuzz clean FORCE

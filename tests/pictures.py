@@ -278,13 +278,14 @@ class Watched(reference.Model):
             self.x.append(x)
         return super().rmsnorm(x, w)
 
-    def attention_weights(self, q, k, start):
-        weights = super().attention_weights(q, k, start)
+    def attention(self, q, k, v, start):
+        answers, weights = super().attention(q, k, v, start)
+        by_head = answers.reshape(len(q), q.shape[1], -1)
         for layer, head in self.off:
             if layer == len(self.weights) % self.c["n_layers"]:
-                weights[head] = 0
+                by_head[:, head] = 0
         self.weights.append(weights)
-        return weights
+        return by_head.reshape(len(q), -1), weights
 
 
 def rms(x):

@@ -1,0 +1,79 @@
+// One token's journey: what the last token of a text becomes on its way through the model.
+//   tests/journey [MODEL.bin] TEXT     make journey TEXT="..."
+// To see x after each layer, forward() runs for the model's first 0, 1, 2, ... layers, in the end
+// for all of them. tests/reference.py prints the same by its equations.
+#include "../qwen3.c"
+
+enum { MOST_TOKENS = 4096, HEADS_PER_LINE = 4 };
+
+static App app;
+static Model *const m = &app.engine.model;
+static Ids ids;
+
+// A token's text as a JSON string, good until the next call
+static const char *piece(int id) {
+    static Buffer line;
+    line.n = 0;
+    buffer_add_token(&line, &app.engine.tokenizer, id);  // id "piece"\n
+    line.p[line.n - 1] = 0;
+    return strchr((char *)line.p, '"');
+}
+
+static void print_tokens(void) {
+    printf("position    id  token\n");
+    for (int i = 0; i < (int)ids.n; i++) printf("%8d %5d  %s\n", i, ids.p[i], piece(ids.p[i]));
+}
+
+// The `count` most likely next tokens and their probabilities, as if no layer followed
+static void print_next(const char *format, int count) {
+    const int vocab_size = m->config.vocab_size;
+    float *p = classify(m, (int)ids.n - 1, 1);
+    const float total = softmax_terms(p, vocab_size);
+    for (int i = 0; i < count; i++) {
+        const int best = argmax(p, vocab_size);
+        printf(format, p[best] / total, piece(best));
+        p[best] = 0;
+    }
+}
+
+// What the last token's query of layer l finds in the cache: for each head its largest share, and
+// the position and token that it goes to
+static void print_attention(int l) {
+    static float score[MOST_TOKENS];
+    const Pass p = {.m = m, .l = l};
+    const int n = (int)ids.n, n_heads = m->config.n_heads;
+    for (int head = 0; head < n_heads; head++) {
+        attend(&p, n - 1, head, score);
+        const int best = argmax(score, n);
+        const bool ends = head == n_heads - 1 || head % HEADS_PER_LINE == HEADS_PER_LINE - 1;
+        if (head && head % HEADS_PER_LINE == 0) printf("\n%25s", "");
+        printf("  %.2f %d %-*s", score[best] / sum_of(score, n, false), best, ends ? 0 : 10,
+               piece(ids.p[best]));
+    }
+}
+
+int main(int argc, char **argv) {
+    start_platform(&argc, &argv);
+    if (argc != 2 && argc != 3) die_usage("usage: tests/journey [MODEL.bin] TEXT");
+    app.options = (Options){.model = argc == 3 ? argv[1] : "tests/tiny/tiny.bin", .mode = GENERATE,
+                            .context = -1, .batch = MOST_TOKENS};
+    load(&app);
+    encode_raw(&app.engine.tokenizer, bytes(argv[argc - 1]), &ids);
+    const int n = (int)ids.n, n_layers = m->config.n_layers;
+    if (n < 1 || n > m->state.batch)
+        die("TEXT: expected 1 to %d tokens, found %d", m->state.batch, n);
+    print_tokens();
+    printf("\nlayers |x|  next           "
+           "share, position and token that each head attends to most\n");
+    for (int l = 0; l <= n_layers; l++) {
+        m->config.n_layers = l;
+        forward(m, ids.p, n, 0, 1);
+        const float *x = m->state.x + (size_t)(n - 1) * m->config.dim;
+        printf("%3d %6.2f", l, sqrtf(sum_of(x, m->config.dim, true)));
+        print_next(l == 0 ? "  %.2f %s" : "  %.2f %-8s", 1);
+        if (l > 0) print_attention(l - 1);
+        printf("\n");
+    }
+    printf("\nnext token\n");
+    print_next("%10.4f  %s\n", 5);
+}

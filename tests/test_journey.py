@@ -1,0 +1,98 @@
+"""One token's journey: what tests/journey prints, with the functions of qwen3.c, is what the
+equations of tests/reference.py give."""
+import re
+import subprocess
+
+import numpy as np
+import pytest
+from conftest import SENTENCES, TESTS, TINY, environment, export, make_checkpoint, tokenize
+from reference import Model, encode, journey, read_tokenizer, softmax
+from test_model import SHAPES, OtherHeads
+
+TEXTS = ["The capital of France is", "Paris is the capital of France, and Tokyo is the capital of",
+         "3 + 4 = ", " It's\r\n \"e\u0301\\\u0007\" in 東京",
+         "<|im_start|>user\nWhat is Tokyo in Japanese?<|im_end|>\n<|im_start|>assistant\n"
+         "<think>\n\n</think>\n\n"]
+
+
+def run(*args):
+    program = TESTS / "journey"
+    assert program.exists(), "make tests/journey"
+    return subprocess.run([program, *args], cwd=TESTS.parent, capture_output=True, text=True,
+                          timeout=300, env=environment())
+
+
+def program(*args):
+    result = run(*args)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    return result.stdout
+
+
+def read(path):
+    """The model and its tokenizer, as reference.py reads them."""
+    model = Model.from_bin(path)
+    return model, read_tokenizer(f"{path}.tokenizer", model.c["vocab_size"])
+
+
+@pytest.fixture(scope="module")
+def tiny_model():
+    return read(TINY / "tiny.bin")
+
+
+def differences(printed, computed, tolerance=0.015):
+    """Words, ids and positions must be equal, shares and probabilities within the tolerance, the
+    lengths relatively within a third of it: where a value lies between two int8, one rounds it up
+    and the other down. That may also decide which next tokens are the second to fifth."""
+    both = [re.sub(" +", " ", text).splitlines() for text in (printed, "\n".join(computed))]
+    words = [[re.sub(r"\d+\.\d+", "#", line) for line in lines[:-4]] for lines in both]
+    numbers = [re.findall(r"\d+\.\d+", " ".join(lines)) for lines in both]
+    assert len(numbers[0]) > 10 and len(numbers[0]) == len(numbers[1])
+    return [(a, b) for a, b in zip(*words) if a != b] + [
+        (a, b) for a, b in zip(*numbers)
+        if abs(float(a) - float(b)) > tolerance * max(1, float(b) / 3)]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tiny_model(tiny_model, text):
+    assert encode(text, *tiny_model[1][1:]) == tokenize(TINY / "tiny.bin", text.encode())
+    assert not differences(program(text), journey(*tiny_model, text))
+
+
+@pytest.mark.parametrize("mistake", [
+    dict(qk_norm=0), dict(theta=5e5), dict(eps=1e-3), OtherHeads], ids=str)
+def test_mistakes_show(tiny_model, mistake):
+    """Of this test, not of the program: they are beyond the tolerance, whatever the text."""
+    model, tokenizer = tiny_model
+    if mistake is OtherHeads:
+        wrong = OtherHeads(model.c, model.w)
+    else:
+        wrong = Model(model.c | mistake, model.w)
+    for text in TEXTS:
+        assert differences(program(text), journey(wrong, tokenizer, text))
+
+
+def lead(model, ids):
+    """The least by which a most likely token or a strongest position is ahead of the next."""
+    rows = []
+    for x, shares in model.forward(ids):
+        rows += [*softmax(model.classify(x[-1:])), *(shares[:, -1] if shares is not None else ())]
+    return min(first - second for second, first in (np.sort(row)[-2:] for row in rows))
+
+
+@pytest.mark.parametrize("name", ["experts", "gqa-3-group-32", *[
+    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "yarn-all-keys")]])
+def test_other_models(tmp_path, tokenizer, name):
+    """Random weights, where roundings grow; of many texts the one where all is clearest."""
+    hf = make_checkpoint(tmp_path / "hf", tokenizer, **SHAPES[name])
+    path = export(hf, tmp_path / "model.bin")
+    model, tokens = read(path)
+    words = SENTENCES.split()
+    texts = [" ".join(words[i:i + 4]) for i in range(20)]
+    text = max(texts, key=lambda text: lead(model, tokenizer.encode(text).ids))
+    assert not differences(program(path, text), journey(model, tokens, text), 0.045)
+
+
+def test_refuses():
+    for args, status, word in ((), 2, "usage"), (("",), 1, "TEXT"), (("x " * 5000,), 1, "TEXT"):
+        result = run(*args)
+        assert result.returncode == status and word in result.stderr and result.stdout == ""
