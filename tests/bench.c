@@ -4,8 +4,9 @@
 //   tests/bench curve SHAPE ...                   at many lengths, for pictures.py; takes minutes
 // A SHAPE is the name of a synthetic model in a temporary file: see `shapes`. GROUP 0 is export.py's,
 // LAYERS 0 the model's.
-// Prompts should be bound by arithmetic (the rate of dot4 in registers), decoding by the memory (the
-// rate at which it can be read). Both are measured beside them: machines change their speed.
+// Prompts should be bound by arithmetic (dot4 in the products, fma in attention: their rates in
+// registers), decoding by the memory (the rate at which it can be read). These are measured beside
+// them: machines change their speed.
 #include "../qwen3.c"
 #include <sys/resource.h>
 
@@ -130,26 +131,36 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
 // Enough sums that none waits for its last product, few enough that all stay in registers
 enum { SUMS = LANES == 8 ? 8 : 12, PEAK_ITEMS = 64, PEAK_LOOPS = 20000 };
 
+enum { INT8, FP32 };
+
 static void peak_job(void *arg, int begin, int end, int thread) {
-    (void)arg, (void)thread;
+    (void)thread;
     VecI sum[SUMS] = {0}, x = splat(0x01020304), w = splat(0x04030201), total = {0};
+    VecF sum_f[SUMS] = {0}, x_f = splat_f(0.5f), w_f = splat_f(0.25f);
     for (int64_t loop = 0; loop < (int64_t)(end - begin) * PEAK_LOOPS; loop++) {
-        UNROLL for (int i = 0; i < SUMS; i++) {
-            OPAQUE(x);
-            sum[i] = dot4(sum[i], x, w);
+        if (*(int *)arg == INT8) {
+            UNROLL for (int i = 0; i < SUMS; i++) {
+                OPAQUE(x);
+                sum[i] = dot4(sum[i], x, w);
+            }
+        } else {
+            UNROLL for (int i = 0; i < SUMS; i++) {
+                OPAQUE(x_f);
+                sum_f[i] = mul_add_v(x_f, w_f, sum_f[i]);
+            }
         }
     }
-    for (int i = 0; i < SUMS; i++) total ^= sum[i];
+    for (int i = 0; i < SUMS; i++) total ^= sum[i] ^ (VecI)sum_f[i];
     OPAQUE(total);
 }
 
-// For so many milliseconds. Returns multiply-adds.
-static double run_peak(int duration) {
+// For a fifth of a second. Returns multiply-adds.
+static double run_peak(int kind) {
     double work = 0, start = now();
     do {
-        parallel(peak_job, NULL, PEAK_ITEMS, 1);
-        work += (double)PEAK_ITEMS * PEAK_LOOPS * SUMS * 4 * LANES;
-    } while (now() - start < duration * 1e-3);
+        parallel(peak_job, &kind, PEAK_ITEMS, 1);
+        work += (double)PEAK_ITEMS * PEAK_LOOPS * SUMS * (kind == INT8 ? 4 : 1) * LANES;
+    } while (now() - start < 0.2 * patience);
     return work;
 }
 
@@ -244,19 +255,26 @@ static void print_row(const char *name, Rate r, double unit, const char *unit_na
            unit_name, r.runs);
 }
 
-static void end_row(double share, const char *of) {
-    if (of) printf("   %.2f of %s", share, of);
+static void end_row(double ratio, const char *of) {
+    if (of) printf("   %.2f %s", ratio, of);
     printf("\n");
     fflush(stdout);
 }
 
-// The machine's own rates, at their best so far with this number of threads
-static void measure_machine(Rate *read, Rate *peak) {
-    Rate r = measure(run_peak, (int)(200 * patience), 0.2);
-    if (r.best > peak->best) *peak = r;
+// The machine's own rates with this number of threads
+typedef struct {
+    Rate read, int8, fp32;
+} Machine;
+
+static void keep_better(Rate *best, Rate r) {
+    if (r.best > best->best) *best = r;
+}
+
+static void measure_machine(Machine *machine) {
+    keep_better(&machine->int8, measure(run_peak, INT8, 0.2));
+    keep_better(&machine->fp32, measure(run_peak, FP32, 0.2));
     for (int kernel = 0; kernel < 4; kernel++) {
-        r = measure(run_read, kernel, 0.2);
-        if (r.best > read->best) *read = r;
+        keep_better(&machine->read, measure(run_read, kernel, 0.2));
     }
 }
 
@@ -266,6 +284,11 @@ static double token_products(void) {
     double attention = 2.0 * g->dim * g->q_dim + 2.0 * g->dim * g->kv_dim;
     double ffn = 3.0 * g->dim * g->hidden_dim * max_int(g->n_experts_used, 1);
     return g->n_layers * (attention + ffn);
+}
+
+// Multiply-adds of a prompt of n tokens in attention, of queries and keys, and of weights and values
+static double attention_products(double n) {
+    return n * n * m.config.q_dim * m.config.n_layers;
 }
 
 // Bytes of all weights that a token needs: each has its bits and its share of a scale.
@@ -308,29 +331,40 @@ static bool too_slow(const char *name, double seconds, int most) {
 static void bench(const Plan *plan, int threads) {
     const int context = m.state.seq_len;
     char name[64];
-    Rate read = {0}, peak = {0}, r = {.best = 1e9};
+    Machine machine = {0};
+    Rate r = {.best = 1e9};
+    double of_512 = 0;
     n_threads = threads;
-    measure_machine(&read, &peak);
+    measure_machine(&machine);
     for (int i = 0; plan->prompts[i] >= 0; i++) {
         int n = min_int(plan->prompts[i], context - 1);
         snprintf(name, sizeof(name), "prompt of %d", n);
         if (too_slow(name, n / r.best, plan->seconds)) continue;
         r = measure(run_prompt, n, 4);
-        measure_machine(&read, &peak);
+        measure_machine(&machine);
         print_row(name, r, 1, "tok/s");
-        end_row(r.best * token_products() / peak.best, "the int8 peak, by its matmuls");
+        if (n <= 512) {
+            of_512 = r.best;
+            end_row(r.best * token_products() / machine.int8.best, "of the int8 peak, by its matmuls");
+        } else {  // as fast as a prompt of 512, and attention's rest at the fp32 peak
+            double rest = attention_products(n) - n / 512.0 * attention_products(512);
+            double floor = n / of_512 + rest / machine.fp32.best;
+            end_row(n / r.best / floor, "times its floor: as a prompt of 512, attention at the fp32 peak");
+        }
     }
     for (int i = 0; plan->positions[i] >= 0; i++) {
         int pos = min_int(plan->positions[i], context - 1);
         snprintf(name, sizeof(name), "decode at %d", pos);
         r = measure(run_decode, pos, 3);
-        measure_machine(&read, &peak);
+        measure_machine(&machine);
         print_row(name, r, 1, "tok/s");
-        end_row(r.best * token_bytes(pos) / read.best, "the memory's rate");
+        end_row(r.best * token_bytes(pos) / machine.read.best, "of the memory's rate");
     }
-    print_row("memory read", read, 1e9, "GB/s");
+    print_row("memory read", machine.read, 1e9, "GB/s");
     end_row(0, NULL);
-    print_row("int8 peak", peak, 1e9, "GMAC/s");
+    print_row("int8 peak", machine.int8, 1e9, "GMAC/s");
+    end_row(0, NULL);
+    print_row("fp32 peak", machine.fp32, 1e9, "GFMA/s");
     end_row(0, NULL);
 }
 

@@ -141,22 +141,25 @@ def test_bench(model, tmp_path):
                          env=environment(TMPDIR=str(tmp_path)))
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert not list(tmp_path.iterdir())                   # the temporary file is gone
-    rows = re.findall(r"^ +(\d+)  (\w.*?) {2,}([\d.]+) +([\d.]+) (tok/s|GB/s|GMAC/s) +(\d+)",
+    rows = re.findall(r"^ +(\d+)  (\w.*?) {2,}([\d.]+) +([\d.]+) (tok/s|GB/s|GMAC/s|GFMA/s) +(\d+)",
                       run.stdout, re.M)
     threads = sorted({int(row[0]) for row in rows})
-    expected = (18 if model[0] == "curve" else 7) * len(threads)
+    expected = (19 if model[0] == "curve" else 8) * len(threads)
     assert len(rows) + run.stdout.count(" skipped, ") == expected and threads[0] == 1
     for _, name, best, median, unit, runs in rows:        # how much depends on who else computes here
         assert float(best) >= float(median) >= 0 and int(runs) >= 1
-        assert unit == {"memory read": "GB/s", "int8 peak": "GMAC/s"}.get(name, "tok/s")
+        assert unit == {"memory read": "GB/s", "int8 peak": "GMAC/s",
+                        "fp32 peak": "GFMA/s"}.get(name, "tok/s")
     assert len(re.findall(r" \d+\.\d\d of the int8 peak", run.stdout)) >= 2
+    long = [row for row in rows if re.fullmatch(r"prompt of \d{4,}", row[1])]
+    assert len(re.findall(r" \d+\.\d\d times its floor", run.stdout)) == len(long) > 0
     assert re.search(r"memory beside the mapped file: [1-9]\d* MB", run.stdout)
 
 
 @pytest.mark.slow
 def test_bench_help():
     run = subprocess.run([TESTS / "bench", "-h"], capture_output=True, text=True, env=environment())
-    assert run.returncode == 0 and run.stdout.startswith("usage: tests/bench MODEL.bin"), run
+    assert run.returncode == 0 and run.stdout.startswith("usage: tests/bench [curve] MODEL.bin"), run
 
 
 @pytest.mark.slow
