@@ -239,7 +239,7 @@ typedef struct {         // one thread's own buffers
                          // later those of an expert's output, and of the sum of all experts
     Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
     void *panel;         // Part III only: a transposed panel, or the terms of matvec
-    float *att;          // Part III only: see AttentionTask
+    struct AttentionTask *attention;  // Part III only
 } Workspace;
 
 // Everything that changes while the model runs. A batch is consecutive tokens of one text that run
@@ -3980,8 +3980,10 @@ static size_t block_floats(const Config *c) {  // of one layer and kv head
     return (size_t)LANES * (c->head_dim + value_dim(c));
 }
 
-static size_t block_stride(const Config *c) {  // floats from a block of positions to the next
-    return (size_t)c->n_layers * c->n_kv_heads * block_floats(c);
+// Floats from a block of positions to the next. An odd multiple of a power of two: with an even one,
+// all blocks of a head would share a fraction of the L2 cache's sets.
+static size_t block_stride(const Config *c) {
+    return (size_t)(c->n_layers * c->n_kv_heads | 1) * block_floats(c);
 }
 
 static float *cache_block(const Pass *p, int kv_head, int block) {
@@ -4024,29 +4026,42 @@ INLINE float cache_value(const Pass *p, int kv_head, int pos, int j) {
 // A row of attention is one query head of one token. A task is up to ATT_TASK rows of one kv head:
 // all of them use the same two blocks of keys, later the same VALUE_SPAN positions of values, while
 // these are in the L1 cache. Inner tiles of ATT_ROWS rows by two vectors stay in registers.
-enum { ATT_ROWS = 6, ATT_TASK = 24, VALUE_SPAN = 64 };
+enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, VALUE_SPAN = 64 };
 
-typedef struct {
+typedef struct AttentionTask {
     const Pass *p;
     int kv_head;
-    int n;                     // rows of q, rounded up to a multiple of a tile's rows
-    size_t width;              // value_dim
-    size_t positions;          // row stride of score: seq_len, rounded up to whole tiles
-    float *q;                  // (ATT_TASK, width)      the queries
-    float *sum;                // (ATT_TASK, width)      weighted sums of values
+    int n;                     // rows, rounded up to whole tiles
+    size_t positions;          // row stride of score
+    float *q;                  // (head_dim, ATT_TASK)   the queries, transposed
+    float *sum;                // (ATT_TASK, value_dim)  weighted sums of values
     float *score;              // (ATT_TASK, positions)  up to the last row's len
     float *answer[ATT_TASK];   // (head_dim)             where each row's answer goes
     int len[ATT_TASK];         // positions that each row sees: its own and those before it
+    float total[ATT_TASK];     // what each row's scores are divided by
 } AttentionTask;
 
-static size_t score_stride(int seq_len) { return round_up(seq_len, 2 * LANES); }
+// At least seq_len, in whole tiles. An odd number of them: rows 4 KB apart would share an L1 set.
+static size_t score_stride(int seq_len) {
+    return (size_t)(round_up(seq_len, 2 * LANES) / (2 * LANES) | 1) * 2 * LANES;
+}
+
+static AttentionTask *attention_init(const Config *c, int seq_len) {
+    const char *what = "attention (-c makes it smaller)";
+    AttentionTask *a = alloc(1, sizeof(AttentionTask), what);
+    a->positions = score_stride(seq_len);
+    a->q = alloc(ATT_TASK * c->head_dim, sizeof(float), what);
+    a->sum = alloc(ATT_TASK * value_dim(c), sizeof(float), what);
+    a->score = alloc(ATT_TASK * a->positions, sizeof(float), what);
+    return a;
+}
 
 // score = q . k / sqrt(head_dim), for some rows from r on and `vecs` blocks of positions from
 // `start` on
 INLINE void score_tile(const AttentionTask *a, int r, int start, const int rows, const int vecs) {
     const int head_dim = a->p->m->config.head_dim;
-    const size_t next = block_stride(&a->p->m->config), width = a->width;
-    const float scale = 1 / sqrtf((float)head_dim), *q = a->q + r * width;
+    const size_t next = block_stride(&a->p->m->config);
+    const float scale = 1 / sqrtf((float)head_dim), *q = a->q + r;
     float *score = a->score + r * a->positions + start;
     const VecF *keys[2];
     VecF sum[ATT_ROWS][2] = {0};
@@ -4058,7 +4073,7 @@ INLINE void score_tile(const AttentionTask *a, int r, int start, const int rows,
             __builtin_prefetch((float *)&keys[v][j] + 2 * next);
         }
         UNROLL for (int i = 0; i < rows; i++) {
-            VecF qj = splat_f(q[i * width + j]);
+            VecF qj = splat_f(q[j * ATT_TASK + i]);
             UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = mul_add_v(keys[v][j], qj, sum[i][v]);
         }
     }
@@ -4069,17 +4084,17 @@ INLINE void score_tile(const AttentionTask *a, int r, int start, const int rows,
 
 // sum += score * v over positions start .. end - 1, for some rows from r on and `vecs` vectors of v
 // from number j on
-INLINE void value_tile(const AttentionTask *task, int r, int start, int end, int j, const int rows,
+INLINE void value_tile(const AttentionTask *a, int r, int start, int end, int j, const int rows,
                        const int vecs) {
-    const Config *c = &task->p->m->config;
-    const size_t next = block_stride(c), positions = task->positions, vectors = task->width / LANES;
-    const float *score = task->score + r * positions + start;
-    VecF *out = (VecF *)task->sum + r * vectors + j, sum[ATT_ROWS][2];
+    const Config *c = &a->p->m->config;
+    const size_t next = block_stride(c), positions = a->positions, vectors = value_dim(c) / LANES;
+    const float *score = a->score + r * positions + start;
+    VecF *out = (VecF *)a->sum + r * vectors + j, sum[ATT_ROWS][2];
     UNROLL for (int i = 0; i < rows; i++) {
         UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = out[i * vectors + v];
     }
     for (; start < end; start += LANES) {
-        const VecF *keys = (VecF *)cache_block(task->p, task->kv_head, start / LANES);
+        const VecF *keys = (VecF *)cache_block(a->p, a->kv_head, start / LANES);
         const VecF *values = keys + c->head_dim + j * LANES;
         for (int k = 0; k < min_int(LANES, end - start); k++, score++) {
             for (int v = 0; v < vecs && r == 0; v++) {
@@ -4098,35 +4113,54 @@ INLINE void value_tile(const AttentionTask *task, int r, int start, int end, int
     }
 }
 
-// All rows of a task, in tiles of `rows`: the scores, their softmax, the sums of values.
-INLINE void attend_rows(const AttentionTask *task, const int rows) {
-    const int head_dim = task->p->m->config.head_dim, vectors = (int)task->width / LANES;
-    const int end = task->len[task->n - 1];
-    float totals[ATT_TASK];
-    for (int start = 0; start < end; start += 2 * LANES) {
-        for (int r = 0; r < task->n; r += rows) {
-            if (end - start > LANES) score_tile(task, r, start, rows, 2);
-            else score_tile(task, r, start, rows, 1);
+// A row's scores become weights; those past its own position are 0: causal.
+static void task_softmax(AttentionTask *a, int r) {
+    float *score = a->score + r * a->positions;
+    a->total[r] = softmax_terms(score, a->len[r]);
+    for (int i = a->len[r]; i < a->len[a->n - 1]; i++) score[i] = 0;
+}
+
+// All rows' scores for positions start .. end - 1, start a multiple of 2 * LANES
+INLINE void score_rows(const AttentionTask *a, int start, int end, const int rows) {
+    for (; start < end; start += 2 * LANES) {
+        for (int r = 0; r < a->n; r += rows) {
+            if (end - start > LANES) score_tile(a, r, start, rows, 2);
+            else score_tile(a, r, start, rows, 1);
         }
     }
-    for (int r = 0; r < task->n; r++) {  // causal: a row's weights past its own position are 0
-        float *score = task->score + r * task->positions;
-        totals[r] = softmax_terms(score, task->len[r]);
-        for (int i = task->len[r]; i < end; i++) score[i] = 0;
+}
+
+static void task_scores(const AttentionTask *a, int start, int end) {
+    if (a->n == 2) score_rows(a, start, end, 2);
+    else if (a->n == ATT_FEW) score_rows(a, start, end, ATT_FEW);
+    else score_rows(a, start, end, ATT_ROWS);
+}
+
+// All rows' answers, vectors first .. last - 1 of their columns
+INLINE void value_rows(const AttentionTask *a, int first, int last, const int rows) {
+    const int width = value_dim(&a->p->m->config), end = a->len[a->n - 1];
+    const int columns = min_int(a->p->m->config.head_dim, last * LANES);
+    for (int r = 0; r < a->n; r++) {
+        memset(a->sum + r * width + first * LANES, 0, (last - first) * sizeof(VecF));
     }
-    memset(task->sum, 0, task->n * task->width * sizeof(float));
     for (int start = 0; start < end; start += VALUE_SPAN) {
         const int stop = min_int(end, start + VALUE_SPAN);
-        for (int r = 0; r < task->n; r += rows) {
-            int j = 0;
-            for (; j + 2 <= vectors; j += 2) value_tile(task, r, start, stop, j, rows, 2);
-            if (j < vectors) value_tile(task, r, start, stop, j, rows, 1);
+        for (int r = 0; r < a->n; r += rows) {
+            int j = first;
+            for (; j + 2 <= last; j += 2) value_tile(a, r, start, stop, j, rows, 2);
+            if (j < last) value_tile(a, r, start, stop, j, rows, 1);
         }
     }
-    for (int r = 0; r < task->n; r++) {
-        const float inverse = 1 / totals[r], *sum = task->sum + r * task->width;
-        for (int j = 0; j < head_dim; j++) task->answer[r][j] = sum[j] * inverse;
+    for (int r = 0; r < a->n; r++) {
+        const float inverse = 1 / a->total[r], *sum = a->sum + r * width;
+        for (int j = first * LANES; j < columns; j++) a->answer[r][j] = sum[j] * inverse;
     }
+}
+
+static void task_values(const AttentionTask *a, int first, int last) {
+    if (a->n == 2) value_rows(a, first, last, 2);
+    else if (a->n == ATT_FEW) value_rows(a, first, last, ATT_FEW);
+    else value_rows(a, first, last, ATT_ROWS);
 }
 
 // The rows of a kv head: the queries that share it, of the first token, of the second, ...
@@ -4138,35 +4172,84 @@ static int tasks_per_kv_head(const Pass *p) {
     return (rows_per_kv_head(p) + ATT_TASK - 1) / ATT_TASK;
 }
 
-static void attend_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
+static void task_init(AttentionTask *a, const Pass *p, int task) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const int per_kv = c->n_heads / c->n_kv_heads, rows = rows_per_kv_head(p);
-    AttentionTask a = {.p = p, .width = value_dim(c), .q = s->workspace[thread].att,
-                       .positions = score_stride(s->seq_len)};
-    a.sum = a.q + ATT_TASK * a.width;
-    a.score = a.sum + ATT_TASK * a.width;
+    const int first = task % tasks_per_kv_head(p) * ATT_TASK, count = min_int(ATT_TASK, rows - first);
+    a->p = p;
+    a->kv_head = task / tasks_per_kv_head(p);
+    a->n = count <= 2 ? 2 : count <= ATT_FEW ? ATT_FEW : round_up(count, ATT_ROWS);
+    for (int r = 0; r < a->n; r++) {  // past the end the last row is repeated
+        const int i = min_int(first + r, rows - 1), t = p->first + i / per_kv;
+        const int head = a->kv_head * per_kv + i % per_kv;
+        const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
+        for (int j = 0; j < c->head_dim; j++) a->q[j * ATT_TASK + r] = s->q[at + j];
+        a->answer[r] = s->a + at;
+        a->len[r] = s->pos[t] + 1;
+    }
+}
+
+static void attend_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    AttentionTask *a = p->m->state.workspace[thread].attention;
     for (int task = begin; task < end; task++) {
-        const int first = task % tasks_per_kv_head(p) * ATT_TASK;
-        const int count = min_int(ATT_TASK, rows - first);
-        a.kv_head = task / tasks_per_kv_head(p);
-        a.n = count <= 2 ? 2 : round_up(count, ATT_ROWS);
-        for (int r = 0; r < a.n; r++) {  // past the end the last row is repeated
-            const int i = min_int(first + r, rows - 1), t = p->first + i / per_kv;
-            const int head = a.kv_head * per_kv + i % per_kv;
-            const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
-            memcpy(a.q + r * a.width, s->q + at, c->head_dim * sizeof(float));
-            a.answer[r] = s->a + at;
-            a.len[r] = s->pos[t] + 1;
-        }
-        if (a.n == 2) attend_rows(&a, 2);
-        else attend_rows(&a, ATT_ROWS);
+        task_init(a, p, task);
+        task_scores(a, 0, a->len[a->n - 1]);
+        for (int r = 0; r < a->n; r++) task_softmax(a, r);
+        task_values(a, 0, value_dim(&p->m->config) / LANES);
+    }
+}
+
+// Fewer tasks than threads (decoding has one for each kv head) are cut further: the scores by
+// positions, the values by columns. Task i is then in the workspace of thread i, whoever works on it.
+enum { SCORE_SPAN = 256 };
+
+static int score_spans(const Pass *p) {
+    return (p->m->state.pos[p->n - 1] + SCORE_SPAN) / SCORE_SPAN;
+}
+
+static void part_scores_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const int spans = score_spans(p);
+    (void)thread;
+    for (int i = begin; i < end; i++) {
+        const AttentionTask *a = p->m->state.workspace[i / spans].attention;
+        const int start = i % spans * SCORE_SPAN;
+        task_scores(a, start, min_int(start + SCORE_SPAN, a->len[a->n - 1]));
+    }
+}
+
+static void part_softmax_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    (void)thread;
+    for (int i = begin; i < end; i++) {
+        AttentionTask *a = p->m->state.workspace[i / ATT_TASK].attention;
+        if (i % ATT_TASK < a->n) task_softmax(a, i % ATT_TASK);
+    }
+}
+
+static void part_values_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const int vectors = value_dim(&p->m->config) / LANES, pairs = (vectors + 1) / 2;
+    (void)thread;
+    for (int i = begin; i < end; i++) {
+        const int first = i % pairs * 2;
+        task_values(p->m->state.workspace[i / pairs].attention, first, min_int(first + 2, vectors));
     }
 }
 
 static void attend_all(const Pass *p) {
-    parallel(attend_job, (void *)p, tasks_per_kv_head(p) * p->m->config.n_kv_heads, 1);
+    const Config *c = &p->m->config;
+    const int n = tasks_per_kv_head(p) * c->n_kv_heads, spans = score_spans(p);
+    if (n >= n_threads || spans <= 2) {
+        parallel(attend_job, (void *)p, n, 1);
+        return;
+    }
+    for (int i = 0; i < n; i++) task_init(p->m->state.workspace[i].attention, p, i);
+    parallel(part_scores_job, (void *)p, n * spans, 1);
+    parallel(part_softmax_job, (void *)p, n * ATT_TASK, 1);
+    parallel(part_values_job, (void *)p, n * ((value_dim(c) / LANES + 1) / 2), 1);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4228,8 +4311,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
         if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
         own->panel = alloc((size_t)PANEL_ROWS * (widest / 4 + 2 * widest / c->group_size),
                            sizeof(int32_t), FOR_BATCH);
-        own->att = alloc(ATT_TASK * (2 * value_dim(c) + score_stride(seq_len)), sizeof(float),
-                         "attention (-c makes it smaller)");
+        own->attention = attention_init(c, seq_len);
     }
     cache_init(s, c);
     s->freq = alloc(c->head_dim / 2, sizeof(float), FOR_BATCH);
