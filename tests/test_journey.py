@@ -5,7 +5,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import SENTENCES, TESTS, TINY, environment, export, make_checkpoint, tokenize
+from conftest import ROOT, SENTENCES, TESTS, TINY, environment, export, make_checkpoint, tokenize
 from reference import Model, encode, journey, read_tokenizer, softmax
 from test_model import SHAPES, OtherHeads
 
@@ -56,6 +56,11 @@ def differences(printed, computed, tolerance=0.015):
 def test_tiny_model(tiny_model, text):
     assert encode(text, *tiny_model[1][1:]) == tokenize(TINY / "tiny.bin", text.encode())
     assert not differences(program(text), journey(*tiny_model, text))
+
+
+def test_readme_shows_it():
+    shown, = re.findall(r"^layers [^`]*", (ROOT / "README.md").read_text(), re.M)
+    assert shown in program(TEXTS[0])
 
 
 @pytest.mark.parametrize("mistake", [

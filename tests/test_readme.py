@@ -39,6 +39,7 @@ SUBSTITUTES = {
 ELSEWHERE = {
     "python3 export.py": "test_export.py: test_missing_packages_are_named_from_the_block_at_the_top",
     "tests/bench MODEL.bin": "test_build.py: test_bench",
+    "tests/bench curve 0.6b": "test_build.py: test_bench",
     "tests/test": "",                                   # by `make test`: see test_every_command_is_known
 }
 # What `make -n` only shows, and the tests that do it
@@ -53,6 +54,8 @@ IN_EARNEST = {
     "make bench MODEL=30b-a3b BITS=4": "test_build.py: test_bench",
     "make bench MODEL=30b-a3b BITS=4 LAYERS=4": "test_build.py: test_bench",
     "make fuzz FUZZ_SECONDS=600": "test_fuzz.py: test_random_inputs",
+    "make journey": "test_journey.py: test_readme_shows_it",
+    'make journey TEXT="3 + 4 = "': "test_journey.py: test_tiny_model",
     "make test": "", "make test-all": "",
 }
 NOT_COMMANDS = re.compile(
