@@ -97,7 +97,7 @@ test: qwen3 tests/render tests/journey
 	python3 tests/setup_venv.py
 	$(PYTEST) $(PARALLEL) -m "not slow" tests
 
-test-all: qwen3 tests/render tests/bench tests/fuzz
+test-all: qwen3 tests/render tests/journey tests/bench tests/fuzz
 	python3 tests/setup_venv.py
 	$(PYTEST) $(PARALLEL) -m slow tests
 
