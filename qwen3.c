@@ -4024,7 +4024,7 @@ INLINE float cache_value(const Pass *p, int kv_head, int pos, int j) {
 }
 
 // A row of attention is one query head of one token. A task is up to ATT_TASK rows of one kv head:
-// all of them use the same two blocks of keys, later the same VALUE_SPAN positions of values, while
+// all of them use the same two blocks of keys, later the same two vectors of VALUE_SPAN values, while
 // these are in the L1 cache. Inner tiles of ATT_ROWS rows by two vectors stay in registers.
 enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, VALUE_SPAN = 64 };
 
@@ -4098,7 +4098,7 @@ INLINE void value_tile(const AttentionTask *a, int r, int start, int end, int j,
         const VecF *values = keys + c->head_dim + j * LANES;
         for (int k = 0; k < min_int(LANES, end - start); k++, score++) {
             for (int v = 0; v < vecs && r == 0; v++) {
-                __builtin_prefetch((float *)&values[v * LANES + k] + VALUE_SPAN / LANES * next);
+                __builtin_prefetch((float *)&values[v * LANES + k] + next);
             }
             UNROLL for (int i = 0; i < rows; i++) {
                 VecF weight = splat_f(score[i * positions]);
@@ -4145,10 +4145,11 @@ INLINE void value_rows(const AttentionTask *a, int first, int last, const int ro
     }
     for (int start = 0; start < end; start += VALUE_SPAN) {
         const int stop = min_int(end, start + VALUE_SPAN);
-        for (int r = 0; r < a->n; r += rows) {
-            int j = first;
-            for (; j + 2 <= last; j += 2) value_tile(a, r, start, stop, j, rows, 2);
-            if (j < last) value_tile(a, r, start, stop, j, rows, 1);
+        for (int j = first; j < last; j += 2) {
+            for (int r = 0; r < a->n; r += rows) {
+                if (j + 1 < last) value_tile(a, r, start, stop, j, rows, 2);
+                else value_tile(a, r, start, stop, j, rows, 1);
+            }
         }
     }
     for (int r = 0; r < a->n; r++) {
