@@ -11,12 +11,16 @@
    Inside the model, each token of the text is a vector x (dim), the residual stream. (A name is
    followed by its shape in parentheses.) It starts as the token's row of the embedding table, which
    has one learned row for each token of the vocabulary. Each layer then adds two things to it: what
-   attention finds in this token and those before it, and what a feed-forward network computes from
-   the x that results. Attention compares the token's query q with the key of each position up to
-   its own; softmax turns these scores into shares that add up to 1, and the result is the sum of
-   the values, each times its share. The KV cache keeps, for each layer, the keys K and values V of
-   all earlier positions. Let pos be the token's position in the text. One layer is
-   (Qwen3DecoderLayer in HF, which is Hugging Face's transformers library):
+   attention finds in this token and those before it, and what a feed-forward network (three
+   matrices and a nonlinear function) computes from the x that results. Attention compares the
+   token's query q with the key of each position up to its own; softmax turns these scores into
+   shares that add up to 1, and the result is the sum of the values, each times its share. The KV
+   cache keeps, for each layer, the keys K and values V of all earlier positions. All this happens
+   n_heads times side by side: each head has its own part of q (head_dim), and so looks at other
+   positions. Let pos be the token's position in the text, Wq h the product of a matrix and a
+   vector, and * that of two vectors' elements. All W, rms_ and _norm are learned; eps and theta are
+   numbers of the model, mostly 1e-6 and 1,000,000. One layer is (Qwen3DecoderLayer in HF, which is
+   Hugging Face's transformers library):
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
@@ -236,7 +240,7 @@ typedef struct {         // one thread's own buffers
     float *h;            // (dim)                 rmsnorm(x) of one token
     float *kv;           // (batch, head_dim)     k or v of one head
     float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens;
-                         // later those of an expert's output, and of the sum of all experts
+                         // with experts, later one expert's output and the sum over all
     Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
     void *panel;         // Part III only: a transposed panel, or the terms of matvec
     struct AttentionTask *attention;  // Part III only
@@ -261,7 +265,7 @@ typedef struct {
     int logit_rows;      // the maximum number of rows that one call of classify scores
     float *freq;         // (head_dim / 2)        radians per position: see rope_init
     float rope_scale;    // factor on cos and sin, 1 without YaRN
-    float *cache;        // K and V, each (n_layers, n_kv_heads, seq_len, head_dim): see Part III
+    float *cache;        // K and V of all layers and kv heads, in blocks of positions: see Part III
     Workspace *workspace;  // (threads)
     int passes;          // forward passes so far
 } State;
@@ -277,8 +281,8 @@ typedef struct {     // a batch on its way through one layer
     int l;           // the layer's number
     const Layer *w;  // and its weights
     int n;           // tokens in the batch
-    int first;       // tokens first .. n - 1 are computed; k and v are made for all n. It is 0, but
-                     // in the last layer n - needed: see forward. It can be n there: none
+    int first;       // tokens first .. n - 1 are computed; k and v are made for all n. It is 0, in
+                     // the last layer n - needed: only these outputs are used (see forward)
 } Pass;
 
 typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
@@ -417,8 +421,8 @@ static void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
 }
 
-// Rotates each pair (x[j], x[j + half]) of one head x (2 * half) by its angle: HF
-// apply_rotary_pos_emb
+// Rotates each pair (x[j], x[j + half]) of one head x (2 * half) by the angle whose cos[j] and
+// sin[j] embed() has computed from the position: HF apply_rotary_pos_emb
 static void rope(float *x, const float *cos, const float *sin, int half) {
     for (int j = 0; j < half; j++) {
         float a = x[j], b = x[j + half];
@@ -641,7 +645,7 @@ static void experts(const Pass *p);  // see A mixture of experts
 
 // Runs n <= batch tokens at positions pos .. pos + n - 1. The cache must hold the positions before
 // them, and afterwards holds these as well. Then the last `needed` rows of x (n, dim) are the last
-// layer's output; needed can be 0. Returns false after Ctrl-C.
+// layer's output: 0 for a prompt's batches but the last. Returns false after Ctrl-C.
 static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     State *s = &m->state;
     const int n_layers = m->config.n_layers;
@@ -719,7 +723,7 @@ static void rope_init(State *s, const Config *c) {
 // ------------------------------------------------------------------------------------------------
 // Matrix product and attention, in plain C. They define what Part III computes: it keeps the order
 // of each sum, so its results are the same bit for bit, and it is faster because it works on
-// several sums at once. Builds without SIMD run dot_row itself; only the tests run attend.
+// several sums at once. Builds without SIMD run dot_row itself; attend runs in tests only.
 
 // A float of 16 bits (IEEE 754 half precision: 1 bit of sign, 5 of exponent, 10 of fraction).
 // Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e means
@@ -810,7 +814,7 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
 
 typedef struct Routing {
     float *h;      // (batch, dim)        rmsnorm(x); the router is not quantized
-    float *share;  // (batch, n_experts)  Wr h, of which choose_experts makes p, or 0: not chosen
+    float *share;  // (batch, n_experts)  first Wr h; then p of the chosen experts, 0 for the others
     int n_active;  // how many experts were chosen by at least one token of the batch
     int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
     int *token;    // (batch * n_experts_used)  the tokens of expert[0], then those of expert[1],
@@ -862,7 +866,7 @@ static void choose_experts(const Config *c, float *share) {
         int best = 0;
         for (int e = 1; e < c->n_experts; e++) best = share[e] > share[best] ? e : best;
         chosen += share[best];
-        share[best] = -share[best];  // chosen: now less than all that are not
+        share[best] = -share[best];  // chosen. A p that is 0 stays 0: it would add nothing
     }
     const float divisor = c->no_topk_norm ? all : chosen;
     for (int e = 0; e < c->n_experts; e++) share[e] = share[e] < 0 ? -share[e] / divisor : 0;
@@ -918,8 +922,8 @@ static void experts_hidden_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// Elements begin .. begin + count - 1 of W2[e] hq, with e = expert[k], for each token that chose
-// it: added, times p[e], to the token's row of sum (tokens first .. n - 1, count)
+// For each token that chose expert e = expert[k], computes elements begin .. begin + count - 1 of
+// W2[e] hq and adds them, times p[e], to the token's row of sum (tokens first .. n - 1, count).
 static void add_expert(const Pass *p, int k, int begin, int count, float *sum, int thread) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
@@ -3964,24 +3968,25 @@ static int draft_rows(void) { return HAVE_DOT4 ? TILE_TOKENS : 1; }
 // ------------------------------------------------------------------------------------------------
 // The KV cache and attention
 //
-// The cache is cut into blocks of LANES positions. A block holds all layers and kv heads, so memory
-// is touched only as positions come into use. Within a block, each layer's kv head has
+// The cache is cut into blocks of LANES positions (the floats of a SIMD vector). A block holds all
+// layers and kv heads, so memory is touched only as positions come into use. Within a block, each
+// layer's kv head has
 //
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
 //
 // so that attention reads both from front to back, a vector of scores holds LANES positions, and a
-// vector of answers LANES columns.
+// vector of a LANES columns.
 
 // Columns of the values: head_dim, and zeros up to a whole vector
 static int value_dim(const Config *c) { return round_up(c->head_dim, LANES); }
 
-static size_t block_floats(const Config *c) {  // of one layer and kv head
+static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
     return (size_t)LANES * (c->head_dim + value_dim(c));
 }
 
-// Floats from a block of positions to the next. An odd multiple of a power of two: with an even one,
-// all blocks of a head would share a fraction of the L2 cache's sets.
+// Floats from a block of positions to the next. The number of heads' parts is made odd: with an
+// even one, all blocks of a head would share a fraction of the L2 cache's sets.
 static size_t block_stride(const Config *c) {
     return (size_t)(c->n_layers * c->n_kv_heads | 1) * block_floats(c);
 }
@@ -4024,8 +4029,10 @@ INLINE float cache_value(const Pass *p, int kv_head, int pos, int j) {
 }
 
 // A row of attention is one query head of one token. A task is up to ATT_TASK rows of one kv head:
-// all of them use the same two blocks of keys, later the same two vectors of VALUE_SPAN values, while
-// these are in the L1 cache. Inner tiles of ATT_ROWS rows by two vectors stay in registers.
+// all of them use the same two blocks of keys, later the same two vectors of VALUE_SPAN values,
+// while these are in the L1 cache. A tile is ATT_ROWS rows by two vectors, of positions for the
+// scores, of columns for the values; its sums stay in registers. A task of few rows, as in
+// decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in vain.
 enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, VALUE_SPAN = 64 };
 
 typedef struct AttentionTask {
@@ -4036,9 +4043,9 @@ typedef struct AttentionTask {
     float *q;                  // (head_dim, ATT_TASK)   the queries, transposed
     float *sum;                // (ATT_TASK, value_dim)  weighted sums of values
     float *score;              // (ATT_TASK, positions)  up to the last row's len
-    float *answer[ATT_TASK];   // (head_dim)             where each row's answer goes
-    int len[ATT_TASK];         // positions that each row sees: its own and those before it
-    float total[ATT_TASK];     // what each row's scores are divided by
+    float *out[ATT_TASK];      // (head_dim)             each row's place in State.a
+    int len[ATT_TASK];         // positions that each row sees, its own and those before; ascending
+    float total[ATT_TASK];     // the sum of each row's softmax terms
 } AttentionTask;
 
 // At least seq_len, in whole tiles. An odd number of them: rows 4 KB apart would share an L1 set.
@@ -4113,7 +4120,7 @@ INLINE void value_tile(const AttentionTask *a, int r, int start, int end, int j,
     }
 }
 
-// A row's scores become weights; those past its own position are 0: causal.
+// A row's scores become the terms of its softmax. Those past its own position are 0: causal.
 static void task_softmax(AttentionTask *a, int r) {
     float *score = a->score + r * a->positions;
     a->total[r] = softmax_terms(score, a->len[r]);
@@ -4136,7 +4143,7 @@ static void task_scores(const AttentionTask *a, int start, int end) {
     else score_rows(a, start, end, ATT_ROWS);
 }
 
-// All rows' answers, vectors first .. last - 1 of their columns
+// a of all rows, vectors first .. last - 1 of their columns
 INLINE void value_rows(const AttentionTask *a, int first, int last, const int rows) {
     const int width = value_dim(&a->p->m->config), end = a->len[a->n - 1];
     const int columns = min_int(a->p->m->config.head_dim, last * LANES);
@@ -4154,7 +4161,7 @@ INLINE void value_rows(const AttentionTask *a, int first, int last, const int ro
     }
     for (int r = 0; r < a->n; r++) {
         const float inverse = 1 / a->total[r], *sum = a->sum + r * width;
-        for (int j = first * LANES; j < columns; j++) a->answer[r][j] = sum[j] * inverse;
+        for (int j = first * LANES; j < columns; j++) a->out[r][j] = sum[j] * inverse;
     }
 }
 
@@ -4164,7 +4171,8 @@ static void task_values(const AttentionTask *a, int first, int last) {
     else value_rows(a, first, last, ATT_ROWS);
 }
 
-// The rows of a kv head: the queries that share it, of the first token, of the second, ...
+// How many rows a kv head has: all query heads that share it of the first token, then of the
+// second, and so on
 static int rows_per_kv_head(const Pass *p) {
     return (p->n - p->first) * (p->m->config.n_heads / p->m->config.n_kv_heads);
 }
@@ -4177,7 +4185,8 @@ static void task_init(AttentionTask *a, const Pass *p, int task) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const int per_kv = c->n_heads / c->n_kv_heads, rows = rows_per_kv_head(p);
-    const int first = task % tasks_per_kv_head(p) * ATT_TASK, count = min_int(ATT_TASK, rows - first);
+    const int first = task % tasks_per_kv_head(p) * ATT_TASK;
+    const int count = min_int(ATT_TASK, rows - first);
     a->p = p;
     a->kv_head = task / tasks_per_kv_head(p);
     a->n = count <= 2 ? 2 : count <= ATT_FEW ? ATT_FEW : round_up(count, ATT_ROWS);
@@ -4186,7 +4195,7 @@ static void task_init(AttentionTask *a, const Pass *p, int task) {
         const int head = a->kv_head * per_kv + i % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
         for (int j = 0; j < c->head_dim; j++) a->q[j * ATT_TASK + r] = s->q[at + j];
-        a->answer[r] = s->a + at;
+        a->out[r] = s->a + at;
         a->len[r] = s->pos[t] + 1;
     }
 }
@@ -4203,7 +4212,8 @@ static void attend_job(void *arg, int begin, int end, int thread) {
 }
 
 // Fewer tasks than threads (decoding has one for each kv head) are cut further: the scores by
-// positions, the values by columns. Task i is then in the workspace of thread i, whoever works on it.
+// positions, the values by columns. Task i is then in the workspace of thread i, whoever works on
+// it. For up to two spans of positions that would cost more than it saves.
 enum { SCORE_SPAN = 256 };
 
 static int score_spans(const Pass *p) {

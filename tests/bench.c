@@ -318,7 +318,7 @@ typedef struct {
 
 static const Plan usual = {{32, 512, 4096, -1}, {0, 4000, -1}, 4096, 40};
 static const Plan curve = {{32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1},
-                           {32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1}, 16384, INT_MAX};
+                           {32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1}, 16384, 150};
 
 // Would this take longer than one cares to wait? Then it is not run.
 static bool too_slow(const char *name, double seconds, int most) {

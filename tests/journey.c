@@ -6,7 +6,7 @@
 
 enum { MOST_TOKENS = 4096, HEADS_PER_LINE = 4 };
 
-static App app;
+static App app;  // the program's state, as main() of qwen3.c has it
 static Model *const m = &app.engine.model;
 static Ids ids;
 
@@ -14,7 +14,7 @@ static Ids ids;
 static const char *piece(int id) {
     static Buffer line;
     line.n = 0;
-    buffer_add_token(&line, &app.engine.tokenizer, id);  // id "piece"\n
+    buffer_add_token(&line, &app.engine.tokenizer, id);  // a line such as: 785 "The"
     line.p[line.n - 1] = 0;
     return strchr((char *)line.p, '"');
 }
@@ -36,8 +36,9 @@ static void print_next(const char *format, int count) {
     }
 }
 
-// What the last token's query of layer l finds in the cache: for each head its largest share, and
-// the position and token that it goes to
+// For each head of layer l the last token's largest share, and the position and token that it goes to.
+// After forward() State.q still holds the last layer's queries and the cache its keys, so that
+// attend() can repeat its attention.
 static void print_attention(int l) {
     static float score[MOST_TOKENS];
     const Pass p = {.m = m, .l = l};

@@ -42,7 +42,9 @@ def swiglu(w1, w2, w3, h):
 
 
 class Transformer:
-    """config c, weights w. The rows of x are tokens at positions start, start + 1, ..."""
+    """config c, weights w: w["q"][i](h) is Wq h in layer i. gate, down and up are W1, W2 and W3,
+    att_norm and ffn_norm are rms_att and rms_ffn of qwen3.c. The rows of x are tokens at positions
+    start, start + 1, ..."""
 
     def __init__(self, config, weights):
         self.c, self.w = config, weights
@@ -53,7 +55,7 @@ class Transformer:
                                 + F32(self.c["eps"])))
 
     def rope(self, x, start):
-        """x (n, heads, head_dim): NeoX pairs (j, j + head_dim / 2)."""
+        """x (n, heads, head_dim): pairs (j, j + head_dim / 2)."""
         angle = np.arange(start, start + len(x))[:, None] * self.freq
         cos = (np.cos(angle) * self.factor).astype(F32)[:, None]
         sin = (np.sin(angle) * self.factor).astype(F32)[:, None]
@@ -72,7 +74,7 @@ class Transformer:
         return np.einsum("hnm,mhd->nhd", shares, v, optimize=True).reshape(len(q), -1), shares
 
     def experts(self, i, h):
-        """Each token's most likely experts of layer i, equal ones by index, in ascending order."""
+        """Each token's most likely experts of layer i (of equal p the first), added in order."""
         p = softmax(h @ self.w["router"][i].T)                                  # (n, experts)
         chosen = np.argsort(-p, axis=1, kind="stable")[:, :self.c["n_experts_used"]]
         weight = np.zeros_like(p)
