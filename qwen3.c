@@ -281,8 +281,8 @@ typedef struct {     // a batch on its way through one layer
     int l;           // the layer's number
     const Layer *w;  // and its weights
     int n;           // tokens in the batch
-    int first;       // tokens first .. n - 1 are computed; k and v are made for all n. It is 0, in
-                     // the last layer n - needed: only these outputs are used (see forward)
+    int first;       // tokens first .. n - 1 are computed; k and v are made for all n. It is 0, but
+                     // in the last layer n - needed: see forward. If that is n, none is computed
 } Pass;
 
 typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
@@ -4213,8 +4213,12 @@ static void attend_job(void *arg, int begin, int end, int thread) {
 
 // Fewer tasks than threads (decoding has one for each kv head) are cut further: the scores by
 // positions, the values by columns. Task i is then in the workspace of thread i, whoever works on
-// it. For up to two spans of positions that would cost more than it saves.
+// it. For up to two spans of positions that would cost more than it saves. Decoding at 4,000 with 8
+// kv heads has 8 tasks: enough for 8 threads; for 16, there are 128 parts of scores and 32 of
+// values (with 16 lanes). 64 threads have work for 32 in the values.
 enum { SCORE_SPAN = 256 };
+_Static_assert(SCORE_SPAN % (2 * LANES) == 0 && VALUE_SPAN % LANES == 0 && ATT_TASK % ATT_ROWS == 0,
+               "whole tiles");
 
 static int score_spans(const Pass *p) {
     return (p->m->state.pos[p->n - 1] + SCORE_SPAN) / SCORE_SPAN;

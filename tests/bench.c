@@ -304,7 +304,7 @@ static double weight_bytes(void) {
 // Bytes that a token at position pos reads: the weights, the keys and values before it.
 static double token_bytes(int pos) {
     const Config *g = &m.config;
-    double kv = (double)block_stride(g) * sizeof(float) / LANES;
+    double kv = (double)g->n_layers * g->n_kv_heads * block_floats(g) * sizeof(float) / LANES;
     return weight_bytes() + pos * kv;
 }
 
@@ -348,8 +348,8 @@ static void bench(const Plan *plan, int threads) {
             end_row(r.best * token_products() / machine.int8.best, "of the int8 peak, by its matmuls");
         } else {  // as fast as a prompt of 512, and attention's rest at the fp32 peak
             double rest = attention_products(n) - n / 512.0 * attention_products(512);
-            double floor = n / of_512 + rest / machine.fp32.best;
-            end_row(n / r.best / floor, "times its floor: as a prompt of 512, attention at the fp32 peak");
+            double least = n / of_512 + rest / machine.fp32.best;
+            end_row(n / r.best / least, "times its floor: as a prompt of 512, attention at the fp32 peak");
         }
     }
     for (int i = 0; plan->positions[i] >= 0; i++) {
@@ -426,6 +426,8 @@ int main(int argc, char **argv) {
     for (int i = 0; i < plan->longest; i++) ids[i] = (int)((i * 7919LL + 13) % g->vocab_size);
     read_start = (const char *)m.weights.layers[0].rms_att;
     read_blocks = (int)(weight_bytes() / READ_BLOCK);
+    // A prompt may be skipped, and pages that were never written are quick to read.
+    memset(m.state.cache, 0, (size_t)(m.state.seq_len / LANES) * block_stride(g) * sizeof(float));
     bench(plan, n_threads);
     if (cores > 1) bench(plan, 1);
     printf("\nmemory beside the mapped file: %.0f MB, of which the cache of %d positions: %.0f MB\n",

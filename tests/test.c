@@ -880,7 +880,7 @@ static void test_cores(void) {
 #endif
 
 static int unit_tests(void) {
-    start_threads(3);  // more than cores here or there: the order of things varies
+    start_threads(5);  // more than cores here or there: the order of things varies
     test_exp();
     test_norm_softmax_silu();
     test_primitives();

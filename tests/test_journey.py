@@ -2,6 +2,7 @@
 equations of tests/reference.py give."""
 import re
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -61,6 +62,12 @@ def test_tiny_model(tiny_model, text):
 def test_readme_shows_it():
     shown, = re.findall(r"^layers [^`]*", (ROOT / "README.md").read_text(), re.M)
     assert shown in program(TEXTS[0])
+
+
+def test_reference_is_a_program():
+    result = subprocess.run([sys.executable, TESTS / "reference.py", TEXTS[0]], capture_output=True,
+                            text=True, check=True)
+    assert not differences(program(TEXTS[0]), result.stdout.splitlines())
 
 
 @pytest.mark.parametrize("mistake", [

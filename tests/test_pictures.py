@@ -21,4 +21,4 @@ def test_picture(name):
 
 def test_readme():
     shown = set(re.findall(r"\.github/(\w+)\.svg", (ROOT / "README.md").read_text("utf-8")))
-    assert shown <= set(PICTURES)
+    assert shown == set(PICTURES)
