@@ -204,11 +204,12 @@ def layer():
 def speed():
     """Tokens a second against the context's length, and what the machine allows: speed.txt."""
     text = (TESTS / "speed.txt").read_text()
+    c = shape_of_bench("0.6b")
     megabytes, products = map(float, re.search(r"(\S+) MB a token, (\S+) million", text).groups())
     positions, cache = map(float, re.search(r"cache of (\d+) positions: (\d+) MB", text).groups())
     rates, machine = {}, {}             # (kind, threads) -> [(length, rate), ...] and -> rate
     for threads, kind, length, rate in re.findall(
-            r"^ +(\d+)  (prompt of|decode at|memory read|int8 peak) *(\d*) +([\d.]+) ", text, re.M):
+            r"^ +(\d+)  (prompt of|decode at|memory read|int8 peak|fp32 peak) *(\d*) +([\d.]+) ", text, re.M):
         if length:
             rates.setdefault((kind, int(threads)), []).append((int(length), float(rate)))
         else:
@@ -218,7 +219,9 @@ def speed():
 
     def limit(kind, threads, length):
         if kind == "prompt of":
-            return machine["int8 peak", threads] * 1e3 / products
+            attention = length * c["n_heads"] * c["head_dim"] * c["n_layers"] / 1e6
+            return 1e3 / (products / machine["int8 peak", threads]
+                          + attention / machine["fp32 peak", threads])
         return machine["memory read", threads] * 1e3 / (megabytes + length / positions * cache)
 
     machine_name, model = re.match(r"# (.*)\n(.*?),", text).groups()
@@ -235,7 +238,7 @@ def speed():
             (50, "decode at", "An answer: tokens/s at a position",
              "Limit: reading the weights, and K and V of all positions"),
             (475, "prompt of", "A prompt: tokens/s by its length",
-             "Limit: int8 products with the matrices; attention is left out")):
+             "Limit: int8 products with the matrices, fp32 in attention")):
         lengths = sorted({length for (k, _), points in rates.items() if k == kind
                           for length, _ in points})
         chart = Chart(p, left, 90, 345, 260, (lengths[0], lengths[-1]),
