@@ -43,9 +43,9 @@ tests/.flags: FORCE
 run: qwen3
 	./qwen3 tests/tiny/tiny.bin -t 0 -i "What is the capital of France?"
 
-TEXT = The capital of France is
+export TEXT = The capital of France is
 journey: tests/journey
-	tests/journey "$(TEXT)"
+	tests/journey "$$TEXT"
 
 MODEL = 0.6b
 BITS = 8

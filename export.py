@@ -2004,8 +2004,8 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     options.check |= bool(options.plot)
     for name, value in ("--bits", options.bits), ("--group-size", options.group_size):
         if options.check and value:
-            usage_error(f"{name}: --check takes it from OUT.bin, expected one of the two options, "
-                        "found both")
+            usage_error(f"{name}: --check takes it from OUT.bin, so name that file (with four "
+                        "bits it ends in -q4.bin), expected one of the two options, found both")
     source, *rest = options.names
     if rest and source.endswith(".bin") and (Path(rest[0]).is_dir() or rest[0][-4:] != ".bin"):
         source, rest = rest[0], [source]

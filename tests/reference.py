@@ -476,7 +476,8 @@ def journey(model, tokenizer, text):
 
 def main():
     if len(sys.argv) not in (2, 3):
-        sys.exit("usage: tests/reference.py [MODEL.bin] TEXT")
+        print("usage: tests/reference.py [MODEL.bin] TEXT", file=sys.stderr)
+        sys.exit(2)
     path = sys.argv[1] if len(sys.argv) == 3 else Path(__file__).parent / "tiny/tiny.bin"
     model = Model.from_bin(path)
     tokenizer = read_tokenizer(f"{path}.tokenizer", model.c["vocab_size"])
