@@ -4137,10 +4137,14 @@ INLINE void score_rows(const AttentionTask *a, int start, int end, const int row
     }
 }
 
+// How many rows a tile has must be known when compiling: f(a, from, to, rows).
+#define BY_ROWS(f, a, from, to)                               \
+    ((a)->n == 2         ? f(a, from, to, 2)                  \
+     : (a)->n == ATT_FEW ? f(a, from, to, ATT_FEW)            \
+                         : f(a, from, to, ATT_ROWS))
+
 static void task_scores(const AttentionTask *a, int start, int end) {
-    if (a->n == 2) score_rows(a, start, end, 2);
-    else if (a->n == ATT_FEW) score_rows(a, start, end, ATT_FEW);
-    else score_rows(a, start, end, ATT_ROWS);
+    BY_ROWS(score_rows, a, start, end);
 }
 
 // a of all rows, vectors first .. last - 1 of their columns
@@ -4166,9 +4170,7 @@ INLINE void value_rows(const AttentionTask *a, int first, int last, const int ro
 }
 
 static void task_values(const AttentionTask *a, int first, int last) {
-    if (a->n == 2) value_rows(a, first, last, 2);
-    else if (a->n == ATT_FEW) value_rows(a, first, last, ATT_FEW);
-    else value_rows(a, first, last, ATT_ROWS);
+    BY_ROWS(value_rows, a, first, last);
 }
 
 // How many rows a kv head has: all query heads that share it of the first token, then of the
