@@ -242,7 +242,7 @@ typedef struct {         // one thread's own buffers
     float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens;
                          // with experts, later one expert's output and the sum over all
     Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
-    void *panel;         // Part III only: a transposed panel, or the terms of matvec
+    void *panel;         // Part III only: what a product keeps while it runs (see state_init)
     struct AttentionTask *attention;  // Part III only
 } Workspace;
 
@@ -306,7 +306,7 @@ typedef struct Char Char;
 
 // Cuts 0 .. count - 1 into ranges that begin at multiples of `chunk`, and calls
 // job(arg, begin, end, thread) for each, on all threads; `thread` is an index into
-// State.workspace. Returns when all are done.
+// State.workspace. Returns when all are done. Only the main thread calls it, never inside a job.
 typedef void (*Job)(void *arg, int begin, int end, int thread);
 static void parallel(Job job, void *arg, int count, int chunk);
 
@@ -357,7 +357,7 @@ static void advance_start(Engine *e);
 // ------------------------------------------------------------------------------------------------
 // Math: what a layer computes on one vector. Compilers vectorize these loops.
 
-// a * b + c, fused (rounded once) where Part III's SIMD code is, so that both round alike
+// a * b + c, fused (rounded once) exactly where Part III's mul_add_v is, so that both round alike
 INLINE float mul_add(float a, float b, float c) {
 #if (defined(__AVX2__) && defined(__FMA__)) || defined(__ARM_FEATURE_DOTPROD)
     return fmaf(a, b, c);
@@ -1594,7 +1594,7 @@ static Ending generate(Engine *e, int row, Ids *answer) {
 static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and bytes everywhere
 static void catch_signals(void);
 static void start_threads(int count);
-static int cpu_count(void);                           // cores that this process may use
+static int cpu_count(void);                           // how many threads to start without -j
 static const char *simd_name(void);                   // the instruction set of this build
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
@@ -3394,9 +3394,9 @@ static void wake_up(pthread_cond_t *cond) {
 
 // Takes shares of the current loop until none is left. Guided scheduling: a share is 7/8 of what a
 // thread would get if all took the same, so shares become smaller and all threads end together.
-// job, arg, count and chunk are read before the exchange, which fails if the loop's number has
-// changed: so they belong to this loop, as parallel() stores new ones only when all of its items
-// are done.
+// Job, arg, count and chunk are read before the exchange. parallel() stores new ones only when all
+// items of a loop are done, and then the loop's number changes, which makes the exchange fail. So
+// after a successful exchange they are those of this loop.
 static void work(int thread) {
     uint64_t ticket = atomic_load(&pool.ticket);
     while ((uint32_t)ticket > 0) {
@@ -3448,7 +3448,8 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// SIMD primitives: all that knows the instruction set. A vector is LANES floats or int32s (an
+// SIMD primitives: all that knows the instruction set, except cpu_pause above and mul_add in
+// Part I, which must be fused exactly where mul_add_v is. A vector is LANES floats or int32s (an
 // extension of GCC and clang: + - * and so on work lane by lane).
 //
 //   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
@@ -3492,9 +3493,9 @@ enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each
 
 static const char *simd_name(void) { return SIMD; }
 
-// Stands before loops over arrays of vectors: unrolled, these stay in registers.
-// UNROLL_GCC: the number of rounds may be unknown, of which clang would complain.
-#if defined(NO_UNROLL)  // with sanitizers, compilers take minutes over what is unrolled
+// Placed before loops over arrays of vectors, so that the arrays stay in registers. UNROLL_GCC is
+// for loops whose number of rounds may not be a constant; clang would warn that it can't unroll.
+#if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
 #define UNROLL
 #define UNROLL_GCC
 #elif defined(__clang__)
@@ -3615,12 +3616,6 @@ INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
 INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
 
-INLINE VecF load_f(const float *p) {
-    VecF value;
-    memcpy(&value, p, sizeof(value));
-    return value;
-}
-
 INLINE VecI load_bytes(const void *p, const int n) {  // n <= 4 * LANES bytes, then zeros
 #ifdef USE_AVX512
     return (VecI)_mm512_maskz_loadu_epi8(~0ull >> (64 - n), p);
@@ -3650,11 +3645,12 @@ INLINE VecF load_halves(const uint16_t *p, const int n) {  // n <= LANES half_fl
 }
 
 // ------------------------------------------------------------------------------------------------
-// Matrix products: out = x W^T, as dot_row defines each element. One token reads the weights once,
-// as fast as the memory gives them: matvec computes LANES rows side by side. A batch is bound by
-// arithmetic: a panel of PANEL_ROWS rows is transposed and multiplied with all its tokens, tile by
-// tile. Where both branches of an `if` make the same call, one passes a constant, so that the
-// compiler can unroll.
+// Matrix products: out = x W^T, as dot_row defines each element. For one token or a few
+// (few_tokens), reading the weights takes the time: matvec reads LANES rows one after the other,
+// then adds the terms of all of them at once. A larger batch is bound by arithmetic: a panel of
+// PANEL_ROWS rows is transposed and multiplied with all its tokens, tile by tile. Builds without
+// dot4 use matmul_plain. Where both branches of an `if` make the same call, one passes a constant,
+// so that the compiler can unroll.
 
 // Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
 // is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
@@ -3718,9 +3714,9 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
     for (int i = 0; part->add && i < count; i++) out[i] += values[i];
 }
 
-// How far ahead weights (in bytes) and their scales (in numbers) are prefetched, those of four bits
-// into L1 and, further, into L2: the CPU's own prefetching stops at the end of a page. Not a
-// multiple of 4,096 bytes: addresses 4 KB apart share an L1 set.
+// How far ahead of the current address matvec prefetches: weights in bytes, scales in elements.
+// 4-bit weights are prefetched twice, into L2 and later into L1. The CPU's own prefetcher stops at
+// the end of a page. No multiple of 4,096 bytes: addresses 4 KB apart share an L1 set.
 enum { AHEAD = 5120, AHEAD_4 = 2560, AHEAD_4_L2 = 12288 - 64, SCALES_AHEAD = 64 };
 
 typedef struct {               // a row of a matrix and the vector x, from some group on
@@ -3808,8 +3804,8 @@ INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, con
 }
 
 // PANEL_ROWS rows from `row` on and TILE_TOKENS tokens from t on. wq (cols / 4, TILE_VECS) and
-// w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x past the last token hold
-// garbage; their results are discarded.
+// w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from token_end on may hold
+// anything; their results are discarded.
 INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale,
                         const int group) {
     const int n_groups = part->w->cols / group, rows = min_int(PANEL_ROWS, part->row_end - row);
@@ -3878,8 +3874,10 @@ INLINE void matmul_panel(const Matmul *part, const Workspace *own, int row, cons
     const char *next = w->bits == 8 ? (char *)w->q + end : (char *)w->nibbles + end / 2;
     const char *next_scale = w->bits == 8 ? (char *)w->scale + end / group * 4
                                           : (char *)w->half_scale + end / group * 2;
-    const int64_t bytes = (int64_t)PANEL_ROWS * w->cols * w->bits / 8;  // and for each tile:
-    const int64_t share = bytes * TILE_TOKENS / n_tokens, scale_share = share * 4 / group;
+    // Each tile prefetches an equal share of the next panel's weights and scales.
+    const int tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
+    const int64_t share = (int64_t)PANEL_ROWS * w->cols * w->bits / 8 / tiles;
+    const int64_t scale_share = share * 4 / group;
     for (int t = part->token_begin; t < part->token_end; t += TILE_TOKENS) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
         for (int64_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
@@ -3889,8 +3887,8 @@ INLINE void matmul_panel(const Matmul *part, const Workspace *own, int row, cons
     }
 }
 
-// Without dot4 each element is the definition's, a few rows at a time, so that they stay in the
-// cache. Rows of four bits become rows of int8 first.
+// Computes each element as the definition does, for builds without dot4. Works on a few rows at a
+// time, so that they stay in the cache; 4-bit rows are first expanded to int8.
 INLINE void matmul_plain(const Matmul *part, const Workspace *own, int row, const int group) {
     const Matrix *w = part->w;
     const int end = min_int(row + PANEL_ROWS, part->row_end), n_groups = w->cols / group;
@@ -3918,7 +3916,8 @@ INLINE void matmul_plain(const Matmul *part, const Workspace *own, int row, cons
     }
 }
 
-// For up to so many tokens, matvec for each is faster than a panel for all.
+// The largest number of tokens for which one matvec each is faster than a panel for all. At most
+// PANEL_ROWS: the split x of that many tokens must fit into Workspace.panel (see state_init).
 INLINE int few_tokens(const Matrix *w) { return !HAVE_DOT4 ? 0 : w->bits == 4 ? 6 : 3; }
 
 INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int group) {
@@ -3975,11 +3974,15 @@ static int draft_rows(void) { return HAVE_DOT4 ? TILE_TOKENS : 1; }
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
 //
-// so that attention reads both from front to back, a vector of scores holds LANES positions, and a
-// vector of a LANES columns.
+// so that attention reads both from front to back. One vector of keys holds element j of LANES
+// positions, so a vector of scores does, too; one vector of values holds LANES columns of one
+// position, so a vector of a holds LANES columns.
 
 // Columns of the values: head_dim, and zeros up to a whole vector
 static int value_dim(const Config *c) { return round_up(c->head_dim, LANES); }
+
+// Pairs of vectors in value_dim; the last may be a single vector.
+static int value_pairs(const Config *c) { return (value_dim(c) / LANES + 1) / 2; }
 
 static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
     return (size_t)LANES * (c->head_dim + value_dim(c));
@@ -4073,7 +4076,7 @@ INLINE void score_tile(const AttentionTask *a, int r, int start, const int rows,
     const VecF *keys[2];
     VecF sum[ATT_ROWS][2] = {0};
     for (int v = 0; v < vecs; v++) {
-        keys[v] = (VecF *)cache_block(a->p, a->kv_head, start / LANES + v);
+        keys[v] = (VecF *)key_at(a->p, a->kv_head, start + v * LANES);
     }
     for (int j = 0; j < head_dim; j++) {
         for (int v = 0; v < vecs && r == 0; v++) {  // the first rows prefetch for all
@@ -4101,8 +4104,7 @@ INLINE void value_tile(const AttentionTask *a, int r, int start, int end, int j,
         UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = out[i * vectors + v];
     }
     for (; start < end; start += LANES) {
-        const VecF *keys = (VecF *)cache_block(a->p, a->kv_head, start / LANES);
-        const VecF *values = keys + c->head_dim + j * LANES;
+        const VecF *values = (VecF *)value_at(a->p, a->kv_head, start) + j * LANES;
         for (int k = 0; k < min_int(LANES, end - start); k++, score++) {
             for (int v = 0; v < vecs && r == 0; v++) {
                 __builtin_prefetch((float *)&values[v * LANES + k] + next);
@@ -4248,7 +4250,7 @@ static void part_softmax_job(void *arg, int begin, int end, int thread) {
 
 static void part_values_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const int vectors = value_dim(&p->m->config) / LANES, pairs = (vectors + 1) / 2;
+    const int vectors = value_dim(&p->m->config) / LANES, pairs = value_pairs(&p->m->config);
     (void)thread;
     for (int i = begin; i < end; i++) {
         const int first = i % pairs * 2;
@@ -4266,7 +4268,7 @@ static void attend_all(const Pass *p) {
     for (int i = 0; i < n; i++) task_init(p->m->state.workspace[i].attention, p, i);
     parallel(part_scores_job, (void *)p, n * spans, 1);
     parallel(part_softmax_job, (void *)p, n * ATT_TASK, 1);
-    parallel(part_values_job, (void *)p, n * ((value_dim(c) / LANES + 1) / 2), 1);
+    parallel(part_values_job, (void *)p, n * value_pairs(c), 1);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4326,6 +4328,8 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
         own->gate = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
+        // Panel: wq, w_scale and floats of transpose_panel; or columns, terms and split of matvec;
+        // or q and scale of matmul_plain. None is longer than this, as few_tokens <= PANEL_ROWS.
         own->panel = alloc((size_t)PANEL_ROWS * (widest / 4 + 2 * widest / c->group_size),
                            sizeof(int32_t), FOR_BATCH);
         own->attention = attention_init(c, seq_len);
@@ -4446,13 +4450,14 @@ static FileKind file_kind(const char *path) {
            : attributes & FILE_ATTRIBUTE_DIRECTORY ? DIRECTORY : REGULAR_FILE;
 }
 
-static int cpu_count(void) {
+static int cpu_count(void) {  // hardware threads; two of them may share a core
     DWORD_PTR mine, all;
     GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
     return __builtin_popcountll(mine);
 }
 
-// Arguments become UTF-8 (in the place of their UTF-16), files bytes; the console takes UTF-8.
+// Makes the arguments UTF-8 (argv reuses the array that held the UTF-16 pointers), standard input
+// and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
     static char text[3 * 32768], *arg = text;  // a command line has at most 32,767 characters
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
@@ -4512,7 +4517,9 @@ static int physical_cores(const cpu_set_t *set) {
 }
 #endif
 
-static int cpu_count(void) {  // two threads of one core are no faster than one
+// Physical cores, as a second thread on a core gains nothing; on macOS the fast ones. Where the
+// system does not tell (Linux and macOS do), hardware threads.
+static int cpu_count(void) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
     cpu_set_t set;
@@ -4532,14 +4539,14 @@ static FileKind file_kind(const char *path) {
     return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
 }
 
-// Until a file that does not block can be read or written
+// Waits until a file in non-blocking mode can be read or written.
 static void wait_for(int fd, bool reading) {
     poll(&(struct pollfd){fd, reading ? POLLIN : POLLOUT, 0}, 1, -1);
 }
 
-// The lines of a pasted block arrive together. Whole lines can be counted at once. A last line
-// without a newline is held back by the terminal, and can be counted only without ICANON; no signal
-// may come in between.
+// A pasted block's lines arrive within about 30 ms. Normally the terminal counts only whole lines;
+// what follows the last newline is counted only while ICANON is off. Signals are blocked meanwhile:
+// one that ended the program would leave the terminal that way.
 static Waiting input_waits(void) {
     int waiting = 0;
     for (int i = 0; i < 2; i++) {
@@ -4625,8 +4632,8 @@ static void write_stdout(Bytes text) {
     }
 }
 
-// Ctrl-C stops an answer, or a conversation that waits for a message; a second one ends the
-// program.
+// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message; a
+// second one, or one before that, ends the program.
 static void on_interrupt(int signal) {
     (void)signal;
     if (interrupted || !stoppable) _exit(EXIT_INTERRUPT);
@@ -4634,7 +4641,7 @@ static void on_interrupt(int signal) {
 }
 
 // SIGILL: this CPU is older than the one that the program was built for. SIGBUS: a mapped file has
-// become shorter, or its disk fails. One thread says it.
+// become shorter, or its disk fails. If several threads get here, only the first one reports.
 static void on_fatal(int signal) {
     static const char cpu[] = "qwen3: CPU: lacks an instruction of this build, expected one like "
         "the one it was built on (" SIMD "); make builds for this one, make portable for all\n";
@@ -4647,7 +4654,7 @@ static void on_fatal(int signal) {
     _exit(EXIT_FAILURE);
 }
 
-// Before main, and only a call: the compiler can't use a new instruction here.
+// Runs before main. It is one call only, so that it has no instruction that this CPU may lack.
 __attribute__((constructor)) static void catch_unknown_instructions(void) {
     signal(SIGILL, on_fatal);
 }
