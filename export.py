@@ -543,7 +543,7 @@ def check_family(where: Path, config: dict) -> None:
          "Qwen3ForCausalLM, Qwen3MoeForCausalLM or Qwen2ForCausalLM"),
         ("quantization_config", not config.get("quantization_config"), "bf16, f16 or f32 weights"),
         ("hidden_act", config.get("hidden_act", "silu") == "silu", "silu"),
-        ("attention_bias", config["architectures"] == QWEN2 or not config.get("attention_bias"),
+        ("attention_bias", config.get("architectures") == QWEN2 or not config.get("attention_bias"),
          "false"),
         ("layer_types", set(layer_types or ()) <= {"full_attention"}, "full_attention only"),
         ("use_sliding_window", layer_types or not sliding, "full attention in every layer"),
@@ -777,10 +777,10 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
 
 
 def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
-    """(name -> tensor, bytes of the header, at most so many) of one file. Its format: u64 length of
-    the header; the header, JSON {name:
-    {dtype, shape, data_offsets: [begin, end)}}; the data, which the tensors fill without gap or
-    overlap. (The safetensors package's numpy reader does not know BF16.)"""
+    """(name -> tensor, bytes of the header, which may be at most `most`) of one file. Its format:
+    u64 length of the header; the header, JSON {name: {dtype, shape, data_offsets: [begin, end)}};
+    the data, which the tensors fill without gap or overlap. (The safetensors package's numpy reader
+    does not know BF16.)"""
     file = open_file(path)
     file_size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
@@ -810,8 +810,8 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
 
 
 class Output(NamedTuple):
-    """A tensor of OUT.bin: in 32 bits fp32 values; in 8 int8 values, then an fp32 scale for each
-    group; in 4 pairs of codes, then an fp16 scale for each group."""
+    """A tensor of OUT.bin. With bits 32: fp32 values. With 8: int8 values, then an fp32 scale for
+    each group. With 4: bytes of two codes, then an fp16 scale for each group."""
     tensors: list[Tensor]  # the source: one, or one for each expert, whose rows follow each other
     bits: int  # of a value
     values: int  # offset of the first value in OUT.bin
@@ -823,15 +823,16 @@ class Output(NamedTuple):
         return self.tensors[0].name.replace(".experts.0.", ".experts.*.")
 
     def pieces(self) -> list[tuple[Tensor, int, int, int]]:
-        """The whole as (tensor, start, count, the range's start in the output) of ranges."""
+        """All ranges of it, as (source tensor, start and count in that, start in the output)."""
         return [(tensor, start, count, i * tensor.size() + start)
                 for i, tensor in enumerate(self.tensors) for start, count in tensor.pieces()]
 
 
 def out_tensors(c: Config) -> list[tuple[int, list[str], tuple[int, ...]]]:
-    """(bits, names without "model.", shape) of every tensor of OUT.bin, in the order of the file.
-    Norms, routers and biases stay fp32. Matrices are (out, in) and are quantized. Those of a
-    layer's experts are one after the other in one tensor, which has their names."""
+    """(bits, names without "model.", shape of each) of every tensor of OUT.bin, in its order.
+    Norms, routers and biases stay fp32; matrices are (out, in) and quantized. The matrices of a
+    layer's experts form one tensor of OUT.bin, hence several names. In `rows` below, * is the
+    number of a layer and # that of an expert."""
     q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     layer_bits = 4 if c.levels else 8
     qk_norms = [] if c.no_qk_norm else [
@@ -1541,7 +1542,8 @@ def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary,
 
 def sampling(where: Path, generation: dict) -> bytes:
     """The section `samp`, empty if generation_config.json sets nothing of it."""
-    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}  # transformers'
+    # transformers' defaults, but for do_sample, which is false there
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}
     given = {key: generation[key] for key in defaults if generation.get(key) is not None}
     if generation.get("min_p"):
         notes.append(f"{where.name}: min_p {generation['min_p']!r} is ignored: qwen3 has no min_p")
@@ -1710,10 +1712,11 @@ def open_gguf_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def open_gguf(path: Path, most: int) -> tuple[dict, dict[str, Tensor], int]:
-    """(metadata, tensors by Hugging Face's name, bytes of both, at most so many). The file holds:
-    "GGUF", u32 version, u64 number of tensors, u64 number of metadata values; each value: string key, u32 type, value; each tensor:
-    string name, u32 number of dimensions, u64 dimensions, innermost first, u32 dtype, u64 offset in
-    the data; after padding, the data."""
+    """(metadata, tensors by Hugging Face's name, bytes of both, at most `most`). The file holds:
+    "GGUF", u32 version, u64 number of tensors, u64 number of metadata values;
+    each metadata value: string key, u32 type, value;
+    each tensor: string name, u32 number of dimensions, u64 dimensions, innermost first, u32 dtype,
+    u64 offset in the data; after padding, the data."""
     file = open_file(path)
     with (parsing(path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data):
         cursor = GGUFCursor(data, most)

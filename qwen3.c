@@ -267,7 +267,7 @@ typedef struct {
     float rope_scale;    // factor on cos and sin, 1 without YaRN
     float *cache;        // K and V of all layers and kv heads, in blocks of positions: see Part III
     Workspace *workspace;  // (threads)
-    int passes;          // forward passes so far
+    int passes;          // forward passes so far; only the tests read it
 } State;
 
 typedef struct {
@@ -1604,12 +1604,12 @@ static Bytes file_map(const char *path);              // the whole file, mapped 
 static const char *file_read(Buffer *b, const char *path);  // the whole file, added to b; -: stdin;
                                                       // returns NULL, or what went wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
-static ssize_t read_some(int fd, void *p, size_t n);  // as read, and waits where that does not
-static int terminal_line(void);                       // the most bytes that a terminal's line has
+static ssize_t read_some(int fd, void *p, size_t n);  // read(), but waits also if fd is nonblocking
+static int terminal_line(void);                       // the most bytes of a line that is typed
 typedef enum { NOTHING, PART, LINE } Waiting;
-static Waiting input_waits(void);                     // what of a paste a terminal still holds
+static Waiting input_waits(void);                     // how much of a paste is still to be read
 
-// Buffers for contexts of seq_len positions, passes of at most `batch` tokens, and logit_rows rows
+// Allocates all for seq_len positions, passes of at most `batch` tokens, and logit_rows rows
 // of logits at once
 static void state_init(Model *m, int seq_len, int batch, int logit_rows);
 
@@ -1653,6 +1653,8 @@ static volatile sig_atomic_t stoppable;
 //   0x68    u32   layer_bits, 4: layers' matrices have four bits    8
 //   0x70    16i8  levels: what a nibble stands for, ascending       (with 8 bits)
 //
+// The rest (0x6C, and 0x80 to 0xFF) is zero. A file in which it is not is refused.
+//
 // The weights, each for all layers before the next:
 //
 //   fp32 norms    rms_att (dim), rms_ffn (dim); rms_final (dim), once; q_norm, k_norm (head_dim)
@@ -1666,8 +1668,8 @@ static volatile sig_atomic_t stoppable;
 // A Q8_0 matrix (out, in) is all its int8 values row by row, then a float scale for each group_size
 // consecutive values: scale = max|w| / 127, q = round(w / scale). With layer_bits 4, a matrix of a
 // layer is instead all its pairs of nibbles (see weight_q), then a float of 16 bits for each group.
-// (All rows and dims are even, so that the next matrix begins at a multiple of 4 bytes.) Embedding
-// models, which need no classifier, count as shared.
+// (Each has an even number of rows, so that the next matrix begins at a multiple of 4 bytes.)
+// Embedding models, which need no classifier, count as shared.
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
@@ -1716,13 +1718,13 @@ static void check_multiple(Cursor *in, const char *name, int value, int unit) {
 
 static void take_base_header(Config *c, Cursor *in) {
     uint32_t magic = take_u32(in, "magic");
-    const char *name = strrchr(in->file, '/'), *end = strrchr(in->file, '.');
+    const char *slash = strrchr(in->file, '/'), *end = strrchr(in->file, '.');
     if (magic == 0x46554747)
         die("%s: a GGUF file, expected a .bin file, which this makes: export.py %s", in->file,
             in->file);
     if (end && !strcmp(end, ".safetensors"))
         die("%s: a part of a checkpoint, expected a .bin file, which this makes: export.py %.*s",
-            in->file, name ? (int)(name - in->file) : 1, name ? in->file : ".");
+            in->file, slash ? (int)(slash - in->file) : 1, slash ? in->file : ".");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", in->file, magic);
@@ -1884,7 +1886,7 @@ static void model_map(Model *m, const char *path) {
 //   "ccc "  u32 first, u32 last, u32 canonical combining      marks stay in their order
 //           class, 1 to 255
 //   "deco"  u32 character, u32 first, u32 second or 0, u32    no NFC
-//           composes: canonical decompositions, but Hangul's
+//           composes: canonical decompositions but for Hangul
 //   "head"  u32 ids that go before every raw text             none
 //   "tail"  u32 ids that go after every raw text              none
 //   "stop"  u32 ids that end an answer                        eos, <|endoftext|> and <|im_end|>
@@ -2019,7 +2021,7 @@ static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
     else if (!strcmp(tag, "mode")) tok->mode = take_int(in, "mode", 0, N_MODES - 1);
     else if (!strcmp(tag, "chat")) take_chat(in, tok, tag);
     else die("%s: unknown section \"%s\"; was it made by a newer export.py?", in->file, tag);
-    if (in->rest.n) die("%s: bad section %s, expected %zu bytes less", in->file, tag, in->rest.n);
+    if (in->rest.n) die("%s: bad section %s, expected %zu bytes fewer", in->file, tag, in->rest.n);
 }
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
@@ -2100,7 +2102,7 @@ static int added_find(const Tokenizer *tok, const char *text) {
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
-    uint64_t rng = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // another in each process
+    uint64_t rng = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // differs in each process
     for (int i = 0; i < 2; i++) {
         tok->seed[i] = (uint64_t)(random_next(&rng) * 0x1p53) * 0x9E3779B97F4A7C15u | 1;
     }
@@ -2139,10 +2141,12 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     tok->end_of_text = added_find(tok, "<|endoftext|>");
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->has_chat) tok->chat = chatml(tok->think >= 0);
-    if (tok->stop.n) return;
-    ids_add(&tok->stop, eos);
-    ids_add(&tok->stop, tok->end_of_text);
-    if (added_find(tok, "<|im_end|>") >= 0) ids_add(&tok->stop, added_find(tok, "<|im_end|>"));
+    if (tok->stop.n == 0) {
+        const int im_end = added_find(tok, "<|im_end|>");
+        ids_add(&tok->stop, eos);
+        ids_add(&tok->stop, tok->end_of_text);
+        if (im_end >= 0) ids_add(&tok->stop, im_end);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2268,16 +2272,17 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // that are used. So drafts change the time and nothing else: the text is the same, not just its
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// A draft fills a pass that takes about the time of one token (draft_rows() of them), or twice that
-// after a draft that was right to its end. Credit is counted in 1 / DRAFT_COST of a token's time.
-// Every pass earns 1, every right token DRAFT_COST; a draft costs DRAFT_COST for each draft_rows()
-// tokens; with four bits, which leave a token less memory to wait for, for each two tokens; with
-// experts, which differ from token to token, for each. So wrong drafts take about 2 % of the time.
+// One pass runs the last token and its draft: draft_rows() tokens, which take about as long as one,
+// or twice as many after a draft that was right to its end. Credit is counted in 1 / DRAFT_COST of
+// a token's time. Every pass earns 1, the prompt 1 for each 16 tokens that had to run, every right
+// token DRAFT_COST. A pass with a draft costs DRAFT_COST for each draft_rows() tokens; with four
+// bits, which leave a token less memory to wait for, for each two tokens; with experts, which
+// differ from token to token, for each drafted one. So wrong drafts take about 2 % of the time.
 // Without SIMD, where a batch takes as long as its tokens, and with -b 1 there are no drafts.
 //
 // Measured with the 0.6B shape, two Zen 5 cores, texts of 300 to 400 tokens and AVX-512 (AVX2):
 //
-//   code of the prompt after some weeks of changes      2.9 times as fast (1.9), 1.7 if more is new
+//   the prompt's code as it was some weeks later        2.9 times as fast (1.9), 1.7 if more is new
 //   the prompt's text, here and there a word more       5 times (2.9)
 //   25 tokens over and over                             4 times
 //   new prose, new code                                 1.3 % slower to 4 % faster
@@ -2343,8 +2348,9 @@ static float *advance(Engine *e, int id, int count) {
 // stderr, so that stdout holds just the answer.
 
 // Copies n bytes of text to out (3 n) as a terminal may show it: a control character (U+0000 to
-// U+001F, U+007F to U+009F) that is not one of `allowed` becomes U+FFFD, and so does its first byte
-// alone, as the other may follow in the next text. Returns out's new size.
+// U+001F, U+007F to U+009F) that is not one of `allowed` becomes U+FFFD. So does a carriage return
+// that no newline follows, and a byte C2 that no second byte follows: the next text could make it a
+// control character (C2 80 to C2 9F). Returns out's new size.
 static size_t printable(char *out, const char *text, size_t n, const char *allowed) {
     size_t size = 0;
     for (size_t i = 0; i < n; i++) {
@@ -2373,15 +2379,15 @@ struct Writer {
     bool terminal;  // stdout is a terminal
     bool dim;       // thinking is dimmed there
     bool thinking;
-    bool began;     // the answer, with another character than a newline
+    bool began;     // false from the end of thinking until a character other than a newline
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
     Buffer held;    // text that is not written yet
     Buffer shown;   // as it goes to a terminal
 };
 
-// How many bytes at the end are an unfinished character that can still become one; on a terminal, a
-// carriage return is known by what follows it
+// How many bytes at the end must wait for what follows: an unfinished UTF-8 character; on a
+// terminal also a carriage return, which is shown only before a newline
 static size_t unfinished(Bytes text, bool terminal) {
     if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
@@ -2404,8 +2410,8 @@ static size_t unfinished_stop(Bytes text, Bytes stop) {
     return 0;
 }
 
-// A text as a terminal may show it: without its control characters. Each piece is dimmed by itself,
-// in one write: no signal can leave the terminal dim.
+// A text as a terminal may show it: see printable. Each piece is dimmed by itself, in one write: no
+// signal can leave the terminal dim.
 static Bytes for_terminal(Writer *out, Bytes text, bool dim) {
     if (text.n == 0) return text;
     Buffer *shown = &out->shown;
@@ -2437,8 +2443,7 @@ static void writer_thinks(Writer *out, bool thinking) {
     out->began = thinking;
 }
 
-// The newlines between thinking and answer: they are not the answer's, and only a terminal shows
-// them.
+// Takes the newlines between thinking and answer out of the answer. Only a terminal shows them.
 static void writer_begin(Writer *out) {
     Bytes text = bytes_of(&out->held);
     while (text.n && *text.p == '\n') text = bytes_from(text, 1);
@@ -2504,7 +2509,7 @@ typedef struct {
     Engine engine;
     Writer writer;
     Mode mode;        // -m, or what the model is made for
-    bool think;       // -r 1
+    bool think;       // -r 1, and the model's thinking can be switched
     bool no_switch;   // -r was given, but the model's thinking can't be switched
     bool noticed;     // the notices have been given
     Conversation conversation;
@@ -2571,7 +2576,8 @@ static void print_statistics(const App *app, size_t prompt, double prompt_rate, 
             rate_text(b, answer_rate), (unsigned long long)app->options.seed);
 }
 
-// An answer that ended at -x: the tokens that were written whole, and the written bytes of the next
+// After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
+// was written in part, the bytes that were written become the message's text.
 static void cut_answer(const App *app, Message *answer) {
     const Tokenizer *tok = &app->engine.tokenizer;
     for (size_t cut = app->writer.cut; cut > 0;) {
@@ -2583,7 +2589,7 @@ static void cut_answer(const App *app, Message *answer) {
     }
 }
 
-// Runs a prompt and writes its answer; then notices and statistics. `answer` is empty.
+// Runs a prompt and writes its answer; then notices and statistics. message: empty, gets the answer
 static Ending respond(App *app, const Ids *prompt, Message *message) {
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
@@ -2592,7 +2598,7 @@ static Ending respond(App *app, const Ids *prompt, Message *message) {
     double start = now();
     int row = checked_prefill(app, prompt);
     double middle = now();
-    const size_t computed = e->cached.n - e->reused;  // less than the rest of the prompt on Ctrl-C
+    const size_t computed = e->cached.n - e->reused;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
     answer->p = grow(answer->p, &answer->cap, 0, seq_len + 1, sizeof(int));
     Ending ending = row < 0 ? INTERRUPTED : generate(e, row, answer);
@@ -2646,8 +2652,9 @@ static void render_from(App *app, size_t first, Ids *ids) {
 }
 
 // Renders the conversation. If that leaves no room for an answer, the oldest turns are forgotten
-// until half the context is free: as many as the last rendering tells, where each message began.
-// The next rendering checks that. False: the last message alone is too long.
+// until half the context is free. How many that takes is estimated from where each message began
+// in the first rendering. If the second one is still too long, only the last message stays (and the
+// system message). False: even that is too long.
 static bool fit_conversation(App *app, Ids *ids) {
     Conversation *talk = &app->conversation;
     const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
@@ -2669,7 +2676,8 @@ static bool fit_conversation(App *app, Ids *ids) {
     return true;
 }
 
-// A user's message and the model's answer to it
+// A user's message and the model's answer to it. exit_on_error is false in a dialogue: it goes on
+// after an error, and says so when a message is taken back.
 static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
     Conversation *talk = &app->conversation;
     Ids ids = {0};
@@ -2721,8 +2729,8 @@ static bool read_line(App *app, Bytes *line) {
 }
 
 // A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste,
-// which Enter sends: at the end of its last line, or after it if that had a newline already. False:
-// the end of input, or Ctrl-C.
+// which waits for Enter: at the end of its last line, or, if that line had a newline already, on
+// the empty line after it. False: the end of input, or Ctrl-C.
 static bool read_message(App *app) {
     Buffer *message = &app->input;
     Bytes line;
@@ -2991,7 +2999,8 @@ static Ending run_raw(App *app, Bytes text) {
     Message answer = {0};
     encode_raw(tok, text, &ids);
     if (app->mode == GENERATE && ids.n == 0) ids_add(&ids, tok->end_of_text);
-    if (app->mode == GENERATE) ending = respond(app, &ids, &answer);
+    if (interrupted) ending = INTERRUPTED;  // while the text was encoded
+    else if (app->mode == GENERATE) ending = respond(app, &ids, &answer);
     else if (app->mode == TOKENIZE) run_tokenize(app, &ids);
     else if (app->mode == PERPLEXITY) run_perplexity(app, &ids);
     else run_embed(app, &ids);
@@ -3105,7 +3114,8 @@ static void parse_option(Options *o, const char *option, const char *value) {
     }
 }
 
-// What stands on a command line where an option or MODEL should: the likely first mistakes
+// Ends the program because of an argument that is neither an option nor MODEL, and names the
+// likely mistake. o: the options before it
 static void die_of_argument(const char *arg, const Options *o) {
     static const char *const other[][2] = {
         {"--prompt", "-i"}, {"--file", "-f"}, {"--system-prompt", "-y"}, {"--system", "-y"},
@@ -3193,7 +3203,7 @@ static bool read_prompt(App *app) {
 static void choose_chat(App *app) {
     Tokenizer *tok = &app->engine.tokenizer;
     bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
-    app->think = app->options.think == 1;
+    app->think = can_switch && app->options.think == 1;
     app->no_switch = app->options.think >= 0 && !can_switch;
     // Qwen's advice for answers without thinking, unless the checkpoint asks for greedy ones
     if (can_switch && !app->think && tok->temperature != 0) {
@@ -3218,7 +3228,8 @@ static void choose_sampling(App *app) {
     };
 }
 
-// MODEL is a path, but people also try what they know.
+// Ends the program if MODEL is a directory or missing. People also try the name of a model on the
+// Hugging Face hub (OWNER/NAME): then the message says what to do.
 static void check_model_path(const char *path) {
     const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
     const bool made = end && (!strcmp(end, ".bin") || !strcmp(end, ".gguf"));
