@@ -93,7 +93,8 @@ def test_perplexity(slow):
     assert check(text, TOKENS - 1) == b""
 
 
-@pytest.mark.parametrize("args, terminal", [(["-q"], True), ([], False)], ids=["quiet", "pipe"])
+@pytest.mark.parametrize("args, terminal", [
+    (["-q"], True), pytest.param([], False, marks=pytest.mark.slow)], ids=["quiet", "pipe"])
 def test_not_shown(slow, args, terminal):
     status, out, text = run(slow, "-m", "generate", *args, terminal=terminal, holds=8)
     assert status == 0 and b"\x1b" not in text and b"left" not in text

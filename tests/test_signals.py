@@ -359,7 +359,8 @@ def test_while_the_terminal_takes_nothing(endless):
     child.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT],
+                         ids=["TERM", "INT"])
 def test_during_a_paste(endless, number):
     """The terminal's mode, which is changed for a moment then, is as before."""
     r = random.Random(1)
@@ -398,7 +399,7 @@ def show_progress(child):
     child.expect(r" left\x1b\[K")
 
 
-@pytest.mark.parametrize("mode", ["generate", "perplexity"])
+@pytest.mark.parametrize("mode", ["generate", pytest.param("perplexity", marks=pytest.mark.slow)])
 def test_interrupt_of_the_progress(slow, tmp_path, mode):
     """It is erased."""
     (tmp_path / "prompt").write_bytes(b"7" * 10000)
@@ -437,8 +438,8 @@ def catches(pid, number):
     return int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
-                         ids=["INT", "TERM"])
+@pytest.mark.parametrize("number, status", [
+    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)], ids=["INT", "TERM"])
 def test_export(tokenizer, tmp_path, number, status):
     """While it writes: nothing is left. At any other time: all or nothing."""
     hf = make_checkpoint(tmp_path / "hf", tokenizer, dim=1024, pad_to=20000)
