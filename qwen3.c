@@ -645,7 +645,7 @@ static void experts(const Pass *p);  // see A mixture of experts
 
 // Runs n <= batch tokens at positions pos .. pos + n - 1. The cache must hold the positions before
 // them, and afterwards holds these as well. Then the last `needed` rows of x (n, dim) are the last
-// layer's output: 0 for a prompt's batches but the last. Returns false after Ctrl-C.
+// layer's output. A prompt's batches before the last one need 0. Returns false after Ctrl-C.
 static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     State *s = &m->state;
     const int n_layers = m->config.n_layers;

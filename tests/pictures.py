@@ -264,16 +264,16 @@ def speed():
 # -- The tiny model
 
 class Watched(reference.Model):
-    """Keeps x (n, dim) before each norm, and each layer's attention weights (heads, n, n). Heads in
+    """Keeps x (n, dim) before each norm, and each layer's shares of attention (heads, n, n). Heads in
     `off`, (layer, head), give zeros."""
     off = ()
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.x, self.weights = [], []
+        self.x, self.shares = [], []
 
     def run(self, ids):
-        self.x, self.weights = [], []
+        self.x, self.shares = [], []
         return self.logits(ids)
 
     def rmsnorm(self, x, w):
@@ -282,13 +282,13 @@ class Watched(reference.Model):
         return super().rmsnorm(x, w)
 
     def attention(self, q, k, v, start):
-        answers, weights = super().attention(q, k, v, start)
+        answers, shares = super().attention(q, k, v, start)
         by_head = answers.reshape(len(q), q.shape[1], -1)
         for layer, head in self.off:
-            if layer == len(self.weights) % self.c["n_layers"]:
+            if layer == len(self.shares) % self.c["n_layers"]:
                 by_head[:, head] = 0
-        self.weights.append(weights)
-        return by_head.reshape(len(q), -1), weights
+        self.shares.append(shares)
+        return by_head.reshape(len(q), -1), shares
 
 
 def rms(x):
@@ -376,8 +376,8 @@ def heads():
     text = ids + answer[:first + 1]
     places = [i for i in range(now + 1) if text[i] in name]
     model.run(text)
-    looks = np.array([w[:, now] for w in model.weights])         # (layers, heads, tokens)
-    later = np.array([w[:, now + 1] for w in model.weights])
+    looks = np.array([s[:, now] for s in model.shares])         # (layers, heads, tokens)
+    later = np.array([s[:, now + 1] for s in model.shares])
     finders = [(l, h) for l in range(n_layers) for h in range(n_heads)
                if looks[l, h, places].sum() > 0.5 and later[l, h, places].sum() > 0.5]
     model.off = finders
@@ -385,11 +385,11 @@ def heads():
 
     p, cell, left = Picture(0), 15, 108
 
-    def row(y, l, h, weights):
+    def row(y, l, h, shares):
         found = (l, h) in finders
         p.text(left - 8, y + 11, f"head {h}", "end small" + " bold orange" * found)
         squares = ""
-        for i, share in enumerate(weights):
+        for i, share in enumerate(shares):
             side = (cell - 1) * math.sqrt(share)        # its area is the share
             x, top = (number(at + (cell - side) / 2) for at in (left + i * cell, y))
             if share >= 0.005:
@@ -405,7 +405,7 @@ def heads():
         p.add("rect", x=left + i * cell, y=108, width=cell, height=318, fill=ORANGE,
               fill_opacity="0.12")
     p.text(8, 16, "“Your name is” is written, “An” comes next. A row is a head; a square’s area is "
-           "its token’s attention weight.")
+           "the token’s share of its attention.")
     for i in range(now + 1):
         label(104, i)
     y = 110

@@ -333,11 +333,11 @@ static void test_attention(void) {
         State *s = &m.state;
         Pass p = {.m = &m, .l = 1};
         fill_cache(&p, 700);
-        for (int i = 0; i < 8; i++) {
-            p.n = 1 + i % 4 * 13;
+        for (int round = 0; round < 8; round++) {
+            p.n = 1 + round % 4 * 13;
             p.first = p.n / 3;
-            int start = below(i < 4 ? 101 - p.n : 701 - p.n);
-            if (i == 4) start = 600;
+            int start = below(round < 4 ? 101 - p.n : 701 - p.n);
+            if (round == 4) start = 600;
             float score[700], *all = random_floats(p.n * c->q_dim);
             for (int t = 0; t < p.n; t++) s->pos[t] = start + t;
             for (int i = 0; i < p.n * c->q_dim; i++) s->q[i] = 5 * all[i];
