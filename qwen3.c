@@ -3326,6 +3326,7 @@ int main(int argc, char **argv) {
 #include <poll.h>
 #include <sched.h>
 #include <sys/ioctl.h>
+#include <sys/syscall.h>
 #include <sys/mman.h>
 #include <termios.h>
 #endif
@@ -3475,7 +3476,8 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
 //
 // A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
-// into the registers. HAVE_DOT4: dot4 is one instruction or a few.
+// into the registers. HAVE_DOT4: dot4 is one instruction or a few. AMX, the matrix unit of Intel's
+// servers, has tiles of one vector of rows by AMX_TOKENS tokens.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__FMA__)
 #define USE_AVX512
@@ -3499,10 +3501,14 @@ enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0, HAVE_DOT4 = 1 };
 enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 2, W_BIAS = 0, HAVE_DOT4 = 0 };
 #endif
 
-enum { PANEL_ROWS = TILE_VECS * LANES };
-enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
+#if defined(USE_AVX512) && defined(__x86_64__) && defined(__linux__) && \
+    (defined(__AMX_INT8__) || defined(__AMXINT8__))  // the second by clang before 16
+#define USE_AMX
+#endif
 
-static const char *simd_name(void) { return SIMD; }
+enum { PANEL_ROWS = TILE_VECS * LANES };
+enum { AMX_TOKENS = 16, MOST_TILE_TOKENS = AMX_TOKENS };
+enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
 
 // Placed before loops over arrays of vectors, so that the arrays stay in registers. UNROLL_GCC is
 // for loops whose number of rounds may not be a constant; clang would warn that it can't unroll.
@@ -3623,6 +3629,44 @@ INLINE VecI add_pairs(VecI a, VecI b) { return (VecI)vpaddq_s32((int32x4_t)a, (i
 #define add_pairs add_pairs_plain
 #endif
 
+#ifdef USE_AMX
+static bool has_amx;
+
+// Linux lets a process use AMX if it asks.
+__attribute__((constructor)) static void ask_for_amx(void) {
+    has_amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XTILE_DATA
+}
+
+// Sets the shapes of this thread's AMX registers: 0 is (AMX_TOKENS, LANES) sums, 1 (AMX_TOKENS, k)
+// bytes of x, and 2 (k / 4, LANES) words of 4 bytes of w, with k = 64 or a smaller group.
+static void amx_start(int group) {
+    static const struct {
+        uint8_t palette, unused[15];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } of_32 = {1, {0}, {64, 32, 64}, {16, 16, 8}}, of_64 = {1, {0}, {64, 64, 64}, {16, 16, 16}};
+    _tile_loadconfig(group == 32 ? &of_32 : &of_64);
+}
+
+// Lane r of dots[i] becomes the product of row r's group, (group / 4) words of 4 bytes `w_stride`
+// vectors apart, with the group of x, `stride` bytes apart, of token i.
+INLINE void amx_dots(VecI *dots, const VecI *w, int w_stride, const int8_t *x, size_t stride,
+                     const int group) {
+    __asm__ volatile("" ::: "memory");  // GCC 12 doesn't know that _tile_loadd reads memory
+    _tile_zero(0);
+    for (int k = 0; k < group; k += 64) {
+        _tile_loadd(1, x + k, stride);
+        _tile_loadd(2, w + k / 4 * w_stride, w_stride * sizeof(*w));
+        _tile_dpbssd(0, 1, 2);
+    }
+    _tile_stored(0, dots, sizeof(*dots));
+}
+#else
+enum { has_amx = false };
+#endif
+
+static const char *simd_name(void) { return has_amx ? SIMD ", AMX" : SIMD; }
+
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
 INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
@@ -3704,10 +3748,10 @@ INLINE void expand_nibbles(VecI *wq, int stride, int cols, VecI levels, const in
     }
 }
 
-INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, with W_BIAS added
+INLINE VecI level_table(const int8_t *levels, int32_t flip) {  // for pick_levels, ^ flip
     VecI table = {0};
     for (size_t i = 0; i < sizeof(table); i += 16) memcpy((char *)&table + i, levels, 16);
-    return table ^ splat(FLIP);
+    return table ^ splat(flip);
 }
 
 // Lane i becomes the sum of lanes i * n .. i * n + n - 1 of the n vectors of a, laid end to end.
@@ -3722,7 +3766,7 @@ INLINE VecI sum_each(VecI *a, const int n) {
 INLINE void put_rows(const Matmul *part, int t, int row, const float *values, const int count) {
     float *out = part->out + (size_t)t * part->stride + row - part->row_begin;
     if (!part->add) memcpy(out, values, count * sizeof(float));
-    for (int i = 0; part->add && i < count; i++) out[i] += values[i];
+    else for (int i = 0; i < count; i++) out[i] += values[i];
 }
 
 // How far ahead of the current address matvec prefetches: weights in bytes, scales in elements.
@@ -3785,7 +3829,7 @@ INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, con
     const int cols = w->cols, n_groups = cols / group, whole = n_groups / LANES * LANES;
     const int rows = min_int(LANES, part->row_end - row);
     const Quantized x = quantized_row(part->x, t);
-    const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
+    const VecI levels = bits == 4 ? level_table(w->levels, FLIP) : splat(0);
     VecF *const columns = own->panel;                    // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
     int8_t *const split = (int8_t *)(terms + LANES * n_groups) + (t - part->token_begin) * cols;
@@ -3851,19 +3895,56 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
     }
 }
 
+#ifdef USE_AMX
+// The same with AMX for AMX_TOKENS tokens, one vector of rows after the other. The next group's
+// products are begun before this one's are added: each takes long, but several overlap.
+INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale,
+                       const int group) {
+    const int n_groups = part->w->cols / group, step = group / 4 * TILE_VECS;
+    const int rows = part->row_end - row, n_tokens = min_int(AMX_TOKENS, part->token_end - t);
+    const size_t stride = part->x->stride;
+    const Quantized x = quantized_row(part->x, t);
+    for (int v = 0; v < TILE_VECS && v * LANES < rows; v++, wq++, w_scale++) {
+        VecI dots[2][AMX_TOKENS];
+        VecF acc[AMX_TOKENS] = {0}, out[AMX_TOKENS];
+        amx_dots(dots[0], wq, TILE_VECS, x.q, stride * 4, group);
+        for (int g = 0; g < n_groups; g++) {
+            if (g + 1 < n_groups) {
+                amx_dots(dots[(g + 1) % 2], wq + (g + 1) * step, TILE_VECS, x.q + (g + 1) * group,
+                         stride * 4, group);
+            }
+            UNROLL for (int i = 0; i < AMX_TOKENS; i++) {
+                VecF term = __builtin_convertvector(dots[g % 2][i], VecF) * w_scale[g * TILE_VECS];
+                acc[i] = mul_add_v(term, splat_f(x.scale[i * stride + g]), acc[i]);
+            }
+        }
+        UNROLL for (int i = 0; i < AMX_TOKENS; i++) out[i] = acc[i];  // acc stays in registers
+        for (int i = 0; i < n_tokens; i++) {
+            const float *values = (float *)&out[i];
+            if (rows - v * LANES >= LANES) put_rows(part, t + i, row + v * LANES, values, LANES);
+            else put_rows(part, t + i, row + v * LANES, values, rows - v * LANES);
+        }
+    }
+}
+#else
+#define amx_start(group)
+#define matmul_amx matmul_tile
+#endif
+
 // Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups,
 // TILE_VECS).
 INLINE void transpose_panel(const Matrix *w, VecI *wq, VecI *w_scale, int row, const int group) {
     const int n_groups = w->cols / group;
     float *floats = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups) half_scales
+    const int32_t flip = has_amx ? 0 : FLIP;  // AMX multiplies signed bytes
     for (int v = 0; v < TILE_VECS; v++, row += LANES, wq++, w_scale++) {
         if (w->bits == 8) {
-            transpose_rows(wq, TILE_VECS, w->q, w->rows, w->cols / 4, row, FLIP);
+            transpose_rows(wq, TILE_VECS, w->q, w->rows, w->cols / 4, row, flip);
             transpose_rows(w_scale, TILE_VECS, w->scale, w->rows, n_groups, row, 0);
             continue;
         }
         transpose_rows(wq, TILE_VECS, w->nibbles, w->rows, w->cols / 8, row, 0);
-        expand_nibbles(wq, TILE_VECS, w->cols, level_table(w->levels), group);
+        expand_nibbles(wq, TILE_VECS, w->cols, level_table(w->levels, flip), group);
         for (int r = 0; r < LANES; r++) {
             const int from = min_int(row + r, w->rows - 1);
             for (int g = 0; g < n_groups; g++) {
@@ -3886,15 +3967,16 @@ INLINE void matmul_panel(const Matmul *part, const Workspace *own, int row, cons
     const char *next_scale = w->bits == 8 ? (char *)w->scale + end / group * 4
                                           : (char *)w->half_scale + end / group * 2;
     // Each tile prefetches an equal share of the next panel's weights and scales.
-    const int tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
+    const int step = has_amx ? AMX_TOKENS : TILE_TOKENS, tiles = (n_tokens + step - 1) / step;
     const int64_t share = (int64_t)PANEL_ROWS * w->cols * w->bits / 8 / tiles;
     const int64_t scale_share = share * 4 / group;
-    for (int t = part->token_begin; t < part->token_end; t += TILE_TOKENS) {
+    for (int t = part->token_begin; t < part->token_end; t += step) {
         for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
         for (int64_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
         next += share;
         next_scale += scale_share;
-        matmul_tile(part, t, row, wq, (const VecF *)w_scale, group);
+        if (has_amx) matmul_amx(part, t, row, wq, (const VecF *)w_scale, group);
+        else matmul_tile(part, t, row, wq, (const VecF *)w_scale, group);
     }
 }
 
@@ -3946,6 +4028,7 @@ INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int gr
 }
 
 static void matmul_rows(const Matmul *part, const Workspace *own) {
+    if (has_amx) amx_start(part->w->group);
     switch (part->w->group) {  // as a constant in the loops: twice as fast
     case 32: matmul_groups(part, own, 32); break;
     case 64: matmul_groups(part, own, 64); break;
@@ -4287,11 +4370,11 @@ static void attend_all(const Pass *p) {
 
 #define FOR_BATCH "the activations (-b makes them smaller)"
 
-// TILE_TOKENS spare rows follow, because the last tile of a product may read past the n rows.
+// Spare rows follow, because the last tile of a product may read past the n rows.
 static Quantized quantized_init(size_t n, int cols, int group) {
     const size_t words = cols / 4, n_groups = cols / group;
     const size_t stride = (words + 2 * n_groups + 15) / 16 * 16;  // rows are aligned to 64 bytes
-    int32_t *p = alloc((n + TILE_TOKENS) * stride, sizeof(*p), FOR_BATCH);
+    int32_t *p = alloc((n + MOST_TILE_TOKENS) * stride, sizeof(*p), FOR_BATCH);
     return (Quantized){(int8_t *)p, (float *)p + words, p + words + n_groups, stride};
 }
 

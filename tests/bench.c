@@ -5,8 +5,8 @@
 // A SHAPE is the name of a synthetic model in a temporary file: see `shapes`. GROUP 0 is export.py's,
 // LAYERS 0 the model's.
 // Prompts should be bound by arithmetic (dot4 in the products, fma in attention: their rates in
-// registers), decoding by the memory (the rate at which it can be read). These are measured beside
-// them: machines change their speed.
+// registers; where there is AMX, products can be faster), decoding by the memory (the rate at which
+// it can be read). These are measured beside them: machines change their speed.
 #include "../qwen3.c"
 #include <sys/resource.h>
 
@@ -345,7 +345,9 @@ static void bench(const Plan *plan, int threads) {
         print_row(name, r, 1, "tok/s");
         if (n <= 512) {
             of_512 = r.best;
-            end_row(r.best * token_products() / machine.int8.best, "of the int8 peak, by its matmuls");
+            end_row(r.best * token_products() / machine.int8.best,
+                    has_amx ? "of the int8 peak without AMX, by its matmuls"
+                            : "of the int8 peak, by its matmuls");
         } else {  // as fast as a prompt of 512, and attention's rest at the fp32 peak
             double rest = attention_products(n) - n / 512.0 * attention_products(512);
             double least = n / of_512 + rest / machine.fp32.best;
@@ -415,8 +417,8 @@ int main(int argc, char **argv) {
     const char *end = strrchr(argv[1], '.');
     if (end && strcmp(end, ".bin") == 0) model_map(&m, argv[1]);
     else map_described(argc - 1, argv + 1);
-    printf("qwen3 (" SIMD "): %d layers of %d with %d bits, vocabulary %d, group %d: %.0f MB a token, "
-           "%.1f million multiply-adds in its matmuls\n\n", g->n_layers, g->dim, g->layer_bits,
+    printf("qwen3 (%s): %d layers of %d with %d bits, vocabulary %d, group %d: %.0f MB a token, "
+           "%.1f million multiply-adds in its matmuls\n\n", simd_name(), g->n_layers, g->dim, g->layer_bits,
            g->vocab_size, g->group_size, weight_bytes() / 1e6, token_products() / 1e6);
     if (weight_bytes() < 5e6) patience = 0.02;
     printf("threads                            best    median         runs   of what the machine does\n");
