@@ -3763,10 +3763,18 @@ INLINE VecI sum_each(VecI *a, const int n) {
 }
 
 // Stores `count` values as rows `row` and on of the output for token t.
+INLINE float *out_row(const Matmul *part, int t, int row) {
+    return part->out + (size_t)t * part->stride + row - part->row_begin;
+}
+
 INLINE void put_rows(const Matmul *part, int t, int row, const float *values, const int count) {
-    float *out = part->out + (size_t)t * part->stride + row - part->row_begin;
-    if (!part->add) memcpy(out, values, count * sizeof(float));
-    else for (int i = 0; i < count; i++) out[i] += values[i];
+    float *out = out_row(part, t, row), sum[PANEL_ROWS];
+    if (part->add) {
+        memcpy(sum, out, count * sizeof(float));
+        for (int i = 0; i < count; i++) sum[i] += values[i];
+        values = sum;
+    }
+    memcpy(out, values, count * sizeof(float));
 }
 
 // How far ahead of the current address matvec prefetches: weights in bytes, scales in elements.
@@ -3907,6 +3915,7 @@ INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const
     for (int v = 0; v < TILE_VECS && v * LANES < rows; v++, wq++, w_scale++) {
         VecI dots[2][AMX_TOKENS];
         VecF acc[AMX_TOKENS] = {0}, out[AMX_TOKENS];
+        for (int i = 0; i < n_tokens; i++) __builtin_prefetch(out_row(part, t + i, row + v * LANES), 1);
         amx_dots(dots[0], wq, TILE_VECS, x.q, stride * 4, group);
         for (int g = 0; g < n_groups; g++) {
             if (g + 1 < n_groups) {
