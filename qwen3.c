@@ -242,7 +242,7 @@ typedef struct {         // one thread's own buffers
     float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens;
                          // with experts, later one expert's output and the sum over all
     Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
-    void *panel;         // Part III only: what a product keeps while it runs (see state_init)
+    void *panel;         // Part III only: what a product keeps while it runs (see panel_words)
     struct AttentionTask *attention;  // Part III only
 } Workspace;
 
@@ -3777,16 +3777,18 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
     memcpy(out, values, count * sizeof(float));
 }
 
-// How far ahead of the current address matvec prefetches: weights in bytes, scales in elements.
-// 4-bit weights are prefetched twice, into L2 and later into L1. The CPU's own prefetcher stops at
-// the end of a page. No multiple of 4,096 bytes: addresses 4 KB apart share an L1 set.
-enum { AHEAD = 5120, AHEAD_4 = 2560, AHEAD_4_L2 = 12288 - 64, SCALES_AHEAD = 64 };
+// matvec reads STREAMS blocks of LANES rows side by side: the first row of each block, then the
+// second of each, and so on. The CPU prefetches each block by itself, and memory delivers several
+// sequences faster than one. Its own prefetcher stops at the end of a page, so matvec prefetches,
+// too: AHEAD weights and SCALES_AHEAD scales ahead of the current ones.
+enum { STREAMS = 4, AHEAD = 2112, SCALES_AHEAD = 64 };
 
 typedef struct {               // a row of a matrix and the vector x, from some group on
     const uint8_t *w;          // q or nibbles
     const void *w_scale;       // scale or half_scale
     const int8_t *low, *high;  // 8 bits: x.q. 4 bits: first and second halves of its groups
     const int32_t *bias_fix;   // of x
+    size_t ahead;              // bytes from w to the weights to prefetch
 } RowTimesVector;
 
 // terms[g] = (float)(w_g . x_g) * w_scale[g] for count <= LANES groups g. A vector of weights may
@@ -3795,22 +3797,24 @@ INLINE void group_terms(float *terms, const RowTimesVector *a, VecI levels, cons
                         const int group, const int bits) {
     const int size = group * bits / 8, step = 4 * LANES;  // bytes of a group, and of a vector
     const int share = max_int(size, step), n = count * size;
-    VecI dots[LANES] = {0};
+    VecI dots[LANES];
     if (bits == 8) __builtin_prefetch((const float *)a->w_scale + SCALES_AHEAD);
     else __builtin_prefetch((const uint16_t *)a->w_scale + SCALES_AHEAD);
-    UNROLL_GCC for (int v = 0; v < (n + share - 1) / share; v++) {
-        UNROLL for (int part = 0; part < share; part += step) {
-            const int i = v * share + part, have = max_int(1, min_int(step, n - i));
+    UNROLL_GCC for (int v = 0; v < LANES * size / share; v++) {
+        VecI dot = splat(0);
+        UNROLL for (int i = v * share; i < (v + 1) * share; i += step) {
+            if (i >= n) break;
+            const int have = min_int(step, n - i);
             const VecI w = load_bytes(a->w + i, have);
-            if (i % 64 == 0) __builtin_prefetch(a->w + i + (bits == 8 ? AHEAD : AHEAD_4));
-            if (i % 64 == 0 && bits == 4) __builtin_prefetch(a->w + i + AHEAD_4_L2, 0, 2);
+            if (i % 64 == 0) __builtin_prefetch(a->w + i + a->ahead);
             if (bits == 8) {
-                dots[v] = dot4(dots[v], w ^ splat(FLIP), load_bytes(a->low + i, have));
+                dot = dot4(dot, w ^ splat(FLIP), load_bytes(a->low + i, have));
             } else {
-                dots[v] = dot4(dots[v], pick_levels(levels, w), load_bytes(a->low + i, have));
-                dots[v] = dot4(dots[v], pick_levels(levels, w >> 4), load_bytes(a->high + i, have));
+                dot = dot4(dot, pick_levels(levels, w), load_bytes(a->low + i, have));
+                dot = dot4(dot, pick_levels(levels, w >> 4), load_bytes(a->high + i, have));
             }
         }
+        dots[v] = dot;
     }
     VecI sums = sum_each(dots, LANES * size / share);
     if (W_BIAS) sums += load_bytes(a->bias_fix, count * sizeof(int32_t));
@@ -3829,41 +3833,46 @@ INLINE void split_groups(int8_t *out, const int8_t *x, int n, const int group) {
     }
 }
 
-// One token, LANES rows from `row` on: computes each row's terms, transposes them and adds those of
-// all rows at once.
+// One token, up to STREAMS * LANES rows from `row` on: computes the terms of each row. Then transposes
+// those of LANES rows at a time and adds them all at once.
 INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
     const int cols = w->cols, n_groups = cols / group, whole = n_groups / LANES * LANES;
-    const int rows = min_int(LANES, part->row_end - row);
+    const int rows = min_int(STREAMS * LANES, part->row_end - row);
+    const size_t row_bytes = (size_t)cols * bits / 8, block = LANES * row_bytes;
     const Quantized x = quantized_row(part->x, t);
     const VecI levels = bits == 4 ? level_table(w->levels, FLIP) : splat(0);
     VecF *const columns = own->panel;                    // (n_groups) of LANES rows
-    float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    int8_t *const split = (int8_t *)(terms + LANES * n_groups) + (t - part->token_begin) * cols;
+    float *const terms = (float *)(columns + n_groups);  // (STREAMS * LANES, n_groups)
+    int8_t *const splits = (int8_t *)(terms + STREAMS * LANES * n_groups);
+    int8_t *const split = splits + (t - part->token_begin) * cols;
     if (bits == 4 && row == part->row_begin) split_groups(split, x.q, cols, group);
-    for (int r = 0; r < rows; r++) {
+    for (int i = 0; i < STREAMS * LANES; i++) {
+        const int r = i % STREAMS * LANES + i / STREAMS;
+        if (r >= rows) continue;
         const size_t first = (size_t)(row + r) * n_groups;
+        size_t ahead = AHEAD * bits / 8;  // After the end of its block, a stream goes on in the
+        if (i / STREAMS * row_bytes + ahead >= block) ahead += (STREAMS - 1) * block;  // next rows.
         for (int g = 0; g < n_groups; g += LANES) {
             const RowTimesVector a = bits == 8
                 ? (RowTimesVector){(const uint8_t *)w->q + (first + g) * group,
-                                   w->scale + first + g, x.q + g * group, NULL, x.bias_fix + g}
+                                   w->scale + first + g, x.q + g * group, NULL, x.bias_fix + g,
+                                   ahead}
                 : (RowTimesVector){w->nibbles + (first + g) * (group / 2),
                                    w->half_scale + first + g, split + g * (group / 2),
-                                   split + (n_groups + g) * (group / 2), x.bias_fix + g};
+                                   split + (n_groups + g) * (group / 2), x.bias_fix + g, ahead};
             if (g < whole) group_terms(terms + r * n_groups + g, &a, levels, LANES, group, bits);
             else group_terms(terms + r * n_groups + g, &a, levels, n_groups - whole, group, bits);
         }
     }
-    // Keeps the memory busy with later rows while these terms are added.
-    const size_t end = (size_t)(row + rows) * cols;
-    const char *next = bits == 8 ? (char *)w->q + end + AHEAD
-                                 : (char *)w->nibbles + end / 2 + AHEAD_4;
-    for (int i = 0; i < 512; i += 64) __builtin_prefetch(next + i);
-    transpose_rows((VecI *)columns, 1, terms, rows, n_groups, 0, 0);
-    VecF sum = {0};
-    for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(x.scale[g]), sum);
-    put_rows(part, t, row, (float *)&sum, rows);
+    for (int r = 0; r < rows; r += LANES) {
+        const int count = min_int(LANES, rows - r);
+        VecF sum = {0};
+        transpose_rows((VecI *)columns, 1, terms + r * n_groups, count, n_groups, 0, 0);
+        for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(x.scale[g]), sum);
+        put_rows(part, t, row + r, (float *)&sum, count);
+    }
 }
 
 // PANEL_ROWS rows from `row` on and TILE_TOKENS tokens from t on. wq (cols / 4, TILE_VECS) and
@@ -4019,13 +4028,13 @@ INLINE void matmul_plain(const Matmul *part, const Workspace *own, int row, cons
 }
 
 // The largest number of tokens for which one matvec each is faster than a panel for all. At most
-// PANEL_ROWS: the split x of that many tokens must fit into Workspace.panel (see state_init).
+// 8: the split x of that many tokens must fit into Workspace.panel (see panel_words).
 INLINE int few_tokens(const Matrix *w) { return !HAVE_DOT4 ? 0 : w->bits == 4 ? 6 : 3; }
 
 INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int group) {
     const int n_tokens = part->token_end - part->token_begin;
     const bool few = n_tokens <= few_tokens(part->w);
-    const int step = few ? LANES : PANEL_ROWS;
+    const int step = few ? STREAMS * LANES : PANEL_ROWS;
     for (int r = part->row_begin; r < part->row_end && n_tokens > 0; r += step) {
         if (!HAVE_DOT4) matmul_plain(part, own, r, group);
         else if (!few) matmul_panel(part, own, r, group);
@@ -4387,6 +4396,13 @@ static Quantized quantized_init(size_t n, int cols, int group) {
     return (Quantized){(int8_t *)p, (float *)p + words, p + words + n_groups, stride};
 }
 
+// The size of Workspace.panel for a matrix of so many columns. It is at least that of wq, w_scale
+// and floats of transpose_panel, of columns, terms and split of matvec (as few_tokens <= 8), and of
+// q and scale of matmul_plain.
+static size_t panel_words(int cols, int group) {
+    return (size_t)(PANEL_ROWS + LANES) * (cols / 4 + 2 * cols / group);
+}
+
 static void cache_init(State *s, const Config *c) {
     const size_t blocks = ((size_t)s->seq_len + LANES - 1) / LANES;
     const char *what = "the KV cache (-c makes it smaller)";
@@ -4431,10 +4447,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
         own->gate = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
-        // Panel: wq, w_scale and floats of transpose_panel; or columns, terms and split of matvec;
-        // or q and scale of matmul_plain. None is longer than this, as few_tokens <= PANEL_ROWS.
-        own->panel = alloc((size_t)PANEL_ROWS * (widest / 4 + 2 * widest / c->group_size),
-                           sizeof(int32_t), FOR_BATCH);
+        own->panel = alloc(panel_words(widest, c->group_size), sizeof(int32_t), FOR_BATCH);
         own->attention = attention_init(c, seq_len);
     }
     cache_init(s, c);

@@ -258,7 +258,7 @@ static void test_products(Matrix w, Matrix same) {
     const int rows = w.rows, cols = w.cols, group = w.group, n = 2 * MOST_TILE_TOKENS + 2;
     float *in = random_floats((size_t)n * cols);
     float *one = random_floats(n * rows), *all = random_floats(n * rows);
-    const Workspace own = {.panel = alloc((size_t)PANEL_ROWS * (cols / 4 + 2 * cols / group), 4, "")};
+    const Workspace own = {.panel = alloc(panel_words(cols, group), 4, "")};
     Quantized x = quantized_init(n, cols, group);
     for (int t = 0; t < n; t++) quantize(&x, t, 0, in + t * cols, cols, group);
     for (int i = 0; i < MOST_TILE_TOKENS * (cols / group); i++) {  // past the last token
