@@ -4070,7 +4070,7 @@ static void matmul_job(void *arg, int begin, int end, int thread) {
 }
 
 static void matmul(const State *s, Matmul all) {
-    const int chunk = all.token_end - all.token_begin == 1 ? 2 : 1;
+    const int chunk = all.token_end - all.token_begin == 1 ? STREAMS * LANES / PANEL_ROWS : 1;
     parallel(matmul_job, &(MatmulJob){s, all}, (all.w->rows + PANEL_ROWS - 1) / PANEL_ROWS, chunk);
 }
 
