@@ -3326,8 +3326,8 @@ int main(int argc, char **argv) {
 #include <poll.h>
 #include <sched.h>
 #include <sys/ioctl.h>
-#include <sys/syscall.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <termios.h>
 #endif
 #ifdef __APPLE__
@@ -3637,8 +3637,9 @@ __attribute__((constructor)) static void ask_for_amx(void) {
     has_amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XTILE_DATA
 }
 
-// Sets the shapes of this thread's AMX registers: 0 is (AMX_TOKENS, LANES) sums, 1 (AMX_TOKENS, k)
-// bytes of x, and 2 (k / 4, LANES) words of 4 bytes of w, with k = 64 or a smaller group.
+// Sets the shapes of this thread's AMX registers, rows of bytes: 0 holds (AMX_TOKENS, LANES) int32
+// sums, 1 (AMX_TOKENS, k) bytes of x and 2 (k / 4, LANES) times 4 bytes of w. k is 64, or 32 if the
+// group is that small.
 static void amx_start(int group) {
     static const struct {
         uint8_t palette, unused[15];
@@ -3648,8 +3649,9 @@ static void amx_start(int group) {
     _tile_loadconfig(group == 32 ? &of_32 : &of_64);
 }
 
-// Lane r of dots[i] becomes the product of row r's group, (group / 4) words of 4 bytes `w_stride`
-// vectors apart, with the group of x, `stride` bytes apart, of token i.
+// Multiplies a group of LANES rows with that of AMX_TOKENS tokens: lane r of dots[i] becomes the dot
+// product of row r and token i. Vector k of w, at w[k * w_stride], holds 4 bytes of each row; token
+// i's bytes of x begin at x + i * stride.
 INLINE void amx_dots(VecI *dots, const VecI *w, int w_stride, const int8_t *x, size_t stride,
                      const int group) {
     __asm__ volatile("" ::: "memory");  // GCC 12 doesn't know that _tile_loadd reads memory
@@ -3665,7 +3667,7 @@ INLINE void amx_dots(VecI *dots, const VecI *w, int w_stride, const int8_t *x, s
 enum { has_amx = false };
 #endif
 
-static const char *simd_name(void) { return has_amx ? SIMD ", AMX" : SIMD; }
+static const char *simd_name(void) { return has_amx ? SIMD " and AMX" : SIMD; }
 
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
@@ -3701,11 +3703,11 @@ INLINE VecF load_halves(const uint16_t *p, const int n) {  // n <= LANES half_fl
 
 // ------------------------------------------------------------------------------------------------
 // Matrix products: out = x W^T, as dot_row defines each element. For one token or a few
-// (few_tokens), reading the weights takes the time: matvec reads LANES rows one after the other,
-// then adds the terms of all of them at once. A larger batch is bound by arithmetic: a panel of
-// PANEL_ROWS rows is transposed and multiplied with all its tokens, tile by tile. Builds without
-// dot4 use matmul_plain. Where both branches of an `if` make the same call, one passes a constant,
-// so that the compiler can unroll.
+// (few_tokens), reading the weights takes the time: matvec reads blocks of LANES rows, and adds the
+// terms of a block's rows at once. A larger batch is bound by arithmetic: a panel of PANEL_ROWS rows
+// is transposed and multiplied with all its tokens, tile by tile. Builds without dot4 use
+// matmul_plain. Where both branches of an `if` make the same call, one passes a constant, so that
+// the compiler can unroll.
 
 // Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
 // is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
@@ -3762,11 +3764,12 @@ INLINE VecI sum_each(VecI *a, const int n) {
     return a[0];
 }
 
-// Stores `count` values as rows `row` and on of the output for token t.
+// Where row `row` of the output for token t goes
 INLINE float *out_row(const Matmul *part, int t, int row) {
     return part->out + (size_t)t * part->stride + row - part->row_begin;
 }
 
+// Stores `count` values as rows `row` and on of the output for token t.
 INLINE void put_rows(const Matmul *part, int t, int row, const float *values, const int count) {
     float *out = out_row(part, t, row), sum[PANEL_ROWS];
     if (part->add) {
@@ -3833,8 +3836,8 @@ INLINE void split_groups(int8_t *out, const int8_t *x, int n, const int group) {
     }
 }
 
-// One token, up to STREAMS * LANES rows from `row` on: computes the terms of each row. Then transposes
-// those of LANES rows at a time and adds them all at once.
+// One token, up to STREAMS * LANES rows from `row` on: computes the terms of all rows. Then it
+// transposes those of LANES rows at a time and adds them at once.
 INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
@@ -3852,8 +3855,8 @@ INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, con
         const int r = i % STREAMS * LANES + i / STREAMS;
         if (r >= rows) continue;
         const size_t first = (size_t)(row + r) * n_groups;
-        size_t ahead = AHEAD * bits / 8;  // After the end of its block, a stream goes on in the
-        if (i / STREAMS * row_bytes + ahead >= block) ahead += (STREAMS - 1) * block;  // next rows.
+        size_t ahead = AHEAD * bits / 8;  // past the block's end: in the next round's block
+        if (i / STREAMS * row_bytes + ahead >= block) ahead += (STREAMS - 1) * block;
         for (int g = 0; g < n_groups; g += LANES) {
             const RowTimesVector a = bits == 8
                 ? (RowTimesVector){(const uint8_t *)w->q + (first + g) * group,
@@ -3913,8 +3916,8 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
 }
 
 #ifdef USE_AMX
-// The same with AMX for AMX_TOKENS tokens, one vector of rows after the other. The next group's
-// products are begun before this one's are added: each takes long, but several overlap.
+// The same with AMX, for AMX_TOKENS tokens: one vector of rows after the other. AMX takes long to
+// answer, so it begins the next group's products before this group's are added.
 INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale,
                        const int group) {
     const int n_groups = part->w->cols / group, step = group / 4 * TILE_VECS;
@@ -3924,7 +3927,8 @@ INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const
     for (int v = 0; v < TILE_VECS && v * LANES < rows; v++, wq++, w_scale++) {
         VecI dots[2][AMX_TOKENS];
         VecF acc[AMX_TOKENS] = {0}, out[AMX_TOKENS];
-        for (int i = 0; i < n_tokens; i++) __builtin_prefetch(out_row(part, t + i, row + v * LANES), 1);
+        const int first = row + v * LANES;
+        for (int i = 0; i < n_tokens; i++) __builtin_prefetch(out_row(part, t + i, first), 1);
         amx_dots(dots[0], wq, TILE_VECS, x.q, stride * 4, group);
         for (int g = 0; g < n_groups; g++) {
             if (g + 1 < n_groups) {
@@ -3939,8 +3943,8 @@ INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const
         UNROLL for (int i = 0; i < AMX_TOKENS; i++) out[i] = acc[i];  // acc stays in registers
         for (int i = 0; i < n_tokens; i++) {
             const float *values = (float *)&out[i];
-            if (rows - v * LANES >= LANES) put_rows(part, t + i, row + v * LANES, values, LANES);
-            else put_rows(part, t + i, row + v * LANES, values, rows - v * LANES);
+            if (rows - v * LANES >= LANES) put_rows(part, t + i, first, values, LANES);
+            else put_rows(part, t + i, first, values, rows - v * LANES);
         }
     }
 }

@@ -238,7 +238,7 @@ def speed():
             (50, "decode at", "An answer: tokens/s at a position",
              "Limit: reading the weights, and K and V of all positions"),
             (475, "prompt of", "A prompt: tokens/s by its length",
-             "Limit: int8 products with the matrices, fp32 in attention")):
+             f"Limit: int8 products{' without AMX' * ('AMX' in model)}, fp32 in attention")):
         lengths = sorted({length for (k, _), points in rates.items() if k == kind
                           for length, _ in points})
         chart = Chart(p, left, 90, 345, 260, (lengths[0], lengths[-1]),
