@@ -1595,7 +1595,7 @@ static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and byte
 static void catch_signals(void);
 static void start_threads(int count);
 static int cpu_count(void);                           // how many threads to start without -j
-static const char *simd_name(void);                   // the instruction set of this build
+static const char *simd_name(void);                   // the instruction set in use
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
 typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
@@ -3460,9 +3460,10 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// SIMD primitives: all that knows the instruction set, except cpu_pause above and mul_add in
-// Part I, which must be fused exactly where mul_add_v is. A vector is LANES floats or int32s (an
-// extension of GCC and clang: + - * and so on work lane by lane).
+// SIMD primitives: a new instruction set provides these constants and functions. Elsewhere, only
+// cpu_pause and the products that use AMX know the instruction set, and mul_add in Part I, which
+// must be fused exactly where mul_add_v is. A vector is LANES floats or int32s, LANES is 4, 8 or 16
+// (an extension of GCC and clang: + - * and so on work lane by lane).
 //
 //   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
 //   mul_add_v(a, b, c)   mul_add in each lane
@@ -3470,14 +3471,16 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 //   add_pairs(a, b)      a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...
 //   pick_levels(t, n)    for each byte of n, byte n % 16 of t, which holds the same 16 bytes again
 //                        and again
+//   load_bytes(p, n)     n bytes from p on, then zeros
+//   load_halves(p, n)    n floats of 16 bits from p on, then zeros
 //
 // Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
 // instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
 //
 // A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
-// into the registers. HAVE_DOT4: dot4 is one instruction or a few. AMX, the matrix unit of Intel's
-// servers, has tiles of one vector of rows by AMX_TOKENS tokens.
+// into the registers. If HAVE_DOT4 is 0, dot4 is slow and matmul_plain is used. AMX, the matrix
+// unit of Intel's servers, has tiles of one vector of rows by AMX_TOKENS tokens.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__FMA__)
 #define USE_AVX512
@@ -3507,7 +3510,7 @@ enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 2, W_BIAS = 0, HAVE_DOT4 = 0 };
 #endif
 
 enum { PANEL_ROWS = TILE_VECS * LANES };
-enum { AMX_TOKENS = 16, MOST_TILE_TOKENS = AMX_TOKENS };
+enum { AMX_TOKENS = 16, MOST_TILE_TOKENS = AMX_TOKENS };  // the most of all builds
 enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
 
 // Placed before loops over arrays of vectors, so that the arrays stay in registers. UNROLL_GCC is
@@ -3630,17 +3633,17 @@ INLINE VecI add_pairs(VecI a, VecI b) { return (VecI)vpaddq_s32((int32x4_t)a, (i
 #endif
 
 #ifdef USE_AMX
-static bool has_amx;
+static bool has_amx;  // the CPU has AMX, and Linux lets this process use it
 
-// Linux lets a process use AMX if it asks.
+// Linux lets a process use AMX only after it has asked. This runs before main.
 __attribute__((constructor)) static void ask_for_amx(void) {
     has_amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XTILE_DATA
 }
 
-// Sets the shapes of this thread's AMX registers, rows of bytes: 0 holds (AMX_TOKENS, LANES) int32
-// sums, 1 (AMX_TOKENS, k) bytes of x and 2 (k / 4, LANES) times 4 bytes of w. k is 64, or 32 if the
-// group is that small.
-static void amx_start(int group) {
+// Sets the shapes of this thread's AMX registers, as (rows, bytes of a row): 0, the sums, is
+// (AMX_TOKENS, 4 * LANES), 1, of x, is (AMX_TOKENS, n), and 2, of w, is (n / 4, 4 * LANES). n is
+// 64, or 32 if group is 32.
+static void amx_shapes(int group) {
     static const struct {
         uint8_t palette, unused[15];
         uint16_t row_bytes[16];
@@ -3649,15 +3652,15 @@ static void amx_start(int group) {
     _tile_loadconfig(group == 32 ? &of_32 : &of_64);
 }
 
-// Multiplies a group of LANES rows with that of AMX_TOKENS tokens: lane r of dots[i] becomes the dot
-// product of row r and token i. Vector k of w, at w[k * w_stride], holds 4 bytes of each row; token
-// i's bytes of x begin at x + i * stride.
-INLINE void amx_dots(VecI *dots, const VecI *w, int w_stride, const int8_t *x, size_t stride,
+// Multiplies a group of LANES rows with the same group of AMX_TOKENS tokens: lane r of dots[i]
+// becomes the dot product of row r and token i. w[j * w_stride] holds bytes 4j .. 4j + 3 of each
+// row's group; token i's group begins at x + i * x_bytes.
+INLINE void amx_dots(VecI *dots, const VecI *w, int w_stride, const int8_t *x, size_t x_bytes,
                      const int group) {
     __asm__ volatile("" ::: "memory");  // GCC 12 doesn't know that _tile_loadd reads memory
     _tile_zero(0);
     for (int k = 0; k < group; k += 64) {
-        _tile_loadd(1, x + k, stride);
+        _tile_loadd(1, x + k, x_bytes);
         _tile_loadd(2, w + k / 4 * w_stride, w_stride * sizeof(*w));
         _tile_dpbssd(0, 1, 2);
     }
@@ -3702,12 +3705,12 @@ INLINE VecF load_halves(const uint16_t *p, const int n) {  // n <= LANES half_fl
 }
 
 // ------------------------------------------------------------------------------------------------
-// Matrix products: out = x W^T, as dot_row defines each element. For one token or a few
-// (few_tokens), reading the weights takes the time: matvec reads blocks of LANES rows, and adds the
-// terms of a block's rows at once. A larger batch is bound by arithmetic: a panel of PANEL_ROWS rows
-// is transposed and multiplied with all its tokens, tile by tile. Builds without dot4 use
-// matmul_plain. Where both branches of an `if` make the same call, one passes a constant, so that
-// the compiler can unroll.
+// Matrix products: out = x W^T, as dot_row defines each element; a term is what a group adds to it.
+// For one token or a few (few_tokens), reading the weights takes the time: matvec reads blocks of
+// LANES rows, and adds the terms of a block with a row in each lane. A larger batch is bound by
+// arithmetic: a panel of PANEL_ROWS rows is transposed and multiplied with all tokens, tile by
+// tile, by matmul_tile or matmul_amx. If HAVE_DOT4 is 0, matmul_plain does all. Where both branches
+// of an `if` make the same call, one passes a constant, so that the compiler can unroll.
 
 // Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
 // is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
@@ -3764,14 +3767,14 @@ INLINE VecI sum_each(VecI *a, const int n) {
     return a[0];
 }
 
-// Where row `row` of the output for token t goes
-INLINE float *out_row(const Matmul *part, int t, int row) {
+// Where W[row] . x[t] goes
+INLINE float *out_at(const Matmul *part, int t, int row) {
     return part->out + (size_t)t * part->stride + row - part->row_begin;
 }
 
-// Stores `count` values as rows `row` and on of the output for token t.
+// Stores values, W[r] . x[t] for `count` rows r from `row` on, or adds them to what is there.
 INLINE void put_rows(const Matmul *part, int t, int row, const float *values, const int count) {
-    float *out = out_row(part, t, row), sum[PANEL_ROWS];
+    float *out = out_at(part, t, row), sum[PANEL_ROWS];
     if (part->add) {
         memcpy(sum, out, count * sizeof(float));
         for (int i = 0; i < count; i++) sum[i] += values[i];
@@ -3781,9 +3784,9 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
 }
 
 // matvec reads STREAMS blocks of LANES rows side by side: the first row of each block, then the
-// second of each, and so on. The CPU prefetches each block by itself, and memory delivers several
-// sequences faster than one. Its own prefetcher stops at the end of a page, so matvec prefetches,
-// too: AHEAD weights and SCALES_AHEAD scales ahead of the current ones.
+// second of each, and so on. Memory delivers several sequences faster than one. The CPU prefetches
+// each sequence, but only to the end of a page, so matvec prefetches, too: AHEAD weights and
+// SCALES_AHEAD scales ahead of the current ones (both measured).
 enum { STREAMS = 4, AHEAD = 2112, SCALES_AHEAD = 64 };
 
 typedef struct {               // a row of a matrix and the vector x, from some group on
@@ -3794,8 +3797,9 @@ typedef struct {               // a row of a matrix and the vector x, from some 
     size_t ahead;              // bytes from w to the weights to prefetch
 } RowTimesVector;
 
-// terms[g] = (float)(w_g . x_g) * w_scale[g] for count <= LANES groups g. A vector of weights may
-// hold several groups: their dot products are in lanes side by side.
+// terms[g] = (float)(w_g . x_g) * w_scale[g] for the first count <= LANES groups g. dots[v] holds
+// partial sums of one group, or side by side those of several that are smaller than a vector; then
+// sum_each makes one lane of each group.
 INLINE void group_terms(float *terms, const RowTimesVector *a, VecI levels, const int count,
                         const int group, const int bits) {
     const int size = group * bits / 8, step = 4 * LANES;  // bytes of a group, and of a vector
@@ -3837,7 +3841,7 @@ INLINE void split_groups(int8_t *out, const int8_t *x, int n, const int group) {
 }
 
 // One token, up to STREAMS * LANES rows from `row` on: computes the terms of all rows. Then it
-// transposes those of LANES rows at a time and adds them at once.
+// transposes those of LANES rows at a time and adds them, a row in each lane.
 INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
@@ -3848,16 +3852,18 @@ INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, con
     const VecI levels = bits == 4 ? level_table(w->levels, FLIP) : splat(0);
     VecF *const columns = own->panel;                    // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (STREAMS * LANES, n_groups)
-    int8_t *const splits = (int8_t *)(terms + STREAMS * LANES * n_groups);
+    int8_t *const splits = (int8_t *)(terms + STREAMS * LANES * n_groups);  // (n_tokens, cols)
     int8_t *const split = splits + (t - part->token_begin) * cols;
+    // The first round splits x; the later ones find it there.
     if (bits == 4 && row == part->row_begin) split_groups(split, x.q, cols, group);
     for (int i = 0; i < STREAMS * LANES; i++) {
         const int r = i % STREAMS * LANES + i / STREAMS;
         if (r >= rows) continue;
         const size_t first = (size_t)(row + r) * n_groups;
-        size_t ahead = AHEAD * bits / 8;  // past the block's end: in the next round's block
-        if (i / STREAMS * row_bytes + ahead >= block) ahead += (STREAMS - 1) * block;
         for (int g = 0; g < n_groups; g += LANES) {
+            const size_t at = i / STREAMS * row_bytes + (size_t)g * group * bits / 8;
+            size_t ahead = AHEAD * bits / 8;  // past the block's end: in the next round's block
+            if (at + ahead >= block) ahead += (STREAMS - 1) * block;
             const RowTimesVector a = bits == 8
                 ? (RowTimesVector){(const uint8_t *)w->q + (first + g) * group,
                                    w->scale + first + g, x.q + g * group, NULL, x.bias_fix + g,
@@ -3916,11 +3922,11 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
 }
 
 #ifdef USE_AMX
-// The same with AMX, for AMX_TOKENS tokens: one vector of rows after the other. AMX takes long to
-// answer, so it begins the next group's products before this group's are added.
+// As matmul_tile, for AMX_TOKENS tokens: one vector of rows after the other. The sums of AMX come
+// late, so the next group's products are begun before this group's sums are used.
 INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale,
                        const int group) {
-    const int n_groups = part->w->cols / group, step = group / 4 * TILE_VECS;
+    const int n_groups = part->w->cols / group, group_vecs = group / 4 * TILE_VECS;
     const int rows = part->row_end - row, n_tokens = min_int(AMX_TOKENS, part->token_end - t);
     const size_t stride = part->x->stride;
     const Quantized x = quantized_row(part->x, t);
@@ -3928,19 +3934,20 @@ INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const
         VecI dots[2][AMX_TOKENS];
         VecF acc[AMX_TOKENS] = {0}, out[AMX_TOKENS];
         const int first = row + v * LANES;
-        for (int i = 0; i < n_tokens; i++) __builtin_prefetch(out_row(part, t + i, first), 1);
+        for (int i = 0; i < n_tokens; i++) __builtin_prefetch(out_at(part, t + i, first), 1);
         amx_dots(dots[0], wq, TILE_VECS, x.q, stride * 4, group);
         for (int g = 0; g < n_groups; g++) {
             if (g + 1 < n_groups) {
-                amx_dots(dots[(g + 1) % 2], wq + (g + 1) * step, TILE_VECS, x.q + (g + 1) * group,
-                         stride * 4, group);
+                amx_dots(dots[(g + 1) % 2], wq + (g + 1) * group_vecs, TILE_VECS,
+                         x.q + (g + 1) * group, stride * 4, group);
             }
             UNROLL for (int i = 0; i < AMX_TOKENS; i++) {
                 VecF term = __builtin_convertvector(dots[g % 2][i], VecF) * w_scale[g * TILE_VECS];
                 acc[i] = mul_add_v(term, splat_f(x.scale[i * stride + g]), acc[i]);
             }
         }
-        UNROLL for (int i = 0; i < AMX_TOKENS; i++) out[i] = acc[i];  // acc stays in registers
+        // A copy has its address taken by put_rows, so acc can stay in registers.
+        UNROLL for (int i = 0; i < AMX_TOKENS; i++) out[i] = acc[i];
         for (int i = 0; i < n_tokens; i++) {
             const float *values = (float *)&out[i];
             if (rows - v * LANES >= LANES) put_rows(part, t + i, first, values, LANES);
@@ -3948,8 +3955,8 @@ INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const
         }
     }
 }
-#else
-#define amx_start(group)
+#else  // has_amx is false, so these are never called, but the calls have to compile.
+#define amx_shapes(group)
 #define matmul_amx matmul_tile
 #endif
 
@@ -4031,10 +4038,11 @@ INLINE void matmul_plain(const Matmul *part, const Workspace *own, int row, cons
     }
 }
 
-// The largest number of tokens for which one matvec each is faster than a panel for all. At most
-// 8: the split x of that many tokens must fit into Workspace.panel (see panel_words).
+// The largest number of tokens for which one matvec each is faster than a panel for all, measured
 INLINE int few_tokens(const Matrix *w) { return !HAVE_DOT4 ? 0 : w->bits == 4 ? 6 : 3; }
 
+// With few tokens, a round of rows is read from memory for the first one, from the cache for the
+// others.
 INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int group) {
     const int n_tokens = part->token_end - part->token_begin;
     const bool few = n_tokens <= few_tokens(part->w);
@@ -4050,7 +4058,7 @@ INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int gr
 }
 
 static void matmul_rows(const Matmul *part, const Workspace *own) {
-    if (has_amx) amx_start(part->w->group);
+    if (has_amx) amx_shapes(part->w->group);
     switch (part->w->group) {  // as a constant in the loops: twice as fast
     case 32: matmul_groups(part, own, 32); break;
     case 64: matmul_groups(part, own, 64); break;
@@ -4074,6 +4082,7 @@ static void matmul_job(void *arg, int begin, int end, int thread) {
 }
 
 static void matmul(const State *s, Matmul all) {
+    // One token: whole rounds of matvec
     const int chunk = all.token_end - all.token_begin == 1 ? STREAMS * LANES / PANEL_ROWS : 1;
     parallel(matmul_job, &(MatmulJob){s, all}, (all.w->rows + PANEL_ROWS - 1) / PANEL_ROWS, chunk);
 }
@@ -4401,8 +4410,8 @@ static Quantized quantized_init(size_t n, int cols, int group) {
 }
 
 // The size of Workspace.panel for a matrix of so many columns. It is at least that of wq, w_scale
-// and floats of transpose_panel, of columns, terms and split of matvec (as few_tokens <= 8), and of
-// q and scale of matmul_plain.
+// and floats of transpose_panel; of columns, terms and splits of matvec, for at most 8 tokens (see
+// few_tokens); and of q and scale of matmul_plain.
 static size_t panel_words(int cols, int group) {
     return (size_t)(PANEL_ROWS + LANES) * (cols / 4 + 2 * cols / group);
 }
