@@ -3956,7 +3956,7 @@ INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const
     }
 }
 #else  // has_amx is false, so these are never called, but the calls have to compile.
-#define amx_shapes(group)
+#define amx_shapes(group) ((void)(group))
 #define matmul_amx matmul_tile
 #endif
 
