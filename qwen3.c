@@ -3809,9 +3809,9 @@ INLINE void group_terms(float *terms, const RowTimesVector *a, VecI levels, cons
     else __builtin_prefetch((const uint16_t *)a->w_scale + SCALES_AHEAD);
     UNROLL_GCC for (int v = 0; v < LANES * size / share; v++) {
         VecI dot = splat(0);
-        UNROLL for (int i = v * share; i < (v + 1) * share; i += step) {
-            if (i >= n) break;
-            const int have = min_int(step, n - i);
+        UNROLL for (int part = 0; part < share; part += step) {
+            const int i = v * share + part, have = min_int(step, n - i);
+            if (i >= n) continue;
             const VecI w = load_bytes(a->w + i, have);
             if (i % 64 == 0) __builtin_prefetch(a->w + i + a->ahead);
             if (bits == 8) {
