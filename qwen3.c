@@ -3327,11 +3327,12 @@ int main(int argc, char **argv) {
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
 #include <termios.h>
 #endif
 #ifdef __APPLE__
 #include <sys/sysctl.h>
+#elif defined(__linux__)
+#include <sys/syscall.h>
 #endif
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -3657,11 +3658,11 @@ static void amx_shapes(int group) {
 // row's group; token i's group begins at x + i * x_bytes.
 INLINE void amx_dots(VecI *dots, const VecI *w, int w_stride, const int8_t *x, size_t x_bytes,
                      const int group) {
-    __asm__ volatile("" ::: "memory");  // GCC 12 doesn't know that _tile_loadd reads memory
+    __asm__ volatile("" ::: "memory");  // GCC doesn't know that _tile_loadd reads memory
     _tile_zero(0);
-    for (int k = 0; k < group; k += 64) {
-        _tile_loadd(1, x + k, x_bytes);
-        _tile_loadd(2, w + k / 4 * w_stride, w_stride * sizeof(*w));
+    for (int k = 0; k < group; k += 64, x += 64, w += 16 * w_stride) {
+        _tile_loadd(1, x, x_bytes);  // before GCC 12.3, a macro without parentheses
+        _tile_loadd(2, w, w_stride * sizeof(*w));
         _tile_dpbssd(0, 1, 2);
     }
     _tile_stored(0, dots, sizeof(*dots));
@@ -4038,7 +4039,8 @@ INLINE void matmul_plain(const Matmul *part, const Workspace *own, int row, cons
     }
 }
 
-// The largest number of tokens for which one matvec each is faster than a panel for all, measured
+// The largest number of tokens for which one matvec each is faster than a panel for all, measured.
+// At most 8: see panel_words.
 INLINE int few_tokens(const Matrix *w) { return !HAVE_DOT4 ? 0 : w->bits == 4 ? 6 : 3; }
 
 // With few tokens, a round of rows is read from memory for the first one, from the cache for the

@@ -252,7 +252,7 @@ static void test_quantize(void) {
     }
 }
 
-// Both kernels against the definition bit for bit, and that against doubles; rows and tokens that
+// Every kernel against the definition bit for bit, and that against doubles; rows and tokens that
 // fill no tile, and a sum that is added. w's weights are `same`'s.
 static void test_products(Matrix w, Matrix same) {
     const int rows = w.rows, cols = w.cols, group = w.group, n = 2 * MOST_TILE_TOKENS + 2;
@@ -300,7 +300,7 @@ static void test_products(Matrix w, Matrix same) {
 
 static void test_matmul(void) {
     for (int group = 32; group <= 256; group *= 2) {
-        const int rows = 2 * PANEL_ROWS - 3, cols = (2 * LANES + 3) * group;
+        const int rows = STREAMS * LANES + PANEL_ROWS - 3, cols = (2 * LANES + 3) * group;
         Matrix w = random_matrix(rows, cols, group), same;
         test_products(w, w);
         w = random_matrix_4(rows, cols, group, &same);
