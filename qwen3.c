@@ -3636,7 +3636,8 @@ INLINE VecI add_pairs(VecI a, VecI b) { return (VecI)vpaddq_s32((int32x4_t)a, (i
 #ifdef USE_AMX
 static bool has_amx;  // the CPU has AMX, and Linux lets this process use it
 
-// Linux lets a process use AMX only after it has asked. This runs before main.
+// Linux lets a process use AMX only after it has asked. Like catch_unknown_instructions, this runs
+// before main and is one call only.
 __attribute__((constructor)) static void ask_for_amx(void) {
     has_amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XTILE_DATA
 }
@@ -3667,8 +3668,10 @@ INLINE void amx_dots(VecI *dots, const VecI *w, int w_stride, const int8_t *x, s
     }
     _tile_stored(0, dots, sizeof(*dots));
 }
-#else
+#else  // The calls of amx_shapes and matmul_amx have to compile, but are never reached.
 enum { has_amx = false };
+#define amx_shapes(group) ((void)(group))
+#define matmul_amx matmul_tile
 #endif
 
 static const char *simd_name(void) { return has_amx ? SIMD " and AMX" : SIMD; }
@@ -3956,9 +3959,6 @@ INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const
         }
     }
 }
-#else  // has_amx is false, so these are never called, but the calls have to compile.
-#define amx_shapes(group) ((void)(group))
-#define matmul_amx matmul_tile
 #endif
 
 // Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups,
@@ -4049,6 +4049,7 @@ INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int gr
     const int n_tokens = part->token_end - part->token_begin;
     const bool few = n_tokens <= few_tokens(part->w);
     const int step = few ? STREAMS * LANES : PANEL_ROWS;
+    if (has_amx && !few) amx_shapes(group);
     for (int r = part->row_begin; r < part->row_end && n_tokens > 0; r += step) {
         if (!HAVE_DOT4) matmul_plain(part, own, r, group);
         else if (!few) matmul_panel(part, own, r, group);
@@ -4060,7 +4061,6 @@ INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int gr
 }
 
 static void matmul_rows(const Matmul *part, const Workspace *own) {
-    if (has_amx) amx_shapes(part->w->group);
     switch (part->w->group) {  // as a constant in the loops: twice as fast
     case 32: matmul_groups(part, own, 32); break;
     case 64: matmul_groups(part, own, 64); break;
