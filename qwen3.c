@@ -243,7 +243,7 @@ typedef struct {         // one thread's own buffers
                          // with experts, later one expert's output and the sum over all
     Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
     void *panel;         // Part III only: what a product keeps while it runs (see panel_words)
-    struct AttentionTask *attention;  // Part III only
+    struct Attention *attention;  // Part III only
 } Workspace;
 
 // Everything that changes while the model runs. A batch is consecutive tokens of one text that run
@@ -722,8 +722,9 @@ static void rope_init(State *s, const Config *c) {
 
 // ------------------------------------------------------------------------------------------------
 // Matrix product and attention, in plain C. They define what Part III computes: it keeps the order
-// of each sum, so its results are the same bit for bit, and it is faster because it works on
-// several sums at once. Builds without SIMD run dot_row itself; attend runs in tests only.
+// of each sum, so its results are the same bit for bit (attention's up to SPAN positions), and it
+// is faster because it works on several sums at once. Builds without SIMD run dot_row itself;
+// attend runs in tests only.
 
 // A float of 16 bits (IEEE 754 half precision: 1 bit of sign, 5 of exponent, 10 of fraction).
 // Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e means
@@ -779,9 +780,9 @@ static float max_of(const float *x, int n) {
     return as_float(max ^ (max >> 31 & 0x7FFFFFFF));
 }
 
-// Replaces x (n) by exp(x - max(x)) and returns the sum; dividing by it completes the softmax.
-static float softmax_terms(float *x, int n) {
-    float max = max_of(x, n);
+// Replaces x (n) by exp(x - max), where max is max_of(x, n), and returns the sum; dividing by it
+// completes the softmax.
+static float softmax_terms(float *x, int n, float max) {
     for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
     return sum_of(x, n, false);
 }
@@ -800,7 +801,7 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
         for (int j = 0; j < c->head_dim; j++) dot = mul_add(cache_key(p, kv_head, i, j), q[j], dot);
         score[i] = dot * (1 / sqrtf((float)c->head_dim));
     }
-    const float total = softmax_terms(score, len);
+    const float total = softmax_terms(score, len, max_of(score, len));
     for (int j = 0; j < c->head_dim; j++) {
         float sum = 0;
         for (int i = 0; i < len; i++) sum = mul_add(cache_value(p, kv_head, i, j), score[i], sum);
@@ -860,7 +861,7 @@ static void router_job(void *arg, int begin, int end, int thread) {
 // share (n_experts), Wr h of one token, becomes p of the n_experts_used experts with the largest p
 // (of equal ones the first) and 0 of all others.
 static void choose_experts(const Config *c, float *share) {
-    const float all = softmax_terms(share, c->n_experts);
+    const float all = softmax_terms(share, c->n_experts, max_of(share, c->n_experts));
     float chosen = 0;
     for (int i = 0; i < c->n_experts_used; i++) {
         int best = 0;
@@ -4108,9 +4109,6 @@ static int draft_rows(void) { return HAVE_DOT4 ? TILE_TOKENS : 1; }
 // Columns of the values: head_dim, and zeros up to a whole vector
 static int value_dim(const Config *c) { return round_up(c->head_dim, LANES); }
 
-// Pairs of vectors in value_dim; the last may be a single vector.
-static int value_pairs(const Config *c) { return (value_dim(c) / LANES + 1) / 2; }
-
 static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
     return (size_t)LANES * (c->head_dim + value_dim(c));
 }
@@ -4158,53 +4156,88 @@ INLINE float cache_value(const Pass *p, int kv_head, int pos, int j) {
     return value_at(p, kv_head, pos)[j / LANES * LANES * LANES + j % LANES];
 }
 
-// A row of attention is one query head of one token. A task is up to ATT_TASK rows of one kv head:
-// all of them use the same two blocks of keys, later the same two vectors of VALUE_SPAN values,
-// while these are in the L1 cache. A tile is ATT_ROWS rows by two vectors, of positions for the
-// scores, of columns for the values; its sums stay in registers. A task of few rows, as in
-// decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in vain.
-enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, VALUE_SPAN = 64 };
+// A row of attention is one query head of one token. It goes through the positions in spans, as in
+// FlashAttention (arXiv 2205.14135), and keeps the scores of one span only. Each span has a softmax
+// of its own, relative to the largest score there. What the spans find is joined in their order.
+enum { SPAN = 256 };
 
-typedef struct AttentionTask {
+typedef struct {       // of the scores of some positions
+    float max, total;  // the largest; the sum of the terms exp(score - max)
+} Softmax;
+
+// Adds the softmax of further positions. All terms become relative to the larger max, so those
+// before get the factor `keep`, the further ones `take`.
+INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
+    const float max = all->max > more.max ? all->max : more.max;
+    *keep = fast_exp(all->max - max);
+    *take = fast_exp(more.max - max);
+    *all = (Softmax){max, mul_add(all->total, *keep, more.total * *take)};
+}
+
+// A task is up to ATT_TASK rows of one kv head. A thread takes up to ATT_SIDE tasks side by side: a
+// span's keys and values come to the L2 cache once for all of them. A tile is ATT_ROWS rows by two
+// vectors, of positions for the scores, of columns for the values; its sums stay in registers. A
+// task of few rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in
+// vain.
+enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4 };
+enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
+_Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_ROWS == 0, "whole tiles");
+
+typedef struct {               // what a task's rows have found in some spans
+    Softmax softmax[ATT_TASK];
+    float *sum;                // (ATT_TASK, value_dim)  the terms times the values
+} Found;
+
+typedef struct {
     const Pass *p;
     int kv_head;
     int n;                     // rows, rounded up to whole tiles
-    size_t positions;          // row stride of score
     float *q;                  // (head_dim, ATT_TASK)   the queries, transposed
-    float *sum;                // (ATT_TASK, value_dim)  weighted sums of values
-    float *score;              // (ATT_TASK, positions)  up to the last row's len
     float *out[ATT_TASK];      // (head_dim)             each row's place in State.a
     int len[ATT_TASK];         // positions that each row sees, its own and those before; ascending
-    float total[ATT_TASK];     // the sum of each row's softmax terms
+    Found all, *by_span;       // by_span (spans): only if several threads share the task's spans
 } AttentionTask;
 
-// At least seq_len, in whole tiles. An odd number of them: rows 4 KB apart would share an L1 set.
-static size_t score_stride(int seq_len) {
-    return (size_t)(round_up(seq_len, 2 * LANES) / (2 * LANES) | 1) * 2 * LANES;
-}
+typedef struct Attention {     // of a thread
+    AttentionTask task[ATT_SIDE];
+    float *score;              // (ATT_TASK, SCORE_STRIDE)  of one task and one span
+} Attention;
 
-static AttentionTask *attention_init(const Config *c, int seq_len) {
+typedef struct {               // a span of a task
+    const AttentionTask *a;
+    int start, end;            // positions start .. end - 1, start a multiple of SPAN
+    float *score;              // Attention.score of the calling thread
+    Found *found;              // what the rows find here is added to this
+    float keep[ATT_TASK], take[ATT_TASK];  // see softmax_join
+} Span;
+
+static int span_count(int positions) { return (positions + SPAN - 1) / SPAN; }
+
+static Attention *attention_init(const Config *c, int seq_len) {
     const char *what = "attention (-c makes it smaller)";
-    AttentionTask *a = alloc(1, sizeof(AttentionTask), what);
-    a->positions = score_stride(seq_len);
-    a->q = alloc(ATT_TASK * c->head_dim, sizeof(float), what);
-    a->sum = alloc(ATT_TASK * value_dim(c), sizeof(float), what);
-    a->score = alloc(ATT_TASK * a->positions, sizeof(float), what);
-    return a;
+    const size_t sums = ATT_TASK * value_dim(c), spans = span_count(seq_len);
+    Attention *own = alloc(1, sizeof(Attention), what);
+    own->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), what);
+    for (AttentionTask *a = own->task; a < own->task + ATT_SIDE; a++) {
+        a->q = alloc(ATT_TASK * c->head_dim, sizeof(float), what);
+        a->by_span = alloc(spans, sizeof(Found), what);
+        a->all.sum = alloc((spans + 1) * sums, sizeof(float), what);
+        for (size_t i = 0; i < spans; i++) a->by_span[i].sum = a->all.sum + (i + 1) * sums;
+    }
+    return own;
 }
 
-// score = q . k / sqrt(head_dim), for some rows from r on and `vecs` blocks of positions from
-// `start` on
-INLINE void score_tile(const AttentionTask *a, int r, int start, const int rows, const int vecs) {
+// score = q . k / sqrt(head_dim), for some rows from r on and `vecs` blocks of positions from `pos`
+// on
+INLINE void score_tile(const Span *s, int r, int pos, const int rows, const int vecs) {
+    const AttentionTask *a = s->a;
     const int head_dim = a->p->m->config.head_dim;
     const size_t next = block_stride(&a->p->m->config);
     const float scale = 1 / sqrtf((float)head_dim), *q = a->q + r;
-    float *score = a->score + r * a->positions + start;
+    float *score = s->score + r * SCORE_STRIDE + pos - s->start;
     const VecF *keys[2];
     VecF sum[ATT_ROWS][2] = {0};
-    for (int v = 0; v < vecs; v++) {
-        keys[v] = (VecF *)key_at(a->p, a->kv_head, start + v * LANES);
-    }
+    for (int v = 0; v < vecs; v++) keys[v] = (VecF *)key_at(a->p, a->kv_head, pos + v * LANES);
     for (int j = 0; j < head_dim; j++) {
         for (int v = 0; v < vecs && r == 0; v++) {  // the first rows prefetch for all
             __builtin_prefetch((float *)&keys[v][j] + 2 * next);
@@ -4214,30 +4247,27 @@ INLINE void score_tile(const AttentionTask *a, int r, int start, const int rows,
             UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = mul_add_v(keys[v][j], qj, sum[i][v]);
         }
     }
-    for (int i = 0; i < rows; i++, score += a->positions) {
+    for (int i = 0; i < rows; i++, score += SCORE_STRIDE) {
         for (int v = 0; v < vecs; v++) *(VecF *)(score + v * LANES) = sum[i][v] * scale;
     }
 }
 
-// sum += score * v over positions start .. end - 1, for some rows from r on and `vecs` vectors of v
-// from number j on
-INLINE void value_tile(const AttentionTask *a, int r, int start, int end, int j, const int rows,
-                       const int vecs) {
+// sum = keep * sum + take * (score * v) over the span's positions, for some rows from r on and
+// `vecs` vectors of v from number j on
+INLINE void value_tile(const Span *s, int r, int j, const int rows, const int vecs) {
+    const AttentionTask *a = s->a;
     const Config *c = &a->p->m->config;
-    const size_t next = block_stride(c), positions = a->positions, vectors = value_dim(c) / LANES;
-    const float *score = a->score + r * positions + start;
-    VecF *out = (VecF *)a->sum + r * vectors + j, sum[ATT_ROWS][2];
-    UNROLL for (int i = 0; i < rows; i++) {
-        UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = out[i * vectors + v];
-    }
-    for (; start < end; start += LANES) {
-        const VecF *values = (VecF *)value_at(a->p, a->kv_head, start) + j * LANES;
-        for (int k = 0; k < min_int(LANES, end - start); k++, score++) {
+    const size_t next = block_stride(c), vectors = value_dim(c) / LANES;
+    const float *score = s->score + r * SCORE_STRIDE;
+    VecF *out = (VecF *)s->found->sum + r * vectors + j, sum[ATT_ROWS][2] = {0};
+    for (int pos = s->start; pos < s->end; pos += LANES) {
+        const VecF *values = (VecF *)value_at(a->p, a->kv_head, pos) + j * LANES;
+        for (int k = 0; k < min_int(LANES, s->end - pos); k++, score++) {
             for (int v = 0; v < vecs && r == 0; v++) {
                 __builtin_prefetch((float *)&values[v * LANES + k] + next);
             }
             UNROLL for (int i = 0; i < rows; i++) {
-                VecF weight = splat_f(score[i * positions]);
+                VecF weight = splat_f(score[i * SCORE_STRIDE]);
                 UNROLL for (int v = 0; v < vecs; v++) {
                     sum[i][v] = mul_add_v(values[v * LANES + k], weight, sum[i][v]);
                 }
@@ -4245,61 +4275,78 @@ INLINE void value_tile(const AttentionTask *a, int r, int start, int end, int j,
         }
     }
     UNROLL for (int i = 0; i < rows; i++) {
-        UNROLL for (int v = 0; v < vecs; v++) out[i * vectors + v] = sum[i][v];
-    }
-}
-
-// A row's scores become the terms of its softmax. Those past its own position are 0: causal.
-static void task_softmax(AttentionTask *a, int r) {
-    float *score = a->score + r * a->positions;
-    a->total[r] = softmax_terms(score, a->len[r]);
-    for (int i = a->len[r]; i < a->len[a->n - 1]; i++) score[i] = 0;
-}
-
-// All rows' scores for positions start .. end - 1, start a multiple of 2 * LANES
-INLINE void score_rows(const AttentionTask *a, int start, int end, const int rows) {
-    for (; start < end; start += 2 * LANES) {
-        for (int r = 0; r < a->n; r += rows) {
-            if (end - start > LANES) score_tile(a, r, start, rows, 2);
-            else score_tile(a, r, start, rows, 1);
+        const VecF keep = splat_f(s->keep[r + i]), take = splat_f(s->take[r + i]);
+        UNROLL for (int v = 0; v < vecs; v++) {
+            out[i * vectors + v] = mul_add_v(out[i * vectors + v], keep, sum[i][v] * take);
         }
     }
 }
 
-// How many rows a tile has must be known when compiling: f(a, from, to, rows).
-#define BY_ROWS(f, a, from, to)                               \
-    ((a)->n == 2         ? f(a, from, to, 2)                  \
-     : (a)->n == ATT_FEW ? f(a, from, to, ATT_FEW)            \
-                         : f(a, from, to, ATT_ROWS))
-
-static void task_scores(const AttentionTask *a, int start, int end) {
-    BY_ROWS(score_rows, a, start, end);
+// Each row's scores become the terms of a softmax. Those past its own position are 0: causal.
+static void span_softmax(Span *s) {
+    float *score = s->score;
+    for (int r = 0; r < s->a->n; r++, score += SCORE_STRIDE) {
+        const int n = max_int(min_int(s->a->len[r], s->end) - s->start, 0);
+        s->keep[r] = 1;
+        s->take[r] = 0;
+        if (n > 0) {
+            const float max = max_of(score, n), total = softmax_terms(score, n, max);
+            softmax_join(&s->found->softmax[r], (Softmax){max, total}, &s->keep[r], &s->take[r]);
+        }
+        for (int i = n; i < s->end - s->start; i++) score[i] = 0;
+    }
 }
 
-// a of all rows, vectors first .. last - 1 of their columns
-INLINE void value_rows(const AttentionTask *a, int first, int last, const int rows) {
-    const int width = value_dim(&a->p->m->config), end = a->len[a->n - 1];
-    const int columns = min_int(a->p->m->config.head_dim, last * LANES);
-    for (int r = 0; r < a->n; r++) {
-        memset(a->sum + r * width + first * LANES, 0, (last - first) * sizeof(VecF));
-    }
-    for (int start = 0; start < end; start += VALUE_SPAN) {
-        const int stop = min_int(end, start + VALUE_SPAN);
-        for (int j = first; j < last; j += 2) {
-            for (int r = 0; r < a->n; r += rows) {
-                if (j + 1 < last) value_tile(a, r, start, stop, j, rows, 2);
-                else value_tile(a, r, start, stop, j, rows, 1);
-            }
+INLINE void span_rows(Span *s, const int rows) {
+    const int vectors = value_dim(&s->a->p->m->config) / LANES;
+    for (int pos = s->start; pos < s->end; pos += 2 * LANES) {
+        for (int r = 0; r < s->a->n; r += rows) {
+            if (s->end - pos > LANES) score_tile(s, r, pos, rows, 2);
+            else score_tile(s, r, pos, rows, 1);
         }
     }
-    for (int r = 0; r < a->n; r++) {
-        const float inverse = 1 / a->total[r], *sum = a->sum + r * width;
-        for (int j = first * LANES; j < columns; j++) a->out[r][j] = sum[j] * inverse;
+    span_softmax(s);
+    for (int j = 0; j < vectors; j += 2) {
+        for (int r = 0; r < s->a->n; r += rows) {
+            if (j + 1 < vectors) value_tile(s, r, j, rows, 2);
+            else value_tile(s, r, j, rows, 1);
+        }
     }
 }
 
-static void task_values(const AttentionTask *a, int first, int last) {
-    BY_ROWS(value_rows, a, first, last);
+// What all rows of a find in the span that begins at `start`
+static void task_span(const AttentionTask *a, Found *found, float *score, int start) {
+    const int end = min_int(start + SPAN, a->len[a->n - 1]);
+    Span s = {.a = a, .start = start, .end = end, .score = score, .found = found};
+    if (start >= end) return;
+    switch (a->n) {  // how many rows a tile has must be known when compiling
+    case 2: span_rows(&s, 2); break;
+    case ATT_FEW: span_rows(&s, ATT_FEW); break;
+    default: span_rows(&s, ATT_ROWS); break;
+    }
+}
+
+static void found_nothing(Found *f, const AttentionTask *a) {
+    for (int r = 0; r < a->n; r++) f->softmax[r] = (Softmax){-INFINITY, 0};
+    memset(f->sum, 0, a->n * value_dim(&a->p->m->config) * sizeof(float));
+}
+
+// Adds what was found in further positions.
+static void found_join(Found *all, const Found *more, const AttentionTask *a) {
+    const int width = value_dim(&a->p->m->config);
+    for (int r = 0; r < a->n; r++) {
+        float keep, take, *sum = all->sum + r * width, *further = more->sum + r * width;
+        softmax_join(&all->softmax[r], more->softmax[r], &keep, &take);
+        for (int j = 0; j < width; j++) sum[j] = mul_add(sum[j], keep, further[j] * take);
+    }
+}
+
+static void task_output(const AttentionTask *a) {
+    const Config *c = &a->p->m->config;
+    for (int r = 0; r < a->n; r++) {
+        const float inverse = 1 / a->all.softmax[r].total, *sum = a->all.sum + r * value_dim(c);
+        for (int j = 0; j < c->head_dim; j++) a->out[r][j] = sum[j] * inverse;
+    }
 }
 
 // How many rows a kv head has: all query heads that share it of the first token, then of the
@@ -4329,73 +4376,65 @@ static void task_init(AttentionTask *a, const Pass *p, int task) {
         a->out[r] = s->a + at;
         a->len[r] = s->pos[t] + 1;
     }
+    found_nothing(&a->all, a);
 }
 
 static void attend_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    AttentionTask *a = p->m->state.workspace[thread].attention;
-    for (int task = begin; task < end; task++) {
-        task_init(a, p, task);
-        task_scores(a, 0, a->len[a->n - 1]);
-        for (int r = 0; r < a->n; r++) task_softmax(a, r);
-        task_values(a, 0, value_dim(&p->m->config) / LANES);
+    const State *s = &p->m->state;
+    Attention *own = s->workspace[thread].attention;
+    for (int count; begin < end; begin += count) {
+        count = min_int(ATT_SIDE, end - begin);
+        for (int i = 0; i < count; i++) task_init(&own->task[i], p, begin + i);
+        for (int start = 0; start <= s->pos[p->n - 1]; start += SPAN) {
+            for (int i = 0; i < count; i++)
+                task_span(&own->task[i], &own->task[i].all, own->score, start);
+        }
+        for (int i = 0; i < count; i++) task_output(&own->task[i]);
     }
 }
 
-// Fewer tasks than threads (decoding has one for each kv head) are cut further: the scores by
-// positions, the values by columns. Task i is then in the workspace of thread i, whoever works on
-// it. For up to two spans of positions that would cost more than it saves. Decoding at 4,000 with 8
-// kv heads has 8 tasks: enough for 8 threads; for 16, there are 128 parts of scores and 32 of
-// values (with 16 lanes). 64 threads have work for 32 in the values.
-enum { SCORE_SPAN = 256 };
-_Static_assert(SCORE_SPAN % (2 * LANES) == 0 && VALUE_SPAN % LANES == 0 && ATT_TASK % ATT_ROWS == 0,
-               "whole tiles");
-
-static int score_spans(const Pass *p) {
-    return (p->m->state.pos[p->n - 1] + SCORE_SPAN) / SCORE_SPAN;
+// Few tasks would leave threads idle: decoding with 8 kv heads has 8 tasks, for 6 threads or 16.
+// Then threads share the spans, too (128 at 4,000 positions). What each span finds is kept by itself
+// and joined in the order of the spans, as above. Task i is in the workspace of thread i / ATT_SIDE,
+// whoever works on it. For up to two spans that would cost more than it saves.
+static AttentionTask *shared_task(const Pass *p, int i) {
+    return &p->m->state.workspace[i / ATT_SIDE].attention->task[i % ATT_SIDE];
 }
 
-static void part_scores_job(void *arg, int begin, int end, int thread) {
+static void shared_span_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const int spans = score_spans(p);
-    (void)thread;
+    const State *s = &p->m->state;
+    const int spans = span_count(s->pos[p->n - 1] + 1);
     for (int i = begin; i < end; i++) {
-        const AttentionTask *a = p->m->state.workspace[i / spans].attention;
-        const int start = i % spans * SCORE_SPAN;
-        task_scores(a, start, min_int(start + SCORE_SPAN, a->len[a->n - 1]));
+        const AttentionTask *a = shared_task(p, i / spans);
+        Found *found = &a->by_span[i % spans];
+        found_nothing(found, a);
+        task_span(a, found, s->workspace[thread].attention->score, i % spans * SPAN);
     }
 }
 
-static void part_softmax_job(void *arg, int begin, int end, int thread) {
+static void shared_join_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     (void)thread;
     for (int i = begin; i < end; i++) {
-        AttentionTask *a = p->m->state.workspace[i / ATT_TASK].attention;
-        if (i % ATT_TASK < a->n) task_softmax(a, i % ATT_TASK);
-    }
-}
-
-static void part_values_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const int vectors = value_dim(&p->m->config) / LANES, pairs = value_pairs(&p->m->config);
-    (void)thread;
-    for (int i = begin; i < end; i++) {
-        const int first = i % pairs * 2;
-        task_values(p->m->state.workspace[i / pairs].attention, first, min_int(first + 2, vectors));
+        AttentionTask *a = shared_task(p, i);
+        for (int k = 0; k < span_count(a->len[a->n - 1]); k++)
+            found_join(&a->all, &a->by_span[k], a);
+        task_output(a);
     }
 }
 
 static void attend_all(const Pass *p) {
-    const Config *c = &p->m->config;
-    const int n = tasks_per_kv_head(p) * c->n_kv_heads, spans = score_spans(p);
-    if (n >= n_threads || spans <= 2) {
+    const int n = tasks_per_kv_head(p) * p->m->config.n_kv_heads;
+    const int spans = span_count(p->m->state.pos[p->n - 1] + 1);
+    if (spans <= 2 || n % n_threads == 0 || n > ATT_SIDE * n_threads) {
         parallel(attend_job, (void *)p, n, 1);
         return;
     }
-    for (int i = 0; i < n; i++) task_init(p->m->state.workspace[i].attention, p, i);
-    parallel(part_scores_job, (void *)p, n * spans, 1);
-    parallel(part_softmax_job, (void *)p, n * ATT_TASK, 1);
-    parallel(part_values_job, (void *)p, n * value_pairs(c), 1);
+    for (int i = 0; i < n; i++) task_init(shared_task(p, i), p, i);
+    parallel(shared_span_job, (void *)p, n * spans, 1);
+    parallel(shared_join_job, (void *)p, n, 1);
 }
 
 // ------------------------------------------------------------------------------------------------

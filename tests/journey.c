@@ -28,7 +28,7 @@ static void print_tokens(void) {
 static void print_next(const char *format, int count) {
     const int vocab_size = m->config.vocab_size;
     float *p = classify(m, (int)ids.n - 1, 1);
-    const float total = softmax_terms(p, vocab_size);
+    const float total = softmax_terms(p, vocab_size, max_of(p, vocab_size));
     for (int i = 0; i < count; i++) {
         const int best = argmax(p, vocab_size);
         printf(format, p[best] / total, piece(best));
