@@ -4180,6 +4180,7 @@ INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
 // task of few rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in
 // vain.
 enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4 };
+enum { Q_STRIDE = (ATT_TASK + LANES - 1) / LANES * LANES };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_ROWS == 0, "whole tiles");
 
@@ -4192,7 +4193,7 @@ typedef struct {
     const Pass *p;
     int kv_head;
     int n;                     // rows, rounded up to whole tiles
-    float *q;                  // (head_dim, ATT_TASK)   the queries, transposed
+    float *q;                  // (head_dim, Q_STRIDE)   the queries, transposed
     float *out[ATT_TASK];      // (head_dim)             each row's place in State.a
     int len[ATT_TASK];         // positions that each row sees, its own and those before; ascending
     Found all, *by_span;       // by_span (spans): only if several threads share the task's spans
@@ -4219,7 +4220,7 @@ static Attention *attention_init(const Config *c, int seq_len) {
     Attention *own = alloc(1, sizeof(Attention), what);
     own->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), what);
     for (AttentionTask *a = own->task; a < own->task + ATT_SIDE; a++) {
-        a->q = alloc(ATT_TASK * c->head_dim, sizeof(float), what);
+        a->q = alloc(Q_STRIDE * c->head_dim, sizeof(float), what);
         a->by_span = alloc(spans, sizeof(Found), what);
         a->all.sum = alloc((spans + 1) * sums, sizeof(float), what);
         for (size_t i = 0; i < spans; i++) a->by_span[i].sum = a->all.sum + (i + 1) * sums;
@@ -4243,7 +4244,7 @@ INLINE void score_tile(const Span *s, int r, int pos, const int rows, const int 
             __builtin_prefetch((float *)&keys[v][j] + 2 * next);
         }
         UNROLL for (int i = 0; i < rows; i++) {
-            VecF qj = splat_f(q[j * ATT_TASK + i]);
+            VecF qj = splat_f(q[j * Q_STRIDE + i]);
             UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = mul_add_v(keys[v][j], qj, sum[i][v]);
         }
     }
@@ -4282,18 +4283,19 @@ INLINE void value_tile(const Span *s, int r, int j, const int rows, const int ve
     }
 }
 
-// Each row's scores become the terms of a softmax. Those past its own position are 0: causal.
+// Each row's scores become the terms of a softmax. Those past its own position become 0: causal. All
+// rows have whole vectors, as loops over the rest would take longer than exp(-INFINITY).
 static void span_softmax(Span *s) {
+    const int width = round_up(s->end - s->start, 16);
     float *score = s->score;
     for (int r = 0; r < s->a->n; r++, score += SCORE_STRIDE) {
-        const int n = max_int(min_int(s->a->len[r], s->end) - s->start, 0);
+        const int n = max_int(s->a->len[r] - s->start, 0);
+        for (int i = n; i < width; i++) score[i] = n ? -INFINITY : 0;
         s->keep[r] = 1;
         s->take[r] = 0;
-        if (n > 0) {
-            const float max = max_of(score, n), total = softmax_terms(score, n, max);
-            softmax_join(&s->found->softmax[r], (Softmax){max, total}, &s->keep[r], &s->take[r]);
-        }
-        for (int i = n; i < s->end - s->start; i++) score[i] = 0;
+        if (n == 0) continue;
+        const float max = max_of(score, width), total = softmax_terms(score, width, max);
+        softmax_join(&s->found->softmax[r], (Softmax){max, total}, &s->keep[r], &s->take[r]);
     }
 }
 
@@ -4372,9 +4374,13 @@ static void task_init(AttentionTask *a, const Pass *p, int task) {
         const int i = min_int(first + r, rows - 1), t = p->first + i / per_kv;
         const int head = a->kv_head * per_kv + i % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
-        for (int j = 0; j < c->head_dim; j++) a->q[j * ATT_TASK + r] = s->q[at + j];
+        memcpy(a->all.sum + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
         a->out[r] = s->a + at;
         a->len[r] = s->pos[t] + 1;
+    }
+    for (int r = 0; r < a->n; r += LANES) {
+        VecI *q = (VecI *)(a->q + r);
+        transpose_rows(q, Q_STRIDE / LANES, a->all.sum, a->n, c->head_dim, r, 0);
     }
     found_nothing(&a->all, a);
 }
