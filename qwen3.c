@@ -243,7 +243,7 @@ typedef struct {         // one thread's own buffers
                          // with experts, later one expert's output and the sum over all
     Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
     void *panel;         // Part III only: what a product keeps while it runs (see panel_words)
-    struct Attention *attention;  // Part III only
+    struct AttentionBuffers *attention;  // Part III only
 } Workspace;
 
 // Everything that changes while the model runs. A batch is consecutive tokens of one text that run
@@ -722,9 +722,9 @@ static void rope_init(State *s, const Config *c) {
 
 // ------------------------------------------------------------------------------------------------
 // Matrix product and attention, in plain C. They define what Part III computes: it keeps the order
-// of each sum, so its results are the same bit for bit (attention's up to SPAN positions), and it
-// is faster because it works on several sums at once. Builds without SIMD run dot_row itself;
-// attend runs in tests only.
+// of each sum, so its results are the same bit for bit (those of attention for texts of up to SPAN
+// positions: see Part III), and it is faster because it works on several sums at once. Builds
+// without SIMD run dot_row itself; attend runs in tests only.
 
 // A float of 16 bits (IEEE 754 half precision: 1 bit of sign, 5 of exponent, 10 of fraction).
 // Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e means
@@ -2655,7 +2655,7 @@ static void render_from(App *app, size_t first, Ids *ids) {
 // Renders the conversation. If that leaves no room for an answer, the oldest turns are forgotten
 // until half the context is free. How many that takes is estimated from where each message began
 // in the first rendering. If the second one is still too long, only the last message stays (and the
-// system message). False: even that is too long.
+// system message). False: even that is too long, or Ctrl-C was pressed.
 static bool fit_conversation(App *app, Ids *ids) {
     Conversation *talk = &app->conversation;
     const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
@@ -2668,7 +2668,7 @@ static bool fit_conversation(App *app, Ids *ids) {
     while (first < last && ids->n - (p[first].start - p[system].start) > half) first += 2;
     render_from(app, first, ids);
     if (ids->n > half && first < last) render_from(app, first = last, ids);
-    if (ids->n > context) return false;
+    if (interrupted || ids->n > context) return false;
     if (first > system) {
         conversation_drop(talk, system, first - system);
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
@@ -2683,7 +2683,7 @@ static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
     Conversation *talk = &app->conversation;
     Ids ids = {0};
     conversation_add(talk, USER, text);
-    if (!fit_conversation(app, &ids)) {
+    if (!fit_conversation(app, &ids) && !interrupted) {
         report(PROMPT_TOO_LONG, app->engine.model.state.seq_len, ids.n);
         if (exit_on_error) exit(EXIT_FAILURE);
         conversation_drop(talk, talk->n - 1, 1);
@@ -2692,7 +2692,8 @@ static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
     }
     writer_thinks(&app->writer, begins_thinking(app));
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
-    Ending ending = respond(app, &ids, answer);
+    // Ctrl-C while the text was encoded leaves only some of its ids.
+    Ending ending = interrupted ? INTERRUPTED : respond(app, &ids, answer);
     if (ending == INTERRUPTED && answer->ids.n == 0) {
         if (!exit_on_error) notice("chat: stopped before its answer, the message is taken back");
         conversation_drop(talk, talk->n - 2, 2);
@@ -4102,9 +4103,9 @@ static int draft_rows(void) { return HAVE_DOT4 ? TILE_TOKENS : 1; }
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
 //
-// so that attention reads both from front to back. One vector of keys holds element j of LANES
-// positions, so a vector of scores does, too; one vector of values holds LANES columns of one
-// position, so a vector of a holds LANES columns.
+// so that attention reads both from front to back. A vector of keys holds element j of LANES
+// positions, so that their scores make a vector, too; a vector of values holds LANES columns of one
+// position, so that their sums make LANES columns of the result.
 
 // Columns of the values: head_dim, and zeros up to a whole vector
 static int value_dim(const Config *c) { return round_up(c->head_dim, LANES); }
@@ -4113,10 +4114,10 @@ static size_t block_floats(const Config *c) {  // of one layer's kv head in a bl
     return (size_t)LANES * (c->head_dim + value_dim(c));
 }
 
-// Floats from a block of positions to the next. The number of heads' parts is made odd: with an
-// even one, all blocks of a head would share a fraction of the L2 cache's sets.
+// Floats from a block of positions to the next. The number of pairs (layer, kv head) is made odd:
+// with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
 static size_t block_stride(const Config *c) {
-    return (size_t)(c->n_layers * c->n_kv_heads | 1) * block_floats(c);
+    return ((size_t)c->n_layers * c->n_kv_heads | 1) * block_floats(c);
 }
 
 static float *cache_block(const Pass *p, int kv_head, int block) {
@@ -4156,9 +4157,9 @@ INLINE float cache_value(const Pass *p, int kv_head, int pos, int j) {
     return value_at(p, kv_head, pos)[j / LANES * LANES * LANES + j % LANES];
 }
 
-// A row of attention is one query head of one token. It goes through the positions in spans, as in
-// FlashAttention (arXiv 2205.14135), and keeps the scores of one span only. Each span has a softmax
-// of its own, relative to the largest score there. What the spans find is joined in their order.
+// A row of attention is one query head of one token. It goes through the positions in spans and
+// keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
+// softmax relative to the largest score there, and softmax_join adds it to those before.
 enum { SPAN = 256 };
 
 typedef struct {       // of the scores of some positions
@@ -4166,7 +4167,8 @@ typedef struct {       // of the scores of some positions
 } Softmax;
 
 // Adds the softmax of further positions. All terms become relative to the larger max, so those
-// before get the factor `keep`, the further ones `take`.
+// before get the factor `keep`, the further ones `take`. A row's first span has position 0, so max
+// is finite from then on.
 INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
     const float max = all->max > more.max ? all->max : more.max;
     *keep = fast_exp(all->max - max);
@@ -4174,74 +4176,79 @@ INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
     *all = (Softmax){max, mul_add(all->total, *keep, more.total * *take)};
 }
 
-// A task is up to ATT_TASK rows of one kv head. A thread takes up to ATT_SIDE tasks side by side: a
-// span's keys and values come to the L2 cache once for all of them. A tile is ATT_ROWS rows by two
-// vectors, of positions for the scores, of columns for the values; its sums stay in registers. A
-// task of few rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in
-// vain.
+// The rows of a kv head are those of all query heads that share it, token by token. A task is up to
+// ATT_TASK of them. A thread takes up to ATT_SIDE tasks at a time through each span: most often
+// they have the same kv head, so the span's keys and values (256 KB if head_dim is 128) come to L2
+// once. A tile is ATT_ROWS rows by two vectors, of positions for the scores, of columns for the
+// values; its sums stay in registers, 24 of the 32 of AVX-512, 12 of the 16 of AVX2. A task of few
+// rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in vain.
 enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4 };
-enum { Q_STRIDE = (ATT_TASK + LANES - 1) / LANES * LANES };
+enum { Q_STRIDE = (ATT_TASK + LANES - 1) / LANES * LANES };  // for transpose_rows: whole vectors
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_ROWS == 0, "whole tiles");
 
-typedef struct {               // what a task's rows have found in some spans
+typedef struct {             // a task's attention to some spans
     Softmax softmax[ATT_TASK];
-    float *sum;                // (ATT_TASK, value_dim)  the terms times the values
-} Found;
+    float *sum;              // (ATT_TASK, value_dim)  of the terms times the values
+} Partial;
 
 typedef struct {
     const Pass *p;
     int kv_head;
-    int n;                     // rows, rounded up to whole tiles
-    float *q;                  // (head_dim, Q_STRIDE)   the queries, transposed
-    float *out[ATT_TASK];      // (head_dim)             each row's place in State.a
-    int len[ATT_TASK];         // positions that each row sees, its own and those before; ascending
-    Found all, *by_span;       // by_span (spans): only if several threads share the task's spans
+    int n;                   // rows: 2, ATT_FEW, or a multiple of ATT_ROWS
+    float *q;                // (head_dim, Q_STRIDE)   transposed: a tile's rows are neighbours
+    float *out[ATT_TASK];    // (head_dim)             each row's place in State.a
+    int len[ATT_TASK];       // positions that each row sees, its own and those before; ascending
+    Partial all;
+    Partial *by_span;        // (spans)                used only if threads share the task's spans
 } AttentionTask;
 
-typedef struct Attention {     // of a thread
+typedef struct AttentionBuffers {
     AttentionTask task[ATT_SIDE];
-    float *score;              // (ATT_TASK, SCORE_STRIDE)  of one task and one span
-} Attention;
+    float *score;            // (ATT_TASK, SCORE_STRIDE)  of one task and one span
+} AttentionBuffers;
 
-typedef struct {               // a span of a task
-    const AttentionTask *a;
-    int start, end;            // positions start .. end - 1, start a multiple of SPAN
-    float *score;              // Attention.score of the calling thread
-    Found *found;              // what the rows find here is added to this
+typedef struct {
+    const AttentionTask *task;
+    int start, end;          // positions start .. end - 1, start a multiple of SPAN
+    float *score;            // AttentionBuffers.score of the calling thread
+    Partial *to;             // what the span's attention is added to
     float keep[ATT_TASK], take[ATT_TASK];  // see softmax_join
 } Span;
 
 static int span_count(int positions) { return (positions + SPAN - 1) / SPAN; }
 
-static Attention *attention_init(const Config *c, int seq_len) {
+static AttentionBuffers *attention_init(const Config *c, int seq_len) {
     const char *what = "attention (-c makes it smaller)";
-    const size_t sums = ATT_TASK * value_dim(c), spans = span_count(seq_len);
-    Attention *own = alloc(1, sizeof(Attention), what);
+    const int spans = span_count(seq_len), sums = ATT_TASK * value_dim(c);
+    AttentionBuffers *own = alloc(1, sizeof(AttentionBuffers), what);
     own->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), what);
-    for (AttentionTask *a = own->task; a < own->task + ATT_SIDE; a++) {
-        a->q = alloc(Q_STRIDE * c->head_dim, sizeof(float), what);
-        a->by_span = alloc(spans, sizeof(Found), what);
-        a->all.sum = alloc((spans + 1) * sums, sizeof(float), what);
-        for (size_t i = 0; i < spans; i++) a->by_span[i].sum = a->all.sum + (i + 1) * sums;
+    for (AttentionTask *task = own->task; task < own->task + ATT_SIDE; task++) {
+        task->q = alloc(Q_STRIDE * c->head_dim, sizeof(float), what);
+        task->all.sum = alloc(sums, sizeof(float), what);
+        task->by_span = alloc(spans, sizeof(Partial), what);
+        float *sum = alloc((size_t)spans * sums, sizeof(float), what);
+        for (int i = 0; i < spans; i++, sum += sums) task->by_span[i].sum = sum;
     }
     return own;
 }
 
-// score = q . k / sqrt(head_dim), for some rows from r on and `vecs` blocks of positions from `pos`
-// on
-INLINE void score_tile(const Span *s, int r, int pos, const int rows, const int vecs) {
-    const AttentionTask *a = s->a;
-    const int head_dim = a->p->m->config.head_dim;
-    const size_t next = block_stride(&a->p->m->config);
-    const float scale = 1 / sqrtf((float)head_dim), *q = a->q + r;
-    float *score = s->score + r * SCORE_STRIDE + pos - s->start;
+// score = q . k / sqrt(head_dim), for `rows` rows from r on and `vecs` blocks of positions from pos
+// on. The CPU can't foresee where the next blocks are, so the first tile prefetches them for all.
+INLINE void score_tile(const Span *span, int r, int pos, const int rows, const int vecs) {
+    const AttentionTask *task = span->task;
+    const int head_dim = task->p->m->config.head_dim;
+    const size_t next = block_stride(&task->p->m->config);
+    const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
+    float *score = span->score + r * SCORE_STRIDE + pos - span->start;
     const VecF *keys[2];
     VecF sum[ATT_ROWS][2] = {0};
-    for (int v = 0; v < vecs; v++) keys[v] = (VecF *)key_at(a->p, a->kv_head, pos + v * LANES);
+    for (int v = 0; v < vecs; v++) {
+        keys[v] = (VecF *)key_at(task->p, task->kv_head, pos + v * LANES);
+    }
     for (int j = 0; j < head_dim; j++) {
-        for (int v = 0; v < vecs && r == 0; v++) {  // the first rows prefetch for all
-            __builtin_prefetch((float *)&keys[v][j] + 2 * next);
+        for (int v = 0; v < vecs && r == 0; v++) {
+            __builtin_prefetch((float *)&keys[v][j] + 2 * next);  // the next tile's
         }
         UNROLL for (int i = 0; i < rows; i++) {
             VecF qj = splat_f(q[j * Q_STRIDE + i]);
@@ -4253,22 +4260,22 @@ INLINE void score_tile(const Span *s, int r, int pos, const int rows, const int 
     }
 }
 
-// sum = keep * sum + take * (score * v) over the span's positions, for some rows from r on and
-// `vecs` vectors of v from number j on
-INLINE void value_tile(const Span *s, int r, int j, const int rows, const int vecs) {
-    const AttentionTask *a = s->a;
-    const Config *c = &a->p->m->config;
+// to->sum = keep * to->sum + take * (the span's terms times values), for `rows` rows from r on and
+// `vecs` vectors of columns from number j on
+INLINE void value_tile(const Span *span, int r, int j, const int rows, const int vecs) {
+    const AttentionTask *task = span->task;
+    const Config *c = &task->p->m->config;
     const size_t next = block_stride(c), vectors = value_dim(c) / LANES;
-    const float *score = s->score + r * SCORE_STRIDE;
-    VecF *out = (VecF *)s->found->sum + r * vectors + j, sum[ATT_ROWS][2] = {0};
-    for (int pos = s->start; pos < s->end; pos += LANES) {
-        const VecF *values = (VecF *)value_at(a->p, a->kv_head, pos) + j * LANES;
-        for (int k = 0; k < min_int(LANES, s->end - pos); k++, score++) {
+    const float *term = span->score + r * SCORE_STRIDE;
+    VecF *all = (VecF *)span->to->sum + r * vectors + j, sum[ATT_ROWS][2] = {0};
+    for (int pos = span->start; pos < span->end; pos += LANES) {
+        const VecF *values = (VecF *)value_at(task->p, task->kv_head, pos) + j * LANES;
+        for (int k = 0; k < min_int(LANES, span->end - pos); k++, term++) {
             for (int v = 0; v < vecs && r == 0; v++) {
                 __builtin_prefetch((float *)&values[v * LANES + k] + next);
             }
             UNROLL for (int i = 0; i < rows; i++) {
-                VecF weight = splat_f(score[i * SCORE_STRIDE]);
+                VecF weight = splat_f(term[i * SCORE_STRIDE]);
                 UNROLL for (int v = 0; v < vecs; v++) {
                     sum[i][v] = mul_add_v(values[v * LANES + k], weight, sum[i][v]);
                 }
@@ -4276,83 +4283,73 @@ INLINE void value_tile(const Span *s, int r, int j, const int rows, const int ve
         }
     }
     UNROLL for (int i = 0; i < rows; i++) {
-        const VecF keep = splat_f(s->keep[r + i]), take = splat_f(s->take[r + i]);
+        const VecF keep = splat_f(span->keep[r + i]), take = splat_f(span->take[r + i]);
         UNROLL for (int v = 0; v < vecs; v++) {
-            out[i * vectors + v] = mul_add_v(out[i * vectors + v], keep, sum[i][v] * take);
+            all[i * vectors + v] = mul_add_v(all[i * vectors + v], keep, sum[i][v] * take);
         }
     }
 }
 
-// Each row's scores become the terms of a softmax. Those past its own position become 0: causal. All
-// rows have whole vectors, as loops over the rest would take longer than exp(-INFINITY).
-static void span_softmax(Span *s) {
-    const int width = round_up(s->end - s->start, 16);
-    float *score = s->score;
-    for (int r = 0; r < s->a->n; r++, score += SCORE_STRIDE) {
-        const int n = max_int(s->a->len[r] - s->start, 0);
-        for (int i = n; i < width; i++) score[i] = n ? -INFINITY : 0;
-        s->keep[r] = 1;
-        s->take[r] = 0;
-        if (n == 0) continue;
+// Each row's scores become the terms exp(score - max). Positions after the row's own get -INFINITY,
+// so that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest.
+static void span_softmax(Span *span) {
+    const int width = round_up(span->end - span->start, 16);
+    float *score = span->score;
+    for (int r = 0; r < span->task->n; r++, score += SCORE_STRIDE) {
+        const int seen = max_int(span->task->len[r] - span->start, 0);
+        for (int i = seen; i < width; i++) score[i] = seen ? -INFINITY : 0;
+        span->keep[r] = 1;
+        span->take[r] = 0;
+        if (seen == 0) continue;
         const float max = max_of(score, width), total = softmax_terms(score, width, max);
-        softmax_join(&s->found->softmax[r], (Softmax){max, total}, &s->keep[r], &s->take[r]);
+        softmax_join(&span->to->softmax[r], (Softmax){max, total}, &span->keep[r], &span->take[r]);
     }
 }
 
-INLINE void span_rows(Span *s, const int rows) {
-    const int vectors = value_dim(&s->a->p->m->config) / LANES;
-    for (int pos = s->start; pos < s->end; pos += 2 * LANES) {
-        for (int r = 0; r < s->a->n; r += rows) {
-            if (s->end - pos > LANES) score_tile(s, r, pos, rows, 2);
-            else score_tile(s, r, pos, rows, 1);
+INLINE void span_tiles(Span *span, const int rows) {
+    const int vectors = value_dim(&span->task->p->m->config) / LANES;
+    for (int pos = span->start; pos < span->end; pos += 2 * LANES) {
+        for (int r = 0; r < span->task->n; r += rows) {
+            if (span->end - pos > LANES) score_tile(span, r, pos, rows, 2);
+            else score_tile(span, r, pos, rows, 1);
         }
     }
-    span_softmax(s);
+    span_softmax(span);
     for (int j = 0; j < vectors; j += 2) {
-        for (int r = 0; r < s->a->n; r += rows) {
-            if (j + 1 < vectors) value_tile(s, r, j, rows, 2);
-            else value_tile(s, r, j, rows, 1);
+        for (int r = 0; r < span->task->n; r += rows) {
+            if (j + 1 < vectors) value_tile(span, r, j, rows, 2);
+            else value_tile(span, r, j, rows, 1);
         }
     }
 }
 
-// What all rows of a find in the span that begins at `start`
-static void task_span(const AttentionTask *a, Found *found, float *score, int start) {
-    const int end = min_int(start + SPAN, a->len[a->n - 1]);
-    Span s = {.a = a, .start = start, .end = end, .score = score, .found = found};
+// Adds the task's attention to the span that begins at `start`.
+static void attend_span(Partial *to, const AttentionTask *task, int start, float *score) {
+    const int end = min_int(start + SPAN, task->len[task->n - 1]);
+    Span span = {.task = task, .start = start, .end = end, .score = score, .to = to};
     if (start >= end) return;
-    switch (a->n) {  // how many rows a tile has must be known when compiling
-    case 2: span_rows(&s, 2); break;
-    case ATT_FEW: span_rows(&s, ATT_FEW); break;
-    default: span_rows(&s, ATT_ROWS); break;
+    switch (task->n) {  // how many rows a tile has must be known when compiling
+    case 2: span_tiles(&span, 2); break;
+    case ATT_FEW: span_tiles(&span, ATT_FEW); break;
+    default: span_tiles(&span, ATT_ROWS); break;
     }
 }
 
-static void found_nothing(Found *f, const AttentionTask *a) {
-    for (int r = 0; r < a->n; r++) f->softmax[r] = (Softmax){-INFINITY, 0};
-    memset(f->sum, 0, a->n * value_dim(&a->p->m->config) * sizeof(float));
+static void partial_clear(Partial *partial, const AttentionTask *task) {
+    for (int r = 0; r < task->n; r++) partial->softmax[r] = (Softmax){-INFINITY, 0};
+    memset(partial->sum, 0, task->n * value_dim(&task->p->m->config) * sizeof(float));
 }
 
-// Adds what was found in further positions.
-static void found_join(Found *all, const Found *more, const AttentionTask *a) {
-    const int width = value_dim(&a->p->m->config);
-    for (int r = 0; r < a->n; r++) {
+// Adds the attention to further positions.
+static void partial_join(Partial *all, const Partial *more, const AttentionTask *task) {
+    const int width = value_dim(&task->p->m->config);
+    for (int r = 0; r < task->n; r++) {
         float keep, take, *sum = all->sum + r * width, *further = more->sum + r * width;
         softmax_join(&all->softmax[r], more->softmax[r], &keep, &take);
         for (int j = 0; j < width; j++) sum[j] = mul_add(sum[j], keep, further[j] * take);
     }
 }
 
-static void task_output(const AttentionTask *a) {
-    const Config *c = &a->p->m->config;
-    for (int r = 0; r < a->n; r++) {
-        const float inverse = 1 / a->all.softmax[r].total, *sum = a->all.sum + r * value_dim(c);
-        for (int j = 0; j < c->head_dim; j++) a->out[r][j] = sum[j] * inverse;
-    }
-}
-
-// How many rows a kv head has: all query heads that share it of the first token, then of the
-// second, and so on
 static int rows_per_kv_head(const Pass *p) {
     return (p->n - p->first) * (p->m->config.n_heads / p->m->config.n_kv_heads);
 }
@@ -4361,62 +4358,73 @@ static int tasks_per_kv_head(const Pass *p) {
     return (rows_per_kv_head(p) + ATT_TASK - 1) / ATT_TASK;
 }
 
-static void task_init(AttentionTask *a, const Pass *p, int task) {
+static void task_init(AttentionTask *task, const Pass *p, int number) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const int per_kv = c->n_heads / c->n_kv_heads, rows = rows_per_kv_head(p);
-    const int first = task % tasks_per_kv_head(p) * ATT_TASK;
-    const int count = min_int(ATT_TASK, rows - first);
-    a->p = p;
-    a->kv_head = task / tasks_per_kv_head(p);
-    a->n = count <= 2 ? 2 : count <= ATT_FEW ? ATT_FEW : round_up(count, ATT_ROWS);
-    for (int r = 0; r < a->n; r++) {  // past the end the last row is repeated
-        const int i = min_int(first + r, rows - 1), t = p->first + i / per_kv;
-        const int head = a->kv_head * per_kv + i % per_kv;
+    const int row = number % tasks_per_kv_head(p) * ATT_TASK, count = min_int(ATT_TASK, rows - row);
+    float *q = task->all.sum;  // (n, head_dim) the queries, until they are transposed
+    task->p = p;
+    task->kv_head = number / tasks_per_kv_head(p);
+    task->n = count <= 2 ? 2 : count <= ATT_FEW ? ATT_FEW : round_up(count, ATT_ROWS);
+    for (int r = 0; r < task->n; r++) {  // past the end the last row is repeated
+        const int i = min_int(row + r, rows - 1), t = p->first + i / per_kv;
+        const int head = task->kv_head * per_kv + i % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
-        memcpy(a->all.sum + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
-        a->out[r] = s->a + at;
-        a->len[r] = s->pos[t] + 1;
+        memcpy(q + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
+        task->out[r] = s->a + at;
+        task->len[r] = s->pos[t] + 1;
     }
-    for (int r = 0; r < a->n; r += LANES) {
-        VecI *q = (VecI *)(a->q + r);
-        transpose_rows(q, Q_STRIDE / LANES, a->all.sum, a->n, c->head_dim, r, 0);
+    for (int r = 0; r < task->n; r += LANES) {
+        VecI *out = (VecI *)(task->q + r);
+        transpose_rows(out, Q_STRIDE / LANES, q, task->n, c->head_dim, r, 0);
     }
-    found_nothing(&a->all, a);
+    partial_clear(&task->all, task);
 }
+
+// a = sum / total
+static void task_output(const AttentionTask *task) {
+    const Config *c = &task->p->m->config;
+    for (int r = 0; r < task->n; r++) {
+        const float *sum = task->all.sum + r * value_dim(c);
+        const float inverse = 1 / task->all.softmax[r].total;
+        for (int j = 0; j < c->head_dim; j++) task->out[r][j] = sum[j] * inverse;
+    }
+}
+
+static int pass_spans(const Pass *p) { return span_count(p->m->state.pos[p->n - 1] + 1); }
 
 static void attend_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const State *s = &p->m->state;
-    Attention *own = s->workspace[thread].attention;
+    AttentionBuffers *own = p->m->state.workspace[thread].attention;
     for (int count; begin < end; begin += count) {
         count = min_int(ATT_SIDE, end - begin);
         for (int i = 0; i < count; i++) task_init(&own->task[i], p, begin + i);
-        for (int start = 0; start <= s->pos[p->n - 1]; start += SPAN) {
+        for (int k = 0; k < pass_spans(p); k++) {
             for (int i = 0; i < count; i++)
-                task_span(&own->task[i], &own->task[i].all, own->score, start);
+                attend_span(&own->task[i].all, &own->task[i], k * SPAN, own->score);
         }
         for (int i = 0; i < count; i++) task_output(&own->task[i]);
     }
 }
 
-// Few tasks would leave threads idle: decoding with 8 kv heads has 8 tasks, for 6 threads or 16.
-// Then threads share the spans, too (128 at 4,000 positions). What each span finds is kept by itself
-// and joined in the order of the spans, as above. Task i is in the workspace of thread i / ATT_SIDE,
-// whoever works on it. For up to two spans that would cost more than it saves.
+// If the number of tasks is no multiple of that of threads, some would be idle: decoding with 8 kv
+// heads has 8. Then they share the pairs (task, span), 8 * 16 at 4,000 positions. Each pair has its
+// own Partial, and these are joined from the first span to the last: the same bits as attend_job's.
+// Task i is in the workspace of thread i / ATT_SIDE, whoever works on it.
 static AttentionTask *shared_task(const Pass *p, int i) {
     return &p->m->state.workspace[i / ATT_SIDE].attention->task[i % ATT_SIDE];
 }
 
 static void shared_span_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const State *s = &p->m->state;
-    const int spans = span_count(s->pos[p->n - 1] + 1);
+    const int spans = pass_spans(p);
+    float *score = p->m->state.workspace[thread].attention->score;
     for (int i = begin; i < end; i++) {
-        const AttentionTask *a = shared_task(p, i / spans);
-        Found *found = &a->by_span[i % spans];
-        found_nothing(found, a);
-        task_span(a, found, s->workspace[thread].attention->score, i % spans * SPAN);
+        const AttentionTask *task = shared_task(p, i / spans);
+        Partial *partial = &task->by_span[i % spans];
+        partial_clear(partial, task);
+        attend_span(partial, task, i % spans * SPAN, score);
     }
 }
 
@@ -4424,23 +4432,23 @@ static void shared_join_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     (void)thread;
     for (int i = begin; i < end; i++) {
-        AttentionTask *a = shared_task(p, i);
-        for (int k = 0; k < span_count(a->len[a->n - 1]); k++)
-            found_join(&a->all, &a->by_span[k], a);
-        task_output(a);
+        AttentionTask *task = shared_task(p, i);
+        for (int k = 0; k < span_count(task->len[task->n - 1]); k++)
+            partial_join(&task->all, &task->by_span[k], task);
+        task_output(task);
     }
 }
 
 static void attend_all(const Pass *p) {
-    const int n = tasks_per_kv_head(p) * p->m->config.n_kv_heads;
-    const int spans = span_count(p->m->state.pos[p->n - 1] + 1);
-    if (spans <= 2 || n % n_threads == 0 || n > ATT_SIDE * n_threads) {
-        parallel(attend_job, (void *)p, n, 1);
+    const int tasks = tasks_per_kv_head(p) * p->m->config.n_kv_heads, spans = pass_spans(p);
+    const bool even = tasks % n_threads == 0, room = tasks <= ATT_SIDE * n_threads;
+    if (even || !room || spans <= 2) {  // two spans are not worth the joining
+        parallel(attend_job, (void *)p, tasks, 1);
         return;
     }
-    for (int i = 0; i < n; i++) task_init(shared_task(p, i), p, i);
-    parallel(shared_span_job, (void *)p, n * spans, 1);
-    parallel(shared_join_job, (void *)p, n, 1);
+    for (int i = 0; i < tasks; i++) task_init(shared_task(p, i), p, i);
+    parallel(shared_span_job, (void *)p, tasks * spans, 1);
+    parallel(shared_join_job, (void *)p, tasks, 1);
 }
 
 // ------------------------------------------------------------------------------------------------

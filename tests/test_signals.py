@@ -151,10 +151,12 @@ def test_interrupt_while_tokenizing(start, endless, tmp_path):
     parts[b"mode"] = struct.pack("<I", 2)
     Path(f"{model}.tokenizer").write_bytes(join_tokenizer(plain, parts.items()))
     (tmp_path / "text").write_bytes(b"a b c " * 10_000_000)
-    child = start(model, "-f", tmp_path / "text")
-    time.sleep(0.3)
-    child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=300)[0] == b"" and child.returncode == 130
+    for options in [], ["-m", "chat"], ["-m", "generate"]:
+        child = start(model, "-f", tmp_path / "text", *options)
+        time.sleep(0.3)
+        child.send_signal(signal.SIGINT)
+        out, error = child.communicate(timeout=300)
+        assert (out, child.returncode) == (b"", 130) and b"too long" not in error, options
 
 
 @BOTH
@@ -190,8 +192,8 @@ def test_interrupt_right_after_enter(endless):
     wait_until(lambda: not waiting(read))               # the program (Ctrl-C empties the terminal)
     os.close(read)
     child.sendintr()
-    child.expect(r"answer (\d+) at")
-    assert int(child.match[1]) < 90_000                 # what fits into the terminal, at most
+    child.expect(r"answer (\d+) at|before its answer")
+    assert int(child.match[1] or 0) < 90_000            # what fits into the terminal, at most
     child.expect("> ")
     child.sendeof()
     assert finish(child) == 0
