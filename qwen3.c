@@ -4167,8 +4167,7 @@ typedef struct {       // of the scores of some positions
 } Softmax;
 
 // Adds the softmax of further positions. All terms become relative to the larger max, so those
-// before get the factor `keep`, the further ones `take`. A row's first span has position 0, so max
-// is finite from then on.
+// before get the factor `keep`, the further ones `take`. more.max is not -INFINITY.
 INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
     const float max = all->max > more.max ? all->max : more.max;
     *keep = fast_exp(all->max - max);
@@ -4182,7 +4181,7 @@ INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
 // once. A tile is ATT_ROWS rows by two vectors, of positions for the scores, of columns for the
 // values; its sums stay in registers, 24 of the 32 of AVX-512, 12 of the 16 of AVX2. A task of few
 // rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in vain.
-enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4 };
+enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4, ATT_SHARED = 2 };
 enum { Q_STRIDE = (ATT_TASK + LANES - 1) / LANES * LANES };  // for transpose_rows: whole vectors
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_ROWS == 0, "whole tiles");
@@ -4200,7 +4199,7 @@ typedef struct {
     float *out[ATT_TASK];    // (head_dim)             each row's place in State.a
     int len[ATT_TASK];       // positions that each row sees, its own and those before; ascending
     Partial all;
-    Partial *by_span;        // (spans)                used only if threads share the task's spans
+    Partial *by_span;        // (spans)                of task 0 .. ATT_SHARED - 1: see shared_task
 } AttentionTask;
 
 typedef struct AttentionBuffers {
@@ -4226,6 +4225,7 @@ static AttentionBuffers *attention_init(const Config *c, int seq_len) {
     for (AttentionTask *task = own->task; task < own->task + ATT_SIDE; task++) {
         task->q = alloc(Q_STRIDE * c->head_dim, sizeof(float), what);
         task->all.sum = alloc(sums, sizeof(float), what);
+        if (task >= own->task + ATT_SHARED) continue;
         task->by_span = alloc(spans, sizeof(Partial), what);
         float *sum = alloc((size_t)spans * sums, sizeof(float), what);
         for (int i = 0; i < spans; i++, sum += sums) task->by_span[i].sum = sum;
@@ -4291,17 +4291,17 @@ INLINE void value_tile(const Span *span, int r, int j, const int rows, const int
 }
 
 // Each row's scores become the terms exp(score - max). Positions after the row's own get -INFINITY,
-// so that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest.
+// so that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If there
+// is nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0.
 static void span_softmax(Span *span) {
     const int width = round_up(span->end - span->start, 16);
     float *score = span->score;
     for (int r = 0; r < span->task->n; r++, score += SCORE_STRIDE) {
         const int seen = max_int(span->task->len[r] - span->start, 0);
-        for (int i = seen; i < width; i++) score[i] = seen ? -INFINITY : 0;
-        span->keep[r] = 1;
-        span->take[r] = 0;
-        if (seen == 0) continue;
-        const float max = max_of(score, width), total = softmax_terms(score, width, max);
+        for (int i = seen; i < width; i++) score[i] = -INFINITY;
+        float max = max_of(score, width);
+        if (max == -INFINITY) max = -FLT_MAX;
+        const float total = softmax_terms(score, width, max);
         softmax_join(&span->to->softmax[r], (Softmax){max, total}, &span->keep[r], &span->take[r]);
     }
 }
@@ -4408,12 +4408,17 @@ static void attend_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// If the number of tasks is no multiple of that of threads, some would be idle: decoding with 8 kv
-// heads has 8. Then they share the pairs (task, span), 8 * 16 at 4,000 positions. Each pair has its
-// own Partial, and these are joined from the first span to the last: the same bits as attend_job's.
-// Task i is in the workspace of thread i / ATT_SIDE, whoever works on it.
+// If the number of tasks is small and no multiple of that of threads, some would be idle: decoding
+// with 8 kv heads has 8. Then they share the pairs (task, span), 8 * 16 at 4,000 positions. Each
+// pair has its own Partial, and these are joined from the first span to the last: the same bits as
+// attend_job's. Task i is in the workspace of thread i / ATT_SHARED, whoever works on it.
 static AttentionTask *shared_task(const Pass *p, int i) {
-    return &p->m->state.workspace[i / ATT_SIDE].attention->task[i % ATT_SIDE];
+    return &p->m->state.workspace[i / ATT_SHARED].attention->task[i % ATT_SHARED];
+}
+
+static void shared_init_job(void *arg, int begin, int end, int thread) {
+    (void)thread;
+    for (int i = begin; i < end; i++) task_init(shared_task(arg, i), arg, i);
 }
 
 static void shared_span_job(void *arg, int begin, int end, int thread) {
@@ -4441,12 +4446,12 @@ static void shared_join_job(void *arg, int begin, int end, int thread) {
 
 static void attend_all(const Pass *p) {
     const int tasks = tasks_per_kv_head(p) * p->m->config.n_kv_heads, spans = pass_spans(p);
-    const bool even = tasks % n_threads == 0, room = tasks <= ATT_SIDE * n_threads;
-    if (even || !room || spans <= 2) {  // two spans are not worth the joining
+    const bool even = tasks % n_threads == 0, many = tasks > ATT_SHARED * n_threads;
+    if (even || many || spans <= 2) {  // two spans are not worth the joining
         parallel(attend_job, (void *)p, tasks, 1);
         return;
     }
-    for (int i = 0; i < tasks; i++) task_init(shared_task(p, i), p, i);
+    parallel(shared_init_job, (void *)p, tasks, 1);
     parallel(shared_span_job, (void *)p, tasks * spans, 1);
     parallel(shared_join_job, (void *)p, tasks, 1);
 }
