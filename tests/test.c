@@ -379,8 +379,8 @@ static void check_attention(const Pass *p) {
             attend_by_spans(p, t, h, spans);
             CHECK(!memcmp(all + at, spans, c->head_dim * sizeof(float)), "token %d, head %d", t, h);
             for (int j = 0; j < c->head_dim; j++) {
-                const float near = s->pos[t] < SPAN ? 0 : 1e-5f;
-                CHECK(fabsf(s->a[at + j] - all[at + j]) <= near, "token %d, head %d, column %d", t, h, j);
+                const float most_off = s->pos[t] < SPAN ? 0 : 1e-5f;
+                CHECK(fabsf(s->a[at + j] - all[at + j]) <= most_off, "token %d, head %d, column %d", t, h, j);
             }
         }
     }
