@@ -3789,11 +3789,22 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
     memcpy(out, values, count * sizeof(float));
 }
 
-// matvec reads STREAMS blocks of LANES rows side by side: the first row of each block, then the
-// second of each, and so on. Memory delivers several sequences faster than one. The CPU prefetches
-// each sequence, but only to the end of a page, so matvec prefetches, too: AHEAD weights and
-// SCALES_AHEAD scales ahead of the current ones (both measured).
-enum { STREAMS = 4, AHEAD = 2112, SCALES_AHEAD = 64 };
+// matvec reads `streams` blocks of LANES rows side by side: the first row of each block, then the
+// second of each, and so on. The CPU prefetches each sequence, but only to the end of a page, so
+// matvec prefetches, too, so many bytes and scales ahead of the current ones. Measured: Intel's
+// Sapphire Rapids reads four sequences faster than one; AMD's Zen 5 reads one 1.2 times as fast as
+// four, and further ahead.
+enum { MOST_STREAMS = 4, SCALES_AHEAD = 64 };
+static int streams = MOST_STREAMS;
+
+INLINE int bytes_ahead(const int bits) { return streams == 1 ? 5184 : 264 * bits; }
+
+#ifdef __x86_64__
+__attribute__((constructor)) static void choose_streams(void) {  // before main
+    __builtin_cpu_init();
+    if (__builtin_cpu_is("amd")) streams = 1;
+}
+#endif
 
 typedef struct {               // a row of a matrix and the vector x, from some group on
     const uint8_t *w;          // q or nibbles
@@ -3846,30 +3857,30 @@ INLINE void split_groups(int8_t *out, const int8_t *x, int n, const int group) {
     }
 }
 
-// One token, up to STREAMS * LANES rows from `row` on: computes the terms of all rows. Then it
+// One token, up to streams * LANES rows from `row` on: computes the terms of all rows. Then it
 // transposes those of LANES rows at a time and adds them, a row in each lane.
 INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
     const int cols = w->cols, n_groups = cols / group, whole = n_groups / LANES * LANES;
-    const int rows = min_int(STREAMS * LANES, part->row_end - row);
+    const int rows = min_int(streams * LANES, part->row_end - row);
     const size_t row_bytes = (size_t)cols * bits / 8, block = LANES * row_bytes;
     const Quantized x = quantized_row(part->x, t);
     const VecI levels = bits == 4 ? level_table(w->levels, FLIP) : splat(0);
     VecF *const columns = own->panel;                    // (n_groups) of LANES rows
-    float *const terms = (float *)(columns + n_groups);  // (STREAMS * LANES, n_groups)
-    int8_t *const splits = (int8_t *)(terms + STREAMS * LANES * n_groups);  // (n_tokens, cols)
+    float *const terms = (float *)(columns + n_groups);  // (streams * LANES, n_groups)
+    int8_t *const splits = (int8_t *)(terms + streams * LANES * n_groups);  // (n_tokens, cols)
     int8_t *const split = splits + (t - part->token_begin) * cols;
     // The first round splits x; the later ones find it there.
     if (bits == 4 && row == part->row_begin) split_groups(split, x.q, cols, group);
-    for (int i = 0; i < STREAMS * LANES; i++) {
-        const int r = i % STREAMS * LANES + i / STREAMS;
+    for (int i = 0; i < streams * LANES; i++) {
+        const int r = i % streams * LANES + i / streams;
         if (r >= rows) continue;
         const size_t first = (size_t)(row + r) * n_groups;
         for (int g = 0; g < n_groups; g += LANES) {
-            const size_t at = i / STREAMS * row_bytes + (size_t)g * group * bits / 8;
-            size_t ahead = AHEAD * bits / 8;  // past the block's end: in the next round's block
-            if (at + ahead >= block) ahead += (STREAMS - 1) * block;
+            const size_t at = i / streams * row_bytes + (size_t)g * group * bits / 8;
+            size_t ahead = bytes_ahead(bits);  // past the block's end: in the next round's block
+            if (at + ahead >= block) ahead += (streams - 1) * block;
             const RowTimesVector a = bits == 8
                 ? (RowTimesVector){(const uint8_t *)w->q + (first + g) * group,
                                    w->scale + first + g, x.q + g * group, NULL, x.bias_fix + g,
@@ -4050,7 +4061,7 @@ INLINE int few_tokens(const Matrix *w) { return !HAVE_DOT4 ? 0 : w->bits == 4 ? 
 INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int group) {
     const int n_tokens = part->token_end - part->token_begin;
     const bool few = n_tokens <= few_tokens(part->w);
-    const int step = few ? STREAMS * LANES : PANEL_ROWS;
+    const int step = few ? streams * LANES : PANEL_ROWS;
     if (has_amx && !few) amx_shapes(group);
     for (int r = part->row_begin; r < part->row_end && n_tokens > 0; r += step) {
         if (!HAVE_DOT4) matmul_plain(part, own, r, group);
@@ -4087,7 +4098,7 @@ static void matmul_job(void *arg, int begin, int end, int thread) {
 
 static void matmul(const State *s, Matmul all) {
     // One token: whole rounds of matvec
-    const int chunk = all.token_end - all.token_begin == 1 ? STREAMS * LANES / PANEL_ROWS : 1;
+    const int chunk = all.token_end - all.token_begin == 1 ? MOST_STREAMS * LANES / PANEL_ROWS : 1;
     parallel(matmul_job, &(MatmulJob){s, all}, (all.w->rows + PANEL_ROWS - 1) / PANEL_ROWS, chunk);
 }
 
@@ -4180,8 +4191,11 @@ INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
 // they have the same kv head, so the span's keys and values (256 KB if head_dim is 128) come to L2
 // once. A tile is ATT_ROWS rows by two vectors, of positions for the scores, of columns for the
 // values; its sums stay in registers, 24 of the 32 of AVX-512, 12 of the 16 of AVX2. A task of few
-// rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in vain.
+// rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in vain, and of
+// more columns, so that values are read in longer sequences.
 enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4, ATT_SHARED = 2 };
+enum { ATT_VECS = 8 };  // of columns in a tile of 2 rows, the most
+enum { LINE_VECS = 16 / LANES };  // vectors of a cache line
 enum { Q_STRIDE = (ATT_TASK + LANES - 1) / LANES * LANES };  // for transpose_rows: whole vectors
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_ROWS == 0, "whole tiles");

@@ -300,12 +300,20 @@ static void test_products(Matrix w, Matrix same) {
 
 static void test_matmul(void) {
     for (int group = 32; group <= 256; group *= 2) {
-        const int rows = STREAMS * LANES + PANEL_ROWS - 3, cols = (2 * LANES + 3) * group;
+        const int rows = MOST_STREAMS * LANES + PANEL_ROWS - 3, cols = (2 * LANES + 3) * group;
         Matrix w = random_matrix(rows, cols, group), same;
         test_products(w, w);
         w = random_matrix_4(rows, cols, group, &same);
         test_products(w, same);
     }
+}
+
+// As the CPUs of other makers read matrices
+static void test_matmul_other_streams(void) {
+    const int here = streams;
+    streams = here == 1 ? MOST_STREAMS : 1;
+    test_matmul();
+    streams = here;
 }
 
 // A system may not let us use AMX: then its CPUs compute as the others do.
@@ -970,6 +978,7 @@ static int unit_tests(void) {
     test_half_float();
     test_quantize();
     test_matmul();
+    test_matmul_other_streams();
     test_matmul_without_amx();
     test_attention();
     test_attention_not_finite();
