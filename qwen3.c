@@ -4261,7 +4261,7 @@ INLINE void score_tile(const Span *span, int r, int pos, const int rows, const i
         keys[v] = (VecF *)key_at(task->p, task->kv_head, pos + v * LANES);
     }
     for (int j = 0; j < head_dim; j++) {
-        for (int v = 0; v < vecs && r == 0; v++) {
+        for (int v = 0; v < vecs && r == 0 && j % LINE_VECS == 0; v++) {
             __builtin_prefetch((float *)&keys[v][j] + 2 * next);  // the next tile's
         }
         UNROLL for (int i = 0; i < rows; i++) {
@@ -4281,12 +4281,12 @@ INLINE void value_tile(const Span *span, int r, int j, const int rows, const int
     const Config *c = &task->p->m->config;
     const size_t next = block_stride(c), vectors = value_dim(c) / LANES;
     const float *term = span->score + r * SCORE_STRIDE;
-    VecF *all = (VecF *)span->to->sum + r * vectors + j, sum[ATT_ROWS][2] = {0};
+    VecF *all = (VecF *)span->to->sum + r * vectors + j, sum[ATT_ROWS][ATT_VECS] = {0};
     for (int pos = span->start; pos < span->end; pos += LANES) {
         const VecF *values = (VecF *)value_at(task->p, task->kv_head, pos) + j * LANES;
         for (int k = 0; k < min_int(LANES, span->end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0; v++) {
-                __builtin_prefetch((float *)&values[v * LANES + k] + next);
+            for (int v = 0; v < vecs && r == 0 && k % LINE_VECS == 0; v++) {
+                __builtin_prefetch((float *)&values[v * LANES + k] + 2 * next);
             }
             UNROLL for (int i = 0; i < rows; i++) {
                 VecF weight = splat_f(term[i * SCORE_STRIDE]);
@@ -4320,8 +4320,17 @@ static void span_softmax(Span *span) {
     }
 }
 
-INLINE void span_tiles(Span *span, const int rows) {
+// From vector j of columns on, for all rows: as many tiles as fit. Returns the next vector.
+INLINE int value_tiles(const Span *span, int j, const int rows, const int vecs) {
     const int vectors = value_dim(&span->task->p->m->config) / LANES;
+    for (; j + vecs <= vectors; j += vecs) {
+        for (int r = 0; r < span->task->n; r += rows) value_tile(span, r, j, rows, vecs);
+    }
+    return j;
+}
+
+INLINE void span_tiles(Span *span, const int rows) {
+    const int wide = rows == 2 ? ATT_VECS : 2 * ATT_ROWS / rows;
     for (int pos = span->start; pos < span->end; pos += 2 * LANES) {
         for (int r = 0; r < span->task->n; r += rows) {
             if (span->end - pos > LANES) score_tile(span, r, pos, rows, 2);
@@ -4329,12 +4338,9 @@ INLINE void span_tiles(Span *span, const int rows) {
         }
     }
     span_softmax(span);
-    for (int j = 0; j < vectors; j += 2) {
-        for (int r = 0; r < span->task->n; r += rows) {
-            if (j + 1 < vectors) value_tile(span, r, j, rows, 2);
-            else value_tile(span, r, j, rows, 1);
-        }
-    }
+    int j = value_tiles(span, 0, rows, wide);
+    j = value_tiles(span, j, rows, 2);
+    value_tiles(span, j, rows, 1);
 }
 
 // Adds the task's attention to the span that begins at `start`.
