@@ -3839,6 +3839,7 @@ INLINE void group_terms(float *terms, const RowTimesVector *a, VecI levels, cons
             }
         }
         dots[v] = dot;
+        __asm__ volatile("");  // else GCC moves all prefetches to the front; Zen 5 drops a burst
     }
     VecI sums = sum_each(dots, LANES * size / share);
     if (W_BIAS) sums += load_bytes(a->bias_fix, count * sizeof(int32_t));
