@@ -4194,9 +4194,10 @@ INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
 // values; its sums stay in registers, 24 of the 32 of AVX-512, 12 of the 16 of AVX2. A task of few
 // rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in vain, and of
 // more columns, so that values are read in longer sequences.
-enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4, ATT_SHARED = 2 };
-enum { ATT_VECS = 8 };  // of columns in a tile of 2 rows, the most
-enum { LINE_VECS = 16 / LANES };  // vectors of a cache line
+enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4 };
+enum { ATT_SHARED = 2 };          // the most tasks a thread that are shared: see shared_task
+enum { ATT_VECS = 8 };            // the most vectors of columns in a tile: of 2 rows
+enum { LINE_VECS = 16 / LANES };  // vectors in a cache line, which is prefetched once
 enum { Q_STRIDE = (ATT_TASK + LANES - 1) / LANES * LANES };  // for transpose_rows: whole vectors
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_ROWS == 0, "whole tiles");
@@ -4237,13 +4238,14 @@ static AttentionBuffers *attention_init(const Config *c, int seq_len) {
     const int spans = span_count(seq_len), sums = ATT_TASK * value_dim(c);
     AttentionBuffers *own = alloc(1, sizeof(AttentionBuffers), what);
     own->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), what);
-    for (AttentionTask *task = own->task; task < own->task + ATT_SIDE; task++) {
-        task->q = alloc(Q_STRIDE * c->head_dim, sizeof(float), what);
-        task->all.sum = alloc(sums, sizeof(float), what);
-        if (task >= own->task + ATT_SHARED) continue;
-        task->by_span = alloc(spans, sizeof(Partial), what);
+    for (int i = 0; i < ATT_SIDE; i++) {
+        own->task[i].q = alloc(Q_STRIDE * c->head_dim, sizeof(float), what);
+        own->task[i].all.sum = alloc(sums, sizeof(float), what);
+    }
+    for (int i = 0; i < ATT_SHARED; i++) {
+        Partial *partial = own->task[i].by_span = alloc(spans, sizeof(Partial), what);
         float *sum = alloc((size_t)spans * sums, sizeof(float), what);
-        for (int i = 0; i < spans; i++, sum += sums) task->by_span[i].sum = sum;
+        for (int k = 0; k < spans; k++) partial[k].sum = sum + (size_t)k * sums;
     }
     return own;
 }
