@@ -261,21 +261,39 @@ static void end_row(double ratio, const char *of) {
     fflush(stdout);
 }
 
-// The machine's own rates with this number of threads
-typedef struct {
+typedef struct {  // the machine's own rates with this number of threads
     Rate read, int8, fp32;
 } Machine;
 
-static void keep_better(Rate *best, Rate r) {
-    if (r.best > best->best) *best = r;
+static struct {
+    Machine last;    // just now
+    Machine beside;  // the better of just before and just after a row
+    Machine best;    // of all
+} machine;
+
+static Rate better(Rate a, Rate b) { return a.best > b.best ? a : b; }
+
+static Machine measure_machine(void) {
+    Machine found = {.int8 = measure(run_peak, INT8, 0.2), .fp32 = measure(run_peak, FP32, 0.2)};
+    for (int kernel = 0; kernel < 4; kernel++) {
+        found.read = better(found.read, measure(run_read, kernel, 0.2));
+    }
+    return found;
 }
 
-static void measure_machine(Machine *machine) {
-    keep_better(&machine->int8, measure(run_peak, INT8, 0.2));
-    keep_better(&machine->fp32, measure(run_peak, FP32, 0.2));
-    for (int kernel = 0; kernel < 4; kernel++) {
-        keep_better(&machine->read, measure(run_read, kernel, 0.2));
-    }
+static Machine better_machine(Machine a, Machine b) {
+    return (Machine){better(a.read, b.read), better(a.int8, b.int8), better(a.fp32, b.fp32)};
+}
+
+// A row is held to the machine just before and after it: with other guests of a host, memory may be
+// half as fast in the next minute.
+static Rate measure_row(double (*run)(int), int arg, double seconds) {
+    const Machine before = machine.last;
+    const Rate r = measure(run, arg, seconds);
+    machine.last = measure_machine();
+    machine.beside = better_machine(before, machine.last);
+    machine.best = better_machine(machine.best, machine.last);
+    return r;
 }
 
 // Multiply-adds of a prompt token's products with the layers' matrices
@@ -331,42 +349,39 @@ static bool too_slow(const char *name, double seconds, int most) {
 static void bench(const Plan *plan, int threads) {
     const int context = m.state.seq_len;
     char name[64];
-    Machine machine = {0};
     Rate r = {.best = 1e9};
     double of_512 = 0;
     n_threads = threads;
-    measure_machine(&machine);
+    machine.last = machine.best = measure_machine();
     for (int i = 0; plan->prompts[i] >= 0; i++) {
         int n = min_int(plan->prompts[i], context - 1);
         snprintf(name, sizeof(name), "prompt of %d", n);
         if (too_slow(name, n / r.best, plan->seconds)) continue;
-        r = measure(run_prompt, n, 4);
-        measure_machine(&machine);
+        r = measure_row(run_prompt, n, 4);
         print_row(name, r, 1, "tok/s");
         if (n <= 512) {
             of_512 = r.best;
-            end_row(r.best * token_products() / machine.int8.best,
+            end_row(r.best * token_products() / machine.beside.int8.best,
                     has_amx ? "of the int8 peak without AMX, by its matmuls"
                             : "of the int8 peak, by its matmuls");
         } else {  // as fast as a prompt of 512, and attention's rest at the fp32 peak
             double rest = attention_products(n) - n / 512.0 * attention_products(512);
-            double least = n / of_512 + rest / machine.fp32.best;
+            double least = n / of_512 + rest / machine.beside.fp32.best;
             end_row(n / r.best / least, "times its floor: as a prompt of 512, attention at the fp32 peak");
         }
     }
     for (int i = 0; plan->positions[i] >= 0; i++) {
         int pos = min_int(plan->positions[i], context - 1);
         snprintf(name, sizeof(name), "decode at %d", pos);
-        r = measure(run_decode, pos, 3);
-        measure_machine(&machine);
+        r = measure_row(run_decode, pos, 3);
         print_row(name, r, 1, "tok/s");
-        end_row(r.best * token_bytes(pos) / machine.read.best, "of the memory's rate");
+        end_row(r.best * token_bytes(pos) / machine.beside.read.best, "of the memory's rate");
     }
-    print_row("memory read", machine.read, 1e9, "GB/s");
+    print_row("memory read", machine.best.read, 1e9, "GB/s");
     end_row(0, NULL);
-    print_row("int8 peak", machine.int8, 1e9, "GMAC/s");
+    print_row("int8 peak", machine.best.int8, 1e9, "GMAC/s");
     end_row(0, NULL);
-    print_row("fp32 peak", machine.fp32, 1e9, "GFMA/s");
+    print_row("fp32 peak", machine.best.fp32, 1e9, "GFMA/s");
     end_row(0, NULL);
 }
 
