@@ -3912,6 +3912,11 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
     const Quantized x = quantized_row(part->x, t);
     const int8_t *xq = x.q;
     VecF acc[TILE_TOKENS][TILE_VECS] = {0};
+    // Rows of out, 4 KB apart in the 0.6B, share a few sets of a cache and leave it early.
+    for (int i = 0; part->add && i < min_int(TILE_TOKENS, part->token_end - t); i++) {
+        __builtin_prefetch(out_at(part, t + i, row));
+        __builtin_prefetch(out_at(part, t + i, row + PANEL_ROWS - 1));
+    }
     for (int g = 0; g < n_groups; g++, w_scale += TILE_VECS) {
         VecI sum[TILE_TOKENS][TILE_VECS];
         UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
