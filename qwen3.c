@@ -3711,7 +3711,8 @@ INLINE VecF load_halves(const uint16_t *p, const int n) {  // n <= LANES half_fl
 }
 
 // ------------------------------------------------------------------------------------------------
-// Matrix products: out = x W^T, as dot_row defines each element; a term is what a group adds to it.
+// Matrix products: out = x W^T, as dot_row defines each element. A term is a group's exact dot
+// product times the weights' scale; an element is the sum of its terms, each times x's scale.
 // For one token or a few (few_tokens), reading the weights takes the time: matvec reads blocks of
 // LANES rows, and adds the terms of a block with a row in each lane. A larger batch is bound by
 // arithmetic: a panel of PANEL_ROWS rows is transposed and multiplied with all tokens, tile by
@@ -3731,7 +3732,9 @@ INLINE void transpose_rows(VecI *out, int stride, const void *words, int rows, i
     for (; i + LANES <= cols; i += LANES) {
         VecI a[LANES], b[LANES];
         UNROLL for (int r = 0; r < LANES; r++) memcpy(&a[r], source[r] + 4 * (size_t)i, sizeof(*a));
-        UNROLL for (int n = LANES; n > 1; n /= 2) {  // log2(LANES) perfect shuffles
+        // A perfect shuffle rotates the bits of a word's number, r * LANES + column, by one. After
+        // log2(LANES) of them row and column have changed places.
+        UNROLL for (int n = LANES; n > 1; n /= 2) {
             UNROLL for (int r = 0; r < LANES / 2; r++) {
                 b[2 * r] = zip_low(a[r], a[r + LANES / 2]);
                 b[2 * r + 1] = zip_high(a[r], a[r + LANES / 2]);
@@ -3789,20 +3792,22 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
     memcpy(out, values, count * sizeof(float));
 }
 
-// matvec reads `streams` blocks of LANES rows side by side: the first row of each block, then the
-// second of each, and so on. The CPU prefetches each sequence, but only to the end of a page, so
-// matvec prefetches, too, so many bytes and scales ahead of the current ones. Measured: Intel's
-// Sapphire Rapids reads four sequences faster than one; AMD's Zen 5 reads one 1.2 times as fast as
-// four, and further ahead.
+// matvec works in rounds of n_streams blocks of LANES rows. It reads a round's blocks side by side:
+// the first row of each, then the second of each, and so on. Four streams are faster than one on
+// Intel's Sapphire Rapids; on AMD's Zen 5, one is 1.2 times as fast as four. Other CPUs get four.
+// The CPU prefetches each stream, but only to the end of a page, so matvec prefetches, too: weights
+// bytes_ahead() bytes ahead of the current ones, scales SCALES_AHEAD scales ahead.
 enum { MOST_STREAMS = 4, SCALES_AHEAD = 64 };
-static int streams = MOST_STREAMS;
+static int n_streams = MOST_STREAMS;
 
-INLINE int bytes_ahead(const int bits) { return streams == 1 ? 5184 : 264 * bits; }
+// The best found: 81 cache lines for one stream; for each of four, 33 lines of 8-bit weights, half
+// as many of 4-bit ones
+INLINE int bytes_ahead(const int bits) { return n_streams == 1 ? 5184 : 264 * bits; }
 
 #ifdef __x86_64__
 __attribute__((constructor)) static void choose_streams(void) {  // before main
     __builtin_cpu_init();
-    if (__builtin_cpu_is("amd")) streams = 1;
+    if (__builtin_cpu_is("amd")) n_streams = 1;
 }
 #endif
 
@@ -3839,7 +3844,9 @@ INLINE void group_terms(float *terms, const RowTimesVector *a, VecI levels, cons
             }
         }
         dots[v] = dot;
-        __asm__ volatile("");  // else GCC moves all prefetches to the front; Zen 5 drops a burst
+        // No instruction: it keeps GCC from moving all prefetches to the front. Zen 5 drops those
+        // that come in a burst.
+        __asm__ volatile("");
     }
     VecI sums = sum_each(dots, LANES * size / share);
     if (W_BIAS) sums += load_bytes(a->bias_fix, count * sizeof(int32_t));
@@ -3858,39 +3865,41 @@ INLINE void split_groups(int8_t *out, const int8_t *x, int n, const int group) {
     }
 }
 
-// One token, up to streams * LANES rows from `row` on: computes the terms of all rows. Then it
+// One token, up to n_streams * LANES rows from `row` on: computes the terms of all rows. Then it
 // transposes those of LANES rows at a time and adds them, a row in each lane.
 INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
     const int cols = w->cols, n_groups = cols / group, whole = n_groups / LANES * LANES;
-    const int rows = min_int(streams * LANES, part->row_end - row);
-    const size_t row_bytes = (size_t)cols * bits / 8, block = LANES * row_bytes;
+    const int rows = min_int(n_streams * LANES, part->row_end - row);
+    const size_t row_bytes = (size_t)cols * bits / 8, block_bytes = LANES * row_bytes;
     const Quantized x = quantized_row(part->x, t);
     const VecI levels = bits == 4 ? level_table(w->levels, FLIP) : splat(0);
     VecF *const columns = own->panel;                    // (n_groups) of LANES rows
-    float *const terms = (float *)(columns + n_groups);  // (streams * LANES, n_groups)
-    int8_t *const splits = (int8_t *)(terms + streams * LANES * n_groups);  // (n_tokens, cols)
+    float *const terms = (float *)(columns + n_groups);  // (n_streams * LANES, n_groups)
+    int8_t *const splits = (int8_t *)(terms + n_streams * LANES * n_groups);  // (n_tokens, cols)
     int8_t *const split = splits + (t - part->token_begin) * cols;
     // The first round splits x; the later ones find it there.
     if (bits == 4 && row == part->row_begin) split_groups(split, x.q, cols, group);
-    for (int i = 0; i < streams * LANES; i++) {
-        const int r = i % streams * LANES + i / streams;
-        if (r >= rows) continue;
-        const size_t first = (size_t)(row + r) * n_groups;
-        for (int g = 0; g < n_groups; g += LANES) {
-            const size_t at = i / streams * row_bytes + (size_t)g * group * bits / 8;
-            size_t ahead = bytes_ahead(bits);  // past the block's end: in the next round's block
-            if (at + ahead >= block) ahead += (streams - 1) * block;
-            const RowTimesVector a = bits == 8
-                ? (RowTimesVector){(const uint8_t *)w->q + (first + g) * group,
-                                   w->scale + first + g, x.q + g * group, NULL, x.bias_fix + g,
-                                   ahead}
-                : (RowTimesVector){w->nibbles + (first + g) * (group / 2),
-                                   w->half_scale + first + g, split + g * (group / 2),
-                                   split + (n_groups + g) * (group / 2), x.bias_fix + g, ahead};
-            if (g < whole) group_terms(terms + r * n_groups + g, &a, levels, LANES, group, bits);
-            else group_terms(terms + r * n_groups + g, &a, levels, n_groups - whole, group, bits);
+    for (int i = 0; i < LANES; i++) {  // row i of each block
+        for (int r = i; r < rows; r += LANES) {
+            const size_t first = (size_t)(row + r) * n_groups;
+            for (int g = 0; g < n_groups; g += LANES) {
+                const size_t at = i * row_bytes + (size_t)g * group * bits / 8;  // in the block
+                size_t ahead = bytes_ahead(bits);
+                // After the block, the stream goes on in the next round's block.
+                if (at + ahead >= block_bytes) ahead += (n_streams - 1) * block_bytes;
+                const RowTimesVector a = bits == 8
+                    ? (RowTimesVector){(const uint8_t *)w->q + (first + g) * group,
+                                       w->scale + first + g, x.q + g * group, NULL,
+                                       x.bias_fix + g, ahead}
+                    : (RowTimesVector){w->nibbles + (first + g) * (group / 2),
+                                       w->half_scale + first + g, split + g * (group / 2),
+                                       split + (n_groups + g) * (group / 2), x.bias_fix + g, ahead};
+                float *const to = terms + r * n_groups + g;
+                if (g < whole) group_terms(to, &a, levels, LANES, group, bits);
+                else group_terms(to, &a, levels, n_groups - whole, group, bits);
+            }
         }
     }
     for (int r = 0; r < rows; r += LANES) {
@@ -3902,9 +3911,9 @@ INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, con
     }
 }
 
-// PANEL_ROWS rows from `row` on and TILE_TOKENS tokens from t on. wq (cols / 4, TILE_VECS) and
-// w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from token_end on may hold
-// anything; their results are discarded.
+// Multiplies PANEL_ROWS rows from `row` on with TILE_TOKENS tokens from t on. wq (cols / 4,
+// TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from token_end on
+// may hold anything; their results are discarded.
 INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale,
                         const int group) {
     const int n_groups = part->w->cols / group, rows = min_int(PANEL_ROWS, part->row_end - row);
@@ -4067,7 +4076,7 @@ INLINE int few_tokens(const Matrix *w) { return !HAVE_DOT4 ? 0 : w->bits == 4 ? 
 INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int group) {
     const int n_tokens = part->token_end - part->token_begin;
     const bool few = n_tokens <= few_tokens(part->w);
-    const int step = few ? streams * LANES : PANEL_ROWS;
+    const int step = few ? n_streams * LANES : PANEL_ROWS;
     if (has_amx && !few) amx_shapes(group);
     for (int r = part->row_begin; r < part->row_end && n_tokens > 0; r += step) {
         if (!HAVE_DOT4) matmul_plain(part, own, r, group);
@@ -4103,7 +4112,7 @@ static void matmul_job(void *arg, int begin, int end, int thread) {
 }
 
 static void matmul(const State *s, Matmul all) {
-    // One token: whole rounds of matvec
+    // One token: a share is whole rounds of matvec, for any number of streams.
     const int chunk = all.token_end - all.token_begin == 1 ? MOST_STREAMS * LANES / PANEL_ROWS : 1;
     parallel(matmul_job, &(MatmulJob){s, all}, (all.w->rows + PANEL_ROWS - 1) / PANEL_ROWS, chunk);
 }
@@ -4120,9 +4129,10 @@ static int draft_rows(void) { return HAVE_DOT4 ? TILE_TOKENS : 1; }
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
 //
-// so that attention reads both from front to back. A vector of keys holds element j of LANES
-// positions, so that their scores make a vector, too; a vector of values holds LANES columns of one
-// position, so that their sums make LANES columns of the result.
+// so that a tile of scores reads its keys from front to back, and a tile of values one unbroken
+// part of each block. A vector of keys holds element j of LANES positions, so that their scores
+// make a vector, too; a vector of values holds LANES columns of one position, so that their sums
+// make LANES columns of the result.
 
 // Columns of the values: head_dim, and zeros up to a whole vector
 static int value_dim(const Config *c) { return round_up(c->head_dim, LANES); }
@@ -4197,11 +4207,12 @@ INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
 // they have the same kv head, so the span's keys and values (256 KB if head_dim is 128) come to L2
 // once. A tile is ATT_ROWS rows by two vectors, of positions for the scores, of columns for the
 // values; its sums stay in registers, 24 of the 32 of AVX-512, 12 of the 16 of AVX2. A task of few
-// rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in vain, and of
-// more columns, so that values are read in longer sequences.
+// rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in vain. Those
+// of 2 rows have ATT_VECS vectors of columns, to read values in longer parts: 8 KB instead of 2
+// with AVX-512. (AVX2 has too few registers for so many, and is 1.25 times as fast nevertheless.)
 enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4 };
-enum { ATT_SHARED = 2 };          // the most tasks a thread that are shared: see shared_task
-enum { ATT_VECS = 8 };            // the most vectors of columns in a tile: of 2 rows
+enum { ATT_SHARED = 2 };          // if there are at most so many a thread, they share the spans
+enum { ATT_VECS = 8 };            // vectors of columns in a tile of 2 rows
 enum { LINE_VECS = 16 / LANES };  // vectors in a cache line, which is prefetched once
 enum { Q_STRIDE = (ATT_TASK + LANES - 1) / LANES * LANES };  // for transpose_rows: whole vectors
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
@@ -4283,7 +4294,8 @@ INLINE void score_tile(const Span *span, int r, int pos, const int rows, const i
 }
 
 // to->sum = keep * to->sum + take * (the span's terms times values), for `rows` rows from r on and
-// `vecs` vectors of columns from number j on
+// `vecs` vectors of columns from vector j on. Prefetches not the next block but the one after it:
+// a block's part may be read too soon.
 INLINE void value_tile(const Span *span, int r, int j, const int rows, const int vecs) {
     const AttentionTask *task = span->task;
     const Config *c = &task->p->m->config;
@@ -4328,7 +4340,8 @@ static void span_softmax(Span *span) {
     }
 }
 
-// From vector j of columns on, for all rows: as many tiles as fit. Returns the next vector.
+// Runs value_tile for all rows and columns from vector j on, in as many tiles of `vecs` vectors as
+// fit. Returns the first vector that is left.
 INLINE int value_tiles(const Span *span, int j, const int rows, const int vecs) {
     const int vectors = value_dim(&span->task->p->m->config) / LANES;
     for (; j + vecs <= vectors; j += vecs) {
@@ -4338,6 +4351,7 @@ INLINE int value_tiles(const Span *span, int j, const int rows, const int vecs) 
 }
 
 INLINE void span_tiles(Span *span, const int rows) {
+    // The most vectors of columns; with more than 2 rows, they keep the number of sums.
     const int wide = rows == 2 ? ATT_VECS : 2 * ATT_ROWS / rows;
     for (int pos = span->start; pos < span->end; pos += 2 * LANES) {
         for (int r = 0; r < span->task->n; r += rows) {
@@ -4351,7 +4365,7 @@ INLINE void span_tiles(Span *span, const int rows) {
     value_tiles(span, j, rows, 1);
 }
 
-// Adds the task's attention to the span that begins at `start`.
+// Adds to *to what the task's rows find in the span that begins at `start`.
 static void attend_span(Partial *to, const AttentionTask *task, int start, float *score) {
     const int end = min_int(start + SPAN, task->len[task->n - 1]);
     Span span = {.task = task, .start = start, .end = end, .score = score, .to = to};
@@ -4368,7 +4382,7 @@ static void partial_clear(Partial *partial, const AttentionTask *task) {
     memset(partial->sum, 0, task->n * value_dim(&task->p->m->config) * sizeof(float));
 }
 
-// Adds the attention to further positions.
+// Adds what the same rows found at further positions.
 static void partial_join(Partial *all, const Partial *more, const AttentionTask *task) {
     const int width = value_dim(&task->p->m->config);
     for (int r = 0; r < task->n; r++) {

@@ -166,13 +166,13 @@ static double run_peak(int kind) {
 
 enum { READ_BLOCK = 1 << 16 };
 
-// Every vector of the block at p, as `streams` sequences side by side.
-INLINE void read_block(const VecI *p, const int streams, const int ahead) {
-    const int n = READ_BLOCK / sizeof(VecI) / streams;
+// Every vector of the block at p, as so many sequences side by side.
+INLINE void read_block(const VecI *p, const int sequences, const int ahead) {
+    const int n = READ_BLOCK / sizeof(VecI) / sequences;
     VecI sum[8] = {0}, total = {0};
-    for (int i = 0; i < n; i += 8 / streams) {
+    for (int i = 0; i < n; i += 8 / sequences) {
         UNROLL for (int j = 0; j < 8; j++) {
-            const VecI *q = p + j % streams * n + i + j / streams;
+            const VecI *q = p + j % sequences * n + i + j / sequences;
             if (ahead) __builtin_prefetch((const char *)q + ahead);
             sum[j] ^= *q;
         }
@@ -268,7 +268,7 @@ typedef struct {  // the machine's own rates with this number of threads
 static struct {
     Machine last;    // just now
     Machine beside;  // the better of just before and just after a row
-    Machine best;    // of all
+    Machine ever;    // the best with this number of threads
 } machine;
 
 static Rate better(Rate a, Rate b) { return a.best > b.best ? a : b; }
@@ -285,14 +285,14 @@ static Machine better_machine(Machine a, Machine b) {
     return (Machine){better(a.read, b.read), better(a.int8, b.int8), better(a.fp32, b.fp32)};
 }
 
-// A row is held to the machine just before and after it: with other guests of a host, memory may be
-// half as fast in the next minute.
+// A row is compared with the machine's rates just before and just after it, which this leaves in
+// machine.beside: where others use the same host, memory may be half as fast a minute later.
 static Rate measure_row(double (*run)(int), int arg, double seconds) {
     const Machine before = machine.last;
     const Rate r = measure(run, arg, seconds);
     machine.last = measure_machine();
     machine.beside = better_machine(before, machine.last);
-    machine.best = better_machine(machine.best, machine.last);
+    machine.ever = better_machine(machine.ever, machine.last);
     return r;
 }
 
@@ -352,7 +352,7 @@ static void bench(const Plan *plan, int threads) {
     Rate r = {.best = 1e9};
     double of_512 = 0;
     n_threads = threads;
-    machine.last = machine.best = measure_machine();
+    machine.last = machine.ever = measure_machine();
     for (int i = 0; plan->prompts[i] >= 0; i++) {
         int n = min_int(plan->prompts[i], context - 1);
         snprintf(name, sizeof(name), "prompt of %d", n);
@@ -377,11 +377,11 @@ static void bench(const Plan *plan, int threads) {
         print_row(name, r, 1, "tok/s");
         end_row(r.best * token_bytes(pos) / machine.beside.read.best, "of the memory's rate");
     }
-    print_row("memory read", machine.best.read, 1e9, "GB/s");
+    print_row("memory read", machine.ever.read, 1e9, "GB/s");
     end_row(0, NULL);
-    print_row("int8 peak", machine.best.int8, 1e9, "GMAC/s");
+    print_row("int8 peak", machine.ever.int8, 1e9, "GMAC/s");
     end_row(0, NULL);
-    print_row("fp32 peak", machine.best.fp32, 1e9, "GFMA/s");
+    print_row("fp32 peak", machine.ever.fp32, 1e9, "GFMA/s");
     end_row(0, NULL);
 }
 
