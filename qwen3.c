@@ -3794,7 +3794,7 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
 
 // matvec works in rounds of n_streams blocks of LANES rows. It reads a round's blocks side by side:
 // the first row of each, then the second of each, and so on. Four streams are faster than one on
-// Intel's Sapphire Rapids; on AMD's Zen 5, one is 1.2 times as fast as four. Other CPUs get four.
+// Intel's Sapphire Rapids; on AMD's Zen 5, one is 1.2 times as fast as four. All AMD CPUs get one.
 // The CPU prefetches each stream, but only to the end of a page, so matvec prefetches, too: weights
 // bytes_ahead() bytes ahead of the current ones, scales SCALES_AHEAD scales ahead.
 enum { MOST_STREAMS = 4, SCALES_AHEAD = 64 };
@@ -3805,7 +3805,8 @@ static int n_streams = MOST_STREAMS;
 INLINE int bytes_ahead(const int bits) { return n_streams == 1 ? 5184 : 264 * bits; }
 
 #ifdef __x86_64__
-__attribute__((constructor)) static void choose_streams(void) {  // before main
+// Before main; no instruction that a CPU may lack: see catch_unknown_instructions.
+__attribute__((constructor)) static void choose_streams(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_is("amd")) n_streams = 1;
 }
@@ -4360,7 +4361,7 @@ INLINE void span_tiles(Span *span, const int rows) {
         }
     }
     span_softmax(span);
-    int j = value_tiles(span, 0, rows, wide);
+    int j = wide > 2 ? value_tiles(span, 0, rows, wide) : 0;
     j = value_tiles(span, j, rows, 2);
     value_tiles(span, j, rows, 1);
 }

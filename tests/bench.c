@@ -286,7 +286,8 @@ static Machine better_machine(Machine a, Machine b) {
 }
 
 // A row is compared with the machine's rates just before and just after it, which this leaves in
-// machine.beside: where others use the same host, memory may be half as fast a minute later.
+// machine.beside: where others use the same host, memory may be half as fast a minute later. (The last
+// rows are the best of all.)
 static Rate measure_row(double (*run)(int), int arg, double seconds) {
     const Machine before = machine.last;
     const Rate r = measure(run, arg, seconds);
@@ -350,7 +351,7 @@ static void bench(const Plan *plan, int threads) {
     const int context = m.state.seq_len;
     char name[64];
     Rate r = {.best = 1e9};
-    double of_512 = 0;
+    double of_512 = 0;  // the rate of a prompt of 512, in terms of the int8 peak beside it
     n_threads = threads;
     machine.last = machine.ever = measure_machine();
     for (int i = 0; plan->prompts[i] >= 0; i++) {
@@ -360,13 +361,13 @@ static void bench(const Plan *plan, int threads) {
         r = measure_row(run_prompt, n, 4);
         print_row(name, r, 1, "tok/s");
         if (n <= 512) {
-            of_512 = r.best;
+            of_512 = r.best / machine.beside.int8.best;
             end_row(r.best * token_products() / machine.beside.int8.best,
                     has_amx ? "of the int8 peak without AMX, by its matmuls"
                             : "of the int8 peak, by its matmuls");
         } else {  // as fast as a prompt of 512, and attention's rest at the fp32 peak
             double rest = attention_products(n) - n / 512.0 * attention_products(512);
-            double least = n / of_512 + rest / machine.beside.fp32.best;
+            double least = n / (of_512 * machine.beside.int8.best) + rest / machine.beside.fp32.best;
             end_row(n / r.best / least, "times its floor: as a prompt of 512, attention at the fp32 peak");
         }
     }

@@ -50,7 +50,7 @@ def run(model, *args, tokens=TOKENS, batch=4, terminal=True, holds=1000):
             text += data
         elif holds:
             process.send_signal(signal.SIGSTOP)
-            time.sleep(0.3)
+            time.sleep(0.8)
             process.send_signal(signal.SIGCONT)
             holds -= 1
         if b"left" in text:
@@ -96,7 +96,7 @@ def test_perplexity(slow):
 @pytest.mark.parametrize("args, terminal", [
     (["-q"], True), pytest.param([], False, marks=pytest.mark.slow)], ids=["quiet", "pipe"])
 def test_not_shown(slow, args, terminal):
-    status, out, text = run(slow, "-m", "generate", *args, terminal=terminal, holds=8)
+    status, out, text = run(slow, "-m", "generate", *args, terminal=terminal, holds=4)
     assert status == 0 and b"\x1b" not in text and b"left" not in text
 
 
