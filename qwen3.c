@@ -3922,7 +3922,8 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
     const Quantized x = quantized_row(part->x, t);
     const int8_t *xq = x.q;
     VecF acc[TILE_TOKENS][TILE_VECS] = {0};
-    // Rows of out, 4 KB apart in the 0.6B, share a few sets of a cache and leave it early.
+    // What is added to is prefetched: rows of out, 4 KB apart in the 0.6B, share a few sets of a
+    // cache, so that they leave it early.
     for (int i = 0; part->add && i < min_int(TILE_TOKENS, part->token_end - t); i++) {
         __builtin_prefetch(out_at(part, t + i, row));
         __builtin_prefetch(out_at(part, t + i, row + PANEL_ROWS - 1));
@@ -4296,7 +4297,7 @@ INLINE void score_tile(const Span *span, int r, int pos, const int rows, const i
 
 // to->sum = keep * to->sum + take * (the span's terms times values), for `rows` rows from r on and
 // `vecs` vectors of columns from vector j on. Prefetches not the next block but the one after it:
-// a block's part may be read too soon.
+// the next may be needed before its prefetch has come.
 INLINE void value_tile(const Span *span, int r, int j, const int rows, const int vecs) {
     const AttentionTask *task = span->task;
     const Config *c = &task->p->m->config;

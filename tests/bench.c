@@ -286,8 +286,8 @@ static Machine better_machine(Machine a, Machine b) {
 }
 
 // A row is compared with the machine's rates just before and just after it, which this leaves in
-// machine.beside: where others use the same host, memory may be half as fast a minute later. (The last
-// rows are the best of all.)
+// machine.beside: where others use the same host, memory may be half as fast a minute later.
+// The last rows show machine.ever instead.
 static Rate measure_row(double (*run)(int), int arg, double seconds) {
     const Machine before = machine.last;
     const Rate r = measure(run, arg, seconds);
@@ -362,7 +362,7 @@ static void bench(const Plan *plan, int threads) {
         print_row(name, r, 1, "tok/s");
         if (n <= 512) {
             of_512 = r.best / machine.beside.int8.best;
-            end_row(r.best * token_products() / machine.beside.int8.best,
+            end_row(of_512 * token_products(),
                     has_amx ? "of the int8 peak without AMX, by its matmuls"
                             : "of the int8 peak, by its matmuls");
         } else {  // as fast as a prompt of 512, and attention's rest at the fp32 peak

@@ -98,7 +98,8 @@ static Matrix random_matrix_4(int rows, int cols, int group, Matrix *same) {
 
 typedef enum { QWEN3, QWEN2, EXPERTS } Kind;
 
-// Of random models: positions, two whole spans and a part of a third; the largest head_dim
+// A random model has POSITIONS positions, two whole spans and a part of a third. WIDEST is the largest
+// head_dim with which attention is tested.
 enum { POSITIONS = 2 * SPAN + 90, WIDEST = 132 };
 
 // A model in memory: two query heads per kv head; no rows of whole tiles.
