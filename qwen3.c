@@ -3874,7 +3874,8 @@ INLINE void split_groups(int8_t *out, const int8_t *x, int n, const int group) {
 }
 
 // One token, up to n_streams * LANES rows from `row` on: computes the terms of all rows. Then it
-// transposes those of LANES rows at a time and adds them, a row in each lane.
+// transposes those of LANES rows at a time and adds them, a row in each lane. If the last block has
+// fewer rows, the other lanes hold old terms and are discarded.
 INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
@@ -3911,11 +3912,10 @@ INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, con
         }
     }
     for (int r = 0; r < rows; r += LANES) {
-        const int count = min_int(LANES, rows - r);
         VecF sum = {0};
-        transpose_rows((VecI *)columns, 1, terms + r * n_groups, count, n_groups, 0, 0);
+        transpose_rows((VecI *)columns, 1, terms + r * n_groups, LANES, n_groups, 0, 0);
         for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(x.scale[g]), sum);
-        put_rows(part, t, row + r, (float *)&sum, count);
+        put_rows(part, t, row + r, (float *)&sum, min_int(LANES, rows - r));
     }
 }
 
