@@ -3879,7 +3879,7 @@ INLINE void split_groups(int8_t *out, const int8_t *x, int n, const int group) {
 INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
-    const int cols = w->cols, n_groups = cols / group, whole = n_groups / LANES * LANES;
+    const int cols = w->cols, n_groups = cols / group;
     const int rows = min_int(n_streams * LANES, part->row_end - row);
     const size_t row_bytes = (size_t)cols * bits / 8, block_bytes = LANES * row_bytes;
     const Quantized x = quantized_row(part->x, t);
@@ -3906,8 +3906,10 @@ INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, con
                                        w->half_scale + first + g, split + g * (group / 2),
                                        split + (n_groups + g) * (group / 2), x.bias_fix + g, ahead};
                 float *const to = terms + r * n_groups + g;
-                if (g < whole) group_terms(to, &a, levels, LANES, group, bits);
-                else group_terms(to, &a, levels, n_groups - whole, group, bits);
+                const int count = min_int(LANES, n_groups - g);
+                if (count == LANES) group_terms(to, &a, levels, LANES, group, bits);
+                else if (count == LANES / 2) group_terms(to, &a, levels, LANES / 2, group, bits);
+                else group_terms(to, &a, levels, count, group, bits);
             }
         }
     }

@@ -303,12 +303,16 @@ static void test_products(Matrix w, Matrix same) {
 }
 
 static void test_matmul(void) {
+    static const int rests[] = {3, LANES / 2};  // groups after the last whole vector of them
+    const int rows = MOST_STREAMS * LANES + PANEL_ROWS - 3;
     for (int group = 32; group <= 256; group *= 2) {
-        const int rows = MOST_STREAMS * LANES + PANEL_ROWS - 3, cols = (2 * LANES + 3) * group;
-        Matrix w = random_matrix(rows, cols, group), same;
-        test_products(w, w);
-        w = random_matrix_4(rows, cols, group, &same);
-        test_products(w, same);
+        for (int i = 0; i < 2; i++) {
+            const int cols = (2 * LANES + rests[i]) * group;
+            Matrix w = random_matrix(rows, cols, group), same;
+            test_products(w, w);
+            w = random_matrix_4(rows, cols, group, &same);
+            test_products(w, same);
+        }
     }
 }
 
