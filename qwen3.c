@@ -4830,10 +4830,8 @@ static Bytes file_map(const char *path) {
     void *p = mmap(NULL, st.st_size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
-#ifdef MADV_HUGEPAGE  // Pages of 2 MB save TLB misses. But a mixture of experts larger than the
-                      // memory should not read 2 MB for less than 1 MB of an expert's matrix.
-    const double memory = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    if (st.st_size < memory) madvise(p, st.st_size, MADV_HUGEPAGE);
+#ifdef MADV_HUGEPAGE  // a file system with large folios then reads 2 MB at a time: fewer TLB misses
+    madvise(p, st.st_size, MADV_HUGEPAGE);
 #endif
     return (Bytes){p, st.st_size};
 }

@@ -113,7 +113,7 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
     if (!s->shared) put_matrix(f, s->vocab_size, dim, group, 8, 1);
     if (fflush(f) != 0) die("temporary file: %s", strerror(errno));
 #ifdef POSIX_FADV_DONTNEED
-    // Most models were not written just now, but are read from the disk: in pages of 2 MB.
+    // Like most models, it is read from the disk: in pages of 2 MB, as file_map advises.
     fsync(fd);
     posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
 #endif
