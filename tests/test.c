@@ -264,6 +264,7 @@ static void test_products(Matrix w, Matrix same) {
     float *one = random_floats(n * rows), *all = random_floats(n * rows);
     const Workspace own = {.panel = alloc(panel_words(cols, group), 4, "")};
     Quantized x = quantized_init(n, cols, group);
+    memset(own.panel, 0xFF, panel_words(cols, group) * 4);  // NaN
     for (int t = 0; t < n; t++) quantize(&x, t, 0, in + t * cols, cols, group);
     for (int i = 0; i < MOST_TILE_TOKENS * (cols / group); i++) {  // past the last token
         quantized_row(&x, n + i / (cols / group)).scale[i % (cols / group)] = NAN;
@@ -303,7 +304,7 @@ static void test_products(Matrix w, Matrix same) {
 }
 
 static void test_matmul(void) {
-    static const int rests[] = {3, LANES / 2};  // groups after the last whole vector of them
+    static const int rests[] = {3, LANES / 2};  // groups after whole vectors; matvec knows the half
     const int rows = MOST_STREAMS * LANES + PANEL_ROWS - 3;
     for (int group = 32; group <= 256; group *= 2) {
         for (int i = 0; i < 2; i++) {
