@@ -1202,9 +1202,9 @@ static void encode_piece(Encoder *enc, Bytes piece) {
                                  .prev = i ? i - 1 : end, .next = i + 1};
     }
     enc->symbols[end] = (Symbol){.key = NO_MERGE, .prev = end, .next = end};
-    for (uint32_t i = 0; i < end; i++) find_merge(enc, piece, i);
-    for (uint32_t i = 0; i < end; i++) offer(enc, i);
-    while (enc->n_heap) {
+    for (uint32_t i = 0; i < end && !interrupted; i++) find_merge(enc, piece, i);
+    for (uint32_t i = 0; i < end && !interrupted; i++) offer(enc, i);
+    while (enc->n_heap && !interrupted) {
         uint64_t key = heap_pop(enc);
         uint32_t at = (uint32_t)key;
         Symbol *left = &enc->symbols[at], *right = &enc->symbols[left->next];
@@ -1222,6 +1222,7 @@ static void encode_piece(Encoder *enc, Bytes piece) {
         offer(enc, at);
         offer(enc, left->next);
     }
+    enc->n_heap = 0;  // after Ctrl-C, the ids are of no use
     for (uint32_t i = 0; i < end; i = enc->symbols[i].next) ids_add(enc->out, enc->symbols[i].id);
 }
 
@@ -2240,7 +2241,7 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
     size_t done = 0;    // `out` has NFC of the text up to here
     size_t before = 0;  // where the last inactive character begins
-    for (size_t at = 0; at < text.n;) {
+    for (size_t at = 0; at < text.n && !interrupted;) {
         Char c = char_at(tok, text, at);
         if (!c.active) {
             before = at;
@@ -3805,8 +3806,8 @@ static int n_streams = MOST_STREAMS;
 INLINE int bytes_ahead(const int bits) { return n_streams == 1 ? 7232 : 264 * bits; }
 
 // Where physical memory places matvec's instructions changes Zen 5's speed by up to 10 %, most
-// likely because the weights drive them out of L2, and so out of L1. Locality 0, to L1 alone, avoids
-// that. (The argument has to be a constant.)
+// likely because the weights drive them out of L2, and so out of L1. Locality 0, to L1 alone,
+// avoids that. (The argument has to be a constant.)
 INLINE void prefetch_weights(const uint8_t *w) {
     if (n_streams == 1) __builtin_prefetch(w, 0, 0);
     else __builtin_prefetch(w);
@@ -4832,8 +4833,11 @@ static Bytes file_map(const char *path) {
     void *p = mmap(NULL, st.st_size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
-#ifdef MADV_HUGEPAGE  // Linux reads pages of 2 MB from a disk that can: this saves TLB misses
-    madvise(p, st.st_size, MADV_HUGEPAGE);
+#ifdef MADV_HUGEPAGE
+    // If the file system can, Linux then reads pages of 2 MB: fewer TLB misses. But if memory may
+    // not hold the model, an expert's matrix, often less than 1 MB, should not bring more.
+    const double memory = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    if (st.st_size < 0.75 * memory) madvise(p, st.st_size, MADV_HUGEPAGE);
 #endif
     return (Bytes){p, st.st_size};
 }
