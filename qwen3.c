@@ -1204,7 +1204,7 @@ static void encode_piece(Encoder *enc, Bytes piece) {
     enc->symbols[end] = (Symbol){.key = NO_MERGE, .prev = end, .next = end};
     for (uint32_t i = 0; i < end && !interrupted; i++) find_merge(enc, piece, i);
     for (uint32_t i = 0; i < end && !interrupted; i++) offer(enc, i);
-    while (enc->n_heap && !interrupted) {
+    while (enc->n_heap && !interrupted) {  // after Ctrl-C, the encoder is not used again
         uint64_t key = heap_pop(enc);
         uint32_t at = (uint32_t)key;
         Symbol *left = &enc->symbols[at], *right = &enc->symbols[left->next];
@@ -1222,7 +1222,6 @@ static void encode_piece(Encoder *enc, Bytes piece) {
         offer(enc, at);
         offer(enc, left->next);
     }
-    enc->n_heap = 0;  // after Ctrl-C, the ids are of no use
     for (uint32_t i = 0; i < end; i = enc->symbols[i].next) ids_add(enc->out, enc->symbols[i].id);
 }
 
