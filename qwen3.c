@@ -1204,7 +1204,7 @@ static void encode_piece(Encoder *enc, Bytes piece) {
     enc->symbols[end] = (Symbol){.key = NO_MERGE, .prev = end, .next = end};
     for (uint32_t i = 0; i < end && !interrupted; i++) find_merge(enc, piece, i);
     for (uint32_t i = 0; i < end && !interrupted; i++) offer(enc, i);
-    while (enc->n_heap && !interrupted) {  // after Ctrl-C, the encoder is not used again
+    while (enc->n_heap && !interrupted) {  // after Ctrl-C, no further piece meets the rest
         uint64_t key = heap_pop(enc);
         uint32_t at = (uint32_t)key;
         Symbol *left = &enc->symbols[at], *right = &enc->symbols[left->next];
@@ -3907,7 +3907,7 @@ INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, con
                                        w->half_scale + first + g, split + g * (group / 2),
                                        split + (n_groups + g) * (group / 2), x.bias_fix + g, ahead};
                 float *const to = terms + r * n_groups + g;
-                // Half a vector at a row's end is common: 24 groups in 30B-A3B's w2 with 4 bits.
+                // Half a vector at a row's end is common: 30B-A3B's w2 has 24 groups for 16 lanes.
                 const int count = min_int(LANES, n_groups - g);
                 if (count == LANES) group_terms(to, &a, levels, LANES, group, bits);
                 else if (count == LANES / 2) group_terms(to, &a, levels, LANES / 2, group, bits);
@@ -4224,7 +4224,7 @@ INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
 // of 2 rows have ATT_VECS vectors of columns, to read values in longer parts: 8 KB instead of 2
 // with AVX-512. (AVX2 has too few registers for so many, and is 1.25 times as fast nevertheless.)
 enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4 };
-enum { ATT_SHARED = 2 };          // if there are at most so many a thread, they share the spans
+enum { ATT_SHARED = 2 };          // the most tasks a thread whose spans are shared: see shared_task
 enum { ATT_VECS = 8 };            // vectors of columns in a tile of 2 rows
 enum { LINE_VECS = 16 / LANES };  // vectors in a cache line, which is prefetched once
 enum { Q_STRIDE = (ATT_TASK + LANES - 1) / LANES * LANES };  // for transpose_rows: whole vectors
@@ -4364,7 +4364,7 @@ INLINE int value_tiles(const Span *span, int j, const int rows, const int vecs) 
 }
 
 INLINE void span_tiles(Span *span, const int rows) {
-    // The most vectors of columns; with more than 2 rows, they keep the number of sums.
+    // Vectors of columns in the widest tile. With more than 2 rows it has 2 * ATT_ROWS sums.
     const int wide = rows == 2 ? ATT_VECS : 2 * ATT_ROWS / rows;
     for (int pos = span->start; pos < span->end; pos += 2 * LANES) {
         for (int r = 0; r < span->task->n; r += rows) {
@@ -4833,8 +4833,8 @@ static Bytes file_map(const char *path) {
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
 #ifdef MADV_HUGEPAGE
-    // If the file system can, Linux then reads pages of 2 MB: fewer TLB misses. But if memory may
-    // not hold the model, an expert's matrix, often less than 1 MB, should not bring more.
+    // Asks for pages of 2 MB, if the file system has them: fewer TLB misses. Not if memory may be
+    // too small for the model: an expert's matrix, often of less than 1 MB, would read more.
     const double memory = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     if (st.st_size < 0.75 * memory) madvise(p, st.st_size, MADV_HUGEPAGE);
 #endif

@@ -36,7 +36,7 @@ static const struct Shape {
 };
 
 static void put(FILE *f, const void *p, size_t size) {
-    if (fwrite(p, 1, size, f) != size) die("temporary file in TMPDIR: %s", strerror(errno));
+    if (fwrite(p, 1, size, f) != size) die("temporary file in TMPDIR or /tmp: %s", strerror(errno));
 }
 
 // `size` bytes that repeat those of the block of `period` bytes
@@ -111,7 +111,7 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
         for (int l = 0; l < layers; l++) put_matrix(f, sizes[i][0], sizes[i][1], group, bits, 1);
     }
     if (!s->shared) put_matrix(f, s->vocab_size, dim, group, 8, 1);
-    if (fflush(f) != 0 || fsync(fd) != 0) die("temporary file in TMPDIR: %s", strerror(errno));
+    if (fflush(f) != 0 || fsync(fd) != 0) die("temporary file in TMPDIR or /tmp: %s", strerror(errno));
     const off_t size = ftello(f);
 #ifdef POSIX_FADV_DONTNEED
     // Pages that were just written are small. From the disk they come in 2 MB: see file_map.
@@ -119,9 +119,9 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
 #endif
     snprintf(path, sizeof(path), "/dev/fd/%d", fd);
     model_map(&m, path);
-    // The header is before rms_att.
+    // Reads all of it, so that no row waits for the disk. The file begins a header before rms_att.
     const volatile char *file = (char *)m.weights.layers[0].rms_att - sizeof(header);
-    for (off_t i = 0; i < size; i += 4096) (void)file[i];  // so that no row waits for the disk
+    for (off_t i = 0; i < size; i += 4096) (void)file[i];
     fclose(f);
 }
 

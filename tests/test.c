@@ -304,7 +304,7 @@ static void test_products(Matrix w, Matrix same) {
 }
 
 static void test_matmul(void) {
-    static const int rests[] = {3, LANES / 2};  // groups after whole vectors; matvec knows the half
+    static const int rests[] = {3, LANES / 2};  // groups after the last whole vector
     const int rows = MOST_STREAMS * LANES + PANEL_ROWS - 3;
     for (int group = 32; group <= 256; group *= 2) {
         for (int i = 0; i < 2; i++) {
