@@ -1679,8 +1679,8 @@ typedef struct {  // takes a file apart from front to back, and never reads past
 
 static const void *take(Cursor *in, uint64_t size, const char *what) {
     if (size > in->rest.n)
-        die("%s: ends inside %s, expected %llu more bytes, found %zu", in->file, what,
-            (unsigned long long)size, in->rest.n);
+        die("%s: ends inside %s, expected %llu more bytes, found %zu; copy or export it again",
+            in->file, what, (unsigned long long)size, in->rest.n);
     const void *p = in->rest.p;
     in->rest = bytes_from(in->rest, size);
     return p;
@@ -2599,7 +2599,7 @@ static Ending respond(App *app, const Ids *prompt, Message *message) {
     double start = now();
     int row = checked_prefill(app, prompt);
     double middle = now();
-    const size_t computed = e->cached.n - e->reused;  // after Ctrl-C not the whole prompt
+    const size_t done = e->cached.n;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
     answer->p = grow(answer->p, &answer->cap, 0, seq_len + 1, sizeof(int));
     Ending ending = row < 0 ? INTERRUPTED : generate(e, row, answer);
@@ -2611,7 +2611,7 @@ static Ending respond(App *app, const Ids *prompt, Message *message) {
     if (thinking && (ending == CONTEXT_ENDED || ending == LIMIT_REACHED))
         notice("answer: ended inside its thinking after %zu tokens (-n, -c)", answer->n);
     if (!quiet)
-        print_statistics(app, prompt->n, computed / (middle - start + 1e-9), answer->n,
+        print_statistics(app, done, (done - e->reused) / (middle - start + 1e-9), answer->n,
                          answer->n / (end - middle + 1e-9));
     cut_answer(app, message);
     return ending;
@@ -3172,6 +3172,7 @@ static Options parse_options(int argc, char **argv) {
     }
     if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
+    if (o.file && !*o.file) die_usage("-f: bad value, expected a file's name, or - for stdin");
     if (o.stop && !*o.stop) die_usage("-x: bad value, expected a text that is not empty");
     check_text(&o, o.mode);
     return o;

@@ -43,7 +43,7 @@ def test_bad_value(option, value):
 @pytest.mark.parametrize("args", [
     (), ("-i", "hi"), ("m.bin", "-x"), ("m.bin", "-e"), ("m.bin", "--frobnicate"), ("m.bin", "-i"), ("m.bin", "-t"),
     ("m.bin", "extra.bin"), ("m.bin", "-i", "hi", "extra"), ("-i",), ("m.bin", "-"),
-    ("m.bin", "--help-me"), ("m.bin", "-qx"), ("m.bin", "-x", ""),
+    ("m.bin", "--help-me"), ("m.bin", "-qx"), ("m.bin", "-x", ""), ("m.bin", "-f", ""),
     ("m.bin", "-q", "-v")], ids=" ".join)
 def test_bad_usage(args):
     assert_error(qwen3(*args), 2)
