@@ -10,17 +10,17 @@
 
    Inside the model, each token of the text is a vector x (dim), the residual stream. (A name is
    followed by its shape in parentheses.) It starts as the token's row of the embedding table, which
-   has one learned row for each token of the vocabulary. Each layer then adds two things to it: what
+   has a learned row for each token of the vocabulary. Each layer then adds two things to it: what
    attention finds in this token and those before it, and what a feed-forward network (three
-   matrices and a nonlinear function) computes from the x that results. Attention compares the
-   token's query q with the key of each position up to its own; softmax turns these scores into
-   shares that add up to 1, and the result is the sum of the values, each times its share. The KV
-   cache keeps, for each layer, the keys K and values V of all earlier positions. All this happens
-   n_heads times side by side: each head has its own part of q (head_dim), and so looks at other
-   positions. Let pos be the token's position in the text, Wq h the product of a matrix and a
-   vector, and * that of two vectors' elements. All W, rms_ and _norm are learned; eps and theta are
-   numbers of the model, mostly 1e-6 and 1,000,000. One layer is (Qwen3DecoderLayer in HF, which is
-   Hugging Face's transformers library):
+   matrices and a nonlinear function) computes from the x that results. For attention, matrices make
+   a query q, a key k and a value v of each token. The dot products of its query with the keys of
+   all positions up to its own become, by softmax, shares that add up to 1; the result is the sum of
+   the values, each times its share. This happens n_heads times side by side: each head has its own
+   part of q (head_dim), and so looks elsewhere. The KV cache keeps, for each layer, the keys K and
+   values V of all earlier positions, a row each. Let pos be the token's position, Wq h the product
+   of a matrix and a vector, q . K the dot products of q with the rows of K, and * the product of
+   two vectors' elements. All W, rms_ and _norm are learned; eps and theta are numbers of the model,
+   mostly 1e-6 and 1e6. One layer is (Qwen3DecoderLayer in HF, Hugging Face's transformers):
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
@@ -54,15 +54,15 @@
    All matrices but the router are quantized. With 8 bits, a group of group_size consecutive weights
    of a row is stored as int8 values and one float scale: a weight is its int8 times the scale. The
    layers' matrices may have 4 bits instead: the model has a table of 16 int8 values, the levels,
-   and a weight is stored as an index into it. Each vector is quantized to int8 in the same way,
-   written Q8(h), just before a matrix is multiplied with it. So the dot product of a group of
-   weights and a group of the vector is an exact integer, which is then multiplied by the two
-   scales.
+   and a weight is stored as an index into it, its group's scale as a float of 16 bits. Just before
+   a quantized matrix is multiplied with a vector, the vector is quantized to int8 in the same way,
+   which the code writes Q8(h). So the dot product of a group of weights and a group of the vector
+   is an exact integer, which is then multiplied by the two scales.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
    Part I, the model                         Part II, the program
-     Helpers that all parts use                The checkpoint file
+     Helpers that all parts use                The model file
      Types, with their shapes                  The tokenizer file
      What Parts II and III provide             Unicode
      Math                                      Drafts
@@ -281,8 +281,8 @@ typedef struct {     // a batch on its way through one layer
     int l;           // the layer's number
     const Layer *w;  // and its weights
     int n;           // tokens in the batch
-    int first;       // tokens first .. n - 1 are computed; k and v are made for all n. It is 0, but
-                     // in the last layer n - needed: see forward. If that is n, none is computed
+    int first;       // tokens first .. n - 1 are computed; k and v are made for all n. first is 0,
+                     // except in the last layer, where it is n - needed (up to n): see forward
 } Pass;
 
 typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
@@ -332,16 +332,16 @@ static void progress_start(const Model *m, size_t tokens);
 static void progress_add(int n);
 static void progress_end(void);
 
-// The character at offset `at` of a text; at its end, one of class END with 0 bytes.
+// The character at offset `at` of a text; at the text's end, 0 bytes of class END.
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 
 // Appends a text in Unicode's normalization form C (NFC).
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// The ordinary token with exactly these bytes, or -1. Added tokens (see ADDED) do not count.
+// The token with exactly these bytes, or -1. Added tokens, such as <|im_start|>, do not count.
 static int token_find(const Tokenizer *tok, Bytes text);
 
-// Writes a token's text. Returns false if the answer ends, before this text or within it (-x).
+// Writes a token's text. Returns false if -x TEXT ends the answer, before this text or within it.
 static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // Runs a drawn token through the model and appends it to Engine.cached. Returns the logits of the
@@ -431,16 +431,16 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// Vector t of x alone. The stride is in units of 4 bytes, so q moves by 4 * at.
+// x from vector t on, as its vector 0. The stride is in units of 4 bytes, so q moves by 4 * at.
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->q + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
 }
 
 // Quantizes x (n) into columns at .. at + n - 1 of row t of out. For each group:
-// scale = max|x| / 127 and q = round(x / scale). A group whose scale would be below the smallest
-// normal number becomes zeros; one with an infinity or NaN makes every product NaN. (The bits of
-// floats that are not negative have the order of the floats.)
+// scale = max|x| / 127 and q = round(x * (127 / max|x|)). A group whose scale would be below the
+// smallest normal number becomes zeros; one with an infinity or NaN makes every product NaN. (The
+// bits of floats that are not negative have the order of the floats.)
 static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
     const Quantized row = quantized_row(out, t);
     for (int g = at / group; g < (at + n) / group; g++, x += group) {
@@ -538,8 +538,8 @@ static void v_head(const Pass *p, int kv_head, int thread) {
     for (int t = 0; t < p->n; t++, v += head_dim) cache_put_value(p, kv_head, s->pos[t], v);
 }
 
-// Heads begin .. end - 1 of q, then k, then v. Each head is projected, normalized, rotated and
-// stored in one go, while it is in the CPU's L1 cache.
+// Heads begin .. end - 1 of q, then k, then v. One thread projects a head for all tokens and then
+// finishes it, while it is in that core's caches.
 static void qkv_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
     const int n_heads = p->m->config.n_heads, n_kv_heads = p->m->config.n_kv_heads;
@@ -676,7 +676,7 @@ static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     return true;
 }
 
-// Computes logits (count, vocab_size) = Wcls rmsnorm(x, rms_final) for rows first ..
+// Computes logits (count, vocab_size) = Wcls Q8(rmsnorm(x, rms_final)) for rows first ..
 // first + count - 1 of x; count is at most logit_rows. Overwrites xq.
 static float *classify(Model *m, int first, int count) {
     const Config *c = &m->config;
@@ -704,7 +704,7 @@ static float yarn_ramp(const Config *c, int j) {
     float high = d * logf(turns / c->yarn_beta_slow) / (2 * logf(c->rope_theta));
     if (!c->yarn_no_rounding) low = floorf(low), high = ceilf(high);
     low = fmaxf(low, 0);
-    high = fminf(high, d - 1);
+    high = fminf(high, d - 1);  // as in HF, although j is less than d / 2
     if (low == high) high += 0.001f;
     return fminf(fmaxf((j - low) / (high - low), 0), 1);
 }
@@ -722,9 +722,9 @@ static void rope_init(State *s, const Config *c) {
 
 // ------------------------------------------------------------------------------------------------
 // Matrix product and attention, in plain C. They define what Part III computes: it keeps the order
-// of each sum, so its results are the same bit for bit (those of attention for texts of up to SPAN
-// positions: see Part III), and it is faster because it works on several sums at once. Builds
-// without SIMD run dot_row itself; attend runs in tests only.
+// of each sum, so its results are the same bit for bit (those of attention for texts of up to 256
+// positions: see SPAN), and it is faster because it works on several sums at once. Builds without
+// SIMD run dot_row itself; attend runs in tests and `make journey` only.
 
 // A float of 16 bits (IEEE 754 half precision: 1 bit of sign, 5 of exponent, 10 of fraction).
 // Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e means
@@ -781,7 +781,7 @@ static float max_of(const float *x, int n) {
 }
 
 // Replaces x (n) by exp(x - max), where max is max_of(x, n), and returns the sum; dividing by it
-// completes the softmax.
+// completes the softmax: exp(max) cancels, and without it exp(x) could be infinite.
 static float softmax_terms(float *x, int n, float max) {
     for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
     return sum_of(x, n, false);
@@ -1017,7 +1017,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum {           // bits of Tokenizer.kind
     ADDED = 1,   // an added token, such as <|im_start|>: found before the text is cut into pieces
-    SPECIAL = 2  // never printed
+    SPECIAL = 2  // not written in answers
 };
 enum { SYSTEM, USER, ASSISTANT };
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
@@ -1204,7 +1204,7 @@ static void encode_piece(Encoder *enc, Bytes piece) {
     enc->symbols[end] = (Symbol){.key = NO_MERGE, .prev = end, .next = end};
     for (uint32_t i = 0; i < end && !interrupted; i++) find_merge(enc, piece, i);
     for (uint32_t i = 0; i < end && !interrupted; i++) offer(enc, i);
-    while (enc->n_heap && !interrupted) {  // after Ctrl-C, no further piece meets the rest
+    while (enc->n_heap && !interrupted) {  // after Ctrl-C, no piece follows
         uint64_t key = heap_pop(enc);
         uint32_t at = (uint32_t)key;
         Symbol *left = &enc->symbols[at], *right = &enc->symbols[left->next];
@@ -1306,8 +1306,8 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 typedef struct {
     int role;     // SYSTEM, USER or ASSISTANT
     Ids ids;      // of an answer: the tokens that the model drew
-    Buffer text;  // plain text: of a system or user message; in an answer, after its tokens
-    size_t start; // where it began in the last rendering, in tokens
+    Buffer text;  // of a system or user message; of an answer, what -x left of its last token
+    size_t start; // tokens encoded before it: about where it begins in the rendering
 } Message;
 
 typedef struct {
@@ -1622,7 +1622,7 @@ static int draft_rows(void);
 static volatile sig_atomic_t stoppable;
 
 // ------------------------------------------------------------------------------------------------
-// The checkpoint file, model.bin: a 256-byte header, then the weights, all little-endian. It is the
+// The model file, model.bin: a 256-byte header, then the weights, all little-endian. It is the
 // format of the older qwen3.c (github.com/adriancable/qwen3.c), whose files still load.
 //
 //   offset  type  field               offset  type  field
@@ -3465,9 +3465,9 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 
 // ------------------------------------------------------------------------------------------------
 // SIMD primitives: a new instruction set provides these constants and functions. Elsewhere, only
-// cpu_pause and the products that use AMX know the instruction set, and mul_add in Part I, which
-// must be fused exactly where mul_add_v is. A vector is LANES floats or int32s, LANES is 4, 8 or 16
-// (an extension of GCC and clang: + - * and so on work lane by lane).
+// cpu_pause, choose_streams and the products that use AMX know the CPU, and mul_add in Part I,
+// which must be fused exactly where mul_add_v is. A vector is LANES floats or int32s, LANES is
+// 4, 8 or 16 (an extension of GCC and clang: + - * and so on work lane by lane).
 //
 //   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
 //   mul_add_v(a, b, c)   mul_add in each lane
@@ -3835,7 +3835,7 @@ typedef struct {               // a row of a matrix and the vector x, from some 
 INLINE void group_terms(float *terms, const RowTimesVector *a, VecI levels, const int count,
                         const int group, const int bits) {
     const int size = group * bits / 8, step = 4 * LANES;  // bytes of a group, and of a vector
-    const int share = max_int(size, step), n = count * size;
+    const int share = max_int(size, step), n = count * size;  // bytes of a dots[v], and in all
     VecI dots[LANES];
     if (bits == 8) __builtin_prefetch((const float *)a->w_scale + SCALES_AHEAD);
     else __builtin_prefetch((const uint16_t *)a->w_scale + SCALES_AHEAD);
