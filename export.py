@@ -59,8 +59,8 @@ Sections of this file:
     --check and --plot              OUT.bin compared with SOURCE
     The command line                arguments, exit status
 
-The formats of OUT.bin and OUT.bin.tokenizer are described in qwen3.c, sections "The checkpoint
-file" and "The tokenizer file", beside the code that reads them.
+The formats of OUT.bin and OUT.bin.tokenizer are described in qwen3.c, sections "The model file"
+and "The tokenizer file", beside the code that reads them.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def on_signals(leave: Callable[[int], object]) -> None:
 if __name__ == "__main__":
     on_signals(os._exit)  # until main(): the slow imports below may swallow an exception
     if {"-h", "--help"} & set(sys.argv[1:]):  # here, as it needs none of the packages
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that leaves, such as head
         print(__doc__.partition("\n\nSections of this file")[0])
         sys.exit(0)
 
@@ -114,7 +116,8 @@ except ImportError as error:
     block = Path(__file__).read_text(encoding="utf-8").split("# ///")[1]
     packages = " ".join(re.findall(r'"([a-z_0-9]+)>=', block))
     sys.exit(f"export.py: {error}, expected its packages, found them missing: "
-             f"run it as `uv run export.py ...`, or first `pip install {packages}`")
+             f"run it as `uv run export.py ...`, or, after `python3 -m venv .venv && .venv/bin/pip "
+             f"install {packages}`, as `.venv/bin/python export.py ...`")
 
 # ---- One export from start to end ----------------------------------------------------------------
 

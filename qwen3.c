@@ -326,9 +326,9 @@ static void cache_put_value(const Pass *p, int kv_head, int pos, const float *v)
 static float cache_key(const Pass *p, int kv_head, int pos, int j);
 static float cache_value(const Pass *p, int kv_head, int pos, int j);
 
-// The progress display of a long text. progress_start: `tokens` tokens are about to run.
-// progress_add: n of them have finished one more layer. progress_end removes the display.
-static void progress_start(const Model *m, size_t tokens);
+// The progress display of a long text. progress_start: `tokens` tokens are about to run, from
+// position `first` on. progress_add: n of them have finished one more layer.
+static void progress_start(const Model *m, size_t first, size_t tokens);
 static void progress_add(int n);
 static void progress_end(void);
 
@@ -1536,7 +1536,7 @@ static int prefill(Engine *e, const Ids *prompt) {
     e->reused = cached->n = same;
     // All ids are copied at once, but they count as cached only when their batch has run.
     memcpy(cached->p, prompt->p, prompt->n * sizeof(int));
-    progress_start(&e->model, prompt->n - same);
+    progress_start(&e->model, same, prompt->n - same);
     bool running = true;
     while (running && cached->n < prompt->n) {
         n = min_int(e->model.state.batch, (int)(prompt->n - cached->n));
@@ -2544,19 +2544,28 @@ static void give_notices(App *app) {
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
 }
 
-#define PROMPT_TOO_LONG "prompt: too long, expected at most %d tokens (-c), found %zu"
-
-// Checks a prompt's length, gives the notices and runs it. Returns what prefill returns.
-static int checked_prefill(App *app, const Ids *prompt) {
-    const int seq_len = app->engine.model.state.seq_len;
-    if (prompt->n > (size_t)seq_len) die(PROMPT_TOO_LONG, seq_len, prompt->n);
-    if (prompt->n == 0) die("prompt: empty, expected at least one token");
+// What stderr says before the model runs
+static void announce(App *app, const Ids *ids) {
     give_notices(app);
-    if (app->options.verbose) {
-        fputs("prompt ids:", stderr);
-        for (size_t i = 0; i < prompt->n; i++) fprintf(stderr, " %d", prompt->p[i]);
-        fputc('\n', stderr);
+    if (!app->options.verbose) return;
+    fputs("prompt ids:", stderr);
+    for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
+    fputc('\n', stderr);
+}
+
+static void report_too_long(const App *app, size_t tokens) {
+    report("prompt: too long, expected at most %d tokens (-c, up to %d), found %zu",
+           app->engine.model.state.seq_len, app->engine.model.config.max_seq_len, tokens);
+}
+
+// Checks a prompt's length and runs it. Returns what prefill returns.
+static int checked_prefill(App *app, const Ids *prompt) {
+    if (prompt->n > (size_t)app->engine.model.state.seq_len) {
+        report_too_long(app, prompt->n);
+        exit(EXIT_FAILURE);
     }
+    if (prompt->n == 0) die("prompt: empty, expected at least one token");
+    announce(app, prompt);
     return prefill(&app->engine, prompt);
 }
 
@@ -2565,7 +2574,8 @@ static const char *rate_text(char text[16], double rate) {
     const double k = rate / 1000;
     if (rate >= 9995) snprintf(text, 16, k < 99.95 ? "%.1fk" : "%.0fk", k);
     else if (rate >= 999.5) snprintf(text, 16, "%.0f0", rate / 10);
-    else snprintf(text, 16, rate < 9.995 ? "%.2f" : rate < 99.95 ? "%.1f" : "%.0f", rate);
+    else if (rate >= 9.995) snprintf(text, 16, rate < 99.95 ? "%.1f" : "%.0f", rate);
+    else snprintf(text, 16, rate < 0.9995 ? "%.3f" : "%.2f", rate);
     return text;
 }
 
@@ -2684,7 +2694,7 @@ static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
     Ids ids = {0};
     conversation_add(talk, USER, text);
     if (!fit_conversation(app, &ids) && !interrupted) {
-        report(PROMPT_TOO_LONG, app->engine.model.state.seq_len, ids.n);
+        report_too_long(app, ids.n);
         if (exit_on_error) exit(EXIT_FAILURE);
         conversation_drop(talk, talk->n - 1, 1);
         free(ids.p);
@@ -2753,6 +2763,7 @@ static bool read_message(App *app) {
         if (continued) message->n--, message->p[message->n - 1] = '\n';  // without the backslash
         if (only_enter && waits == NOTHING) message->n--;  // it just sends what is there
         more = continued || waits != NOTHING || (whole && pasted);
+        if (more && waits == NOTHING && !continued) fputs("(Enter sends) ", stderr);
         pasted = waits == LINE;
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
@@ -2769,9 +2780,9 @@ static const char commands[] =
     "/clear           forget the conversation, but not the system prompt\n"
     "/help            show this\n"
     "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
-    "A PATH with spaces stands in double quotes. A line that ends in \\ continues\n"
-    "in the next. A pasted text waits for Enter.\n"
-    "Ctrl-C stops an answer, or clears what is typed.\n";
+    "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
+    "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
+    "typed. For line editing and history, start the program with rlwrap before it.\n";
 
 // Takes the last answer back and draws another; after Ctrl-C before its first token the old one
 // stays.
@@ -2793,16 +2804,20 @@ static void retry(App *app) {
     }
 }
 
-// Sends "PATH TEXT" as TEXT, an empty line and the file's text; PATH ends at a space, or is quoted.
+// Sends "PATH TEXT" as TEXT, an empty line and the file's text. PATH ends at a space, or is quoted,
+// as by a terminal into which a file is dropped; ~/ is the home directory.
 static void send_file(App *app, Bytes words) {
     while (words.n && *words.p == ' ') words = bytes_from(words, 1);
-    const bool quoted = words.n && *words.p == '"';
+    const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
+    const uint8_t end = quoted ? *words.p : ' ';
     if (quoted) words = bytes_from(words, 1);
     Buffer path = {0}, message = {0};
     size_t n = 0;
-    while (n < words.n && words.p[n] != (quoted ? '"' : ' ')) n++;
-    buffer_add(&path, (Bytes){words.p, n});
-    path.p[n] = 0;
+    while (n < words.n && words.p[n] != end) n++;
+    const bool home = !quoted && n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
+    if (home) buffer_add(&path, bytes(getenv("HOME")));
+    buffer_add(&path, (Bytes){words.p + home, n - home});
+    path.p[path.n] = 0;
     if (quoted && n < words.n) n++;
     while (n < words.n && words.p[n] == ' ') n++;
     buffer_add(&message, bytes_from(words, n));
@@ -2951,12 +2966,12 @@ static void run_perplexity(App *app, const Ids *ids) {
     const int context = e->model.state.seq_len, batch = e->model.state.batch;
     if (ids->n < 2) die("text: too short for a perplexity, expected 2 tokens, found %zu", ids->n);
     if (context < 2) die("context: too short for a perplexity, expected -c 2, found %d", context);
-    give_notices(app);
+    announce(app, ids);
     if (ids->n > (size_t)context)
         notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
     const int n = (int)ids->n - 1;
     double sum = 0;
-    progress_start(&e->model, n);
+    progress_start(&e->model, 0, n);
     for (int at = 0, count; at < n; at += count) {
         int pos = at % (context - 1);
         count = min_int(min_int(batch, context - 1 - pos), n - at);
@@ -4589,19 +4604,34 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
 // Progress: what a terminal shows while a text takes longer than two seconds
 
 static struct {
+    const Model *model;
     double start;
-    size_t tokens;         // to run
+    size_t first, tokens;  // the first position, and how many tokens run from there on
     size_t shown;          // the count on the terminal, 0: none
     size_t done, total;    // tokens times layers
     double drawn;          // when, in seconds from the start
 } progress;
 
-static void progress_start(const Model *m, size_t tokens) {
+static void progress_start(const Model *m, size_t first, size_t tokens) {
+    progress.model = m;
     progress.start = now();
+    progress.first = first;
     progress.tokens = tokens;
     progress.done = 0;
     progress.drawn = 0;
     progress.total = tokens * m->config.n_layers;
+}
+
+// The time of a text's first n tokens, in units of what the matrices of one token take. Attention
+// at position `equal` takes as long: the fp32 products of q with K, and of the shares with V, take
+// about 2.5 times the time of int8 ones. A text longer than the context begins anew there.
+static double work_of(const Model *m, double n) {
+    const Config *c = &m->config;
+    const double kv_dim = c->n_kv_heads * c->head_dim, experts = max_int(c->n_experts_used, 1);
+    const double products = c->dim * (2 * (c->q_dim + kv_dim) + 3 * c->hidden_dim * experts);
+    const double equal = products / (2 * c->q_dim * 2.5), len = m->state.seq_len;
+    const double rest = fmod(n, len);
+    return (n - rest) * (1 + len / equal / 2) + rest * (1 + rest / equal / 2);
 }
 
 // Clears the line, before an answer, a notice or an error begins.
@@ -4613,9 +4643,12 @@ static void progress_end(void) {
 static void progress_add(int n) {
     progress.done += n;
     if (progress.total == 0 || quiet || !is_terminal(STDERR_FILENO)) return;
-    size_t count = progress.tokens * progress.done / progress.total;
-    double seconds = now() - progress.start;
-    double left = seconds * (progress.total - progress.done) / progress.done;
+    size_t count = progress.tokens * progress.done / progress.total, first = progress.first;
+    double seconds = now() - progress.start, before = work_of(progress.model, first);
+    double at = first + (double)progress.tokens * progress.done / progress.total;
+    double done = work_of(progress.model, at) - before;
+    double all = work_of(progress.model, first + progress.tokens) - before;
+    double left = seconds * (all - done) / done;
     if (count == progress.shown || (!progress.shown && seconds + left < 2)) return;
     if (seconds < progress.drawn + 0.1) return;
     progress.shown = count;
@@ -4884,11 +4917,13 @@ static void write_stdout(Bytes text) {
     }
 }
 
-// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message; a
-// second one, or one before that, ends the program.
+// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message. One
+// before that ends the program, and so does one that comes a second after another without effect.
 static void on_interrupt(int signal) {
+    static volatile double first;
     (void)signal;
-    if (interrupted || !stoppable) _exit(EXIT_INTERRUPT);
+    if (!stoppable || (interrupted && now() > first + 1)) _exit(EXIT_INTERRUPT);
+    if (!interrupted) first = now();
     interrupted = 1;
 }
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import struct
@@ -34,10 +35,11 @@ import export as export_py  # noqa: E402
 export_py.unicode_sections = functools.cache(export_py.unicode_sections)  # a third of a second each
 
 QWEN3 = Path(os.environ.get("QWEN3", ROOT / "qwen3")).resolve()
+QUOTED_QWEN3 = shlex.quote(str(QWEN3))      # for a shell
 TINY = TESTS / "tiny"
 LINUX = sys.platform == "linux"
 
-RATE = r"(?:\d\.\d\d|\d\d\.\d|\d{3}|\d{3}0|\d\d\.\dk|\d{3,}k)/s"    # three significant digits
+RATE = r"(?:0\.\d{3}|[1-9]\.\d\d|\d\d\.\d|\d{3}|\d{3}0|\d\d\.\dk|\d{3,}k)/s"    # three significant digits
 STATS = re.compile((rf"prompt (\d+) tokens at {RATE} \((\d+) cached\), "
                     rf"answer (\d+) at {RATE}, seed (\d+)\n").encode())
 

@@ -11,6 +11,9 @@
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
+#ifndef _WIN32
+#include <sys/wait.h>
+#endif
 
 static char root[64];  // where the system's files are
 static FILE *open_below_root(const char *path, const char *mode) {
@@ -974,6 +977,36 @@ static void test_cores(void) {
 }
 #endif
 
+static void test_rate_text(void) {
+    static const struct { double rate; const char *text; } cases[] = {
+        {0.12345, "0.123"}, {0.9994, "0.999"}, {0.9996, "1.00"}, {9.994, "9.99"}, {9.996, "10.0"},
+        {99.94, "99.9"}, {99.96, "100"}, {999.4, "999"}, {999.6, "1000"}, {9994, "9990"},
+        {9996, "10.0k"}, {99940, "99.9k"}, {99960, "100k"}};
+    char text[16];
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        CHECK(!strcmp(rate_text(text, cases[i].rate), cases[i].text), "%s", text);
+    }
+}
+
+// A second Ctrl-C ends the program only if the first had no effect for a second.
+static void test_double_interrupt(void) {
+    stoppable = 1;
+    on_interrupt(SIGINT);
+    on_interrupt(SIGINT);
+    CHECK(interrupted, "interrupted");
+#ifndef _WIN32
+    const pid_t child = fork();
+    int status = 0;
+    if (child == 0) {
+        usleep(1100000);
+        on_interrupt(SIGINT);
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child && WEXITSTATUS(status) == EXIT_INTERRUPT, "%d", status);
+#endif
+    interrupted = stoppable = 0;
+}
+
 static int unit_tests(void) {
     // How attention is shared depends on the number of threads, which can only grow.
     for (int threads = 1; threads <= 3; threads += 2) {
@@ -982,6 +1015,8 @@ static int unit_tests(void) {
         test_attention_not_finite();
     }
     start_threads(5);  // more than cores here or there: the order of things varies
+    test_rate_text();
+    test_double_interrupt();
     test_exp();
     test_norm_softmax_silu();
     test_primitives();

@@ -13,7 +13,7 @@ import jinja2.sandbox
 import numpy as np
 import pexpect
 import pytest
-from conftest import (QWEN3, STATS, assert_error, copy_model, environment, export, finish, make_checkpoint,
+from conftest import (QUOTED_QWEN3, QWEN3, STATS, assert_error, copy_model, environment, export, finish, make_checkpoint,
                       make_table_model, qwen3, records, spawn, tokenize)
 from test_export import CHATS
 
@@ -175,7 +175,7 @@ def test_terminal_chat(tiny):
 
 def test_only_answers_on_stdout(tiny, tmp_path):
     """With stdout in a file, sign, notices and statistics are still seen."""
-    command = f"{QWEN3} {tiny} -t 0 > {tmp_path / 'out'}"
+    command = f"{QUOTED_QWEN3} {tiny} -t 0 > {tmp_path / 'out'}"
     child = pexpect.spawn("sh", ["-c", command], timeout=300, env=environment(TERM="xterm"))
     child.expect("> ")
     child.sendline("What is 2 + 3?")
@@ -188,11 +188,12 @@ def test_only_answers_on_stdout(tiny, tmp_path):
 
 def test_several_lines_in_one_message(tiny):
     """A line that ends in a backslash goes on; a pasted block is one message, and waits for Enter."""
-    for block, rest in (("My name\\\n", "is Anna.\n"), ("My name\nis Anna.\n", "\n")):
+    for block, rest, hint in (("My name\\\n", "is Anna.\n", 0), ("My name\nis Anna.\n", "\n", 1)):
         child = spawn(tiny, "-t", 0, "-v")
         child.expect("> ")
         child.send(block)
         assert child.expect(["prompt ids", pexpect.TIMEOUT], timeout=0.5) == 1
+        assert child.before.count(b"(Enter sends) ") == hint
         child.send(rest)
         child.expect(r"prompt ids: ([\d ]+)\r\n")
         ids = [int(i) for i in child.match[1].split()]
@@ -336,7 +337,7 @@ def test_a_message_that_is_too_long_costs_nothing(tiny):
     child.sendline("My name is Anna.")
     child.expect("> ")
     child.sendline("word " * 300)
-    child.expect("qwen3: prompt: too long, expected at most 128 tokens .*, found 9")
+    child.expect(r"qwen3: prompt: too long, expected at most 128 tokens \(-c, up to 1024\), found 9")
     assert b"forgotten" not in child.before
     child.expect("> ")
     child.sendline("What is my name?")
@@ -418,8 +419,9 @@ def test_retry_of_a_greedy_answer(talk):
     assert b"Anna" in say("What is my name?"), first
 
 
-def test_file_command(talk, tiny, tmp_path):
+def test_file_command(talk, tiny, tmp_path, monkeypatch):
     """TEXT, an empty line and the file's text without its last newline; or the file alone."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     plain, spaced = tmp_path / "plain", tmp_path / "with space"
     plain.write_bytes(b"My name\nis Anna.\n")
     spaced.write_bytes(b"is Anna.")
@@ -427,7 +429,8 @@ def test_file_command(talk, tiny, tmp_path):
             (f"/file {plain}", "My name\nis Anna."), (f'/file "{plain}"', "My name\nis Anna."),
             (f"/file  {plain}  what? ", "what? \n\nMy name\nis Anna."),
             (f'/file {plain} "what" is', '"what" is\n\nMy name\nis Anna.'),
-            (f'/file "{spaced}" what', "what\n\nis Anna."), (f'/file "{spaced}""x"', '"x"\n\nis Anna.')]:
+            (f'/file "{spaced}" what', "what\n\nis Anna."), (f'/file "{spaced}""x"', '"x"\n\nis Anna.'),
+            (f"/file '{spaced}' what", "what\n\nis Anna."), ("/file ~/plain", "My name\nis Anna.")]:
         child, say = talk("-t", 0, "-v")
         assert prompt_ids(say(line)) == prompts(qwen3(tiny, "-i", message, "-t", 0, "-v")), line
 

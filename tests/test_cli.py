@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pexpect
 import pytest
-from conftest import (QWEN3, ROOT, STATS, assert_error, environment, export, finish, make_checkpoint,
+from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, environment, export, finish, make_checkpoint,
                       make_table_model, output, qwen3, spawn, tokenize)
 from reference import Model
 
@@ -157,7 +157,7 @@ def test_stdin_is_left_alone(small, tmp_path, mode):
     (tmp_path / "list").write_bytes(b"one two\nthree four\nfive six\n")
     (tmp_path / "text").write_bytes(b"some text")
     for prompt in ('-i "$x"', f'-f {tmp_path / "text"}', f'-i "$x" -f {tmp_path / "text"}'):
-        script = f"while read x; do {QWEN3} {small} -m {mode} -n 2 -q {prompt} >&2; echo run; done"
+        script = f"while read x; do {QUOTED_QWEN3} {small} -m {mode} -n 2 -q {prompt} >&2; echo run; done"
         result = subprocess.run(["sh", "-c", script], stdin=open(tmp_path / "list", "rb"),
                                 capture_output=True, env=environment(), timeout=300)
         assert result.stdout == b"run\n" * 3, result.stderr
@@ -180,9 +180,10 @@ def test_special_tokens_in_raw_prompts(small, tokenizer):
     text = "<|im_start|>user\nhi<|im_end|>"
     assert tokenize(small, text.encode()) == tokenizer.encode(text).ids
     assert tokenize(small, text.encode())[0] == tokenizer.token_to_id("<|im_start|>")
-    result = qwen3(small, "-m", "generate", "-i", text, "-n", 1, "-v")
     ids = " ".join(map(str, tokenizer.encode(text).ids))
-    assert result.stderr.startswith(f"prompt ids: {ids}\n".encode())
+    for mode in "generate", "perplexity":
+        result = qwen3(small, "-m", mode, "-i", text, "-n", 1, "-v")
+        assert result.stderr.startswith(f"prompt ids: {ids}\n".encode())
 
 
 def test_special_tokens_in_chat_are_text(small, tokenizer):
@@ -272,7 +273,7 @@ def test_control_characters_of_thinking_on_stderr(chain, tokenizer, tmp_path):
     """stdout is a file, and stderr a terminal."""
     letters = byte_letters()
     model = chain("\u010a", "<think>", *(tokenizer.token_to_id(letters[b]) for b in b"\x1b\xc2\x9b]"), "<|im_end|>")
-    child = pexpect.spawn("sh", ["-c", f"{QWEN3} {model} -t 0 -i x > {tmp_path}/out"], timeout=60,
+    child = pexpect.spawn("sh", ["-c", f"{QUOTED_QWEN3} {model} -t 0 -i x > {tmp_path}/out"], timeout=60,
                           env=environment(TERM="xterm"))
     finish(child)
     assert "<think>\ufffd\ufffd]" in child.before.decode()

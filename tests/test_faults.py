@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import (LINUX, QWEN3, ROOT, assert_error, copy_model, environment, make_checkpoint, output,
+from conftest import (LINUX, QUOTED_QWEN3, QWEN3, ROOT, assert_error, copy_model, environment, make_checkpoint, output,
                       qwen3)
 
 SANITIZED = QWEN3.exists() and b"__asan_init" in QWEN3.read_bytes()
@@ -156,12 +156,12 @@ def test_prompt_from_a_fifo(small, tmp_path):
 @needs_address_space
 @pytest.mark.parametrize("mode", ["tokenize", "chat", "generate"])
 def test_endless_prompt(small, mode):
-    assert_error(shell(f"ulimit -v 400000; exec {QWEN3} {small} -m {mode} -f /dev/zero -j 1"), 1)
+    assert_error(shell(f"ulimit -v 400000; exec {QUOTED_QWEN3} {small} -m {mode} -f /dev/zero -j 1"), 1)
 
 
 @needs_address_space
 def test_a_line_without_end(small):
-    script = f"ulimit -v 400000; exec {QWEN3} {small} -m chat -j 1 < /dev/zero"
+    script = f"ulimit -v 400000; exec {QUOTED_QWEN3} {small} -m chat -j 1 < /dev/zero"
     assert_error(shell(script), 1, "memory", "text")
 
 
@@ -209,7 +209,7 @@ def test_closed_from_the_start(small, tmp_path, mode, closed):
     (tmp_path / "text").write_bytes(b"hello there")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     close = " ".join({"0": "<&-", "1": ">&-", "2": "2>&-"}[fd] for fd in closed)
-    run = f"{QWEN3} {tmp_path}/model.bin -m {mode} -n 3 -t 0 -f"
+    run = f"{QUOTED_QWEN3} {tmp_path}/model.bin -m {mode} -n 3 -t 0 -f"
     result = shell(f"exec {run} {tmp_path}/text {close}")
     assert result.returncode == ("1" in closed), result
     if "1" in closed and "2" not in closed:
@@ -240,7 +240,7 @@ def test_little_memory(small):
     """At every limit it works, or says in one line what there is no memory for."""
     outcomes = set()
     for kilobytes in [*range(4_000, 30_000, 1_000), *range(30_000, 300_000, 30_000)]:
-        result = shell(f"ulimit -v {kilobytes}; exec {QWEN3} {small} -i hello -n 3 -j 2 -q")
+        result = shell(f"ulimit -v {kilobytes}; exec {QUOTED_QWEN3} {small} -i hello -n 3 -j 2 -q")
         if result.returncode not in (0, 1):             # before main()
             assert kilobytes < 12_000 and b"qwen3:" not in result.stderr
         elif result.returncode == 1:
@@ -251,7 +251,7 @@ def test_little_memory(small):
 
 @needs_address_space
 def test_too_many_threads_for_the_memory(small):
-    result = shell(f"ulimit -v 200000; exec {QWEN3} {small} -i hello -n 3 -j 1024 -q")
+    result = shell(f"ulimit -v 200000; exec {QUOTED_QWEN3} {small} -i hello -n 3 -j 1024 -q")
     assert_error(result, 1, "-j")
 
 

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 
+import pexpect
 import pytest
 from conftest import QWEN3, environment, export, make_checkpoint
 
@@ -84,6 +85,26 @@ def test_prompt_of_large_batches(slow):
     assert status == 0
     check(text, TOKENS)
     assert any(int(done) % 512 and int(done) < TOKENS // 512 * 512 for done, _, _ in SHOWN.findall(text))
+
+
+@pytest.mark.slow
+def test_time_left(tokenizer, tmp_path):
+    """It knows that attention makes later tokens slower: of this model, nearly all of the time."""
+    model = export(make_checkpoint(tmp_path / "hf", tokenizer, n_layers=6, n_heads=8, max_len=12000),
+                   tmp_path / "model.bin")
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes(b"7" * 11000)
+    child = pexpect.spawn(str(QWEN3), [str(model), "-f", str(prompt), "-c", "0", "-j", "1", "-b", "1",
+                                       "-n", "1", "-m", "generate"], env=environment(), timeout=300)
+    start = time.monotonic()
+    expected = []
+    while child.expect([r"(\d+) of 11000 tokens, (\d+) s left", "answer 1 at"]) == 0:
+        if 3000 < int(child.match[1]) < 8000:
+            expected.append(time.monotonic() - start + int(child.match[2]))
+    took = time.monotonic() - start
+    if took < 5:
+        pytest.skip("this machine is too fast")
+    assert expected and 0.6 < sorted(expected)[len(expected) // 2] / took < 1.7, (expected, took)
 
 
 @pytest.mark.slow
