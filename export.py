@@ -115,9 +115,10 @@ try:
 except ImportError as error:
     block = Path(__file__).read_text(encoding="utf-8").split("# ///")[1]
     packages = " ".join(re.findall(r'"([a-z_0-9]+)>=', block))
+    venv = ".venv\\Scripts\\" if os.name == "nt" else ".venv/bin/"
     sys.exit(f"export.py: {error}, expected its packages, found them missing: "
-             f"run it as `uv run export.py ...`, or, after `python3 -m venv .venv && .venv/bin/pip "
-             f"install {packages}`, as `.venv/bin/python export.py ...`")
+             f"run it as `uv run export.py ...`, or, after `python3 -m venv .venv && {venv}pip "
+             f"install {packages}`, as `{venv}python export.py ...`")
 
 # ---- One export from start to end ----------------------------------------------------------------
 

@@ -2569,7 +2569,7 @@ static int checked_prefill(App *app, const Ids *prompt) {
     return prefill(&app->engine, prompt);
 }
 
-// A rate with three significant digits
+// A rate with three significant digits (from 0.1 on)
 static const char *rate_text(char text[16], double rate) {
     const double k = rate / 1000;
     if (rate >= 9995) snprintf(text, 16, k < 99.95 ? "%.1fk" : "%.0fk", k);
@@ -2763,7 +2763,7 @@ static bool read_message(App *app) {
         if (continued) message->n--, message->p[message->n - 1] = '\n';  // without the backslash
         if (only_enter && waits == NOTHING) message->n--;  // it just sends what is there
         more = continued || waits != NOTHING || (whole && pasted);
-        if (more && waits == NOTHING && !continued) fputs("(Enter sends) ", stderr);
+        if (more && waits == NOTHING && !continued && !cut) fputs("(Enter sends) ", stderr);
         pasted = waits == LINE;
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
@@ -2805,7 +2805,7 @@ static void retry(App *app) {
 }
 
 // Sends "PATH TEXT" as TEXT, an empty line and the file's text. PATH ends at a space, or is quoted,
-// as by a terminal into which a file is dropped; ~/ is the home directory.
+// as by many terminals into which a file is dropped; ~/ is $HOME.
 static void send_file(App *app, Bytes words) {
     while (words.n && *words.p == ' ') words = bytes_from(words, 1);
     const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
@@ -4642,12 +4642,13 @@ static void progress_start(const Model *m, size_t first, size_t tokens) {
 
 // The time of a text's first n tokens, in units of what the matrices of one token take. Attention
 // at position `equal` takes as long: the fp32 products of q with K, and of the shares with V, take
-// about 2.5 times the time of int8 ones. A text longer than the context begins anew there.
+// about 3 times the time of int8 ones. A text longer than the context begins anew there. (The
+// classifier, which perplexity runs for each token, is left out.)
 static double work_of(const Model *m, double n) {
     const Config *c = &m->config;
     const double kv_dim = c->n_kv_heads * c->head_dim, experts = max_int(c->n_experts_used, 1);
     const double products = c->dim * (2 * (c->q_dim + kv_dim) + 3 * c->hidden_dim * experts);
-    const double equal = products / (2 * c->q_dim * 2.5), len = m->state.seq_len;
+    const double equal = products / (2 * c->q_dim * 3.0), len = m->state.seq_len;
     const double rest = fmod(n, len);
     return (n - rest) * (1 + len / equal / 2) + rest * (1 + rest / equal / 2);
 }

@@ -1,5 +1,6 @@
 // Intel's matrix unit AMX in C, for CPUs that lack it: `-include tests/amx.h` puts these functions
-// in the place of the intrinsics that qwen3.c uses. They end the program where AMX would fault.
+// in the place of the intrinsics that qwen3.c uses. They end the program where AMX would fault
+// because of a shape.
 // As in Intel's Software Developer's Manual, volume 2, TDPBSSD, TILELOADD and LDTILECFG.
 
 #define _GNU_SOURCE  // as qwen3.c, before the first header

@@ -998,7 +998,7 @@ static void test_double_interrupt(void) {
     const pid_t child = fork();
     int status = 0;
     if (child == 0) {
-        usleep(1100000);
+        nanosleep(&(struct timespec){1, 100000000}, NULL);
         on_interrupt(SIGINT);
         _exit(0);
     }
@@ -1008,6 +1008,7 @@ static void test_double_interrupt(void) {
 }
 
 static int unit_tests(void) {
+    test_double_interrupt();  // forks, so before there are threads
     // How attention is shared depends on the number of threads, which can only grow.
     for (int threads = 1; threads <= 3; threads += 2) {
         start_threads(threads);
@@ -1016,7 +1017,6 @@ static int unit_tests(void) {
     }
     start_threads(5);  // more than cores here or there: the order of things varies
     test_rate_text();
-    test_double_interrupt();
     test_exp();
     test_norm_softmax_silu();
     test_primitives();

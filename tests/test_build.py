@@ -66,7 +66,7 @@ def test_functions_under_the_thread_sanitizer(tmp_path):
 
 
 # AMX is asked for when the program starts: without it, the same build uses AVX-512 alone. The last
-# has AMX on every CPU with AVX-512.
+# has AMX on every CPU that icelake-server's flags run on.
 AMX = "-march=icelake-server -mamx-tile -mamx-int8"
 SETS = {"-march=x86-64-v3": "AVX2", "-march=x86-64-v3 -mavxvnni": "AVX-VNNI", AMX: "AVX-512 VNNI",
         AMX + " -include tests/amx.h": "AVX-512 VNNI and AMX"}

@@ -94,17 +94,22 @@ def test_time_left(tokenizer, tmp_path):
                    tmp_path / "model.bin")
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes(b"7" * 11000)
-    child = pexpect.spawn(str(QWEN3), [str(model), "-f", str(prompt), "-c", "0", "-j", "1", "-b", "1",
-                                       "-n", "1", "-m", "generate"], env=environment(), timeout=300)
-    start = time.monotonic()
-    expected = []
-    while child.expect([r"(\d+) of 11000 tokens, (\d+) s left", "answer 1 at"]) == 0:
-        if 3000 < int(child.match[1]) < 8000:
-            expected.append(time.monotonic() - start + int(child.match[2]))
-    took = time.monotonic() - start
-    if took < 5:
-        pytest.skip("this machine is too fast")
-    assert expected and 0.6 < sorted(expected)[len(expected) // 2] / took < 1.7, (expected, took)
+    ratios = []
+    for _ in range(3):                                    # other programs may come and go
+        child = pexpect.spawn(str(QWEN3), [str(model), "-f", str(prompt), "-c", "0", "-j", "1", "-b", "1",
+                                           "-n", "1", "-m", "generate"], env=environment(), timeout=300)
+        start = time.monotonic()
+        expected = []
+        while child.expect([r"(\d+) of 11000 tokens, (\d+) s left", "answer 1 at"]) == 0:
+            if 3000 < int(child.match[1]) < 6000:
+                expected.append(time.monotonic() - start + int(child.match[2]))
+        took = time.monotonic() - start
+        if took < 5:
+            pytest.skip("this machine is too fast")
+        ratios.append(sorted(expected)[len(expected) // 2] / took)
+        if 0.7 < ratios[-1] < 1.5:
+            return
+    pytest.fail(f"expected / taken: {ratios}")
 
 
 @pytest.mark.slow
