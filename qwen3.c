@@ -327,7 +327,7 @@ static float cache_key(const Pass *p, int kv_head, int pos, int j);
 static float cache_value(const Pass *p, int kv_head, int pos, int j);
 
 // The progress display of a long text. progress_start: `tokens` tokens are about to run, from
-// position `first` on. progress_add: n of them have finished one more layer.
+// position `first` on. progress_add: n have finished one more layer. progress_end clears it.
 static void progress_start(const Model *m, size_t first, size_t tokens);
 static void progress_add(int n);
 static void progress_end(void);
@@ -2814,9 +2814,10 @@ static void send_file(App *app, Bytes words) {
     Buffer path = {0}, message = {0};
     size_t n = 0;
     while (n < words.n && words.p[n] != end) n++;
-    const bool home = !quoted && n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
-    if (home) buffer_add(&path, bytes(getenv("HOME")));
-    buffer_add(&path, (Bytes){words.p + home, n - home});
+    const bool tilde = !quoted && n > 1 && words.p[0] == '~' && words.p[1] == '/';
+    const char *home = tilde ? getenv("HOME") : NULL;
+    if (home) buffer_add(&path, bytes(home));
+    buffer_add(&path, bytes_from((Bytes){words.p, n}, home ? 1 : 0));  // home replaces ~
     path.p[path.n] = 0;
     if (quoted && n < words.n) n++;
     while (n < words.n && words.p[n] == ' ') n++;
@@ -3829,12 +3830,9 @@ INLINE int bytes_ahead(const int bits, const int streams) {
 // avoids that. (The argument has to be a constant.) And with 8 bits, Zen 5 is 1.08 times as fast if
 // fewer loads wait for memory at the same time: with AVX-512, nops fill its window instead.
 INLINE void prefetch_weights(const uint8_t *w, const int bits, const bool read_once) {
-    if (!read_once) {
-        __builtin_prefetch(w);
-    } else {
-        __builtin_prefetch(w, 0, 0);
-        if (bits == 8 && LANES == 16) __asm__ volatile(".rept 16\n nop\n .endr");
-    }
+    if (read_once) __builtin_prefetch(w, 0, 0);
+    else __builtin_prefetch(w);
+    if (read_once && bits == 8 && LANES == 16) __asm__ volatile(".rept 16\n nop\n .endr");
 }
 
 #ifdef __x86_64__
@@ -4662,12 +4660,13 @@ static void progress_end(void) {
 static void progress_add(int n) {
     progress.done += n;
     if (progress.total == 0 || quiet || !is_terminal(STDERR_FILENO)) return;
-    size_t count = progress.tokens * progress.done / progress.total, first = progress.first;
-    double seconds = now() - progress.start, before = work_of(progress.model, first);
-    double at = first + (double)progress.tokens * progress.done / progress.total;
-    double done = work_of(progress.model, at) - before;
-    double all = work_of(progress.model, first + progress.tokens) - before;
-    double left = seconds * (all - done) / done;
+    const Model *m = progress.model;
+    const double ran = (double)progress.tokens * progress.done / progress.total;
+    const double before = work_of(m, progress.first), here = work_of(m, progress.first + ran);
+    const double end = work_of(m, progress.first + progress.tokens);
+    const double seconds = now() - progress.start;
+    const double left = seconds * (end - here) / (here - before);
+    const size_t count = ran;
     if (count == progress.shown || (!progress.shown && seconds + left < 2)) return;
     if (seconds < progress.drawn + 0.1) return;
     progress.shown = count;
@@ -4936,8 +4935,8 @@ static void write_stdout(Bytes text) {
     }
 }
 
-// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message. One
-// before that ends the program, and so does one that comes a second after another without effect.
+// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
+// Before that, or if the one before had no effect for a second, it ends the program.
 static void on_interrupt(int signal) {
     static volatile double first;
     (void)signal;

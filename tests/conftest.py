@@ -39,7 +39,7 @@ QUOTED_QWEN3 = shlex.quote(str(QWEN3))      # for a shell
 TINY = TESTS / "tiny"
 LINUX = sys.platform == "linux"
 
-RATE = r"(?:0\.\d{3}|[1-9]\.\d\d|\d\d\.\d|\d{3}|\d{3}0|\d\d\.\dk|\d{3,}k)/s"    # three significant digits
+RATE = r"(?:0\.\d{3}|[1-9]\.\d\d|\d\d\.\d|\d{3}|\d{3}0|\d\d\.\dk|\d{3,}k)/s"  # three significant digits
 STATS = re.compile((rf"prompt (\d+) tokens at {RATE} \((\d+) cached\), "
                     rf"answer (\d+) at {RATE}, seed (\d+)\n").encode())
 

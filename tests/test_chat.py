@@ -13,8 +13,8 @@ import jinja2.sandbox
 import numpy as np
 import pexpect
 import pytest
-from conftest import (QUOTED_QWEN3, QWEN3, STATS, assert_error, copy_model, environment, export, finish, make_checkpoint,
-                      make_table_model, qwen3, records, spawn, tokenize)
+from conftest import (QUOTED_QWEN3, QWEN3, STATS, assert_error, copy_model, environment, export, finish,
+                      make_checkpoint, make_table_model, qwen3, records, spawn, tokenize)
 from test_export import CHATS
 
 END = "<|im_end|>"

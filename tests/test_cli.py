@@ -8,8 +8,8 @@ import subprocess
 import numpy as np
 import pexpect
 import pytest
-from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, environment, export, finish, make_checkpoint,
-                      make_table_model, output, qwen3, spawn, tokenize)
+from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, environment, export, finish,
+                      make_checkpoint, make_table_model, output, qwen3, spawn, tokenize)
 from reference import Model
 
 FULL = "/dev/full"

@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import (LINUX, QUOTED_QWEN3, QWEN3, ROOT, assert_error, copy_model, environment, make_checkpoint, output,
-                      qwen3)
+from conftest import (LINUX, QUOTED_QWEN3, QWEN3, ROOT, assert_error, copy_model, environment,
+                      make_checkpoint, output, qwen3)
 
 SANITIZED = QWEN3.exists() and b"__asan_init" in QWEN3.read_bytes()
 needs_address_space = pytest.mark.skipif(SANITIZED or not LINUX, reason="needs a limited address space")
