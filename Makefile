@@ -7,7 +7,7 @@
 # make bench      measures this build on this machine, with a synthetic model: MODEL=0.6b BITS=8
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
-# make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of eight targets
+# make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of nine targets
 # make THREADS=0  builds without threads
 CC ?= cc
 CFLAGS ?= -O3
@@ -34,6 +34,7 @@ SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-om
            -DNO_UNROLL -Wno-pass-failed  # clang: minutes over unrolled loops; none are vectorised
 
 qwen3: qwen3.c Makefile tests/.flags
+	@echo 'Compiling qwen3.c takes about 10 seconds.'
 	$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)
 
 # Changes when the compiler or its flags do, so that what they built is built again
@@ -92,18 +93,21 @@ tests/tiny/tiny.bin:
 PYTEST = tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1
 PARALLEL = -n auto --maxprocesses=4 --dist loadgroup
 
-test: qwen3 tests/render tests/journey
-	tests/test
+# What the tests need is made side by side.
+MAKEFLAGS += -j2
+tests/.venv: FORCE
 	python3 tests/setup_venv.py
+
+test: qwen3 tests/render tests/journey tests/.venv
+	tests/test
 	$(PYTEST) $(PARALLEL) -m "not slow" tests
 
-test-all: qwen3 tests/render tests/journey tests/bench tests/fuzz
-	python3 tests/setup_venv.py
-	$(PYTEST) $(PARALLEL) -m slow tests
+test-all: qwen3 tests/render tests/journey tests/bench tests/fuzz tests/.venv
+	$(PYTEST) -m alone tests/test_build.py
+	$(PYTEST) $(PARALLEL) -m "slow and not alone" tests
 
 FUZZ_SECONDS ?= 600
-fuzz: tests/fuzz
-	python3 tests/setup_venv.py
+fuzz: tests/fuzz tests/.venv
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) -s tests/test_fuzz.py
 
 clean:

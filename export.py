@@ -14,14 +14,16 @@
 
     python export.py SOURCE [OUT.bin] [options]      (`uv run export.py ...` needs no set-up)
 
-SOURCE is a checkpoint directory, a name on the Hugging Face hub such as Qwen/Qwen3-0.6B, or a GGUF
-file (of a file in several parts, the first). The program writes
+SOURCE is a checkpoint directory, a GGUF file (of a file in several parts, the first), a directory
+with one GGUF file, or a name on the Hugging Face hub: ORG/NAME such as Qwen/Qwen3-0.6B is a
+checkpoint or, where there are only GGUF files, the one in Q8_0; ORG/NAME:Q4_0 is the one of that
+kind, ORG/NAME/FILE.gguf that one. The address of a model's page will do, too. The program writes
 
     OUT.bin              a header and the weights: norms in fp32, matrices quantized to 8 or 4 bits
     OUT.bin.tokenizer    the vocabulary, Unicode tables, the chat format and sampling defaults
 
-Without OUT.bin the name is the last part of SOURCE + ".bin", with four bits "-q4.bin", in the
-current directory. OUT.bin may also come first, as the older export.py had it.
+Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", with four bits
+"-q4.bin", in the current directory. OUT.bin may also come first, as the older export.py had it.
 
     --bits 8|4           bits of a weight in the layers' matrices; the embedding and the classifier
                          have 8. Four make half the file and nearly twice the speed, and cost
@@ -35,32 +37,16 @@ current directory. OUT.bin may also come first, as the older export.py had it.
                          than the model was trained on; short texts get slightly worse
     --check              writes nothing; compares an existing OUT.bin and its tokenizer file with
                          SOURCE. Prints each tensor's quantization error to stdout. The exit status
-                         is 1 if a value is off by more than rounding explains (four bits: if it is
-                         not the one that an export gives), or if anything else differs
+                         is 1 if a value is not the one that an export gives, or anything else
     --plot FILE.png      --check, and a plot of the errors (needs matplotlib)
 
 Memory use does not depend on the model's size. The two files appear under their names only when
 both are complete. A checkpoint that needs what qwen3.c does not have is refused with the reason.
 Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
 
-Sections of this file:
-
-    One export from start to end    main path: read SOURCE, then write OUT.bin and its tokenizer
-    Errors and limits               refusals, notes, malformed and unbounded files
-    A checkpoint directory          Hugging Face's files -> Source
-    config.json                     -> Config -> the header of OUT.bin
-    Tensors                         *.safetensors -> a list of Tensor in the order of OUT.bin
-    Weights                         each Tensor -> Q8_0 or four bits -> OUT.bin
-    Vocabulary                      tokenizer.json -> tokens, merge scores, added tokens
-    Unicode                         the tokenizers package -> character classes, NFC tables
-    Chat                            the Jinja chat template -> twelve strings
-    The tokenizer file              the three above, generation_config.json -> OUT.bin.tokenizer
-    GGUF                            a GGUF file -> Source
-    --check and --plot              OUT.bin compared with SOURCE
-    The command line                arguments, exit status
-
-The formats of OUT.bin and OUT.bin.tokenizer are described in qwen3.c, sections "The model file"
-and "The tokenizer file", beside the code that reads them.
+The file begins with the main path, one export from start to end; the line "# ----" above each
+section says what it turns into what. The formats of both files are described in qwen3.c, sections
+"The model file" and "The tokenizer file", beside the code that reads them.
 """
 
 from __future__ import annotations
@@ -77,63 +63,70 @@ def on_signals(leave: Callable[[int], object]) -> None:
 
 
 if __name__ == "__main__":
-    on_signals(os._exit)  # until main(): the slow imports below may swallow an exception
+    on_signals(os._exit)  # for now: the slow imports and argparse may swallow an exception
     if {"-h", "--help"} & set(sys.argv[1:]):  # here, as it needs none of the packages
         if hasattr(signal, "SIGPIPE"):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that leaves, such as head
-        print(__doc__.partition("\n\nSections of this file")[0])
+        print(__doc__.partition("\n\nThe file begins")[0])
         sys.exit(0)
 
 import argparse
+import importlib.metadata
 import importlib.util
 import inspect
 import json
 import math
-import mmap
 import re
 import shlex
 import shutil
 import string
 import struct
 import subprocess
+import tempfile
 import time
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, Callable, Iterator, NamedTuple, NoReturn
+from typing import Any, BinaryIO, Callable, Iterator, NamedTuple, NoReturn
 
+# The packages of the block at the top: [(name, oldest version)]
+PACKAGES = re.findall(r'"([a-z_0-9]+)>=([0-9.]+)"',
+                      Path(__file__).read_text(encoding="utf-8").split("# ///")[1])
 try:
     import gguf
-    import jinja2  # noqa: F401 (template_process needs it)
+    import jinja2  # jinja2 before 3.1.6 lets a template out of its sandbox
+    import markupsafe  # jinja2's only package
     import numpy as np
     import tokenizers
     from tqdm import tqdm
+    for package, oldest in PACKAGES:
+        version = importlib.metadata.version(package)
+        if [int(n) for n in re.findall(r"\d+", version)[:3]] < [int(n) for n in oldest.split(".")]:
+            raise ImportError(f"{package} {version} is older than {oldest}")
 except ImportError as error:
-    block = Path(__file__).read_text(encoding="utf-8").split("# ///")[1]
-    packages = " ".join(re.findall(r'"([a-z_0-9]+)>=', block))
     venv = ".venv\\Scripts\\" if os.name == "nt" else ".venv/bin/"
-    sys.exit(f"export.py: {error}, expected its packages, found them missing: "
-             f"run it as `uv run export.py ...`, or, after `python3 -m venv .venv && {venv}pip "
-             f"install {packages}`, as `{venv}python export.py ...`")
+    packages = " ".join(f"'{package}>={oldest}'" for package, oldest in PACKAGES)
+    sys.exit(f"export.py: {error}: run it as `uv run export.py ...`, which fetches what it needs, "
+             f"or, after `python3 -m venv .venv && {venv}pip install {packages}`, as "
+             f"`{venv}python export.py ...`")
 
 # ---- One export from start to end ----------------------------------------------------------------
 
 class Source(NamedTuple):
     """A checkpoint as a Hugging Face directory has it. A GGUF file is brought into this form."""
     path: Path  # the directory or the GGUF file
+    name: str  # OUT.bin is named after it
     config: dict  # config.json
     tokenizer: dict  # tokenizer.json
     tokenizer_config: dict  # tokenizer_config.json
     generation: dict  # generation_config.json
     chat_template: str | None  # Jinja
-    head_ids: list[int]  # token ids that the tokenizer puts before every text
-    tail_ids: list[int]  # token ids that it puts after every text
-    tensors: dict[str, Tensor]  # by Hugging Face's name, with or without "model."
     embedding: bool  # an embedding model: it makes one vector of a text
+    open_tensors: Callable[..., dict[str, Tensor]]  # by Hugging Face's name. If they are to be
+    # downloaded: its arguments are the Rooms that must be left on the disks
     group_size: int | None = None  # 32 if weights are in GGUF's Q8_0, which OUT.bin can copy
     levels: tuple[int, ...] = ()  # of a GGUF's layers in Q4_0 or IQ4_NL, which OUT.bin can copy
 
@@ -142,76 +135,91 @@ class Source(NamedTuple):
         return self.path / name if self.path.is_dir() else self.path
 
 
+Room = tuple[Path, int]  # a folder, and the bytes that will come to it
+
+
 def export(name: str, out: Path | None, bits: int | None, group_size: int | None,
            yarn_factor: float | None) -> None:
     """Writes OUT.bin and OUT.bin.tokenizer of the source with this name."""
     began = time.monotonic()
-    config, outputs, tokenizer = prepare(name, bits, group_size, yarn_factor)
+    if out:
+        check_target(out)
+    source = find_source(name, out.parent if out else Path())
+    config, tokenizer = read_settings(source, bits, group_size, yarn_factor)
     bits = 4 if config.levels else 8
-    out = out or default_out(name, bits)
-    size = outputs[-1].end
-    tokenizer_out = tokenizer_path(out)
+    out = out or default_out(source.name, bits)
+    check_target(out)
+    room = out.parent, layout(config)[-1].end + len(tokenizer)
+    check_space([room])
+    outputs = match_tensors(source, config, room)
+    note_second_quantization(outputs, config)
+    tokenizer_out = Path(f"{out}.tokenizer")
     with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
-        free = shutil.disk_usage(out.parent).free
-        if free < size + len(tokenizer):
-            refuse(out, "too little disk space", f"{size + len(tokenizer)} bytes", f"{free} free")
         write_at(tokenizer_part, tokenizer, 0)
         write_model(model_part, config, outputs)
-    seconds = time.monotonic() - began
-    print(f"export.py: wrote {out} ({size / 1e6:.1f} MB, {bits} bits in groups of "
-          f"{config.group_size}) and {tokenizer_out.name} in {seconds:.1f} s, "
-          f"run ./qwen3 {shlex.quote(str(out))} -i \"Why is the sky blue?\"", file=sys.stderr)
+    say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {bits} bits in groups of "
+        f"{config.group_size}) and {tokenizer_out.name} in {time.monotonic() - began:.1f} s, "
+        f"run ./qwen3 {shlex.quote(str(out))} -i \"Why is the sky blue?\"")
 
 
-def prepare(name: str, bits: int | None, group_size: int | None,
-            yarn_factor: float | None) -> tuple[Config, list[Output], bytes]:
-    """Reads all of a source except the weights' values. Returns (config, tensors in the order of
-    OUT.bin, contents of OUT.bin.tokenizer). Refuses what is not supported."""
-    source = find_source(name)
-    with parsing(source.path):
+def read_settings(source: Source, bits: int | None, group_size: int | None,
+                  yarn_factor: float | None) -> tuple[Config, bytes]:
+    """All of a source but the weights: (config, contents of OUT.bin.tokenizer). Refuses what is not
+    supported."""
+    where = source.file("config.json")
+    with parsing(where):
         config = read_config(source, bits, group_size, yarn_factor)
-        outputs = match_tensors(source.path, source.tensors, config)
-        tokenizer = tokenizer_file(source, config.vocab_size)
-    note_second_quantization(outputs, config)
-    return config, outputs, tokenizer
+        if (matrices := config.n_layers * max(1, config.n_experts)) > MOST_TENSORS:
+            refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
+    with parsing(source.file("tokenizer.json")):
+        return config, tokenizer_file(source, config.vocab_size)
 
 
-def find_source(name: str) -> Source:
-    """Reads a local directory or GGUF file, or downloads from the hub."""
+def find_source(name: str, folder: Path | None) -> Source:
+    """Reads a local directory or GGUF file, or downloads from the hub. OUT.bin will come to the
+    folder, if it is to be written."""
     path = Path(name)
     if path.is_file():
         return read_gguf(path)
-    if not path.is_dir():
-        hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)", name)
-        if path.exists() or not hub_name:
-            refuse(name, "not a checkpoint" if path.exists() else "missing",
-                   "a directory, a GGUF file or a hub name, ORG/NAME",
-                   "something else" if path.exists() else "nothing of that name")
-        path = download(name)
-    with parsing(path):
+    if path.is_dir():
         return read_folder(path)
+    if path.exists() or not (hub := HUB_NAME.fullmatch(name)):
+        refuse(name, "not a checkpoint" if path.exists() else "missing",
+               "a directory, a GGUF file or a hub name, ORG/NAME",
+               "something else" if path.exists() else "nothing of that name")
+    return read_hub(hub[1], hub[2] or hub[3], folder)
 
 
 def note_second_quantization(outputs: list[Output], c: Config) -> None:
     """Notes the loss if the source's weights are quantized and not copied as they are."""
-    for bits, cost in [
-            (8, "which changes a value by up to 1/254 of the largest in its group"),
-            (4, "to 4 bits, which adds an error of 6 to 9 % of the weights' rms (8 bits: 0.5 %)")]:
-        dtypes = {tensor.dtype for output in outputs if output.bits == bits
-                  for tensor in output.tensors if not tensor.is_copied(bits, c)} - FLOAT_TYPES
-        if dtypes:
-            part = "" if not c.levels else "the layers, " if bits == 4 else "the embedding, "
-            notes.append(f"{part}{', '.join(sorted(dtypes))}: quantized again, in groups of "
-                         f"{c.group_size}, {cost}; what the first quantization lost stays lost")
+    again = {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
+             if not tensor.is_copied(output.bits, c)} - FLOAT_TYPES
+    if again:
+        notes.append(f"{', '.join(sorted(again))}: quantized again, in groups of {c.group_size}, "
+                     "which adds an error of 0.5 % of the weights' rms where they get 8 bits, of 6 "
+                     "to 9 % where they get 4; what the first quantization lost stays lost")
 
 
 def default_out(name: str, bits: int) -> Path:
-    stem = Path(os.path.abspath(name)).name.removesuffix(".gguf")
-    return Path(stem + (".bin" if bits == 8 else "-q4.bin"))
+    return Path(name + (".bin" if bits == 8 else "-q4.bin"))
 
 
-def tokenizer_path(out: Path) -> Path:
-    return out.with_name(out.name + ".tokenizer")
+def check_target(out: Path) -> None:
+    """Refuses what can't be written, before the work that it would be for."""
+    if not out.parent.exists():
+        refuse(out.parent, "missing", "the directory to write to", "nothing there")
+    for target in out, Path(f"{out}.tokenizer"):
+        if target.is_dir():
+            refuse(target, "can't be written", "a file or nothing of this name", "a directory")
+
+
+def check_space(rooms: list[Room]) -> None:
+    """Refuses if a disk has too little space for all that comes to it."""
+    for folder, _ in rooms:
+        device = os.stat(folder).st_dev
+        need = sum(size for other, size in rooms if os.stat(other).st_dev == device)
+        if (free := shutil.disk_usage(folder).free) < need:
+            refuse(folder, "too little disk space", f"{need} bytes", f"{free} free")
 
 
 @contextmanager
@@ -220,29 +228,20 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
     the block succeeds. If it fails or a signal ends it, the targets stay as they were and the
     temporary files are removed."""
     parts = [target.with_name(f"{target.name}.{os.getpid()}.part") for target in targets]
-    files: list[BinaryIO] = []
-    try:
-        for target, part in zip(targets, parts):
-            if not target.parent.exists():
-                refuse(target.parent, "missing", "the directory to write to", "none")
-            if target.is_dir():
-                refuse(target, "can't be written", "a file or nothing there", "a directory")
-            files.append(open(part, "xb", buffering=0))
-        yield files
+    with ExitStack() as at_end:
+        for part in parts:
+            at_end.callback(part.unlink, missing_ok=True)
+        yield [at_end.enter_context(open(part, "xb", buffering=0)) for part in parts]
         if __name__ == "__main__":
             for number in signal.SIGINT, signal.SIGTERM:  # everything is written: too late for them
                 signal.signal(number, signal.SIG_IGN)
         for part, target in zip(parts, targets):
             os.replace(part, target)
-    finally:
-        for file in files:
-            file.close()
-        for part in parts:
-            part.unlink(missing_ok=True)
 
 
 # ---- Errors and limits: what cannot be converted is refused, in one line -------------------------
 
+hub_folders: dict[str, str] = {}  # folder in the hub's cache -> the model's name, for messages
 notes: list[str] = []  # warnings and hints, printed after success; after an error they are dropped
 
 
@@ -267,12 +266,10 @@ def parsing(path: Path) -> Iterator[None]:
 
 # A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
 SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
-TENSORS_SIZE = 8 << 20  # bytes of a JSON list of tensors
+TENSORS_SIZE = 8 << 20  # bytes of the index, or of the headers of all shards together
 TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a GGUF's metadata
-HEADERS_SIZE = 32 << 20  # bytes of the headers of all shards or parts together
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
-MOST_FILES = 1000  # shards or parts; Qwen3-235B-A22B has 118
-MOST_AROUND = 1000  # ids that a post-processor may put before or after a text
+MOST_AROUND = 1000  # ids that a post-processor may put around a text
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -280,13 +277,16 @@ def open_file(path: Path) -> BinaryIO:
     """Opens a file to read. Refuses a missing one, a Git LFS pointer, and a pipe or a device, where
     reading may never end."""
     if not path.exists():
-        refuse(path, "missing", "this file", "none")
+        refuse(path, "missing", "a file of this name", "nothing there")
     if not path.is_file():
         refuse(path, "can't be read", "a regular file", "a directory, a pipe or a device")
     file = open(path, "rb")
-    if file.read(len(LFS_POINTER)) == LFS_POINTER:
+    begin = file.read(len(LFS_POINTER))
+    if begin == LFS_POINTER:
         refuse(path, "not downloaded", "its contents, which `git lfs pull` fetches",
                "a Git LFS pointer")
+    if begin[:5].lower() in (b"<!doc", b"<html"):
+        refuse(path, "not downloaded", "its contents: download it again", "a web page")
     file.seek(0)
     return file
 
@@ -299,48 +299,143 @@ def read_file(path: Path, most: int = SETTINGS_SIZE) -> bytes:
     return data
 
 
-def first_few(names: list[str]) -> str:
+def say(line: str) -> None:
+    """Prints a line. A name from an untrusted file may hold what drives a terminal: control
+    characters and those that change the direction of writing. They are escaped."""
+    for folder, name in hub_folders.items():
+        line = line.replace(folder, name)
+    line = re.sub("[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], line)
+    print(f"export.py: {line:.1000}", file=sys.stderr)
+
+
+def first_few(names: list[str], most: int = 6) -> str:
     """The names for an error message, which must not grow with a long list."""
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more or "none"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "none"
 
 
 # ---- A checkpoint directory: Hugging Face's files, local or downloaded ---------------------------
 
-def download(name: str) -> Path:
-    """The directory of a checkpoint from the hub, in huggingface_hub's cache."""
-    files = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
-             "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
-             "modules.json", "1_Pooling/config.json"]
+# A model on the hub: (ORG/NAME, kind or None, file or None). A page's address will do, too.
+HUB_NAME = re.compile(r"(?:https?://[^/]+/)?([A-Za-z0-9][\w.-]*/[\w.-]+?(?<!\.gguf))"
+                      r"(?::([\w-]+)|(?:/(?:(?:tree|blob|resolve)/main/?)?([\w./-]+\.gguf)?)?)"
+                      r"(?:[?#].*)?", re.ASCII)
+WEIGHTS = re.compile(r"[^/]+\.safetensors")
+SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+            "chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json",
+            "vocab.json", "model.safetensors.index.json"]
+
+
+def read_hub(name: str, wanted: str | None, target: Path | None) -> Source:
+    """Downloads a checkpoint's JSON files; its weights follow when its tensors are opened. If a
+    kind or a file is wanted, or if there are only GGUF files, downloads one of these."""
+    # Only here: a slow import that a local source does not need
+    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache, utils
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+
+    def fetch(names: list[str], *rooms: Room) -> Path:
+        """Downloads these files if there is space for them and the rooms. Returns their folder."""
+        cache = Path(constants.HF_HUB_CACHE)
+        cache.mkdir(parents=True, exist_ok=True)
+        absent = [file for file in names if not isinstance(try_to_load_from_cache(name, file), str)]
+        check_space([(cache, sum(files[file] for file in absent)), *rooms])
+        with downloading(name):
+            folder = Path(snapshot_download(name, allow_patterns=names))
+        hub_folders[str(folder)] = name
+        return folder
+
+    files = hub_files(name)
+    if parts := choose_gguf(name, list(files), wanted, default="Q8_0"):
+        size = sum(files[part] for part in parts)  # OUT.bin will be about as large
+        folder = fetch(parts, *([(target, size)] if target else []))
+        source = read_gguf(folder / parts[0])
+    else:
+        settings = [file for file in SETTINGS if file in files]
+        weights = list(filter(WEIGHTS.fullmatch, files))
+        folder = fetch(settings)
+        source = read_folder(folder)._replace(
+            name=name.partition("/")[2],
+            open_tensors=lambda *rooms: open_checkpoint(fetch(settings + weights, *rooms)))
+    notes.append(f"the download stays in {folder.parents[1]}; to remove it, delete that folder or "
+                 f"run `hf cache rm model/{name}` (before huggingface_hub 1: `huggingface-cli "
+                 "delete-cache`)")
+    return source
+
+
+def hub_files(name: str) -> dict[str, int]:
+    """File -> size of a model on the hub. If the hub does not tell: what is in its cache."""
+    from huggingface_hub import HfApi, snapshot_download
+    with downloading(name):
+        try:
+            siblings = HfApi().model_info(name, files_metadata=True).siblings
+            files = {file.rfilename: file.size or 0 for file in siblings}
+        except Exception:
+            with suppress(Exception):  # [], as only the folder is asked for
+                folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[]))
+                return {path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*")}
+            raise
+    return {file: size for file, size in files.items() if re.fullmatch(r"[\w./-]+", file, re.ASCII)}
+
+
+@contextmanager
+def downloading(name: str) -> Iterator[None]:
+    """Any exception within it means that the hub does not give this model."""
     try:
-        import huggingface_hub.utils  # only here: a slow import that a local source does not need
-        if not sys.stderr.isatty():
-            huggingface_hub.utils.disable_progress_bars()
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files,
-                                                      ignore_patterns="*/*.safetensors*"))
-    except Exception as error:  # unknown name, no access, no network: from several libraries
-        reason = str(error).strip().partition("\n")[0]
-        refuse(name, "neither a directory here nor available from the hub",
-               "a checkpoint directory or a hub name", f"{type(error).__name__}: {reason}")
+        yield
+    except Exception as error:  # from several libraries
+        found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if getattr(error, "response", None) is None:  # nobody has answered
+            refuse(name, "not here, and the hub can't be reached", "a network (HF_ENDPOINT can "
+                   "name a mirror), or all its files from an earlier download (HF_HUB_OFFLINE=1 "
+                   "asks for no others)", found)
+        refuse(name, "neither here nor available from the hub", "a directory, a GGUF file or the "
+               "name of a model on the hub (a private or gated one needs HF_TOKEN)", found)
+
+
+def choose_gguf(where: object, files: list[str], wanted: str | None = None,
+                default: str | None = None) -> list[str]:
+    """The parts of the wanted GGUF file, by its name or its kind such as Q4_0. If none is wanted:
+    of the only one, or the one of the default kind; [] if the files are a checkpoint's."""
+    models: dict[str, list[str]] = {}  # name without the number of a part -> the parts
+    for file in sorted(files):
+        if file.endswith(".gguf"):
+            models.setdefault(re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
+    if not wanted and (not models or any(map(WEIGHTS.fullmatch, files))):
+        if "adapter_config.json" in files and "config.json" not in files:
+            refuse(where, "a LoRA adapter", "a whole model: merge it into its base model first "
+                   "(merge_and_unload() of peft)", "adapter_config.json")
+        if "config.json" not in files:
+            refuse(where, "not a checkpoint", "a folder with config.json or a GGUF file",
+                   first_few(sorted(files)))
+        return []
+    if len(models) > 1:
+        wanted = wanted or default
+    ending = re.compile(rf"(.*[-._/])?{re.escape(wanted or '')}\.gguf", re.IGNORECASE)
+    chosen = [parts for model, parts in models.items()
+              if not wanted or wanted in (model, *parts) or ending.fullmatch(model)]
+    if len(chosen) != 1:
+        what = f" {wanted}" if wanted else ""
+        refuse(where, f"more than one GGUF file{what}" if chosen else f"no GGUF file{what}",
+               "the name of one of these" if chosen else "one of these", first_few([*models], 30))
+    return chosen[0]
 
 
 def read_folder(folder: Path) -> Source:
-    if not (folder / "config.json").exists():
-        refuse(folder, "not a checkpoint, config.json is missing", "a directory with it", "none")
+    if parts := choose_gguf(folder, [path.name for path in folder.iterdir()]):
+        return read_gguf(folder / parts[0])
     path = folder / "tokenizer.json"
     if not path.exists() and (folder / "vocab.json").exists():
-        refuse(path, "missing", "the fast tokenizer's file", "vocab.json, which is not supported")
-    config, tensors = read_json(folder / "config.json"), open_checkpoint(folder)
-    tokenizer = read_json(path, most=TOKENIZER_SIZE)
-    with parsing(path):
-        head_ids, tail_ids = post_processor_ids(path, tokenizer)
+        refuse(path, "missing", "the fast tokenizer's file (transformers' AutoTokenizer makes it: "
+               "from_pretrained(), then save_pretrained())", "only vocab.json")
     tokenizer_config = read_json(folder / "tokenizer_config.json", optional=True)
     return Source(
-        path=folder, config=config, tokenizer=tokenizer,
+        path=folder, name=Path(os.path.abspath(folder)).name,
+        config=read_json(folder / "config.json"), tokenizer=read_json(path, most=TOKENIZER_SIZE),
         tokenizer_config=tokenizer_config,
         generation=read_json(folder / "generation_config.json", optional=True),
-        chat_template=chat_template(folder, tokenizer_config), head_ids=head_ids,
-        tail_ids=tail_ids, tensors=tensors, embedding=is_embedding(folder))
+        chat_template=chat_template(folder, tokenizer_config), embedding=is_embedding(folder),
+        open_tensors=lambda *_: open_checkpoint(folder))
 
 
 def read_json(path: Path, optional: bool = False, most: int = SETTINGS_SIZE) -> dict:
@@ -359,8 +454,7 @@ def parse_json(text: bytes, path: Path) -> dict:
 
 def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[int]]:
     """The ids that tokenizer.json's post-processor puts before and after every text."""
-    head: list[int] = []
-    tail: list[int] = []
+    head, tail, count = [], [], 0
     processor = tokenizer.get("post_processor") or {"type": "ByteLevel"}
     for step in processor["processors"] if processor["type"] == "Sequence" else [processor]:
         if step["type"] == "ByteLevel":  # puts nothing there
@@ -376,9 +470,9 @@ def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[in
             elif token not in step["special_tokens"]:
                 refuse(where, "post_processor", "the text A and tokens that it lists", piece)
             else:
-                around[-1] += id_list(where, step["special_tokens"][token]["ids"])
-            if len(around[-1]) > MOST_AROUND:
-                refuse(where, "post_processor", f"at most {MOST_AROUND} ids", "more")
+                around[-1] += (ids := id_list(where, step["special_tokens"][token]["ids"]))
+                if (count := count + len(ids)) > MOST_AROUND:
+                    refuse(where, "post_processor", f"at most {MOST_AROUND} ids", "more")
         before, after = around
         head, tail = before + head, tail + after
     return head, tail
@@ -388,8 +482,7 @@ def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
     """The Jinja source: chat_template.jinja, or the key in tokenizer_config.json (a template, or a
     list of named ones), or chat_template.json."""
     if (path := folder / "chat_template.jinja").exists():
-        with parsing(path):
-            return read_file(path).decode()
+        return read_file(path).decode(errors="surrogateescape")
     found = tokenizer_config.get("chat_template") or read_json(
         folder / "chat_template.json", optional=True).get("chat_template")
     if isinstance(found, list):
@@ -410,7 +503,8 @@ def is_embedding(folder: Path) -> bool:
     if "Pooling" not in modules:
         return False
     if unknown := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize"}):
-        refuse(path, "modules", "Transformer, Pooling and Normalize", first_few(unknown))
+        refuse(path, "modules are not supported", "no others than Transformer, Pooling and "
+               "Normalize", first_few(unknown))
     if modules["Pooling"].is_absolute() or ".." in modules["Pooling"].parts:
         refuse(path, "path of Pooling", "one inside the checkpoint", modules["Pooling"])
     path = folder / modules["Pooling"] / "config.json"
@@ -423,19 +517,8 @@ def is_embedding(folder: Path) -> bool:
 
 # ---- config.json: what the model computes -> Config -> the header of OUT.bin ---------------------
 
-class Yarn(NamedTuple):
-    """YaRN rope scaling, arXiv 2309.00071, with the names and defaults of transformers'
-    _compute_yarn_parameters (modeling_rope_utils.py)."""
-    factor: float  # new context length / original_max_position
-    original_max_position: int  # context length that the model was trained with
-    beta_fast: float  # dimensions with more rotations than this in that length are unchanged
-    beta_slow: float  # dimensions with fewer get frequency / factor; a linear ramp in between
-    attention_factor: float  # cos and sin are multiplied by it
-    truncate: bool  # the ends of the ramp are rounded to whole dimensions
-
-
 class Config(NamedTuple):
-    """The header's fields, under qwen3.c's names."""
+    """The header's fields in its order, under qwen3.c's names; then what it has of other sizes."""
     dim: int
     hidden_dim: int
     n_layers: int
@@ -446,27 +529,28 @@ class Config(NamedTuple):
     head_dim: int
     shared_classifier: bool  # the classifier is the token embedding
     group_size: int  # weights per quantization scale
-    levels: tuple[int, ...]  # the 16 of four-bit weights in the layers; none if they have 8 bits
     rope_theta: float
     rms_norm_eps: float
-    yarn: Yarn | None
+    rope_factor: float  # of scaled rope, on cos and sin; else 0
     qkv_bias: bool
     no_qk_norm: bool
     n_experts: int = 0  # of a layer; 0 in a dense model. hidden_dim is one expert's
     n_experts_used: int = 0  # for one token
     no_topk_norm: bool = False  # the weights of a token's experts are not divided by their sum
+    levels: tuple[int, ...] = ()  # the 16 of four-bit weights in the layers; none if they have 8
+    frequencies: tuple[float, ...] = ()  # of scaled rope: radians per position
 
 
-# What qwen3.c accepts: its names for the fields -> (lowest, highest)
+# What qwen3.c accepts: its names for the fields -> (lowest, highest). (It takes a vocab_size of
+# 2^30, but each token costs memory here.)
 LIMITS = {
     "dim": (1, 1 << 20), "hidden_dim": (1, 1 << 20), "n_layers": (1, 4096), "n_heads": (1, 4096),
-    "n_kv_heads": (1, 4096), "vocab_size": (1, 1 << 30), "max_seq_len": (1, 1 << 30),
+    "n_kv_heads": (1, 4096), "vocab_size": (1, 1 << 20), "max_seq_len": (1, 1 << 30),
     "head_dim": (1, 4096), "n_experts": (0, 4096), "n_experts_used": (0, 4096),
-    "rope_theta": (1e-6, 1e12), "rms_norm_eps": (2.0 ** -126, 1e12),
-    "YaRN factor": (1e-6, 1e12), "YaRN original length": (1, 2 ** 31 - 1),
-    "YaRN beta_fast": (1e-6, 1e12), "YaRN beta_slow": (1e-6, 1e12),
-    "YaRN attention_factor": (1e-6, 1e12), "sampling temperature": (0.0, 1e6),
-    "sampling top_p": (1e-45, 1.0), "sampling top_k": (0, 2 ** 31 - 1), "penalty": (1e-6, 1e12)}
+    "rope_theta": (1e-6, 1e12), "rms_norm_eps": (2.0 ** -126, 1e12), "penalty": (1e-6, 1e12),
+    "sampling temperature": (0.0, 1e6), "sampling top_p": (1e-45, 1.0),
+    "sampling top_k": (0, 2 ** 31 - 1),
+    "YaRN": (1e-6, 1e12), "YaRN original length": (1, 2 ** 31 - 1)}  # its other terms, that length
 
 QWEN2 = ["Qwen2ForCausalLM"]  # Qwen2 and Qwen2.5 have biases on q, k and v, and no QK-norm
 QWEN3 = ["Qwen3ForCausalLM"]
@@ -478,39 +562,40 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
                 yarn_factor: float | None = None) -> Config:
     """The source's config.json, checked; the rest are the user's options."""
     where, config = source.file("config.json"), source.config
-    with parsing(where):
-        check_family(where, config)
-        if yarn_factor:
-            config = with_yarn(where, config, yarn_factor)
-        get = partial(number, where, config)
-        qwen2 = config["architectures"] == QWEN2
-        moe = config["architectures"] == QWEN3_MOE
-        hidden_key = "moe_intermediate_size" if moe else "intermediate_size"
-        dim, hidden_dim = get("hidden_size", "dim"), get(hidden_key, "hidden_dim")
-        n_heads = get("num_attention_heads", "n_heads")
-        n_kv_heads = get("num_key_value_heads", "n_kv_heads", n_heads)
-        head_dim = get("head_dim", "head_dim", dim // n_heads if qwen2 else 128)
-        if n_heads % n_kv_heads:
-            refuse(where, "num_key_value_heads", f"a divisor of {n_heads}", n_kv_heads)
-        if head_dim % 2:
-            refuse(where, "head_dim", "an even number", head_dim)
-        max_seq_len = get("max_position_embeddings", "max_seq_len")
-        rope_theta, yarn = read_rope(where, config, max_seq_len)
-        bits = bits or (4 if source.levels else 8)
-        group_size = group_size or (32 if bits == 4 else source.group_size)
-        copied_levels = source.levels if group_size == 32 else ()
-        tied = config.get("tie_word_embeddings", False) is True
-        return Config(
-            dim, hidden_dim, get("num_hidden_layers", "n_layers"), n_heads, n_kv_heads,
-            get("vocab_size", "vocab_size"), max_seq_len, head_dim,
-            shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
-            group_size=choose_group_size(where, group_size, {
-                "hidden_size": dim, hidden_key: hidden_dim,
-                "num_attention_heads * head_dim": n_heads * head_dim}),
-            levels=(copied_levels or LEVELS) if bits == 4 else (),
-            rms_norm_eps=get("rms_norm_eps", "rms_norm_eps", 1e-6),
-            rope_theta=rope_theta, yarn=yarn, qkv_bias=qwen2, no_qk_norm=qwen2,
-            **(read_experts(where, config) if moe else {}))
+    check_family(where, config)
+    get = partial(number, where, config)
+    qwen2 = config["architectures"] == QWEN2
+    moe = config["architectures"] == QWEN3_MOE
+    hidden_key = "moe_intermediate_size" if moe else "intermediate_size"
+    dim, hidden_dim = get("hidden_size", "dim"), get(hidden_key, "hidden_dim")
+    n_heads = get("num_attention_heads", "n_heads")
+    n_kv_heads = get("num_key_value_heads", "n_kv_heads", n_heads)
+    head_dim = get("head_dim", "head_dim", dim // n_heads if qwen2 else 128)
+    if n_heads % n_kv_heads:
+        refuse(where, "num_key_value_heads", f"a divisor of {n_heads}", n_kv_heads)
+    if head_dim % 2:
+        refuse(where, "head_dim", "an even number", head_dim)
+    max_seq_len, rope_theta, rope_factor, frequencies = read_rope(
+        where, config, head_dim, yarn_factor)
+    bits = bits or (4 if source.levels else 8)
+    group_size = group_size or (32 if bits == 4 else source.group_size)
+    copied_levels = source.levels if group_size == 32 else ()
+    levels = (copied_levels or LEVELS) if bits == 4 else ()
+    widths = {"hidden_size": dim, hidden_key: hidden_dim,
+              "num_attention_heads * head_dim": n_heads * head_dim}
+    group_size = group_size or (32 if any(width % 64 for width in widths.values()) else 64)
+    for key, width in widths.items():
+        if width % group_size:
+            refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
+    tied = config.get("tie_word_embeddings", False) is True
+    return Config(
+        dim, hidden_dim, get("num_hidden_layers", "n_layers"), n_heads, n_kv_heads,
+        get("vocab_size", "vocab_size"), max_seq_len, head_dim,
+        shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
+        group_size=group_size, levels=levels,
+        rms_norm_eps=get("rms_norm_eps", "rms_norm_eps", 1e-6), rope_theta=rope_theta,
+        rope_factor=rope_factor, frequencies=frequencies, qkv_bias=qwen2, no_qk_norm=qwen2,
+        **(read_experts(where, config) if moe else {}))
 
 
 def read_experts(where: Path, config: dict) -> dict[str, int | bool]:
@@ -526,41 +611,31 @@ def read_experts(where: Path, config: dict) -> dict[str, int | bool]:
     return {"n_experts": n_experts, "n_experts_used": used, "no_topk_norm": not norm}
 
 
-def choose_group_size(where: Path, wanted: int | None, widths: dict[str, int]) -> int:
-    """The wanted group size, or 64, or 32 where 64 does not divide all widths of the matrices."""
-    group_size = wanted or (32 if any(width % 64 for width in widths.values()) else 64)
-    for key, width in widths.items():
-        if width % group_size:
-            refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
-    return group_size
-
-
 def check_family(where: Path, config: dict) -> None:
     """Refuses every model but Qwen3, dense or with experts in every layer, and Qwen2, with full
     attention."""
-    layer_types = config.get("layer_types")  # it replaces the three keys of the next line
+    family = config.get("architectures")
+    if family not in (QWEN3, QWEN3_MOE, QWEN2):
+        refuse(where, "not Qwen3's architecture", "one of " + ", ".join(QWEN3 + QWEN3_MOE + QWEN2),
+               first_few(list(map(str, family or []))))
+    if quantized := config.get("quantization_config") or config.get("quantization"):  # MLX's key
+        refuse(where, "its quantized weights are not supported", "the unquantized checkpoint or a "
+               "GGUF file", quantized.get("quant_method", quantized))
+    supported = {"hidden_act": "silu", "partial_rotary_factor": 1}  # or no such key
+    if family != QWEN2:
+        supported |= {"attention_bias": False}
+    if family == QWEN3_MOE:
+        supported |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
+                      "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    for key, value in supported.items():
+        if config.get(key) not in (None, value):
+            refuse(where, f"{key} is not supported", json.dumps(value), repr(config[key]))
     sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
                and config.get("max_window_layers", 28) < config["num_hidden_layers"])
-    moe = config.get("architectures") == QWEN3_MOE
-    for key, supported, expected in [
-        ("architectures", moe or config.get("architectures") in (QWEN3, QWEN2),
-         "Qwen3ForCausalLM, Qwen3MoeForCausalLM or Qwen2ForCausalLM"),
-        ("quantization_config", not config.get("quantization_config"), "bf16, f16 or f32 weights"),
-        ("hidden_act", config.get("hidden_act", "silu") == "silu", "silu"),
-        ("attention_bias", config.get("architectures") == QWEN2 or not config.get("attention_bias"),
-         "false"),
-        ("layer_types", set(layer_types or ()) <= {"full_attention"}, "full_attention only"),
-        ("use_sliding_window", layer_types or not sliding, "full attention in every layer"),
-        ("partial_rotary_factor", config.get("partial_rotary_factor") in (None, 1), "1"),
-        ("mlp_only_layers", not (moe and config.get("mlp_only_layers")), "none"),
-        ("decoder_sparse_step", not moe or config.get("decoder_sparse_step", 1) == 1, "1"),
-        ("shared_expert_intermediate_size",
-         not (moe and config.get("shared_expert_intermediate_size")), "0"),
-        ("qkv_bias", not (moe and config.get("qkv_bias")), "false"),
-        ("use_qk_norm", not moe or config.get("use_qk_norm", True) is True, "true"),
-    ]:
-        if not supported:
-            refuse(where, f"{key} is not supported", expected, repr(config.get(key)))
+    layer_types = config.get("layer_types") or ["sliding" if sliding else "full_attention"]
+    if set(layer_types) != {"full_attention"}:
+        refuse(where, "its sliding window (use_sliding_window or layer_types) is not supported",
+               "full attention in every layer", first_few(sorted(set(layer_types))))
 
 
 def number(where: Path, values: dict, key: str, name: str, default: float | None = None):
@@ -575,15 +650,23 @@ def number(where: Path, values: dict, key: str, name: str, default: float | None
     return kind(value)
 
 
-def rope_parameters(config: dict) -> tuple[dict, object]:
-    """(parameters, rope type). transformers 5 renamed rope_scaling; the old key wins there, too."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return rope, rope.get("rope_type", rope.get("type", "default"))
-
-
-def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, Yarn | None]:
-    """(rope_theta, YaRN if it is used), with transformers' precedence and defaults."""
-    rope, rope_type = rope_parameters(config)
+def read_rope(where: Path, config: dict, head_dim: int,
+              yarn_factor: float | None) -> tuple[int, float, float, tuple[float, ...]]:
+    """max_seq_len, rope_theta, rope_factor and frequencies of Config, with transformers' precedence
+    and defaults; with --yarn, as Qwen's model cards change them for long texts."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # in transformers 5
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    max_seq_len = number(where, config, "max_position_embeddings", "max_seq_len")
+    if yarn_factor:
+        if rope_type != "default":
+            refuse(where, "its rope is scaled already, so leave --yarn out", "no rope scaling",
+                   repr(rope_type))
+        # Qwen3's 40960 positions are the 32768 that it was trained on and 8192 for the answer.
+        original = 32768 if max_seq_len == 40960 else max_seq_len
+        rope_type, rope = "yarn", rope | {"factor": yarn_factor,
+                                          "original_max_position_embeddings": original}
+        max_seq_len = number(where, {"max_position_embeddings": int(yarn_factor * original)},
+                             "max_position_embeddings", "max_seq_len")
     theta = number(where, config | rope, "rope_theta", "rope_theta", 10000.0)
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
     if rope_type == "yarn":
@@ -601,70 +684,60 @@ def read_rope(where: Path, config: dict, max_seq_len: int) -> tuple[float, Yarn 
         refuse(where, "partial_rotary_factor", "1", repr(rope["partial_rotary_factor"]))
     if "attn_factor" in rope:
         notes.append("rope_scaling's attn_factor is ignored, as transformers ignores it")
-    return theta, read_yarn(where, rope, max_seq_len) if rope_type == "yarn" else None
+    yarn = read_yarn(where, rope, theta, head_dim, max_seq_len) if rope_type == "yarn" else (0, ())
+    return max_seq_len, theta, *yarn
 
 
-def read_yarn(where: Path, rope: dict, max_seq_len: int) -> Yarn:
+def read_yarn(where: Path, rope: dict, theta: float, head_dim: int,
+              max_seq_len: int) -> tuple[float, tuple[float, ...]]:
+    """(factor on cos and sin, head_dim / 2 frequencies in radians per position) of YaRN, arXiv
+    2309.00071, as transformers' _compute_yarn_parameters has them (modeling_rope_utils.py), in fp32
+    where that uses tensors. Only the powers are rounded from fp64, to be the same everywhere."""
     rope = rope | {key: rope.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0: absent
     get = partial(number, where, rope)
     original = get("original_max_position_embeddings", "YaRN original length", max_seq_len)
     # The factor must be there, but may be null.
-    factor = get("factor", "YaRN factor", max_seq_len / original if "factor" in rope else None)
-    attention_factor = default_attention_factor(factor)
+    factor = get("factor", "YaRN", max_seq_len / original if "factor" in rope else None)
+    growth = 0.1 * math.log(max(factor, 1))
+    attention_factor = growth + 1
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        mscale, all_dim = (get(key, "YaRN factor") for key in ("mscale", "mscale_all_dim"))
-        attention_factor = (default_attention_factor(factor, mscale)
-                            / default_attention_factor(factor, all_dim))
+        mscale, all_dim = (get(key, "YaRN") for key in ("mscale", "mscale_all_dim"))
+        attention_factor = (growth * mscale + 1) / (growth * all_dim + 1)
     elif rope.get("mscale") or rope.get("mscale_all_dim"):
         notes.append("mscale or mscale_all_dim alone has no effect, as in transformers")
     if type(truncate := rope.get("truncate", True)) is not bool:
         refuse(where, "truncate", "true or false", repr(truncate))
-    return Yarn(factor, original, get("beta_fast", "YaRN beta_fast", 32),
-                get("beta_slow", "YaRN beta_slow", 1),
-                get("attention_factor", "YaRN attention_factor", attention_factor), truncate)
 
-
-def default_attention_factor(factor: float, mscale: float = 1) -> float:
-    """transformers' get_mscale()."""
-    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def with_yarn(where: Path, config: dict, factor: float) -> dict:
-    """config.json as Qwen's model cards change it for long texts. Qwen3's 40960 positions are the
-    32768 that it was trained on and 8192 for the answer."""
-    rope, rope_type = rope_parameters(config)
-    if rope_type != "default":
-        refuse(where, "--yarn", "a model without rope scaling", repr(rope_type))
-    native = number(where, config, "max_position_embeddings", "max_seq_len")
-    original = 32768 if native == 40960 else native
-    return config | {"max_position_embeddings": int(factor * original), "rope_scaling": rope | {
-        "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}}
+    # Dimensions with more than beta_fast rotations in the original length keep their frequency,
+    # those with fewer than beta_slow get frequency / factor; a linear ramp lies in between.
+    low, high = (head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+                 for rotations in (get("beta_fast", "YaRN", 32), get("beta_slow", "YaRN", 1)))
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.arange(head_dim // 2, dtype="<f4") - low
+    ramp = np.clip(ramp / (high - low if high != low else 0.001), 0, 1)
+    exponents = np.arange(0, head_dim, 2, dtype="<f4") / head_dim
+    powers = (theta ** exponents.astype(float)).astype("<f4")
+    frequencies = 1 / (factor * powers) * (1 - (1 - ramp)) + 1 / powers * (1 - ramp)
+    return get("attention_factor", "YaRN", attention_factor), tuple(frequencies.tolist())
 
 
 def header(c: Config) -> bytes:
     """The 256 bytes at the start of OUT.bin. From 0x30 on a 0 means the format's default."""
-    base = struct.pack("<I11i", 0x616A6331, 1, c.dim, c.hidden_dim, c.n_layers, c.n_heads,
-                       c.n_kv_heads, c.vocab_size, c.max_seq_len, c.head_dim, c.shared_classifier,
-                       c.group_size)
-    rope = struct.pack("<2f", zero_if(c.rope_theta, 1e6), zero_if(c.rms_norm_eps, 1e-6))
-    yarn = bytes(28)
-    if y := c.yarn:
-        yarn = struct.pack("<Ifi3fI", 1, y.factor, y.original_max_position,
-                           zero_if(y.beta_fast, 32), zero_if(y.beta_slow, 1),
-                           zero_if(y.attention_factor, 0.1 * math.log(y.factor) + 1),
-                           not y.truncate)
-    qwen2 = struct.pack("<2I", c.qkv_bias, c.no_qk_norm)
-    experts = struct.pack("<2iI", c.n_experts, c.n_experts_used, c.no_topk_norm)
-    bits = struct.pack("<2I16b", 4, 0, *c.levels) if c.levels else b""
-    return (base + rope + yarn + qwen2 + experts + bits).ljust(256, b"\0")
+    def zero_if(value: float, default: float) -> float:
+        return 0 if np.float32(value) == np.float32(default) else value
 
-
-def zero_if(value: float, default: float) -> float:
-    """0 if the value is the default in fp32, else the value."""
-    return 0.0 if np.float32(value) == np.float32(default) else value
+    dims, (theta, eps), more = c[:10], c[10:12], c[12:18]  # up to group_size, ..., no_topk_norm
+    rope_scaling, layer_bits = 2 if c.frequencies else 0, 4 if c.levels else 0
+    return struct.pack("<I11i2fIf20x2I2i3I16b128x", 0x616A6331, 1, *dims, zero_if(theta, 1e6),
+                       zero_if(eps, 1e-6), rope_scaling, *more, layer_bits, 0,
+                       *(c.levels or [0] * 16))
 
 
 # ---- Tensors: where each one lies in *.safetensors, and the order in which OUT.bin has them ------
+
+SCALE_SIZES = {32: 0, 8: 4, 4: 2}  # bits of a value -> bytes of its group's scale, a float
 
 # dtype -> (elements, bytes) of one block; a float type's block is one element
 BLOCK_SIZES = {kind.name: block for kind, block in gguf.GGML_QUANT_SIZES.items()}
@@ -703,46 +776,31 @@ class Tensor:
 
     def read_fp32(self, start: int, count: int) -> np.ndarray:
         """The range as (count,) fp32, writable."""
-        raw = self.read_bytes(start, count)
-        if self.dtype == "BF16":  # the upper half of an fp32
-            bits = np.frombuffer(raw, "<u2").astype("<u4")
-            return np.left_shift(bits, 16, out=bits).view("<f4")
-        if self.dtype in ("F16", "F32"):
-            return np.frombuffer(raw, "<f2" if self.dtype == "F16" else "<f4").astype("<f4")
-        return gguf.dequantize(np.frombuffer(raw, np.uint8), gguf.GGMLQuantizationType[self.dtype])
+        raw = np.frombuffer(bytearray(self.read_bytes(start, count)), np.uint8)
+        return gguf.dequantize(raw, gguf.GGMLQuantizationType[self.dtype])
 
-    def read_q8(self, start: int, count: int, c: Config) -> tuple[np.ndarray, np.ndarray]:
-        """The range as Q8_0: int8 values (count,), fp32 scales (count / group_size,). GGUF's Q8_0
-        (blocks of an f16 scale and 32 int8 values) is copied where the group size is 32."""
-        if self.is_copied(8, c):
+    def encode(self, start: int, count: int, bits: int, c: Config) -> tuple[np.ndarray, np.ndarray]:
+        """The range as OUT.bin has it (see Output): (values, scales), no scales with 32 bits. What
+        is_copied() is not quantized again: a GGUF block is an f16 scale, then its values."""
+        if self.is_copied(bits, c):
             blocks = np.frombuffer(self.read_bytes(start, count),
-                                   [("scale", "<f2"), ("q", "i1", 32)])
-            q, scale = blocks["q"].ravel(), blocks["scale"].astype("<f4")
-            self.check_finite(scale)
-            return q, scale
+                                   [("scale", "<f2"), ("values", "u1", 4 * bits)])
+            self.check_finite(blocks["scale"])
+            return blocks["values"].ravel(), blocks["scale"].astype(f"<f{SCALE_SIZES[bits]}")
         x = self.read_fp32(start, count)
         self.check_finite(x)
-        return quantize(x, c.group_size)
-
-    def read_q4(self, start: int, count: int, c: Config) -> tuple[np.ndarray, np.ndarray]:
-        """The range in four bits: pairs of codes (count / 2,), fp16 scales (count / group_size,).
-        GGUF's blocks of an f16 scale and 32 codes are copied where the levels are the same."""
-        if self.is_copied(4, c):
-            blocks = np.frombuffer(self.read_bytes(start, count),
-                                   [("scale", "<f2"), ("pairs", "u1", 16)])
-            pairs, scale = blocks["pairs"].ravel(), blocks["scale"].copy()
-            self.check_finite(scale)
-            return pairs, scale
-        x = self.read_fp32(start, count)
-        self.check_finite(x)
+        if bits == 32:
+            return x, x[:0]
+        if bits == 8:
+            return quantize(x, c.group_size)
         if (peak := np.abs(x).max()) > MOST_Q4:
             refuse(self.file.name, self.name, f"numbers up to {MOST_Q4} for --bits 4", peak)
         return quantize_q4(x, c.group_size)
 
     def is_copied(self, bits: int, c: Config) -> bool:
         """True if a GGUF file's blocks go to a matrix of so many bits as they are."""
-        same = self.dtype == "Q8_0" if bits == 8 else GGUF_LEVELS.get(self.dtype) == c.levels
-        return same and c.group_size == 32
+        same = {8: self.dtype == "Q8_0", 4: GGUF_LEVELS.get(self.dtype) == c.levels}
+        return c.group_size == 32 and same.get(bits, False)
 
     def check_finite(self, x: np.ndarray) -> None:
         if not np.isfinite(x).all():
@@ -758,26 +816,30 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
         refuse(folder, "no weights", f"{single.name} or {index.name}",
                first_few(sorted(path.name for path in folder.iterdir())))
     tensors: dict[str, Tensor] = {}
+    found: dict[str, str] = {}  # name -> the shard that holds it
     with parsing(index):
-        shard_of = read_json(index, most=TENSORS_SIZE)["weight_map"]
-        if len(shard_of) > MOST_TENSORS:
-            refuse(index, "too many tensors", f"at most {MOST_TENSORS}", len(shard_of))
-        shards, left = sorted(set(shard_of.values())), HEADERS_SIZE
-        if len(shards) > MOST_FILES:
-            refuse(index, "too many shards", f"at most {MOST_FILES}", len(shards))
-        for shard in shards:
+        shard_of, left = read_json(index, most=TENSORS_SIZE)["weight_map"], TENSORS_SIZE
+        for shard in sorted(set(shard_of.values())):
             if Path(shard).name != shard or not (folder / shard).is_file():
-                refuse(folder / shard, "missing", f"this file, as {index.name} lists it", "none")
-            entries, used = open_safetensors(folder / shard, min(left, TENSORS_SIZE))
+                refuse(folder / shard, "missing", f"this file, which {index.name} lists: download "
+                       "it again", "nothing there")
+            more, used = open_safetensors(folder / shard, left)
             left -= used
-            for name, tensor in entries.items():
-                if shard_of.get(name) != shard:
-                    refuse(folder / shard, f"holds {name}", f"{index.name} to say so",
-                           shard_of.get(name, "no shard"))
-                tensors[name] = tensor
-        if absent := sorted(shard_of.keys() - tensors.keys()):
-            refuse(index, "its shards are incomplete", first_few(absent), "no such tensor in them")
+            add_tensors(index, tensors, more)
+            found |= dict.fromkeys(more, shard)
+        if wrong := sorted({name for name, _ in shard_of.items() ^ found.items()}):
+            refuse(index, "its shards hold other tensors", "those that it lists (download them "
+                   "again)", f"a difference in {first_few(wrong)}")
     return tensors
+
+
+def add_tensors(where: Path, tensors: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    """Adds more tensors, of which none may be there already."""
+    if again := sorted(tensors.keys() & more.keys()):
+        refuse(where, "tensors", "each once", f"{first_few(again)} twice")
+    tensors |= more
+    if len(tensors) > MOST_TENSORS:
+        refuse(where, "too many tensors", f"at most {MOST_TENSORS}", "more")
 
 
 def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
@@ -801,7 +863,7 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
             if len(shape) > 4 or any(type(n) is not int for n in (*shape, begin, end)):
                 refuse(path, f"shape or data_offsets of {name}", "up to 4 integers and 2",
                        [entry["shape"], entry["data_offsets"]])
-            size = end - begin  # of other dtypes, which check_tensor() refuses
+            size = end - begin  # of other dtypes, which match_tensors() refuses
             if dtype in FLOAT_TYPES:
                 size = math.prod(shape) * BLOCK_SIZES[dtype][1]
             if begin != position or size < 0 or end - begin != size:
@@ -809,18 +871,22 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
             tensors[name] = Tensor(name, file, 8 + length + begin, dtype, shape)
             position = end
     if 8 + length + position != file_size:
-        refuse(path, "truncated or oversized", f"{8 + length + position} bytes", file_size)
+        refuse(path, "truncated or oversized", f"{8 + length + position} bytes (download it again)",
+               file_size)
     return tensors, length
 
 
-class Output(NamedTuple):
+@dataclass
+class Output:
     """A tensor of OUT.bin. With bits 32: fp32 values. With 8: int8 values, then an fp32 scale for
     each group. With 4: bytes of two codes, then an fp16 scale for each group."""
-    tensors: list[Tensor]  # the source: one, or one for each expert, whose rows follow each other
     bits: int  # of a value
+    names: list[str]  # without "model."; one for each expert, whose rows follow each other
+    shape: tuple[int, ...]  # of the tensor with each name
     values: int  # offset of the first value in OUT.bin
     scales: int  # offset of the first scale
     end: int  # offset of what follows
+    tensors: list[Tensor] = field(default_factory=list)  # the source, for each name
 
     @property
     def name(self) -> str:
@@ -831,52 +897,69 @@ class Output(NamedTuple):
         return [(tensor, start, count, i * tensor.size() + start)
                 for i, tensor in enumerate(self.tensors) for start, count in tensor.pieces()]
 
+    def offsets(self, at: int, c: Config) -> tuple[int, int]:
+        """Where a range from `at` on has its values and its scales in OUT.bin."""
+        return (self.values + at * self.bits // 8,
+                self.scales + at // c.group_size * SCALE_SIZES[self.bits])
 
-def out_tensors(c: Config) -> list[tuple[int, list[str], tuple[int, ...]]]:
-    """(bits, names without "model.", shape of each) of every tensor of OUT.bin, in its order.
-    Norms, routers and biases stay fp32; matrices are (out, in) and quantized. The matrices of a
-    layer's experts form one tensor of OUT.bin, hence several names. In `rows` below, * is the
-    number of a layer and # that of an expert."""
+
+FREQUENCIES = "rope's frequencies"  # of scaled rope: the one tensor that is computed, not stored
+
+
+def layout(c: Config) -> list[Output]:
+    """The tensors of OUT.bin, in its order, without their source. Norms, routers and biases stay
+    fp32; matrices are (out, in) and quantized. In a name below, * is the number of a layer and # of
+    an expert."""
     q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    layer_bits = 4 if c.levels else 8
-    qk_norms = [] if c.no_qk_norm else [
-        (32, "layers.*.self_attn.q_norm.weight", c.head_dim),
-        (32, "layers.*.self_attn.k_norm.weight", c.head_dim)]
-    routers = [] if not c.n_experts else [(32, "layers.*.mlp.gate.weight", c.n_experts, c.dim)]
+    bits = 4 if c.levels else 8
     mlp = "layers.*.mlp.experts.#" if c.n_experts else "layers.*.mlp"
-    classifier = [] if c.shared_classifier else [(8, "lm_head.weight", c.vocab_size, c.dim)]
-    biases = [] if not c.qkv_bias else [
-        (32, "layers.*.self_attn.q_proj.bias", q_dim),
-        (32, "layers.*.self_attn.k_proj.bias", kv_dim),
-        (32, "layers.*.self_attn.v_proj.bias", kv_dim)]
-    rows = [
-        (32, "layers.*.input_layernorm.weight", c.dim),
-        (32, "layers.*.post_attention_layernorm.weight", c.dim),
-        (32, "norm.weight", c.dim),
-        *qk_norms,
-        *routers,
-        (8, "embed_tokens.weight", c.vocab_size, c.dim),
-        (layer_bits, "layers.*.self_attn.q_proj.weight", q_dim, c.dim),
-        (layer_bits, "layers.*.self_attn.k_proj.weight", kv_dim, c.dim),
-        (layer_bits, "layers.*.self_attn.v_proj.weight", kv_dim, c.dim),
-        (layer_bits, "layers.*.self_attn.o_proj.weight", c.dim, q_dim),
-        (layer_bits, f"{mlp}.gate_proj.weight", c.hidden_dim, c.dim),
-        (layer_bits, f"{mlp}.down_proj.weight", c.dim, c.hidden_dim),
-        (layer_bits, f"{mlp}.up_proj.weight", c.hidden_dim, c.dim),
-        *classifier,
-        *biases]
-    return [(bits, [name.replace("*", str(layer)).replace("#", str(expert))
-                    for expert in range(c.n_experts if "#" in name else 1)], tuple(shape))
-            for bits, name, *shape in rows for layer in range(c.n_layers if "*" in name else 1)]
+    rows = [  # (is it there, bits, name, shape)
+        (True, 32, "layers.*.input_layernorm.weight", c.dim),
+        (True, 32, "layers.*.post_attention_layernorm.weight", c.dim),
+        (True, 32, "norm.weight", c.dim),
+        (not c.no_qk_norm, 32, "layers.*.self_attn.q_norm.weight", c.head_dim),
+        (not c.no_qk_norm, 32, "layers.*.self_attn.k_norm.weight", c.head_dim),
+        (c.n_experts, 32, "layers.*.mlp.gate.weight", c.n_experts, c.dim),
+        (c.frequencies, 32, FREQUENCIES, c.head_dim // 2),
+        (True, 8, "embed_tokens.weight", c.vocab_size, c.dim),
+        (True, bits, "layers.*.self_attn.q_proj.weight", q_dim, c.dim),
+        (True, bits, "layers.*.self_attn.k_proj.weight", kv_dim, c.dim),
+        (True, bits, "layers.*.self_attn.v_proj.weight", kv_dim, c.dim),
+        (True, bits, "layers.*.self_attn.o_proj.weight", c.dim, q_dim),
+        (True, bits, f"{mlp}.gate_proj.weight", c.hidden_dim, c.dim),
+        (True, bits, f"{mlp}.down_proj.weight", c.dim, c.hidden_dim),
+        (True, bits, f"{mlp}.up_proj.weight", c.hidden_dim, c.dim),
+        (not c.shared_classifier, 8, "lm_head.weight", c.vocab_size, c.dim),
+        (c.qkv_bias, 32, "layers.*.self_attn.q_proj.bias", q_dim),
+        (c.qkv_bias, 32, "layers.*.self_attn.k_proj.bias", kv_dim),
+        (c.qkv_bias, 32, "layers.*.self_attn.v_proj.bias", kv_dim)]
+    outputs, offset = [], 256
+    for bits, name, *shape in (row for there, *row in rows if there):
+        for layer in range(c.n_layers if "*" in name else 1):
+            names = [name.replace("*", str(layer)).replace("#", str(expert))
+                     for expert in range(c.n_experts if "#" in name else 1)]
+            size = len(names) * math.prod(shape)
+            scales = offset + size * bits // 8
+            end = scales + size // c.group_size * SCALE_SIZES[bits]
+            outputs.append(Output(bits, names, tuple(shape), offset, scales, end))
+            offset = end  # a multiple of 4, as a matrix has an even number of rows
+    return outputs
 
 
-def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Output]:
-    """The stored tensors in the order of OUT.bin. Refuses missing and left-over ones, and shapes
-    and dtypes other than expected."""
+def match_tensors(source: Source, c: Config, *rooms: Room) -> list[Output]:
+    """The layout with its source. Refuses missing and left-over tensors, and shapes and dtypes
+    other than expected."""
+    where, outputs = source.path, layout(c)
+    with parsing(where):
+        stored = source.open_tensors(*rooms)
+    if c.frequencies:  # a tensor like the others
+        file = tempfile.TemporaryFile(buffering=0)
+        file.write(np.array(c.frequencies, "<f4").tobytes())
+        stored = stored | {FREQUENCIES: Tensor(FREQUENCIES, file, 0, "F32", (len(c.frequencies),))}
     found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     if len(found) < len(stored):
-        refuse(where, "tensor names", "each with or without model.", "some both ways")
-    wanted = {name: None for _, names, _ in out_tensors(c) for name in names}
+        refuse(where, "tensors", "each under one name", "some both with and without model.")
+    wanted = {name: output.shape for output in outputs for name in output.names}
     extra = [tensor.name for name, tensor in found.items() if name not in wanted
              and name != "lm_head.weight"  # some checkpoints store it although it is tied
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
@@ -884,26 +967,16 @@ def match_tensors(where: Path, stored: dict[str, Tensor], c: Config) -> list[Out
     if missing or extra:
         refuse(where, "tensors", "the ones that config.json implies",
                f"missing: {first_few(missing)}; left over: {first_few(extra)}")
-    outputs, offset = [], 256
-    for bits, names, shape in out_tensors(c):
-        for name in names:
-            check_tensor(where, found[name], shape)
-        size = len(names) * math.prod(shape)
-        scales = offset + size * bits // 8
-        end = scales + size // c.group_size * {32: 0, 8: 4, 4: 2}[bits]
-        outputs.append(Output([found[name] for name in names], bits, offset, scales, end))
-        offset = end  # a multiple of 4, as a matrix has an even number of rows
-    return outputs
-
-
-def check_tensor(where: Path, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        refuse(where, f"shape of {tensor.name}", list(shape), list(tensor.shape))
-    try:
-        tensor.read_fp32(0, min(256, tensor.size()))
-    except (KeyError, NotImplementedError):
-        refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
-               "the gguf package dequantizes", tensor.dtype)
+    for name, shape in wanted.items():
+        tensor = found[name]
+        if tensor.shape != shape:
+            refuse(where, f"shape of {tensor.name}", list(shape), list(tensor.shape))
+        try:
+            tensor.read_fp32(0, min(256, tensor.size()))
+        except (KeyError, NotImplementedError):
+            refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
+                   "the gguf package dequantizes", tensor.dtype)
+    return [replace(output, tensors=[found[name] for name in output.names]) for output in outputs]
 
 
 # ---- Weights: quantized to Q8_0 or four bits and written, piece by piece -------------------------
@@ -913,19 +986,21 @@ PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy
 
 def write_model(out: BinaryIO, c: Config, outputs: list[Output]) -> None:
     """Writes OUT.bin: the header, then the tensors."""
-    def convert(output: Output, tensor: Tensor, start: int, count: int, at: int) -> None:
-        if output.bits == 32:
-            values = tensor.read_fp32(start, count)
-            tensor.check_finite(values)
-        else:
-            read = tensor.read_q8 if output.bits == 8 else tensor.read_q4
-            values, scales = read(start, count, c)
-            write_at(out, scales, output.scales + at // c.group_size * scales.itemsize)
-        write_at(out, values, output.values + at * output.bits // 8)
+    def convert(output: Output, tensor: Tensor, start: int, count: int, at: int) -> int:
+        """Writes a range. Returns the number of groups that lose all of their value."""
+        values, scales = tensor.encode(start, count, output.bits, c)
+        for data, offset in zip((values, scales), output.offsets(at, c)):
+            write_at(out, data, offset)
+        if scales.all() or output.bits == 8:
+            return 0
+        x = tensor.read_fp32(start, count).reshape(len(scales), -1)
+        return np.count_nonzero(x[scales == 0].any(axis=1))
 
     write_at(out, header(c), 0)
-    for _ in in_pieces(convert, outputs):
-        pass
+    lost = sum(sum(groups) for _, groups in in_pieces(convert, outputs))
+    if lost:
+        notes.append(f"{lost} groups of {c.group_size} weights became zeros, as four bits hold "
+                     f"none below about {LEAST_Q4}; --bits 8 keeps them")
 
 
 def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -943,6 +1018,7 @@ def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
 
 # The 16 values of four bits before the scale: k-means on the weights of trained models
 LEVELS = (-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106)
+LEAST_Q4 = "0.000004"  # a group of smaller weights may have a scale that rounds to 0 in fp16
 MOST_Q4 = 1 << 22  # the largest weight that LEVELS and an fp16 scale, up to 65504, surely reach
 
 
@@ -988,11 +1064,15 @@ def quantize_q4(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]
     return np.ascontiguousarray((low | high << 4).T).ravel(), scale
 
 
-def dequantize_q4(pairs: np.ndarray, scale: np.ndarray, levels: tuple[int, ...]) -> np.ndarray:
-    """(n,) fp32 of four bits."""
-    pairs = pairs.reshape(len(scale), -1)
-    codes = np.concatenate([pairs & 15, pairs >> 4], axis=1)
-    return (np.float32(levels)[codes] * scale.astype(np.float32)[:, None]).ravel()
+def decode(values: np.ndarray, scales: np.ndarray, bits: int, c: Config) -> np.ndarray:
+    """(n,) fp32 of what Tensor.encode() gives."""
+    if bits == 32:
+        return values.view("<f4")
+    groups = values.reshape(len(scales), -1)
+    if bits == 8:
+        return (groups.view("i1") * scales[:, None]).ravel()
+    codes = np.concatenate([groups & 15, groups >> 4], axis=1)
+    return (np.float32(c.levels)[codes] * scales.astype("<f4")[:, None]).ravel()
 
 
 def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
@@ -1012,14 +1092,10 @@ def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, l
 
 def write_at(file: BinaryIO, data: bytes | np.ndarray, offset: int) -> None:
     """Writes all of the data at a byte offset; threads may write to one file at the same time."""
-    view = memoryview(data).cast("B")
+    view = memoryview(data).cast("B") if len(data) else b""
     while len(view):
         written = os.pwrite(file.fileno(), view, offset)
         view, offset = view[written:], offset + written
-
-
-def read_at(file: BinaryIO, dtype: str, count: int, offset: int) -> np.ndarray:
-    return np.frombuffer(os.pread(file.fileno(), count * np.dtype(dtype).itemsize, offset), dtype)
 
 
 # ---- Vocabulary: tokenizer.json as byte strings with merge scores --------------------------------
@@ -1055,11 +1131,12 @@ def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
             refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", repr(i))
     merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     scores = merge_scores(where, vocab, merges)
-    check_merges(where, vocab, merges)
-    table = byte_table()
-    tokens = {i: text.translate(table).encode("latin-1") for text, i in vocab.items()}
+    # GPT-2's letters for bytes: a printable byte's is itself, the n-th other byte's is U+0100 + n.
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    byte_of = dict(zip(letters, sorted(range(256), key=lambda byte: chr(byte) not in letters)))
+    tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in vocab.items()}
     if absent := {bytes([byte]) for byte in range(256)} - set(tokens.values()):
-        refuse(where, "vocabulary", "all 256 single bytes", f"{len(absent)} missing")
+        refuse(where, "vocabulary", "all 256 single bytes", f"{256 - len(absent)} of them")
     tokens |= {i: text.encode() for text, (i, _) in added.items()}
     if len(tokens) != len(vocab) + len(added) or b"" in tokens.values():
         refuse(where, "tokens", "each with a text and an id of its own", "one without")
@@ -1107,7 +1184,8 @@ def read_added(where: Path, tokenizer: dict,
              for token in tokenizer_config.get("additional_special_tokens") or []]
     for text, token_id, special in more:
         if text not in added or token_id not in (None, added[text][0]):
-            refuse(where, "added tokens", f"{text!r} as in tokenizer_config.json", "it missing")
+            refuse(where, "added_tokens", f"{text!r} as in tokenizer_config.json",
+                   "it with another id" if text in added else "no such token")
         added[text] = added[text][0], added[text][1] or special
     return added
 
@@ -1126,7 +1204,12 @@ def token_text(value: str | dict | None) -> str | None:
 def merge_scores(where: Path, vocab: dict[str, int],
                  merges: list[tuple[str, str]]) -> dict[int, float]:
     """id -> -log(rank + 1) of the merge that makes the token: an earlier merge scores higher. As a
-    token has one score, all merges that make it must follow each other in the list."""
+    token has one score, all merges that make it must follow each other in the list.
+
+    qwen3.c has no list of merges: it merges any two neighbours that together are a token, the best
+    score first. Both ways give the same ids if the package encodes the text of every token to that
+    token alone: two neighbours that form a token have come about just as within the token's own
+    text, where the list merges them last. Any other vocabulary is refused."""
     scores: dict[int, float] = {}
     previous = -1
     for rank, (left, right) in enumerate(merges):
@@ -1138,117 +1221,60 @@ def merge_scores(where: Path, vocab: dict[str, int],
         elif made != previous:
             refuse(where, f"merge {rank} makes {left + right!r} again", "one rank", [left, right])
         previous = made
-    return scores
-
-
-def check_merges(where: Path, vocab: dict[str, int], merges: list[tuple[str, str]]) -> None:
-    """Refuses a vocabulary that needs the list of merges. qwen3.c has none: it merges any two
-    neighbours that together are a token, the best score first. Both ways give the same ids if the
-    package encodes the text of every token to that token alone: two neighbours that form a token
-    have come about just as within the token's own text, where the list merges them last."""
     bpe = tokenizers.models.BPE(vocab=vocab, merges=merges)
     for token in vocab:
         if len(bpe.tokenize(token)) != 1:
             refuse(where, f"token {token!r}", "merges that make it", "none that do")
-
-
-def byte_table() -> dict[int, int]:
-    """For str.translate: GPT-2's letters for bytes -> code points 0 to 255 (the inverse of
-    transformers' bytes_to_unicode). A printable byte's letter is itself, the n-th other byte's is
-    U+0100 + n. All other letters become or stay something that latin-1 cannot encode."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return ({byte: byte for byte in printable} | {byte: 0xFFFF for byte in others}
-            | {0x100 + n: byte for n, byte in enumerate(others)})
+    return scores
 
 
 # ---- Unicode: the tokenizers package's character classes and NFC as tables -----------------------
 # The package's regular expressions and its normalizer have two different Unicode versions inside,
-# and Python has a third. So the tables are made by asking the package what it does.
+# and Python has a third, the newest. So the package is asked which characters it classifies or
+# changes; how it changes them is from unicodedata, as that is the same in all versions.
 
 # All code points that may be assigned: planes 0 to 3 and 14, without the surrogates
-CODE_POINTS = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xF0000)]
-LETTER, NUMBER, SPACE, MARK = 1, 2, 3, 4  # the first three as in the section `clas`
+CHARACTERS = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xF0000)]))
 
 
 def unicode_sections(nfc: bool) -> dict[str, bytes]:
     """The tokenizer file's sections `clas`, `ccc ` and `deco`, the last two empty without NFC."""
-    classes = character_classes()
-    marks = [chr(code) for code in classes if classes[code] == MARK]
-    steps = sorted(decompositions().items()) if nfc else []
-    return {
-        "clas": u32(*runs({code: n for code, n in classes.items() if n != MARK})),
-        "ccc ": u32(*runs(combining_classes(marks) if nfc else {})),
-        "deco": u32(*((ord(char), ord(first), ord(second or "\0"), composes)
-                      for char, (first, second, composes) in steps)),
-    }
+    return {"clas": u32(*runs(character_classes())),
+            "ccc ": u32(*runs(combining_classes() if nfc else {})),
+            "deco": u32(*(decompositions() if nfc else []))}
 
 
 def character_classes() -> dict[int, int]:
-    """Code point -> LETTER, NUMBER, SPACE or MARK. To save calls, one split cuts the text of all
-    code points into runs of one class; then the first character of each run is classified."""
-    patterns = {LETTER: r"\p{L}", NUMBER: r"\p{N}", SPACE: r"\s", MARK: r"\p{M}"}
-
-    def split(pattern: str, text: str, *how: object) -> list[str]:
-        splitter = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), *how)
-        return [piece for piece, _ in splitter.pre_tokenize_str(text)]
-
-    pieces = split("|".join(f"{pattern}+" for pattern in patterns.values()),
-                   "".join(map(chr, CODE_POINTS)), "isolated")
-    firsts = "".join(piece[0] for piece in pieces)
-    class_of = {char: number for number, pattern in patterns.items()
-                for matched in split(pattern, firsts, "removed", True) for char in matched}
-    return {ord(char): class_of[piece[0]]
-            for piece in pieces if piece[0] in class_of for char in piece}
+    """Code point -> 1 for a letter, 2 for a number, 3 for a space."""
+    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)
+              for pattern in (r"\p{L}+", r"\p{N}+", r"\s+")]
+    return {ord(char): number for number, split in enumerate(splits, 1)
+            for piece, _ in split.pre_tokenize_str(CHARACTERS) for char in piece}
 
 
-def normalize_all(form: str, texts: list[str]) -> list[str]:
-    """Each text in NFC or NFD. One call does all: a newline never combines with a neighbour."""
-    return getattr(tokenizers.normalizers, form)().normalize_str("\n".join(texts)).split("\n")
-
-
-def decompositions() -> dict[str, tuple[str, str, bool]]:
-    """Character -> (first, second or "", composes): one step of its canonical decomposition. If it
-    composes, NFC puts the two together again. Hangul syllables, which are arithmetic, are left out.
-
-    NFD decomposes fully, so the one step is recovered: the second part is the last character, the
-    first is the character whose full decomposition is the rest."""
-    chars = [chr(code) for code in CODE_POINTS if code != ord("\n") and not 0xAC00 <= code < 0xD7A4]
-    nfd = {char: full for char, full in zip(chars, normalize_all("NFD", chars)) if full != char}
-    nfc = dict(zip(nfd, normalize_all("NFC", list(nfd))))
-    char_of = {full: char for char, full in nfd.items() if len(full) > 1}
-    char_of |= {nfd[char]: char for char in nfd if nfc[char] == char}  # prefer what NFC makes
-    steps = {}
-    for char, full in nfd.items():
-        if len(nfc[char]) == 1 and nfc[char] != char:  # a singleton, as the Kelvin sign is of K
-            steps[char] = nfc[char], "", False
-        else:
-            steps[char] = char_of.get(full[:-1], full[:-1]), full[-1], nfc[char] == char
-    return steps
-
-
-def combining_classes(marks: list[str]) -> dict[int, int]:
-    """Code point -> canonical combining class, of the marks whose class is not 0. (Marks with a
-    decomposition are left out: they are gone before NFD sorts.)
-
-    NFD sorts a run of marks by class, and the sort is stable: marks of one class keep their order.
-    So all marks are sorted as one run, and again as the reversed run. Neighbours in the first
-    result are of one class if the second has them the other way round. The class's number is from
-    unicodedata, for any mark that it knows: a mark's class is the same in all Unicode versions."""
+def combining_classes() -> dict[int, int]:
+    """Code point -> canonical combining class, of the marks that NFD sorts by it."""
+    nfd = tokenizers.normalizers.NFD().normalize_str
     low, high = "\u0334", "\u0345"  # marks of the lowest class, 1, and of the highest, 240
-    probes = [high + mark + low for mark in marks]  # stays as it is if the mark's class is 0
-    marks = [mark for mark, probe, result in zip(marks, probes, normalize_all("NFD", probes))
-             if probe != result and mark in result]
-    ascending, = normalize_all("NFD", ["".join(marks)])
-    descending, = normalize_all("NFD", ["".join(reversed(marks))])
-    place = {mark: i for i, mark in enumerate(descending)}
-    groups = [ascending[0]]
-    for before, mark in pairwise(ascending):
-        if place[mark] < place[before]:
-            groups[-1] += mark
-        else:
-            groups.append(mark)
-    return {ord(mark): max(map(unicodedata.combining, group)) for group in groups for mark in group}
+    return {ord(char): unicodedata.combining(char) for char in CHARACTERS
+            if unicodedata.combining(char)
+            and char in (text := nfd(high + char + low))  # else it is decomposed before NFD sorts
+            and text != high + char + low}
+
+
+def decompositions() -> list[tuple[int, int, int, bool]]:
+    """(character, first, second or 0, composes): one step of its canonical decomposition. If it
+    composes, NFC puts the two together again. Hangul syllables, which are arithmetic, are left out.
+    """
+    nfd, nfc = (form().normalize_str for form in (
+        tokenizers.normalizers.NFD, tokenizers.normalizers.NFC))
+    steps = []
+    for char in CHARACTERS:
+        step = unicodedata.decomposition(char)  # "0041 0300"; "<compat> 0020" is none of NFD's
+        if step and step[0] != "<" and nfd(char) != char:
+            first, second = [*(int(code, 16) for code in step.split()), 0][:2]
+            steps.append((ord(char), first, second, nfc(char) == char))
+    return steps
 
 
 def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
@@ -1312,6 +1338,7 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
         for messages, thinking in trials:
             if pieces.render(messages, thinking) != texts[messages, thinking]:
                 raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
+        "".join(pieces).encode()  # a ValueError, too, if they hold half of a surrogate pair
         return pieces
     except (ValueError, OSError) as error:
         notes.append("warning: the chat template is more than fixed strings around the messages, "
@@ -1324,11 +1351,13 @@ def render_all(template: str, variables: dict[str, str],
     """The text that a template makes of each conversation. ValueError if it fails. A template is an
     untrusted program, which may never end or take all memory: it runs in a process of its own."""
     code = inspect.getsource(template_process) + "template_process()"
+    packages = [str(Path(module.__file__).parents[1]) for module in (jinja2, markupsafe)]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], input=json.dumps([template, variables, conversations]),
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=TEMPLATE_SECONDS,
-            encoding="ascii", cwd=Path(__file__).parent)  # Python imports modules from cwd, too
+        done = subprocess.run(  # -I -S: with no modules but Python's own and these
+            [sys.executable, "-I", "-S", "-c", code, *packages], stdout=subprocess.PIPE,
+            input=json.dumps([template, variables, conversations]), stderr=subprocess.DEVNULL,
+            encoding="ascii", timeout=TEMPLATE_SECONDS,
+            env={name: os.environ[name] for name in {"SYSTEMROOT"} & os.environ.keys()})
     except subprocess.TimeoutExpired:
         raise ValueError(f"it takes more than {TEMPLATE_SECONDS} s") from None
     if done.returncode:
@@ -1345,6 +1374,7 @@ def template_process() -> None:
     (chat_template_utils.py, render_jinja_template)."""
     import json
     import sys
+    sys.path += sys.argv[1:]
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     try:
@@ -1456,36 +1486,30 @@ CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
 def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     """The contents of OUT.bin.tokenizer: the base format, then the extension of tagged sections."""
     where, generation_json = source.file("tokenizer.json"), source.file("generation_config.json")
-    with parsing(where):
-        vocab = read_vocabulary(where, source.tokenizer, source.tokenizer_config, vocab_size)
+    vocab = read_vocabulary(where, source.tokenizer, source.tokenizer_config, vocab_size)
+    head_ids, tail_ids = post_processor_ids(where, source.tokenizer)
     roles = role_tokens(source.tokenizer_config)
     bos, eos, stop_ids = end_ids(source, vocab, roles.get("eos_token"))
-    used = {bos, *source.head_ids, *source.tail_ids, *stop_ids}
+    used = {bos, *head_ids, *tail_ids, *stop_ids}
     if unknown := sorted(i for i in used if i >= vocab_size):
         refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
     pieces = chat_pieces(source.chat_template, roles)
     mode = default_mode(source, pieces, vocab, stop_ids)
+    penalty = number(generation_json, source.generation, "repetition_penalty", "penalty", 1.0)
     sections = {
         "adde": u32(*vocab.added.items()), **unicode_sections(vocab.nfc),
-        "head": u32(source.head_ids), "tail": u32(source.tail_ids), "stop": u32(stop_ids),
+        "head": u32(head_ids), "tail": u32(tail_ids), "stop": u32(stop_ids),
         "samp": sampling(generation_json, source.generation),
-        "repe": repetition_penalty(generation_json, source.generation),
+        "repe": b"" if penalty == 1 else struct.pack("<f", penalty),
         "mode": b"" if mode == CHAT else u32([mode]),
         "chat": b"".join(length_and_bytes(piece.encode()) for piece in pieces or ())}
     # Empty sections are left out, except two: without them qwen3.c would say that NFC is missing.
     extension = b"".join(tag.encode() + length_and_bytes(payload)
                          for tag, payload in sections.items() if payload or tag in ("ccc ", "deco"))
-    return (base_tokenizer(vocab, vocab_size, bos, eos)
+    records = b"".join(struct.pack("<f", vocab.scores.get(i, -1e6))
+                       + length_and_bytes(vocab.tokens.get(i, b"")) for i in range(vocab_size))
+    return (struct.pack("<3I", max(map(len, vocab.tokens.values())), bos, eos) + records
             + b"q3tx" + struct.pack("<I", 1) + length_and_bytes(extension))
-
-
-def base_tokenizer(vocab: Vocabulary, vocab_size: int, bos: int, eos: int) -> bytes:
-    """The part that older programs read, too."""
-    records = [struct.pack("<3I", max(map(len, vocab.tokens.values())), bos, eos)]
-    for i in range(vocab_size):
-        score = struct.pack("<f", vocab.scores.get(i, -1e6))
-        records.append(score + length_and_bytes(vocab.tokens.get(i, b"")))
-    return b"".join(records)
 
 
 def length_and_bytes(data: bytes) -> bytes:
@@ -1501,19 +1525,18 @@ def end_ids(source: Source, vocab: Vocabulary,
     """(bos, eos, all ids that end an answer). These are the ones in config.json and
     generation_config.json, and tokenizer_config.json's eos_token: in a base model the former have
     what ends a text, but only the latter may be what ends a turn of a chat."""
-    def ids(name: str, values: dict, key: str) -> list[int]:
-        return id_list(source.file(name), values.get(key))
+    def ids(key: str) -> Iterator[list[int]]:
+        yield id_list(source.file("config.json"), source.config.get(key))
+        yield id_list(source.file("generation_config.json"), source.generation.get(key))
 
-    config_bos = ids("config.json", source.config, "bos_token_id")
-    config_eos = ids("config.json", source.config, "eos_token_id")
-    generation_bos = ids("generation_config.json", source.generation, "bos_token_id")
-    generation_eos = ids("generation_config.json", source.generation, "eos_token_id")
+    config_bos, generation_bos = ids("bos_token_id")
+    config_eos, generation_eos = ids("eos_token_id")
     end_of_text = vocab.added_ids("<|endoftext|>")
     bos = config_bos + generation_bos + end_of_text
     eos = config_eos + generation_eos + end_of_text
     if not bos or not eos:
-        refuse(source.file("config.json"), "no bos or eos id", "one, or a token <|endoftext|>",
-               "none")
+        refuse(source.file("config.json"), "the ids of bos and eos are missing",
+               "bos_token_id and eos_token_id, or a token <|endoftext|>", "neither")
     stop_ids = generation_eos + config_eos + vocab.added_ids(eos_token) or end_of_text
     return bos[0], eos[0], list(dict.fromkeys(stop_ids))  # each once
 
@@ -1558,12 +1581,6 @@ def sampling(where: Path, generation: dict) -> bytes:
                                  for key in ("temperature", "top_p", "top_k"))
     sample = (defaults | given)["do_sample"]
     return struct.pack("<2fI", temperature if sample else 0.0, top_p, top_k)
-
-
-def repetition_penalty(where: Path, generation: dict) -> bytes:
-    """The section `repe`, empty without a penalty."""
-    value = number(where, generation, "repetition_penalty", "penalty", 1.0)
-    return b"" if value == 1 else struct.pack("<f", value)
 
 
 # ---- GGUF: a file by llama.cpp's converter, turned back into Hugging Face's files ----------------
@@ -1614,14 +1631,13 @@ def read_gguf(path: Path) -> Source:
                  if name.startswith("layers.") and len(tensor.shape) > 1
                  and not name.endswith("mlp.gate.weight")}  # of the layers' matrices
         return Source(
-            path=path, config=config | {"bos_token_id": bos, "eos_token_id": eos},
+            path=path, name=re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name),
+            config=config | {"bos_token_id": bos, "eos_token_id": eos},
             tokenizer=tokenizer,
             tokenizer_config={"bos_token": texts.get(bos), "eos_token": texts.get(eos)},
             generation=generation | {"eos_token_id": stop_ids},
             chat_template=metadata.get("tokenizer.chat_template"),
-            head_ids=[ggml["bos_token_id"]] if ggml.get("add_bos_token") else [],
-            tail_ids=[ggml["eos_token_id"]] if ggml.get("add_eos_token") else [],
-            tensors=tensors, embedding=pooling == gguf.PoolingType.LAST,
+            open_tensors=lambda *_: tensors, embedding=pooling == gguf.PoolingType.LAST,
             group_size=32 if q8_0 else None,
             levels=GGUF_LEVELS.get(kinds.pop(), ()) if len(kinds) == 1 else ())
 
@@ -1631,7 +1647,7 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
     families = {"qwen2": QWEN2, "qwen3": QWEN3, "qwen3moe": QWEN3_MOE}
     family = metadata.get("general.architecture")
     if family not in families:
-        refuse(path, "general.architecture is not supported", " or ".join(families), repr(family))
+        refuse(path, "general.architecture is not Qwen3's", " or ".join(families), repr(family))
     model = {key.removeprefix(f"{family}."): value for key, value in metadata.items()}
     dim, n_heads = model["embedding_length"], model["attention.head_count"]
     head_dim = model.get("attention.key_length", dim // n_heads)
@@ -1689,8 +1705,13 @@ def gguf_tokenizer(path: Path, ggml: dict) -> dict:
         refuse(path, "tokens", "each with a text of its own", "a text twice")
     special = ids[types.CONTROL].keys() - GGUF_NOT_SPECIAL
     added = ids[types.CONTROL] | ids[types.USER_DEFINED]
+    around = {name: {"ids": [ggml[f"{name}_token_id"]] if ggml.get(f"add_{name}_token") else []}
+              for name in ("bos", "eos")}
     return {"model": {"type": "BPE", "vocab": ids[types.NORMAL], "merges": ggml["merges"]},
             "normalizer": {"type": "NFC"}, "pre_tokenizer": {"pretokenizers": PRE_TOKENIZERS},
+            "post_processor": {"type": "TemplateProcessing", "special_tokens": around, "single": [
+                {"SpecialToken": {"id": "bos"}}, {"Sequence": {"id": "A"}},
+                {"SpecialToken": {"id": "eos"}}]},
             "added_tokens": [{"id": i, "content": text, "special": text in special}
                              for text, i in added.items()]}
 
@@ -1698,20 +1719,14 @@ def gguf_tokenizer(path: Path, ggml: dict) -> dict:
 def open_gguf_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """(metadata, tensors) of a GGUF file. If it is the first of several parts, of all of them."""
     metadata, tensors, used = open_gguf(path, TOKENIZER_SIZE)
-    count, left = metadata.get("split.count", 1), HEADERS_SIZE - used
-    if type(count) is not int or count > MOST_FILES:
-        refuse(path, "split.count", f"at most {MOST_FILES}", count)
+    count, left = metadata.get("split.count", 1), TOKENIZER_SIZE - used
     if count > 1 and "-00001-of-" not in path.name:
         refuse(path, "one of several parts", f"the first, NAME-00001-of-{count:05}.gguf", path.name)
     for i in range(2, count + 1):
         part = path.with_name(path.name.replace("-00001-of-", f"-{i:05}-of-"))
-        _, more, used = open_gguf(part, min(left, TOKENIZER_SIZE))
+        _, more, used = open_gguf(part, left)
         left -= used
-        if again := sorted(tensors.keys() & more):
-            refuse(part, "tensors", "each in one part", first_few(again))
-        tensors |= more
-        if len(tensors) > MOST_TENSORS:
-            refuse(path, "too many tensors", f"at most {MOST_TENSORS}", "more")
+        add_tensors(part, tensors, more)
     return metadata, tensors
 
 
@@ -1721,9 +1736,8 @@ def open_gguf(path: Path, most: int) -> tuple[dict, dict[str, Tensor], int]:
     each metadata value: string key, u32 type, value;
     each tensor: string name, u32 number of dimensions, u64 dimensions, innermost first, u32 dtype,
     u64 offset in the data; after padding, the data."""
-    file = open_file(path)
-    with (parsing(path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data):
-        cursor = GGUFCursor(data, most)
+    cursor = GGUFCursor(open_file(path), most)
+    with parsing(path):
         magic, version, n_tensors, n_values = cursor.unpack("4sI2Q")
         if magic != b"GGUF":
             refuse(path, "not supported", "a checkpoint's directory or a GGUF file",
@@ -1734,45 +1748,39 @@ def open_gguf(path: Path, most: int) -> tuple[dict, dict[str, Tensor], int]:
         metadata = {cursor.string(): cursor.value(*cursor.unpack("I")) for _ in range(n_values)}
         tensors: dict[str, Tensor] = {}
         for _ in range(n_tensors):
-            tensor = cursor.tensor(path, file)
-            parts = split_experts(path, hf_name(tensor.name), tensor)
-            if tensors.keys() & parts:
-                refuse(path, "tensors", f"one {tensor.name}", "two")
-            tensors |= parts
-            if len(tensors) > MOST_TENSORS:
-                refuse(path, "too many tensors", f"at most {MOST_TENSORS}", "more")
+            add_tensors(path, tensors, hf_tensors(path, cursor.tensor(path)))
+        used, size = cursor.file.tell(), path.stat().st_size
         alignment = metadata.get("general.alignment", 32)
-        start = -(-cursor.at // alignment) * alignment  # of the data: rounded up
+        start = -(-used // alignment) * alignment  # of the data: rounded up
         for tensor in tensors.values():
             tensor.offset += start
             end = tensor.offset + tensor.byte_count(tensor.size())
-            if end > len(data):
-                refuse(path, f"truncated in {tensor.name}", f"{end} bytes", len(data))
-    return metadata, tensors, cursor.at
+            if end > size:
+                refuse(path, f"truncated in {tensor.name}", f"{end} bytes (download it again)",
+                       size)
+    return metadata, tensors, used
 
 
 @dataclass
 class GGUFCursor:
-    """Reads a GGUF file's values one after the other. struct.error at the end of the data."""
-    data: mmap.mmap
+    """Reads a GGUF file's values one after the other. struct.error at the end of the file."""
+    file: BinaryIO
     most: int  # bytes
-    at: int = 0
 
     def unpack(self, letters: str) -> tuple:
         """The next values, by struct's letters."""
-        start = self.at
-        self.at += struct.calcsize("<" + letters)
-        if self.at > self.most:
+        size = struct.calcsize("<" + letters)
+        if self.file.tell() + size > self.most:
             raise ValueError(f"more than {self.most} bytes of metadata")
-        return struct.unpack_from("<" + letters, self.data, start)
+        return struct.unpack("<" + letters, self.file.read(size))
 
-    def string(self) -> str:
-        return self.unpack(f"{self.unpack('Q')[0]}s")[0].decode()
+    def string(self, errors: str = "strict") -> str:
+        return self.unpack(f"{self.unpack('Q')[0]}s")[0].decode(errors=errors)
 
     def value(self, kind: int) -> object:
         """A metadata value of this type."""
         if kind == GGUF_STRING:
-            return self.string()
+            return self.string("surrogateescape")  # the template may hold what is no UTF-8
         if kind != GGUF_ARRAY:
             return self.unpack(GGUF_SCALARS[kind])[0]
         kind, count = self.unpack("IQ")
@@ -1780,7 +1788,7 @@ class GGUFCursor:
             return list(self.unpack(f"{count}{GGUF_SCALARS[kind]}"))
         return [self.value(kind) for _ in range(count)]
 
-    def tensor(self, path: Path, file: BinaryIO) -> Tensor:
+    def tensor(self, path: Path) -> Tensor:
         """A tensor's description; its offset is relative to the data."""
         name, (n_dims,) = self.string(), self.unpack("I")
         if n_dims > 4:
@@ -1790,11 +1798,16 @@ class GGUFCursor:
         dtype = gguf.GGMLQuantizationType(kind).name
         if shape[-1] % BLOCK_SIZES[dtype][0]:
             refuse(path, f"rows of {name}", f"a multiple of {BLOCK_SIZES[dtype][0]}", shape[-1])
-        return Tensor(name, file, offset, dtype, shape)
+        return Tensor(name, self.file, offset, dtype, shape)
 
 
-def split_experts(path: Path, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Hugging Face's names of one tensor, or of the experts' in a tensor (experts, out, in)."""
+def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
+    """By Hugging Face's names: blk.0.attn_q.weight is layers.0.self_attn.q_proj.weight, and a
+    tensor (experts, out, in) has all experts'. Unknown names stay as they are."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
+    if not match or match[2] not in GGUF_TENSORS:
+        return {tensor.name: tensor}
+    name = (f"layers.{match[1]}." if match[1] else "") + GGUF_TENSORS[match[2]] + "." + match[3]
     if "#" not in name:
         return {name: tensor}
     n_experts, *shape = tensor.shape
@@ -1806,58 +1819,54 @@ def split_experts(path: Path, name: str, tensor: Tensor) -> dict[str, Tensor]:
                                                shape=tuple(shape)) for i in range(n_experts)}
 
 
-def hf_name(name: str) -> str:
-    """blk.0.attn_q.weight -> layers.0.self_attn.q_proj.weight; # is an expert's number. Unknown
-    names stay as they are."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if not match or match[2] not in GGUF_TENSORS:
-        return name
-    return (f"layers.{match[1]}." if match[1] else "") + GGUF_TENSORS[match[2]] + "." + match[3]
-
-
 # ---- --check and --plot: OUT.bin compared with SOURCE --------------------------------------------
 
 def check(name: str, out: Path | None, picture: Path | None, yarn_factor: float | None) -> None:
     """Compares OUT.bin and its tokenizer file with the source; a table of the errors on stdout."""
-    out = out or next(filter(Path.exists, (default_out(name, 8), default_out(name, 4))),
-                      default_out(name, 8))
     if picture and not importlib.util.find_spec("matplotlib"):
-        refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...` or `pip "
-               "install matplotlib`", "none")
+        refuse("--plot", "needs matplotlib", "it to be installed (`uv run --with matplotlib "
+               "export.py ...` or `pip install matplotlib`)", "no such package")
+    source = find_source(name, None)
+    out = out or next(filter(Path.exists, (default_out(source.name, bits) for bits in (8, 4))),
+                      default_out(source.name, 8))
     if not out.exists():
-        refuse(out, "missing", f"the file to compare with {name}, which export.py makes", "none")
+        refuse(out, "missing", f"the file to compare with {name}, which export.py makes",
+               "nothing there")
     with open_file(out) as file:
         found = file.read(256)
-        group_size = int.from_bytes(found[0x2C:0x30], "little")
-        if group_size not in GROUP_SIZES:
-            refuse(out, "group_size", " or ".join(map(str, GROUP_SIZES)), group_size)
-        layer_bits = int.from_bytes(found[0x68:0x6C], "little")
-        if layer_bits not in (0, 4):
-            refuse(out, "layer_bits", "0 or 4", layer_bits)
-        config, outputs, tokenizer = prepare(name, layer_bits or 8, group_size, yarn_factor)
+        group_size, layer_bits = (int.from_bytes(found[at:at + 4], "little") for at in (0x2C, 0x68))
+        for what, actual, known in [("group_size", group_size, GROUP_SIZES),
+                                    ("layer_bits", layer_bits, (0, 4))]:
+            if actual not in known:
+                refuse(out, what, " or ".join(map(str, known)), actual)
+        config, tokenizer = read_settings(source, layer_bits or 8, group_size, yarn_factor)
         check_yarn(out, config, found)
         check_bytes(out, "the header", header(config), found)
-        path = tokenizer_path(out)
+        path = Path(f"{out}.tokenizer")
         with open_file(path) as tokenizer_out:
             check_bytes(path, "the file", tokenizer, tokenizer_out.read(len(tokenizer) + 4))
+        outputs = match_tensors(source, config)
         if (actual := out.stat().st_size) != outputs[-1].end:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
         errors = check_tensors(file, config, outputs)
     if picture:
         plot(picture, f"{out.name} against {Path(name).name}", errors)
     worst = max(errors, key=errors.__getitem__)
-    print(f"export.py: {out} matches {name}: header, tokenizer and {len(outputs)} tensors; "
-          f"rms error at most {errors[worst]:.2g} %, in {worst}", file=sys.stderr)
+    say(f"{out} matches {name}: header, tokenizer and {len(outputs)} tensors; "
+        f"rms error at most {errors[worst]:.2g} %, in {worst}")
 
 
-def check_yarn(out: Path, config: Config, found: bytes) -> None:
-    """Refuses a header with another YaRN factor than expected, as --yarn is easily forgotten."""
-    expected = np.float32(config.yarn.factor if config.yarn else 1)
-    actual, = struct.unpack_from("<f", found.ljust(256, b"\0"), 0x3C)  # 0 without YaRN
-    actual = actual or 1
+def check_yarn(out: Path, c: Config, found: bytes) -> None:
+    """Refuses a header with another scaled rope than expected, as --yarn is easily forgotten."""
+    kind, factor = struct.unpack_from("<If", found.ljust(256, b"\0"), 0x38)
+    if kind == 1:
+        refuse(out, "its scaled rope is in an older format", "one with frequencies: export it "
+               "again", f"rope_scaling {kind}")
+    expected, actual = (f"cos and sin times {x:g}" if x else "no scaling"
+                        for x in (c.rope_factor, factor))
     if expected != actual:
-        refuse(out, "YaRN is not what the source gives, --check needs the same --yarn",
-               f"factor {expected:g}", f"{actual:g}")
+        refuse(out, "its scaling of rope (YaRN) is not what the source gives, --check needs the "
+               "--yarn of the export", expected, actual)
 
 
 def check_bytes(path: Path, what: str, expected: bytes, found: bytes) -> None:
@@ -1883,55 +1892,27 @@ def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str,
     return errors
 
 
-TINY = np.float32(2e-43)  # the rounding error of a subnormal scale, times 127
-
-
 def compare_piece(out: BinaryIO, c: Config, output: Output, tensor: Tensor, start: int, count: int,
                   at: int) -> tuple[float, float, float]:
-    """Compares a range of an output with the source. Returns (sum of squares, sum of squared
-    differences, largest difference in half steps).
-
-    Of 8 bits, allowed is half a quantization step, max|x| / 254 of the group, and a little more
-    because the scale and the product are rounded, too. What is not quantized must be equal, and
-    counts as groups of one value. Four bits must be those that this program writes."""
-    group = 1 if output.bits == 32 else c.group_size
-    x = expected = tensor.read_fp32(start, count)
-    y = read_output(out, c, output, at, count)
-    groups = np.arange(0, count, group)
-    allowed = half_step = np.zeros(len(groups), np.float32)
-    if output.bits == 8:
-        peak = np.maximum.reduceat(np.abs(x), groups)
-        allowed = half_step = peak * np.float32(1.0001 / 254) + TINY
-    elif output.bits == 4:
-        pairs, scales = tensor.read_q4(start, count, c)
-        expected = dequantize_q4(pairs, scales, c.levels)
-        half_step = np.abs(scales.astype("<f4")).clip(2 ** -24) * (max(np.diff(c.levels)) / 2)
-    off = np.abs(y - expected)
-    wrong = ~(np.maximum.reduceat(off, groups) <= allowed)  # true for NaN, too
-    if wrong.any():
-        g = int(wrong.argmax())
-        i = g * group + int(off[g * group:(g + 1) * group].argmax())
+    """Compares a range of an output with what an export makes of the source. Returns its error:
+    (sum of squares, sum of squared differences, largest difference in half steps)."""
+    parts = tensor.encode(start, count, output.bits, c)
+    expected = decode(*parts, output.bits, c)
+    found = decode(*(np.frombuffer(os.pread(out.fileno(), part.nbytes, offset), part.dtype)
+                     for part, offset in zip(parts, output.offsets(at, c))), output.bits, c)
+    if (wrong := found != expected).any():
+        i = int(wrong.argmax())
         expert = [len(output.tensors)] if len(output.tensors) > 1 else []
         place = list(map(int, np.unravel_index(at + i, (*expert, *tensor.shape))))
-        refuse(out.name, f"{output.name} {place}", f"{expected[i]:.9g} within {allowed[g]:.3g}",
-               f"{y[i]:.9g}")
-    difference = np.abs(x - y)
-    relative = np.maximum.reduceat(difference, groups) / np.maximum(half_step, TINY)
-    return float(x @ x), float(difference @ difference), float(relative.max())
-
-
-def read_output(out: BinaryIO, c: Config, output: Output, at: int, count: int) -> np.ndarray:
-    """A range of a tensor of OUT.bin, in fp32."""
-    if output.bits == 32:
-        return read_at(out, "<f4", count, output.values + 4 * at)
-    n = count // c.group_size
-    if output.bits == 8:
-        q = read_at(out, "i1", count, output.values + at).reshape(n, -1)
-        scales = read_at(out, "<f4", n, output.scales + at // c.group_size * 4)
-        return (q * scales[:, None]).ravel()
-    pairs = read_at(out, "u1", count // 2, output.values + at // 2)
-    scales = read_at(out, "<f2", n, output.scales + at // c.group_size * 2)
-    return dequantize_q4(pairs, scales, c.levels)
+        refuse(out.name, f"{output.name} {place}", f"{expected[i]:.9g}", f"{found[i]:.9g}")
+    x = tensor.read_fp32(start, count).astype(float)  # in fp64 no square is too large
+    difference, largest = np.abs(x - found), 0.0
+    if output.bits < 32:
+        _, scales = parts
+        smallest = np.finfo(scales.dtype).smallest_subnormal  # a group's scale may round to 0
+        steps = np.abs(scales).clip(smallest) * np.float32(max(np.diff(c.levels or (0, 1))))
+        largest = 2 * float((difference.reshape(len(steps), -1).max(axis=1) / steps).max())
+    return float(x @ x), float(difference @ difference), largest
 
 
 def print_above_bar(lines: str) -> None:
@@ -1958,7 +1939,8 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
     for kind, values in kinds.items():
         axes.plot((values * n_layers)[:n_layers], "o-" if len(values) == n_layers else "--",
                   markersize=4, label=kind)
-    axes.set(title=title, xlabel="layer", ylabel="rms error, % of the weights' rms")
+    axes.set_title(title, parse_math=False)  # a $ in a name is a $
+    axes.set(xlabel="layer", ylabel="rms error, % of the weights' rms")
     axes.set_ylim(bottom=max(0, axes.get_ylim()[0]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
@@ -1970,25 +1952,24 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
 
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
+    if __name__ == "__main__":  # from now on an exception: atomic_files() removes its files
+        on_signals(sys.exit)
     source, out = options.source, options.out
-    status = 0
+    lines, status = notes, 0
     try:
         if options.check:
             check(source, out, options.plot, options.yarn)
         else:
             export(source, out, options.bits, options.group_size, options.yarn)
-        lines = notes
     except Refused as error:
         lines, status = [str(error)], 1
     except BrokenPipeError:  # the reader of the table, such as head, has seen enough
         lines = []
     except OSError as error:
-        lines = [f"{error.filename or out or source}: can't be read or written, expected access "
-                 f"and space, found {error.strerror or error}"]
-        status = 1
-    for line in lines:  # a name from an untrusted file may hold control characters
-        line = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda control: repr(control[0])[1:-1], line)
-        print(f"export.py: {line:.1000}", file=sys.stderr)
+        lines, status = [f"{error.filename or out or source}: can't be read or written, expected "
+                         f"access and space, found {error.strerror or error}"], 1
+    for line in lines:
+        say(line)
     sys.exit(status)
 
 
@@ -1997,15 +1978,17 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = usage_error  # type: ignore
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--bits", type=one_of(8, 4))
-    parser.add_argument("--group-size", type=one_of(*GROUP_SIZES))
-    parser.add_argument("--yarn", type=yarn_factor, metavar="FACTOR")
+    sizes = " or ".join(map(str, GROUP_SIZES))
+    parser.add_argument("--bits", type=option(int, (8, 4).__contains__, "8 or 4"))
+    parser.add_argument("--group-size", type=option(int, GROUP_SIZES.__contains__, sizes))
+    parser.add_argument("--yarn", type=option(float, lambda x: 1 < x <= 64,
+                                              "a number above 1 and up to 64"))
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     options = parser.parse_intermixed_args(args)
     if not 1 <= len(options.names) <= 2 or "" in options.names:
         usage_error("usage: wrong arguments, expected SOURCE [OUT.bin], "
-                    f"found {len(options.names)}")
+                    f"found {len(options.names)} names")
     if options.plot and options.plot.suffix != ".png":
         usage_error(f"--plot: wrong name, expected one that ends in .png, found '{options.plot}'")
     options.check |= bool(options.plot)
@@ -2022,29 +2005,21 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     return options
 
 
-def one_of(*values: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if text in map(str, values):
-            return int(text)
-        raise argparse.ArgumentTypeError(f"wrong value, expected {' or '.join(map(str, values))}, "
-                                         f"found {text!r}")
+def option(kind: type, good: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    """An option's type: a good number of this kind, written as Python writes it."""
+    def parse(text: str) -> Any:
+        with suppress(ValueError):
+            if good(kind(text)) and (kind is float or text == str(kind(text))):
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"wrong value, expected {expected}, found {text!r}")
     return parse
-
-
-def yarn_factor(text: str) -> float:
-    with suppress(ValueError):
-        if 1 < float(text) <= 64:
-            return float(text)
-    raise argparse.ArgumentTypeError("wrong factor, expected a number above 1 and up to 64, "
-                                     f"found {text!r}")
 
 
 def usage_error(text: str) -> NoReturn:
     text = text.removeprefix("argument ")  # argparse begins so where it names an option
-    print(f"export.py: {text} (see export.py -h)", file=sys.stderr)
+    say(f"{text} (see export.py -h)")
     sys.exit(2)
 
 
 if __name__ == "__main__":
-    on_signals(sys.exit)  # an exception, so that atomic_files() removes its temporary files
     main()

@@ -8,19 +8,24 @@
    tokens of the vocabulary as the next one (classify), draws one of them (sample), writes it, runs
    it through the model as well (advance), and so on until the answer ends (generate).
 
-   Inside the model, each token of the text is a vector x (dim), the residual stream. (A name is
-   followed by its shape in parentheses.) It starts as the token's row of the embedding table, which
-   has a learned row for each token of the vocabulary. Each layer then adds two things to it: what
-   attention finds in this token and those before it, and what a feed-forward network (three
-   matrices and a nonlinear function) computes from the x that results. For attention, matrices make
-   a query q, a key k and a value v of each token. The dot products of its query with the keys of
-   all positions up to its own become, by softmax, shares that add up to 1; the result is the sum of
-   the values, each times its share. This happens n_heads times side by side: each head has its own
-   part of q (head_dim), and so looks elsewhere. The KV cache keeps, for each layer, the keys K and
-   values V of all earlier positions, a row each. Let pos be the token's position, Wq h the product
-   of a matrix and a vector, q . K the dot products of q with the rows of K, and * the product of
-   two vectors' elements. All W, rms_ and _norm are learned; eps and theta are numbers of the model,
-   mostly 1e-6 and 1e6. One layer is (Qwen3DecoderLayer in HF, Hugging Face's transformers):
+   Inside the model, each token of the text is a vector x (dim). (A name is followed by its shape in
+   parentheses.) It starts as the token's row of the embedding table, which has a learned row for
+   each token of the vocabulary. Each layer then adds two things to it: what attention finds in this
+   token and those before it, and what a feed-forward network (three matrices and a nonlinear
+   function) computes from the x that results. As x is only ever added to, it is called the residual
+   stream. For attention, matrices make a query q, a key k and a value v of each token. The dot
+   products of its query with the keys of all positions up to its own are turned into shares that
+   add up to 1 (softmax, below); the result is the sum of the values, each times its share. This
+   happens n_heads times side by side: each head has its own part of q (head_dim), and so weights
+   the positions differently. The KV cache keeps, for each layer, the keys K and values V of all
+   earlier positions, a row each.
+
+     pos      the token's position            All W, rms_ and _norm are learned. eps and theta are
+     Wq h     a matrix times a vector         numbers of the model, mostly 1e-6 and 1e6.
+     q . K    the dot products of q with the rows of K
+     u * v    the products of two vectors' elements, one by one
+
+   One layer is (Qwen3DecoderLayer in HF, Hugging Face's transformers):
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
@@ -28,11 +33,13 @@
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
+                                              Without sqrt, q . K would grow with head_dim.
                                               n_heads / n_kv_heads query heads share a K and V. All
                                               heads' a together: (q_dim), n_heads * head_dim
      x = x + Wo a
      h = rmsnorm(x, rms_ffn)
-     x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z))
+     x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z)); W1 and W3
+                                              are (hidden_dim, dim), W2 is (dim, hidden_dim)
 
    A mixture of experts has many experts, each with its own W1, W2 and W3, and a router Wr, which
    chooses for each token the few that run. In place of its last line, a layer then computes
@@ -42,8 +49,9 @@
      p = p / (sum of p over S)                so that the p of S add up to 1; some models skip this
      x = x + sum of p[e] W2[e] (silu(W1[e] h) * (W3[e] h)) over e in S
 
-   rope rotates each pair (q[j], q[j + head_dim/2]) by the angle pos * theta^(-2j / head_dim), so
-   that q . k depends on the two positions only through their distance.
+   rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle
+   pos * theta^(-2j / head_dim), and k in the same way, so that q . k depends on the two positions
+   only through their distance.
 
    After the last layer, the scores, called logits, are
 
@@ -55,30 +63,24 @@
    of a row is stored as int8 values and one float scale: a weight is its int8 times the scale. The
    layers' matrices may have 4 bits instead: the model has a table of 16 int8 values, the levels,
    and a weight is stored as an index into it, its group's scale as a float of 16 bits. Just before
-   a quantized matrix is multiplied with a vector, the vector is quantized to int8 in the same way,
+   a quantized matrix is multiplied with a vector, the vector is quantized, too, always to 8 bits,
    which the code writes Q8(h). So the dot product of a group of weights and a group of the vector
    is an exact integer, which is then multiplied by the two scales.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
-   Part I, the model                         Part II, the program
-     Helpers that all parts use                The model file
-     Types, with their shapes                  The tokenizer file
-     What Parts II and III provide             Unicode
-     Math                                      Drafts
-     One layer                                 Writing
-     The whole model: forward()                Conversation
-     Matrix product and attention              The modes
-     A mixture of experts                      Options and main
-     Texts
-     Text to tokens                          Part III, the machine
-     The chat format                           Threads
-     The sampler                               SIMD primitives
-     Generation                                Matrix products
-                                               The KV cache and attention
-                                               The memory of a run
-                                               Progress
-                                               POSIX and Windows                                  */
+   Part I, the model               Part II, the program       Part III, the machine
+     Types, with their shapes        Errors and memory          Vector math
+     Math                            The model file             Threads
+     One layer                       Added tokens, merging      The work of a layer
+     The whole model: forward()      The tokenizer file         SIMD primitives
+     Matrix product and attention    Unicode                    Matrix products
+     A mixture of experts            Drafts                     The KV cache and attention
+     Text to tokens                  Writing                    The memory of a run
+     The chat format                 Conversation               Progress
+     The sampler                     The modes                  POSIX and Windows
+     Generation                      Many texts at once
+                                     Options and main                                           */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
@@ -86,14 +88,11 @@
 
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
-#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
@@ -102,45 +101,14 @@
 // PART I. THE MODEL
 // ================================================================================================
 
-// ------------------------------------------------------------------------------------------------
-// Helpers that all parts use: errors, memory, views of bytes
-
 #define INLINE static inline __attribute__((always_inline, unused))
-#ifdef __MINGW_PRINTF_FORMAT  // the dialect in which GCC checks formats
-#define PRINTF __MINGW_PRINTF_FORMAT
-#else
-#define PRINTF printf
-#endif
 
-enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
-
-static bool quiet;                         // -q: only errors on stderr
 static volatile sig_atomic_t interrupted;  // Ctrl-C was pressed
 
 // Writes one line to stderr, of the form "qwen3: WHERE: WHAT, expected X, found Y" (Part II).
-__attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...);
+static void report(const char *fmt, ...);
 
-#define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))      // a file, memory or model error
-#define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))  // an error in the command line
-#define notice(...) (quiet ? (void)0 : report(__VA_ARGS__))     // worth knowing, but not an error
-
-// Returns memory for `count` zeroed elements, aligned to 64 bytes. It is never freed. Pages that
-// are never touched take no memory.
-static void *alloc(size_t count, size_t size, const char *what) {
-    char *p = count < (SIZE_MAX - 64) / size ? calloc(count * size + 64, 1) : NULL;
-    if (!p) die("memory: not enough for %s, expected %.0f MB", what, count * (double)size / 1e6);
-    return p + (-(uintptr_t)p & 63);
-}
-
-typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
-    const uint8_t *p;
-    size_t n;
-} Bytes;
-
-typedef struct {  // bytes that grow
-    uint8_t *p;
-    size_t n, cap;
-} Buffer;
+#define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))  // a file, memory or model error
 
 typedef struct {  // token ids that grow
     int *p;
@@ -148,11 +116,6 @@ typedef struct {  // token ids that grow
 } Ids;
 
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
-INLINE int max_int(int a, int b) { return a > b ? a : b; }
-
-INLINE float as_float(uint32_t bits) {  // the float with these bits
-    return (union { uint32_t bits; float value; }){bits}.value;
-}
 
 INLINE int32_t load_i32(const void *p) {  // the 4 bytes at any address p
     int32_t value;
@@ -180,12 +143,9 @@ typedef struct {
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
-    int rope_scaling;       // 0: none, 1: YaRN, which needs the next six
-    float yarn_factor;
-    int yarn_original_len;  // HF original_max_position_embeddings
-    float yarn_beta_fast, yarn_beta_slow;
-    float yarn_attention_factor;
-    int yarn_no_rounding;   // 1: HF truncate = false
+    int rope_scaling;       // 0: none; 2: rope is scaled for longer texts, by the next two
+    float rope_factor;      // on cos and sin
+    const float *rope_freq; // (head_dim / 2) radians per position
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
     int no_qk_norm;         // 1: no QK-norm (Qwen2)
     int n_experts;          // 0: not a mixture of experts; HF num_experts
@@ -198,11 +158,10 @@ typedef struct {
 // of the section Matrix product and attention.
 typedef struct {
     int rows, cols, group, bits;
-    const int8_t *q;             // 8 bits: (rows, cols)
-    const float *scale;          //         (rows, cols / group)
-    const uint8_t *nibbles;      // 4 bits: (rows, cols / 2), two weights in a byte: see weight_q
-    const uint16_t *half_scale;  //         (rows, cols / group), floats of 16 bits: see half_float
-    const int8_t *levels;        //         (16) the q that a nibble stands for
+    const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte. (Not
+                           // uint8_t: GCC 12 makes wrong code of dot_row with VNNI.)
+    const void *scales;    // (rows, cols / group)     with 8 bits floats, with 4 half_floats
+    const int8_t *levels;  // (16) with 4 bits         the int8 that a nibble stands for
 } Matrix;
 
 typedef struct {
@@ -226,48 +185,54 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-// Q8 of several vectors (cols). A vector's q, scale and bias_fix lie one after the other in one
-// block; the blocks follow each other. These pointers are those of vector 0: see quantized_row.
+// Q8 of several vectors (cols), in memory: [q8 of vector 0][its scale][its bias_fix] [q8 of vector
+// 1][its scale] ... The pointers are those of vector 0: see quantized_row.
 typedef struct {
-    int8_t *q;          // (cols)
+    int8_t *q8;         // (cols)          the int8 values
     float *scale;       // (cols / group)
-    int32_t *bias_fix;  // (cols / group) -128 * the sum of a group's q. Only Part III reads it (see
-                        // dot4); it has nothing to do with bq, bk and bv
-    size_t stride;      // distance between two blocks, in units of 4 bytes
+    int32_t *bias_fix;  // (cols / group)  Part III only: see dot4
+    size_t stride;      // from a vector's scale to the next one's, in floats
 } Quantized;
 
-typedef struct {         // one thread's own buffers
-    float *h;            // (dim)                 rmsnorm(x) of one token
-    float *kv;           // (batch, head_dim)     k or v of one head
-    float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens;
-                         // with experts, later one expert's output and the sum over all
-    Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
-    void *panel;         // Part III only: what a product keeps while it runs (see panel_words)
-    struct AttentionBuffers *attention;  // Part III only
-} Workspace;
+typedef struct {   // a text whose beginning has run through the model
+    Ids ids;       // the tokens whose keys and values are in the KV cache
+    int *blocks;   // where they are: position pos is in block blocks[pos / block_len] of the cache
+} Text;
 
-// Everything that changes while the model runs. A batch is consecutive tokens of one text that run
-// through the model together: a long prompt is cut into batches.
+typedef struct {       // a row of a batch: a token of a text
+    int token;         // the token's id
+    int pos;           // its position in the text
+    const Text *text;
+    bool needed;       // x is needed after the last layer: see keep_needed
+} Row;
+
+// Everything that changes while the model runs. A batch is tokens that run through the model
+// together: consecutive ones of one text, or such parts of several texts one after the other. A
+// long prompt is cut into batches.
 typedef struct {
     int seq_len;         // positions that the cache has room for
     int batch;           // the maximum number of tokens in a batch
-    int *pos;            // (batch)               each token's position
+    Row *rows;           // (batch)               row t of all that follows belongs to rows[t]
     float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at that position
     float *x;            // (batch, dim)          the residual stream
-    Quantized xq;        // (batch, dim)          Q8(rmsnorm(x))
+    float *h;            // (batch, dim)          rmsnorm(x)
+    Quantized xq;        // (batch, dim)          Q8(h)
     float *q;            // (batch, q_dim)        the queries
     float *a;            // (batch, q_dim)        what attention finds for each query
     Quantized aq;        // (batch, q_dim)        Q8(a)
     Quantized hq;        // (batch, hidden_dim)   Q8(silu(W1 h) * (W3 h)); with experts
-                         // (batch * n_experts_used, hidden_dim): see Routing
-    struct Routing *routing;  // which experts run for which tokens; NULL: no mixture of experts
+                         // (batch * n_experts_used, hidden_dim)
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
-    float *freq;         // (head_dim / 2)        radians per position: see rope_init
-    float rope_scale;    // factor on cos and sin, 1 without YaRN
-    float *cache;        // K and V of all layers and kv heads, in blocks of positions: see Part III
-    Workspace *workspace;  // (threads)
+    float *kv;           // (threads, batch, head_dim)  k or v of the head at hand
+    float *cache;        // blocks of block_len positions of one text each. A block has, for each
+                         // layer and kv head, K and V (block_len, head_dim); Part III orders them
+    int blocks, block_len;
     int passes;          // forward passes so far; only the tests read it
+    // Part III only:
+    struct Routing *routing;      // which experts run for which tokens
+    struct Workspace *workspace;  // (threads)
+    int *tasks, n_tasks;          // see cut_tasks
 } State;
 
 typedef struct {
@@ -276,124 +241,30 @@ typedef struct {
     State state;
 } Model;
 
-typedef struct {     // a batch on its way through one layer
+typedef struct {        // a batch on its way through one layer
     Model *m;
-    int l;           // the layer's number
-    const Layer *w;  // and its weights
-    int n;           // tokens in the batch
-    int first;       // tokens first .. n - 1 are computed; k and v are made for all n. first is 0,
-                     // except in the last layer, where it is n - needed (up to n): see forward
+    int l;              // the layer's number
+    const Layer *w;     // and its weights
+    int n;              // rows in the batch
+    const float *norm;  // (dim) the weights of the norm that runs
 } Pass;
 
-typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
-    const Matrix *w;     // (rows, cols)
-    const Quantized *x;  // (tokens, cols)
-    float *out;          // the result's place: out[t * stride + r - row_begin]
-    int stride;
-    int row_begin, row_end, token_begin, token_end;
-    bool add;            // out += instead of out =
-} Matmul;
-
-// Tokenizer, Char and Engine are defined below, Writer in Part II.
-typedef struct Tokenizer Tokenizer;
-typedef struct Engine Engine;
-typedef struct Writer Writer;
-typedef struct Char Char;
-
 // ------------------------------------------------------------------------------------------------
-// What Parts II and III provide. The results of Part III never depend on the number of threads or
-// on how a text was cut into batches: sums of floats have one fixed order.
+// Math: what a layer computes on one vector. Compilers vectorize these loops, and those of the
+// functions that are only declared here (Part III).
 
-// Cuts 0 .. count - 1 into ranges that begin at multiples of `chunk`, and calls
-// job(arg, begin, end, thread) for each, on all threads; `thread` is an index into
-// State.workspace. Returns when all are done. Only the main thread calls it, never inside a job.
-typedef void (*Job)(void *arg, int begin, int end, int thread);
-static void parallel(Job job, void *arg, int count, int chunk);
+// a * b + c. Builds for CPUs with an instruction for it (fma) round once, others twice: so their
+// results differ. Nothing else is ever fused: the Makefile says -ffp-contract=off.
+static float mul_add(float a, float b, float c);
 
-// A product with a matrix: dot_row (below) of the given rows and tokens. matmul_rows works in the
-// calling thread, inside a job; own is its workspace. matmul takes all rows, on all threads, and
-// ignores row_begin and row_end.
-static void matmul_rows(const Matmul *part, const Workspace *own);
-static void matmul(const State *s, Matmul all);
+// exp(x), with an error of at most 2 units in the last place; 0 for x < -87.7, exp(88) for x > 88
+static float fast_exp(float x);
 
-// attend (below) for all query heads of tokens first .. n - 1, on all threads.
-static void attend_all(const Pass *p);
+// The largest of x (n > 0)
+static float max_of(const float *x, int n);
 
-// The KV cache of p's layer: stores a key or a value (head_dim) of one kv head at position pos; or
-// reads element j of one.
-static void cache_put_key(const Pass *p, int kv_head, int pos, const float *k);
-static void cache_put_value(const Pass *p, int kv_head, int pos, const float *v);
-static float cache_key(const Pass *p, int kv_head, int pos, int j);
-static float cache_value(const Pass *p, int kv_head, int pos, int j);
-
-// The progress display of a long text. progress_start: `tokens` tokens are about to run, from
-// position `first` on. progress_add: n have finished one more layer. progress_end clears it.
-static void progress_start(const Model *m, size_t first, size_t tokens);
-static void progress_add(int n);
-static void progress_end(void);
-
-// The character at offset `at` of a text; at the text's end, 0 bytes of class END.
-static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
-
-// Appends a text in Unicode's normalization form C (NFC).
-static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
-
-// The token with exactly these bytes, or -1. Added tokens, such as <|im_start|>, do not count.
-static int token_find(const Tokenizer *tok, Bytes text);
-
-// Writes a token's text. Returns false if -x TEXT ends the answer, before this text or within it.
-static bool writer_token(Writer *out, const Tokenizer *tok, int id);
-
-// Runs a drawn token through the model and appends it to Engine.cached. Returns the logits of the
-// next token, or NULL after Ctrl-C. count: tokens of the answer so far, with this one. In
-// principle, with pos = cached.n, this is
-//   forward(m, &id, 1, pos, 1); return classify(m, 0, 1);
-// Part II adds a kind of speculative decoding: where the text repeats itself, it guesses several
-// tokens and checks the guesses in one pass. The results are the same. advance_start forgets the
-// guesses of the last answer.
-static float *advance(Engine *e, int id, int count);
-static void advance_start(Engine *e);
-
-// ------------------------------------------------------------------------------------------------
-// Math: what a layer computes on one vector. Compilers vectorize these loops.
-
-// a * b + c, fused (rounded once) exactly where Part III's mul_add_v is, so that both round alike
-INLINE float mul_add(float a, float b, float c) {
-#if (defined(__AVX2__) && defined(__FMA__)) || defined(__ARM_FEATURE_DOTPROD)
-    return fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
-// a if yes is 1, b if it is 0. Branch-free: GCC does not vectorize ?: where floats are compared.
-INLINE float choose(int32_t yes, float a, float b) {
-    return as_float((load_i32(&a) & -yes) | (load_i32(&b) & (yes - 1)));
-}
-
-// If |x| < 2^22, the float x + 1.5 * 2^23 has no bits left for a fraction. Read as an integer, it
-// is ROUNDER_BITS + x, with x rounded to the nearest integer (ties to even), also if x < 0.
-#define ROUNDER 12582912.0f
-enum { ROUNDER_BITS = 0x4B400000 };
-
-// exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
-// The error is at most 2 units in the last place, and exp(0) is exactly 1. For x < -87.7 the result
-// is 0, as n = -127 makes the exponent's bits 0; for x > 88 it is exp(88). Loops over it vectorize.
-INLINE float fast_exp(float x) {
-    float clamped = choose(x < -88.0f, -88.0f, choose(x > 88.0f, 88.0f, x));
-    float shifted = mul_add(clamped, 1.44269504f, ROUNDER), n = shifted - ROUNDER;
-    float r = mul_add(n, 2.12194440e-4f, mul_add(n, -0.693359375f, clamped));  // x - n ln 2
-    float p = 1.9875691500e-4f;
-    p = mul_add(p, r, 1.3981999507e-3f);
-    p = mul_add(p, r, 8.3334519073e-3f);
-    p = mul_add(p, r, 4.1665795894e-2f);
-    p = mul_add(p, r, 1.6666665459e-1f);
-    p = mul_add(p, r, 5.0000001201e-1f);
-    p = mul_add(p, r * r, r) + 1;
-    // The bits of `shifted` are ROUNDER_BITS + n. The shift by 23 drops ROUNDER_BITS and moves
-    // n + 127 into the exponent's place, which gives the float 2^n.
-    return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
-}
+// The float with these 16 bits: 1 of sign, 5 of exponent, 10 of fraction (IEEE 754 half precision)
+static float half_float(uint16_t half);
 
 // sum(x) or sum(x^2), x (n). Element i goes to partial sum i % 16. That is the same order whether a
 // CPU adds 4, 8 or 16 floats at once.
@@ -431,77 +302,63 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// x from vector t on, as its vector 0. The stride is in units of 4 bytes, so q moves by 4 * at.
+// A view of x that begins at vector t. The stride counts floats, so q8, of bytes, moves by 4 * at.
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
-    return (Quantized){x->q + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
+    return (Quantized){x->q8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
 }
 
-// Quantizes x (n) into columns at .. at + n - 1 of row t of out. For each group:
-// scale = max|x| / 127 and q = round(x * (127 / max|x|)). A group whose scale would be below the
-// smallest normal number becomes zeros; one with an infinity or NaN makes every product NaN. (The
-// bits of floats that are not negative have the order of the floats.)
-static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
-    const Quantized row = quantized_row(out, t);
-    for (int g = at / group; g < (at + n) / group; g++, x += group) {
-        int8_t *q = row.q + (size_t)g * group;
-        int32_t max = 0;
-        for (int i = 0; i < group; i++) max = max_int(max, load_i32(x + i) & INT32_MAX);  // of |x|
-        const float largest = as_float(max);
-        const bool zeros = largest < FLT_MIN * 127;
-        const float inverse = zeros ? 0 : 127 / largest;
-        uint32_t sum = 0;
-        for (int i = 0; i < group; i++) {
-            float shifted = x[i] * inverse + ROUNDER;
-            uint32_t rounded = (uint32_t)load_i32(&shifted) - ROUNDER_BITS;
-            q[i] = (int8_t)rounded;
-            sum += rounded;
-        }
-        row.scale[g] = zeros ? 0 : largest / 127;
-        row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;  // for Part III only
-    }
-}
+// Q8(x): quantizes x (n) into columns at .. at + n - 1 of row t of out. For each group, the scale
+// is max|x| / 127, and a value is x * (127 / max|x|), rounded to the nearest integer. A group whose
+// scale would be below the smallest normal number becomes zeros. One with an infinity or NaN gets
+// it as its scale, which makes every product NaN.
+static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group);
 
 // ------------------------------------------------------------------------------------------------
-// One layer: one function for each step. Most of them run a job on all threads. The job's function
-// stands right above its step; each call handles a range of tokens, heads or groups.
+// One layer: one function for each step. Most of them run on all threads. Part III provides what is
+// only declared here. A text's results never depend on the number of threads, on how it was cut
+// into batches, or on other texts beside it: sums of floats have one fixed order.
 
-typedef struct {
-    const Pass *p;
-    const float *w;  // (dim) rms_att or rms_ffn
-} Norm;
+// Calls step(p, i, thread) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time.
+// Returns when all are done. `thread` is the number of the thread that runs the step.
+typedef void (*Step)(const Pass *p, int i, int thread);
+static void each(const Pass *p, Step step, int count, int chunk);
 
-static void norm_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = ((const Norm *)arg)->p;
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    float *h = s->workspace[thread].h;
-    for (int t = p->first + begin; t < p->first + end; t++) {
-        rmsnorm(h, s->x + (size_t)t * c->dim, ((const Norm *)arg)->w, c->dim, c->rms_norm_eps);
-        quantize(&s->xq, t, 0, h, c->dim, c->group_size);
-    }
+// out = W x for n vectors, or out += W x: dot_row (see Matrix product and attention) of each row
+// and vector, on all threads. out (n, rows), W (rows, cols), x (n, cols)
+static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
+                   bool add);
+
+// Row `to` of h = rmsnorm(x, w) and of xq = Q8(h), of row `from` of x
+static void norm_row(const Model *m, const float *w, int from, int to) {
+    const Config *c = &m->config;
+    float *h = m->state.h + (size_t)to * c->dim;
+    rmsnorm(h, m->state.x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
+    quantize(&m->state.xq, to, 0, h, c->dim, c->group_size);
 }
 
-// xq = Q8(rmsnorm(x, w))
+static void norm_step(const Pass *p, int t, int thread) {
+    (void)thread;
+    norm_row(p->m, p->norm, t, t);
+}
+
+// h = rmsnorm(x, w), xq = Q8(h)
 static void norm(const Pass *p, const float *w) {
-    parallel(norm_job, &(Norm){p, w}, p->n - p->first, 4);  // in chunks of 4 tokens
+    Pass now = *p;
+    now.norm = w;
+    each(&now, norm_step, p->n, 4);
 }
 
-// One head of W xq + bias, where W is Wq, Wk or Wv, for tokens begin .. n - 1. Token t's head_dim
-// values go to out + t * stride.
+// One head of W xq + bias, where W is Wq, Wk or Wv, for all rows. Row t's head_dim values go to
+// out + t * stride.
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
-                    int head, int begin, int thread) {
-    const State *s = &p->m->state;
-    const int head_dim = p->m->config.head_dim;
-    matmul_rows(&(Matmul){.w = w, .x = &s->xq, .out = out, .stride = stride,
-                          .row_begin = head * head_dim, .row_end = (head + 1) * head_dim,
-                          .token_begin = begin, .token_end = p->n}, &s->workspace[thread]);
-    for (int t = begin; bias && t < p->n; t++) {
-        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[head * head_dim + j];
-    }
-}
+                    int head, int thread);
 
-// qk (head_dim), one head's q or k of token t, becomes rope(rmsnorm(qk)). norm_weight is NULL in
+// Stores the key or the value (head_dim) of row t and one kv head in the KV cache of p's layer.
+static void cache_put_key(const Pass *p, int t, int kv_head, const float *k);
+static void cache_put_value(const Pass *p, int t, int kv_head, const float *v);
+
+// qk (head_dim), one head's q or k of row t, becomes rope(rmsnorm(qk)). norm_weight is NULL in
 // models without QK-norm.
 static void norm_and_rope(const Pass *p, float *qk, const float *norm_weight, int t) {
     const Config *c = &p->m->config;
@@ -514,152 +371,150 @@ static void norm_and_rope(const Pass *p, float *qk, const float *norm_weight, in
 static void q_head(const Pass *p, int head, int thread) {
     const int q_dim = p->m->config.q_dim;
     float *q = p->m->state.q + head * p->m->config.head_dim;
-    project(p, q, q_dim, &p->w->wq, p->w->bq, head, p->first, thread);
-    for (int t = p->first; t < p->n; t++) norm_and_rope(p, q + (size_t)t * q_dim, p->w->q_norm, t);
+    project(p, q, q_dim, &p->w->wq, p->w->bq, head, thread);
+    for (int t = 0; t < p->n; t++) norm_and_rope(p, q + (size_t)t * q_dim, p->w->q_norm, t);
 }
 
-// All n tokens, not only those from p->first on: later tokens read their k and v.
 static void k_head(const Pass *p, int kv_head, int thread) {
     const State *s = &p->m->state;
     const int head_dim = p->m->config.head_dim;
-    float *k = s->workspace[thread].kv;
-    project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head, 0, thread);
+    float *k = s->kv + (size_t)thread * s->batch * head_dim;
+    project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head, thread);
     for (int t = 0; t < p->n; t++, k += head_dim) {
         norm_and_rope(p, k, p->w->k_norm, t);
-        cache_put_key(p, kv_head, s->pos[t], k);
+        cache_put_key(p, t, kv_head, k);
     }
 }
 
 static void v_head(const Pass *p, int kv_head, int thread) {
     const State *s = &p->m->state;
     const int head_dim = p->m->config.head_dim;
-    float *v = s->workspace[thread].kv;
-    project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head, 0, thread);
-    for (int t = 0; t < p->n; t++, v += head_dim) cache_put_value(p, kv_head, s->pos[t], v);
+    float *v = s->kv + (size_t)thread * s->batch * head_dim;
+    project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head, thread);
+    for (int t = 0; t < p->n; t++, v += head_dim) cache_put_value(p, t, kv_head, v);
 }
 
-// Heads begin .. end - 1 of q, then k, then v. One thread projects a head for all tokens and then
-// finishes it, while it is in that core's caches.
-static void qkv_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const int n_heads = p->m->config.n_heads, n_kv_heads = p->m->config.n_kv_heads;
-    for (int i = begin; i < end; i++) {
-        if (i < n_heads) q_head(p, i, thread);
-        else if (i < n_heads + n_kv_heads) k_head(p, i - n_heads, thread);
-        else v_head(p, i - n_heads - n_kv_heads, thread);
+// Head i of all: first those of k, then those of v, then those of q. One thread projects a head for
+// all rows and then finishes it, while it is in that core's caches.
+static void any_head(const Pass *p, int i, int thread) {
+    const int n_kv_heads = p->m->config.n_kv_heads;
+    if (i < n_kv_heads) k_head(p, i, thread);
+    else if (i < 2 * n_kv_heads) v_head(p, i - n_kv_heads, thread);
+    else q_head(p, i - 2 * n_kv_heads, thread);
+}
+
+// Moves the rows that are needed after the last layer to the front, and forgets the others.
+static void keep_needed(Pass *p) {
+    const int dim = p->m->config.dim, half = p->m->config.head_dim / 2;
+    const State *s = &p->m->state;
+    int n = 0;
+    for (int t = 0; t < p->n; t++) {
+        if (!s->rows[t].needed) continue;
+        s->rows[n] = s->rows[t];
+        memmove(s->x + (size_t)n * dim, s->x + (size_t)t * dim, dim * sizeof(float));
+        memmove(s->cos + (size_t)n * half, s->cos + (size_t)t * half, half * sizeof(float));
+        memmove(s->sin + (size_t)n * half, s->sin + (size_t)t * half, half * sizeof(float));
+        memmove(quantized_row(&s->xq, n).q8, quantized_row(&s->xq, t).q8, s->xq.stride * 4);
+        n++;
     }
+    p->n = n;
 }
 
-// q = rope(rmsnorm(Wq xq)), k = rope(rmsnorm(Wk xq)), v = Wv xq; k and v go to the KV cache
-static void qkv(const Pass *p) {
-    parallel(qkv_job, (void *)p, p->m->config.n_heads + 2 * p->m->config.n_kv_heads, 1);
+// q = rope(rmsnorm(Wq xq)), k = rope(rmsnorm(Wk xq)), v = Wv xq; k and v go to the KV cache. Other
+// tokens read a token only through its k and v. So in the last layer all rows store these, but
+// everything else runs only for the rows that are needed, perhaps none.
+static void qkv(Pass *p) {
+    const Config *c = &p->m->config;
+    const bool last = p->l == c->n_layers - 1;
+    each(p, any_head, 2 * c->n_kv_heads + (last ? 0 : c->n_heads), 1);
+    if (!last) return;
+    keep_needed(p);
+    each(p, q_head, c->n_heads, 1);
 }
 
-static void quantize_a_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
+// What attend (see Matrix product and attention) defines, for all query heads of all rows
+static void attend_all(const Pass *p);
+
+static void quantize_a(const Pass *p, int t, int thread) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     (void)thread;
-    for (int t = p->first + begin; t < p->first + end; t++) {
-        quantize(&s->aq, t, 0, s->a + (size_t)t * c->q_dim, c->q_dim, c->group_size);
-    }
+    quantize(&s->aq, t, 0, s->a + (size_t)t * c->q_dim, c->q_dim, c->group_size);
 }
 
 // aq = Q8(a), a = softmax(q . K / sqrt(head_dim)) V
 static void attention(const Pass *p) {
     attend_all(p);
-    parallel(quantize_a_job, (void *)p, p->n - p->first, 4);
+    each(p, quantize_a, p->n, 4);
 }
 
 // x = x + W y
 static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
     const State *s = &p->m->state;
-    matmul(s, (Matmul){.w = w, .x = y, .out = s->x, .stride = w->rows, .add = true,
-                       .token_begin = p->first, .token_end = p->n});
+    matmul(s, s->x, w, y, p->n, true);
 }
 
-typedef struct {   // what swiglu_groups works on
-    Quantized in;  // (n, dim)  Q8(h) of n tokens; n can be 0
-    int n;
-    int hq_row;    // the result of token t of these goes to row hq_row + t of State.hq
-    int w_row;     // the first row of W1 and W3 to use: 0, or the first one of an expert
-} Swiglu;
+// hq = Q8(silu(W1 xq) * (W3 xq)); in Part III, some columns at a time
+static void swiglu(const Pass *p);
 
-// Computes groups begin .. end - 1 of n rows of hq. Column i of hq needs just one row of W1 and one
-// of W3. The buffers gate and up are small, to stay in the CPU's caches: for n tokens they have
-// room for batch / n groups, so each round computes at most that many.
-static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
-    const State *s = &p->m->state;
-    const Workspace *own = &s->workspace[thread];
-    const int group = p->m->config.group_size;
-    for (int g = begin, count; g < end; g += count) {
-        count = min_int(end - g, s->batch / max_int(a->n, 1));
-        const int cols = count * group, row = a->w_row + g * group;
-        Matmul part = {.w = &p->w->w1, .x = &a->in, .out = own->gate, .stride = cols,
-                       .row_begin = row, .row_end = row + cols, .token_end = a->n};
-        matmul_rows(&part, own);
-        part.w = &p->w->w3;
-        part.out = own->up;
-        matmul_rows(&part, own);
-        for (int t = 0; t < a->n; t++) {
-            float *gate = own->gate + (size_t)t * cols;
-            silu_times(gate, own->up + (size_t)t * cols, cols);
-            quantize(&s->hq, a->hq_row + t, g * group, gate, cols, group);
-        }
-    }
-}
-
-static void swiglu_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const Swiglu all = {.in = quantized_row(&p->m->state.xq, p->first), .n = p->n - p->first,
-                        .hq_row = p->first};
-    swiglu_groups(p, &all, begin, end, thread);
-}
-
-// hq = Q8(silu(W1 xq) * (W3 xq))
-static void swiglu(const Pass *p) {
-    parallel(swiglu_job, (void *)p, p->m->config.hidden_dim / p->m->config.group_size, 1);
-}
+// x = x + sum of p[e] W2[e] Q8(silu(W1[e] xq) * (W3[e] xq)) over the experts e that choose_experts
+// (below) chooses
+static void experts(const Pass *p);
 
 // ------------------------------------------------------------------------------------------------
 // The whole model: the layers one after the other, then the scores
 
-// Prepares row t of a batch: x, the token's row of the embedding table; its position; and the cos
-// and sin of its rope angles.
-static void embed(Model *m, int t, int token, int pos) {
-    const Matrix *table = &m->weights.embedding;
-    State *s = &m->state;
-    const int dim = table->cols, half = m->config.head_dim / 2;
-    const int8_t *q = table->q + (size_t)token * dim;  // 8 bits always
-    const float *scale = table->scale + (size_t)token * (dim / table->group);
-    for (int i = 0; i < dim; i++) s->x[(size_t)t * dim + i] = q[i] * scale[i / table->group];
-    for (int j = 0; j < half; j++) {
-        float angle = (float)pos * s->freq[j];
-        s->cos[(size_t)t * half + j] = cosf(angle) * s->rope_scale;
-        s->sin[(size_t)t * half + j] = sinf(angle) * s->rope_scale;
-    }
-    s->pos[t] = pos;
+// The int8 of weight (r, i), and the scale of group g of row r: see Matrix product and attention.
+static int weight_q(const Matrix *w, int r, int i, int group);
+static float weight_scale(const Matrix *w, int r, int g, int group);
+
+// The frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is scaled, for
+// longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has others,
+// and a factor on cos and sin, which makes q . k larger. export.py computes them.
+static float rope_frequency(const Config *c, int j) {
+    return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
 }
 
-static void experts(const Pass *p);  // see A mixture of experts
+// Prepares row t of a batch: x, the token's row of the embedding table; and the cos and sin of the
+// rope angles of its position.
+static void embed(Model *m, int t) {
+    const Matrix *table = &m->weights.embedding;
+    const Config *c = &m->config;
+    const State *s = &m->state;
+    const int token = s->rows[t].token, pos = s->rows[t].pos;
+    const int dim = c->dim, group = c->group_size, half = c->head_dim / 2;
+    const float factor = c->rope_scaling ? c->rope_factor : 1;
+    for (int i = 0; i < dim; i++) {
+        const float scale = weight_scale(table, token, i / group, group);
+        s->x[(size_t)t * dim + i] = weight_q(table, token, i, group) * scale;
+    }
+    for (int j = 0; j < half; j++) {
+        const float angle = (float)pos * rope_frequency(c, j);
+        s->cos[(size_t)t * half + j] = cosf(angle) * factor;
+        s->sin[(size_t)t * half + j] = sinf(angle) * factor;
+    }
+}
 
-// Runs n <= batch tokens at positions pos .. pos + n - 1. The cache must hold the positions before
-// them, and afterwards holds these as well. Then the last `needed` rows of x (n, dim) are the last
-// layer's output. A prompt's batches before the last one need 0. Returns false after Ctrl-C.
-static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
+// The progress display of a long text. progress_start: `tokens` tokens are about to run.
+// progress_add: n have finished one more layer. progress_end clears it.
+static void progress_start(const Model *m, size_t tokens);
+static void progress_add(int n);
+static void progress_end(void);
+static void progress_list(size_t texts, double all, size_t tokens, double seconds);
+
+// Runs State.rows 0 .. n - 1, n <= batch. The rows of a text stand together, in order; the cache
+// must hold the positions before them, and afterwards holds these as well. Then the first rows of x
+// are the last layer's output of those rows that are needed. Returns false after Ctrl-C.
+static bool forward(Model *m, int n) {
     State *s = &m->state;
-    const int n_layers = m->config.n_layers;
     Pass p = {.m = m, .n = n};
     s->passes++;
-    for (int t = 0; t < n; t++) embed(m, t, tokens[t], pos + t);
+    for (int t = 0; t < n; t++) embed(m, t);
 
-    for (p.l = 0; p.l < n_layers; p.l++) {
+    for (p.l = 0; p.l < m->config.n_layers; p.l++) {
         if (interrupted) return false;
         p.w = &m->weights.layers[p.l];
         norm(&p, p.w->rms_att);            // xq = Q8(rmsnorm(x))
-        // Other tokens read a token only through its k and v. So in the last layer all tokens store
-        // these, but everything else runs only for those whose output is needed.
-        if (p.l == n_layers - 1) p.first = n - needed;
         qkv(&p);                           // q = rope(rmsnorm(Wq xq)); k, v go to the cache
         attention(&p);                     // aq = Q8(softmax(q . K / sqrt(head_dim)) V)
         matmul_add(&p, &p.w->wo, &s->aq);  // x = x + Wo aq
@@ -676,108 +531,62 @@ static bool forward(Model *m, const int *tokens, int n, int pos, int needed) {
     return true;
 }
 
+// Runs n tokens of one text from position pos on. The last `needed` of them are needed.
+static bool forward_text(Model *m, const Text *text, const int *tokens, int n, int pos,
+                         int needed) {
+    for (int t = 0; t < n; t++) {
+        m->state.rows[t] = (Row){tokens[t], pos + t, text, t >= n - needed};
+    }
+    return forward(m, n);
+}
+
 // Computes logits (count, vocab_size) = Wcls Q8(rmsnorm(x, rms_final)) for rows first ..
-// first + count - 1 of x; count is at most logit_rows. Overwrites xq.
+// first + count - 1 of x; count is at most logit_rows. Overwrites h and xq.
 static float *classify(Model *m, int first, int count) {
-    const Config *c = &m->config;
-    State *s = &m->state;
-    float *h = s->workspace[0].h;
-    for (int t = 0; t < count; t++) {
-        const float *x = s->x + (size_t)(first + t) * c->dim;
-        rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
-        quantize(&s->xq, t, 0, h, c->dim, c->group_size);
-    }
-    matmul(s, (Matmul){.w = &m->weights.classifier, .x = &s->xq, .out = s->logits,
-                       .stride = c->vocab_size, .token_end = count});
+    const State *s = &m->state;
+    for (int t = 0; t < count; t++) norm_row(m, m->weights.rms_final, first + t, t);
+    matmul(s, s->logits, &m->weights.classifier, &s->xq, count, false);
     return s->logits;
-}
-
-// YaRN (arXiv 2309.00071; HF modeling_rope_utils) lets a model read longer texts than the L =
-// yarn_original_len tokens of its training. Pairs that rotate fast keep their frequency, slow ones
-// have it divided by yarn_factor, and those in between get a mixture. Returns the share of the
-// divided frequency: 0 for pairs that turn more than beta_fast times within L, 1 for those that
-// turn less than beta_slow times, in between linear in j. Within L, pair j turns beta times if
-//   j = d * ln(L / (2 pi beta)) / (2 ln theta)    with d = head_dim
-static float yarn_ramp(const Config *c, int j) {
-    const float d = c->head_dim, turns = c->yarn_original_len / 6.28318531f;
-    float low = d * logf(turns / c->yarn_beta_fast) / (2 * logf(c->rope_theta));
-    float high = d * logf(turns / c->yarn_beta_slow) / (2 * logf(c->rope_theta));
-    if (!c->yarn_no_rounding) low = floorf(low), high = ceilf(high);
-    low = fmaxf(low, 0);
-    high = fminf(high, d - 1);  // as in HF, although j is less than d / 2
-    if (low == high) high += 0.001f;
-    return fminf(fmaxf((j - low) / (high - low), 0), 1);
-}
-
-// freq[j] = theta^(-2j / head_dim) radians per position, changed by YaRN if the model uses it. YaRN
-// also makes the scores q . k larger: q and k get its attention_factor by way of cos and sin.
-static void rope_init(State *s, const Config *c) {
-    for (int j = 0; j < c->head_dim / 2; j++) {
-        const float freq = 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
-        const float ramp = c->rope_scaling ? yarn_ramp(c, j) : 0;
-        s->freq[j] = ramp == 0 ? freq : freq / c->yarn_factor * ramp + freq * (1 - ramp);
-    }
-    s->rope_scale = c->rope_scaling ? c->yarn_attention_factor : 1;
 }
 
 // ------------------------------------------------------------------------------------------------
 // Matrix product and attention, in plain C. They define what Part III computes: it keeps the order
-// of each sum, so its results are the same bit for bit (those of attention for texts of up to 256
-// positions: see SPAN), and it is faster because it works on several sums at once. Builds without
-// SIMD run dot_row itself; attend runs in tests and `make journey` only.
-
-// A float of 16 bits (IEEE 754 half precision: 1 bit of sign, 5 of exponent, 10 of fraction).
-// Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e means
-// 2^(e - 15), and there it is read as 2^(e - 127): hence the factor 2^112. The highest exponent, of
-// infinity and NaN, becomes a float's highest.
-INLINE float half_float(uint16_t half) {
-    const uint32_t bits = (half & 0x7FFFu) << 13, sign = (half & 0x8000u) << 16;
-    const float value = as_float(bits) * 0x1p112f;
-    return as_float((uint32_t)load_i32(&value) | sign | (bits >= 0x0F800000 ? 0x7F800000 : 0));
-}
+// of each sum, so its results are the same bit for bit, and is faster as it works on several sums
+// at once. There is one exception: Part III's attention goes through a text in spans of 256
+// positions and joins their softmaxes. So in longer texts it rounds differently from attend, though
+// always in the same way, with any threads and batches. Builds without SIMD run dot_row itself;
+// attend runs in tests and `make journey` only.
 
 // The int8 of weight (r, i). With 4 bits, a group takes group / 2 bytes. Byte b holds two indices
 // into levels: in its low nibble that of the group's weight b, in its high one that of weight b +
 // group / 2. group equals w->group; callers pass it as a constant, so that the compiler can unroll.
 INLINE int weight_q(const Matrix *w, int r, int i, const int group) {
     const size_t at = (size_t)r * w->cols + i;
-    if (w->bits != 4) return w->q[at];
-    const int j = i % group, half = group / 2;                 // j: the place in the group
-    const uint8_t pair = w->nibbles[(at - j) / 2 + j % half];  // (at - j) / 2: its first byte
+    if (w->bits == 8) return w->bytes[at];
+    const int j = i % group, half = group / 2;               // j: the place in the group
+    const uint8_t pair = w->bytes[(at - j) / 2 + j % half];  // (at - j) / 2: its first byte
     return w->levels[j < half ? pair & 15 : pair >> 4];
 }
 
 INLINE float weight_scale(const Matrix *w, int r, int g, const int group) {
     const size_t at = (size_t)r * (w->cols / group) + g;
-    return w->bits != 4 ? w->scale[at] : half_float(w->half_scale[at]);
+    return w->bits == 8 ? ((const float *)w->scales)[at]
+                        : half_float(((const uint16_t *)w->scales)[at]);
 }
 
-// W[r] . x[t]: see Matmul. The products of a group add up to an exact integer; the groups are
-// added as floats, from the first to the last.
+// W[r] . x[t]: row r of W, vector t of x. The products of a group add up to an exact integer; the
+// groups are added as floats, from the first to the last.
 INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
     const Quantized x_row = quantized_row(x, t);
     float sum = 0;
     for (int g = 0; g < w->cols / group; g++) {
         int32_t dot = 0;
         for (int i = g * group; i < (g + 1) * group; i++) {
-            dot += weight_q(w, r, i, group) * x_row.q[i];
+            dot += weight_q(w, r, i, group) * x_row.q8[i];
         }
         sum = mul_add((float)dot * weight_scale(w, r, g, group), x_row.scale[g], sum);
     }
     return sum;
-}
-
-// Returns the largest of x (n > 0). It compares the bits of the floats as ints, because compilers
-// vectorize that. Nonnegative floats have the same order as their bits. For negative floats the
-// order is reversed, so all their bits but the sign are flipped.
-static float max_of(const float *x, int n) {
-    int32_t max = INT32_MIN;
-    for (int i = 0; i < n; i++) {
-        int32_t bits = load_i32(x + i);
-        bits ^= bits >> 31 & 0x7FFFFFFF;
-        max = bits > max ? bits : max;
-    }
-    return as_float(max ^ (max >> 31 & 0x7FFFFFFF));
 }
 
 // Replaces x (n) by exp(x - max), where max is max_of(x, n), and returns the sum; dividing by it
@@ -787,223 +596,61 @@ static float softmax_terms(float *x, int n, float max) {
     return sum_of(x, n, false);
 }
 
-// Attention of one query head of token t: a = softmax(q . K / sqrt(head_dim)) V with q and a
+// Element j of the key or value that is cached for position pos of a text, in p's layer
+static float cache_key(const Pass *p, const Text *text, int kv_head, int pos, int j);
+static float cache_value(const Pass *p, const Text *text, int kv_head, int pos, int j);
+
+// Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with q and a
 // (head_dim), K and V (len, head_dim). score (seq_len) is overwritten.
 INLINE void attend(const Pass *p, int t, int head, float *score) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const int kv_head = head / (c->n_heads / c->n_kv_heads);
-    const int len = s->pos[t] + 1;  // causal: a token sees itself and those before it
+    const Text *text = s->rows[t].text;
+    const int len = s->rows[t].pos + 1;  // causal: a token sees itself and those before it
     const float *q = s->q + (size_t)t * c->q_dim + head * c->head_dim;
     float *a = s->a + (size_t)t * c->q_dim + head * c->head_dim;
     for (int i = 0; i < len; i++) {
         float dot = 0;
-        for (int j = 0; j < c->head_dim; j++) dot = mul_add(cache_key(p, kv_head, i, j), q[j], dot);
+        for (int j = 0; j < c->head_dim; j++) {
+            dot = mul_add(cache_key(p, text, kv_head, i, j), q[j], dot);
+        }
         score[i] = dot * (1 / sqrtf((float)c->head_dim));
     }
     const float total = softmax_terms(score, len, max_of(score, len));
     for (int j = 0; j < c->head_dim; j++) {
         float sum = 0;
-        for (int i = 0; i < len; i++) sum = mul_add(cache_value(p, kv_head, i, j), score[i], sum);
+        for (int i = 0; i < len; i++) {
+            sum = mul_add(cache_value(p, text, kv_head, i, j), score[i], sum);
+        }
         a[j] = sum * (1 / total);
     }
 }
 
 // ------------------------------------------------------------------------------------------------
 // A mixture of experts (HF Qwen3MoeSparseMoeBlock). The tokens of a batch choose different experts.
-// An expert runs for all tokens that chose it together, so that its weights are read once.
-
-typedef struct Routing {
-    float *h;      // (batch, dim)        rmsnorm(x); the router is not quantized
-    float *share;  // (batch, n_experts)  first Wr h; then p of the chosen experts, 0 for the others
-    int n_active;  // how many experts were chosen by at least one token of the batch
-    int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
-    int *token;    // (batch * n_experts_used)  the tokens of expert[0], then those of expert[1],
-                   // and so on. Row i of State.hq belongs to token[i].
-    int *place;    // (n_experts + 1)     expert[k] has token[place[k]] .. token[place[k + 1] - 1]
-} Routing;
-
-// a . b, both (n), n a multiple of 16; in the order of sum_of
-INLINE float dot_floats(const float *a, const float *b, int n) {
-    float sums[16] = {0};
-    for (int i = 0; i < n; i += 16) {
-        for (int j = 0; j < 16; j++) sums[j] = mul_add(a[i + j], b[i + j], sums[j]);
-    }
-    return sum_of(sums, 16, false);
-}
-
-// The router's h. norm() made it, too, but kept only Q8 of it.
-static void router_norm_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    (void)thread;
-    for (int t = p->first + begin; t < p->first + end; t++) {
-        const size_t at = (size_t)t * c->dim;
-        rmsnorm(s->routing->h + at, s->x + at, p->w->rms_ffn, c->dim, c->rms_norm_eps);
-    }
-}
-
-// share[t][e] = Wr[e] . h[t] for experts begin .. end - 1 and all tokens
-static void router_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const Routing *r = p->m->state.routing;
-    (void)thread;
-    for (int t = p->first; t < p->n; t++) {
-        for (int e = begin; e < end; e++) {
-            r->share[(size_t)t * c->n_experts + e] =
-                dot_floats(p->w->router + (size_t)e * c->dim, r->h + (size_t)t * c->dim, c->dim);
-        }
-    }
-}
+// An expert runs for all tokens that chose it together, so that its weights are read once: that is
+// in Part III. It adds p[e] times the output of each expert e in ascending order of e.
 
 // share (n_experts), Wr h of one token, becomes p of the n_experts_used experts with the largest p
-// (of equal ones the first) and 0 of all others.
-static void choose_experts(const Config *c, float *share) {
+// (of equal ones the first) and 0 of all others. Returns false if the softmax is NaN (an
+// element is infinity or NaN): then the token has no experts, all of share is 0.
+static bool choose_experts(const Config *c, float *share) {
     const float all = softmax_terms(share, c->n_experts, max_of(share, c->n_experts));
     float chosen = 0;
+    if (isnan(all)) {
+        memset(share, 0, c->n_experts * sizeof(float));
+        return false;
+    }
     for (int i = 0; i < c->n_experts_used; i++) {
         int best = 0;
         for (int e = 1; e < c->n_experts; e++) best = share[e] > share[best] ? e : best;
         chosen += share[best];
-        share[best] = -share[best];  // chosen. A p that is 0 stays 0: it would add nothing
+        share[best] = -share[best];  // the sign marks it as chosen; a p that is 0 adds nothing
     }
     const float divisor = c->no_topk_norm ? all : chosen;
     for (int e = 0; e < c->n_experts; e++) share[e] = share[e] < 0 ? -share[e] / divisor : 0;
-    if (isnan(all)) share[0] = NAN;  // reaches the logits, and the run ends
-}
-
-static void choose_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const Config *c = &p->m->config;
-    (void)thread;
-    for (int t = p->first + begin; t < p->first + end; t++) {
-        choose_experts(c, p->m->state.routing->share + (size_t)t * c->n_experts);
-    }
-}
-
-// share = p[e] for e in S, else 0; then lists the tokens of each expert.
-static void route(const Pass *p) {
-    const Config *c = &p->m->config;
-    Routing *r = p->m->state.routing;
-    parallel(router_norm_job, (void *)p, p->n - p->first, 4);
-    parallel(router_job, (void *)p, c->n_experts, 8);
-    parallel(choose_job, (void *)p, p->n - p->first, 4);
-    r->n_active = r->place[0] = 0;
-    for (int e = 0, n = 0; e < c->n_experts; e++) {
-        for (int t = p->first; t < p->n; t++) {
-            if (r->share[(size_t)t * c->n_experts + e] != 0) r->token[n++] = t;
-        }
-        if (n == r->place[r->n_active]) continue;  // nobody chose e
-        r->expert[r->n_active++] = e;
-        r->place[r->n_active] = n;
-    }
-}
-
-// Each active expert has n_groups groups of hq: begin .. end - 1 counts those of expert[0], then
-// those of expert[1], and so on.
-static void experts_hidden_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const Routing *r = s->routing;
-    const Quantized gathered = s->workspace[thread].gathered;
-    const int n_groups = c->hidden_dim / c->group_size;
-    for (int i = begin, next; i < end; i = next) {
-        const int k = i / n_groups, place = r->place[k], n = r->place[k + 1] - place;
-        next = min_int(end, (k + 1) * n_groups);
-        for (int j = 0; j < n; j++) {  // whole blocks: q, scale and bias_fix
-            memcpy(quantized_row(&gathered, j).q, quantized_row(&s->xq, r->token[place + j]).q,
-                   gathered.stride * 4);
-        }
-        const Swiglu part = {.in = gathered, .n = n, .hq_row = place,
-                             .w_row = r->expert[k] * c->hidden_dim};
-        swiglu_groups(p, &part, i - k * n_groups, next - k * n_groups, thread);
-    }
-}
-
-// For each token that chose expert e = expert[k], computes elements begin .. begin + count - 1 of
-// W2[e] hq and adds them, times p[e], to the token's row of sum (tokens first .. n - 1, count).
-static void add_expert(const Pass *p, int k, int begin, int count, float *sum, int thread) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const Routing *r = s->routing;
-    const Workspace *own = &s->workspace[thread];
-    const int e = r->expert[k], n = r->place[k + 1] - r->place[k], row = e * c->dim + begin;
-    const Quantized hq = quantized_row(&s->hq, r->place[k]);
-    float *out = own->gate;
-    matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = count, .row_begin = row,
-                          .row_end = row + count, .token_end = n}, own);
-    for (int j = 0; j < n; j++, out += count) {
-        const int t = r->token[r->place[k] + j];
-        const float share = r->share[(size_t)t * c->n_experts + e];
-        float *y = sum + (size_t)(t - p->first) * count;
-        for (int i = 0; i < count; i++) y[i] += share * out[i];
-    }
-}
-
-// Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
-// to an element, in ascending order, so that the result does not depend on the threads.
-static void experts_output_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const int n = p->n - p->first;
-    for (int g = begin, groups; g < end; g += groups) {
-        groups = min_int(end - g, s->batch / max_int(n, 1));  // as in swiglu_groups
-        const int count = groups * c->group_size, at = g * c->group_size;
-        float *sum = s->workspace[thread].up;
-        memset(sum, 0, (size_t)n * count * sizeof(float));
-        for (int k = 0; k < s->routing->n_active; k++) add_expert(p, k, at, count, sum, thread);
-        for (int t = p->first; t < p->n; t++, sum += count) {
-            float *x = s->x + (size_t)t * c->dim + at;
-            for (int i = 0; i < count; i++) x[i] += sum[i];
-        }
-    }
-}
-
-// x = x + sum of p[e] W2[e] Q8(silu(W1[e] xq) * (W3[e] xq)) over the chosen experts e
-static void experts(const Pass *p) {
-    const Config *c = &p->m->config;
-    route(p);
-    parallel(experts_hidden_job, (void *)p,
-             p->m->state.routing->n_active * (c->hidden_dim / c->group_size), 1);
-    parallel(experts_output_job, (void *)p, c->dim / c->group_size, 1);
-}
-
-// ------------------------------------------------------------------------------------------------
-// Texts: byte strings and lists of tokens, and how they grow
-
-// Returns p, reallocated if it has no room for `more` elements of `size` bytes after the first n.
-static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
-    if (n + more <= *cap) return p;
-    *cap = n + more > 2 * *cap ? n + more : 2 * *cap;
-    p = realloc(p, *cap * size);
-    if (!p) die("memory: not enough for text, expected %.0f MB", *cap * (double)size / 1e6);
-    return p;
-}
-
-static void buffer_add(Buffer *b, Bytes text) {
-    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);  // + 1: p is not NULL after an empty text
-    if (text.n) memcpy(b->p + b->n, text.p, text.n);
-    b->n += text.n;
-}
-
-static void ids_add(Ids *ids, int id) {
-    ids->p = grow(ids->p, &ids->cap, ids->n, 1, sizeof(int));
-    ids->p[ids->n++] = id;
-}
-
-static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
-static Bytes bytes_of(const Buffer *b) { return (Bytes){b->p, b->n}; }
-
-static bool bytes_equal(Bytes a, Bytes b) {
-    return a.n == b.n && (a.n == 0 || memcmp(a.p, b.p, a.n) == 0);
-}
-
-static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` is 0
-    return (Bytes){start ? b.p + start : b.p, b.n - start};
+    return true;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1013,6 +660,26 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 // the pair whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er
 // -> lower. (This score is the merge's priority, from the tokenizer file. It is not one of the
 // model's scores.)
+
+typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
+    const uint8_t *p;
+    size_t n;
+} Bytes;
+
+typedef struct {  // bytes that grow
+    uint8_t *p;
+    size_t n, cap;
+} Buffer;
+
+static void buffer_add(Buffer *b, Bytes text);
+static void ids_add(Ids *ids, int id);
+
+static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
+static Bytes bytes_of(const Buffer *b) { return (Bytes){b->p, b->n}; }
+
+static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` is 0
+    return (Bytes){start ? b.p + start : b.p, b.n - start};
+}
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum {           // bits of Tokenizer.kind
@@ -1034,16 +701,16 @@ typedef struct {       // the text around the messages of a conversation: see re
     Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
 
-struct Tokenizer {
-    int vocab_size;
+typedef struct { Bytes text; int id; } Added;
+
+typedef struct Tokenizer {
+    int vocab_size;          // that of Config
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     int byte_token[256];
-    uint32_t *table;         // (mask + 1) hash table of the ordinary tokens: id + 1, or 0 if free
-    uint32_t mask;
-    uint64_t seed[2];        // of the hash, odd: nobody can make a file whose tokens share slots
-    Ids added;               // the added tokens
+    Added *added;            // (n_added) the added tokens, sorted by their bytes
+    size_t n_added;
     bool added_start[256];   // the bytes that added tokens begin with
     int end_of_text;         // <|endoftext|>
     int think, end_think;    // <think> and </think>, or -1
@@ -1053,20 +720,33 @@ struct Tokenizer {
     int top_k;
     Mode mode;               // what the model is made for
     ChatFormat chat;
-    bool has_chat;           // the file has a chat format
     bool has_classes;        // the file has the classes of characters
-    uint16_t *chars;         // Part II only, as are the next: (N_CHARS) what each character is
-    Mapping *decomposed;     // (n_decomposed) canonical decompositions: c to first << 32 | second
+    // Part II only, for token_find, char_at and normalize:
+    uint32_t *table;         // (mask + 1) hash table of the ordinary tokens: id + 1, or 0 if free
+    uint32_t mask;
+    uint64_t secret;         // of the hash, odd: nobody can make a file whose tokens share slots
+    uint16_t *chars;         // (N_CHARS) what each character is
+    uint64_t *decomposed;    // (N_CHARS) canonical decompositions: first << 32 | second, or 0
     Mapping *composed;       // (n_composed) and back, for those that NFC composes again
-    size_t n_decomposed, n_composed;
-};
+    size_t n_composed;
+} Tokenizer;
 
-struct Char {     // one character of a text
+typedef struct {  // one character of a text
     uint32_t c;   // code point; a byte that is not valid UTF-8 gets a number above all of them
     int n;        // its bytes; 0 after the text
     int class;    // OTHER, LETTER, NUMBER, SPACE or END
     bool active;  // normalization may change it: see normalize
-};
+} Char;
+
+// Part II: the character at offset `at` of a text; at the text's end, 0 bytes of class END
+static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
+
+// Part II: appends a text in Unicode's normalization form C (NFC).
+static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
+
+// Part II: the token with exactly these bytes, or -1. Added tokens, such as <|im_start|>, do not
+// count.
+static int token_find(const Tokenizer *tok, Bytes text);
 
 // The end of the run of characters of one class that begins at `at`
 static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
@@ -1121,119 +801,33 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
     return end;                                                                      // 4
 }
 
-// A symbol is one token of a piece while it merges. Symbols are a doubly linked list, and each is
-// known by the offset of its first byte. The one after the piece's end is a sentinel: it never
-// merges, and it ends the list in both directions.
-typedef struct {
-    uint64_t key;         // priority of its merge with the next symbol, smallest first:
-                          // rank_of(score) << 32 | offset, or NO_MERGE
-    int id, merged;       // its token, and the token of that merge
-    uint32_t prev, next;  // offsets of its neighbours
-} Symbol;
-
-static const uint64_t NO_MERGE = UINT64_MAX;
+typedef struct Symbol Symbol;
+typedef struct Merge Merge;
 
 typedef struct {      // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
     Buffer plain;     // the text since the last added token, not encoded yet
     Buffer normal;    // its NFC
-    Symbol *symbols;  // of one piece
-    uint64_t *heap;   // keys of merges, a binary heap: the smallest is heap[0]
+    Symbol *symbols;  // Part II only, as are the next: the tokens of a piece
+    Merge *heap;      // their merges, a binary heap: heap[0] comes first
     size_t symbols_cap, n_heap, heap_cap;
 } Encoder;
 
-static void heap_push(Encoder *enc, uint64_t key) {
-    enc->heap = grow(enc->heap, &enc->heap_cap, enc->n_heap, 1, sizeof(*enc->heap));
-    size_t i = enc->n_heap++;
-    for (size_t parent; i > 0 && key < enc->heap[parent = (i - 1) / 2]; i = parent) {
-        enc->heap[i] = enc->heap[parent];
-    }
-    enc->heap[i] = key;
-}
-
-static uint64_t heap_pop(Encoder *enc) {
-    uint64_t top = enc->heap[0], moved = enc->heap[--enc->n_heap];
-    size_t i = 0;
-    for (size_t child; (child = 2 * i + 1) < enc->n_heap; i = child) {
-        if (child + 1 < enc->n_heap && enc->heap[child + 1] < enc->heap[child]) child++;
-        if (moved <= enc->heap[child]) break;
-        enc->heap[i] = enc->heap[child];
-    }
-    enc->heap[i] = moved;
-    return top;
-}
-
-// A higher score is a smaller rank. The bits of a negative float, as unsigned, grow as it falls and
-// are all above INT_MAX; those of a nonnegative one grow as it rises, so they are reversed.
-INLINE uint32_t rank_of(float score) {
-    float value = score + 0.0f;  // -0 becomes 0
-    uint32_t bits = load_i32(&value);
-    return bits >> 31 ? bits : INT_MAX - bits;
-}
-
-// Looks up whether the symbol at `at` and the next one make a token: that is their merge.
-static void find_merge(Encoder *enc, Bytes piece, uint32_t at) {
-    Symbol *symbol = &enc->symbols[at];
-    symbol->key = NO_MERGE;
-    if (symbol->next >= piece.n) return;
-    const Tokenizer *tok = enc->tok;
-    const uint32_t end = enc->symbols[symbol->next].next;
-    symbol->merged = token_find(tok, (Bytes){piece.p + at, end - at});
-    if (symbol->merged >= 0) symbol->key = (uint64_t)rank_of(tok->score[symbol->merged]) << 32 | at;
-}
-
-// A merge is pushed only if it is a local minimum, that is, if its key is smaller than those of
-// both neighbours. The smallest key of all is always a local minimum, so nothing is missed; and the
-// heap stays small: in a long run of one letter only the first merge is a minimum, and the run
-// takes linear time.
-static void offer(Encoder *enc, uint32_t at) {
-    const Symbol *symbol = &enc->symbols[at];
-    const uint64_t before = enc->symbols[symbol->prev].key, after = enc->symbols[symbol->next].key;
-    if (symbol->key < before && symbol->key < after) heap_push(enc, symbol->key);
-}
-
-// Byte-pair encoding of one piece: always the merge with the highest score, the leftmost of equals.
-static void encode_piece(Encoder *enc, Bytes piece) {
-    const uint32_t end = (uint32_t)piece.n;
-    enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, piece.n + 1, sizeof(Symbol));
-    for (uint32_t i = 0; i < end; i++) {
-        enc->symbols[i] = (Symbol){.key = NO_MERGE, .id = enc->tok->byte_token[piece.p[i]],
-                                 .prev = i ? i - 1 : end, .next = i + 1};
-    }
-    enc->symbols[end] = (Symbol){.key = NO_MERGE, .prev = end, .next = end};
-    for (uint32_t i = 0; i < end && !interrupted; i++) find_merge(enc, piece, i);
-    for (uint32_t i = 0; i < end && !interrupted; i++) offer(enc, i);
-    while (enc->n_heap && !interrupted) {  // after Ctrl-C, no piece follows
-        uint64_t key = heap_pop(enc);
-        uint32_t at = (uint32_t)key;
-        Symbol *left = &enc->symbols[at], *right = &enc->symbols[left->next];
-        // Out of date: one of the two symbols has merged since. (A key can be in the heap twice.)
-        if (left->key != key) continue;
-        right->key = NO_MERGE;
-        left->id = left->merged;
-        left->next = right->next;
-        enc->symbols[left->next].prev = at;
-        find_merge(enc, piece, at);
-        find_merge(enc, piece, left->prev);
-        // These two keys are new, so they and their neighbours may be minima now.
-        offer(enc, enc->symbols[left->prev].prev);
-        offer(enc, left->prev);
-        offer(enc, at);
-        offer(enc, left->next);
-    }
-    for (uint32_t i = 0; i < end; i = enc->symbols[i].next) ids_add(enc->out, enc->symbols[i].id);
-}
+// Part II: byte-pair encoding. Merges the pair with the highest score, of equal ones the leftmost,
+// until no two neighbours of the piece make a token; then appends its tokens to enc->out.
+static void encode_piece(Encoder *enc, Bytes piece);
 
 // Encodes the plain text that has arrived.
 static void encode_flush(Encoder *enc) {
     Bytes text = bytes_of(&enc->plain);
-    if (text.n >= INT_MAX) die("text: too long, expected less than 2 GB");
-    if (enc->tok->n_decomposed) {  // the file has the data for NFC
+    if (enc->tok->decomposed) {  // the file has the data for NFC
         enc->normal.n = 0;
         normalize(enc->tok, &enc->normal, text);
         text = bytes_of(&enc->normal);
     }
+    // NFC may have made it longer. A byte makes at most one token, so all counts fit into an int.
+    if (text.n + enc->out->n >= INT_MAX) die("text: too long, expected less than 2 GB");
     while (text.n && !interrupted) {  // the forward pass sees that, too
         size_t n = piece_length(enc->tok, text);
         encode_piece(enc, (Bytes){text.p, n});
@@ -1251,17 +845,16 @@ static void encode_token(Encoder *enc, int id) {
 // <|im_end|>, stays plain text; so a user, whose text comes here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->plain, text); }
 
+// Part II: the longest added token that the text begins with, or -1
+static int added_at(const Tokenizer *tok, Bytes text);
+
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
 // to its offset. If there is none, returns -1, and *at is the end of the text.
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
-    for (; *at < text.n; ++*at) {
-        int best = -1;
-        for (size_t i = 0; tok->added_start[text.p[*at]] && i < tok->added.n; i++) {
-            Bytes a = tok->text[tok->added.p[i]];
-            bool there = a.n <= text.n - *at && memcmp(a.p, text.p + *at, a.n) == 0;
-            if (there && (best < 0 || a.n > tok->text[best].n)) best = tok->added.p[i];
-        }
-        if (best >= 0) return best;
+    for (; *at < text.n && !interrupted; ++*at) {
+        if (!tok->added_start[text.p[*at]]) continue;
+        const int id = added_at(tok, bytes_from(text, *at));
+        if (id >= 0) return id;
     }
     return -1;
 }
@@ -1301,13 +894,13 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 //   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n...
 // export.py, which makes model.bin and its tokenizer file from a checkpoint, has turned the
 // template into a ChatFormat. Each turn encodes the whole conversation anew; prefill then skips
-// what the cache holds already.
+// what the cache holds already. (Where a <think> block, even an empty one, preceded the last
+// answer, the next turn leaves it out, as the template does: so the answer itself runs again.)
 
 typedef struct {
     int role;     // SYSTEM, USER or ASSISTANT
     Ids ids;      // of an answer: the tokens that the model drew
-    Buffer text;  // of a system or user message; of an answer, what -x left of its last token
-    size_t start; // tokens encoded before it: about where it begins in the rendering
+    Buffer text;  // of a message that was not drawn; of an answer, what -x left of its last token
 } Message;
 
 typedef struct {
@@ -1338,11 +931,12 @@ static size_t find_last(Bytes text, Bytes part) {
 
 // Adds an answer of an earlier turn, without its thinking. Like the chat template, it works on the
 // text: the answer's text is encoded again, and its ids can differ from those that the model drew.
-// Only added tokens keep their ids.
+// Only added tokens keep their ids. (An answer of a list's line is text from the start.)
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     Buffer all = {0};
     for (size_t i = 0; i < ids->n; i++) buffer_add(&all, enc->tok->text[ids->p[i]]);
+    buffer_add(&all, bytes_of(&message->text));
     Bytes text = bytes_of(&all);
     size_t start = find_last(text, f->strip), at = 0;  // bytes to skip; bytes before token i
     while (start && start < text.n && f->trim.n && memchr(f->trim.p, text.p[start], f->trim.n))
@@ -1355,12 +949,14 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
         else if (cut < token.n) encode_plain(enc, bytes_from(token, cut));
         at += token.n;
     }
-    encode_plain(enc, bytes_of(&message->text));
+    if (start < text.n) encode_plain(enc, bytes_from(text, start > at ? start : at));
     free(all.p);
 }
 
-// The ids of a conversation, up to where the model's answer begins
-static void render(const Tokenizer *tok, Conversation *conversation, bool think, Ids *out) {
+// The ids of a conversation, up to where the model's answer begins. Of the messages before number
+// `first`, only a system message is rendered.
+static void render(const Tokenizer *tok, const Conversation *conversation, size_t first, bool think,
+                   Ids *out) {
     const ChatFormat *f = &tok->chat;
     Encoder enc = {.tok = tok, .out = out};
     out->n = 0;
@@ -1368,8 +964,8 @@ static void render(const Tokenizer *tok, Conversation *conversation, bool think,
     if (conversation->n == 0 || conversation->p[0].role != SYSTEM)
         encode_marked(&enc, f->no_system);
     for (size_t i = 0; i < conversation->n; i++) {
-        Message *message = &conversation->p[i];
-        message->start = out->n;
+        const Message *message = &conversation->p[i];
+        if (i < first && message->role != SYSTEM) continue;
         encode_marked(&enc, f->open[message->role]);
         if (message->role == ASSISTANT) encode_answer(&enc, f, message);
         else encode_plain(&enc, bytes_of(&message->text));
@@ -1388,7 +984,7 @@ static void render(const Tokenizer *tok, Conversation *conversation, bool think,
 
 typedef struct {
     float temperature;  // 0: always the most likely token
-    float top_p;        // keep the smallest set of tokens that reaches this probability
+    float top_p;        // keep the smallest set that reaches this probability, the nucleus
     int top_k;          // keep the k most likely tokens, 0: all
     float presence;     // subtracted from the logits of tokens that are in the answer
     float repetition;   // makes tokens of the prompt and the answer less likely, 1: off
@@ -1416,8 +1012,6 @@ static double sum_double(const float *x, int n) {
     for (int j = 0; j < 16; j++) sum += sums[j];
     return sum;
 }
-
-#define NOT_FINITE "model: the logits are not finite; is the file damaged?"
 
 static int argmax(const float *x, int n) {
     int best = 0;
@@ -1483,14 +1077,14 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
     for (int i = 0; i < n && presence != 0; i++) logits[i] -= sampler->answered[i] ? presence : 0;
 }
 
-// Draws the next token by its logits (n), which are overwritten. Nucleus sampling (top_p must be >
-// 0) needs no sorting. Let the total be the sum of all p before the first draw. Draw a token. If
-// the tokens likelier than it sum to less than top_p * total, it is in the nucleus: return it. Else
-// discard it and all less likely tokens, and draw again. No token of the nucleus is discarded
-// before the draw that counts, so their proportions stay right.
+// Draws the next token by its logits (n), which are overwritten; -1 if they are not finite. Nucleus
+// sampling (top_p must be > 0) needs no sorting. Let the total be the sum of all p before the first
+// draw. Draw a token. If the tokens likelier than it sum to less than top_p * total, it is in the
+// nucleus: return it. Else discard it and all less likely tokens, and draw again. No token of the
+// nucleus is discarded before the draw that counts, so their proportions stay right.
 static int sample(Sampler *sampler, float *logits, int n) {
     penalize(sampler, logits, n);
-    if (!isfinite(sum_double(logits, n))) die(NOT_FINITE);
+    if (!isfinite(sum_double(logits, n))) return -1;
     if (sampler->temperature == 0) return argmax(logits, n);
     float *p = logits;
     likelihoods(p, n, max_of(logits, n), sampler->temperature);
@@ -1505,19 +1099,48 @@ static int sample(Sampler *sampler, float *logits, int n) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------
-// Generation: one loop for chat and for raw text
+typedef struct Engine Engine;
+typedef struct Writer Writer;
 
-typedef enum { TURN_ENDED, LIMIT_REACHED, CONTEXT_ENDED, INTERRUPTED } Ending;
+// Writes a token's text. Returns false if the option -x TEXT ends the answer here: as soon as TEXT
+// comes, nothing from it on is written.
+static bool writer_token(Writer *out, const Tokenizer *tok, int id);
+
+// Runs a drawn token through the model and appends it to the answer's text. Returns the logits of
+// the next token, or NULL after Ctrl-C. count: tokens of the answer so far, with this one. In
+// principle, with text = &e->answer.text and pos = text->ids.n, this is
+//   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
+// Part II adds a kind of speculative decoding: where the text repeats itself, it guesses several
+// tokens and checks the guesses in one pass. The results are the same. advance_start forgets the
+// guesses of the last answer.
+static float *advance(Engine *e, int id, int count);
+static void advance_start(Engine *e);
+
+// ------------------------------------------------------------------------------------------------
+// Generation: one loop for chat and for raw text. (Part II has a second one, which runs the answers
+// of many texts together.) An answer is (respond in Part II)
+//   render(tok, conversation, 0, think, &ids);  the prompt; a raw text: encode_raw(tok, text, &ids)
+//   prefill(e, &ids);                           runs it, but for what the cache holds
+//   generate(e, &answer);                       draws, writes and runs one token after the other
+
+#define NOT_FINITE "model: the logits are not finite; is the file damaged?"
+#define BAD_VECTOR "model: the vector is not finite; is the file damaged?"
+
+typedef enum { GOES_ON, TURN_ENDED, LIMIT_REACHED, CONTEXT_ENDED, INTERRUPTED } Ending;
+
+typedef struct {
+    Text text;        // the prompt, then the tokens of the answer that have run
+    Sampler sampler;
+    Writer *writer;   // where it goes
+    Ids *drawn;       // its tokens
+} Answer;
 
 struct Engine {
     Model model;
     Tokenizer tokenizer;
-    Sampler sampler;
-    Writer *writer;   // where the answer goes
     int max_new;      // the maximum number of tokens in an answer, -1: no limit
-    Ids cached;       // the tokens whose keys and values are in the cache. Allocated once, with
-                      // room for seq_len + 1 ids (the one more is for advance)
+    Answer answer;    // of the conversation. Its text is allocated once, with room for seq_len + 1
+                      // ids (the one more is for advance)
     size_t reused;    // how many of the prompt's tokens were there already
     struct {          // Part II only: see advance
         int n, row;   // drafted tokens in the last forward pass; the row whose logits are in use
@@ -1526,26 +1149,26 @@ struct Engine {
 };
 
 // Runs a prompt of 1 .. seq_len tokens through the model, except for the beginning that the cache
-// holds already; its last token always runs, as that makes the first logits. Returns the last
-// token's row in the last batch, or -1 after Ctrl-C.
-static int prefill(Engine *e, const Ids *prompt) {
-    Ids *cached = &e->cached;
+// holds already; its last token always runs, as that makes the first logits: it is the first row of
+// x then. Returns false after Ctrl-C.
+static bool prefill(Engine *e, const Ids *prompt) {
+    Ids *cached = &e->answer.text.ids;
     size_t same = 0;
-    int n = 0;
     while (same < cached->n && same + 1 < prompt->n && cached->p[same] == prompt->p[same]) same++;
     e->reused = cached->n = same;
     // All ids are copied at once, but they count as cached only when their batch has run.
     memcpy(cached->p, prompt->p, prompt->n * sizeof(int));
-    progress_start(&e->model, same, prompt->n - same);
+    progress_start(&e->model, prompt->n - same);
     bool running = true;
     while (running && cached->n < prompt->n) {
-        n = min_int(e->model.state.batch, (int)(prompt->n - cached->n));
+        const int n = min_int(e->model.state.batch, (int)(prompt->n - cached->n));
         const bool last = cached->n + n == prompt->n;
-        running = forward(&e->model, prompt->p + cached->n, n, (int)cached->n, last ? 1 : 0);
+        running = forward_text(&e->model, &e->answer.text, prompt->p + cached->n, n,
+                               (int)cached->n, last);
         if (running) cached->n += n;
     }
     progress_end();
-    return running ? n - 1 : -1;
+    return running;
 }
 
 static bool is_stop(const Tokenizer *tok, int id) {
@@ -1555,30 +1178,40 @@ static bool is_stop(const Tokenizer *tok, int id) {
     return false;
 }
 
-// Writes the continuation of a prompt that the cache holds, and adds its tokens to `answer`, which
-// is empty. row: what prefill returned
-static Ending generate(Engine *e, int row, Ids *answer) {
-    const Tokenizer *tok = &e->tokenizer;
-    Sampler *sampler = &e->sampler;
-    memset(sampler->answered, 0, tok->vocab_size * sizeof(bool));
-    memset(sampler->seen, 0, tok->vocab_size * sizeof(bool));
-    for (size_t i = 0; i < e->cached.n; i++) sampler->seen[e->cached.p[i]] = true;
-    advance_start(e);
+// The prompt is there, the answer begins.
+static void answer_start(Answer *a, const Tokenizer *tok, const int *prompt, size_t n) {
+    memset(a->sampler.answered, 0, tok->vocab_size * sizeof(bool));
+    memset(a->sampler.seen, 0, tok->vocab_size * sizeof(bool));
+    for (size_t i = 0; i < n; i++) a->sampler.seen[prompt[i]] = true;
+    a->drawn->n = 0;
+}
 
-    float *logits = classify(&e->model, row, 1);
-    while (answer->n != (size_t)e->max_new) {  // false only if max_new is 0; -1 is never equal
-        if (interrupted) return INTERRUPTED;
-        int id = sample(sampler, logits, tok->vocab_size);
-        if (is_stop(tok, id)) return TURN_ENDED;
-        ids_add(answer, id);
-        sampler->answered[id] = sampler->seen[id] = true;
-        if (!writer_token(e->writer, tok, id)) return TURN_ENDED;
-        if (answer->n == (size_t)e->max_new) break;  // the last token need not run
-        if (e->cached.n == (size_t)e->model.state.seq_len) return CONTEXT_ENDED;
-        logits = advance(e, id, (int)answer->n);
-        if (!logits) return INTERRUPTED;
+// Adds a drawn token to an answer and writes it. Says whether this is the answer's end.
+static Ending answer_add(const Engine *e, Answer *a, int id) {
+    if (is_stop(&e->tokenizer, id)) return TURN_ENDED;
+    ids_add(a->drawn, id);
+    a->sampler.answered[id] = a->sampler.seen[id] = true;
+    if (!writer_token(a->writer, &e->tokenizer, id)) return TURN_ENDED;
+    if (a->drawn->n == (size_t)e->max_new) return LIMIT_REACHED;  // -1 is never equal
+    return a->text.ids.n == (size_t)e->model.state.seq_len ? CONTEXT_ENDED : GOES_ON;
+}
+
+// Writes the continuation of a prompt that the cache holds; `drawn` gets its tokens.
+static Ending generate(Engine *e, Ids *drawn) {
+    Answer *a = &e->answer;
+    a->drawn = drawn;
+    answer_start(a, &e->tokenizer, a->text.ids.p, a->text.ids.n);
+    advance_start(e);
+    if (e->max_new == 0) return LIMIT_REACHED;
+    float *logits = classify(&e->model, 0, 1);
+    while (logits && !interrupted) {
+        const int id = sample(&a->sampler, logits, e->tokenizer.vocab_size);
+        if (id < 0) die(NOT_FINITE);
+        const Ending ending = answer_add(e, a, id);
+        if (ending != GOES_ON) return ending;
+        logits = advance(e, id, (int)drawn->n);
     }
-    return LIMIT_REACHED;
+    return INTERRUPTED;
 }
 
 // ================================================================================================
@@ -1587,6 +1220,10 @@ static Ending generate(Engine *e, int row, Ids *answer) {
 
 #include <ctype.h>
 #include <errno.h>
+#include <float.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
 #include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
@@ -1605,265 +1242,410 @@ static Bytes file_map(const char *path);              // the whole file, mapped 
 static const char *file_read(Buffer *b, const char *path);  // the whole file, added to b; -: stdin;
                                                       // returns NULL, or what went wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
+static int file_open(const char *path);               // a descriptor to read, or -1; -: stdin
+static double file_size(int fd);                      // of a regular file, else 0
+static double memory_size(void);                      // that this process may use, in bytes
 static ssize_t read_some(int fd, void *p, size_t n);  // read(), but waits also if fd is nonblocking
+static bool input_ready(int fd);                      // there is something to read, or the end
+static bool stdin_has_data(void);                     // a pipe with data, or a file at its start
 static int terminal_line(void);                       // the most bytes of a line that is typed
 typedef enum { NOTHING, PART, LINE } Waiting;
 static Waiting input_waits(void);                     // how much of a paste is still to be read
 
-// Allocates all for seq_len positions, passes of at most `batch` tokens, and logit_rows rows
-// of logits at once
-static void state_init(Model *m, int seq_len, int batch, int logit_rows);
+// Allocates all for passes of at most `batch` tokens, logit_rows rows of logits, and a cache
+// of so many texts of up to seq_len positions (or as many as memory allows, but at least one)
+static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts);
+static Text whole_cache(const State *s);  // a text that may use all of the KV cache
+static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
 
 // How many tokens run through the model in about the time of one; 1 where a batch gains nothing
 static int draft_rows(void);
 
+// parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
+// `chunk`, and calls job(arg, begin, end, thread) for each, on all threads; `thread` is an index
+// into State.workspace. It returns when all are done. Only the main thread calls it, never inside
+// a job.
+typedef void (*Job)(void *arg, int begin, int end, int thread);
+static void parallel(Job job, void *arg, int count, int chunk);
+
 // Set by run(), read by the signal handler: from now on the first Ctrl-C stops the answer, and not
 // the program.
 static volatile sig_atomic_t stoppable;
+static volatile sig_atomic_t stop_at_once;  // but the second one does, however soon it comes
 
 // ------------------------------------------------------------------------------------------------
-// The model file, model.bin: a 256-byte header, then the weights, all little-endian. It is the
-// format of the older qwen3.c (github.com/adriancable/qwen3.c), whose files still load.
+// Errors and memory
+
+#ifdef __MINGW_PRINTF_FORMAT  // the dialect in which GCC checks formats
+#define PRINTF __MINGW_PRINTF_FORMAT
+#else
+#define PRINTF printf
+#endif
+
+enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
+
+static bool quiet;  // -q: only errors on stderr
+
+__attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...);
+
+#define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))  // an error in the command line
+#define notice(...) (quiet ? (void)0 : report(__VA_ARGS__))     // worth knowing, but not an error
+
+// Returns memory for `count` zeroed elements, aligned to 64 bytes. It is never freed. Pages that
+// are never touched take no memory.
+static void *alloc(size_t count, size_t size, const char *what) {
+    char *p = count < (SIZE_MAX - 64) / size ? calloc(count * size + 64, 1) : NULL;
+    if (!p) die("memory: not enough for %s, expected %.0f MB", what, count * (double)size / 1e6);
+    return p + (-(uintptr_t)p & 63);
+}
+
+// Returns p, reallocated if it has no room for `more` elements of `size` bytes after the first n.
+static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
+    if (n + more <= *cap) return p;
+    *cap = n + more > 2 * *cap ? n + more : 2 * *cap;
+    p = realloc(p, *cap * size);
+    if (!p) die("memory: not enough for text, expected %.0f MB", *cap * (double)size / 1e6);
+    return p;
+}
+
+static void buffer_add(Buffer *b, Bytes text) {
+    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);  // + 1: p is not NULL after an empty text
+    if (text.n) memcpy(b->p + b->n, text.p, text.n);
+    b->n += text.n;
+}
+
+static void ids_add(Ids *ids, int id) {
+    ids->p = grow(ids->p, &ids->cap, ids->n, 1, sizeof(int));
+    ids->p[ids->n++] = id;
+}
+
+static bool bytes_equal(Bytes a, Bytes b) {
+    return a.n == b.n && (a.n == 0 || memcmp(a.p, b.p, a.n) == 0);
+}
+
+INLINE int max_int(int a, int b) { return a > b ? a : b; }
+
+INLINE float as_float(uint32_t bits) {  // the float with these bits
+    return (union { uint32_t bits; float value; }){bits}.value;
+}
+
+// ------------------------------------------------------------------------------------------------
+// The model file, model.bin: a header of 256 bytes, then the weights, all little-endian. It is the
+// format of the older qwen3.c (github.com/adriancable/qwen3.c), whose files still load: there the
+// header is zero from 0x30 on, so zero stands for what that format always has.
 //
-//   offset  type  field               offset  type  field
-//   0x00    u32   magic 0x616A6331    0x18    i32   n_kv_heads
-//   0x04    i32   version 1           0x1C    i32   vocab_size
-//   0x08    i32   dim                 0x20    i32   max_seq_len
-//   0x0C    i32   hidden_dim          0x24    i32   head_dim
-//   0x10    i32   n_layers            0x28    i32   shared_classifier, 0 or 1
-//   0x14    i32   n_heads             0x2C    i32   group_size, 32, 64, 128 or 256
+//   0x00  u32 magic 0x616A6331, i32 version 1
+//   0x08  the fields of the table below
+//   0x70  with layer_bits 4, the 16 int8 levels, ascending
 //
-// In base files the rest of the 256 bytes is zero. Later fields extend the format; zero in them
-// stands for the base format's constant:
+// The rest of the header is zero. A file in which it is not is refused.
 //
-//   offset  type  field                                             zero means
-//   0x30    f32   rope_theta                                        1e6
-//   0x34    f32   rms_norm_eps                                      1e-6
-//   0x38    u32   rope_scaling, 1: YaRN                             none; the next six are zero
-//   0x3C    f32   YaRN factor                                       an error, with YaRN
-//   0x40    i32   YaRN original length                              an error, with YaRN
-//   0x44    f32   YaRN beta_fast                                    32
-//   0x48    f32   YaRN beta_slow                                    1
-//   0x4C    f32   YaRN attention_factor, on cos and sin             0.1 ln(factor) + 1
-//   0x50    u32   YaRN no_rounding, 1: the ramp's ends stay         they are rounded
-//   0x54    u32   qkv_bias, 1: biases after the last matrix         none
-//   0x58    u32   no_qk_norm, 1: there are no q_norm and k_norm     QK-norm
-//   0x5C    i32   n_experts                                         not a mixture of experts
-//   0x60    i32   n_experts_used                                    (without experts)
-//   0x64    u32   no_topk_norm, 1: shares keep the sum they have    their sum becomes 1
-//   0x68    u32   layer_bits, 4: layers' matrices have four bits    8
-//   0x70    16i8  levels: what a nibble stands for, ascending       (with 8 bits)
-//
-// The rest (0x6C, and 0x80 to 0xFF) is zero. A file in which it is not is refused.
-//
-// The weights, each for all layers before the next:
-//
-//   fp32 norms    rms_att (dim), rms_ffn (dim); rms_final (dim), once; q_norm, k_norm (head_dim)
-//   fp32 routers  (n_experts, dim), if there are experts
-//   Q8_0          token embedding (vocab_size, dim), once; wq (q_dim, dim), wk, wv (kv_dim, dim),
-//                 wo (dim, q_dim), w1 (hidden_dim, dim), w2 (dim, hidden_dim),
-//                 w3 (hidden_dim, dim); the classifier (vocab_size, dim), once, unless it is shared
-//                 (with experts, w1, w2 and w3 hold the rows of all: n_experts times as many)
-//   fp32 biases   bq (q_dim), then bk, then bv (kv_dim), if qkv_bias is 1
-//
-// A Q8_0 matrix (out, in) is all its int8 values row by row, then a float scale for each group_size
-// consecutive values: scale = max|w| / 127, q = round(w / scale). With layer_bits 4, a matrix of a
-// layer is instead all its pairs of nibbles (see weight_q), then a float of 16 bits for each group.
-// (Each has an even number of rows, so that the next matrix begins at a multiple of 4 bytes.)
-// Embedding models, which need no classifier, count as shared.
+// take_weights has the weights in their order, each for all layers before the next. Norms, routers,
+// frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values row by
+// row, then a float scale for each group_size consecutive values: scale = max|w| / 127,
+// q = round(w / scale). With 4 bits it is all its pairs of nibbles (see weight_q), then a float of
+// 16 bits for each group. (It has an even number of rows, so that the next matrix begins at a
+// multiple of 4 bytes.) Embedding models, which need no classifier, count as shared.
+
+typedef struct {
+    int offset;  // of its 4 bytes in the header
+    enum { I32, F32 } type;
+    const char *name;
+    size_t place;      // in Config
+    double low, high;  // the least and the greatest value
+    double zero;       // what a 0 in the file stands for
+} Field;
+
+#define FIELD(name) #name, offsetof(Config, name)
+
+static const Field fields[] = {
+    {0x08, I32, FIELD(dim), 1, 1 << 20, 0},
+    {0x0C, I32, FIELD(hidden_dim), 1, 1 << 20, 0},
+    {0x10, I32, FIELD(n_layers), 1, 4096, 0},
+    {0x14, I32, FIELD(n_heads), 1, 4096, 0},
+    {0x18, I32, FIELD(n_kv_heads), 1, 4096, 0},
+    {0x1C, I32, FIELD(vocab_size), 1, 1 << 30, 0},
+    {0x20, I32, FIELD(max_seq_len), 1, 1 << 30, 0},
+    {0x24, I32, FIELD(head_dim), 1, 4096, 0},
+    {0x28, I32, FIELD(shared_classifier), 0, 1, 0},
+    {0x2C, I32, FIELD(group_size), 32, 256, 0},
+    {0x30, F32, FIELD(rope_theta), 1e-6f, 1e12f, 1e6f},
+    {0x34, F32, FIELD(rms_norm_eps), FLT_MIN, 1e12f, 1e-6f},
+    {0x38, I32, FIELD(rope_scaling), INT_MIN, INT_MAX, 0},  // 0, or 2: there is rope_freq
+    {0x3C, F32, FIELD(rope_factor), 0, FLT_MAX, 0},
+    {0x54, I32, FIELD(qkv_bias), 0, 1, 0},
+    {0x58, I32, FIELD(no_qk_norm), 0, 1, 0},
+    {0x5C, I32, FIELD(n_experts), 0, 4096, 0},
+    {0x60, I32, FIELD(n_experts_used), 0, 4096, 0},
+    {0x64, I32, FIELD(no_topk_norm), 0, 1, 0},
+    {0x68, I32, FIELD(layer_bits), INT_MIN, INT_MAX, 0},    // 0, which means 8, or 4
+};
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
+    const char *part;  // what is being read, for messages
     Bytes rest;
 } Cursor;
 
-static const void *take(Cursor *in, uint64_t size, const char *what) {
+#define die_bad(in, name, expected, ...) \
+    die("%s: bad %s, expected " expected, (in)->file, name, __VA_ARGS__)
+
+static const void *take(Cursor *in, uint64_t size) {
     if (size > in->rest.n)
         die("%s: ends inside %s, expected %llu more bytes, found %zu; copy or export it again",
-            in->file, what, (unsigned long long)size, in->rest.n);
+            in->file, in->part, (unsigned long long)size, in->rest.n);
     const void *p = in->rest.p;
     in->rest = bytes_from(in->rest, size);
     return p;
 }
 
-static uint32_t take_u32(Cursor *in, const char *what) {
-    return (uint32_t)load_i32(take(in, 4, what));
+static uint32_t take_u32(Cursor *in) { return (uint32_t)load_i32(take(in, 4)); }
+
+static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
+    in->part = what;
+    return take(in, count * sizeof(float));
 }
 
-static void check_range(Cursor *in, const char *name, int value, int low, int high) {
-    if (low == high && value != low)
-        die("%s: bad %s, expected %d, found %d", in->file, name, low, value);
-    if (value < low || value > high)
-        die("%s: bad %s, expected %d to %d, found %d", in->file, name, low, high, value);
-}
-
-static int take_int(Cursor *in, const char *name, int low, int high) {  // low <= value <= high
-    int value = (int)take_u32(in, name);
-    check_range(in, name, value, low, high);
-    return value;
-}
-
-// The same for a float; a 0 in the file becomes `base`.
-static float take_float(Cursor *in, const char *name, float low, float high, float base) {
-    float value = as_float(take_u32(in, name));
-    if (value == 0) value = base;
-    if (!(value >= low && value <= high))
-        die("%s: bad %s, expected %g to %g, found %g", in->file, name, low, high, value);
-    return value;
-}
-
-static void check_multiple(Cursor *in, const char *name, int value, int unit) {
-    if (value % unit != 0)
-        die("%s: bad %s, expected a multiple of %d, found %d", in->file, name, unit, value);
-}
-
-static void take_base_header(Config *c, Cursor *in) {
-    uint32_t magic = take_u32(in, "magic");
-    const char *slash = strrchr(in->file, '/'), *end = strrchr(in->file, '.');
+static void check_magic(const char *file, uint32_t magic) {
+    const char *slash = strrchr(file, '/'), *end = strrchr(file, '.');
     if (magic == 0x46554747)
-        die("%s: a GGUF file, expected a .bin file, which this makes: export.py %s", in->file,
-            in->file);
+        die("%s: a GGUF file, expected a .bin file, which this makes: export.py %s", file, file);
     if (end && !strcmp(end, ".safetensors"))
         die("%s: a part of a checkpoint, expected a .bin file, which this makes: export.py %.*s",
-            in->file, slash ? (int)(slash - in->file) : 1, slash ? in->file : ".");
+            file, slash ? (int)(slash - file) : 1, slash ? file : ".");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
-            "found 0x%08x", in->file, magic);
-    take_int(in, "version", 1, 1);
-    c->dim = take_int(in, "dim", 1, 1 << 20);
-    c->hidden_dim = take_int(in, "hidden_dim", 1, 1 << 20);
-    c->n_layers = take_int(in, "n_layers", 1, 4096);
-    c->n_heads = take_int(in, "n_heads", 1, 4096);
-    c->n_kv_heads = take_int(in, "n_kv_heads", 1, 4096);
-    c->vocab_size = take_int(in, "vocab_size", 1, 1 << 30);
-    c->max_seq_len = take_int(in, "max_seq_len", 1, 1 << 30);
-    c->head_dim = take_int(in, "head_dim", 1, 4096);
-    c->shared_classifier = take_int(in, "shared_classifier", 0, 1);
-    c->group_size = take_int(in, "group_size", 32, 256);
-    if (c->group_size & (c->group_size - 1))
-        die("%s: bad group_size, expected 32, 64, 128 or 256, found %d", in->file, c->group_size);
-    check_multiple(in, "dim", c->dim, c->group_size);
-    check_multiple(in, "hidden_dim", c->hidden_dim, c->group_size);
-    check_multiple(in, "head_dim", c->head_dim, 2);
-    if (c->n_heads % c->n_kv_heads != 0)
-        die("%s: bad n_kv_heads, expected a divisor of %d heads, found %d", in->file, c->n_heads,
-            c->n_kv_heads);
-    check_multiple(in, "n_heads * head_dim", c->n_heads * c->head_dim, c->group_size);
-    c->q_dim = c->n_heads * c->head_dim;
-    c->kv_dim = c->n_kv_heads * c->head_dim;
+            "found 0x%08x", file, magic);
 }
 
-static void take_extended_header(Config *c, Cursor *in) {
-    static const char unknown[] = "unknown header field (made by a newer export.py?)";
-    c->rope_theta = take_float(in, "rope_theta", 1e-6f, 1e12f, 1e6f);
-    c->rms_norm_eps = take_float(in, "rms_norm_eps", FLT_MIN, 1e12f, 1e-6f);
-    c->rope_scaling = take_int(in, "rope_scaling", 0, 1);
-    if (c->rope_scaling) {
-        c->yarn_factor = take_float(in, "YaRN factor", 1e-6f, 1e12f, 0);
-        c->yarn_original_len = take_int(in, "YaRN original length", 1, INT_MAX);
-        c->yarn_beta_fast = take_float(in, "YaRN beta_fast", 1e-6f, 1e12f, 32);
-        c->yarn_beta_slow = take_float(in, "YaRN beta_slow", 1e-6f, 1e12f, 1);
-        float base = 0.1f * logf(c->yarn_factor) + 1;
-        c->yarn_attention_factor = take_float(in, "YaRN attention_factor", 1e-6f, 1e12f, base);
-        c->yarn_no_rounding = take_int(in, "YaRN no_rounding", 0, 1);
-    } else {
-        for (int at = 0x3C; at < 0x54; at += 4) take_int(in, unknown, 0, 0);
-    }
-    c->qkv_bias = take_int(in, "qkv_bias", 0, 1);
-    c->no_qk_norm = take_int(in, "no_qk_norm", 0, 1);
-    c->n_experts = take_int(in, "n_experts", 0, 4096);
-    c->n_experts_used = take_int(in, "n_experts_used", 0, 4096);
-    check_range(in, "n_experts_used", c->n_experts_used, min_int(c->n_experts, 1), c->n_experts);
-    c->no_topk_norm = take_int(in, "no_topk_norm", 0, c->n_experts > 0);
-    if (c->n_experts * (int64_t)max_int(c->dim, c->hidden_dim) > 1 << 30)
-        die("%s: bad n_experts, expected at most 2^30 rows in all experts, found %d of %d",
-            in->file, c->n_experts, max_int(c->dim, c->hidden_dim));
-    c->layer_bits = take_u32(in, "layer_bits");
+// Checks what the table of fields does not say. Here, layer_bits is still 0 or 4.
+static void check_config(const Cursor *in, const Config *c) {
+    const int group = c->group_size, widest = max_int(c->dim, c->hidden_dim);
+    if (group & (group - 1)) die_bad(in, "group_size", "32, 64, 128 or 256, found %d", group);
+    if (c->dim % group) die_bad(in, "dim", "a multiple of %d, found %d", group, c->dim);
+    if (c->hidden_dim % group)
+        die_bad(in, "hidden_dim", "a multiple of %d, found %d", group, c->hidden_dim);
+    if (c->head_dim % 2) die_bad(in, "head_dim", "an even number, found %d", c->head_dim);
+    if (c->n_heads % c->n_kv_heads)
+        die_bad(in, "n_kv_heads", "a divisor of %d heads, found %d", c->n_heads, c->n_kv_heads);
+    if (c->q_dim % group)
+        die_bad(in, "n_heads * head_dim", "a multiple of %d, found %d", group, c->q_dim);
+    if (c->rope_scaling != 0 && c->rope_scaling != 2)
+        die_bad(in, "rope_scaling", "0 or 2, found %d; export it again", c->rope_scaling);
+    if ((c->rope_factor > 0) != (c->rope_scaling == 2))
+        die_bad(in, "rope_factor", "more than 0 with rope_scaling, else 0, found %g",
+                c->rope_factor);
+    if (c->n_experts_used < min_int(c->n_experts, 1) || c->n_experts_used > c->n_experts)
+        die_bad(in, "n_experts_used", "at least %d and at most %d, found %d",
+                min_int(c->n_experts, 1), c->n_experts, c->n_experts_used);
+    if (c->n_experts * (int64_t)widest > 1 << 30)
+        die_bad(in, "n_experts", "at most 2^30 rows in all experts, found %d of %d", c->n_experts,
+                widest);
+    if (c->no_topk_norm > c->n_experts)
+        die_bad(in, "no_topk_norm", "0 without experts, found %d", c->no_topk_norm);
     if (c->layer_bits != 0 && c->layer_bits != 4)
-        die("%s: bad layer_bits, expected 0 (8 bits) or 4, found %d", in->file, c->layer_bits);
-    take_int(in, unknown, 0, 0);
-    if (c->layer_bits == 4) {
-        memcpy(c->levels, take(in, 16, "levels"), 16);
-        for (int i = 1; i < 16; i++) {
-            if (c->levels[i] <= c->levels[i - 1])
-                die("%s: bad levels, expected ascending ones, found %d after %d", in->file,
-                    c->levels[i], c->levels[i - 1]);
-        }
-    } else {
-        c->layer_bits = 8;
-        for (int at = 0x70; at < 0x80; at += 4) take_int(in, "levels", 0, 0);
+        die_bad(in, "layer_bits", "0 (8 bits) or 4, found %d", c->layer_bits);
+    for (int i = 1; i < 16 && c->layer_bits; i++) {
+        if (c->levels[i] <= c->levels[i - 1])
+            die_bad(in, "levels", "ascending ones, found %d after %d", c->levels[i],
+                    c->levels[i - 1]);
     }
-    for (int at = 0x80; at < 256; at += 4) take_int(in, unknown, 0, 0);
+}
+
+static void take_header(Cursor *in, Config *c) {
+    int32_t words[64];  // those that are known become 0
+    in->part = "the header";
+    memcpy(words, take(in, sizeof(words)), sizeof(words));
+    check_magic(in->file, words[0]);
+    if (words[1] != 1) die_bad(in, "version", "1, found %d", words[1]);
+    words[0] = words[1] = 0;
+    for (const Field *f = fields; f < fields + sizeof(fields) / sizeof(*fields); f++) {
+        int32_t *word = &words[f->offset / 4];
+        double value = f->type == F32 ? as_float(*word) : (double)*word;
+        if (value == 0) value = f->zero;
+        if (!(value >= f->low && value <= f->high)) {
+            const int digits = f->type == F32 ? 6 : 10;
+            die_bad(in, f->name, "%.*g to %.*g, found %.*g", digits, f->low, digits, f->high,
+                    digits, value);
+        }
+        if (f->type == F32) *(float *)((char *)c + f->place) = (float)value;
+        else *(int *)((char *)c + f->place) = (int)value;
+        *word = 0;
+    }
+    if (c->layer_bits) {
+        memcpy(c->levels, &words[0x70 / 4], sizeof(c->levels));
+        memset(&words[0x70 / 4], 0, sizeof(c->levels));
+    }
+    c->q_dim = c->n_heads * c->head_dim;
+    c->kv_dim = c->n_kv_heads * c->head_dim;
+    check_config(in, c);
+    if (c->layer_bits == 0) c->layer_bits = 8;
+    for (int i = 0; i < 64; i++) {
+        if (words[i] != 0)
+            die("%s: unknown header field at 0x%02x, expected 0, found %d; was it made by a newer "
+                "export.py?", in->file, 4 * i, words[i]);
+    }
 }
 
 static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int bits,
                           const char *what) {
-    Matrix w = {.rows = rows, .cols = cols, .group = c->group_size, .bits = bits};
     const uint64_t count = (uint64_t)rows * cols, n_groups = count / c->group_size;
-    if (bits == 8) {
-        w.q = take(in, count, what);
-        w.scale = take(in, n_groups * sizeof(float), what);
-    } else {
-        w.nibbles = take(in, count / 2, what);
-        w.half_scale = take(in, n_groups * sizeof(uint16_t), what);
-        w.levels = c->levels;
-    }
+    Matrix w = {.rows = rows, .cols = cols, .group = c->group_size, .bits = bits,
+                .levels = c->levels};
+    in->part = what;
+    w.bytes = take(in, count * bits / 8);
+    w.scales = take(in, n_groups * (bits == 8 ? sizeof(float) : sizeof(uint16_t)));
     return w;
 }
 
-// A number that is not finite would choose experts at random.
-static void check_router(const char *path, const Config *c, const float *router, int layer) {
-    for (size_t i = 0; i < (size_t)c->n_experts * c->dim; i++) {
-        if (!isfinite(router[i]))
-            die("%s: bad router of layer %d, expected finite numbers, found %f", path, layer,
-                router[i]);
+static void take_weights(Cursor *in, Config *c, Weights *w) {
+    const int n_experts = c->n_experts, experts = max_int(n_experts, 1), bits = c->layer_bits;
+    w->layers = alloc(c->n_layers, sizeof(Layer), "the layers");
+#define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]
+    EACH_LAYER.rms_att = take_floats(in, c->dim, "rms_att");
+    EACH_LAYER.rms_ffn = take_floats(in, c->dim, "rms_ffn");
+    w->rms_final = take_floats(in, c->dim, "rms_final");
+    if (!c->no_qk_norm) {
+        EACH_LAYER.q_norm = take_floats(in, c->head_dim, "q_norm");
+        EACH_LAYER.k_norm = take_floats(in, c->head_dim, "k_norm");
+    }
+    if (n_experts) EACH_LAYER.router = take_floats(in, n_experts * c->dim, "router");
+    if (c->rope_scaling) c->rope_freq = take_floats(in, c->head_dim / 2, "rope_freq");
+    w->embedding = take_matrix(in, c, c->vocab_size, c->dim, 8, "the token embedding");
+    EACH_LAYER.wq = take_matrix(in, c, c->q_dim, c->dim, bits, "wq");
+    EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits, "wk");
+    EACH_LAYER.wv = take_matrix(in, c, c->kv_dim, c->dim, bits, "wv");
+    EACH_LAYER.wo = take_matrix(in, c, c->dim, c->q_dim, bits, "wo");
+    // With experts, w1, w2 and w3 have the rows of all.
+    EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w1");
+    EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, bits, "w2");
+    EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w3");
+    w->classifier = c->shared_classifier ? w->embedding
+        : take_matrix(in, c, c->vocab_size, c->dim, 8, "the classifier");
+    if (c->qkv_bias) {
+        EACH_LAYER.bq = take_floats(in, c->q_dim, "bq");
+        EACH_LAYER.bk = take_floats(in, c->kv_dim, "bk");
+        EACH_LAYER.bv = take_floats(in, c->kv_dim, "bv");
     }
 }
 
-// Maps the file; all weights stay there.
+// Maps the file; all weights stay there. They are not looked through, which could take a minute,
+// except where a number that is not finite would choose experts at random.
 static void model_map(Model *m, const char *path) {
     Config *c = &m->config;
-    Weights *weights = &m->weights;
-    Bytes file = file_map(path);
-    Cursor in = {path, file};
-    take_base_header(c, &in);
-    take_extended_header(c, &in);
-    const int experts = max_int(c->n_experts, 1);
-    weights->layers = alloc(c->n_layers, sizeof(Layer), "the layers");
-// `tensor` takes its bytes once for each layer.
-#define TAKE_LAYERS(name, tensor) \
-    for (int l = 0; l < c->n_layers; l++) weights->layers[l].name = tensor
-#define TAKE_FLOATS(name, count) TAKE_LAYERS(name, take(&in, (uint64_t)(count) * 4, #name))
-#define TAKE_MATRIX(name, rows, cols) \
-    TAKE_LAYERS(name, take_matrix(&in, c, rows, cols, c->layer_bits, #name))
-    TAKE_FLOATS(rms_att, c->dim);
-    TAKE_FLOATS(rms_ffn, c->dim);
-    weights->rms_final = take(&in, (uint64_t)c->dim * 4, "rms_final");
-    if (!c->no_qk_norm) {
-        TAKE_FLOATS(q_norm, c->head_dim);
-        TAKE_FLOATS(k_norm, c->head_dim);
-    }
-    if (c->n_experts) TAKE_FLOATS(router, (uint64_t)c->n_experts * c->dim);
-    weights->embedding = take_matrix(&in, c, c->vocab_size, c->dim, 8, "the token embedding");
-    TAKE_MATRIX(wq, c->q_dim, c->dim);
-    TAKE_MATRIX(wk, c->kv_dim, c->dim);
-    TAKE_MATRIX(wv, c->kv_dim, c->dim);
-    TAKE_MATRIX(wo, c->dim, c->q_dim);
-    TAKE_MATRIX(w1, experts * c->hidden_dim, c->dim);
-    TAKE_MATRIX(w2, experts * c->dim, c->hidden_dim);
-    TAKE_MATRIX(w3, experts * c->hidden_dim, c->dim);
-    weights->classifier = c->shared_classifier ? weights->embedding
-        : take_matrix(&in, c, c->vocab_size, c->dim, 8, "the classifier");
-    if (c->qkv_bias) {
-        TAKE_FLOATS(bq, c->q_dim);
-        TAKE_FLOATS(bk, c->kv_dim);
-        TAKE_FLOATS(bv, c->kv_dim);
-    }
+    const Bytes file = file_map(path);
+    Cursor in = {path, NULL, file};
+    take_header(&in, c);
+    take_weights(&in, c, &m->weights);
     if (in.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - in.rest.n, file.n);
-    for (int l = 0; l < c->n_layers && c->n_experts; l++) {
-        check_router(path, c, weights->layers[l].router, l);
+    for (int j = 0; c->rope_scaling && j < c->head_dim / 2; j++) {
+        if (!(c->rope_freq[j] >= 0 && c->rope_freq[j] <= FLT_MAX))
+            die_bad(&in, "rope_freq", "finite numbers from 0 on, found %g", c->rope_freq[j]);
     }
+    for (int l = 0; l < c->n_layers && c->n_experts; l++) {
+        if (!isfinite(sum_double(m->weights.layers[l].router, c->n_experts * c->dim)))
+            die("%s: bad router of layer %d, expected finite numbers, found others", path, l);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// Added tokens, and merging the tokens of a piece
+
+// The order of texts by their bytes, where a text comes before those that it begins: for qsort
+static int compare_bytes(const void *a, const void *b) {
+    const Bytes *x = a, *y = b;
+    const int order = memcmp(x->p, y->p, x->n < y->n ? x->n : y->n);
+    return order ? order : (x->n > y->n) - (x->n < y->n);
+}
+
+// Added tokens are sorted: of all, the last one that does not come after the text has most of its
+// bytes in common with it. If these are not all that it has, the text's bytes after them do not
+// matter.
+static int added_at(const Tokenizer *tok, Bytes text) {
+    for (size_t low, high, same; text.n; text.n = same) {
+        for (low = 0, high = tok->n_added; low < high;) {
+            const size_t middle = (low + high) / 2;
+            if (compare_bytes(&tok->added[middle].text, &text) <= 0) low = middle + 1;
+            else high = middle;
+        }
+        if (low == 0) return -1;
+        const Added *last = &tok->added[low - 1];
+        for (same = 0; same < last->text.n && last->text.p[same] == text.p[same];) same++;
+        if (same == last->text.n) return last->id;
+    }
+    return -1;
+}
+
+struct Symbol {           // a token of a piece while it merges; known by where its bytes begin
+    int id;
+    uint32_t prev, next;  // where its neighbours begin; next is 0 once it is part of another
+};
+
+struct Merge {            // two neighbours that are one token together
+    float score;
+    int id;               // that token
+    uint32_t begin, end;  // of its bytes
+};
+
+// Higher scores come first, of equal ones the leftmost.
+INLINE bool comes_before(Merge a, Merge b) {
+    return a.score != b.score ? a.score > b.score : a.begin < b.begin;
+}
+
+static void heap_push(Encoder *enc, Merge merge) {
+    enc->heap = grow(enc->heap, &enc->heap_cap, enc->n_heap, 1, sizeof(Merge));
+    size_t i = enc->n_heap++;
+    for (size_t parent; i > 0; i = parent) {
+        parent = (i - 1) / 2;
+        if (!comes_before(merge, enc->heap[parent])) break;
+        enc->heap[i] = enc->heap[parent];
+    }
+    enc->heap[i] = merge;
+}
+
+static Merge heap_pop(Encoder *enc) {
+    Merge *heap = enc->heap;
+    const Merge top = heap[0], moved = heap[--enc->n_heap];
+    size_t i = 0;
+    for (size_t child; (child = 2 * i + 1) < enc->n_heap; i = child) {
+        if (child + 1 < enc->n_heap && comes_before(heap[child + 1], heap[child])) child++;
+        if (!comes_before(heap[child], moved)) break;
+        heap[i] = heap[child];
+    }
+    heap[i] = moved;
+    return top;
+}
+
+// Puts the symbol at `begin` and the next one into the heap, if they are one token together.
+static void offer(Encoder *enc, Bytes piece, uint32_t begin) {
+    const uint32_t next = enc->symbols[begin].next, end = enc->symbols[next].next;
+    if (end == 0) return;  // next is the piece's end
+    const int id = token_find(enc->tok, (Bytes){piece.p + begin, end - begin});
+    if (id >= 0) heap_push(enc, (Merge){enc->tok->score[id], id, begin, end});
+}
+
+static void encode_piece(Encoder *enc, Bytes piece) {
+    const uint32_t n = (uint32_t)piece.n;
+    Symbol *symbols = grow(enc->symbols, &enc->symbols_cap, 0, piece.n + 1, sizeof(Symbol));
+    enc->symbols = symbols;
+    for (uint32_t i = 0; i < n; i++) {
+        symbols[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1};
+    }
+    symbols[n] = (Symbol){0};
+    for (uint32_t i = 0; i < n && !interrupted; i++) offer(enc, piece, i);
+    while (enc->n_heap && !interrupted) {  // after Ctrl-C, no piece follows
+        const Merge merge = heap_pop(enc);
+        Symbol *left = &symbols[merge.begin], *right = &symbols[left->next];
+        // Out of date: one of the two is part of another token by now.
+        if (left->next == 0 || right->next != merge.end) continue;
+        *left = (Symbol){merge.id, left->prev, merge.end};
+        right->next = 0;
+        symbols[merge.end].prev = merge.begin;
+        if (merge.begin > 0) offer(enc, piece, left->prev);
+        offer(enc, piece, merge.begin);
+    }
+    for (uint32_t i = 0; i < n; i = symbols[i].next) ids_add(enc->out, symbols[i].id);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1877,55 +1659,47 @@ static void model_map(Model *m, const char *path) {
 //
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
-// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload.
-//
-//   tag     payload                                           without this section
-//   "adde"  u32 id, u32 special, for each added token by id;  tokens with score -1e6 or less and at
-//           special ones are not printed                      least two bytes; <|...|> is special
-//   "clas"  u32 first, u32 last, u32 class: characters that   right for ASCII; other characters
-//           are letters (1), numbers (2), white space (3)     count as letters
-//   "ccc "  u32 first, u32 last, u32 canonical combining      marks stay in their order
-//           class, 1 to 255
-//   "deco"  u32 character, u32 first, u32 second or 0, u32    no NFC
-//           composes: canonical decompositions but for Hangul
-//   "head"  u32 ids that go before every raw text             none
-//   "tail"  u32 ids that go after every raw text              none
-//   "stop"  u32 ids that end an answer                        eos, <|endoftext|> and <|im_end|>
-//   "samp"  f32 temperature, f32 top_p, u32 top_k             0.6, 0.95, 20
-//   "repe"  f32 repetition penalty                            1
-//   "mode"  u32 what the model is made for: 0 chat, 1         0
-//           generate, 2 tokenize, 3 perplexity, 4 embed
-//   "chat"  12 times u32 length and bytes: the ChatFormat,    ChatML
-//           in the order of take_chat
-//
-// Characters ascend in each section, and so do the ids of adde. The Unicode data is that of HF's
-// tokenizers package, so that ids agree on every text. export.py finds the ChatFormat by rendering
-// the checkpoint's template.
+// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload. A
+// function below takes each section. The Unicode data is that of HF's tokenizers package, so that
+// ids agree on every text.
 
-static int take_id(Cursor *in, const Tokenizer *tok, const char *what) {
-    uint32_t id = take_u32(in, what);
-    if (id >= (uint32_t)tok->vocab_size)
-        die("%s: bad id in %s, expected less than %d, found %u", in->file, what, tok->vocab_size,
-            id);
-    return (int)id;
+static int take_int(Cursor *in, uint32_t most) {
+    const uint32_t value = take_u32(in);
+    if (value > most) die_bad(in, in->part, "at most %u, found %u", most, value);
+    return (int)value;
 }
 
-static void take_ids(Cursor *in, const Tokenizer *tok, const char *what, Ids *ids) {
-    while (in->rest.n) ids_add(ids, take_id(in, tok, what));
+static float take_float(Cursor *in, float low, float high) {
+    const float value = as_float(take_u32(in));
+    if (!(value >= low && value <= high))
+        die_bad(in, in->part, "%g to %g, found %g", low, high, value);
+    return value;
 }
+
+static int take_id(Cursor *in, const Tokenizer *tok) { return take_int(in, tok->vocab_size - 1); }
+
+static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
+    while (in->rest.n) ids_add(ids, take_id(in, tok));
+}
+
+// head and tail: u32 ids that go before and after every raw text. stop: u32 ids that end an answer
+static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
+static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
+static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
 
 static void added_insert(Tokenizer *tok, int id, bool special) {
-    ids_add(&tok->added, id);
+    tok->added[tok->n_added++] = (Added){tok->text[id], id};
     tok->kind[id] = special ? ADDED | SPECIAL : ADDED;
     tok->added_start[tok->text[id].p[0]] = true;
 }
 
-static void take_added(Cursor *in, Tokenizer *tok, const char *what) {
+// adde: u32 id, u32 special (not written in answers) for each added token, by id
+static void take_added(Cursor *in, Tokenizer *tok) {
     for (int id, last = -1; in->rest.n; last = id) {
-        id = take_id(in, tok, what);
+        id = take_id(in, tok);
         if (id <= last || tok->text[id].n == 0)
-            die("%s: bad token %d in %s, expected ascending ids with a text", in->file, id, what);
-        added_insert(tok, id, take_int(in, what, 0, 1));
+            die_bad(in, in->part, "ascending ids of tokens with a text, found %d", id);
+        added_insert(tok, id, take_int(in, 1));
     }
 }
 
@@ -1933,19 +1707,27 @@ static void take_added(Cursor *in, Tokenizer *tok, const char *what) {
 enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };
 enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };  // the bits of Tokenizer.chars
 
-// Reads ranges of characters with a value of 1 .. highest each; ORs value << shift and `bits` into
-// Tokenizer.chars.
-static void take_ranges(Cursor *in, Tokenizer *tok, const char *what, uint32_t highest, int shift,
-                        int bits) {
+// Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest. ORs value << shift
+// and `bits` into Tokenizer.chars.
+static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift, int bits) {
     for (uint32_t next = 0; in->rest.n;) {
-        uint32_t first = take_u32(in, what), last = take_u32(in, what), value = take_u32(in, what);
+        uint32_t first = take_u32(in), last = take_u32(in), value = take_u32(in);
         if (first < next || last < first || last >= BAD_BYTE || value < 1 || value > highest)
-            die("%s: bad range in %s, expected ascending ones with 1 to %u, found %x to %x: %u",
-                in->file, what, highest, first, last, value);
-        for (next = first; next <= last; next++) {
-            tok->chars[next] |= value << shift | bits;
-        }
+            die_bad(in, in->part, "ascending ranges with 1 to %u, found %x to %x: %u", highest,
+                    first, last, value);
+        for (next = first; next <= last; next++) tok->chars[next] |= value << shift | bits;
     }
+}
+
+// clas: ranges of letters (1), numbers (2) and white space (3)
+static void take_classes(Cursor *in, Tokenizer *tok) {
+    take_ranges(in, tok, SPACE, 0, 0);
+    tok->has_classes = true;
+}
+
+// ccc: ranges of canonical combining classes
+static void take_combining(Cursor *in, Tokenizer *tok) {
+    take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);
 }
 
 // c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
@@ -1954,7 +1736,7 @@ static void take_ranges(Cursor *in, Tokenizer *tok, const char *what, uint32_t h
 static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
                               bool composes) {
     uint64_t parts = (uint64_t)first << 32 | second;
-    tok->decomposed[tok->n_decomposed++] = (Mapping){c, parts};
+    tok->decomposed[c] = parts;
     if (composes) tok->composed[tok->n_composed++] = (Mapping){parts, c};
     tok->chars[composes ? second : c] |= NFC_ACTIVE;
 }
@@ -1964,21 +1746,20 @@ static int compare_u64(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// Canonical decompositions. Those of Hangul syllables (a lead, a vowel and perhaps a tail) follow
-// from their numbers: Unicode Standard, section 3.12.
-static void take_decompositions(Cursor *in, Tokenizer *tok, const char *what) {
+// deco: canonical decompositions, u32 character, u32 first, u32 second or 0, u32 composes, by
+// character. Those of Hangul syllables (a lead, a vowel and perhaps a tail) are not there: they
+// follow from their numbers (Unicode Standard, section 3.12).
+static void take_decompositions(Cursor *in, Tokenizer *tok) {
     enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
-    size_t most = in->rest.n / 16 + SYLLABLES;
     if (in->rest.n == 0) return;
-    tok->decomposed = alloc(most, sizeof(Mapping), "the tokenizer");
-    tok->composed = alloc(most, sizeof(Mapping), "the tokenizer");
+    tok->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
+    tok->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
     for (uint32_t next = 0; in->rest.n;) {
-        uint32_t c = take_u32(in, what), first = take_u32(in, what);
-        uint32_t second = take_u32(in, what), composes = take_u32(in, what);
+        uint32_t c = take_u32(in), first = take_u32(in);
+        uint32_t second = take_u32(in), composes = take_u32(in);
         if (c < next || c - FIRST_SYLLABLE < SYLLABLES || c >= BAD_BYTE || first >= BAD_BYTE ||
             second >= BAD_BYTE || composes > 1)
-            die("%s: bad record in section %s, found %x = %x + %x", in->file, what, c, first,
-                second);
+            die_bad(in, in->part, "ascending characters, found %x = %x + %x", c, first, second);
         add_decomposition(tok, c, first, second, composes);
         next = c + 1;
     }
@@ -1987,104 +1768,106 @@ static void take_decompositions(Cursor *in, Tokenizer *tok, const char *what) {
         if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
         else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
     }
-    qsort(tok->decomposed, tok->n_decomposed, sizeof(Mapping), compare_u64);
     qsort(tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
 }
 
+// samp: the checkpoint's advice
 static void take_sampling(Cursor *in, Tokenizer *tok) {
-    tok->temperature = take_float(in, "sampling temperature", 0, 1e6f, 0);
-    tok->top_p = take_float(in, "sampling top_p", 1e-45f, 1, 0);
-    tok->top_k = take_int(in, "sampling top_k", 0, INT_MAX);
+    tok->temperature = take_float(in, 0, 1e6f);
+    tok->top_p = take_float(in, 1e-45f, 1);
+    tok->top_k = take_int(in, INT_MAX);
 }
 
-static void take_chat(Cursor *in, Tokenizer *tok, const char *what) {
+static void take_penalty(Cursor *in, Tokenizer *tok) {
+    tok->repetition = take_float(in, 1e-6f, 1e12f);
+}
+
+static void take_mode(Cursor *in, Tokenizer *tok) { tok->mode = take_int(in, N_MODES - 1); }
+
+// chat: 12 times u32 length and bytes. export.py finds them by rendering the chat template.
+static void take_chat(Cursor *in, Tokenizer *tok) {
     ChatFormat *f = &tok->chat;
     Bytes *pieces[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
                        &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
                        &f->answer[0], &f->answer[1], &f->strip, &f->trim};
     for (size_t i = 0; i < sizeof(pieces) / sizeof(*pieces); i++) {
-        pieces[i]->n = take_u32(in, what);
-        pieces[i]->p = take(in, pieces[i]->n, what);
+        pieces[i]->n = take_u32(in);
+        pieces[i]->p = take(in, pieces[i]->n);
     }
-    tok->has_chat = true;
 }
 
-static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
-    if (!strcmp(tag, "adde")) take_added(in, tok, tag);
-    else if (!strcmp(tag, "clas")) take_ranges(in, tok, tag, SPACE, 0, 0), tok->has_classes = true;
-    else if (!strcmp(tag, "ccc ")) take_ranges(in, tok, tag, 255, CCC_SHIFT, NFC_ACTIVE);
-    else if (!strcmp(tag, "deco")) take_decompositions(in, tok, tag);
-    else if (!strcmp(tag, "head")) take_ids(in, tok, tag, &tok->head);
-    else if (!strcmp(tag, "tail")) take_ids(in, tok, tag, &tok->tail);
-    else if (!strcmp(tag, "stop")) take_ids(in, tok, tag, &tok->stop);
-    else if (!strcmp(tag, "samp")) take_sampling(in, tok);
-    else if (!strcmp(tag, "repe")) tok->repetition = take_float(in, "penalty", 1e-6f, 1e12f, 0);
-    else if (!strcmp(tag, "mode")) tok->mode = take_int(in, "mode", 0, N_MODES - 1);
-    else if (!strcmp(tag, "chat")) take_chat(in, tok, tag);
-    else die("%s: unknown section \"%s\"; was it made by a newer export.py?", in->file, tag);
-    if (in->rest.n) die("%s: bad section %s, expected %zu bytes fewer", in->file, tag, in->rest.n);
-}
+static const struct {
+    char tag[5];
+    void (*take)(Cursor *in, Tokenizer *tok);
+} sections[] = {
+    {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_combining},
+    {"deco", take_decompositions}, {"head", take_head}, {"tail", take_tail}, {"stop", take_stop},
+    {"samp", take_sampling}, {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat},
+};
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
-    if (memcmp(take(in, 4, "the extension"), "q3tx", 4) != 0)
+    enum { N_SECTIONS = sizeof(sections) / sizeof(*sections) };
+    in->part = "the extension";
+    if (memcmp(take(in, 4), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
             in->file, tok->vocab_size - 1);
-    take_int(in, "extension version", 1, 1);
-    uint32_t length = take_u32(in, "the extension");
+    const uint32_t version = take_u32(in), length = take_u32(in);
+    if (version != 1) die_bad(in, "extension version", "1, found %u", version);
     if (length != in->rest.n)
-        die("%s: bad extension length, expected %zu, found %u", in->file, in->rest.n, length);
-    static const char tags[] = "adde clas ccc  deco head tail stop samp repe mode chat ";
-    uint64_t seen = 0;  // bit i: the tag at offset i of `tags`
-    while (in->rest.n) {
-        char tag[5] = "";
-        memcpy(tag, take(in, 4, "a section"), 4);
-        const char *known = strstr(tags, tag);
-        uint64_t bit = known ? (uint64_t)1 << (known - tags) : 0;
-        if (seen & bit) die("%s: section %s is there twice", in->file, tag);
-        size_t n = take_u32(in, tag);
-        take_section(&(Cursor){in->file, {take(in, n, tag), n}}, tok, tag);
-        seen |= bit;
-    }
-}
-
-// The classes of characters for files without section clas
-static void default_classes(uint16_t *chars) {
-    for (uint32_t c = 0; c < BAD_BYTE; c++) {
-        bool letter = c >= 128 || isalpha(c);
-        chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
+        die_bad(in, "extension length", "%zu, found %u", in->rest.n, length);
+    for (bool seen[N_SECTIONS] = {false}; in->rest.n;) {
+        const char *tag = take(in, 4);
+        const size_t n = take_u32(in);
+        int i = 0;
+        while (i < N_SECTIONS && memcmp(tag, sections[i].tag, 4) != 0) i++;
+        if (i == N_SECTIONS)
+            die("%s: unknown section \"%.4s\"; was it made by a newer export.py?", in->file, tag);
+        if (seen[i]) die("%s: section %.4s is there twice", in->file, tag);
+        Cursor section = {in->file, sections[i].tag, {take(in, n), n}};
+        sections[i].take(&section, tok);
+        if (section.rest.n)
+            die_bad(in, sections[i].tag, "%zu bytes, found %zu", n - section.rest.n, n);
+        seen[i] = true;
     }
 }
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
 
-// The added tokens of files without section adde
-static void default_added(Tokenizer *tok) {
-    for (int id = 0; id < tok->vocab_size; id++) {
-        Bytes s = tok->text[id];
-        bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
+// The classes of characters and the added tokens, where the file does not have them
+static void set_defaults(Tokenizer *tok) {
+    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
+        const bool letter = c >= 128 || isalpha(c);
+        tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
+    }
+    const bool has_added = tok->n_added > 0;
+    for (int id = 0; id < tok->vocab_size && !has_added; id++) {
+        const Bytes s = tok->text[id];
+        const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
         if (tok->score[id] <= ADDED_SCORE && s.n > 1) added_insert(tok, id, special);
     }
 }
 
 static void take_tokens(Cursor *in, Tokenizer *tok) {
+    in->part = "the tokens";
     tok->text = alloc(tok->vocab_size, sizeof(Bytes), "the tokenizer");
     tok->score = alloc(tok->vocab_size, sizeof(float), "the tokenizer");
     tok->kind = alloc(tok->vocab_size, 1, "the tokenizer");
+    tok->added = alloc(tok->vocab_size, sizeof(Added), "the tokenizer");
     for (int id = 0; id < tok->vocab_size && in->rest.n; id++) {
-        tok->score[id] = as_float(take_u32(in, "a token's score"));
-        size_t n = take_u32(in, "a token's length");
-        tok->text[id] = (Bytes){take(in, n, "a token's text"), n};
+        tok->score[id] = as_float(take_u32(in));
+        size_t n = take_u32(in);
+        tok->text[id] = (Bytes){take(in, n), n};
         if (isnan(tok->score[id]))
             die("%s: bad score of token %d, expected a number", in->file, id);
     }
 }
 
 // The slot of the hash table that holds the token with these bytes, or is free for it. FNV-1a with
-// 64 bits and a secret factor; the slot comes from both halves of a last product (as in wyhash).
+// a secret factor; the slot comes from both halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text) {
-    uint64_t hash = tok->seed[0];
-    for (size_t i = 0; i < text.n; i++) hash = (hash ^ text.p[i]) * tok->seed[1];
-    __uint128_t folded = (__uint128_t)hash * tok->seed[1];
+    uint64_t hash = tok->secret;
+    for (size_t i = 0; i < text.n; i++) hash = (hash ^ text.p[i]) * tok->secret;
+    __uint128_t folded = (__uint128_t)hash * tok->secret;
     uint32_t slot = (uint32_t)(folded ^ folded >> 64) & tok->mask;
     while (tok->table[slot] && !bytes_equal(tok->text[tok->table[slot] - 1], text)) {
         slot = (slot + 1) & tok->mask;
@@ -2096,27 +1879,23 @@ static int token_find(const Tokenizer *tok, Bytes text) { return (int)*token_slo
 
 // The added token with this text, or -1
 static int added_find(const Tokenizer *tok, const char *text) {
-    for (size_t i = 0; i < tok->added.n; i++) {
-        if (bytes_equal(tok->text[tok->added.p[i]], bytes(text))) return tok->added.p[i];
-    }
-    return -1;
+    const Added *added = bsearch(&(Bytes[]){bytes(text)}, tok->added, tok->n_added, sizeof(Added),
+                                 compare_bytes);
+    return added ? added->id : -1;
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
-    uint64_t rng = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // differs in each process
-    for (int i = 0; i < 2; i++) {
-        tok->seed[i] = (uint64_t)(random_next(&rng) * 0x1p53) * 0x9E3779B97F4A7C15u | 1;
-    }
+    const uint64_t varies = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // with each process
+    tok->secret = varies * 0x9E3779B97F4A7C15u | 1;
     uint32_t slots = 256;
     while (slots < 2 * (uint32_t)tok->vocab_size) slots *= 2;
     tok->table = alloc(slots, sizeof(*tok->table), "the tokenizer");
     tok->mask = slots - 1;
     for (int id = 0; id < tok->vocab_size; id++) {
-        Bytes s = tok->text[id];
-        bool indexed = s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE);
-        if (!indexed || tok->kind[id] & ADDED) continue;
+        const Bytes s = tok->text[id];
+        const bool ordinary = s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE);
         uint32_t *slot = token_slot(tok, s);
-        if (*slot == 0) *slot = id + 1;
+        if (ordinary && !(tok->kind[id] & ADDED) && *slot == 0) *slot = id + 1;
     }
     for (int i = 0; i < 256; i++) {
         tok->byte_token[i] = token_find(tok, (Bytes){(uint8_t[]){i}, 1});
@@ -2126,22 +1905,25 @@ static void index_tokens(Tokenizer *tok, const char *file) {
 }
 
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
-    Cursor in = {file, file_map(file)};
+    Cursor in = {file, "the header", file_map(file)};
     *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
                        .repetition = 1};
     tok->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
-    take_u32(&in, "max_token_length");
-    int bos = take_id(&in, tok, "the bos id"), eos = take_id(&in, tok, "the eos id");
+    take_u32(&in);  // max_token_length
+    in.part = "bos id";
+    int bos = take_id(&in, tok);
+    in.part = "eos id";
+    int eos = take_id(&in, tok);
     take_tokens(&in, tok);
     if (in.rest.n) take_extension(&in, tok);
-    if (!tok->has_classes) default_classes(tok->chars);
-    if (tok->added.n == 0) default_added(tok);
+    set_defaults(tok);
+    qsort(tok->added, tok->n_added, sizeof(Added), compare_bytes);
     index_tokens(tok, file);
     tok->think = added_find(tok, "<think>");
     tok->end_think = added_find(tok, "</think>");
     tok->end_of_text = added_find(tok, "<|endoftext|>");
     if (tok->end_of_text < 0) tok->end_of_text = bos;
-    if (!tok->has_chat) tok->chat = chatml(tok->think >= 0);
+    if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
         const int im_end = added_find(tok, "<|im_end|>");
         ids_add(&tok->stop, eos);
@@ -2153,10 +1935,9 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
 // ------------------------------------------------------------------------------------------------
 // Unicode: UTF-8, and normalization form C (NFC; Unicode Standard Annex 15)
 
-// The character at offset `at` (RFC 3629: neither overlong forms nor surrogates)
-static Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
+// The code point at offset `at` and its n bytes (RFC 3629: neither overlong forms nor surrogates)
+static Char code_point_at(Bytes text, size_t at) {
     static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};  // of characters of n bytes
-    if (at >= text.n) return (Char){0, 0, END, false};
     const uint8_t *p = text.p + at;
     int n = p[0] < 0x80 ? 1 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : 4;
     uint32_t c = n == 1 ? p[0] : p[0] & (0x7F >> n);
@@ -2167,7 +1948,13 @@ static Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
     }
     if (bad || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000))
         c = BAD_BYTE + p[0], n = 1;
-    return (Char){c, n, tok->chars[c] & CLASS_MASK, tok->chars[c] & NFC_ACTIVE};
+    return (Char){.c = c, .n = n};
+}
+
+static Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
+    if (at >= text.n) return (Char){0, 0, END, false};
+    const Char c = code_point_at(text, at);
+    return (Char){c.c, c.n, tok->chars[c.c] & CLASS_MASK, tok->chars[c.c] & NFC_ACTIVE};
 }
 
 // Appends c as UTF-8; a BAD_BYTE as its byte.
@@ -2187,16 +1974,10 @@ typedef struct {
 
 enum { CODE_POINT = 0xFFFFFF };
 
-static uint64_t map_find(const Mapping *map, size_t n, uint64_t from) {  // 0: `from` is not in it
-    const Mapping *m = bsearch(&from, map, n, sizeof(Mapping), compare_u64);
-    return m ? m->to : 0;
-}
-
 // Appends the full canonical decomposition of c. Unicode needs at most 4 levels, but an untrusted
 // file could recurse without end.
 static void decompose(const Tokenizer *tok, Marks *out, uint32_t c, int steps) {
-    uint64_t parts = map_find(tok->decomposed, tok->n_decomposed, c);
-    uint64_t ccc = tok->chars[c] >> CCC_SHIFT;
+    const uint64_t parts = tok->decomposed[c], ccc = tok->chars[c] >> CCC_SHIFT;
     if (steps > 8)
         die("tokenizer: bad section deco, expected at most 8 levels, found more at U+%04X", c);
     if (parts) {
@@ -2220,11 +2001,13 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
     int last = -1;  // ccc of the character before, -1 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
         int ccc = (int)(marks->p[i] >> 56);
-        uint64_t composed = 0, c = marks->p[i] & CODE_POINT;
-        if (starter && last < ccc)
-            composed = map_find(tok->composed, tok->n_composed, (*starter & CODE_POINT) << 32 | c);
+        const Mapping *composed = NULL;
+        if (starter && last < ccc) {
+            uint64_t pair = (*starter & CODE_POINT) << 32 | (marks->p[i] & CODE_POINT);
+            composed = bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
+        }
         if (composed) {
-            *starter = composed;
+            *starter = composed->to;
             continue;
         }
         if (ccc == 0) starter = out;
@@ -2273,22 +2056,12 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // that are used. So drafts change the time and nothing else: the text is the same, not just its
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// One pass runs the last token and its draft: draft_rows() tokens, which take about as long as one,
-// or twice as many after a draft that was right to its end. Credit is counted in 1 / DRAFT_COST of
-// a token's time. Every pass earns 1, the prompt 1 for each 16 tokens that had to run, every right
-// token DRAFT_COST. A pass with a draft costs DRAFT_COST for each draft_rows() tokens; with four
-// bits, which leave a token less memory to wait for, for each two tokens; with experts, which
-// differ from token to token, for each drafted one. So wrong drafts take about 2 % of the time.
-// Without SIMD, where a batch takes as long as its tokens, and with -b 1 there are no drafts.
-//
-// Measured with the 0.6B shape, two Zen 5 cores, texts of 300 to 400 tokens and AVX-512 (AVX2):
-//
-//   the prompt's code as it was some weeks later        2.9 times as fast (1.9), 1.7 if more is new
-//   the prompt's text, here and there a word more       5 times (2.9)
-//   25 tokens over and over                             4 times
-//   new prose, new code                                 1.3 % slower to 4 % faster
-//   made so that every draft is wrong                   1.2 % slower (1.2 %), with -j 1 2.2 %
-enum { NGRAM = 5, DRAFT_COST = 50 };
+// One pass runs the last token and its draft: draft_rows() tokens, or twice as many after a draft
+// that was right to its end. A drafted token costs DRAFT_COST, a right one earns twice as much,
+// every pass earns 1, and while this credit is negative there are no drafts. So wrong ones take at
+// most 2 % of the time, also with experts, where a drafted token takes half the time of another.
+// Without SIMD, where it takes all of it, and with -b 1 there are no drafts.
+enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
 // ids that follow there; where it runs into what it appends, the draft repeats itself. Returns
@@ -2302,66 +2075,75 @@ static int lookup(int *ids, size_t n, int most) {
     return 0;
 }
 
-// Drafts what may follow the answer's count-th token, which stands at cached.p[cached.n]. Returns
+// Drafts what may follow the answer's count-th token, which stands after the text's tokens. Returns
 // how many tokens: the cache, the logits and max_new must have room for them.
 static int draft(Engine *e, int count, bool was_right) {
-    int *credit = &e->draft.credit;
     const State *s = &e->model.state;
     int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), s->logit_rows);
-    rows = min_int(rows, s->seq_len - (int)e->cached.n);
+    rows = min_int(rows, s->seq_len - (int)e->answer.text.ids.n);
     if (e->max_new >= 0) rows = min_int(rows, e->max_new - count);
-    *credit = min_int(*credit + 1, 8 * DRAFT_COST);  // at most 8 wrong drafts in a row
-    if (count < NGRAM || *credit < DRAFT_COST) return 0;
-    int drafted = lookup(e->cached.p, e->cached.n + 1, rows - 1);
-    const Config *c = &e->model.config;
-    const int cost = c->n_experts ? drafted : drafted / (c->layer_bits == 4 ? 2 : draft_rows()) + 1;
-    if (drafted) *credit -= DRAFT_COST * cost;
+    e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
+    if (count < NGRAM || e->draft.credit < 0) return 0;
+    const int drafted = lookup(e->answer.text.ids.p, e->answer.text.ids.n + 1, rows - 1);
+    e->draft.credit -= DRAFT_COST * drafted;
     return drafted;
 }
 
-static void advance_start(Engine *e) {
-    e->draft.n = e->draft.row = 0;
-    e->draft.credit += (int)(e->cached.n - e->reused) / 16;  // the time of the prompt, in tokens
+static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
+
+// Runs the last token and its draft. A wrong draft may overflow, and its V, though nobody looks at
+// it, then spoils the rows before it (0 * infinity is no number): so the token runs again, alone.
+static bool run_draft(Engine *e) {
+    Model *m = &e->model;
+    const Ids *cached = &e->answer.text.ids;
+    const int vocab_size = m->config.vocab_size;
+    for (int n = 1 + e->draft.n, row = 0;; n = 1, e->draft.n = 0) {
+        const int *ids = cached->p + cached->n;
+        if (!forward_text(m, &e->answer.text, ids, n, (int)cached->n, n)) return false;
+        const float *logits = classify(m, 0, n);
+        for (; row < n && isfinite(sum_double(logits, vocab_size)); row++) logits += vocab_size;
+        if (row == n || n == 1) return true;
+    }
 }
 
 static float *advance(Engine *e, int id, int count) {
     Model *m = &e->model;
-    Ids *cached = &e->cached;
+    Ids *cached = &e->answer.text.ids;
     const bool was_drafted = e->draft.row < e->draft.n && cached->p[cached->n] == id;
     cached->p[cached->n] = id;
     if (was_drafted) {  // it has run already
-        e->draft.credit += DRAFT_COST;
+        e->draft.credit += 2 * DRAFT_COST;
         e->draft.row++;
     } else {
         e->draft.n = draft(e, count, e->draft.n && e->draft.row == e->draft.n);
         e->draft.row = 0;
-        const int n = 1 + e->draft.n;
-        if (!forward(m, cached->p + cached->n, n, (int)cached->n, n)) return NULL;
-        classify(m, 0, n);
+        if (!run_draft(e)) return NULL;
     }
     cached->n++;
     return m->state.logits + (size_t)e->draft.row * m->config.vocab_size;
 }
 
 // ------------------------------------------------------------------------------------------------
-// Writing: messages, and an answer as it comes. No file and no model drives the terminal: control
-// characters are shown as U+FFFD. In chat, thinking is dimmed on a terminal; elsewhere it goes to
-// stderr, so that stdout holds just the answer.
+// Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
+// printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that stdout
+// holds just the answer.
 
-// Copies n bytes of text to out (3 n) as a terminal may show it: a control character (U+0000 to
-// U+001F, U+007F to U+009F) that is not one of `allowed` becomes U+FFFD. So does a carriage return
-// that no newline follows, and a byte C2 that no second byte follows: the next text could make it a
-// control character (C2 80 to C2 9F). Returns out's new size.
-static size_t printable(char *out, const char *text, size_t n, const char *allowed) {
+static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
+
+// Copies a text to out (3 n bytes) as a terminal may show it: bytes that are not UTF-8 and control
+// characters that are not `allowed` become U+FFFD, and so does a carriage return that no newline
+// follows. Returns out's new size.
+static size_t printable(char *out, Bytes text, const char *allowed) {
     size_t size = 0;
-    for (size_t i = 0; i < n; i++) {
-        const unsigned char c = text[i], next = i + 1 < n ? text[i + 1] : 0;
-        const bool c1 = c == 0xC2 && (next & 0xE0) != 0xA0;
-        const bool plain = c >= ' ' && c != 127 && !c1, newline = c == '\r' && next == '\n';
-        const bool shown = plain || (c && strchr(allowed, c) && (c != '\r' || newline));
-        if (shown) out[size++] = text[i];
-        else size += 3, memcpy(out + size - 3, "\uFFFD", 3);
-        i += c1 && (next & 0xE0) == 0x80;
+    for (size_t at = 0; at < text.n;) {
+        const Char c = code_point_at(text, at);
+        const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
+        const bool kept = c.c && c.c < ' ' && strchr(allowed, c.c) && (c.c != '\r' || crlf);
+        const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c));
+        const int n = shown ? c.n : 3;
+        memcpy(out + size, shown ? (const char *)text.p + at : "\uFFFD", n);
+        size += n;
+        at += c.n;
     }
     return size;
 }
@@ -2372,7 +2154,22 @@ static void report(const char *fmt, ...) {
     va_start(args, fmt);
     vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
-    fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, text, strlen(text), ""), line);
+    progress_end();
+    fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, bytes(text), ""), line);
+}
+
+// Appends a text in printf's format, of less than 64 bytes.
+__attribute__((format(PRINTF, 2, 3))) static void buffer_print(Buffer *b, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    b->p = grow(b->p, &b->cap, b->n, 64, 1);
+    b->n += vsnprintf((char *)b->p + b->n, 64, fmt, args);
+    va_end(args);
+}
+
+static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the start
+    b->n -= n;
+    if (b->n) memmove(b->p, b->p + n, b->n);
 }
 
 struct Writer {
@@ -2381,6 +2178,7 @@ struct Writer {
     bool dim;       // thinking is dimmed there
     bool thinking;
     bool began;     // false from the end of thinking until a character other than a newline
+    Buffer *to;     // of a list: the answer goes there, its thinking nowhere; NULL: to stdout
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
     Buffer held;    // text that is not written yet
@@ -2419,7 +2217,7 @@ static Bytes for_terminal(Writer *out, Bytes text, bool dim) {
     shown->p = grow(shown->p, &shown->cap, 0, 3 * text.n + 8, 1);
     memcpy(shown->p, "\033[2m", 4);
     shown->n = 4 * dim;
-    shown->n += printable((char *)shown->p + shown->n, (const char *)text.p, text.n, "\n\r\t");
+    shown->n += printable((char *)shown->p + shown->n, text, "\n\r\t");
     if (dim) buffer_add(shown, bytes("\033[0m"));
     return bytes_of(shown);
 }
@@ -2429,32 +2227,30 @@ static void writer_flush(Writer *out, size_t keep) {
     Bytes text = {out->held.p, out->held.n - keep};
     const bool thinking = out->chat && out->thinking;
     if (out->terminal) text = for_terminal(out, text, thinking && out->dim);
-    else if (thinking && is_terminal(STDERR_FILENO)) text = for_terminal(out, text, false);
-    if (out->terminal || !thinking) write_stdout(text);
+    else if (thinking && !out->to && is_terminal(STDERR_FILENO))
+        text = for_terminal(out, text, false);
+    if (out->to && !thinking) buffer_add(out->to, text);
+    else if (out->to) {}  // the thinking of a list's answer is dropped
+    else if (out->terminal || !thinking) write_stdout(text);
     else if (!quiet) fwrite(text.p, 1, text.n, stderr);
-    if (keep) memmove(out->held.p, out->held.p + out->held.n - keep, keep);
-    out->held.n = keep;
+    buffer_cut(&out->held, out->held.n - keep);
 }
 
 static void writer_thinks(Writer *out, bool thinking) {
     if (!out->chat || out->thinking == thinking) return;
     writer_flush(out, 0);
-    if (!thinking && !out->terminal && !quiet) fputc('\n', stderr);
+    if (!thinking && !out->terminal && !out->to && !quiet) fputc('\n', stderr);
     out->thinking = thinking;
     out->began = thinking;
 }
 
 // Takes the newlines between thinking and answer out of the answer. Only a terminal shows them.
 static void writer_begin(Writer *out) {
-    Bytes text = bytes_of(&out->held);
-    while (text.n && *text.p == '\n') text = bytes_from(text, 1);
-    if (out->terminal) {
-        writer_flush(out, text.n);
-    } else {
-        if (text.n) memmove(out->held.p, text.p, text.n);
-        out->held.n = text.n;
-    }
-    out->began = text.n > 0;
+    size_t newlines = 0;
+    while (newlines < out->held.n && out->held.p[newlines] == '\n') newlines++;
+    if (out->terminal) writer_flush(out, out->held.n - newlines);
+    else buffer_cut(&out->held, newlines);
+    out->began = out->held.n > 0;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
@@ -2481,7 +2277,7 @@ static void writer_end(Writer *out) {
     writer_flush(out, 0);
     writer_thinks(out, false);
     out->began = true;
-    if (out->chat || out->terminal) write_stdout(bytes("\n"));
+    if (!out->to && (out->chat || out->terminal)) write_stdout(bytes("\n"));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2492,18 +2288,28 @@ static const char *const mode_names[] = {
     [PERPLEXITY] = "perplexity", [EMBED] = "embed"};
 
 typedef struct {  // as given on the command line
-    const char *model, *text, *file, *system;  // NULL: not given
-    int mode;                                  // -1: not given
-    int think;                                 // -1: not given
-    const char *stop;
-    float temperature, top_p, repetition;      // -1: not given
+    const char *model, *text, *file, *system, *stop;  // NULL: not given
+    const char *list, *json_list;                     // -l and -L
+    int mode, think, top_k, context, threads;         // -1: not given
+    float temperature, top_p, repetition;             // -1: not given
     float presence;
-    int top_k, context, threads;               // -1: not given
-    int n;                                     // -1: no limit
+    int n;                                            // -1: no limit
     int batch;
     uint64_t seed;
-    bool verbose;
+    bool seeded, verbose;                             // -s, -v
 } Options;
+
+static bool is_list(const Options *o) { return o->list || o->json_list; }
+
+typedef struct {    // of a file
+    int fd;
+    const char *name;
+    Buffer data;    // bytes that were read
+    size_t end;     // the end of the last line
+    size_t seen;    // there is no newline from there up to here
+    bool skipping;  // this line has 2 GB or more, and was dropped up to here
+    bool too_long;  // the last line was such a one: this is just its end
+} Lines;
 
 typedef struct {
     Options options;
@@ -2511,12 +2317,10 @@ typedef struct {
     Writer writer;
     Mode mode;        // -m, or what the model is made for
     bool think;       // -r 1, and the model's thinking can be switched
-    bool no_switch;   // -r was given, but the model's thinking can't be switched
     bool noticed;     // the notices have been given
     Conversation conversation;
     Buffer input;     // the prompt, or the message being typed
-    Buffer typed;     // bytes of stdin, of which the first line_end have been used
-    size_t line_end;
+    Lines typed;      // of stdin
 } App;
 
 // Does the prompt itself open the thinking?
@@ -2530,18 +2334,23 @@ static void give_notices(App *app) {
     if (app->noticed) return;
     app->noticed = true;
     const Options *o = &app->options;
-    if (!app->engine.tokenizer.has_classes)
+    const Tokenizer *tok = &app->engine.tokenizer;
+    const bool chat = app->mode == CHAT, thinks = app->think || begins_thinking(app);
+    if (!tok->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
-    if (o->mode < 0 && app->mode != CHAT)
+    if (o->mode < 0 && !chat)
         notice("mode: %s, as this is not a chat model; -m chat overrides this",
                mode_names[app->mode]);
-    if (app->no_switch) notice("-r: no effect, this model's thinking can't be switched");
-    if (app->mode != CHAT && o->system) notice("-y: no effect, only -m chat has a system prompt");
-    if (app->mode != CHAT && o->think >= 0) notice("-r: no effect, only -m chat thinks");
+    if (chat && o->think >= 0 && bytes_equal(tok->chat.answer[0], tok->chat.answer[1]))
+        notice("-r: no effect, this model's thinking can't be switched");
+    if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
+    if (!chat && o->think >= 0) notice("-r: no effect, only -m chat thinks");
     if (app->mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
-    if (app->mode == CHAT && app->engine.sampler.temperature == 0 &&
-        (app->think || begins_thinking(app)))
+    if (chat && thinks && app->engine.answer.sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
+    const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
+    if (!reads_stdin && stdin_has_data())
+        notice("stdin: has data that was not read; -f - would add all of it");
 }
 
 // What stderr says before the model runs
@@ -2553,38 +2362,35 @@ static void announce(App *app, const Ids *ids) {
     fputc('\n', stderr);
 }
 
-static void report_too_long(const App *app, size_t tokens) {
-    report("prompt: too long, expected at most %d tokens (-c, up to %d), found %zu",
-           app->engine.model.state.seq_len, app->engine.model.config.max_seq_len, tokens);
+// Can a text of so many tokens run? Says so if it can't.
+static bool check_length(const App *app, const char *where, size_t tokens) {
+    const size_t most = app->engine.model.state.seq_len;
+    if (app->mode == PERPLEXITY) {
+        if (tokens < 2)
+            report("%s: too short, expected at least 2 tokens, found %zu", where, tokens);
+        return tokens >= 2;
+    }
+    if (tokens == 0) report("%s: empty, expected at least one token", where);
+    if (tokens > most)
+        report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
+               app->engine.model.config.max_seq_len, tokens);
+    return tokens > 0 && tokens <= most;
 }
 
 // Checks a prompt's length and runs it. Returns what prefill returns.
-static int checked_prefill(App *app, const Ids *prompt) {
-    if (prompt->n > (size_t)app->engine.model.state.seq_len) {
-        report_too_long(app, prompt->n);
-        exit(EXIT_FAILURE);
-    }
-    if (prompt->n == 0) die("prompt: empty, expected at least one token");
+static bool checked_prefill(App *app, const Ids *prompt) {
+    if (!check_length(app, "prompt", prompt->n)) exit(EXIT_FAILURE);
     announce(app, prompt);
     return prefill(&app->engine, prompt);
 }
 
-// A rate with three significant digits (from 0.1 on)
-static const char *rate_text(char text[16], double rate) {
-    const double k = rate / 1000;
-    if (rate >= 9995) snprintf(text, 16, k < 99.95 ? "%.1fk" : "%.0fk", k);
-    else if (rate >= 999.5) snprintf(text, 16, "%.0f0", rate / 10);
-    else if (rate >= 9.995) snprintf(text, 16, rate < 99.95 ? "%.1f" : "%.0f", rate);
-    else snprintf(text, 16, rate < 0.9995 ? "%.3f" : "%.2f", rate);
-    return text;
-}
-
-static void print_statistics(const App *app, size_t prompt, double prompt_rate, size_t answer,
-                             double answer_rate) {
-    char a[16], b[16];
-    fprintf(stderr, "prompt %zu tokens at %s/s (%zu cached), answer %zu at %s/s, seed %llu\n",
-            prompt, rate_text(a, prompt_rate), app->engine.reused, answer,
-            rate_text(b, answer_rate), (unsigned long long)app->options.seed);
+static void print_statistics(const App *app, size_t prompt, double prompt_time, size_t answer,
+                             double answer_time) {
+    const size_t cached = app->engine.reused;
+    const double p = (prompt - cached) / (prompt_time + 1e-9), a = answer / (answer_time + 1e-9);
+    fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
+            prompt, p < 999.95, p, cached, answer, a < 999.95, a,  // a decimal only below 1,000
+            (unsigned long long)app->options.seed);
 }
 
 // After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
@@ -2607,34 +2413,27 @@ static Ending respond(App *app, const Ids *prompt, Message *message) {
     const int seq_len = e->model.state.seq_len;
     app->writer.cut = 0;
     double start = now();
-    int row = checked_prefill(app, prompt);
+    const bool ran = checked_prefill(app, prompt);
     double middle = now();
-    const size_t done = e->cached.n;  // after Ctrl-C not the whole prompt
+    const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
     answer->p = grow(answer->p, &answer->cap, 0, seq_len + 1, sizeof(int));
-    Ending ending = row < 0 ? INTERRUPTED : generate(e, row, answer);
+    Ending ending = ran ? generate(e, answer) : INTERRUPTED;
     double end = now();
-    bool thinking = app->writer.thinking;
+    const char *where = app->writer.thinking ? " inside its thinking" : "";
     writer_end(&app->writer);
+    if (ending == LIMIT_REACHED) notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (ending == CONTEXT_ENDED)
-        notice("answer: stopped, the context of %d tokens is full (-c)", seq_len);
-    if (thinking && (ending == CONTEXT_ENDED || ending == LIMIT_REACHED))
-        notice("answer: ended inside its thinking after %zu tokens (-n, -c)", answer->n);
-    if (!quiet)
-        print_statistics(app, done, (done - e->reused) / (middle - start + 1e-9), answer->n,
-                         answer->n / (end - middle + 1e-9));
+        notice("answer: ended%s by a full context of %d tokens (-c)", where, seq_len);
+    if (!quiet) print_statistics(app, done, middle - start, answer->n, end - middle);
     cut_answer(app, message);
     return ending;
 }
 
-static Message *conversation_push(Conversation *talk, Message message) {
-    talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
-    talk->p[talk->n] = message;
-    return &talk->p[talk->n++];
-}
-
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
-    Message *message = conversation_push(talk, (Message){.role = role});
+    talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
+    Message *message = &talk->p[talk->n++];
+    *message = (Message){.role = role};
     buffer_add(&message->text, text);
     return message;
 }
@@ -2646,44 +2445,29 @@ static void message_free(const Message *message) {
 
 // Removes `count` messages from number `first` on.
 static void conversation_drop(Conversation *talk, size_t first, size_t count) {
+    if (count == 0) return;  // so that talk->p is not NULL
     for (size_t i = first; i < first + count; i++) message_free(&talk->p[i]);
     memmove(talk->p + first, talk->p + first + count, (talk->n - first - count) * sizeof(Message));
     talk->n -= count;
 }
 
-// Renders the conversation without its turns before message `first`; the system message stays.
-static void render_from(App *app, size_t first, Ids *ids) {
-    const Conversation *talk = &app->conversation;
-    Conversation rest = {0};
-    rest.p = grow(NULL, &rest.cap, 0, talk->n, sizeof(Message));
-    if (talk->p[0].role == SYSTEM) rest.p[rest.n++] = talk->p[0];
-    for (size_t i = first; i < talk->n; i++) rest.p[rest.n++] = talk->p[i];
-    render(&app->engine.tokenizer, &rest, app->think, ids);
-    free(rest.p);
-}
-
-// Renders the conversation. If that leaves no room for an answer, the oldest turns are forgotten
-// until half the context is free. How many that takes is estimated from where each message began
-// in the first rendering. If the second one is still too long, only the last message stays (and the
-// system message). False: even that is too long, or Ctrl-C was pressed.
+// Renders the conversation. If that leaves no room for an answer, the older half of the turns is
+// forgotten, again until there is room or only the last message is left (and the system message).
+// False: even that is too long, or Ctrl-C was pressed; then nothing is forgotten.
 static bool fit_conversation(App *app, Ids *ids) {
     Conversation *talk = &app->conversation;
     const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
-    const size_t last = talk->n - 1, half = context / 2;
     size_t room = context / 4, first = system;
     if (app->options.n >= 0 && (size_t)app->options.n < room) room = app->options.n;
-    render(&app->engine.tokenizer, talk, app->think, ids);
-    if (ids->n + room <= context) return true;
-    const Message *p = talk->p;
-    while (first < last && ids->n - (p[first].start - p[system].start) > half) first += 2;
-    render_from(app, first, ids);
-    if (ids->n > half && first < last) render_from(app, first = last, ids);
+    for (;; first += (talk->n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
+        render(&app->engine.tokenizer, talk, first, app->think, ids);
+        if (ids->n + room <= context || first == talk->n - 1 || interrupted) break;
+    }
     if (interrupted || ids->n > context) return false;
-    if (first > system) {
-        conversation_drop(talk, system, first - system);
+    if (first > system)
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
-    }
+    conversation_drop(talk, system, first - system);
     return true;
 }
 
@@ -2694,7 +2478,7 @@ static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
     Ids ids = {0};
     conversation_add(talk, USER, text);
     if (!fit_conversation(app, &ids) && !interrupted) {
-        report_too_long(app, ids.n);
+        check_length(app, "prompt", ids.n);
         if (exit_on_error) exit(EXIT_FAILURE);
         conversation_drop(talk, talk->n - 1, 1);
         free(ids.p);
@@ -2718,26 +2502,45 @@ static Bytes chop(Bytes text) {
     return text;
 }
 
-// The next line of stdin, with its newline. False: the end of input, or Ctrl-C.
-static bool read_line(App *app, Bytes *line) {
-    Buffer *typed = &app->typed;
-    typed->n -= app->line_end;
-    if (typed->n) memmove(typed->p, typed->p + app->line_end, typed->n);
-    for (size_t seen = 0;; app->line_end = 0) {
-        typed->p = grow(typed->p, &typed->cap, typed->n, 65536, 1);
-        const Bytes fresh = bytes_from(bytes_of(typed), seen);
-        const uint8_t *newline = fresh.n ? memchr(fresh.p, '\n', fresh.n) : NULL;
-        app->line_end = newline ? (size_t)(newline - typed->p) + 1 : typed->n;
-        *line = (Bytes){typed->p, app->line_end};
-        if (newline) return true;
-        seen = typed->n;
-        ssize_t got = interrupted ? -1 : read_some(STDIN_FILENO, typed->p + typed->n, 65536);
-        if (got < 0 && !interrupted) die("stdin: %s", strerror(errno));
-        if (got < 0) app->line_end = typed->n;  // what was typed before Ctrl-C is gone
-        if (got <= 0) return got == 0 && seen > 0;
-        typed->n += got;
-        if (typed->n >= INT_MAX) die("stdin: a line is too long, expected less than 2 GB");
+typedef enum { A_LINE, NO_LINE, LATER } Found;
+
+// The next line, with its newline. NO_LINE: the end of input, or Ctrl-C. LATER: more has to come
+// first, and the caller does not wait.
+static Found next_line(Lines *in, Bytes *line, bool wait) {
+    Buffer *data = &in->data;
+    bool ended = false;
+    for (;;) {
+        data->p = grow(data->p, &data->cap, data->n, 65536, 1);
+        const uint8_t *newline = memchr(data->p + in->seen, '\n', data->n - in->seen);
+        in->seen = newline ? (size_t)(newline - data->p) + 1 : data->n;
+        *line = (Bytes){data->p + in->end, in->seen - in->end};
+        if (newline || (ended && (line->n || in->skipping))) {
+            in->end = in->seen;
+            in->too_long = in->skipping;
+            in->skipping = false;
+            return A_LINE;
+        }
+        if (ended) return NO_LINE;
+        if (!wait && !input_ready(in->fd)) return LATER;
+        if (line->n > INT_MAX - 65536) in->skipping = true, in->end = in->seen;
+        buffer_cut(data, in->end);
+        in->seen -= in->end;
+        in->end = 0;
+        const ssize_t got = interrupted ? -1 : read_some(in->fd, data->p + data->n, 65536);
+        if (interrupted) in->end = data->n;  // what was typed before it is gone
+        if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
+        if (got < 0) return NO_LINE;
+        data->n += got;
+        ended = got == 0;
     }
+}
+
+// The next line of stdin in a conversation. False: the end of input, or Ctrl-C.
+static bool read_line(App *app, Bytes *line) {
+    app->typed.name = "stdin";
+    const Found found = next_line(&app->typed, line, true);
+    if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
+    return found == A_LINE;
 }
 
 // A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste,
@@ -2746,25 +2549,25 @@ static bool read_line(App *app, Bytes *line) {
 static bool read_message(App *app) {
     Buffer *message = &app->input;
     Bytes line;
-    bool cut = false, pasted = false, more = true;
+    bool cut = false;
+    message->n = 0;
     fputs("> ", stderr);
-    for (message->n = 0; more;) {
+    for (Waiting before = NOTHING, after = NOTHING;; before = after) {
         if (!read_line(app, &line)) {
             if (interrupted || message->n == 0) return false;
             break;
         }
         cut |= chop(line).n >= (size_t)terminal_line();
         buffer_add(message, line);
-        const bool whole = line.p[line.n - 1] == '\n';
-        const bool only_enter = whole && line.n == 1;
-        const bool continued = whole && line.n > 1 && line.p[line.n - 2] == '\\';
-        const bool typed_ahead = app->typed.n > app->line_end;
-        const Waiting waits = !whole ? NOTHING : typed_ahead ? LINE : input_waits();
-        if (continued) message->n--, message->p[message->n - 1] = '\n';  // without the backslash
-        if (only_enter && waits == NOTHING) message->n--;  // it just sends what is there
-        more = continued || waits != NOTHING || (whole && pasted);
-        if (more && waits == NOTHING && !continued && !cut) fputs("(Enter sends) ", stderr);
-        pasted = waits == LINE;
+        if (line.p[line.n - 1] != '\n') break;  // the end of input
+        after = app->typed.data.n > app->typed.end ? LINE : input_waits();
+        if (line.n > 1 && line.p[line.n - 2] == '\\') {
+            message->p[--message->n - 1] = '\n';  // without the backslash
+        } else if (after == NOTHING) {
+            if (line.n == 1) message->n--;  // Enter alone just sends what is there
+            if (before != LINE) break;
+            if (!cut) fputs("(Enter sends) ", stderr);
+        }
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
     if (cut) {
@@ -2788,9 +2591,9 @@ static const char commands[] =
 // stays.
 static void retry(App *app) {
     Conversation *talk = &app->conversation;
-    if (talk->n < 2 || talk->p[talk->n - 1].role != ASSISTANT) {
+    if (talk->n < 2) {
         notice("/retry: there is no answer yet");
-    } else if (app->engine.sampler.temperature == 0) {
+    } else if (app->engine.answer.sampler.temperature == 0) {
         notice("/retry: -t 0 would draw the same answer again");
     } else {
         const size_t n = talk->n -= 2;
@@ -2798,55 +2601,67 @@ static void retry(App *app) {
         chat_turn(app, bytes_of(&old[0].text), false);
         const bool stopped = talk->n == n;
         for (int i = 0; i < 2; i++) {
-            if (stopped) conversation_push(talk, old[i]);
+            if (stopped) talk->p[talk->n++] = old[i];
             else message_free(&old[i]);
         }
     }
 }
 
+static Bytes skip_spaces(Bytes text) {
+    while (text.n && *text.p == ' ') text = bytes_from(text, 1);
+    return text;
+}
+
 // Sends "PATH TEXT" as TEXT, an empty line and the file's text. PATH ends at a space, or is quoted,
 // as by many terminals into which a file is dropped; ~/ is $HOME.
 static void send_file(App *app, Bytes words) {
-    while (words.n && *words.p == ' ') words = bytes_from(words, 1);
+    words = skip_spaces(words);
     const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
     const uint8_t end = quoted ? *words.p : ' ';
     if (quoted) words = bytes_from(words, 1);
-    Buffer path = {0}, message = {0};
     size_t n = 0;
     while (n < words.n && words.p[n] != end) n++;
     const bool tilde = !quoted && n > 1 && words.p[0] == '~' && words.p[1] == '/';
-    const char *home = tilde ? getenv("HOME") : NULL;
-    if (home) buffer_add(&path, bytes(home));
-    buffer_add(&path, bytes_from((Bytes){words.p, n}, home ? 1 : 0));  // home replaces ~
-    path.p[path.n] = 0;
-    if (quoted && n < words.n) n++;
-    while (n < words.n && words.p[n] == ' ') n++;
-    buffer_add(&message, bytes_from(words, n));
+    const char *home = tilde ? getenv("HOME") : NULL, *name = (const char *)words.p, *error = NULL;
+    char path[8192];
+    if (home) snprintf(path, sizeof(path), "%s%.*s", home, (int)n - 1, name + 1);
+    else snprintf(path, sizeof(path), "%.*s", (int)n, name);
+    Buffer message = {0};
+    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + quoted : n)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
-    const char *name = (const char *)path.p;
-    const char *error = NULL;
-    if (path.n == 0) error = "missing, expected /file PATH TEXT";
-    else if (file_kind(name) == SPECIAL_FILE || !strcmp(name, "-")) error = "not a regular file";
-    else error = file_read(&message, name);
+    if (!*path) error = "missing, expected /file PATH TEXT";
+    else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
+    else error = file_read(&message, path);
     if (!error && message.n == before) error = "empty, expected a text";
-    if (error) report("/file: %s%s%s", name, path.n ? ": " : "", error);
+    if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
     else chat_turn(app, chop(bytes_of(&message)), false);
-    free(path.p);
     free(message.p);
+}
+
+// Is this line just a slash and letters? Of such, only /think goes to the model. (Its other switch,
+// /no_think, is not letters alone.)
+static bool looks_like_command(Bytes line) {
+    size_t n = 1;
+    while (n < line.n && isalpha(line.p[n])) n++;
+    return line.n > 1 && *line.p == '/' && n == line.n && !bytes_equal(line, bytes("/think"));
 }
 
 typedef enum { MESSAGE, COMMAND, LEAVE } Typed;
 
-// What a line is, after running it if it is a command
-static Typed run_command(App *app, Bytes line) {
-    const Bytes words = line;
+// What a text is, after running it if it is a command. A command is a line alone.
+static Typed run_command(App *app, Bytes text) {
+    Bytes line = text;
     while (line.n && line.p[line.n - 1] == ' ') line.n--;
     static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
     for (int i = 0; i < 5; i++) {
         if (bytes_equal(line, bytes(leaving[i]))) return LEAVE;
     }
-    if (bytes_equal(line, bytes("/help"))) {
+    if (memchr(text.p, '\033', text.n)) {
+        report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
+    } else if (memchr(text.p, '\n', text.n)) {
+        return MESSAGE;
+    } else if (bytes_equal(line, bytes("/help"))) {
         fputs(commands, stderr);
     } else if (bytes_equal(line, bytes("/retry"))) {
         retry(app);
@@ -2855,8 +2670,10 @@ static Typed run_command(App *app, Bytes line) {
         const size_t system = talk->n && talk->p[0].role == SYSTEM;
         conversation_drop(talk, system, talk->n - system);
     } else if (bytes_equal(line, bytes("/file")) ||
-               (line.n > 5 && memcmp(line.p, "/file ", 6) == 0)) {
-        send_file(app, bytes_from(words, words.n > 5 ? 6 : 5));
+               (text.n > 5 && memcmp(text.p, "/file ", 6) == 0)) {
+        send_file(app, bytes_from(text, text.n > 5 ? 6 : 5));
+    } else if (looks_like_command(line)) {
+        report("%.*s: no such command, /help shows them", (int)line.n, line.p);
     } else {
         return MESSAGE;
     }
@@ -2865,27 +2682,25 @@ static Typed run_command(App *app, Bytes line) {
 
 // A conversation at a terminal
 static int run_dialogue(App *app) {
+    const char *thinking = app->think ? "on" : begins_thinking(app) ? "always" : "off";
     bool warned = false;
     give_notices(app);
-    notice("chat: /help shows the commands.");
-    notice("chat: Ctrl-C stops an answer, Ctrl-D leaves.");
-    for (;; interrupted = 0) {
-        Typed typed = MESSAGE;
-        if (read_message(app)) {
-            const Bytes text = bytes_of(&app->input);
-            if (text.n == 0) continue;
-            warned = false;
-            if (!memchr(text.p, '\n', text.n)) typed = run_command(app, text);
-            if (typed == MESSAGE) chat_turn(app, text, false);
-        } else {
+    notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
+           app->engine.model.state.seq_len, thinking);
+    for (Typed typed = MESSAGE; typed != LEAVE; interrupted = 0) {
+        if (!read_message(app)) {
             fputc('\n', stderr);
             if (!interrupted) return EXIT_SUCCESS;
             if (warned) return EXIT_INTERRUPT;
             warned = true;
             notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
+        } else if (app->input.n > 0) {
+            warned = false;
+            typed = run_command(app, bytes_of(&app->input));
+            if (typed == MESSAGE) chat_turn(app, bytes_of(&app->input), false);
         }
-        if (typed == LEAVE) return EXIT_SUCCESS;
     }
+    return EXIT_SUCCESS;
 }
 
 // A conversation with stdin: a terminal, or a script of one turn a line
@@ -2903,31 +2718,27 @@ static int run_conversation(App *app) {
 
 // Appends ids, separated by spaces, and a newline.
 static void buffer_add_ids(Buffer *b, const Ids *ids) {
-    char number[16];
-    for (size_t i = 0; i < ids->n; i++) {
-        snprintf(number, sizeof(number), i ? " %d" : "%d", ids->p[i]);
-        buffer_add(b, bytes(number));
-    }
+    for (size_t i = 0; i < ids->n; i++) buffer_print(b, i ? " %d" : "%d", ids->p[i]);
     buffer_add(b, bytes("\n"));
 }
 
-// Appends a line: the id, and the token's bytes as a JSON string. What is not UTF-8 is \ufffd.
-static void buffer_add_token(Buffer *b, const Tokenizer *tok, int id) {
-    const Bytes text = tok->text[id];
-    char escape[16];
-    snprintf(escape, sizeof(escape), "%d \"", id);
-    buffer_add(b, bytes(escape));
+// Appends a text as a JSON string, and a newline. What is not UTF-8 is \ufffd.
+static void buffer_add_json(Buffer *b, Bytes text) {
+    buffer_add(b, bytes("\""));
     for (size_t at = 0; at < text.n;) {
-        const Char c = char_at(tok, text, at);
-        const bool control = c.c < ' ' || (c.c >= 127 && c.c < 160);
-        if (c.c >= BAD_BYTE) snprintf(escape, sizeof(escape), "\\ufffd");
-        else if (control) snprintf(escape, sizeof(escape), "\\u%04x", c.c);
-        else snprintf(escape, sizeof(escape), c.c == '"' || c.c == '\\' ? "\\" : "");
-        buffer_add(b, bytes(escape));
-        if (!control && c.c < BAD_BYTE) buffer_add(b, (Bytes){text.p + at, c.n});
+        const Char c = code_point_at(text, at);
+        if (c.c >= BAD_BYTE) buffer_print(b, "\\ufffd");
+        else if (is_control(c.c)) buffer_print(b, "\\u%04x", c.c);
+        else if (c.c == '"' || c.c == '\\') buffer_print(b, "\\%c", c.c);
+        else buffer_add(b, (Bytes){text.p + at, c.n});
         at += c.n;
     }
     buffer_add(b, bytes("\"\n"));
+}
+
+static void buffer_add_token(Buffer *b, const Tokenizer *tok, int id) {
+    buffer_print(b, "%d ", id);
+    buffer_add_json(b, tok->text[id]);
 }
 
 static void run_tokenize(App *app, const Ids *ids) {
@@ -2949,83 +2760,675 @@ static double surprise(float *logits, int n, int id) {
 }
 
 // Runs ids 0 .. n - 1 from position pos on, and adds the surprises of ids 1 .. n to *sum, one by
-// one: batches do not change its last digits.
-static void score(Engine *e, const int *ids, int n, int pos, double *sum) {
+// one: batches do not change its last digits. Returns false after Ctrl-C.
+static bool score(Engine *e, const int *ids, int n, int pos, double *sum) {
     const int rows = e->model.state.logit_rows, vocab_size = e->tokenizer.vocab_size;
     float *logits = NULL;
-    if (!forward(&e->model, ids, n, pos, n)) progress_end(), exit(EXIT_INTERRUPT);
+    if (!forward_text(&e->model, &e->answer.text, ids, n, pos, n)) return false;
     for (int i = 0; i < n; i++) {
         if (i % rows == 0) logits = classify(&e->model, i, min_int(rows, n - i));
         *sum += surprise(logits + (size_t)(i % rows) * vocab_size, vocab_size, ids[i + 1]);
     }
+    return true;
 }
 
-// A text longer than the context is scored in pieces, each of which begins with the last token of
-// the piece before.
+// Appends a line. False if the sum is not finite.
+static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
+    const double mean = sum / n;
+    char text[512];
+    snprintf(text, sizeof(text), "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
+    buffer_add(line, bytes(text));
+    return isfinite(mean);
+}
+
+// The sum of a text's surprises. A text longer than the context is scored in pieces, each of which
+// begins with the last token of the piece before. Returns false after Ctrl-C.
+static bool score_all(Engine *e, const Ids *ids, double *sum) {
+    const int context = e->model.state.seq_len, n = (int)ids->n - 1;
+    bool running = true;
+    progress_start(&e->model, n);
+    for (int at = 0, count; at < n && running; at += count) {
+        int pos = at % (context - 1);
+        count = min_int(min_int(e->model.state.batch, context - 1 - pos), n - at);
+        running = score(e, ids->p + at, count, pos, sum);
+    }
+    progress_end();
+    return running;
+}
+
 static void run_perplexity(App *app, const Ids *ids) {
-    Engine *e = &app->engine;
-    const int context = e->model.state.seq_len, batch = e->model.state.batch;
-    if (ids->n < 2) die("text: too short for a perplexity, expected 2 tokens, found %zu", ids->n);
-    if (context < 2) die("context: too short for a perplexity, expected -c 2, found %d", context);
+    const int context = app->engine.model.state.seq_len;
+    double sum = 0;
+    Buffer line = {0};
+    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
     announce(app, ids);
     if (ids->n > (size_t)context)
         notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
-    const int n = (int)ids->n - 1;
-    double sum = 0;
-    progress_start(&e->model, 0, n);
-    for (int at = 0, count; at < n; at += count) {
-        int pos = at % (context - 1);
-        count = min_int(min_int(batch, context - 1 - pos), n - at);
-        score(e, ids->p + at, count, pos, &sum);
-    }
-    progress_end();
-    double mean = sum / n;
-    if (!isfinite(mean)) die(NOT_FINITE);
-    char line[128];
-    snprintf(line, sizeof(line), "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
-    write_stdout(bytes(line));
-}
-
-// The last token's hidden state (dim) after the final norm, L2-normalized, as a JSON array
-static void run_embed(App *app, const Ids *ids) {
-    Model *m = &app->engine.model;
-    const Config *c = &m->config;
-    int row = checked_prefill(app, ids);
-    if (row < 0) exit(EXIT_INTERRUPT);
-    float *h = m->state.workspace[0].h;
-    rmsnorm(h, m->state.x + (size_t)row * c->dim, m->weights.rms_final, c->dim, c->rms_norm_eps);
-    double squares = 0;
-    for (int i = 0; i < c->dim; i++) squares += (double)h[i] * h[i];
-    if (!isfinite(squares)) die("model: the vector is not finite; is the file damaged?");
-    double length = fmax(sqrt(squares), 1e-12);
-    Buffer line = {0};
-    char number[32];
-    for (int i = 0; i < c->dim; i++) {
-        snprintf(number, sizeof(number), "%s%.9g", i ? ", " : "[", h[i] / length);
-        buffer_add(&line, bytes(number));
-    }
-    buffer_add(&line, bytes("]\n"));
+    if (!score_all(&app->engine, ids, &sum)) exit(EXIT_INTERRUPT);
+    if (!buffer_add_perplexity(&line, sum, (int)ids->n - 1)) die(NOT_FINITE);
     write_stdout(bytes_of(&line));
     free(line.p);
 }
 
+// Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
+// JSON array. False if it is not finite.
+static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
+    const Config *c = &m->config;
+    float *h = m->state.h + (size_t)row * c->dim;
+    const float *x = m->state.x + (size_t)row * c->dim;
+    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
+    double squares = 0;
+    for (int i = 0; i < c->dim; i++) squares += (double)h[i] * h[i];
+    double length = fmax(sqrt(squares), 1e-12);
+    for (int i = 0; i < c->dim && isfinite(squares); i++) {
+        buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
+    }
+    buffer_add(line, bytes("]\n"));
+    return isfinite(squares);
+}
+
+// The vector of a text's last token
+static void run_embed(App *app, const Ids *ids) {
+    Buffer line = {0};
+    if (!checked_prefill(app, ids)) exit(EXIT_INTERRUPT);
+    if (!buffer_add_embedding(&line, &app->engine.model, 0)) die(BAD_VECTOR);
+    write_stdout(bytes_of(&line));
+    free(line.p);
+}
+
+// The prompt of every mode but chat
+static void encode_text(const App *app, Bytes text, Ids *ids) {
+    const Tokenizer *tok = &app->engine.tokenizer;
+    encode_raw(tok, text, ids);
+    if (app->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
+}
+
 // Every mode but chat
 static Ending run_raw(App *app, Bytes text) {
-    const Tokenizer *tok = &app->engine.tokenizer;
     Ending ending = TURN_ENDED;
     Ids ids = {0};
     Message answer = {0};
-    encode_raw(tok, text, &ids);
-    if (app->mode == GENERATE && ids.n == 0) ids_add(&ids, tok->end_of_text);
+    encode_text(app, text, &ids);
     if (interrupted) ending = INTERRUPTED;  // while the text was encoded
     else if (app->mode == GENERATE) ending = respond(app, &ids, &answer);
     else if (app->mode == TOKENIZE) run_tokenize(app, &ids);
     else if (app->mode == PERPLEXITY) run_perplexity(app, &ids);
     else run_embed(app, &ids);
     free(ids.p);
-    free(answer.ids.p);
-    free(answer.text.p);
+    message_free(&answer);
     return ending;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Many texts at once: -l and -L. To decode a token, a CPU reads all weights; they serve a token of
+// each of 32 texts just as well. So a pass runs the next token of many texts, and texts come and go
+// from pass to pass (continuous batching: Orca, OSDI 2022):
+//
+//   admit    While there are places and blocks, the next texts of the list are encoded and begin.
+//   pass     One forward(): the next token of each text that decodes, then as much of the prompts
+//            as fits into -b rows. So a long prompt does not hold up the other texts for long.
+//   sample   Each text whose last token has run draws the next one, with its own random numbers.
+//   write    A line goes out as soon as it and all lines before it are done.
+//
+// No row sees another text, and a batch gives the same bits as single tokens. So each answer is the
+// one that its text gets alone.
+//
+// The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
+// 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
+// like the one before it, say with the same instruction, shares its blocks: each block counts its
+// users. Of the first block that is not the same to its end the text gets a copy. It waits until
+// what it shares has run. The blocks of the last text that began have one more user, so that they
+// stay even if all its answer is one word. When no block is left, the youngest text gives its
+// blocks back, and later runs again up to the last token that it drew (preemption by
+// recomputation): its answer goes on as if nothing had happened.
+
+enum { PLACES = 32 };                           // texts that run together
+enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
+
+typedef struct {     // a text that runs
+    size_t number;   // of its line, from 0
+    Answer answer;   // answer.text.ids has all its tokens, of which text.ids.n have run
+    size_t n;        // its tokens: the prompt's, then those that were drawn
+    int n_blocks;    // in answer.text.blocks; 0: it waits for some
+    bool counted;    // the statistics know its prompt
+    int id;          // the last token drawn; -1: what the model gave is not finite
+    Writer writer;
+    Ids drawn;
+    Buffer line;     // the answer so far
+} Place;
+
+typedef struct {
+    App *app;
+    Lines in;
+    bool ended, failed;        // there are no more lines; a line was an error
+    size_t read, written;      // lines so far
+    Buffer lines[AHEAD];       // line i of the output is at i % AHEAD, empty until it is done
+    size_t ahead;              // bytes of these
+    Place places[PLACES], *active[PLACES];  // the active ones come first, in the list's order
+    Place *ready[PLACES];      // those whose last token has run; row i of x is that of ready[i]
+    int n_places, n_active, n_ready;
+    int *users;                // (State.blocks) texts that have this block
+    int *unused, n_unused;     // blocks that nobody uses, the next one last
+    Place last;                // the blocks of the last prompt that began, and its tokens
+    Ids ids;                   // of a line
+    Buffer joined;             // -i and a line
+    Conversation talk;
+    size_t longest;            // no text of seq_len tokens has more bytes
+    size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
+    size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
+    size_t pieces;             // texts that are scored in pieces
+    double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
+} List;
+
+// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else
+
+typedef struct {
+    Bytes rest;
+    const char *expected;  // what was not found at `rest`
+    Buffer text;           // the last string
+} Json;
+
+static bool json_error(Json *j, const char *expected) {
+    if (!j->expected) j->expected = expected;
+    return false;
+}
+
+static bool json_word(Json *j, const char *word) {  // takes it if it is next
+    const size_t n = strlen(word);
+    if (j->rest.n < n || memcmp(j->rest.p, word, n) != 0) return false;
+    j->rest = bytes_from(j->rest, n);
+    return true;
+}
+
+static bool json_take(Json *j, const char *word) {  // the same, after white space
+    while (j->rest.n && memchr(" \t\r\n", *j->rest.p, 4)) j->rest = bytes_from(j->rest, 1);
+    return json_word(j, word);
+}
+
+static bool json_next(Json *j, uint8_t c) {  // is it next, after white space?
+    json_take(j, "");
+    return j->rest.n && *j->rest.p == c;
+}
+
+static bool json_unit(Json *j, uint32_t *unit) {  // \uXXXX
+    const uint8_t *p = j->rest.p;
+    if (j->rest.n < 6 || p[0] != '\\' || p[1] != 'u') return false;
+    *unit = 0;
+    for (int i = 2; i < 6; i++) {
+        if (!isxdigit(p[i])) return false;
+        *unit = *unit << 4 | (isdigit(p[i]) ? p[i] - '0' : (p[i] | 32) - 'a' + 10);
+    }
+    j->rest = bytes_from(j->rest, 6);
+    return true;
+}
+
+static bool json_escape(Json *j) {
+    static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
+    const char *name = j->rest.n > 1 ? memchr(names, j->rest.p[1], 8) : NULL;
+    uint32_t c, low;
+    if (!name && !json_unit(j, &c)) return json_error(j, "an escape, such as \\n or \\u00e9");
+    if (name) c = meant[name - names], j->rest = bytes_from(j->rest, 2);
+    Json ahead = *j;
+    if (c >= 0xD800 && c < 0xDC00 && json_unit(&ahead, &low) && low >= 0xDC00 && low < 0xE000) {
+        c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);  // one character in two halves
+        j->rest = ahead.rest;
+    }
+    add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
+    return true;
+}
+
+static bool json_string(Json *j) {
+    j->text.n = 0;
+    if (!json_take(j, "\"")) return json_error(j, "a string");
+    for (;;) {
+        const uint8_t *p = j->rest.p, *end = p + j->rest.n;
+        while (p < end && *p != '"' && *p != '\\' && *p >= ' ') p++;
+        const size_t n = p - j->rest.p;
+        buffer_add(&j->text, (Bytes){j->rest.p, n});
+        j->rest = bytes_from(j->rest, n);
+        if (p == end || *p < ' ') return json_error(j, "the string's next character");
+        if (json_word(j, "\"")) return true;
+        if (!json_escape(j)) return false;
+    }
+}
+
+static bool json_digits(Json *j) {
+    const size_t before = j->rest.n;
+    while (j->rest.n && isdigit(*j->rest.p)) j->rest = bytes_from(j->rest, 1);
+    return j->rest.n < before;
+}
+
+static bool json_number(Json *j) {
+    json_word(j, "-");
+    bool good = json_word(j, "0") || json_digits(j);
+    if (good && json_word(j, ".")) good = json_digits(j);
+    if (good && (json_word(j, "e") || json_word(j, "E"))) {
+        if (!json_word(j, "+")) json_word(j, "-");
+        good = json_digits(j);
+    }
+    return good || json_error(j, "a value");
+}
+
+static bool json_value(Json *j, int depth) {  // of any kind
+    enum { MOST_NESTING = 100 };
+    if (json_next(j, '"')) return json_string(j);
+    const bool object = json_word(j, "{");
+    if (!object && !json_word(j, "["))
+        return json_word(j, "true") || json_word(j, "false") || json_word(j, "null") ||
+               json_number(j);
+    if (depth >= MOST_NESTING) return json_error(j, "at most 100 levels");
+    if (json_take(j, object ? "}" : "]")) return true;
+    do {
+        if (object && !(json_string(j) && (json_take(j, ":") || json_error(j, ":")))) return false;
+        if (!json_value(j, depth + 1)) return false;
+    } while (json_take(j, ","));
+    return json_take(j, object ? "}" : "]") || json_error(j, object ? ", or }" : ", or ]");
+}
+
+// Adds a message to the conversation. Of equal keys the last counts. A system message replaces that
+// of -y, which the conversation began with.
+static bool json_message(Json *j, Conversation *talk, bool first) {
+    static const char *const roles[] = {[SYSTEM] = "system", [USER] = "user",
+                                        [ASSISTANT] = "assistant"};
+    int role = -1;
+    bool has_content = false;
+    Buffer content = {0};
+    if (!json_take(j, "{")) return json_error(j, "a message, {\"role\": ..., \"content\": ...}");
+    do {
+        if (!json_string(j) || !(json_take(j, ":") || json_error(j, ":"))) break;
+        const bool is_role = bytes_equal(bytes_of(&j->text), bytes("role"));
+        const bool is_content = bytes_equal(bytes_of(&j->text), bytes("content"));
+        const bool text = json_next(j, '"');
+        if (!json_value(j, 2)) break;
+        for (int i = 0; is_role && i <= 3; i++) {
+            role = i < 3 ? i : -1;
+            if (i < 3 && text && bytes_equal(bytes_of(&j->text), bytes(roles[i]))) break;
+        }
+        if (is_content) has_content = text, content.n = 0, buffer_add(&content, bytes_of(&j->text));
+    } while (json_take(j, ","));
+    if (!json_next(j, '}')) json_error(j, ", or }");
+    else if (role < 0) json_error(j, "a role: system, user or assistant");
+    else if (!has_content) json_error(j, "a content that is a string");
+    else if (role == SYSTEM && !first) json_error(j, "a system message only at the start");
+    else if (role == SYSTEM) conversation_drop(talk, 0, talk->n);
+    if (!j->expected) conversation_add(talk, role, bytes_of(&content));
+    free(content.p);
+    return !j->expected && json_take(j, "}");
+}
+
+static bool json_messages(Json *j, Conversation *talk) {
+    bool first = true;
+    for (; first || json_take(j, ","); first = false) {
+        if (!json_message(j, talk, first)) return false;
+    }
+    if (json_next(j, ']') && talk->p[talk->n - 1].role != USER)
+        return json_error(j, "a message of the user as the last one");
+    return json_take(j, "]") || json_error(j, ", or ]");
+}
+
+// The lines of the output
+
+static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD]; }
+
+static const char *where(const List *l, size_t number) {  // for messages
+    static char text[640];
+    snprintf(text, sizeof(text), "%.600s: line %zu", l->in.name, number + 1);
+    return text;
+}
+
+// A line is done: it is there, or what is wrong with its text has been said.
+static void line_done(List *l, size_t number, bool good) {
+    Buffer *line = line_of(l, number);
+    if (!good) line->n = 0, buffer_add(line, bytes("null\n"));
+    l->failed |= !good;
+    l->ahead += line->n;
+}
+
+static void write_lines(List *l) {
+    for (Buffer *line; (line = line_of(l, l->written))->n && !interrupted; l->written++) {
+        if (l->app->writer.terminal) progress_end();
+        write_stdout(bytes_of(line));
+        l->ahead -= line->n;
+        free(line->p);
+        *line = (Buffer){0};
+    }
+    const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
+    progress_list(l->written, all, l->rows, now() - l->start);
+}
+
+// The pool of blocks
+
+static void take_block(List *l, Place *p, int block) {
+    l->users[block]++;
+    p->answer.text.blocks[p->n_blocks++] = block;
+}
+
+// Takes all blocks from a text, which is done or has to begin again.
+static void drop_blocks(List *l, Place *p) {
+    while (p->n_blocks > 0) {
+        const int block = p->answer.text.blocks[--p->n_blocks];
+        if (--l->users[block] == 0) l->unused[l->n_unused++] = block;
+    }
+    p->answer.text.ids.n = 0;
+}
+
+// Gives a text the blocks for its tokens so far. Those that it shares count as having run; its last
+// token always runs, as that makes the first logits. False: it has to wait, for blocks or until
+// what it shares has run. (Less than a block is not worth waiting.)
+static bool begin(List *l, Place *p) {
+    Model *m = &l->app->engine.model;
+    Text *text = &p->answer.text, *last = &l->last.answer.text;
+    const int len = m->state.block_len, n_blocks = ((int)p->n + len - 1) / len;
+    size_t same = 0, run = last->ids.n;
+    bool alone = true;
+    for (int i = 0; i < l->n_active; i++) {
+        alone &= l->active[i]->n_blocks == 0;
+        if (l->active[i]->number == l->last.number) run = l->active[i]->answer.text.ids.n;
+    }
+    while (same + 1 < p->n && same < last->ids.n && text->ids.p[same] == last->ids.p[same]) same++;
+    if (same >= run + len) return false;
+    if (same > run) same = run;
+    if (n_blocks - (int)same / len > l->n_unused) {
+        if (!alone) return false;
+        drop_blocks(l, &l->last);
+        same = 0;
+    }
+    for (int i = 0; i < (int)same / len; i++) take_block(l, p, last->blocks[i]);
+    while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
+    if (same % len) cache_copy(m, text->blocks[same / len], last->blocks[same / len]);
+    text->ids.n = same;
+    if (!p->counted) l->prompts += p->n, l->cached += same;
+    p->counted = true;
+    for (int i = 0; i < n_blocks; i++) l->users[text->blocks[i]]++;  // now this is the last one
+    drop_blocks(l, &l->last);
+    l->last.number = p->number;
+    l->last.n_blocks = n_blocks;
+    memcpy(last->blocks, text->blocks, n_blocks * sizeof(int));
+    last->ids.p = grow(last->ids.p, &last->ids.cap, 0, p->n, sizeof(int));
+    memcpy(last->ids.p, text->ids.p, p->n * sizeof(int));
+    last->ids.n = p->n;
+    return true;
+}
+
+// Makes sure that there is a block for a text's next token, by preemption if need be. False: it was
+// the youngest one.
+static bool make_room(List *l, Place *p) {
+    if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
+        return true;
+    while (l->n_unused == 0) {
+        Place *victim = &l->last;
+        for (int i = 0; i < l->n_active && l->last.n_blocks == 0; i++) {
+            if (l->active[i]->n_blocks) victim = l->active[i];
+        }
+        drop_blocks(l, victim);
+        if (victim == p) return false;
+    }
+    take_block(l, p, l->unused[--l->n_unused]);
+    return true;
+}
+
+// Admit
+
+// Takes a line of -L apart. *text: the string, or the last message of l->talk. Returns false if the
+// line can't be used, which it says.
+static bool parse_line(List *l, Json *j, Bytes *text, bool *messages) {
+    const bool chat = l->app->mode == CHAT;
+    const size_t n = text->n;
+    if (l->read == 0) json_word(j, "\uFEFF");  // a byte order mark
+    *messages = chat && json_take(j, "[");
+    if (*messages) json_messages(j, &l->talk);
+    else if (json_next(j, '"')) json_string(j);
+    else json_error(j, chat ? "a string or an array of messages" : "a string");
+    if (json_take(j, ""), j->rest.n) json_error(j, "the end of the line");
+    if (j->expected)
+        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
+               n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
+               j->rest.n < 16 ? (int)j->rest.n : 16, j->rest.p);
+    else *text = bytes_of(*messages ? &l->talk.p[l->talk.n - 1].text : &j->text);
+    return !j->expected;
+}
+
+// Encodes a line, into l->ids. Returns false if that can't be done, which it says.
+static bool encode_line(List *l, Bytes text) {
+    const App *app = l->app;
+    const Options *o = &app->options;
+    const bool chat = app->mode == CHAT;
+    const size_t prefix = o->text ? strlen(o->text) : 0;
+    bool messages = false, good = !l->in.too_long && text.n + prefix < INT_MAX - 65536;
+    if (!good) report("%s: too long, expected less than 2 GB", where(l, l->read));
+    conversation_drop(&l->talk, 0, l->talk.n);
+    if (chat && o->system) conversation_add(&l->talk, SYSTEM, bytes(o->system));
+    Json j = {.rest = text};
+    if (good && o->json_list) good = parse_line(l, &j, &text, &messages);
+    if (good && text.n > l->longest) {
+        good = false;
+        report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
+               where(l, l->read), app->engine.model.state.seq_len,
+               app->engine.model.config.max_seq_len, text.n);
+    }
+    if (good) {
+        l->joined.n = l->ids.n = 0;
+        if (o->text) buffer_add(&l->joined, bytes(o->text)), buffer_add(&l->joined, bytes("\n\n"));
+        if (!messages) buffer_add(&l->joined, text);
+        if (chat && !messages) conversation_add(&l->talk, USER, bytes_of(&l->joined));
+        if (chat) render(&app->engine.tokenizer, &l->talk, 0, app->think, &l->ids);
+        else encode_text(app, bytes_of(&l->joined), &l->ids);
+    }
+    free(j.text.p);
+    return good;
+}
+
+// Gives a place to the text whose tokens are in l->ids.
+static void take_place(List *l) {
+    App *app = l->app;
+    Engine *e = &app->engine;
+    Place *p = l->active[l->n_active++];
+    Answer *a = &p->answer;
+    Ids *ids = &a->text.ids;
+    if (!a->text.blocks) {  // it was never used
+        a->text.blocks = alloc(e->model.state.seq_len, sizeof(int), "a text");
+        a->sampler = e->answer.sampler;
+        a->sampler.answered = alloc(e->tokenizer.vocab_size, sizeof(bool), "a text");
+        a->sampler.seen = alloc(e->tokenizer.vocab_size, sizeof(bool), "a text");
+        a->writer = &p->writer;
+        a->drawn = &p->drawn;
+    }
+    ids->p = grow(ids->p, &ids->cap, 0, l->ids.n, sizeof(int));
+    memcpy(ids->p, l->ids.p, l->ids.n * sizeof(int));
+    p->n = l->ids.n;
+    p->number = l->read;
+    p->counted = false;
+    p->line.n = p->writer.held.n = 0;
+    p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
+                         .stop = app->writer.stop, .held = p->writer.held};
+    a->sampler.rng = app->options.seed + p->number;
+    answer_start(a, &e->tokenizer, ids->p, p->n);
+    writer_thinks(&p->writer, begins_thinking(app));
+}
+
+static void add_line(List *l, Bytes line) {
+    App *app = l->app;
+    if (l->read == 0) give_notices(app);
+    if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
+        fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+    l->consumed += line.n;
+    Buffer *out = line_of(l, l->read);
+    double sum = 0;
+    bool good = encode_line(l, chop(line));
+    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), l->ids.n);
+    if (good && (app->mode <= GENERATE || app->mode == EMBED)) {
+        take_place(l);
+    } else {  // its line is made here
+        if (good) l->prompts += l->ids.n;
+        if (good && app->mode == TOKENIZE) buffer_add_ids(out, &l->ids);
+        if (good && app->mode == PERPLEXITY) {
+            l->pieces += l->ids.n > (size_t)app->engine.model.state.seq_len;
+            if (!score_all(&app->engine, &l->ids, &sum)) return;
+            good = buffer_add_perplexity(out, sum, (int)l->ids.n - 1);
+            if (!good) report("%s: " NOT_FINITE, where(l, l->read));
+        }
+        line_done(l, l->read, good);
+    }
+    l->read++;
+}
+
+// Returns false when all is done. While texts run, it does not wait for lines that have still to be
+// made: a list may come from another program.
+static bool admit(List *l) {
+    for (Bytes line; !interrupted;) {
+        for (int i = 0; i < l->n_active; i++) {
+            if (!l->active[i]->n_blocks && !begin(l, l->active[i])) return true;
+        }
+        if (line_of(l, l->written)->n) return true;  // that is written first
+        if (l->ended) return l->n_active > 0;
+        if (l->n_active == l->n_places || l->read - l->written == AHEAD || l->ahead > AHEAD_BYTES)
+            return true;
+        const Found found = next_line(&l->in, &line, l->n_active == 0);
+        if (found == LATER) return true;
+        if (found == A_LINE) add_line(l, line);
+        l->ended = found == NO_LINE;
+    }
+    return false;
+}
+
+// Pass
+
+static int add_rows(List *l, Place *p, int n) {  // returns how many there are then
+    const State *s = &l->app->engine.model.state;
+    const Text *text = &p->answer.text;
+    Ids *ids = &p->answer.text.ids;
+    for (; ids->n < p->n && n < s->batch; ids->n++) {
+        s->rows[n++] = (Row){ids->p[ids->n], (int)ids->n, text, ids->n + 1 == p->n};
+    }
+    if (ids->n == p->n) l->ready[l->n_ready++] = p;
+    return n;
+}
+
+// Returns false after Ctrl-C.
+static bool pass(List *l) {
+    int n = l->n_ready = 0;
+    for (int i = 0; i < l->n_active; i++) {  // make_room takes blocks from later texts
+        Place *p = l->active[i];
+        const bool decodes = p->n_blocks && p->n == p->answer.text.ids.n + 1;
+        if (decodes && make_room(l, p)) n = add_rows(l, p, n);
+    }
+    for (int i = 0; i < l->n_active; i++) {
+        Place *p = l->active[i];
+        if (p->n_blocks && p->answer.text.ids.n < p->n) n = add_rows(l, p, n);
+    }
+    l->rows += n;
+    return n == 0 || forward(&l->app->engine.model, n);
+}
+
+// Sample
+
+static void sample_job(void *arg, int begin, int end, int thread) {
+    List *l = arg;
+    const Engine *e = &l->app->engine;
+    const int vocab_size = e->tokenizer.vocab_size;
+    (void)thread;
+    for (int i = begin; i < end; i++) {
+        Place *p = l->ready[i];
+        float *logits = e->model.state.logits + (size_t)i * vocab_size;
+        if (l->app->mode != EMBED) p->id = sample(&p->answer.sampler, logits, vocab_size);
+        else p->id = buffer_add_embedding(&p->line, &e->model, i) ? 0 : -1;
+    }
+}
+
+// What a text does with what was drawn for it
+static void step(List *l, Place *p) {
+    const Engine *e = &l->app->engine;
+    const bool embeds = l->app->mode == EMBED;
+    Ids *ids = &p->answer.text.ids;
+    Ending ending = TURN_ENDED;
+    if (p->id < 0) report("%s: %s", where(l, p->number), embeds ? BAD_VECTOR : NOT_FINITE);
+    else if (!embeds) ending = e->max_new ? answer_add(e, &p->answer, p->id) : LIMIT_REACHED;
+    if (ending == GOES_ON) {
+        ids->p = grow(ids->p, &ids->cap, p->n, 1, sizeof(int));
+        ids->p[p->n++] = p->id;
+        return;
+    }
+    l->endings[ending]++;
+    l->thinking += p->writer.thinking;
+    l->answers += p->drawn.n;
+    writer_end(&p->writer);
+    if (embeds) buffer_add(line_of(l, p->number), bytes_of(&p->line));
+    else buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
+    line_done(l, p->number, p->id >= 0);
+    drop_blocks(l, p);
+    int i = 0;
+    while (l->active[i] != p) i++;
+    memmove(l->active + i, l->active + i + 1, (--l->n_active - i) * sizeof(*l->active));
+    l->active[l->n_active] = p;
+}
+
+static void sample_all(List *l) {
+    if (l->n_ready && l->app->mode != EMBED) classify(&l->app->engine.model, 0, l->n_ready);
+    if (l->n_ready) parallel(sample_job, l, l->n_ready, 1);
+    for (int i = 0; i < l->n_ready; i++) step(l, l->ready[i]);
+}
+
+// Notices and statistics at the end
+static int list_end(const List *l) {
+    const double seconds = now() - l->start + 1e-9, rate = l->answers / seconds;
+    const unsigned long long seed = l->app->options.seed;
+    progress_end();
+    if (l->endings[LIMIT_REACHED])
+        notice("answers: ended by -n after %d tokens: %zu", l->app->options.n,
+               l->endings[LIMIT_REACHED]);
+    if (l->endings[CONTEXT_ENDED])
+        notice("answers: ended by a full context of %d tokens (-c): %zu",
+               l->app->engine.model.state.seq_len, l->endings[CONTEXT_ENDED]);
+    if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
+    if (l->pieces)
+        notice("texts: scored in pieces of %d tokens (-c): %zu",
+               l->app->engine.model.state.seq_len, l->pieces);
+    if (interrupted) {
+        notice("list: stopped, %zu lines are written", l->written);
+        notice("list: to go on: tail -n +%zu, -s %llu", l->written + 1, seed + l->written);
+    }
+    if (!quiet) {
+        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
+                l->cached);
+        if (l->app->mode <= GENERATE)
+            fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
+                    rate < 999.95, rate, seed, seed + l->written - 1);
+        fputc('\n', stderr);
+    }
+    return interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}
+
+static void list_init(List *l, App *app) {
+    const Options *o = &app->options;
+    const State *s = &app->engine.model.state;
+    const Tokenizer *tok = &app->engine.tokenizer;
+    const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
+    *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .longest = 1,
+                .n_places = max_int(min_int(PLACES, s->batch), 1)};
+    if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
+    l->size = file_size(l->in.fd);
+    for (int i = 0; i < l->n_places; i++) l->active[i] = &l->places[i];
+    for (int i = 0; i < tok->vocab_size; i++) {
+        if (tok->text[i].n > l->longest) l->longest = tok->text[i].n;
+    }
+    l->longest *= (size_t)s->seq_len * 4;  // 4: NFC makes no text shorter than that
+    if (app->mode == TOKENIZE || app->mode == PERPLEXITY) l->longest = SIZE_MAX;
+    l->users = alloc(s->blocks, sizeof(int), "the list");
+    l->unused = alloc(s->blocks, sizeof(int), "the list");
+    l->last.answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
+    for (int i = s->blocks; i > 0; i--) l->unused[l->n_unused++] = i - 1;
+}
+
+static int run_list(App *app) {
+    static List list;
+    list_init(&list, app);
+    stoppable = stop_at_once = true;
+    list.start = now();
+    while (admit(&list) && pass(&list)) {
+        sample_all(&list);
+        write_lines(&list);
+    }
+    return list_end(&list);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3039,8 +3442,9 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
     "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
-    "  -f FILE    the prompt is FILE's text, - is stdin; with -i: TEXT, empty line,\n"
-    "             FILE's text\n"
+    "  -f FILE    the prompt is FILE's text (- is stdin), after -i and an empty line\n"
+    "  -l FILE    a list: each line of FILE (- is stdin) is a text, each answer a line\n"
+    "  -L FILE    the same, where a line is JSON: a text, or an array of messages\n"
     "  -m MODE    chat, generate (raw completion), embed, tokenize or perplexity\n"
     "             [what the model is made for: mostly chat]\n"
     "  -y TEXT    system prompt (chat) [none]\n"
@@ -3057,8 +3461,7 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q         nothing on stderr but errors\n"
-    "  -v         also the prompt's ids on stderr; with -m tokenize, a line for each\n"
-    "             token\n"
+    "  -v         also the prompt's ids; with -m tokenize, a line for each token\n"
     "  -h, --version\n"
     "\n"
     "A prompt from both: ls -l | qwen3 model.bin -i \"Which file is the largest?\" -f -\n"
@@ -3077,9 +3480,12 @@ static void print_and_exit(const char *text) {
 static float parse_float(const char *option, const char *s, float low, float high) {
     char *end;
     float value = strtof(s, &end);
-    if (end == s || *end || !(value >= low && value <= high))
-        die_usage("%s: bad value, expected %g to %g%s, found \"%s\"", option, low, high,
-                  !strcmp(option, "-p") ? " (top-p; a prompt goes with -i)" : "", s);
+    const bool bad = end == s || *end || !(value >= low && value <= high);
+    if (bad && option[1] == 'p')
+        die_usage("-p: bad value, expected top-p, above 0 and up to 1 (a prompt goes with -i), "
+                  "found \"%s\"", s);
+    if (bad)
+        die_usage("%s: bad value, expected %g to %g, found \"%s\"", option, low, high, s);
     return value;
 }
 
@@ -3105,11 +3511,11 @@ static int parse_mode(const char *s) {
     for (int i = 0; i < N_MODES; i++) {
         if (!strcmp(s, mode_names[i])) return i;
     }
-    die_usage("-m: unknown mode, expected chat, generate, embed, tokenize or perplexity, "
-              "found \"%s\"", s);
+    die_usage("-m: unknown mode, expected chat, generate, embed, tokenize or perplexity%s, "
+              "found \"%s\"", strpbrk(s, "./") ? " (MODEL goes without -m)" : "", s);
 }
 
-#define OPTION_LETTERS "ifmyrtpkaexsncbj"  // of options with a value
+#define OPTION_LETTERS "iflLmyrtpkaexsncbj"  // of options with a value
 
 static void parse_option(Options *o, const char *option, const char *value) {
     switch (option[1]) {
@@ -3128,26 +3534,40 @@ static void parse_option(Options *o, const char *option, const char *value) {
     case 'c': o->context = parse_int(option, value, 0, INT_MAX); break;
     case 'b': o->batch = parse_int(option, value, 1, 512); break;
     case 'j': o->threads = parse_int(option, value, 1, 1024); break;
-    case 's': o->seed = parse_seed(value); break;
+    case 's': o->seed = parse_seed(value), o->seeded = true; break;
+    case 'l': o->list = value; break;
+    case 'L': o->json_list = value; break;
     }
+}
+
+// What other programs call things: their options, and what comes before MODEL
+static const char *const habits[][2] = {
+    {"--prompt", "-i"}, {"--file", "-f"}, {"--system-prompt", "-y"}, {"--system", "-y"},
+    {"--temp", "-t"}, {"--temperature", "-t"}, {"--top-p", "-p"}, {"--top-k", "-k"},
+    {"--presence-penalty", "-a"}, {"--repeat-penalty", "-e"}, {"--reverse-prompt", "-x"},
+    {"--seed", "-s"}, {"--n-predict", "-n"}, {"--predict", "-n"}, {"--ctx-size", "-c"},
+    {"--batch-size", "-b"}, {"--threads", "-j"}, {"--model", "MODEL without an option"},
+    {"run", ""}, {"chat", ""}, {"serve", ""}, {"generate", " -m generate"},
+    {"embed", " -m embed"}, {"tokenize", " -m tokenize"}, {"perplexity", " -m perplexity"}};
+
+static const char *habit(const char *typed) {  // what it is called here, or NULL
+    const size_t n = strcspn(typed, "=");
+    for (size_t i = 0; i < sizeof(habits) / sizeof(*habits); i++) {
+        if (strlen(habits[i][0]) == n && !strncmp(typed, habits[i][0], n)) return habits[i][1];
+    }
+    return NULL;
 }
 
 // Ends the program because of an argument that is neither an option nor MODEL, and names the
 // likely mistake. o: the options before it
 static void die_of_argument(const char *arg, const Options *o) {
-    static const char *const other[][2] = {
-        {"--prompt", "-i"}, {"--file", "-f"}, {"--system-prompt", "-y"}, {"--system", "-y"},
-        {"--temp", "-t"}, {"--temperature", "-t"}, {"--top-p", "-p"}, {"--top-k", "-k"},
-        {"--seed", "-s"}, {"--n-predict", "-n"}, {"--predict", "-n"}, {"--ctx-size", "-c"},
-        {"--threads", "-j"}, {"--model", "MODEL without an option"}};
-    const size_t n = strcspn(arg, "=");
-    for (size_t i = 0; i < sizeof(other) / sizeof(*other); i++) {
-        if (strlen(other[i][0]) == n && !strncmp(arg, other[i][0], n))
-            die_usage("%s: unknown option, expected %s; -h lists all", arg, other[i][1]);
-    }
-    if (arg[0] == '-' && arg[1] && strchr(OPTION_LETTERS, arg[1]) && isdigit((uint8_t)arg[2]))
+    const bool option = arg[0] == '-';
+    const char *here = habit(option ? arg : o->model);
+    if (option && here) die_usage("%s: unknown option, expected %s; -h lists all", arg, here);
+    if (option && arg[1] && strchr(OPTION_LETTERS, arg[1]) && isdigit((uint8_t)arg[2]))
         die_usage("%s: unknown option, expected a space: %.2s %s", arg, arg, arg + 2);
-    if (arg[0] == '-') die_usage("%s: unknown option, expected one of those that -h lists", arg);
+    if (option) die_usage("%s: unknown option, expected one of those that -h lists", arg);
+    if (here) die_usage("%s: not a command, expected qwen3 %s%s", o->model, arg, here);
     if (o->text)
         die_usage("%s: unexpected; a prompt of several words needs quotes: -i \"%s %s\"", arg,
                   o->text, arg);
@@ -3157,8 +3577,16 @@ static void die_of_argument(const char *arg, const Options *o) {
 
 // Only chat and generate can begin without a text.
 static void check_text(const Options *o, int mode) {
-    if (mode > GENERATE && !o->text && !o->file && is_terminal(STDIN_FILENO))
+    if (mode > GENERATE && !o->text && !o->file && !is_list(o) && is_terminal(STDIN_FILENO))
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
+}
+
+static void check_list(const Options *o) {
+    const char *option = o->list ? "-l" : "-L", *file = o->list ? o->list : o->json_list;
+    if (o->list && o->json_list) die_usage("-l, -L: both given, expected one of them");
+    if (o->file) die_usage("-f, %s: both given, expected one of them", option);
+    if (o->verbose) die_usage("-v, %s: both given, expected one of them", option);
+    if (!*file) die_usage("%s: bad value, expected a file's name, or - for stdin", option);
 }
 
 static Options parse_options(int argc, char **argv) {
@@ -3178,7 +3606,7 @@ static Options parse_options(int argc, char **argv) {
         } else if (!strcmp(arg, "-v")) {
             o.verbose = true;
         } else if (arg[0] == '-' && arg[1] && !arg[2] && strchr(OPTION_LETTERS, arg[1])) {
-            if (++i == argc) die_usage("%s: value missing, expected one after it", arg);
+            if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
             parse_option(&o, arg, argv[i]);
         } else if (arg[0] == '-' || o.model) {
             die_of_argument(arg, &o);
@@ -3190,6 +3618,7 @@ static Options parse_options(int argc, char **argv) {
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (o.file && !*o.file) die_usage("-f: bad value, expected a file's name, or - for stdin");
     if (o.stop && !*o.stop) die_usage("-x: bad value, expected a text that is not empty");
+    if (is_list(&o)) check_list(&o);
     check_text(&o, o.mode);
     return o;
 }
@@ -3221,9 +3650,8 @@ static bool read_prompt(App *app) {
 // Thinking, and the sampling advice that depends on it
 static void choose_chat(App *app) {
     Tokenizer *tok = &app->engine.tokenizer;
-    bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
+    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
     app->think = can_switch && app->options.think == 1;
-    app->no_switch = app->options.think >= 0 && !can_switch;
     // Qwen's advice for answers without thinking, unless the checkpoint asks for greedy ones
     if (can_switch && !app->think && tok->temperature != 0) {
         tok->temperature = 0.7f;
@@ -3235,7 +3663,7 @@ static void choose_chat(App *app) {
 static void choose_sampling(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
-    app->engine.sampler = (Sampler){
+    app->engine.answer.sampler = (Sampler){
         .temperature = o->temperature >= 0 ? o->temperature : tok->temperature,
         .top_p = o->top_p >= 0 ? o->top_p : tok->top_p,
         .top_k = o->top_k >= 0 ? o->top_k : tok->top_k,
@@ -3248,15 +3676,14 @@ static void choose_sampling(App *app) {
 }
 
 // Ends the program if MODEL is a directory or missing. People also try the name of a model on the
-// Hugging Face hub (OWNER/NAME): then the message says what to do.
+// Hugging Face hub (ORG/NAME): then the message says what to do.
 static void check_model_path(const char *path) {
     const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
-    const bool made = end && (!strcmp(end, ".bin") || !strcmp(end, ".gguf"));
+    const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
     const FileKind kind = file_kind(path);
     if (kind == DIRECTORY)
-        die("%s: a directory, expected a .bin file, which this makes: export.py %s", path, path);
-    const bool hub_name = slash && !strchr(slash + 1, '/') && !made && !strchr("./~", *path);
-    if (kind == NO_FILE && hub_name)
+        die("%s: a directory, expected a .bin file; this makes one: export.py %s", path, path);
+    if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
         die("%s: not a file, expected a .bin file; for a model on the hub: export.py %s", path,
             path);
     if (kind == NO_FILE)
@@ -3284,10 +3711,13 @@ static void load(App *app) {
     start_threads(o->threads > 0 ? o->threads : cpu_count());
     enum { SCORED_ROWS = 16 };  // so many rows share one reading of the classifier's weights
     int logit_rows = app->mode == PERPLEXITY ? SCORED_ROWS
-                     : app->mode == EMBED ? 0 : 2 * draft_rows();
-    int batch = min_int(o->batch, context);
-    state_init(&e->model, context, batch, min_int(logit_rows, batch));
-    e->cached.p = alloc((size_t)context + 1, sizeof(int), "the prompt");
+                     : app->mode == EMBED ? 0 : is_list(o) ? PLACES : 2 * draft_rows();
+    int batch = is_list(o) ? o->batch : min_int(o->batch, context);
+    if (app->mode == PERPLEXITY && context < 2)
+        die("-c: too short for a perplexity, expected at least 2, found %d", context);
+    state_init(&e->model, context, batch, min_int(logit_rows, batch),
+               is_list(o) && app->mode != PERPLEXITY ? min_int(PLACES, batch) : 1);
+    if (!is_list(o) || app->mode == PERPLEXITY) e->answer.text = whole_cache(&e->model.state);
     e->max_new = o->n;
 }
 
@@ -3300,7 +3730,7 @@ static void writer_init(App *app) {
     Buffer *held = &app->writer.held, *shown = &app->writer.shown;
     held->p = grow(held->p, &held->cap, 0, 1024, 1);  // decoding allocates nothing
     shown->p = grow(shown->p, &shown->cap, 0, 4096, 1);
-    app->engine.writer = &app->writer;
+    app->engine.answer.writer = &app->writer;
 }
 
 static int run(App *app) {
@@ -3311,6 +3741,7 @@ static int run(App *app) {
     choose_sampling(app);
     writer_init(app);
     if (chat && o->system) conversation_add(&app->conversation, SYSTEM, bytes(o->system));
+    if (is_list(o)) return run_list(app);
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
     if (!single) return run_conversation(app);
@@ -3346,18 +3777,101 @@ int main(int argc, char **argv) {
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <termios.h>
 #endif
 #ifdef __APPLE__
 #include <sys/sysctl.h>
-#elif defined(__linux__)
-#include <sys/syscall.h>
 #endif
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
+
+// ------------------------------------------------------------------------------------------------
+// Vector math: loops that compilers vectorize
+
+// Fused (rounded once) in the same builds as mul_add_v, so that both round alike
+INLINE float mul_add(float a, float b, float c) {
+#if (defined(__AVX2__) && defined(__FMA__)) || defined(__ARM_FEATURE_DOTPROD)
+    return fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// a if yes is 1, b if it is 0. Branch-free: GCC does not vectorize ?: where floats are compared.
+INLINE float choose(int32_t yes, float a, float b) {
+    return as_float((load_i32(&a) & -yes) | (load_i32(&b) & (yes - 1)));
+}
+
+// If |x| < 2^22, the float x + 1.5 * 2^23 has no bits left for a fraction. Read as an integer, it
+// is ROUNDER_BITS + x, with x rounded to the nearest integer (ties to even), also if x < 0.
+#define ROUNDER 12582912.0f
+enum { ROUNDER_BITS = 0x4B400000 };
+
+// exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
+// exp(0) is exactly 1. For x < -87.7 the result is 0, as n = -127 makes the exponent's bits 0.
+INLINE float fast_exp(float x) {
+    float clamped = choose(x < -88.0f, -88.0f, choose(x > 88.0f, 88.0f, x));
+    float shifted = mul_add(clamped, 1.44269504f, ROUNDER), n = shifted - ROUNDER;
+    float r = mul_add(n, 2.12194440e-4f, mul_add(n, -0.693359375f, clamped));  // x - n ln 2
+    float p = 1.9875691500e-4f;
+    p = mul_add(p, r, 1.3981999507e-3f);
+    p = mul_add(p, r, 8.3334519073e-3f);
+    p = mul_add(p, r, 4.1665795894e-2f);
+    p = mul_add(p, r, 1.6666665459e-1f);
+    p = mul_add(p, r, 5.0000001201e-1f);
+    p = mul_add(p, r * r, r) + 1;
+    // The bits of `shifted` are ROUNDER_BITS + n. The shift by 23 drops ROUNDER_BITS and moves
+    // n + 127 into the exponent's place, which gives the float 2^n.
+    return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
+}
+
+// Compares the bits of the floats as ints, because compilers vectorize that. Nonnegative floats
+// have the order of their bits, negative ones the reverse: all their bits but the sign are flipped.
+static float max_of(const float *x, int n) {
+    int32_t max = INT32_MIN;
+    for (int i = 0; i < n; i++) {
+        int32_t bits = load_i32(x + i);
+        bits ^= bits >> 31 & 0x7FFFFFFF;
+        max = bits > max ? bits : max;
+    }
+    return as_float(max ^ (max >> 31 & 0x7FFFFFFF));
+}
+
+// Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e means
+// 2^(e - 15), and there it is read as 2^(e - 127): hence the factor 2^112. The highest exponent, of
+// infinity and NaN, becomes a float's highest.
+INLINE float half_float(uint16_t half) {
+    const uint32_t bits = (half & 0x7FFFu) << 13, sign = (half & 0x8000u) << 16;
+    const float value = as_float(bits) * 0x1p112f;
+    return as_float((uint32_t)load_i32(&value) | sign | (bits >= 0x0F800000 ? 0x7F800000 : 0));
+}
+
+// The bits of floats that are not negative have the order of the floats. With an infinity, all
+// of q8 becomes 0 and the scale infinite; 0 * infinity is NaN.
+static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
+    const Quantized row = quantized_row(out, t);
+    for (int g = at / group; g < (at + n) / group; g++, x += group) {
+        int8_t *q8 = row.q8 + (size_t)g * group;
+        int32_t max = 0;
+        for (int i = 0; i < group; i++) max = max_int(max, load_i32(x + i) & INT32_MAX);  // of |x|
+        const float largest = as_float(max);
+        const bool zeros = largest < FLT_MIN * 127;
+        const float inverse = zeros ? 0 : 127 / largest;
+        uint32_t sum = 0;
+        for (int i = 0; i < group; i++) {
+            float shifted = x[i] * inverse + ROUNDER;
+            uint32_t rounded = (uint32_t)load_i32(&shifted) - ROUNDER_BITS;
+            q8[i] = (int8_t)rounded;
+            sum += rounded;
+        }
+        row.scale[g] = zeros ? 0 : largest / 127;
+        row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;
+    }
+}
 
 // ------------------------------------------------------------------------------------------------
 // Threads: a pool that runs one loop at a time. An idle worker spins for a moment and then sleeps,
@@ -3376,8 +3890,6 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     job(arg, 0, count, 0);
 }
 #else
-enum { SPINS = 2000 };
-
 static struct {
     _Atomic uint64_t ticket;  // number of the loop << 32 | items that nobody has taken yet
     _Atomic int finished;     // items that are done
@@ -3395,20 +3907,11 @@ static bool has_work(void) { return (uint32_t)atomic_load(&pool.ticket) > 0; }
 
 static bool is_done(void) { return atomic_load(&pool.finished) == atomic_load(&pool.count); }
 
-INLINE void cpu_pause(void) {  // tells the core that it is spinning
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-// Spins, then sleeps. No wake-up is lost: a waker first makes ready() true and then looks for
-// sleepers; a sleeper first counts itself and then tests ready().
+// Spins for 50 us, then sleeps. No wake-up is lost: a waker first makes ready() true and then looks
+// for sleepers; a sleeper first counts itself and then tests ready().
 static void wait_until(bool (*ready)(void), pthread_cond_t *cond) {
-    for (int i = 0; i < SPINS; i++) {
+    for (double end = now() + 50e-6; now() < end;) {
         if (ready()) return;
-        cpu_pause();
     }
     pthread_mutex_lock(&pool.lock);
     atomic_fetch_add(&pool.sleepers, 1);
@@ -3479,104 +3982,287 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 }
 #endif
 
+typedef struct {
+    const Pass *p;
+    Step step;
+} Each;
+
+static void each_job(void *arg, int begin, int end, int thread) {
+    const Each *all = arg;
+    for (int i = begin; i < end; i++) all->step(all->p, i, thread);
+}
+
+static void each(const Pass *p, Step step, int count, int chunk) {
+    parallel(each_job, &(Each){p, step}, count, chunk);
+}
+
+// ------------------------------------------------------------------------------------------------
+// The work of a layer: heads, SwiGLU and experts, each thread some rows of a matrix at a time
+
+typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
+    const Matrix *w;     // (rows, cols)
+    const Quantized *x;  // (tokens, cols)
+    float *out;          // the result's place: out[t * stride + r - row_begin]
+    int stride;
+    int row_begin, row_end, token_begin, token_end;
+    bool add;            // out += instead of out =
+} Matmul;
+
+typedef struct Workspace {  // one thread's own buffers
+    float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens;
+                         // with experts, later one expert's output and the sum over all
+    Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
+    void *panel;         // what a product keeps while it runs: see panel_bytes
+    struct AttentionTask *attention;
+} Workspace;
+
+// A product with a matrix: dot_row of the given rows and tokens, in the calling thread, inside a
+// job; own is its workspace.
+static void matmul_rows(const Matmul *part, const Workspace *own);
+
+static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
+                    int head, int thread) {
+    const State *s = &p->m->state;
+    const int head_dim = p->m->config.head_dim;
+    matmul_rows(&(Matmul){.w = w, .x = &s->xq, .out = out, .stride = stride,
+                          .row_begin = head * head_dim, .row_end = (head + 1) * head_dim,
+                          .token_end = p->n}, &s->workspace[thread]);
+    for (int t = 0; bias && t < p->n; t++) {
+        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[head * head_dim + j];
+    }
+}
+
+typedef struct {   // what swiglu_groups works on
+    Quantized in;  // (n, dim)  Q8(h) of n tokens
+    int n;
+    int hq_row;    // the result of token t of these goes to row hq_row + t of State.hq
+    int w_row;     // the first row of W1 and W3 to use: 0, or the first one of an expert
+} Swiglu;
+
+// Groups begin .. end - 1 of hq = Q8(silu(W1 in) * (W3 in)). Column i needs just row i of W1 and of
+// W3. The buffers gate and up are small, to stay in the CPU's caches: for n tokens they have room
+// for batch / n groups, so each round computes at most that many.
+static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
+    const State *s = &p->m->state;
+    const Workspace *own = &s->workspace[thread];
+    const int group = p->m->config.group_size;
+    for (int g = begin, count; g < end; g += count) {
+        count = min_int(end - g, s->batch / max_int(a->n, 1));
+        const int cols = count * group, row = a->w_row + g * group;
+        Matmul part = {.w = &p->w->w1, .x = &a->in, .out = own->gate, .stride = cols,
+                       .row_begin = row, .row_end = row + cols, .token_end = a->n};
+        matmul_rows(&part, own);
+        part.w = &p->w->w3;
+        part.out = own->up;
+        matmul_rows(&part, own);
+        for (int t = 0; t < a->n; t++) {
+            float *gate = own->gate + (size_t)t * cols;
+            silu_times(gate, own->up + (size_t)t * cols, cols);
+            quantize(&s->hq, a->hq_row + t, g * group, gate, cols, group);
+        }
+    }
+}
+
+static void swiglu_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const Swiglu all = {.in = p->m->state.xq, .n = p->n};
+    swiglu_groups(p, &all, begin, end, thread);
+}
+
+static void swiglu(const Pass *p) {
+    parallel(swiglu_job, (void *)p, p->m->config.hidden_dim / p->m->config.group_size, 1);
+}
+
+// Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and 7,
+// and token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, and place is 0 2 5 6.
+typedef struct Routing {
+    float *share;  // (batch, n_experts)  first Wr h; then p of the chosen experts, 0 for the others
+    int n_active;  // how many experts were chosen by at least one token of the batch
+    int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
+    int *token;    // (batch * n_experts_used)  row i of State.hq belongs to token[i]
+    int *place;    // (n_experts + 1)     expert[k] has token[place[k]] .. token[place[k + 1] - 1]
+} Routing;
+
+// a . b, both (n), n a multiple of 16; in the order of sum_of
+INLINE float dot_floats(const float *a, const float *b, int n) {
+    float sums[16] = {0};
+    for (int i = 0; i < n; i += 16) {
+        for (int j = 0; j < 16; j++) sums[j] = mul_add(a[i + j], b[i + j], sums[j]);
+    }
+    return sum_of(sums, 16, false);
+}
+
+// share[t][e] = Wr[e] . h[t] for experts begin .. end - 1 and all tokens
+static void router_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const Config *c = &p->m->config;
+    const float *h = p->m->state.h;
+    float *share = p->m->state.routing->share;
+    (void)thread;
+    for (int t = 0; t < p->n; t++, h += c->dim, share += c->n_experts) {
+        for (int e = begin; e < end; e++) {
+            share[e] = dot_floats(p->w->router + (size_t)e * c->dim, h, c->dim);
+        }
+    }
+}
+
+static void choose_row(const Pass *p, int t, int thread) {
+    const Config *c = &p->m->config;
+    const State *s = &p->m->state;
+    (void)thread;
+    const bool chosen = choose_experts(c, s->routing->share + (size_t)t * c->n_experts);
+    if (!chosen) s->x[(size_t)t * c->dim] = NAN;  // reaches the logits, and the run ends
+}
+
+// share = p[e] for e in S, else 0; then lists the tokens of each expert. A token has at most
+// n_experts_used, so `most` in all: token and State.hq have room for no more.
+static void route(const Pass *p) {
+    const Config *c = &p->m->config;
+    Routing *r = p->m->state.routing;
+    const int most = p->n * c->n_experts_used;
+    parallel(router_job, (void *)p, c->n_experts, 8);
+    each(p, choose_row, p->n, 4);
+    r->n_active = r->place[0] = 0;
+    for (int e = 0, n = 0; e < c->n_experts; e++) {
+        for (int t = 0; t < p->n; t++) {
+            if (n < most && r->share[(size_t)t * c->n_experts + e] != 0) r->token[n++] = t;
+        }
+        if (n == r->place[r->n_active]) continue;  // nobody chose e
+        r->expert[r->n_active++] = e;
+        r->place[r->n_active] = n;
+    }
+}
+
+// Item i of begin .. end - 1 is group i % n_groups of expert[i / n_groups].
+static void experts_hidden_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const Config *c = &p->m->config;
+    const State *s = &p->m->state;
+    const Routing *r = s->routing;
+    const Quantized gathered = s->workspace[thread].gathered;
+    const int n_groups = c->hidden_dim / c->group_size;
+    for (int i = begin, next; i < end; i = next) {
+        const int k = i / n_groups, place = r->place[k], n = r->place[k + 1] - place;
+        next = min_int(end, (k + 1) * n_groups);
+        for (int j = 0; j < n; j++) {  // whole vectors: q8, scale and bias_fix
+            memcpy(quantized_row(&gathered, j).q8, quantized_row(&s->xq, r->token[place + j]).q8,
+                   gathered.stride * 4);
+        }
+        const Swiglu part = {.in = gathered, .n = n, .hq_row = place,
+                             .w_row = r->expert[k] * c->hidden_dim};
+        swiglu_groups(p, &part, i - k * n_groups, next - k * n_groups, thread);
+    }
+}
+
+// For each token that chose expert e = expert[k], computes elements begin .. begin + count - 1 of
+// W2[e] hq and adds them, times p[e], to the token's row of sum (n, count).
+static void add_expert(const Pass *p, int k, int begin, int count, float *sum, int thread) {
+    const Config *c = &p->m->config;
+    const State *s = &p->m->state;
+    const Routing *r = s->routing;
+    const Workspace *own = &s->workspace[thread];
+    const int e = r->expert[k], n = r->place[k + 1] - r->place[k], row = e * c->dim + begin;
+    const Quantized hq = quantized_row(&s->hq, r->place[k]);
+    float *out = own->gate;
+    matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = count, .row_begin = row,
+                          .row_end = row + count, .token_end = n}, own);
+    for (int j = 0; j < n; j++, out += count) {
+        const int t = r->token[r->place[k] + j];
+        const float share = r->share[(size_t)t * c->n_experts + e];
+        float *y = sum + (size_t)t * count;
+        for (int i = 0; i < count; i++) y[i] += share * out[i];
+    }
+}
+
+// Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
+// to an element, in ascending order, so that the result does not depend on the threads.
+static void experts_output_job(void *arg, int begin, int end, int thread) {
+    const Pass *p = arg;
+    const Config *c = &p->m->config;
+    const State *s = &p->m->state;
+    const int n = p->n;
+    for (int g = begin, groups; g < end; g += groups) {
+        groups = min_int(end - g, s->batch / max_int(n, 1));  // as in swiglu_groups
+        const int count = groups * c->group_size, at = g * c->group_size;
+        float *sum = s->workspace[thread].up;
+        memset(sum, 0, (size_t)n * count * sizeof(float));
+        for (int k = 0; k < s->routing->n_active; k++) add_expert(p, k, at, count, sum, thread);
+        for (int t = 0; t < n; t++, sum += count) {
+            float *x = s->x + (size_t)t * c->dim + at;
+            for (int i = 0; i < count; i++) x[i] += sum[i];
+        }
+    }
+}
+
+static void experts(const Pass *p) {
+    const Config *c = &p->m->config;
+    route(p);
+    parallel(experts_hidden_job, (void *)p,
+             p->m->state.routing->n_active * (c->hidden_dim / c->group_size), 1);
+    parallel(experts_output_job, (void *)p, c->dim / c->group_size, 1);
+}
+
 // ------------------------------------------------------------------------------------------------
 // SIMD primitives: a new instruction set provides these constants and functions. Elsewhere, only
-// cpu_pause, choose_streams and the products that use AMX know the CPU, and mul_add in Part I,
-// which must be fused exactly where mul_add_v is. A vector is LANES floats or int32s, LANES is
-// 4, 8 or 16 (an extension of GCC and clang: + - * and so on work lane by lane).
+// mul_add knows the CPU: it must be fused exactly where mul_add_v is. A vector is LANES floats or
+// int32s, LANES is 4, 8 or 16 (an extension of GCC and clang: + - * and so on work lane by lane).
+// tests/test.c has a portable version of each, as its definition.
 //
 //   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
 //   mul_add_v(a, b, c)   mul_add in each lane
 //   zip_low, zip_high    a0 b0 a1 b1 ... of the first, or of the second, halves of a and b
 //   add_pairs(a, b)      a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...
-//   pick_levels(t, n)    for each byte of n, byte n % 16 of t, which holds the same 16 bytes again
-//                        and again
-//   load_bytes(p, n)     n bytes from p on, then zeros
-//   load_halves(p, n)    n floats of 16 bits from p on, then zeros
+//   pick_levels(t, n)    byte n % 16 of t, which repeats the same 16 bytes, for each byte of n
+//   load_halves(p)       LANES floats of 16 bits from p on
 //
 // Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
 // instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
 //
 // A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
-// into the registers. If HAVE_DOT4 is 0, dot4 is slow and matmul_plain is used. AMX, the matrix
-// unit of Intel's servers, has tiles of one vector of rows by AMX_TOKENS tokens.
+// into the registers. Without SIMD (PLAIN_C), attention has vectors of 4, and products none.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__FMA__)
 #define USE_AVX512
 #define SIMD "AVX-512 VNNI"
-enum { LANES = 16, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 128, HAVE_DOT4 = 1 };
-#elif defined(__AVX2__) && defined(__FMA__)
+enum { LANES = 16, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 128 };
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define USE_AVX2
 #ifdef __AVXVNNI__
 #define SIMD "AVX-VNNI"
-enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 6, W_BIAS = 128, HAVE_DOT4 = 1 };
+enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 6, W_BIAS = 128 };
 #else
 #define SIMD "AVX2"
-enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0, HAVE_DOT4 = 1 };
+enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #endif
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define USE_NEON
 #define SIMD "NEON dotprod"
-enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0, HAVE_DOT4 = 1 };
+enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
 #else
+#define PLAIN_C
 #define SIMD "plain C"
-enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 2, W_BIAS = 0, HAVE_DOT4 = 0 };
-#endif
-
-#if defined(USE_AVX512) && defined(__x86_64__) && defined(__linux__) && \
-    (defined(__AMX_INT8__) || defined(__AMXINT8__))  // the second by clang before 16
-#define USE_AMX
+enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 1, W_BIAS = 0 };
 #endif
 
 enum { PANEL_ROWS = TILE_VECS * LANES };
-enum { AMX_TOKENS = 16, MOST_TILE_TOKENS = AMX_TOKENS };  // the most of all builds
 enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
 
-// Placed before loops over arrays of vectors, so that the arrays stay in registers. UNROLL_GCC is
-// for loops whose number of rounds may not be a constant; clang would warn that it can't unroll.
+// UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
 #if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
 #define UNROLL
-#define UNROLL_GCC
+#define NOT_UNROLLED
 #elif defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
-#define UNROLL_GCC
+#define NOT_UNROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
-#define UNROLL_GCC UNROLL
+#define NOT_UNROLLED _Pragma("GCC unroll 1")
 #endif
+enum { FEW_REGISTERS = LANES == 8 };  // AVX2 has 16, the others 32
 
 typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t VecI __attribute__((vector_size(4 * LANES), may_alias));
-
-// The portable versions: tests/test holds the others to them (mul_add_v but for its rounding).
-INLINE VecI dot4_plain(VecI acc, VecI w, VecI x) {
-    const uint8_t *wb = (const uint8_t *)&w;
-    const int8_t *xb = (const int8_t *)&x;
-    for (int i = 0; i < 4 * LANES; i++) {
-        acc[i / 4] += (W_BIAS ? wb[i] : (int8_t)wb[i]) * xb[i];
-    }
-    return acc;
-}
-
-INLINE VecF mul_add_plain(VecF a, VecF b, VecF c) { return a * b + c; }
-
-INLINE VecI add_pairs_plain(VecI a, VecI b) {
-    VecI sums = {0};
-    for (int i = 0; i < LANES / 2; i++) {
-        sums[i] = a[2 * i] + a[2 * i + 1];
-        sums[LANES / 2 + i] = b[2 * i] + b[2 * i + 1];
-    }
-    return sums;
-}
-
-INLINE VecI pick_levels_plain(VecI table, VecI n) {
-    VecI result = {0};
-    for (size_t i = 0; i < sizeof(n); i++) {
-        ((uint8_t *)&result)[i] = ((uint8_t *)&table)[((uint8_t *)&n)[i] % 16];
-    }
-    return result;
-}
 
 #if defined(USE_AVX512)
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
@@ -3584,11 +4270,7 @@ INLINE VecI dot4(VecI acc, VecI w, VecI x) {
 }
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE VecI pick_levels(VecI table, VecI n) {
-#ifdef __AVX512VBMI__  // uses 6 bits of n, and the table of 64 bytes is four times the same
-    return (VecI)_mm512_permutexvar_epi8((__m512i)n, (__m512i)table);
-#else
     return (VecI)_mm512_shuffle_epi8((__m512i)table, (__m512i)n & _mm512_set1_epi8(15));
-#endif
 }
 #elif defined(USE_AVX2)
 INLINE VecI dot4(VecI acc, VecI w, VecI x) {
@@ -3616,9 +4298,7 @@ INLINE VecI pick_levels(VecI table, VecI n) {
     return (VecI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)n & vdupq_n_u8(15));
 }
 #else
-#define dot4 dot4_plain
-#define mul_add_v mul_add_plain
-#define pick_levels pick_levels_plain
+INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return a * b + c; }
 #endif
 
 #ifdef __clang__
@@ -3648,98 +4328,45 @@ INLINE VecI add_pairs(VecI a, VecI b) {
 }
 #elif defined(USE_NEON)
 INLINE VecI add_pairs(VecI a, VecI b) { return (VecI)vpaddq_s32((int32x4_t)a, (int32x4_t)b); }
-#else
-#define add_pairs add_pairs_plain
 #endif
 
-#ifdef USE_AMX
-static bool has_amx;  // the CPU has AMX, and Linux lets this process use it
-
-// Linux lets a process use AMX only after it has asked. Like catch_unknown_instructions, this runs
-// before main and is one call only.
-__attribute__((constructor)) static void ask_for_amx(void) {
-    has_amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XTILE_DATA
-}
-
-// Sets the shapes of this thread's AMX registers, as (rows, bytes of a row): 0, the sums, is
-// (AMX_TOKENS, 4 * LANES), 1, of x, is (AMX_TOKENS, n), and 2, of w, is (n / 4, 4 * LANES). n is
-// 64, or 32 if group is 32.
-static void amx_shapes(int group) {
-    static const struct {
-        uint8_t palette, unused[15];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } of_32 = {1, {0}, {64, 32, 64}, {16, 16, 8}}, of_64 = {1, {0}, {64, 64, 64}, {16, 16, 16}};
-    _tile_loadconfig(group == 32 ? &of_32 : &of_64);
-}
-
-// Multiplies a group of LANES rows with the same group of AMX_TOKENS tokens: lane r of dots[i]
-// becomes the dot product of row r and token i. w[j * w_stride] holds bytes 4j .. 4j + 3 of each
-// row's group; token i's group begins at x + i * x_bytes.
-INLINE void amx_dots(VecI *dots, const VecI *w, int w_stride, const int8_t *x, size_t x_bytes,
-                     const int group) {
-    __asm__ volatile("" ::: "memory");  // GCC doesn't know that _tile_loadd reads memory
-    _tile_zero(0);
-    for (int k = 0; k < group; k += 64, x += 64, w += 16 * w_stride) {
-        _tile_loadd(1, x, x_bytes);  // before GCC 12.3, a macro without parentheses
-        _tile_loadd(2, w, w_stride * sizeof(*w));
-        _tile_dpbssd(0, 1, 2);
-    }
-    _tile_stored(0, dots, sizeof(*dots));
-}
-#else  // The calls of amx_shapes and matmul_amx have to compile, but are never reached.
-enum { has_amx = false };
-#define amx_shapes(group) ((void)(group))
-#define matmul_amx matmul_tile
-#endif
-
-static const char *simd_name(void) { return has_amx ? SIMD " and AMX" : SIMD; }
+static const char *simd_name(void) { return SIMD; }
 
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
 INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
 
-INLINE VecI load_bytes(const void *p, const int n) {  // n <= 4 * LANES bytes, then zeros
-#ifdef USE_AVX512
-    return (VecI)_mm512_maskz_loadu_epi8(~0ull >> (64 - n), p);
-#else
-    VecI value = {0};
-    memcpy(&value, p, n);
+INLINE VecI load_vector(const void *p) {
+    VecI value;
+    memcpy(&value, p, sizeof(value));
     return value;
-#endif
 }
 
-INLINE VecF load_halves(const uint16_t *p, const int n) {  // n <= LANES half_floats, then zeros
-#ifdef USE_AVX512
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((1u << n) - 1, p));
-#else
-    uint16_t halves[8] = {0};
-    memcpy(halves, p, n * sizeof(*p));
-#if defined(USE_AVX2) && defined(__F16C__)
-    return _mm256_cvtph_ps(_mm_loadu_si128((__m128i *)halves));
+#ifndef PLAIN_C
+INLINE VecF load_halves(const uint16_t *p) {
+#if defined(USE_AVX512)
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(USE_AVX2)
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #elif defined(USE_NEON)
-    return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves)));
-#else
-    VecF value = {0};
-    for (int i = 0; i < LANES; i++) value[i] = half_float(halves[i]);
-    return value;
-#endif
+    return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #endif
 }
+#endif
 
 // ------------------------------------------------------------------------------------------------
 // Matrix products: out = x W^T, as dot_row defines each element. A term is a group's exact dot
 // product times the weights' scale; an element is the sum of its terms, each times x's scale.
-// For one token or a few (few_tokens), reading the weights takes the time: matvec reads blocks of
-// LANES rows, and adds the terms of a block with a row in each lane. A larger batch is bound by
-// arithmetic: a panel of PANEL_ROWS rows is transposed and multiplied with all tokens, tile by
-// tile, by matmul_tile or matmul_amx. If HAVE_DOT4 is 0, matmul_plain does all. Where branches of
-// an `if` make the same call, some pass a constant, so that the compiler can unroll.
+//
+// For a few tokens, reading the weights takes the time: matvec_rows takes them as they lie, as one
+// sequence of groups, and makes LANES terms at a time. For more tokens, arithmetic takes the time:
+// matmul_panels transposes a panel of rows, so that each lane is a row, and multiplies it with all
+// tokens, tile by tile. Without SIMD, matmul_plain does what dot_row says.
 
 // Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
 // is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
 // discarded.
-INLINE void transpose_rows(VecI *out, int stride, const void *words, int rows, int cols, int row,
+static void transpose_rows(VecI *out, int stride, const void *words, int rows, int cols, int row,
                            int32_t flip) {
     const char *source[LANES];
     for (int r = 0; r < LANES; r++) {
@@ -3767,32 +4394,6 @@ INLINE void transpose_rows(VecI *out, int stride, const void *words, int rows, i
     }
 }
 
-// Transposed nibbles, (cols / 8) vectors of 4 bytes a lane, become (cols / 4) vectors of levels, in
-// place. Backwards, because vector j writes only to places from j on.
-INLINE void expand_nibbles(VecI *wq, int stride, int cols, VecI levels, const int group) {
-    const int half = group / 8;  // vectors of half a group
-    for (int j = cols / 8 - 1; j >= 0; j--) {
-        const VecI nibbles = wq[j * stride];
-        const int low = j + j / half * half;
-        wq[(low + half) * stride] = pick_levels(levels, nibbles >> 4);
-        wq[low * stride] = pick_levels(levels, nibbles);
-    }
-}
-
-INLINE VecI level_table(const int8_t *levels, int32_t flip) {  // for pick_levels, ^ flip
-    VecI table = {0};
-    for (size_t i = 0; i < sizeof(table); i += 16) memcpy((char *)&table + i, levels, 16);
-    return table ^ splat(flip);
-}
-
-// Lane i becomes the sum of lanes i * n .. i * n + n - 1 of the n vectors of a, laid end to end.
-INLINE VecI sum_each(VecI *a, const int n) {
-    UNROLL for (int left = n / 2; left > 0; left /= 2) {
-        UNROLL for (int i = 0; i < left; i++) a[i] = add_pairs(a[2 * i], a[2 * i + 1]);
-    }
-    return a[0];
-}
-
 // Where W[row] . x[t] goes
 INLINE float *out_at(const Matmul *part, int t, int row) {
     return part->out + (size_t)t * part->stride + row - part->row_begin;
@@ -3809,165 +4410,179 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
     memcpy(out, values, count * sizeof(float));
 }
 
-// matvec works in rounds of n_streams blocks of LANES rows. It reads a round's blocks side by side:
-// the first row of each, then the second of each, and so on. Four streams are faster than one on
-// Intel's Sapphire Rapids; on AMD's Zen 5, one is 1.2 times as fast as four. All AMD CPUs get one.
-// The CPU prefetches each stream, but only within 4 KB, so matvec prefetches, too: weights
-// bytes_ahead() bytes ahead of the current ones, scales SCALES_AHEAD scales ahead.
-enum { MOST_STREAMS = 4, SCALES_AHEAD = 64 };
-static int n_streams = MOST_STREAMS;
+#ifdef PLAIN_C
+static size_t panel_bytes(int cols, int group) { return cols + cols / group * sizeof(float); }
 
-// The best found: for one stream 113 cache lines, 8 bits or 4; for each of four, 33 lines of 8-bit
-// weights, half as many of 4-bit ones
-INLINE int bytes_ahead(const int bits, const int streams) {
-    return streams == 1 ? 7232 : 264 * bits;
-}
-
-// read_once: one token on an AMD CPU. For several, the rows are in the cache after the first one.
-//
-// Where physical memory places matvec's instructions changes Zen 5's speed by up to 10 %, most
-// likely because the weights drive them out of L2, and so out of L1. Locality 0, to L1 alone,
-// avoids that. (The argument has to be a constant.) And with 8 bits, Zen 5 is 1.08 times as fast if
-// fewer loads wait for memory at the same time: with AVX-512, nops fill its window instead.
-INLINE void prefetch_weights(const uint8_t *w, const int bits, const bool read_once) {
-    if (read_once) __builtin_prefetch(w, 0, 0);
-    else __builtin_prefetch(w);
-    if (read_once && bits == 8 && LANES == 16) __asm__ volatile(".rept 16\n nop\n .endr");
-}
-
-#ifdef __x86_64__
-// Before main; no instruction that a CPU may lack: see catch_unknown_instructions.
-__attribute__((constructor)) static void choose_streams(void) {
-    __builtin_cpu_init();
-    if (__builtin_cpu_is("amd")) n_streams = 1;
-}
-#endif
-
-typedef struct {               // a row of a matrix and the vector x, from some group on
-    const uint8_t *w;          // q or nibbles
-    const void *w_scale;       // scale or half_scale
-    const int8_t *low, *high;  // 8 bits: x.q. 4 bits: first and second halves of its groups
-    const int32_t *bias_fix;   // of x
-    size_t ahead;              // bytes from w to the weights to prefetch
-} RowTimesVector;
-
-// terms[g] = (float)(w_g . x_g) * w_scale[g] for the first count <= LANES groups g. dots[v] holds
-// partial sums of one group, or side by side those of several that are smaller than a vector; then
-// sum_each makes one lane of each group.
-INLINE void group_terms(float *terms, const RowTimesVector *a, VecI levels, const int count,
-                        const int group, const int bits, const bool read_once) {
-    const int size = group * bits / 8, step = 4 * LANES;  // bytes of a group, and of a vector
-    const int share = max_int(size, step), n = count * size;  // bytes of a dots[v], and in all
-    VecI dots[LANES];
-    if (bits == 8) __builtin_prefetch((const float *)a->w_scale + SCALES_AHEAD);
-    else __builtin_prefetch((const uint16_t *)a->w_scale + SCALES_AHEAD);
-    UNROLL_GCC for (int v = 0; v < LANES * size / share; v++) {
-        VecI dot = splat(0);
-        UNROLL for (int part = 0; part < share; part += step) {
-            const int i = v * share + part, have = min_int(step, n - i);
-            if (i >= n) continue;
-            const VecI w = load_bytes(a->w + i, have);
-            if (i % 64 == 0) prefetch_weights(a->w + i + a->ahead, bits, read_once);
-            if (bits == 8) {
-                dot = dot4(dot, w ^ splat(FLIP), load_bytes(a->low + i, have));
-            } else {
-                dot = dot4(dot, pick_levels(levels, w), load_bytes(a->low + i, have));
-                dot = dot4(dot, pick_levels(levels, w >> 4), load_bytes(a->high + i, have));
-            }
-        }
-        dots[v] = dot;
-        // No instruction: it keeps GCC from moving all prefetches to the front. Zen 5 drops those
-        // that come in a burst.
-        __asm__ volatile("");
-    }
-    VecI sums = sum_each(dots, LANES * size / share);
-    if (W_BIAS) sums += load_bytes(a->bias_fix, count * sizeof(int32_t));
-    VecF scales = bits == 8 ? (VecF)load_bytes(a->w_scale, count * sizeof(float))
-                            : load_halves(a->w_scale, count);
-    VecF values = __builtin_convertvector(sums, VecF) * scales;
-    memcpy(terms, &values, count * sizeof(float));
-}
-
-// Copies x (n) so that the first halves of all groups come first, then the second halves: in the
-// order in which a vector of nibbles meets them.
-INLINE void split_groups(int8_t *out, const int8_t *x, int n, const int group) {
-    for (int i = 0; i < n; i += group) {
-        memcpy(out + i / 2, x + i, group / 2);
-        memcpy(out + (n + i) / 2, x + i + group / 2, group / 2);
-    }
-}
-
-// One token, up to streams * LANES rows from `row` on: computes the terms of all rows. Then it
-// transposes those of LANES rows at a time and adds them, a row in each lane. If the last block has
-// fewer rows, the other lanes hold what was in the buffer, and put_rows leaves them out.
-INLINE void matvec(const Matmul *part, const Workspace *own, int t, int row, const int group,
-                   const int bits, const int streams, const bool read_once) {
+// Each row is expanded to int8 and floats, once for all tokens.
+INLINE void matmul_plain(const Matmul *part, const Workspace *own, const int group) {
     const Matrix *w = part->w;
-    const int cols = w->cols, n_groups = cols / group;
-    const int rows = min_int(streams * LANES, part->row_end - row);
-    const size_t row_bytes = (size_t)cols * bits / 8, block_bytes = LANES * row_bytes;
-    const Quantized x = quantized_row(part->x, t);
-    const VecI levels = bits == 4 ? level_table(w->levels, FLIP) : splat(0);
-    VecF *const columns = own->panel;                    // (n_groups) of LANES rows
-    float *const terms = (float *)(columns + n_groups);  // (streams * LANES, n_groups)
-    int8_t *const splits = (int8_t *)(terms + streams * LANES * n_groups);  // (n_tokens, cols)
-    int8_t *const split = splits + (t - part->token_begin) * cols;
-    // The first round splits x; the later ones find it there.
-    if (bits == 4 && row == part->row_begin) split_groups(split, x.q, cols, group);
-    for (int i = 0; i < LANES; i++) {  // row i of each block
-        for (int r = i; r < rows; r += LANES) {
-            const size_t first = (size_t)(row + r) * n_groups;
-            for (int g = 0; g < n_groups; g += LANES) {
-                const size_t at = i * row_bytes + (size_t)g * group * bits / 8;  // in the block
-                size_t ahead = bytes_ahead(bits, streams);
-                // After the block, the stream goes on in the next round's block.
-                if (at + ahead >= block_bytes) ahead += (streams - 1) * block_bytes;
-                const RowTimesVector a = bits == 8
-                    ? (RowTimesVector){(const uint8_t *)w->q + (first + g) * group,
-                                       w->scale + first + g, x.q + g * group, NULL,
-                                       x.bias_fix + g, ahead}
-                    : (RowTimesVector){w->nibbles + (first + g) * (group / 2),
-                                       w->half_scale + first + g, split + g * (group / 2),
-                                       split + (n_groups + g) * (group / 2), x.bias_fix + g, ahead};
-                float *const to = terms + r * n_groups + g;
-                // Half a vector at a row's end is common: 30B-A3B's w2 has 24 groups for 16 lanes.
-                const int count = min_int(LANES, n_groups - g), half = LANES / 2;
-                if (count == LANES) group_terms(to, &a, levels, LANES, group, bits, read_once);
-                else if (count == half) group_terms(to, &a, levels, half, group, bits, read_once);
-                else group_terms(to, &a, levels, count, group, bits, read_once);
-            }
+    int8_t *q = own->panel;
+    float *scale = (float *)(q + w->cols);
+    const Matrix one = {.cols = w->cols, .bits = 8, .bytes = own->panel, .scales = scale};
+    for (int r = part->row_begin; r < part->row_end; r++) {
+        for (int i = 0; i < w->cols; i++) q[i] = weight_q(w, r, i, group);
+        for (int g = 0; g < w->cols / group; g++) scale[g] = weight_scale(w, r, g, group);
+        for (int t = part->token_begin; t < part->token_end; t++) {
+            const float value = dot_row(&one, 0, part->x, t, group);
+            put_rows(part, t, r, &value, 1);
         }
-    }
-    for (int r = 0; r < rows; r += LANES) {
-        VecF sum = {0};
-        transpose_rows((VecI *)columns, 1, terms + r * n_groups, LANES, n_groups, 0, 0);
-        for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(x.scale[g]), sum);
-        put_rows(part, t, row + r, (float *)&sum, min_int(LANES, rows - r));
     }
 }
 
-// matvec with n_streams as a constant, which makes it 1.2 times as fast on a few tokens
-INLINE void matvec_here(const Matmul *part, const Workspace *own, int t, int row, const int group,
-                        const int bits) {
-    const bool one_token = part->token_end - part->token_begin == 1;
-    if (n_streams != 1) matvec(part, own, t, row, group, bits, MOST_STREAMS, false);
-    else if (one_token) matvec(part, own, t, row, group, bits, 1, true);
-    else matvec(part, own, t, row, group, bits, 1, false);
+static void matmul_rows(const Matmul *part, const Workspace *own) {
+    switch (part->w->group) {  // as a constant: twice as fast
+    case 32: matmul_plain(part, own, 32); break;
+    case 64: matmul_plain(part, own, 64); break;
+    case 128: matmul_plain(part, own, 128); break;
+    default: matmul_plain(part, own, 256);
+    }
+}
+#else
+INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
+    VecI table = {0};
+    for (size_t i = 0; i < sizeof(table); i += 16) memcpy((char *)&table + i, levels, 16);
+    return table ^ splat(FLIP);
+}
+
+// Lane i becomes the sum of lanes i * n .. i * n + n - 1 of the n vectors of a, laid end to end.
+INLINE VecI sum_each(VecI *a, const int n) {
+    UNROLL for (int left = n / 2; left > 0; left /= 2) {
+        UNROLL for (int i = 0; i < left; i++) a[i] = add_pairs(a[2 * i], a[2 * i + 1]);
+    }
+    return a[0];
+}
+
+// x as a ring: after its last group come the first LANES ones again. So LANES groups of weights,
+// which may go on in the next row, always meet as many neighbours of x.
+typedef struct {
+    int8_t *low, *high;  // 8 bits: the groups of q8, NULL. 4 bits: their first and second halves
+    int32_t *bias_fix;
+} Ring;
+
+INLINE size_t ring_bytes(int n_groups, int group) {
+    return (size_t)(n_groups + LANES) * (group + sizeof(int32_t));
+}
+
+INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int group,
+                      const int bits) {
+    const int size = group * bits / 8, n = n_groups + LANES;  // bytes of a group's part in low
+    const Ring ring = {at, bits == 4 ? at + n * size : NULL, (int32_t *)(at + n * group)};
+    for (int g = 0, i = 0; g < n; g++, i = i + 1 < n_groups ? i + 1 : 0) {
+        memcpy(ring.low + g * size, x->q8 + i * group, size);
+        if (bits == 4) memcpy(ring.high + g * size, x->q8 + i * group + size, size);
+        ring.bias_fix[g] = x->bias_fix[i];
+    }
+    return ring;
+}
+
+// The CPU's prefetcher stops at the end of a page, so group_terms prefetches the weights that lie
+// so many bytes ahead, and their scales. 113 cache lines are the best of those tried.
+enum { BYTES_AHEAD = 7232 };
+
+// The products of `share` bytes of weights with x, added up in vectors
+INLINE VecI part_dot(const int8_t *bytes, const int8_t *low, const int8_t *high, VecI levels,
+                     const int share, const int bits) {
+    VecI dot = splat(0);
+    UNROLL for (int i = 0; i < share; i += sizeof(VecI)) {
+        const VecI b = load_vector(bytes + i);
+        if (i % 64 == 0) __builtin_prefetch(bytes + i + BYTES_AHEAD, 0, 2);  // to L2
+        if (bits == 8) {
+            dot = dot4(dot, b ^ splat(FLIP), load_vector(low + i));
+        } else {
+            dot = dot4(dot, pick_levels(levels, b), load_vector(low + i));
+            dot = dot4(dot, pick_levels(levels, b >> 4), load_vector(high + i));
+        }
+    }
+    __asm__ volatile("");  // keeps GCC from moving all prefetches to the front
+    return dot;
+}
+
+// The terms of LANES groups: of w from its group `first` on, of x from its group g on. dots[v]
+// holds the partial sums of one group, or of several that are smaller than a vector, side by side;
+// sum_each makes a lane of each group.
+INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, VecI levels,
+                        const int group, const int bits) {
+    const int size = group * bits / 8, share = max_int(size, sizeof(VecI));
+    const int n_dots = LANES * size / share, scale_size = bits / 2;  // of a scale: 4 or 2 bytes
+    const int8_t *bytes = w->bytes + first * size;
+    const uint8_t *scales = (const uint8_t *)w->scales + first * scale_size;
+    const int8_t *low = x->low + g * size, *high = bits == 4 ? x->high + g * size : low;
+    VecI dots[LANES];
+    __builtin_prefetch(scales + BYTES_AHEAD / size * scale_size);
+    if (FEW_REGISTERS && bits == 8) {  // so many dots do not stay in them
+        NOT_UNROLLED for (int v = 0; v < n_dots; v++) {
+            dots[v] = part_dot(bytes + v * share, low + v * share, high, levels, share, 8);
+        }
+    } else {
+        UNROLL for (int v = 0; v < n_dots; v++) {
+            const int i = v * share;
+            dots[v] = part_dot(bytes + i, low + i, high + i, levels, share, bits);
+        }
+    }
+    VecI sums = sum_each(dots, n_dots);
+    if (W_BIAS) sums += load_vector(x->bias_fix + g);
+    const VecF scale = bits == 8 ? (VecF)load_vector(scales)
+                                 : load_halves((const uint16_t *)scales);
+    return __builtin_convertvector(sums, VecF) * scale;
+}
+
+// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (the last
+// ones may begin before those that are new); then, transposed, added with a row in each lane.
+INLINE void matvec(const Matmul *part, const Workspace *own, const Ring *x, int t, int row,
+                   const int group, const int bits) {
+    const Matrix *w = part->w;
+    const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
+    const int count = rows * n_groups;
+    const size_t begin = (size_t)row * n_groups;
+    const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
+    const float *scale = quantized_row(part->x, t).scale;
+    VecF *const columns = own->panel, sum = {0};         // (n_groups) of LANES rows
+    float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
+    for (int i = 0, g = 0; i < count; i += LANES) {
+        const int at = min_int(i, count - LANES);  // may be < 0: then in the rows before
+        if (at < i) g = (at + LANES * n_groups) % n_groups;
+        const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
+        memcpy(terms + at, &found, sizeof(found));
+        for (g += LANES; g >= n_groups;) g -= n_groups;
+    }
+    transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
+    for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
+    put_rows(part, t, row, (float *)&sum, rows);
+}
+
+// The most tokens for which a matvec each is faster than panels for all, measured
+enum { FEW_TOKENS_8 = 3, FEW_TOKENS_4 = 6 };
+
+// LANES rows are read from memory for the first token, from the cache for the others.
+INLINE void matvec_rows(const Matmul *part, const Workspace *own, const int group, const int bits) {
+    const int n_groups = part->w->cols / group, n_tokens = part->token_end - part->token_begin;
+    int8_t *at = (int8_t *)((VecF *)own->panel + 2 * n_groups);  // after columns and terms
+    Ring rings[FEW_TOKENS_4];
+    for (int i = 0; i < n_tokens; i++, at += ring_bytes(n_groups, group)) {
+        const Quantized x = quantized_row(part->x, part->token_begin + i);
+        rings[i] = make_ring(at, &x, n_groups, group, bits);
+    }
+    for (int r = part->row_begin; r < part->row_end; r += LANES) {
+        for (int i = 0; i < n_tokens; i++) {
+            matvec(part, own, &rings[i], part->token_begin + i, r, group, bits);
+        }
+    }
 }
 
 // Multiplies PANEL_ROWS rows from `row` on with TILE_TOKENS tokens from t on. wq (cols / 4,
 // TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from token_end on
 // may hold anything; their results are discarded.
-INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale,
-                        const int group) {
-    const int n_groups = part->w->cols / group, rows = min_int(PANEL_ROWS, part->row_end - row);
+static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale) {
+    const int group = part->w->group, n_groups = part->w->cols / group;
+    const int rows = min_int(PANEL_ROWS, part->row_end - row);
+    const int n_tokens = min_int(TILE_TOKENS, part->token_end - t);
     const size_t stride = part->x->stride;
     const Quantized x = quantized_row(part->x, t);
-    const int8_t *xq = x.q;
+    const int8_t *xq = x.q8;
     VecF acc[TILE_TOKENS][TILE_VECS] = {0};
     // What is added to is prefetched: rows of out, 4 KB apart in the 0.6B, share a few sets of a
     // cache, so that they leave it early.
-    for (int i = 0; part->add && i < min_int(TILE_TOKENS, part->token_end - t); i++) {
+    for (int i = 0; part->add && i < n_tokens; i++) {
         __builtin_prefetch(out_at(part, t + i, row));
         __builtin_prefetch(out_at(part, t + i, row + PANEL_ROWS - 1));
     }
@@ -3979,7 +4594,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
         }
         for (int k = 0; k < group / 4; k++, xq += 4, wq += TILE_VECS) {
             UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
-                VecI four = splat(load_i32(xq + i * stride * 4));
+                const VecI four = splat(load_i32(xq + i * stride * 4));
                 UNROLL for (int v = 0; v < TILE_VECS; v++) {
                     sum[i][v] = dot4(sum[i][v], wq[v], four);
                 }
@@ -3987,160 +4602,96 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
         }
         UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
             UNROLL for (int v = 0; v < TILE_VECS; v++) {
-                VecF term = __builtin_convertvector(sum[i][v], VecF) * w_scale[v];
+                const VecF term = __builtin_convertvector(sum[i][v], VecF) * w_scale[v];
                 acc[i][v] = mul_add_v(term, splat_f(x.scale[i * stride + g]), acc[i][v]);
             }
         }
     }
-    for (int i = 0; i < min_int(TILE_TOKENS, part->token_end - t); i++) {
+    for (int i = 0; i < n_tokens; i++) {
         if (rows == PANEL_ROWS) put_rows(part, t + i, row, (float *)acc[i], PANEL_ROWS);
         else put_rows(part, t + i, row, (float *)acc[i], rows);
     }
 }
 
-#ifdef USE_AMX
-// As matmul_tile, for AMX_TOKENS tokens: one vector of rows after the other. The sums of AMX come
-// late, so the next group's products are begun before this group's sums are used.
-INLINE void matmul_amx(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale,
-                       const int group) {
-    const int n_groups = part->w->cols / group, group_vecs = group / 4 * TILE_VECS;
-    const int rows = part->row_end - row, n_tokens = min_int(AMX_TOKENS, part->token_end - t);
-    const size_t stride = part->x->stride;
-    const Quantized x = quantized_row(part->x, t);
-    for (int v = 0; v < TILE_VECS && v * LANES < rows; v++, wq++, w_scale++) {
-        VecI dots[2][AMX_TOKENS];
-        VecF acc[AMX_TOKENS] = {0}, out[AMX_TOKENS];
-        const int first = row + v * LANES;
-        for (int i = 0; i < n_tokens; i++) __builtin_prefetch(out_at(part, t + i, first), 1);
-        amx_dots(dots[0], wq, TILE_VECS, x.q, stride * 4, group);
-        for (int g = 0; g < n_groups; g++) {
-            if (g + 1 < n_groups) {
-                amx_dots(dots[(g + 1) % 2], wq + (g + 1) * group_vecs, TILE_VECS,
-                         x.q + (g + 1) * group, stride * 4, group);
-            }
-            UNROLL for (int i = 0; i < AMX_TOKENS; i++) {
-                VecF term = __builtin_convertvector(dots[g % 2][i], VecF) * w_scale[g * TILE_VECS];
-                acc[i] = mul_add_v(term, splat_f(x.scale[i * stride + g]), acc[i]);
-            }
-        }
-        // A copy has its address taken by put_rows, so acc can stay in registers.
-        UNROLL for (int i = 0; i < AMX_TOKENS; i++) out[i] = acc[i];
-        for (int i = 0; i < n_tokens; i++) {
-            const float *values = (float *)&out[i];
-            if (rows - v * LANES >= LANES) put_rows(part, t + i, first, values, LANES);
-            else put_rows(part, t + i, first, values, rows - v * LANES);
-        }
-    }
-}
-#endif
-
 // Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups,
-// TILE_VECS).
-INLINE void transpose_panel(const Matrix *w, VecI *wq, VecI *w_scale, int row, const int group) {
-    const int n_groups = w->cols / group;
-    float *floats = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups) half_scales
-    const int32_t flip = has_amx ? 0 : FLIP;  // AMX multiplies signed bytes
+// TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles become (cols / 4) vectors of levels, in
+// place: backwards, because a vector's levels go to places from its own on.
+static void transpose_panel(const Matrix *w, VecI *wq, VecI *w_scale, int row) {
+    const int group = w->group, n_groups = w->cols / group, words = w->cols * w->bits / 32;
+    const int half = group / 8;                                  // vectors of half a group
+    const VecI levels = w->bits == 4 ? level_table(w->levels) : splat(0);
+    float *scales = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups)
     for (int v = 0; v < TILE_VECS; v++, row += LANES, wq++, w_scale++) {
-        if (w->bits == 8) {
-            transpose_rows(wq, TILE_VECS, w->q, w->rows, w->cols / 4, row, flip);
-            transpose_rows(w_scale, TILE_VECS, w->scale, w->rows, n_groups, row, 0);
-            continue;
+        transpose_rows(wq, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
+        for (int g = n_groups - 1; g >= 0 && w->bits == 4; g--) {
+            VecI *from = wq + g * half * TILE_VECS, *to = wq + 2 * g * half * TILE_VECS;
+            for (int j = (half - 1) * TILE_VECS; j >= 0; j -= TILE_VECS) {
+                const VecI nibbles = from[j];
+                to[j + half * TILE_VECS] = pick_levels(levels, nibbles >> 4);
+                to[j] = pick_levels(levels, nibbles);
+            }
         }
-        transpose_rows(wq, TILE_VECS, w->nibbles, w->rows, w->cols / 8, row, 0);
-        expand_nibbles(wq, TILE_VECS, w->cols, level_table(w->levels, flip), group);
         for (int r = 0; r < LANES; r++) {
             const int from = min_int(row + r, w->rows - 1);
             for (int g = 0; g < n_groups; g++) {
-                floats[r * n_groups + g] = weight_scale(w, from, g, group);
+                scales[r * n_groups + g] = weight_scale(w, from, g, group);
             }
         }
-        transpose_rows(w_scale, TILE_VECS, floats, LANES, n_groups, 0, 0);
+        transpose_rows(w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
     }
 }
 
-// PANEL_ROWS rows from `row` on times all tokens, while the rows are in this core's caches;
-// meanwhile the next rows are prefetched.
-INLINE void matmul_panel(const Matmul *part, const Workspace *own, int row, const int group) {
+// PANEL_ROWS rows times all tokens, while the rows are in this core's caches; then the next rows,
+// of which each tile has prefetched an equal share.
+static void matmul_panels(const Matmul *part, const Workspace *own) {
     const Matrix *w = part->w;
-    const int n_tokens = part->token_end - part->token_begin;
+    const int n_groups = w->cols / w->group, n_tokens = part->token_end - part->token_begin;
+    const int tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
+    const size_t row_bytes = (size_t)w->cols * w->bits / 8, scale_bytes = n_groups * w->bits / 2;
+    const size_t share = PANEL_ROWS * row_bytes / tiles;
+    const size_t scale_share = PANEL_ROWS * scale_bytes / tiles;
     VecI *wq = own->panel, *w_scale = wq + w->cols / 4 * TILE_VECS;
-    transpose_panel(w, wq, w_scale, row, group);
-    const size_t end = (size_t)(row + PANEL_ROWS) * w->cols;
-    const char *next = w->bits == 8 ? (char *)w->q + end : (char *)w->nibbles + end / 2;
-    const char *next_scale = w->bits == 8 ? (char *)w->scale + end / group * 4
-                                          : (char *)w->half_scale + end / group * 2;
-    // Each tile prefetches an equal share of the next panel's weights and scales.
-    const int step = has_amx ? AMX_TOKENS : TILE_TOKENS, tiles = (n_tokens + step - 1) / step;
-    const int64_t share = (int64_t)PANEL_ROWS * w->cols * w->bits / 8 / tiles;
-    const int64_t scale_share = share * 4 / group;
-    for (int t = part->token_begin; t < part->token_end; t += step) {
-        for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
-        for (int64_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
-        next += share;
-        next_scale += scale_share;
-        if (has_amx) matmul_amx(part, t, row, wq, (const VecF *)w_scale, group);
-        else matmul_tile(part, t, row, wq, (const VecF *)w_scale, group);
-    }
-}
-
-// Computes each element as the definition does, for builds without dot4. Works on a few rows at a
-// time, so that they stay in the cache; 4-bit rows are first expanded to int8.
-INLINE void matmul_plain(const Matmul *part, const Workspace *own, int row, const int group) {
-    const Matrix *w = part->w;
-    const int end = min_int(row + PANEL_ROWS, part->row_end), n_groups = w->cols / group;
-    int8_t *q = own->panel;
-    float *scale = (float *)(q + PANEL_ROWS * w->cols);
-    const Matrix copy = {.rows = end - row, .cols = w->cols, .bits = 8, .q = q, .scale = scale};
-    if (w->bits == 4) {
-        for (int r = row; r < end; r++) {
-            const uint8_t *pair = w->nibbles + (size_t)r * w->cols / 2;
-            for (int g = 0; g < n_groups; g++, q += group) {
-                for (int i = 0; i < group / 2; i++, pair++) {
-                    q[i] = w->levels[*pair & 15];
-                    q[group / 2 + i] = w->levels[*pair >> 4];
-                }
-                *scale++ = weight_scale(w, r, g, group);
-            }
-        }
-    }
-    for (int t = part->token_begin; t < part->token_end; t++) {
-        for (int r = row; r < end; r++) {
-            float value = w->bits == 4 ? dot_row(&copy, r - row, part->x, t, group)
-                                       : dot_row(w, r, part->x, t, group);
-            put_rows(part, t, r, &value, 1);
+    for (int row = part->row_begin; row < part->row_end; row += PANEL_ROWS) {
+        const int8_t *next = w->bytes + (row + PANEL_ROWS) * row_bytes;
+        const uint8_t *next_scale = (const uint8_t *)w->scales + (row + PANEL_ROWS) * scale_bytes;
+        transpose_panel(w, wq, w_scale, row);
+        for (int t = part->token_begin; t < part->token_end; t += TILE_TOKENS) {
+            for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
+            for (size_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
+            next += share;
+            next_scale += scale_share;
+            matmul_tile(part, t, row, wq, (const VecF *)w_scale);
         }
     }
 }
 
-// The largest number of tokens for which one matvec each is faster than a panel for all, measured.
-// At most 8: see panel_words.
-INLINE int few_tokens(const Matrix *w) { return !HAVE_DOT4 ? 0 : w->bits == 4 ? 6 : 3; }
-
-// With few tokens, a round of rows is read from memory for the first one, from the cache for the
-// others.
-INLINE void matmul_groups(const Matmul *part, const Workspace *own, const int group) {
-    const int n_tokens = part->token_end - part->token_begin;
-    const bool few = n_tokens <= few_tokens(part->w);
-    const int step = few ? n_streams * LANES : PANEL_ROWS;
-    if (has_amx && !few) amx_shapes(group);
-    for (int r = part->row_begin; r < part->row_end && n_tokens > 0; r += step) {
-        if (!HAVE_DOT4) matmul_plain(part, own, r, group);
-        else if (!few) matmul_panel(part, own, r, group);
-        for (int t = part->token_begin; few && t < part->token_end; t++) {
-            if (part->w->bits == 4) matvec_here(part, own, t, r, group, 4);
-            else matvec_here(part, own, t, r, group, 8);
-        }
-    }
+// The group size and the number of bits are constants in matvec_rows: twice as fast.
+INLINE void matvec_groups(const Matmul *part, const Workspace *own, const int group) {
+    if (part->w->bits == 4) matvec_rows(part, own, group, 4);
+    else matvec_rows(part, own, group, 8);
 }
 
 static void matmul_rows(const Matmul *part, const Workspace *own) {
-    switch (part->w->group) {  // as a constant in the loops: twice as fast
-    case 32: matmul_groups(part, own, 32); break;
-    case 64: matmul_groups(part, own, 64); break;
-    case 128: matmul_groups(part, own, 128); break;
-    case 256: matmul_groups(part, own, 256); break;
-    }
+    const Matrix *w = part->w;
+    const int n_tokens = part->token_end - part->token_begin;
+    const bool few = n_tokens <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
+    const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;  // vector of groups
+    if (n_tokens == 0) return;
+    if (!few || !whole) matmul_panels(part, own);
+    else if (w->group == 32) matvec_groups(part, own, 32);
+    else if (w->group == 64) matvec_groups(part, own, 64);
+    else if (w->group == 128) matvec_groups(part, own, 128);
+    else matvec_groups(part, own, 256);
 }
+
+// The size of Workspace.panel for matrices of up to so many columns
+static size_t panel_bytes(int cols, int group) {
+    const int n_groups = cols / group;  // panels: wq, w_scale, scales; few: columns, terms, rings
+    const size_t panels = ((size_t)TILE_VECS * (cols / 4 + n_groups) + n_groups) * sizeof(VecI);
+    const size_t few = 2 * n_groups * sizeof(VecI) + FEW_TOKENS_4 * ring_bytes(n_groups, group);
+    return panels > few ? panels : few;
+}
+#endif
 
 typedef struct {
     const State *s;
@@ -4156,20 +4707,21 @@ static void matmul_job(void *arg, int begin, int end, int thread) {
     matmul_rows(&part, &job->s->workspace[thread]);
 }
 
-static void matmul(const State *s, Matmul all) {
-    // One token: a share is whole rounds of matvec, for any number of streams.
-    const int chunk = all.token_end - all.token_begin == 1 ? MOST_STREAMS * LANES / PANEL_ROWS : 1;
-    parallel(matmul_job, &(MatmulJob){s, all}, (all.w->rows + PANEL_ROWS - 1) / PANEL_ROWS, chunk);
+static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
+                   bool add) {
+    const Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .token_end = n, .add = add};
+    parallel(matmul_job, &(MatmulJob){s, all}, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
 }
 
-static int draft_rows(void) { return HAVE_DOT4 ? TILE_TOKENS : 1; }
+static int draft_rows(void) { return TILE_TOKENS; }
 
 // ------------------------------------------------------------------------------------------------
 // The KV cache and attention
 //
-// The cache is cut into blocks of LANES positions (the floats of a SIMD vector). A block holds all
-// layers and kv heads, so memory is touched only as positions come into use. Within a block, each
-// layer's kv head has
+// The cache is a pool of blocks of LANES positions (the floats of a SIMD vector). Text.blocks says
+// which of them hold a text's positions (a paged cache, arXiv 2309.06180). A block has all layers
+// and kv heads, so memory is touched only as positions come into use. In it, each layer's kv head
+// has
 //
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
@@ -4179,60 +4731,74 @@ static int draft_rows(void) { return HAVE_DOT4 ? TILE_TOKENS : 1; }
 // make a vector, too; a vector of values holds LANES columns of one position, so that their sums
 // make LANES columns of the result.
 
-// Columns of the values: head_dim, and zeros up to a whole vector
-static int value_dim(const Config *c) { return round_up(c->head_dim, LANES); }
+enum { ATT_VECS = 4 };  // vectors of columns in the widest tile of values
+
+// Columns of the values: head_dim, and zeros up to whole tiles
+static int value_dim(const Config *c) { return round_up(c->head_dim, ATT_VECS * LANES); }
 
 static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
     return (size_t)LANES * (c->head_dim + value_dim(c));
 }
 
-// Floats from a block of positions to the next. The number of pairs (layer, kv head) is made odd:
-// with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
+// Floats from a block to the next. The number of pairs (layer, kv head) is made odd: with an even
+// one, all blocks of a head would share a fraction of the L2 cache's sets.
 static size_t block_stride(const Config *c) {
     return ((size_t)c->n_layers * c->n_kv_heads | 1) * block_floats(c);
 }
 
-static float *cache_block(const Pass *p, int kv_head, int block) {
+static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos) {
     const Config *c = &p->m->config;
-    const size_t head = (size_t)p->l * c->n_kv_heads + kv_head;
+    const size_t head = (size_t)p->l * c->n_kv_heads + kv_head, block = text->blocks[pos / LANES];
     return p->m->state.cache + block * block_stride(c) + head * block_floats(c);
 }
 
-static float *key_at(const Pass *p, int kv_head, int pos) {  // element j is [j * LANES]
-    return cache_block(p, kv_head, pos / LANES) + pos % LANES;
+static float *key_at(const Pass *p, const Text *text, int kv_head, int pos) {
+    return cache_block(p, text, kv_head, pos) + pos % LANES;  // element j is [j * LANES]
 }
 
 // For j a multiple of LANES, elements j .. j + LANES - 1 begin at [j * LANES].
-static float *value_at(const Pass *p, int kv_head, int pos) {
+static float *value_at(const Pass *p, const Text *text, int kv_head, int pos) {
     const int head_dim = p->m->config.head_dim;
-    return cache_block(p, kv_head, pos / LANES) + head_dim * LANES + pos % LANES * LANES;
+    return cache_block(p, text, kv_head, pos) + head_dim * LANES + pos % LANES * LANES;
 }
 
-static void cache_put_key(const Pass *p, int kv_head, int pos, const float *k) {
-    float *key = key_at(p, kv_head, pos);
+static void cache_put_key(const Pass *p, int t, int kv_head, const float *k) {
+    const Row *row = &p->m->state.rows[t];
+    float *key = key_at(p, row->text, kv_head, row->pos);
     for (int j = 0; j < p->m->config.head_dim; j++) key[j * LANES] = k[j];
 }
 
-static void cache_put_value(const Pass *p, int kv_head, int pos, const float *v) {
+static void cache_put_value(const Pass *p, int t, int kv_head, const float *v) {
     const int head_dim = p->m->config.head_dim;
-    float *value = value_at(p, kv_head, pos);
+    const Row *row = &p->m->state.rows[t];
+    float *value = value_at(p, row->text, kv_head, row->pos);
     for (int j = 0; j < head_dim; j += LANES) {
         memcpy(value + j * LANES, v + j, min_int(LANES, head_dim - j) * sizeof(float));
     }
 }
 
-INLINE float cache_key(const Pass *p, int kv_head, int pos, int j) {
-    return key_at(p, kv_head, pos)[j * LANES];
+INLINE float cache_key(const Pass *p, const Text *text, int kv_head, int pos, int j) {
+    return key_at(p, text, kv_head, pos)[j * LANES];
 }
 
-INLINE float cache_value(const Pass *p, int kv_head, int pos, int j) {
-    return value_at(p, kv_head, pos)[j / LANES * LANES * LANES + j % LANES];
+INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, int j) {
+    return value_at(p, text, kv_head, pos)[j / LANES * LANES * LANES + j % LANES];
 }
 
-// A row of attention is one query head of one token. It goes through the positions in spans and
+// A query of attention is one query head of one row. It goes through the positions in spans and
 // keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
 // softmax relative to the largest score there, and softmax_join adds it to those before.
-enum { SPAN = 256 };
+//
+// The queries of a kv head are those of all query heads that share it, row by row. A task is up to
+// ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
+// come to L2 once. A tile is some queries by some vectors, of positions for the scores, of columns
+// for the values; its sums stay in registers. Most tiles are ATT_QUERIES by 2 vectors. A task of
+// few queries, as in decoding, has tiles of 2 queries, by ATT_VECS vectors of columns to read
+// values in longer parts.
+enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
+enum { LINE_VECS = 16 / LANES };       // vectors in a cache line, which is prefetched once
+enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
+_Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
 
 typedef struct {       // of the scores of some positions
     float max, total;  // the largest; the sum of the terms exp(score - max)
@@ -4247,301 +4813,196 @@ INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
     *all = (Softmax){max, mul_add(all->total, *keep, more.total * *take)};
 }
 
-// The rows of a kv head are those of all query heads that share it, token by token. A task is up to
-// ATT_TASK of them. A thread takes up to ATT_SIDE tasks at a time through each span: most often
-// they have the same kv head, so the span's keys and values (256 KB if head_dim is 128) come to L2
-// once. A tile is ATT_ROWS rows by two vectors, of positions for the scores, of columns for the
-// values; its sums stay in registers, 24 of the 32 of AVX-512, 12 of the 16 of AVX2. A task of few
-// rows, as in decoding, has tiles of ATT_FEW or of 2 rows, so that few are computed in vain. Those
-// of 2 rows have ATT_VECS vectors of columns, to read values in longer parts: 8 KB instead of 2
-// with AVX-512. (AVX2 has too few registers for so many, and is 1.25 times as fast nevertheless.)
-enum { ATT_ROWS = LANES == 16 ? 12 : 6, ATT_FEW = 6, ATT_TASK = 24, ATT_SIDE = 4 };
-enum { ATT_SHARED = 2 };          // the most tasks a thread whose spans are shared: see shared_task
-enum { ATT_VECS = 8 };            // vectors of columns in a tile of 2 rows
-enum { LINE_VECS = 16 / LANES };  // vectors in a cache line, which is prefetched once
-enum { Q_STRIDE = (ATT_TASK + LANES - 1) / LANES * LANES };  // for transpose_rows: whole vectors
-enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
-_Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_ROWS == 0, "whole tiles");
-
-typedef struct {             // a task's attention to some spans
-    Softmax softmax[ATT_TASK];
-    float *sum;              // (ATT_TASK, value_dim)  of the terms times the values
-} Partial;
-
-typedef struct {
+typedef struct AttentionTask {
     const Pass *p;
+    const Text *text;
     int kv_head;
-    int n;                   // rows: 2, ATT_FEW, or a multiple of ATT_ROWS
-    float *q;                // (head_dim, Q_STRIDE)   transposed: a tile's rows are neighbours
-    float *out[ATT_TASK];    // (head_dim)             each row's place in State.a
-    int len[ATT_TASK];       // positions that each row sees, its own and those before; ascending
-    Partial all;
-    Partial *by_span;        // (spans)                of task 0 .. ATT_SHARED - 1: see shared_task
+    int n;                   // queries: a multiple of those of a tile
+    int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
+    float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
+    float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms
+    float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
+    float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
+    int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
+    Softmax softmax[ATT_TASK];             // so far
+    float keep[ATT_TASK], take[ATT_TASK];  // see softmax_join
 } AttentionTask;
 
-typedef struct AttentionBuffers {
-    AttentionTask task[ATT_SIDE];
-    float *score;            // (ATT_TASK, SCORE_STRIDE)  of one task and one span
-} AttentionBuffers;
-
-typedef struct {
-    const AttentionTask *task;
-    int start, end;          // positions start .. end - 1, start a multiple of SPAN
-    float *score;            // AttentionBuffers.score of the calling thread
-    Partial *to;             // what the span's attention is added to
-    float keep[ATT_TASK], take[ATT_TASK];  // see softmax_join
-} Span;
-
-static int span_count(int positions) { return (positions + SPAN - 1) / SPAN; }
-
-static AttentionBuffers *attention_init(const Config *c, int seq_len) {
-    const char *what = "attention (-c makes it smaller)";
-    const int spans = span_count(seq_len), sums = ATT_TASK * value_dim(c);
-    AttentionBuffers *own = alloc(1, sizeof(AttentionBuffers), what);
-    own->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), what);
-    for (int i = 0; i < ATT_SIDE; i++) {
-        own->task[i].q = alloc(Q_STRIDE * c->head_dim, sizeof(float), what);
-        own->task[i].all.sum = alloc(sums, sizeof(float), what);
-    }
-    for (int i = 0; i < ATT_SHARED; i++) {
-        Partial *partial = own->task[i].by_span = alloc(spans, sizeof(Partial), what);
-        float *sum = alloc((size_t)spans * sums, sizeof(float), what);
-        for (int k = 0; k < spans; k++) partial[k].sum = sum + (size_t)k * sums;
-    }
-    return own;
+static AttentionTask *attention_init(const Config *c) {
+    AttentionTask *task = alloc(1, sizeof(AttentionTask), "attention");
+    task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), "attention");
+    task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), "attention");
+    task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), "attention");
+    return task;
 }
 
-// score = q . k / sqrt(head_dim), for `rows` rows from r on and `vecs` blocks of positions from pos
-// on. The CPU can't foresee where the next blocks are, so the first tile prefetches them for all.
-INLINE void score_tile(const Span *span, int r, int pos, const int rows, const int vecs) {
-    const AttentionTask *task = span->task;
+// The block of keys that holds position pos, or the span's last one
+INLINE const VecF *keys_of(const AttentionTask *task, int pos) {
+    const int in_span = min_int(pos, (task->end - 1) / LANES * LANES);
+    return (VecF *)key_at(task->p, task->text, task->kv_head, in_span);
+}
+
+INLINE const VecF *values_of(const AttentionTask *task, int pos) {
+    const int in_span = min_int(pos, (task->end - 1) / LANES * LANES);
+    return (VecF *)value_at(task->p, task->text, task->kv_head, in_span);
+}
+
+// score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
+// pos on; what comes after the span's end is overwritten later. The CPU can't foresee where the
+// next blocks are, so the first tile prefetches them for all.
+INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
     const int head_dim = task->p->m->config.head_dim;
-    const size_t next = block_stride(&task->p->m->config);
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
-    float *score = span->score + r * SCORE_STRIDE + pos - span->start;
-    const VecF *keys[2];
-    VecF sum[ATT_ROWS][2] = {0};
-    for (int v = 0; v < vecs; v++) {
-        keys[v] = (VecF *)key_at(task->p, task->kv_head, pos + v * LANES);
-    }
-    for (int j = 0; j < head_dim; j++) {
-        for (int v = 0; v < vecs && r == 0 && j % LINE_VECS == 0; v++) {
-            __builtin_prefetch((float *)&keys[v][j] + 2 * next);  // the next tile's
+    const VecF *low = keys_of(task, pos), *high = keys_of(task, pos + LANES);
+    const VecF *next = keys_of(task, pos + 2 * LANES), *last = keys_of(task, pos + 3 * LANES);
+    VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
+    VecF sum[ATT_QUERIES][2] = {0};
+    for (int j = 0; j < head_dim; j++, q += ATT_TASK) {
+        if (r == 0 && j % LINE_VECS == 0) {
+            __builtin_prefetch(next + j);
+            __builtin_prefetch(last + j);
         }
-        UNROLL for (int i = 0; i < rows; i++) {
-            VecF qj = splat_f(q[j * Q_STRIDE + i]);
-            UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = mul_add_v(keys[v][j], qj, sum[i][v]);
+        UNROLL for (int i = 0; i < queries; i++) {
+            sum[i][0] = mul_add_v(low[j], splat_f(q[i]), sum[i][0]);
+            sum[i][1] = mul_add_v(high[j], splat_f(q[i]), sum[i][1]);
         }
     }
-    for (int i = 0; i < rows; i++, score += SCORE_STRIDE) {
-        for (int v = 0; v < vecs; v++) *(VecF *)(score + v * LANES) = sum[i][v] * scale;
+    UNROLL for (int i = 0; i < queries; i++, score += SCORE_STRIDE / LANES) {
+        score[0] = sum[i][0] * scale;
+        score[1] = sum[i][1] * scale;
     }
 }
 
-// to->sum = keep * to->sum + take * (the span's terms times values), for `rows` rows from r on and
+// sum = keep * sum + take * (the span's terms times values), for `queries` queries from r on and
 // `vecs` vectors of columns from vector j on. Prefetches not the next block but the one after it:
 // the next may be needed before its prefetch has come.
-INLINE void value_tile(const Span *span, int r, int j, const int rows, const int vecs) {
-    const AttentionTask *task = span->task;
-    const Config *c = &task->p->m->config;
-    const size_t next = block_stride(c), vectors = value_dim(c) / LANES;
-    const float *term = span->score + r * SCORE_STRIDE;
-    VecF *all = (VecF *)span->to->sum + r * vectors + j, sum[ATT_ROWS][ATT_VECS] = {0};
-    for (int pos = span->start; pos < span->end; pos += LANES) {
-        const VecF *values = (VecF *)value_at(task->p, task->kv_head, pos) + j * LANES;
-        for (int k = 0; k < min_int(LANES, span->end - pos); k++, term++) {
+INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
+                       const int vecs) {
+    const int vectors = value_dim(&task->p->m->config) / LANES;
+    const int end = min_int(task->end, task->len[r + queries - 1]);
+    const float *term = task->score + r * SCORE_STRIDE;
+    VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
+    for (int pos = task->start; pos < end; pos += LANES) {
+        const VecF *values = values_of(task, pos) + j * LANES;
+        const VecF *next = values_of(task, pos + 2 * LANES) + j * LANES;
+        for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
             for (int v = 0; v < vecs && r == 0 && k % LINE_VECS == 0; v++) {
-                __builtin_prefetch((float *)&values[v * LANES + k] + 2 * next);
+                __builtin_prefetch(&next[v * LANES + k]);
             }
-            UNROLL for (int i = 0; i < rows; i++) {
-                VecF weight = splat_f(term[i * SCORE_STRIDE]);
+            UNROLL for (int i = 0; i < queries; i++) {
+                const VecF weight = splat_f(term[i * SCORE_STRIDE]);
                 UNROLL for (int v = 0; v < vecs; v++) {
                     sum[i][v] = mul_add_v(values[v * LANES + k], weight, sum[i][v]);
                 }
             }
         }
     }
-    UNROLL for (int i = 0; i < rows; i++) {
-        const VecF keep = splat_f(span->keep[r + i]), take = splat_f(span->take[r + i]);
-        UNROLL for (int v = 0; v < vecs; v++) {
-            all[i * vectors + v] = mul_add_v(all[i * vectors + v], keep, sum[i][v] * take);
-        }
+    UNROLL for (int i = 0; i < queries; i++, all += vectors) {
+        const VecF keep = splat_f(task->keep[r + i]), take = splat_f(task->take[r + i]);
+        UNROLL for (int v = 0; v < vecs; v++) all[v] = mul_add_v(all[v], keep, sum[i][v] * take);
     }
 }
 
-// Each row's scores become the terms exp(score - max). Positions after the row's own get -INFINITY,
-// so that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If there
-// is nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0.
-static void span_softmax(Span *span) {
-    const int width = round_up(span->end - span->start, 16);
-    float *score = span->score;
-    for (int r = 0; r < span->task->n; r++, score += SCORE_STRIDE) {
-        const int seen = max_int(span->task->len[r] - span->start, 0);
+// Each query's scores become the terms exp(score - max). Positions after its own get -INFINITY, so
+// that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If there is
+// nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0.
+static void span_softmax(AttentionTask *task) {
+    const int width = round_up(task->end - task->start, 16);
+    float *score = task->score;
+    for (int r = 0; r < task->n; r++, score += SCORE_STRIDE) {
+        const int seen = max_int(task->len[r] - task->start, 0);
         for (int i = seen; i < width; i++) score[i] = -INFINITY;
         float max = max_of(score, width);
         if (max == -INFINITY) max = -FLT_MAX;
         const float total = softmax_terms(score, width, max);
-        softmax_join(&span->to->softmax[r], (Softmax){max, total}, &span->keep[r], &span->take[r]);
+        softmax_join(&task->softmax[r], (Softmax){max, total}, &task->keep[r], &task->take[r]);
     }
 }
 
-// Runs value_tile for all rows and columns from vector j on, in as many tiles of `vecs` vectors as
-// fit. Returns the first vector that is left.
-INLINE int value_tiles(const Span *span, int j, const int rows, const int vecs) {
-    const int vectors = value_dim(&span->task->p->m->config) / LANES;
-    for (; j + vecs <= vectors; j += vecs) {
-        for (int r = 0; r < span->task->n; r += rows) value_tile(span, r, j, rows, vecs);
-    }
-    return j;
-}
-
-INLINE void span_tiles(Span *span, const int rows) {
-    // Vectors of columns in the widest tile. With more than 2 rows it has 2 * ATT_ROWS sums.
-    const int wide = rows == 2 ? ATT_VECS : 2 * ATT_ROWS / rows;
-    for (int pos = span->start; pos < span->end; pos += 2 * LANES) {
-        for (int r = 0; r < span->task->n; r += rows) {
-            if (span->end - pos > LANES) score_tile(span, r, pos, rows, 2);
-            else score_tile(span, r, pos, rows, 1);
+// `queries` and `vecs` are constants. A tile that sees nothing of the positions is left out.
+INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) {
+    const int vectors = value_dim(&task->p->m->config) / LANES;
+    for (int pos = task->start; pos < task->end; pos += 2 * LANES) {
+        for (int r = 0; r < task->n; r += queries) {
+            if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries);
         }
     }
-    span_softmax(span);
-    int j = wide > 2 ? value_tiles(span, 0, rows, wide) : 0;
-    j = value_tiles(span, j, rows, 2);
-    value_tiles(span, j, rows, 1);
-}
-
-// Adds to *to what the task's rows find in the span that begins at `start`.
-static void attend_span(Partial *to, const AttentionTask *task, int start, float *score) {
-    const int end = min_int(start + SPAN, task->len[task->n - 1]);
-    Span span = {.task = task, .start = start, .end = end, .score = score, .to = to};
-    if (start >= end) return;
-    switch (task->n) {  // how many rows a tile has must be known when compiling
-    case 2: span_tiles(&span, 2); break;
-    case ATT_FEW: span_tiles(&span, ATT_FEW); break;
-    default: span_tiles(&span, ATT_ROWS); break;
+    span_softmax(task);
+    for (int j = 0; j < vectors; j += vecs) {
+        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries, vecs);
     }
 }
 
-static void partial_clear(Partial *partial, const AttentionTask *task) {
-    for (int r = 0; r < task->n; r++) partial->softmax[r] = (Softmax){-INFINITY, 0};
-    memset(partial->sum, 0, task->n * value_dim(&task->p->m->config) * sizeof(float));
-}
-
-// Adds what the same rows found at further positions.
-static void partial_join(Partial *all, const Partial *more, const AttentionTask *task) {
-    const int width = value_dim(&task->p->m->config);
-    for (int r = 0; r < task->n; r++) {
-        float keep, take, *sum = all->sum + r * width, *further = more->sum + r * width;
-        softmax_join(&all->softmax[r], more->softmax[r], &keep, &take);
-        for (int j = 0; j < width; j++) sum[j] = mul_add(sum[j], keep, further[j] * take);
+// Cuts the queries of a kv head into tasks: task i begins with query task[i] and ends before that
+// of task i + 1. Returns how many there are.
+static int cut_tasks(const Pass *p, int *task) {
+    const Row *rows = p->m->state.rows;
+    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads;
+    int n = 0;
+    for (int t = 0, end; t < p->n; t = end) {
+        for (end = t + 1; end < p->n && rows[end].text == rows[t].text;) end++;
+        for (int i = t * per_kv; i < end * per_kv; i += ATT_TASK) task[n++] = i;
     }
+    task[n] = p->n * per_kv;
+    return n;
 }
 
-static int rows_per_kv_head(const Pass *p) {
-    return (p->n - p->first) * (p->m->config.n_heads / p->m->config.n_kv_heads);
-}
-
-static int tasks_per_kv_head(const Pass *p) {
-    return (rows_per_kv_head(p) + ATT_TASK - 1) / ATT_TASK;
-}
-
-static void task_init(AttentionTask *task, const Pass *p, int number) {
+// Queries begin .. end - 1 of a kv head; past the end the last one is repeated.
+static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin, int end) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
-    const int per_kv = c->n_heads / c->n_kv_heads, rows = rows_per_kv_head(p);
-    const int row = number % tasks_per_kv_head(p) * ATT_TASK, count = min_int(ATT_TASK, rows - row);
-    float *q = task->all.sum;  // (n, head_dim) the queries, until they are transposed
+    const int per_kv = c->n_heads / c->n_kv_heads, count = end - begin;
+    float *q = task->sum;  // (n, head_dim) the queries, until they are transposed
     task->p = p;
-    task->kv_head = number / tasks_per_kv_head(p);
-    task->n = count <= 2 ? 2 : count <= ATT_FEW ? ATT_FEW : round_up(count, ATT_ROWS);
-    for (int r = 0; r < task->n; r++) {  // past the end the last row is repeated
-        const int i = min_int(row + r, rows - 1), t = p->first + i / per_kv;
-        const int head = task->kv_head * per_kv + i % per_kv;
-        const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
+    task->text = s->rows[begin / per_kv].text;
+    task->kv_head = kv_head;
+    task->n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES);
+    for (int r = 0; r < task->n; r++) {
+        const int i = min_int(begin + r, end - 1), t = i / per_kv;
+        const size_t at = (size_t)t * c->q_dim + (kv_head * per_kv + i % per_kv) * c->head_dim;
         memcpy(q + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
         task->out[r] = s->a + at;
-        task->len[r] = s->pos[t] + 1;
+        task->len[r] = s->rows[t].pos + 1;
+        task->softmax[r] = (Softmax){-INFINITY, 0};
     }
     for (int r = 0; r < task->n; r += LANES) {
         VecI *out = (VecI *)(task->q + r);
-        transpose_rows(out, Q_STRIDE / LANES, q, task->n, c->head_dim, r, 0);
+        transpose_rows(out, ATT_TASK / LANES, q, task->n, c->head_dim, r, 0);
     }
-    partial_clear(&task->all, task);
+    memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
 }
 
 // a = sum / total
 static void task_output(const AttentionTask *task) {
     const Config *c = &task->p->m->config;
     for (int r = 0; r < task->n; r++) {
-        const float *sum = task->all.sum + r * value_dim(c);
-        const float inverse = 1 / task->all.softmax[r].total;
+        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->softmax[r].total;
         float *out = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
         for (int j = 0; j < c->head_dim; j++) out[j] = sum[j] * inverse;
     }
 }
 
-static int pass_spans(const Pass *p) { return span_count(p->m->state.pos[p->n - 1] + 1); }
-
 static void attend_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    AttentionBuffers *own = p->m->state.workspace[thread].attention;
-    for (int count; begin < end; begin += count) {
-        count = min_int(ATT_SIDE, end - begin);
-        for (int i = 0; i < count; i++) task_init(&own->task[i], p, begin + i);
-        for (int k = 0; k < pass_spans(p); k++) {
-            for (int i = 0; i < count; i++)
-                attend_span(&own->task[i].all, &own->task[i], k * SPAN, own->score);
+    const State *s = &p->m->state;
+    AttentionTask *task = s->workspace[thread].attention;
+    for (int i = begin; i < end; i++) {
+        const int *queries = s->tasks + i % s->n_tasks;
+        task_init(task, p, i / s->n_tasks, queries[0], queries[1]);
+        const int len = task->len[task->n - 1];
+        for (task->start = 0; task->start < len; task->start = task->end) {
+            task->end = min_int(task->start + SPAN, len);
+            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
+            else attend_span(task, ATT_QUERIES, 2);
         }
-        for (int i = 0; i < count; i++) task_output(&own->task[i]);
-    }
-}
-
-// If the number of tasks is small and no multiple of that of threads, some would be idle: decoding
-// with 8 kv heads has 8. Then they share the pairs (task, span), 8 * 16 at 4,000 positions. Each
-// pair has its own Partial, and these are joined from the first span to the last: the same bits as
-// attend_job's. Task i is in the workspace of thread i / ATT_SHARED, whoever works on it.
-static AttentionTask *shared_task(const Pass *p, int i) {
-    return &p->m->state.workspace[i / ATT_SHARED].attention->task[i % ATT_SHARED];
-}
-
-static void shared_init_job(void *arg, int begin, int end, int thread) {
-    (void)thread;
-    for (int i = begin; i < end; i++) task_init(shared_task(arg, i), arg, i);
-}
-
-static void shared_span_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const int spans = pass_spans(p);
-    float *score = p->m->state.workspace[thread].attention->score;
-    for (int i = begin; i < end; i++) {
-        const AttentionTask *task = shared_task(p, i / spans);
-        Partial *partial = &task->by_span[i % spans];
-        partial_clear(partial, task);
-        attend_span(partial, task, i % spans * SPAN, score);
-    }
-}
-
-static void shared_join_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    (void)thread;
-    for (int i = begin; i < end; i++) {
-        AttentionTask *task = shared_task(p, i);
-        for (int k = 0; k < span_count(task->len[task->n - 1]); k++)
-            partial_join(&task->all, &task->by_span[k], task);
         task_output(task);
     }
 }
 
 static void attend_all(const Pass *p) {
-    const int tasks = tasks_per_kv_head(p) * p->m->config.n_kv_heads, spans = pass_spans(p);
-    const bool even = tasks % n_threads == 0, many = tasks > ATT_SHARED * n_threads;
-    if (even || many || spans <= 2) {  // two spans are not worth the joining
-        parallel(attend_job, (void *)p, tasks, 1);
-        return;
-    }
-    parallel(shared_init_job, (void *)p, tasks, 1);
-    parallel(shared_span_job, (void *)p, tasks * spans, 1);
-    parallel(shared_join_job, (void *)p, tasks, 1);
+    State *s = &p->m->state;
+    s->n_tasks = cut_tasks(p, s->tasks);
+    parallel(attend_job, (void *)p, s->n_tasks * p->m->config.n_kv_heads, 1);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4553,20 +5014,14 @@ static void attend_all(const Pass *p) {
 static Quantized quantized_init(size_t n, int cols, int group) {
     const size_t words = cols / 4, n_groups = cols / group;
     const size_t stride = (words + 2 * n_groups + 15) / 16 * 16;  // rows are aligned to 64 bytes
-    int32_t *p = alloc((n + MOST_TILE_TOKENS) * stride, sizeof(*p), FOR_BATCH);
+    int32_t *p = alloc((n + TILE_TOKENS) * stride, sizeof(*p), FOR_BATCH);
     return (Quantized){(int8_t *)p, (float *)p + words, p + words + n_groups, stride};
 }
 
-// The size of Workspace.panel for a matrix of so many columns. It is at least that of wq, w_scale
-// and floats of transpose_panel; of columns, terms and splits of matvec, for at most 8 tokens (see
-// few_tokens); and of q and scale of matmul_plain.
-static size_t panel_words(int cols, int group) {
-    return (size_t)(PANEL_ROWS + LANES) * (cols / 4 + 2 * cols / group);
-}
-
-static void cache_init(State *s, const Config *c) {
-    const size_t blocks = ((size_t)s->seq_len + LANES - 1) / LANES;
+static void cache_init(State *s, const Config *c, int blocks) {
     const char *what = "the KV cache (-c makes it smaller)";
+    s->blocks = blocks;
+    s->block_len = LANES;
     s->cache = alloc(blocks, block_stride(c) * sizeof(float), what);
 #ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
     char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
@@ -4574,17 +5029,42 @@ static void cache_init(State *s, const Config *c) {
 #endif
 }
 
-static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
+static int most_blocks = INT_MAX;  // tests make it small
+
+static void cache_copy(const Model *m, int to, int from) {
+    const size_t size = block_stride(&m->config);
+    memcpy(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
+}
+
+// A text alone in the cache has its blocks in their order, and room for seq_len + 1 ids.
+static Text whole_cache(const State *s) {
+    Text text = {.blocks = alloc(s->blocks, sizeof(int), "the prompt")};
+    text.ids.p = alloc((size_t)s->seq_len + 1, sizeof(int), "the prompt");
+    for (int i = 0; i < s->blocks; i++) text.blocks[i] = i;
+    return text;
+}
+
+// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
+static int pool_blocks(const Config *c, int seq_len, int texts) {
+    const int one = (seq_len + LANES - 1) / LANES;
+    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
+    const int most = min_int(most_blocks, room < INT_MAX ? (int)room : INT_MAX);
+    return one < most / texts ? one * texts : max_int(one, most);
+}
+
+static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts) {
     const Config *c = &m->config;
     State *s = &m->state;
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const size_t n = batch;
     s->seq_len = seq_len;
     s->batch = batch;
-    s->pos = alloc(n, sizeof(int), FOR_BATCH);
+    s->rows = alloc(n, sizeof(Row), FOR_BATCH);
+    s->tasks = alloc(n * (2 + c->n_heads / c->n_kv_heads / ATT_TASK) + 1, sizeof(int), FOR_BATCH);
     s->cos = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
     s->sin = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
     s->x = alloc(n * c->dim, sizeof(float), FOR_BATCH);
+    s->h = alloc(n * c->dim, sizeof(float), FOR_BATCH);
     s->q = alloc(n * c->q_dim, sizeof(float), FOR_BATCH);
     s->a = alloc(n * c->q_dim, sizeof(float), FOR_BATCH);
     s->xq = quantized_init(n, c->dim, c->group_size);
@@ -4592,7 +5072,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     s->hq = quantized_init(n * max_int(c->n_experts_used, 1), c->hidden_dim, c->group_size);
     if (c->n_experts) {
         Routing *r = s->routing = alloc(1, sizeof(Routing), FOR_BATCH);
-        r->h = alloc(n * c->dim, sizeof(float), FOR_BATCH);
         r->share = alloc(n * c->n_experts, sizeof(float), FOR_BATCH);
         r->expert = alloc(c->n_experts, sizeof(int), FOR_BATCH);
         r->token = alloc(n * c->n_experts_used, sizeof(int), FOR_BATCH);
@@ -4600,55 +5079,33 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows) {
     }
     s->logits = alloc((size_t)logit_rows * c->vocab_size, sizeof(float), FOR_BATCH);
     s->logit_rows = logit_rows;
+    s->kv = alloc(n_threads * n * c->head_dim, sizeof(float), FOR_BATCH);
     s->workspace = alloc(n_threads, sizeof(Workspace), FOR_BATCH);
     for (int i = 0; i < n_threads; i++) {
         Workspace *own = &s->workspace[i];
-        own->h = alloc(c->dim, sizeof(float), FOR_BATCH);
-        own->kv = alloc(n * c->head_dim, sizeof(float), FOR_BATCH);
         own->gate = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
-        own->panel = alloc(panel_words(widest, c->group_size), sizeof(int32_t), FOR_BATCH);
-        own->attention = attention_init(c, seq_len);
+        own->panel = alloc(panel_bytes(widest, c->group_size), 1, FOR_BATCH);
+        own->attention = attention_init(c);
     }
-    cache_init(s, c);
-    s->freq = alloc(c->head_dim / 2, sizeof(float), FOR_BATCH);
-    rope_init(s, c);
+    cache_init(s, c, pool_blocks(c, seq_len, texts));
 }
 
 // ------------------------------------------------------------------------------------------------
 // Progress: what a terminal shows while a text takes longer than two seconds
 
 static struct {
-    const Model *model;
-    double start;
-    size_t first, tokens;  // the first position, and how many tokens run from there on
-    size_t shown;          // the count on the terminal, 0: none
+    size_t tokens, shown;  // that run; of these, the number on the terminal, 0: none
     size_t done, total;    // tokens times layers
-    double drawn;          // when, in seconds from the start
+    double start, drawn;   // when it began, and when the terminal last changed
 } progress;
 
-static void progress_start(const Model *m, size_t first, size_t tokens) {
-    progress.model = m;
-    progress.start = now();
-    progress.first = first;
+static void progress_start(const Model *m, size_t tokens) {
     progress.tokens = tokens;
     progress.done = 0;
-    progress.drawn = 0;
     progress.total = tokens * m->config.n_layers;
-}
-
-// The time of a text's first n tokens, in units of what the matrices of one token take. Attention
-// at position `equal` takes as long: the fp32 products of q with K, and of the shares with V, take
-// about 3 times the time of int8 ones. A text longer than the context begins anew there. (The
-// classifier, which perplexity runs for each token, is left out.)
-static double work_of(const Model *m, double n) {
-    const Config *c = &m->config;
-    const double kv_dim = c->n_kv_heads * c->head_dim, experts = max_int(c->n_experts_used, 1);
-    const double products = c->dim * (2 * (c->q_dim + kv_dim) + 3 * c->hidden_dim * experts);
-    const double equal = products / (2 * c->q_dim * 3.0), len = m->state.seq_len;
-    const double rest = fmod(n, len);
-    return (n - rest) * (1 + len / equal / 2) + rest * (1 + rest / equal / 2);
+    progress.start = progress.drawn = now();
 }
 
 // Clears the line, before an answer, a notice or an error begins.
@@ -4657,21 +5114,33 @@ static void progress_end(void) {
     progress.shown = progress.total = 0;
 }
 
+// The time left is that of as many tokens as so far, and so the least: later ones take longer, as
+// attention reads more.
 static void progress_add(int n) {
     progress.done += n;
     if (progress.total == 0 || quiet || !is_terminal(STDERR_FILENO)) return;
-    const Model *m = progress.model;
-    const double ran = (double)progress.tokens * progress.done / progress.total;
-    const double before = work_of(m, progress.first), here = work_of(m, progress.first + ran);
-    const double end = work_of(m, progress.first + progress.tokens);
-    const double seconds = now() - progress.start;
-    const double left = seconds * (end - here) / (here - before);
-    const size_t count = ran;
-    if (count == progress.shown || (!progress.shown && seconds + left < 2)) return;
-    if (seconds < progress.drawn + 0.1) return;
+    const double share = (double)progress.done / progress.total, time = now();
+    const double left = (time - progress.start) * (1 - share) / share;
+    const size_t count = (size_t)(share * progress.tokens);
+    if (count == progress.shown || time < progress.drawn + 0.1) return;
+    if (!progress.shown && time - progress.start + left < 2) return;
     progress.shown = count;
-    progress.drawn = seconds;
-    fprintf(stderr, "\r%zu of %zu tokens, %.0f s left\033[K", count, progress.tokens, left);
+    progress.drawn = time;
+    fprintf(stderr, "\r%zu of %zu tokens, at least %.0f s left\033[K", count, progress.tokens,
+            left);
+}
+
+// Of a list: `texts` of `all` (0: nobody knows) are done, after `tokens` in `seconds`.
+static void progress_list(size_t texts, double all, size_t tokens, double seconds) {
+    const double time = now(), rate = tokens / seconds;
+    if (quiet || seconds < 1 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
+    progress.shown = 1;
+    progress.drawn = time;
+    fprintf(stderr, "\r%zu", texts);
+    if (all > 0) fprintf(stderr, " of %.0f", all);
+    fprintf(stderr, " texts, %.*f tokens/s", rate < 999.95, rate);
+    if (all > 0 && texts > 0) fprintf(stderr, ", %.0f s left", seconds * (all / texts - 1));
+    fputs("\033[K", stderr);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4680,6 +5149,7 @@ static void progress_add(int n) {
 #ifdef _WIN32
 // POSIX as far as it is used here: what MinGW lacks, or has without UTF-8 or large files
 #define O_NONBLOCK 0
+#define poll(...) (void)0
 #define MAP_FAILED NULL
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
@@ -4724,7 +5194,16 @@ static ssize_t read_bytes(int fd, void *p, size_t size) {
     return WideCharToMultiByte(CP_UTF8, 0, text, n, p, size, NULL, NULL);
 }
 
-static void wait_for(int fd, bool reading) { (void)fd, (void)reading; }
+static bool input_ready(int fd) {
+    DWORD n = 0;
+    return GetFileType(handle(fd)) != FILE_TYPE_PIPE ||
+           !PeekNamedPipe(handle(fd), NULL, 0, NULL, &n, NULL) || n > 0;
+}
+
+static double memory_size(void) {
+    MEMORYSTATUSEX memory = {.dwLength = sizeof(memory)};
+    return GlobalMemoryStatusEx(&memory) ? (double)memory.ullTotalPhys : 0;
+}
 
 static Waiting input_waits(void) {  // the lines of a pasted block arrive together
     static INPUT_RECORD records[4096];
@@ -4772,50 +5251,47 @@ static void start_platform(int *argc, char ***argv) {
 }
 #else
 #ifdef __linux__
-// Reads up to two numbers from the start of a file; returns how many.
-static int read_numbers(long long *numbers, const char *folder, const char *name) {
-    char path[8192];
-    snprintf(path, sizeof(path), "%s/%s", folder, name);
+static const char *file_start(const char *path) {  // its first bytes, "" if there is no such file
+    static char text[4096];
     FILE *f = fopen(path, "r");
-    int n = f ? fscanf(f, "%lld %lld", &numbers[0], &numbers[1]) : 0;
+    text[f ? fread(text, 1, sizeof(text) - 1, f) : 0] = 0;
     if (f) fclose(f);
-    return n > 0 ? n : 0;
+    return text;
 }
 
-// The CPU quota of this cgroup and its ancestors (version 2), in cores, or INT_MAX. cpu.max is
-// "QUOTA PERIOD", or "max PERIOD" for no limit.
+static const char *cgroup_file(const char *name) {  // of this process's cgroup (version 2)
+    char group[4000] = "", path[4096];
+    sscanf(file_start("/proc/self/cgroup"), "0::%3999[^\n]", group);
+    snprintf(path, sizeof(path), "/sys/fs/cgroup%s/%s", group, name);
+    return file_start(path);
+}
+
+// The CPU quota in cores, or INT_MAX. cpu.max is "QUOTA PERIOD", or "max PERIOD" for no limit.
 static int cgroup_cores(void) {
-    char folder[4200] = "/sys/fs/cgroup";
-    double cores = INT_MAX;
-    FILE *f = fopen("/proc/self/cgroup", "r");
-    if (f) (void)!fscanf(f, "0::%4095[^\n]", folder + strlen(folder));
-    if (f) fclose(f);
-    for (char *end; (end = strrchr(folder, '/')); *end = 0) {
-        long long time[2];
-        if (read_numbers(time, folder, "cpu.max") == 2 && time[0] > 0 && time[1] > 0)
-            cores = fmin(cores, ceil((double)time[0] / time[1]));
-    }
-    return (int)cores;
+    double quota, period;
+    const int n = sscanf(cgroup_file("cpu.max"), "%lf %lf", &quota, &period);
+    return n == 2 ? (int)ceil(quota / period) : INT_MAX;
 }
 
-// How many cores a set of CPUs has: the CPUs of one core name the same first sibling.
+// The cores of a set of CPUs. A core is known by the first of its CPUs.
 static int physical_cores(const cpu_set_t *set) {
     cpu_set_t cores;
     CPU_ZERO(&cores);
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        char folder[64];
-        long long siblings[2] = {cpu};
+        char path[96];
+        int first = cpu;
         if (!CPU_ISSET(cpu, set)) continue;
-        snprintf(folder, sizeof(folder), "/sys/devices/system/cpu/cpu%d/topology", cpu);
-        read_numbers(siblings, folder, "thread_siblings_list");
-        CPU_SET(siblings[0], &cores);
+        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
+                 cpu);
+        sscanf(file_start(path), "%d", &first);
+        CPU_SET(first, &cores);
     }
     return CPU_COUNT(&cores);
 }
 #endif
 
 // Physical cores, as a second thread on a core gains nothing; on macOS the fast ones. Where the
-// system does not tell (Linux and macOS do), hardware threads.
+// system does not tell, hardware threads.
 static int cpu_count(void) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
@@ -4836,9 +5312,18 @@ static FileKind file_kind(const char *path) {
     return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
 }
 
-// Waits until a file in non-blocking mode can be read or written.
-static void wait_for(int fd, bool reading) {
-    poll(&(struct pollfd){fd, reading ? POLLIN : POLLOUT, 0}, 1, -1);
+static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
+
+// The machine's memory, or less if this process has a limit: ulimit -v, its cgroup's
+static double memory_size(void) {
+    double size = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur < size) size = (double)limit.rlim_cur;
+#ifdef __linux__
+    double most;
+    if (sscanf(cgroup_file("memory.max"), "%lf", &most) == 1 && most < size) size = most;
+#endif
+    return size;
 }
 
 // A pasted block's lines arrive within about 30 ms. Normally the terminal counts only whole lines;
@@ -4887,8 +5372,7 @@ static Bytes file_map(const char *path) {
 #ifdef MADV_HUGEPAGE
     // Asks for pages of 2 MB, if the file system has them: fewer TLB misses. Not if memory may be
     // too small for the model: an expert's matrix, often of less than 1 MB, would read more.
-    const double memory = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    if (st.st_size < 0.75 * memory) madvise(p, st.st_size, MADV_HUGEPAGE);
+    if (st.st_size < 0.75 * memory_size()) madvise(p, st.st_size, MADV_HUGEPAGE);
 #endif
     return (Bytes){p, st.st_size};
 }
@@ -4897,14 +5381,22 @@ static ssize_t read_some(int fd, void *p, size_t n) {
     for (;;) {
         ssize_t got = read(fd, p, n);
         if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
-        if (errno == EAGAIN) wait_for(fd, true);
+        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
     }
 }
 
+static int file_open(const char *path) {
+    return strcmp(path, "-") == 0 ? STDIN_FILENO : open(path, O_RDONLY);
+}
+
+static double file_size(int fd) {
+    struct stat st;
+    return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? (double)st.st_size : 0;
+}
+
 static const char *file_read(Buffer *b, const char *path) {
-    const bool is_stdin = strcmp(path, "-") == 0;
     const char *error = NULL;
-    int fd = is_stdin ? STDIN_FILENO : open(path, O_RDONLY);
+    const int fd = file_open(path);
     if (fd < 0) return strerror(errno);
     for (ssize_t got = 1; got != 0 && !error;) {
         b->p = grow(b->p, &b->cap, b->n, 65536, 1);
@@ -4913,7 +5405,7 @@ static const char *file_read(Buffer *b, const char *path) {
         if (got > 0) b->n += got;
         if (b->n >= INT_MAX) error = "too long, expected less than 2 GB";
     }
-    if (!is_stdin) close(fd);
+    if (fd != STDIN_FILENO) close(fd);
     return error;
 }
 
@@ -4929,7 +5421,7 @@ static void write_stdout(Bytes text) {
     while (text.n) {
         ssize_t n = write(STDOUT_FILENO, text.p, text.n);
         if (n < 0 && errno == EPIPE) exit(EXIT_SUCCESS);  // the reader has seen enough
-        if (n < 0 && errno == EAGAIN) wait_for(STDOUT_FILENO, false);
+        if (n < 0 && errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
         else if (n < 0 && errno != EINTR) die("stdout: %s", strerror(errno));
         if (n > 0) text = bytes_from(text, n);
     }
@@ -4940,7 +5432,7 @@ static void write_stdout(Bytes text) {
 static void on_interrupt(int signal) {
     static volatile double first;
     (void)signal;
-    if (!stoppable || (interrupted && now() > first + 1)) _exit(EXIT_INTERRUPT);
+    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
     if (!interrupted) first = now();
     interrupted = 1;
 }
@@ -4977,3 +5469,17 @@ static void catch_signals(void) {
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);  // ends a read, too
 }
 #endif
+
+// It looks without reading or waiting. What a shell's `while read` loop goes through is a file that
+// is no longer at its start.
+static bool stdin_has_data(void) {
+    struct stat st;
+    int waiting = 0;
+    if (fstat(STDIN_FILENO, &st) != 0) return false;
+    if (S_ISREG(st.st_mode)) return st.st_size > 0 && lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
+#ifdef _WIN32
+    return PeekNamedPipe(handle(STDIN_FILENO), NULL, 0, NULL, (DWORD *)&waiting, NULL) && waiting;
+#else
+    return S_ISFIFO(st.st_mode) && ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
+#endif
+}

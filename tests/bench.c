@@ -2,10 +2,12 @@
 //   tests/bench MODEL.bin
 //   tests/bench SHAPE [BITS [GROUP [LAYERS]]]     make bench MODEL=30b-a3b BITS=4 LAYERS=8
 //   tests/bench curve SHAPE ...                   at many lengths, for pictures.py; takes minutes
+//   tests/bench texts SHAPE ...                   many texts together, for pictures.py; takes minutes
+//   tests/bench decode SHAPE ...                  only decoding, in seconds, to compare two builds
 // A SHAPE is the name of a synthetic model in a temporary file: see `shapes`. GROUP 0 is export.py's,
 // LAYERS 0 the model's.
 // Prompts should be bound by arithmetic (dot4 in the products, fma in attention: their rates in
-// registers; where there is AMX, products can be faster), decoding by the memory (the rate at which
+// registers), decoding by the memory (the rate at which
 // it can be read). These are measured beside them: machines change their speed.
 #include "../qwen3.c"
 #include <sys/resource.h>
@@ -16,6 +18,7 @@ typedef struct {
 } Rate;
 
 static Model m;
+static Text text;
 static int ids[16384];
 static double patience = 1;  // less for a model that shows nothing but that everything runs
 
@@ -80,6 +83,16 @@ static void put_routers(FILE *f, int64_t count) {
     }
 }
 
+// A new file, whose name is in path (4096). The caller removes it.
+static FILE *temporary_file(char *path) {
+    const char *folder = getenv("TMPDIR");
+    snprintf(path, 4096, "%s/qwen3-bench-XXXXXX", folder ? folder : "/tmp");
+    const int fd = mkstemp(path);
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
+    if (!f) die("%s: %s", path, strerror(errno));
+    return f;
+}
+
 // Maps a model of this shape. Its file has no name.
 static void map_synthetic(const struct Shape *s, int bits, int group, int layers) {
     // Their mean is 0: a direction that all rows share would grow from layer to layer.
@@ -87,12 +100,9 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
                                     6, 18, 29, 42, 57, 75, 98, 127};
     const int dim = s->dim, q_dim = s->n_heads * s->head_dim, kv_dim = s->n_kv_heads * s->head_dim;
     const int experts = max_int(s->n_experts, 1);
-    const char *folder = getenv("TMPDIR");
     char path[4096];
-    snprintf(path, sizeof(path), "%s/qwen3-bench-XXXXXX", folder ? folder : "/tmp");
-    int fd = mkstemp(path);
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
-    if (!f) die("%s: %s", path, strerror(errno));
+    FILE *f = temporary_file(path);
+    const int fd = fileno(f);
     remove(path);  // nothing is left of it, whatever happens
     int32_t header[64] = {0x616A6331, 1};
     memcpy(header + 2, &s->dim, 9 * sizeof(int32_t));
@@ -138,6 +148,14 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
 
 // Enough sums that none waits for its last product, few enough that all stay in registers
 enum { SUMS = LANES == 8 ? 8 : 12, PEAK_ITEMS = 64, PEAK_LOOPS = 20000 };
+
+#ifdef PLAIN_C
+static VecI dot4(VecI acc, VecI w, VecI x) {
+    const int8_t *wb = (const int8_t *)&w, *xb = (const int8_t *)&x;
+    for (int i = 0; i < 4 * LANES; i++) acc[i / 4] += wb[i] * xb[i];
+    return acc;
+}
+#endif
 
 enum { INT8, FP32 };
 
@@ -222,17 +240,103 @@ static double run_read(int kernel) {
 static double run_prompt(int n) {
     for (int at = 0; at < n; at += m.state.batch) {
         int count = min_int(m.state.batch, n - at);
-        forward(&m, ids + at, count, at, at + count == n);
-        if (at + count == n) classify(&m, count - 1, 1);
+        forward_text(&m, &text, ids + at, count, at, at + count == n);
+        if (at + count == n) classify(&m, 0, 1);
     }
     return n;
 }
 
 static double run_decode(int pos) {
     static int turn;  // another token each time: it chooses other experts
-    forward(&m, ids + turn++ % 4096, 1, pos, 1);
+    forward_text(&m, &text, ids + turn++ % 4096, 1, pos, 1);
     classify(&m, 0, 1);
     return 1;
+}
+
+// ---- Many texts together: a list of texts (-l), and what its passes take alone
+
+// So many texts of `prompt` tokens each, whose answers have `answer` tokens
+static struct { int texts, prompt, answer; } list;
+static char list_path[4096];
+static Tokenizer words;
+
+// A token for each byte, which no merge joins; all others are words.
+static void make_tokenizer(void) {
+    const struct { uint32_t longest, bos, eos; } header = {4, 0, 0};
+    const float score = -1;
+    char path[4096];
+    FILE *f = temporary_file(path);
+    put(f, &header, sizeof(header));
+    for (int id = 0; id < m.config.vocab_size; id++) {
+        const uint32_t n = id < 256 ? 1 : 4;
+        put(f, &score, sizeof(score));
+        put(f, &n, sizeof(n));
+        put(f, n == 1 ? (const char *)&id : "word", n);
+    }
+    if (fclose(f) != 0) die("%s: %s", path, strerror(errno));
+    tokenizer_load(&words, path, m.config.vocab_size);
+    words.stop.n = 0;  // each answer has its length
+    remove(path);
+}
+
+static void write_list(int texts, int prompt, int answer) {
+    FILE *f = temporary_file(list_path);
+    for (int t = 0; t < texts; t++) {  // no one begins like the one before it
+        for (int i = 0; i < prompt; i++) fputc('a' + (t * 7 + i * 3) % 26, f);
+        fputc('\n', f);
+    }
+    if (fclose(f) != 0) die("%s: %s", list_path, strerror(errno));
+    list.texts = texts, list.prompt = prompt, list.answer = answer;
+}
+
+// All of it, as the program does it: reads the list, samples with the defaults, writes to /dev/null.
+static double run_texts(int unused) {
+    static App app;
+    (void)unused;
+    app = (App){.options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
+                                                       "-s", "1", "-q"}),
+                .engine = {.model = m, .tokenizer = words, .max_new = list.answer}, .mode = GENERATE};
+    choose_sampling(&app);
+    writer_init(&app);
+    const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
+    if (out < 0 || null < 0 || dup2(null, STDOUT_FILENO) < 0) die("/dev/null: %s", strerror(errno));
+    run_list(&app);
+    dup2(out, STDOUT_FILENO);
+    close(out), close(null);
+    return (double)list.texts * list.answer;
+}
+
+// The same without the list, sampling and writing: the prompts' rows, as many as fit into a pass, then
+// a row of each text, with its logits.
+static double run_passes(int unused) {
+    static Text texts[PLACES];
+    static int blocks[PLACES][4096];
+    const int length = list.prompt + list.answer, each = (length + m.state.block_len - 1) / m.state.block_len;
+    (void)unused;
+    for (int t = 0; t < PLACES; t++) {
+        for (int i = 0; i < each; i++) blocks[t][i] = t * each + i;
+        texts[t].blocks = blocks[t];
+    }
+    for (int left = list.texts, n; left > 0; left -= n) {
+        int rows = 0, needed = 0;
+        n = min_int(left, PLACES);
+        for (int i = 0; i < n * list.prompt; i++) {
+            const int t = i / list.prompt, pos = i % list.prompt;
+            const bool last = pos + 1 == list.prompt;
+            m.state.rows[rows++] = (Row){ids[i % 4096], pos, &texts[t], last};
+            needed += last;
+            if (rows < m.state.batch && i + 1 < n * list.prompt) continue;
+            forward(&m, rows);
+            if (needed) classify(&m, 0, needed);
+            rows = needed = 0;
+        }
+        for (int pos = list.prompt; pos + 1 < length; pos++) {
+            for (int t = 0; t < n; t++) m.state.rows[t] = (Row){ids[(pos + 97 * t) % 4096], pos, &texts[t], true};
+            forward(&m, n);
+            classify(&m, 0, n);
+        }
+    }
+    return (double)list.texts * list.answer;
 }
 
 // ---- Measuring and printing
@@ -346,11 +450,15 @@ typedef struct {
     int positions[9];  // of decoding
     int longest;       // of both
     int seconds;       // that a prompt may take
+    int texts[9];      // so many together
+    int answer;        // the length of the answers of these
 } Plan;
 
-static const Plan usual = {{32, 512, 4096, -1}, {0, 4000, -1}, 4096, 40};
+static const Plan usual = {{32, 512, 4096, -1}, {0, 4000, -1}, 4096, 40, {32, -1}, 16};
 static const Plan curve = {{32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1},
-                           {32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1}, 16384, 150};
+                           {32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1}, 16384, 150, {-1}, 0};
+static const Plan decode = {{-1}, {0, -1}, 512, 0, {-1}, 0};
+static const Plan many = {{-1}, {0, -1}, 6144, 0, {1, 2, 4, 8, 16, 32, 64, -1}, 16};
 
 // Would this take longer than one cares to wait? Then it is not run.
 static bool too_slow(const char *name, double seconds, int most) {
@@ -359,45 +467,7 @@ static bool too_slow(const char *name, double seconds, int most) {
     return true;
 }
 
-// All rows for one number of threads. Decoding comes last and follows whatever is in the cache.
-static void bench(const Plan *plan, int threads) {
-    const int context = m.state.seq_len;
-    char name[64];
-    Rate r = {.best = 1e9};
-    double of_512 = 0;  // the rate of a prompt of 512, in terms of the int8 peak beside it
-    n_threads = threads;
-    machine.last = machine.ever = measure_machine();
-    for (int i = 0; plan->prompts[i] >= 0; i++) {
-        int n = min_int(plan->prompts[i], context - 1);
-        snprintf(name, sizeof(name), "prompt of %d", n);
-        if (too_slow(name, n / r.best, plan->seconds)) continue;
-        r = measure_row(run_prompt, n, 4);
-        print_row(name, r, 1, "tok/s");
-        if (n <= 512) {
-            of_512 = r.best / machine.beside.int8.best;
-            end_row(of_512 * token_products(),
-                    has_amx ? "of the int8 peak without AMX, by its matmuls"
-                            : "of the int8 peak, by its matmuls");
-        } else {  // as fast as a prompt of 512, and attention's rest at the fp32 peak
-            double rest = attention_products(n) - n / 512.0 * attention_products(512);
-            double least = n / (of_512 * machine.beside.int8.best) + rest / machine.beside.fp32.best;
-            end_row(n / r.best / least, "times its floor: as a prompt of 512, attention at the fp32 peak");
-        }
-    }
-    for (int i = 0; plan->positions[i] >= 0; i++) {
-        int pos = min_int(plan->positions[i], context - 1);
-        snprintf(name, sizeof(name), "decode at %d", pos);
-        r = measure_row(run_decode, pos, 3);
-        print_row(name, r, 1, "tok/s");
-        end_row(r.best * token_bytes(pos) / machine.beside.read.best, "of the memory's rate");
-    }
-    print_row("memory read", machine.ever.read, 1e9, "GB/s");
-    end_row(0, NULL);
-    print_row("int8 peak", machine.ever.int8, 1e9, "GMAC/s");
-    end_row(0, NULL);
-    print_row("fp32 peak", machine.ever.fp32, 1e9, "GFMA/s");
-    end_row(0, NULL);
-}
+static double peak;  // memory_peak() before any list of texts
 
 // The most memory in use beside the mapped file, bytes
 static double memory_peak(void) {
@@ -414,6 +484,72 @@ static double memory_peak(void) {
 #else
     return usage.ru_maxrss * 1024.0 - weight_bytes();
 #endif
+}
+
+// The answers' tokens of a list, beside what its passes take alone. alone: the rate of one text's decoding
+static void bench_texts(const char *name, int texts, int prompt, int answer, double alone) {
+    const int len = m.state.block_len, places = min_int(texts, PLACES);
+    char beside[64];
+    if ((prompt + answer + len - 1) / len * places > m.state.blocks) {
+        printf("%7d  %-20s skipped, the cache is too small\n", n_threads, name);
+        return;
+    }
+    write_list(texts, prompt, answer);
+    const Rate passes = measure(run_passes, 0, 2), r = measure(run_texts, 0, 3);
+    const Rate again = measure(run_passes, 0, 2);
+    remove(list_path);
+    snprintf(beside, sizeof(beside), "of its passes alone, %.1f times one text's decoding", r.best / alone);
+    print_row(name, r, 1, "tok/s");
+    end_row(r.best / better(passes, again).best, beside);
+}
+
+// All rows for one number of threads. Decoding comes last and follows whatever is in the cache.
+static void bench(const Plan *plan, int threads) {
+    const int context = m.state.seq_len;
+    char name[64];
+    Rate r = {.best = 1e9};
+    double alone = 0;   // the rate of decoding at position 0
+    double of_512 = 0;  // the rate of a prompt of 512, in terms of the int8 peak beside it
+    n_threads = threads;
+    machine.last = machine.ever = measure_machine();
+    for (int i = 0; plan->prompts[i] >= 0; i++) {
+        int n = min_int(plan->prompts[i], context - 1);
+        snprintf(name, sizeof(name), "prompt of %d", n);
+        if (too_slow(name, n / r.best, plan->seconds)) continue;
+        r = measure_row(run_prompt, n, 4);
+        print_row(name, r, 1, "tok/s");
+        if (n <= 512) {
+            of_512 = r.best / machine.beside.int8.best;
+            end_row(of_512 * token_products(), "of the int8 peak, by its matmuls");
+        } else {  // as fast as a prompt of 512, and attention's rest at the fp32 peak
+            double rest = attention_products(n) - n / 512.0 * attention_products(512);
+            double least = n / (of_512 * machine.beside.int8.best) + rest / machine.beside.fp32.best;
+            end_row(n / r.best / least, "times its floor: as a prompt of 512, attention at the fp32 peak");
+        }
+    }
+    for (int i = 0; plan->positions[i] >= 0; i++) {
+        int pos = min_int(plan->positions[i], context - 1);
+        snprintf(name, sizeof(name), "decode at %d", pos);
+        r = measure_row(run_decode, pos, 3);
+        print_row(name, r, 1, "tok/s");
+        end_row(r.best * token_bytes(pos) / machine.beside.read.best, "of the memory's rate");
+        if (pos == 0) alone = r.best;
+    }
+    if (peak == 0) peak = memory_peak();
+    for (int i = 0; plan->texts[i] >= 0; i++) {
+        const int n = plan->texts[i];
+        snprintf(name, sizeof(name), "%d text%s together", n, n > 1 ? "s" : "");
+        if (n <= PLACES) bench_texts(name, n, 1, plan->answer, alone);
+    }
+    if (plan == &many && threads > 1) bench_texts("64 of 30, 128 each", 64, 30, 128, alone);
+    machine.last = measure_machine();
+    machine.ever = better_machine(machine.ever, machine.last);
+    print_row("memory read", machine.ever.read, 1e9, "GB/s");
+    end_row(0, NULL);
+    print_row("int8 peak", machine.ever.int8, 1e9, "GMAC/s");
+    end_row(0, NULL);
+    print_row("fp32 peak", machine.ever.fp32, 1e9, "GFMA/s");
+    end_row(0, NULL);
 }
 
 // Maps the synthetic model that the arguments describe: a shape, bits, group, layers
@@ -438,9 +574,11 @@ int main(int argc, char **argv) {
     const int cores = cpu_count();
     const Config *g = &m.config;
     const Plan *plan = &usual;
-    const char *help = "usage: tests/bench [curve] MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]], "
+    const char *help = "usage: tests/bench [curve|texts|decode] MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]], "
                        "SHAPE is 0.6b, 4b, 8b or 30b-a3b";
     if (argc > 1 && strcmp(argv[1], "curve") == 0) plan = &curve, argc--, argv++;
+    else if (argc > 1 && strcmp(argv[1], "texts") == 0) plan = &many, patience = 0.5, argc--, argv++;
+    else if (argc > 1 && strcmp(argv[1], "decode") == 0) plan = &decode, patience = 0.2, argc--, argv++;
     if (argc < 2) die_usage("%s", help);
     if (strcmp(argv[1], "-h") == 0) return puts(help) == EOF;
     const char *end = strrchr(argv[1], '.');
@@ -449,11 +587,19 @@ int main(int argc, char **argv) {
     printf("qwen3 (%s): %d layers of %d with %d bits, vocabulary %d, group %d: %.0f MB a token, "
            "%.1f million multiply-adds in its matmuls\n\n", simd_name(), g->n_layers, g->dim, g->layer_bits,
            g->vocab_size, g->group_size, weight_bytes() / 1e6, token_products() / 1e6);
+    if (plan == &many) {  // what bounds them
+        const int pos = 1 + many.answer / 2;
+        printf("a row with its logits: %.1f million multiply-adds; keys and values before position %d: %.1f MB\n\n",
+               (token_products() + (double)g->vocab_size * g->dim) / 1e6, pos,
+               (token_bytes(pos) - weight_bytes()) / 1e6);
+    }
     if (weight_bytes() < 5e6) patience = 0.02;
     printf("threads                            best    median         runs   of what the machine does\n");
     start_threads(cores);
     const int batch = parse_options(2, (char *[]){"", ""}).batch;
-    state_init(&m, min_int(plan->longest + 1, g->max_seq_len), batch, 1);
+    state_init(&m, min_int(plan->longest + 1, g->max_seq_len), batch, PLACES, 1);
+    make_tokenizer();
+    text = whole_cache(&m.state);
     for (int i = 0; i < plan->longest; i++) ids[i] = (int)((i * 7919LL + 13) % g->vocab_size);
     read_start = (const char *)m.weights.layers[0].rms_att;
     read_blocks = (int)(weight_bytes() / READ_BLOCK);
@@ -462,5 +608,5 @@ int main(int argc, char **argv) {
     bench(plan, n_threads);
     if (cores > 1) bench(plan, 1);
     printf("\nmemory beside the mapped file: %.0f MB, of which the cache of %d positions: %.0f MB\n",
-           memory_peak() / 1e6, m.state.seq_len, (token_bytes(m.state.seq_len) - weight_bytes()) / 1e6);
+           peak / 1e6, m.state.seq_len, (token_bytes(m.state.seq_len) - weight_bytes()) / 1e6);
 }

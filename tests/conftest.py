@@ -1,4 +1,4 @@
-"""What the tests share: running qwen3 and export.py, and checkpoints made on the spot.
+"""What the tests share: running qwen3 and export.py, and models that many of them use.
 
 The programs are black boxes here. QWEN3=path runs another build (say, one with sanitizers).
 """
@@ -24,8 +24,8 @@ import numpy as np  # noqa: E402
 import pexpect  # noqa: E402
 import pytest  # noqa: E402
 import reference  # noqa: E402
-import tokenizers  # noqa: E402
-from tokenizers import models, normalizers, pre_tokenizers, decoders, trainers  # noqa: E402
+from checkpoints import (ADDED, CHATML, HYBRID, SENTENCES, make_checkpoint, make_table_model,  # noqa: E402, F401
+                         random_weights, train_tokenizer)  # noqa: F401
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -39,13 +39,14 @@ QUOTED_QWEN3 = shlex.quote(str(QWEN3))      # for a shell
 TINY = TESTS / "tiny"
 LINUX = sys.platform == "linux"
 
-RATE = r"(?:0\.\d{3}|[1-9]\.\d\d|\d\d\.\d|\d{3}|\d{3}0|\d\d\.\dk|\d{3,}k)/s"  # three significant digits
+RATE = r"(?:\d{1,3}\.\d|\d{4,})/s"             # a decimal only below 1,000
 STATS = re.compile((rf"prompt (\d+) tokens at {RATE} \((\d+) cached\), "
                     rf"answer (\d+) at {RATE}, seed (\d+)\n").encode())
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: for `make test-all`, not for `make test`")
+    config.addinivalue_line("markers", "alone: and of these, without other tests beside it")
 
 
 # -- running the programs
@@ -126,6 +127,20 @@ def assert_error(result, code, *words):
         assert str(word) in message, f"no {word!r} in: {message}"
 
 
+def build(directory, *arguments):
+    """make in a folder with the sources, which are put there; silent, but for make's own lines.
+    Returns these."""
+    for file in [ROOT / "Makefile", ROOT / "qwen3.c", *TESTS.glob("*.[ch]")]:
+        to = directory / file.relative_to(ROOT)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if not to.exists():
+            shutil.copy(file, to)
+    made = subprocess.run(["make", *arguments], cwd=directory, capture_output=True, text=True,
+                          timeout=1200, env=environment())
+    assert made.returncode == 0 and made.stderr == "", made.stderr
+    return made.stdout
+
+
 def run_export(*args):
     """(exit status, stderr) of export.py's main() in this process, which has loaded its packages."""
     errors, argv = io.StringIO(), sys.argv
@@ -193,205 +208,10 @@ def records(mode, *args, texts):
     return [[int(i) for i in line.split()] for line in result.stdout.split(b"\n")[:-1]]
 
 
-# -- a tokenizer of the real kind, trained on a few sentences
-
-ADDED = [(text, True) for text in """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|>
-<|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|>
-<|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>""".split()] + [
-    (text, False) for text in """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|>
-<|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> </tool_response> <think>
-</think>""".split()]
-
-SENTENCES = """The old lighthouse keeper didn't like the wind, but he'd never say it's too much.
-We're told they'll come back when the harvest is in; I'm sure you've heard that they won't.
-user assistant system: answer the question, then think about the answer again.
-    if (n > 0) { return f(n - 1) + 1; }  // a comment\n\n\tfor i in range(10):\n\t\tprint(i)\r\n
-Waſſer, daſs, liſt, faſt, gaſt, laſt, maſt, raſt, haſt, Kunſt, Fürſt, Haſs, eſst, muſs, laſs.
-Größe, naïve, crème brûlée, año, smörgåsbord, łódź, ğüneş, tiếng Việt.
-Старый смотритель маяка не любил ветер. Ο φάρος ήταν παλιός.
-灯塔的老看守人不喜欢风。燈台の老人は風が嫌いだった。등대지기는 바람을 싫어했다。
-المنارة قديمة جدا. מגדלור ישן מאוד. पुराना प्रकाशस्तंभ। ประภาคารเก่า
-1 22 333 4444 1999-12-31 3.14159 ½ ² Ⅷ ① ٣  🙂🎉👩‍🚀 -- ... !!! ???    ~~~
-"""
-
-
-def train_tokenizer(merges=220, text=SENTENCES):
-    tok = tokenizers.Tokenizer(models.BPE())
-    tok.normalizer = normalizers.NFC()
-    tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers.Regex(reference.SPLIT), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tok.decoder = decoders.ByteLevel()
-    tok.train_from_iterator([text], trainers.BpeTrainer(
-        vocab_size=256 + merges, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    assert tok.get_vocab_size() == 256 + merges
-    tok.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False)
-                    for text, special in ADDED])
-    data = json.loads(tok.to_str())
-    for entry, (_, special) in zip(data["added_tokens"], ADDED):
-        entry["special"] = special                  # add_tokens makes none special
-    assert all("".join(pair) in data["model"]["vocab"] for pair in data["model"]["merges"])
-    return tokenizers.Tokenizer.from_str(json.dumps(data))
-
-
 @pytest.fixture(scope="session")
 def tokenizer():
     """The trained tokenizer, a tokenizers.Tokenizer: 256 bytes, 220 merges, 26 added tokens."""
     return train_tokenizer()
-
-
-# -- checkpoints in Hugging Face's layout
-
-CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-
-HYBRID = CHATML.replace("{% endif %}", "{% if enable_thinking is defined and not enable_thinking %}"
-                        "<think>\n\n</think>\n\n{% endif %}{% endif %}")
-
-
-def write_safetensors(path, tensors, dtype):
-    """tensors: name -> fp32 array. dtype F32, F16 or BF16 (rounded towards zero)."""
-    header, blobs, at = {}, [], 0
-    for name, array in tensors.items():
-        array = np.ascontiguousarray(array, np.float32)
-        blob = {"F32": array.tobytes, "F16": array.astype("<f2").tobytes,
-                "BF16": (array.view("<u4") >> 16).astype("<u2").tobytes}[dtype]()
-        header[name] = {"dtype": dtype, "shape": list(array.shape),
-                        "data_offsets": [at, at + len(blob)]}
-        blobs.append(blob)
-        at += len(blob)
-    header = json.dumps(header).encode()
-    header += b" " * (-len(header) % 8)
-    path.write_bytes(struct.pack("<Q", len(header)) + header + b"".join(blobs))
-
-
-def random_weights(rng, dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim, vocab_size, tied,
-                   qwen2=False, n_experts=0):
-    """Weights that make the output depend on everything: sharp logits, attention that matters,
-    experts of different weight, and q and k so small that the epsilon of their norms shows; in
-    Qwen2, which has biases instead of these norms, as large as the biases."""
-    def normal(rows, columns, rms):
-        return rng.standard_normal((rows, columns), np.float32) * np.float32(rms)
-
-    def around(mean, n):
-        return (mean * (1 + 0.2 * rng.standard_normal(n))).astype(np.float32)
-
-    w = {"model.embed_tokens.weight": normal(vocab_size, dim, 0.1)}
-    w["model.embed_tokens.weight"][-1] = 0                      # groups of zeros have scale 0
-    for i in range(n_layers):
-        layer, inner = f"model.layers.{i}.", dim ** -0.5
-        qk = 1.5 if qwen2 else 0.003
-        w[layer + "input_layernorm.weight"] = around(1, dim)
-        w[layer + "self_attn.q_proj.weight"] = normal(n_heads * head_dim, dim, qk * inner)
-        w[layer + "self_attn.k_proj.weight"] = normal(n_kv_heads * head_dim, dim, qk * inner)
-        w[layer + "self_attn.v_proj.weight"] = normal(n_kv_heads * head_dim, dim, 0.3 * inner)
-        w[layer + "self_attn.o_proj.weight"] = normal(dim, n_heads * head_dim,
-                                                      (n_heads * head_dim) ** -0.5)
-        if qwen2:
-            for name, rows, rms in (("q", n_heads, 1.5), ("k", n_kv_heads, 1.5),
-                                    ("v", n_kv_heads, 0.3)):
-                w[f"{layer}self_attn.{name}_proj.bias"] = normal(1, rows * head_dim, rms)[0]
-        else:
-            w[layer + "self_attn.q_norm.weight"] = around(1.7, head_dim)
-            w[layer + "self_attn.k_norm.weight"] = around(1.7, head_dim)
-        w[layer + "post_attention_layernorm.weight"] = around(1, dim)
-        if n_experts:
-            w[layer + "mlp.gate.weight"] = normal(n_experts, dim, 2 * inner)
-        for mlp in [f"mlp.experts.{e}." for e in range(n_experts)] or ["mlp."]:
-            w[layer + mlp + "gate_proj.weight"] = normal(hidden_dim, dim, 1.5 * inner)
-            w[layer + mlp + "up_proj.weight"] = normal(hidden_dim, dim, 0.5 * inner)
-            w[layer + mlp + "down_proj.weight"] = normal(dim, hidden_dim, 0.3 * hidden_dim ** -0.5)
-    w["model.norm.weight"] = around(20 * dim ** -0.5, dim)      # logits with an rms of 2
-    if not tied:
-        w["lm_head.weight"] = normal(vocab_size, dim, 0.1)
-    return w
-
-
-def make_checkpoint(directory, tokenizer, seed=1, dim=64, hidden_dim=128, n_layers=2, n_heads=4,
-                    n_kv_heads=2, head_dim=32, tied=True, theta=1000000, eps=1e-6, max_len=512,
-                    yarn=None, dtype="BF16", shards=1, prefix="model.", pad_to=0, new_keys=False,
-                    weights=None, template=CHATML, generation=None, qwen2=False, n_experts=0,
-                    n_experts_used=2, topk_norm=True):
-    """Write a Qwen3 checkpoint: random weights, or those given. yarn: the rope_scaling dict. qwen2:
-    a Qwen2 one, where head_dim is not in the config and must be dim / n_heads. n_experts: a mixture
-    of experts, hidden_dim is one expert's. new_keys: as transformers 5 writes config.json."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    text_tokens = tokenizer.get_vocab_size()
-    vocab_size = max(pad_to, text_tokens)
-    if weights is None:
-        weights = random_weights(np.random.default_rng(seed), dim, hidden_dim, n_layers, n_heads,
-                                 n_kv_heads, head_dim, vocab_size, tied, qwen2, n_experts)
-    weights = {name.replace("model.", prefix, 1): w for name, w in weights.items()}
-    names = sorted(weights)
-    if shards == 1:
-        write_safetensors(directory / "model.safetensors", weights, dtype)
-    else:
-        where = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors"
-                 for i, name in enumerate(names)}
-        for file in set(where.values()):
-            write_safetensors(directory / file,
-                              {name: weights[name] for name in names if where[name] == file}, dtype)
-        (directory / "model.safetensors.index.json").write_text(json.dumps(
-            {"metadata": {"total_size": 0}, "weight_map": where}))
-    ids = {text: tokenizer.token_to_id(text) for text, _ in ADDED}
-    config = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=False,
-                  bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"],
-                  head_dim=head_dim, hidden_act="silu", hidden_size=dim,
-                  intermediate_size=hidden_dim, max_position_embeddings=max_len,
-                  num_attention_heads=n_heads, num_hidden_layers=n_layers,
-                  num_key_value_heads=n_kv_heads, rms_norm_eps=eps, sliding_window=None,
-                  tie_word_embeddings=tied, use_sliding_window=False, vocab_size=vocab_size)
-    if qwen2:
-        assert head_dim * n_heads == dim
-        config |= dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", sliding_window=4096)
-        del config["head_dim"], config["attention_bias"]
-    if n_experts:
-        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-                   "num_local_experts" if new_keys else "num_experts": n_experts,
-                   "num_experts_per_tok": n_experts_used, "moe_intermediate_size": hidden_dim,
-                   "intermediate_size": 3 * hidden_dim, "norm_topk_prob": topk_norm,
-                   "decoder_sparse_step": 1, "mlp_only_layers": []}
-    if new_keys:
-        config |= dict(dtype="bfloat16", rope_parameters={"rope_type": "default", **(yarn or {}),
-                                                          "rope_theta": theta})
-    else:
-        config |= dict(torch_dtype="bfloat16", rope_scaling=yarn, rope_theta=theta)
-    (directory / "config.json").write_text(json.dumps(config))
-    if generation is None:
-        generation = dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.95)
-    (directory / "generation_config.json").write_text(json.dumps(
-        {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]], **generation}))
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None,
-         "chat_template": template}))
-    return directory
-
-
-def make_table_model(directory, tokenizer, states, logits, dim=64, **kwargs):
-    """A checkpoint whose next-token logits depend on the last token alone, as a table says.
-
-    states: the tokens told apart (ids); all others are state 0. logits (vocab, 1 + len(states)):
-    column 0 after any other token, column i + 1 after states[i]. The layers add nothing.
-    """
-    vocab, columns = logits.shape
-    assert columns == 1 + len(states) <= dim
-    embedding = np.zeros((vocab, dim), np.float32)
-    embedding[:, 0] = 1
-    for i, token in enumerate(states):
-        embedding[token] = np.eye(dim)[i + 1]
-    head = np.zeros((vocab, dim), np.float32)
-    head[:, :columns] = logits
-    weights = random_weights(np.random.default_rng(0), dim, 64, 1, 2, 1, 32, vocab, True)
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        weights[f"model.layers.0.{name}.weight"] *= 0
-    weights |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head,
-                "model.norm.weight": np.full(dim, dim ** -0.5, np.float32)}
-    return make_checkpoint(directory, tokenizer, dim=dim, hidden_dim=64, n_layers=1, n_heads=2,
-                           n_kv_heads=1, head_dim=32, tied=False, weights=weights, dtype="F32",
-                           **kwargs)
 
 
 # -- models that many tests use

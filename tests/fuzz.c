@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <poll.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -32,7 +33,7 @@ static void *blocks[1 << 12];   // everything allocated; the first `kept` stay
 static size_t n_blocks, kept;
 static struct { const char *name; uint8_t *p; size_t n, at; } files[8];
 static size_t n_files;
-static uint8_t written[1 << 16];  // stdout
+static uint8_t written[1 << 18];  // stdout
 static size_t n_written;
 static char said[4096];         // the last report on stderr
 static int reports;
@@ -41,6 +42,8 @@ static size_t n_typed;
 static int terminals;           // bit fd: it is one
 static size_t read_at_once;     // bytes of stdin that arrive together, 0: all
 static bool pasting;            // the lines of a terminal arrive together
+static unsigned polls;          // questions whether there is something to read: the fourth is denied
+static bool must_succeed;       // nothing may be wrong now
 
 static const uint8_t *input;    // being run
 static size_t input_size;
@@ -118,7 +121,8 @@ static int fuzz_open(const char *path) {
 }
 
 static int fuzz_fstat(int fd, struct stat *st) {
-    *st = (struct stat){.st_mode = S_IFREG, .st_size = (off_t)files[fd - 100].n};
+    *st = (struct stat){.st_mode = S_IFIFO};
+    if (fd >= 100) *st = (struct stat){.st_mode = S_IFREG, .st_size = (off_t)files[fd - 100].n};
     return 0;
 }
 
@@ -165,6 +169,10 @@ static int fuzz_waiting(int *n) {
     return 0;
 }
 
+static int fuzz_poll(const struct pollfd *p, nfds_t n, int timeout) {
+    return p && n && timeout >= -1 && ++polls % 4 != 0;
+}
+
 static int fuzz_fprintf(const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -186,6 +194,7 @@ static int fuzz_fprintf(const char *format, ...) {
 #define read fuzz_read
 #define write(fd, p, n) fuzz_write(p, n)
 #define ioctl(fd, request, n) fuzz_waiting(n)
+#define poll(...) fuzz_poll(__VA_ARGS__)
 #define isatty(fd) (terminals >> (fd) & 1)
 #define tcgetattr(fd, mode) (-1)
 #define nanosleep(time, rest) (void)0
@@ -202,6 +211,7 @@ static int fuzz_fprintf(const char *format, ...) {
 #undef close
 #undef read
 #undef ioctl
+#undef poll
 #undef write
 #undef fprintf
 #undef fputc
@@ -252,6 +262,8 @@ static bool harmless(const uint8_t *p, size_t n) {
         uint8_t next = i + 1 < n ? p[i + 1] : 0;
         if (p[i] == 27 && i + 4 <= n && (!memcmp(p + i, "\033[2m", 4) || !memcmp(p + i, "\033[0m", 4))) continue;
         if (p[i] == 127 || (p[i] == 0xC2 && next >= 0x80 && next < 0xA0)) return false;
+        if (p[i] >= 0xC0 && code_point_at(rest(p, n), i).c >= BAD_BYTE) return false;
+        if (p[i] >= 0x80 && p[i] < 0xC0 && (i == 0 || p[i - 1] < 0x80)) return false;
         if (p[i] < ' ' && p[i] != '\n' && p[i] != '\t' && !(p[i] == '\r' && next == '\n')) return false;
     }
     return true;
@@ -268,7 +280,7 @@ static int64_t size_of(const int32_t *h) {  // -1: too large to try
     if (n_experts < 0 || n_experts > 4096) return -1;
     int64_t floats = 2 * layers * dim + dim + (h[22] ? 0 : 2 * layers * hd) +
                      (h[21] ? layers * (heads + 2 * kv) * hd : 0) +  // and biases
-                     layers * n_experts * dim;
+                     layers * n_experts * dim + (h[14] == 2 ? hd / 2 : 0);
     const int64_t sizes[] = {heads * hd * dim, kv * hd * dim, kv * hd * dim, dim * heads * hd,
                              experts * hidden * dim, experts * dim * hidden, experts * hidden * dim};
     int64_t size = 256 + 4 * floats + (vocab * dim + vocab * dim / group * 4) * (h[10] == 0 ? 2 : 1);
@@ -303,28 +315,30 @@ static void fuzz_model(Bytes in) {
     CHECK((int64_t)files[0].n == size && size_of(file.h) == size);
     int n = 5 + flags / 8 % 16, ids[21];
     if (g->max_seq_len > 4096) {
-        state_init(&e.model, g->max_seq_len, 1, 1);  // enough memory for one of them
+        state_init(&e.model, g->max_seq_len, 1, 1, 1);  // enough memory for one of them
         return;
     }
     n = min_int(n, g->max_seq_len);
-    state_init(&e.model, n, n, 2);
+    state_init(&e.model, n, n, 2, 1);
     for (int i = 0; i < n; i++) ids[i] = (i * 7 + flags) % g->vocab_size;
     // all at once, and one by one: the same logits
     float *batched = alloc(g->vocab_size, sizeof(float), "a test");
-    forward(&e.model, ids, n, 0, n);
+    e.answer.text = whole_cache(&e.model.state);
+    forward_text(&e.model, &e.answer.text, ids, n, 0, n);
     memcpy(batched, classify(&e.model, n - 1, 1), g->vocab_size * sizeof(float));
-    for (int i = 0; i < n; i++) forward(&e.model, ids + i, 1, i, 1);
+    for (int i = 0; i < n; i++) forward_text(&e.model, &e.answer.text, ids + i, 1, i, 1);
     float *logits = classify(&e.model, 0, 1);
     if (isfinite(sum_double(logits, g->vocab_size)))
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
     e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size};
     double sum = 0;
     if (n > 1) score(&e, ids, n - 1, 0, &sum);
-    e.sampler = (Sampler){.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
+    e.answer.sampler = (Sampler){.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
                           .seen = alloc(g->vocab_size, 1, "a test"),
                           .answered = alloc(g->vocab_size, 1, "a test")};
-    int id = sample(&e.sampler, batched, g->vocab_size);
-    CHECK(id >= 0 && id < g->vocab_size);
+    bool finite = isfinite(sum_double(batched, g->vocab_size));
+    int id = sample(&e.answer.sampler, batched, g->vocab_size);
+    CHECK(finite ? id >= 0 && id < g->vocab_size : id == -1);
 }
 
 // ---- Target tokenizer: a tokenizer file, whole or from a recipe, and a text
@@ -396,7 +410,7 @@ static void fuzz_tokenizer(Bytes in) {
         buffer_add(&user.text, t.text[ids.p[i]]);
     }
     Message talk[] = {user, answer, user};
-    render(&t, &(Conversation){talk, 3, 3}, flags & 8, &ids);
+    render(&t, &(Conversation){talk, 3, 3}, 0, flags & 8, &ids);
     decoded(&t, &ids);
     for (size_t i = 0; i < t.stop.n; i++) CHECK(is_stop(&t, t.stop.p[i]));
 }
@@ -517,7 +531,7 @@ static void fuzz_chat(Bytes in) {
         }
         expected += count_marked(&t, f->open[role]) + count_marked(&t, f->close[role]);
     }
-    render(&t, &c, think, &ids);
+    render(&t, &c, 0, think, &ids);
     expected += count_marked(&t, f->start) + count_marked(&t, f->answer[think]);
     if (c.n == 0 || c.p[0].role != SYSTEM) expected += count_marked(&t, f->no_system);
     // what a user types never becomes a control token
@@ -557,13 +571,18 @@ static void fuzz_session(Bytes in) {
     e->model.state.seq_len = o->context > 0 && o->context < most ? o->context : most;
     if (o->n < 0 || o->n > 2) o->n = 2;
     e->max_new = o->n;
-    e->cached.p = alloc(most + 1, sizeof(int), "a test");
+    e->answer.text.ids.p = alloc(most + 1, sizeof(int), "a test");
+    e->answer.text.blocks = whole_cache(&e->model.state).blocks;
     app.mode = o->mode < 0 ? CHAT : o->mode;
     bool chat = app.mode == CHAT;
     if (chat) choose_chat(&app);
     choose_sampling(&app);
     writer_init(&app);
     if (chat && o->system) conversation_add(&app.conversation, SYSTEM, bytes(o->system));
+    if (is_list(o)) {
+        run_list(&app);
+        return;
+    }
     bool once = read_prompt(&app);
     Bytes text = bytes_of(&app.input);
     if (!once) run_conversation(&app);
@@ -574,6 +593,120 @@ static void fuzz_session(Bytes in) {
     const Conversation *c = &app.conversation;  // user, assistant, user, ... after the system
     size_t system = c->n && c->p[0].role == SYSTEM;
     for (size_t i = system; i < c->n; i++) CHECK(c->p[i].role == ((i - system) % 2 ? ASSISTANT : USER));
+}
+
+// ---- Target list: any bytes as a list of texts or of JSON; what a text gets is what it gets alone
+
+// A toy that can do what the options say, with a tokenizer and all of the cache
+static void app_start(App *app, int argc, char **argv) {
+    Engine *e = &app->engine;
+    *app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .tokenizer = tiny}};
+    app->mode = app->options.mode;
+    e->max_new = app->options.n;
+    e->answer.text = whole_cache(&e->model.state);
+    if (app->mode == CHAT) choose_chat(app);
+    choose_sampling(app);
+    writer_init(app);
+    n_written = 0;
+}
+
+// A text without what is no UTF-8, which JSON does not have
+static Buffer only_characters(Bytes in) {
+    Buffer out = {0};
+    for (size_t at = 0, n; at < in.n; at += n) {
+        const Char c = char_at(&tiny, in, at);
+        n = c.n;
+        if (c.c < BAD_BYTE) buffer_add(&out, rest(in.p + at, n));
+    }
+    return out;
+}
+
+// A list of JSON strings from a list of texts
+static Buffer list_of_strings(Bytes in) {
+    Buffer out = {0};
+    char escape[8];
+    buffer_add(&out, bytes("\""));
+    for (size_t i = 0; i < in.n; i++) {
+        const uint8_t c = in.p[i];
+        snprintf(escape, sizeof(escape), "\\u%04X", c);
+        if (c == '\n') buffer_add(&out, bytes("\"\n\""));
+        else buffer_add(&out, c == '"' || c == '\\' || c < ' ' ? bytes(escape) : rest(&c, 1));
+    }
+    buffer_add(&out, bytes("\""));
+    return out;
+}
+
+// The line that this text has alone, of the same options without -l
+static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
+    static App app;
+    Buffer whole = {0}, line = {0};
+    app_start(&app, argc, argv);
+    if (prefix.n) buffer_add(&whole, prefix), buffer_add(&whole, bytes("\n\n"));
+    buffer_add(&whole, text);
+    if (app.mode == CHAT && app.options.system) conversation_add(&app.conversation, SYSTEM, bytes(app.options.system));
+    if (app.mode == CHAT) chat_turn(&app, bytes_of(&whole), true);
+    else run_raw(&app, bytes_of(&whole));
+    const Bytes out = rest(written, n_written);
+    if (app.mode > GENERATE) buffer_add(&line, out);
+    else buffer_add_json(&line, rest(out.p, out.n - (app.mode == CHAT)));
+    return line;
+}
+
+static void fuzz_list(Bytes in) {
+    static App app;
+    static uint8_t result[sizeof(written)];
+    static char *modes[] = {"chat", "generate", "embed", "perplexity", "tokenize"};
+    static char *lengths[] = {"0", "1", "2", "2", "5", "20"}, *batches[] = {"1", "2", "5", "16"};
+    const uint8_t flags = take_byte(&in), more = take_byte(&in), cache = take_byte(&in);
+    char seed[16], *argv[24] = {"qwen3", "m.bin", "-s", seed, "-q"};
+    int argc = 5;
+    char *options[] = {"-m", modes[flags % 5], "-n", lengths[more % 6], "-b", batches[cache >> 6],
+                       flags & 8 ? "-y" : NULL, "Be brief.", flags & 16 ? "-x" : NULL, "e", flags & 32 ? "-r" : NULL, "1",
+                       flags & 64 ? "-t" : NULL, "0"};
+    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i += 2) {
+        if (options[i]) argv[argc++] = options[i], argv[argc++] = options[i + 1];
+    }
+    const bool json = flags & 128, made = json && more & 64;
+    const Buffer characters = made ? only_characters(in) : (Buffer){0};
+    if (made) in = bytes_of(&characters);
+    const Bytes prefix = more & 128 ? bytes("Is this so?") : (Bytes){0};
+    Buffer strings = made ? list_of_strings(in) : (Buffer){0};
+    const Bytes data = made ? bytes_of(&strings) : in;
+    read_at_once = more & 32 ? 0 : 1 + cache % 7;
+    file_add("list", data.p, data.n);
+    typed = data.p, n_typed = data.n;
+    const int blocks = toy.state.blocks, batch = toy.state.batch;
+    const int one = (toy.state.seq_len + toy.state.block_len - 1) / toy.state.block_len;
+    toy.state.blocks = min_int(one + cache / 8 % 8, blocks);  // some must give theirs back
+    toy.state.batch = atoi(batches[cache >> 6]);
+    strcpy(seed, "7");
+    char *list[] = {json ? "-L" : "-l", more & 16 ? "-" : "list", "-i", "Is this so?"};
+    memcpy(argv + argc, list, sizeof(list));
+    app_start(&app, argc + (prefix.n ? 4 : 2), argv);
+    must_succeed = true;
+    const int status = run_list(&app);
+    // a line for each line; null for those of which something was said
+    const size_t n = n_written;
+    memcpy(result, written, n);
+    size_t lines = 0, nulls = 0, in_lines = 0;
+    for (Bytes left = data; left.n; in_lines++) take_until(&left, '\n');
+    for (Bytes left = rest(result, n); left.n; lines++) nulls += bytes_equal(take_until(&left, '\n'), bytes("null"));
+    CHECK(lines == in_lines && (n == 0 || result[n - 1] == '\n'));
+    CHECK(nulls == (size_t)reports && status == (nulls > 0));
+    // up to 4 texts alone; what is JSON after mutation is not known here
+    toy.state.batch = batch;
+    Bytes texts = in, answers = rest(result, n);
+    for (int i = 0; i < 4 && answers.n && (made || !json); i++) {
+        Bytes text = take_until(&texts, '\n'), answer = take_until(&answers, '\n');
+        const bool crlf = text.p + text.n < in.p + in.n && text.n && text.p[text.n - 1] == '\r';
+        if (!made && crlf) text.n--;
+        if (bytes_equal(answer, bytes("null"))) continue;
+        snprintf(seed, sizeof(seed), "%d", 7 + i);
+        Buffer alone = line_alone(argc, argv, prefix, text);
+        answer.n++;                             // with its newline
+        CHECK(bytes_equal(bytes_of(&alone), answer));
+    }
+    toy.state.blocks = blocks;
 }
 
 // ---- Target sample: any logits and any options
@@ -596,8 +729,9 @@ static void fuzz_sample(Bytes in) {
     }
     if (n == 0) return;
     bool finite = isfinite(sum_double(logits, n));
-    int id = sample(&s, logits, n);             // says so if they are not
-    CHECK(finite && id >= 0 && id < n);
+    int id = sample(&s, logits, n);
+    CHECK(finite ? id >= 0 && id < n : id == -1);
+    if (!finite) return;
     int likelier = 0;
     double sum = 0, before = 0;
     most = given[argmax(given, n)];
@@ -643,15 +777,16 @@ static size_t naive_find(Bytes text, Bytes stop) {
     return text.n;
 }
 
-// The text with U+FFFD for control characters
+// The text with U+FFFD for control characters and for bytes that are not UTF-8
 static Buffer naive_printable(Bytes s) {
     Buffer out = {0};
-    for (size_t i = 0; i < s.n; i++) {
-        int c = s.p[i], next = i + 1 < s.n ? s.p[i + 1] : -1;
-        bool c1 = c == 0xC2 && !(next >= 0xA0 && next < 0xC0);
-        bool shown = c == '\n' || c == '\t' || (c == '\r' && next == '\n') || (c >= 32 && c != 127 && !c1);
-        buffer_add(&out, shown ? rest(s.p + i, 1) : bytes("\uFFFD"));
-        i += c1 && next >= 0x80 && next < 0xA0;
+    for (size_t i = 0, n = 0; i < s.n; i += n) {
+        Char c = char_at(&tiny, s, i);
+        int next = i + 1 < s.n ? s.p[i + 1] : -1;
+        bool shown = c.c == '\n' || c.c == '\t' || (c.c == '\r' && next == '\n') ||
+                     (c.c >= 32 && c.c < 127) || (c.c >= 160 && c.c < 0x110000);
+        n = c.n;
+        buffer_add(&out, shown ? rest(s.p + i, n) : bytes("\uFFFD"));
     }
     return out;
 }
@@ -726,7 +861,7 @@ static void fuzz_writer(Bytes in) {
 
 static const struct Target { const char *name; void (*run)(Bytes); size_t longest; } targets[] = {
     {"model", fuzz_model, 192},     {"tokenizer", fuzz_tokenizer, 512}, {"text", fuzz_text, 256},
-    {"chat", fuzz_chat, 512},       {"session", fuzz_session, 512},
+    {"chat", fuzz_chat, 512},       {"session", fuzz_session, 512},   {"list", fuzz_list, 200},
     {"sample", fuzz_sample, 512},   {"writer", fuzz_writer, 256},
 };
 enum { N_TARGETS = sizeof(targets) / sizeof(*targets) };
@@ -737,13 +872,14 @@ static void run_input(const struct Target *target, const uint8_t *p, size_t n) {
     quiet = true;
     interrupted = 0;
     n_written = reports = n_typed = terminals = pasting = 0;
-    read_at_once = 0;
+    read_at_once = polls = must_succeed = 0;
     if (setjmp(left) == 0) {
         target->run((Bytes){p, n < target->longest ? n : target->longest});
     } else if (exit_status == 0) {
         CHECK(reports == 0);
     } else {                                    // one line that says what is wrong
         size_t length = strlen(said);
+        CHECK(!must_succeed);
         CHECK((reports == 1 || terminals || !quiet) && (exit_status == 1 || exit_status == 2));
         CHECK(length > 8 && said[length - 1] == '\n');
         for (size_t i = 0; i + 1 < length; i++) CHECK((unsigned char)said[i] >= ' ');
@@ -776,7 +912,7 @@ static void set_up(void) {
     for (size_t i = 64; i < size / 4; i++) ((float *)file)[i] = (float)random_next(&rng) * 0.1f;
     file_add("toy", file, size);
     model_map(&toy, "toy");
-    state_init(&toy, 64, 16, 2);
+    state_init(&toy, 64, 16, 16, 8);
     kept = n_blocks;
     n_files = 0;                                // what they map stays
 }
@@ -845,6 +981,17 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     SEED("session", "\x4bm.bin\0\0two\nlines\n\n/clear\n/quit\nx\\\ny\n\3\3exit\n"),
     SEED("session", "\x20m.bin\0-m\0chat\0-x\0" "a\0-e\0" "2\0\0one\n/bye\ntwo"),
     SEED("session", "\0m.bin\0-m\0generate\0-x\0\n\0-i\0go\0\0"),
+    SEED("session", "\2m.bin\0-l\0-\0-i\0x\0-n\0" "2\0\0one\ntwo\n"),
+    SEED("list", "\0\x12\x40" "Hello\nWhat is 3 + 4?\n\nthe old lighthouse\nthe old light\nthe old lightship"),
+    SEED("list", "\1\x35\x88" "a\r\n\0b\xff\n\n x x x x x x x x x x x x x x x x x x x x\nab\nab"),
+    SEED("list", "\2\xa1\xc1" "one text\none\none text more\n\xe7\x81\xaf"),
+    SEED("list", "\3\x24\x7a" "the keeper didn't like it\nthe keeper\n\nthe old lighthouse keeper, and so on and on"),
+    SEED("list", "\x44\x25\x0a" "1999-12-31\n<|im_end|> x\n"),
+    SEED("list", "\x80\x65\x52" "Hello\n\"quoted\\\"\ttext\n\xf0\x9f\x99\x82\nHello"),
+    SEED("list", "\x80\x02\x40" "[{\"role\": \"user\", \"content\": \"Hello\"}]\n[{\"role\":\"system\",\"content\":\"x\"},"
+                 "{\"role\":\"user\",\"content\":\"\\ud83d\\ude42\\n\"}]\n\"\\ud83d\"\n \"a\" \n"),
+    SEED("list", "\xb8\x11\x80" "[{\"role\": \"user\", \"content\": \"a\"}, {\"content\": \"<think>\\n</think> b\", \"role\": "
+                 "\"assistant\"}, {\"x\": [1, -2.5e3, {\"y\": null}], \"role\": \"user\", \"content\": \"c\"}]\n\"d\""),
     SEED("sample", "\0\x46\5\xf0\1\x80\x90\xa0\x70\x80\x81\xa1\xa1\x40"),
     SEED("sample", "\6\x46\5\xf0\1\0\0\x80\x7f\0\0\x80\x3f\0\0\x80\x3f"),
     SEED("writer", "\7\0\3<a>\6think>\2b\n\7/think>\2\nc"),

@@ -68,7 +68,7 @@ int main(int argc, char **argv) {
            "share, position and token that each head attends to most\n");
     for (int l = 0; l <= n_layers; l++) {
         m->config.n_layers = l;
-        forward(m, ids.p, n, 0, 1);
+        forward_text(m, &app.engine.answer.text, ids.p, n, 0, n);
         const float *x = m->state.x + (size_t)(n - 1) * m->config.dim;
         printf("%3d %6.2f", l, sqrtf(sum_of(x, m->config.dim, true)));
         print_next(l == 0 ? "  %.2f %s" : "  %.2f %-8s", 1);

@@ -1,8 +1,9 @@
 """The pictures of README.md: `python tests/pictures.py [NAME...]` writes .github/NAME.svg.
 
-Each is computed from the sources, from the tiny model or from a measurement (speed.txt, printed by
-`tests/bench curve 0.6b`). The SVG is written by hand: that of a plotting library changes with its
-version. There is no background: the colours have a contrast above 4 on white and on GitHub's dark.
+Each shows data that are computed from the sources, from the tiny model or from a measurement
+(speed.txt and texts.txt, printed by `tests/bench curve 0.6b` and `tests/bench texts 0.6b`): a
+NAME_data() and what draws them. The file holds them as JSON, too, which test_pictures.py compares.
+There is no background: the colours have a contrast above 4 on white and on GitHub's dark.
 """
 import json
 import math
@@ -64,10 +65,12 @@ class Picture:
             self.text(x + width / 2, y + height / 2 + 4 + 13 * (i - (len(lines) - 1) / 2), line,
                       f"{style} {size}")
 
-    def svg(self):
+    def svg(self, data):
         box = f"0 0 830 {number(self.height)}"
+        data = escape(json.dumps(data, ensure_ascii=False), quote=False)
         return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">\n'
-                f"<style>{STYLE}</style>\n" + "\n".join(self.parts) + "\n</svg>\n")
+                f"<metadata>{data}</metadata>\n<style>{STYLE}</style>\n"
+                + "\n".join(self.parts) + "\n</svg>\n")
 
 
 def number(value):
@@ -106,10 +109,10 @@ class Chart:
 # -- One layer
 
 def forward_steps():
-    """The steps of a dense layer in qwen3.c's forward(): (function, the equation beside it)."""
+    """The steps of a dense layer in qwen3.c's forward(): a function, the equations beside it."""
     body = re.search(r"^static bool forward\(.*?^}", (ROOT / "qwen3.c").read_text(), re.M | re.S)[0]
     steps = re.findall(r"^ +(\w+)\(&p.*\); +// (.*)$", body, re.M)
-    return [step for step in steps if step[0] != "experts"]
+    return [(f"{name}()", *equation.split("; ")) for name, equation in steps if name != "experts"]
 
 
 def shape_of_bench(name):
@@ -120,9 +123,13 @@ def shape_of_bench(name):
     return dict(zip(re.split(r",\s+", fields), map(int, row.split(", "))))
 
 
-def layer():
+def layer_data():
+    return {"shape": shape_of_bench("0.6b"), "steps": forward_steps()}
+
+
+def layer(data):
     """One layer's data flow, with the shapes of the 0.6B."""
-    c = shape_of_bench("0.6b")
+    c = data["shape"]
     dim, hidden, hd, heads, kv = (c[name] for name in
                                   ("dim", "hidden_dim", "head_dim", "n_heads", "n_kv_heads"))
     p, wide = Picture(716), 1 / 15              # a box is 1 / 15 pixel wide for each of its outputs
@@ -190,32 +197,26 @@ def layer():
     matrix(q, 624, "W2", dim, hidden)
     add(642, q - dim * wide / 2)
     rows = 70, 140, 322, 388, 438, 508, 636
-    for y, (name, equation) in zip(rows, forward_steps(), strict=True):
-        p.text(right, y, f"{name}()", "bold")
-        for i, part in enumerate(equation.split("; ")):
-            p.text(right, y + 15 + 14 * i, part, "mono")
+    for y, (name, *equations) in zip(rows, data["steps"], strict=True):
+        p.text(right, y, name, "bold")
+        for i, equation in enumerate(equations):
+            p.text(right, y + 15 + 14 * i, equation, "mono")
     p.text(98, 699, f"to the next layer; there are {c['n_layers']}")
     p.text(right, 699, "A matrix is as wide here as its output.")
-    return p.svg()
+    return p
 
 
 # -- Speed
 
-def speed():
-    """Tokens a second against the context's length, and what the machine allows: speed.txt."""
+def speed_data():
+    """For each kind and number of threads: (length, rate, what the machine allows)."""
     text = (TESTS / "speed.txt").read_text()
     c = shape_of_bench("0.6b")
     megabytes, products = map(float, re.search(r"(\S+) MB a token, (\S+) million", text).groups())
     positions, cache = map(float, re.search(r"cache of (\d+) positions: (\d+) MB", text).groups())
-    rates, machine = {}, {}             # (kind, threads) -> [(length, rate), ...] and -> rate
-    for threads, kind, length, rate in re.findall(
-            r"^ +(\d+)  (prompt of|decode at|memory read|int8 peak|fp32 peak) *(\d*) +([\d.]+) ", text, re.M):
-        if length:
-            rates.setdefault((kind, int(threads)), []).append((int(length), float(rate)))
-        else:
-            machine[kind, int(threads)] = float(rate)
-    counts = sorted({threads for _, threads in rates}, reverse=True)
-    colors = dict(zip(counts, (BLUE, ORANGE)))
+    rows = [(kind, int(threads), int(length or 0), float(rate)) for threads, kind, length, rate in re.findall(
+        r"^ +(\d+)  (prompt of|decode at|memory read|int8 peak|fp32 peak) *(\d*) +([\d.]+) ", text, re.M)]
+    machine = {(kind, threads): rate for kind, threads, length, rate in rows if not length}
 
     def limit(kind, threads, length):
         if kind == "prompt of":
@@ -224,41 +225,100 @@ def speed():
                           + attention / machine["fp32 peak", threads])
         return machine["memory read", threads] * 1e3 / (megabytes + length / positions * cache)
 
+    lines = {}
+    for kind, threads, length, rate in rows:
+        if length:
+            lines.setdefault(kind, {}).setdefault(f"{threads} thread{'s' * (threads > 1)}", []).append(
+                (length, rate, round(limit(kind, threads, length), 1)))
     machine_name, model = re.match(r"# (.*)\n(.*?),", text).groups()
-    p = Picture(376)
-    p.text(50, 16, f"{model}; {machine_name}")
+    return {"title": f"{model}; {machine_name}", "lines": lines}
+
+
+def legend(p, title, lines):
+    """Of a line for each number of threads."""
+    p.text(50, 16, title)
     at = 50
-    for threads in counts:
-        p.line((at, 32), (at + 24, 32), color=colors[threads], stroke_width=2)
-        p.text(at + 30, 36, f"{threads} threads" if threads > 1 else "1 thread")
+    for threads, color in zip(lines, (BLUE, ORANGE)):
+        p.line((at, 32), (at + 24, 32), color=color, stroke_width=2)
+        p.text(at + 30, 36, threads)
         at += 105
     p.line((at, 32), (at + 24, 32), stroke_width=1.5, stroke_dasharray="5 3")
     p.text(at + 30, 36, "what the machine allows")
+
+
+def rates(p, chart, name, bound, lines):
+    """Lines of (x, rate, limit), below a name and what the limit is."""
+    top = int(chart.y[1])
+    step = max(m * 10 ** k for k in range(5) for m in (1, 2, 5) if m * 10 ** k <= top / 3)
+    chart.ticks_y({value: str(value) for value in range(0, top + 1, step)})
+    p.text(chart.left, 62, name, "bold")
+    p.text(chart.left, 78, bound, "small")
+    for line, color in zip(lines, (BLUE, ORANGE)):
+        p.line(*(chart.at(x, limit) for x, _, limit in line), color=color, stroke_width=1.5,
+               stroke_dasharray="5 3")
+        p.line(*(chart.at(x, rate) for x, rate, _ in line), color=color, stroke_width=2)
+        for x, rate, _ in line:
+            at, y = chart.at(x, rate)
+            p.add("circle", cx=at, cy=y, r=3, fill=color)
+
+
+def speed(data):
+    """Tokens a second against the context's length, and what the machine allows."""
+    p = Picture(376)
+    legend(p, data["title"], data["lines"]["decode at"])
     for left, kind, name, bound in (
             (50, "decode at", "An answer: tokens/s at a position",
              "Limit: reading the weights, and K and V of all positions"),
             (475, "prompt of", "A prompt: tokens/s by its length",
-             f"Limit: int8 products{' without AMX' * ('AMX' in model)}, fp32 in attention")):
-        lengths = sorted({length for (k, _), points in rates.items() if k == kind
-                          for length, _ in points})
+             "Limit: int8 products, fp32 in attention")):
+        lines = data["lines"][kind].values()
+        lengths = [length for length, _, _ in max(lines, key=len)]
         chart = Chart(p, left, 90, 345, 260, (lengths[0], lengths[-1]),
-                      (0, max(limit(kind, threads, lengths[0]) for threads in counts)), log="x")
+                      (0, max(limit for line in lines for _, _, limit in line)), log="x")
         chart.ticks_x({length: f"{length // 1024}k" if length >= 1024 else str(length)
                        for length in lengths})
-        top = int(chart.y[1])
-        step = max(m * 10 ** k for k in range(5) for m in (1, 2, 5) if m * 10 ** k <= top / 3)
-        chart.ticks_y({value: str(value) for value in range(0, top + 1, step)})
-        p.text(left, 62, name, "bold")
-        p.text(left, 78, bound, "small")
-        for threads in counts:
-            color, points = colors[threads], rates[kind, threads]
-            p.line(*(chart.at(x, limit(kind, threads, x)) for x, _ in points), color=color,
-                   stroke_width=1.5, stroke_dasharray="5 3")
-            p.line(*(chart.at(*point) for point in points), color=color, stroke_width=2)
-            for point in points:
-                x, y = chart.at(*point)
-                p.add("circle", cx=x, cy=y, r=3, fill=color)
-    return p.svg()
+        rates(p, chart, name, bound, lines)
+    return p
+
+
+# -- Texts together
+
+def texts_data():
+    """For each number of threads: (texts, rate, what the machine allows)."""
+    text = (TESTS / "texts.txt").read_text()
+    megabytes, products, position, cache = map(float, re.search(
+        r"(\S+) MB a token,[^$]*a row with its logits: (\S+) million .* before position (\d+): (\S+) MB",
+        text).groups())
+    rows = re.findall(r"^ +(\d+)  (\d+) texts? together +([\d.]+) ", text, re.M)
+    machine = {(kind, int(threads)): float(rate) for threads, kind, rate in re.findall(
+        r"^ +(\d+)  (memory read|int8 peak) +([\d.]+) ", text, re.M)}
+
+    def limit(threads, n):
+        """Of the memory's rate, which the weights share, and of the int8 peak, which each text needs."""
+        reading = machine["memory read", threads] * 1e3 * n / (megabytes + n * cache)
+        return min(reading, machine["int8 peak", threads] * 1e3 / products)
+
+    lines = {}
+    for threads, n, rate in rows:
+        lines.setdefault(f"{threads} thread{'s' * (threads != '1')}", []).append(
+            (int(n), float(rate), round(limit(int(threads), int(n)), 1)))
+    machine_name, model = re.match(r"# (.*)\n(.*?),", text).groups()
+    return {"title": f"{model}; {machine_name}", "lines": lines,
+            "what": "Answers: tokens/s of all texts of a list, by how many are decoded together",
+            "limit": f"Limit at position {position:.0f}: the weights read once for all texts; each text's "
+                     "keys and values, and its int8 products"}
+
+
+def texts(data):
+    """Answers' tokens a second against the number of texts together, and what the machine allows."""
+    p, lines = Picture(376), data["lines"]
+    legend(p, data["title"], lines)
+    counts = [n for n, _, _ in max(lines.values(), key=len)]
+    top = max(max(point[1:]) for line in lines.values() for point in line)
+    chart = Chart(p, 50, 90, 770, 260, (counts[0], counts[-1]), (0, top), log="x")
+    chart.ticks_x({n: str(n) for n in counts})
+    rates(p, chart, data["what"], data["limit"], lines.values())
+    return p
 
 
 # -- The tiny model
@@ -295,8 +355,8 @@ def rms(x):
     return math.sqrt(np.mean(np.square(x, dtype=np.float64)))
 
 
-def quantization():
-    """What 8 and 4 bits change in the weights, and in x on its way through the layers."""
+def quantization_data():
+    """For each matrix, and x after each half of a layer: the error's rms in % of its own."""
     recorded = json.loads((TINY / "expected.json").read_text())["model"]
     texts = [entry["ids"] + entry["greedy"] for entry in recorded]
     exact = Watched.from_checkpoint(TINY / "model", "fp32")
@@ -312,7 +372,6 @@ def quantization():
         return [np.concatenate(x) for x in zip(*found)]
 
     def errors(path):
-        """For each slot: % of the matrix's or of x's rms."""
         weights = Watched.from_bin(path, "weights").w
         x = [100 * rms(ours - right) / rms(right)
              for ours, right in zip(streams(Watched.from_bin(path)), exact_x, strict=True)]
@@ -323,41 +382,46 @@ def quantization():
             else:
                 right = exact.w[names[slot]][i // 9].dense
                 found.append(100 * rms(weights[names[slot]][i // 9].dense - right) / rms(right))
-        return found
+        return [round(error, 3) for error in found]
 
     exact_x = streams(exact)
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, ROOT / "export.py", TINY / "model", f"{folder}/q4.bin",
                         "--bits", "4"], check=True, stderr=subprocess.DEVNULL)
-        by_bits = {4: errors(f"{folder}/q4.bin"), 8: errors(TINY / "tiny.bin")}
+        return {"slots": slots, "4 bits": errors(f"{folder}/q4.bin"), "8 bits": errors(TINY / "tiny.bin")}
 
+
+def quantization(data):
+    """What 8 and 4 bits change in the weights, and in x on its way through the layers."""
+    slots, colors = data["slots"], {"4 bits": ORANGE, "8 bits": BLUE}
     p = Picture(310)
-    for i, (color, bits) in enumerate(((ORANGE, 4), (BLUE, 8))):
+    for i, (bits, color) in enumerate(colors.items()):
         p.add("circle", cx=56 + 230 * i, cy=12, r=3.5, fill=color)
         p.line((154 + 230 * i, 12), (178 + 230 * i, 12), color=color, stroke_width=2)
-        p.text(66 + 230 * i, 16, f"matrix, {bits} bits")
-        p.text(184 + 230 * i, 16, f"x with {bits} bits")
+        p.text(66 + 230 * i, 16, f"matrix, {bits}")
+        p.text(184 + 230 * i, 16, f"x with {bits}")
     p.text(820, 16, "rms of the error in % of the rms", "end")
     chart = Chart(p, 50, 30, 770, 230, (-0.7, len(slots) - 0.5), (0.4, 12), log="y")
     chart.ticks_y({value: f"{value:g} %" for value in (0.5, 1, 2, 5, 10)})
     for i, slot in enumerate(slots):
         p.text(chart.at(i, 0.4)[0], 276, slot, "middle small" + " bold" * (slot == "x"))
-    for layer in range(exact.c["n_layers"]):
+    for layer in range(len(slots) // 9):
         first, last = (chart.at(1 + 9 * layer + i, 0.4)[0] for i in (0, 8))
         p.line((first - 7, 284), (last + 7, 284))
         p.text((first + last) / 2, 300, f"layer {layer}", "middle")
-    for color, bits in (ORANGE, 4), (BLUE, 8):
-        points = [chart.at(i, error) for i, error in enumerate(by_bits[bits])]
+    for bits, color in colors.items():
+        points = [chart.at(i, error) for i, error in enumerate(data[bits])]
         p.line(*(point for point, slot in zip(points, slots) if slot == "x"),
                color=color, stroke_width=2)
         for (x, y), slot in zip(points, slots):
-            if slot in names:
+            if slot != "x":
                 p.add("circle", cx=x, cy=y, r=3.5, fill=color)
-    return p.svg()
+    return p
 
 
-def heads():
-    """What each head of the tiny model looks at when it is about to say the user's name."""
+def heads_data():
+    """Shares of attention, (layers, heads, tokens), when the tiny model is about to say the user's
+    name; the heads that find it, one token later, too, and the answer without them."""
     recorded = json.loads((TINY / "expected.json").read_text())["model"]
     (ids,) = (entry["ids"] for entry in recorded if "messages" in entry
               and entry["messages"][-1]["content"] == "What is my name?")
@@ -381,12 +445,19 @@ def heads():
     finders = [(l, h) for l in range(n_layers) for h in range(n_heads)
                if looks[l, h, places].sum() > 0.5 and later[l, h, places].sum() > 0.5]
     model.off = finders
-    without = say()[1]
+    words = [tokens[i].decode().strip(" ").replace("\n", "\\n") for i in text[:now + 1]]
+    return {"words": words, "places": places, "shares": looks.round(3).tolist(),
+            "finders": [(l, h, later[l, h].round(3).tolist()) for l, h in finders],
+            "without": f"With these {len(finders)} heads set to zero, the answer is “{say()[1]}”"}
 
+
+def heads(data):
+    """What each head looks at: a row a head, a column a token."""
+    words, places, finders = data["words"], data["places"], data["finders"]
     p, cell, left = Picture(0), 15, 108
 
     def row(y, l, h, shares):
-        found = (l, h) in finders
+        found = [l, h] in ([*finder[:2]] for finder in finders)
         p.text(left - 8, y + 11, f"head {h}", "end small" + " bold orange" * found)
         squares = ""
         for i, share in enumerate(shares):
@@ -398,39 +469,42 @@ def heads():
 
     def label(y, i):
         x = left + (i + 0.5) * cell + 3.5
-        p.text(x, y, tokens[text[i]].decode().strip(" ").replace("\n", "\\n"),
-               "small" + " bold orange" * (i in places), transform=f"rotate(-90 {number(x)} {y})")
+        p.text(x, y, words[i], "small" + " bold orange" * (i in places),
+               transform=f"rotate(-90 {number(x)} {y})")
 
     for i in places:
         p.add("rect", x=left + i * cell, y=108, width=cell, height=318, fill=ORANGE,
               fill_opacity="0.12")
     p.text(8, 16, "“Your name is” is written, “An” comes next. A row is a head; a square’s area is "
            "the token’s share of its attention.")
-    for i in range(now + 1):
+    for i in range(len(words)):
         label(104, i)
     y = 110
-    for l in range(n_layers):
+    for l, layer_shares in enumerate(data["shares"]):
         p.text(8, y + 2 * cell + 4, f"layer {l}", "bold")
-        for h in range(n_heads):
-            row(y, l, h, looks[l, h])
+        for h, shares in enumerate(layer_shares):
+            row(y, l, h, shares)
             y += cell
         y += 6
     p.text(8, y + 14, "One token later:")
     y += 22
-    for l, h in finders:
-        row(y, l, h, later[l, h])
+    for l, h, shares in finders:
+        row(y, l, h, shares)
         y += cell
-    p.text(8, y + 26, f"With these {len(finders)} heads set to zero, the answer is “{without}”")
+    p.text(8, y + 26, data["without"])
     p.height = y + 36
-    return p.svg()
+    return p
 
 
-PICTURES = {"layer": layer, "speed": speed, "quantization": quantization, "heads": heads}
+PICTURES = {"layer": (layer_data, layer), "speed": (speed_data, speed), "texts": (texts_data, texts),
+            "quantization": (quantization_data, quantization), "heads": (heads_data, heads)}
 
 
 def main():
     for name in sys.argv[1:] or PICTURES:
-        (ROOT / ".github" / f"{name}.svg").write_text(PICTURES[name](), encoding="utf-8")
+        compute, draw = PICTURES[name]
+        data = compute()
+        (ROOT / ".github" / f"{name}.svg").write_text(draw(data).svg(data), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -161,12 +161,13 @@ class Matrix:
 
 
 def rope_frequencies(c):
-    """Angles per position (head_dim / 2), and the factor on cos and sin."""
+    """Angles per position (head_dim / 2), and the factor on cos and sin. Of YaRN in fp32, in the
+    order of transformers' operations."""
     head_dim, theta, yarn = c["head_dim"], c["theta"], c["yarn"]
-    j = np.arange(head_dim // 2)
-    freq = float(theta) ** (-2.0 * j / head_dim)
     if not yarn:
-        return freq, 1.0
+        return float(theta) ** (-2.0 * np.arange(head_dim // 2) / head_dim), 1.0
+    if "frequencies" in yarn:                               # as a file has them
+        return yarn["frequencies"], yarn["attention_factor"]
     factor = yarn["factor"]
 
     def corr(rotations):
@@ -176,20 +177,20 @@ def rope_frequencies(c):
     if not yarn.get("unrounded"):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001
-    ramp = np.clip((j - low) / (high - low), 0, 1)
-    freq = freq / factor * ramp + freq * (1 - ramp)
+    width = F32(high - low) if low != high else F32(0.001)
+    keep = F32(1) - np.clip((np.arange(head_dim // 2, dtype=F32) - F32(low)) / width, F32(0), F32(1))
+    inverse = (float(theta) ** (np.arange(0, head_dim, 2, dtype=F32) / F32(head_dim)).astype(float)
+               ).astype(F32)                                # as if torch rounded powers correctly
+    freq = F32(1) / (F32(factor) * inverse) * (F32(1) - keep) + F32(1) / inverse * keep
     return freq, yarn.get("attention_factor") or 0.1 * math.log(factor) + 1
 
 
 # -- files, and what the tests ask for
 
 MAGIC = 0x616A6331
-FORMAT = "<I11iffIfifffIIIiiII"    # model.bin's header, up to the levels
+FORMAT = "<I11iffIf20xIIiiII"       # model.bin's header, up to the levels
 HEADER = ("version", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size",
           "max_seq_len", "head_dim", "shared_classifier", "group_size")
-YARN = "factor", "original", "beta_fast", "beta_slow", "attention_factor", "unrounded"
 EXPERTS = "n_experts", "n_experts_used", "no_topk_norm"
 
 
@@ -234,15 +235,16 @@ class Model(Transformer):
     def from_bin(cls, path, precision="q8"):
         data = Path(path).read_bytes()
         magic, *fields = struct.unpack_from(FORMAT, data)
-        c = dict(zip((*HEADER, "theta", "eps", "scaling", *YARN, "bias", "no_qk_norm", *EXPERTS,
+        c = dict(zip((*HEADER, "theta", "eps", "scaling", "factor", "bias", "no_qk_norm", *EXPERTS,
                       "bits"), fields))
         assert magic == MAGIC and c["version"] == 1
+        assert c["scaling"] in (0, 2) and bool(c["scaling"]) == bool(c["factor"])
         bits, experts, levels = c["bits"], c["n_experts"], np.frombuffer(data, "<i1", 16, 0x70)
-        assert bits in (0, 4) and not any(data[0x6C:0x70] + data[0x80:256])
+        assert bits in (0, 4) and not any(data[0x40:0x54] + data[0x6C:0x70] + data[0x80:256])
         assert (np.diff(levels.astype(int)) > 0).all() if bits else not levels.any()
         assert 1 <= c["n_experts_used"] <= experts if experts else not any(data[0x5C:0x68])
         c |= dict(theta=c["theta"] or 1e6, eps=c["eps"] or 1e-6, qk_norm=1 - c["no_qk_norm"],
-                  yarn={name: c[name] for name in YARN} if c["scaling"] else None)
+                  yarn=None)
         at, group = 256, c["group_size"]
         dim, layers, hd = c["dim"], c["n_layers"], c["head_dim"]
 
@@ -275,6 +277,8 @@ class Model(Transformer):
             w |= {"q_norm": take("<f4", layers, hd), "k_norm": take("<f4", layers, hd)}
         if experts:
             w["router"] = take("<f4", layers, experts, dim)
+        if c["scaling"]:
+            c["yarn"] = dict(frequencies=take("<f4", hd // 2), attention_factor=c["factor"])
         w["embed"] = matrix(c["vocab_size"], dim)
         for name, *shape in (("q", heads, dim), ("k", kv, dim), ("v", kv, dim), ("o", dim, heads)):
             w[name] = [matrix(*shape, bits) for _ in range(layers)]
@@ -354,16 +358,14 @@ class Model(Transformer):
         def unless(default, value):                         # the header has 0 for what is usual
             return 0 if value in (None, default) else value
 
-        c, w, yarn = self.c, self.w, self.c["yarn"] or {}
+        c, w, scaled = self.c, self.w, bool(self.c["yarn"])
         parts = [struct.pack(
             FORMAT, MAGIC, 1, *(c[name] for name in HEADER[1:]), unless(1e6, c["theta"]),
-            unless(1e-6, c["eps"]), bool(yarn), yarn.get("factor", 0), yarn.get("original", 0),
-            unless(32, yarn.get("beta_fast")), unless(1, yarn.get("beta_slow")),
-            unless(yarn and 0.1 * math.log(yarn["factor"]) + 1, yarn.get("attention_factor")),
-            bool(yarn.get("unrounded")), c["bias"], 1 - c["qk_norm"],
+            unless(1e-6, c["eps"]), 2 * scaled, scaled * self.factor, c["bias"], 1 - c["qk_norm"],
             *(c[name] for name in EXPERTS), 0).ljust(256, b"\0")]
         for name in ("att_norm", "ffn_norm", "norm", "q_norm", "k_norm", "router"):
             parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
+        parts.append(self.freq.astype("<f4").tobytes() if scaled else b"")
         matrices = [w["embed"]]
         for name in ("q", "k", "v", "o", "gate", "down", "up"):
             matrices += w[name]

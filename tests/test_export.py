@@ -5,7 +5,6 @@ standard error and exit status out. Memory and the hub are tested on real proces
 """
 
 import fcntl
-import functools
 import http.server
 import json
 import math
@@ -27,204 +26,21 @@ import numpy as np
 import pytest
 import reference
 import tokenizers
+from checkpoints import ADDED, SENTENCES, Checkpoint
 from conftest import ROOT, export_py as export, run_export
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 # ---------------------------------------------------------------------------- a checkpoint
 
-ADDED = [f"<|{name}|>" for name in (
-    "endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end",
-    "quad_start", "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")]
-ADDED += ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
-          "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
-          "<think>", "</think>"]
-TEXT = ["The capital of France is Paris, and the capital of Peru is Lima.", "naïve café, déjà vu",
-        "for (int i = 0; i < n; i++)\n\tsum += x[i] * w[i];\n", "你好世界，世界你好", "aaaa aaa aa a",
-        "it's 2024, they'll say, and I'M HERE: don't you're we've"]
-
-
 @pytest.fixture(scope="session")
-def tokenizer_json() -> str:
-    """A small vocabulary with Qwen3's pipeline and added tokens; ids 256 + merges, then the 26."""
-    tok = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tok.normalizer = normalizers.NFC()
-    tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(export.SPLIT), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tok.decoder = tokenizers.decoders.ByteLevel()
-    tok.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
-    tok.train_from_iterator(TEXT * 3, tokenizers.trainers.BpeTrainer(
-        vocab_size=340, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    for text in ADDED:
-        add = tok.add_special_tokens if text.startswith("<|") else tok.add_tokens
-        add([AddedToken(text, normalized=False)])
-    return tok.to_str()
-
-
-class Checkpoint:
-    """A random checkpoint in memory, for tests to spoil, and what export.py should make of it."""
-
-    def __init__(self, tokenizer: str, dtype="BF16", **config):
-        self.tokenizer = json.loads(tokenizer)
-        size = max(t["id"] for t in self.tokenizer["added_tokens"]) + 1
-        self.eos = next(t["id"] for t in self.tokenizer["added_tokens"]
-                        if t["content"] == "<|im_end|>")
-        self.config = {
-            "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 192,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-            "head_dim": 64, "vocab_size": size + 5, "max_position_embeddings": 512,
-            "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": True,
-            "bos_token_id": self.eos - 2, "eos_token_id": self.eos} | config
-        self.settings = {"eos_token": "<|im_end|>"}
-        self.generation = {"eos_token_id": [self.eos, self.eos - 2], "do_sample": True,
-                           "temperature": 0.6, "top_p": 0.95, "top_k": 20}
-        self.dtype, self.prefix, self.files = dtype, "model.", {}
-        self.qwen2 = self.config["architectures"] == ["Qwen2ForCausalLM"]
-        self.n_experts = self.config.get("num_experts", self.config.get("num_local_experts", 0))
-        rng = np.random.default_rng(1)
-        self.tensors = {}
-        for name, shape in self.shapes():
-            x = rng.standard_normal(shape).astype(np.float32) * np.float32(0.05)
-            if len(shape) == 2 and not name.endswith("mlp.gate.weight"):
-                x[0, :32] = 0  # a group of zeros, or half of one
-                x[1, :64] = np.arange(64) / 2 ** 24  # subnormal in f16
-                x[2, :64] = (np.arange(64) - 31.5) * 4  # ties: max 127 / 127 is a scale of 1
-                x[2, 0] = 127
-                x[3] *= 2.0 ** 9
-            self.tensors[name] = x
-
-    def shapes(self):
-        c = self.config
-        d, q = c["hidden_size"], c["num_attention_heads"] * c["head_dim"]
-        h = c["moe_intermediate_size" if self.n_experts else "intermediate_size"]
-        kv = c["num_key_value_heads"] * c["head_dim"]
-        per_layer = [("input_layernorm", (d,)), ("post_attention_layernorm", (d,)),
-                     ("self_attn.q_norm", (c["head_dim"],)), ("self_attn.k_norm", (c["head_dim"],)),
-                     ("self_attn.q_proj", (q, d)), ("self_attn.k_proj", (kv, d)),
-                     ("self_attn.v_proj", (kv, d)), ("self_attn.o_proj", (d, q))]
-        if self.n_experts:
-            per_layer.append(("mlp.gate", (self.n_experts, d)))
-        for mlp in self.feed_forwards():
-            per_layer += [(f"{mlp}.gate_proj", (h, d)), (f"{mlp}.down_proj", (d, h)),
-                          (f"{mlp}.up_proj", (h, d))]
-        for i in range(c["num_hidden_layers"]):
-            for name, shape in per_layer:
-                if not (self.qwen2 and name.endswith(("q_norm", "k_norm"))):
-                    yield f"layers.{i}.{name}.weight", shape
-            for name, width in (("q", q), ("k", kv), ("v", kv)) if self.qwen2 else ():
-                yield f"layers.{i}.self_attn.{name}_proj.bias", (width,)
-        yield "norm.weight", (d,)
-        yield "embed_tokens.weight", (c["vocab_size"], d)
-        if not c["tie_word_embeddings"]:
-            yield "lm_head.weight", (c["vocab_size"], d)
-
-    def feed_forwards(self):
-        return [f"mlp.experts.{i}" for i in range(self.n_experts)] or ["mlp"]
-
-    def stored(self):
-        """name in the file -> (dtype, array as stored, its fp32 value)."""
-        for name, x in self.tensors.items():
-            full = name if name.startswith("lm_head") else self.prefix + name
-            if self.dtype == "BF16":
-                raw = (x.view(np.uint32) >> 16).astype("<u2")
-                value = (raw.astype(np.uint32) << 16).view(np.float32)
-            else:
-                raw = x.astype({"F16": "<f2", "F32": "<f4"}[self.dtype])
-                value = raw.astype(np.float32)
-            yield full, raw, value
-
-    def save(self, folder: Path, shards: int = 1) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        items = [(name, raw) for name, raw, _ in self.stored()]
-        if shards == 1:
-            self.files["model.safetensors"] = safetensors(items, self.dtype)
-        else:  # dealt out like cards: every layer lies in several files
-            places = {}
-            for i in range(shards):
-                shard = f"model-{i + 1:05}-of-{shards:05}.safetensors"
-                self.files[shard] = safetensors(items[i::shards], self.dtype)
-                places |= {name: shard for name, _ in items[i::shards]}
-            self.files["model.safetensors.index.json"] = {"metadata": {}, "weight_map": places}
-        self.files = {"config.json": self.config, "generation_config.json": self.generation,
-                      "tokenizer.json": self.tokenizer,
-                      "tokenizer_config.json": self.settings} | self.files
-        for name, content in self.files.items():
-            if isinstance(content, dict):
-                content = json.dumps(content)
-            if content is not None:
-                (folder / name).write_bytes(content if isinstance(content, bytes)
-                                            else content.encode())
-        return folder
-
-    def expected(self, group: int = 64) -> bytes:
-        """OUT.bin, made the slow and obvious way, header included."""
-        c = self.config
-        value = {name: v for (name, (_, _, v)) in zip(self.tensors, self.stored())}
-        out = struct.pack(
-            "<12I", 0x616A6331, 1, c["hidden_size"],
-            c["moe_intermediate_size" if self.n_experts else "intermediate_size"], c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"],
-            c["vocab_size"], c["max_position_embeddings"], c["head_dim"],
-            int(c["tie_word_embeddings"]), group).ljust(0x54, b"\0")
-        out += struct.pack("<2I", self.qwen2, self.qwen2)
-        if self.n_experts:
-            out += struct.pack("<3I", self.n_experts, c["num_experts_per_tok"],
-                               not c.get("norm_topk_prob"))
-        out = out.ljust(256, b"\0")
-
-        def layers(name, kind="weight"):
-            return [value[f"layers.{i}.{name}.{kind}"] for i in range(c["num_hidden_layers"])]
-
-        norms = [*layers("input_layernorm"), *layers("post_attention_layernorm"),
-                 value["norm.weight"]]
-        if not self.qwen2:
-            norms += [*layers("self_attn.q_norm"), *layers("self_attn.k_norm")]
-        if self.n_experts:
-            norms += layers("mlp.gate")
-        out += b"".join(x.astype("<f4").tobytes() for x in norms)
-        matrices = [value["embed_tokens.weight"]]
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"):
-            matrices += layers(name)
-        for name in ("gate_proj", "down_proj", "up_proj"):  # the experts' rows, one after the other
-            matrices += map(np.concatenate, zip(*(layers(f"{mlp}.{name}")
-                                                  for mlp in self.feed_forwards())))
-        if not c["tie_word_embeddings"]:
-            matrices.append(value["lm_head.weight"])
-        biases = [x for name in "qkv" if self.qwen2
-                  for x in layers(f"self_attn.{name}_proj", "bias")]
-        return out + b"".join([naive_q8(x.tobytes(), group) for x in matrices]
-                              + [x.astype("<f4").tobytes() for x in biases])
+def tokenizer_json(tokenizer) -> str:
+    return tokenizer.to_str()
 
 
 def experts(n: int, key="num_experts", used=1, **config) -> dict:
     """What a mixture of experts has in its config.json; intermediate_size belongs to no layer."""
     return {"architectures": ["Qwen3MoeForCausalLM"], key: n, "num_experts_per_tok": used,
             "moe_intermediate_size": 64, "intermediate_size": 1000, "norm_topk_prob": True} | config
-
-
-def safetensors(items, dtype) -> bytes:
-    head, data = {"__metadata__": {"format": "pt"}}, b""
-    for name, raw in items:
-        head[name] = {"dtype": dtype, "shape": list(raw.shape),
-                      "data_offsets": [len(data), len(data) + raw.nbytes]}
-        data += raw.tobytes()
-    text = json.dumps(head).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-@functools.cache
-def naive_q8(matrix: bytes, group: int) -> bytes:
-    """Q8_0 of a matrix, one value at a time in fp32."""
-    values, scales = [], []
-    for g in np.frombuffer(matrix, np.float32).reshape(-1, group):
-        scale = max(abs(v) for v in g) / np.float32(127)
-        scales.append(scale)
-        for v in g:
-            q = v / scale if scale > 0 else np.float32(0)
-            low = math.floor(q)
-            rest = float(q) - low
-            up = rest > 0.5 or (rest == 0.5 and low % 2 == 1)
-            values.append(max(-127, min(127, low + up)))
-    return np.array(values, np.int8).tobytes() + np.array(scales, "<f4").tobytes()
 
 
 def read_tokenizer(data: bytes, vocab_size: int):
@@ -317,7 +133,7 @@ def variant(ck, which):
     return {"untied": lambda: (ck(tie_word_embeddings=False), 2, 64),
             "group 32, odd shapes": lambda: (ck(hidden_size=96, intermediate_size=160,
                                                 num_attention_heads=3, num_key_value_heads=3,
-                                                head_dim=32, vocab_size=501), 1, 32),
+                                                head_dim=32, vocab_size=505), 1, 32),
             "head size not given": lambda: (ck(head_dim=128), 1, 64)}[which]()
 
 
@@ -401,7 +217,11 @@ def test_yarn_option(checkpoint, run, tmp_path, which):
     assert run(folder, "changed.bin")[0] == 0
     data = (tmp_path / "option.bin").read_bytes()
     assert data == (tmp_path / "changed.bin").read_bytes()
-    assert struct.unpack_from("<Ifi", data, 0x38) == (1, factor, original)
+    assert struct.unpack_from("<If", data, 0x38) == (2, np.float32(0.1 * math.log(factor) + 1))
+    c = {"head_dim": 64, "theta": {"2507": 5e6, "new keys": 7e4}.get(which, 1e6),
+         "yarn": {"factor": factor, "original": original}}
+    assert reference.Model.from_bin(tmp_path / "option.bin").freq.tolist() == (
+        reference.rope_frequencies(c)[0].tolist())
 
 
 def test_yarn_option_refused(checkpoint, run, tmp_path):
@@ -419,8 +239,16 @@ def test_header_extensions(checkpoint, tmp_path, which):
     changes, fields = HEADERS[which]
     export.notes.clear()
     folder = checkpoint(**changes).save(tmp_path)
-    head = export.header(export.read_config(export.read_folder(folder)))
-    assert head[0x30:] == struct.pack("<2fIfi3fI", *fields).ljust(256 - 0x30, b"\0")
+    config = export.read_config(export.read_folder(folder))
+    theta, eps, kind, *values = fields
+    yarn = dict(zip(("factor", "original", "beta_fast", "beta_slow", "attention_factor", "unrounded"),
+                    values))
+    factor, freq = 0, []
+    if kind:
+        freq, factor = reference.rope_frequencies({"head_dim": 64, "theta": theta or 1e6, "yarn": yarn})
+    assert export.header(config)[0x30:] == struct.pack(
+        "<2fIf", theta, eps, 2 * kind, factor).ljust(256 - 0x30, b"\0")
+    assert np.array_equal(np.float32(config.frequencies), freq)
     assert bool(export.notes) == (which in ("deepseek", "yarn, mscale alone"))
 
 
@@ -471,7 +299,7 @@ def test_four_bits(checkpoint, run, tmp_path, group, config):
     ck = checkpoint("F32", num_key_value_heads=2, tie_word_embeddings=False, **config)
     folder = ck.save(tmp_path / "in")
     status, err = run(folder, "--bits", 4, *(["--group-size", group] if group else []))
-    assert status == 0 and "wrote in-q4.bin (0.1 MB, 4 bits in groups of" in err[0], err
+    assert status == 0 and re.search(r"wrote in-q4.bin \(0.[12] MB, 4 bits in groups of", err[0]), err
     data, group = (tmp_path / "in-q4.bin").read_bytes(), group or 32
     eight = ck.expected(group)
     assert data[:0x68] == eight[:0x68] and data[0x80:256] == eight[0x80:256]
@@ -499,6 +327,19 @@ def test_four_bits_of_trained_weights(run, tmp_path):
     pairs = [(a.dense, b.dense) for name in MATRICES for a, b in zip(exact[name], four[name])]
     assert sum(((a - b) ** 2).sum() for a, b in pairs) < 0.0738 ** 2 * sum((a ** 2).sum()
                                                                           for a, _ in pairs)
+
+
+def test_what_four_bits_lose_is_said(checkpoint, run, tmp_path):
+    """Groups whose scale fp16 rounds to 0; zeros lose nothing."""
+    ck = checkpoint("F32")
+    for name, x in ck.tensors.items():
+        if x.ndim == 2:
+            x[1] = 0
+    assert len(run(ck.save(tmp_path / "in"), "out.bin", "--bits", 4)[1]) == 2
+    ck.tensors["layers.1.mlp.up_proj.weight"][5:7] = 3e-6
+    status, err = run(ck.save(tmp_path / "in"), "out.bin", "--bits", 4)
+    assert status == 0 and len(err) == 3 and "4 groups of 32 weights became zeros" in err[2], err
+    assert len(run("in", "out.bin")[1]) == 2
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")  # of numpy: a division by 0, an overflow
@@ -537,18 +378,21 @@ def test_four_bits_do_not_depend_on_pieces_or_threads(checkpoint, run, tmp_path,
 # ---------------------------------------------------------------------------- refusals
 
 BAD_CONFIG = [
-    ({"architectures": ["Qwen3NextForCausalLM"]}, "architectures", "Qwen3NextForCausalLM"),
-    ({"architectures": None}, "architectures", "None"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "fp8"),
+    ({"architectures": ["Qwen3NextForCausalLM"]}, "not Qwen3's", "found Qwen3NextForCausalLM$"),
+    ({"architectures": ["Qwen3ForSequenceClassification"]}, "not Qwen3's", "found Qwen3ForSequence"),
+    ({"architectures": None}, "architecture", "none"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "unquantized", "a GGUF file, found fp8$"),
+    ({"quantization": {"group_size": 64, "bits": 4}}, "unquantized", "a GGUF file, found .*64"),
     ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
      "use_sliding_window", "full attention"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "sliding_attention"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types",
+     "found full_attention, sliding_attention"),
     ({"attention_bias": True}, "attention_bias", "False|false"),
     ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
     ({"hidden_size": "64"}, "hidden_size", "'64'"),
     ({"hidden_size": -64}, "hidden_size", "-64"),
-    ({"vocab_size": 2 ** 40}, "vocab_size", "from 1 to 1073741824"),
+    ({"vocab_size": 2 ** 40}, "vocab_size", "from 1 to 1048576"),
     ({"num_hidden_layers": None}, "num_hidden_layers", "None"),
     ({"rms_norm_eps": 0}, "rms_norm_eps", "from 1.17549e-38 to 1e\\+12"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps", "nan"),
@@ -582,7 +426,7 @@ BAD_EXPERTS = [
     ({"moe_intermediate_size": None}, "moe_intermediate_size.*found None"),
     ({"moe_intermediate_size": 72}, "moe_intermediate_size, expected a multiple of 32"),
     ({"norm_topk_prob": 1}, "norm_topk_prob, expected true or false, found 1"),
-    ({"mlp_only_layers": [1]}, r"mlp_only_layers is not supported, expected none, found \[1\]"),
+    ({"mlp_only_layers": [1]}, r"mlp_only_layers is not supported, expected \[\], found \[1\]"),
     ({"decoder_sparse_step": 2}, "decoder_sparse_step is not supported, expected 1, found 2"),
     ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size.*expected 0, found 64"),
     ({"qkv_bias": True}, "qkv_bias is not supported, expected false, found True"),
@@ -694,10 +538,11 @@ def set_offsets(begin, end):
 
 
 BAD_SAFETENSORS = {
+    "web page": (lambda data: b"<!doctype html>\n<html>", "download it again, found a web page"),
     "empty": (lambda data: b"", "broken safetensors"),
     "cut in the length": (lambda data: data[:5], "broken safetensors"),
     "cut in the header": (lambda data: data[:300], "broken safetensors"),
-    "cut in the data": (lambda data: data[:-1], "truncated"),
+    "cut in the data": (lambda data: data[:-1], "truncated.*download it again"),
     "longer": (lambda data: data + b"x", "oversized"),
     "huge header": (lambda data: b"\xff" * 8 + data[8:], "18446744073709551615"),
     "no json": (lambda data: data[:8] + b"}" + data[9:], "JSONDecodeError"),
@@ -718,7 +563,7 @@ BAD_SAFETENSORS = {
             "dtype of model.norm.weight.*BF16, F16, F32 .*, found F8_E4M3"),
     "f64": (lambda d: edit_header(d, lambda h: h[NORM].update(dtype="F64")), "F64"),
     "both names": (lambda d: edit_header(d, lambda h: h.update(
-        {"norm.weight": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}})), "both ways"),
+        {"norm.weight": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}})), "both with and without"),
 }
 
 
@@ -739,8 +584,8 @@ def test_broken_safetensors_refused(checkpoint, run, tmp_path, which):
     ("model.safetensors.index.json", {"metadata": {}}, ["KeyError.*weight_map"]),
     ("model.safetensors.index.json", {"weight_map": {"a": "../a.safetensors"}}, ["missing"]),
     ("model.safetensors.index.json", {"weight_map": ["a"]}, ["broken"]),
-    ("model.safetensors.index.json", "add", ["extra.weight", "no such tensor"]),
-    ("model.safetensors.index.json", "move", ["holds model.norm.weight"]),
+    ("model.safetensors.index.json", "add", ["other tensors.*difference in extra.weight$"]),
+    ("model.safetensors.index.json", "move", ["other tensors.*difference in model.norm.weight$"]),
 ])
 def test_broken_shards_refused(checkpoint, run, tmp_path, name, content, patterns):
     folder = checkpoint().save(tmp_path / "in", 2)
@@ -857,6 +702,13 @@ def test_old_slow_tokenizer_is_refused_by_name(checkpoint, run, tmp_path):
     refused(run(ck.save(tmp_path / "in"), "out.bin"), "vocab.json")
 
 
+def test_lora_adapter(checkpoint, run, tmp_path):
+    ck = checkpoint()
+    ck.files |= {"config.json": None, "adapter_config.json": {}}
+    folder = ck.save(tmp_path / "in")
+    refused(run(folder, "out.bin"), "in: a LoRA adapter", "merge it into its base model first")
+
+
 def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
     ck = checkpoint()
     ck.tensors["evil\n\x1b[31m"] = np.zeros(3, np.float32)
@@ -885,6 +737,28 @@ def test_order_of_arguments_and_default_name(checkpoint, run, tmp_path, args, ex
 def test_usage_errors(run, args):
     status, err = run(*args)
     assert status == 2 and len(err) == 1 and err[0].startswith("export.py: ")
+
+
+@pytest.mark.parametrize("name", ["\x1b[31m", "\u202ecod", "\u2066", "\x9b", "\udcff"])
+@pytest.mark.parametrize("args", [["in", "x{}"], ["in", "--plot", "{}.jpg"], ["--{}"], ["--bits", "{}"],
+                                  ["missing{}"], ["in", "{}.bin"]])
+def test_names_drive_no_terminal(checkpoint, run, tmp_path, name, args):
+    """Neither in usage errors nor in refusals nor in the summary."""
+    checkpoint().save(tmp_path / "in")
+    status, err = run(*(arg.format(name) for arg in args))
+    assert status == (0 if args[-1] == "{}.bin" else 1 if "missing" in args[-1] else 2)
+    assert all(line.isprintable() for line in err) and repr(name)[1:-1] in err[0], err
+
+
+def test_ctrl_c_while_the_arguments_are_read():
+    """argparse's clean-up fails on a signal's exception at the wrong moment."""
+    code = ("import argparse, os, runpy, signal, sys, time\n"
+            "def interrupted(self):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
+            "argparse.ArgumentParser.format_usage = interrupted\n"
+            "sys.argv = ['export.py', 'in']\n"
+            f"runpy.run_path({str(ROOT / 'export.py')!r}, run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_help_is_on_stdout():
@@ -936,10 +810,10 @@ def test_source_that_is_neither_here_nor_a_hub_name(run, tmp_path):
     refused(run("some.txt", "out.bin"), "a checkpoint's directory or a GGUF file", "b'This'")
 
 
-def sparse_checkpoint(ck, folder: Path) -> Path:
+def sparse_checkpoint(ck, folder: Path, **config) -> Path:
     """Large weights that take no space: an embedding of 240 MB in two dozen layers' company, as
     holes in two shards."""
-    ck.config |= {"hidden_size": 1024, "vocab_size": 120_000, "num_hidden_layers": 24}
+    ck.config |= {"hidden_size": 1024, "vocab_size": 120_000, "num_hidden_layers": 24} | config
     shapes = dict(ck.shapes())
     ck.tensors = {}
     ck.save(folder)
@@ -997,13 +871,17 @@ def test_progress_is_for_terminals_and_the_summary_for_logs(checkpoint, tmp_path
     assert child.wait(300) == 0 and b"100%" in seen and b"B/s" in seen
 
 
-def test_missing_packages_are_named_from_the_block_at_the_top(tmp_path):
-    (tmp_path / "jinja2.py").write_text("raise ImportError(\"No module named 'jinja2'\")")
+@pytest.mark.parametrize("file, content, said", [
+    ("jinja2.py", "raise ImportError(\"No module named 'jinja2'\")", "No module named 'jinja2'"),
+    ("jinja2-3.1.5.dist-info/METADATA", "Name: jinja2\nVersion: 3.1.5\n",
+     "jinja2 3.1.5 is older than 3.1.6")])
+def test_missing_packages_are_named_from_the_block_at_the_top(tmp_path, file, content, said):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(content)
     done = process("in", "out.bin", env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "No module named 'jinja2'" in done.stderr
-    assert "uv run export.py" in done.stderr
-    assert "pip install numpy tokenizers jinja2 huggingface_hub tqdm" in done.stderr
+    assert done.stderr.startswith(f"export.py: {said}: run it as `uv run export.py ...`")
+    assert re.search("pip install 'numpy>=[0-9.]+' 'tokenizers>=.*' 'jinja2>=3.1.6' ", done.stderr)
 
 
 # ---------------------------------------------------------------------------- vocabulary
@@ -1031,10 +909,10 @@ def test_vocabulary(exported, tokenizer_json):
         made = records[tok.token_to_id(a + b)]
         assert made[0] == np.float32(-math.log(rank + 1))
         assert made[1] == records[tok.token_to_id(a)][1] + records[tok.token_to_id(b)][1]
-    for text in ADDED:
+    for text, _ in ADDED:
         assert records[tok.token_to_id(text)] == (-1e6, text.encode())
     assert records[-5:] == [(-1e6, b"")] * 5
-    assert rows(sections["adde"], 2) == [(tok.token_to_id(t), t.startswith("<|")) for t in ADDED]
+    assert rows(sections["adde"], 2) == [(tok.token_to_id(text), special) for text, special in ADDED]
 
 
 def test_best_score_first_gives_the_ids_of_the_merge_list(exported, tokenizer_json):
@@ -1043,7 +921,7 @@ def test_best_score_first_gives_the_ids_of_the_merge_list(exported, tokenizer_js
     added = {i for i, _ in rows(sections["adde"], 2)}
     ids = {token: i for i, (_, token) in enumerate(records) if token and i not in added}
     rng = random.Random(5)
-    alphabet = "".join(TEXT)
+    alphabet = "".join(sorted(set(SENTENCES)))
     for _ in range(300):
         text = "".join(rng.choice(alphabet) for _ in range(rng.randrange(1, 9)))
         parts = [bytes([b]) for b in text.encode()]
@@ -1379,6 +1257,7 @@ CHATS = {
     "escape": ("{{ messages.__class__.__mro__ }}" + CHATML, "SecurityError"),
     "escape by a filter": ("{{ ('{0.__class__.__mro__}'|attr('format'))(1) }}" + CHATML, "SecurityError"),
     "changes": ("{% set _ = messages.append(1) %}" + CHATML, "SecurityError"),
+    "half of a surrogate pair": ("{# \udc80 #}" + CHATML.replace("<|im_end|>", "\udc80"), "surrogate"),
     "wrong type": ([1], "broken"),
 }
 
@@ -1391,7 +1270,7 @@ def test_chat_pieces(tmp_path, which, where):
     if isinstance(template, list) != (where == "list") and which == "wrong type":
         return
     if where == "file":
-        (tmp_path / "chat_template.jinja").write_text(template)
+        (tmp_path / "chat_template.jinja").write_bytes(template.encode(errors="surrogateescape"))
         settings["chat_template"] = "{{ 'not this one' }}"
     elif where == "tokenizer_config":
         settings["chat_template"] = template
@@ -1433,9 +1312,8 @@ def test_chat_section_and_what_is_said_without_one(checkpoint, run, tmp_path):
 # ---------------------------------------------------------------------------- hub
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as a download asks for: one repository, org/tiny."""
+    """As much of the hub as a download asks for: the folders org/NAME of a folder."""
     protocol_version = "HTTP/1.1"
-    commit = "1" * 40
     folder: Path
     asked: list
 
@@ -1445,28 +1323,28 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         path = self.path.partition("?")[0]
         self.asked.append(path)
-        file = self.folder / path.partition("/resolve/")[2].partition("/")[2]
-        files = [p for p in sorted(self.folder.rglob("*")) if p.is_file()]
-        if path.startswith("/api/models/org/tiny/tree/"):
-            tree = [{"type": "file", "path": p.relative_to(self.folder).as_posix(),
-                     "size": p.stat().st_size, "oid": "2" * 40} for p in files]
-            tree.append({"type": "file", "path": "original/consolidated.safetensors", "size": 1,
-                         "oid": "3" * 40})
-            self.answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
-        elif path.startswith("/api/models/org/tiny"):
-            siblings = [{"rfilename": p.relative_to(self.folder).as_posix()} for p in files]
-            siblings.append({"rfilename": "original/consolidated.safetensors"})
-            info = {"_id": "1", "id": "org/tiny", "modelId": "org/tiny", "sha": self.commit,
-                    "siblings": siblings, "tags": [], "private": False}
-            self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
-        elif path.startswith("/org/tiny/resolve/") and file.is_file():
-            data = file.read_bytes()
+        model, _, file = re.sub("^/(api/models/)?|/resolve/[^/]+(?=/)|/(revision|tree)/.*", "", path,
+                                ).partition("/")[2].partition("/")
+        model = self.folder / "org" / model
+        files = {p.relative_to(model).as_posix(): p.stat().st_size
+                 for p in sorted(model.rglob("*")) if p.is_file()}
+        files["original/consolidated.safetensors"] = 1
+        commit = {"sha": "1" * 40, "id": f"org/{model.name}", "_id": "1", "tags": [],
+                  "private": False}
+        if path.startswith("/api/models/") and "/tree/" in path and model.is_dir():
+            self.answer(200, json.dumps([{"type": "file", "path": p, "size": n, "oid": "2" * 40}
+                                         for p, n in files.items()]).encode())
+        elif path.startswith("/api/models/") and model.is_dir():
+            self.answer(200, json.dumps(commit | {"siblings": [
+                {"rfilename": p, "size": n, "blobId": "2" * 40} for p, n in files.items()]}).encode())
+        elif "/resolve/" in path and (model / file).is_file():
+            data = (model / file).read_bytes()
             self.answer(200, data, {"ETag": f'"{hash(data) & 0xFFFFFFFF:x}"',
-                                    "X-Repo-Commit": self.commit})
+                                    "X-Repo-Commit": commit["sha"]})
         else:
             self.answer(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
 
-    def answer(self, status, body, headers):
+    def answer(self, status, body, headers={"Content-Type": "application/json"}):
         self.send_response(status)
         for key, value in (headers | {"Content-Length": str(len(body))}).items():
             self.send_header(key, value)
@@ -1478,36 +1356,72 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_download_from_a_hub(checkpoint, tmp_path):
-    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
-    ck.files |= {"README.md": "no", "pytorch_model.bin": "no", "chat_template.jinja": CHATML}
-    (tmp_path / "hub/1_Pooling").mkdir(parents=True)
-    folder = ck.save(tmp_path / "hub", 2)
-    handler = type("Served", (Hub,), {"folder": folder, "asked": []})
+@pytest.fixture
+def hub(tmp_path):
+    """hub(arguments) is export.py with a hub that has tmp_path/hub; hub.env is its environment."""
+    handler = type("Served", (Hub,), {"folder": tmp_path / "hub", "asked": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     env |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
-    try:
-        done = process("org/tiny", cwd=tmp_path, env=env)
-        assert done.returncode == 0, done.stderr
-        assert (tmp_path / "tiny.bin").read_bytes() == ck.expected()
-        fetched = {path.partition("/resolve/")[2].partition("/")[2] for path in handler.asked}
-        assert fetched >= {"model-00002-of-00002.safetensors", "chat_template.jinja",
-                           "1_Pooling/config.json"}
-        assert not fetched & {"README.md", "pytorch_model.bin", "original/consolidated.safetensors"}
-        absent = process("org/absent", "out.bin", cwd=tmp_path, env=env)
-        assert absent.returncode == 1 and absent.stderr.count("\n") == 1, absent.stderr
-        assert "org/absent" in absent.stderr and "RepositoryNotFound" in absent.stderr
-    finally:
+
+    def call(*args, **changes):
+        done = process(*args, cwd=tmp_path, env=env | changes)
+        return done.returncode, done.stderr.splitlines()
+
+    def stop():
         server.shutdown()
         server.server_close()
+    call.asked = lambda: {path.partition("/resolve/")[2].partition("/")[2]
+                          for path in handler.asked if "/resolve/" in path}
+    call.stop, call.url = stop, env["HF_ENDPOINT"]
+    yield call
+    stop()
+
+
+def test_download_from_a_hub(checkpoint, hub, tmp_path):
+    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
+    ck.files |= {"README.md": "no", "pytorch_model.bin": "no", "chat_template.jinja": CHATML}
+    (tmp_path / "hub/org/tiny/1_Pooling").mkdir(parents=True)
+    ck.save(tmp_path / "hub/org/tiny", 2)
+    status, err = hub(f"{hub.url}/org/tiny/tree/main?a=b")
+    assert status == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected(), err
+    assert hub.asked() >= {"model-00002-of-00002.safetensors", "chat_template.jinja",
+                           "1_Pooling/config.json"}
+    assert not hub.asked() & {"README.md", "pytorch_model.bin", "original/consolidated.safetensors"}
+    assert f"the download stays in {tmp_path}/cache/hub/models--org--tiny;" in err[-1]
+    assert "hf cache rm model/org/tiny" in err[-1]
+    refused(hub("org/absent", "out.bin"), "org/absent: neither here nor available", "HF_TOKEN",
+            "RepositoryNotFound")
     (tmp_path / "tiny.bin").unlink()
-    offline = process("org/tiny", cwd=tmp_path, env=env | {"HF_HUB_OFFLINE": "1"})
-    assert offline.returncode == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected()
-    for more in ({"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")},
-                 {"HF_HOME": str(tmp_path / "empty")}):  # not allowed to ask, and no one there
-        done = process("org/tiny", "x.bin", cwd=tmp_path, env=env | more)
-        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-        assert "org/tiny: neither a directory here nor available from the hub" in done.stderr
+    hub.stop()
+    for changes in {"HF_HUB_OFFLINE": "1"}, {}:  # not allowed to ask, and no one there
+        status, err = hub("org/tiny", **changes)
+        assert status == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected(), err
+        assert hub("org/tiny", "--check", **changes)[0] == 0
+        (tmp_path / "tiny.bin").unlink()
+        refused(hub("org/tiny", "x.bin", **changes, HF_HOME=str(tmp_path / "empty")),
+                "org/tiny: not here, and the hub can't be", "network.*HF_ENDPOINT.*HF_HUB_OFFLINE")
+
+
+@pytest.mark.parametrize("config, out, pattern", [
+    ({"architectures": ["Qwen3NextForCausalLM"]}, "out.bin", "org/tiny/config.json: not Qwen3"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "out.bin", "org/tiny/config.json:.*gptq"),
+    ({}, "nowhere/out.bin", "nowhere: missing"), ({}, "folder.bin", "a directory"),
+    ({"vocab_size": 1 << 20, "hidden_size": 1 << 20}, "out.bin", "too little disk space")])
+def test_what_a_hub_s_json_shows_is_refused_before_the_weights(checkpoint, hub, tmp_path, config, out,
+                                                               pattern):
+    (tmp_path / "folder.bin").mkdir()
+    ck = checkpoint()
+    ck.config |= config
+    ck.save(tmp_path / "hub/org/tiny")
+    refused(hub("org/tiny", out), pattern)
+    assert "model.safetensors" not in hub.asked()
+
+
+def test_the_disk_s_space_for_a_download(checkpoint, hub, tmp_path):
+    checkpoint().save(tmp_path / "hub/org/tiny")
+    os.truncate(tmp_path / "hub/org/tiny/model.safetensors", 1 << 43)  # a hole
+    refused(hub("org/tiny"), "/cache/hub: too little disk space, expected 8796[0-9]* bytes")
+    assert "model.safetensors" not in hub.asked()

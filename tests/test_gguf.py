@@ -17,7 +17,7 @@ from conftest import ROOT, environment
 from gguf import GGMLQuantizationType as Kind
 from reference import quantize
 from test_export import (LEVELS, MATRICES, checkpoint, experts,  # noqa: F401 (fixtures)
-                         read_tokenizer, refused, rows, run, tokenizer_json)
+                         hub, read_tokenizer, refused, rows, run, tokenizer_json)
 
 NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
          "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -192,6 +192,69 @@ def test_parts_are_joined(checkpoint, run, tmp_path, monkeypatch):
     assert status == 1 and "m-00003-of-00003.gguf" in err[0] and len(err) == 1
 
 
+@pytest.fixture
+def several(checkpoint, tmp_path):
+    """A model on the hub as F16, Q8_0, Q4_0 and BF16, the last in two parts."""
+    ck = checkpoint("F16", hidden_size=256)
+    folder = tmp_path / "hub/org/tiny-GGUF"
+    (folder / "BF16").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "README.md").write_text("no")
+    for kind in Kind.F16, Kind.Q8_0, Kind.Q4_0:
+        write(folder / f"tiny-{kind.name}.gguf", values(ck), blocks(ck, kind))
+    tensors = list(blocks(ck, Kind.BF16).items())
+    for i in range(2):
+        split = {"split.no": i, "split.count": 2, "split.tensors.count": len(tensors)}
+        write(folder / f"BF16/tiny-BF16-{i + 1:05}-of-00002.gguf",
+              (values(ck) if i == 0 else {}) | split, dict(tensors[i::2]))
+    return ck
+
+
+@pytest.mark.parametrize("name, file, out", [
+    ("org/tiny-GGUF", "tiny-Q8_0", "tiny-Q8_0.bin"),
+    ("org/tiny-GGUF:Q4_0", "tiny-Q4_0", "tiny-Q4_0-q4.bin"),
+    ("org/tiny-GGUF:bf16", "BF16/tiny-BF16-00001-of-00002", "tiny-BF16.bin"),
+    ("org/tiny-GGUF/tiny-F16.gguf", "tiny-F16", "tiny-F16.bin"),
+    ("URL/org/tiny-GGUF/blob/main/tiny-F16.gguf?download=true", "tiny-F16", "tiny-F16.bin"),
+    ("org/tiny-GGUF/BF16/tiny-BF16-00002-of-00002.gguf", "BF16/tiny-BF16-00001-of-00002",
+     "tiny-BF16.bin")])
+def test_from_the_hub_by_name(several, hub, run, tmp_path, name, file, out):
+    """The same as from that file; nothing else is downloaded."""
+    status, err = hub(name.replace("URL", hub.url))
+    assert status == 0 and f"wrote {out} " in err[0] and "the download stays in" in " ".join(err), err
+    asked = {re.sub("-0000[12]-", "-00001-", asked) for asked in hub.asked()}
+    assert asked == {f"{file}.gguf"}
+    assert run(tmp_path / f"hub/org/tiny-GGUF/{file}.gguf", "x.bin")[0] == 0
+    assert files(tmp_path / out) == files(tmp_path / "x.bin")
+    assert hub(name.replace("URL", hub.url), "--check")[0] == 0
+
+
+ALL = "found BF16/tiny-BF16.gguf, tiny-F16.gguf, tiny-Q4_0.gguf, tiny-Q8_0.gguf$"
+
+
+def test_not_on_the_hub(several, hub, tmp_path):
+    refused(hub("org/tiny-GGUF:Q6_K"), "org/tiny-GGUF: no GGUF file Q6_K, expected one of these, " + ALL)
+    refused(hub("org/tiny-GGUF/x.gguf"), "no GGUF file x.gguf", ALL)
+    refused(hub("org/tiny-GGUF:4_0"), "no GGUF file 4_0", ALL)
+    folder = tmp_path / "hub/org/tiny-GGUF"
+    (folder / "other-Q8_0.gguf").write_text("")
+    refused(hub("org/tiny-GGUF"), "more than one GGUF file Q8_0, expected the name of one of these")
+    assert not hub.asked()
+    (folder / "tiny-F16.gguf").write_text("")
+    refused(hub("org/tiny-GGUF/tiny-F16.gguf"), "^export.py: org/tiny-GGUF/tiny-F16.gguf: broken")
+    refused(hub("org/tiny-GGUF", "nowhere/x.bin"), "nowhere: missing")
+
+
+def test_folder_with_a_gguf(several, run, tmp_path):
+    folder = tmp_path / "hub/org/tiny-GGUF"
+    refused(run(folder), "tiny-GGUF: more than one GGUF file, expected the name of one",
+            "tiny-F16.gguf, tiny-Q4_0.gguf, tiny-Q8_0.gguf$")
+    for name in "tiny-F16.gguf", "tiny-Q4_0.gguf":
+        (folder / name).unlink()
+    assert run(folder)[0] == 0 and (tmp_path / "tiny-Q8_0.bin").exists()
+    assert run(folder / "BF16")[0] == 0 and (tmp_path / "tiny-BF16.bin").exists()
+
+
 # ---------------------------------------------------------------------------- quantized weights
 
 def matrix(data: bytes, c: dict, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -282,7 +345,7 @@ def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind, co
     tensors = random_tensors(ck, Kind[kind]) | random_tensors(ck, Kind.Q6_K, "token_embd")
     status, err = run(make(ck, tensors=tensors))
     assert status == 0 and "wrote model-q4.bin" in err[0], err
-    assert len(err) == 2 and "export.py: the embedding, Q6_K: quantized again, in groups of 32" in err[1]
+    assert len(err) == 2 and "export.py: Q6_K: quantized again, in groups of 32" in err[1]
     model = reference.Model.from_bin(tmp_path / "model-q4.bin", "weights")
     data = (tmp_path / "model-q4.bin").read_bytes()
     assert list(np.frombuffer(data, "i1", 16, 0x70)) == FOUR_BITS[kind]
@@ -302,9 +365,8 @@ def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind, co
 
 
 @pytest.mark.parametrize("args, name, bits, group, cost", [
-    (["--group-size", 64], "model-q4.bin", 4, 64,
-     "Q4_0: quantized again, in groups of 64, to 4 bits, which adds an error of 6 to 9 %"),
-    (["--bits", 8], "model.bin", 0, 32, "Q4_0: quantized again, in groups of 32, which changes"),
+    (["--group-size", 64], "model-q4.bin", 4, 64, "Q4_0, Q8_0: quantized again, in groups of 64"),
+    (["--bits", 8], "model.bin", 0, 32, "Q4_0: quantized again, in groups of 32"),
     (["--bits", 8, "--group-size", 64], "model.bin", 0, 64, "Q4_0, Q8_0: quantized again")])
 def test_four_bits_otherwise(checkpoint, make, run, tmp_path, args, name, bits, group, cost):
     """Quantized again, with our own levels."""
@@ -329,11 +391,12 @@ def test_mixtures_with_four_bits(checkpoint, make, run, tmp_path, kinds):
     status, err = run(path)
     again = ", ".join(sorted(set(kinds) - {"Q8_0"}))
     assert status == 0 and "wrote model.bin" in err[0] and "8 bits in groups of 32" in err[0]
-    assert len(err) == 2 and f"{again}: quantized again, in groups of 32, which changes" in err[1]
+    assert len(err) == 2 and f"{again}: quantized again, in groups of 32, which adds" in err[1]
     status, err = run(path, "--bits", 4)
     again = ", ".join(sorted(kinds))
     assert status == 0 and "wrote model-q4.bin" in err[0] and "4 bits in groups of 32" in err[0]
-    assert len(err) == 2 and f"{again}: quantized again, in groups of 32, to 4 bits" in err[1]
+    assert f"{again}: quantized again, in groups of 32, which adds" in err[1]
+    assert all("became zeros" in line for line in err[2:])  # test_export.py's subnormal weights
     assert (tmp_path / "model-q4.bin").read_bytes()[0x70:0x80] == np.int8(LEVELS).tobytes()
 
 
@@ -350,9 +413,10 @@ def test_infinite_scale_is_refused(checkpoint, make, run, tmp_path, kind):
 
 # ---------------------------------------------------------------------------- metadata
 
-def header_fields(path: Path):
-    """theta, eps, kind, factor, original length, beta_fast, beta_slow, attention factor."""
-    return struct.unpack_from("<2fIfi3f", path.read_bytes(), 0x30)
+def rope_of(path: Path):
+    """theta and the frequencies and the factor of scaled rope."""
+    model = reference.Model.from_bin(path)
+    return model.c["theta"], model.freq.tolist(), np.float32(model.factor)
 
 
 SCALING = {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 4.0,
@@ -361,20 +425,22 @@ DEFAULT = 0.1 * math.log(4) + 1
 
 
 @pytest.mark.parametrize("changes, fields, noted", [
-    (SCALING, (0, 0, 1, 4, 128, 0, 0, 0), False),
+    (SCALING, (1e6, 4, 128, 0, 0, 0), False),
     (SCALING | {"qwen3.rope.scaling.yarn_beta_fast": 16.0,
                 "qwen3.rope.scaling.yarn_beta_slow": 2.0,
                 "qwen3.rope.scaling.yarn_attn_factor": 1.5,
-                "qwen3.rope.scaling.finetuned": True}, (0, 0, 1, 4, 128, 16, 2, 1.5), False),
+                "qwen3.rope.scaling.finetuned": True}, (1e6, 4, 128, 16, 2, 1.5), False),
     # DeepSeek's attn_factor, which transformers ignores
-    (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1 / DEFAULT}, (0, 0, 1, 4, 128, 0, 0, 0),
-     True),
-    ({"qwen3.rope.scaling.type": "none"}, (0, 0, 0, 0, 0, 0, 0, 0), False),
-    ({"qwen3.rope.freq_base": None}, (1e4, 0, 0, 0, 0, 0, 0, 0), False)])
+    (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1 / DEFAULT}, (1e6, 4, 128, 0, 0, 0), True),
+    ({"qwen3.rope.scaling.type": "none"}, (1e6,), False),
+    ({"qwen3.rope.freq_base": None}, (1e4,), False)])
 def test_rope(make, run, tmp_path, changes, fields, noted):
     status, err = run(make(changes=changes), "out.bin")
     assert status == 0 and len(err) == 1 + noted, err
-    assert header_fields(tmp_path / "out.bin") == fields
+    theta, *yarn = fields
+    yarn = dict(zip(("factor", "original", "beta_fast", "beta_slow", "attention_factor"), yarn))
+    freq, factor = reference.rope_frequencies({"head_dim": 64, "theta": theta, "yarn": yarn})
+    assert rope_of(tmp_path / "out.bin") == (theta, freq.tolist(), np.float32(factor))
 
 
 def tokenizer_of(path: Path, ck):
@@ -512,7 +578,7 @@ def test_truncated_and_spoiled(make, run, tmp_path):
         path.write_bytes(data[:end])
         refused(run(path, "out.bin"), "model.gguf: (broken|truncated|not supported)")
         if end > at + 5000:  # within the weights: found before anything is written
-            refused(run(path, "out.bin"), f"truncated in .* bytes, found {end}$")
+            refused(run(path, "out.bin"), f"truncated in .* bytes .*, found {end}$")
     for place, word in [(0, b"GGML"), (4, b"\1\0\0\0"), (8, b"\xff" * 8), (16, b"\xff" * 7),
                         (24, b"\xff" * 8), (24, b"\0\0\0\0\0\0\0\x10"), (at - 8, b"\xff\xff"),
                         (at + 17, b"\xff\xff\xff\xff"), (at + 21, b"\xff" * 8),

@@ -6,8 +6,8 @@ it (test_mistakes_show says by how much); the likelihood of a foreign text hardl
 """
 import numpy as np
 import pytest
-from conftest import (ADDED, STATS, expand_four_bits, export, make_checkpoint, output, perplexity,
-                      qwen3, tokenize)
+from conftest import (ADDED, STATS, assert_error, expand_four_bits, export, make_checkpoint, output, perplexity,
+                      qwen3, random_weights, tokenize)
 from reference import Model, read_tokenizer
 
 SLOW = {"mha", "head-dim-48", "head-dim-128", "one-head", "gqa-8", "no-prefix-f32", "padded-vocabulary",
@@ -290,3 +290,24 @@ def test_rows_without_text_are_never_chosen_blindly(case):
     c = case("padded-vocabulary")
     n, nll, ppl = perplexity(c.bin, "-f", c.file)
     assert np.isfinite(nll) and np.isfinite(ppl)
+
+
+def test_router_that_is_not_finite(tokenizer, tmp_path):
+    """Finite weights, but the router's products are inf - inf, a NaN with its sign set on x86: no expert
+    is chosen beyond those that there is room for, and every mode says what it is."""
+    rng, dim, n_experts = np.random.default_rng(1), 64, 16
+    weights = random_weights(rng, dim, 64, 1, 4, 2, 32, tokenizer.get_vocab_size(), True, n_experts=n_experts)
+    router = 0.01 * rng.standard_normal((n_experts, dim)).astype(np.float32)
+    router[0] = 0
+    router[-1] = np.where(np.arange(dim) % 2, -3e38, 3e38)
+    weights |= {"model.layers.0.mlp.gate.weight": router,
+                "model.layers.0.post_attention_layernorm.weight": np.full(dim, 1000, np.float32)}
+    hf = make_checkpoint(tmp_path / "hf", tokenizer, hidden_dim=64, n_layers=1, n_experts=n_experts,
+                         max_len=4096, weights=weights, dtype="F32")
+    model = export(hf, tmp_path / "model.bin")
+    text = "The old lighthouse keeper didn't like the wind." * 90
+    for mode, what in [("chat", "logits are"), ("generate", "logits are"), ("perplexity", "logits are"),
+                       ("embed", "vector is")]:
+        for batch in (1, 5, 512):
+            assert_error(qwen3(model, "-q", "-m", mode, "-b", batch, "-i", text, timeout=60), 1,
+                         f"the {what} not finite")

@@ -16,11 +16,12 @@ import tty
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TESTS, TINY, environment, tokenize
+from conftest import ROOT, TESTS, TINY, build, environment, tokenize
 
 pytestmark = pytest.mark.slow
 QUESTION = "What is the capital of France?"
 ANSWER = b"The capital of France is Paris.\n"
+PROGRAMS = ["qwen3", "tests/test", "tests/render"]
 BLACK_BOX = [f"test_{name}.py" for name in (
     "chat", "cli", "faults", "files", "model", "progress", "sampling", "signals", "tiny", "tokenizer")]
 
@@ -29,17 +30,6 @@ def need(*programs):
     for program in programs:
         if not shutil.which(program):
             pytest.skip(f"{program} is not installed")
-
-
-def build(directory, *arguments, targets=("qwen3", "tests/test", "tests/render")):
-    """Build in a copy of the sources; silently, but for make's own lines."""
-    for file in [ROOT / "Makefile", ROOT / "qwen3.c", *TESTS.glob("*.[ch]")]:
-        to = directory / file.relative_to(ROOT)
-        to.parent.mkdir(exist_ok=True)
-        shutil.copy(file, to)
-    made = subprocess.run(["make", *arguments, *targets], cwd=directory, capture_output=True,
-                          text=True, timeout=600, env=environment())
-    assert made.returncode == 0 and made.stderr == "", made.stderr
 
 
 def under(directory, *runner):
@@ -81,7 +71,7 @@ def check(programs, *files):
 ], ids=" ".join)
 def test_compiler(arguments, tmp_path):
     need(arguments[0][3:])
-    build(tmp_path, *arguments)
+    build(tmp_path, *arguments, *PROGRAMS)
     check(under(tmp_path))
 
 
@@ -97,7 +87,7 @@ def test_refused(command):
 
 
 def test_sanitizers(tmp_path):
-    build(tmp_path, "CFLAGS=$(SANITIZE)")
+    build(tmp_path, "CFLAGS=$(SANITIZE)", *PROGRAMS)
     check(tmp_path, *BLACK_BOX)
 
 
@@ -112,8 +102,9 @@ def test_x86_64(cpu, tmp_path):
         pytest.skip("no x86-64")
     if not native:
         need("qemu-x86_64")
-    build(tmp_path, f"NATIVE=-march={cpu}")
-    check(under(tmp_path, *([] if native else ["qemu-x86_64", "-cpu", "max"])), "test_tiny.py", "test_model.py")
+    build(tmp_path, f"NATIVE=-march={cpu}", *PROGRAMS)
+    runner = [] if native else ["qemu-x86_64", "-cpu", "max"]
+    check(under(tmp_path, *runner), "test_tiny.py", "test_model.py")
 
 
 @pytest.mark.parametrize("compiler", ["aarch64-linux-gnu-gcc", "clang --target=aarch64-linux-gnu"])
@@ -121,7 +112,7 @@ def test_x86_64(cpu, tmp_path):
                                        ("armv8.2-a+dotprod", "NEON dotprod")])
 def test_aarch64(compiler, cpu, simd, tmp_path):
     need(compiler.split()[0], "aarch64-linux-gnu-gcc", "qemu-aarch64")
-    build(tmp_path, f"CC={compiler}", f"NATIVE=-march={cpu}", "LDFLAGS=-static")
+    build(tmp_path, f"CC={compiler}", f"NATIVE=-march={cpu}", "LDFLAGS=-static", *PROGRAMS)
     programs = under(tmp_path, "qemu-aarch64")
     version = subprocess.run([programs / "qwen3", "--version"], capture_output=True, text=True)
     assert f"({simd})" in version.stdout
@@ -142,7 +133,7 @@ def windows(tmp_path_factory):
     if not wine:
         pytest.skip("wine is not installed")
     directory = tmp_path_factory.mktemp("windows")
-    build(directory, f"CC={compiler}")
+    build(directory, f"CC={compiler}", *PROGRAMS)
     settings = ["env", f"WINEPREFIX={directory}/wine", "WINEDEBUG=-all"]
     programs = under(directory, *settings, wine)
     server = [*settings, Path(wine).with_name("wineserver")]
@@ -176,7 +167,7 @@ def test_windows(windows):
 
 def test_windows_without_threads(tmp_path):
     need("x86_64-w64-mingw32-gcc")
-    build(tmp_path, "CC=x86_64-w64-mingw32-gcc", "THREADS=0", targets=["qwen3"])
+    build(tmp_path, "CC=x86_64-w64-mingw32-gcc", "THREADS=0")
 
 
 @pytest.mark.parametrize("text", ["Größe, 灯塔 🙂", 'a "quoted" b', "back\\slash\\", "2*3? *.md", "",
@@ -201,7 +192,8 @@ def test_windows_names(windows, tmp_path):
     assert result.returncode == 0 and result.stdout == ANSWER
     result = run(windows, directory / "灯.bin", "-i", "a")
     assert result.returncode == 1 and result.stdout == b""
-    assert result.stderr.decode() == f"qwen3: {directory}/灯.bin: No such file or directory, expected a .bin file made by export.py\n"
+    assert result.stderr.decode() == (f"qwen3: {directory}/灯.bin: No such file or directory, expected "
+                                      "a .bin file made by export.py\n")
 
 
 @WINDOWS

@@ -12,7 +12,7 @@ import pexpect
 import pytest
 from conftest import QWEN3, environment, export, make_checkpoint
 
-SHOWN = re.compile(rb"\r(\d+) of (\d+) tokens, (\d+) s left\x1b\[K")
+SHOWN = re.compile(rb"\r(\d+) of (\d+) tokens, at least (\d+) s left\x1b\[K")
 ERASED = b"\r\x1b[K"
 TOKENS = 6000
 
@@ -75,7 +75,7 @@ def test_prompt(slow):
     status, out, text = run(slow, "-m", "generate", "-t", "0")
     assert status == 0
     rest = check(text, TOKENS)
-    assert rest.startswith(b"prompt 6000 tokens") and rest.count(b"\n") == 1
+    assert re.fullmatch(rb"qwen3: answer: ended by -n [^\n]*\nprompt 6000 tokens [^\n]*\n", rest)
 
 
 @pytest.mark.slow
@@ -89,7 +89,8 @@ def test_prompt_of_large_batches(slow):
 
 @pytest.mark.slow
 def test_time_left(tokenizer, tmp_path):
-    """It knows that attention makes later tokens slower: of this model, nearly all of the time."""
+    """As long as for the tokens so far, each: less than it takes, where attention makes later ones
+    slower (of this model, nearly all of the time), and not much less."""
     model = export(make_checkpoint(tmp_path / "hf", tokenizer, n_layers=6, n_heads=8, max_len=12000),
                    tmp_path / "model.bin")
     prompt = tmp_path / "prompt.txt"
@@ -100,14 +101,14 @@ def test_time_left(tokenizer, tmp_path):
                                            "-n", "1", "-m", "generate"], env=environment(), timeout=300)
         start = time.monotonic()
         expected = []
-        while child.expect([r"(\d+) of 11000 tokens, (\d+) s left", "answer 1 at"]) == 0:
+        while child.expect([r"(\d+) of 11000 tokens, at least (\d+) s left", "answer 1 at"]) == 0:
             if 3000 < int(child.match[1]) < 6000:
                 expected.append(time.monotonic() - start + int(child.match[2]))
         took = time.monotonic() - start
         if took < 5:
             pytest.skip("this machine is too fast")
         ratios.append(sorted(expected)[len(expected) // 2] / took)
-        if 0.7 < ratios[-1] < 1.5:
+        if 0.3 < ratios[-1] < 1.2:
             return
     pytest.fail(f"expected / taken: {ratios}")
 

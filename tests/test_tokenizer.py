@@ -288,6 +288,24 @@ def test_large_vocabulary(tmp_path):
     assert_same(tokenize(path, text.encode()), tokenizer, text)
 
 
+def test_many_added_tokens(small, tmp_path):
+    """60,000 that all begin alike, and a text of their beginnings: not each of them at each place."""
+    path = copy_model(small, tmp_path, extension=False)
+    added = [b"<|%05d|>" % i for i in range(60_000)]
+    tokens = [bytes([i]) for i in range(256)] + added
+    path.with_name("model.bin.tokenizer").write_bytes(struct.pack("<3I", 9, 0, 0) + b"".join(
+        struct.pack("<fI", -1e6, len(token)) + token for token in tokens))
+    data = bytearray(path.read_bytes()[:256])
+    struct.pack_into("<i", data, 0x1C, len(tokens))
+    size = struct.unpack_from("<i", data, 8)[0] * 68 // 64
+    path.write_bytes(data + path.read_bytes()[256:] + bytes(size * (len(tokens) - 502)))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ids = tokenize(path, b"<|0" * 300_000 + b"<|00042|>")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert len(ids) == 900_001 and ids[:3] == [*b"<|0"] and ids[-1] == 256 + 42
+    assert after.ru_utime - before.ru_utime < 10        # about 0.1; each token at each place: minutes
+
+
 @pytest.mark.parametrize("where", ["head", "tail"])
 def test_post_processor(tmp_path, tokenizer, where):
     """What HF's post-processor adds belongs to raw prompts (Qwen3-Embedding's endoftext)."""

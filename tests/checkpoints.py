@@ -1,0 +1,339 @@
+"""Checkpoints in Hugging Face's layout, made on the spot: a small tokenizer with Qwen3's rules, weights
+and settings of any shape, and the file that export.py should make of them."""
+import functools
+import json
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import reference
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+# -- a tokenizer of the real kind, trained on a few sentences
+
+ADDED = [(text, True) for text in """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|>
+<|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|>
+<|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>""".split()] + [
+    (text, False) for text in """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|>
+<|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> </tool_response> <think>
+</think>""".split()]
+
+SENTENCES = """The old lighthouse keeper didn't like the wind, but he'd never say it's too much.
+We're told they'll come back when the harvest is in; I'm sure you've heard that they won't.
+user assistant system: answer the question, then think about the answer again.
+    if (n > 0) { return f(n - 1) + 1; }  // a comment\n\n\tfor i in range(10):\n\t\tprint(i)\r\n
+Waſſer, daſs, liſt, faſt, gaſt, laſt, maſt, raſt, haſt, Kunſt, Fürſt, Haſs, eſst, muſs, laſs.
+Größe, naïve, crème brûlée, año, smörgåsbord, łódź, ğüneş, tiếng Việt.
+Старый смотритель маяка не любил ветер. Ο φάρος ήταν παλιός.
+灯塔的老看守人不喜欢风。燈台の老人は風が嫌いだった。등대지기는 바람을 싫어했다。
+المنارة قديمة جدا. מגדלור ישן מאוד. पुराना प्रकाशस्तंभ। ประภาคารเก่า
+1 22 333 4444 1999-12-31 3.14159 ½ ² Ⅷ ① ٣  🙂🎉👩‍🚀 -- ... !!! ???    ~~~
+"""
+
+
+def train_tokenizer(merges=220, text=SENTENCES):
+    tok = tokenizers.Tokenizer(models.BPE())
+    tok.normalizer = normalizers.NFC()
+    tok.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(tokenizers.Regex(reference.SPLIT), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tok.decoder = decoders.ByteLevel()
+    tok.post_processor = processors.ByteLevel(trim_offsets=False)
+    tok.train_from_iterator([text], trainers.BpeTrainer(
+        vocab_size=256 + merges, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    assert tok.get_vocab_size() == 256 + merges
+    tok.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False)
+                    for text, special in ADDED])
+    data = json.loads(tok.to_str())
+    for entry, (_, special) in zip(data["added_tokens"], ADDED):
+        entry["special"] = special                  # add_tokens makes none special
+    assert all("".join(pair) in data["model"]["vocab"] for pair in data["model"]["merges"])
+    return tokenizers.Tokenizer.from_str(json.dumps(data))
+
+
+# -- checkpoints
+
+class Checkpoint:
+    """A random checkpoint in memory, for tests to spoil, and what export.py should make of it."""
+
+    def __init__(self, tokenizer: str, dtype="BF16", tensors=None, **config):
+        self.tokenizer = json.loads(tokenizer)
+        size = max(t["id"] for t in self.tokenizer["added_tokens"]) + 1
+        self.eos = next(t["id"] for t in self.tokenizer["added_tokens"]
+                        if t["content"] == "<|im_end|>")
+        self.config = {
+            "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 192,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 64, "vocab_size": size + 5, "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": True,
+            "bos_token_id": self.eos - 2, "eos_token_id": self.eos} | config
+        self.settings = {"eos_token": "<|im_end|>"}
+        self.generation = {"eos_token_id": [self.eos, self.eos - 2], "do_sample": True,
+                           "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+        self.dtype, self.prefix, self.files = dtype, "model.", {}
+        self.qwen2 = self.config["architectures"] == ["Qwen2ForCausalLM"]
+        self.n_experts = self.config.get("num_experts", self.config.get("num_local_experts", 0))
+        self.tensors = tensors if tensors is not None else self.random_tensors()
+
+    def random_tensors(self):
+        """With what a quantization may get wrong in the first rows of each matrix."""
+        rng = np.random.default_rng(1)
+        tensors = {}
+        for name, shape in self.shapes():
+            x = rng.standard_normal(shape).astype(np.float32) * np.float32(0.05)
+            if len(shape) == 2 and not name.endswith("mlp.gate.weight"):
+                x[0, :32] = 0  # a group of zeros, or half of one
+                x[1, :64] = np.arange(64) / 2 ** 24  # subnormal in f16
+                x[2, :64] = (np.arange(64) - 31.5) * 4  # ties: max 127 / 127 is a scale of 1
+                x[2, 0] = 127
+                x[3] *= 2.0 ** 9
+            tensors[name] = x
+        return tensors
+
+    def shapes(self):
+        c = self.config
+        d, q = c["hidden_size"], c["num_attention_heads"] * c["head_dim"]
+        h = c["moe_intermediate_size" if self.n_experts else "intermediate_size"]
+        kv = c["num_key_value_heads"] * c["head_dim"]
+        per_layer = [("input_layernorm", (d,)), ("post_attention_layernorm", (d,)),
+                     ("self_attn.q_norm", (c["head_dim"],)), ("self_attn.k_norm", (c["head_dim"],)),
+                     ("self_attn.q_proj", (q, d)), ("self_attn.k_proj", (kv, d)),
+                     ("self_attn.v_proj", (kv, d)), ("self_attn.o_proj", (d, q))]
+        if self.n_experts:
+            per_layer.append(("mlp.gate", (self.n_experts, d)))
+        for mlp in self.feed_forwards():
+            per_layer += [(f"{mlp}.gate_proj", (h, d)), (f"{mlp}.down_proj", (d, h)),
+                          (f"{mlp}.up_proj", (h, d))]
+        for i in range(c["num_hidden_layers"]):
+            for name, shape in per_layer:
+                if not (self.qwen2 and name.endswith(("q_norm", "k_norm"))):
+                    yield f"layers.{i}.{name}.weight", shape
+            for name, width in (("q", q), ("k", kv), ("v", kv)) if self.qwen2 else ():
+                yield f"layers.{i}.self_attn.{name}_proj.bias", (width,)
+        yield "norm.weight", (d,)
+        yield "embed_tokens.weight", (c["vocab_size"], d)
+        if not c["tie_word_embeddings"]:
+            yield "lm_head.weight", (c["vocab_size"], d)
+
+    def feed_forwards(self):
+        return [f"mlp.experts.{i}" for i in range(self.n_experts)] or ["mlp"]
+
+    def stored(self):
+        """name in the file -> (dtype, array as stored, its fp32 value)."""
+        for name, x in self.tensors.items():
+            full = name if name.startswith("lm_head") else self.prefix + name
+            if self.dtype == "BF16":
+                raw = (x.view(np.uint32) >> 16).astype("<u2")
+                value = (raw.astype(np.uint32) << 16).view(np.float32)
+            else:
+                raw = x.astype({"F16": "<f2", "F32": "<f4"}[self.dtype])
+                value = raw.astype(np.float32)
+            yield full, raw, value
+
+    def save(self, folder: Path, shards: int = 1) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        items = [(name, raw) for name, raw, _ in self.stored()]
+        if shards == 1:
+            self.files["model.safetensors"] = safetensors(items, self.dtype)
+        else:  # dealt out like cards: every layer lies in several files
+            places = {}
+            for i in range(shards):
+                shard = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+                self.files[shard] = safetensors(items[i::shards], self.dtype)
+                places |= {name: shard for name, _ in items[i::shards]}
+            self.files["model.safetensors.index.json"] = {"metadata": {}, "weight_map": places}
+        self.files = {"config.json": self.config, "generation_config.json": self.generation,
+                      "tokenizer.json": self.tokenizer,
+                      "tokenizer_config.json": self.settings} | self.files
+        for name, content in self.files.items():
+            if isinstance(content, dict):
+                content = json.dumps(content)
+            if content is not None:
+                (folder / name).write_bytes(content if isinstance(content, bytes)
+                                            else content.encode())
+        return folder
+
+    def expected(self, group: int = 64) -> bytes:
+        """OUT.bin, made the slow and obvious way, header included."""
+        c = self.config
+        value = {name: v for (name, (_, _, v)) in zip(self.tensors, self.stored())}
+        out = struct.pack(
+            "<12I", 0x616A6331, 1, c["hidden_size"],
+            c["moe_intermediate_size" if self.n_experts else "intermediate_size"],
+            c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"],
+            c["vocab_size"], c["max_position_embeddings"], c["head_dim"],
+            int(c["tie_word_embeddings"]), group).ljust(0x54, b"\0")
+        out += struct.pack("<2I", self.qwen2, self.qwen2)
+        if self.n_experts:
+            out += struct.pack("<3I", self.n_experts, c["num_experts_per_tok"],
+                               not c.get("norm_topk_prob"))
+        out = out.ljust(256, b"\0")
+
+        def layers(name, kind="weight"):
+            return [value[f"layers.{i}.{name}.{kind}"] for i in range(c["num_hidden_layers"])]
+
+        norms = [*layers("input_layernorm"), *layers("post_attention_layernorm"),
+                 value["norm.weight"]]
+        if not self.qwen2:
+            norms += [*layers("self_attn.q_norm"), *layers("self_attn.k_norm")]
+        if self.n_experts:
+            norms += layers("mlp.gate")
+        out += b"".join(x.astype("<f4").tobytes() for x in norms)
+        matrices = [value["embed_tokens.weight"]]
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"):
+            matrices += layers(name)
+        for name in ("gate_proj", "down_proj", "up_proj"):  # the experts' rows, one after the other
+            matrices += map(np.concatenate, zip(*(layers(f"{mlp}.{name}")
+                                                  for mlp in self.feed_forwards())))
+        if not c["tie_word_embeddings"]:
+            matrices.append(value["lm_head.weight"])
+        biases = [x for name in "qkv" if self.qwen2
+                  for x in layers(f"self_attn.{name}_proj", "bias")]
+        return out + b"".join([naive_q8(x.tobytes(), group) for x in matrices]
+                              + [x.astype("<f4").tobytes() for x in biases])
+
+
+def safetensors(items, dtype) -> bytes:
+    head, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, raw in items:
+        head[name] = {"dtype": dtype, "shape": list(raw.shape),
+                      "data_offsets": [len(data), len(data) + raw.nbytes]}
+        data += raw.tobytes()
+    text = json.dumps(head).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@functools.cache
+def naive_q8(matrix: bytes, group: int) -> bytes:
+    """Q8_0 of a matrix, one value at a time in fp32."""
+    values, scales = [], []
+    for g in np.frombuffer(matrix, np.float32).reshape(-1, group):
+        scale = max(abs(v) for v in g) / np.float32(127)
+        scales.append(scale)
+        for v in g:
+            q = v / scale if scale > 0 else np.float32(0)
+            low = math.floor(q)
+            rest = float(q) - low
+            up = rest > 0.5 or (rest == 0.5 and low % 2 == 1)
+            values.append(max(-127, min(127, low + up)))
+    return np.array(values, np.int8).tobytes() + np.array(scales, "<f4").tobytes()
+
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+HYBRID = CHATML.replace("{% endif %}", "{% if enable_thinking is defined and not enable_thinking %}"
+                        "<think>\n\n</think>\n\n{% endif %}{% endif %}")
+
+
+def random_weights(rng, dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim, vocab_size, tied,
+                   qwen2=False, n_experts=0):
+    """Weights that make the output depend on everything: sharp logits, attention that matters,
+    experts of different weight, and q and k so small that the epsilon of their norms shows; in
+    Qwen2, which has biases instead of these norms, as large as the biases."""
+    def normal(rows, columns, rms):
+        return rng.standard_normal((rows, columns), np.float32) * np.float32(rms)
+
+    def around(mean, n):
+        return (mean * (1 + 0.2 * rng.standard_normal(n))).astype(np.float32)
+
+    w = {"model.embed_tokens.weight": normal(vocab_size, dim, 0.1)}
+    w["model.embed_tokens.weight"][-1] = 0                      # groups of zeros have scale 0
+    for i in range(n_layers):
+        layer, inner = f"model.layers.{i}.", dim ** -0.5
+        qk = 1.5 if qwen2 else 0.003
+        w[layer + "input_layernorm.weight"] = around(1, dim)
+        w[layer + "self_attn.q_proj.weight"] = normal(n_heads * head_dim, dim, qk * inner)
+        w[layer + "self_attn.k_proj.weight"] = normal(n_kv_heads * head_dim, dim, qk * inner)
+        w[layer + "self_attn.v_proj.weight"] = normal(n_kv_heads * head_dim, dim, 0.3 * inner)
+        w[layer + "self_attn.o_proj.weight"] = normal(dim, n_heads * head_dim,
+                                                      (n_heads * head_dim) ** -0.5)
+        if qwen2:
+            for name, rows, rms in (("q", n_heads, 1.5), ("k", n_kv_heads, 1.5),
+                                    ("v", n_kv_heads, 0.3)):
+                w[f"{layer}self_attn.{name}_proj.bias"] = normal(1, rows * head_dim, rms)[0]
+        else:
+            w[layer + "self_attn.q_norm.weight"] = around(1.7, head_dim)
+            w[layer + "self_attn.k_norm.weight"] = around(1.7, head_dim)
+        w[layer + "post_attention_layernorm.weight"] = around(1, dim)
+        if n_experts:
+            w[layer + "mlp.gate.weight"] = normal(n_experts, dim, 2 * inner)
+        for mlp in [f"mlp.experts.{e}." for e in range(n_experts)] or ["mlp."]:
+            w[layer + mlp + "gate_proj.weight"] = normal(hidden_dim, dim, 1.5 * inner)
+            w[layer + mlp + "up_proj.weight"] = normal(hidden_dim, dim, 0.5 * inner)
+            w[layer + mlp + "down_proj.weight"] = normal(dim, hidden_dim, 0.3 * hidden_dim ** -0.5)
+    w["model.norm.weight"] = around(20 * dim ** -0.5, dim)      # logits with an rms of 2
+    if not tied:
+        w["lm_head.weight"] = normal(vocab_size, dim, 0.1)
+    return w
+
+
+def make_checkpoint(directory, tokenizer, seed=1, dim=64, hidden_dim=128, n_layers=2, n_heads=4,
+                    n_kv_heads=2, head_dim=32, tied=True, theta=1000000, eps=1e-6, max_len=512,
+                    yarn=None, dtype="BF16", shards=1, prefix="model.", pad_to=0, new_keys=False,
+                    weights=None, template=CHATML, generation=None, qwen2=False, n_experts=0,
+                    n_experts_used=2, topk_norm=True):
+    """Write a Qwen3 checkpoint: random weights, or those given. yarn: the rope_scaling dict. qwen2:
+    a Qwen2 one, where head_dim is not in the config and must be dim / n_heads. n_experts: a mixture
+    of experts, hidden_dim is one expert's. new_keys: as transformers 5 writes config.json."""
+    vocab_size = max(pad_to, tokenizer.get_vocab_size())
+    if weights is None:
+        weights = random_weights(np.random.default_rng(seed), dim, hidden_dim, n_layers, n_heads,
+                                 n_kv_heads, head_dim, vocab_size, tied, qwen2, n_experts)
+    config = dict(model_type="qwen3", attention_bias=False, head_dim=head_dim, hidden_act="silu",
+                  hidden_size=dim, intermediate_size=hidden_dim, max_position_embeddings=max_len,
+                  num_attention_heads=n_heads, num_hidden_layers=n_layers,
+                  num_key_value_heads=n_kv_heads, rms_norm_eps=eps, sliding_window=None,
+                  tie_word_embeddings=tied, use_sliding_window=False, vocab_size=vocab_size)
+    if qwen2:
+        assert head_dim * n_heads == dim
+        config |= dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", sliding_window=4096)
+        del config["attention_bias"]
+    if n_experts:
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+                   "num_local_experts" if new_keys else "num_experts": n_experts,
+                   "num_experts_per_tok": n_experts_used, "moe_intermediate_size": hidden_dim,
+                   "intermediate_size": 3 * hidden_dim, "norm_topk_prob": topk_norm,
+                   "decoder_sparse_step": 1, "mlp_only_layers": []}
+    tensors = {name.removeprefix("model."): x for name, x in weights.items()}
+    checkpoint = Checkpoint(tokenizer.to_str(), dtype, tensors, **config)
+    if qwen2:
+        del checkpoint.config["head_dim"]
+    if new_keys:
+        del checkpoint.config["rope_theta"]
+        checkpoint.config |= {"dtype": "bfloat16", "rope_parameters": {
+            "rope_type": "default", **(yarn or {}), "rope_theta": theta}}
+    else:
+        checkpoint.config |= {"torch_dtype": "bfloat16", "rope_scaling": yarn, "rope_theta": theta}
+    checkpoint.prefix = prefix
+    checkpoint.settings |= {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "chat_template": template}
+    if generation is not None:
+        checkpoint.generation = {"eos_token_id": checkpoint.generation["eos_token_id"], **generation}
+    return checkpoint.save(Path(directory), shards)
+
+
+def make_table_model(directory, tokenizer, states, logits, dim=64, **kwargs):
+    """A checkpoint whose next-token logits depend on the last token alone, as a table says.
+
+    states: the tokens told apart (ids); all others are state 0. logits (vocab, 1 + len(states)):
+    column 0 after any other token, column i + 1 after states[i]. The layers add nothing.
+    """
+    vocab, columns = logits.shape
+    assert columns == 1 + len(states) <= dim
+    embedding = np.zeros((vocab, dim), np.float32)
+    embedding[:, 0] = 1
+    for i, token in enumerate(states):
+        embedding[token] = np.eye(dim)[i + 1]
+    head = np.zeros((vocab, dim), np.float32)
+    head[:, :columns] = logits
+    weights = random_weights(np.random.default_rng(0), dim, 64, 1, 2, 1, 32, vocab, True)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        weights[f"model.layers.0.{name}.weight"] *= 0
+    weights |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head,
+                "model.norm.weight": np.full(dim, dim ** -0.5, np.float32)}
+    return make_checkpoint(directory, tokenizer, dim=dim, hidden_dim=64, n_layers=1, n_heads=2,
+                           n_kv_heads=1, head_dim=32, tied=False, weights=weights, dtype="F32",
+                           **kwargs)

@@ -1,0 +1,875 @@
+"""A list of texts (-l, -L): each line of the output is what its text gets in a run of its own, bit for
+bit, and nothing that is written is lost, whatever happens."""
+import fcntl
+import functools
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import threading
+import time
+
+import jinja2.sandbox
+import numpy as np
+import pexpect
+import pytest
+from conftest import (HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, assert_error, environment, export,
+                      finish, make_checkpoint, make_table_model, output, qwen3, tokenize)
+from test_faults import needs_address_space
+from test_signals import wait_until, waiting
+
+SUM = re.compile((rf"(\d+) texts?, prompts (\d+) tokens \((\d+) cached\), answers (\d+) tokens at {RATE}, "
+                  r"seeds (\d+) to (\d+)\n").encode())
+GREEDY = ("-t", "0")
+WORDS = ("the old lighthouse keeper wind harvest It's 1999-12-31 Größe naïve 灯塔 🙂 f(n) \t  capital of "
+         "France? What is your name <|im_end|> <think> \"quoted\" back\\slash e\u0301 ~~~ Tell me a story").split(" ")
+
+
+def make_texts(n, seed=1, longest=60):
+    """Texts of very different lengths, some empty, some that begin alike."""
+    r = random.Random(seed)
+    texts, common = [], " ".join(r.choices(WORDS, k=40))
+    for i in range(n):
+        length = r.choice((0, 1, 2, 3, 5, 8, 13, 30, longest))
+        text = " ".join(r.choices(WORDS, k=length))
+        texts.append((common + " " + text if i % 4 == 3 else text).encode())
+    return texts
+
+
+def json_string(data):
+    """As `tokenize -v` writes a token's bytes: each byte that is not UTF-8 is \\ufffd."""
+    out = ""
+    for c in data.decode("utf-8", "surrogateescape"):
+        if "\udc80" <= c <= "\udcff":
+            out += "\\ufffd"
+        elif c < " " or "\x7f" <= c < "\xa0":
+            out += f"\\u{ord(c):04x}"
+        else:
+            out += "\\" + c if c in '"\\' else c
+    return f'"{out}"'.encode()
+
+
+@functools.cache
+def alone(model, text, *args, mode="chat", seed=None):
+    """The line that the list should have for this text: what a run of its own writes; null if it fails."""
+    args = [model, "-m", mode, "-q", *args, *([] if seed is None else ["-s", seed % 2**64])]
+    if b"\0" in text:                           # what an argument can't be
+        result = qwen3(*args, "-f", "-", stdin=text + b"\n" * (mode == "chat"))
+    else:
+        result = qwen3(*args, "-i", text)
+    if result.returncode != 0:
+        assert_error(result, 1)
+        return b"null"
+    if mode == "chat":
+        assert result.stdout.endswith(b"\n")
+        return json_string(result.stdout[:-1])
+    return json_string(result.stdout) if mode == "generate" else result.stdout[:-1]
+
+
+def run_list(model, data, *args, kind="-l", status=0, blocks=None):
+    """The lines of the output of a list that is stdin, without their newlines; and stderr. With so many
+    blocks in the cache, if not None."""
+    if blocks is None:
+        result = qwen3(model, kind, "-", *args, stdin=data)
+    else:
+        test = QWEN3.parent / "tests/test"
+        test = test if test.exists() else TESTS / "test"
+        args = [arg if isinstance(arg, bytes) else str(arg) for arg in (blocks, model, kind, "-", *args)]
+        result = subprocess.run([test, "list", *args], input=data, capture_output=True, timeout=300,
+                                env=environment())
+    assert result.returncode == status, result
+    assert result.stdout.endswith(b"\n") or not result.stdout
+    return result.stdout.split(b"\n")[:-1], result.stderr
+
+
+def check(model, texts, *args, mode="chat", seed=None, prefix=None, before=(), **how):
+    """The list's lines are those of single runs. `before`: options of the list alone."""
+    expected = []
+    for i, text in enumerate(texts):
+        whole = text if prefix is None else prefix + b"\n\n" + text
+        expected.append(alone(model, whole, *args, mode=mode, seed=None if seed is None else seed + i))
+    options = ["-m", mode, *args, *before, *([] if seed is None else ["-s", seed]),
+               *([] if prefix is None else ["-i", prefix])]
+    lines, error = run_list(model, b"".join(text + b"\n" for text in texts), *options, "-q",
+                            status=int(b"null" in expected), **how)
+    wrong = [i for i in range(len(expected)) if lines[i:i + 1] != [expected[i]]]
+    assert not wrong, [(i, texts[i], lines[i:i + 1], expected[i]) for i in wrong[:3]]
+    assert len(lines) == len(expected)
+    assert error.count(b"\n") == expected.count(b"null"), error
+    return lines
+
+
+@pytest.fixture(scope="module")
+def stopping(tmp_path_factory, tokenizer):
+    """A raw text that ends in a goes on with a forever, any other ends at once; 100,000 tokens fit."""
+    a, end = (tokenizer.token_to_id(t) for t in ("a", "<|im_end|>"))
+    logits = np.zeros((tokenizer.get_vocab_size(), 2), np.float32)
+    logits[end, 0] = logits[a, 1] = 12.7
+    directory = tmp_path_factory.mktemp("stopping")
+    return export(make_table_model(directory / "hf", tokenizer, [a], logits, max_len=100_000),
+                  directory / "model.bin")
+
+
+@pytest.fixture
+def start():
+    """start(model, *options): the program on pipes."""
+    children = []
+
+    def start(model, *options, **how):
+        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
+               "env": environment(), **how}
+        children.append(subprocess.Popen([str(arg) for arg in (QWEN3, model, *options)], bufsize=0,
+                                         start_new_session=True, **how))
+        return children[-1]
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            if pipe:
+                pipe.close()
+
+
+def write_list(path, texts):
+    path.write_bytes(b"".join(text + b"\n" for text in texts))
+    return path
+
+
+# -- the same bits
+
+@pytest.mark.parametrize("n", [1, 2, 31, 32, 33])
+def test_greedy(tiny, n):
+    check(tiny, make_texts(n), *GREEDY, "-n", 40)
+
+
+@pytest.mark.parametrize("n", [1, 33])
+def test_sampled(tiny, n):
+    check(tiny, make_texts(n, seed=2), "-n", 30, seed=7)
+
+
+@pytest.mark.parametrize("args, prefix", [
+    (("-y", "Your name is Max."), None), ((), b"Is this positive?\nAnswer yes or no."),
+    (("-r", "1"), None), (("-x", "e"), None), (("-a", "1.5", "-e", "1.3"), None),
+    (("-y", "Be brief.", "-r", "1", "-x", ". "), b"Say: "), (("-t", "1.5", "-k", "0", "-p", "1"), b"")],
+    ids=["-y", "-i", "-r", "-x", "-a -e", "all", "-t, empty -i"])
+def test_options_hold_for_each_text(tiny, args, prefix):
+    """An empty -i is not none: the empty line stays."""
+    check(tiny, make_texts(12, seed=3), *args, "-n", 40, seed=11, prefix=prefix)
+
+
+@pytest.mark.parametrize("mode", ["generate", "embed", "perplexity", "tokenize"])
+def test_modes(tiny, mode):
+    args, seed = (("-n", 30), 5) if mode == "generate" else ((), None)
+    check(tiny, [*make_texts(33, seed=4), b"a\0b", b"\xff\x80 \xe2\x82", b" ", b"a "], *args, mode=mode, seed=seed)
+    check(tiny, make_texts(4, seed=5), *args, mode=mode, seed=seed, prefix=b"Before:")
+
+
+def test_any_bytes(small):
+    """Of a text, and of what a random model answers."""
+    texts = [b"\0", b"a\0", b"\xff\xfe", b"\xe2\x82", b"\r", b"\ra", b"\x1b[2J", b"\x7f\xc2\x9b", b'"\\"', b" x "]
+    texts = [text + b" x" if text.endswith(b"\r") else text for text in texts]
+    for mode in "chat", "generate":
+        lines = check(small, texts, "-n", 40, "-t", 5, "-k", 0, "-p", 1, mode=mode, seed=1)
+        assert all(isinstance(json.loads(line), str) for line in lines)
+    assert any(b"\\ufffd" in line for line in lines) and any(b"\\u00" in line for line in lines)
+
+
+@pytest.mark.parametrize("options", [("-j", 1), ("-j", 3), ("-b", 1), ("-b", 2), ("-b", 7), ("-b", 33),
+                                     ("-j", 2, "-b", 40)], ids=lambda options: " ".join(map(str, options)))
+def test_threads_and_batches(tiny, options):
+    check(tiny, make_texts(20, seed=6), "-n", 25, seed=3, before=options)
+
+
+@pytest.mark.parametrize("blocks, options", [(1, ()), (40, ()), (70, ("-b", 5)), (150, ()), (150, ("-b", 31))])
+def test_small_pool(tiny, blocks, options):
+    """So few blocks of positions that texts give theirs back and begin again: their answers go on as if
+    nothing had happened."""
+    texts = make_texts(34, seed=7, longest=150)
+    check(tiny, texts, "-n", 40, "-t", 2, seed=1, before=options, blocks=blocks)
+    check(tiny, texts, "-x", "e", "-r", 1, "-n", 40, seed=1, before=options, blocks=blocks, prefix=b"Say:")
+    check(tiny, texts, mode="embed", before=options, blocks=blocks)
+    check(tiny, texts, "-c", 100, mode="perplexity", before=options, blocks=blocks)
+
+
+def test_small_context(tiny):
+    """Texts that fill it, texts that are too long for it, by one token and by many."""
+    texts = make_texts(40, seed=8, longest=300)
+    lines = check(tiny, texts, "-c", 100, seed=3)
+    assert 2 < lines.count(b"null") < 20
+    ids = [len(tokenize(tiny, b"a " * n)) for n in range(40)]
+    texts = [b"a " * n for n in range(40)]
+    lines = check(tiny, texts, "-c", 32, "-n", 3, seed=3, mode="generate")
+    assert [line == b"null" for line in lines] == [n > 32 for n in ids]
+
+
+@needs_address_space
+def test_little_memory(tiny):
+    """A quarter of what the process may use is the cache's: few of the texts fit, and some give theirs
+    back and begin again."""
+    texts = [b" ".join([text] * 2) for text in make_texts(40, seed=7, longest=100)]
+    options = ["-c", 0, "-n", 250, "-t", 3, "-k", 0, "-p", 1]
+    expected = [alone(tiny, text, *options, seed=i) for i, text in enumerate(texts)]
+    for kilobytes in 60_000, 100_000:
+        script = f"ulimit -v {kilobytes}; exec {QUOTED_QWEN3} {tiny} -l - -q -j 1 -s 0 {' '.join(map(str, options))}"
+        done = subprocess.run(["sh", "-c", script], input=b"".join(text + b"\n" for text in texts),
+                              capture_output=True, timeout=300, env=environment())
+        assert done.returncode == 0 and done.stdout.split(b"\n")[:-1] == expected, done.stderr
+
+
+def test_pieces_of_a_perplexity(tiny):
+    check(tiny, make_texts(12, seed=9, longest=100), "-c", 20, mode="perplexity")
+    check(tiny, make_texts(6, seed=9, longest=100), "-c", 20, "-b", 7, mode="perplexity")
+
+
+@pytest.fixture(scope="module", params=["experts", "four bits", "Qwen2", "hybrid"])
+def other(request, tmp_path_factory, tokenizer):
+    """Models of other kinds."""
+    directory = tmp_path_factory.mktemp("other")
+    how = {"experts": dict(n_experts=8, hidden_dim=64), "four bits": {}, "hybrid": dict(template=HYBRID),
+           "Qwen2": dict(qwen2=True, head_dim=16)}[request.param]
+    return export(make_checkpoint(directory / "hf", tokenizer, **how), directory / "model.bin",
+                  *["--bits", "4"] * (request.param == "four bits"))
+
+
+def test_other_models(other):
+    texts = make_texts(34, seed=10, longest=20)
+    check(other, texts, "-n", 20, seed=5)
+    check(other, texts[:9], "-n", 20, "-r", "1", *GREEDY, prefix=b"Answer: ")
+    check(other, texts[:9], mode="embed")
+    check(other, texts[:9], mode="perplexity", before=("-b", 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("args, prefix", [
+    (GREEDY, None), ((), None), (("-y", "Be kind."), b"Answer:"), (("-r", "1", "-n", "60"), None),
+    (("-x", " a"), b"Say: ")], ids=["greedy", "sampled", "before", "thinking", "stop text"])
+def test_500_texts(tiny, args, prefix):
+    check(tiny, make_texts(500, seed=12, longest=200), *args, seed=2**64 - 100, prefix=prefix)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["generate", "embed", "perplexity", "tokenize"])
+def test_500_texts_of_other_modes(tiny, mode):
+    check(tiny, make_texts(500, seed=13, longest=200), *["-n", 50] * (mode == "generate"), mode=mode, seed=3,
+          before=("-b", 100))
+
+
+@pytest.mark.slow
+def test_500_texts_of_other_models(other):
+    check(other, make_texts(500, seed=14, longest=30), "-n", 40, seed=1, before=("-b", 40))
+
+
+def test_seeds(tiny):
+    """Text i has the seed S + i modulo 2^64, and without -s stderr says from where on."""
+    texts = [b"Tell me a story"] * 6
+    lines = check(tiny, texts, seed=2**64 - 3)
+    assert len(set(lines)) == 6
+    lines, error = run_list(tiny, b"Tell me a story\n" * 5)
+    seed = int(re.match(rb"seed (\d+)\n", error)[1])
+    assert seed < 10**6 and lines == check(tiny, texts[:5], seed=seed)
+    for mode in "chat", "generate":
+        assert run_list(tiny, b"a\n", "-m", mode, "-n", 1)[1].startswith(b"seed ")
+        assert b"seed" not in run_list(tiny, b"a\n", "-q", "-m", mode, "-n", 1)[1]
+        assert not run_list(tiny, b"a\n", "-s", 1, "-m", mode, "-n", 1)[1].startswith(b"seed ")
+    assert b"seed 9 " not in run_list(tiny, b"a b\n", "-s", 9, "-m", "perplexity")[1]
+
+
+@pytest.mark.parametrize("seed", [-3, 2**64 - 1])
+def test_seeds_wrap(tiny, seed):
+    lines, error = run_list(tiny, b"Tell me a story\n" * 4, "-s", seed)
+    assert lines == [alone(tiny, b"Tell me a story", seed=(seed + i) % 2**64) for i in range(4)]
+    assert b"seeds %d to %d\n" % (seed % 2**64, (seed + 3) % 2**64) in error
+
+
+def test_order(stopping):
+    """The first text takes far longer than those after it, and still comes first."""
+    data = b"a\n" + b"x\n" * 50 + b"aa\nx\n"
+    lines, _ = run_list(stopping, data, "-m", "generate", *GREEDY, "-n", 3000)
+    assert lines == [json_string(b"a" * 3000), *[b'""'] * 50, json_string(b"a" * 3000), b'""']
+
+
+def test_not_finite(tiny, tokenizer, tmp_path):
+    """One text's logits are not: it has no answer, all others have theirs."""
+    model = export(make_checkpoint(tmp_path / "hf", tokenizer, tied=False), tmp_path / "model.bin")
+    data = bytearray(model.read_bytes())        # the scale of z's embedding
+    norms = 4 * (2 * 2 * 64 + 64 + 2 * 2 * 32)
+    scale = 256 + norms + tokenizer.get_vocab_size() * 64 + tokenizer.token_to_id("z") * 4
+    assert abs(np.frombuffer(data[scale:scale + 4], "<f4")[0]) < 1
+    data[scale:scale + 4] = np.array(np.nan, "<f4").tobytes()
+    model.write_bytes(data)
+    texts = [text.replace(b"z", b"y") for text in make_texts(40, seed=1, longest=10)]
+    for i in (0, 7, 8, 39):
+        texts[i] = b"a z b"
+    for mode in "chat", "generate", "perplexity", "embed":
+        result = qwen3(model, "-m", mode, "-l", "-", "-q", "-n", 9, *GREEDY,
+                       stdin=b"".join(text + b"\n" for text in texts))
+        lines = result.stdout.split(b"\n")[:-1]
+        expected = [alone(model, text, *GREEDY, "-n", 9, mode=mode) for text in texts]
+        assert lines == expected and result.returncode == 1
+        assert {i for i in (0, 7, 8, 39) if lines[i] == b"null"} == {0, 7, 8, 39}
+        for i in (0, 7, 8, 39):
+            assert re.search(rb"(?m)^qwen3: .*: line %d: .*finite" % (i + 1), result.stderr), result.stderr
+
+
+# -- the list's lines
+
+def ids_of(model, data, *args, kind="-l", **how):
+    return run_list(model, data, "-m", "tokenize", "-q", *args, kind=kind, **how)[0]
+
+
+def test_newlines(small):
+    """\\n or \\r\\n; the last line may have none; all else is the text's."""
+    for data, texts in ((b"", []), (b"\n", [b""]), (b"a", [b"a"]), (b"a\n", [b"a"]), (b"a\nb", [b"a", b"b"]),
+                        (b"a\r\nb\r\n", [b"a", b"b"]), (b"a\r\r\n", [b"a\r"]), (b"a\rb\n\n\r\n", [b"a\rb", b"", b""]),
+                        (b"a\nb\r", [b"a", b"b\r"]), (b" a \t\n", [b" a \t"]), (b"a\0b\n\0\n", [b"a\0b", b"\0"]),
+                        (b"\xef\xbb\xbfa\n", [b"\xef\xbb\xbfa"])):
+        expected = [output(small, "-m", "tokenize", "-f", "-", stdin=text)[:-1] for text in texts]
+        assert ids_of(small, data) == expected, data
+
+
+def test_from_a_file(small, tmp_path):
+    """Names that begin like stdin's, too; stdin is not read."""
+    path = write_list(tmp_path / "list", [b"a", b"b c"])
+    result = qwen3(small, "-m", "tokenize", "-l", path, stdin=b"not this\n")
+    assert result.stdout == b"".join(output(small, "-m", "tokenize", "-i", t) for t in ("a", "b c"))
+    assert result.returncode == 0 and b"not read" not in result.stderr
+    os.mkfifo(tmp_path / "fifo")
+    writer = threading.Thread(target=lambda: (tmp_path / "fifo").write_bytes(b"a\nb c\n"))
+    writer.start()
+    assert output(small, "-m", "tokenize", "-l", tmp_path / "fifo") == result.stdout
+    writer.join()
+
+
+def test_no_texts(small):
+    for mode in "chat", "generate", "embed", "perplexity", "tokenize":
+        for kind in "-l", "-L":
+            result = qwen3(small, kind, "/dev/null", "-m", mode)
+            assert (result.returncode, result.stdout) == (0, b""), result
+
+
+@pytest.mark.parametrize("args", [
+    ("-l", "a", "-L", "b"), ("-l", "a", "-f", "b"), ("-L", "a", "-f", "-"), ("-l", "a", "-v"), ("-L", "a", "-v"),
+    ("-l",), ("-L",), ("-l", ""), ("-L", "")], ids=" ".join)
+def test_bad_usage(args):
+    """Found before the model is opened (there is none)."""
+    result = qwen3("no such model.bin", *args)
+    assert_error(result, 2)
+    assert b"no such model" not in result.stderr
+
+
+def test_bad_list(small, tmp_path):
+    for path in tmp_path / "none", tmp_path:
+        for kind in "-l", "-L":
+            assert_error(qwen3(small, kind, path, "-n", 1), 1, path)
+
+
+def errors_of(error, name=b"stdin"):
+    """{line: what}, of a stderr that is nothing else."""
+    found = {}
+    for line in error.splitlines():
+        match = re.fullmatch(rb"qwen3: " + re.escape(name) + rb": line (\d+): (.+)", line)
+        assert match and int(match[1]) not in found, error
+        found[int(match[1])] = match[2].decode()
+    return found
+
+
+def test_errors_of_single_lines(tiny, tmp_path):
+    """null where the answer would be; where and what on stderr, and the others have their answers."""
+    long, ok = b"word " * 500, alone(tiny, b"Hello", *GREEDY)
+    path = write_list(tmp_path / "texts.txt", [b"Hello", long, b"Hello", b"Hello", long * 100, b"Hello"])
+    result = qwen3(tiny, "-l", path, "-c", 200, "-q", *GREEDY)
+    assert result.returncode == 1
+    assert result.stdout.split(b"\n") == [ok, b"null", ok, ok, b"null", ok, b""]
+    found = errors_of(result.stderr, bytes(path))
+    assert found.keys() == {2, 5} and all("-c" in what and "200" in what for what in found.values())
+    assert all("too long, expected at most" in what for what in found.values())
+
+    result = qwen3(tiny, "-m", "perplexity", "-l", "-", "-q", stdin=b"a b\n\nx\nc d\n")
+    assert result.returncode == 1 and [line == b"null" for line in result.stdout.splitlines()] == [0, 1, 1, 0]
+    assert errors_of(result.stderr).keys() == {2, 3}
+
+
+def test_a_line_that_drives_the_terminal(small, tmp_path):
+    """Neither the list's name nor its lines, in a message."""
+    path = write_list(tmp_path / "a\x1b[2Jb", [b"\x1b[2J"])
+    result = qwen3(small, "-L", path, "-q")
+    assert result.returncode == 1 and result.stdout == b"null\n" and b"\x1b" not in result.stderr
+
+
+# -- JSON
+
+def one(model, line, *args, **how):
+    """What `tokenize` makes of one line of JSON."""
+    return ids_of(model, line + b"\n", *args, kind="-L", **how)
+
+
+@pytest.mark.parametrize("line, text", [
+    (b'"abc"', b"abc"), (b' \t "abc" \r', b"abc"), (b'""', b""),
+    (rb'"a\n\t\r\b\f\/\\\"b"', b'a\n\t\r\b\f/\\"b'), (rb'"\u0041\u00e9\u00E9\u20ac"', "Aéé€".encode()),
+    (rb'"\ud83d\ude42"', "🙂".encode()), (rb'"\uD83D\uDE42x"', "🙂x".encode()),
+    (rb'"\ud83d"', "\ufffd".encode()), (rb'"\ude42"', "\ufffd".encode()), (rb'"\ud83dx"', "\ufffdx".encode()),
+    (rb'"\ud83d\ud83d\ude42"', "\ufffd🙂".encode()), (rb'"\ud83d\u0041"', "\ufffdA".encode()),
+    (rb'"\ude42\ud83d"', "\ufffd\ufffd".encode()), (rb'"\ud83d\n"', "\ufffd\n".encode()),
+    (rb'"a\u0000b"', b"a\0b"), (rb'"\udbff\udfff"', "\U0010ffff".encode()),
+    ('"Größe 灯塔 🙂"'.encode(), "Größe 灯塔 🙂".encode()), (b'"\x7f\xc2\x9b"', b"\x7f\xc2\x9b"),
+    (rb'"<|im_end|>\n"', b"<|im_end|>\n"), (rb'"\\u0041\""', b'\\u0041"')], ids=lambda x: ascii(x)[:40])
+def test_json_strings(small, line, text):
+    expected = output(small, "-m", "tokenize", "-f", "-", stdin=text)[:-1]
+    assert one(small, line) == [expected]
+    if b"\r" not in line:
+        assert ids_of(small, line, kind="-L") == [expected]     # without a newline
+        assert ids_of(small, b"\xef\xbb\xbf" + line + b"\r\n" + line, kind="-L") == [expected] * 2
+
+
+def test_json_of_texts(small):
+    """Whatever json.dumps writes."""
+    r = random.Random(3)
+    texts = ["".join(chr(r.choice((r.randrange(128), r.randrange(0xD800), r.randrange(0xE000, 0x110000))))
+                     for _ in range(r.randrange(60))) for _ in range(200)]
+    expected = ids_of(small, b"".join(json.dumps(t).encode() + b"\n" for t in texts), kind="-L")
+    assert expected == ids_of(small, b"".join(json.dumps(t, ensure_ascii=False).encode() + b"\n" for t in texts),
+                              kind="-L")
+    for text, ids in zip(texts[:40], expected):
+        assert output(small, "-m", "tokenize", "-f", "-", stdin=text.encode())[:-1] == ids, text
+
+
+NO_JSON = [b"", b" ", b"\t\r", b"abc", b'"abc', b'abc"', b'"abc" x', b'"a""b"', b"'a'", b'"a",', rb'"\x"',
+           rb'"\u12"', rb'"\u12g4"', rb'"\u"', b'"\\', rb'"\u 123"', rb'"\u+123"', b"nul", b'"a"\0', b"\0", b"[", b"{", b"]",
+           b'\xef\xbb\xbf"a"', b'\xc2\xa0"a"', b'\x0b"a"']
+NO_TEXT = [b"1", b"-0.5e3", b"null", b"true", b"false", b"{}", b'{"role": "user", "content": "a"}', b'{"a": [1]}']
+MESSAGE = b'{"role": "user", "content": "a"}'
+NO_MESSAGES = [b"[]", b'["a"]', b"[1]", b"[[]]", b"[null]", b"[{}]", b'[{"role": "user"}]', b'[{"content": "a"}]',
+               b'[{"role": "tool", "content": "a"}]', b'[{"role": "User", "content": "a"}]',
+               b'[{"role": "user", "content": null}]', b'[{"role": "user", "content": ["a"]}]',
+               b'[{"role": 1, "content": "a"}]', b'[{"role": "system", "content": "a"}]',
+               b'[%s, {"role": "assistant", "content": "a"}]' % MESSAGE,
+               b'[%s, {"role": "system", "content": "a"}, %s]' % (MESSAGE, MESSAGE),
+               b'[{"role": "system", "content": "a"}, {"role": "system", "content": "a"}, %s]' % MESSAGE,
+               b"[%s,]" % MESSAGE, b"[,%s]" % MESSAGE, b"[%s %s]" % (MESSAGE, MESSAGE), b"[%s" % MESSAGE,
+               b"[%s}" % MESSAGE, b"[%s] x" % MESSAGE, b'[{"role": "user", "content": "a",}]',
+               b'[{"role" "user", "content": "a"}]', b'[{role: "user", "content": "a"}]',
+               b'[{"role": "user", "content": "a", "x": 01}]', b'[{"role": "user", "content": "a", "x": nan}]',
+               b'[{"role": "user", "content": "a", "x": tru}]', b'[{"role": "user", "content": "a", "x": .5}]',
+               b'[{"role": "user", "content": "a", "x": +1}]', b'[{"role": "user", "content": "a", "x": 1.}]',
+               b'[{"role": "user", "content": "a", "x": 1e}]', b'[{"role": "user", "content": "a", "x": -}]',
+               b'[{"role": "user", "content": "a", "x": [1,]}]', b'[{"role": "user", "content": "a", "x": {1: 2}}]',
+               b'[{"role": "user", "content": "a", "x": {"a": }}]', b'[{"role": "user", "content": "a", "x": \'a\'}]']
+
+
+def test_what_is_no_json(tiny):
+    """Each bad line has its null and its message; the good ones between are not disturbed."""
+    bad = NO_JSON + NO_TEXT + NO_MESSAGES
+    data = b'"Hello"\n' + b"".join(line + b'\n"Hello"\n' for line in bad)
+    lines, error = run_list(tiny, data, *GREEDY, "-q", kind="-L", status=1)
+    good = alone(tiny, b"Hello", *GREEDY)
+    assert lines[::2] == [good] * (len(bad) + 1)
+    assert [line for line, got in zip(bad, lines[1::2]) if got != b"null"] == []
+    assert sorted(errors_of(error)) == [2 * i + 2 for i in range(len(bad))]
+
+
+@pytest.mark.parametrize("mode", ["generate", "tokenize", "perplexity", "embed"])
+def test_messages_are_for_chat(tiny, mode):
+    lines, error = run_list(tiny, b'["a b"]\n[%s]\n"a b c"\n' % MESSAGE, "-m", mode, "-q",
+                            *["-n", 1] * (mode == "generate"), kind="-L", status=1)
+    assert lines[:2] == [b"null"] * 2 and lines[2] != b"null" and errors_of(error).keys() == {1, 2}
+
+
+def test_what_messages_may_have(tiny):
+    """Other keys, of any value; the last of equal ones; any order, any white space, escapes in keys."""
+    good = alone(tiny, b"What is your name?", *GREEDY)
+    content = b'"content": "What is your name?"'
+    same = [b'[{"role": "user", %s}]', b'[{%s, "role": "user"}]', b' [ {"role":"user"\t,%s } ] ',
+            b'[{"role": "user", %s, "name": "x", "n": -1.5e+10, "t": true, "f": false, "z": null, "e": 0E0}]',
+            b'[{"role": "user", "a": {"content": "no", "role": [1, {"b": []}, {}]}, %s}]',
+            b'[{"role": "assistant", "content": "no", "role": "user", %s}]',
+            b'[{"content": 1, "role": null, "role": "user", %s}]', rb'[{"r\u006fle": "us\u0065r", %s}]',
+            b'[{"role": "user", %s, "Content": "no", "content ": "no", "": "no"}]',
+            b'[{"role": "user", %s, "tool_calls": [], "s": "\\ud800 \\" ] }"}]']
+    data = b"".join(line % content + b"\n" for line in same) + b'"What is your name?"\n'
+    assert run_list(tiny, data, *GREEDY, "-q", kind="-L")[0] == [good] * (len(same) + 1)
+
+
+def test_nesting(tiny):
+    """Of 100 brackets, and no more."""
+    def line(depth):
+        return b'[{"role": "user", "content": "Hello", "x": %s}]\n' % (b"[" * (depth - 2) + b"]" * (depth - 2))
+    good = alone(tiny, b"Hello", *GREEDY)
+    deep = [b'[{"role": "user", "content": "Hello", "x": %s' % (start * 100_000) for start in (b"[", b'{"a":')]
+    data = line(99) + line(100) + line(101) + b"".join(d + b"\n" for d in deep) + b"[" * 10**6 + b"\n" + line(3)
+    lines, error = run_list(tiny, data, *GREEDY, "-q", "-c", 0, kind="-L", status=1)
+    assert lines == [good, good, *[b"null"] * 4, good] and errors_of(error).keys() == {3, 4, 5, 6}
+
+
+CONTENTS = ["Hello", "What is your name?", "", "My name is Anna.", "What is my name?", "Größe 🙂\n\n", "\n x "]
+SAID = ["Hello Anna", "", "<think>\n\n</think>\n\nyes", "a</think>\n\n b", "<think>half", " x\n", "\n\ny"]
+
+
+def test_messages_are_rendered_as_the_template_does(tiny):
+    """As a raw text, the rendered one has the same greedy answer."""
+    template = json.loads((TINY / "model/tokenizer_config.json").read_text())["chat_template"]
+    compiled = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(template)
+    r, talks = random.Random(1), []
+    for i in range(30):
+        talk = [{"role": "system", "content": r.choice(CONTENTS)}] * (i % 2)
+        for _ in range(r.randrange(4)):
+            talk += [{"role": "user", "content": r.choice(CONTENTS)},
+                     {"role": "assistant", "content": r.choice(SAID)}]
+        talks.append([*talk, {"role": "user", "content": r.choice(CONTENTS)}])
+    for think in 0, 1:
+        texts = [compiled.render(messages=talk, add_generation_prompt=True, enable_thinking=bool(think))
+                 for talk in talks]
+        data = b"".join(json.dumps(talk).encode() + b"\n" for talk in talks)
+        raw = b"".join(json.dumps(text).encode() + b"\n" for text in texts)
+        lines, _ = run_list(tiny, data, *GREEDY, "-r", think, "-n", 200, "-q", kind="-L")
+        expected, _ = run_list(tiny, raw, *GREEDY, "-m", "generate", "-n", 200, "-q", kind="-L")
+        if think:                               # which is dropped
+            expected = [re.sub(rb'"<think>.*?(</think>(\\u000a)*|"$)', rb'"', line) for line in expected]
+            expected = [line if line.endswith(b'"') and line != b'"' else b'""' for line in expected]
+        assert lines == expected
+
+
+def test_messages_beside_options(tiny):
+    """-i is not before them; their own system message is there instead of -y."""
+    user = {"role": "user", "content": "What is your name?"}
+    talks = [[user], [{"role": "system", "content": "Your name is Max."}, user], "What is your name?"]
+    data = b"".join(json.dumps(talk).encode() + b"\n" for talk in talks)
+    lines, _ = run_list(tiny, data, *GREEDY, "-y", "Your name is Tom.", "-i", "Hello", "-q", kind="-L")
+    tom, max_, both = [alone(tiny, text, *GREEDY, "-y", system) for text, system in (
+        (b"What is your name?", "Your name is Tom."), (b"What is your name?", "Your name is Max."),
+        (b"Hello\n\nWhat is your name?", "Your name is Tom."))]
+    assert lines == [tom, max_, both] and tom != max_
+
+
+def test_each_line_of_messages_alone(tiny):
+    """Line i is that of a list of this line with the seed S + i."""
+    r = random.Random(5)
+    talks = [[{"role": "user", "content": r.choice(CONTENTS)}, {"role": "assistant", "content": r.choice(SAID)},
+              {"role": "user", "content": " ".join(r.choices(WORDS, k=r.randrange(40)))}] for _ in range(33)]
+    data = [json.dumps(talk).encode() + b"\n" for talk in talks]
+    lines, _ = run_list(tiny, b"".join(data), "-s", 50, "-n", 20, "-q", kind="-L")
+    assert lines == [run_list(tiny, line, "-s", 50 + i, "-n", 20, "-q", kind="-L")[0][0]
+                     for i, line in enumerate(data)]
+
+
+def test_a_conversation_that_is_too_long(tiny):
+    """No turns are dropped."""
+    turn = [{"role": "user", "content": "word " * 20}, {"role": "assistant", "content": "word " * 20}]
+    talks = [turn * n + [{"role": "user", "content": "Hello"}] for n in range(6)]
+    lines, error = run_list(tiny, b"".join(json.dumps(t).encode() + b"\n" for t in talks), "-c", 128, "-n", 1,
+                            "-q", *GREEDY, kind="-L", status=1)
+    assert [line == b"null" for line in lines] == [False] * 3 + [True] * 3 or b"null" in lines[2:]
+    assert all("too long" in what for what in errors_of(error).values())
+
+
+# -- what stderr says
+
+def test_statistics(tiny):
+    texts = [b"What is the capital of France?", b"Hello", b"What is the capital of France?"]
+    data = b"".join(text + b"\n" for text in texts)
+    for mode in "chat", "generate":
+        lines, error = run_list(tiny, data, "-s", 5, "-m", mode, "-n", 20, *GREEDY)
+        match = SUM.search(error)
+        assert match and error.endswith(match[0]), error
+        n, prompts, cached, answers, first, last = map(int, match.groups())
+        assert (n, first, last) == (3, 5, 7) and 0 <= cached < prompts and 0 < answers <= 60
+        assert SUM.search(run_list(tiny, data, "-q", "-m", mode, "-n", 2)[1]) is None
+    one_text = qwen3(tiny, "-i", texts[0], *GREEDY)
+    lines, error = run_list(tiny, texts[0], *GREEDY)
+    single = re.search(rb"prompt (\d+) tokens.*answer (\d+) at", one_text.stderr)
+    assert SUM.search(error).groups()[1::2][:2] == single.groups()
+
+
+def test_shared_beginning(tiny):
+    """The instruction runs once."""
+    texts = [b"%d apples" % i for i in range(100)]
+    common = " ".join(WORDS * 4)
+    tokens = len(tokenize(tiny, common.encode()))
+    _, error = run_list(tiny, b"".join(t + b"\n" for t in texts), "-i", common, "-n", 1, *GREEDY)
+    _, prompts, cached, *_ = map(int, SUM.search(error).groups())
+    assert tokens > 100 and prompts > 100 * tokens and prompts - cached < 1.02 * (tokens + 100 * 20)
+    assert cached >= 99 * (tokens - 1)
+
+
+def test_notices_with_counts(stopping, tiny, chain):
+    data = b"a\nx\na\na\nx\n"
+    _, error = run_list(stopping, data, "-m", "generate", *GREEDY, "-n", 4)
+    assert len(re.findall(rb"(?m)^qwen3: answers: .* -n .*: 3$", error)) == 1, error
+    _, error = run_list(stopping, data, "-m", "generate", *GREEDY, "-c", 40)
+    assert len(re.findall(rb"(?m)^qwen3: answers: .*full context.*-c.*: 3$", error)) == 1, error
+    thinking = chain("Ċ", "<think>", "a", "b", "a", template=HYBRID.replace("not enable_thinking", "false"))
+    lines, error = run_list(thinking, b"x\ny\n", "-r", 1, *GREEDY, "-n", 9)
+    assert lines == [b'""'] * 2 and re.search(rb"(?m)^qwen3: answers: .*thinking: 2$", error), error
+    _, error = run_list(tiny, b"a b c d e f g h i j k l m n o p\na b\na b c d e f g h i j k l m n o p q r s\n",
+                        "-m", "perplexity", "-c", 10)
+    assert re.search(rb"(?m)^qwen3: .*pieces.*: 2$", error), error
+    _, error = run_list(stopping, b"x\n", "-m", "generate", *GREEDY, "-n", 4)
+    assert b"qwen3:" not in error
+
+
+def test_quiet(stopping):
+    """Only the errors of lines."""
+    _, error = run_list(stopping, b"a\nx\n", "-m", "generate", "-n", 4, "-q")
+    assert error == b""
+
+
+def test_thinking_is_dropped(tiny):
+    """From stderr as well."""
+    data = b"What is the capital of France?\n"
+    lines, error = run_list(tiny, data, "-r", 1, *GREEDY)
+    assert lines == [alone(tiny, data[:-1], "-r", 1, *GREEDY)]
+    assert b"<think>" not in error + lines[0]
+
+
+@pytest.mark.parametrize("source", ["file", "pipe"])
+def test_progress(stopping, tmp_path, source):
+    """Texts done of all, tokens a second and the time left, if the total is known."""
+    path, texts = tmp_path / "list", [b"a"] * 3000
+    if source == "file":
+        write_list(path, texts)
+    else:                                       # whose end is not known
+        os.mkfifo(path)
+        feeder = subprocess.Popen(["sh", "-c", f"yes a > {path}"], stderr=subprocess.DEVNULL)
+    script = (f"exec {QUOTED_QWEN3} {stopping} -l {path} -m generate -t 0 -n 100 -s 1 -j 1 "
+              f"> {tmp_path}/out")
+    child = pexpect.spawn("sh", ["-c", script], timeout=60, env=environment(TERM="xterm"), dimensions=(24, 80))
+    shown = rb"\r\d+ of 3000 texts, [\d.]+ tokens/s, [^\r\n]*\d+ s left\x1b\[K"
+    if source == "pipe":
+        shown = rb"\r\d+ texts, [\d.]+ tokens/s\x1b\[K"
+    for _ in range(100):                        # held up until it takes so long that it is shown
+        if child.expect([shown, pexpect.TIMEOUT], timeout=0.2) == 0:
+            break
+        child.kill(signal.SIGSTOP)
+        time.sleep(0.8)
+        child.kill(signal.SIGCONT)
+    else:
+        pytest.fail(f"not shown: {child.before}")
+    child.kill(signal.SIGINT)
+    assert finish(child) == 130
+    assert b"\r\x1b[K" in child.before          # it is erased
+    if source == "pipe":
+        feeder.wait(60)
+
+
+# -- nothing is lost
+
+def whole_lines(out):
+    """Those that have their newline; what follows may be cut."""
+    lines = out.split(b"\n")[:-1]
+    assert all(line == b"null" or isinstance(json.loads(line), str) for line in lines)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def long_list(tiny, tmp_path_factory):
+    """A list of 600 short answers of different lengths, and its output with -s 3 -n 30."""
+    texts = [b"Tell me a story", b"Hello", b"What is the capital of France?", b"Who are you?"] * 150
+    path = write_list(tmp_path_factory.mktemp("list") / "list", texts)
+    return path, run_list(tiny, path.read_bytes(), "-s", 3, "-n", 30, "-q")[0]
+
+
+def test_a_line_goes_out_when_it_is_done(start, tiny):
+    """While the list pauses: before a line, in the middle of one, and after the last."""
+    child = start(tiny, "-l", "-", *GREEDY, "-q")
+    for text in b"What is the capital of France?", b"Hello", b"Who are you?":
+        child.stdin.write(text + b"\nWhat is")
+        assert child.stdout.readline() == alone(tiny, text, *GREEDY) + b"\n"
+        time.sleep(0.1)
+        child.stdin.write(b" your name?\n")
+        assert child.stdout.readline() == alone(tiny, b"What is your name?", *GREEDY) + b"\n"
+    child.stdin.write(b"Hello")
+    child.stdin.close()
+    assert child.stdout.read() == alone(tiny, b"Hello", *GREEDY) + b"\n" and child.wait(60) == 0
+
+
+def test_answers_go_on_while_the_list_pauses(start, stopping):
+    """The pause does not hold up what has been read: neither long answers nor errors."""
+    child = start(stopping, "-l", "-", *GREEDY, "-q", "-m", "generate", "-n", "3000", "-c", "3100")
+    child.stdin.write(b"a\nx\n" + b"b" * 5000 + b"\naa\nhalf")
+    assert [child.stdout.readline() for _ in range(4)] == [
+        json_string(b"a" * 3000) + b"\n", b'""\n', b"null\n", json_string(b"a" * 3000) + b"\n"]
+    child.stdin.close()
+    assert child.stdout.read() == b'""\n' and child.wait(60) == 1
+
+
+def test_input_that_does_not_block(start, tiny):
+    """O_NONBLOCK on stdin."""
+    theirs, ours = os.pipe()
+    os.set_blocking(theirs, False)
+    child = start(tiny, "-l", "-", *GREEDY, "-q", stdin=theirs)
+    os.close(theirs)
+    for text in b"Hello", b"Who are you?":
+        time.sleep(0.2)
+        os.write(ours, text + b"\n")
+        assert child.stdout.readline() == alone(tiny, text, *GREEDY) + b"\n"
+    os.close(ours)
+    assert child.wait(60) == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_interrupt(start, tiny, long_list, signals):
+    """The line that is being written is finished; the message says how to go on, which gives the rest."""
+    path, expected = long_list
+    child = start(tiny, "-l", path, "-s", "3", "-n", "30")
+    out = b"".join(child.stdout.readline() for _ in range(50))
+    for _ in range(signals):
+        child.send_signal(signal.SIGINT)
+    rest, error = child.communicate(timeout=60)
+    lines, n = whole_lines(out + rest), len(whole_lines(out + rest))
+    assert child.returncode == 130 and lines == expected[:n] and n < 600
+    if signals == 1:
+        assert (out + rest).endswith(b"\n")
+        assert re.search(rb"(?m)^qwen3: .* %d lines are written" % n, error), error
+        assert re.search(rb"(?m)^qwen3: .*tail -n \+%d, -s %d$" % (n + 1, 3 + n), error), error
+    tail = f"tail -n +{n + 1} {path} | {QUOTED_QWEN3} {tiny} -l - -s {3 + n} -n 30 -q"
+    assert subprocess.check_output(["sh", "-c", tail]).split(b"\n")[:-1] == expected[n:]
+
+
+def test_interrupt_beats_an_error(start, stopping):
+    child = start(stopping, "-L", "-", *GREEDY, "-m", "generate", "-n", "9")
+    child.stdin.write(b'bad\n"a"\n')
+    assert child.stdout.readline() == b"null\n" and child.stdout.readline() == b'"aaaaaaaaa"\n'
+    child.send_signal(signal.SIGINT)            # it waits for the list
+    out, error = child.communicate(timeout=60)
+    assert child.returncode == 130 and out == b"" and b"tail -n +3" in error
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="no small pipes")
+def test_interrupt_while_nobody_reads(start, stopping):
+    """The first waits for the line to be taken, the second does not."""
+    child = start(stopping, "-l", "-", *GREEDY, "-m", "generate", "-n", "1000", "-q")
+    fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    child.stdin.write(b"a\n" * 32)
+    wait_until(lambda: waiting(child.stdout) > 4000)    # of the 32 lines of 1,003 bytes
+    time.sleep(0.3)                             # it is in write()
+    child.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    assert child.wait(60) == 130
+
+
+def test_closed_stdout_is_quiet(tiny, tmp_path):
+    path = write_list(tmp_path / "list", [b"Hello"] * 3000)
+    done = subprocess.run(["sh", "-c", f"{QUOTED_QWEN3} {tiny} -t 0 -l {path} | head -1"], capture_output=True,
+                          env=environment(), timeout=300)
+    assert done.stdout == alone(tiny, b"Hello", *GREEDY) + b"\n" and b"qwen3:" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed(start, tiny, long_list, tmp_path, number):
+    """What has its newline is whole."""
+    path, expected = long_list
+    with open(tmp_path / "out", "wb") as out:
+        child = start(tiny, "-l", path, "-s", "3", "-n", "30", stdout=out)
+        while os.path.getsize(tmp_path / "out") < 3000:
+            time.sleep(0.001)
+        child.send_signal(number)
+        child.wait(60)
+    lines = whole_lines((tmp_path / "out").read_bytes())
+    assert 10 < len(lines) < 600 and lines == expected[:len(lines)]
+
+
+def test_full_disk(tiny, long_list, tmp_path):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([QWEN3, tiny, "-l", "-", "-n", "2", "-q"], input=b"a\nb\n", stdout=full,
+                              stderr=subprocess.PIPE, env=environment(), timeout=60)
+    assert done.returncode == 1 and re.fullmatch(rb"qwen3: stdout: [^\n]*\n", done.stderr), done
+    path, expected = long_list
+    with open(tmp_path / "out", "wb") as out:   # a disk for 5,000 bytes
+        done = subprocess.run([QWEN3, tiny, "-l", path, "-s", "3", "-n", "30", "-q"], stdout=out,
+                              stderr=subprocess.PIPE, env=environment(), timeout=60,
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
+    lines = whole_lines((tmp_path / "out").read_bytes())
+    assert done.returncode in (1, -signal.SIGXFSZ) and 10 < len(lines) < 600
+    assert lines == expected[:len(lines)]
+
+
+def test_resumed(tiny, long_list):
+    """Any line as the first: tail -n +K and -s S+K-1."""
+    path, expected = long_list
+    for k in 2, 417, 600, 601:
+        rest = b"".join(path.read_bytes().splitlines(keepends=True)[k - 1:])
+        assert run_list(tiny, rest, "-s", 3 + k - 1, "-n", 30, "-q")[0] == expected[k - 1:]
+
+
+# -- bounded memory
+
+def peak(args, stdin):
+    """(exit status, peak of resident bytes) of a run whose stdout is thrown away."""
+    with open(os.devnull, "wb") as null:
+        child = subprocess.Popen([QWEN3, *map(str, args)], stdin=stdin, stdout=null, stderr=null,
+                                 env=environment())
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    return child.returncode, usage.ru_maxrss * (1024 if LINUX else 1)
+
+
+def test_not_too_far_ahead(start, stopping):
+    """Of a list without an end, no more is read than 1,024 texts beyond the first that is not done."""
+    child = start(stopping, "-l", "-", *GREEDY, "-m", "generate", "-c", "0", "-q", "-j", "1")
+    taken = 0
+
+    def feed():
+        nonlocal taken
+        try:
+            child.stdin.write(b"a\n")
+            while True:
+                taken += child.stdin.write(b"x" * 99 + b"\n")
+        except (OSError, ValueError):
+            pass
+    feeder = threading.Thread(target=feed, daemon=True)
+    feeder.start()
+    before, same = -1, 0
+    while same < 4:                             # until it is at rest
+        same = same + 1 if taken == before else 0
+        before = taken
+        time.sleep(0.25)
+        assert taken < 400_000                  # with what pipes and buffers hold
+    assert taken > 0 and child.poll() is None
+    child.kill()
+    feeder.join(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["chat", "tokenize", "embed"])
+def test_memory_of_many_texts(tiny, tmp_path, mode):
+    """100,000 take no more than 1,000."""
+    texts = make_texts(1000, seed=20, longest=13)
+    peaks = []
+    for times in 1, 100:
+        path = write_list(tmp_path / "list", texts * times)
+        status, most = peak([tiny, "-l", path, "-m", mode, *["-n", 2] * (mode == "chat")], subprocess.DEVNULL)
+        assert status == (mode == "embed" and b"null" in alone(tiny, b"", mode=mode))
+        peaks.append(most)
+    assert peaks[1] < peaks[0] + 4e6, peaks
+
+
+@pytest.mark.slow
+def test_very_long_lines(tiny, tmp_path):
+    """Of 1 GB, too long before it is encoded; of 2 GB and more, whatever the mode. What follows is read."""
+    path = tmp_path / "list"
+    for size, mode in (1_000_000_000, "chat"), (2_200_000_000, "chat"), (2_200_000_000, "tokenize"):
+        with open(path, "wb") as file:
+            file.write(b"Hello\n")
+            file.seek(size, os.SEEK_CUR)
+            file.write(b"\nHello\n")
+        result = qwen3(tiny, "-l", path, "-m", mode, "-q", *[*GREEDY, "-n", 9][:4 * (mode == "chat")])
+        line = alone(tiny, b"Hello", *[*GREEDY, "-n", 9][:4 * (mode == "chat")], mode=mode)
+        assert result.returncode == 1 and result.stdout.split(b"\n") == [line, b"null", line, b""]
+        assert errors_of(result.stderr, bytes(path)).keys() == {2}
+        _, most = peak([tiny, "-l", path, "-m", mode], subprocess.DEVNULL)
+        assert most < 2.5e9, most
+
+
+@pytest.mark.slow
+def test_a_very_long_text_without_a_model_run(small, tmp_path):
+    """A line of 20 MB, tokenized."""
+    line = b"word " * 4_000_000
+    lines = ids_of(small, line + b"\n" + b"a\n")
+    assert lines == [output(small, "-m", "tokenize", "-f", "-", stdin=line)[:-1],
+                     output(small, "-m", "tokenize", "-i", "a")[:-1]]
