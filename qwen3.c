@@ -3,10 +3,13 @@
      ./qwen3 model.bin -i "What is the capital of France?"
 
    A token is a piece of text, often a word or a part of one, and has a number: its id. A language
-   model computes a score for every token that could come next. This program cuts a text into tokens
-   (encode_raw, render), runs them through the model (prefill, which calls forward), scores all
-   tokens of the vocabulary as the next one (classify), draws one of them (sample), writes it, runs
-   it through the model as well (advance), and so on until the answer ends (generate).
+   model computes for every token of its vocabulary a score: how well would it come next? The
+   numbers that it computes this with, the weights, are learned: in training it had to predict each
+   next token of very much text, and they were changed little by little so that it did better. This
+   program only uses them. It cuts a text into tokens (encode_raw, render), runs them through the
+   model (prefill, which calls forward), scores all tokens of the vocabulary (classify), draws one
+   of them (sample), writes it, runs it through the model as well (advance), and so on until the
+   answer ends (generate).
 
    Inside the model, each token of the text is a vector x (dim). (A name is followed by its shape in
    parentheses.) It starts as the token's row of the embedding table, which has a learned row for
@@ -20,12 +23,13 @@
    the positions differently. The KV cache keeps, for each layer, the keys K and values V of all
    earlier positions, a row each.
 
-     pos      the token's position            All W, rms_ and _norm are learned. eps and theta are
-     Wq h     a matrix times a vector         numbers of the model, mostly 1e-6 and 1e6.
+     pos      the token's position            All W, rms_ and _norm are weights. eps and theta are
+     Wq h     a matrix times a vector         given numbers, mostly 1e-6 and 1e6.
      q . K    the dot products of q with the rows of K
      u * v    the products of two vectors' elements, one by one
 
-   One layer is (Qwen3DecoderLayer in HF, Hugging Face's transformers):
+   One layer is as follows. (Its name in HF is Qwen3DecoderLayer. HF, here and below, is Hugging
+   Face's Python library transformers, with which the tests compare the results.)
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
@@ -33,11 +37,13 @@
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
-                                              Without sqrt, q . K would grow with head_dim.
-                                              n_heads / n_kv_heads query heads share a K and V. All
-                                              heads' a together: (q_dim), n_heads * head_dim
+                                              Without sqrt, q . K would grow with head_dim, and of
+                                              large numbers softmax gives nearly all to the largest.
+                                              n_heads / n_kv_heads query heads share a K and V, so
+                                              that the cache is smaller. All heads' a together are
+                                              (q_dim), n_heads * head_dim
      x = x + Wo a
-     h = rmsnorm(x, rms_ffn)
+     h = rmsnorm(x, rms_ffn)                  The size of h does not depend on that of x.
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z)); W1 and W3
                                               are (hidden_dim, dim), W2 is (dim, hidden_dim)
 
@@ -51,21 +57,41 @@
 
    rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle
    pos * theta^(-2j / head_dim), and k in the same way, so that q . k depends on the two positions
-   only through their distance.
+   only through their distance. Nothing else in attention knows about order: without rope, the same
+   keys and values in another order would give the same a. Each pair has a frequency of its own, as
+   one would not do: pair 0 turns by 1 radian a position, which tells neighbours apart, but is back
+   after some 6; the last pair turns almost theta times as slowly, which tells near from far.
 
    After the last layer, the scores, called logits, are
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
+   They say which token may follow the one that x belongs to. So an answer's first token comes from
+   the last x of the prompt, and the logits of the others are not even computed.
+
    Qwen2 and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
 
-   All matrices but the router are quantized. With 8 bits, a group of group_size consecutive weights
-   of a row is stored as int8 values and one float scale: a weight is its int8 times the scale. The
-   layers' matrices may have 4 bits instead: the model has a table of 16 int8 values, the levels,
-   and a weight is stored as an index into it, its group's scale as a float of 16 bits. Just before
-   a quantized matrix is multiplied with a vector, the vector is quantized, too, always to 8 bits,
-   which the code writes Q8(h). So the dot product of a group of weights and a group of the vector
-   is an exact integer, which is then multiplied by the two scales.
+   A token needs all weights (of the experts, those of the chosen ones). For one token, reading them
+   from memory takes longer than the arithmetic. Hence batches and quantization. A batch is tokens
+   that run through each layer together, a row each, so that the weights are read once for all. They
+   are tokens of a prompt, or of several texts: rows meet in attention only, and there each one sees
+   just the K and V of its own text.
+
+   Quantized weights take fewer bytes, and all matrices but the router are quantized. With 8 bits, a
+   group of group_size (up to 256) consecutive weights of a row is stored as int8 values and one
+   float scale: a weight is its int8 times the scale. The layers' matrices may have 4 bits instead:
+   the model has a table of 16 int8 values, the levels, and a weight is stored as an index into it,
+   its group's scale as a float of 16 bits. Just before a quantized matrix is multiplied with a
+   vector, the vector is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot
+   product of a group of weights and a group of the vector is a sum of integers, at most
+   256 * 128 * 127 < 2^22, which is exact even as a float. It is then multiplied by the two scales.
+
+   Equal bits: the number of threads, the cut into batches and other texts beside it never change a
+   text's results, as each sum of floats has one fixed order. What Part I defines, Part III computes
+   faster, but in that order. The exception is attention, which goes through a text in spans of 256
+   positions and joins their softmaxes: from position 256 on it rounds differently from attend, its
+   definition, though always in the same way. Builds for CPUs with an instruction for a * b + c (fma)
+   round that once, others twice, so these two kinds differ; powf, cosf and sinf are the C library's.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
@@ -143,7 +169,8 @@ typedef struct {
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
-    int rope_scaling;       // 0: none; 2: rope is scaled for longer texts, by the next two
+    int rope_scaling;       // 0: none; 2: rope is scaled for longer texts, by the next two (1, in
+                            // files of the second edition, is refused: export.py makes new ones)
     float rope_factor;      // on cos and sin
     const float *rope_freq; // (head_dim / 2) radians per position
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
@@ -185,8 +212,8 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-// Q8 of several vectors (cols), in memory: [q8 of vector 0][its scale][its bias_fix] [q8 of vector
-// 1][its scale] ... The pointers are those of vector 0: see quantized_row.
+// Q8 of several vectors (cols), in memory: [q8 of vector 0][its scales][its bias_fix] [q8 of vector
+// 1][its scales] ... The pointers are those of vector 0: see quantized_row.
 typedef struct {
     int8_t *q8;         // (cols)          the int8 values
     float *scale;       // (cols / group)
@@ -206,11 +233,10 @@ typedef struct {       // a row of a batch: a token of a text
     bool needed;       // x is needed after the last layer: see keep_needed
 } Row;
 
-// Everything that changes while the model runs. A batch is tokens that run through the model
-// together: consecutive ones of one text, or such parts of several texts one after the other. A
-// long prompt is cut into batches.
+// Everything that changes while the model runs. A batch has consecutive tokens of one text, or such
+// parts of several texts one after the other. A long prompt is cut into batches.
 typedef struct {
-    int seq_len;         // positions that the cache has room for
+    int seq_len;         // the maximum number of positions of a text (option -c)
     int batch;           // the maximum number of tokens in a batch
     Row *rows;           // (batch)               row t of all that follows belongs to rows[t]
     float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at that position
@@ -253,8 +279,7 @@ typedef struct {        // a batch on its way through one layer
 // Math: what a layer computes on one vector. Compilers vectorize these loops, and those of the
 // functions that are only declared here (Part III).
 
-// a * b + c. Builds for CPUs with an instruction for it (fma) round once, others twice: so their
-// results differ. Nothing else is ever fused: the Makefile says -ffp-contract=off.
+// a * b + c, rounded once in builds with fma. Nothing else is: the Makefile says -ffp-contract=off.
 static float mul_add(float a, float b, float c);
 
 // exp(x), with an error of at most 2 units in the last place; 0 for x < -87.7, exp(88) for x > 88
@@ -316,8 +341,7 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
 
 // ------------------------------------------------------------------------------------------------
 // One layer: one function for each step. Most of them run on all threads. Part III provides what is
-// only declared here. A text's results never depend on the number of threads, on how it was cut
-// into batches, or on other texts beside it: sums of floats have one fixed order.
+// only declared here.
 
 // Calls step(p, i, thread) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time.
 // Returns when all are done. `thread` is the number of the thread that runs the step.
@@ -432,7 +456,7 @@ static void qkv(Pass *p) {
     each(p, q_head, c->n_heads, 1);
 }
 
-// What attend (see Matrix product and attention) defines, for all query heads of all rows
+// attend (see Matrix product and attention), for all query heads of all rows
 static void attend_all(const Pass *p);
 
 static void quantize_a(const Pass *p, int t, int thread) {
@@ -550,12 +574,10 @@ static float *classify(Model *m, int first, int count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Matrix product and attention, in plain C. They define what Part III computes: it keeps the order
-// of each sum, so its results are the same bit for bit, and is faster as it works on several sums
-// at once. There is one exception: Part III's attention goes through a text in spans of 256
-// positions and joins their softmaxes. So in longer texts it rounds differently from attend, though
-// always in the same way, with any threads and batches. Builds without SIMD run dot_row itself;
-// attend runs in tests and `make journey` only.
+// Matrix product and attention, in plain C: dot_row defines what Part III's matmul computes, attend
+// what attend_all does. These two are faster, as they work on several sums at once, each in the
+// order that it has here (but for attend_all's spans, see the top). Builds without SIMD run dot_row
+// itself; attend runs in tests and `make journey` only.
 
 // The int8 of weight (r, i). With 4 bits, a group takes group / 2 bytes. Byte b holds two indices
 // into levels: in its low nibble that of the group's weight b, in its high one that of weight b +
@@ -574,8 +596,8 @@ INLINE float weight_scale(const Matrix *w, int r, int g, const int group) {
                         : half_float(((const uint16_t *)w->scales)[at]);
 }
 
-// W[r] . x[t]: row r of W, vector t of x. The products of a group add up to an exact integer; the
-// groups are added as floats, from the first to the last.
+// W[r] . x[t]: row r of W, vector t of x. The products of a group are added as integers, the groups
+// as floats, from the first to the last.
 INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
     const Quantized x_row = quantized_row(x, t);
     float sum = 0;
@@ -654,12 +676,14 @@ static bool choose_experts(const Config *c, float *share) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. The text is cut at added tokens (such as <|im_start|>), normalized (NFC), and cut
-// into pieces, mostly words, by a regular expression. Then byte-pair encoding: each byte of a piece
-// begins as a token of its own; as long as two neighbours together are a token of the vocabulary,
-// the pair whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er
-// -> lower. (This score is the merge's priority, from the tokenizer file. It is not one of the
-// model's scores.)
+// Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, each one token, which
+// tell the model what no text can: here begins a message. Between them it is normalized: in
+// Unicode's form NFC, e and a combining accent (U+0301) become one character (U+00E9), so that both
+// spellings get the same ids. Then a regular expression cuts it into pieces, mostly words: "Hello,
+// world" becomes "Hello", "," and " world". Then byte-pair encoding: each byte of a piece begins as
+// a token of its own; as long as two neighbours together are a token of the vocabulary, the pair
+// whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower.
+// (This score is the merge's priority, from the tokenizer file, and none of the model's scores.)
 
 typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
     const uint8_t *p;
@@ -683,7 +707,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum {           // bits of Tokenizer.kind
-    ADDED = 1,   // an added token, such as <|im_start|>: found before the text is cut into pieces
+    ADDED = 1,   // an added token, found before the text is cut into pieces
     SPECIAL = 2  // not written in answers
 };
 enum { SYSTEM, USER, ASSISTANT };
@@ -704,7 +728,7 @@ typedef struct {       // the text around the messages of a conversation: see re
 typedef struct { Bytes text; int id; } Added;
 
 typedef struct Tokenizer {
-    int vocab_size;          // that of Config
+    int vocab_size;          // that of Config, of which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
@@ -741,11 +765,10 @@ typedef struct {  // one character of a text
 // Part II: the character at offset `at` of a text; at the text's end, 0 bytes of class END
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 
-// Part II: appends a text in Unicode's normalization form C (NFC).
+// Part II: appends a text in form NFC.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: the token with exactly these bytes, or -1. Added tokens, such as <|im_start|>, do not
-// count.
+// Part II: the token with exactly these bytes, or -1. Added tokens do not count.
 static int token_find(const Tokenizer *tok, Bytes text);
 
 // The end of the run of characters of one class that begins at `at`
@@ -889,9 +912,13 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The chat format. A conversation is a list of messages. The prompt of each turn is all of them, as
-// the checkpoint's chat template renders them, for example
-//   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n...
+// The chat format. A conversation is a list of messages. A chat model was trained on conversations
+// written in one form, which its checkpoint has as a program, the chat template. So the prompt of
+// each turn is all messages in that form, up to where the model's answer begins, for example
+//   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
+//   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
+// (one after the other). The model goes on from there, and ends its answer with <|im_end|>.
+//
 // export.py, which makes model.bin and its tokenizer file from a checkpoint, has turned the
 // template into a ChatFormat. Each turn encodes the whole conversation anew; prefill then skips
 // what the cache holds already. (Where a <think> block, even an empty one, preceded the last
@@ -900,7 +927,8 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 typedef struct {
     int role;     // SYSTEM, USER or ASSISTANT
     Ids ids;      // of an answer: the tokens that the model drew
-    Buffer text;  // of a message that was not drawn; of an answer, what -x left of its last token
+    Buffer text;  // of other messages: what the user gave. Of an answer, what follows its ids: the
+                  // beginning of a token that -x cut; all of an answer that a list's line has
 } Message;
 
 typedef struct {
@@ -953,8 +981,9 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
     free(all.p);
 }
 
-// The ids of a conversation, up to where the model's answer begins. Of the messages before number
-// `first`, only a system message is rendered.
+// The ids of a conversation, up to where the model's answer begins. Messages before number `first`
+// are left out, but for a system message: so a conversation that has grown longer than the context
+// forgets its first turns.
 static void render(const Tokenizer *tok, const Conversation *conversation, size_t first, bool think,
                    Ids *out) {
     const ChatFormat *f = &tok->chat;
@@ -983,7 +1012,8 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 // distribution.
 
 typedef struct {
-    float temperature;  // 0: always the most likely token
+    float temperature;  // divides the logits: below 1 likely tokens become still likelier, above 1
+                        // less likely; 0: always the most likely one
     float top_p;        // keep the smallest set that reaches this probability, the nucleus
     int top_k;          // keep the k most likely tokens, 0: all
     float presence;     // subtracted from the logits of tokens that are in the answer
