@@ -90,8 +90,9 @@
    text's results, as each sum of floats has one fixed order. What Part I defines, Part III computes
    faster, but in that order. The exception is attention, which goes through a text in spans of 256
    positions and joins their softmaxes: from position 256 on it rounds differently from attend, its
-   definition, though always in the same way. Builds for CPUs with an instruction for a * b + c (fma)
-   round that once, others twice, so these two kinds differ; powf, cosf and sinf are the C library's.
+   definition, though always in the same way. Builds for CPUs with an instruction for a * b + c
+   (fma) round that once, others twice, so these two kinds differ; powf, cosf and sinf are those of
+   the C library.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
@@ -676,7 +677,7 @@ static bool choose_experts(const Config *c, float *share) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, each one token, which
+// Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, a token each, which
 // tell the model what no text can: here begins a message. Between them it is normalized: in
 // Unicode's form NFC, e and a combining accent (U+0301) become one character (U+00E9), so that both
 // spellings get the same ids. Then a regular expression cuts it into pieces, mostly words: "Hello,
