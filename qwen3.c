@@ -336,8 +336,8 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 
 // Q8(x): quantizes x (n) into columns at .. at + n - 1 of row t of out. For each group, the scale
 // is max|x| / 127, and a value is x * (127 / max|x|), rounded to the nearest integer. A group whose
-// scale would be below the smallest normal number becomes zeros. One with an infinity or NaN gets
-// it as its scale, which makes every product NaN.
+// scale would be below the smallest normal number becomes zeros. One with an infinity gets values 0
+// and an infinite scale, one with a NaN a scale of NaN: both make every product NaN.
 static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group);
 
 // ------------------------------------------------------------------------------------------------
@@ -960,7 +960,7 @@ static size_t find_last(Bytes text, Bytes part) {
 
 // Adds an answer of an earlier turn, without its thinking. Like the chat template, it works on the
 // text: the answer's text is encoded again, and its ids can differ from those that the model drew.
-// Only added tokens keep their ids. (An answer of a list's line is text from the start.)
+// Only added tokens keep their ids.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     Buffer all = {0};
@@ -1008,8 +1008,9 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
-// HF's order. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step is
-// a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
+// HF's order. The last two cut off the very many unlikely tokens, one of which would else be drawn
+// now and then. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step
+// is a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
 // distribution.
 
 typedef struct {
