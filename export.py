@@ -28,11 +28,11 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
     --bits 8|4           bits of a weight in the layers' matrices; the embedding and the classifier
                          have 8. Four make half the file and nearly twice the speed, and cost
                          quality. The default is 8, but 4 for a GGUF file whose layers are all in
-                         Q4_0 or all in IQ4_NL: in groups of 32 (the default) its weights are copied
-                         as they are, in others they are quantized again
+                         Q4_0 or all in IQ4_NL
     --group-size N       weights per quantization scale: 32, 64, 128 or 256. The default is 64, or
-                         32 where 64 does not divide the model's dimensions, and 32 with four bits.
-                         A GGUF file in Q8_0 has groups of 32, which are copied as they are
+                         32 where 64 does not divide the model's dimensions, and 32 with four bits
+                         and for a GGUF file in Q8_0. Groups of Q8_0, Q4_0 and IQ4_NL are copied as
+                         they are; --bits or another size has them quantized again
     --yarn FACTOR        extends the context by this factor (YaRN), as Qwen advises for texts longer
                          than the model was trained on; short texts get slightly worse
     --check              writes nothing; compares an existing OUT.bin and its tokenizer file with
@@ -85,6 +85,7 @@ import subprocess
 import tempfile
 import time
 import unicodedata
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -151,11 +152,11 @@ def export(name: str, out: Path | None, bits: int | None, group_size: int | None
     check_target(out)
     room = out.parent, layout(config)[-1].end + len(tokenizer)
     check_space([room])
-    outputs = match_tensors(source, config, room)
-    note_second_quantization(outputs, config)
     tokenizer_out = Path(f"{out}.tokenizer")
     with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
         write_at(tokenizer_part, tokenizer, 0)
+        outputs = match_tensors(source, config, room)  # may download, so only now
+        note_second_quantization(outputs, config)
         write_model(model_part, config, outputs)
     say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {bits} bits in groups of "
         f"{config.group_size}) and {tokenizer_out.name} in {time.monotonic() - began:.1f} s, "
@@ -179,14 +180,13 @@ def find_source(name: str, folder: Path | None) -> Source:
     """Reads a local directory or GGUF file, or downloads from the hub. OUT.bin will come to the
     folder, if it is to be written."""
     path = Path(name)
-    if path.is_file():
-        return read_gguf(path)
     if path.is_dir():
         return read_folder(path)
-    if path.exists() or not (hub := HUB_NAME.fullmatch(name)):
-        refuse(name, "not a checkpoint" if path.exists() else "missing",
-               "a directory, a GGUF file or a hub name, ORG/NAME",
-               "something else" if path.exists() else "nothing of that name")
+    if path.exists():
+        return read_gguf(path)
+    if not (hub := HUB_NAME.fullmatch(name)):
+        refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME",
+               "nothing of that name")
     return read_hub(hub[1], hub[2] or hub[3], folder)
 
 
@@ -305,7 +305,8 @@ def say(line: str) -> None:
     for folder, name in hub_folders.items():
         line = line.replace(folder, name)
     line = re.sub("[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], line)
-    print(f"export.py: {line:.1000}", file=sys.stderr)
+    line = line if len(line) <= 1000 else f"{line[:400]} ... {line[-500:]}"
+    print(f"export.py: {line}", file=sys.stderr)
 
 
 def first_few(names: list[str], most: int = 6) -> str:
@@ -331,6 +332,7 @@ def read_hub(name: str, wanted: str | None, target: Path | None) -> Source:
     kind or a file is wanted, or if there are only GGUF files, downloads one of these."""
     # Only here: a slow import that a local source does not need
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache, utils
+    utils.logging.set_verbosity_error()  # an error is one line
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
 
@@ -338,8 +340,9 @@ def read_hub(name: str, wanted: str | None, target: Path | None) -> Source:
         """Downloads these files if there is space for them and the rooms. Returns their folder."""
         cache = Path(constants.HF_HUB_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
-        absent = [file for file in names if not isinstance(try_to_load_from_cache(name, file), str)]
-        check_space([(cache, sum(files[file] for file in absent)), *rooms])
+        size = sum(files[file] for file in names
+                   if not isinstance(try_to_load_from_cache(name, file), str))
+        check_space([(cache, size), *rooms])
         with downloading(name):
             folder = Path(snapshot_download(name, allow_patterns=names))
         hub_folders[str(folder)] = name
@@ -384,6 +387,8 @@ def downloading(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # from several libraries
+        if isinstance(error, OSError) and error.filename:
+            raise  # of the hub's cache
         found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if getattr(error, "response", None) is None:  # nobody has answered
             refuse(name, "not here, and the hub can't be reached", "a network (HF_ENDPOINT can "
@@ -498,16 +503,16 @@ def is_embedding(folder: Path) -> bool:
     if not path.exists():
         return False
     with parsing(path):
-        modules = {module["type"].rpartition(".")[2]: Path(module["path"])
+        modules = {module["type"].rpartition(".")[2]: module["path"]
                    for module in json.loads(read_file(path))}
     if "Pooling" not in modules:
         return False
     if unknown := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize"}):
         refuse(path, "modules are not supported", "no others than Transformer, Pooling and "
                "Normalize", first_few(unknown))
-    if modules["Pooling"].is_absolute() or ".." in modules["Pooling"].parts:
-        refuse(path, "path of Pooling", "one inside the checkpoint", modules["Pooling"])
-    path = folder / modules["Pooling"] / "config.json"
+    if modules["Pooling"] != "1_Pooling":
+        refuse(path, "path of Pooling", "1_Pooling", repr(modules["Pooling"]))
+    path = folder / "1_Pooling/config.json"
     kinds = [key.removeprefix("pooling_mode_") for key, value in read_json(path).items()
              if key.startswith("pooling_mode_") and value is True]
     if kinds != ["lasttoken"]:
@@ -813,7 +818,8 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
     if single.is_file():
         return open_safetensors(single, TENSORS_SIZE)[0]
     if not index.is_file():
-        refuse(folder, "no weights", f"{single.name} or {index.name}",
+        refuse(folder, "no weights", f"{single.name} or {index.name} (transformers' "
+               "from_pretrained(), then save_pretrained() makes them)",
                first_few(sorted(path.name for path in folder.iterdir())))
     tensors: dict[str, Tensor] = {}
     found: dict[str, str] = {}  # name -> the shard that holds it
@@ -1850,7 +1856,8 @@ def check(name: str, out: Path | None, picture: Path | None, yarn_factor: float 
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
         errors = check_tensors(file, config, outputs)
     if picture:
-        plot(picture, f"{out.name} against {Path(name).name}", errors)
+        title = f"{out.name} against {Path(name).name}"
+        plot(picture, title.encode(errors="replace").decode(), errors)  # a name may be no UTF-8
     worst = max(errors, key=errors.__getitem__)
     say(f"{out} matches {name}: header, tokenizer and {len(outputs)} tensors; "
         f"rms error at most {errors[worst]:.2g} %, in {worst}")
@@ -1952,8 +1959,9 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
 
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
-    if __name__ == "__main__":  # from now on an exception: atomic_files() removes its files
-        on_signals(sys.exit)
+    if __name__ == "__main__":
+        on_signals(sys.exit)  # from now on an exception: atomic_files() removes its files
+        warnings.simplefilter("ignore")  # of the packages: what matters here is said once
     source, out = options.source, options.out
     lines, status = notes, 0
     try:

@@ -350,10 +350,11 @@ def test_plot(exported, run, tmp_path):
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 8  # a line's color each
 
 
-def test_plot_of_a_name_with_dollars(ck, run, tmp_path):
+@pytest.mark.parametrize("name", ["$_{$.bin", "\udcff.bin"])
+def test_plot_of_an_odd_name(ck, run, tmp_path, name):
     pytest.importorskip("matplotlib")
     folder = ck.save(tmp_path / "hf")
-    assert run(folder, "$_{$.bin")[0] == run(folder, "$_{$.bin", "--plot", "$.png")[0] == 0
+    assert run(folder, name)[0] == run(folder, name, "--plot", "$.png")[0] == 0
 
 
 def test_plot_without_matplotlib(exported, tmp_path):
