@@ -222,6 +222,26 @@ def built():
         pytest.exit(f"{QWEN3}: not built, run make first", returncode=1)
 
 
+@pytest.fixture
+def start():
+    """start(model, *options): the program on pipes without buffers, in a process group of its own."""
+    children = []
+
+    def start(*args, **how):
+        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0,
+               "env": environment(), **how}
+        child = subprocess.Popen([QWEN3, *map(_argument, args)], start_new_session=True, **how)
+        children.append(child)
+        return child
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            if pipe:
+                pipe.close()
+
+
 @pytest.fixture(scope="session")
 def small(tmp_path_factory, tokenizer):
     """A random model of two layers, exported."""

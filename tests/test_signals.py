@@ -38,24 +38,12 @@ def thinking(chain):
 
 
 @pytest.fixture
-def start():
-    """start(model, *options): the program on pipes, in a process group of its own."""
-    children = []
-
-    def start(model, *options, **how):
-        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
-               "env": environment(), **how}
-        child = subprocess.Popen([QWEN3, model, "-t", "0", "-c", "0", *options], start_new_session=True,
-                                 **how)
-        children.append(child)
-        return child
-    yield start
-    for child in children:
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            if pipe:
-                pipe.close()
+def start(start):
+    """start(model, *options): greedy, with the whole context, and nothing on stdin."""
+    def start_endless(model, *options, **how):
+        how = {"stdin": subprocess.DEVNULL, "bufsize": -1, **how}
+        return start(model, "-t", 0, "-c", 0, *options, **how)
+    return start_endless
 
 
 def waiting(fd):
