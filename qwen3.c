@@ -2158,13 +2158,14 @@ static void report(const char *fmt, ...) {
     fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, bytes(text), ""), line);
 }
 
-// Appends a text in printf's format, of less than 64 bytes.
+// Appends a text in printf's format, of less than 512 bytes.
 __attribute__((format(PRINTF, 2, 3))) static void buffer_print(Buffer *b, const char *fmt, ...) {
+    char text[512];
     va_list args;
     va_start(args, fmt);
-    b->p = grow(b->p, &b->cap, b->n, 64, 1);
-    b->n += vsnprintf((char *)b->p + b->n, 64, fmt, args);
+    vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
+    buffer_add(b, bytes(text));
 }
 
 static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the start
@@ -2775,9 +2776,7 @@ static bool score(Engine *e, const int *ids, int n, int pos, double *sum) {
 // Appends a line. False if the sum is not finite.
 static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
     const double mean = sum / n;
-    char text[512];
-    snprintf(text, sizeof(text), "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
-    buffer_add(line, bytes(text));
+    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
     return isfinite(mean);
 }
 
@@ -3469,110 +3468,98 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "stdout, all else to stderr. Exit: 0 success, 1 file, memory or model error,\n"
     "2 usage error, 130 Ctrl-C.\n";
 
+typedef struct {
+    char letter;
+    enum { TEXT, INT, FLOAT, SEED, MODE } type;
+    size_t place;           // in Options
+    double low, high;       // the least and the greatest value; of a TEXT the least length
+    const char *others[2];  // what other programs call it
+} Option;
+
+#define OPTION(name) offsetof(Options, name)
+
+static const Option options[] = {  // those with a value
+    {'i', TEXT, OPTION(text), 0, 0, {"--prompt"}},
+    {'f', TEXT, OPTION(file), 1, 0, {"--file"}},
+    {'l', TEXT, OPTION(list), 1, 0, {NULL}},
+    {'L', TEXT, OPTION(json_list), 1, 0, {NULL}},
+    {'m', MODE, OPTION(mode), 0, 0, {NULL}},
+    {'y', TEXT, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
+    {'r', INT, OPTION(think), 0, 1, {NULL}},
+    {'t', FLOAT, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
+    {'p', FLOAT, OPTION(top_p), 1e-30, 1, {"--top-p"}},
+    {'k', INT, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
+    {'a', FLOAT, OPTION(presence), 0, 2, {"--presence-penalty"}},
+    {'e', FLOAT, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
+    {'x', TEXT, OPTION(stop), 1, 0, {"--reverse-prompt"}},
+    {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
+    {'n', INT, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
+    {'c', INT, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
+    {'b', INT, OPTION(batch), 1, 512, {"--batch-size"}},
+    {'j', INT, OPTION(threads), 1, 1024, {"--threads"}},
+};
+
 static void print_and_exit(const char *text) {
-    char version[64];
-    snprintf(version, sizeof(version), "qwen3 " VERSION " (%s)", simd_name());
-    write_stdout(bytes(version));
-    write_stdout(bytes(text));
+    Buffer line = {0};
+    buffer_print(&line, "qwen3 " VERSION " (%s)", simd_name());
+    buffer_add(&line, bytes(text));
+    write_stdout(bytes_of(&line));
     exit(EXIT_SUCCESS);
 }
 
-static float parse_float(const char *option, const char *s, float low, float high) {
-    char *end;
-    float value = strtof(s, &end);
-    const bool bad = end == s || *end || !(value >= low && value <= high);
-    if (bad && option[1] == 'p')
-        die_usage("-p: bad value, expected top-p, above 0 and up to 1 (a prompt goes with -i), "
-                  "found \"%s\"", s);
-    if (bad)
-        die_usage("%s: bad value, expected %g to %g, found \"%s\"", option, low, high, s);
-    return value;
-}
-
-static int parse_int(const char *option, const char *s, int low, int high) {
-    char *end;
+// Sets an option, or ends the program if it can't have this value.
+static void set_option(Options *o, const Option *option, const char *value) {
+    void *place = (char *)o + option->place;
+    char range[64], *end = NULL;
+    const char *expected = NULL;  // what the value should be
     errno = 0;
-    long long value = strtoll(s, &end, 10);
-    if (end == s || *end || errno || value < low || value > high)
-        die_usage("%s: bad value, expected %d to %d, found \"%s\"", option, low, high, s);
-    return (int)value;
-}
-
-static uint64_t parse_seed(const char *s) {
-    char *end;
-    errno = 0;
-    uint64_t value = *s == '-' ? (uint64_t)strtoll(s, &end, 10) : strtoull(s, &end, 10);
-    if (end == s || *end || errno)
-        die_usage("-s: bad value, expected a 64-bit integer, found \"%s\"", s);
-    return value;
-}
-
-static int parse_mode(const char *s) {
-    for (int i = 0; i < N_MODES; i++) {
-        if (!strcmp(s, mode_names[i])) return i;
+    if (option->type == TEXT) {
+        *(const char **)place = value;
+        if (strlen(value) < option->low) expected = "a text that is not empty";
+    } else if (option->type == MODE) {
+        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
+        if (o->mode == N_MODES)
+            expected = "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)";
+    } else if (option->type == SEED) {
+        o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
+        o->seeded = true;
+        if (end == value || *end || errno) expected = "a 64-bit integer";
+    } else {
+        const bool whole = option->type == INT;
+        const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
+        snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
+        if (end == value || *end || !(number >= option->low && number <= option->high))
+            expected = option->letter != 'p' ? range
+                       : "top-p, above 0 and up to 1 (a prompt goes with -i)";
+        else if (whole) *(int *)place = (int)number;
+        else *(float *)place = (float)number;
     }
-    die_usage("-m: unknown mode, expected chat, generate, embed, tokenize or perplexity%s, "
-              "found \"%s\"", strpbrk(s, "./") ? " (MODEL goes without -m)" : "", s);
+    if (expected)
+        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter, expected, value);
 }
 
-#define OPTION_LETTERS "iflLmyrtpkaexsncbj"  // of options with a value
-
-static void parse_option(Options *o, const char *option, const char *value) {
-    switch (option[1]) {
-    case 'i': o->text = value; break;
-    case 'f': o->file = value; break;
-    case 'y': o->system = value; break;
-    case 'm': o->mode = parse_mode(value); break;
-    case 'r': o->think = parse_int(option, value, 0, 1); break;
-    case 't': o->temperature = parse_float(option, value, 0, 1000); break;
-    case 'p': o->top_p = parse_float(option, value, 1e-30f, 1); break;
-    case 'k': o->top_k = parse_int(option, value, 0, INT_MAX); break;
-    case 'a': o->presence = parse_float(option, value, 0, 2); break;
-    case 'e': o->repetition = parse_float(option, value, 0.01f, 100); break;
-    case 'x': o->stop = value; break;
-    case 'n': o->n = parse_int(option, value, -1, INT_MAX); break;
-    case 'c': o->context = parse_int(option, value, 0, INT_MAX); break;
-    case 'b': o->batch = parse_int(option, value, 1, 512); break;
-    case 'j': o->threads = parse_int(option, value, 1, 1024); break;
-    case 's': o->seed = parse_seed(value), o->seeded = true; break;
-    case 'l': o->list = value; break;
-    case 'L': o->json_list = value; break;
-    }
-}
-
-// What other programs call things: their options, and what comes before MODEL
-static const char *const habits[][2] = {
-    {"--prompt", "-i"}, {"--file", "-f"}, {"--system-prompt", "-y"}, {"--system", "-y"},
-    {"--temp", "-t"}, {"--temperature", "-t"}, {"--top-p", "-p"}, {"--top-k", "-k"},
-    {"--presence-penalty", "-a"}, {"--repeat-penalty", "-e"}, {"--reverse-prompt", "-x"},
-    {"--seed", "-s"}, {"--n-predict", "-n"}, {"--predict", "-n"}, {"--ctx-size", "-c"},
-    {"--batch-size", "-b"}, {"--threads", "-j"}, {"--model", "MODEL without an option"},
-    {"run", ""}, {"chat", ""}, {"serve", ""}, {"generate", " -m generate"},
-    {"embed", " -m embed"}, {"tokenize", " -m tokenize"}, {"perplexity", " -m perplexity"}};
-
-static const char *habit(const char *typed) {  // what it is called here, or NULL
-    const size_t n = strcspn(typed, "=");
-    for (size_t i = 0; i < sizeof(habits) / sizeof(*habits); i++) {
-        if (strlen(habits[i][0]) == n && !strncmp(typed, habits[i][0], n)) return habits[i][1];
+static const Option *option_named(const char *arg) {  // NULL: there is none, or it has no value
+    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
+        if (arg[0] == '-' && arg[1] == options[i].letter && !arg[2]) return &options[i];
     }
     return NULL;
 }
 
 // Ends the program because of an argument that is neither an option nor MODEL, and names the
-// likely mistake. o: the options before it
-static void die_of_argument(const char *arg, const Options *o) {
-    const bool option = arg[0] == '-';
-    const char *here = habit(option ? arg : o->model);
-    if (option && here) die_usage("%s: unknown option, expected %s; -h lists all", arg, here);
-    if (option && arg[1] && strchr(OPTION_LETTERS, arg[1]) && isdigit((uint8_t)arg[2]))
-        die_usage("%s: unknown option, expected a space: %.2s %s", arg, arg, arg + 2);
-    if (option) die_usage("%s: unknown option, expected one of those that -h lists", arg);
-    if (here) die_usage("%s: not a command, expected qwen3 %s%s", o->model, arg, here);
-    if (o->text)
-        die_usage("%s: unexpected; a prompt of several words needs quotes: -i \"%s %s\"", arg,
-                  o->text, arg);
-    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i: -i \"%s\"", arg, o->model,
-              arg);
+// likely mistake.
+static void die_of_argument(const char *arg, const char *model) {
+    const size_t n = strcspn(arg, "=");
+    for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
+        const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+        if (other && strlen(other) == n && !strncmp(arg, other, n))
+            die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
+        if (arg[0] == '-' && arg[1] == letter && isdigit((uint8_t)arg[2]))
+            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
+    }
+    if (arg[0] == '-')
+        die_usage("%s: unknown option, expected one that -h lists (MODEL without an option)", arg);
+    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i, in quotes: -i \"%s\"",
+              arg, model, arg);
 }
 
 // Only chat and generate can begin without a text.
@@ -3582,11 +3569,10 @@ static void check_text(const Options *o, int mode) {
 }
 
 static void check_list(const Options *o) {
-    const char *option = o->list ? "-l" : "-L", *file = o->list ? o->list : o->json_list;
+    const char *option = o->list ? "-l" : "-L";
     if (o->list && o->json_list) die_usage("-l, -L: both given, expected one of them");
     if (o->file) die_usage("-f, %s: both given, expected one of them", option);
     if (o->verbose) die_usage("-v, %s: both given, expected one of them", option);
-    if (!*file) die_usage("%s: bad value, expected a file's name, or - for stdin", option);
 }
 
 static Options parse_options(int argc, char **argv) {
@@ -3597,6 +3583,7 @@ static Options parse_options(int argc, char **argv) {
                  .seed = ((uint64_t)time.tv_sec * 1000000000u + time.tv_nsec) / 1000 % 1000000};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
+        const Option *option = option_named(arg);
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
             print_and_exit(usage);
         } else if (!strcmp(arg, "--version")) {
@@ -3605,19 +3592,17 @@ static Options parse_options(int argc, char **argv) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
             o.verbose = true;
-        } else if (arg[0] == '-' && arg[1] && !arg[2] && strchr(OPTION_LETTERS, arg[1])) {
+        } else if (option) {
             if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
-            parse_option(&o, arg, argv[i]);
+            set_option(&o, option, argv[i]);
         } else if (arg[0] == '-' || o.model) {
-            die_of_argument(arg, &o);
+            die_of_argument(arg, o.model);
         } else {
             o.model = arg;
         }
     }
     if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    if (o.file && !*o.file) die_usage("-f: bad value, expected a file's name, or - for stdin");
-    if (o.stop && !*o.stop) die_usage("-x: bad value, expected a text that is not empty");
     if (is_list(&o)) check_list(&o);
     check_text(&o, o.mode);
     return o;
