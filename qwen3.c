@@ -2319,6 +2319,7 @@ typedef struct {
     Mode mode;        // -m, or what the model is made for
     bool think;       // -r 1, and the model's thinking can be switched
     bool noticed;     // the notices have been given
+    bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
     Buffer input;     // the prompt, or the message being typed
     Lines typed;      // of stdin
@@ -2385,15 +2386,6 @@ static bool checked_prefill(App *app, const Ids *prompt) {
     return prefill(&app->engine, prompt);
 }
 
-static void print_statistics(const App *app, size_t prompt, double prompt_time, size_t answer,
-                             double answer_time) {
-    const size_t cached = app->engine.reused;
-    const double p = (prompt - cached) / (prompt_time + 1e-9), a = answer / (answer_time + 1e-9);
-    fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-            prompt, p < 999.95, p, cached, answer, a < 999.95, a,  // a decimal only below 1,000
-            (unsigned long long)app->options.seed);
-}
-
 // After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
 // was written in part, the bytes that were written become the message's text.
 static void cut_answer(const App *app, Message *answer) {
@@ -2408,27 +2400,31 @@ static void cut_answer(const App *app, Message *answer) {
 }
 
 // Runs a prompt and writes its answer; then notices and statistics. message: empty, gets the answer
-static Ending respond(App *app, const Ids *prompt, Message *message) {
+static void respond(App *app, const Ids *prompt, Message *message) {
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
     const int seq_len = e->model.state.seq_len;
     app->writer.cut = 0;
-    double start = now();
+    const double start = now();
     const bool ran = checked_prefill(app, prompt);
-    double middle = now();
+    const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
     answer->p = grow(answer->p, &answer->cap, 0, seq_len + 1, sizeof(int));
-    Ending ending = ran ? generate(e, answer) : INTERRUPTED;
-    double end = now();
+    const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
+    const double end = now();
     const char *where = app->writer.thinking ? " inside its thinking" : "";
     writer_end(&app->writer);
     if (ending == LIMIT_REACHED) notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (ending == CONTEXT_ENDED)
         notice("answer: ended%s by a full context of %d tokens (-c)", where, seq_len);
-    if (!quiet) print_statistics(app, done, middle - start, answer->n, end - middle);
+    const double p = (done - e->reused) / (middle - start + 1e-9);
+    const double a = answer->n / (end - middle + 1e-9);
+    if (!quiet)
+        fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,  // decimals below 1,000
+                (unsigned long long)app->options.seed);
     cut_answer(app, message);
-    return ending;
 }
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
@@ -2472,29 +2468,35 @@ static bool fit_conversation(App *app, Ids *ids) {
     return true;
 }
 
-// A user's message and the model's answer to it. exit_on_error is false in a dialogue: it goes on
-// after an error, and says so when a message is taken back.
-static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
+// Answers the conversation's last message. False: there is no answer, as the conversation is too
+// long or Ctrl-C came first.
+static bool answer_last(App *app) {
     Conversation *talk = &app->conversation;
     Ids ids = {0};
-    conversation_add(talk, USER, text);
-    if (!fit_conversation(app, &ids) && !interrupted) {
+    const bool fits = fit_conversation(app, &ids);
+    if (!fits && !interrupted) {
         check_length(app, "prompt", ids.n);
-        if (exit_on_error) exit(EXIT_FAILURE);
-        conversation_drop(talk, talk->n - 1, 1);
-        free(ids.p);
-        return CONTEXT_ENDED;
+        if (!app->dialogue) exit(EXIT_FAILURE);
     }
-    writer_thinks(&app->writer, begins_thinking(app));
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
-    // Ctrl-C while the text was encoded leaves only some of its ids.
-    Ending ending = interrupted ? INTERRUPTED : respond(app, &ids, answer);
-    if (ending == INTERRUPTED && answer->ids.n == 0) {
-        if (!exit_on_error) notice("chat: stopped before its answer, the message is taken back");
-        conversation_drop(talk, talk->n - 2, 2);
+    if (fits) {
+        writer_thinks(&app->writer, begins_thinking(app));
+        respond(app, &ids, answer);
     }
     free(ids.p);
-    return ending;
+    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
+    if (!answered) conversation_drop(talk, talk->n - 1, 1);
+    return answered;
+}
+
+// A user's message and the model's answer to it. Without an answer, the message is taken back.
+static void chat_turn(App *app, Bytes text) {
+    Conversation *talk = &app->conversation;
+    conversation_add(talk, USER, text);
+    if (answer_last(app)) return;
+    if (interrupted && app->dialogue)
+        notice("chat: stopped before its answer, the message is taken back");
+    conversation_drop(talk, talk->n - 1, 1);
 }
 
 // Without one final newline, \n or \r\n
@@ -2588,8 +2590,8 @@ static const char commands[] =
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n";
 
-// Takes the last answer back and draws another; after Ctrl-C before its first token the old one
-// stays.
+// Takes the last answer back and draws another; if that is stopped before its first token, the old
+// one stays.
 static void retry(App *app) {
     Conversation *talk = &app->conversation;
     if (talk->n < 2) {
@@ -2597,14 +2599,9 @@ static void retry(App *app) {
     } else if (app->engine.answer.sampler.temperature == 0) {
         notice("/retry: -t 0 would draw the same answer again");
     } else {
-        const size_t n = talk->n -= 2;
-        const Message old[] = {talk->p[n], talk->p[n + 1]};
-        chat_turn(app, bytes_of(&old[0].text), false);
-        const bool stopped = talk->n == n;
-        for (int i = 0; i < 2; i++) {
-            if (stopped) talk->p[talk->n++] = old[i];
-            else message_free(&old[i]);
-        }
+        const Message old = talk->p[--talk->n];
+        if (answer_last(app)) message_free(&old);
+        else talk->p[talk->n++] = old;
     }
 }
 
@@ -2636,7 +2633,7 @@ static void send_file(App *app, Bytes words) {
     else error = file_read(&message, path);
     if (!error && message.n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
-    else chat_turn(app, chop(bytes_of(&message)), false);
+    else chat_turn(app, chop(bytes_of(&message)));
     free(message.p);
 }
 
@@ -2648,20 +2645,18 @@ static bool looks_like_command(Bytes line) {
     return line.n > 1 && *line.p == '/' && n == line.n && !bytes_equal(line, bytes("/think"));
 }
 
-typedef enum { MESSAGE, COMMAND, LEAVE } Typed;
-
-// What a text is, after running it if it is a command. A command is a line alone.
-static Typed run_command(App *app, Bytes text) {
+// Sends what was typed, or runs it if it is a command: a line alone. False: it ends the program.
+static bool run_message(App *app, Bytes text) {
     Bytes line = text;
     while (line.n && line.p[line.n - 1] == ' ') line.n--;
     static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
     for (int i = 0; i < 5; i++) {
-        if (bytes_equal(line, bytes(leaving[i]))) return LEAVE;
+        if (bytes_equal(line, bytes(leaving[i]))) return false;
     }
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
     } else if (memchr(text.p, '\n', text.n)) {
-        return MESSAGE;
+        chat_turn(app, text);
     } else if (bytes_equal(line, bytes("/help"))) {
         fputs(commands, stderr);
     } else if (bytes_equal(line, bytes("/retry"))) {
@@ -2676,19 +2671,20 @@ static Typed run_command(App *app, Bytes text) {
     } else if (looks_like_command(line)) {
         report("%.*s: no such command, /help shows them", (int)line.n, line.p);
     } else {
-        return MESSAGE;
+        chat_turn(app, text);
     }
-    return COMMAND;
+    return true;
 }
 
 // A conversation at a terminal
 static int run_dialogue(App *app) {
     const char *thinking = app->think ? "on" : begins_thinking(app) ? "always" : "off";
     bool warned = false;
+    app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
            app->engine.model.state.seq_len, thinking);
-    for (Typed typed = MESSAGE; typed != LEAVE; interrupted = 0) {
+    for (;; interrupted = 0) {
         if (!read_message(app)) {
             fputc('\n', stderr);
             if (!interrupted) return EXIT_SUCCESS;
@@ -2697,20 +2693,16 @@ static int run_dialogue(App *app) {
             notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
         } else if (app->input.n > 0) {
             warned = false;
-            typed = run_command(app, bytes_of(&app->input));
-            if (typed == MESSAGE) chat_turn(app, bytes_of(&app->input), false);
+            if (!run_message(app, bytes_of(&app->input))) return EXIT_SUCCESS;
         }
     }
-    return EXIT_SUCCESS;
 }
 
 // A conversation with stdin: a terminal, or a script of one turn a line
 static int run_conversation(App *app) {
     Bytes line;
     if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
-    while (read_line(app, &line)) {
-        if (chat_turn(app, chop(line), true) == INTERRUPTED) break;
-    }
+    while (!interrupted && read_line(app, &line)) chat_turn(app, chop(line));
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
@@ -2735,22 +2727,6 @@ static void buffer_add_json(Buffer *b, Bytes text) {
         at += c.n;
     }
     buffer_add(b, bytes("\"\n"));
-}
-
-static void buffer_add_token(Buffer *b, const Tokenizer *tok, int id) {
-    buffer_print(b, "%d ", id);
-    buffer_add_json(b, tok->text[id]);
-}
-
-static void run_tokenize(App *app, const Ids *ids) {
-    Buffer lines = {0};
-    give_notices(app);
-    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
-        buffer_add_token(&lines, &app->engine.tokenizer, ids->p[i]);
-    }
-    if (!app->options.verbose) buffer_add_ids(&lines, ids);
-    write_stdout(bytes_of(&lines));
-    free(lines.p);
 }
 
 // -log of the probability of token id by its logits (n), which are overwritten
@@ -2795,20 +2771,6 @@ static bool score_all(Engine *e, const Ids *ids, double *sum) {
     return running;
 }
 
-static void run_perplexity(App *app, const Ids *ids) {
-    const int context = app->engine.model.state.seq_len;
-    double sum = 0;
-    Buffer line = {0};
-    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
-    announce(app, ids);
-    if (ids->n > (size_t)context)
-        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
-    if (!score_all(&app->engine, ids, &sum)) exit(EXIT_INTERRUPT);
-    if (!buffer_add_perplexity(&line, sum, (int)ids->n - 1)) die(NOT_FINITE);
-    write_stdout(bytes_of(&line));
-    free(line.p);
-}
-
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
 // JSON array. False if it is not finite.
 static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
@@ -2826,15 +2788,6 @@ static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     return isfinite(squares);
 }
 
-// The vector of a text's last token
-static void run_embed(App *app, const Ids *ids) {
-    Buffer line = {0};
-    if (!checked_prefill(app, ids)) exit(EXIT_INTERRUPT);
-    if (!buffer_add_embedding(&line, &app->engine.model, 0)) die(BAD_VECTOR);
-    write_stdout(bytes_of(&line));
-    free(line.p);
-}
-
 // The prompt of every mode but chat
 static void encode_text(const App *app, Bytes text, Ids *ids) {
     const Tokenizer *tok = &app->engine.tokenizer;
@@ -2842,20 +2795,46 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
     if (app->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
+static void run_tokenize(App *app, const Ids *ids, Buffer *lines) {
+    give_notices(app);
+    if (!app->options.verbose) buffer_add_ids(lines, ids);
+    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
+        buffer_print(lines, "%d ", ids->p[i]);
+        buffer_add_json(lines, app->engine.tokenizer.text[ids->p[i]]);
+    }
+}
+
+static void run_perplexity(App *app, const Ids *ids, Buffer *line) {
+    const int context = app->engine.model.state.seq_len;
+    double sum = 0;
+    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
+    announce(app, ids);
+    if (ids->n > (size_t)context)
+        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
+    if (!score_all(&app->engine, ids, &sum)) return;
+    if (!buffer_add_perplexity(line, sum, (int)ids->n - 1)) die(NOT_FINITE);
+}
+
+static void run_embed(App *app, const Ids *ids, Buffer *line) {
+    if (!checked_prefill(app, ids)) return;
+    if (!buffer_add_embedding(line, &app->engine.model, 0)) die(BAD_VECTOR);
+}
+
 // Every mode but chat
-static Ending run_raw(App *app, Bytes text) {
-    Ending ending = TURN_ENDED;
+static void run_raw(App *app, Bytes text) {
     Ids ids = {0};
     Message answer = {0};
+    Buffer lines = {0};
     encode_text(app, text, &ids);
-    if (interrupted) ending = INTERRUPTED;  // while the text was encoded
-    else if (app->mode == GENERATE) ending = respond(app, &ids, &answer);
-    else if (app->mode == TOKENIZE) run_tokenize(app, &ids);
-    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids);
-    else run_embed(app, &ids);
+    if (interrupted) {}  // while the text was encoded
+    else if (app->mode == GENERATE) respond(app, &ids, &answer);
+    else if (app->mode == TOKENIZE) run_tokenize(app, &ids, &lines);
+    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids, &lines);
+    else run_embed(app, &ids, &lines);
+    write_stdout(bytes_of(&lines));
+    free(lines.p);
     free(ids.p);
     message_free(&answer);
-    return ending;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3730,9 +3709,9 @@ static int run(App *app) {
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
     if (!single) return run_conversation(app);
-    Bytes text = bytes_of(&app->input);
-    Ending ending = chat ? chat_turn(app, text, true) : run_raw(app, text);
-    return ending == INTERRUPTED ? EXIT_INTERRUPT : EXIT_SUCCESS;
+    if (chat) chat_turn(app, bytes_of(&app->input));
+    else run_raw(app, bytes_of(&app->input));
+    return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
 #ifndef TEST
