@@ -2190,13 +2190,14 @@ static void report(const char *fmt, ...) {
     fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, bytes(text), ""), line);
 }
 
-// Appends a text in printf's format, of less than 64 bytes.
+// Appends a text in printf's format, of less than 512 bytes.
 __attribute__((format(PRINTF, 2, 3))) static void buffer_print(Buffer *b, const char *fmt, ...) {
+    char text[512];
     va_list args;
     va_start(args, fmt);
-    b->p = grow(b->p, &b->cap, b->n, 64, 1);
-    b->n += vsnprintf((char *)b->p + b->n, 64, fmt, args);
+    vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
+    buffer_add(b, bytes(text));
 }
 
 static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the start
@@ -2350,6 +2351,7 @@ typedef struct {
     Mode mode;        // -m, or what the model is made for
     bool think;       // -r 1, and the model's thinking can be switched
     bool noticed;     // the notices have been given
+    bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
     Buffer input;     // the prompt, or the message being typed
     Lines typed;      // of stdin
@@ -2416,15 +2418,6 @@ static bool checked_prefill(App *app, const Ids *prompt) {
     return prefill(&app->engine, prompt);
 }
 
-static void print_statistics(const App *app, size_t prompt, double prompt_time, size_t answer,
-                             double answer_time) {
-    const size_t cached = app->engine.reused;
-    const double p = (prompt - cached) / (prompt_time + 1e-9), a = answer / (answer_time + 1e-9);
-    fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-            prompt, p < 999.95, p, cached, answer, a < 999.95, a,  // a decimal only below 1,000
-            (unsigned long long)app->options.seed);
-}
-
 // After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
 // was written in part, the bytes that were written become the message's text.
 static void cut_answer(const App *app, Message *answer) {
@@ -2439,27 +2432,31 @@ static void cut_answer(const App *app, Message *answer) {
 }
 
 // Runs a prompt and writes its answer; then notices and statistics. message: empty, gets the answer
-static Ending respond(App *app, const Ids *prompt, Message *message) {
+static void respond(App *app, const Ids *prompt, Message *message) {
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
     const int seq_len = e->model.state.seq_len;
     app->writer.cut = 0;
-    double start = now();
+    const double start = now();
     const bool ran = checked_prefill(app, prompt);
-    double middle = now();
+    const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
     answer->p = grow(answer->p, &answer->cap, 0, seq_len + 1, sizeof(int));
-    Ending ending = ran ? generate(e, answer) : INTERRUPTED;
-    double end = now();
+    const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
+    const double end = now();
     const char *where = app->writer.thinking ? " inside its thinking" : "";
     writer_end(&app->writer);
     if (ending == LIMIT_REACHED) notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (ending == CONTEXT_ENDED)
         notice("answer: ended%s by a full context of %d tokens (-c)", where, seq_len);
-    if (!quiet) print_statistics(app, done, middle - start, answer->n, end - middle);
+    const double p = (done - e->reused) / (middle - start + 1e-9);
+    const double a = answer->n / (end - middle + 1e-9);
+    if (!quiet)
+        fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,  // decimals below 1,000
+                (unsigned long long)app->options.seed);
     cut_answer(app, message);
-    return ending;
 }
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
@@ -2503,29 +2500,35 @@ static bool fit_conversation(App *app, Ids *ids) {
     return true;
 }
 
-// A user's message and the model's answer to it. exit_on_error is false in a dialogue: it goes on
-// after an error, and says so when a message is taken back.
-static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
+// Answers the conversation's last message. False: there is no answer, as the conversation is too
+// long or Ctrl-C came first.
+static bool answer_last(App *app) {
     Conversation *talk = &app->conversation;
     Ids ids = {0};
-    conversation_add(talk, USER, text);
-    if (!fit_conversation(app, &ids) && !interrupted) {
+    const bool fits = fit_conversation(app, &ids);
+    if (!fits && !interrupted) {
         check_length(app, "prompt", ids.n);
-        if (exit_on_error) exit(EXIT_FAILURE);
-        conversation_drop(talk, talk->n - 1, 1);
-        free(ids.p);
-        return CONTEXT_ENDED;
+        if (!app->dialogue) exit(EXIT_FAILURE);
     }
-    writer_thinks(&app->writer, begins_thinking(app));
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
-    // Ctrl-C while the text was encoded leaves only some of its ids.
-    Ending ending = interrupted ? INTERRUPTED : respond(app, &ids, answer);
-    if (ending == INTERRUPTED && answer->ids.n == 0) {
-        if (!exit_on_error) notice("chat: stopped before its answer, the message is taken back");
-        conversation_drop(talk, talk->n - 2, 2);
+    if (fits) {
+        writer_thinks(&app->writer, begins_thinking(app));
+        respond(app, &ids, answer);
     }
     free(ids.p);
-    return ending;
+    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
+    if (!answered) conversation_drop(talk, talk->n - 1, 1);
+    return answered;
+}
+
+// A user's message and the model's answer to it. Without an answer, the message is taken back.
+static void chat_turn(App *app, Bytes text) {
+    Conversation *talk = &app->conversation;
+    conversation_add(talk, USER, text);
+    if (answer_last(app)) return;
+    if (interrupted && app->dialogue)
+        notice("chat: stopped before its answer, the message is taken back");
+    conversation_drop(talk, talk->n - 1, 1);
 }
 
 // Without one final newline, \n or \r\n
@@ -2619,8 +2622,8 @@ static const char commands[] =
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n";
 
-// Takes the last answer back and draws another; after Ctrl-C before its first token the old one
-// stays.
+// Takes the last answer back and draws another; if that is stopped before its first token, the old
+// one stays.
 static void retry(App *app) {
     Conversation *talk = &app->conversation;
     if (talk->n < 2) {
@@ -2628,14 +2631,9 @@ static void retry(App *app) {
     } else if (app->engine.answer.sampler.temperature == 0) {
         notice("/retry: -t 0 would draw the same answer again");
     } else {
-        const size_t n = talk->n -= 2;
-        const Message old[] = {talk->p[n], talk->p[n + 1]};
-        chat_turn(app, bytes_of(&old[0].text), false);
-        const bool stopped = talk->n == n;
-        for (int i = 0; i < 2; i++) {
-            if (stopped) talk->p[talk->n++] = old[i];
-            else message_free(&old[i]);
-        }
+        const Message old = talk->p[--talk->n];
+        if (answer_last(app)) message_free(&old);
+        else talk->p[talk->n++] = old;
     }
 }
 
@@ -2667,7 +2665,7 @@ static void send_file(App *app, Bytes words) {
     else error = file_read(&message, path);
     if (!error && message.n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
-    else chat_turn(app, chop(bytes_of(&message)), false);
+    else chat_turn(app, chop(bytes_of(&message)));
     free(message.p);
 }
 
@@ -2679,20 +2677,18 @@ static bool looks_like_command(Bytes line) {
     return line.n > 1 && *line.p == '/' && n == line.n && !bytes_equal(line, bytes("/think"));
 }
 
-typedef enum { MESSAGE, COMMAND, LEAVE } Typed;
-
-// What a text is, after running it if it is a command. A command is a line alone.
-static Typed run_command(App *app, Bytes text) {
+// Sends what was typed, or runs it if it is a command: a line alone. False: it ends the program.
+static bool run_message(App *app, Bytes text) {
     Bytes line = text;
     while (line.n && line.p[line.n - 1] == ' ') line.n--;
     static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
     for (int i = 0; i < 5; i++) {
-        if (bytes_equal(line, bytes(leaving[i]))) return LEAVE;
+        if (bytes_equal(line, bytes(leaving[i]))) return false;
     }
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
     } else if (memchr(text.p, '\n', text.n)) {
-        return MESSAGE;
+        chat_turn(app, text);
     } else if (bytes_equal(line, bytes("/help"))) {
         fputs(commands, stderr);
     } else if (bytes_equal(line, bytes("/retry"))) {
@@ -2707,19 +2703,20 @@ static Typed run_command(App *app, Bytes text) {
     } else if (looks_like_command(line)) {
         report("%.*s: no such command, /help shows them", (int)line.n, line.p);
     } else {
-        return MESSAGE;
+        chat_turn(app, text);
     }
-    return COMMAND;
+    return true;
 }
 
 // A conversation at a terminal
 static int run_dialogue(App *app) {
     const char *thinking = app->think ? "on" : begins_thinking(app) ? "always" : "off";
     bool warned = false;
+    app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
            app->engine.model.state.seq_len, thinking);
-    for (Typed typed = MESSAGE; typed != LEAVE; interrupted = 0) {
+    for (;; interrupted = 0) {
         if (!read_message(app)) {
             fputc('\n', stderr);
             if (!interrupted) return EXIT_SUCCESS;
@@ -2728,20 +2725,16 @@ static int run_dialogue(App *app) {
             notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
         } else if (app->input.n > 0) {
             warned = false;
-            typed = run_command(app, bytes_of(&app->input));
-            if (typed == MESSAGE) chat_turn(app, bytes_of(&app->input), false);
+            if (!run_message(app, bytes_of(&app->input))) return EXIT_SUCCESS;
         }
     }
-    return EXIT_SUCCESS;
 }
 
 // A conversation with stdin: a terminal, or a script of one turn a line
 static int run_conversation(App *app) {
     Bytes line;
     if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
-    while (read_line(app, &line)) {
-        if (chat_turn(app, chop(line), true) == INTERRUPTED) break;
-    }
+    while (!interrupted && read_line(app, &line)) chat_turn(app, chop(line));
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
@@ -2768,22 +2761,6 @@ static void buffer_add_json(Buffer *b, Bytes text) {
     buffer_add(b, bytes("\"\n"));
 }
 
-static void buffer_add_token(Buffer *b, const Tokenizer *tok, int id) {
-    buffer_print(b, "%d ", id);
-    buffer_add_json(b, tok->text[id]);
-}
-
-static void run_tokenize(App *app, const Ids *ids) {
-    Buffer lines = {0};
-    give_notices(app);
-    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
-        buffer_add_token(&lines, &app->engine.tokenizer, ids->p[i]);
-    }
-    if (!app->options.verbose) buffer_add_ids(&lines, ids);
-    write_stdout(bytes_of(&lines));
-    free(lines.p);
-}
-
 // -log of the probability of token id by its logits (n), which are overwritten
 static double surprise(float *logits, int n, int id) {
     float max = max_of(logits, n), logit = logits[id];
@@ -2807,9 +2784,7 @@ static bool score(Engine *e, const int *ids, int n, int pos, double *sum) {
 // Appends a line. False if the sum is not finite.
 static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
     const double mean = sum / n;
-    char text[512];
-    snprintf(text, sizeof(text), "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
-    buffer_add(line, bytes(text));
+    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
     return isfinite(mean);
 }
 
@@ -2826,20 +2801,6 @@ static bool score_all(Engine *e, const Ids *ids, double *sum) {
     }
     progress_end();
     return running;
-}
-
-static void run_perplexity(App *app, const Ids *ids) {
-    const int context = app->engine.model.state.seq_len;
-    double sum = 0;
-    Buffer line = {0};
-    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
-    announce(app, ids);
-    if (ids->n > (size_t)context)
-        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
-    if (!score_all(&app->engine, ids, &sum)) exit(EXIT_INTERRUPT);
-    if (!buffer_add_perplexity(&line, sum, (int)ids->n - 1)) die(NOT_FINITE);
-    write_stdout(bytes_of(&line));
-    free(line.p);
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2859,15 +2820,6 @@ static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     return isfinite(squares);
 }
 
-// The vector of a text's last token
-static void run_embed(App *app, const Ids *ids) {
-    Buffer line = {0};
-    if (!checked_prefill(app, ids)) exit(EXIT_INTERRUPT);
-    if (!buffer_add_embedding(&line, &app->engine.model, 0)) die(BAD_VECTOR);
-    write_stdout(bytes_of(&line));
-    free(line.p);
-}
-
 // The prompt of every mode but chat
 static void encode_text(const App *app, Bytes text, Ids *ids) {
     const Tokenizer *tok = &app->engine.tokenizer;
@@ -2875,20 +2827,46 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
     if (app->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
+static void run_tokenize(App *app, const Ids *ids, Buffer *lines) {
+    give_notices(app);
+    if (!app->options.verbose) buffer_add_ids(lines, ids);
+    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
+        buffer_print(lines, "%d ", ids->p[i]);
+        buffer_add_json(lines, app->engine.tokenizer.text[ids->p[i]]);
+    }
+}
+
+static void run_perplexity(App *app, const Ids *ids, Buffer *line) {
+    const int context = app->engine.model.state.seq_len;
+    double sum = 0;
+    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
+    announce(app, ids);
+    if (ids->n > (size_t)context)
+        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
+    if (!score_all(&app->engine, ids, &sum)) return;
+    if (!buffer_add_perplexity(line, sum, (int)ids->n - 1)) die(NOT_FINITE);
+}
+
+static void run_embed(App *app, const Ids *ids, Buffer *line) {
+    if (!checked_prefill(app, ids)) return;
+    if (!buffer_add_embedding(line, &app->engine.model, 0)) die(BAD_VECTOR);
+}
+
 // Every mode but chat
-static Ending run_raw(App *app, Bytes text) {
-    Ending ending = TURN_ENDED;
+static void run_raw(App *app, Bytes text) {
     Ids ids = {0};
     Message answer = {0};
+    Buffer lines = {0};
     encode_text(app, text, &ids);
-    if (interrupted) ending = INTERRUPTED;  // while the text was encoded
-    else if (app->mode == GENERATE) ending = respond(app, &ids, &answer);
-    else if (app->mode == TOKENIZE) run_tokenize(app, &ids);
-    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids);
-    else run_embed(app, &ids);
+    if (interrupted) {}  // while the text was encoded
+    else if (app->mode == GENERATE) respond(app, &ids, &answer);
+    else if (app->mode == TOKENIZE) run_tokenize(app, &ids, &lines);
+    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids, &lines);
+    else run_embed(app, &ids, &lines);
+    write_stdout(bytes_of(&lines));
+    free(lines.p);
     free(ids.p);
     message_free(&answer);
-    return ending;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3501,110 +3479,98 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "stdout, all else to stderr. Exit: 0 success, 1 file, memory or model error,\n"
     "2 usage error, 130 Ctrl-C.\n";
 
+typedef struct {
+    char letter;
+    enum { TEXT, INT, FLOAT, SEED, MODE } type;
+    size_t place;           // in Options
+    double low, high;       // the least and the greatest value; of a TEXT the least length
+    const char *others[2];  // what other programs call it
+} Option;
+
+#define OPTION(name) offsetof(Options, name)
+
+static const Option options[] = {  // those with a value
+    {'i', TEXT, OPTION(text), 0, 0, {"--prompt"}},
+    {'f', TEXT, OPTION(file), 1, 0, {"--file"}},
+    {'l', TEXT, OPTION(list), 1, 0, {NULL}},
+    {'L', TEXT, OPTION(json_list), 1, 0, {NULL}},
+    {'m', MODE, OPTION(mode), 0, 0, {NULL}},
+    {'y', TEXT, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
+    {'r', INT, OPTION(think), 0, 1, {NULL}},
+    {'t', FLOAT, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
+    {'p', FLOAT, OPTION(top_p), 1e-30, 1, {"--top-p"}},
+    {'k', INT, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
+    {'a', FLOAT, OPTION(presence), 0, 2, {"--presence-penalty"}},
+    {'e', FLOAT, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
+    {'x', TEXT, OPTION(stop), 1, 0, {"--reverse-prompt"}},
+    {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
+    {'n', INT, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
+    {'c', INT, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
+    {'b', INT, OPTION(batch), 1, 512, {"--batch-size"}},
+    {'j', INT, OPTION(threads), 1, 1024, {"--threads"}},
+};
+
 static void print_and_exit(const char *text) {
-    char version[64];
-    snprintf(version, sizeof(version), "qwen3 " VERSION " (%s)", simd_name());
-    write_stdout(bytes(version));
-    write_stdout(bytes(text));
+    Buffer line = {0};
+    buffer_print(&line, "qwen3 " VERSION " (%s)", simd_name());
+    buffer_add(&line, bytes(text));
+    write_stdout(bytes_of(&line));
     exit(EXIT_SUCCESS);
 }
 
-static float parse_float(const char *option, const char *s, float low, float high) {
-    char *end;
-    float value = strtof(s, &end);
-    const bool bad = end == s || *end || !(value >= low && value <= high);
-    if (bad && option[1] == 'p')
-        die_usage("-p: bad value, expected top-p, above 0 and up to 1 (a prompt goes with -i), "
-                  "found \"%s\"", s);
-    if (bad)
-        die_usage("%s: bad value, expected %g to %g, found \"%s\"", option, low, high, s);
-    return value;
-}
-
-static int parse_int(const char *option, const char *s, int low, int high) {
-    char *end;
+// Sets an option, or ends the program if it can't have this value.
+static void set_option(Options *o, const Option *option, const char *value) {
+    void *place = (char *)o + option->place;
+    char range[64], *end = NULL;
+    const char *expected = NULL;  // what the value should be
     errno = 0;
-    long long value = strtoll(s, &end, 10);
-    if (end == s || *end || errno || value < low || value > high)
-        die_usage("%s: bad value, expected %d to %d, found \"%s\"", option, low, high, s);
-    return (int)value;
-}
-
-static uint64_t parse_seed(const char *s) {
-    char *end;
-    errno = 0;
-    uint64_t value = *s == '-' ? (uint64_t)strtoll(s, &end, 10) : strtoull(s, &end, 10);
-    if (end == s || *end || errno)
-        die_usage("-s: bad value, expected a 64-bit integer, found \"%s\"", s);
-    return value;
-}
-
-static int parse_mode(const char *s) {
-    for (int i = 0; i < N_MODES; i++) {
-        if (!strcmp(s, mode_names[i])) return i;
+    if (option->type == TEXT) {
+        *(const char **)place = value;
+        if (strlen(value) < option->low) expected = "a text that is not empty";
+    } else if (option->type == MODE) {
+        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
+        if (o->mode == N_MODES)
+            expected = "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)";
+    } else if (option->type == SEED) {
+        o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
+        o->seeded = true;
+        if (end == value || *end || errno) expected = "a 64-bit integer";
+    } else {
+        const bool whole = option->type == INT;
+        const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
+        snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
+        if (end == value || *end || !(number >= option->low && number <= option->high))
+            expected = option->letter != 'p' ? range
+                       : "top-p, above 0 and up to 1 (a prompt goes with -i)";
+        else if (whole) *(int *)place = (int)number;
+        else *(float *)place = (float)number;
     }
-    die_usage("-m: unknown mode, expected chat, generate, embed, tokenize or perplexity%s, "
-              "found \"%s\"", strpbrk(s, "./") ? " (MODEL goes without -m)" : "", s);
+    if (expected)
+        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter, expected, value);
 }
 
-#define OPTION_LETTERS "iflLmyrtpkaexsncbj"  // of options with a value
-
-static void parse_option(Options *o, const char *option, const char *value) {
-    switch (option[1]) {
-    case 'i': o->text = value; break;
-    case 'f': o->file = value; break;
-    case 'y': o->system = value; break;
-    case 'm': o->mode = parse_mode(value); break;
-    case 'r': o->think = parse_int(option, value, 0, 1); break;
-    case 't': o->temperature = parse_float(option, value, 0, 1000); break;
-    case 'p': o->top_p = parse_float(option, value, 1e-30f, 1); break;
-    case 'k': o->top_k = parse_int(option, value, 0, INT_MAX); break;
-    case 'a': o->presence = parse_float(option, value, 0, 2); break;
-    case 'e': o->repetition = parse_float(option, value, 0.01f, 100); break;
-    case 'x': o->stop = value; break;
-    case 'n': o->n = parse_int(option, value, -1, INT_MAX); break;
-    case 'c': o->context = parse_int(option, value, 0, INT_MAX); break;
-    case 'b': o->batch = parse_int(option, value, 1, 512); break;
-    case 'j': o->threads = parse_int(option, value, 1, 1024); break;
-    case 's': o->seed = parse_seed(value), o->seeded = true; break;
-    case 'l': o->list = value; break;
-    case 'L': o->json_list = value; break;
-    }
-}
-
-// What other programs call things: their options, and what comes before MODEL
-static const char *const habits[][2] = {
-    {"--prompt", "-i"}, {"--file", "-f"}, {"--system-prompt", "-y"}, {"--system", "-y"},
-    {"--temp", "-t"}, {"--temperature", "-t"}, {"--top-p", "-p"}, {"--top-k", "-k"},
-    {"--presence-penalty", "-a"}, {"--repeat-penalty", "-e"}, {"--reverse-prompt", "-x"},
-    {"--seed", "-s"}, {"--n-predict", "-n"}, {"--predict", "-n"}, {"--ctx-size", "-c"},
-    {"--batch-size", "-b"}, {"--threads", "-j"}, {"--model", "MODEL without an option"},
-    {"run", ""}, {"chat", ""}, {"serve", ""}, {"generate", " -m generate"},
-    {"embed", " -m embed"}, {"tokenize", " -m tokenize"}, {"perplexity", " -m perplexity"}};
-
-static const char *habit(const char *typed) {  // what it is called here, or NULL
-    const size_t n = strcspn(typed, "=");
-    for (size_t i = 0; i < sizeof(habits) / sizeof(*habits); i++) {
-        if (strlen(habits[i][0]) == n && !strncmp(typed, habits[i][0], n)) return habits[i][1];
+static const Option *option_named(const char *arg) {  // NULL: there is none, or it has no value
+    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
+        if (arg[0] == '-' && arg[1] == options[i].letter && !arg[2]) return &options[i];
     }
     return NULL;
 }
 
 // Ends the program because of an argument that is neither an option nor MODEL, and names the
-// likely mistake. o: the options before it
-static void die_of_argument(const char *arg, const Options *o) {
-    const bool option = arg[0] == '-';
-    const char *here = habit(option ? arg : o->model);
-    if (option && here) die_usage("%s: unknown option, expected %s; -h lists all", arg, here);
-    if (option && arg[1] && strchr(OPTION_LETTERS, arg[1]) && isdigit((uint8_t)arg[2]))
-        die_usage("%s: unknown option, expected a space: %.2s %s", arg, arg, arg + 2);
-    if (option) die_usage("%s: unknown option, expected one of those that -h lists", arg);
-    if (here) die_usage("%s: not a command, expected qwen3 %s%s", o->model, arg, here);
-    if (o->text)
-        die_usage("%s: unexpected; a prompt of several words needs quotes: -i \"%s %s\"", arg,
-                  o->text, arg);
-    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i: -i \"%s\"", arg, o->model,
-              arg);
+// likely mistake.
+static void die_of_argument(const char *arg, const char *model) {
+    const size_t n = strcspn(arg, "=");
+    for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
+        const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+        if (other && strlen(other) == n && !strncmp(arg, other, n))
+            die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
+        if (arg[0] == '-' && arg[1] == letter && isdigit((uint8_t)arg[2]))
+            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
+    }
+    if (arg[0] == '-')
+        die_usage("%s: unknown option, expected one that -h lists (MODEL without an option)", arg);
+    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i, in quotes: -i \"%s\"",
+              arg, model, arg);
 }
 
 // Only chat and generate can begin without a text.
@@ -3614,11 +3580,10 @@ static void check_text(const Options *o, int mode) {
 }
 
 static void check_list(const Options *o) {
-    const char *option = o->list ? "-l" : "-L", *file = o->list ? o->list : o->json_list;
+    const char *option = o->list ? "-l" : "-L";
     if (o->list && o->json_list) die_usage("-l, -L: both given, expected one of them");
     if (o->file) die_usage("-f, %s: both given, expected one of them", option);
     if (o->verbose) die_usage("-v, %s: both given, expected one of them", option);
-    if (!*file) die_usage("%s: bad value, expected a file's name, or - for stdin", option);
 }
 
 static Options parse_options(int argc, char **argv) {
@@ -3629,6 +3594,7 @@ static Options parse_options(int argc, char **argv) {
                  .seed = ((uint64_t)time.tv_sec * 1000000000u + time.tv_nsec) / 1000 % 1000000};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
+        const Option *option = option_named(arg);
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
             print_and_exit(usage);
         } else if (!strcmp(arg, "--version")) {
@@ -3637,19 +3603,17 @@ static Options parse_options(int argc, char **argv) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
             o.verbose = true;
-        } else if (arg[0] == '-' && arg[1] && !arg[2] && strchr(OPTION_LETTERS, arg[1])) {
+        } else if (option) {
             if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
-            parse_option(&o, arg, argv[i]);
+            set_option(&o, option, argv[i]);
         } else if (arg[0] == '-' || o.model) {
-            die_of_argument(arg, &o);
+            die_of_argument(arg, o.model);
         } else {
             o.model = arg;
         }
     }
     if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    if (o.file && !*o.file) die_usage("-f: bad value, expected a file's name, or - for stdin");
-    if (o.stop && !*o.stop) die_usage("-x: bad value, expected a text that is not empty");
     if (is_list(&o)) check_list(&o);
     check_text(&o, o.mode);
     return o;
@@ -3777,9 +3741,9 @@ static int run(App *app) {
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
     if (!single) return run_conversation(app);
-    Bytes text = bytes_of(&app->input);
-    Ending ending = chat ? chat_turn(app, text, true) : run_raw(app, text);
-    return ending == INTERRUPTED ? EXIT_INTERRUPT : EXIT_SUCCESS;
+    if (chat) chat_turn(app, bytes_of(&app->input));
+    else run_raw(app, bytes_of(&app->input));
+    return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
 #ifndef TEST
