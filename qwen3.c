@@ -3995,13 +3995,13 @@ static void each(const Pass *p, Step step, int count, int chunk) {
 // ------------------------------------------------------------------------------------------------
 // The work of a layer: heads, SwiGLU and experts, each thread some rows of a matrix at a time
 
-typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
-    const Matrix *w;     // (rows, cols)
-    const Quantized *x;  // (tokens, cols)
-    float *out;          // the result's place: out[t * stride + r - row_begin]
-    int stride;
-    int row_begin, row_end, token_begin, token_end;
-    bool add;            // out += instead of out =
+typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
+    const Matrix *w;       // (rows, cols)
+    const Quantized *x;    // (n, cols)
+    float *out;            // the result's place: out[t * stride + r - row_begin]
+    int stride, row_begin, row_end, n;
+    bool add;              // out += instead of out =
+    struct Workspace *own; // of the thread that computes it
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
@@ -4012,9 +4012,8 @@ typedef struct Workspace {  // one thread's own buffers
     struct AttentionTask *attention;
 } Workspace;
 
-// A product with a matrix: dot_row of the given rows and tokens, in the calling thread, inside a
-// job; own is its workspace.
-static void matmul_rows(const Matmul *part, const Workspace *own);
+// A product with a matrix: dot_row of the given rows and tokens, in the calling thread
+static void matmul_rows(const Matmul *part);
 
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
                     int head, int thread) {
@@ -4022,7 +4021,7 @@ static void project(const Pass *p, float *out, int stride, const Matrix *w, cons
     const int head_dim = p->m->config.head_dim;
     matmul_rows(&(Matmul){.w = w, .x = &s->xq, .out = out, .stride = stride,
                           .row_begin = head * head_dim, .row_end = (head + 1) * head_dim,
-                          .token_end = p->n}, &s->workspace[thread]);
+                          .n = p->n, .own = &s->workspace[thread]});
     for (int t = 0; bias && t < p->n; t++) {
         for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[head * head_dim + j];
     }
@@ -4040,17 +4039,17 @@ typedef struct {   // what swiglu_groups works on
 // for batch / n groups, so each round computes at most that many.
 static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
     const State *s = &p->m->state;
-    const Workspace *own = &s->workspace[thread];
+    Workspace *own = &s->workspace[thread];
     const int group = p->m->config.group_size;
     for (int g = begin, count; g < end; g += count) {
         count = min_int(end - g, s->batch / max_int(a->n, 1));
         const int cols = count * group, row = a->w_row + g * group;
         Matmul part = {.w = &p->w->w1, .x = &a->in, .out = own->gate, .stride = cols,
-                       .row_begin = row, .row_end = row + cols, .token_end = a->n};
-        matmul_rows(&part, own);
+                       .row_begin = row, .row_end = row + cols, .n = a->n, .own = own};
+        matmul_rows(&part);
         part.w = &p->w->w3;
         part.out = own->up;
-        matmul_rows(&part, own);
+        matmul_rows(&part);
         for (int t = 0; t < a->n; t++) {
             float *gate = own->gate + (size_t)t * cols;
             silu_times(gate, own->up + (size_t)t * cols, cols);
@@ -4156,12 +4155,12 @@ static void add_expert(const Pass *p, int k, int begin, int count, float *sum, i
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
-    const Workspace *own = &s->workspace[thread];
+    Workspace *own = &s->workspace[thread];
     const int e = r->expert[k], n = r->place[k + 1] - r->place[k], row = e * c->dim + begin;
     const Quantized hq = quantized_row(&s->hq, r->place[k]);
     float *out = own->gate;
     matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = count, .row_begin = row,
-                          .row_end = row + count, .token_end = n}, own);
+                          .row_end = row + count, .n = n, .own = own});
     for (int j = 0; j < n; j++, out += count) {
         const int t = r->token[r->place[k] + j];
         const float share = r->share[(size_t)t * c->n_experts + e];
@@ -4216,7 +4215,7 @@ static void experts(const Pass *p) {
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
 //
 // A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
-// into the registers. Without SIMD (PLAIN_C), attention has vectors of 4, and products none.
+// into the registers. Plain C has vectors of 4, which every compiler makes for its CPU.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__FMA__)
 #define USE_AVX512
@@ -4236,9 +4235,8 @@ enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #define SIMD "NEON dotprod"
 enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
 #else
-#define PLAIN_C
 #define SIMD "plain C"
-enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 1, W_BIAS = 0 };
+enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #endif
 
 enum { PANEL_ROWS = TILE_VECS * LANES };
@@ -4294,7 +4292,18 @@ INLINE VecI pick_levels(VecI table, VecI n) {
     return (VecI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)n & vdupq_n_u8(15));
 }
 #else
+typedef int16_t Vec16 __attribute__((vector_size(4 * LANES), may_alias));
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {  // two products fit into an int16
+    const Vec16 a = (Vec16)w, b = (Vec16)x;
+    const VecI pairs = (VecI)((a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8));
+    return acc + (pairs << 16 >> 16) + (pairs >> 16);
+}
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return a * b + c; }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    uint8_t *at = (uint8_t *)&n;
+    for (size_t i = 0; i < sizeof(n); i++) at[i] = ((uint8_t *)&table)[at[i] & 15];
+    return n;
+}
 #endif
 
 #ifdef __clang__
@@ -4322,8 +4331,10 @@ INLINE VecI add_pairs(VecI a, VecI b) {
 INLINE VecI add_pairs(VecI a, VecI b) {
     return (VecI)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xD8);
 }
-#elif defined(USE_NEON)
-INLINE VecI add_pairs(VecI a, VecI b) { return (VecI)vpaddq_s32((int32x4_t)a, (int32x4_t)b); }
+#else
+INLINE VecI add_pairs(VecI a, VecI b) {
+    return SHUFFLE(a, b, 0, 2, 4, 6) + SHUFFLE(a, b, 1, 3, 5, 7);
+}
 #endif
 
 static const char *simd_name(void) { return SIMD; }
@@ -4338,7 +4349,6 @@ INLINE VecI load_vector(const void *p) {
     return value;
 }
 
-#ifndef PLAIN_C
 INLINE VecF load_halves(const uint16_t *p) {
 #if defined(USE_AVX512)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -4346,9 +4356,10 @@ INLINE VecF load_halves(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #elif defined(USE_NEON)
     return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#else
+    return (VecF){half_float(p[0]), half_float(p[1]), half_float(p[2]), half_float(p[3])};
 #endif
 }
-#endif
 
 // ------------------------------------------------------------------------------------------------
 // Matrix products: out = x W^T, as dot_row defines each element. A term is a group's exact dot
@@ -4357,7 +4368,7 @@ INLINE VecF load_halves(const uint16_t *p) {
 // For a few tokens, reading the weights takes the time: matvec_rows takes them as they lie, as one
 // sequence of groups, and makes LANES terms at a time. For more tokens, arithmetic takes the time:
 // matmul_panels transposes a panel of rows, so that each lane is a row, and multiplies it with all
-// tokens, tile by tile. Without SIMD, matmul_plain does what dot_row says.
+// tokens, tile by tile.
 
 // Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
 // is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
@@ -4406,34 +4417,6 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
     memcpy(out, values, count * sizeof(float));
 }
 
-#ifdef PLAIN_C
-static size_t panel_bytes(int cols, int group) { return cols + cols / group * sizeof(float); }
-
-// Each row is expanded to int8 and floats, once for all tokens.
-INLINE void matmul_plain(const Matmul *part, const Workspace *own, const int group) {
-    const Matrix *w = part->w;
-    int8_t *q = own->panel;
-    float *scale = (float *)(q + w->cols);
-    const Matrix one = {.cols = w->cols, .bits = 8, .bytes = own->panel, .scales = scale};
-    for (int r = part->row_begin; r < part->row_end; r++) {
-        for (int i = 0; i < w->cols; i++) q[i] = weight_q(w, r, i, group);
-        for (int g = 0; g < w->cols / group; g++) scale[g] = weight_scale(w, r, g, group);
-        for (int t = part->token_begin; t < part->token_end; t++) {
-            const float value = dot_row(&one, 0, part->x, t, group);
-            put_rows(part, t, r, &value, 1);
-        }
-    }
-}
-
-static void matmul_rows(const Matmul *part, const Workspace *own) {
-    switch (part->w->group) {  // as a constant: twice as fast
-    case 32: matmul_plain(part, own, 32); break;
-    case 64: matmul_plain(part, own, 64); break;
-    case 128: matmul_plain(part, own, 128); break;
-    default: matmul_plain(part, own, 256);
-    }
-}
-#else
 INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
     VecI table = {0};
     for (size_t i = 0; i < sizeof(table); i += 16) memcpy((char *)&table + i, levels, 16);
@@ -4451,7 +4434,7 @@ INLINE VecI sum_each(VecI *a, const int n) {
 // x as a ring: after its last group come the first LANES ones again. So LANES groups of weights,
 // which may go on in the next row, always meet as many neighbours of x.
 typedef struct {
-    int8_t *low, *high;  // 8 bits: the groups of q8, NULL. 4 bits: their first and second halves
+    int8_t *low, *high;  // 8 bits: the groups of q8, nothing. 4 bits: their first, second halves
     int32_t *bias_fix;
 } Ring;
 
@@ -4462,10 +4445,10 @@ INLINE size_t ring_bytes(int n_groups, int group) {
 INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int group,
                       const int bits) {
     const int size = group * bits / 8, n = n_groups + LANES;  // bytes of a group's part in low
-    const Ring ring = {at, bits == 4 ? at + n * size : NULL, (int32_t *)(at + n * group)};
+    const Ring ring = {at, at + n * size, (int32_t *)(at + n * group)};
     for (int g = 0, i = 0; g < n; g++, i = i + 1 < n_groups ? i + 1 : 0) {
         memcpy(ring.low + g * size, x->q8 + i * group, size);
-        if (bits == 4) memcpy(ring.high + g * size, x->q8 + i * group + size, size);
+        memcpy(ring.high + g * size, x->q8 + i * group + size, group - size);
         ring.bias_fix[g] = x->bias_fix[i];
     }
     return ring;
@@ -4522,24 +4505,23 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     return __builtin_convertvector(sums, VecF) * scale;
 }
 
-// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (the last
-// ones may begin before those that are new); then, transposed, added with a row in each lane.
-INLINE void matvec(const Matmul *part, const Workspace *own, const Ring *x, int t, int row,
-                   const int group, const int bits) {
+// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (the last ones
+// may begin before those that are new); then, transposed, added with a row in each lane.
+INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
+                   const int bits) {
     const Matrix *w = part->w;
     const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
     const int count = rows * n_groups;
-    const size_t begin = (size_t)row * n_groups;
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const float *scale = quantized_row(part->x, t).scale;
-    VecF *const columns = own->panel, sum = {0};         // (n_groups) of LANES rows
+    VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    for (int i = 0, g = 0; i < count; i += LANES) {
+    for (int i = 0; i < count; i += LANES) {
         const int at = min_int(i, count - LANES);  // may be < 0: then in the rows before
-        if (at < i) g = (at + LANES * n_groups) % n_groups;
-        const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
+        const int g = (unsigned)(at + LANES * n_groups) % n_groups;
+        const size_t first = (size_t)row * n_groups + at;
+        const VecF found = group_terms(w, first, x, g, levels, group, bits);
         memcpy(terms + at, &found, sizeof(found));
-        for (g += LANES; g >= n_groups;) g -= n_groups;
     }
     transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
@@ -4550,28 +4532,26 @@ INLINE void matvec(const Matmul *part, const Workspace *own, const Ring *x, int 
 enum { FEW_TOKENS_8 = 3, FEW_TOKENS_4 = 6 };
 
 // LANES rows are read from memory for the first token, from the cache for the others.
-INLINE void matvec_rows(const Matmul *part, const Workspace *own, const int group, const int bits) {
-    const int n_groups = part->w->cols / group, n_tokens = part->token_end - part->token_begin;
-    int8_t *at = (int8_t *)((VecF *)own->panel + 2 * n_groups);  // after columns and terms
+INLINE void matvec_rows(const Matmul *part, const int group, const int bits) {
+    const int n_groups = part->w->cols / group;
+    int8_t *at = (int8_t *)((VecF *)part->own->panel + 2 * n_groups);  // after columns and terms
     Ring rings[FEW_TOKENS_4];
-    for (int i = 0; i < n_tokens; i++, at += ring_bytes(n_groups, group)) {
-        const Quantized x = quantized_row(part->x, part->token_begin + i);
-        rings[i] = make_ring(at, &x, n_groups, group, bits);
+    for (int t = 0; t < part->n; t++, at += ring_bytes(n_groups, group)) {
+        const Quantized x = quantized_row(part->x, t);
+        rings[t] = make_ring(at, &x, n_groups, group, bits);
     }
     for (int r = part->row_begin; r < part->row_end; r += LANES) {
-        for (int i = 0; i < n_tokens; i++) {
-            matvec(part, own, &rings[i], part->token_begin + i, r, group, bits);
-        }
+        for (int t = 0; t < part->n; t++) matvec(part, &rings[t], t, r, group, bits);
     }
 }
 
 // Multiplies PANEL_ROWS rows from `row` on with TILE_TOKENS tokens from t on. wq (cols / 4,
-// TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from token_end on
-// may hold anything; their results are discarded.
+// TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from n on may
+// hold anything; their results are discarded.
 static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale) {
     const int group = part->w->group, n_groups = part->w->cols / group;
     const int rows = min_int(PANEL_ROWS, part->row_end - row);
-    const int n_tokens = min_int(TILE_TOKENS, part->token_end - t);
+    const int n_tokens = min_int(TILE_TOKENS, part->n - t);
     const size_t stride = part->x->stride;
     const Quantized x = quantized_row(part->x, t);
     const int8_t *xq = x.q8;
@@ -4610,103 +4590,94 @@ static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
 }
 
 // Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups,
-// TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles become (cols / 4) vectors of levels, in
-// place: backwards, because a vector's levels go to places from its own on.
-static void transpose_panel(const Matrix *w, VecI *wq, VecI *w_scale, int row) {
-    const int group = w->group, n_groups = w->cols / group, words = w->cols * w->bits / 32;
-    const int half = group / 8;                                  // vectors of half a group
+// TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles go to the end of wq, and from there become
+// twice as many vectors of levels. These never reach the nibbles that are still to be read.
+static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
+    const int group = w->group, words = w->cols * w->bits / 32, half = group / 8;
     const VecI levels = w->bits == 4 ? level_table(w->levels) : splat(0);
-    float *scales = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups)
     for (int v = 0; v < TILE_VECS; v++, row += LANES, wq++, w_scale++) {
-        transpose_rows(wq, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
-        for (int g = n_groups - 1; g >= 0 && w->bits == 4; g--) {
-            VecI *from = wq + g * half * TILE_VECS, *to = wq + 2 * g * half * TILE_VECS;
-            for (int j = (half - 1) * TILE_VECS; j >= 0; j -= TILE_VECS) {
-                const VecI nibbles = from[j];
-                to[j + half * TILE_VECS] = pick_levels(levels, nibbles >> 4);
-                to[j] = pick_levels(levels, nibbles);
-            }
+        VecI *from = wq + (w->cols / 4 - words) * TILE_VECS;
+        transpose_rows(from, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
+        for (int i = 0; i < words && w->bits == 4; i++) {
+            const VecI nibbles = from[i * TILE_VECS];
+            VecI *to = wq + (i + i / half * half) * TILE_VECS;  // half: vectors of half a group
+            to[0] = pick_levels(levels, nibbles);
+            to[half * TILE_VECS] = pick_levels(levels, nibbles >> 4);
         }
         for (int r = 0; r < LANES; r++) {
-            const int from = min_int(row + r, w->rows - 1);
-            for (int g = 0; g < n_groups; g++) {
-                scales[r * n_groups + g] = weight_scale(w, from, g, group);
+            const int from_row = min_int(row + r, w->rows - 1);
+            for (int g = 0; g < w->cols / group; g++) {
+                w_scale[g * TILE_VECS][r] = weight_scale(w, from_row, g, group);
             }
         }
-        transpose_rows(w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
     }
 }
 
 // PANEL_ROWS rows times all tokens, while the rows are in this core's caches; then the next rows,
 // of which each tile has prefetched an equal share.
-static void matmul_panels(const Matmul *part, const Workspace *own) {
+static void matmul_panels(const Matmul *part) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / w->group, n_tokens = part->token_end - part->token_begin;
-    const int tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
+    const int n_groups = w->cols / w->group, tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;
     const size_t row_bytes = (size_t)w->cols * w->bits / 8, scale_bytes = n_groups * w->bits / 2;
     const size_t share = PANEL_ROWS * row_bytes / tiles;
     const size_t scale_share = PANEL_ROWS * scale_bytes / tiles;
-    VecI *wq = own->panel, *w_scale = wq + w->cols / 4 * TILE_VECS;
+    VecI *wq = part->own->panel;
+    VecF *w_scale = (VecF *)wq + w->cols / 4 * TILE_VECS;
     for (int row = part->row_begin; row < part->row_end; row += PANEL_ROWS) {
         const int8_t *next = w->bytes + (row + PANEL_ROWS) * row_bytes;
         const uint8_t *next_scale = (const uint8_t *)w->scales + (row + PANEL_ROWS) * scale_bytes;
         transpose_panel(w, wq, w_scale, row);
-        for (int t = part->token_begin; t < part->token_end; t += TILE_TOKENS) {
+        for (int t = 0; t < part->n; t += TILE_TOKENS) {
             for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
             for (size_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
             next += share;
             next_scale += scale_share;
-            matmul_tile(part, t, row, wq, (const VecF *)w_scale);
+            matmul_tile(part, t, row, wq, w_scale);
         }
     }
 }
 
 // The group size and the number of bits are constants in matvec_rows: twice as fast.
-INLINE void matvec_groups(const Matmul *part, const Workspace *own, const int group) {
-    if (part->w->bits == 4) matvec_rows(part, own, group, 4);
-    else matvec_rows(part, own, group, 8);
+INLINE void matvec_groups(const Matmul *part, const int group) {
+    if (part->w->bits == 4) matvec_rows(part, group, 4);
+    else matvec_rows(part, group, 8);
 }
 
-static void matmul_rows(const Matmul *part, const Workspace *own) {
+static void matmul_rows(const Matmul *part) {
     const Matrix *w = part->w;
-    const int n_tokens = part->token_end - part->token_begin;
-    const bool few = n_tokens <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
+    const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
     const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;  // vector of groups
-    if (n_tokens == 0) return;
-    if (!few || !whole) matmul_panels(part, own);
-    else if (w->group == 32) matvec_groups(part, own, 32);
-    else if (w->group == 64) matvec_groups(part, own, 64);
-    else if (w->group == 128) matvec_groups(part, own, 128);
-    else matvec_groups(part, own, 256);
+    if (part->n == 0) return;
+    if (!few || !whole) matmul_panels(part);
+    else if (w->group == 32) matvec_groups(part, 32);
+    else if (w->group == 64) matvec_groups(part, 64);
+    else if (w->group == 128) matvec_groups(part, 128);
+    else matvec_groups(part, 256);
 }
 
-// The size of Workspace.panel for matrices of up to so many columns
+// The size of Workspace.panel for matrices of up to so many columns: see matmul_panels (wq and
+// w_scale) and matvec_rows (columns, terms and a ring for each token)
 static size_t panel_bytes(int cols, int group) {
-    const int n_groups = cols / group;  // panels: wq, w_scale, scales; few: columns, terms, rings
-    const size_t panels = ((size_t)TILE_VECS * (cols / 4 + n_groups) + n_groups) * sizeof(VecI);
+    const int n_groups = cols / group;
+    const size_t panels = (size_t)TILE_VECS * (cols / 4 + n_groups) * sizeof(VecI);
     const size_t few = 2 * n_groups * sizeof(VecI) + FEW_TOKENS_4 * ring_bytes(n_groups, group);
     return panels > few ? panels : few;
 }
-#endif
-
-typedef struct {
-    const State *s;
-    Matmul all;
-} MatmulJob;
 
 static void matmul_job(void *arg, int begin, int end, int thread) {
-    const MatmulJob *job = arg;
-    Matmul part = job->all;
+    Matmul part = *(const Matmul *)arg;
     part.row_begin = begin * PANEL_ROWS;
     part.row_end = min_int(end * PANEL_ROWS, part.w->rows);
     part.out += part.row_begin;
-    matmul_rows(&part, &job->s->workspace[thread]);
+    part.own += thread;
+    matmul_rows(&part);
 }
 
 static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
                    bool add) {
-    const Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .token_end = n, .add = add};
-    parallel(matmul_job, &(MatmulJob){s, all}, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
+    Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .n = n, .add = add,
+                  .own = s->workspace};
+    parallel(matmul_job, &all, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
 }
 
 static int draft_rows(void) { return TILE_TOKENS; }
