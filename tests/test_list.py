@@ -113,26 +113,6 @@ def stopping(tmp_path_factory, tokenizer):
                   directory / "model.bin")
 
 
-@pytest.fixture
-def start():
-    """start(model, *options): the program on pipes."""
-    children = []
-
-    def start(model, *options, **how):
-        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
-               "env": environment(), **how}
-        children.append(subprocess.Popen([str(arg) for arg in (QWEN3, model, *options)], bufsize=0,
-                                         start_new_session=True, **how))
-        return children[-1]
-    yield start
-    for child in children:
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            if pipe:
-                pipe.close()
-
-
 def write_list(path, texts):
     path.write_bytes(b"".join(text + b"\n" for text in texts))
     return path
