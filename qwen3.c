@@ -21,7 +21,8 @@
    add up to 1 (softmax, below); the result is the sum of the values, each times its share. This
    happens n_heads times side by side: each head has its own part of q (head_dim), and so weights
    the positions differently. The KV cache keeps, for each layer, the keys K and values V of all
-   earlier positions, a row each.
+   earlier positions, a row each. These never change, as no token looks at a later one: so each
+   token runs once.
 
      pos      the token's position            All W, rms_ and _norm are weights. eps and theta are
      Wq h     a matrix times a vector         given numbers, mostly 1e-6 and 1e6.
@@ -48,7 +49,8 @@
                                               are (hidden_dim, dim), W2 is (dim, hidden_dim)
 
    A mixture of experts has many experts, each with its own W1, W2 and W3, and a router Wr, which
-   chooses for each token the few that run. In place of its last line, a layer then computes
+   chooses for each token the few that run: so a model has many weights, and a token needs few of
+   them. In place of its last line, a layer then computes
 
      p = softmax(Wr h)                        one p for each expert
      S = the n_experts_used experts with the largest p
@@ -67,24 +69,26 @@
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
    They say which token may follow the one that x belongs to. So an answer's first token comes from
-   the last x of the prompt, and the logits of the others are not even computed.
+   the last x of the prompt. The logits of the others are computed for -m perplexity only.
 
    Qwen2 and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
 
    A token needs all weights (of the experts, those of the chosen ones). For one token, reading them
    from memory takes longer than the arithmetic. Hence batches and quantization. A batch is tokens
    that run through each layer together, a row each, so that the weights are read once for all. They
-   are tokens of a prompt, or of several texts: rows meet in attention only, and there each one sees
-   just the K and V of its own text.
+   may be neighbours in a prompt: a row needs no more of those before it than their k and v, which
+   each layer computes first for all rows. They may also belong to several texts, as rows meet in
+   attention only, and there each one sees just the K and V of its own text.
 
    Quantized weights take fewer bytes, and all matrices but the router are quantized. With 8 bits, a
    group of group_size (up to 256) consecutive weights of a row is stored as int8 values and one
-   float scale: a weight is its int8 times the scale. The layers' matrices may have 4 bits instead:
-   the model has a table of 16 int8 values, the levels, and a weight is stored as an index into it,
-   its group's scale as a float of 16 bits. Just before a quantized matrix is multiplied with a
-   vector, the vector is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot
-   product of a group of weights and a group of the vector is a sum of integers, at most
-   256 * 128 * 127 < 2^22, which is exact even as a float. It is then multiplied by the two scales.
+   float scale: a weight is its int8 times the scale. (A large weight makes the steps between values
+   coarse, but those of its group alone.) The layers' matrices may have 4 bits instead: the model
+   has a table of 16 int8 values, the levels, and a weight is stored as an index into it, its
+   group's scale as a float of 16 bits. Just before a quantized matrix is multiplied with a vector,
+   the vector is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot product
+   of a group of weights and a group of the vector is a sum of integers, at most 256 * 128 * 127 <
+   2^22, which is exact even as a float. It is then multiplied by the two scales.
 
    Equal bits: the number of threads, the cut into batches and other texts beside it never change a
    text's results, as each sum of floats has one fixed order. What Part I defines, Part III computes
