@@ -6,23 +6,24 @@
    model computes for every token of its vocabulary a score: how well would it come next? The
    numbers that it computes this with, the weights, are learned: in training it had to predict each
    next token of very much text, and they were changed little by little so that it did better. This
-   program only uses them. It cuts a text into tokens (encode_raw, render), runs them through the
-   model (prefill, which calls forward), scores all tokens of the vocabulary (classify), draws one
-   of them (sample), writes it, runs it through the model as well (advance), and so on until the
-   answer ends (generate).
+   program only uses them. (export.py makes model.bin and its tokenizer file from a checkpoint, the
+   published files of a trained model.) It cuts a text into tokens (encode_raw, render), runs them
+   through the model (prefill, which calls forward), scores all tokens of the vocabulary (classify),
+   draws one of them (sample), writes it, runs it through the model as well (advance), and so on
+   until the answer ends (generate).
 
    Inside the model, each token of the text is a vector x (dim). (A name is followed by its shape in
    parentheses.) It starts as the token's row of the embedding table, which has a learned row for
    each token of the vocabulary. Each layer then adds two things to it: what attention finds in this
    token and those before it, and what a feed-forward network (three matrices and a nonlinear
-   function) computes from the x that results. As x is only ever added to, it is called the residual
-   stream. For attention, matrices make a query q, a key k and a value v of each token. The dot
-   products of its query with the keys of all positions up to its own are turned into shares that
-   add up to 1 (softmax, below); the result is the sum of the values, each times its share. This
-   happens n_heads times side by side: each head has its own part of q (head_dim), and so weights
-   the positions differently. The KV cache keeps, for each layer, the keys K and values V of all
-   earlier positions, a row each. These never change, as no token looks at a later one: so each
-   token runs once.
+   function) computes from the x that results. As x is only ever added to, so that no layer has to
+   pass on what those before it found, it is called the residual stream. For attention, matrices
+   make a query q, a key k and a value v of each token. The dot products of its query with the keys
+   of all positions up to its own are turned into shares that add up to 1 (softmax, below); the
+   result is the sum of the values, each times its share. This happens n_heads times side by side:
+   each head has its own part of q (head_dim), and so weights the positions differently. The KV
+   cache keeps, for each layer, the keys K and values V of all earlier positions, a row each. These
+   never change, as no token looks at a later one: so each token runs once.
 
      pos      the token's position            All W, rms_ and _norm are weights. eps and theta are
      Wq h     a matrix times a vector         given numbers, mostly 1e-6 and 1e6.
@@ -34,7 +35,7 @@
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
-     q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalized by itself
+     q = rope(rmsnorm(q, q_norm), pos)        QK-norm, a head at a time: bounds q . k
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
@@ -90,13 +91,12 @@
    of a group of weights and a group of the vector is a sum of integers, at most 256 * 128 * 127 <
    2^22, which is exact even as a float. It is then multiplied by the two scales.
 
-   Equal bits: the number of threads, the cut into batches and other texts beside it never change a
-   text's results, as each sum of floats has one fixed order. What Part I defines, Part III computes
-   faster, but in that order. The exception is attention, which goes through a text in spans of 256
-   positions and joins their softmaxes: from position 256 on it rounds differently from attend, its
-   definition, though always in the same way. Builds for CPUs with an instruction for a * b + c
-   (fma) round that once, others twice, so these two kinds differ; powf, cosf and sinf are those of
-   the C library.
+   Equal bits: a text's results never depend on the number of threads, the cut into batches or other
+   texts beside it, as each sum of floats has one fixed order. They do depend on the build: CPUs
+   with an instruction for a * b + c (fma) round that once, others twice; and on the C library,
+   which has powf, cosf and sinf. Part I defines what Part III computes faster, with the same bits
+   but in one place: Part III's attention goes through a text in spans of 256 positions and joins
+   their softmaxes, so from position 256 on it rounds differently from attend, its definition.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
@@ -217,13 +217,13 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-// Q8 of several vectors (cols), in memory: [q8 of vector 0][its scales][its bias_fix] [q8 of vector
-// 1][its scales] ... The pointers are those of vector 0: see quantized_row.
+// Q8 of several vectors (cols). In memory, each is one record of 4 * stride bytes: its q8, then its
+// scales, then its bias_fix. The pointers are those of vector 0: see quantized_row.
 typedef struct {
     int8_t *q8;         // (cols)          the int8 values
     float *scale;       // (cols / group)
     int32_t *bias_fix;  // (cols / group)  Part III only: see dot4
-    size_t stride;      // from a vector's scale to the next one's, in floats
+    size_t stride;      // from a record to the next, in floats
 } Quantized;
 
 typedef struct {   // a text whose beginning has run through the model
@@ -332,7 +332,7 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// A view of x that begins at vector t. The stride counts floats, so q8, of bytes, moves by 4 * at.
+// A view of x that begins at vector t
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->q8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
@@ -358,7 +358,7 @@ static void each(const Pass *p, Step step, int count, int chunk);
 static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
                    bool add);
 
-// Row `to` of h = rmsnorm(x, w) and of xq = Q8(h), of row `from` of x
+// From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
 static void norm_row(const Model *m, const float *w, int from, int to) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)to * c->dim;
@@ -529,7 +529,6 @@ static void embed(Model *m, int t) {
 static void progress_start(const Model *m, size_t tokens);
 static void progress_add(int n);
 static void progress_end(void);
-static void progress_list(size_t texts, double all, size_t tokens, double seconds);
 
 // Runs State.rows 0 .. n - 1, n <= batch. The rows of a text stand together, in order; the cache
 // must hold the positions before them, and afterwards holds these as well. Then the first rows of x
@@ -657,7 +656,7 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
 // ------------------------------------------------------------------------------------------------
 // A mixture of experts (HF Qwen3MoeSparseMoeBlock). The tokens of a batch choose different experts.
 // An expert runs for all tokens that chose it together, so that its weights are read once: that is
-// in Part III. It adds p[e] times the output of each expert e in ascending order of e.
+// in Part III, which adds p[e] times the output of each expert e in ascending order of e.
 
 // share (n_experts), Wr h of one token, becomes p of the n_experts_used experts with the largest p
 // (of equal ones the first) and 0 of all others. Returns false if the softmax is NaN (an
@@ -688,7 +687,9 @@ static bool choose_experts(const Config *c, float *share) {
 // world" becomes "Hello", "," and " world". Then byte-pair encoding: each byte of a piece begins as
 // a token of its own; as long as two neighbours together are a token of the vocabulary, the pair
 // whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower.
-// (This score is the merge's priority, from the tokenizer file, and none of the model's scores.)
+// (This score is the merge's priority, and none of the model's scores.) Vocabulary and scores were
+// made before training, from the most frequent pairs of its text: the model only knows texts that
+// are cut in this way.
 
 typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
     const uint8_t *p;
@@ -725,7 +726,7 @@ typedef struct {       // the text around the messages of a conversation: see re
     Bytes no_system;   // then, if the first message is not a system message
     Bytes open[3];     // before a message, by role
     Bytes close[3];    // after it
-    Bytes answer[2];   // where the model's answer begins: thinking off, thinking on
+    Bytes answer[2];   // where the model's answer begins: thinking (see chatml) off, on
     Bytes strip;       // </think>: everything up to the last one is cut from an earlier answer
     Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
@@ -924,16 +925,17 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 //   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
 // (one after the other). The model goes on from there, and ends its answer with <|im_end|>.
 //
-// export.py, which makes model.bin and its tokenizer file from a checkpoint, has turned the
-// template into a ChatFormat. Each turn encodes the whole conversation anew; prefill then skips
-// what the cache holds already. (Where a <think> block, even an empty one, preceded the last
-// answer, the next turn leaves it out, as the template does: so the answer itself runs again.)
+// export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
+// anew; prefill then skips the beginning that the cache holds already. (Where a <think> block, even
+// an empty one, preceded the last answer, the next turn leaves it out, as the template does. The
+// tokens behind it then have other positions and see other tokens, so they run again.)
 
 typedef struct {
-    int role;     // SYSTEM, USER or ASSISTANT
+    int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // of an answer: the tokens that the model drew
     Buffer text;  // of other messages: what the user gave. Of an answer, what follows its ids: the
-                  // beginning of a token that -x cut; all of an answer that a list's line has
+                  // beginning of a token that the option -x cut; or all of it, if the conversation
+                  // comes from a file (-L)
 } Message;
 
 typedef struct {
@@ -941,9 +943,9 @@ typedef struct {
     size_t n, cap;
 } Conversation;
 
-// ChatML, which all Qwen models speak: for files without a chat format. Some models write <think>
-// ... </think> before the answer; where the vocabulary has these tokens, an empty block turns
-// thinking off.
+// ChatML, which all Qwen models speak: for files without a chat format. Some models think before
+// they answer: they write how they get there, between <think> and </think>. Where the vocabulary
+// has these tokens, an empty block turns thinking off.
 static ChatFormat chatml(bool has_think) {
     Bytes end = bytes("<|im_end|>\n"), answer = bytes("<|im_start|>assistant\n");
     Bytes no_think = bytes("<|im_start|>assistant\n<think>\n\n</think>\n\n");
@@ -1012,8 +1014,9 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
-// HF's order. The last two cut off the very many unlikely tokens, one of which would else be drawn
-// now and then. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step
+// HF's order. (The likeliest token each time makes texts dull, which repeat themselves; so one is
+// drawn.) The last two cut off the very many unlikely tokens, one of which would else be drawn now
+// and then. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step
 // is a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
 // distribution.
 
@@ -1146,9 +1149,10 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 // the next token, or NULL after Ctrl-C. count: tokens of the answer so far, with this one. In
 // principle, with text = &e->answer.text and pos = text->ids.n, this is
 //   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
-// Part II adds a kind of speculative decoding: where the text repeats itself, it guesses several
-// tokens and checks the guesses in one pass. The results are the same. advance_start forgets the
-// guesses of the last answer.
+// Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
+// guesses the next tokens and runs them with id in one pass, a row each. Each next token is drawn
+// from its row's logits as always; the rows after the first one that was not guessed are dropped.
+// So the results are the same. advance_start forgets the guesses of the last answer.
 static float *advance(Engine *e, int id, int count);
 static void advance_start(Engine *e);
 
@@ -1268,6 +1272,7 @@ static Ending generate(Engine *e, Ids *drawn) {
 static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and bytes everywhere
 static void catch_signals(void);
 static void start_threads(int count);
+static void progress_list(size_t texts, double all, size_t tokens, double seconds);
 static int cpu_count(void);                           // how many threads to start without -j
 static const char *simd_name(void);                   // the instruction set in use
 static double now(void);                              // seconds since some fixed point
@@ -4509,8 +4514,8 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     return __builtin_convertvector(sums, VecF) * scale;
 }
 
-// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (the last ones
-// may begin before those that are new); then, transposed, added with a row in each lane.
+// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (the last
+// ones may begin before those that are new); then, transposed, added with a row in each lane.
 INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
