@@ -1369,6 +1369,7 @@ def hub(tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     env |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300",
             "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
 
     def call(*args, **changes):
