@@ -2894,121 +2894,115 @@ static void run_raw(App *app, Bytes text) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like the one before it, say with the same instruction, shares its blocks: each block counts its
-// users. Of the first block that is not the same to its end the text gets a copy. It waits until
-// what it shares has run. The blocks of the last text that began have one more user, so that they
-// stay even if all its answer is one word. When no block is left, the youngest text gives its
-// blocks back, and later runs again up to the last token that it drew (preemption by
-// recomputation): its answer goes on as if nothing had happened.
+// like the last one that began, say with the same instruction, shares its blocks: each block counts
+// its users. Of the first block that is not the same to its end the text gets a copy. It waits
+// until what it shares has run. A text that has ended keeps its blocks until the next one begins,
+// so that there is something to share even if all answers are one word. When no block is left, the
+// youngest text gives its blocks back, and later runs again up to the last token that it drew
+// (preemption by recomputation): its answer goes on as if nothing had happened.
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
-typedef struct {     // a text that runs
-    size_t number;   // of its line, from 0
-    Answer answer;   // answer.text.ids has all its tokens, of which text.ids.n have run
-    size_t n;        // its tokens: the prompt's, then those that were drawn
-    int n_blocks;    // in answer.text.blocks; 0: it waits for some
-    bool counted;    // the statistics know its prompt
-    int id;          // the last token drawn; -1: what the model gave is not finite
+typedef struct {    // a text that runs
+    size_t number;  // of its line, from 0
+    Ids ids;        // its tokens: the prompt's, then those that were drawn
+    Answer answer;  // answer.text.ids.n of them have run
+    int n_blocks;   // in answer.text.blocks
+    size_t cached;  // tokens that were there when it began
+    bool ended;     // if it still has blocks, the next text may share them
+    int id;         // the last token drawn; -1: what the model gave is not finite
     Writer writer;
     Ids drawn;
-    Buffer line;     // the answer so far
+    Buffer line;    // the answer so far
 } Place;
+
+typedef struct {
+    Bytes rest;            // what has not been read
+    const char *expected;  // what was not found there: after an error nothing is taken any more
+    Buffer text;           // the last string
+    Conversation *talk;    // gets the messages
+    bool first;            // there is no message yet, but perhaps that of -y
+    bool has_content;      // the last message
+} Json;
 
 typedef struct {
     App *app;
     Lines in;
-    bool ended, failed;        // there are no more lines; a line was an error
-    size_t read, written;      // lines so far
-    Buffer lines[AHEAD];       // line i of the output is at i % AHEAD, empty until it is done
-    size_t ahead;              // bytes of these
-    Place places[PLACES], *active[PLACES];  // the active ones come first, in the list's order
-    Place *ready[PLACES];      // those whose last token has run; row i of x is that of ready[i]
-    int n_places, n_active, n_ready;
-    int *users;                // (State.blocks) texts that have this block
-    int *unused, n_unused;     // blocks that nobody uses, the next one last
-    Place last;                // the blocks of the last prompt that began, and its tokens
-    Ids ids;                   // of a line
-    Buffer joined;             // -i and a line
-    Conversation talk;
-    size_t longest;            // no text of seq_len tokens has more bytes
+    bool ended, failed;    // there are no more lines; a line was an error
+    size_t read, written;  // lines so far
+    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done
+    size_t ahead;          // bytes of these
+    // active: first those that run, then those that wait for their turn to begin, both in the
+    // list's order, then the free ones, of which the first has been free for the longest time.
+    Place places[PLACES + 1], *active[PLACES + 1];
+    int n_places, n_running, n_active;  // at most in use; that run; that run or wait
+    Place *last;           // the one that began last; with one place more than are in use, it is
+                           // never the first of the free ones
+    Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
+    int n_ready;
+    int *users;            // (State.blocks) texts that have this block
+    int *unused, n_unused; // blocks that nobody uses, the next one last
+    Json json;             // a line,
+    Conversation talk;     // and its messages; all modes but chat look at the last one only
+    size_t longest;        // no text of seq_len tokens has more bytes
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
     size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
-    size_t pieces;             // texts that are scored in pieces
+    size_t pieces;         // texts that are scored in pieces
     double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
 } List;
 
-// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else
+// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else.
+// Functions that return bool take what they are named after, if it is next.
 
-typedef struct {
-    Bytes rest;
-    const char *expected;  // what was not found at `rest`
-    Buffer text;           // the last string
-} Json;
-
-static bool json_error(Json *j, const char *expected) {
-    if (!j->expected) j->expected = expected;
-    return false;
+static void json_need(Json *j, bool taken, const char *what) {
+    if (!taken && !j->expected) j->expected = what;
 }
 
-static bool json_word(Json *j, const char *word) {  // takes it if it is next
+static bool json_take(Json *j, const char *word) {
     const size_t n = strlen(word);
-    if (j->rest.n < n || memcmp(j->rest.p, word, n) != 0) return false;
+    if (j->expected || j->rest.n < n || memcmp(j->rest.p, word, n) != 0) return false;
     j->rest = bytes_from(j->rest, n);
     return true;
 }
 
-static bool json_take(Json *j, const char *word) {  // the same, after white space
-    while (j->rest.n && memchr(" \t\r\n", *j->rest.p, 4)) j->rest = bytes_from(j->rest, 1);
-    return json_word(j, word);
+static bool json_token(Json *j, const char *word) {  // the same, after white space
+    while (json_take(j, " ") || json_take(j, "\t") || json_take(j, "\r") || json_take(j, "\n")) {}
+    return json_take(j, word);
 }
 
-static bool json_next(Json *j, uint8_t c) {  // is it next, after white space?
-    json_take(j, "");
-    return j->rest.n && *j->rest.p == c;
-}
-
-static bool json_unit(Json *j, uint32_t *unit) {  // \uXXXX
-    const uint8_t *p = j->rest.p;
-    if (j->rest.n < 6 || p[0] != '\\' || p[1] != 'u') return false;
-    *unit = 0;
-    for (int i = 2; i < 6; i++) {
-        if (!isxdigit(p[i])) return false;
-        *unit = *unit << 4 | (isdigit(p[i]) ? p[i] - '0' : (p[i] | 32) - 'a' + 10);
-    }
+static int json_unit(Json *j) {  // \uXXXX, or -1
+    char digits[5] = {0};
+    if (j->rest.n < 6 || memcmp(j->rest.p, "\\u", 2) != 0) return -1;
+    memcpy(digits, j->rest.p + 2, 4);
+    if (strspn(digits, "0123456789abcdefABCDEF") != 4) return -1;
     j->rest = bytes_from(j->rest, 6);
-    return true;
+    return (int)strtol(digits, NULL, 16);
 }
 
-static bool json_escape(Json *j) {
+static void json_escape(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
     const char *name = j->rest.n > 1 ? memchr(names, j->rest.p[1], 8) : NULL;
-    uint32_t c, low;
-    if (!name && !json_unit(j, &c)) return json_error(j, "an escape, such as \\n or \\u00e9");
-    if (name) c = meant[name - names], j->rest = bytes_from(j->rest, 2);
-    Json ahead = *j;
-    if (c >= 0xD800 && c < 0xDC00 && json_unit(&ahead, &low) && low >= 0xDC00 && low < 0xE000) {
-        c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);  // one character in two halves
-        j->rest = ahead.rest;
-    }
-    add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
-    return true;
+    int c = name ? meant[name - names] : json_unit(j);
+    if (name) j->rest = bytes_from(j->rest, 2);
+    json_need(j, c >= 0, "an escape, such as \\n or \\u00e9");
+    const Bytes after = j->rest;
+    const int low = c >= 0xD800 && c < 0xDC00 ? json_unit(j) : -1;  // a character in two halves
+    if (low >= 0xDC00 && low < 0xE000) c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
+    else j->rest = after;
+    add_char(&j->text, c < 0 || (c >= 0xD800 && c < 0xE000) ? 0xFFFD : c);
 }
 
 static bool json_string(Json *j) {
+    if (!json_token(j, "\"")) return false;
     j->text.n = 0;
-    if (!json_take(j, "\"")) return json_error(j, "a string");
-    for (;;) {
-        const uint8_t *p = j->rest.p, *end = p + j->rest.n;
-        while (p < end && *p != '"' && *p != '\\' && *p >= ' ') p++;
-        const size_t n = p - j->rest.p;
-        buffer_add(&j->text, (Bytes){j->rest.p, n});
-        j->rest = bytes_from(j->rest, n);
-        if (p == end || *p < ' ') return json_error(j, "the string's next character");
-        if (json_word(j, "\"")) return true;
-        if (!json_escape(j)) return false;
+    while (!j->expected && !json_take(j, "\"")) {
+        const uint8_t c = j->rest.n ? *j->rest.p : 0;
+        json_need(j, c >= ' ', "the string's next character");
+        if (c == '\\') json_escape(j);
+        else if (c >= ' ') add_char(&j->text, BAD_BYTE + c), j->rest = bytes_from(j->rest, 1);
     }
+    return true;
 }
 
 static bool json_digits(Json *j) {
@@ -3018,71 +3012,76 @@ static bool json_digits(Json *j) {
 }
 
 static bool json_number(Json *j) {
-    json_word(j, "-");
-    bool good = json_word(j, "0") || json_digits(j);
-    if (good && json_word(j, ".")) good = json_digits(j);
-    if (good && (json_word(j, "e") || json_word(j, "E"))) {
-        if (!json_word(j, "+")) json_word(j, "-");
-        good = json_digits(j);
-    }
-    return good || json_error(j, "a value");
+    json_take(j, "-");
+    if (!json_take(j, "0") && !json_digits(j)) return false;
+    if (json_take(j, ".") && !json_digits(j)) return false;
+    if (!json_take(j, "e") && !json_take(j, "E")) return true;
+    if (!json_take(j, "+")) json_take(j, "-");
+    return json_digits(j);
 }
 
-static bool json_value(Json *j, int depth) {  // of any kind
+// An object or an array, by its bracket, inside of `depth` others. Of each member of an object, the
+// key is read, and `value` reads what follows.
+static bool json_items(Json *j, const char *bracket, int depth, void (*value)(Json *, int)) {
     enum { MOST_NESTING = 100 };
-    if (json_next(j, '"')) return json_string(j);
-    const bool object = json_word(j, "{");
-    if (!object && !json_word(j, "["))
-        return json_word(j, "true") || json_word(j, "false") || json_word(j, "null") ||
-               json_number(j);
-    if (depth >= MOST_NESTING) return json_error(j, "at most 100 levels");
-    if (json_take(j, object ? "}" : "]")) return true;
+    const bool object = *bracket == '{';
+    const char *end = object ? "}" : "]";
+    if (!json_token(j, bracket)) return false;
+    json_need(j, depth < MOST_NESTING, "at most 100 levels");
+    if (json_token(j, end)) return true;
     do {
-        if (object && !(json_string(j) && (json_take(j, ":") || json_error(j, ":")))) return false;
-        if (!json_value(j, depth + 1)) return false;
-    } while (json_take(j, ","));
-    return json_take(j, object ? "}" : "]") || json_error(j, object ? ", or }" : ", or ]");
+        json_need(j, !object || json_string(j), "a string");
+        json_need(j, !object || json_token(j, ":"), ":");
+        value(j, depth + 1);
+    } while (json_token(j, ","));
+    json_need(j, json_token(j, end), object ? ", or }" : ", or ]");
+    return true;
 }
 
-// Adds a message to the conversation. Of equal keys the last counts. A system message replaces that
-// of -y, which the conversation began with.
-static bool json_message(Json *j, Conversation *talk, bool first) {
-    static const char *const roles[] = {[SYSTEM] = "system", [USER] = "user",
-                                        [ASSISTANT] = "assistant"};
-    int role = -1;
-    bool has_content = false;
-    Buffer content = {0};
-    if (!json_take(j, "{")) return json_error(j, "a message, {\"role\": ..., \"content\": ...}");
-    do {
-        if (!json_string(j) || !(json_take(j, ":") || json_error(j, ":"))) break;
-        const bool is_role = bytes_equal(bytes_of(&j->text), bytes("role"));
-        const bool is_content = bytes_equal(bytes_of(&j->text), bytes("content"));
-        const bool text = json_next(j, '"');
-        if (!json_value(j, 2)) break;
-        for (int i = 0; is_role && i <= 3; i++) {
-            role = i < 3 ? i : -1;
-            if (i < 3 && text && bytes_equal(bytes_of(&j->text), bytes(roles[i]))) break;
-        }
-        if (is_content) has_content = text, content.n = 0, buffer_add(&content, bytes_of(&j->text));
-    } while (json_take(j, ","));
-    if (!json_next(j, '}')) json_error(j, ", or }");
-    else if (role < 0) json_error(j, "a role: system, user or assistant");
-    else if (!has_content) json_error(j, "a content that is a string");
-    else if (role == SYSTEM && !first) json_error(j, "a system message only at the start");
-    else if (role == SYSTEM) conversation_drop(talk, 0, talk->n);
-    if (!j->expected) conversation_add(talk, role, bytes_of(&content));
-    free(content.p);
-    return !j->expected && json_take(j, "}");
+static void json_value(Json *j, int depth) {
+    json_need(j, json_string(j) || json_items(j, "{", depth, json_value) ||
+                 json_items(j, "[", depth, json_value) || json_take(j, "true") ||
+                 json_take(j, "false") || json_take(j, "null") || json_number(j), "a value");
 }
 
-static bool json_messages(Json *j, Conversation *talk) {
-    bool first = true;
-    for (; first || json_take(j, ","); first = false) {
-        if (!json_message(j, talk, first)) return false;
+static bool json_is(const Json *j, const char *text) {
+    return bytes_equal(bytes_of(&j->text), bytes(text));
+}
+
+static void json_member(Json *j, int depth) {  // of a message; of equal keys the last one counts
+    Message *message = &j->talk->p[j->talk->n - 1];
+    const bool role = json_is(j, "role"), content = json_is(j, "content"), text = json_string(j);
+    if (!text) json_value(j, depth);
+    if (role)
+        message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
+                        : json_is(j, "assistant") ? ASSISTANT : -1;
+    if (content) {
+        j->has_content = text;
+        message->text.n = 0;
+        buffer_add(&message->text, bytes_of(&j->text));
     }
-    if (json_next(j, ']') && talk->p[talk->n - 1].role != USER)
-        return json_error(j, "a message of the user as the last one");
-    return json_take(j, "]") || json_error(j, ", or ]");
+}
+
+static void json_message(Json *j, int depth) {
+    const Message *message = conversation_add(j->talk, -1, (Bytes){0});
+    const bool object = json_items(j, "{", depth, json_member);
+    json_need(j, object, "a message, {\"role\": ..., \"content\": ...}");
+    json_need(j, message->role >= 0, "a role: system, user or assistant");
+    json_need(j, j->has_content, "a content that is a string");
+    json_need(j, message->role != SYSTEM || j->first, "a system message only at the start");
+    if (message->role == SYSTEM) conversation_drop(j->talk, 0, j->talk->n - 1);  // that of -y
+    j->first = j->has_content = false;
+}
+
+// A line: its string is in j->text, or its messages in j->talk.
+static void json_line(Json *j, bool chat) {
+    const bool messages = chat && json_items(j, "[", 0, json_message);
+    const bool asks = !messages || (j->talk->n && j->talk->p[j->talk->n - 1].role == USER);
+    json_need(j, messages || json_string(j),
+              chat ? "a string or an array of messages" : "a string");
+    json_need(j, asks, "a message of the user as the last one");
+    json_token(j, "");
+    json_need(j, j->rest.n == 0, "the end of the line");
 }
 
 // The lines of the output
@@ -3131,41 +3130,34 @@ static void drop_blocks(List *l, Place *p) {
     p->answer.text.ids.n = 0;
 }
 
-// Gives a text the blocks for its tokens so far. Those that it shares count as having run; its last
-// token always runs, as that makes the first logits. False: it has to wait, for blocks or until
-// what it shares has run. (Less than a block is not worth waiting.)
-static bool begin(List *l, Place *p) {
-    Model *m = &l->app->engine.model;
-    Text *text = &p->answer.text, *last = &l->last.answer.text;
-    const int len = m->state.block_len, n_blocks = ((int)p->n + len - 1) / len;
-    size_t same = 0, run = last->ids.n;
-    bool alone = true;
-    for (int i = 0; i < l->n_active; i++) {
-        alone &= l->active[i]->n_blocks == 0;
-        if (l->active[i]->number == l->last.number) run = l->active[i]->answer.text.ids.n;
-    }
-    while (same + 1 < p->n && same < last->ids.n && text->ids.p[same] == last->ids.p[same]) same++;
+// The first text that waits gets the blocks for its tokens so far. Those that it shares count as
+// having run; its last token always runs, as that makes the first logits. False: it waits until
+// what it shares has run (less than a block is not worth waiting), or for blocks: each text shall
+// find one more.
+static bool begin(List *l) {
+    Place *p = l->active[l->n_running], *last = l->last;
+    const Ids *ids = &p->ids;
+    int *blocks = p->answer.text.blocks, *theirs = last->answer.text.blocks;
+    const int len = l->app->engine.model.state.block_len, n_blocks = ((int)ids->n + len - 1) / len;
+    const size_t run = last->answer.text.ids.n;
+    size_t same = 0;
+    while (last->n_blocks && same + 1 < ids->n && same < last->ids.n &&
+           ids->p[same] == last->ids.p[same])
+        same++;
     if (same >= run + len) return false;
     if (same > run) same = run;
-    if (n_blocks - (int)same / len > l->n_unused) {
-        if (!alone) return false;
-        drop_blocks(l, &l->last);
+    if (n_blocks - (int)same / len + l->n_running + 1 > l->n_unused) {
+        if (l->n_running) return false;
+        drop_blocks(l, last);  // now all are unused: enough for any text
         same = 0;
     }
-    for (int i = 0; i < (int)same / len; i++) take_block(l, p, last->blocks[i]);
+    for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
     while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
-    if (same % len) cache_copy(m, text->blocks[same / len], last->blocks[same / len]);
-    text->ids.n = same;
-    if (!p->counted) l->prompts += p->n, l->cached += same;
-    p->counted = true;
-    for (int i = 0; i < n_blocks; i++) l->users[text->blocks[i]]++;  // now this is the last one
-    drop_blocks(l, &l->last);
-    l->last.number = p->number;
-    l->last.n_blocks = n_blocks;
-    memcpy(last->blocks, text->blocks, n_blocks * sizeof(int));
-    last->ids.p = grow(last->ids.p, &last->ids.cap, 0, p->n, sizeof(int));
-    memcpy(last->ids.p, text->ids.p, p->n * sizeof(int));
-    last->ids.n = p->n;
+    if (same % len) cache_copy(&l->app->engine.model, blocks[same / len], theirs[same / len]);
+    p->answer.text.ids.n = p->cached = same;
+    if (last->ended) drop_blocks(l, last);
+    l->last = p;
+    l->n_running++;
     return true;
 }
 
@@ -3174,13 +3166,11 @@ static bool begin(List *l, Place *p) {
 static bool make_room(List *l, Place *p) {
     if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
         return true;
+    if (l->n_unused == 0 && l->last->ended) drop_blocks(l, l->last);
     while (l->n_unused == 0) {
-        Place *victim = &l->last;
-        for (int i = 0; i < l->n_active && l->last.n_blocks == 0; i++) {
-            if (l->active[i]->n_blocks) victim = l->active[i];
-        }
-        drop_blocks(l, victim);
-        if (victim == p) return false;
+        Place *youngest = l->active[--l->n_running];
+        drop_blocks(l, youngest);
+        if (youngest == p) return false;
     }
     take_block(l, p, l->unused[--l->n_unused]);
     return true;
@@ -3188,115 +3178,93 @@ static bool make_room(List *l, Place *p) {
 
 // Admit
 
-// Takes a line of -L apart. *text: the string, or the last message of l->talk. Returns false if the
-// line can't be used, which it says.
-static bool parse_line(List *l, Json *j, Bytes *text, bool *messages) {
-    const bool chat = l->app->mode == CHAT;
-    const size_t n = text->n;
-    if (l->read == 0) json_word(j, "\uFEFF");  // a byte order mark
-    *messages = chat && json_take(j, "[");
-    if (*messages) json_messages(j, &l->talk);
-    else if (json_next(j, '"')) json_string(j);
-    else json_error(j, chat ? "a string or an array of messages" : "a string");
-    if (json_take(j, ""), j->rest.n) json_error(j, "the end of the line");
+// Takes a line of -L apart. Returns false if it can't be used, which it says.
+static bool parse_line(List *l, Bytes line) {
+    Json *j = &l->json;
+    *j = (Json){.rest = line, .text = j->text, .talk = &l->talk, .first = true};
+    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
+    json_line(j, l->app->mode == CHAT);
     if (j->expected)
         report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
-               n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
+               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
                j->rest.n < 16 ? (int)j->rest.n : 16, j->rest.p);
-    else *text = bytes_of(*messages ? &l->talk.p[l->talk.n - 1].text : &j->text);
     return !j->expected;
 }
 
-// Encodes a line, into l->ids. Returns false if that can't be done, which it says.
-static bool encode_line(List *l, Bytes text) {
+// Encodes a line. Returns false if that can't be done, which it says.
+static bool encode_line(List *l, Bytes text, Ids *ids) {
     const App *app = l->app;
     const Options *o = &app->options;
-    const bool chat = app->mode == CHAT;
-    const size_t prefix = o->text ? strlen(o->text) : 0;
-    bool messages = false, good = !l->in.too_long && text.n + prefix < INT_MAX - 65536;
-    if (!good) report("%s: too long, expected less than 2 GB", where(l, l->read));
-    conversation_drop(&l->talk, 0, l->talk.n);
-    if (chat && o->system) conversation_add(&l->talk, SYSTEM, bytes(o->system));
-    Json j = {.rest = text};
-    if (good && o->json_list) good = parse_line(l, &j, &text, &messages);
-    if (good && text.n > l->longest) {
-        good = false;
+    const Model *m = &app->engine.model;
+    const Bytes before = bytes(o->text ? o->text : "");
+    Conversation *talk = &l->talk;
+    conversation_drop(talk, 0, talk->n);
+    if (app->mode == CHAT && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
+    if (l->in.too_long || text.n + before.n > INT_MAX - 65536) {
+        report("%s: too long, expected less than 2 GB", where(l, l->read));
+        return false;
+    }
+    if (o->json_list && !parse_line(l, text)) return false;
+    const bool messages = talk->n && talk->p[talk->n - 1].role == USER;
+    if (o->json_list) text = bytes_of(messages ? &talk->p[talk->n - 1].text : &l->json.text);
+    if (text.n > l->longest) {
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), app->engine.model.state.seq_len,
-               app->engine.model.config.max_seq_len, text.n);
+               where(l, l->read), m->state.seq_len, m->config.max_seq_len, text.n);
+        return false;
     }
-    if (good) {
-        l->joined.n = l->ids.n = 0;
-        if (o->text) buffer_add(&l->joined, bytes(o->text)), buffer_add(&l->joined, bytes("\n\n"));
-        if (!messages) buffer_add(&l->joined, text);
-        if (chat && !messages) conversation_add(&l->talk, USER, bytes_of(&l->joined));
-        if (chat) render(&app->engine.tokenizer, &l->talk, 0, app->think, &l->ids);
-        else encode_text(app, bytes_of(&l->joined), &l->ids);
+    if (!messages) {
+        Buffer *all = &conversation_add(talk, USER, before)->text;
+        if (o->text) buffer_add(all, bytes("\n\n"));
+        buffer_add(all, text);
     }
-    free(j.text.p);
-    return good;
+    ids->n = 0;
+    if (app->mode == CHAT) render(&app->engine.tokenizer, talk, 0, app->think, ids);
+    else encode_text(app, bytes_of(&talk->p[0].text), ids);
+    return true;
 }
 
-// Gives a place to the text whose tokens are in l->ids.
-static void take_place(List *l) {
-    App *app = l->app;
-    Engine *e = &app->engine;
-    Place *p = l->active[l->n_active++];
-    Answer *a = &p->answer;
-    Ids *ids = &a->text.ids;
-    if (!a->text.blocks) {  // it was never used
-        a->text.blocks = alloc(e->model.state.seq_len, sizeof(int), "a text");
-        a->sampler = e->answer.sampler;
-        a->sampler.answered = alloc(e->tokenizer.vocab_size, sizeof(bool), "a text");
-        a->sampler.seen = alloc(e->tokenizer.vocab_size, sizeof(bool), "a text");
-        a->writer = &p->writer;
-        a->drawn = &p->drawn;
-    }
-    ids->p = grow(ids->p, &ids->cap, 0, l->ids.n, sizeof(int));
-    memcpy(ids->p, l->ids.p, l->ids.n * sizeof(int));
-    p->n = l->ids.n;
-    p->number = l->read;
-    p->counted = false;
-    p->line.n = p->writer.held.n = 0;
-    p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
-                         .stop = app->writer.stop, .held = p->writer.held};
-    a->sampler.rng = app->options.seed + p->number;
-    answer_start(a, &e->tokenizer, ids->p, p->n);
-    writer_thinks(&p->writer, begins_thinking(app));
+// Makes the line of a perplexity. Returns false if that can't be done, which it says.
+static bool score_line(List *l, const Ids *ids, Buffer *out) {
+    double sum = 0;
+    l->pieces += ids->n > (size_t)l->app->engine.model.state.seq_len;
+    if (!score_all(&l->app->engine, ids, &sum)) return false;  // Ctrl-C: nothing more is written
+    const bool good = buffer_add_perplexity(out, sum, (int)ids->n - 1);
+    if (!good) report("%s: " NOT_FINITE, where(l, l->read));
+    return good;
 }
 
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
+    Place *p = l->active[l->n_active];  // a free one
     if (l->read == 0) give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+    bool good = encode_line(l, chop(line), &p->ids);
+    if (interrupted) return;  // then these are not all ids
+    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), p->ids.n);
+    if (good) l->prompts += p->ids.n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(line_of(l, l->read), &p->ids);
+    if (good && app->mode == PERPLEXITY) good = score_line(l, &p->ids, line_of(l, l->read));
     l->consumed += line.n;
-    Buffer *out = line_of(l, l->read);
-    double sum = 0;
-    bool good = encode_line(l, chop(line));
-    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), l->ids.n);
-    if (good && (app->mode <= GENERATE || app->mode == EMBED)) {
-        take_place(l);
-    } else {  // its line is made here
-        if (good) l->prompts += l->ids.n;
-        if (good && app->mode == TOKENIZE) buffer_add_ids(out, &l->ids);
-        if (good && app->mode == PERPLEXITY) {
-            l->pieces += l->ids.n > (size_t)app->engine.model.state.seq_len;
-            if (!score_all(&app->engine, &l->ids, &sum)) return;
-            good = buffer_add_perplexity(out, sum, (int)l->ids.n - 1);
-            if (!good) report("%s: " NOT_FINITE, where(l, l->read));
-        }
-        line_done(l, l->read, good);
+    p->number = l->read++;
+    if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
+        line_done(l, p->number, good);
+        return;
     }
-    l->read++;
+    p->ended = false;
+    p->line.n = 0;
+    p->answer.sampler.rng = app->options.seed + p->number;
+    answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+    writer_thinks(&p->writer, begins_thinking(app));
+    l->n_active++;
 }
 
 // Returns false when all is done. While texts run, it does not wait for lines that have still to be
 // made: a list may come from another program.
 static bool admit(List *l) {
     for (Bytes line; !interrupted;) {
-        for (int i = 0; i < l->n_active; i++) {
-            if (!l->active[i]->n_blocks && !begin(l, l->active[i])) return true;
+        while (l->n_running < l->n_active) {
+            if (!begin(l)) return true;
         }
         if (line_of(l, l->written)->n) return true;  // that is written first
         if (l->ended) return l->n_active > 0;
@@ -3310,30 +3278,23 @@ static bool admit(List *l) {
     return false;
 }
 
-// Pass
-
-static int add_rows(List *l, Place *p, int n) {  // returns how many there are then
-    const State *s = &l->app->engine.model.state;
-    const Text *text = &p->answer.text;
-    Ids *ids = &p->answer.text.ids;
-    for (; ids->n < p->n && n < s->batch; ids->n++) {
-        s->rows[n++] = (Row){ids->p[ids->n], (int)ids->n, text, ids->n + 1 == p->n};
-    }
-    if (ids->n == p->n) l->ready[l->n_ready++] = p;
-    return n;
-}
-
-// Returns false after Ctrl-C.
+// Pass: first the texts that decode, then the prompts. Returns false after Ctrl-C.
 static bool pass(List *l) {
+    const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
-    for (int i = 0; i < l->n_active; i++) {  // make_room takes blocks from later texts
-        Place *p = l->active[i];
-        const bool decodes = p->n_blocks && p->n == p->answer.text.ids.n + 1;
-        if (decodes && make_room(l, p)) n = add_rows(l, p, n);
-    }
-    for (int i = 0; i < l->n_active; i++) {
-        Place *p = l->active[i];
-        if (p->n_blocks && p->answer.text.ids.n < p->n) n = add_rows(l, p, n);
+    for (int prompts = 0; prompts < 2; prompts++) {
+        for (int i = 0; i < l->n_running; i++) {
+            Place *p = l->active[i];
+            Text *text = &p->answer.text;
+            size_t *run = &text->ids.n;
+            const size_t left = p->ids.n - *run;
+            if (left == 0 || (left > 1 && !prompts)) continue;
+            if (!make_room(l, p)) break;  // it takes blocks from later texts only
+            for (; *run < p->ids.n && n < s->batch; (*run)++) {
+                s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
+            }
+            if (*run == p->ids.n) l->ready[l->n_ready++] = p;
+        }
     }
     l->rows += n;
     return n == 0 || forward(&l->app->engine.model, n);
@@ -3350,7 +3311,7 @@ static void sample_job(void *arg, int begin, int end, int thread) {
         Place *p = l->ready[i];
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
         if (l->app->mode != EMBED) p->id = sample(&p->answer.sampler, logits, vocab_size);
-        else p->id = buffer_add_embedding(&p->line, &e->model, i) ? 0 : -1;
+        else p->id = buffer_add_embedding(line_of(l, p->number), &e->model, i) ? 0 : -1;
     }
 }
 
@@ -3358,27 +3319,28 @@ static void sample_job(void *arg, int begin, int end, int thread) {
 static void step(List *l, Place *p) {
     const Engine *e = &l->app->engine;
     const bool embeds = l->app->mode == EMBED;
-    Ids *ids = &p->answer.text.ids;
     Ending ending = TURN_ENDED;
     if (p->id < 0) report("%s: %s", where(l, p->number), embeds ? BAD_VECTOR : NOT_FINITE);
     else if (!embeds) ending = e->max_new ? answer_add(e, &p->answer, p->id) : LIMIT_REACHED;
     if (ending == GOES_ON) {
-        ids->p = grow(ids->p, &ids->cap, p->n, 1, sizeof(int));
-        ids->p[p->n++] = p->id;
+        ids_add(&p->ids, p->id);
         return;
     }
     l->endings[ending]++;
     l->thinking += p->writer.thinking;
     l->answers += p->drawn.n;
+    l->cached += p->cached;
     writer_end(&p->writer);
-    if (embeds) buffer_add(line_of(l, p->number), bytes_of(&p->line));
-    else buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
+    if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
     line_done(l, p->number, p->id >= 0);
-    drop_blocks(l, p);
+    p->ended = true;
+    if (p != l->last) drop_blocks(l, p);
     int i = 0;
     while (l->active[i] != p) i++;
-    memmove(l->active + i, l->active + i + 1, (--l->n_active - i) * sizeof(*l->active));
-    l->active[l->n_active] = p;
+    memmove(l->active + i, l->active + i + 1, (l->n_places - i) * sizeof(*l->active));
+    l->active[l->n_places] = p;
+    l->n_running--;
+    l->n_active--;
 }
 
 static void sample_all(List *l) {
@@ -3391,17 +3353,13 @@ static void sample_all(List *l) {
 static int list_end(const List *l) {
     const double seconds = now() - l->start + 1e-9, rate = l->answers / seconds;
     const unsigned long long seed = l->app->options.seed;
+    const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
+    const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     progress_end();
-    if (l->endings[LIMIT_REACHED])
-        notice("answers: ended by -n after %d tokens: %zu", l->app->options.n,
-               l->endings[LIMIT_REACHED]);
-    if (l->endings[CONTEXT_ENDED])
-        notice("answers: ended by a full context of %d tokens (-c): %zu",
-               l->app->engine.model.state.seq_len, l->endings[CONTEXT_ENDED]);
+    if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
+    if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
-    if (l->pieces)
-        notice("texts: scored in pieces of %d tokens (-c): %zu",
-               l->app->engine.model.state.seq_len, l->pieces);
+    if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted) {
         notice("list: stopped, %zu lines are written", l->written);
         notice("list: to go on: tail -n +%zu, -s %llu", l->written + 1, seed + l->written);
@@ -3423,10 +3381,19 @@ static void list_init(List *l, App *app) {
     const Tokenizer *tok = &app->engine.tokenizer;
     const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
     *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .longest = 1,
-                .n_places = max_int(min_int(PLACES, s->batch), 1)};
+                .start = now(), .n_places = max_int(min_int(PLACES, s->batch), 1)};
     if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
     l->size = file_size(l->in.fd);
-    for (int i = 0; i < l->n_places; i++) l->active[i] = &l->places[i];
+    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
+        Place *p = l->active[i] = l->last = &l->places[i];
+        p->answer = (Answer){.text.blocks = alloc(s->seq_len, sizeof(int), "the list"),
+                             .sampler = app->engine.answer.sampler, .writer = &p->writer,
+                             .drawn = &p->drawn};
+        p->answer.sampler.answered = alloc(tok->vocab_size, sizeof(bool), "the list");
+        p->answer.sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the list");
+        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
+                             .stop = app->writer.stop};
+    }
     for (int i = 0; i < tok->vocab_size; i++) {
         if (tok->text[i].n > l->longest) l->longest = tok->text[i].n;
     }
@@ -3434,7 +3401,6 @@ static void list_init(List *l, App *app) {
     if (app->mode == TOKENIZE || app->mode == PERPLEXITY) l->longest = SIZE_MAX;
     l->users = alloc(s->blocks, sizeof(int), "the list");
     l->unused = alloc(s->blocks, sizeof(int), "the list");
-    l->last.answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
     for (int i = s->blocks; i > 0; i--) l->unused[l->n_unused++] = i - 1;
 }
 
@@ -3442,7 +3408,6 @@ static int run_list(App *app) {
     static List list;
     list_init(&list, app);
     stoppable = stop_at_once = true;
-    list.start = now();
     while (admit(&list) && pass(&list)) {
         sample_all(&list);
         write_lines(&list);
