@@ -1420,35 +1420,25 @@ static void check_magic(const char *file, uint32_t magic) {
 
 // Checks what the table of fields does not say. Here, layer_bits is still 0 or 4.
 static void check_config(const Cursor *in, const Config *c) {
-    const int group = c->group_size, widest = max_int(c->dim, c->hidden_dim);
-    if (group & (group - 1)) die_bad(in, "group_size", "32, 64, 128 or 256, found %d", group);
-    if (c->dim % group) die_bad(in, "dim", "a multiple of %d, found %d", group, c->dim);
-    if (c->hidden_dim % group)
-        die_bad(in, "hidden_dim", "a multiple of %d, found %d", group, c->hidden_dim);
-    if (c->head_dim % 2) die_bad(in, "head_dim", "an even number, found %d", c->head_dim);
-    if (c->n_heads % c->n_kv_heads)
-        die_bad(in, "n_kv_heads", "a divisor of %d heads, found %d", c->n_heads, c->n_kv_heads);
-    if (c->q_dim % group)
-        die_bad(in, "n_heads * head_dim", "a multiple of %d, found %d", group, c->q_dim);
-    if (c->rope_scaling != 0 && c->rope_scaling != 2)
-        die_bad(in, "rope_scaling", "0 or 2, found %d; export it again", c->rope_scaling);
-    if ((c->rope_factor > 0) != (c->rope_scaling == 2))
-        die_bad(in, "rope_factor", "more than 0 with rope_scaling, else 0, found %g",
-                c->rope_factor);
-    if (c->n_experts_used < min_int(c->n_experts, 1) || c->n_experts_used > c->n_experts)
-        die_bad(in, "n_experts_used", "at least %d and at most %d, found %d",
-                min_int(c->n_experts, 1), c->n_experts, c->n_experts_used);
-    if (c->n_experts * (int64_t)widest > 1 << 30)
-        die_bad(in, "n_experts", "at most 2^30 rows in all experts, found %d of %d", c->n_experts,
-                widest);
-    if (c->no_topk_norm > c->n_experts)
-        die_bad(in, "no_topk_norm", "0 without experts, found %d", c->no_topk_norm);
-    if (c->layer_bits != 0 && c->layer_bits != 4)
-        die_bad(in, "layer_bits", "0 (8 bits) or 4, found %d", c->layer_bits);
+    const int group = c->group_size, scaling = c->rope_scaling;
+    const int widest = max_int(c->dim, c->hidden_dim);
+#define RULE(name, good, expected) \
+    if (!(good)) die_bad(in, #name, expected ", found %.10g", (double)c->name)
+    RULE(group_size, (group & (group - 1)) == 0, "32, 64, 128 or 256");
+    RULE(dim, c->dim % group == 0, "a multiple of group_size");
+    RULE(hidden_dim, c->hidden_dim % group == 0, "a multiple of group_size");
+    RULE(head_dim, c->head_dim % 2 == 0, "an even number");
+    RULE(n_kv_heads, c->n_heads % c->n_kv_heads == 0, "a divisor of n_heads");
+    RULE(q_dim, c->q_dim % group == 0, "n_heads * head_dim to be a multiple of group_size");
+    RULE(rope_scaling, scaling == 0 || scaling == 2, "0 or 2 (export it again)");
+    RULE(rope_factor, (c->rope_factor > 0) == (scaling == 2), "> 0 with rope_scaling, else 0");
+    RULE(n_experts_used, c->n_experts_used <= c->n_experts, "at most n_experts");
+    RULE(n_experts_used, c->n_experts_used > 0 || c->n_experts == 0, "at least 1 of n_experts");
+    RULE(n_experts, c->n_experts * (int64_t)widest <= 1 << 30, "at most 2^30 rows in all experts");
+    RULE(no_topk_norm, c->no_topk_norm <= c->n_experts, "0 without experts");
+    RULE(layer_bits, c->layer_bits == 0 || c->layer_bits == 4, "0 (8 bits) or 4");
     for (int i = 1; i < 16 && c->layer_bits; i++) {
-        if (c->levels[i] <= c->levels[i - 1])
-            die_bad(in, "levels", "ascending ones, found %d after %d", c->levels[i],
-                    c->levels[i - 1]);
+        RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
     }
 }
 
@@ -2125,37 +2115,35 @@ static float *advance(Engine *e, int id, int count) {
 
 // ------------------------------------------------------------------------------------------------
 // Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
-// printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that stdout
+// add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that stdout
 // holds just the answer.
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Copies a text to out (3 n bytes) as a terminal may show it: bytes that are not UTF-8 and control
-// characters that are not `allowed` become U+FFFD, and so does a carriage return that no newline
-// follows. Returns out's new size.
-static size_t printable(char *out, Bytes text, const char *allowed) {
-    size_t size = 0;
+// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters that
+// are not `allowed` become U+FFFD, and so does a carriage return that no newline follows.
+static void add_printable(Buffer *out, Bytes text, const char *allowed) {
     for (size_t at = 0; at < text.n;) {
         const Char c = code_point_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
         const bool kept = c.c && c.c < ' ' && strchr(allowed, c.c) && (c.c != '\r' || crlf);
         const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c));
-        const int n = shown ? c.n : 3;
-        memcpy(out + size, shown ? (const char *)text.p + at : "\uFFFD", n);
-        size += n;
+        buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
-    return size;
 }
 
 static void report(const char *fmt, ...) {
-    char text[1024], line[3 * sizeof(text)];
+    char text[1024];
+    uint8_t line[3 * sizeof(text)];
+    Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
     va_list args;
     va_start(args, fmt);
     vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
     progress_end();
-    fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, bytes(text), ""), line);
+    add_printable(&shown, bytes(text), "");
+    fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
 }
 
 // Appends a text in printf's format, of less than 512 bytes.
@@ -2191,13 +2179,12 @@ struct Writer {
 static size_t unfinished(Bytes text, bool terminal) {
     if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
-        const uint8_t *p = text.p + text.n - n;
-        if ((p[0] & 0xC0) == 0x80) continue;
-        size_t needs = p[0] >= 0xF0 ? 4 : p[0] >= 0xE0 ? 3 : 2;
-        if (p[0] < 0xC2 || p[0] > 0xF4 || n >= needs) return 0;
-        uint8_t low = p[0] == 0xE0 ? 0xA0 : p[0] == 0xF0 ? 0x90 : 0x80;
-        uint8_t high = p[0] == 0xED ? 0x9F : p[0] == 0xF4 ? 0x8F : 0xBF;
-        return n == 1 || (p[1] >= low && p[1] <= high) ? n : 0;
+        for (int rest = 0x80; rest <= 0xBF; rest += 0x3F) {  // the least and the greatest bytes
+            uint8_t u[4] = {rest, rest, rest, rest};
+            memcpy(u, text.p + text.n - n, n);
+            const Char c = code_point_at((Bytes){u, 4}, 0);
+            if (c.c < BAD_BYTE && c.n > (int)n) return n;
+        }
     }
     return 0;
 }
@@ -2210,30 +2197,23 @@ static size_t unfinished_stop(Bytes text, Bytes stop) {
     return 0;
 }
 
-// A text as a terminal may show it: see printable. Each piece is dimmed by itself, in one write: no
-// signal can leave the terminal dim.
-static Bytes for_terminal(Writer *out, Bytes text, bool dim) {
-    if (text.n == 0) return text;
-    Buffer *shown = &out->shown;
-    shown->p = grow(shown->p, &shown->cap, 0, 3 * text.n + 8, 1);
-    memcpy(shown->p, "\033[2m", 4);
-    shown->n = 4 * dim;
-    shown->n += printable((char *)shown->p + shown->n, text, "\n\r\t");
-    if (dim) buffer_add(shown, bytes("\033[0m"));
-    return bytes_of(shown);
-}
-
-// Writes what is held, except its last `keep` bytes.
+// Writes what is held, except its last `keep` bytes. For a terminal, each piece is dimmed by
+// itself, in one write: no signal can leave the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
     Bytes text = {out->held.p, out->held.n - keep};
-    const bool thinking = out->chat && out->thinking;
-    if (out->terminal) text = for_terminal(out, text, thinking && out->dim);
-    else if (thinking && !out->to && is_terminal(STDERR_FILENO))
-        text = for_terminal(out, text, false);
-    if (out->to && !thinking) buffer_add(out->to, text);
-    else if (out->to) {}  // the thinking of a list's answer is dropped
-    else if (out->terminal || !thinking) write_stdout(text);
-    else if (!quiet) fwrite(text.p, 1, text.n, stderr);
+    const bool aside = out->thinking && !out->terminal;  // to stderr, or of a list nowhere
+    const bool dim = out->thinking && out->dim;
+    if (text.n && (out->terminal || (aside && !out->to))) {
+        Buffer *shown = &out->shown;
+        shown->n = 0;
+        if (dim) buffer_add(shown, bytes("\033[2m"));
+        add_printable(shown, text, "\n\r\t");
+        if (dim) buffer_add(shown, bytes("\033[0m"));
+        text = bytes_of(shown);
+    }
+    if (!aside && out->to) buffer_add(out->to, text);
+    else if (!aside) write_stdout(text);
+    else if (!out->to && !quiet) fwrite(text.p, 1, text.n, stderr);
     buffer_cut(&out->held, out->held.n - keep);
 }
 
@@ -2421,8 +2401,9 @@ static void respond(App *app, const Ids *prompt, Message *message) {
     const double p = (done - e->reused) / (middle - start + 1e-9);
     const double a = answer->n / (end - middle + 1e-9);
     if (!quiet)
-        fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,  // decimals below 1,000
+        fprintf(stderr,  // rates with a decimal only below 1,000
+                "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
                 (unsigned long long)app->options.seed);
     cut_answer(app, message);
 }
