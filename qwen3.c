@@ -1324,6 +1324,7 @@ static bool bytes_equal(Bytes a, Bytes b) {
 }
 
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
+INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 INLINE float as_float(uint32_t bits) {  // the float with these bits
     return (union { uint32_t bits; float value; }){bits}.value;
@@ -1336,9 +1337,7 @@ INLINE float as_float(uint32_t bits) {  // the float with these bits
 //
 //   0x00  u32 magic 0x616A6331, i32 version 1
 //   0x08  the fields of the table below
-//   0x70  with layer_bits 4, the 16 int8 levels, ascending
-//
-// The rest of the header is zero. A file in which it is not is refused.
+//   0x70  with layer_bits 4, the 16 int8 levels, ascending; all else must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. Norms, routers,
 // frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values row by
@@ -1406,13 +1405,17 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return take(in, count * sizeof(float));
 }
 
+// Something else than a .bin file, which export.py makes of the first n bytes of `source`.
+static void die_export(const char *file, const char *what, int n, const char *source) {
+    die("%s: %s, expected a .bin file, which this makes: export.py %.*s", file, what, n, source);
+}
+
 static void check_magic(const char *file, uint32_t magic) {
     const char *slash = strrchr(file, '/'), *end = strrchr(file, '.');
-    if (magic == 0x46554747)
-        die("%s: a GGUF file, expected a .bin file, which this makes: export.py %s", file, file);
+    if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (end && !strcmp(end, ".safetensors"))
-        die("%s: a part of a checkpoint, expected a .bin file, which this makes: export.py %.*s",
-            file, slash ? (int)(slash - file) : 1, slash ? file : ".");
+        die_export(file, "a part of a checkpoint", slash ? (int)(slash - file) : 1,
+                   slash ? file : ".");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
@@ -1545,7 +1548,7 @@ static void model_map(Model *m, const char *path) {
 // The order of texts by their bytes, where a text comes before those that it begins: for qsort
 static int compare_bytes(const void *a, const void *b) {
     const Bytes *x = a, *y = b;
-    const int order = memcmp(x->p, y->p, x->n < y->n ? x->n : y->n);
+    const int order = memcmp(x->p, y->p, min_size(x->n, y->n));
     return order ? order : (x->n > y->n) - (x->n < y->n);
 }
 
@@ -2115,8 +2118,8 @@ static float *advance(Engine *e, int id, int count) {
 
 // ------------------------------------------------------------------------------------------------
 // Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
-// add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that stdout
-// holds just the answer.
+// add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
+// stdout holds just the answer.
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
@@ -2189,14 +2192,6 @@ static size_t unfinished(Bytes text, bool terminal) {
     return 0;
 }
 
-// How many bytes at the end may still become the stop text
-static size_t unfinished_stop(Bytes text, Bytes stop) {
-    for (size_t n = stop.n ? stop.n - 1 : 0; n > 0; n--) {
-        if (n <= text.n && memcmp(text.p + text.n - n, stop.p, n) == 0) return n;
-    }
-    return 0;
-}
-
 // Writes what is held, except its last `keep` bytes. For a terminal, each piece is dimmed by
 // itself, in one write: no signal can leave the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
@@ -2225,31 +2220,27 @@ static void writer_thinks(Writer *out, bool thinking) {
     out->began = thinking;
 }
 
-// Takes the newlines between thinking and answer out of the answer. Only a terminal shows them.
-static void writer_begin(Writer *out) {
-    size_t newlines = 0;
-    while (newlines < out->held.n && out->held.p[newlines] == '\n') newlines++;
-    if (out->terminal) writer_flush(out, out->held.n - newlines);
-    else buffer_cut(&out->held, newlines);
-    out->began = out->held.n > 0;
-}
-
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
+    Buffer *held = &out->held;
     if (id == tok->think) writer_thinks(out, true);
-    if (!(tok->kind[id] & SPECIAL)) {
-        buffer_add(&out->held, tok->text[id]);
-        if (!out->began) writer_begin(out);
-        const Bytes held = bytes_of(&out->held), stop = out->thinking ? (Bytes){0} : out->stop;
-        for (size_t at = 0; stop.n && at + stop.n <= held.n; at++) {
-            if (memcmp(held.p + at, stop.p, stop.n) != 0) continue;
-            out->cut = held.n - at;
-            out->held.n = at;
-            return false;
-        }
-        const size_t keep = unfinished_stop(held, stop);
-        const Bytes rest = {held.p, held.n - keep};
-        writer_flush(out, keep + unfinished(rest, out->terminal || out->thinking));
+    if (!(tok->kind[id] & SPECIAL)) buffer_add(held, tok->text[id]);
+    if (!out->began) {  // the newlines between thinking and answer: only a terminal shows them
+        size_t newlines = 0;
+        while (newlines < held->n && held->p[newlines] == '\n') newlines++;
+        if (out->terminal) writer_flush(out, held->n - newlines);
+        else buffer_cut(held, newlines);
+        out->began = held->n > 0;
     }
+    const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
+    size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin
+    while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
+    if (stop.n && held->n - at >= stop.n) {
+        out->cut = held->n - at;
+        held->n = at;
+        return false;
+    }
+    const size_t waits = unfinished((Bytes){held->p, at}, out->terminal || out->thinking);
+    writer_flush(out, held->n - at + waits);
     if (id == tok->end_think) writer_thinks(out, false);
     return true;
 }
@@ -2373,7 +2364,7 @@ static void cut_answer(const App *app, Message *answer) {
     for (size_t cut = app->writer.cut; cut > 0;) {
         const int id = answer->ids.p[--answer->ids.n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        const size_t lost = cut < text.n ? cut : text.n;
+        const size_t lost = min_size(cut, text.n);
         if (lost < text.n) buffer_add(&answer->text, (Bytes){text.p, text.n - lost});
         cut -= lost;
     }
@@ -2717,19 +2708,6 @@ static double surprise(float *logits, int n, int id) {
     return log(sum_double(logits, n)) + max - logit;
 }
 
-// Runs ids 0 .. n - 1 from position pos on, and adds the surprises of ids 1 .. n to *sum, one by
-// one: batches do not change its last digits. Returns false after Ctrl-C.
-static bool score(Engine *e, const int *ids, int n, int pos, double *sum) {
-    const int rows = e->model.state.logit_rows, vocab_size = e->tokenizer.vocab_size;
-    float *logits = NULL;
-    if (!forward_text(&e->model, &e->answer.text, ids, n, pos, n)) return false;
-    for (int i = 0; i < n; i++) {
-        if (i % rows == 0) logits = classify(&e->model, i, min_int(rows, n - i));
-        *sum += surprise(logits + (size_t)(i % rows) * vocab_size, vocab_size, ids[i + 1]);
-    }
-    return true;
-}
-
 // Appends a line. False if the sum is not finite.
 static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
     const double mean = sum / n;
@@ -2737,19 +2715,26 @@ static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
     return isfinite(mean);
 }
 
-// The sum of a text's surprises. A text longer than the context is scored in pieces, each of which
-// begins with the last token of the piece before. Returns false after Ctrl-C.
+// Adds up the surprises of all tokens but the first, one by one: batches do not change the last
+// digits. A text longer than the context is scored in pieces, each of which begins with the last
+// token of the piece before. Returns false after Ctrl-C.
 static bool score_all(Engine *e, const Ids *ids, double *sum) {
-    const int context = e->model.state.seq_len, n = (int)ids->n - 1;
-    bool running = true;
+    const State *s = &e->model.state;
+    const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
+    float *logits = NULL;
     progress_start(&e->model, n);
-    for (int at = 0, count; at < n && running; at += count) {
-        int pos = at % (context - 1);
-        count = min_int(min_int(e->model.state.batch, context - 1 - pos), n - at);
-        running = score(e, ids->p + at, count, pos, sum);
+    for (int at = 0, count; at < n && !interrupted; at += count) {
+        const int pos = at % (s->seq_len - 1);
+        count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
+        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) break;
+        for (int i = 0; i < count; i++) {
+            const int row = i % s->logit_rows;
+            if (row == 0) logits = classify(&e->model, i, min_int(s->logit_rows, count - i));
+            *sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
+        }
     }
     progress_end();
-    return running;
+    return !interrupted;
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -3528,13 +3513,6 @@ static void check_text(const Options *o, int mode) {
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
 }
 
-static void check_list(const Options *o) {
-    const char *option = o->list ? "-l" : "-L";
-    if (o->list && o->json_list) die_usage("-l, -L: both given, expected one of them");
-    if (o->file) die_usage("-f, %s: both given, expected one of them", option);
-    if (o->verbose) die_usage("-v, %s: both given, expected one of them", option);
-}
-
 static Options parse_options(int argc, char **argv) {
     struct timespec time;
     clock_gettime(CLOCK_REALTIME, &time);
@@ -3563,7 +3541,8 @@ static Options parse_options(int argc, char **argv) {
     }
     if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    if (is_list(&o)) check_list(&o);
+    if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
+        die_usage("-l, -L: a list, expected one of them, without -f and -v");
     check_text(&o, o.mode);
     return o;
 }
@@ -3620,17 +3599,14 @@ static void choose_sampling(App *app) {
     };
 }
 
-// Ends the program if MODEL is a directory or missing. People also try the name of a model on the
-// Hugging Face hub (ORG/NAME): then the message says what to do.
+// Ends the program if MODEL is a directory, the name of a model on the hub, or missing.
 static void check_model_path(const char *path) {
     const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
     const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
     const FileKind kind = file_kind(path);
-    if (kind == DIRECTORY)
-        die("%s: a directory, expected a .bin file; this makes one: export.py %s", path, path);
+    if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
     if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
-        die("%s: not a file, expected a .bin file; for a model on the hub: export.py %s", path,
-            path);
+        die_export(path, "not a file", INT_MAX, path);
     if (kind == NO_FILE)
         die("%s: %s, expected a .bin file made by export.py", path, strerror(errno));
 }
