@@ -1840,21 +1840,6 @@ static void set_defaults(Tokenizer *tok) {
     }
 }
 
-static void take_tokens(Cursor *in, Tokenizer *tok) {
-    in->part = "the tokens";
-    tok->text = alloc(tok->vocab_size, sizeof(Bytes), "the tokenizer");
-    tok->score = alloc(tok->vocab_size, sizeof(float), "the tokenizer");
-    tok->kind = alloc(tok->vocab_size, 1, "the tokenizer");
-    tok->added = alloc(tok->vocab_size, sizeof(Added), "the tokenizer");
-    for (int id = 0; id < tok->vocab_size && in->rest.n; id++) {
-        tok->score[id] = as_float(take_u32(in));
-        size_t n = take_u32(in);
-        tok->text[id] = (Bytes){take(in, n), n};
-        if (isnan(tok->score[id]))
-            die("%s: bad score of token %d, expected a number", in->file, id);
-    }
-}
-
 // The slot of the hash table that holds the token with these bytes, or is free for it. FNV-1a with
 // a secret factor; the slot comes from both halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text) {
@@ -1901,13 +1886,23 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Cursor in = {file, "the header", file_map(file)};
     *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
                        .repetition = 1};
+    tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
+    tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
+    tok->kind = alloc(vocab_size, 1, "the tokenizer");
+    tok->added = alloc(vocab_size, sizeof(Added), "the tokenizer");
     tok->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
     in.part = "bos id";
     int bos = take_id(&in, tok);
     in.part = "eos id";
     int eos = take_id(&in, tok);
-    take_tokens(&in, tok);
+    in.part = "the tokens";
+    for (int id = 0; id < vocab_size && in.rest.n; id++) {
+        tok->score[id] = as_float(take_u32(&in));
+        if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
+        tok->text[id].n = take_u32(&in);
+        tok->text[id].p = take(&in, tok->text[id].n);
+    }
     if (in.rest.n) take_extension(&in, tok);
     set_defaults(tok);
     qsort(tok->added, tok->n_added, sizeof(Added), compare_bytes);
@@ -2040,20 +2035,19 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // ------------------------------------------------------------------------------------------------
 // Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
 // code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
-// tokens that followed there are a draft of what comes next. One forward pass runs all of them, and
-// so reads the weights only once.
+// tokens that followed there are a draft of what comes next. One forward pass runs the last token
+// and its draft, and so reads the weights only once. advance() gives out its rows one by one, for
+// as long as sampling picks the draft's tokens; the first other token starts a new pass, which
+// overwrites the rest of the draft in the cache.
 //
-// advance() gives out the rows of that pass one by one, for as long as sampling picks the draft's
-// tokens; the first other token starts a new pass, which overwrites the rest of the draft in the
-// cache. A batch gives the same bits as single tokens, and random numbers are drawn only for rows
-// that are used. So drafts change the time and nothing else: the text is the same, not just its
-// distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+// A batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
+// used. So drafts change the time and nothing else: the text is the same, not just its distribution
+// as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// One pass runs the last token and its draft: draft_rows() tokens, or twice as many after a draft
-// that was right to its end. A drafted token costs DRAFT_COST, a right one earns twice as much,
-// every pass earns 1, and while this credit is negative there are no drafts. So wrong ones take at
+// A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1
+// without SIMD or with -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much,
+// every pass earns 1, and while this credit is negative there are no drafts: wrong ones take at
 // most 2 % of the time, also with experts, where a drafted token takes half the time of another.
-// Without SIMD, where it takes all of it, and with -b 1 there are no drafts.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
@@ -2329,32 +2323,23 @@ static void give_notices(App *app) {
 // What stderr says before the model runs
 static void announce(App *app, const Ids *ids) {
     give_notices(app);
-    if (!app->options.verbose) return;
+    if (!app->options.verbose || app->mode == TOKENIZE) return;
     fputs("prompt ids:", stderr);
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
     fputc('\n', stderr);
 }
 
-// Can a text of so many tokens run? Says so if it can't.
+// Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
 static bool check_length(const App *app, const char *where, size_t tokens) {
-    const size_t most = app->engine.model.state.seq_len;
-    if (app->mode == PERPLEXITY) {
-        if (tokens < 2)
-            report("%s: too short, expected at least 2 tokens, found %zu", where, tokens);
-        return tokens >= 2;
-    }
-    if (tokens == 0) report("%s: empty, expected at least one token", where);
+    const bool scores = app->mode == PERPLEXITY;
+    const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
+    if (tokens < least)
+        report("%s: %s, expected %zu or more tokens, found %zu", where,
+               tokens ? "too short" : "empty", least, tokens);
     if (tokens > most)
         report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
                app->engine.model.config.max_seq_len, tokens);
-    return tokens > 0 && tokens <= most;
-}
-
-// Checks a prompt's length and runs it. Returns what prefill returns.
-static bool checked_prefill(App *app, const Ids *prompt) {
-    if (!check_length(app, "prompt", prompt->n)) exit(EXIT_FAILURE);
-    announce(app, prompt);
-    return prefill(&app->engine, prompt);
+    return tokens >= least && tokens <= most;
 }
 
 // After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
@@ -2377,7 +2362,7 @@ static void respond(App *app, const Ids *prompt, Message *message) {
     const int seq_len = e->model.state.seq_len;
     app->writer.cut = 0;
     const double start = now();
-    const bool ran = checked_prefill(app, prompt);
+    const bool ran = prefill(e, prompt);
     const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
@@ -2422,8 +2407,8 @@ static void conversation_drop(Conversation *talk, size_t first, size_t count) {
 
 // Renders the conversation. If that leaves no room for an answer, the older half of the turns is
 // forgotten, again until there is room or only the last message is left (and the system message).
-// False: even that is too long, or Ctrl-C was pressed; then nothing is forgotten.
-static bool fit_conversation(App *app, Ids *ids) {
+// If even that is too long, nothing is forgotten.
+static void fit_conversation(App *app, Ids *ids) {
     Conversation *talk = &app->conversation;
     const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
     size_t room = context / 4, first = system;
@@ -2432,12 +2417,11 @@ static bool fit_conversation(App *app, Ids *ids) {
         render(&app->engine.tokenizer, talk, first, app->think, ids);
         if (ids->n + room <= context || first == talk->n - 1 || interrupted) break;
     }
-    if (interrupted || ids->n > context) return false;
+    if (interrupted || ids->n > context) return;
     if (first > system)
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
     conversation_drop(talk, system, first - system);
-    return true;
 }
 
 // Answers the conversation's last message. False: there is no answer, as the conversation is too
@@ -2445,19 +2429,18 @@ static bool fit_conversation(App *app, Ids *ids) {
 static bool answer_last(App *app) {
     Conversation *talk = &app->conversation;
     Ids ids = {0};
-    const bool fits = fit_conversation(app, &ids);
-    if (!fits && !interrupted) {
-        check_length(app, "prompt", ids.n);
-        if (!app->dialogue) exit(EXIT_FAILURE);
-    }
+    fit_conversation(app, &ids);
+    const bool fits = !interrupted && check_length(app, "prompt", ids.n);
+    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
     if (fits) {
+        announce(app, &ids);
         writer_thinks(&app->writer, begins_thinking(app));
         respond(app, &ids, answer);
     }
-    free(ids.p);
     const bool answered = answer->ids.n > 0 || (fits && !interrupted);
     if (!answered) conversation_drop(talk, talk->n - 1, 1);
+    free(ids.p);
     return answered;
 }
 
@@ -2587,19 +2570,17 @@ static Bytes skip_spaces(Bytes text) {
 static void send_file(App *app, Bytes words) {
     words = skip_spaces(words);
     const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
-    const uint8_t end = quoted ? *words.p : ' ';
-    if (quoted) words = bytes_from(words, 1);
-    size_t n = 0;
-    while (n < words.n && words.p[n] != end) n++;
-    const bool tilde = !quoted && n > 1 && words.p[0] == '~' && words.p[1] == '/';
-    const char *home = tilde ? getenv("HOME") : NULL, *name = (const char *)words.p, *error = NULL;
+    const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
+    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
+    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
+    const int n = (int)((end ? end : last) - name);
     char path[8192];
-    if (home) snprintf(path, sizeof(path), "%s%.*s", home, (int)n - 1, name + 1);
-    else snprintf(path, sizeof(path), "%.*s", (int)n, name);
+    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + quoted : n)));
+    if (end) buffer_add(&message, skip_spaces((Bytes){end + 1, last - end - 1}));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
+    const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
     else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
     else error = file_read(&message, path);
@@ -2761,42 +2742,38 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
     if (app->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
-static void run_tokenize(App *app, const Ids *ids, Buffer *lines) {
-    give_notices(app);
-    if (!app->options.verbose) buffer_add_ids(lines, ids);
-    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
-        buffer_print(lines, "%d ", ids->p[i]);
-        buffer_add_json(lines, app->engine.tokenizer.text[ids->p[i]]);
-    }
-}
-
-static void run_perplexity(App *app, const Ids *ids, Buffer *line) {
-    const int context = app->engine.model.state.seq_len;
-    double sum = 0;
-    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
-    announce(app, ids);
-    if (ids->n > (size_t)context)
-        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
-    if (!score_all(&app->engine, ids, &sum)) return;
-    if (!buffer_add_perplexity(line, sum, (int)ids->n - 1)) die(NOT_FINITE);
-}
-
-static void run_embed(App *app, const Ids *ids, Buffer *line) {
-    if (!checked_prefill(app, ids)) return;
-    if (!buffer_add_embedding(line, &app->engine.model, 0)) die(BAD_VECTOR);
-}
-
 // Every mode but chat
 static void run_raw(App *app, Bytes text) {
+    Engine *e = &app->engine;
+    const int context = e->model.state.seq_len;
     Ids ids = {0};
     Message answer = {0};
     Buffer lines = {0};
+    double sum = 0;
     encode_text(app, text, &ids);
-    if (interrupted) {}  // while the text was encoded
-    else if (app->mode == GENERATE) respond(app, &ids, &answer);
-    else if (app->mode == TOKENIZE) run_tokenize(app, &ids, &lines);
-    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids, &lines);
-    else run_embed(app, &ids, &lines);
+    if (interrupted) {
+        free(ids.p);
+        return;
+    }
+    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids.n)) exit(EXIT_FAILURE);
+    announce(app, &ids);
+    if (app->mode == GENERATE) {
+        respond(app, &ids, &answer);
+    } else if (app->mode == EMBED) {
+        if (prefill(e, &ids) && !buffer_add_embedding(&lines, &e->model, 0)) die(BAD_VECTOR);
+    } else if (app->mode == PERPLEXITY) {
+        if (ids.n > (size_t)context)
+            notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
+        if (score_all(e, &ids, &sum) && !buffer_add_perplexity(&lines, sum, (int)ids.n - 1))
+            die(NOT_FINITE);
+    } else if (!app->options.verbose) {
+        buffer_add_ids(&lines, &ids);
+    } else {
+        for (size_t i = 0; i < ids.n; i++) {
+            buffer_print(&lines, "%d ", ids.p[i]);
+            buffer_add_json(&lines, e->tokenizer.text[ids.p[i]]);
+        }
+    }
     write_stdout(bytes_of(&lines));
     free(lines.p);
     free(ids.p);
