@@ -1365,6 +1365,7 @@ static bool bytes_equal(Bytes a, Bytes b) {
 }
 
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
+INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 INLINE float as_float(uint32_t bits) {  // the float with these bits
     return (union { uint32_t bits; float value; }){bits}.value;
@@ -1377,9 +1378,7 @@ INLINE float as_float(uint32_t bits) {  // the float with these bits
 //
 //   0x00  u32 magic 0x616A6331, i32 version 1
 //   0x08  the fields of the table below
-//   0x70  with layer_bits 4, the 16 int8 levels, ascending
-//
-// The rest of the header is zero. A file in which it is not is refused.
+//   0x70  with layer_bits 4, the 16 int8 levels, ascending; all else must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. Norms, routers,
 // frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values row by
@@ -1447,13 +1446,17 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return take(in, count * sizeof(float));
 }
 
+// Something else than a .bin file, which export.py makes of the first n bytes of `source`.
+static void die_export(const char *file, const char *what, int n, const char *source) {
+    die("%s: %s, expected a .bin file, which this makes: export.py %.*s", file, what, n, source);
+}
+
 static void check_magic(const char *file, uint32_t magic) {
     const char *slash = strrchr(file, '/'), *end = strrchr(file, '.');
-    if (magic == 0x46554747)
-        die("%s: a GGUF file, expected a .bin file, which this makes: export.py %s", file, file);
+    if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (end && !strcmp(end, ".safetensors"))
-        die("%s: a part of a checkpoint, expected a .bin file, which this makes: export.py %.*s",
-            file, slash ? (int)(slash - file) : 1, slash ? file : ".");
+        die_export(file, "a part of a checkpoint", slash ? (int)(slash - file) : 1,
+                   slash ? file : ".");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
@@ -1461,35 +1464,25 @@ static void check_magic(const char *file, uint32_t magic) {
 
 // Checks what the table of fields does not say. Here, layer_bits is still 0 or 4.
 static void check_config(const Cursor *in, const Config *c) {
-    const int group = c->group_size, widest = max_int(c->dim, c->hidden_dim);
-    if (group & (group - 1)) die_bad(in, "group_size", "32, 64, 128 or 256, found %d", group);
-    if (c->dim % group) die_bad(in, "dim", "a multiple of %d, found %d", group, c->dim);
-    if (c->hidden_dim % group)
-        die_bad(in, "hidden_dim", "a multiple of %d, found %d", group, c->hidden_dim);
-    if (c->head_dim % 2) die_bad(in, "head_dim", "an even number, found %d", c->head_dim);
-    if (c->n_heads % c->n_kv_heads)
-        die_bad(in, "n_kv_heads", "a divisor of %d heads, found %d", c->n_heads, c->n_kv_heads);
-    if (c->q_dim % group)
-        die_bad(in, "n_heads * head_dim", "a multiple of %d, found %d", group, c->q_dim);
-    if (c->rope_scaling != 0 && c->rope_scaling != 2)
-        die_bad(in, "rope_scaling", "0 or 2, found %d; export it again", c->rope_scaling);
-    if ((c->rope_factor > 0) != (c->rope_scaling == 2))
-        die_bad(in, "rope_factor", "more than 0 with rope_scaling, else 0, found %g",
-                c->rope_factor);
-    if (c->n_experts_used < min_int(c->n_experts, 1) || c->n_experts_used > c->n_experts)
-        die_bad(in, "n_experts_used", "at least %d and at most %d, found %d",
-                min_int(c->n_experts, 1), c->n_experts, c->n_experts_used);
-    if (c->n_experts * (int64_t)widest > 1 << 30)
-        die_bad(in, "n_experts", "at most 2^30 rows in all experts, found %d of %d", c->n_experts,
-                widest);
-    if (c->no_topk_norm > c->n_experts)
-        die_bad(in, "no_topk_norm", "0 without experts, found %d", c->no_topk_norm);
-    if (c->layer_bits != 0 && c->layer_bits != 4)
-        die_bad(in, "layer_bits", "0 (8 bits) or 4, found %d", c->layer_bits);
+    const int group = c->group_size, scaling = c->rope_scaling;
+    const int widest = max_int(c->dim, c->hidden_dim);
+#define RULE(name, good, expected) \
+    if (!(good)) die_bad(in, #name, expected ", found %.10g", (double)c->name)
+    RULE(group_size, (group & (group - 1)) == 0, "32, 64, 128 or 256");
+    RULE(dim, c->dim % group == 0, "a multiple of group_size");
+    RULE(hidden_dim, c->hidden_dim % group == 0, "a multiple of group_size");
+    RULE(head_dim, c->head_dim % 2 == 0, "an even number");
+    RULE(n_kv_heads, c->n_heads % c->n_kv_heads == 0, "a divisor of n_heads");
+    RULE(q_dim, c->q_dim % group == 0, "n_heads * head_dim to be a multiple of group_size");
+    RULE(rope_scaling, scaling == 0 || scaling == 2, "0 or 2 (export it again)");
+    RULE(rope_factor, (c->rope_factor > 0) == (scaling == 2), "> 0 with rope_scaling, else 0");
+    RULE(n_experts_used, c->n_experts_used <= c->n_experts, "at most n_experts");
+    RULE(n_experts_used, c->n_experts_used > 0 || c->n_experts == 0, "at least 1 of n_experts");
+    RULE(n_experts, c->n_experts * (int64_t)widest <= 1 << 30, "at most 2^30 rows in all experts");
+    RULE(no_topk_norm, c->no_topk_norm <= c->n_experts, "0 without experts");
+    RULE(layer_bits, c->layer_bits == 0 || c->layer_bits == 4, "0 (8 bits) or 4");
     for (int i = 1; i < 16 && c->layer_bits; i++) {
-        if (c->levels[i] <= c->levels[i - 1])
-            die_bad(in, "levels", "ascending ones, found %d after %d", c->levels[i],
-                    c->levels[i - 1]);
+        RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
     }
 }
 
@@ -1596,7 +1589,7 @@ static void model_map(Model *m, const char *path) {
 // The order of texts by their bytes, where a text comes before those that it begins: for qsort
 static int compare_bytes(const void *a, const void *b) {
     const Bytes *x = a, *y = b;
-    const int order = memcmp(x->p, y->p, x->n < y->n ? x->n : y->n);
+    const int order = memcmp(x->p, y->p, min_size(x->n, y->n));
     return order ? order : (x->n > y->n) - (x->n < y->n);
 }
 
@@ -1888,21 +1881,6 @@ static void set_defaults(Tokenizer *tok) {
     }
 }
 
-static void take_tokens(Cursor *in, Tokenizer *tok) {
-    in->part = "the tokens";
-    tok->text = alloc(tok->vocab_size, sizeof(Bytes), "the tokenizer");
-    tok->score = alloc(tok->vocab_size, sizeof(float), "the tokenizer");
-    tok->kind = alloc(tok->vocab_size, 1, "the tokenizer");
-    tok->added = alloc(tok->vocab_size, sizeof(Added), "the tokenizer");
-    for (int id = 0; id < tok->vocab_size && in->rest.n; id++) {
-        tok->score[id] = as_float(take_u32(in));
-        size_t n = take_u32(in);
-        tok->text[id] = (Bytes){take(in, n), n};
-        if (isnan(tok->score[id]))
-            die("%s: bad score of token %d, expected a number", in->file, id);
-    }
-}
-
 // The slot of the hash table that holds the token with these bytes, or is free for it. FNV-1a with
 // a secret factor; the slot comes from both halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text) {
@@ -1949,13 +1927,23 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Cursor in = {file, "the header", file_map(file)};
     *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
                        .repetition = 1};
+    tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
+    tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
+    tok->kind = alloc(vocab_size, 1, "the tokenizer");
+    tok->added = alloc(vocab_size, sizeof(Added), "the tokenizer");
     tok->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
     in.part = "bos id";
     int bos = take_id(&in, tok);
     in.part = "eos id";
     int eos = take_id(&in, tok);
-    take_tokens(&in, tok);
+    in.part = "the tokens";
+    for (int id = 0; id < vocab_size && in.rest.n; id++) {
+        tok->score[id] = as_float(take_u32(&in));
+        if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
+        tok->text[id].n = take_u32(&in);
+        tok->text[id].p = take(&in, tok->text[id].n);
+    }
     if (in.rest.n) take_extension(&in, tok);
     set_defaults(tok);
     qsort(tok->added, tok->n_added, sizeof(Added), compare_bytes);
@@ -2088,20 +2076,19 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // ------------------------------------------------------------------------------------------------
 // Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
 // code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
-// tokens that followed there are a draft of what comes next. One forward pass runs all of them, and
-// so reads the weights only once.
+// tokens that followed there are a draft of what comes next. One forward pass runs the last token
+// and its draft, and so reads the weights only once. advance() gives out its rows one by one, for
+// as long as sampling picks the draft's tokens; the first other token starts a new pass, which
+// overwrites the rest of the draft in the cache.
 //
-// advance() gives out the rows of that pass one by one, for as long as sampling picks the draft's
-// tokens; the first other token starts a new pass, which overwrites the rest of the draft in the
-// cache. A batch gives the same bits as single tokens, and random numbers are drawn only for rows
-// that are used. So drafts change the time and nothing else: the text is the same, not just its
-// distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+// A batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
+// used. So drafts change the time and nothing else: the text is the same, not just its distribution
+// as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// One pass runs the last token and its draft: draft_rows() tokens, or twice as many after a draft
-// that was right to its end. A drafted token costs DRAFT_COST, a right one earns twice as much,
-// every pass earns 1, and while this credit is negative there are no drafts. So wrong ones take at
+// A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1
+// without SIMD or with -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much,
+// every pass earns 1, and while this credit is negative there are no drafts: wrong ones take at
 // most 2 % of the time, also with experts, where a drafted token takes half the time of another.
-// Without SIMD, where it takes all of it, and with -b 1 there are no drafts.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
@@ -2166,37 +2153,35 @@ static float *advance(Engine *e, int id, int count) {
 
 // ------------------------------------------------------------------------------------------------
 // Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
-// printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that stdout
-// holds just the answer.
+// add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
+// stdout holds just the answer.
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Copies a text to out (3 n bytes) as a terminal may show it: bytes that are not UTF-8 and control
-// characters that are not `allowed` become U+FFFD, and so does a carriage return that no newline
-// follows. Returns out's new size.
-static size_t printable(char *out, Bytes text, const char *allowed) {
-    size_t size = 0;
+// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters that
+// are not `allowed` become U+FFFD, and so does a carriage return that no newline follows.
+static void add_printable(Buffer *out, Bytes text, const char *allowed) {
     for (size_t at = 0; at < text.n;) {
         const Char c = code_point_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
         const bool kept = c.c && c.c < ' ' && strchr(allowed, c.c) && (c.c != '\r' || crlf);
         const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c));
-        const int n = shown ? c.n : 3;
-        memcpy(out + size, shown ? (const char *)text.p + at : "\uFFFD", n);
-        size += n;
+        buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
-    return size;
 }
 
 static void report(const char *fmt, ...) {
-    char text[1024], line[3 * sizeof(text)];
+    char text[1024];
+    uint8_t line[3 * sizeof(text)];
+    Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
     va_list args;
     va_start(args, fmt);
     vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
     progress_end();
-    fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, bytes(text), ""), line);
+    add_printable(&shown, bytes(text), "");
+    fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
 }
 
 // Appends a text in printf's format, of less than 512 bytes.
@@ -2232,49 +2217,33 @@ struct Writer {
 static size_t unfinished(Bytes text, bool terminal) {
     if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
-        const uint8_t *p = text.p + text.n - n;
-        if ((p[0] & 0xC0) == 0x80) continue;
-        size_t needs = p[0] >= 0xF0 ? 4 : p[0] >= 0xE0 ? 3 : 2;
-        if (p[0] < 0xC2 || p[0] > 0xF4 || n >= needs) return 0;
-        uint8_t low = p[0] == 0xE0 ? 0xA0 : p[0] == 0xF0 ? 0x90 : 0x80;
-        uint8_t high = p[0] == 0xED ? 0x9F : p[0] == 0xF4 ? 0x8F : 0xBF;
-        return n == 1 || (p[1] >= low && p[1] <= high) ? n : 0;
+        for (int rest = 0x80; rest <= 0xBF; rest += 0x3F) {  // the least and the greatest bytes
+            uint8_t u[4] = {rest, rest, rest, rest};
+            memcpy(u, text.p + text.n - n, n);
+            const Char c = code_point_at((Bytes){u, 4}, 0);
+            if (c.c < BAD_BYTE && c.n > (int)n) return n;
+        }
     }
     return 0;
 }
 
-// How many bytes at the end may still become the stop text
-static size_t unfinished_stop(Bytes text, Bytes stop) {
-    for (size_t n = stop.n ? stop.n - 1 : 0; n > 0; n--) {
-        if (n <= text.n && memcmp(text.p + text.n - n, stop.p, n) == 0) return n;
-    }
-    return 0;
-}
-
-// A text as a terminal may show it: see printable. Each piece is dimmed by itself, in one write: no
-// signal can leave the terminal dim.
-static Bytes for_terminal(Writer *out, Bytes text, bool dim) {
-    if (text.n == 0) return text;
-    Buffer *shown = &out->shown;
-    shown->p = grow(shown->p, &shown->cap, 0, 3 * text.n + 8, 1);
-    memcpy(shown->p, "\033[2m", 4);
-    shown->n = 4 * dim;
-    shown->n += printable((char *)shown->p + shown->n, text, "\n\r\t");
-    if (dim) buffer_add(shown, bytes("\033[0m"));
-    return bytes_of(shown);
-}
-
-// Writes what is held, except its last `keep` bytes.
+// Writes what is held, except its last `keep` bytes. For a terminal, each piece is dimmed by
+// itself, in one write: no signal can leave the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
     Bytes text = {out->held.p, out->held.n - keep};
-    const bool thinking = out->chat && out->thinking;
-    if (out->terminal) text = for_terminal(out, text, thinking && out->dim);
-    else if (thinking && !out->to && is_terminal(STDERR_FILENO))
-        text = for_terminal(out, text, false);
-    if (out->to && !thinking) buffer_add(out->to, text);
-    else if (out->to) {}  // the thinking of a list's answer is dropped
-    else if (out->terminal || !thinking) write_stdout(text);
-    else if (!quiet) fwrite(text.p, 1, text.n, stderr);
+    const bool aside = out->thinking && !out->terminal;  // to stderr, or of a list nowhere
+    const bool dim = out->thinking && out->dim;
+    if (text.n && (out->terminal || (aside && !out->to))) {
+        Buffer *shown = &out->shown;
+        shown->n = 0;
+        if (dim) buffer_add(shown, bytes("\033[2m"));
+        add_printable(shown, text, "\n\r\t");
+        if (dim) buffer_add(shown, bytes("\033[0m"));
+        text = bytes_of(shown);
+    }
+    if (!aside && out->to) buffer_add(out->to, text);
+    else if (!aside) write_stdout(text);
+    else if (!out->to && !quiet) fwrite(text.p, 1, text.n, stderr);
     buffer_cut(&out->held, out->held.n - keep);
 }
 
@@ -2286,31 +2255,27 @@ static void writer_thinks(Writer *out, bool thinking) {
     out->began = thinking;
 }
 
-// Takes the newlines between thinking and answer out of the answer. Only a terminal shows them.
-static void writer_begin(Writer *out) {
-    size_t newlines = 0;
-    while (newlines < out->held.n && out->held.p[newlines] == '\n') newlines++;
-    if (out->terminal) writer_flush(out, out->held.n - newlines);
-    else buffer_cut(&out->held, newlines);
-    out->began = out->held.n > 0;
-}
-
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
+    Buffer *held = &out->held;
     if (id == tok->think) writer_thinks(out, true);
-    if (!(tok->kind[id] & SPECIAL)) {
-        buffer_add(&out->held, tok->text[id]);
-        if (!out->began) writer_begin(out);
-        const Bytes held = bytes_of(&out->held), stop = out->thinking ? (Bytes){0} : out->stop;
-        for (size_t at = 0; stop.n && at + stop.n <= held.n; at++) {
-            if (memcmp(held.p + at, stop.p, stop.n) != 0) continue;
-            out->cut = held.n - at;
-            out->held.n = at;
-            return false;
-        }
-        const size_t keep = unfinished_stop(held, stop);
-        const Bytes rest = {held.p, held.n - keep};
-        writer_flush(out, keep + unfinished(rest, out->terminal || out->thinking));
+    if (!(tok->kind[id] & SPECIAL)) buffer_add(held, tok->text[id]);
+    if (!out->began) {  // the newlines between thinking and answer: only a terminal shows them
+        size_t newlines = 0;
+        while (newlines < held->n && held->p[newlines] == '\n') newlines++;
+        if (out->terminal) writer_flush(out, held->n - newlines);
+        else buffer_cut(held, newlines);
+        out->began = held->n > 0;
     }
+    const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
+    size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin
+    while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
+    if (stop.n && held->n - at >= stop.n) {
+        out->cut = held->n - at;
+        held->n = at;
+        return false;
+    }
+    const size_t waits = unfinished((Bytes){held->p, at}, out->terminal || out->thinking);
+    writer_flush(out, held->n - at + waits);
     if (id == tok->end_think) writer_thinks(out, false);
     return true;
 }
@@ -2399,32 +2364,23 @@ static void give_notices(App *app) {
 // What stderr says before the model runs
 static void announce(App *app, const Ids *ids) {
     give_notices(app);
-    if (!app->options.verbose) return;
+    if (!app->options.verbose || app->mode == TOKENIZE) return;
     fputs("prompt ids:", stderr);
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
     fputc('\n', stderr);
 }
 
-// Can a text of so many tokens run? Says so if it can't.
+// Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
 static bool check_length(const App *app, const char *where, size_t tokens) {
-    const size_t most = app->engine.model.state.seq_len;
-    if (app->mode == PERPLEXITY) {
-        if (tokens < 2)
-            report("%s: too short, expected at least 2 tokens, found %zu", where, tokens);
-        return tokens >= 2;
-    }
-    if (tokens == 0) report("%s: empty, expected at least one token", where);
+    const bool scores = app->mode == PERPLEXITY;
+    const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
+    if (tokens < least)
+        report("%s: %s, expected %zu or more tokens, found %zu", where,
+               tokens ? "too short" : "empty", least, tokens);
     if (tokens > most)
         report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
                app->engine.model.config.max_seq_len, tokens);
-    return tokens > 0 && tokens <= most;
-}
-
-// Checks a prompt's length and runs it. Returns what prefill returns.
-static bool checked_prefill(App *app, const Ids *prompt) {
-    if (!check_length(app, "prompt", prompt->n)) exit(EXIT_FAILURE);
-    announce(app, prompt);
-    return prefill(&app->engine, prompt);
+    return tokens >= least && tokens <= most;
 }
 
 // After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
@@ -2434,7 +2390,7 @@ static void cut_answer(const App *app, Message *answer) {
     for (size_t cut = app->writer.cut; cut > 0;) {
         const int id = answer->ids.p[--answer->ids.n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        const size_t lost = cut < text.n ? cut : text.n;
+        const size_t lost = min_size(cut, text.n);
         if (lost < text.n) buffer_add(&answer->text, (Bytes){text.p, text.n - lost});
         cut -= lost;
     }
@@ -2447,7 +2403,7 @@ static void respond(App *app, const Ids *prompt, Message *message) {
     const int seq_len = e->model.state.seq_len;
     app->writer.cut = 0;
     const double start = now();
-    const bool ran = checked_prefill(app, prompt);
+    const bool ran = prefill(e, prompt);
     const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
@@ -2462,8 +2418,9 @@ static void respond(App *app, const Ids *prompt, Message *message) {
     const double p = (done - e->reused) / (middle - start + 1e-9);
     const double a = answer->n / (end - middle + 1e-9);
     if (!quiet)
-        fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,  // decimals below 1,000
+        fprintf(stderr,  // rates with a decimal only below 1,000
+                "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
                 (unsigned long long)app->options.seed);
     cut_answer(app, message);
 }
@@ -2491,8 +2448,8 @@ static void conversation_drop(Conversation *talk, size_t first, size_t count) {
 
 // Renders the conversation. If that leaves no room for an answer, the older half of the turns is
 // forgotten, again until there is room or only the last message is left (and the system message).
-// False: even that is too long, or Ctrl-C was pressed; then nothing is forgotten.
-static bool fit_conversation(App *app, Ids *ids) {
+// If even that is too long, nothing is forgotten.
+static void fit_conversation(App *app, Ids *ids) {
     Conversation *talk = &app->conversation;
     const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
     size_t room = context / 4, first = system;
@@ -2501,12 +2458,11 @@ static bool fit_conversation(App *app, Ids *ids) {
         render(&app->engine.tokenizer, talk, first, app->think, ids);
         if (ids->n + room <= context || first == talk->n - 1 || interrupted) break;
     }
-    if (interrupted || ids->n > context) return false;
+    if (interrupted || ids->n > context) return;
     if (first > system)
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
     conversation_drop(talk, system, first - system);
-    return true;
 }
 
 // Answers the conversation's last message. False: there is no answer, as the conversation is too
@@ -2514,19 +2470,18 @@ static bool fit_conversation(App *app, Ids *ids) {
 static bool answer_last(App *app) {
     Conversation *talk = &app->conversation;
     Ids ids = {0};
-    const bool fits = fit_conversation(app, &ids);
-    if (!fits && !interrupted) {
-        check_length(app, "prompt", ids.n);
-        if (!app->dialogue) exit(EXIT_FAILURE);
-    }
+    fit_conversation(app, &ids);
+    const bool fits = !interrupted && check_length(app, "prompt", ids.n);
+    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
     if (fits) {
+        announce(app, &ids);
         writer_thinks(&app->writer, begins_thinking(app));
         respond(app, &ids, answer);
     }
-    free(ids.p);
     const bool answered = answer->ids.n > 0 || (fits && !interrupted);
     if (!answered) conversation_drop(talk, talk->n - 1, 1);
+    free(ids.p);
     return answered;
 }
 
@@ -2656,19 +2611,17 @@ static Bytes skip_spaces(Bytes text) {
 static void send_file(App *app, Bytes words) {
     words = skip_spaces(words);
     const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
-    const uint8_t end = quoted ? *words.p : ' ';
-    if (quoted) words = bytes_from(words, 1);
-    size_t n = 0;
-    while (n < words.n && words.p[n] != end) n++;
-    const bool tilde = !quoted && n > 1 && words.p[0] == '~' && words.p[1] == '/';
-    const char *home = tilde ? getenv("HOME") : NULL, *name = (const char *)words.p, *error = NULL;
+    const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
+    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
+    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
+    const int n = (int)((end ? end : last) - name);
     char path[8192];
-    if (home) snprintf(path, sizeof(path), "%s%.*s", home, (int)n - 1, name + 1);
-    else snprintf(path, sizeof(path), "%.*s", (int)n, name);
+    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + quoted : n)));
+    if (end) buffer_add(&message, skip_spaces((Bytes){end + 1, last - end - 1}));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
+    const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
     else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
     else error = file_read(&message, path);
@@ -2777,19 +2730,6 @@ static double surprise(float *logits, int n, int id) {
     return log(sum_double(logits, n)) + max - logit;
 }
 
-// Runs ids 0 .. n - 1 from position pos on, and adds the surprises of ids 1 .. n to *sum, one by
-// one: batches do not change its last digits. Returns false after Ctrl-C.
-static bool score(Engine *e, const int *ids, int n, int pos, double *sum) {
-    const int rows = e->model.state.logit_rows, vocab_size = e->tokenizer.vocab_size;
-    float *logits = NULL;
-    if (!forward_text(&e->model, &e->answer.text, ids, n, pos, n)) return false;
-    for (int i = 0; i < n; i++) {
-        if (i % rows == 0) logits = classify(&e->model, i, min_int(rows, n - i));
-        *sum += surprise(logits + (size_t)(i % rows) * vocab_size, vocab_size, ids[i + 1]);
-    }
-    return true;
-}
-
 // Appends a line. False if the sum is not finite.
 static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
     const double mean = sum / n;
@@ -2797,19 +2737,26 @@ static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
     return isfinite(mean);
 }
 
-// The sum of a text's surprises. A text longer than the context is scored in pieces, each of which
-// begins with the last token of the piece before. Returns false after Ctrl-C.
+// Adds up the surprises of all tokens but the first, one by one: batches do not change the last
+// digits. A text longer than the context is scored in pieces, each of which begins with the last
+// token of the piece before. Returns false after Ctrl-C.
 static bool score_all(Engine *e, const Ids *ids, double *sum) {
-    const int context = e->model.state.seq_len, n = (int)ids->n - 1;
-    bool running = true;
+    const State *s = &e->model.state;
+    const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
+    float *logits = NULL;
     progress_start(&e->model, n);
-    for (int at = 0, count; at < n && running; at += count) {
-        int pos = at % (context - 1);
-        count = min_int(min_int(e->model.state.batch, context - 1 - pos), n - at);
-        running = score(e, ids->p + at, count, pos, sum);
+    for (int at = 0, count; at < n && !interrupted; at += count) {
+        const int pos = at % (s->seq_len - 1);
+        count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
+        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) break;
+        for (int i = 0; i < count; i++) {
+            const int row = i % s->logit_rows;
+            if (row == 0) logits = classify(&e->model, i, min_int(s->logit_rows, count - i));
+            *sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
+        }
     }
     progress_end();
-    return running;
+    return !interrupted;
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2836,42 +2783,38 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
     if (app->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
-static void run_tokenize(App *app, const Ids *ids, Buffer *lines) {
-    give_notices(app);
-    if (!app->options.verbose) buffer_add_ids(lines, ids);
-    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
-        buffer_print(lines, "%d ", ids->p[i]);
-        buffer_add_json(lines, app->engine.tokenizer.text[ids->p[i]]);
-    }
-}
-
-static void run_perplexity(App *app, const Ids *ids, Buffer *line) {
-    const int context = app->engine.model.state.seq_len;
-    double sum = 0;
-    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
-    announce(app, ids);
-    if (ids->n > (size_t)context)
-        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
-    if (!score_all(&app->engine, ids, &sum)) return;
-    if (!buffer_add_perplexity(line, sum, (int)ids->n - 1)) die(NOT_FINITE);
-}
-
-static void run_embed(App *app, const Ids *ids, Buffer *line) {
-    if (!checked_prefill(app, ids)) return;
-    if (!buffer_add_embedding(line, &app->engine.model, 0)) die(BAD_VECTOR);
-}
-
 // Every mode but chat
 static void run_raw(App *app, Bytes text) {
+    Engine *e = &app->engine;
+    const int context = e->model.state.seq_len;
     Ids ids = {0};
     Message answer = {0};
     Buffer lines = {0};
+    double sum = 0;
     encode_text(app, text, &ids);
-    if (interrupted) {}  // while the text was encoded
-    else if (app->mode == GENERATE) respond(app, &ids, &answer);
-    else if (app->mode == TOKENIZE) run_tokenize(app, &ids, &lines);
-    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids, &lines);
-    else run_embed(app, &ids, &lines);
+    if (interrupted) {
+        free(ids.p);
+        return;
+    }
+    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids.n)) exit(EXIT_FAILURE);
+    announce(app, &ids);
+    if (app->mode == GENERATE) {
+        respond(app, &ids, &answer);
+    } else if (app->mode == EMBED) {
+        if (prefill(e, &ids) && !buffer_add_embedding(&lines, &e->model, 0)) die(BAD_VECTOR);
+    } else if (app->mode == PERPLEXITY) {
+        if (ids.n > (size_t)context)
+            notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
+        if (score_all(e, &ids, &sum) && !buffer_add_perplexity(&lines, sum, (int)ids.n - 1))
+            die(NOT_FINITE);
+    } else if (!app->options.verbose) {
+        buffer_add_ids(&lines, &ids);
+    } else {
+        for (size_t i = 0; i < ids.n; i++) {
+            buffer_print(&lines, "%d ", ids.p[i]);
+            buffer_add_json(&lines, e->tokenizer.text[ids.p[i]]);
+        }
+    }
     write_stdout(bytes_of(&lines));
     free(lines.p);
     free(ids.p);
@@ -3553,13 +3496,6 @@ static void check_text(const Options *o, int mode) {
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
 }
 
-static void check_list(const Options *o) {
-    const char *option = o->list ? "-l" : "-L";
-    if (o->list && o->json_list) die_usage("-l, -L: both given, expected one of them");
-    if (o->file) die_usage("-f, %s: both given, expected one of them", option);
-    if (o->verbose) die_usage("-v, %s: both given, expected one of them", option);
-}
-
 static Options parse_options(int argc, char **argv) {
     struct timespec time;
     clock_gettime(CLOCK_REALTIME, &time);
@@ -3588,7 +3524,8 @@ static Options parse_options(int argc, char **argv) {
     }
     if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    if (is_list(&o)) check_list(&o);
+    if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
+        die_usage("-l, -L: a list, expected one of them, without -f and -v");
     check_text(&o, o.mode);
     return o;
 }
@@ -3645,17 +3582,14 @@ static void choose_sampling(App *app) {
     };
 }
 
-// Ends the program if MODEL is a directory or missing. People also try the name of a model on the
-// Hugging Face hub (ORG/NAME): then the message says what to do.
+// Ends the program if MODEL is a directory, the name of a model on the hub, or missing.
 static void check_model_path(const char *path) {
     const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
     const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
     const FileKind kind = file_kind(path);
-    if (kind == DIRECTORY)
-        die("%s: a directory, expected a .bin file; this makes one: export.py %s", path, path);
+    if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
     if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
-        die("%s: not a file, expected a .bin file; for a model on the hub: export.py %s", path,
-            path);
+        die_export(path, "not a file", INT_MAX, path);
     if (kind == NO_FILE)
         die("%s: %s, expected a .bin file made by export.py", path, strerror(errno));
 }

@@ -339,7 +339,7 @@ static void fuzz_model(Bytes in) {
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
     e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size};
     double sum = 0;
-    if (n > 1) score(&e, ids, n - 1, 0, &sum);
+    if (n > 1) score_all(&e, &(Ids){ids, n, n}, &sum);
     e.answer.sampler = (Sampler){.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
                           .seen = alloc(g->vocab_size, 1, "a test"),
                           .answered = alloc(g->vocab_size, 1, "a test")};
