@@ -4153,15 +4153,11 @@ enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each
 // UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
 #if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
 #define UNROLL
-#define NOT_UNROLLED
 #elif defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
-#define NOT_UNROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
-#define NOT_UNROLLED _Pragma("GCC unroll 1")
 #endif
-enum { FEW_REGISTERS = LANES == 8 };  // AVX2 has 16, the others 32
 
 typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t VecI __attribute__((vector_size(4 * LANES), may_alias));
@@ -4396,15 +4392,9 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     const int8_t *low = x->low + g * size, *high = bits == 4 ? x->high + g * size : low;
     VecI dots[LANES];
     __builtin_prefetch(scales + BYTES_AHEAD / size * scale_size);
-    if (FEW_REGISTERS && bits == 8) {  // so many dots do not stay in them
-        NOT_UNROLLED for (int v = 0; v < n_dots; v++) {
-            dots[v] = part_dot(bytes + v * share, low + v * share, high, levels, share, 8);
-        }
-    } else {
-        UNROLL for (int v = 0; v < n_dots; v++) {
-            const int i = v * share;
-            dots[v] = part_dot(bytes + i, low + i, high + i, levels, share, bits);
-        }
+    UNROLL for (int v = 0; v < n_dots; v++) {
+        const int i = v * share;
+        dots[v] = part_dot(bytes + i, low + i, high + i, levels, share, bits);
     }
     VecI sums = sum_each(dots, n_dots);
     if (W_BIAS) sums += load_vector(x->bias_fix + g);
@@ -4420,16 +4410,17 @@ INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int 
     const Matrix *w = part->w;
     const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
     const int count = rows * n_groups;
+    const size_t begin = (size_t)row * n_groups;
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const float *scale = quantized_row(part->x, t).scale;
     VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    for (int i = 0; i < count; i += LANES) {
+    for (int i = 0, g = 0; i < count; i += LANES) {
         const int at = min_int(i, count - LANES);  // may be < 0: then in the rows before
-        const int g = (unsigned)(at + LANES * n_groups) % n_groups;
-        const size_t first = (size_t)row * n_groups + at;
-        const VecF found = group_terms(w, first, x, g, levels, group, bits);
+        if (at < i) g = (at + LANES * n_groups) % n_groups;
+        const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
         memcpy(terms + at, &found, sizeof(found));
+        for (g += LANES; g >= n_groups;) g -= n_groups;  // cheaper than %
     }
     transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
@@ -4501,8 +4492,10 @@ static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
 // TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles go to the end of wq, and from there become
 // twice as many vectors of levels. These never reach the nibbles that are still to be read.
 static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
-    const int group = w->group, words = w->cols * w->bits / 32, half = group / 8;
+    const int group = w->group, n_groups = w->cols / group, half = group / 8;
+    const int words = w->cols * w->bits / 32;
     const VecI levels = w->bits == 4 ? level_table(w->levels) : splat(0);
+    float *scales = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups)
     for (int v = 0; v < TILE_VECS; v++, row += LANES, wq++, w_scale++) {
         VecI *from = wq + (w->cols / 4 - words) * TILE_VECS;
         transpose_rows(from, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
@@ -4514,10 +4507,11 @@ static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
         }
         for (int r = 0; r < LANES; r++) {
             const int from_row = min_int(row + r, w->rows - 1);
-            for (int g = 0; g < w->cols / group; g++) {
-                w_scale[g * TILE_VECS][r] = weight_scale(w, from_row, g, group);
+            for (int g = 0; g < n_groups; g++) {
+                scales[r * n_groups + g] = weight_scale(w, from_row, g, group);
             }
         }
+        transpose_rows((VecI *)w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
     }
 }
 
@@ -4525,21 +4519,16 @@ static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
 // of which each tile has prefetched an equal share.
 static void matmul_panels(const Matmul *part) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / w->group, tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;
-    const size_t row_bytes = (size_t)w->cols * w->bits / 8, scale_bytes = n_groups * w->bits / 2;
-    const size_t share = PANEL_ROWS * row_bytes / tiles;
-    const size_t scale_share = PANEL_ROWS * scale_bytes / tiles;
+    const int tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;
+    const size_t row_bytes = (size_t)w->cols * w->bits / 8, share = PANEL_ROWS * row_bytes / tiles;
     VecI *wq = part->own->panel;
     VecF *w_scale = (VecF *)wq + w->cols / 4 * TILE_VECS;
     for (int row = part->row_begin; row < part->row_end; row += PANEL_ROWS) {
         const int8_t *next = w->bytes + (row + PANEL_ROWS) * row_bytes;
-        const uint8_t *next_scale = (const uint8_t *)w->scales + (row + PANEL_ROWS) * scale_bytes;
         transpose_panel(w, wq, w_scale, row);
         for (int t = 0; t < part->n; t += TILE_TOKENS) {
             for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
-            for (size_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
             next += share;
-            next_scale += scale_share;
             matmul_tile(part, t, row, wq, w_scale);
         }
     }
@@ -4563,11 +4552,11 @@ static void matmul_rows(const Matmul *part) {
     else matvec_groups(part, 256);
 }
 
-// The size of Workspace.panel for matrices of up to so many columns: see matmul_panels (wq and
-// w_scale) and matvec_rows (columns, terms and a ring for each token)
+// The size of Workspace.panel for matrices of up to so many columns: see matmul_panels (wq,
+// w_scale, scales) and matvec_rows (columns, terms and a ring for each token)
 static size_t panel_bytes(int cols, int group) {
     const int n_groups = cols / group;
-    const size_t panels = (size_t)TILE_VECS * (cols / 4 + n_groups) * sizeof(VecI);
+    const size_t panels = ((size_t)TILE_VECS * (cols / 4 + n_groups) + n_groups) * sizeof(VecI);
     const size_t few = 2 * n_groups * sizeof(VecI) + FEW_TOKENS_4 * ring_bytes(n_groups, group);
     return panels > few ? panels : few;
 }
