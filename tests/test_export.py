@@ -810,7 +810,7 @@ def test_target_that_cannot_be_written(checkpoint, run, tmp_path, out, pattern):
 
 def test_source_that_is_neither_here_nor_a_hub_name(run, tmp_path):
     (tmp_path / "some.txt").write_text("This is a text, no GGUF file.")
-    refused(run("no such place", "out.bin"), "a GGUF file or a hub name", "nothing of that name")
+    refused(run("no such place", "out.bin"), "a GGUF file or a hub name", "found nothing$")
     refused(run("./org/name", "out.bin"), "a GGUF file or a hub name")
     refused(run("some.txt", "out.bin"), "a checkpoint's directory or a GGUF file", "b'This'")
 

@@ -233,7 +233,7 @@ ALL = "found BF16/tiny-BF16.gguf, tiny-F16.gguf, tiny-Q4_0.gguf, tiny-Q8_0.gguf$
 
 
 def test_not_on_the_hub(several, hub, tmp_path):
-    refused(hub("org/tiny-GGUF:Q6_K"), "org/tiny-GGUF: no GGUF file Q6_K, expected one of these, " + ALL)
+    refused(hub("org/tiny-GGUF:Q6_K"), "org/tiny-GGUF: no GGUF file Q6_K, expected the name of one of these, " + ALL)
     refused(hub("org/tiny-GGUF/x.gguf"), "no GGUF file x.gguf", ALL)
     refused(hub("org/tiny-GGUF:4_0"), "no GGUF file 4_0", ALL)
     folder = tmp_path / "hub/org/tiny-GGUF"

@@ -314,7 +314,7 @@ def test_limits_are_those_of_qwen3():
     (["here.gguf"], "^export.py: here.gguf: missing"),
     (["a/b.gguf"], "^export.py: a/b.gguf: missing"),
     (["in", "nowhere/out.bin"], "^export.py: nowhere: missing"),
-    (["empty"], "^export.py: empty: not a checkpoint, expected a folder with config.json")])
+    (["empty"], "^export.py: empty: not a checkpoint, expected config.json or a GGUF file")])
 def test_missing(checkpoint, run, tmp_path, args, pattern):
     checkpoint().save(tmp_path / "in")
     (tmp_path / "empty").mkdir()
