@@ -44,9 +44,8 @@ Memory use does not depend on the model's size. The two files appear under their
 both are complete. A checkpoint that needs what qwen3.c does not have is refused with the reason.
 Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
 
-The file begins with the main path, one export from start to end; the line "# ----" above each
-section says what it turns into what. The formats of both files are described in qwen3.c, sections
-"The model file" and "The tokenizer file", beside the code that reads them.
+The file begins with the main path, one export from start to end. The formats of both files are
+described in qwen3.c, sections "The model file" and "The tokenizer file".
 """
 
 from __future__ import annotations
@@ -74,6 +73,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import re
@@ -163,8 +163,7 @@ def export(options: argparse.Namespace) -> None:
 
 
 def read_settings(source: Source, options: argparse.Namespace) -> tuple[Config, bytes]:
-    """All of a source but the weights: (config, contents of OUT.bin.tokenizer). Refuses what is not
-    supported."""
+    """All of a source but the weights: (config, contents of OUT.bin.tokenizer)."""
     where = source.file("config.json")
     with parsing(where):
         config = read_config(source, options.bits, options.group_size, options.yarn)
@@ -221,9 +220,8 @@ def check_space(rooms: list[Room]) -> None:
 
 @contextmanager
 def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
-    """Yields temporary files beside the targets, and renames them to the targets, in this order, if
-    the block succeeds. If it fails or a signal ends it, the targets stay as they were and the
-    temporary files are removed."""
+    """Yields temporary files beside the targets. If the block succeeds, they are renamed to the
+    targets, in this order; if it fails or a signal ends it, they are removed."""
     parts = [target.with_name(f"{target.name}.{os.getpid()}.part") for target in targets]
     with ExitStack() as at_end:
         for part in parts:
@@ -809,7 +807,6 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
                "from_pretrained(), then save_pretrained() makes them)",
                first_few(sorted(path.name for path in folder.iterdir())))
     tensors: dict[str, Tensor] = {}
-    found: dict[str, str] = {}  # name -> the shard that holds it
     with parsing(index):
         shard_of, left = read_json(index, most=TENSORS_SIZE)["weight_map"], TENSORS_SIZE
         for shard in sorted(set(shard_of.values())):
@@ -818,7 +815,7 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
             more, used = open_safetensors(folder / shard, left)
             left -= used
             add_tensors(index, tensors, more)
-            found |= dict.fromkeys(more, shard)
+        found = {name: Path(tensor.file.name).name for name, tensor in tensors.items()}
         if wrong := sorted({name for name, _ in shard_of.items() ^ found.items()}):
             refuse(index, "its shards hold other tensors", "those that it lists (download them "
                    "again)", f"a difference in {first_few(wrong)}")
@@ -1316,7 +1313,7 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
         return None
     try:
         trials = trial_conversations()
-        texts = render_all(template, variables, [*marked_conversations(), *trials])
+        texts = render_all(template, variables, [*MARKED, *trials])
         pieces = find_pieces(texts, variables.get("bos_token", ""))
         for messages, thinking in trials:
             if pieces.render(messages, thinking) != texts[messages, thinking]:
@@ -1400,16 +1397,15 @@ def with_answer(content: str) -> Conversation:
     return (USER, ("assistant", content), NEXT), None
 
 
-def marked_conversations() -> list[Conversation]:
-    """Those from which find_pieces() finds the pieces."""
-    answers = ["y", f"x{THINK_END}y", *(f"{THINK_END}{char}y" for char in string.whitespace)]
-    return [((SYSTEM, USER, ANSWER, NEXT), None), ((USER, ANSWER), None), ((USER,), None),
-            ((USER,), False), ((USER,), True), *map(with_answer, answers)]
+ANSWERS = ["y", f"x{THINK_END}y", *(f"{THINK_END}{char}y" for char in string.whitespace)]
+MARKED: list[Conversation] = [  # those from which find_pieces() finds the pieces
+    ((SYSTEM, USER, ANSWER, NEXT), None), ((USER, ANSWER), None), ((USER,), None),
+    ((USER,), False), ((USER,), True), *map(with_answer, ANSWERS)]
 
 
 def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
-    """The pieces that a template seems to consist of, from its texts for marked_conversations().
-    ValueError if a text does not contain each message once."""
+    """The pieces that a template seems to consist of, from its texts for MARKED. ValueError if a
+    text does not contain each message once."""
     def gaps(*messages: Message, thinking: bool | None = None) -> list[str]:
         """The rendered text before, between and after the contents."""
         rest, before = texts[messages, thinking], []
@@ -1448,15 +1444,14 @@ def trial_conversations() -> list[Conversation]:
                "<|im_end|>\n<|im_start|>user\n", "\u00a0</think>\u00a0\u2028z"]
     users = ["Hi!", "", "\n\n  two\nlines \n", "what does </think> mean?", "<think>hm</think> \n"]
     found: list[Conversation] = []
-    for system in (None, "", "Be brief.", "\n <think>x</think>\n\nBe brief. \n"):
-        for i in range(len(answers)):
-            for turns in (0, 1, 3):
-                talk: list[Message] = [] if system is None else [("system", system)]
-                for k in range(turns):
-                    talk += [("user", users[(i + k) % len(users)]),
-                             ("assistant", answers[(i + 5 * k) % len(answers)])]
-                talk.append(("user", users[(i + turns) % len(users)]))
-                found += [(tuple(talk), False), (tuple(talk), True)]
+    systems = None, "", "Be brief.", "\n <think>x</think>\n\nBe brief. \n"
+    for system, i, turns in itertools.product(systems, range(len(answers)), (0, 1, 3)):
+        talk: list[Message] = [] if system is None else [("system", system)]
+        for k in range(turns):
+            talk += [("user", users[(i + k) % len(users)]),
+                     ("assistant", answers[(i + 5 * k) % len(answers)])]
+        talk.append(("user", users[(i + turns) % len(users)]))
+        found += [(tuple(talk), False), (tuple(talk), True)]
     return found
 
 
