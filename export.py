@@ -1601,10 +1601,8 @@ def read_gguf(path: Path) -> Source:
                       for key, name in GGUF_SAMPLING.items()}
         pooling = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
         supported(path, "pooling_type", pooling, 0, LAST_TOKEN)
-        q8_0 = any(tensor.dtype == "Q8_0" for tensor in tensors.values())
-        kinds = {tensor.dtype for name, tensor in tensors.items()
-                 if name.startswith("layers.") and len(tensor.shape) > 1
-                 and not name.endswith("mlp.gate.weight")}  # of the layers' matrices
+        kinds = {tensor.dtype for tensor in tensors.values()}
+        in_layers = {tensor.dtype for name, tensor in tensors.items() if "_proj.weight" in name}
         return Source(
             path=path, name=re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name),
             config=config | {"bos_token_id": bos, "eos_token_id": eos},
@@ -1613,8 +1611,8 @@ def read_gguf(path: Path) -> Source:
             generation=generation | {"eos_token_id": stop_ids},
             chat_template=metadata.get("tokenizer.chat_template"),
             open_tensors=lambda *_: tensors, embedding=pooling == LAST_TOKEN,
-            group_size=32 if q8_0 else None,
-            levels=GGUF_LEVELS.get(kinds.pop(), ()) if len(kinds) == 1 else ())
+            group_size=32 if "Q8_0" in kinds else None,
+            levels=GGUF_LEVELS.get(in_layers.pop(), ()) if len(in_layers) == 1 else ())
 
 
 def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
@@ -1666,10 +1664,10 @@ def gguf_tokenizer(path: Path, ggml: dict) -> dict:
     supported(path, "tokenizer.ggml.model", ggml.get("model"), "gpt2")
     supported(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen")
     types = gguf.TokenType
-    known = types.NORMAL, types.CONTROL, types.USER_DEFINED, types.UNUSED
-    ids: dict[int, dict[str, int]] = {token_type: {} for token_type in known}  # type -> text -> id
+    ids: dict[int, dict[str, int]] = {  # type -> text -> id
+        types.NORMAL: {}, types.CONTROL: {}, types.USER_DEFINED: {}, types.UNUSED: {}}
     for i, (text, token_type) in enumerate(zip(ggml["tokens"], ggml["token_type"], strict=True)):
-        supported(path, f"token_type of {text!r}", token_type, *map(int, known))
+        supported(path, f"token_type of {text!r}", token_type, *map(int, ids))
         ids[token_type][text] = i
     if sum(map(len, ids.values())) < len(ggml["tokens"]):
         refuse(path, "tokens", "each with a text of its own", "a text twice")
