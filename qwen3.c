@@ -3255,6 +3255,7 @@ static void add_line(List *l, Bytes line) {
     Buffer *out = line_of(l, l->read);
     double sum = 0;
     bool good = encode_line(l, chop(line));
+    if (interrupted) return;  // l->ids may be only some of the text's
     if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), l->ids.n);
     if (good && (app->mode <= GENERATE || app->mode == EMBED)) {
         take_place(l);

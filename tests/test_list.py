@@ -19,7 +19,7 @@ import pytest
 from conftest import (HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, assert_error, environment, export,
                       finish, make_checkpoint, make_table_model, output, qwen3, tokenize)
 from test_faults import needs_address_space
-from test_signals import wait_until, waiting
+from test_signals import catches, wait_until, waiting
 
 SUM = re.compile((rf"(\d+) texts?, prompts (\d+) tokens \((\d+) cached\), answers (\d+) tokens at {RATE}, "
                   r"seeds (\d+) to (\d+)\n").encode())
@@ -725,6 +725,18 @@ def test_interrupt(start, tiny, long_list, signals):
         assert re.search(rb"(?m)^qwen3: .*tail -n \+%d, -s %d$" % (n + 1, 3 + n), error), error
     tail = f"tail -n +{n + 1} {path} | {QUOTED_QWEN3} {tiny} -l - -s {3 + n} -n 30 -q"
     assert subprocess.check_output(["sh", "-c", tail]).split(b"\n")[:-1] == expected[n:]
+
+
+def test_interrupt_while_a_line_is_encoded(start, tiny, tmp_path):
+    """The part of it that is encoded by then is no text of its own, which could be too short."""
+    (tmp_path / "list").write_bytes(b"a b c " * 10_000_000)
+    child = start(tiny, "-l", tmp_path / "list", "-m", "perplexity")
+    wait_until(lambda: catches(child.pid, signal.SIGINT))
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    out, error = child.communicate(timeout=300)
+    assert child.returncode == 130 and out == b"", error
+    assert b"line 1:" not in error and b"0 lines are written" in error
 
 
 def test_interrupt_beats_an_error(start, stopping):
