@@ -2786,13 +2786,11 @@ static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
 static bool score_all(Engine *e, const Ids *ids, double *sum) {
     const int context = e->model.state.seq_len, n = (int)ids->n - 1;
     bool running = true;
-    progress_start(&e->model, n);
     for (int at = 0, count; at < n && running; at += count) {
         int pos = at % (context - 1);
         count = min_int(min_int(e->model.state.batch, context - 1 - pos), n - at);
         running = score(e, ids->p + at, count, pos, sum);
     }
-    progress_end();
     return running;
 }
 
@@ -2804,7 +2802,10 @@ static void run_perplexity(App *app, const Ids *ids) {
     announce(app, ids);
     if (ids->n > (size_t)context)
         notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
-    if (!score_all(&app->engine, ids, &sum)) exit(EXIT_INTERRUPT);
+    progress_start(&app->engine.model, ids->n - 1);
+    const bool ran = score_all(&app->engine, ids, &sum);
+    progress_end();
+    if (!ran) exit(EXIT_INTERRUPT);
     if (!buffer_add_perplexity(&line, sum, (int)ids->n - 1)) die(NOT_FINITE);
     write_stdout(bytes_of(&line));
     free(line.p);
@@ -3261,6 +3262,7 @@ static void add_line(List *l, Bytes line) {
         take_place(l);
     } else {  // its line is made here
         if (good) l->prompts += l->ids.n;
+        if (good) l->rows += l->ids.n;
         if (good && app->mode == TOKENIZE) buffer_add_ids(out, &l->ids);
         if (good && app->mode == PERPLEXITY) {
             l->pieces += l->ids.n > (size_t)app->engine.model.state.seq_len;
