@@ -3617,7 +3617,7 @@ static Options parse_options(int argc, char **argv) {
             o.model = arg;
         }
     }
-    if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
+    if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (o.file && !*o.file) die_usage("-f: bad value, expected a file's name, or - for stdin");
     if (o.stop && !*o.stop) die_usage("-x: bad value, expected a text that is not empty");
