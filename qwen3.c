@@ -1455,8 +1455,8 @@ static void check_config(const Cursor *in, const Config *c) {
 static void take_header(Cursor *in, Config *c) {
     int32_t words[64];  // those that are known become 0
     in->part = "the header";
+    if (in->rest.n >= 4) check_magic(in->file, load_i32(in->rest.p));
     memcpy(words, take(in, sizeof(words)), sizeof(words));
-    check_magic(in->file, words[0]);
     if (words[1] != 1) die_bad(in, "version", "1, found %d", words[1]);
     words[0] = words[1] = 0;
     for (const Field *f = fields; f < fields + sizeof(fields) / sizeof(*fields); f++) {
