@@ -1814,7 +1814,7 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     const uint32_t version = take_u32(in), length = take_u32(in);
     if (version != 1) die_bad(in, "extension version", "1, found %u", version);
     if (length != in->rest.n)
-        die_bad(in, "extension length", "%zu, found %u", in->rest.n, length);
+        die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n, length);
     for (bool seen[N_SECTIONS] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
         const size_t n = take_u32(in);

@@ -474,7 +474,7 @@ def test_tokenizer_of_another_model(files):
 
 @pytest.mark.parametrize("offset, value, word", [
     (0, b"q3ty", "another model"), *[(4, version, "version") for version in (0, 2, 2**32 - 1)],
-    *[(8, length, "length") for length in (-1, 1, 0, 2**31, 2**32 - 1)]])
+    *[(8, length, "length") for length in (-1, 0, 2**31, 2**32 - 1)], (8, 1, "copy or export it again")])
 def test_extension_header(files, offset, value, word):
     at = files().tokenizer_bytes.index(b"q3tx")
     if value in (-1, 1):                                # one less, one more than it is
