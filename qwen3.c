@@ -1814,7 +1814,8 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     const uint32_t version = take_u32(in), length = take_u32(in);
     if (version != 1) die_bad(in, "extension version", "1, found %u", version);
     if (length != in->rest.n)
-        die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n, length);
+        die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n,
+                length);
     for (bool seen[N_SECTIONS] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
         const size_t n = take_u32(in);
@@ -3170,8 +3171,8 @@ static bool make_room(List *l, Place *p) {
 
 // Admit
 
-// Takes a line of -L apart. *text: the string, or the last message of l->talk. Returns false if the
-// line can't be used, which it says.
+// Takes a line of -L apart. *text: the string, or the longest message of l->talk (but no answer, as
+// that may lose its thinking). Returns false if the line can't be used, which it says.
 static bool parse_line(List *l, Json *j, Bytes *text, bool *messages) {
     const bool chat = l->app->mode == CHAT;
     const size_t n = text->n;
@@ -3185,7 +3186,12 @@ static bool parse_line(List *l, Json *j, Bytes *text, bool *messages) {
         report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
                n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
                j->rest.n < 16 ? (int)j->rest.n : 16, j->rest.p);
-    else *text = bytes_of(*messages ? &l->talk.p[l->talk.n - 1].text : &j->text);
+    *text = *messages ? (Bytes){0} : bytes_of(&j->text);
+    for (size_t i = 0; *messages && i < l->talk.n; i++) {
+        const Message *message = &l->talk.p[i];
+        if (message->role != ASSISTANT && message->text.n > text->n)
+            *text = bytes_of(&message->text);
+    }
     return !j->expected;
 }
 

@@ -564,6 +564,19 @@ def test_a_conversation_that_is_too_long(tiny):
     assert all("too long" in what for what in errors_of(error).values())
 
 
+def test_a_message_that_is_too_long(tiny):
+    """Nobody waits until it is encoded, in whatever place it is; but thinking, which is left out, may be
+    of any length."""
+    long, user = "a" * 200_000, {"role": "user", "content": "Hello"}
+    conversations = [[{"role": "system", "content": long}, user],
+                     [{"role": "user", "content": long}, {"role": "assistant", "content": "a"}, user],
+                     [user, {"role": "assistant", "content": f"<think>{long}</think>\n\nHi"}, user]]
+    data = "".join(json.dumps(messages) + "\n" for messages in conversations).encode()
+    lines, error = run_list(tiny, data, *GREEDY, "-q", kind="-L", status=1)
+    assert lines[:2] == [b"null"] * 2 and lines[2] != b"null"
+    assert [line.endswith(b"found 200000 bytes") for line in error.splitlines()] == [True, True], error
+
+
 # -- what stderr says
 
 def test_statistics(tiny):
