@@ -1489,8 +1489,8 @@ static void check_config(const Cursor *in, const Config *c) {
 static void take_header(Cursor *in, Config *c) {
     int32_t words[64];  // those that are known become 0
     in->part = "the header";
+    if (in->rest.n >= 4) check_magic(in->file, load_i32(in->rest.p));
     memcpy(words, take(in, sizeof(words)), sizeof(words));
-    check_magic(in->file, words[0]);
     if (words[1] != 1) die_bad(in, "version", "1, found %d", words[1]);
     words[0] = words[1] = 0;
     for (const Field *f = fields; f < fields + sizeof(fields) / sizeof(*fields); f++) {
@@ -1848,7 +1848,8 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     const uint32_t version = take_u32(in), length = take_u32(in);
     if (version != 1) die_bad(in, "extension version", "1, found %u", version);
     if (length != in->rest.n)
-        die_bad(in, "extension length", "%zu, found %u", in->rest.n, length);
+        die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n,
+                length);
     for (bool seen[N_SECTIONS] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
         const size_t n = take_u32(in);
@@ -2618,7 +2619,7 @@ static void send_file(App *app, Bytes words) {
     char path[8192];
     snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    if (end) buffer_add(&message, skip_spaces((Bytes){end + 1, last - end - 1}));
+    buffer_add(&message, skip_spaces(bytes_from(words, end ? end + 1 - words.p : words.n)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *error = NULL;
@@ -2744,7 +2745,6 @@ static bool score_all(Engine *e, const Ids *ids, double *sum) {
     const State *s = &e->model.state;
     const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
     float *logits = NULL;
-    progress_start(&e->model, n);
     for (int at = 0, count; at < n && !interrupted; at += count) {
         const int pos = at % (s->seq_len - 1);
         count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
@@ -2755,7 +2755,6 @@ static bool score_all(Engine *e, const Ids *ids, double *sum) {
             *sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
         }
     }
-    progress_end();
     return !interrupted;
 }
 
@@ -2805,8 +2804,10 @@ static void run_raw(App *app, Bytes text) {
     } else if (app->mode == PERPLEXITY) {
         if (ids.n > (size_t)context)
             notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
-        if (score_all(e, &ids, &sum) && !buffer_add_perplexity(&lines, sum, (int)ids.n - 1))
-            die(NOT_FINITE);
+        progress_start(&e->model, ids.n - 1);
+        const bool ran = score_all(e, &ids, &sum);
+        progress_end();
+        if (ran && !buffer_add_perplexity(&lines, sum, (int)ids.n - 1)) die(NOT_FINITE);
     } else if (!app->options.verbose) {
         buffer_add_ids(&lines, &ids);
     } else {
@@ -3134,6 +3135,16 @@ static bool parse_line(List *l, Bytes line) {
     return !j->expected;
 }
 
+// Of those that are encoded whole: an answer may lose its thinking.
+static Bytes longest_message(const Conversation *talk) {
+    Bytes longest = {0};
+    for (size_t i = 0; i < talk->n; i++) {
+        const Bytes text = bytes_of(&talk->p[i].text);
+        if (talk->p[i].role != ASSISTANT && text.n > longest.n) longest = text;
+    }
+    return longest;
+}
+
 // Encodes a line. Returns false if that can't be done, which it says.
 static bool encode_line(List *l, Bytes text, Ids *ids) {
     const App *app = l->app;
@@ -3149,7 +3160,7 @@ static bool encode_line(List *l, Bytes text, Ids *ids) {
     }
     if (o->json_list && !parse_line(l, text)) return false;
     const bool messages = talk->n && talk->p[talk->n - 1].role == USER;
-    if (o->json_list) text = bytes_of(messages ? &talk->p[talk->n - 1].text : &l->json.text);
+    if (o->json_list) text = messages ? longest_message(talk) : bytes_of(&l->json.text);
     if (text.n > l->longest) {
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
                where(l, l->read), m->state.seq_len, m->config.max_seq_len, text.n);
@@ -3191,6 +3202,7 @@ static void add_line(List *l, Bytes line) {
     l->consumed += line.n;
     p->number = l->read++;
     if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
+        if (good) l->rows += p->ids.n;
         line_done(l, p->number, good);
         return;
     }
@@ -3522,7 +3534,7 @@ static Options parse_options(int argc, char **argv) {
             o.model = arg;
         }
     }
-    if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
+    if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
         die_usage("-l, -L: a list, expected one of them, without -f and -v");
