@@ -3370,33 +3370,33 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
 
 typedef struct {
     char letter;
-    enum { TEXT, INT, FLOAT, SEED, MODE } type;
+    enum { STRING, INTEGER, REAL, SEED, MODE } type;
     size_t place;           // in Options
-    double low, high;       // the least and the greatest value; of a TEXT the least length
+    double low, high;       // the least and the greatest value; of a STRING the least length
     const char *others[2];  // what other programs call it
 } Option;
 
 #define OPTION(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, OPTION(text), 0, 0, {"--prompt"}},
-    {'f', TEXT, OPTION(file), 1, 0, {"--file"}},
-    {'l', TEXT, OPTION(list), 1, 0, {NULL}},
-    {'L', TEXT, OPTION(json_list), 1, 0, {NULL}},
+    {'i', STRING, OPTION(text), 0, 0, {"--prompt"}},
+    {'f', STRING, OPTION(file), 1, 0, {"--file"}},
+    {'l', STRING, OPTION(list), 1, 0, {NULL}},
+    {'L', STRING, OPTION(json_list), 1, 0, {NULL}},
     {'m', MODE, OPTION(mode), 0, 0, {NULL}},
-    {'y', TEXT, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
-    {'r', INT, OPTION(think), 0, 1, {NULL}},
-    {'t', FLOAT, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
-    {'p', FLOAT, OPTION(top_p), 1e-30, 1, {"--top-p"}},
-    {'k', INT, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
-    {'a', FLOAT, OPTION(presence), 0, 2, {"--presence-penalty"}},
-    {'e', FLOAT, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
-    {'x', TEXT, OPTION(stop), 1, 0, {"--reverse-prompt"}},
+    {'y', STRING, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
+    {'r', INTEGER, OPTION(think), 0, 1, {NULL}},
+    {'t', REAL, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
+    {'p', REAL, OPTION(top_p), 1e-30, 1, {"--top-p"}},
+    {'k', INTEGER, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
+    {'a', REAL, OPTION(presence), 0, 2, {"--presence-penalty"}},
+    {'e', REAL, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
+    {'x', STRING, OPTION(stop), 1, 0, {"--reverse-prompt"}},
     {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
-    {'n', INT, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
-    {'c', INT, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
-    {'b', INT, OPTION(batch), 1, 512, {"--batch-size"}},
-    {'j', INT, OPTION(threads), 1, 1024, {"--threads"}},
+    {'n', INTEGER, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
+    {'c', INTEGER, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
+    {'b', INTEGER, OPTION(batch), 1, 512, {"--batch-size"}},
+    {'j', INTEGER, OPTION(threads), 1, 1024, {"--threads"}},
 };
 
 static void print_and_exit(const char *text) {
@@ -3413,7 +3413,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     char range[64], *end = NULL;
     const char *expected = NULL;  // what the value should be
     errno = 0;
-    if (option->type == TEXT) {
+    if (option->type == STRING) {
         *(const char **)place = value;
         if (strlen(value) < option->low) expected = "a text that is not empty";
     } else if (option->type == MODE) {
@@ -3425,7 +3425,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
         o->seeded = true;
         if (end == value || *end || errno) expected = "a 64-bit integer";
     } else {
-        const bool whole = option->type == INT;
+        const bool whole = option->type == INTEGER;
         const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
         snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
         if (end == value || *end || !(number >= option->low && number <= option->high))
