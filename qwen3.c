@@ -3,46 +3,55 @@
      ./qwen3 model.bin -i "What is the capital of France?"
 
    A token is a piece of text, often a word or a part of one, and has a number: its id. A language
-   model computes a score for every token that could come next. This program cuts a text into tokens
-   (encode_raw, render), runs them through the model (prefill, which calls forward), scores all
-   tokens of the vocabulary as the next one (classify), draws one of them (sample), writes it, runs
-   it through the model as well (advance), and so on until the answer ends (generate).
+   model computes for every token of its vocabulary a score: how well would it come next? The
+   numbers that it computes this with, the weights, are learned: in training it had to predict each
+   next token of very much text, and they were changed little by little so that it did better. This
+   program only uses them. (export.py makes model.bin and its tokenizer file from a checkpoint, the
+   published files of a trained model.) It cuts a text into tokens (encode_raw, render), runs them
+   through the model (prefill, which calls forward), scores all tokens of the vocabulary (classify),
+   draws one of them (sample), writes it, runs it through the model as well (advance), and so on
+   until the answer ends (generate).
 
    Inside the model, each token of the text is a vector x (dim). (A name is followed by its shape in
    parentheses.) It starts as the token's row of the embedding table, which has a learned row for
    each token of the vocabulary. Each layer then adds two things to it: what attention finds in this
    token and those before it, and what a feed-forward network (three matrices and a nonlinear
-   function) computes from the x that results. As x is only ever added to, it is called the residual
-   stream. For attention, matrices make a query q, a key k and a value v of each token. The dot
-   products of its query with the keys of all positions up to its own are turned into shares that
-   add up to 1 (softmax, below); the result is the sum of the values, each times its share. This
-   happens n_heads times side by side: each head has its own part of q (head_dim), and so weights
-   the positions differently. The KV cache keeps, for each layer, the keys K and values V of all
-   earlier positions, a row each.
+   function) computes from the x that results. As x is only ever added to, so that no layer has to
+   pass on what those before it found, it is called the residual stream. For attention, matrices
+   make a query q, a key k and a value v of each token. The dot products of its query with the keys
+   of all positions up to its own are turned into shares that add up to 1 (softmax, below); the
+   result is the sum of the values, each times its share. This happens n_heads times side by side:
+   each head has its own part of q (head_dim), and so weights the positions differently. The KV
+   cache keeps, for each layer, the keys K and values V of all earlier positions, a row each. These
+   never change, as no token looks at a later one: so each token runs once.
 
-     pos      the token's position            All W, rms_ and _norm are learned. eps and theta are
-     Wq h     a matrix times a vector         numbers of the model, mostly 1e-6 and 1e6.
+     pos      the token's position            All W, rms_ and _norm are weights. eps and theta are
+     Wq h     a matrix times a vector         given numbers, mostly 1e-6 and 1e6.
      q . K    the dot products of q with the rows of K
      u * v    the products of two vectors' elements, one by one
 
-   One layer is (Qwen3DecoderLayer in HF, Hugging Face's transformers):
+   One layer is as follows. (Its name in HF is Qwen3DecoderLayer. HF, here and below, is Hugging
+   Face's Python library transformers, with which the tests compare the results.)
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
-     q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalized by itself
+     q = rope(rmsnorm(q, q_norm), pos)        QK-norm, a head at a time: bounds q . k
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
-                                              Without sqrt, q . K would grow with head_dim.
-                                              n_heads / n_kv_heads query heads share a K and V. All
-                                              heads' a together: (q_dim), n_heads * head_dim
+                                              Without sqrt, q . K would grow with head_dim, and of
+                                              large numbers softmax gives nearly all to the largest.
+                                              n_heads / n_kv_heads query heads share a K and V, so
+                                              that the cache is smaller. All heads' a together are
+                                              (q_dim), n_heads * head_dim
      x = x + Wo a
-     h = rmsnorm(x, rms_ffn)
+     h = rmsnorm(x, rms_ffn)                  The size of h does not depend on that of x.
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z)); W1 and W3
                                               are (hidden_dim, dim), W2 is (dim, hidden_dim)
 
    A mixture of experts has many experts, each with its own W1, W2 and W3, and a router Wr, which
-   chooses for each token the few that run. In place of its last line, a layer then computes
+   chooses for each token the few that run: so a model has many weights, and a token needs few of
+   them. In place of its last line, a layer then computes
 
      p = softmax(Wr h)                        one p for each expert
      S = the n_experts_used experts with the largest p
@@ -51,21 +60,43 @@
 
    rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle
    pos * theta^(-2j / head_dim), and k in the same way, so that q . k depends on the two positions
-   only through their distance.
+   only through their distance. Nothing else in attention knows about order: without rope, the same
+   keys and values in another order would give the same a. Each pair has a frequency of its own, as
+   one would not do: pair 0 turns by 1 radian a position, which tells neighbours apart, but is back
+   after some 6; the last pair turns almost theta times as slowly, which tells near from far.
 
    After the last layer, the scores, called logits, are
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
+   They say which token may follow the one that x belongs to. So an answer's first token comes from
+   the last x of the prompt. The logits of the others are computed for -m perplexity only.
+
    Qwen2 and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
 
-   All matrices but the router are quantized. With 8 bits, a group of group_size consecutive weights
-   of a row is stored as int8 values and one float scale: a weight is its int8 times the scale. The
-   layers' matrices may have 4 bits instead: the model has a table of 16 int8 values, the levels,
-   and a weight is stored as an index into it, its group's scale as a float of 16 bits. Just before
-   a quantized matrix is multiplied with a vector, the vector is quantized, too, always to 8 bits,
-   which the code writes Q8(h). So the dot product of a group of weights and a group of the vector
-   is an exact integer, which is then multiplied by the two scales.
+   A token needs all weights (of the experts, those of the chosen ones). For one token, reading them
+   from memory takes longer than the arithmetic. Hence batches and quantization. A batch is tokens
+   that run through each layer together, a row each, so that the weights are read once for all. They
+   may be neighbours in a prompt: a row needs no more of those before it than their k and v, which
+   each layer computes first for all rows. They may also belong to several texts, as rows meet in
+   attention only, and there each one sees just the K and V of its own text.
+
+   Quantized weights take fewer bytes, and all matrices but the router are quantized. With 8 bits, a
+   group of group_size (up to 256) consecutive weights of a row is stored as int8 values and one
+   float scale: a weight is its int8 times the scale. (A large weight makes the steps between values
+   coarse, but those of its group alone.) The layers' matrices may have 4 bits instead: the model
+   has a table of 16 int8 values, the levels, and a weight is stored as an index into it, its
+   group's scale as a float of 16 bits. Just before a quantized matrix is multiplied with a vector,
+   the vector is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot product
+   of a group of weights and a group of the vector is a sum of integers, at most 256 * 128 * 127 <
+   2^22, which is exact even as a float. It is then multiplied by the two scales.
+
+   Equal bits: a text's results never depend on the number of threads, the cut into batches or other
+   texts beside it, as each sum of floats has one fixed order. They do depend on the build: CPUs
+   with an instruction for a * b + c (fma) round that once, others twice; and on the C library,
+   which has powf, cosf and sinf. Part I defines what Part III computes faster, with the same bits
+   but in one place: Part III's attention goes through a text in spans of 256 positions and joins
+   their softmaxes, so from position 256 on it rounds differently from attend, its definition.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
@@ -143,7 +174,8 @@ typedef struct {
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
-    int rope_scaling;       // 0: none; 2: rope is scaled for longer texts, by the next two
+    int rope_scaling;       // 0: none; 2: rope is scaled for longer texts, by the next two (1, in
+                            // files of the second edition, is refused: export.py makes new ones)
     float rope_factor;      // on cos and sin
     const float *rope_freq; // (head_dim / 2) radians per position
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
@@ -185,13 +217,13 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-// Q8 of several vectors (cols), in memory: [q8 of vector 0][its scale][its bias_fix] [q8 of vector
-// 1][its scale] ... The pointers are those of vector 0: see quantized_row.
+// Q8 of several vectors (cols). In memory, each is one record of 4 * stride bytes: its q8, then its
+// scales, then its bias_fix. The pointers are those of vector 0: see quantized_row.
 typedef struct {
     int8_t *q8;         // (cols)          the int8 values
     float *scale;       // (cols / group)
     int32_t *bias_fix;  // (cols / group)  Part III only: see dot4
-    size_t stride;      // from a vector's scale to the next one's, in floats
+    size_t stride;      // from a record to the next, in floats
 } Quantized;
 
 typedef struct {   // a text whose beginning has run through the model
@@ -206,11 +238,10 @@ typedef struct {       // a row of a batch: a token of a text
     bool needed;       // x is needed after the last layer: see keep_needed
 } Row;
 
-// Everything that changes while the model runs. A batch is tokens that run through the model
-// together: consecutive ones of one text, or such parts of several texts one after the other. A
-// long prompt is cut into batches.
+// Everything that changes while the model runs. A batch has consecutive tokens of one text, or such
+// parts of several texts one after the other. A long prompt is cut into batches.
 typedef struct {
-    int seq_len;         // positions that the cache has room for
+    int seq_len;         // the maximum number of positions of a text (option -c)
     int batch;           // the maximum number of tokens in a batch
     Row *rows;           // (batch)               row t of all that follows belongs to rows[t]
     float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at that position
@@ -253,8 +284,7 @@ typedef struct {        // a batch on its way through one layer
 // Math: what a layer computes on one vector. Compilers vectorize these loops, and those of the
 // functions that are only declared here (Part III).
 
-// a * b + c. Builds for CPUs with an instruction for it (fma) round once, others twice: so their
-// results differ. Nothing else is ever fused: the Makefile says -ffp-contract=off.
+// a * b + c, rounded once in builds with fma. Nothing else is: the Makefile says -ffp-contract=off.
 static float mul_add(float a, float b, float c);
 
 // exp(x), with an error of at most 2 units in the last place; 0 for x < -87.7, exp(88) for x > 88
@@ -302,7 +332,7 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// A view of x that begins at vector t. The stride counts floats, so q8, of bytes, moves by 4 * at.
+// A view of x that begins at vector t
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->q8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
@@ -310,14 +340,13 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 
 // Q8(x): quantizes x (n) into columns at .. at + n - 1 of row t of out. For each group, the scale
 // is max|x| / 127, and a value is x * (127 / max|x|), rounded to the nearest integer. A group whose
-// scale would be below the smallest normal number becomes zeros. One with an infinity or NaN gets
-// it as its scale, which makes every product NaN.
+// scale would be below the smallest normal number becomes zeros. One with an infinity gets values 0
+// and an infinite scale, one with a NaN a scale of NaN: both make every product NaN.
 static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group);
 
 // ------------------------------------------------------------------------------------------------
 // One layer: one function for each step. Most of them run on all threads. Part III provides what is
-// only declared here. A text's results never depend on the number of threads, on how it was cut
-// into batches, or on other texts beside it: sums of floats have one fixed order.
+// only declared here.
 
 // Calls step(p, i, thread) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time.
 // Returns when all are done. `thread` is the number of the thread that runs the step.
@@ -329,7 +358,7 @@ static void each(const Pass *p, Step step, int count, int chunk);
 static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
                    bool add);
 
-// Row `to` of h = rmsnorm(x, w) and of xq = Q8(h), of row `from` of x
+// From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
 static void norm_row(const Model *m, const float *w, int from, int to) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)to * c->dim;
@@ -432,7 +461,7 @@ static void qkv(Pass *p) {
     each(p, q_head, c->n_heads, 1);
 }
 
-// What attend (see Matrix product and attention) defines, for all query heads of all rows
+// attend (see Matrix product and attention), for all query heads of all rows
 static void attend_all(const Pass *p);
 
 static void quantize_a(const Pass *p, int t, int thread) {
@@ -500,7 +529,6 @@ static void embed(Model *m, int t) {
 static void progress_start(const Model *m, size_t tokens);
 static void progress_add(int n);
 static void progress_end(void);
-static void progress_list(size_t texts, double all, size_t tokens, double seconds);
 
 // Runs State.rows 0 .. n - 1, n <= batch. The rows of a text stand together, in order; the cache
 // must hold the positions before them, and afterwards holds these as well. Then the first rows of x
@@ -550,12 +578,10 @@ static float *classify(Model *m, int first, int count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Matrix product and attention, in plain C. They define what Part III computes: it keeps the order
-// of each sum, so its results are the same bit for bit, and is faster as it works on several sums
-// at once. There is one exception: Part III's attention goes through a text in spans of 256
-// positions and joins their softmaxes. So in longer texts it rounds differently from attend, though
-// always in the same way, with any threads and batches. Builds without SIMD run dot_row itself;
-// attend runs in tests and `make journey` only.
+// Matrix product and attention, in plain C: dot_row defines what Part III's matmul computes, attend
+// what attend_all does. These two are faster, as they work on several sums at once, each in the
+// order that it has here (but for attend_all's spans, see the top). Builds without SIMD run dot_row
+// itself; attend runs in tests and `make journey` only.
 
 // The int8 of weight (r, i). With 4 bits, a group takes group / 2 bytes. Byte b holds two indices
 // into levels: in its low nibble that of the group's weight b, in its high one that of weight b +
@@ -574,8 +600,8 @@ INLINE float weight_scale(const Matrix *w, int r, int g, const int group) {
                         : half_float(((const uint16_t *)w->scales)[at]);
 }
 
-// W[r] . x[t]: row r of W, vector t of x. The products of a group add up to an exact integer; the
-// groups are added as floats, from the first to the last.
+// W[r] . x[t]: row r of W, vector t of x. The products of a group are added as integers, the groups
+// as floats, from the first to the last.
 INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
     const Quantized x_row = quantized_row(x, t);
     float sum = 0;
@@ -630,7 +656,7 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
 // ------------------------------------------------------------------------------------------------
 // A mixture of experts (HF Qwen3MoeSparseMoeBlock). The tokens of a batch choose different experts.
 // An expert runs for all tokens that chose it together, so that its weights are read once: that is
-// in Part III. It adds p[e] times the output of each expert e in ascending order of e.
+// in Part III, which adds p[e] times the output of each expert e in ascending order of e.
 
 // share (n_experts), Wr h of one token, becomes p of the n_experts_used experts with the largest p
 // (of equal ones the first) and 0 of all others. Returns false if the softmax is NaN (an
@@ -654,12 +680,16 @@ static bool choose_experts(const Config *c, float *share) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. The text is cut at added tokens (such as <|im_start|>), normalized (NFC), and cut
-// into pieces, mostly words, by a regular expression. Then byte-pair encoding: each byte of a piece
-// begins as a token of its own; as long as two neighbours together are a token of the vocabulary,
-// the pair whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er
-// -> lower. (This score is the merge's priority, from the tokenizer file. It is not one of the
-// model's scores.)
+// Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, a token each, which
+// tell the model what no text can: here begins a message. Between them it is normalized: in
+// Unicode's form NFC, e and a combining accent (U+0301) become one character (U+00E9), so that both
+// spellings get the same ids. Then a regular expression cuts it into pieces, mostly words: "Hello,
+// world" becomes "Hello", "," and " world". Then byte-pair encoding: each byte of a piece begins as
+// a token of its own; as long as two neighbours together are a token of the vocabulary, the pair
+// whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower.
+// (This score is the merge's priority, and none of the model's scores.) Vocabulary and scores were
+// made before training, from the most frequent pairs of its text: the model only knows texts that
+// are cut in this way.
 
 typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
     const uint8_t *p;
@@ -683,7 +713,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum {           // bits of Tokenizer.kind
-    ADDED = 1,   // an added token, such as <|im_start|>: found before the text is cut into pieces
+    ADDED = 1,   // an added token, found before the text is cut into pieces
     SPECIAL = 2  // not written in answers
 };
 enum { SYSTEM, USER, ASSISTANT };
@@ -696,7 +726,7 @@ typedef struct {       // the text around the messages of a conversation: see re
     Bytes no_system;   // then, if the first message is not a system message
     Bytes open[3];     // before a message, by role
     Bytes close[3];    // after it
-    Bytes answer[2];   // where the model's answer begins: thinking off, thinking on
+    Bytes answer[2];   // where the model's answer begins: thinking (see chatml) off, on
     Bytes strip;       // </think>: everything up to the last one is cut from an earlier answer
     Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
@@ -704,7 +734,7 @@ typedef struct {       // the text around the messages of a conversation: see re
 typedef struct { Bytes text; int id; } Added;
 
 typedef struct Tokenizer {
-    int vocab_size;          // that of Config
+    int vocab_size;          // that of Config, of which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
@@ -741,11 +771,10 @@ typedef struct {  // one character of a text
 // Part II: the character at offset `at` of a text; at the text's end, 0 bytes of class END
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 
-// Part II: appends a text in Unicode's normalization form C (NFC).
+// Part II: appends a text in form NFC.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: the token with exactly these bytes, or -1. Added tokens, such as <|im_start|>, do not
-// count.
+// Part II: the token with exactly these bytes, or -1. Added tokens do not count.
 static int token_find(const Tokenizer *tok, Bytes text);
 
 // The end of the run of characters of one class that begins at `at`
@@ -889,18 +918,24 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The chat format. A conversation is a list of messages. The prompt of each turn is all of them, as
-// the checkpoint's chat template renders them, for example
-//   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n...
-// export.py, which makes model.bin and its tokenizer file from a checkpoint, has turned the
-// template into a ChatFormat. Each turn encodes the whole conversation anew; prefill then skips
-// what the cache holds already. (Where a <think> block, even an empty one, preceded the last
-// answer, the next turn leaves it out, as the template does: so the answer itself runs again.)
+// The chat format. A conversation is a list of messages. A chat model was trained on conversations
+// written in one form, which its checkpoint has as a program, the chat template. So the prompt of
+// each turn is all messages in that form, up to where the model's answer begins, for example
+//   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
+//   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
+// (one after the other). The model goes on from there, and ends its answer with <|im_end|>.
+//
+// export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
+// anew; prefill then skips the beginning that the cache holds already. (Where a <think> block, even
+// an empty one, preceded the last answer, the next turn leaves it out, as the template does. The
+// tokens behind it then have other positions and see other tokens, so they run again.)
 
 typedef struct {
-    int role;     // SYSTEM, USER or ASSISTANT
+    int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // of an answer: the tokens that the model drew
-    Buffer text;  // of a message that was not drawn; of an answer, what -x left of its last token
+    Buffer text;  // of other messages: what the user gave. Of an answer, what follows its ids: the
+                  // beginning of a token that the option -x cut; or all of it, if the conversation
+                  // comes from a file (-L)
 } Message;
 
 typedef struct {
@@ -908,9 +943,9 @@ typedef struct {
     size_t n, cap;
 } Conversation;
 
-// ChatML, which all Qwen models speak: for files without a chat format. Some models write <think>
-// ... </think> before the answer; where the vocabulary has these tokens, an empty block turns
-// thinking off.
+// ChatML, which all Qwen models speak: for files without a chat format. Some models think before
+// they answer: they write how they get there, between <think> and </think>. Where the vocabulary
+// has these tokens, an empty block turns thinking off.
 static ChatFormat chatml(bool has_think) {
     Bytes end = bytes("<|im_end|>\n"), answer = bytes("<|im_start|>assistant\n");
     Bytes no_think = bytes("<|im_start|>assistant\n<think>\n\n</think>\n\n");
@@ -931,7 +966,7 @@ static size_t find_last(Bytes text, Bytes part) {
 
 // Adds an answer of an earlier turn, without its thinking. Like the chat template, it works on the
 // text: the answer's text is encoded again, and its ids can differ from those that the model drew.
-// Only added tokens keep their ids. (An answer of a list's line is text from the start.)
+// Only added tokens keep their ids.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     Buffer all = {0};
@@ -953,8 +988,9 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
     free(all.p);
 }
 
-// The ids of a conversation, up to where the model's answer begins. Of the messages before number
-// `first`, only a system message is rendered.
+// The ids of a conversation, up to where the model's answer begins. Messages before number `first`
+// are left out, but for a system message: so a conversation that has grown longer than the context
+// forgets its first turns.
 static void render(const Tokenizer *tok, const Conversation *conversation, size_t first, bool think,
                    Ids *out) {
     const ChatFormat *f = &tok->chat;
@@ -978,12 +1014,15 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
-// HF's order. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step is
-// a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
+// HF's order. (The likeliest token each time makes texts dull, which repeat themselves; so one is
+// drawn.) The last two cut off the very many unlikely tokens, one of which would else be drawn now
+// and then. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step
+// is a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
 // distribution.
 
 typedef struct {
-    float temperature;  // 0: always the most likely token
+    float temperature;  // divides the logits: below 1 likely tokens become still likelier, above 1
+                        // less likely; 0: always the most likely one
     float top_p;        // keep the smallest set that reaches this probability, the nucleus
     int top_k;          // keep the k most likely tokens, 0: all
     float presence;     // subtracted from the logits of tokens that are in the answer
@@ -1110,9 +1149,10 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 // the next token, or NULL after Ctrl-C. count: tokens of the answer so far, with this one. In
 // principle, with text = &e->answer.text and pos = text->ids.n, this is
 //   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
-// Part II adds a kind of speculative decoding: where the text repeats itself, it guesses several
-// tokens and checks the guesses in one pass. The results are the same. advance_start forgets the
-// guesses of the last answer.
+// Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
+// guesses the next tokens and runs them with id in one pass, a row each. Each next token is drawn
+// from its row's logits as always; the rows after the first one that was not guessed are dropped.
+// So the results are the same. advance_start forgets the guesses of the last answer.
 static float *advance(Engine *e, int id, int count);
 static void advance_start(Engine *e);
 
@@ -1232,6 +1272,7 @@ static Ending generate(Engine *e, Ids *drawn) {
 static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and bytes everywhere
 static void catch_signals(void);
 static void start_threads(int count);
+static void progress_list(size_t texts, double all, size_t tokens, double seconds);
 static int cpu_count(void);                           // how many threads to start without -j
 static const char *simd_name(void);                   // the instruction set in use
 static double now(void);                              // seconds since some fixed point
@@ -2774,121 +2815,115 @@ static void run_raw(App *app, Bytes text) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like the one before it, say with the same instruction, shares its blocks: each block counts its
-// users. Of the first block that is not the same to its end the text gets a copy. It waits until
-// what it shares has run. The blocks of the last text that began have one more user, so that they
-// stay even if all its answer is one word. When no block is left, the youngest text gives its
-// blocks back, and later runs again up to the last token that it drew (preemption by
-// recomputation): its answer goes on as if nothing had happened.
+// like the last one that began, say with the same instruction, shares its blocks: each block counts
+// its users. Of the first block that is not the same to its end the text gets a copy. It waits
+// until what it shares has run. A text that has ended keeps its blocks until the next one begins,
+// so that there is something to share even if all answers are one word. When no block is left, the
+// youngest text gives its blocks back, and later runs again up to the last token that it drew
+// (preemption by recomputation): its answer goes on as if nothing had happened.
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
-typedef struct {     // a text that runs
-    size_t number;   // of its line, from 0
-    Answer answer;   // answer.text.ids has all its tokens, of which text.ids.n have run
-    size_t n;        // its tokens: the prompt's, then those that were drawn
-    int n_blocks;    // in answer.text.blocks; 0: it waits for some
-    bool counted;    // the statistics know its prompt
-    int id;          // the last token drawn; -1: what the model gave is not finite
+typedef struct {    // a text that runs
+    size_t number;  // of its line, from 0
+    Ids ids;        // its tokens: the prompt's, then those that were drawn
+    Answer answer;  // answer.text.ids.n of them have run
+    int n_blocks;   // in answer.text.blocks
+    size_t cached;  // tokens that were there when it began
+    bool ended;     // if it still has blocks, the next text may share them
+    int id;         // the last token drawn; -1: what the model gave is not finite
     Writer writer;
     Ids drawn;
-    Buffer line;     // the answer so far
+    Buffer line;    // the answer so far
 } Place;
+
+typedef struct {
+    Bytes rest;            // what has not been read
+    const char *expected;  // what was not found there: after an error nothing is taken any more
+    Buffer text;           // the last string
+    Conversation *talk;    // gets the messages
+    bool first;            // there is no message yet, but perhaps that of -y
+    bool has_content;      // the last message
+} Json;
 
 typedef struct {
     App *app;
     Lines in;
-    bool ended, failed;        // there are no more lines; a line was an error
-    size_t read, written;      // lines so far
-    Buffer lines[AHEAD];       // line i of the output is at i % AHEAD, empty until it is done
-    size_t ahead;              // bytes of these
-    Place places[PLACES], *active[PLACES];  // the active ones come first, in the list's order
-    Place *ready[PLACES];      // those whose last token has run; row i of x is that of ready[i]
-    int n_places, n_active, n_ready;
-    int *users;                // (State.blocks) texts that have this block
-    int *unused, n_unused;     // blocks that nobody uses, the next one last
-    Place last;                // the blocks of the last prompt that began, and its tokens
-    Ids ids;                   // of a line
-    Buffer joined;             // -i and a line
-    Conversation talk;
-    size_t longest;            // no text of seq_len tokens has more bytes
+    bool ended, failed;    // there are no more lines; a line was an error
+    size_t read, written;  // lines so far
+    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done
+    size_t ahead;          // bytes of these
+    // active: first those that run, then those that wait for their turn to begin, both in the
+    // list's order, then the free ones, of which the first has been free for the longest time.
+    Place places[PLACES + 1], *active[PLACES + 1];
+    int n_places, n_running, n_active;  // at most in use; that run; that run or wait
+    Place *last;           // the one that began last; with one place more than are in use, it is
+                           // never the first of the free ones
+    Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
+    int n_ready;
+    int *users;            // (State.blocks) texts that have this block
+    int *unused, n_unused; // blocks that nobody uses, the next one last
+    Json json;             // a line,
+    Conversation talk;     // and its messages; all modes but chat look at the last one only
+    size_t longest;        // no text of seq_len tokens has more bytes
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
     size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
-    size_t pieces;             // texts that are scored in pieces
+    size_t pieces;         // texts that are scored in pieces
     double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
 } List;
 
-// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else
+// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else.
+// Functions that return bool take what they are named after, if it is next.
 
-typedef struct {
-    Bytes rest;
-    const char *expected;  // what was not found at `rest`
-    Buffer text;           // the last string
-} Json;
-
-static bool json_error(Json *j, const char *expected) {
-    if (!j->expected) j->expected = expected;
-    return false;
+static void json_need(Json *j, bool taken, const char *what) {
+    if (!taken && !j->expected) j->expected = what;
 }
 
-static bool json_word(Json *j, const char *word) {  // takes it if it is next
+static bool json_take(Json *j, const char *word) {
     const size_t n = strlen(word);
-    if (j->rest.n < n || memcmp(j->rest.p, word, n) != 0) return false;
+    if (j->expected || j->rest.n < n || memcmp(j->rest.p, word, n) != 0) return false;
     j->rest = bytes_from(j->rest, n);
     return true;
 }
 
-static bool json_take(Json *j, const char *word) {  // the same, after white space
-    while (j->rest.n && memchr(" \t\r\n", *j->rest.p, 4)) j->rest = bytes_from(j->rest, 1);
-    return json_word(j, word);
+static bool json_token(Json *j, const char *word) {  // the same, after white space
+    while (json_take(j, " ") || json_take(j, "\t") || json_take(j, "\r") || json_take(j, "\n")) {}
+    return json_take(j, word);
 }
 
-static bool json_next(Json *j, uint8_t c) {  // is it next, after white space?
-    json_take(j, "");
-    return j->rest.n && *j->rest.p == c;
-}
-
-static bool json_unit(Json *j, uint32_t *unit) {  // \uXXXX
-    const uint8_t *p = j->rest.p;
-    if (j->rest.n < 6 || p[0] != '\\' || p[1] != 'u') return false;
-    *unit = 0;
-    for (int i = 2; i < 6; i++) {
-        if (!isxdigit(p[i])) return false;
-        *unit = *unit << 4 | (isdigit(p[i]) ? p[i] - '0' : (p[i] | 32) - 'a' + 10);
-    }
+static int json_unit(Json *j) {  // \uXXXX, or -1
+    char digits[5] = {0};
+    if (j->rest.n < 6 || memcmp(j->rest.p, "\\u", 2) != 0) return -1;
+    memcpy(digits, j->rest.p + 2, 4);
+    if (strspn(digits, "0123456789abcdefABCDEF") != 4) return -1;
     j->rest = bytes_from(j->rest, 6);
-    return true;
+    return (int)strtol(digits, NULL, 16);
 }
 
-static bool json_escape(Json *j) {
+static void json_escape(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
     const char *name = j->rest.n > 1 ? memchr(names, j->rest.p[1], 8) : NULL;
-    uint32_t c, low;
-    if (!name && !json_unit(j, &c)) return json_error(j, "an escape, such as \\n or \\u00e9");
-    if (name) c = meant[name - names], j->rest = bytes_from(j->rest, 2);
-    Json ahead = *j;
-    if (c >= 0xD800 && c < 0xDC00 && json_unit(&ahead, &low) && low >= 0xDC00 && low < 0xE000) {
-        c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);  // one character in two halves
-        j->rest = ahead.rest;
-    }
-    add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
-    return true;
+    int c = name ? meant[name - names] : json_unit(j);
+    if (name) j->rest = bytes_from(j->rest, 2);
+    json_need(j, c >= 0, "an escape, such as \\n or \\u00e9");
+    const Bytes after = j->rest;
+    const int low = c >= 0xD800 && c < 0xDC00 ? json_unit(j) : -1;  // a character in two halves
+    if (low >= 0xDC00 && low < 0xE000) c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
+    else j->rest = after;
+    add_char(&j->text, c < 0 || (c >= 0xD800 && c < 0xE000) ? 0xFFFD : c);
 }
 
 static bool json_string(Json *j) {
+    if (!json_token(j, "\"")) return false;
     j->text.n = 0;
-    if (!json_take(j, "\"")) return json_error(j, "a string");
-    for (;;) {
-        const uint8_t *p = j->rest.p, *end = p + j->rest.n;
-        while (p < end && *p != '"' && *p != '\\' && *p >= ' ') p++;
-        const size_t n = p - j->rest.p;
-        buffer_add(&j->text, (Bytes){j->rest.p, n});
-        j->rest = bytes_from(j->rest, n);
-        if (p == end || *p < ' ') return json_error(j, "the string's next character");
-        if (json_word(j, "\"")) return true;
-        if (!json_escape(j)) return false;
+    while (!j->expected && !json_take(j, "\"")) {
+        const uint8_t c = j->rest.n ? *j->rest.p : 0;
+        json_need(j, c >= ' ', "the string's next character");
+        if (c == '\\') json_escape(j);
+        else if (c >= ' ') add_char(&j->text, BAD_BYTE + c), j->rest = bytes_from(j->rest, 1);
     }
+    return true;
 }
 
 static bool json_digits(Json *j) {
@@ -2898,71 +2933,76 @@ static bool json_digits(Json *j) {
 }
 
 static bool json_number(Json *j) {
-    json_word(j, "-");
-    bool good = json_word(j, "0") || json_digits(j);
-    if (good && json_word(j, ".")) good = json_digits(j);
-    if (good && (json_word(j, "e") || json_word(j, "E"))) {
-        if (!json_word(j, "+")) json_word(j, "-");
-        good = json_digits(j);
-    }
-    return good || json_error(j, "a value");
+    json_take(j, "-");
+    if (!json_take(j, "0") && !json_digits(j)) return false;
+    if (json_take(j, ".") && !json_digits(j)) return false;
+    if (!json_take(j, "e") && !json_take(j, "E")) return true;
+    if (!json_take(j, "+")) json_take(j, "-");
+    return json_digits(j);
 }
 
-static bool json_value(Json *j, int depth) {  // of any kind
+// An object or an array, by its bracket, inside of `depth` others. Of each member of an object, the
+// key is read, and `value` reads what follows.
+static bool json_items(Json *j, const char *bracket, int depth, void (*value)(Json *, int)) {
     enum { MOST_NESTING = 100 };
-    if (json_next(j, '"')) return json_string(j);
-    const bool object = json_word(j, "{");
-    if (!object && !json_word(j, "["))
-        return json_word(j, "true") || json_word(j, "false") || json_word(j, "null") ||
-               json_number(j);
-    if (depth >= MOST_NESTING) return json_error(j, "at most 100 levels");
-    if (json_take(j, object ? "}" : "]")) return true;
+    const bool object = *bracket == '{';
+    const char *end = object ? "}" : "]";
+    if (!json_token(j, bracket)) return false;
+    json_need(j, depth < MOST_NESTING, "at most 100 levels");
+    if (json_token(j, end)) return true;
     do {
-        if (object && !(json_string(j) && (json_take(j, ":") || json_error(j, ":")))) return false;
-        if (!json_value(j, depth + 1)) return false;
-    } while (json_take(j, ","));
-    return json_take(j, object ? "}" : "]") || json_error(j, object ? ", or }" : ", or ]");
+        json_need(j, !object || json_string(j), "a string");
+        json_need(j, !object || json_token(j, ":"), ":");
+        value(j, depth + 1);
+    } while (json_token(j, ","));
+    json_need(j, json_token(j, end), object ? ", or }" : ", or ]");
+    return true;
 }
 
-// Adds a message to the conversation. Of equal keys the last counts. A system message replaces that
-// of -y, which the conversation began with.
-static bool json_message(Json *j, Conversation *talk, bool first) {
-    static const char *const roles[] = {[SYSTEM] = "system", [USER] = "user",
-                                        [ASSISTANT] = "assistant"};
-    int role = -1;
-    bool has_content = false;
-    Buffer content = {0};
-    if (!json_take(j, "{")) return json_error(j, "a message, {\"role\": ..., \"content\": ...}");
-    do {
-        if (!json_string(j) || !(json_take(j, ":") || json_error(j, ":"))) break;
-        const bool is_role = bytes_equal(bytes_of(&j->text), bytes("role"));
-        const bool is_content = bytes_equal(bytes_of(&j->text), bytes("content"));
-        const bool text = json_next(j, '"');
-        if (!json_value(j, 2)) break;
-        for (int i = 0; is_role && i <= 3; i++) {
-            role = i < 3 ? i : -1;
-            if (i < 3 && text && bytes_equal(bytes_of(&j->text), bytes(roles[i]))) break;
-        }
-        if (is_content) has_content = text, content.n = 0, buffer_add(&content, bytes_of(&j->text));
-    } while (json_take(j, ","));
-    if (!json_next(j, '}')) json_error(j, ", or }");
-    else if (role < 0) json_error(j, "a role: system, user or assistant");
-    else if (!has_content) json_error(j, "a content that is a string");
-    else if (role == SYSTEM && !first) json_error(j, "a system message only at the start");
-    else if (role == SYSTEM) conversation_drop(talk, 0, talk->n);
-    if (!j->expected) conversation_add(talk, role, bytes_of(&content));
-    free(content.p);
-    return !j->expected && json_take(j, "}");
+static void json_value(Json *j, int depth) {
+    json_need(j, json_string(j) || json_items(j, "{", depth, json_value) ||
+                 json_items(j, "[", depth, json_value) || json_take(j, "true") ||
+                 json_take(j, "false") || json_take(j, "null") || json_number(j), "a value");
 }
 
-static bool json_messages(Json *j, Conversation *talk) {
-    bool first = true;
-    for (; first || json_take(j, ","); first = false) {
-        if (!json_message(j, talk, first)) return false;
+static bool json_is(const Json *j, const char *text) {
+    return bytes_equal(bytes_of(&j->text), bytes(text));
+}
+
+static void json_member(Json *j, int depth) {  // of a message; of equal keys the last one counts
+    Message *message = &j->talk->p[j->talk->n - 1];
+    const bool role = json_is(j, "role"), content = json_is(j, "content"), text = json_string(j);
+    if (!text) json_value(j, depth);
+    if (role)
+        message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
+                        : json_is(j, "assistant") ? ASSISTANT : -1;
+    if (content) {
+        j->has_content = text;
+        message->text.n = 0;
+        buffer_add(&message->text, bytes_of(&j->text));
     }
-    if (json_next(j, ']') && talk->p[talk->n - 1].role != USER)
-        return json_error(j, "a message of the user as the last one");
-    return json_take(j, "]") || json_error(j, ", or ]");
+}
+
+static void json_message(Json *j, int depth) {
+    const Message *message = conversation_add(j->talk, -1, (Bytes){0});
+    const bool object = json_items(j, "{", depth, json_member);
+    json_need(j, object, "a message, {\"role\": ..., \"content\": ...}");
+    json_need(j, message->role >= 0, "a role: system, user or assistant");
+    json_need(j, j->has_content, "a content that is a string");
+    json_need(j, message->role != SYSTEM || j->first, "a system message only at the start");
+    if (message->role == SYSTEM) conversation_drop(j->talk, 0, j->talk->n - 1);  // that of -y
+    j->first = j->has_content = false;
+}
+
+// A line: its string is in j->text, or its messages in j->talk.
+static void json_line(Json *j, bool chat) {
+    const bool messages = chat && json_items(j, "[", 0, json_message);
+    const bool asks = !messages || (j->talk->n && j->talk->p[j->talk->n - 1].role == USER);
+    json_need(j, messages || json_string(j),
+              chat ? "a string or an array of messages" : "a string");
+    json_need(j, asks, "a message of the user as the last one");
+    json_token(j, "");
+    json_need(j, j->rest.n == 0, "the end of the line");
 }
 
 // The lines of the output
@@ -3011,41 +3051,34 @@ static void drop_blocks(List *l, Place *p) {
     p->answer.text.ids.n = 0;
 }
 
-// Gives a text the blocks for its tokens so far. Those that it shares count as having run; its last
-// token always runs, as that makes the first logits. False: it has to wait, for blocks or until
-// what it shares has run. (Less than a block is not worth waiting.)
-static bool begin(List *l, Place *p) {
-    Model *m = &l->app->engine.model;
-    Text *text = &p->answer.text, *last = &l->last.answer.text;
-    const int len = m->state.block_len, n_blocks = ((int)p->n + len - 1) / len;
-    size_t same = 0, run = last->ids.n;
-    bool alone = true;
-    for (int i = 0; i < l->n_active; i++) {
-        alone &= l->active[i]->n_blocks == 0;
-        if (l->active[i]->number == l->last.number) run = l->active[i]->answer.text.ids.n;
-    }
-    while (same + 1 < p->n && same < last->ids.n && text->ids.p[same] == last->ids.p[same]) same++;
+// The first text that waits gets the blocks for its tokens so far. Those that it shares count as
+// having run; its last token always runs, as that makes the first logits. False: it waits until
+// what it shares has run (less than a block is not worth waiting), or for blocks: each text shall
+// find one more.
+static bool begin(List *l) {
+    Place *p = l->active[l->n_running], *last = l->last;
+    const Ids *ids = &p->ids;
+    int *blocks = p->answer.text.blocks, *theirs = last->answer.text.blocks;
+    const int len = l->app->engine.model.state.block_len, n_blocks = ((int)ids->n + len - 1) / len;
+    const size_t run = last->answer.text.ids.n;
+    size_t same = 0;
+    while (last->n_blocks && same + 1 < ids->n && same < last->ids.n &&
+           ids->p[same] == last->ids.p[same])
+        same++;
     if (same >= run + len) return false;
     if (same > run) same = run;
-    if (n_blocks - (int)same / len > l->n_unused) {
-        if (!alone) return false;
-        drop_blocks(l, &l->last);
+    if (n_blocks - (int)same / len + l->n_running + 1 > l->n_unused) {
+        if (l->n_running) return false;
+        drop_blocks(l, last);  // now all are unused: enough for any text
         same = 0;
     }
-    for (int i = 0; i < (int)same / len; i++) take_block(l, p, last->blocks[i]);
+    for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
     while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
-    if (same % len) cache_copy(m, text->blocks[same / len], last->blocks[same / len]);
-    text->ids.n = same;
-    if (!p->counted) l->prompts += p->n, l->cached += same;
-    p->counted = true;
-    for (int i = 0; i < n_blocks; i++) l->users[text->blocks[i]]++;  // now this is the last one
-    drop_blocks(l, &l->last);
-    l->last.number = p->number;
-    l->last.n_blocks = n_blocks;
-    memcpy(last->blocks, text->blocks, n_blocks * sizeof(int));
-    last->ids.p = grow(last->ids.p, &last->ids.cap, 0, p->n, sizeof(int));
-    memcpy(last->ids.p, text->ids.p, p->n * sizeof(int));
-    last->ids.n = p->n;
+    if (same % len) cache_copy(&l->app->engine.model, blocks[same / len], theirs[same / len]);
+    p->answer.text.ids.n = p->cached = same;
+    if (last->ended) drop_blocks(l, last);
+    l->last = p;
+    l->n_running++;
     return true;
 }
 
@@ -3054,13 +3087,11 @@ static bool begin(List *l, Place *p) {
 static bool make_room(List *l, Place *p) {
     if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
         return true;
+    if (l->n_unused == 0 && l->last->ended) drop_blocks(l, l->last);
     while (l->n_unused == 0) {
-        Place *victim = &l->last;
-        for (int i = 0; i < l->n_active && l->last.n_blocks == 0; i++) {
-            if (l->active[i]->n_blocks) victim = l->active[i];
-        }
-        drop_blocks(l, victim);
-        if (victim == p) return false;
+        Place *youngest = l->active[--l->n_running];
+        drop_blocks(l, youngest);
+        if (youngest == p) return false;
     }
     take_block(l, p, l->unused[--l->n_unused]);
     return true;
@@ -3068,115 +3099,93 @@ static bool make_room(List *l, Place *p) {
 
 // Admit
 
-// Takes a line of -L apart. *text: the string, or the last message of l->talk. Returns false if the
-// line can't be used, which it says.
-static bool parse_line(List *l, Json *j, Bytes *text, bool *messages) {
-    const bool chat = l->app->mode == CHAT;
-    const size_t n = text->n;
-    if (l->read == 0) json_word(j, "\uFEFF");  // a byte order mark
-    *messages = chat && json_take(j, "[");
-    if (*messages) json_messages(j, &l->talk);
-    else if (json_next(j, '"')) json_string(j);
-    else json_error(j, chat ? "a string or an array of messages" : "a string");
-    if (json_take(j, ""), j->rest.n) json_error(j, "the end of the line");
+// Takes a line of -L apart. Returns false if it can't be used, which it says.
+static bool parse_line(List *l, Bytes line) {
+    Json *j = &l->json;
+    *j = (Json){.rest = line, .text = j->text, .talk = &l->talk, .first = true};
+    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
+    json_line(j, l->app->mode == CHAT);
     if (j->expected)
         report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
-               n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
+               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
                j->rest.n < 16 ? (int)j->rest.n : 16, j->rest.p);
-    else *text = bytes_of(*messages ? &l->talk.p[l->talk.n - 1].text : &j->text);
     return !j->expected;
 }
 
-// Encodes a line, into l->ids. Returns false if that can't be done, which it says.
-static bool encode_line(List *l, Bytes text) {
+// Encodes a line. Returns false if that can't be done, which it says.
+static bool encode_line(List *l, Bytes text, Ids *ids) {
     const App *app = l->app;
     const Options *o = &app->options;
-    const bool chat = app->mode == CHAT;
-    const size_t prefix = o->text ? strlen(o->text) : 0;
-    bool messages = false, good = !l->in.too_long && text.n + prefix < INT_MAX - 65536;
-    if (!good) report("%s: too long, expected less than 2 GB", where(l, l->read));
-    conversation_drop(&l->talk, 0, l->talk.n);
-    if (chat && o->system) conversation_add(&l->talk, SYSTEM, bytes(o->system));
-    Json j = {.rest = text};
-    if (good && o->json_list) good = parse_line(l, &j, &text, &messages);
-    if (good && text.n > l->longest) {
-        good = false;
+    const Model *m = &app->engine.model;
+    const Bytes before = bytes(o->text ? o->text : "");
+    Conversation *talk = &l->talk;
+    conversation_drop(talk, 0, talk->n);
+    if (app->mode == CHAT && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
+    if (l->in.too_long || text.n + before.n > INT_MAX - 65536) {
+        report("%s: too long, expected less than 2 GB", where(l, l->read));
+        return false;
+    }
+    if (o->json_list && !parse_line(l, text)) return false;
+    const bool messages = talk->n && talk->p[talk->n - 1].role == USER;
+    if (o->json_list) text = bytes_of(messages ? &talk->p[talk->n - 1].text : &l->json.text);
+    if (text.n > l->longest) {
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), app->engine.model.state.seq_len,
-               app->engine.model.config.max_seq_len, text.n);
+               where(l, l->read), m->state.seq_len, m->config.max_seq_len, text.n);
+        return false;
     }
-    if (good) {
-        l->joined.n = l->ids.n = 0;
-        if (o->text) buffer_add(&l->joined, bytes(o->text)), buffer_add(&l->joined, bytes("\n\n"));
-        if (!messages) buffer_add(&l->joined, text);
-        if (chat && !messages) conversation_add(&l->talk, USER, bytes_of(&l->joined));
-        if (chat) render(&app->engine.tokenizer, &l->talk, 0, app->think, &l->ids);
-        else encode_text(app, bytes_of(&l->joined), &l->ids);
+    if (!messages) {
+        Buffer *all = &conversation_add(talk, USER, before)->text;
+        if (o->text) buffer_add(all, bytes("\n\n"));
+        buffer_add(all, text);
     }
-    free(j.text.p);
-    return good;
+    ids->n = 0;
+    if (app->mode == CHAT) render(&app->engine.tokenizer, talk, 0, app->think, ids);
+    else encode_text(app, bytes_of(&talk->p[0].text), ids);
+    return true;
 }
 
-// Gives a place to the text whose tokens are in l->ids.
-static void take_place(List *l) {
-    App *app = l->app;
-    Engine *e = &app->engine;
-    Place *p = l->active[l->n_active++];
-    Answer *a = &p->answer;
-    Ids *ids = &a->text.ids;
-    if (!a->text.blocks) {  // it was never used
-        a->text.blocks = alloc(e->model.state.seq_len, sizeof(int), "a text");
-        a->sampler = e->answer.sampler;
-        a->sampler.answered = alloc(e->tokenizer.vocab_size, sizeof(bool), "a text");
-        a->sampler.seen = alloc(e->tokenizer.vocab_size, sizeof(bool), "a text");
-        a->writer = &p->writer;
-        a->drawn = &p->drawn;
-    }
-    ids->p = grow(ids->p, &ids->cap, 0, l->ids.n, sizeof(int));
-    memcpy(ids->p, l->ids.p, l->ids.n * sizeof(int));
-    p->n = l->ids.n;
-    p->number = l->read;
-    p->counted = false;
-    p->line.n = p->writer.held.n = 0;
-    p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
-                         .stop = app->writer.stop, .held = p->writer.held};
-    a->sampler.rng = app->options.seed + p->number;
-    answer_start(a, &e->tokenizer, ids->p, p->n);
-    writer_thinks(&p->writer, begins_thinking(app));
+// Makes the line of a perplexity. Returns false if that can't be done, which it says.
+static bool score_line(List *l, const Ids *ids, Buffer *out) {
+    double sum = 0;
+    l->pieces += ids->n > (size_t)l->app->engine.model.state.seq_len;
+    if (!score_all(&l->app->engine, ids, &sum)) return false;  // Ctrl-C: nothing more is written
+    const bool good = buffer_add_perplexity(out, sum, (int)ids->n - 1);
+    if (!good) report("%s: " NOT_FINITE, where(l, l->read));
+    return good;
 }
 
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
+    Place *p = l->active[l->n_active];  // a free one
     if (l->read == 0) give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+    bool good = encode_line(l, chop(line), &p->ids);
+    if (interrupted) return;  // then these are not all ids
+    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), p->ids.n);
+    if (good) l->prompts += p->ids.n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(line_of(l, l->read), &p->ids);
+    if (good && app->mode == PERPLEXITY) good = score_line(l, &p->ids, line_of(l, l->read));
     l->consumed += line.n;
-    Buffer *out = line_of(l, l->read);
-    double sum = 0;
-    bool good = encode_line(l, chop(line));
-    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), l->ids.n);
-    if (good && (app->mode <= GENERATE || app->mode == EMBED)) {
-        take_place(l);
-    } else {  // its line is made here
-        if (good) l->prompts += l->ids.n;
-        if (good && app->mode == TOKENIZE) buffer_add_ids(out, &l->ids);
-        if (good && app->mode == PERPLEXITY) {
-            l->pieces += l->ids.n > (size_t)app->engine.model.state.seq_len;
-            if (!score_all(&app->engine, &l->ids, &sum)) return;
-            good = buffer_add_perplexity(out, sum, (int)l->ids.n - 1);
-            if (!good) report("%s: " NOT_FINITE, where(l, l->read));
-        }
-        line_done(l, l->read, good);
+    p->number = l->read++;
+    if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
+        line_done(l, p->number, good);
+        return;
     }
-    l->read++;
+    p->ended = false;
+    p->line.n = 0;
+    p->answer.sampler.rng = app->options.seed + p->number;
+    answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+    writer_thinks(&p->writer, begins_thinking(app));
+    l->n_active++;
 }
 
 // Returns false when all is done. While texts run, it does not wait for lines that have still to be
 // made: a list may come from another program.
 static bool admit(List *l) {
     for (Bytes line; !interrupted;) {
-        for (int i = 0; i < l->n_active; i++) {
-            if (!l->active[i]->n_blocks && !begin(l, l->active[i])) return true;
+        while (l->n_running < l->n_active) {
+            if (!begin(l)) return true;
         }
         if (line_of(l, l->written)->n) return true;  // that is written first
         if (l->ended) return l->n_active > 0;
@@ -3190,30 +3199,23 @@ static bool admit(List *l) {
     return false;
 }
 
-// Pass
-
-static int add_rows(List *l, Place *p, int n) {  // returns how many there are then
-    const State *s = &l->app->engine.model.state;
-    const Text *text = &p->answer.text;
-    Ids *ids = &p->answer.text.ids;
-    for (; ids->n < p->n && n < s->batch; ids->n++) {
-        s->rows[n++] = (Row){ids->p[ids->n], (int)ids->n, text, ids->n + 1 == p->n};
-    }
-    if (ids->n == p->n) l->ready[l->n_ready++] = p;
-    return n;
-}
-
-// Returns false after Ctrl-C.
+// Pass: first the texts that decode, then the prompts. Returns false after Ctrl-C.
 static bool pass(List *l) {
+    const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
-    for (int i = 0; i < l->n_active; i++) {  // make_room takes blocks from later texts
-        Place *p = l->active[i];
-        const bool decodes = p->n_blocks && p->n == p->answer.text.ids.n + 1;
-        if (decodes && make_room(l, p)) n = add_rows(l, p, n);
-    }
-    for (int i = 0; i < l->n_active; i++) {
-        Place *p = l->active[i];
-        if (p->n_blocks && p->answer.text.ids.n < p->n) n = add_rows(l, p, n);
+    for (int prompts = 0; prompts < 2; prompts++) {
+        for (int i = 0; i < l->n_running; i++) {
+            Place *p = l->active[i];
+            Text *text = &p->answer.text;
+            size_t *run = &text->ids.n;
+            const size_t left = p->ids.n - *run;
+            if (left == 0 || (left > 1 && !prompts)) continue;
+            if (!make_room(l, p)) break;  // it takes blocks from later texts only
+            for (; *run < p->ids.n && n < s->batch; (*run)++) {
+                s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
+            }
+            if (*run == p->ids.n) l->ready[l->n_ready++] = p;
+        }
     }
     l->rows += n;
     return n == 0 || forward(&l->app->engine.model, n);
@@ -3230,7 +3232,7 @@ static void sample_job(void *arg, int begin, int end, int thread) {
         Place *p = l->ready[i];
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
         if (l->app->mode != EMBED) p->id = sample(&p->answer.sampler, logits, vocab_size);
-        else p->id = buffer_add_embedding(&p->line, &e->model, i) ? 0 : -1;
+        else p->id = buffer_add_embedding(line_of(l, p->number), &e->model, i) ? 0 : -1;
     }
 }
 
@@ -3238,27 +3240,28 @@ static void sample_job(void *arg, int begin, int end, int thread) {
 static void step(List *l, Place *p) {
     const Engine *e = &l->app->engine;
     const bool embeds = l->app->mode == EMBED;
-    Ids *ids = &p->answer.text.ids;
     Ending ending = TURN_ENDED;
     if (p->id < 0) report("%s: %s", where(l, p->number), embeds ? BAD_VECTOR : NOT_FINITE);
     else if (!embeds) ending = e->max_new ? answer_add(e, &p->answer, p->id) : LIMIT_REACHED;
     if (ending == GOES_ON) {
-        ids->p = grow(ids->p, &ids->cap, p->n, 1, sizeof(int));
-        ids->p[p->n++] = p->id;
+        ids_add(&p->ids, p->id);
         return;
     }
     l->endings[ending]++;
     l->thinking += p->writer.thinking;
     l->answers += p->drawn.n;
+    l->cached += p->cached;
     writer_end(&p->writer);
-    if (embeds) buffer_add(line_of(l, p->number), bytes_of(&p->line));
-    else buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
+    if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
     line_done(l, p->number, p->id >= 0);
-    drop_blocks(l, p);
+    p->ended = true;
+    if (p != l->last) drop_blocks(l, p);
     int i = 0;
     while (l->active[i] != p) i++;
-    memmove(l->active + i, l->active + i + 1, (--l->n_active - i) * sizeof(*l->active));
-    l->active[l->n_active] = p;
+    memmove(l->active + i, l->active + i + 1, (l->n_places - i) * sizeof(*l->active));
+    l->active[l->n_places] = p;
+    l->n_running--;
+    l->n_active--;
 }
 
 static void sample_all(List *l) {
@@ -3271,17 +3274,13 @@ static void sample_all(List *l) {
 static int list_end(const List *l) {
     const double seconds = now() - l->start + 1e-9, rate = l->answers / seconds;
     const unsigned long long seed = l->app->options.seed;
+    const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
+    const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     progress_end();
-    if (l->endings[LIMIT_REACHED])
-        notice("answers: ended by -n after %d tokens: %zu", l->app->options.n,
-               l->endings[LIMIT_REACHED]);
-    if (l->endings[CONTEXT_ENDED])
-        notice("answers: ended by a full context of %d tokens (-c): %zu",
-               l->app->engine.model.state.seq_len, l->endings[CONTEXT_ENDED]);
+    if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
+    if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
-    if (l->pieces)
-        notice("texts: scored in pieces of %d tokens (-c): %zu",
-               l->app->engine.model.state.seq_len, l->pieces);
+    if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted) {
         notice("list: stopped, %zu lines are written", l->written);
         notice("list: to go on: tail -n +%zu, -s %llu", l->written + 1, seed + l->written);
@@ -3303,10 +3302,19 @@ static void list_init(List *l, App *app) {
     const Tokenizer *tok = &app->engine.tokenizer;
     const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
     *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .longest = 1,
-                .n_places = max_int(min_int(PLACES, s->batch), 1)};
+                .start = now(), .n_places = max_int(min_int(PLACES, s->batch), 1)};
     if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
     l->size = file_size(l->in.fd);
-    for (int i = 0; i < l->n_places; i++) l->active[i] = &l->places[i];
+    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
+        Place *p = l->active[i] = l->last = &l->places[i];
+        p->answer = (Answer){.text.blocks = alloc(s->seq_len, sizeof(int), "the list"),
+                             .sampler = app->engine.answer.sampler, .writer = &p->writer,
+                             .drawn = &p->drawn};
+        p->answer.sampler.answered = alloc(tok->vocab_size, sizeof(bool), "the list");
+        p->answer.sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the list");
+        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
+                             .stop = app->writer.stop};
+    }
     for (int i = 0; i < tok->vocab_size; i++) {
         if (tok->text[i].n > l->longest) l->longest = tok->text[i].n;
     }
@@ -3314,7 +3322,6 @@ static void list_init(List *l, App *app) {
     if (app->mode == TOKENIZE || app->mode == PERPLEXITY) l->longest = SIZE_MAX;
     l->users = alloc(s->blocks, sizeof(int), "the list");
     l->unused = alloc(s->blocks, sizeof(int), "the list");
-    l->last.answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
     for (int i = s->blocks; i > 0; i--) l->unused[l->n_unused++] = i - 1;
 }
 
@@ -3322,7 +3329,6 @@ static int run_list(App *app) {
     static List list;
     list_init(&list, app);
     stoppable = stop_at_once = true;
-    list.start = now();
     while (admit(&list) && pass(&list)) {
         sample_all(&list);
         write_lines(&list);
@@ -3873,13 +3879,13 @@ static void each(const Pass *p, Step step, int count, int chunk) {
 // ------------------------------------------------------------------------------------------------
 // The work of a layer: heads, SwiGLU and experts, each thread some rows of a matrix at a time
 
-typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
-    const Matrix *w;     // (rows, cols)
-    const Quantized *x;  // (tokens, cols)
-    float *out;          // the result's place: out[t * stride + r - row_begin]
-    int stride;
-    int row_begin, row_end, token_begin, token_end;
-    bool add;            // out += instead of out =
+typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
+    const Matrix *w;       // (rows, cols)
+    const Quantized *x;    // (n, cols)
+    float *out;            // the result's place: out[t * stride + r - row_begin]
+    int stride, row_begin, row_end, n;
+    bool add;              // out += instead of out =
+    struct Workspace *own; // of the thread that computes it
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
@@ -3890,9 +3896,8 @@ typedef struct Workspace {  // one thread's own buffers
     struct AttentionTask *attention;
 } Workspace;
 
-// A product with a matrix: dot_row of the given rows and tokens, in the calling thread, inside a
-// job; own is its workspace.
-static void matmul_rows(const Matmul *part, const Workspace *own);
+// A product with a matrix: dot_row of the given rows and tokens, in the calling thread
+static void matmul_rows(const Matmul *part);
 
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
                     int head, int thread) {
@@ -3900,7 +3905,7 @@ static void project(const Pass *p, float *out, int stride, const Matrix *w, cons
     const int head_dim = p->m->config.head_dim;
     matmul_rows(&(Matmul){.w = w, .x = &s->xq, .out = out, .stride = stride,
                           .row_begin = head * head_dim, .row_end = (head + 1) * head_dim,
-                          .token_end = p->n}, &s->workspace[thread]);
+                          .n = p->n, .own = &s->workspace[thread]});
     for (int t = 0; bias && t < p->n; t++) {
         for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[head * head_dim + j];
     }
@@ -3918,17 +3923,17 @@ typedef struct {   // what swiglu_groups works on
 // for batch / n groups, so each round computes at most that many.
 static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
     const State *s = &p->m->state;
-    const Workspace *own = &s->workspace[thread];
+    Workspace *own = &s->workspace[thread];
     const int group = p->m->config.group_size;
     for (int g = begin, count; g < end; g += count) {
         count = min_int(end - g, s->batch / max_int(a->n, 1));
         const int cols = count * group, row = a->w_row + g * group;
         Matmul part = {.w = &p->w->w1, .x = &a->in, .out = own->gate, .stride = cols,
-                       .row_begin = row, .row_end = row + cols, .token_end = a->n};
-        matmul_rows(&part, own);
+                       .row_begin = row, .row_end = row + cols, .n = a->n, .own = own};
+        matmul_rows(&part);
         part.w = &p->w->w3;
         part.out = own->up;
-        matmul_rows(&part, own);
+        matmul_rows(&part);
         for (int t = 0; t < a->n; t++) {
             float *gate = own->gate + (size_t)t * cols;
             silu_times(gate, own->up + (size_t)t * cols, cols);
@@ -4034,12 +4039,12 @@ static void add_expert(const Pass *p, int k, int begin, int count, float *sum, i
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
-    const Workspace *own = &s->workspace[thread];
+    Workspace *own = &s->workspace[thread];
     const int e = r->expert[k], n = r->place[k + 1] - r->place[k], row = e * c->dim + begin;
     const Quantized hq = quantized_row(&s->hq, r->place[k]);
     float *out = own->gate;
     matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = count, .row_begin = row,
-                          .row_end = row + count, .token_end = n}, own);
+                          .row_end = row + count, .n = n, .own = own});
     for (int j = 0; j < n; j++, out += count) {
         const int t = r->token[r->place[k] + j];
         const float share = r->share[(size_t)t * c->n_experts + e];
@@ -4094,7 +4099,7 @@ static void experts(const Pass *p) {
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
 //
 // A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
-// into the registers. Without SIMD (PLAIN_C), attention has vectors of 4, and products none.
+// into the registers. Plain C has vectors of 4, which every compiler makes for its CPU.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__FMA__)
 #define USE_AVX512
@@ -4114,9 +4119,8 @@ enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #define SIMD "NEON dotprod"
 enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
 #else
-#define PLAIN_C
 #define SIMD "plain C"
-enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 1, W_BIAS = 0 };
+enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #endif
 
 enum { PANEL_ROWS = TILE_VECS * LANES };
@@ -4125,15 +4129,11 @@ enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each
 // UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
 #if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
 #define UNROLL
-#define NOT_UNROLLED
 #elif defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
-#define NOT_UNROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
-#define NOT_UNROLLED _Pragma("GCC unroll 1")
 #endif
-enum { FEW_REGISTERS = LANES == 8 };  // AVX2 has 16, the others 32
 
 typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t VecI __attribute__((vector_size(4 * LANES), may_alias));
@@ -4172,7 +4172,18 @@ INLINE VecI pick_levels(VecI table, VecI n) {
     return (VecI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)n & vdupq_n_u8(15));
 }
 #else
+typedef int16_t Vec16 __attribute__((vector_size(4 * LANES), may_alias));
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {  // two products fit into an int16
+    const Vec16 a = (Vec16)w, b = (Vec16)x;
+    const VecI pairs = (VecI)((a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8));
+    return acc + (pairs << 16 >> 16) + (pairs >> 16);
+}
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return a * b + c; }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    uint8_t *at = (uint8_t *)&n;
+    for (size_t i = 0; i < sizeof(n); i++) at[i] = ((uint8_t *)&table)[at[i] & 15];
+    return n;
+}
 #endif
 
 #ifdef __clang__
@@ -4200,8 +4211,10 @@ INLINE VecI add_pairs(VecI a, VecI b) {
 INLINE VecI add_pairs(VecI a, VecI b) {
     return (VecI)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xD8);
 }
-#elif defined(USE_NEON)
-INLINE VecI add_pairs(VecI a, VecI b) { return (VecI)vpaddq_s32((int32x4_t)a, (int32x4_t)b); }
+#else
+INLINE VecI add_pairs(VecI a, VecI b) {
+    return SHUFFLE(a, b, 0, 2, 4, 6) + SHUFFLE(a, b, 1, 3, 5, 7);
+}
 #endif
 
 static const char *simd_name(void) { return SIMD; }
@@ -4216,7 +4229,6 @@ INLINE VecI load_vector(const void *p) {
     return value;
 }
 
-#ifndef PLAIN_C
 INLINE VecF load_halves(const uint16_t *p) {
 #if defined(USE_AVX512)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -4224,9 +4236,10 @@ INLINE VecF load_halves(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #elif defined(USE_NEON)
     return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#else
+    return (VecF){half_float(p[0]), half_float(p[1]), half_float(p[2]), half_float(p[3])};
 #endif
 }
-#endif
 
 // ------------------------------------------------------------------------------------------------
 // Matrix products: out = x W^T, as dot_row defines each element. A term is a group's exact dot
@@ -4235,7 +4248,7 @@ INLINE VecF load_halves(const uint16_t *p) {
 // For a few tokens, reading the weights takes the time: matvec_rows takes them as they lie, as one
 // sequence of groups, and makes LANES terms at a time. For more tokens, arithmetic takes the time:
 // matmul_panels transposes a panel of rows, so that each lane is a row, and multiplies it with all
-// tokens, tile by tile. Without SIMD, matmul_plain does what dot_row says.
+// tokens, tile by tile.
 
 // Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
 // is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
@@ -4284,34 +4297,6 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
     memcpy(out, values, count * sizeof(float));
 }
 
-#ifdef PLAIN_C
-static size_t panel_bytes(int cols, int group) { return cols + cols / group * sizeof(float); }
-
-// Each row is expanded to int8 and floats, once for all tokens.
-INLINE void matmul_plain(const Matmul *part, const Workspace *own, const int group) {
-    const Matrix *w = part->w;
-    int8_t *q = own->panel;
-    float *scale = (float *)(q + w->cols);
-    const Matrix one = {.cols = w->cols, .bits = 8, .bytes = own->panel, .scales = scale};
-    for (int r = part->row_begin; r < part->row_end; r++) {
-        for (int i = 0; i < w->cols; i++) q[i] = weight_q(w, r, i, group);
-        for (int g = 0; g < w->cols / group; g++) scale[g] = weight_scale(w, r, g, group);
-        for (int t = part->token_begin; t < part->token_end; t++) {
-            const float value = dot_row(&one, 0, part->x, t, group);
-            put_rows(part, t, r, &value, 1);
-        }
-    }
-}
-
-static void matmul_rows(const Matmul *part, const Workspace *own) {
-    switch (part->w->group) {  // as a constant: twice as fast
-    case 32: matmul_plain(part, own, 32); break;
-    case 64: matmul_plain(part, own, 64); break;
-    case 128: matmul_plain(part, own, 128); break;
-    default: matmul_plain(part, own, 256);
-    }
-}
-#else
 INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
     VecI table = {0};
     for (size_t i = 0; i < sizeof(table); i += 16) memcpy((char *)&table + i, levels, 16);
@@ -4329,7 +4314,7 @@ INLINE VecI sum_each(VecI *a, const int n) {
 // x as a ring: after its last group come the first LANES ones again. So LANES groups of weights,
 // which may go on in the next row, always meet as many neighbours of x.
 typedef struct {
-    int8_t *low, *high;  // 8 bits: the groups of q8, NULL. 4 bits: their first and second halves
+    int8_t *low, *high;  // 8 bits: the groups of q8, nothing. 4 bits: their first, second halves
     int32_t *bias_fix;
 } Ring;
 
@@ -4340,10 +4325,10 @@ INLINE size_t ring_bytes(int n_groups, int group) {
 INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int group,
                       const int bits) {
     const int size = group * bits / 8, n = n_groups + LANES;  // bytes of a group's part in low
-    const Ring ring = {at, bits == 4 ? at + n * size : NULL, (int32_t *)(at + n * group)};
+    const Ring ring = {at, at + n * size, (int32_t *)(at + n * group)};
     for (int g = 0, i = 0; g < n; g++, i = i + 1 < n_groups ? i + 1 : 0) {
         memcpy(ring.low + g * size, x->q8 + i * group, size);
-        if (bits == 4) memcpy(ring.high + g * size, x->q8 + i * group + size, size);
+        memcpy(ring.high + g * size, x->q8 + i * group + size, group - size);
         ring.bias_fix[g] = x->bias_fix[i];
     }
     return ring;
@@ -4383,15 +4368,9 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     const int8_t *low = x->low + g * size, *high = bits == 4 ? x->high + g * size : low;
     VecI dots[LANES];
     __builtin_prefetch(scales + BYTES_AHEAD / size * scale_size);
-    if (FEW_REGISTERS && bits == 8) {  // so many dots do not stay in them
-        NOT_UNROLLED for (int v = 0; v < n_dots; v++) {
-            dots[v] = part_dot(bytes + v * share, low + v * share, high, levels, share, 8);
-        }
-    } else {
-        UNROLL for (int v = 0; v < n_dots; v++) {
-            const int i = v * share;
-            dots[v] = part_dot(bytes + i, low + i, high + i, levels, share, bits);
-        }
+    UNROLL for (int v = 0; v < n_dots; v++) {
+        const int i = v * share;
+        dots[v] = part_dot(bytes + i, low + i, high + i, levels, share, bits);
     }
     VecI sums = sum_each(dots, n_dots);
     if (W_BIAS) sums += load_vector(x->bias_fix + g);
@@ -4402,22 +4381,22 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
 
 // Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (the last
 // ones may begin before those that are new); then, transposed, added with a row in each lane.
-INLINE void matvec(const Matmul *part, const Workspace *own, const Ring *x, int t, int row,
-                   const int group, const int bits) {
+INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
+                   const int bits) {
     const Matrix *w = part->w;
     const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
     const int count = rows * n_groups;
     const size_t begin = (size_t)row * n_groups;
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const float *scale = quantized_row(part->x, t).scale;
-    VecF *const columns = own->panel, sum = {0};         // (n_groups) of LANES rows
+    VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
     for (int i = 0, g = 0; i < count; i += LANES) {
         const int at = min_int(i, count - LANES);  // may be < 0: then in the rows before
         if (at < i) g = (at + LANES * n_groups) % n_groups;
         const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
         memcpy(terms + at, &found, sizeof(found));
-        for (g += LANES; g >= n_groups;) g -= n_groups;
+        for (g += LANES; g >= n_groups;) g -= n_groups;  // cheaper than %
     }
     transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
@@ -4428,28 +4407,26 @@ INLINE void matvec(const Matmul *part, const Workspace *own, const Ring *x, int 
 enum { FEW_TOKENS_8 = 3, FEW_TOKENS_4 = 6 };
 
 // LANES rows are read from memory for the first token, from the cache for the others.
-INLINE void matvec_rows(const Matmul *part, const Workspace *own, const int group, const int bits) {
-    const int n_groups = part->w->cols / group, n_tokens = part->token_end - part->token_begin;
-    int8_t *at = (int8_t *)((VecF *)own->panel + 2 * n_groups);  // after columns and terms
+INLINE void matvec_rows(const Matmul *part, const int group, const int bits) {
+    const int n_groups = part->w->cols / group;
+    int8_t *at = (int8_t *)((VecF *)part->own->panel + 2 * n_groups);  // after columns and terms
     Ring rings[FEW_TOKENS_4];
-    for (int i = 0; i < n_tokens; i++, at += ring_bytes(n_groups, group)) {
-        const Quantized x = quantized_row(part->x, part->token_begin + i);
-        rings[i] = make_ring(at, &x, n_groups, group, bits);
+    for (int t = 0; t < part->n; t++, at += ring_bytes(n_groups, group)) {
+        const Quantized x = quantized_row(part->x, t);
+        rings[t] = make_ring(at, &x, n_groups, group, bits);
     }
     for (int r = part->row_begin; r < part->row_end; r += LANES) {
-        for (int i = 0; i < n_tokens; i++) {
-            matvec(part, own, &rings[i], part->token_begin + i, r, group, bits);
-        }
+        for (int t = 0; t < part->n; t++) matvec(part, &rings[t], t, r, group, bits);
     }
 }
 
 // Multiplies PANEL_ROWS rows from `row` on with TILE_TOKENS tokens from t on. wq (cols / 4,
-// TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from token_end on
-// may hold anything; their results are discarded.
+// TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from n on may
+// hold anything; their results are discarded.
 static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale) {
     const int group = part->w->group, n_groups = part->w->cols / group;
     const int rows = min_int(PANEL_ROWS, part->row_end - row);
-    const int n_tokens = min_int(TILE_TOKENS, part->token_end - t);
+    const int n_tokens = min_int(TILE_TOKENS, part->n - t);
     const size_t stride = part->x->stride;
     const Quantized x = quantized_row(part->x, t);
     const int8_t *xq = x.q8;
@@ -4488,103 +4465,92 @@ static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
 }
 
 // Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups,
-// TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles become (cols / 4) vectors of levels, in
-// place: backwards, because a vector's levels go to places from its own on.
-static void transpose_panel(const Matrix *w, VecI *wq, VecI *w_scale, int row) {
-    const int group = w->group, n_groups = w->cols / group, words = w->cols * w->bits / 32;
-    const int half = group / 8;                                  // vectors of half a group
+// TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles go to the end of wq, and from there become
+// twice as many vectors of levels. These never reach the nibbles that are still to be read.
+static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
+    const int group = w->group, n_groups = w->cols / group, half = group / 8;
+    const int words = w->cols * w->bits / 32;
     const VecI levels = w->bits == 4 ? level_table(w->levels) : splat(0);
     float *scales = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups)
     for (int v = 0; v < TILE_VECS; v++, row += LANES, wq++, w_scale++) {
-        transpose_rows(wq, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
-        for (int g = n_groups - 1; g >= 0 && w->bits == 4; g--) {
-            VecI *from = wq + g * half * TILE_VECS, *to = wq + 2 * g * half * TILE_VECS;
-            for (int j = (half - 1) * TILE_VECS; j >= 0; j -= TILE_VECS) {
-                const VecI nibbles = from[j];
-                to[j + half * TILE_VECS] = pick_levels(levels, nibbles >> 4);
-                to[j] = pick_levels(levels, nibbles);
-            }
+        VecI *from = wq + (w->cols / 4 - words) * TILE_VECS;
+        transpose_rows(from, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
+        for (int i = 0; i < words && w->bits == 4; i++) {
+            const VecI nibbles = from[i * TILE_VECS];
+            VecI *to = wq + (i + i / half * half) * TILE_VECS;  // half: vectors of half a group
+            to[0] = pick_levels(levels, nibbles);
+            to[half * TILE_VECS] = pick_levels(levels, nibbles >> 4);
         }
         for (int r = 0; r < LANES; r++) {
-            const int from = min_int(row + r, w->rows - 1);
+            const int from_row = min_int(row + r, w->rows - 1);
             for (int g = 0; g < n_groups; g++) {
-                scales[r * n_groups + g] = weight_scale(w, from, g, group);
+                scales[r * n_groups + g] = weight_scale(w, from_row, g, group);
             }
         }
-        transpose_rows(w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
+        transpose_rows((VecI *)w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
     }
 }
 
 // PANEL_ROWS rows times all tokens, while the rows are in this core's caches; then the next rows,
 // of which each tile has prefetched an equal share.
-static void matmul_panels(const Matmul *part, const Workspace *own) {
+static void matmul_panels(const Matmul *part) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / w->group, n_tokens = part->token_end - part->token_begin;
-    const int tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
-    const size_t row_bytes = (size_t)w->cols * w->bits / 8, scale_bytes = n_groups * w->bits / 2;
-    const size_t share = PANEL_ROWS * row_bytes / tiles;
-    const size_t scale_share = PANEL_ROWS * scale_bytes / tiles;
-    VecI *wq = own->panel, *w_scale = wq + w->cols / 4 * TILE_VECS;
+    const int tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;
+    const size_t row_bytes = (size_t)w->cols * w->bits / 8, share = PANEL_ROWS * row_bytes / tiles;
+    VecI *wq = part->own->panel;
+    VecF *w_scale = (VecF *)wq + w->cols / 4 * TILE_VECS;
     for (int row = part->row_begin; row < part->row_end; row += PANEL_ROWS) {
         const int8_t *next = w->bytes + (row + PANEL_ROWS) * row_bytes;
-        const uint8_t *next_scale = (const uint8_t *)w->scales + (row + PANEL_ROWS) * scale_bytes;
         transpose_panel(w, wq, w_scale, row);
-        for (int t = part->token_begin; t < part->token_end; t += TILE_TOKENS) {
+        for (int t = 0; t < part->n; t += TILE_TOKENS) {
             for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
-            for (size_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
             next += share;
-            next_scale += scale_share;
-            matmul_tile(part, t, row, wq, (const VecF *)w_scale);
+            matmul_tile(part, t, row, wq, w_scale);
         }
     }
 }
 
 // The group size and the number of bits are constants in matvec_rows: twice as fast.
-INLINE void matvec_groups(const Matmul *part, const Workspace *own, const int group) {
-    if (part->w->bits == 4) matvec_rows(part, own, group, 4);
-    else matvec_rows(part, own, group, 8);
+INLINE void matvec_groups(const Matmul *part, const int group) {
+    if (part->w->bits == 4) matvec_rows(part, group, 4);
+    else matvec_rows(part, group, 8);
 }
 
-static void matmul_rows(const Matmul *part, const Workspace *own) {
+static void matmul_rows(const Matmul *part) {
     const Matrix *w = part->w;
-    const int n_tokens = part->token_end - part->token_begin;
-    const bool few = n_tokens <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
+    const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
     const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;  // vector of groups
-    if (n_tokens == 0) return;
-    if (!few || !whole) matmul_panels(part, own);
-    else if (w->group == 32) matvec_groups(part, own, 32);
-    else if (w->group == 64) matvec_groups(part, own, 64);
-    else if (w->group == 128) matvec_groups(part, own, 128);
-    else matvec_groups(part, own, 256);
+    if (part->n == 0) return;
+    if (!few || !whole) matmul_panels(part);
+    else if (w->group == 32) matvec_groups(part, 32);
+    else if (w->group == 64) matvec_groups(part, 64);
+    else if (w->group == 128) matvec_groups(part, 128);
+    else matvec_groups(part, 256);
 }
 
-// The size of Workspace.panel for matrices of up to so many columns
+// The size of Workspace.panel for matrices of up to so many columns: see matmul_panels (wq,
+// w_scale, scales) and matvec_rows (columns, terms and a ring for each token)
 static size_t panel_bytes(int cols, int group) {
-    const int n_groups = cols / group;  // panels: wq, w_scale, scales; few: columns, terms, rings
+    const int n_groups = cols / group;
     const size_t panels = ((size_t)TILE_VECS * (cols / 4 + n_groups) + n_groups) * sizeof(VecI);
     const size_t few = 2 * n_groups * sizeof(VecI) + FEW_TOKENS_4 * ring_bytes(n_groups, group);
     return panels > few ? panels : few;
 }
-#endif
-
-typedef struct {
-    const State *s;
-    Matmul all;
-} MatmulJob;
 
 static void matmul_job(void *arg, int begin, int end, int thread) {
-    const MatmulJob *job = arg;
-    Matmul part = job->all;
+    Matmul part = *(const Matmul *)arg;
     part.row_begin = begin * PANEL_ROWS;
     part.row_end = min_int(end * PANEL_ROWS, part.w->rows);
     part.out += part.row_begin;
-    matmul_rows(&part, &job->s->workspace[thread]);
+    part.own += thread;
+    matmul_rows(&part);
 }
 
 static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
                    bool add) {
-    const Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .token_end = n, .add = add};
-    parallel(matmul_job, &(MatmulJob){s, all}, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
+    Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .n = n, .add = add,
+                  .own = s->workspace};
+    parallel(matmul_job, &all, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
 }
 
 static int draft_rows(void) { return TILE_TOKENS; }
