@@ -1280,8 +1280,7 @@ static bool is_terminal(int fd);
 typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
 static FileKind file_kind(const char *path);
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
-static const char *file_read(Buffer *b, const char *path);  // the whole file, added to b; -: stdin;
-                                                      // returns NULL, or what went wrong
+static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
 static int file_open(const char *path);               // a descriptor to read, or -1; -: stdin
 static double file_size(int fd);                      // of a regular file, else 0
@@ -1309,8 +1308,7 @@ static int draft_rows(void);
 typedef void (*Job)(void *arg, int begin, int end, int thread);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// Set by run(), read by the signal handler: from now on the first Ctrl-C stops the answer, and not
-// the program.
+// For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
 static volatile sig_atomic_t stoppable;
 static volatile sig_atomic_t stop_at_once;  // but the second one does, however soon it comes
 
@@ -1693,8 +1691,8 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 //
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
-// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload. A
-// function below takes each section. The Unicode data is that of HF's tokenizers package, so that
+// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload (see
+// take_section). The Unicode data is that of HF's tokenizers package, so that
 // ids agree on every text.
 
 static int take_int(Cursor *in, uint32_t most) {
@@ -1715,11 +1713,6 @@ static int take_id(Cursor *in, const Tokenizer *tok) { return take_int(in, tok->
 static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
     while (in->rest.n) ids_add(ids, take_id(in, tok));
 }
-
-// head and tail: u32 ids that go before and after every raw text. stop: u32 ids that end an answer
-static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
-static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
-static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
 
 static void added_insert(Tokenizer *tok, int id, bool special) {
     tok->added[tok->n_added++] = (Added){tok->text[id], id};
@@ -1751,17 +1744,6 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift,
                     first, last, value);
         for (next = first; next <= last; next++) tok->chars[next] |= value << shift | bits;
     }
-}
-
-// clas: ranges of letters (1), numbers (2) and white space (3)
-static void take_classes(Cursor *in, Tokenizer *tok) {
-    take_ranges(in, tok, SPACE, 0, 0);
-    tok->has_classes = true;
-}
-
-// ccc: ranges of canonical combining classes
-static void take_combining(Cursor *in, Tokenizer *tok) {
-    take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);
 }
 
 // c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
@@ -1812,12 +1794,6 @@ static void take_sampling(Cursor *in, Tokenizer *tok) {
     tok->top_k = take_int(in, INT_MAX);
 }
 
-static void take_penalty(Cursor *in, Tokenizer *tok) {
-    tok->repetition = take_float(in, 1e-6f, 1e12f);
-}
-
-static void take_mode(Cursor *in, Tokenizer *tok) { tok->mode = take_int(in, N_MODES - 1); }
-
 // chat: 12 times u32 length and bytes. export.py finds them by rendering the chat template.
 static void take_chat(Cursor *in, Tokenizer *tok) {
     ChatFormat *f = &tok->chat;
@@ -1830,17 +1806,26 @@ static void take_chat(Cursor *in, Tokenizer *tok) {
     }
 }
 
-static const struct {
-    char tag[5];
-    void (*take)(Cursor *in, Tokenizer *tok);
-} sections[] = {
-    {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_combining},
-    {"deco", take_decompositions}, {"head", take_head}, {"tail", take_tail}, {"stop", take_stop},
-    {"samp", take_sampling}, {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat},
-};
+static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "stop", "samp",
+                               "repe", "mode", "chat"};
+
+static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
+    if (!strcmp(tag, "adde")) take_added(in, tok);
+    if (!strcmp(tag, "clas")) take_ranges(in, tok, SPACE, 0, 0);  // LETTER, NUMBER or SPACE
+    if (!strcmp(tag, "ccc ")) take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);
+    if (!strcmp(tag, "deco")) take_decompositions(in, tok);
+    if (!strcmp(tag, "head")) take_ids(in, tok, &tok->head);
+    if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->tail);
+    if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
+    if (!strcmp(tag, "samp")) take_sampling(in, tok);
+    if (!strcmp(tag, "repe")) tok->repetition = take_float(in, 1e-6f, 1e12f);
+    if (!strcmp(tag, "mode")) tok->mode = take_int(in, N_MODES - 1);
+    if (!strcmp(tag, "chat")) take_chat(in, tok);
+    tok->has_classes |= !strcmp(tag, "clas");
+}
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
-    enum { N_SECTIONS = sizeof(sections) / sizeof(*sections) };
+    enum { N_TAGS = sizeof(tags) / sizeof(*tags) };
     in->part = "the extension";
     if (memcmp(take(in, 4), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
@@ -1850,18 +1835,18 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     if (length != in->rest.n)
         die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n,
                 length);
-    for (bool seen[N_SECTIONS] = {false}; in->rest.n;) {
+    for (bool seen[N_TAGS] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
         const size_t n = take_u32(in);
         int i = 0;
-        while (i < N_SECTIONS && memcmp(tag, sections[i].tag, 4) != 0) i++;
-        if (i == N_SECTIONS)
+        while (i < N_TAGS && memcmp(tag, tags[i], 4) != 0) i++;
+        if (i == N_TAGS)
             die("%s: unknown section \"%.4s\"; was it made by a newer export.py?", in->file, tag);
         if (seen[i]) die("%s: section %.4s is there twice", in->file, tag);
-        Cursor section = {in->file, sections[i].tag, {take(in, n), n}};
-        sections[i].take(&section, tok);
+        Cursor section = {in->file, tags[i], {take(in, n), n}};
+        take_section(&section, tok, tags[i]);
         if (section.rest.n)
-            die_bad(in, sections[i].tag, "%zu bytes, found %zu", n - section.rest.n, n);
+            die_bad(in, tags[i], "%zu bytes, found %zu", n - section.rest.n, n);
         seen[i] = true;
     }
 }
@@ -2535,14 +2520,6 @@ static Found next_line(Lines *in, Bytes *line, bool wait) {
     }
 }
 
-// The next line of stdin in a conversation. False: the end of input, or Ctrl-C.
-static bool read_line(App *app, Bytes *line) {
-    app->typed.name = "stdin";
-    const Found found = next_line(&app->typed, line, true);
-    if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
-    return found == A_LINE;
-}
-
 // A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste,
 // which waits for Enter: at the end of its last line, or, if that line had a newline already, on
 // the empty line after it. False: the end of input, or Ctrl-C.
@@ -2553,7 +2530,7 @@ static bool read_message(App *app) {
     message->n = 0;
     fputs("> ", stderr);
     for (Waiting before = NOTHING, after = NOTHING;; before = after) {
-        if (!read_line(app, &line)) {
+        if (next_line(&app->typed, &line, true) != A_LINE) {
             if (interrupted || message->n == 0) return false;
             break;
         }
@@ -2619,7 +2596,7 @@ static void send_file(App *app, Bytes words) {
     char path[8192];
     snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    buffer_add(&message, skip_spaces(bytes_from(words, end ? end + 1 - words.p : words.n)));
+    buffer_add(&message, skip_spaces(bytes_from(words, end ? (size_t)(end + 1 - words.p) : words.n)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *error = NULL;
@@ -2632,18 +2609,14 @@ static void send_file(App *app, Bytes words) {
     free(message.p);
 }
 
-// Is this line just a slash and letters? Of such, only /think goes to the model. (Its other switch,
-// /no_think, is not letters alone.)
-static bool looks_like_command(Bytes line) {
-    size_t n = 1;
-    while (n < line.n && isalpha(line.p[n])) n++;
-    return line.n > 1 && *line.p == '/' && n == line.n && !bytes_equal(line, bytes("/think"));
-}
-
-// Sends what was typed, or runs it if it is a command: a line alone. False: it ends the program.
+// Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
+// and letters, only /think is a message. (The model's other switch, /no_think, is not letters
+// alone.) False: it ends the program.
 static bool run_message(App *app, Bytes text) {
     Bytes line = text;
+    size_t letters = 1;
     while (line.n && line.p[line.n - 1] == ' ') line.n--;
+    while (letters < line.n && isalpha(line.p[letters])) letters++;
     static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
     for (int i = 0; i < 5; i++) {
         if (bytes_equal(line, bytes(leaving[i]))) return false;
@@ -2663,7 +2636,8 @@ static bool run_message(App *app, Bytes text) {
     } else if (bytes_equal(line, bytes("/file")) ||
                (text.n > 5 && memcmp(text.p, "/file ", 6) == 0)) {
         send_file(app, bytes_from(text, text.n > 5 ? 6 : 5));
-    } else if (looks_like_command(line)) {
+    } else if (line.n > 1 && *line.p == '/' && letters == line.n &&
+               !bytes_equal(line, bytes("/think"))) {
         report("%.*s: no such command, /help shows them", (int)line.n, line.p);
     } else {
         chat_turn(app, text);
@@ -2696,8 +2670,12 @@ static int run_dialogue(App *app) {
 // A conversation with stdin: a terminal, or a script of one turn a line
 static int run_conversation(App *app) {
     Bytes line;
+    app->typed.name = "stdin";
     if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
-    while (!interrupted && read_line(app, &line)) chat_turn(app, chop(line));
+    while (!interrupted && next_line(&app->typed, &line, true) == A_LINE) {
+        if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
+        chat_turn(app, chop(line));
+    }
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
@@ -3410,33 +3388,33 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
 
 typedef struct {
     char letter;
-    enum { TEXT, INT, FLOAT, SEED, MODE } type;
+    enum { STRING, INTEGER, REAL, SEED, MODE } type;
     size_t place;           // in Options
-    double low, high;       // the least and the greatest value; of a TEXT the least length
+    double low, high;       // the least and the greatest value; of a STRING the least length
     const char *others[2];  // what other programs call it
 } Option;
 
 #define OPTION(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, OPTION(text), 0, 0, {"--prompt"}},
-    {'f', TEXT, OPTION(file), 1, 0, {"--file"}},
-    {'l', TEXT, OPTION(list), 1, 0, {NULL}},
-    {'L', TEXT, OPTION(json_list), 1, 0, {NULL}},
+    {'i', STRING, OPTION(text), 0, 0, {"--prompt"}},
+    {'f', STRING, OPTION(file), 1, 0, {"--file"}},
+    {'l', STRING, OPTION(list), 1, 0, {NULL}},
+    {'L', STRING, OPTION(json_list), 1, 0, {NULL}},
     {'m', MODE, OPTION(mode), 0, 0, {NULL}},
-    {'y', TEXT, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
-    {'r', INT, OPTION(think), 0, 1, {NULL}},
-    {'t', FLOAT, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
-    {'p', FLOAT, OPTION(top_p), 1e-30, 1, {"--top-p"}},
-    {'k', INT, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
-    {'a', FLOAT, OPTION(presence), 0, 2, {"--presence-penalty"}},
-    {'e', FLOAT, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
-    {'x', TEXT, OPTION(stop), 1, 0, {"--reverse-prompt"}},
+    {'y', STRING, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
+    {'r', INTEGER, OPTION(think), 0, 1, {NULL}},
+    {'t', REAL, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
+    {'p', REAL, OPTION(top_p), 1e-30, 1, {"--top-p"}},
+    {'k', INTEGER, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
+    {'a', REAL, OPTION(presence), 0, 2, {"--presence-penalty"}},
+    {'e', REAL, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
+    {'x', STRING, OPTION(stop), 1, 0, {"--reverse-prompt"}},
     {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
-    {'n', INT, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
-    {'c', INT, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
-    {'b', INT, OPTION(batch), 1, 512, {"--batch-size"}},
-    {'j', INT, OPTION(threads), 1, 1024, {"--threads"}},
+    {'n', INTEGER, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
+    {'c', INTEGER, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
+    {'b', INTEGER, OPTION(batch), 1, 512, {"--batch-size"}},
+    {'j', INTEGER, OPTION(threads), 1, 1024, {"--threads"}},
 };
 
 static void print_and_exit(const char *text) {
@@ -3453,7 +3431,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     char range[64], *end = NULL;
     const char *expected = NULL;  // what the value should be
     errno = 0;
-    if (option->type == TEXT) {
+    if (option->type == STRING) {
         *(const char **)place = value;
         if (strlen(value) < option->low) expected = "a text that is not empty";
     } else if (option->type == MODE) {
@@ -3465,7 +3443,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
         o->seeded = true;
         if (end == value || *end || errno) expected = "a 64-bit integer";
     } else {
-        const bool whole = option->type == INT;
+        const bool whole = option->type == INTEGER;
         const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
         snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
         if (end == value || *end || !(number >= option->low && number <= option->high))
@@ -3547,22 +3525,20 @@ static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
     const bool terminal = is_terminal(STDIN_FILENO), chat = app->mode == CHAT;
+    const bool alone = !o->text && !o->file;
     check_text(o, app->mode);
+    if (alone && (o->mode == CHAT || (chat && terminal))) return false;
+    if (alone && terminal) return true;  // generate from nothing
     if (o->text) buffer_add(text, bytes(o->text));
-    if (o->text && o->file) buffer_add(text, bytes("\n\n"));
-    if (!o->text && !o->file) {
-        if (o->mode == CHAT || (chat && terminal)) return false;
-        if (terminal) return true;  // generate from nothing
-    }
-    if (!o->text || o->file) {
-        const char *file = o->file ? o->file : "-", *name = strcmp(file, "-") ? file : "stdin";
-        const size_t before = text->n;
-        const char *error = file_read(text, file);
-        if (error) die("%s: %s", name, error);
-        if (chat && text->n == before && !strcmp(file, "-"))
-            die("stdin: empty, expected a prompt; has a command before the pipe failed?");
-        if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
-    }
+    if (o->text && !o->file) return true;
+    if (o->text) buffer_add(text, bytes("\n\n"));
+    const bool piped = alone || !strcmp(o->file, "-");
+    const size_t before = text->n;
+    const char *error = file_read(text, piped ? "-" : o->file);
+    if (error) die("%s: %s", piped ? "stdin" : o->file, error);
+    if (chat && piped && text->n == before)
+        die("stdin: empty, expected a prompt; has a command before the pipe failed?");
+    if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
     return true;
 }
 
