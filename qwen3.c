@@ -2853,18 +2853,19 @@ typedef struct {
     Lines in;
     bool ended, failed;    // there are no more lines; a line was an error
     size_t read, written;  // lines so far
-    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done
+    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done. They do
+                           // not meet: read - written <= AHEAD
     size_t ahead;          // bytes of these
     // active: first those that run, then those that wait for their turn to begin, both in the
     // list's order, then the free ones, of which the first has been free for the longest time.
     Place places[PLACES + 1], *active[PLACES + 1];
-    int n_places, n_running, n_active;  // at most in use; that run; that run or wait
-    Place *last;           // the one that began last; with one place more than are in use, it is
-                           // never the first of the free ones
+    int n_places, n_running, n_active;  // at most in use, <= -b; that run; that run or wait
+    Place *last;           // the one that began last. It is never the first of the free ones, as
+                           // there is one place more than are in use
     Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
-    int n_ready;
+    int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
     int *users;            // (State.blocks) texts that have this block
-    int *unused, n_unused; // blocks that nobody uses, the next one last
+    int *unused, n_unused; // (State.blocks) those that nobody uses, the next one last
     Json json;             // a line,
     Conversation talk;     // and its messages; all modes but chat look at the last one only
     size_t longest;        // no text of seq_len tokens has more bytes
@@ -3038,6 +3039,7 @@ static void write_lines(List *l) {
 
 // The pool of blocks
 
+// A text has at most seq_len tokens (check_length, answer_add), so p->answer.text.blocks has room.
 static void take_block(List *l, Place *p, int block) {
     l->users[block]++;
     p->answer.text.blocks[p->n_blocks++] = block;
@@ -3070,7 +3072,7 @@ static bool begin(List *l) {
     if (same > run) same = run;
     if (n_blocks - (int)same / len + l->n_running + 1 > l->n_unused) {
         if (l->n_running) return false;
-        drop_blocks(l, last);  // now all are unused: enough for any text
+        drop_blocks(l, last);  // all are unused now: seq_len positions at least
         same = 0;
     }
     for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
@@ -3084,7 +3086,7 @@ static bool begin(List *l) {
 }
 
 // Makes sure that there is a block for a text's next token, by preemption if need be. False: it was
-// the youngest one.
+// the youngest one. That never happens to a text that runs alone, as all blocks are its own then.
 static bool make_room(List *l, Place *p) {
     if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
         return true;
@@ -3211,7 +3213,8 @@ static bool admit(List *l) {
     return false;
 }
 
-// Pass: first the texts that decode, then the prompts. Returns false after Ctrl-C.
+// Pass: first the texts that decode, then the prompts. As n_places <= batch, each of the first has
+// its row, and if any prompt runs, the oldest one has a row at least. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
@@ -3222,7 +3225,7 @@ static bool pass(List *l) {
             size_t *run = &text->ids.n;
             const size_t left = p->ids.n - *run;
             if (left == 0 || (left > 1 && !prompts)) continue;
-            if (!make_room(l, p)) break;  // it takes blocks from later texts only
+            if (!make_room(l, p)) break;  // (of later texts, which have no rows yet)
             for (; *run < p->ids.n && n < s->batch; (*run)++) {
                 s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
             }
