@@ -263,7 +263,6 @@ typedef struct {
     // Part III only:
     struct Routing *routing;      // which experts run for which tokens
     struct Workspace *workspace;  // (threads)
-    int *tasks, n_tasks;          // see cut_tasks
 } State;
 
 typedef struct {
@@ -4717,42 +4716,41 @@ static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos)
     return p->m->state.cache + block * block_stride(c) + head * block_floats(c);
 }
 
-static float *key_at(const Pass *p, const Text *text, int kv_head, int pos) {
-    return cache_block(p, text, kv_head, pos) + pos % LANES;  // element j is [j * LANES]
+// Element j of the key, or of the value, at position pos
+static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
+    return cache_block(p, text, kv_head, pos) + j * LANES + pos % LANES;
 }
 
-// For j a multiple of LANES, elements j .. j + LANES - 1 begin at [j * LANES].
-static float *value_at(const Pass *p, const Text *text, int kv_head, int pos) {
-    const int head_dim = p->m->config.head_dim;
-    return cache_block(p, text, kv_head, pos) + head_dim * LANES + pos % LANES * LANES;
+static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
+    const int vector = p->m->config.head_dim + j / LANES * LANES + pos % LANES;
+    return cache_block(p, text, kv_head, pos) + vector * LANES + j % LANES;
 }
 
 static void cache_put_key(const Pass *p, int t, int kv_head, const float *k) {
     const Row *row = &p->m->state.rows[t];
-    float *key = key_at(p, row->text, kv_head, row->pos);
-    for (int j = 0; j < p->m->config.head_dim; j++) key[j * LANES] = k[j];
+    for (int j = 0; j < p->m->config.head_dim; j++) {
+        *key_at(p, row->text, kv_head, row->pos, j) = k[j];
+    }
 }
 
 static void cache_put_value(const Pass *p, int t, int kv_head, const float *v) {
-    const int head_dim = p->m->config.head_dim;
     const Row *row = &p->m->state.rows[t];
-    float *value = value_at(p, row->text, kv_head, row->pos);
-    for (int j = 0; j < head_dim; j += LANES) {
-        memcpy(value + j * LANES, v + j, min_int(LANES, head_dim - j) * sizeof(float));
+    for (int j = 0; j < p->m->config.head_dim; j++) {
+        *value_at(p, row->text, kv_head, row->pos, j) = v[j];
     }
 }
 
 INLINE float cache_key(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return key_at(p, text, kv_head, pos)[j * LANES];
+    return *key_at(p, text, kv_head, pos, j);
 }
 
 INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return value_at(p, text, kv_head, pos)[j / LANES * LANES * LANES + j % LANES];
+    return *value_at(p, text, kv_head, pos, j);
 }
 
 // A query of attention is one query head of one row. It goes through the positions in spans and
 // keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
-// softmax relative to the largest score there, and softmax_join adds it to those before.
+// softmax relative to the largest score there, which span_softmax joins with those before.
 //
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
@@ -4761,22 +4759,8 @@ INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, 
 // few queries, as in decoding, has tiles of 2 queries, by ATT_VECS vectors of columns to read
 // values in longer parts.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
-enum { LINE_VECS = 16 / LANES };       // vectors in a cache line, which is prefetched once
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
-
-typedef struct {       // of the scores of some positions
-    float max, total;  // the largest; the sum of the terms exp(score - max)
-} Softmax;
-
-// Adds the softmax of further positions. All terms become relative to the larger max, so those
-// before get the factor `keep`, the further ones `take`. more.max is not -INFINITY.
-INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
-    const float max = all->max > more.max ? all->max : more.max;
-    *keep = fast_exp(all->max - max);
-    *take = fast_exp(more.max - max);
-    *all = (Softmax){max, mul_add(all->total, *keep, more.total * *take)};
-}
 
 typedef struct AttentionTask {
     const Pass *p;
@@ -4789,27 +4773,15 @@ typedef struct AttentionTask {
     float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
-    Softmax softmax[ATT_TASK];             // so far
-    float keep[ATT_TASK], take[ATT_TASK];  // see softmax_join
+    float max[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
+    float keep[ATT_TASK], take[ATT_TASK];  // see span_softmax
 } AttentionTask;
 
-static AttentionTask *attention_init(const Config *c) {
-    AttentionTask *task = alloc(1, sizeof(AttentionTask), "attention");
-    task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), "attention");
-    task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), "attention");
-    task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), "attention");
-    return task;
-}
-
-// The block of keys that holds position pos, or the span's last one
-INLINE const VecF *keys_of(const AttentionTask *task, int pos) {
-    const int in_span = min_int(pos, (task->end - 1) / LANES * LANES);
-    return (VecF *)key_at(task->p, task->text, task->kv_head, in_span);
-}
-
-INLINE const VecF *values_of(const AttentionTask *task, int pos) {
-    const int in_span = min_int(pos, (task->end - 1) / LANES * LANES);
-    return (VecF *)value_at(task->p, task->text, task->kv_head, in_span);
+// The span's block that holds position pos, or its last one: no later one is sure to exist. Its
+// keys come first, head_dim vectors, then its values.
+INLINE const VecF *block_of(const AttentionTask *task, int pos) {
+    const int in_span = min_int(pos, task->end - 1);
+    return (VecF *)cache_block(task->p, task->text, task->kv_head, in_span);
 }
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
@@ -4818,12 +4790,12 @@ INLINE const VecF *values_of(const AttentionTask *task, int pos) {
 INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
     const int head_dim = task->p->m->config.head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
-    const VecF *low = keys_of(task, pos), *high = keys_of(task, pos + LANES);
-    const VecF *next = keys_of(task, pos + 2 * LANES), *last = keys_of(task, pos + 3 * LANES);
+    const VecF *low = block_of(task, pos), *high = block_of(task, pos + LANES);
+    const VecF *next = block_of(task, pos + 2 * LANES), *last = block_of(task, pos + 3 * LANES);
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
     for (int j = 0; j < head_dim; j++, q += ATT_TASK) {
-        if (r == 0 && j % LINE_VECS == 0) {
+        if (r == 0) {
             __builtin_prefetch(next + j);
             __builtin_prefetch(last + j);
         }
@@ -4843,15 +4815,16 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 // the next may be needed before its prefetch has come.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
                        const int vecs) {
-    const int vectors = value_dim(&task->p->m->config) / LANES;
+    const Config *c = &task->p->m->config;
+    const int vectors = value_dim(c) / LANES, first = c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
     VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
     for (int pos = task->start; pos < end; pos += LANES) {
-        const VecF *values = values_of(task, pos) + j * LANES;
-        const VecF *next = values_of(task, pos + 2 * LANES) + j * LANES;
+        const VecF *values = block_of(task, pos) + first;
+        const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0 && k % LINE_VECS == 0; v++) {
+            for (int v = 0; v < vecs && r == 0; v++) {
                 __builtin_prefetch(&next[v * LANES + k]);
             }
             UNROLL for (int i = 0; i < queries; i++) {
@@ -4870,7 +4843,8 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
 
 // Each query's scores become the terms exp(score - max). Positions after its own get -INFINITY, so
 // that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If there is
-// nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0.
+// nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0. What
+// was summed before and what the span adds become relative to the larger max, by two factors.
 static void span_softmax(AttentionTask *task) {
     const int width = round_up(task->end - task->start, 16);
     float *score = task->score;
@@ -4880,7 +4854,11 @@ static void span_softmax(AttentionTask *task) {
         float max = max_of(score, width);
         if (max == -INFINITY) max = -FLT_MAX;
         const float total = softmax_terms(score, width, max);
-        softmax_join(&task->softmax[r], (Softmax){max, total}, &task->keep[r], &task->take[r]);
+        const float larger = task->max[r] > max ? task->max[r] : max;
+        task->keep[r] = fast_exp(task->max[r] - larger);
+        task->take[r] = fast_exp(max - larger);
+        task->total[r] = mul_add(task->total[r], task->keep[r], total * task->take[r]);
+        task->max[r] = larger;
     }
 }
 
@@ -4898,21 +4876,8 @@ INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) 
     }
 }
 
-// Cuts the queries of a kv head into tasks: task i begins with query task[i] and ends before that
-// of task i + 1. Returns how many there are.
-static int cut_tasks(const Pass *p, int *task) {
-    const Row *rows = p->m->state.rows;
-    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads;
-    int n = 0;
-    for (int t = 0, end; t < p->n; t = end) {
-        for (end = t + 1; end < p->n && rows[end].text == rows[t].text;) end++;
-        for (int i = t * per_kv; i < end * per_kv; i += ATT_TASK) task[n++] = i;
-    }
-    task[n] = p->n * per_kv;
-    return n;
-}
-
-// Queries begin .. end - 1 of a kv head; past the end the last one is repeated.
+// The queries of one kv head and of rows begin .. end - 1, all of one text. Past the end the last
+// one is repeated.
 static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin, int end) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
@@ -4928,7 +4893,8 @@ static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin
         memcpy(q + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
         task->out[r] = s->a + at;
         task->len[r] = s->rows[t].pos + 1;
-        task->softmax[r] = (Softmax){-INFINITY, 0};
+        task->max[r] = -INFINITY;
+        task->total[r] = 0;
     }
     for (int r = 0; r < task->n; r += LANES) {
         VecI *out = (VecI *)(task->q + r);
@@ -4941,33 +4907,43 @@ static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin
 static void task_output(const AttentionTask *task) {
     const Config *c = &task->p->m->config;
     for (int r = 0; r < task->n; r++) {
-        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->softmax[r].total;
+        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->total[r];
         float *out = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
         for (int j = 0; j < c->head_dim; j++) out[j] = sum[j] * inverse;
     }
 }
 
+static void run_task(AttentionTask *task) {
+    const int len = task->len[task->n - 1];
+    for (task->start = 0; task->start < len; task->start = task->end) {
+        task->end = min_int(task->start + SPAN, len);
+        if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
+        else attend_span(task, ATT_QUERIES, 2);
+    }
+    task_output(task);
+}
+
+// Query i of all is query i % n of kv head i / n. Of its neighbours in begin .. end - 1, those of
+// the same kv head and text go into its task.
 static void attend_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const State *s = &p->m->state;
-    AttentionTask *task = s->workspace[thread].attention;
-    for (int i = begin; i < end; i++) {
-        const int *queries = s->tasks + i % s->n_tasks;
-        task_init(task, p, i / s->n_tasks, queries[0], queries[1]);
-        const int len = task->len[task->n - 1];
-        for (task->start = 0; task->start < len; task->start = task->end) {
-            task->end = min_int(task->start + SPAN, len);
-            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-            else attend_span(task, ATT_QUERIES, 2);
-        }
-        task_output(task);
+    const Row *rows = p->m->state.rows;
+    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads, n = p->n * per_kv;
+    AttentionTask *task = p->m->state.workspace[thread].attention;
+    for (int i = begin, next; i < end; i = next) {
+        const int first = i % n, most = min_int(min_int(end - i, n - first), ATT_TASK);
+        const Text *text = rows[first / per_kv].text;
+        for (next = i + 1; next < i + most && rows[next % n / per_kv].text == text;) next++;
+        task_init(task, p, i / n, first, first + next - i);
+        run_task(task);
     }
 }
 
+// A thread takes whole tiles at least, or, if they are fewer, all queries of a kv head.
 static void attend_all(const Pass *p) {
-    State *s = &p->m->state;
-    s->n_tasks = cut_tasks(p, s->tasks);
-    parallel(attend_job, (void *)p, s->n_tasks * p->m->config.n_kv_heads, 1);
+    const Config *c = &p->m->config;
+    const int per_kv = c->n_heads / c->n_kv_heads, n = p->n * per_kv;
+    parallel(attend_job, (void *)p, n * c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -5025,7 +5001,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     s->seq_len = seq_len;
     s->batch = batch;
     s->rows = alloc(n, sizeof(Row), FOR_BATCH);
-    s->tasks = alloc(n * (2 + c->n_heads / c->n_kv_heads / ATT_TASK) + 1, sizeof(int), FOR_BATCH);
     s->cos = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
     s->sin = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
     s->x = alloc(n * c->dim, sizeof(float), FOR_BATCH);
@@ -5052,7 +5027,10 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
         own->panel = alloc(panel_bytes(widest, c->group_size), 1, FOR_BATCH);
-        own->attention = attention_init(c);
+        AttentionTask *task = own->attention = alloc(1, sizeof(AttentionTask), FOR_BATCH);
+        task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), FOR_BATCH);
+        task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), FOR_BATCH);
+        task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), FOR_BATCH);
     }
     cache_init(s, c, pool_blocks(c, seq_len, texts));
 }
