@@ -3900,12 +3900,10 @@ static struct {
     _Atomic(Job) job;
     void *_Atomic arg;
     _Atomic int count, chunk;
-    _Atomic int sleepers;  // threads that wait for `wake` or `done`; changed while `lock` is held
+    _Atomic int sleepers;  // threads that wait for `changed`; counted while `lock` is held
     pthread_mutex_t lock;
-    pthread_cond_t wake, done;
-} pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
-          .wake = PTHREAD_COND_INITIALIZER,
-          .done = PTHREAD_COND_INITIALIZER};
+    pthread_cond_t changed;  // a loop began, or all its items are done
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
 static bool has_work(void) { return (uint32_t)atomic_load(&pool.ticket) > 0; }
 
@@ -3913,21 +3911,21 @@ static bool is_done(void) { return atomic_load(&pool.finished) == atomic_load(&p
 
 // Spins for 50 us, then sleeps. No wake-up is lost: a waker first makes ready() true and then looks
 // for sleepers; a sleeper first counts itself and then tests ready().
-static void wait_until(bool (*ready)(void), pthread_cond_t *cond) {
+static void wait_until(bool (*ready)(void)) {
     for (double end = now() + 50e-6; now() < end;) {
         if (ready()) return;
     }
     pthread_mutex_lock(&pool.lock);
     atomic_fetch_add(&pool.sleepers, 1);
-    while (!ready()) pthread_cond_wait(cond, &pool.lock);
+    while (!ready()) pthread_cond_wait(&pool.changed, &pool.lock);
     atomic_fetch_sub(&pool.sleepers, 1);
     pthread_mutex_unlock(&pool.lock);
 }
 
-static void wake_up(pthread_cond_t *cond) {
+static void wake_up(void) {
     if (atomic_load(&pool.sleepers) == 0) return;
     pthread_mutex_lock(&pool.lock);
-    pthread_cond_broadcast(cond);
+    pthread_cond_broadcast(&pool.changed);
     pthread_mutex_unlock(&pool.lock);
 }
 
@@ -3946,14 +3944,14 @@ static void work(int thread) {
         int share = min_int(round_up(max_int(left * 7 / (8 * n_threads), 1), chunk), left);
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - share)) continue;
         job(arg, begin, begin + share, thread);
-        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up(&pool.done);
+        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up();
         ticket = atomic_load(&pool.ticket);
     }
 }
 
 static void *worker(void *arg) {
     for (;;) {
-        wait_until(has_work, &pool.wake);
+        wait_until(has_work);
         work((int)(intptr_t)arg);
     }
     return NULL;
@@ -3980,9 +3978,9 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     atomic_store(&pool.chunk, chunk);
     atomic_store(&pool.finished, 0);
     atomic_store(&pool.ticket, ((atomic_load(&pool.ticket) >> 32) + 1) << 32 | (uint32_t)count);
-    wake_up(&pool.wake);
+    wake_up();
     work(0);
-    wait_until(is_done, &pool.done);
+    wait_until(is_done);
 }
 #endif
 
@@ -4035,41 +4033,39 @@ static void project(const Pass *p, float *out, int stride, const Matrix *w, cons
     }
 }
 
-typedef struct {   // what swiglu_groups works on
-    Quantized in;  // (n, dim)  Q8(h) of n tokens
-    int n;
-    int hq_row;    // the result of token t of these goes to row hq_row + t of State.hq
-    int w_row;     // the first row of W1 and W3 to use: 0, or the first one of an expert
-} Swiglu;
-
-// Groups begin .. end - 1 of hq = Q8(silu(W1 in) * (W3 in)). Column i needs just row i of W1 and of
-// W3. The buffers gate and up are small, to stay in the CPU's caches: for n tokens they have room
-// for batch / n groups, so each round computes at most that many.
-static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
+// Groups begin .. end - 1 of hq = Q8(silu(W1 x) * (W3 x)), for the n tokens of `all`, into rows of
+// hq from hq_row on. Column i needs just row all->row_begin + i of W1 and of W3: with experts, an
+// expert's rows begin there. The buffers gate and up are small, to stay in the CPU's caches: for n
+// tokens they have room for batch / n groups, so each round computes at most that many.
+static void swiglu_groups(const Pass *p, const Matmul *all, int hq_row, int begin, int end) {
     const State *s = &p->m->state;
-    Workspace *own = &s->workspace[thread];
     const int group = p->m->config.group_size;
     for (int g = begin, count; g < end; g += count) {
-        count = min_int(end - g, s->batch / max_int(a->n, 1));
-        const int cols = count * group, row = a->w_row + g * group;
-        Matmul part = {.w = &p->w->w1, .x = &a->in, .out = own->gate, .stride = cols,
-                       .row_begin = row, .row_end = row + cols, .n = a->n, .own = own};
+        count = min_int(end - g, s->batch / max_int(all->n, 1));
+        const int cols = count * group;
+        float *gate = all->own->gate, *up = all->own->up;
+        Matmul part = *all;
+        part.w = &p->w->w1;
+        part.out = gate;
+        part.stride = cols;
+        part.row_begin = all->row_begin + g * group;
+        part.row_end = part.row_begin + cols;
         matmul_rows(&part);
         part.w = &p->w->w3;
-        part.out = own->up;
+        part.out = up;
         matmul_rows(&part);
-        for (int t = 0; t < a->n; t++) {
-            float *gate = own->gate + (size_t)t * cols;
-            silu_times(gate, own->up + (size_t)t * cols, cols);
-            quantize(&s->hq, a->hq_row + t, g * group, gate, cols, group);
+        for (int t = 0; t < all->n; t++, gate += cols, up += cols) {
+            silu_times(gate, up, cols);
+            quantize(&s->hq, hq_row + t, g * group, gate, cols, group);
         }
     }
 }
 
 static void swiglu_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const Swiglu all = {.in = p->m->state.xq, .n = p->n};
-    swiglu_groups(p, &all, begin, end, thread);
+    const State *s = &p->m->state;
+    const Matmul all = {.x = &s->xq, .n = p->n, .own = &s->workspace[thread]};
+    swiglu_groups(p, &all, 0, begin, end);
 }
 
 static void swiglu(const Pass *p) {
@@ -4142,18 +4138,18 @@ static void experts_hidden_job(void *arg, int begin, int end, int thread) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
-    const Quantized gathered = s->workspace[thread].gathered;
+    Workspace *own = &s->workspace[thread];
     const int n_groups = c->hidden_dim / c->group_size;
     for (int i = begin, next; i < end; i = next) {
         const int k = i / n_groups, place = r->place[k], n = r->place[k + 1] - place;
         next = min_int(end, (k + 1) * n_groups);
         for (int j = 0; j < n; j++) {  // whole vectors: q8, scale and bias_fix
-            memcpy(quantized_row(&gathered, j).q8, quantized_row(&s->xq, r->token[place + j]).q8,
-                   gathered.stride * 4);
+            memcpy(quantized_row(&own->gathered, j).q8,
+                   quantized_row(&s->xq, r->token[place + j]).q8, s->xq.stride * 4);
         }
-        const Swiglu part = {.in = gathered, .n = n, .hq_row = place,
-                             .w_row = r->expert[k] * c->hidden_dim};
-        swiglu_groups(p, &part, i - k * n_groups, next - k * n_groups, thread);
+        const Matmul all = {.x = &own->gathered, .n = n, .own = own,
+                            .row_begin = r->expert[k] * c->hidden_dim};
+        swiglu_groups(p, &all, place, i - k * n_groups, next - k * n_groups);
     }
 }
 
@@ -4462,24 +4458,6 @@ INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int gr
 // so many bytes ahead, and their scales. 113 cache lines are the best of those tried.
 enum { BYTES_AHEAD = 7232 };
 
-// The products of `share` bytes of weights with x, added up in vectors
-INLINE VecI part_dot(const int8_t *bytes, const int8_t *low, const int8_t *high, VecI levels,
-                     const int share, const int bits) {
-    VecI dot = splat(0);
-    UNROLL for (int i = 0; i < share; i += sizeof(VecI)) {
-        const VecI b = load_vector(bytes + i);
-        if (i % 64 == 0) __builtin_prefetch(bytes + i + BYTES_AHEAD, 0, 2);  // to L2
-        if (bits == 8) {
-            dot = dot4(dot, b ^ splat(FLIP), load_vector(low + i));
-        } else {
-            dot = dot4(dot, pick_levels(levels, b), load_vector(low + i));
-            dot = dot4(dot, pick_levels(levels, b >> 4), load_vector(high + i));
-        }
-    }
-    __asm__ volatile("");  // keeps GCC from moving all prefetches to the front
-    return dot;
-}
-
 // The terms of LANES groups: of w from its group `first` on, of x from its group g on. dots[v]
 // holds the partial sums of one group, or of several that are smaller than a vector, side by side;
 // sum_each makes a lane of each group.
@@ -4489,12 +4467,23 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     const int n_dots = LANES * size / share, scale_size = bits / 2;  // of a scale: 4 or 2 bytes
     const int8_t *bytes = w->bytes + first * size;
     const uint8_t *scales = (const uint8_t *)w->scales + first * scale_size;
-    const int8_t *low = x->low + g * size, *high = bits == 4 ? x->high + g * size : low;
+    const int8_t *low = x->low + g * size, *high = x->high + g * size;
     VecI dots[LANES];
     __builtin_prefetch(scales + BYTES_AHEAD / size * scale_size);
     UNROLL for (int v = 0; v < n_dots; v++) {
-        const int i = v * share;
-        dots[v] = part_dot(bytes + i, low + i, high + i, levels, share, bits);
+        VecI dot = splat(0);
+        UNROLL for (int i = v * share; i < (v + 1) * share; i += sizeof(VecI)) {
+            const VecI b = load_vector(bytes + i);
+            if (i % 64 == 0) __builtin_prefetch(bytes + i + BYTES_AHEAD, 0, 2);  // to L2
+            if (bits == 8) {
+                dot = dot4(dot, b ^ splat(FLIP), load_vector(low + i));
+            } else {
+                dot = dot4(dot, pick_levels(levels, b), load_vector(low + i));
+                dot = dot4(dot, pick_levels(levels, b >> 4), load_vector(high + i));
+            }
+        }
+        dots[v] = dot;
+        __asm__ volatile("");  // keeps GCC from moving all prefetches to the front
     }
     VecI sums = sum_each(dots, n_dots);
     if (W_BIAS) sums += load_vector(x->bias_fix + g);
@@ -5057,28 +5046,32 @@ static void progress_end(void) {
     progress.shown = progress.total = 0;
 }
 
+// May the line change now, at most ten times per second? Then it shows n.
+static bool progress_due(double time, size_t n) {
+    if (quiet || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return false;
+    progress.drawn = time;
+    progress.shown = n;
+    return true;
+}
+
 // The time left is that of as many tokens as so far, and so the least: later ones take longer, as
 // attention reads more.
 static void progress_add(int n) {
     progress.done += n;
-    if (progress.total == 0 || quiet || !is_terminal(STDERR_FILENO)) return;
+    if (progress.total == 0) return;
     const double share = (double)progress.done / progress.total, time = now();
     const double left = (time - progress.start) * (1 - share) / share;
     const size_t count = (size_t)(share * progress.tokens);
-    if (count == progress.shown || time < progress.drawn + 0.1) return;
-    if (!progress.shown && time - progress.start + left < 2) return;
-    progress.shown = count;
-    progress.drawn = time;
+    const bool soon = !progress.shown && time - progress.start + left < 2;
+    if (count == progress.shown || soon || !progress_due(time, count)) return;
     fprintf(stderr, "\r%zu of %zu tokens, at least %.0f s left\033[K", count, progress.tokens,
             left);
 }
 
 // Of a list: `texts` of `all` (0: nobody knows) are done, after `tokens` in `seconds`.
 static void progress_list(size_t texts, double all, size_t tokens, double seconds) {
-    const double time = now(), rate = tokens / seconds;
-    if (quiet || seconds < 1 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
-    progress.shown = 1;
-    progress.drawn = time;
+    const double rate = tokens / seconds;
+    if (seconds < 1 || !progress_due(now(), 1)) return;
     fprintf(stderr, "\r%zu", texts);
     if (all > 0) fprintf(stderr, " of %.0f", all);
     fprintf(stderr, " texts, %.*f tokens/s", rate < 999.95, rate);
