@@ -1364,6 +1364,7 @@ static bool bytes_equal(Bytes a, Bytes b) {
 }
 
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
+INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 INLINE float as_float(uint32_t bits) {  // the float with these bits
     return (union { uint32_t bits; float value; }){bits}.value;
@@ -1376,9 +1377,7 @@ INLINE float as_float(uint32_t bits) {  // the float with these bits
 //
 //   0x00  u32 magic 0x616A6331, i32 version 1
 //   0x08  the fields of the table below
-//   0x70  with layer_bits 4, the 16 int8 levels, ascending
-//
-// The rest of the header is zero. A file in which it is not is refused.
+//   0x70  with layer_bits 4, the 16 int8 levels, ascending; all else must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. Norms, routers,
 // frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values row by
@@ -1446,13 +1445,17 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return take(in, count * sizeof(float));
 }
 
+// Something else than a .bin file, which export.py makes of the first n bytes of `source`.
+static void die_export(const char *file, const char *what, int n, const char *source) {
+    die("%s: %s, expected a .bin file, which this makes: export.py %.*s", file, what, n, source);
+}
+
 static void check_magic(const char *file, uint32_t magic) {
     const char *slash = strrchr(file, '/'), *end = strrchr(file, '.');
-    if (magic == 0x46554747)
-        die("%s: a GGUF file, expected a .bin file, which this makes: export.py %s", file, file);
+    if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (end && !strcmp(end, ".safetensors"))
-        die("%s: a part of a checkpoint, expected a .bin file, which this makes: export.py %.*s",
-            file, slash ? (int)(slash - file) : 1, slash ? file : ".");
+        die_export(file, "a part of a checkpoint", slash ? (int)(slash - file) : 1,
+                   slash ? file : ".");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
@@ -1460,35 +1463,25 @@ static void check_magic(const char *file, uint32_t magic) {
 
 // Checks what the table of fields does not say. Here, layer_bits is still 0 or 4.
 static void check_config(const Cursor *in, const Config *c) {
-    const int group = c->group_size, widest = max_int(c->dim, c->hidden_dim);
-    if (group & (group - 1)) die_bad(in, "group_size", "32, 64, 128 or 256, found %d", group);
-    if (c->dim % group) die_bad(in, "dim", "a multiple of %d, found %d", group, c->dim);
-    if (c->hidden_dim % group)
-        die_bad(in, "hidden_dim", "a multiple of %d, found %d", group, c->hidden_dim);
-    if (c->head_dim % 2) die_bad(in, "head_dim", "an even number, found %d", c->head_dim);
-    if (c->n_heads % c->n_kv_heads)
-        die_bad(in, "n_kv_heads", "a divisor of %d heads, found %d", c->n_heads, c->n_kv_heads);
-    if (c->q_dim % group)
-        die_bad(in, "n_heads * head_dim", "a multiple of %d, found %d", group, c->q_dim);
-    if (c->rope_scaling != 0 && c->rope_scaling != 2)
-        die_bad(in, "rope_scaling", "0 or 2, found %d; export it again", c->rope_scaling);
-    if ((c->rope_factor > 0) != (c->rope_scaling == 2))
-        die_bad(in, "rope_factor", "more than 0 with rope_scaling, else 0, found %g",
-                c->rope_factor);
-    if (c->n_experts_used < min_int(c->n_experts, 1) || c->n_experts_used > c->n_experts)
-        die_bad(in, "n_experts_used", "at least %d and at most %d, found %d",
-                min_int(c->n_experts, 1), c->n_experts, c->n_experts_used);
-    if (c->n_experts * (int64_t)widest > 1 << 30)
-        die_bad(in, "n_experts", "at most 2^30 rows in all experts, found %d of %d", c->n_experts,
-                widest);
-    if (c->no_topk_norm > c->n_experts)
-        die_bad(in, "no_topk_norm", "0 without experts, found %d", c->no_topk_norm);
-    if (c->layer_bits != 0 && c->layer_bits != 4)
-        die_bad(in, "layer_bits", "0 (8 bits) or 4, found %d", c->layer_bits);
+    const int group = c->group_size, scaling = c->rope_scaling;
+    const int widest = max_int(c->dim, c->hidden_dim);
+#define RULE(name, good, expected) \
+    if (!(good)) die_bad(in, #name, expected ", found %.10g", (double)c->name)
+    RULE(group_size, (group & (group - 1)) == 0, "32, 64, 128 or 256");
+    RULE(dim, c->dim % group == 0, "a multiple of group_size");
+    RULE(hidden_dim, c->hidden_dim % group == 0, "a multiple of group_size");
+    RULE(head_dim, c->head_dim % 2 == 0, "an even number");
+    RULE(n_kv_heads, c->n_heads % c->n_kv_heads == 0, "a divisor of n_heads");
+    RULE(q_dim, c->q_dim % group == 0, "n_heads * head_dim to be a multiple of group_size");
+    RULE(rope_scaling, scaling == 0 || scaling == 2, "0 or 2 (export it again)");
+    RULE(rope_factor, (c->rope_factor > 0) == (scaling == 2), "> 0 with rope_scaling, else 0");
+    RULE(n_experts_used, c->n_experts_used <= c->n_experts, "at most n_experts");
+    RULE(n_experts_used, c->n_experts_used > 0 || c->n_experts == 0, "at least 1 of n_experts");
+    RULE(n_experts, c->n_experts * (int64_t)widest <= 1 << 30, "at most 2^30 rows in all experts");
+    RULE(no_topk_norm, c->no_topk_norm <= c->n_experts, "0 without experts");
+    RULE(layer_bits, c->layer_bits == 0 || c->layer_bits == 4, "0 (8 bits) or 4");
     for (int i = 1; i < 16 && c->layer_bits; i++) {
-        if (c->levels[i] <= c->levels[i - 1])
-            die_bad(in, "levels", "ascending ones, found %d after %d", c->levels[i],
-                    c->levels[i - 1]);
+        RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
     }
 }
 
@@ -1595,7 +1588,7 @@ static void model_map(Model *m, const char *path) {
 // The order of texts by their bytes, where a text comes before those that it begins: for qsort
 static int compare_bytes(const void *a, const void *b) {
     const Bytes *x = a, *y = b;
-    const int order = memcmp(x->p, y->p, x->n < y->n ? x->n : y->n);
+    const int order = memcmp(x->p, y->p, min_size(x->n, y->n));
     return order ? order : (x->n > y->n) - (x->n < y->n);
 }
 
@@ -1887,21 +1880,6 @@ static void set_defaults(Tokenizer *tok) {
     }
 }
 
-static void take_tokens(Cursor *in, Tokenizer *tok) {
-    in->part = "the tokens";
-    tok->text = alloc(tok->vocab_size, sizeof(Bytes), "the tokenizer");
-    tok->score = alloc(tok->vocab_size, sizeof(float), "the tokenizer");
-    tok->kind = alloc(tok->vocab_size, 1, "the tokenizer");
-    tok->added = alloc(tok->vocab_size, sizeof(Added), "the tokenizer");
-    for (int id = 0; id < tok->vocab_size && in->rest.n; id++) {
-        tok->score[id] = as_float(take_u32(in));
-        size_t n = take_u32(in);
-        tok->text[id] = (Bytes){take(in, n), n};
-        if (isnan(tok->score[id]))
-            die("%s: bad score of token %d, expected a number", in->file, id);
-    }
-}
-
 // The slot of the hash table that holds the token with these bytes, or is free for it. FNV-1a with
 // a secret factor; the slot comes from both halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text) {
@@ -1948,13 +1926,23 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Cursor in = {file, "the header", file_map(file)};
     *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
                        .repetition = 1};
+    tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
+    tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
+    tok->kind = alloc(vocab_size, 1, "the tokenizer");
+    tok->added = alloc(vocab_size, sizeof(Added), "the tokenizer");
     tok->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
     in.part = "bos id";
     int bos = take_id(&in, tok);
     in.part = "eos id";
     int eos = take_id(&in, tok);
-    take_tokens(&in, tok);
+    in.part = "the tokens";
+    for (int id = 0; id < vocab_size && in.rest.n; id++) {
+        tok->score[id] = as_float(take_u32(&in));
+        if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
+        tok->text[id].n = take_u32(&in);
+        tok->text[id].p = take(&in, tok->text[id].n);
+    }
     if (in.rest.n) take_extension(&in, tok);
     set_defaults(tok);
     qsort(tok->added, tok->n_added, sizeof(Added), compare_bytes);
@@ -2087,20 +2075,19 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // ------------------------------------------------------------------------------------------------
 // Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
 // code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
-// tokens that followed there are a draft of what comes next. One forward pass runs all of them, and
-// so reads the weights only once.
+// tokens that followed there are a draft of what comes next. One forward pass runs the last token
+// and its draft, and so reads the weights only once. advance() gives out its rows one by one, for
+// as long as sampling picks the draft's tokens; the first other token starts a new pass, which
+// overwrites the rest of the draft in the cache.
 //
-// advance() gives out the rows of that pass one by one, for as long as sampling picks the draft's
-// tokens; the first other token starts a new pass, which overwrites the rest of the draft in the
-// cache. A batch gives the same bits as single tokens, and random numbers are drawn only for rows
-// that are used. So drafts change the time and nothing else: the text is the same, not just its
-// distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+// A batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
+// used. So drafts change the time and nothing else: the text is the same, not just its distribution
+// as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// One pass runs the last token and its draft: draft_rows() tokens, or twice as many after a draft
-// that was right to its end. A drafted token costs DRAFT_COST, a right one earns twice as much,
-// every pass earns 1, and while this credit is negative there are no drafts. So wrong ones take at
+// A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1
+// without SIMD or with -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much,
+// every pass earns 1, and while this credit is negative there are no drafts: wrong ones take at
 // most 2 % of the time, also with experts, where a drafted token takes half the time of another.
-// Without SIMD, where it takes all of it, and with -b 1 there are no drafts.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
@@ -2165,37 +2152,35 @@ static float *advance(Engine *e, int id, int count) {
 
 // ------------------------------------------------------------------------------------------------
 // Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
-// printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that stdout
-// holds just the answer.
+// add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
+// stdout holds just the answer.
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Copies a text to out (3 n bytes) as a terminal may show it: bytes that are not UTF-8 and control
-// characters that are not `allowed` become U+FFFD, and so does a carriage return that no newline
-// follows. Returns out's new size.
-static size_t printable(char *out, Bytes text, const char *allowed) {
-    size_t size = 0;
+// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters that
+// are not `allowed` become U+FFFD, and so does a carriage return that no newline follows.
+static void add_printable(Buffer *out, Bytes text, const char *allowed) {
     for (size_t at = 0; at < text.n;) {
         const Char c = code_point_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
         const bool kept = c.c && c.c < ' ' && strchr(allowed, c.c) && (c.c != '\r' || crlf);
         const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c));
-        const int n = shown ? c.n : 3;
-        memcpy(out + size, shown ? (const char *)text.p + at : "\uFFFD", n);
-        size += n;
+        buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
-    return size;
 }
 
 static void report(const char *fmt, ...) {
-    char text[1024], line[3 * sizeof(text)];
+    char text[1024];
+    uint8_t line[3 * sizeof(text)];
+    Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
     va_list args;
     va_start(args, fmt);
     vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
     progress_end();
-    fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, bytes(text), ""), line);
+    add_printable(&shown, bytes(text), "");
+    fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
 }
 
 // Appends a text in printf's format, of less than 512 bytes.
@@ -2231,49 +2216,33 @@ struct Writer {
 static size_t unfinished(Bytes text, bool terminal) {
     if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
-        const uint8_t *p = text.p + text.n - n;
-        if ((p[0] & 0xC0) == 0x80) continue;
-        size_t needs = p[0] >= 0xF0 ? 4 : p[0] >= 0xE0 ? 3 : 2;
-        if (p[0] < 0xC2 || p[0] > 0xF4 || n >= needs) return 0;
-        uint8_t low = p[0] == 0xE0 ? 0xA0 : p[0] == 0xF0 ? 0x90 : 0x80;
-        uint8_t high = p[0] == 0xED ? 0x9F : p[0] == 0xF4 ? 0x8F : 0xBF;
-        return n == 1 || (p[1] >= low && p[1] <= high) ? n : 0;
+        for (int rest = 0x80; rest <= 0xBF; rest += 0x3F) {  // the least and the greatest bytes
+            uint8_t u[4] = {rest, rest, rest, rest};
+            memcpy(u, text.p + text.n - n, n);
+            const Char c = code_point_at((Bytes){u, 4}, 0);
+            if (c.c < BAD_BYTE && c.n > (int)n) return n;
+        }
     }
     return 0;
 }
 
-// How many bytes at the end may still become the stop text
-static size_t unfinished_stop(Bytes text, Bytes stop) {
-    for (size_t n = stop.n ? stop.n - 1 : 0; n > 0; n--) {
-        if (n <= text.n && memcmp(text.p + text.n - n, stop.p, n) == 0) return n;
-    }
-    return 0;
-}
-
-// A text as a terminal may show it: see printable. Each piece is dimmed by itself, in one write: no
-// signal can leave the terminal dim.
-static Bytes for_terminal(Writer *out, Bytes text, bool dim) {
-    if (text.n == 0) return text;
-    Buffer *shown = &out->shown;
-    shown->p = grow(shown->p, &shown->cap, 0, 3 * text.n + 8, 1);
-    memcpy(shown->p, "\033[2m", 4);
-    shown->n = 4 * dim;
-    shown->n += printable((char *)shown->p + shown->n, text, "\n\r\t");
-    if (dim) buffer_add(shown, bytes("\033[0m"));
-    return bytes_of(shown);
-}
-
-// Writes what is held, except its last `keep` bytes.
+// Writes what is held, except its last `keep` bytes. For a terminal, each piece is dimmed by
+// itself, in one write: no signal can leave the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
     Bytes text = {out->held.p, out->held.n - keep};
-    const bool thinking = out->chat && out->thinking;
-    if (out->terminal) text = for_terminal(out, text, thinking && out->dim);
-    else if (thinking && !out->to && is_terminal(STDERR_FILENO))
-        text = for_terminal(out, text, false);
-    if (out->to && !thinking) buffer_add(out->to, text);
-    else if (out->to) {}  // the thinking of a list's answer is dropped
-    else if (out->terminal || !thinking) write_stdout(text);
-    else if (!quiet) fwrite(text.p, 1, text.n, stderr);
+    const bool aside = out->thinking && !out->terminal;  // to stderr, or of a list nowhere
+    const bool dim = out->thinking && out->dim;
+    if (text.n && (out->terminal || (aside && !out->to))) {
+        Buffer *shown = &out->shown;
+        shown->n = 0;
+        if (dim) buffer_add(shown, bytes("\033[2m"));
+        add_printable(shown, text, "\n\r\t");
+        if (dim) buffer_add(shown, bytes("\033[0m"));
+        text = bytes_of(shown);
+    }
+    if (!aside && out->to) buffer_add(out->to, text);
+    else if (!aside) write_stdout(text);
+    else if (!out->to && !quiet) fwrite(text.p, 1, text.n, stderr);
     buffer_cut(&out->held, out->held.n - keep);
 }
 
@@ -2285,31 +2254,27 @@ static void writer_thinks(Writer *out, bool thinking) {
     out->began = thinking;
 }
 
-// Takes the newlines between thinking and answer out of the answer. Only a terminal shows them.
-static void writer_begin(Writer *out) {
-    size_t newlines = 0;
-    while (newlines < out->held.n && out->held.p[newlines] == '\n') newlines++;
-    if (out->terminal) writer_flush(out, out->held.n - newlines);
-    else buffer_cut(&out->held, newlines);
-    out->began = out->held.n > 0;
-}
-
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
+    Buffer *held = &out->held;
     if (id == tok->think) writer_thinks(out, true);
-    if (!(tok->kind[id] & SPECIAL)) {
-        buffer_add(&out->held, tok->text[id]);
-        if (!out->began) writer_begin(out);
-        const Bytes held = bytes_of(&out->held), stop = out->thinking ? (Bytes){0} : out->stop;
-        for (size_t at = 0; stop.n && at + stop.n <= held.n; at++) {
-            if (memcmp(held.p + at, stop.p, stop.n) != 0) continue;
-            out->cut = held.n - at;
-            out->held.n = at;
-            return false;
-        }
-        const size_t keep = unfinished_stop(held, stop);
-        const Bytes rest = {held.p, held.n - keep};
-        writer_flush(out, keep + unfinished(rest, out->terminal || out->thinking));
+    if (!(tok->kind[id] & SPECIAL)) buffer_add(held, tok->text[id]);
+    if (!out->began) {  // the newlines between thinking and answer: only a terminal shows them
+        size_t newlines = 0;
+        while (newlines < held->n && held->p[newlines] == '\n') newlines++;
+        if (out->terminal) writer_flush(out, held->n - newlines);
+        else buffer_cut(held, newlines);
+        out->began = held->n > 0;
     }
+    const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
+    size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin
+    while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
+    if (stop.n && held->n - at >= stop.n) {
+        out->cut = held->n - at;
+        held->n = at;
+        return false;
+    }
+    const size_t waits = unfinished((Bytes){held->p, at}, out->terminal || out->thinking);
+    writer_flush(out, held->n - at + waits);
     if (id == tok->end_think) writer_thinks(out, false);
     return true;
 }
@@ -2398,32 +2363,23 @@ static void give_notices(App *app) {
 // What stderr says before the model runs
 static void announce(App *app, const Ids *ids) {
     give_notices(app);
-    if (!app->options.verbose) return;
+    if (!app->options.verbose || app->mode == TOKENIZE) return;
     fputs("prompt ids:", stderr);
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
     fputc('\n', stderr);
 }
 
-// Can a text of so many tokens run? Says so if it can't.
+// Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
 static bool check_length(const App *app, const char *where, size_t tokens) {
-    const size_t most = app->engine.model.state.seq_len;
-    if (app->mode == PERPLEXITY) {
-        if (tokens < 2)
-            report("%s: too short, expected at least 2 tokens, found %zu", where, tokens);
-        return tokens >= 2;
-    }
-    if (tokens == 0) report("%s: empty, expected at least one token", where);
+    const bool scores = app->mode == PERPLEXITY;
+    const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
+    if (tokens < least)
+        report("%s: %s, expected %zu or more tokens, found %zu", where,
+               tokens ? "too short" : "empty", least, tokens);
     if (tokens > most)
         report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
                app->engine.model.config.max_seq_len, tokens);
-    return tokens > 0 && tokens <= most;
-}
-
-// Checks a prompt's length and runs it. Returns what prefill returns.
-static bool checked_prefill(App *app, const Ids *prompt) {
-    if (!check_length(app, "prompt", prompt->n)) exit(EXIT_FAILURE);
-    announce(app, prompt);
-    return prefill(&app->engine, prompt);
+    return tokens >= least && tokens <= most;
 }
 
 // After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
@@ -2433,7 +2389,7 @@ static void cut_answer(const App *app, Message *answer) {
     for (size_t cut = app->writer.cut; cut > 0;) {
         const int id = answer->ids.p[--answer->ids.n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        const size_t lost = cut < text.n ? cut : text.n;
+        const size_t lost = min_size(cut, text.n);
         if (lost < text.n) buffer_add(&answer->text, (Bytes){text.p, text.n - lost});
         cut -= lost;
     }
@@ -2446,7 +2402,7 @@ static void respond(App *app, const Ids *prompt, Message *message) {
     const int seq_len = e->model.state.seq_len;
     app->writer.cut = 0;
     const double start = now();
-    const bool ran = checked_prefill(app, prompt);
+    const bool ran = prefill(e, prompt);
     const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
@@ -2461,8 +2417,9 @@ static void respond(App *app, const Ids *prompt, Message *message) {
     const double p = (done - e->reused) / (middle - start + 1e-9);
     const double a = answer->n / (end - middle + 1e-9);
     if (!quiet)
-        fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,  // decimals below 1,000
+        fprintf(stderr,  // rates with a decimal only below 1,000
+                "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
                 (unsigned long long)app->options.seed);
     cut_answer(app, message);
 }
@@ -2490,8 +2447,8 @@ static void conversation_drop(Conversation *talk, size_t first, size_t count) {
 
 // Renders the conversation. If that leaves no room for an answer, the older half of the turns is
 // forgotten, again until there is room or only the last message is left (and the system message).
-// False: even that is too long, or Ctrl-C was pressed; then nothing is forgotten.
-static bool fit_conversation(App *app, Ids *ids) {
+// If even that is too long, nothing is forgotten.
+static void fit_conversation(App *app, Ids *ids) {
     Conversation *talk = &app->conversation;
     const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
     size_t room = context / 4, first = system;
@@ -2500,12 +2457,11 @@ static bool fit_conversation(App *app, Ids *ids) {
         render(&app->engine.tokenizer, talk, first, app->think, ids);
         if (ids->n + room <= context || first == talk->n - 1 || interrupted) break;
     }
-    if (interrupted || ids->n > context) return false;
+    if (interrupted || ids->n > context) return;
     if (first > system)
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
     conversation_drop(talk, system, first - system);
-    return true;
 }
 
 // Answers the conversation's last message. False: there is no answer, as the conversation is too
@@ -2513,19 +2469,18 @@ static bool fit_conversation(App *app, Ids *ids) {
 static bool answer_last(App *app) {
     Conversation *talk = &app->conversation;
     Ids ids = {0};
-    const bool fits = fit_conversation(app, &ids);
-    if (!fits && !interrupted) {
-        check_length(app, "prompt", ids.n);
-        if (!app->dialogue) exit(EXIT_FAILURE);
-    }
+    fit_conversation(app, &ids);
+    const bool fits = !interrupted && check_length(app, "prompt", ids.n);
+    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
     if (fits) {
+        announce(app, &ids);
         writer_thinks(&app->writer, begins_thinking(app));
         respond(app, &ids, answer);
     }
-    free(ids.p);
     const bool answered = answer->ids.n > 0 || (fits && !interrupted);
     if (!answered) conversation_drop(talk, talk->n - 1, 1);
+    free(ids.p);
     return answered;
 }
 
@@ -2655,19 +2610,17 @@ static Bytes skip_spaces(Bytes text) {
 static void send_file(App *app, Bytes words) {
     words = skip_spaces(words);
     const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
-    const uint8_t end = quoted ? *words.p : ' ';
-    if (quoted) words = bytes_from(words, 1);
-    size_t n = 0;
-    while (n < words.n && words.p[n] != end) n++;
-    const bool tilde = !quoted && n > 1 && words.p[0] == '~' && words.p[1] == '/';
-    const char *home = tilde ? getenv("HOME") : NULL, *name = (const char *)words.p, *error = NULL;
+    const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
+    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
+    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
+    const int n = (int)((end ? end : last) - name);
     char path[8192];
-    if (home) snprintf(path, sizeof(path), "%s%.*s", home, (int)n - 1, name + 1);
-    else snprintf(path, sizeof(path), "%.*s", (int)n, name);
+    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + quoted : n)));
+    if (end) buffer_add(&message, skip_spaces((Bytes){end + 1, last - end - 1}));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
+    const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
     else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
     else error = file_read(&message, path);
@@ -2776,19 +2729,6 @@ static double surprise(float *logits, int n, int id) {
     return log(sum_double(logits, n)) + max - logit;
 }
 
-// Runs ids 0 .. n - 1 from position pos on, and adds the surprises of ids 1 .. n to *sum, one by
-// one: batches do not change its last digits. Returns false after Ctrl-C.
-static bool score(Engine *e, const int *ids, int n, int pos, double *sum) {
-    const int rows = e->model.state.logit_rows, vocab_size = e->tokenizer.vocab_size;
-    float *logits = NULL;
-    if (!forward_text(&e->model, &e->answer.text, ids, n, pos, n)) return false;
-    for (int i = 0; i < n; i++) {
-        if (i % rows == 0) logits = classify(&e->model, i, min_int(rows, n - i));
-        *sum += surprise(logits + (size_t)(i % rows) * vocab_size, vocab_size, ids[i + 1]);
-    }
-    return true;
-}
-
 // Appends a line. False if the sum is not finite.
 static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
     const double mean = sum / n;
@@ -2796,19 +2736,26 @@ static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
     return isfinite(mean);
 }
 
-// The sum of a text's surprises. A text longer than the context is scored in pieces, each of which
-// begins with the last token of the piece before. Returns false after Ctrl-C.
+// Adds up the surprises of all tokens but the first, one by one: batches do not change the last
+// digits. A text longer than the context is scored in pieces, each of which begins with the last
+// token of the piece before. Returns false after Ctrl-C.
 static bool score_all(Engine *e, const Ids *ids, double *sum) {
-    const int context = e->model.state.seq_len, n = (int)ids->n - 1;
-    bool running = true;
+    const State *s = &e->model.state;
+    const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
+    float *logits = NULL;
     progress_start(&e->model, n);
-    for (int at = 0, count; at < n && running; at += count) {
-        int pos = at % (context - 1);
-        count = min_int(min_int(e->model.state.batch, context - 1 - pos), n - at);
-        running = score(e, ids->p + at, count, pos, sum);
+    for (int at = 0, count; at < n && !interrupted; at += count) {
+        const int pos = at % (s->seq_len - 1);
+        count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
+        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) break;
+        for (int i = 0; i < count; i++) {
+            const int row = i % s->logit_rows;
+            if (row == 0) logits = classify(&e->model, i, min_int(s->logit_rows, count - i));
+            *sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
+        }
     }
     progress_end();
-    return running;
+    return !interrupted;
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2835,42 +2782,38 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
     if (app->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
-static void run_tokenize(App *app, const Ids *ids, Buffer *lines) {
-    give_notices(app);
-    if (!app->options.verbose) buffer_add_ids(lines, ids);
-    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
-        buffer_print(lines, "%d ", ids->p[i]);
-        buffer_add_json(lines, app->engine.tokenizer.text[ids->p[i]]);
-    }
-}
-
-static void run_perplexity(App *app, const Ids *ids, Buffer *line) {
-    const int context = app->engine.model.state.seq_len;
-    double sum = 0;
-    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
-    announce(app, ids);
-    if (ids->n > (size_t)context)
-        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
-    if (!score_all(&app->engine, ids, &sum)) return;
-    if (!buffer_add_perplexity(line, sum, (int)ids->n - 1)) die(NOT_FINITE);
-}
-
-static void run_embed(App *app, const Ids *ids, Buffer *line) {
-    if (!checked_prefill(app, ids)) return;
-    if (!buffer_add_embedding(line, &app->engine.model, 0)) die(BAD_VECTOR);
-}
-
 // Every mode but chat
 static void run_raw(App *app, Bytes text) {
+    Engine *e = &app->engine;
+    const int context = e->model.state.seq_len;
     Ids ids = {0};
     Message answer = {0};
     Buffer lines = {0};
+    double sum = 0;
     encode_text(app, text, &ids);
-    if (interrupted) {}  // while the text was encoded
-    else if (app->mode == GENERATE) respond(app, &ids, &answer);
-    else if (app->mode == TOKENIZE) run_tokenize(app, &ids, &lines);
-    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids, &lines);
-    else run_embed(app, &ids, &lines);
+    if (interrupted) {
+        free(ids.p);
+        return;
+    }
+    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids.n)) exit(EXIT_FAILURE);
+    announce(app, &ids);
+    if (app->mode == GENERATE) {
+        respond(app, &ids, &answer);
+    } else if (app->mode == EMBED) {
+        if (prefill(e, &ids) && !buffer_add_embedding(&lines, &e->model, 0)) die(BAD_VECTOR);
+    } else if (app->mode == PERPLEXITY) {
+        if (ids.n > (size_t)context)
+            notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
+        if (score_all(e, &ids, &sum) && !buffer_add_perplexity(&lines, sum, (int)ids.n - 1))
+            die(NOT_FINITE);
+    } else if (!app->options.verbose) {
+        buffer_add_ids(&lines, &ids);
+    } else {
+        for (size_t i = 0; i < ids.n; i++) {
+            buffer_print(&lines, "%d ", ids.p[i]);
+            buffer_add_json(&lines, e->tokenizer.text[ids.p[i]]);
+        }
+    }
     write_stdout(bytes_of(&lines));
     free(lines.p);
     free(ids.p);
@@ -2893,121 +2836,115 @@ static void run_raw(App *app, Bytes text) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like the one before it, say with the same instruction, shares its blocks: each block counts its
-// users. Of the first block that is not the same to its end the text gets a copy. It waits until
-// what it shares has run. The blocks of the last text that began have one more user, so that they
-// stay even if all its answer is one word. When no block is left, the youngest text gives its
-// blocks back, and later runs again up to the last token that it drew (preemption by
-// recomputation): its answer goes on as if nothing had happened.
+// like the last one that began, say with the same instruction, shares its blocks: each block counts
+// its users. Of the first block that is not the same to its end the text gets a copy. It waits
+// until what it shares has run. A text that has ended keeps its blocks until the next one begins,
+// so that there is something to share even if all answers are one word. When no block is left, the
+// youngest text gives its blocks back, and later runs again up to the last token that it drew
+// (preemption by recomputation): its answer goes on as if nothing had happened.
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
-typedef struct {     // a text that runs
-    size_t number;   // of its line, from 0
-    Answer answer;   // answer.text.ids has all its tokens, of which text.ids.n have run
-    size_t n;        // its tokens: the prompt's, then those that were drawn
-    int n_blocks;    // in answer.text.blocks; 0: it waits for some
-    bool counted;    // the statistics know its prompt
-    int id;          // the last token drawn; -1: what the model gave is not finite
+typedef struct {    // a text that runs
+    size_t number;  // of its line, from 0
+    Ids ids;        // its tokens: the prompt's, then those that were drawn
+    Answer answer;  // answer.text.ids.n of them have run
+    int n_blocks;   // in answer.text.blocks
+    size_t cached;  // tokens that were there when it began
+    bool ended;     // if it still has blocks, the next text may share them
+    int id;         // the last token drawn; -1: what the model gave is not finite
     Writer writer;
     Ids drawn;
-    Buffer line;     // the answer so far
+    Buffer line;    // the answer so far
 } Place;
+
+typedef struct {
+    Bytes rest;            // what has not been read
+    const char *expected;  // what was not found there: after an error nothing is taken any more
+    Buffer text;           // the last string
+    Conversation *talk;    // gets the messages
+    bool first;            // there is no message yet, but perhaps that of -y
+    bool has_content;      // the last message
+} Json;
 
 typedef struct {
     App *app;
     Lines in;
-    bool ended, failed;        // there are no more lines; a line was an error
-    size_t read, written;      // lines so far
-    Buffer lines[AHEAD];       // line i of the output is at i % AHEAD, empty until it is done
-    size_t ahead;              // bytes of these
-    Place places[PLACES], *active[PLACES];  // the active ones come first, in the list's order
-    Place *ready[PLACES];      // those whose last token has run; row i of x is that of ready[i]
-    int n_places, n_active, n_ready;
-    int *users;                // (State.blocks) texts that have this block
-    int *unused, n_unused;     // blocks that nobody uses, the next one last
-    Place last;                // the blocks of the last prompt that began, and its tokens
-    Ids ids;                   // of a line
-    Buffer joined;             // -i and a line
-    Conversation talk;
-    size_t longest;            // no text of seq_len tokens has more bytes
+    bool ended, failed;    // there are no more lines; a line was an error
+    size_t read, written;  // lines so far
+    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done
+    size_t ahead;          // bytes of these
+    // active: first those that run, then those that wait for their turn to begin, both in the
+    // list's order, then the free ones, of which the first has been free for the longest time.
+    Place places[PLACES + 1], *active[PLACES + 1];
+    int n_places, n_running, n_active;  // at most in use; that run; that run or wait
+    Place *last;           // the one that began last; with one place more than are in use, it is
+                           // never the first of the free ones
+    Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
+    int n_ready;
+    int *users;            // (State.blocks) texts that have this block
+    int *unused, n_unused; // blocks that nobody uses, the next one last
+    Json json;             // a line,
+    Conversation talk;     // and its messages; all modes but chat look at the last one only
+    size_t longest;        // no text of seq_len tokens has more bytes
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
     size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
-    size_t pieces;             // texts that are scored in pieces
+    size_t pieces;         // texts that are scored in pieces
     double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
 } List;
 
-// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else
+// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else.
+// Functions that return bool take what they are named after, if it is next.
 
-typedef struct {
-    Bytes rest;
-    const char *expected;  // what was not found at `rest`
-    Buffer text;           // the last string
-} Json;
-
-static bool json_error(Json *j, const char *expected) {
-    if (!j->expected) j->expected = expected;
-    return false;
+static void json_need(Json *j, bool taken, const char *what) {
+    if (!taken && !j->expected) j->expected = what;
 }
 
-static bool json_word(Json *j, const char *word) {  // takes it if it is next
+static bool json_take(Json *j, const char *word) {
     const size_t n = strlen(word);
-    if (j->rest.n < n || memcmp(j->rest.p, word, n) != 0) return false;
+    if (j->expected || j->rest.n < n || memcmp(j->rest.p, word, n) != 0) return false;
     j->rest = bytes_from(j->rest, n);
     return true;
 }
 
-static bool json_take(Json *j, const char *word) {  // the same, after white space
-    while (j->rest.n && memchr(" \t\r\n", *j->rest.p, 4)) j->rest = bytes_from(j->rest, 1);
-    return json_word(j, word);
+static bool json_token(Json *j, const char *word) {  // the same, after white space
+    while (json_take(j, " ") || json_take(j, "\t") || json_take(j, "\r") || json_take(j, "\n")) {}
+    return json_take(j, word);
 }
 
-static bool json_next(Json *j, uint8_t c) {  // is it next, after white space?
-    json_take(j, "");
-    return j->rest.n && *j->rest.p == c;
-}
-
-static bool json_unit(Json *j, uint32_t *unit) {  // \uXXXX
-    const uint8_t *p = j->rest.p;
-    if (j->rest.n < 6 || p[0] != '\\' || p[1] != 'u') return false;
-    *unit = 0;
-    for (int i = 2; i < 6; i++) {
-        if (!isxdigit(p[i])) return false;
-        *unit = *unit << 4 | (isdigit(p[i]) ? p[i] - '0' : (p[i] | 32) - 'a' + 10);
-    }
+static int json_unit(Json *j) {  // \uXXXX, or -1
+    char digits[5] = {0};
+    if (j->rest.n < 6 || memcmp(j->rest.p, "\\u", 2) != 0) return -1;
+    memcpy(digits, j->rest.p + 2, 4);
+    if (strspn(digits, "0123456789abcdefABCDEF") != 4) return -1;
     j->rest = bytes_from(j->rest, 6);
-    return true;
+    return (int)strtol(digits, NULL, 16);
 }
 
-static bool json_escape(Json *j) {
+static void json_escape(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
     const char *name = j->rest.n > 1 ? memchr(names, j->rest.p[1], 8) : NULL;
-    uint32_t c, low;
-    if (!name && !json_unit(j, &c)) return json_error(j, "an escape, such as \\n or \\u00e9");
-    if (name) c = meant[name - names], j->rest = bytes_from(j->rest, 2);
-    Json ahead = *j;
-    if (c >= 0xD800 && c < 0xDC00 && json_unit(&ahead, &low) && low >= 0xDC00 && low < 0xE000) {
-        c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);  // one character in two halves
-        j->rest = ahead.rest;
-    }
-    add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
-    return true;
+    int c = name ? meant[name - names] : json_unit(j);
+    if (name) j->rest = bytes_from(j->rest, 2);
+    json_need(j, c >= 0, "an escape, such as \\n or \\u00e9");
+    const Bytes after = j->rest;
+    const int low = c >= 0xD800 && c < 0xDC00 ? json_unit(j) : -1;  // a character in two halves
+    if (low >= 0xDC00 && low < 0xE000) c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
+    else j->rest = after;
+    add_char(&j->text, c < 0 || (c >= 0xD800 && c < 0xE000) ? 0xFFFD : c);
 }
 
 static bool json_string(Json *j) {
+    if (!json_token(j, "\"")) return false;
     j->text.n = 0;
-    if (!json_take(j, "\"")) return json_error(j, "a string");
-    for (;;) {
-        const uint8_t *p = j->rest.p, *end = p + j->rest.n;
-        while (p < end && *p != '"' && *p != '\\' && *p >= ' ') p++;
-        const size_t n = p - j->rest.p;
-        buffer_add(&j->text, (Bytes){j->rest.p, n});
-        j->rest = bytes_from(j->rest, n);
-        if (p == end || *p < ' ') return json_error(j, "the string's next character");
-        if (json_word(j, "\"")) return true;
-        if (!json_escape(j)) return false;
+    while (!j->expected && !json_take(j, "\"")) {
+        const uint8_t c = j->rest.n ? *j->rest.p : 0;
+        json_need(j, c >= ' ', "the string's next character");
+        if (c == '\\') json_escape(j);
+        else if (c >= ' ') add_char(&j->text, BAD_BYTE + c), j->rest = bytes_from(j->rest, 1);
     }
+    return true;
 }
 
 static bool json_digits(Json *j) {
@@ -3017,71 +2954,76 @@ static bool json_digits(Json *j) {
 }
 
 static bool json_number(Json *j) {
-    json_word(j, "-");
-    bool good = json_word(j, "0") || json_digits(j);
-    if (good && json_word(j, ".")) good = json_digits(j);
-    if (good && (json_word(j, "e") || json_word(j, "E"))) {
-        if (!json_word(j, "+")) json_word(j, "-");
-        good = json_digits(j);
-    }
-    return good || json_error(j, "a value");
+    json_take(j, "-");
+    if (!json_take(j, "0") && !json_digits(j)) return false;
+    if (json_take(j, ".") && !json_digits(j)) return false;
+    if (!json_take(j, "e") && !json_take(j, "E")) return true;
+    if (!json_take(j, "+")) json_take(j, "-");
+    return json_digits(j);
 }
 
-static bool json_value(Json *j, int depth) {  // of any kind
+// An object or an array, by its bracket, inside of `depth` others. Of each member of an object, the
+// key is read, and `value` reads what follows.
+static bool json_items(Json *j, const char *bracket, int depth, void (*value)(Json *, int)) {
     enum { MOST_NESTING = 100 };
-    if (json_next(j, '"')) return json_string(j);
-    const bool object = json_word(j, "{");
-    if (!object && !json_word(j, "["))
-        return json_word(j, "true") || json_word(j, "false") || json_word(j, "null") ||
-               json_number(j);
-    if (depth >= MOST_NESTING) return json_error(j, "at most 100 levels");
-    if (json_take(j, object ? "}" : "]")) return true;
+    const bool object = *bracket == '{';
+    const char *end = object ? "}" : "]";
+    if (!json_token(j, bracket)) return false;
+    json_need(j, depth < MOST_NESTING, "at most 100 levels");
+    if (json_token(j, end)) return true;
     do {
-        if (object && !(json_string(j) && (json_take(j, ":") || json_error(j, ":")))) return false;
-        if (!json_value(j, depth + 1)) return false;
-    } while (json_take(j, ","));
-    return json_take(j, object ? "}" : "]") || json_error(j, object ? ", or }" : ", or ]");
+        json_need(j, !object || json_string(j), "a string");
+        json_need(j, !object || json_token(j, ":"), ":");
+        value(j, depth + 1);
+    } while (json_token(j, ","));
+    json_need(j, json_token(j, end), object ? ", or }" : ", or ]");
+    return true;
 }
 
-// Adds a message to the conversation. Of equal keys the last counts. A system message replaces that
-// of -y, which the conversation began with.
-static bool json_message(Json *j, Conversation *talk, bool first) {
-    static const char *const roles[] = {[SYSTEM] = "system", [USER] = "user",
-                                        [ASSISTANT] = "assistant"};
-    int role = -1;
-    bool has_content = false;
-    Buffer content = {0};
-    if (!json_take(j, "{")) return json_error(j, "a message, {\"role\": ..., \"content\": ...}");
-    do {
-        if (!json_string(j) || !(json_take(j, ":") || json_error(j, ":"))) break;
-        const bool is_role = bytes_equal(bytes_of(&j->text), bytes("role"));
-        const bool is_content = bytes_equal(bytes_of(&j->text), bytes("content"));
-        const bool text = json_next(j, '"');
-        if (!json_value(j, 2)) break;
-        for (int i = 0; is_role && i <= 3; i++) {
-            role = i < 3 ? i : -1;
-            if (i < 3 && text && bytes_equal(bytes_of(&j->text), bytes(roles[i]))) break;
-        }
-        if (is_content) has_content = text, content.n = 0, buffer_add(&content, bytes_of(&j->text));
-    } while (json_take(j, ","));
-    if (!json_next(j, '}')) json_error(j, ", or }");
-    else if (role < 0) json_error(j, "a role: system, user or assistant");
-    else if (!has_content) json_error(j, "a content that is a string");
-    else if (role == SYSTEM && !first) json_error(j, "a system message only at the start");
-    else if (role == SYSTEM) conversation_drop(talk, 0, talk->n);
-    if (!j->expected) conversation_add(talk, role, bytes_of(&content));
-    free(content.p);
-    return !j->expected && json_take(j, "}");
+static void json_value(Json *j, int depth) {
+    json_need(j, json_string(j) || json_items(j, "{", depth, json_value) ||
+                 json_items(j, "[", depth, json_value) || json_take(j, "true") ||
+                 json_take(j, "false") || json_take(j, "null") || json_number(j), "a value");
 }
 
-static bool json_messages(Json *j, Conversation *talk) {
-    bool first = true;
-    for (; first || json_take(j, ","); first = false) {
-        if (!json_message(j, talk, first)) return false;
+static bool json_is(const Json *j, const char *text) {
+    return bytes_equal(bytes_of(&j->text), bytes(text));
+}
+
+static void json_member(Json *j, int depth) {  // of a message; of equal keys the last one counts
+    Message *message = &j->talk->p[j->talk->n - 1];
+    const bool role = json_is(j, "role"), content = json_is(j, "content"), text = json_string(j);
+    if (!text) json_value(j, depth);
+    if (role)
+        message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
+                        : json_is(j, "assistant") ? ASSISTANT : -1;
+    if (content) {
+        j->has_content = text;
+        message->text.n = 0;
+        buffer_add(&message->text, bytes_of(&j->text));
     }
-    if (json_next(j, ']') && talk->p[talk->n - 1].role != USER)
-        return json_error(j, "a message of the user as the last one");
-    return json_take(j, "]") || json_error(j, ", or ]");
+}
+
+static void json_message(Json *j, int depth) {
+    const Message *message = conversation_add(j->talk, -1, (Bytes){0});
+    const bool object = json_items(j, "{", depth, json_member);
+    json_need(j, object, "a message, {\"role\": ..., \"content\": ...}");
+    json_need(j, message->role >= 0, "a role: system, user or assistant");
+    json_need(j, j->has_content, "a content that is a string");
+    json_need(j, message->role != SYSTEM || j->first, "a system message only at the start");
+    if (message->role == SYSTEM) conversation_drop(j->talk, 0, j->talk->n - 1);  // that of -y
+    j->first = j->has_content = false;
+}
+
+// A line: its string is in j->text, or its messages in j->talk.
+static void json_line(Json *j, bool chat) {
+    const bool messages = chat && json_items(j, "[", 0, json_message);
+    const bool asks = !messages || (j->talk->n && j->talk->p[j->talk->n - 1].role == USER);
+    json_need(j, messages || json_string(j),
+              chat ? "a string or an array of messages" : "a string");
+    json_need(j, asks, "a message of the user as the last one");
+    json_token(j, "");
+    json_need(j, j->rest.n == 0, "the end of the line");
 }
 
 // The lines of the output
@@ -3130,41 +3072,34 @@ static void drop_blocks(List *l, Place *p) {
     p->answer.text.ids.n = 0;
 }
 
-// Gives a text the blocks for its tokens so far. Those that it shares count as having run; its last
-// token always runs, as that makes the first logits. False: it has to wait, for blocks or until
-// what it shares has run. (Less than a block is not worth waiting.)
-static bool begin(List *l, Place *p) {
-    Model *m = &l->app->engine.model;
-    Text *text = &p->answer.text, *last = &l->last.answer.text;
-    const int len = m->state.block_len, n_blocks = ((int)p->n + len - 1) / len;
-    size_t same = 0, run = last->ids.n;
-    bool alone = true;
-    for (int i = 0; i < l->n_active; i++) {
-        alone &= l->active[i]->n_blocks == 0;
-        if (l->active[i]->number == l->last.number) run = l->active[i]->answer.text.ids.n;
-    }
-    while (same + 1 < p->n && same < last->ids.n && text->ids.p[same] == last->ids.p[same]) same++;
+// The first text that waits gets the blocks for its tokens so far. Those that it shares count as
+// having run; its last token always runs, as that makes the first logits. False: it waits until
+// what it shares has run (less than a block is not worth waiting), or for blocks: each text shall
+// find one more.
+static bool begin(List *l) {
+    Place *p = l->active[l->n_running], *last = l->last;
+    const Ids *ids = &p->ids;
+    int *blocks = p->answer.text.blocks, *theirs = last->answer.text.blocks;
+    const int len = l->app->engine.model.state.block_len, n_blocks = ((int)ids->n + len - 1) / len;
+    const size_t run = last->answer.text.ids.n;
+    size_t same = 0;
+    while (last->n_blocks && same + 1 < ids->n && same < last->ids.n &&
+           ids->p[same] == last->ids.p[same])
+        same++;
     if (same >= run + len) return false;
     if (same > run) same = run;
-    if (n_blocks - (int)same / len > l->n_unused) {
-        if (!alone) return false;
-        drop_blocks(l, &l->last);
+    if (n_blocks - (int)same / len + l->n_running + 1 > l->n_unused) {
+        if (l->n_running) return false;
+        drop_blocks(l, last);  // now all are unused: enough for any text
         same = 0;
     }
-    for (int i = 0; i < (int)same / len; i++) take_block(l, p, last->blocks[i]);
+    for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
     while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
-    if (same % len) cache_copy(m, text->blocks[same / len], last->blocks[same / len]);
-    text->ids.n = same;
-    if (!p->counted) l->prompts += p->n, l->cached += same;
-    p->counted = true;
-    for (int i = 0; i < n_blocks; i++) l->users[text->blocks[i]]++;  // now this is the last one
-    drop_blocks(l, &l->last);
-    l->last.number = p->number;
-    l->last.n_blocks = n_blocks;
-    memcpy(last->blocks, text->blocks, n_blocks * sizeof(int));
-    last->ids.p = grow(last->ids.p, &last->ids.cap, 0, p->n, sizeof(int));
-    memcpy(last->ids.p, text->ids.p, p->n * sizeof(int));
-    last->ids.n = p->n;
+    if (same % len) cache_copy(&l->app->engine.model, blocks[same / len], theirs[same / len]);
+    p->answer.text.ids.n = p->cached = same;
+    if (last->ended) drop_blocks(l, last);
+    l->last = p;
+    l->n_running++;
     return true;
 }
 
@@ -3173,13 +3108,11 @@ static bool begin(List *l, Place *p) {
 static bool make_room(List *l, Place *p) {
     if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
         return true;
+    if (l->n_unused == 0 && l->last->ended) drop_blocks(l, l->last);
     while (l->n_unused == 0) {
-        Place *victim = &l->last;
-        for (int i = 0; i < l->n_active && l->last.n_blocks == 0; i++) {
-            if (l->active[i]->n_blocks) victim = l->active[i];
-        }
-        drop_blocks(l, victim);
-        if (victim == p) return false;
+        Place *youngest = l->active[--l->n_running];
+        drop_blocks(l, youngest);
+        if (youngest == p) return false;
     }
     take_block(l, p, l->unused[--l->n_unused]);
     return true;
@@ -3187,115 +3120,93 @@ static bool make_room(List *l, Place *p) {
 
 // Admit
 
-// Takes a line of -L apart. *text: the string, or the last message of l->talk. Returns false if the
-// line can't be used, which it says.
-static bool parse_line(List *l, Json *j, Bytes *text, bool *messages) {
-    const bool chat = l->app->mode == CHAT;
-    const size_t n = text->n;
-    if (l->read == 0) json_word(j, "\uFEFF");  // a byte order mark
-    *messages = chat && json_take(j, "[");
-    if (*messages) json_messages(j, &l->talk);
-    else if (json_next(j, '"')) json_string(j);
-    else json_error(j, chat ? "a string or an array of messages" : "a string");
-    if (json_take(j, ""), j->rest.n) json_error(j, "the end of the line");
+// Takes a line of -L apart. Returns false if it can't be used, which it says.
+static bool parse_line(List *l, Bytes line) {
+    Json *j = &l->json;
+    *j = (Json){.rest = line, .text = j->text, .talk = &l->talk, .first = true};
+    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
+    json_line(j, l->app->mode == CHAT);
     if (j->expected)
         report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
-               n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
+               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
                j->rest.n < 16 ? (int)j->rest.n : 16, j->rest.p);
-    else *text = bytes_of(*messages ? &l->talk.p[l->talk.n - 1].text : &j->text);
     return !j->expected;
 }
 
-// Encodes a line, into l->ids. Returns false if that can't be done, which it says.
-static bool encode_line(List *l, Bytes text) {
+// Encodes a line. Returns false if that can't be done, which it says.
+static bool encode_line(List *l, Bytes text, Ids *ids) {
     const App *app = l->app;
     const Options *o = &app->options;
-    const bool chat = app->mode == CHAT;
-    const size_t prefix = o->text ? strlen(o->text) : 0;
-    bool messages = false, good = !l->in.too_long && text.n + prefix < INT_MAX - 65536;
-    if (!good) report("%s: too long, expected less than 2 GB", where(l, l->read));
-    conversation_drop(&l->talk, 0, l->talk.n);
-    if (chat && o->system) conversation_add(&l->talk, SYSTEM, bytes(o->system));
-    Json j = {.rest = text};
-    if (good && o->json_list) good = parse_line(l, &j, &text, &messages);
-    if (good && text.n > l->longest) {
-        good = false;
+    const Model *m = &app->engine.model;
+    const Bytes before = bytes(o->text ? o->text : "");
+    Conversation *talk = &l->talk;
+    conversation_drop(talk, 0, talk->n);
+    if (app->mode == CHAT && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
+    if (l->in.too_long || text.n + before.n > INT_MAX - 65536) {
+        report("%s: too long, expected less than 2 GB", where(l, l->read));
+        return false;
+    }
+    if (o->json_list && !parse_line(l, text)) return false;
+    const bool messages = talk->n && talk->p[talk->n - 1].role == USER;
+    if (o->json_list) text = bytes_of(messages ? &talk->p[talk->n - 1].text : &l->json.text);
+    if (text.n > l->longest) {
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), app->engine.model.state.seq_len,
-               app->engine.model.config.max_seq_len, text.n);
+               where(l, l->read), m->state.seq_len, m->config.max_seq_len, text.n);
+        return false;
     }
-    if (good) {
-        l->joined.n = l->ids.n = 0;
-        if (o->text) buffer_add(&l->joined, bytes(o->text)), buffer_add(&l->joined, bytes("\n\n"));
-        if (!messages) buffer_add(&l->joined, text);
-        if (chat && !messages) conversation_add(&l->talk, USER, bytes_of(&l->joined));
-        if (chat) render(&app->engine.tokenizer, &l->talk, 0, app->think, &l->ids);
-        else encode_text(app, bytes_of(&l->joined), &l->ids);
+    if (!messages) {
+        Buffer *all = &conversation_add(talk, USER, before)->text;
+        if (o->text) buffer_add(all, bytes("\n\n"));
+        buffer_add(all, text);
     }
-    free(j.text.p);
-    return good;
+    ids->n = 0;
+    if (app->mode == CHAT) render(&app->engine.tokenizer, talk, 0, app->think, ids);
+    else encode_text(app, bytes_of(&talk->p[0].text), ids);
+    return true;
 }
 
-// Gives a place to the text whose tokens are in l->ids.
-static void take_place(List *l) {
-    App *app = l->app;
-    Engine *e = &app->engine;
-    Place *p = l->active[l->n_active++];
-    Answer *a = &p->answer;
-    Ids *ids = &a->text.ids;
-    if (!a->text.blocks) {  // it was never used
-        a->text.blocks = alloc(e->model.state.seq_len, sizeof(int), "a text");
-        a->sampler = e->answer.sampler;
-        a->sampler.answered = alloc(e->tokenizer.vocab_size, sizeof(bool), "a text");
-        a->sampler.seen = alloc(e->tokenizer.vocab_size, sizeof(bool), "a text");
-        a->writer = &p->writer;
-        a->drawn = &p->drawn;
-    }
-    ids->p = grow(ids->p, &ids->cap, 0, l->ids.n, sizeof(int));
-    memcpy(ids->p, l->ids.p, l->ids.n * sizeof(int));
-    p->n = l->ids.n;
-    p->number = l->read;
-    p->counted = false;
-    p->line.n = p->writer.held.n = 0;
-    p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
-                         .stop = app->writer.stop, .held = p->writer.held};
-    a->sampler.rng = app->options.seed + p->number;
-    answer_start(a, &e->tokenizer, ids->p, p->n);
-    writer_thinks(&p->writer, begins_thinking(app));
+// Makes the line of a perplexity. Returns false if that can't be done, which it says.
+static bool score_line(List *l, const Ids *ids, Buffer *out) {
+    double sum = 0;
+    l->pieces += ids->n > (size_t)l->app->engine.model.state.seq_len;
+    if (!score_all(&l->app->engine, ids, &sum)) return false;  // Ctrl-C: nothing more is written
+    const bool good = buffer_add_perplexity(out, sum, (int)ids->n - 1);
+    if (!good) report("%s: " NOT_FINITE, where(l, l->read));
+    return good;
 }
 
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
+    Place *p = l->active[l->n_active];  // a free one
     if (l->read == 0) give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+    bool good = encode_line(l, chop(line), &p->ids);
+    if (interrupted) return;  // then these are not all ids
+    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), p->ids.n);
+    if (good) l->prompts += p->ids.n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(line_of(l, l->read), &p->ids);
+    if (good && app->mode == PERPLEXITY) good = score_line(l, &p->ids, line_of(l, l->read));
     l->consumed += line.n;
-    Buffer *out = line_of(l, l->read);
-    double sum = 0;
-    bool good = encode_line(l, chop(line));
-    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), l->ids.n);
-    if (good && (app->mode <= GENERATE || app->mode == EMBED)) {
-        take_place(l);
-    } else {  // its line is made here
-        if (good) l->prompts += l->ids.n;
-        if (good && app->mode == TOKENIZE) buffer_add_ids(out, &l->ids);
-        if (good && app->mode == PERPLEXITY) {
-            l->pieces += l->ids.n > (size_t)app->engine.model.state.seq_len;
-            if (!score_all(&app->engine, &l->ids, &sum)) return;
-            good = buffer_add_perplexity(out, sum, (int)l->ids.n - 1);
-            if (!good) report("%s: " NOT_FINITE, where(l, l->read));
-        }
-        line_done(l, l->read, good);
+    p->number = l->read++;
+    if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
+        line_done(l, p->number, good);
+        return;
     }
-    l->read++;
+    p->ended = false;
+    p->line.n = 0;
+    p->answer.sampler.rng = app->options.seed + p->number;
+    answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+    writer_thinks(&p->writer, begins_thinking(app));
+    l->n_active++;
 }
 
 // Returns false when all is done. While texts run, it does not wait for lines that have still to be
 // made: a list may come from another program.
 static bool admit(List *l) {
     for (Bytes line; !interrupted;) {
-        for (int i = 0; i < l->n_active; i++) {
-            if (!l->active[i]->n_blocks && !begin(l, l->active[i])) return true;
+        while (l->n_running < l->n_active) {
+            if (!begin(l)) return true;
         }
         if (line_of(l, l->written)->n) return true;  // that is written first
         if (l->ended) return l->n_active > 0;
@@ -3309,30 +3220,23 @@ static bool admit(List *l) {
     return false;
 }
 
-// Pass
-
-static int add_rows(List *l, Place *p, int n) {  // returns how many there are then
-    const State *s = &l->app->engine.model.state;
-    const Text *text = &p->answer.text;
-    Ids *ids = &p->answer.text.ids;
-    for (; ids->n < p->n && n < s->batch; ids->n++) {
-        s->rows[n++] = (Row){ids->p[ids->n], (int)ids->n, text, ids->n + 1 == p->n};
-    }
-    if (ids->n == p->n) l->ready[l->n_ready++] = p;
-    return n;
-}
-
-// Returns false after Ctrl-C.
+// Pass: first the texts that decode, then the prompts. Returns false after Ctrl-C.
 static bool pass(List *l) {
+    const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
-    for (int i = 0; i < l->n_active; i++) {  // make_room takes blocks from later texts
-        Place *p = l->active[i];
-        const bool decodes = p->n_blocks && p->n == p->answer.text.ids.n + 1;
-        if (decodes && make_room(l, p)) n = add_rows(l, p, n);
-    }
-    for (int i = 0; i < l->n_active; i++) {
-        Place *p = l->active[i];
-        if (p->n_blocks && p->answer.text.ids.n < p->n) n = add_rows(l, p, n);
+    for (int prompts = 0; prompts < 2; prompts++) {
+        for (int i = 0; i < l->n_running; i++) {
+            Place *p = l->active[i];
+            Text *text = &p->answer.text;
+            size_t *run = &text->ids.n;
+            const size_t left = p->ids.n - *run;
+            if (left == 0 || (left > 1 && !prompts)) continue;
+            if (!make_room(l, p)) break;  // it takes blocks from later texts only
+            for (; *run < p->ids.n && n < s->batch; (*run)++) {
+                s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
+            }
+            if (*run == p->ids.n) l->ready[l->n_ready++] = p;
+        }
     }
     l->rows += n;
     return n == 0 || forward(&l->app->engine.model, n);
@@ -3349,7 +3253,7 @@ static void sample_job(void *arg, int begin, int end, int thread) {
         Place *p = l->ready[i];
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
         if (l->app->mode != EMBED) p->id = sample(&p->answer.sampler, logits, vocab_size);
-        else p->id = buffer_add_embedding(&p->line, &e->model, i) ? 0 : -1;
+        else p->id = buffer_add_embedding(line_of(l, p->number), &e->model, i) ? 0 : -1;
     }
 }
 
@@ -3357,27 +3261,28 @@ static void sample_job(void *arg, int begin, int end, int thread) {
 static void step(List *l, Place *p) {
     const Engine *e = &l->app->engine;
     const bool embeds = l->app->mode == EMBED;
-    Ids *ids = &p->answer.text.ids;
     Ending ending = TURN_ENDED;
     if (p->id < 0) report("%s: %s", where(l, p->number), embeds ? BAD_VECTOR : NOT_FINITE);
     else if (!embeds) ending = e->max_new ? answer_add(e, &p->answer, p->id) : LIMIT_REACHED;
     if (ending == GOES_ON) {
-        ids->p = grow(ids->p, &ids->cap, p->n, 1, sizeof(int));
-        ids->p[p->n++] = p->id;
+        ids_add(&p->ids, p->id);
         return;
     }
     l->endings[ending]++;
     l->thinking += p->writer.thinking;
     l->answers += p->drawn.n;
+    l->cached += p->cached;
     writer_end(&p->writer);
-    if (embeds) buffer_add(line_of(l, p->number), bytes_of(&p->line));
-    else buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
+    if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
     line_done(l, p->number, p->id >= 0);
-    drop_blocks(l, p);
+    p->ended = true;
+    if (p != l->last) drop_blocks(l, p);
     int i = 0;
     while (l->active[i] != p) i++;
-    memmove(l->active + i, l->active + i + 1, (--l->n_active - i) * sizeof(*l->active));
-    l->active[l->n_active] = p;
+    memmove(l->active + i, l->active + i + 1, (l->n_places - i) * sizeof(*l->active));
+    l->active[l->n_places] = p;
+    l->n_running--;
+    l->n_active--;
 }
 
 static void sample_all(List *l) {
@@ -3390,17 +3295,13 @@ static void sample_all(List *l) {
 static int list_end(const List *l) {
     const double seconds = now() - l->start + 1e-9, rate = l->answers / seconds;
     const unsigned long long seed = l->app->options.seed;
+    const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
+    const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     progress_end();
-    if (l->endings[LIMIT_REACHED])
-        notice("answers: ended by -n after %d tokens: %zu", l->app->options.n,
-               l->endings[LIMIT_REACHED]);
-    if (l->endings[CONTEXT_ENDED])
-        notice("answers: ended by a full context of %d tokens (-c): %zu",
-               l->app->engine.model.state.seq_len, l->endings[CONTEXT_ENDED]);
+    if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
+    if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
-    if (l->pieces)
-        notice("texts: scored in pieces of %d tokens (-c): %zu",
-               l->app->engine.model.state.seq_len, l->pieces);
+    if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted) {
         notice("list: stopped, %zu lines are written", l->written);
         notice("list: to go on: tail -n +%zu, -s %llu", l->written + 1, seed + l->written);
@@ -3422,10 +3323,19 @@ static void list_init(List *l, App *app) {
     const Tokenizer *tok = &app->engine.tokenizer;
     const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
     *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .longest = 1,
-                .n_places = max_int(min_int(PLACES, s->batch), 1)};
+                .start = now(), .n_places = max_int(min_int(PLACES, s->batch), 1)};
     if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
     l->size = file_size(l->in.fd);
-    for (int i = 0; i < l->n_places; i++) l->active[i] = &l->places[i];
+    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
+        Place *p = l->active[i] = l->last = &l->places[i];
+        p->answer = (Answer){.text.blocks = alloc(s->seq_len, sizeof(int), "the list"),
+                             .sampler = app->engine.answer.sampler, .writer = &p->writer,
+                             .drawn = &p->drawn};
+        p->answer.sampler.answered = alloc(tok->vocab_size, sizeof(bool), "the list");
+        p->answer.sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the list");
+        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
+                             .stop = app->writer.stop};
+    }
     for (int i = 0; i < tok->vocab_size; i++) {
         if (tok->text[i].n > l->longest) l->longest = tok->text[i].n;
     }
@@ -3433,7 +3343,6 @@ static void list_init(List *l, App *app) {
     if (app->mode == TOKENIZE || app->mode == PERPLEXITY) l->longest = SIZE_MAX;
     l->users = alloc(s->blocks, sizeof(int), "the list");
     l->unused = alloc(s->blocks, sizeof(int), "the list");
-    l->last.answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
     for (int i = s->blocks; i > 0; i--) l->unused[l->n_unused++] = i - 1;
 }
 
@@ -3441,7 +3350,6 @@ static int run_list(App *app) {
     static List list;
     list_init(&list, app);
     stoppable = stop_at_once = true;
-    list.start = now();
     while (admit(&list) && pass(&list)) {
         sample_all(&list);
         write_lines(&list);
@@ -3587,13 +3495,6 @@ static void check_text(const Options *o, int mode) {
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
 }
 
-static void check_list(const Options *o) {
-    const char *option = o->list ? "-l" : "-L";
-    if (o->list && o->json_list) die_usage("-l, -L: both given, expected one of them");
-    if (o->file) die_usage("-f, %s: both given, expected one of them", option);
-    if (o->verbose) die_usage("-v, %s: both given, expected one of them", option);
-}
-
 static Options parse_options(int argc, char **argv) {
     struct timespec time;
     clock_gettime(CLOCK_REALTIME, &time);
@@ -3622,7 +3523,8 @@ static Options parse_options(int argc, char **argv) {
     }
     if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    if (is_list(&o)) check_list(&o);
+    if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
+        die_usage("-l, -L: a list, expected one of them, without -f and -v");
     check_text(&o, o.mode);
     return o;
 }
@@ -3679,17 +3581,14 @@ static void choose_sampling(App *app) {
     };
 }
 
-// Ends the program if MODEL is a directory or missing. People also try the name of a model on the
-// Hugging Face hub (ORG/NAME): then the message says what to do.
+// Ends the program if MODEL is a directory, the name of a model on the hub, or missing.
 static void check_model_path(const char *path) {
     const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
     const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
     const FileKind kind = file_kind(path);
-    if (kind == DIRECTORY)
-        die("%s: a directory, expected a .bin file; this makes one: export.py %s", path, path);
+    if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
     if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
-        die("%s: not a file, expected a .bin file; for a model on the hub: export.py %s", path,
-            path);
+        die_export(path, "not a file", INT_MAX, path);
     if (kind == NO_FILE)
         die("%s: %s, expected a .bin file made by export.py", path, strerror(errno));
 }

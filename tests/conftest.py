@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 import export as export_py  # noqa: E402
 
 export_py.unicode_sections = functools.cache(export_py.unicode_sections)  # a third of a second each
+export_py.TEMPLATE_SECONDS = 300                        # also a slow machine ends all but endless ones
 
 QWEN3 = Path(os.environ.get("QWEN3", ROOT / "qwen3")).resolve()
 QUOTED_QWEN3 = shlex.quote(str(QWEN3))      # for a shell
