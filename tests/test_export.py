@@ -834,6 +834,7 @@ def sparse_checkpoint(ck, folder: Path, **config) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read the peak from")
 def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path):
     """264 MB of weights, one tensor of 246 MB (492 in fp32): far more than this allows."""

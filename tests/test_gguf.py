@@ -212,12 +212,13 @@ def several(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("name, file, out", [
     ("org/tiny-GGUF", "tiny-Q8_0", "tiny-Q8_0.bin"),
-    ("org/tiny-GGUF:Q4_0", "tiny-Q4_0", "tiny-Q4_0-q4.bin"),
-    ("org/tiny-GGUF:bf16", "BF16/tiny-BF16-00001-of-00002", "tiny-BF16.bin"),
-    ("org/tiny-GGUF/tiny-F16.gguf", "tiny-F16", "tiny-F16.bin"),
-    ("URL/org/tiny-GGUF/blob/main/tiny-F16.gguf?download=true", "tiny-F16", "tiny-F16.bin"),
     ("org/tiny-GGUF/BF16/tiny-BF16-00002-of-00002.gguf", "BF16/tiny-BF16-00001-of-00002",
-     "tiny-BF16.bin")])
+     "tiny-BF16.bin"),
+    *[pytest.param(*values, marks=pytest.mark.slow) for values in (
+        ("org/tiny-GGUF:Q4_0", "tiny-Q4_0", "tiny-Q4_0-q4.bin"),
+        ("org/tiny-GGUF:bf16", "BF16/tiny-BF16-00001-of-00002", "tiny-BF16.bin"),
+        ("org/tiny-GGUF/tiny-F16.gguf", "tiny-F16", "tiny-F16.bin"),
+        ("URL/org/tiny-GGUF/blob/main/tiny-F16.gguf?download=true", "tiny-F16", "tiny-F16.bin"))]])
 def test_from_the_hub_by_name(several, hub, run, tmp_path, name, file, out):
     """The same as from that file; nothing else is downloaded."""
     status, err = hub(name.replace("URL", hub.url))
