@@ -2595,7 +2595,8 @@ static void send_file(App *app, Bytes words) {
     char path[8192];
     snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    buffer_add(&message, skip_spaces(bytes_from(words, end ? (size_t)(end + 1 - words.p) : words.n)));
+    const size_t rest = end ? (size_t)(end + 1 - words.p) : words.n;
+    buffer_add(&message, skip_spaces(bytes_from(words, rest)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *error = NULL;

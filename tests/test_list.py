@@ -164,7 +164,9 @@ def test_threads_and_batches(tiny, options):
     check(tiny, make_texts(20, seed=6), "-n", 25, seed=3, before=options)
 
 
-@pytest.mark.parametrize("blocks, options", [(1, ()), (40, ()), (70, ("-b", 5)), (150, ()), (150, ("-b", 31))])
+@pytest.mark.parametrize("blocks, options", [
+    (1, ()), (40, ()), (150, ("-b", 31)),
+    *[pytest.param(*how, marks=pytest.mark.slow) for how in ((70, ("-b", 5)), (150, ()))]])
 def test_small_pool(tiny, blocks, options):
     """So few blocks of positions that texts give theirs back and begin again: their answers go on as if
     nothing had happened."""
@@ -187,17 +189,17 @@ def test_small_context(tiny):
 
 
 @needs_address_space
-def test_little_memory(tiny):
+@pytest.mark.parametrize("kilobytes", [60_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_little_memory(tiny, kilobytes):
     """A quarter of what the process may use is the cache's: few of the texts fit, and some give theirs
     back and begin again."""
     texts = [b" ".join([text] * 2) for text in make_texts(40, seed=7, longest=100)]
     options = ["-c", 0, "-n", 250, "-t", 3, "-k", 0, "-p", 1]
     expected = [alone(tiny, text, *options, seed=i) for i, text in enumerate(texts)]
-    for kilobytes in 60_000, 100_000:
-        script = f"ulimit -v {kilobytes}; exec {QUOTED_QWEN3} {tiny} -l - -q -j 1 -s 0 {' '.join(map(str, options))}"
-        done = subprocess.run(["sh", "-c", script], input=b"".join(text + b"\n" for text in texts),
-                              capture_output=True, timeout=300, env=environment())
-        assert done.returncode == 0 and done.stdout.split(b"\n")[:-1] == expected, done.stderr
+    script = f"ulimit -v {kilobytes}; exec {QUOTED_QWEN3} {tiny} -l - -q -j 1 -s 0 {' '.join(map(str, options))}"
+    done = subprocess.run(["sh", "-c", script], input=b"".join(text + b"\n" for text in texts),
+                          capture_output=True, timeout=300, env=environment())
+    assert done.returncode == 0 and done.stdout.split(b"\n")[:-1] == expected, done.stderr
 
 
 def test_pieces_of_a_perplexity(tiny):
