@@ -1,5 +1,6 @@
 """A list of texts (-l, -L): each line of the output is what its text gets in a run of its own, bit for
 bit, and nothing that is written is lost, whatever happens."""
+import contextlib
 import fcntl
 import functools
 import json
@@ -727,6 +728,25 @@ def test_interrupt(start, tiny, long_list, signals):
     assert subprocess.check_output(["sh", "-c", tail]).split(b"\n")[:-1] == expected[n:]
 
 
+def test_interrupt_while_a_line_is_encoded(start, stopping):
+    """That ids are missing then is no error of the line: of that, null would have been written."""
+    took = 0
+    for part in 0, 0.3, 0.5, 0.7:
+        child = start(stopping, "-l", "-", *GREEDY, "-m", "generate", "-c", "0")
+        child.stdin.write(b"x\n")
+        assert child.stdout.readline() == b'""\n'
+        child.stdin.write(b"word " * 500_000 + b"\n")
+        begun = time.monotonic()
+        if part == 0:                           # too long, which takes so much time to find out
+            assert child.stdout.readline() == b"null\n"
+            took = time.monotonic() - begun
+            continue
+        time.sleep(part * took)
+        child.send_signal(signal.SIGINT)
+        out, error = child.communicate(timeout=60)
+        assert child.returncode == 130 and (b"line 2" in error) == (out == b"null\n"), error
+
+
 def test_interrupt_beats_an_error(start, stopping):
     child = start(stopping, "-L", "-", *GREEDY, "-m", "generate", "-n", "9")
     child.stdin.write(b'bad\n"a"\n')
@@ -831,6 +851,42 @@ def test_not_too_far_ahead(start, stopping):
         time.sleep(0.25)
         assert taken < 400_000                  # with what pipes and buffers hold
     assert taken > 0 and child.poll() is None
+    child.kill()
+    feeder.join(60)
+
+
+@pytest.mark.slow
+def test_not_too_many_bytes_ahead(start, tokenizer, tmp_path):
+    """Of 100 KB each, 16 MB of finished lines wait for the first text, which never ends; then no more is
+    read."""
+    long, (a, b, end) = "~" * 100_000, (tokenizer.token_to_id(t) for t in ("a", "b", "<|im_end|>"))
+    data = json.loads(tokenizer.to_str())       # with a token of 100 KB, which b goes on with, and no more
+    added = len(data["model"]["vocab"]) + len(data["added_tokens"])
+    data["added_tokens"].append({**data["added_tokens"][-1], "id": added, "content": long, "special": False})
+    tall = type(tokenizer).from_str(json.dumps(data))
+    assert tall.token_to_id(long) == added
+    logits = np.zeros((added + 1, 3), np.float32)
+    logits[end, 0] = logits[a, 1] = logits[added, 2] = 12.7
+    model = export(make_table_model(tmp_path / "hf", tall, [a, b], logits, max_len=1_000_000), tmp_path / "model.bin")
+    text = b'"b"' + b" " * 4000 + b"\n"         # a token that takes its time on the way in
+    assert run_list(model, text, "-m", "generate", *GREEDY, "-q", kind="-L")[0] == [json_string(long.encode())]
+    child = start(model, "-L", "-", *GREEDY, "-m", "generate", "-c", "0", "-q", "-j", "1")
+    taken = 0
+
+    def feed():
+        nonlocal taken
+        with contextlib.suppress(OSError, ValueError):
+            child.stdin.write(b'"a"\n')
+            while True:
+                taken += child.stdin.write(text)
+    feeder = threading.Thread(target=feed, daemon=True)
+    feeder.start()
+    before, least = -1, (16 << 20) / len(long) * len(text)
+    wait_until(lambda: taken > least)
+    while taken != before:                      # until it is at rest
+        before = taken
+        time.sleep(1)
+    assert taken < least + 40 * len(text) + 300_000, taken / least      # with what pipes and buffers hold
     child.kill()
     feeder.join(60)
 
