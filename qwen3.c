@@ -1298,8 +1298,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 static Text whole_cache(const State *s);  // a text that may use all of the KV cache
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
 
-// How many tokens run through the model in about the time of one; 1 where a batch gains nothing
-static int draft_rows(void);
+static int draft_rows(void);  // how many tokens run in about the time of one; 1 without SIMD
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
 // `chunk`, and calls job(arg, begin, end, thread) for each, on all threads; `thread` is an index
@@ -1787,13 +1786,6 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
     qsort(tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
 }
 
-// samp: the checkpoint's advice
-static void take_sampling(Cursor *in, Tokenizer *tok) {
-    tok->temperature = take_float(in, 0, 1e6f);
-    tok->top_p = take_float(in, 1e-45f, 1);
-    tok->top_k = take_int(in, INT_MAX);
-}
-
 // chat: 12 times u32 length and bytes. export.py finds them by rendering the chat template.
 static void take_chat(Cursor *in, Tokenizer *tok) {
     ChatFormat *f = &tok->chat;
@@ -1812,12 +1804,16 @@ static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "
 static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
     if (!strcmp(tag, "adde")) take_added(in, tok);
     if (!strcmp(tag, "clas")) take_ranges(in, tok, SPACE, 0, 0);  // LETTER, NUMBER or SPACE
-    if (!strcmp(tag, "ccc ")) take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);
+    if (!strcmp(tag, "ccc ")) take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);  // combining
     if (!strcmp(tag, "deco")) take_decompositions(in, tok);
     if (!strcmp(tag, "head")) take_ids(in, tok, &tok->head);
     if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->tail);
     if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
-    if (!strcmp(tag, "samp")) take_sampling(in, tok);
+    if (!strcmp(tag, "samp")) {
+        tok->temperature = take_float(in, 0, 1e6f);
+        tok->top_p = take_float(in, 1e-45f, 1);
+        tok->top_k = take_int(in, INT_MAX);
+    }
     if (!strcmp(tag, "repe")) tok->repetition = take_float(in, 1e-6f, 1e12f);
     if (!strcmp(tag, "mode")) tok->mode = take_int(in, N_MODES - 1);
     if (!strcmp(tag, "chat")) take_chat(in, tok);
@@ -2285,8 +2281,7 @@ typedef struct {  // as given on the command line
     int mode, think, top_k, context, threads;         // -1: not given
     float temperature, top_p, repetition;             // -1: not given
     float presence;
-    int n;                                            // -1: no limit
-    int batch;
+    int n, batch;                                     // n: -1 is no limit
     uint64_t seed;
     bool seeded, verbose;                             // -s, -v
 } Options;
@@ -2756,9 +2751,8 @@ static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
 
 // The prompt of every mode but chat
 static void encode_text(const App *app, Bytes text, Ids *ids) {
-    const Tokenizer *tok = &app->engine.tokenizer;
-    encode_raw(tok, text, ids);
-    if (app->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
+    encode_raw(&app->engine.tokenizer, text, ids);
+    if (app->mode == GENERATE && ids->n == 0) ids_add(ids, app->engine.tokenizer.end_of_text);
 }
 
 // Every mode but chat
@@ -3339,10 +3333,8 @@ static int run_list(App *app) {
 // ------------------------------------------------------------------------------------------------
 // Options and main: what the command line says, and what it leads to
 
-#define VERSION "1.0"
-
-static const char usage[] =  // after "qwen3 VERSION (SIMD)"
-    ": runs Qwen3 language models\n"
+static const char usage[] =  // after "qwen3 1.0 (SIMD"
+    "): runs Qwen3 language models\n"
     "\n"
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
@@ -3406,10 +3398,9 @@ static const Option options[] = {  // those with a value
 };
 
 static void print_and_exit(const char *text) {
-    Buffer line = {0};
-    buffer_print(&line, "qwen3 " VERSION " (%s)", simd_name());
-    buffer_add(&line, bytes(text));
-    write_stdout(bytes_of(&line));
+    write_stdout(bytes("qwen3 1.0 ("));
+    write_stdout(bytes(simd_name()));
+    write_stdout(bytes(text));
     exit(EXIT_SUCCESS);
 }
 
@@ -3486,7 +3477,7 @@ static Options parse_options(int argc, char **argv) {
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
             print_and_exit(usage);
         } else if (!strcmp(arg, "--version")) {
-            print_and_exit("\n");
+            print_and_exit(")\n");
         } else if (!strcmp(arg, "-q")) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
@@ -3614,14 +3605,14 @@ static void writer_init(App *app) {
 }
 
 static int run(App *app) {
-    const Options *o = &app->options;
+    const char *system = app->options.system;
     load(app);
     const bool chat = app->mode == CHAT;
     if (chat) choose_chat(app);
     choose_sampling(app);
     writer_init(app);
-    if (chat && o->system) conversation_add(&app->conversation, SYSTEM, bytes(o->system));
-    if (is_list(o)) return run_list(app);
+    if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
+    if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
     if (!single) return run_conversation(app);
