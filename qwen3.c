@@ -2703,19 +2703,13 @@ static double surprise(float *logits, int n, int id) {
     return log(sum_double(logits, n)) + max - logit;
 }
 
-// Appends a line. False if the sum is not finite.
-static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
-    const double mean = sum / n;
-    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
-    return isfinite(mean);
-}
-
-// Adds up the surprises of all tokens but the first, one by one: batches do not change the last
-// digits. A text longer than the context is scored in pieces, each of which begins with the last
-// token of the piece before. Returns false after Ctrl-C.
-static bool score_all(Engine *e, const Ids *ids, double *sum) {
+// Appends a line. The surprises of all tokens but the first are added up one by one: batches do not
+// change the last digits. A text longer than the context is scored in pieces, each of which begins
+// with the last token of the piece before. False after Ctrl-C, or if the sum is not finite.
+static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
     const State *s = &e->model.state;
     const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
+    double sum = 0;
     float *logits = NULL;
     progress_start(&e->model, n);
     for (int at = 0, count; at < n && !interrupted; at += count) {
@@ -2725,11 +2719,13 @@ static bool score_all(Engine *e, const Ids *ids, double *sum) {
         for (int i = 0; i < count; i++) {
             const int row = i % s->logit_rows;
             if (row == 0) logits = classify(&e->model, i, min_int(s->logit_rows, count - i));
-            *sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
+            sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
         }
     }
     progress_end();
-    return !interrupted;
+    if (!interrupted)
+        buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
+    return !interrupted && isfinite(sum);
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2762,7 +2758,6 @@ static void run_raw(App *app, Bytes text) {
     Ids ids = {0};
     Message answer = {0};
     Buffer lines = {0};
-    double sum = 0;
     encode_text(app, text, &ids);
     if (interrupted) {
         free(ids.p);
@@ -2777,8 +2772,7 @@ static void run_raw(App *app, Bytes text) {
     } else if (app->mode == PERPLEXITY) {
         if (ids.n > (size_t)context)
             notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
-        if (score_all(e, &ids, &sum) && !buffer_add_perplexity(&lines, sum, (int)ids.n - 1))
-            die(NOT_FINITE);
+        if (!buffer_add_perplexity(&lines, e, &ids) && !interrupted) die(NOT_FINITE);
     } else if (!app->options.verbose) {
         buffer_add_ids(&lines, &ids);
     } else {
@@ -3140,11 +3134,9 @@ static bool encode_line(List *l, Bytes text, Ids *ids) {
 
 // Makes the line of a perplexity. Returns false if that can't be done, which it says.
 static bool score_line(List *l, const Ids *ids, Buffer *out) {
-    double sum = 0;
     l->pieces += ids->n > (size_t)l->app->engine.model.state.seq_len;
-    if (!score_all(&l->app->engine, ids, &sum)) return false;  // Ctrl-C: nothing more is written
-    const bool good = buffer_add_perplexity(out, sum, (int)ids->n - 1);
-    if (!good) report("%s: " NOT_FINITE, where(l, l->read));
+    const bool good = buffer_add_perplexity(out, &l->app->engine, ids);
+    if (!good && !interrupted) report("%s: " NOT_FINITE, where(l, l->read));
     return good;
 }
 
