@@ -1297,8 +1297,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 static Text whole_cache(const State *s);  // a text that may use all of the KV cache
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
 
-// How many tokens run through the model in about the time of one; 1 where a batch gains nothing
-static int draft_rows(void);
+static int draft_rows(void);  // how many tokens run in about the time of one; 1 without SIMD
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
 // `chunk`, and calls job(arg, begin, end, thread) for each, on all threads; `thread` is an index
@@ -1786,13 +1785,6 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
     qsort(tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
 }
 
-// samp: the checkpoint's advice
-static void take_sampling(Cursor *in, Tokenizer *tok) {
-    tok->temperature = take_float(in, 0, 1e6f);
-    tok->top_p = take_float(in, 1e-45f, 1);
-    tok->top_k = take_int(in, INT_MAX);
-}
-
 // chat: 12 times u32 length and bytes. export.py finds them by rendering the chat template.
 static void take_chat(Cursor *in, Tokenizer *tok) {
     ChatFormat *f = &tok->chat;
@@ -1811,12 +1803,16 @@ static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "
 static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
     if (!strcmp(tag, "adde")) take_added(in, tok);
     if (!strcmp(tag, "clas")) take_ranges(in, tok, SPACE, 0, 0);  // LETTER, NUMBER or SPACE
-    if (!strcmp(tag, "ccc ")) take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);
+    if (!strcmp(tag, "ccc ")) take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);  // combining
     if (!strcmp(tag, "deco")) take_decompositions(in, tok);
     if (!strcmp(tag, "head")) take_ids(in, tok, &tok->head);
     if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->tail);
     if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
-    if (!strcmp(tag, "samp")) take_sampling(in, tok);
+    if (!strcmp(tag, "samp")) {
+        tok->temperature = take_float(in, 0, 1e6f);
+        tok->top_p = take_float(in, 1e-45f, 1);
+        tok->top_k = take_int(in, INT_MAX);
+    }
     if (!strcmp(tag, "repe")) tok->repetition = take_float(in, 1e-6f, 1e12f);
     if (!strcmp(tag, "mode")) tok->mode = take_int(in, N_MODES - 1);
     if (!strcmp(tag, "chat")) take_chat(in, tok);
@@ -2285,8 +2281,7 @@ typedef struct {  // as given on the command line
     int mode, think, top_k, context, threads;         // -1: not given
     float temperature, top_p, repetition;             // -1: not given
     float presence;
-    int n;                                            // -1: no limit
-    int batch;
+    int n, batch;                                     // n: -1 is no limit
     uint64_t seed;
     bool seeded, verbose;                             // -s, -v
 } Options;
@@ -2709,19 +2704,13 @@ static double surprise(float *logits, int n, int id) {
     return log(sum_double(logits, n)) + max - logit;
 }
 
-// Appends a line. False if the sum is not finite.
-static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
-    const double mean = sum / n;
-    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
-    return isfinite(mean);
-}
-
-// Adds up the surprises of all tokens but the first, one by one: batches do not change the last
-// digits. A text longer than the context is scored in pieces, each of which begins with the last
-// token of the piece before. Returns false after Ctrl-C.
-static bool score_all(Engine *e, const Ids *ids, double *sum) {
+// Appends a line. The surprises of all tokens but the first are added up one by one: batches do not
+// change the last digits. A text longer than the context is scored in pieces, each of which begins
+// with the last token of the piece before. False after Ctrl-C, or if the sum is not finite.
+static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
     const State *s = &e->model.state;
     const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
+    double sum = 0;
     float *logits = NULL;
     for (int at = 0, count; at < n && !interrupted; at += count) {
         const int pos = at % (s->seq_len - 1);
@@ -2730,10 +2719,12 @@ static bool score_all(Engine *e, const Ids *ids, double *sum) {
         for (int i = 0; i < count; i++) {
             const int row = i % s->logit_rows;
             if (row == 0) logits = classify(&e->model, i, min_int(s->logit_rows, count - i));
-            *sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
+            sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
         }
     }
-    return !interrupted;
+    if (!interrupted)
+        buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
+    return !interrupted && isfinite(sum);
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2755,9 +2746,8 @@ static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
 
 // The prompt of every mode but chat
 static void encode_text(const App *app, Bytes text, Ids *ids) {
-    const Tokenizer *tok = &app->engine.tokenizer;
-    encode_raw(tok, text, ids);
-    if (app->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
+    encode_raw(&app->engine.tokenizer, text, ids);
+    if (app->mode == GENERATE && ids->n == 0) ids_add(ids, app->engine.tokenizer.end_of_text);
 }
 
 // Every mode but chat
@@ -2767,7 +2757,6 @@ static void run_raw(App *app, Bytes text) {
     Ids ids = {0};
     Message answer = {0};
     Buffer lines = {0};
-    double sum = 0;
     encode_text(app, text, &ids);
     if (interrupted) {
         free(ids.p);
@@ -2783,9 +2772,9 @@ static void run_raw(App *app, Bytes text) {
         if (ids.n > (size_t)context)
             notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
         progress_start(&e->model, ids.n - 1);
-        const bool ran = score_all(e, &ids, &sum);
+        const bool good = buffer_add_perplexity(&lines, e, &ids);
         progress_end();
-        if (ran && !buffer_add_perplexity(&lines, sum, (int)ids.n - 1)) die(NOT_FINITE);
+        if (!good && !interrupted) die(NOT_FINITE);
     } else if (!app->options.verbose) {
         buffer_add_ids(&lines, &ids);
     } else {
@@ -3159,11 +3148,9 @@ static bool encode_line(List *l, Bytes text, Ids *ids) {
 
 // Makes the line of a perplexity. Returns false if that can't be done, which it says.
 static bool score_line(List *l, const Ids *ids, Buffer *out) {
-    double sum = 0;
     l->pieces += ids->n > (size_t)l->app->engine.model.state.seq_len;
-    if (!score_all(&l->app->engine, ids, &sum)) return false;  // Ctrl-C: nothing more is written
-    const bool good = buffer_add_perplexity(out, sum, (int)ids->n - 1);
-    if (!good) report("%s: " NOT_FINITE, where(l, l->read));
+    const bool good = buffer_add_perplexity(out, &l->app->engine, ids);
+    if (!good && !interrupted) report("%s: " NOT_FINITE, where(l, l->read));
     return good;
 }
 
@@ -3354,10 +3341,8 @@ static int run_list(App *app) {
 // ------------------------------------------------------------------------------------------------
 // Options and main: what the command line says, and what it leads to
 
-#define VERSION "1.0"
-
-static const char usage[] =  // after "qwen3 VERSION (SIMD)"
-    ": runs Qwen3 language models\n"
+static const char usage[] =  // after "qwen3 1.0 (SIMD"
+    "): runs Qwen3 language models\n"
     "\n"
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
@@ -3421,10 +3406,9 @@ static const Option options[] = {  // those with a value
 };
 
 static void print_and_exit(const char *text) {
-    Buffer line = {0};
-    buffer_print(&line, "qwen3 " VERSION " (%s)", simd_name());
-    buffer_add(&line, bytes(text));
-    write_stdout(bytes_of(&line));
+    write_stdout(bytes("qwen3 1.0 ("));
+    write_stdout(bytes(simd_name()));
+    write_stdout(bytes(text));
     exit(EXIT_SUCCESS);
 }
 
@@ -3501,7 +3485,7 @@ static Options parse_options(int argc, char **argv) {
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
             print_and_exit(usage);
         } else if (!strcmp(arg, "--version")) {
-            print_and_exit("\n");
+            print_and_exit(")\n");
         } else if (!strcmp(arg, "-q")) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
@@ -3629,14 +3613,14 @@ static void writer_init(App *app) {
 }
 
 static int run(App *app) {
-    const Options *o = &app->options;
+    const char *system = app->options.system;
     load(app);
     const bool chat = app->mode == CHAT;
     if (chat) choose_chat(app);
     choose_sampling(app);
     writer_init(app);
-    if (chat && o->system) conversation_add(&app->conversation, SYSTEM, bytes(o->system));
-    if (is_list(o)) return run_list(app);
+    if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
+    if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
     if (!single) return run_conversation(app);

@@ -338,8 +338,8 @@ static void fuzz_model(Bytes in) {
     if (isfinite(sum_double(logits, g->vocab_size)))
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
     e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size};
-    double sum = 0;
-    if (n > 1) score_all(&e, &(Ids){ids, n, n}, &sum);
+    Buffer line = {0};
+    if (n > 1) buffer_add_perplexity(&line, &e, &(Ids){ids, n, n});
     e.answer.sampler = (Sampler){.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
                           .seen = alloc(g->vocab_size, 1, "a test"),
                           .answered = alloc(g->vocab_size, 1, "a test")};
