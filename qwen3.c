@@ -1279,8 +1279,7 @@ static bool is_terminal(int fd);
 typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
 static FileKind file_kind(const char *path);
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
-static const char *file_read(Buffer *b, const char *path);  // the whole file, added to b; -: stdin;
-                                                      // returns NULL, or what went wrong
+static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
 static int file_open(const char *path);               // a descriptor to read, or -1; -: stdin
 static double file_size(int fd);                      // of a regular file, else 0
@@ -1308,8 +1307,7 @@ static int draft_rows(void);
 typedef void (*Job)(void *arg, int begin, int end, int thread);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// Set by run(), read by the signal handler: from now on the first Ctrl-C stops the answer, and not
-// the program.
+// For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
 static volatile sig_atomic_t stoppable;
 static volatile sig_atomic_t stop_at_once;  // but the second one does, however soon it comes
 
@@ -1488,8 +1486,8 @@ static void check_config(const Cursor *in, const Config *c) {
 static void take_header(Cursor *in, Config *c) {
     int32_t words[64];  // those that are known become 0
     in->part = "the header";
+    if (in->rest.n >= 4) check_magic(in->file, load_i32(in->rest.p));
     memcpy(words, take(in, sizeof(words)), sizeof(words));
-    check_magic(in->file, words[0]);
     if (words[1] != 1) die_bad(in, "version", "1, found %d", words[1]);
     words[0] = words[1] = 0;
     for (const Field *f = fields; f < fields + sizeof(fields) / sizeof(*fields); f++) {
@@ -1692,8 +1690,8 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 //
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
-// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload. A
-// function below takes each section. The Unicode data is that of HF's tokenizers package, so that
+// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload (see
+// take_section). The Unicode data is that of HF's tokenizers package, so that
 // ids agree on every text.
 
 static int take_int(Cursor *in, uint32_t most) {
@@ -1714,11 +1712,6 @@ static int take_id(Cursor *in, const Tokenizer *tok) { return take_int(in, tok->
 static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
     while (in->rest.n) ids_add(ids, take_id(in, tok));
 }
-
-// head and tail: u32 ids that go before and after every raw text. stop: u32 ids that end an answer
-static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
-static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
-static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
 
 static void added_insert(Tokenizer *tok, int id, bool special) {
     tok->added[tok->n_added++] = (Added){tok->text[id], id};
@@ -1750,17 +1743,6 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift,
                     first, last, value);
         for (next = first; next <= last; next++) tok->chars[next] |= value << shift | bits;
     }
-}
-
-// clas: ranges of letters (1), numbers (2) and white space (3)
-static void take_classes(Cursor *in, Tokenizer *tok) {
-    take_ranges(in, tok, SPACE, 0, 0);
-    tok->has_classes = true;
-}
-
-// ccc: ranges of canonical combining classes
-static void take_combining(Cursor *in, Tokenizer *tok) {
-    take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);
 }
 
 // c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
@@ -1811,12 +1793,6 @@ static void take_sampling(Cursor *in, Tokenizer *tok) {
     tok->top_k = take_int(in, INT_MAX);
 }
 
-static void take_penalty(Cursor *in, Tokenizer *tok) {
-    tok->repetition = take_float(in, 1e-6f, 1e12f);
-}
-
-static void take_mode(Cursor *in, Tokenizer *tok) { tok->mode = take_int(in, N_MODES - 1); }
-
 // chat: 12 times u32 length and bytes. export.py finds them by rendering the chat template.
 static void take_chat(Cursor *in, Tokenizer *tok) {
     ChatFormat *f = &tok->chat;
@@ -1829,17 +1805,26 @@ static void take_chat(Cursor *in, Tokenizer *tok) {
     }
 }
 
-static const struct {
-    char tag[5];
-    void (*take)(Cursor *in, Tokenizer *tok);
-} sections[] = {
-    {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_combining},
-    {"deco", take_decompositions}, {"head", take_head}, {"tail", take_tail}, {"stop", take_stop},
-    {"samp", take_sampling}, {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat},
-};
+static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "stop", "samp",
+                               "repe", "mode", "chat"};
+
+static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
+    if (!strcmp(tag, "adde")) take_added(in, tok);
+    if (!strcmp(tag, "clas")) take_ranges(in, tok, SPACE, 0, 0);  // LETTER, NUMBER or SPACE
+    if (!strcmp(tag, "ccc ")) take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);
+    if (!strcmp(tag, "deco")) take_decompositions(in, tok);
+    if (!strcmp(tag, "head")) take_ids(in, tok, &tok->head);
+    if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->tail);
+    if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
+    if (!strcmp(tag, "samp")) take_sampling(in, tok);
+    if (!strcmp(tag, "repe")) tok->repetition = take_float(in, 1e-6f, 1e12f);
+    if (!strcmp(tag, "mode")) tok->mode = take_int(in, N_MODES - 1);
+    if (!strcmp(tag, "chat")) take_chat(in, tok);
+    tok->has_classes |= !strcmp(tag, "clas");
+}
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
-    enum { N_SECTIONS = sizeof(sections) / sizeof(*sections) };
+    enum { N_TAGS = sizeof(tags) / sizeof(*tags) };
     in->part = "the extension";
     if (memcmp(take(in, 4), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
@@ -1847,19 +1832,20 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     const uint32_t version = take_u32(in), length = take_u32(in);
     if (version != 1) die_bad(in, "extension version", "1, found %u", version);
     if (length != in->rest.n)
-        die_bad(in, "extension length", "%zu, found %u", in->rest.n, length);
-    for (bool seen[N_SECTIONS] = {false}; in->rest.n;) {
+        die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n,
+                length);
+    for (bool seen[N_TAGS] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
         const size_t n = take_u32(in);
         int i = 0;
-        while (i < N_SECTIONS && memcmp(tag, sections[i].tag, 4) != 0) i++;
-        if (i == N_SECTIONS)
+        while (i < N_TAGS && memcmp(tag, tags[i], 4) != 0) i++;
+        if (i == N_TAGS)
             die("%s: unknown section \"%.4s\"; was it made by a newer export.py?", in->file, tag);
         if (seen[i]) die("%s: section %.4s is there twice", in->file, tag);
-        Cursor section = {in->file, sections[i].tag, {take(in, n), n}};
-        sections[i].take(&section, tok);
+        Cursor section = {in->file, tags[i], {take(in, n), n}};
+        take_section(&section, tok, tags[i]);
         if (section.rest.n)
-            die_bad(in, sections[i].tag, "%zu bytes, found %zu", n - section.rest.n, n);
+            die_bad(in, tags[i], "%zu bytes, found %zu", n - section.rest.n, n);
         seen[i] = true;
     }
 }
@@ -2533,14 +2519,6 @@ static Found next_line(Lines *in, Bytes *line, bool wait) {
     }
 }
 
-// The next line of stdin in a conversation. False: the end of input, or Ctrl-C.
-static bool read_line(App *app, Bytes *line) {
-    app->typed.name = "stdin";
-    const Found found = next_line(&app->typed, line, true);
-    if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
-    return found == A_LINE;
-}
-
 // A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste,
 // which waits for Enter: at the end of its last line, or, if that line had a newline already, on
 // the empty line after it. False: the end of input, or Ctrl-C.
@@ -2551,7 +2529,7 @@ static bool read_message(App *app) {
     message->n = 0;
     fputs("> ", stderr);
     for (Waiting before = NOTHING, after = NOTHING;; before = after) {
-        if (!read_line(app, &line)) {
+        if (next_line(&app->typed, &line, true) != A_LINE) {
             if (interrupted || message->n == 0) return false;
             break;
         }
@@ -2617,7 +2595,8 @@ static void send_file(App *app, Bytes words) {
     char path[8192];
     snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    if (end) buffer_add(&message, skip_spaces((Bytes){end + 1, last - end - 1}));
+    const size_t rest = end ? (size_t)(end + 1 - words.p) : words.n;
+    buffer_add(&message, skip_spaces(bytes_from(words, rest)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *error = NULL;
@@ -2630,18 +2609,14 @@ static void send_file(App *app, Bytes words) {
     free(message.p);
 }
 
-// Is this line just a slash and letters? Of such, only /think goes to the model. (Its other switch,
-// /no_think, is not letters alone.)
-static bool looks_like_command(Bytes line) {
-    size_t n = 1;
-    while (n < line.n && isalpha(line.p[n])) n++;
-    return line.n > 1 && *line.p == '/' && n == line.n && !bytes_equal(line, bytes("/think"));
-}
-
-// Sends what was typed, or runs it if it is a command: a line alone. False: it ends the program.
+// Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
+// and letters, only /think is a message. (The model's other switch, /no_think, is not letters
+// alone.) False: it ends the program.
 static bool run_message(App *app, Bytes text) {
     Bytes line = text;
+    size_t letters = 1;
     while (line.n && line.p[line.n - 1] == ' ') line.n--;
+    while (letters < line.n && isalpha(line.p[letters])) letters++;
     static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
     for (int i = 0; i < 5; i++) {
         if (bytes_equal(line, bytes(leaving[i]))) return false;
@@ -2661,7 +2636,8 @@ static bool run_message(App *app, Bytes text) {
     } else if (bytes_equal(line, bytes("/file")) ||
                (text.n > 5 && memcmp(text.p, "/file ", 6) == 0)) {
         send_file(app, bytes_from(text, text.n > 5 ? 6 : 5));
-    } else if (looks_like_command(line)) {
+    } else if (line.n > 1 && *line.p == '/' && letters == line.n &&
+               !bytes_equal(line, bytes("/think"))) {
         report("%.*s: no such command, /help shows them", (int)line.n, line.p);
     } else {
         chat_turn(app, text);
@@ -2694,8 +2670,12 @@ static int run_dialogue(App *app) {
 // A conversation with stdin: a terminal, or a script of one turn a line
 static int run_conversation(App *app) {
     Bytes line;
+    app->typed.name = "stdin";
     if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
-    while (!interrupted && read_line(app, &line)) chat_turn(app, chop(line));
+    while (!interrupted && next_line(&app->typed, &line, true) == A_LINE) {
+        if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
+        chat_turn(app, chop(line));
+    }
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
@@ -2743,7 +2723,6 @@ static bool score_all(Engine *e, const Ids *ids, double *sum) {
     const State *s = &e->model.state;
     const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
     float *logits = NULL;
-    progress_start(&e->model, n);
     for (int at = 0, count; at < n && !interrupted; at += count) {
         const int pos = at % (s->seq_len - 1);
         count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
@@ -2754,7 +2733,6 @@ static bool score_all(Engine *e, const Ids *ids, double *sum) {
             *sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
         }
     }
-    progress_end();
     return !interrupted;
 }
 
@@ -2804,8 +2782,10 @@ static void run_raw(App *app, Bytes text) {
     } else if (app->mode == PERPLEXITY) {
         if (ids.n > (size_t)context)
             notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
-        if (score_all(e, &ids, &sum) && !buffer_add_perplexity(&lines, sum, (int)ids.n - 1))
-            die(NOT_FINITE);
+        progress_start(&e->model, ids.n - 1);
+        const bool ran = score_all(e, &ids, &sum);
+        progress_end();
+        if (ran && !buffer_add_perplexity(&lines, sum, (int)ids.n - 1)) die(NOT_FINITE);
     } else if (!app->options.verbose) {
         buffer_add_ids(&lines, &ids);
     } else {
@@ -2873,18 +2853,19 @@ typedef struct {
     Lines in;
     bool ended, failed;    // there are no more lines; a line was an error
     size_t read, written;  // lines so far
-    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done
+    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done. They do
+                           // not meet: read - written <= AHEAD
     size_t ahead;          // bytes of these
     // active: first those that run, then those that wait for their turn to begin, both in the
     // list's order, then the free ones, of which the first has been free for the longest time.
     Place places[PLACES + 1], *active[PLACES + 1];
-    int n_places, n_running, n_active;  // at most in use; that run; that run or wait
-    Place *last;           // the one that began last; with one place more than are in use, it is
-                           // never the first of the free ones
+    int n_places, n_running, n_active;  // at most in use, <= -b; that run; that run or wait
+    Place *last;           // the one that began last. It is never the first of the free ones, as
+                           // there is one place more than are in use
     Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
-    int n_ready;
+    int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
     int *users;            // (State.blocks) texts that have this block
-    int *unused, n_unused; // blocks that nobody uses, the next one last
+    int *unused, n_unused; // (State.blocks) those that nobody uses, the next one last
     Json json;             // a line,
     Conversation talk;     // and its messages; all modes but chat look at the last one only
     size_t longest;        // no text of seq_len tokens has more bytes
@@ -3058,6 +3039,7 @@ static void write_lines(List *l) {
 
 // The pool of blocks
 
+// A text has at most seq_len tokens (check_length, answer_add), so p->answer.text.blocks has room.
 static void take_block(List *l, Place *p, int block) {
     l->users[block]++;
     p->answer.text.blocks[p->n_blocks++] = block;
@@ -3090,7 +3072,7 @@ static bool begin(List *l) {
     if (same > run) same = run;
     if (n_blocks - (int)same / len + l->n_running + 1 > l->n_unused) {
         if (l->n_running) return false;
-        drop_blocks(l, last);  // now all are unused: enough for any text
+        drop_blocks(l, last);  // all are unused now: seq_len positions at least
         same = 0;
     }
     for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
@@ -3104,7 +3086,7 @@ static bool begin(List *l) {
 }
 
 // Makes sure that there is a block for a text's next token, by preemption if need be. False: it was
-// the youngest one.
+// the youngest one. That never happens to a text that runs alone, as all blocks are its own then.
 static bool make_room(List *l, Place *p) {
     if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
         return true;
@@ -3133,6 +3115,16 @@ static bool parse_line(List *l, Bytes line) {
     return !j->expected;
 }
 
+// Of those that are encoded whole: an answer may lose its thinking.
+static Bytes longest_message(const Conversation *talk) {
+    Bytes longest = {0};
+    for (size_t i = 0; i < talk->n; i++) {
+        const Bytes text = bytes_of(&talk->p[i].text);
+        if (talk->p[i].role != ASSISTANT && text.n > longest.n) longest = text;
+    }
+    return longest;
+}
+
 // Encodes a line. Returns false if that can't be done, which it says.
 static bool encode_line(List *l, Bytes text, Ids *ids) {
     const App *app = l->app;
@@ -3148,7 +3140,7 @@ static bool encode_line(List *l, Bytes text, Ids *ids) {
     }
     if (o->json_list && !parse_line(l, text)) return false;
     const bool messages = talk->n && talk->p[talk->n - 1].role == USER;
-    if (o->json_list) text = bytes_of(messages ? &talk->p[talk->n - 1].text : &l->json.text);
+    if (o->json_list) text = messages ? longest_message(talk) : bytes_of(&l->json.text);
     if (text.n > l->longest) {
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
                where(l, l->read), m->state.seq_len, m->config.max_seq_len, text.n);
@@ -3190,6 +3182,7 @@ static void add_line(List *l, Bytes line) {
     l->consumed += line.n;
     p->number = l->read++;
     if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
+        if (good) l->rows += p->ids.n;
         line_done(l, p->number, good);
         return;
     }
@@ -3220,7 +3213,8 @@ static bool admit(List *l) {
     return false;
 }
 
-// Pass: first the texts that decode, then the prompts. Returns false after Ctrl-C.
+// Pass: first the texts that decode, then the prompts. As n_places <= batch, each of the first has
+// its row, and if any prompt runs, the oldest one has a row at least. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
@@ -3231,7 +3225,7 @@ static bool pass(List *l) {
             size_t *run = &text->ids.n;
             const size_t left = p->ids.n - *run;
             if (left == 0 || (left > 1 && !prompts)) continue;
-            if (!make_room(l, p)) break;  // it takes blocks from later texts only
+            if (!make_room(l, p)) break;  // (of later texts, which have no rows yet)
             for (; *run < p->ids.n && n < s->batch; (*run)++) {
                 s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
             }
@@ -3397,33 +3391,33 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
 
 typedef struct {
     char letter;
-    enum { TEXT, INT, FLOAT, SEED, MODE } type;
+    enum { STRING, INTEGER, REAL, SEED, MODE } type;
     size_t place;           // in Options
-    double low, high;       // the least and the greatest value; of a TEXT the least length
+    double low, high;       // the least and the greatest value; of a STRING the least length
     const char *others[2];  // what other programs call it
 } Option;
 
 #define OPTION(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, OPTION(text), 0, 0, {"--prompt"}},
-    {'f', TEXT, OPTION(file), 1, 0, {"--file"}},
-    {'l', TEXT, OPTION(list), 1, 0, {NULL}},
-    {'L', TEXT, OPTION(json_list), 1, 0, {NULL}},
+    {'i', STRING, OPTION(text), 0, 0, {"--prompt"}},
+    {'f', STRING, OPTION(file), 1, 0, {"--file"}},
+    {'l', STRING, OPTION(list), 1, 0, {NULL}},
+    {'L', STRING, OPTION(json_list), 1, 0, {NULL}},
     {'m', MODE, OPTION(mode), 0, 0, {NULL}},
-    {'y', TEXT, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
-    {'r', INT, OPTION(think), 0, 1, {NULL}},
-    {'t', FLOAT, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
-    {'p', FLOAT, OPTION(top_p), 1e-30, 1, {"--top-p"}},
-    {'k', INT, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
-    {'a', FLOAT, OPTION(presence), 0, 2, {"--presence-penalty"}},
-    {'e', FLOAT, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
-    {'x', TEXT, OPTION(stop), 1, 0, {"--reverse-prompt"}},
+    {'y', STRING, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
+    {'r', INTEGER, OPTION(think), 0, 1, {NULL}},
+    {'t', REAL, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
+    {'p', REAL, OPTION(top_p), 1e-30, 1, {"--top-p"}},
+    {'k', INTEGER, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
+    {'a', REAL, OPTION(presence), 0, 2, {"--presence-penalty"}},
+    {'e', REAL, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
+    {'x', STRING, OPTION(stop), 1, 0, {"--reverse-prompt"}},
     {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
-    {'n', INT, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
-    {'c', INT, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
-    {'b', INT, OPTION(batch), 1, 512, {"--batch-size"}},
-    {'j', INT, OPTION(threads), 1, 1024, {"--threads"}},
+    {'n', INTEGER, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
+    {'c', INTEGER, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
+    {'b', INTEGER, OPTION(batch), 1, 512, {"--batch-size"}},
+    {'j', INTEGER, OPTION(threads), 1, 1024, {"--threads"}},
 };
 
 static void print_and_exit(const char *text) {
@@ -3440,7 +3434,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     char range[64], *end = NULL;
     const char *expected = NULL;  // what the value should be
     errno = 0;
-    if (option->type == TEXT) {
+    if (option->type == STRING) {
         *(const char **)place = value;
         if (strlen(value) < option->low) expected = "a text that is not empty";
     } else if (option->type == MODE) {
@@ -3452,7 +3446,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
         o->seeded = true;
         if (end == value || *end || errno) expected = "a 64-bit integer";
     } else {
-        const bool whole = option->type == INT;
+        const bool whole = option->type == INTEGER;
         const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
         snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
         if (end == value || *end || !(number >= option->low && number <= option->high))
@@ -3521,7 +3515,7 @@ static Options parse_options(int argc, char **argv) {
             o.model = arg;
         }
     }
-    if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
+    if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
         die_usage("-l, -L: a list, expected one of them, without -f and -v");
@@ -3534,22 +3528,20 @@ static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
     const bool terminal = is_terminal(STDIN_FILENO), chat = app->mode == CHAT;
+    const bool alone = !o->text && !o->file;
     check_text(o, app->mode);
+    if (alone && (o->mode == CHAT || (chat && terminal))) return false;
+    if (alone && terminal) return true;  // generate from nothing
     if (o->text) buffer_add(text, bytes(o->text));
-    if (o->text && o->file) buffer_add(text, bytes("\n\n"));
-    if (!o->text && !o->file) {
-        if (o->mode == CHAT || (chat && terminal)) return false;
-        if (terminal) return true;  // generate from nothing
-    }
-    if (!o->text || o->file) {
-        const char *file = o->file ? o->file : "-", *name = strcmp(file, "-") ? file : "stdin";
-        const size_t before = text->n;
-        const char *error = file_read(text, file);
-        if (error) die("%s: %s", name, error);
-        if (chat && text->n == before && !strcmp(file, "-"))
-            die("stdin: empty, expected a prompt; has a command before the pipe failed?");
-        if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
-    }
+    if (o->text && !o->file) return true;
+    if (o->text) buffer_add(text, bytes("\n\n"));
+    const bool piped = alone || !strcmp(o->file, "-");
+    const size_t before = text->n;
+    const char *error = file_read(text, piped ? "-" : o->file);
+    if (error) die("%s: %s", piped ? "stdin" : o->file, error);
+    if (chat && piped && text->n == before)
+        die("stdin: empty, expected a prompt; has a command before the pipe failed?");
+    if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
     return true;
 }
 
