@@ -4299,14 +4299,11 @@ INLINE float *out_at(const Matmul *part, int t, int row) {
 }
 
 // Stores values, W[r] . x[t] for `count` rows r from `row` on, or adds them to what is there.
-INLINE void put_rows(const Matmul *part, int t, int row, const float *values, const int count) {
-    float *out = out_at(part, t, row), sum[PANEL_ROWS];
-    if (part->add) {
-        memcpy(sum, out, count * sizeof(float));
-        for (int i = 0; i < count; i++) sum[i] += values[i];
-        values = sum;
-    }
-    memcpy(out, values, count * sizeof(float));
+INLINE void put_rows(const Matmul *part, int t, int row, const float *restrict values,
+                     const int count) {
+    float *restrict out = out_at(part, t, row);
+    const bool add = part->add;
+    for (int i = 0; i < count; i++) out[i] = add ? out[i] + values[i] : values[i];
 }
 
 INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
@@ -4397,8 +4394,8 @@ INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int 
     VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
     for (int i = 0, g = 0; i < count; i += LANES) {
-        // In a small matrix `at` may be < 0: then in the rows before, see `whole` in matmul_rows, and
-        // in columns, which have at least LANES floats and are written later.
+        // In a small matrix `at` may be < 0: then in the rows before (see `whole` in matmul_rows),
+        // and in columns, which have at least LANES floats and are written later.
         const int at = min_int(i, count - LANES);
         if (at < i) g = (at + LANES * n_groups) % n_groups;
         const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
