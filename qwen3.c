@@ -3911,7 +3911,8 @@ static void project(const Pass *p, float *out, int stride, const Matrix *w, cons
 // Groups begin .. end - 1 of hq = Q8(silu(W1 x) * (W3 x)), for the n tokens of `all`, into rows of
 // hq from hq_row on. Column i needs just row all->row_begin + i of W1 and of W3: with experts, an
 // expert's rows begin there. The buffers gate and up are small, to stay in the CPU's caches: for n
-// tokens they have room for batch / n groups, so each round computes at most that many.
+// tokens they have room for batch / n groups (at least one, as n <= batch), so each round computes
+// at most that many.
 static void swiglu_groups(const Pass *p, const Matmul *all, int hq_row, int begin, int end) {
     const State *s = &p->m->state;
     const int group = p->m->config.group_size;
@@ -4282,14 +4283,11 @@ INLINE float *out_at(const Matmul *part, int t, int row) {
 }
 
 // Stores values, W[r] . x[t] for `count` rows r from `row` on, or adds them to what is there.
-INLINE void put_rows(const Matmul *part, int t, int row, const float *values, const int count) {
-    float *out = out_at(part, t, row), sum[PANEL_ROWS];
-    if (part->add) {
-        memcpy(sum, out, count * sizeof(float));
-        for (int i = 0; i < count; i++) sum[i] += values[i];
-        values = sum;
-    }
-    memcpy(out, values, count * sizeof(float));
+INLINE void put_rows(const Matmul *part, int t, int row, const float *restrict values,
+                     const int count) {
+    float *restrict out = out_at(part, t, row);
+    const bool add = part->add;
+    for (int i = 0; i < count; i++) out[i] = add ? out[i] + values[i] : values[i];
 }
 
 INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
@@ -4380,7 +4378,9 @@ INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int 
     VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
     for (int i = 0, g = 0; i < count; i += LANES) {
-        const int at = min_int(i, count - LANES);  // may be < 0: then in the rows before
+        // In a small matrix `at` may be < 0: then in the rows before (see `whole` in matmul_rows),
+        // and in columns, which have at least LANES floats and are written later.
+        const int at = min_int(i, count - LANES);
         if (at < i) g = (at + LANES * n_groups) % n_groups;
         const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
         memcpy(terms + at, &found, sizeof(found));
@@ -4507,7 +4507,8 @@ INLINE void matvec_groups(const Matmul *part, const int group) {
 static void matmul_rows(const Matmul *part) {
     const Matrix *w = part->w;
     const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
-    const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;  // vector of groups
+    // Rows 0 .. row_end - 1 have the groups of a vector: then matvec reads nothing before them.
+    const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;
     if (part->n == 0) return;
     if (!few || !whole) matmul_panels(part);
     else if (w->group == 32) matvec_groups(part, 32);
@@ -4624,7 +4625,8 @@ INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, 
 // values in longer parts.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
-_Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
+// So what is rounded up to whole tiles or vectors still fits into SPAN and ATT_TASK.
+_Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_QUERIES == 0 && ATT_TASK % LANES == 0, "");
 
 typedef struct AttentionTask {
     const Pass *p;
@@ -4746,7 +4748,7 @@ static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const int per_kv = c->n_heads / c->n_kv_heads, count = end - begin;
-    float *q = task->sum;  // (n, head_dim) the queries, until they are transposed
+    float *q = task->sum;  // (n, head_dim <= value_dim) the queries, until they are transposed
     task->p = p;
     task->text = s->rows[begin / per_kv].text;
     task->kv_head = kv_head;
@@ -4874,13 +4876,11 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     s->xq = quantized_init(n, c->dim, c->group_size);
     s->aq = quantized_init(n, c->q_dim, c->group_size);
     s->hq = quantized_init(n * max_int(c->n_experts_used, 1), c->hidden_dim, c->group_size);
-    if (c->n_experts) {
-        Routing *r = s->routing = alloc(1, sizeof(Routing), FOR_BATCH);
-        r->share = alloc(n * c->n_experts, sizeof(float), FOR_BATCH);
-        r->expert = alloc(c->n_experts, sizeof(int), FOR_BATCH);
-        r->token = alloc(n * c->n_experts_used, sizeof(int), FOR_BATCH);
-        r->place = alloc(c->n_experts + 1, sizeof(int), FOR_BATCH);
-    }
+    Routing *r = s->routing = alloc(1, sizeof(Routing), FOR_BATCH);
+    r->share = alloc(n * c->n_experts, sizeof(float), FOR_BATCH);
+    r->expert = alloc(c->n_experts, sizeof(int), FOR_BATCH);
+    r->token = alloc(n * c->n_experts_used, sizeof(int), FOR_BATCH);
+    r->place = alloc(c->n_experts + 1, sizeof(int), FOR_BATCH);
     s->logits = alloc((size_t)logit_rows * c->vocab_size, sizeof(float), FOR_BATCH);
     s->logit_rows = logit_rows;
     s->kv = alloc(n_threads * n * c->head_dim, sizeof(float), FOR_BATCH);
