@@ -343,6 +343,7 @@ def test_full_disk_for_the_table(exported, tmp_path):
 
 # ---------------------------------------------------------------------------- --plot
 
+@pytest.mark.slow
 def test_plot(exported, run, tmp_path):
     image = pytest.importorskip("matplotlib.image")
     assert run("hf", "out.bin", "--plot", "errors.png")[0] == 0

@@ -858,6 +858,7 @@ def peak_memory(*args, cwd) -> int:
     return int(done.stdout.split()[-1]) * 1024
 
 
+@pytest.mark.slow
 @reads_peak
 def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path):
     """264 MB of weights, one tensor of 246 MB (492 in fp32): far more than this allows."""
@@ -1375,6 +1376,7 @@ def hub(tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     env |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300",
             "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
 
     def call(*args, **changes):
