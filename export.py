@@ -174,8 +174,7 @@ def read_settings(source: Source, options: argparse.Namespace) -> tuple[Config, 
 
 
 def find_source(name: str, folder: Path | None) -> Source:
-    """Reads a local directory or GGUF file, or downloads from the hub. OUT.bin will come to the
-    folder, if it is to be written."""
+    """Reads a directory or a GGUF file, or downloads. OUT.bin, if any, will come to the folder."""
     path = Path(name)
     if path.is_dir():
         return read_folder(path)
@@ -183,7 +182,7 @@ def find_source(name: str, folder: Path | None) -> Source:
         return read_gguf(path)
     if not (hub := HUB_NAME.fullmatch(name)):
         refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME")
-    return read_hub(hub[1], hub[2] or hub[3], folder)
+    return read_hub(hub[1], hub[2] or hub[3] or "", folder)
 
 
 def note_second_quantization(outputs: list[Output], c: Config) -> None:
@@ -263,7 +262,8 @@ def parsing(path: Path) -> Iterator[None]:
     except (Refused, OSError):
         raise
     except Exception as error:  # KeyError, TypeError, ..., and the tokenizers package's own
-        refuse(path, "broken", "the structure of such a file", f"{type(error).__name__}: {error}")
+        refuse(path, "broken (download it again?)", "the structure of such a file",
+               f"{type(error).__name__}: {error}")
 
 
 # A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
@@ -276,8 +276,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a file to read. Refuses a missing one, a Git LFS pointer, and a pipe or a device, where
-    reading may never end."""
+    """Opens a file. Refuses what stands for one (Git LFS, a web page) or may never end (a pipe)."""
     if not path.exists():
         refuse(path, "missing", "a file of this name")
     if not path.is_file():
@@ -328,7 +327,7 @@ SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenize
             "vocab.json", "model.safetensors.index.json"]
 
 
-def read_hub(name: str, wanted: str | None, target: Path | None) -> Source:
+def read_hub(name: str, wanted: str, target: Path | None) -> Source:
     """Downloads a checkpoint's JSON files; its weights follow when its tensors are opened. If a
     kind or a file is wanted, or if there are only GGUF files, downloads one of these."""
     # Only here: a slow import that a local source does not need
@@ -398,8 +397,7 @@ def downloading(name: str) -> Iterator[None]:
                "name of a model on the hub (a private or gated one needs HF_TOKEN)", found)
 
 
-def choose_gguf(where: object, files: list[str], wanted: str | None = None,
-                default: str | None = None) -> list[str]:
+def choose_gguf(where: object, files: list[str], wanted: str = "", default: str = "") -> list[str]:
     """The parts of the wanted GGUF file, by its name or its kind such as Q4_0. If none is wanted:
     of the only one, or the one of the default kind; [] if the files are a checkpoint's."""
     models: dict[str, list[str]] = {}  # name without the number of a part -> the parts
@@ -415,11 +413,11 @@ def choose_gguf(where: object, files: list[str], wanted: str | None = None,
         refuse(where, "not a checkpoint", "config.json or a GGUF file", first_few(sorted(files)))
     if len(models) > 1:
         wanted = wanted or default
-    ending = re.compile(rf"(.*[-._/])?{re.escape(wanted or '')}\.gguf", re.IGNORECASE)
+    ending = re.compile(rf"(.*[-._/])?{re.escape(wanted)}\.gguf", re.IGNORECASE)
     chosen = [parts for model, parts in models.items()
               if not wanted or wanted in (model, *parts) or ending.fullmatch(model)]
     if len(chosen) != 1:
-        refuse(where, f"{'more than one' if chosen else 'no'} GGUF file {wanted or ''}".strip(),
+        refuse(where, f"{'more than one' if chosen else 'no'} GGUF file {wanted}".strip(),
                "the name of one of these", first_few([*models], 30))
     return chosen[0]
 
@@ -609,8 +607,7 @@ def read_experts(where: Path, config: dict) -> dict[str, int | bool]:
 
 
 def check_family(where: Path, config: dict) -> None:
-    """Refuses every model but Qwen3, dense or with experts in every layer, and Qwen2, with full
-    attention."""
+    """Refuses all but Qwen3, dense or with experts in every layer, and Qwen2: no sliding window."""
     family = config.get("architectures")
     if family not in (QWEN3, QWEN3_MOE, QWEN2):
         refuse(where, "not Qwen3's architecture", "one of " + ", ".join(QWEN3 + QWEN3_MOE + QWEN2),
@@ -680,8 +677,7 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
     return max_seq_len, theta, *yarn
 
 
-def read_yarn(where: Path, rope: dict, theta: float, head_dim: int,
-              max_seq_len: int) -> tuple[float, tuple[float, ...]]:
+def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len: int) -> tuple:
     """(factor on cos and sin, head_dim / 2 frequencies in radians per position) of YaRN, arXiv
     2309.00071, as transformers' _compute_yarn_parameters has them (modeling_rope_utils.py), in fp32
     where that uses tensors. Only the powers are rounded from fp64, to be the same everywhere."""
@@ -817,8 +813,8 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
             add_tensors(index, tensors, more)
         found = {name: Path(tensor.file.name).name for name, tensor in tensors.items()}
         if wrong := sorted({name for name, _ in shard_of.items() ^ found.items()}):
-            refuse(index, "its shards hold other tensors", "those that it lists (download them "
-                   "again)", f"a difference in {first_few(wrong)}")
+            refuse(index, "its shards hold other tensors (download them again)",
+                   "those that it lists", f"a difference in {first_few(wrong)}")
     return tensors
 
 
@@ -841,7 +837,8 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
     length = int.from_bytes(file.read(8), "little")
     limit = min(file_size - 8, most)
     if not 2 <= length <= limit:
-        refuse(path, "broken safetensors", f"a header of 2 to {limit} bytes", length)
+        refuse(path, "broken safetensors (download it again)",
+               f"a header of 2 to {max(2, limit)} bytes", length)
     entries = parse_json(file.read(length), path)
     entries.pop("__metadata__", None)
     tensors, position = {}, 0  # in the data
@@ -935,8 +932,7 @@ def layout(c: Config) -> list[Output]:
 
 
 def match_tensors(source: Source, c: Config, *rooms: Room) -> list[Output]:
-    """The layout with its source. Refuses missing and left-over tensors, and shapes and dtypes
-    other than expected."""
+    """The layout with its tensors: none may be missing, left over or of another shape."""
     where, outputs = source.path, layout(c)
     with parsing(where):
         stored = source.open_tensors(*rooms)
@@ -1146,12 +1142,11 @@ def check_pipeline(where: Path, tokenizer: dict) -> bool:
     return bool(normalizers)
 
 
-def read_added(where: Path, tokenizer: dict,
-               tokenizer_config: dict) -> dict[str, tuple[int, bool]]:
+def read_added(where: Path, tokenizer: dict, settings: dict) -> dict[str, tuple[int, bool]]:
     """text -> (id, special) of the added tokens, which are those in tokenizer.json. A token is
-    special if either file says so or if it has a role (eos_token, ...). One that only
-    tokenizer_config.json has is refused: transformers would give it a new id."""
-    listed = tokenizer_config.get("added_tokens_decoder") or {}
+    special if either file says so or if it has a role (eos_token, ...). One that only the settings,
+    tokenizer_config.json, have is refused: transformers would give it a new id."""
+    listed = settings.get("added_tokens_decoder") or {}
     for token in [*tokenizer["added_tokens"], *listed.values()]:
         for flag in ("lstrip", "rstrip", "single_word", "normalized"):
             if token.get(flag):
@@ -1160,9 +1155,9 @@ def read_added(where: Path, tokenizer: dict,
              for token in tokenizer["added_tokens"]}
     # What tokenizer_config.json says: (text, id or None, special)
     more = [(token["content"], int(i), token["special"]) for i, token in listed.items()]
-    more += [(text, None, True) for text in role_tokens(tokenizer_config).values()]
+    more += [(text, None, True) for text in role_tokens(settings).values()]
     more += [(token_text(token), None, True)
-             for token in tokenizer_config.get("additional_special_tokens") or []]
+             for token in settings.get("additional_special_tokens") or []]
     for text, token_id, special in more:
         if text not in added or token_id not in (None, added[text][0]):
             refuse(where, "added_tokens", f"{text!r} as in tokenizer_config.json",
@@ -1182,8 +1177,7 @@ def token_text(value: str | dict | None) -> str | None:
     return value["content"] if isinstance(value, dict) else value
 
 
-def merge_scores(where: Path, vocab: dict[str, int],
-                 merges: list[tuple[str, str]]) -> dict[int, float]:
+def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dict[int, float]:
     """id -> -log(rank + 1) of the merge that makes the token: an earlier merge scores higher. As a
     token has one score, all merges that make it must follow each other in the list.
 
@@ -1245,8 +1239,7 @@ def combining_classes() -> dict[int, int]:
 
 def decompositions() -> list[tuple[int, int, int, bool]]:
     """(character, first, second or 0, composes): one step of its canonical decomposition. If it
-    composes, NFC puts the two together again. Hangul syllables, which are arithmetic, are left out.
-    """
+    composes, NFC puts the two together again. Hangul, which is arithmetic, is left out."""
     nfd, nfc = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
     steps = []
     for char in CHARACTERS:
@@ -1260,11 +1253,10 @@ def decompositions() -> list[tuple[int, int, int, bool]]:
 def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
     """(first, last, class) of each run of code points of one class, ascending."""
     ranges: list[tuple[int, int, int]] = []
-    for code in sorted(classes):
-        if ranges and ranges[-1][1:] == (code - 1, classes[code]):
-            ranges[-1] = ranges[-1][0], code, classes[code]
-        else:
-            ranges.append((code, code, classes[code]))
+    for code, number in sorted(classes.items()):
+        goes_on = ranges and ranges[-1][1:] == (code - 1, number)
+        first = ranges.pop()[0] if goes_on else code
+        ranges.append((first, code, number))
     return ranges
 
 
@@ -1326,8 +1318,7 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
         return None
 
 
-def render_all(template: str, variables: dict[str, str],
-               conversations: list[Conversation]) -> dict[Conversation, str]:
+def render_all(template: str, variables: dict, conversations: list) -> dict[Conversation, str]:
     """The text that a template makes of each conversation. ValueError if it fails. A template is an
     untrusted program, which may never end or take all memory: it runs in a process of its own."""
     code = inspect.getsource(template_process) + "template_process()"
@@ -1404,8 +1395,7 @@ MARKED: list[Conversation] = [  # those from which find_pieces() finds the piece
 
 
 def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
-    """The pieces that a template seems to consist of, from its texts for MARKED. ValueError if a
-    text does not contain each message once."""
+    """The pieces that a template seems to have. ValueError if a text has not each message once."""
     def gaps(*messages: Message, thinking: bool | None = None) -> list[str]:
         """The rendered text before, between and after the contents."""
         rest, before = texts[messages, thinking], []
@@ -1497,8 +1487,7 @@ def u32(*rows: list[int] | tuple[int, ...]) -> bytes:
     return np.array(rows, "<u4").tobytes()
 
 
-def end_ids(source: Source, vocab: Vocabulary,
-            eos_token: str | None) -> tuple[int, int, list[int]]:
+def end_ids(source: Source, vocab: Vocabulary, eos_token: str | None) -> tuple[int, int, list]:
     """(bos, eos, all ids that end an answer). These are the ones in config.json and
     generation_config.json, and tokenizer_config.json's eos_token: in a base model the former have
     what ends a text, but only the latter may be what ends a turn of a chat."""
@@ -1528,8 +1517,7 @@ def id_list(where: Path, value: object) -> list[int]:
     return ids
 
 
-def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary,
-                 stop_ids: list[int]) -> int:
+def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary, stop_ids: list) -> int:
     """What qwen3 does without -m. A base model may have a chat template, too; it is known by the
     token that ends a turn, which is not among the ids that end its texts."""
     if source.embedding:
@@ -1801,7 +1789,7 @@ def check(options: argparse.Namespace) -> None:
     if not out.exists():
         refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
     with open_file(out) as file:
-        found = file.read(256)
+        found = file.read(256).ljust(256, b"\0")  # a short file is found out below
         group_size, layer_bits = (int.from_bytes(found[at:at + 4], "little") for at in (0x2C, 0x68))
         supported(out, "group_size", group_size, *GROUP_SIZES)
         supported(out, "layer_bits", layer_bits, 0, 4)
@@ -1810,8 +1798,7 @@ def check(options: argparse.Namespace) -> None:
         check_yarn(out, config, found)
         check_bytes(out, "the header", header(config), found)
         path = Path(f"{out}.tokenizer")
-        with open_file(path) as tokenizer_out:
-            check_bytes(path, "the file", tokenizer, tokenizer_out.read(len(tokenizer) + 4))
+        check_bytes(path, "the file", tokenizer, read_file(path, most=2 * len(tokenizer)))
         outputs = match_tensors(source, config)
         if (actual := out.stat().st_size) != outputs[-1].end:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)

@@ -409,6 +409,7 @@ def test_mixtures_with_four_bits(checkpoint, make, run, tmp_path, kinds):
     assert (tmp_path / "model-q4.bin").read_bytes()[0x70:0x80] == np.int8(LEVELS).tobytes()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, which a user does not see
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_infinite_scale_is_refused(checkpoint, make, run, tmp_path, kind):
     ck = checkpoint("F32")
