@@ -20,7 +20,7 @@ from conftest import (HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, ass
                       finish, make_checkpoint, make_table_model, output, qwen3, tokenize, wait_for_call,
                       wait_until, waiting)
 from test_faults import needs_address_space
-from test_signals import needs_small_pipes, small_pipe
+from test_signals import catches, needs_small_pipes, small_pipe
 
 SUM = re.compile((rf"(\d+) texts?, prompts (\d+) tokens \((\d+) cached\), answers (\d+) tokens at {RATE}, "
                   r"seeds (\d+) to (\d+)\n").encode())
@@ -547,6 +547,19 @@ def test_a_conversation_that_is_too_long(tiny):
     assert all("too long" in what for what in errors_of(error).values())
 
 
+def test_a_message_that_is_too_long(tiny):
+    """Nobody waits until it is encoded, in whatever place it is; but thinking, which is left out, may be
+    of any length."""
+    long, user = "a" * 200_000, {"role": "user", "content": "Hello"}
+    conversations = [[{"role": "system", "content": long}, user],
+                     [{"role": "user", "content": long}, {"role": "assistant", "content": "a"}, user],
+                     [user, {"role": "assistant", "content": f"<think>{long}</think>\n\nHi"}, user]]
+    data = "".join(json.dumps(messages) + "\n" for messages in conversations).encode()
+    lines, error = run_list(tiny, data, *GREEDY, "-q", kind="-L", status=1)
+    assert lines[:2] == [b"null"] * 2 and lines[2] != b"null"
+    assert [line.endswith(b"found 200000 bytes") for line in error.splitlines()] == [True, True], error
+
+
 # -- what stderr says
 
 def test_statistics(tiny):
@@ -636,6 +649,19 @@ def test_progress(stopping, tmp_path, source):
         feeder.wait(300)
 
 
+def test_progress_of_perplexities(tiny, tmp_path):
+    """Their texts run one by one: the next one leaves the line as it is, and each counts for the rate."""
+    path = write_list(tmp_path / "list", [b"Tell me a story about a fox."] * 50000)
+    script = f"exec {QUOTED_QWEN3} {tiny} -l {path} -m perplexity -j 1 > {tmp_path}/out"
+    child = pexpect.spawn("sh", ["-c", script], timeout=60, env=environment(TERM="xterm"), dimensions=(24, 80))
+    for _ in range(2):
+        child.expect(rb"\r\d+ of 50000 texts, ([\d.]+) tokens/s, \d+ s left\x1b\[K")
+        assert float(child.match[1]) > 0
+        assert child.before == b""
+    child.kill(signal.SIGINT)
+    assert finish(child) == 130
+
+
 # -- nothing is lost
 
 def whole_lines(out):
@@ -712,6 +738,18 @@ def test_interrupt(start, tiny, long_list, signals):
         assert re.search(rb"(?m)^qwen3: .*tail -n \+%d, -s %d$" % (n + 1, 3 + n), error), error
     tail = f"tail -n +{n + 1} {path} | {QUOTED_QWEN3} {tiny} -l - -s {3 + n} -n 30 -q"
     assert subprocess.check_output(["sh", "-c", tail]).split(b"\n")[:-1] == expected[n:]
+
+
+def test_interrupt_while_a_line_is_encoded(start, tiny, tmp_path):
+    """The part of it that is encoded by then is no text of its own, which could be too short."""
+    (tmp_path / "list").write_bytes(b"a b c " * 10_000_000)
+    child = start(tiny, "-l", tmp_path / "list", "-m", "perplexity")
+    wait_until(lambda: catches(child.pid, signal.SIGINT))
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    out, error = child.communicate(timeout=300)
+    assert child.returncode == 130 and out == b"", error
+    assert b"line 1:" not in error and b"0 lines are written" in error
 
 
 def test_interrupt_beats_an_error(start, stopping):
