@@ -28,11 +28,11 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
     --bits 8|4           bits of a weight in the layers' matrices; the embedding and the classifier
                          have 8. Four make half the file and nearly twice the speed, and cost
                          quality. The default is 8, but 4 for a GGUF file whose layers are all in
-                         Q4_0 or all in IQ4_NL: in groups of 32 (the default) its weights are copied
-                         as they are, in others they are quantized again
+                         Q4_0 or all in IQ4_NL
     --group-size N       weights per quantization scale: 32, 64, 128 or 256. The default is 64, or
-                         32 where 64 does not divide the model's dimensions, and 32 with four bits.
-                         A GGUF file in Q8_0 has groups of 32, which are copied as they are
+                         32 where 64 does not divide the model's dimensions, and 32 with four bits
+                         and for a GGUF file in Q8_0. Groups of Q8_0, Q4_0 and IQ4_NL are copied as
+                         they are; --bits or another size has them quantized again
     --yarn FACTOR        extends the context by this factor (YaRN), as Qwen advises for texts longer
                          than the model was trained on; short texts get slightly worse
     --check              writes nothing; compares an existing OUT.bin and its tokenizer file with
@@ -44,9 +44,8 @@ Memory use does not depend on the model's size. The two files appear under their
 both are complete. A checkpoint that needs what qwen3.c does not have is refused with the reason.
 Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
 
-The file begins with the main path, one export from start to end; the line "# ----" above each
-section says what it turns into what. The formats of both files are described in qwen3.c, sections
-"The model file" and "The tokenizer file", beside the code that reads them.
+The file begins with the main path, one export from start to end. The formats of both files are
+described in qwen3.c, sections "The model file" and "The tokenizer file".
 """
 
 from __future__ import annotations
@@ -74,6 +73,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import re
@@ -85,6 +85,7 @@ import subprocess
 import tempfile
 import time
 import unicodedata
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -100,7 +101,7 @@ try:
     import jinja2  # jinja2 before 3.1.6 lets a template out of its sandbox
     import markupsafe  # jinja2's only package
     import numpy as np
-    import tokenizers
+    from tokenizers import Regex, models, normalizers, pre_tokenizers
     from tqdm import tqdm
     for package, oldest in PACKAGES:
         version = importlib.metadata.version(package)
@@ -138,37 +139,34 @@ class Source(NamedTuple):
 Room = tuple[Path, int]  # a folder, and the bytes that will come to it
 
 
-def export(name: str, out: Path | None, bits: int | None, group_size: int | None,
-           yarn_factor: float | None) -> None:
-    """Writes OUT.bin and OUT.bin.tokenizer of the source with this name."""
-    began = time.monotonic()
+def export(options: argparse.Namespace) -> None:
+    """Writes OUT.bin and OUT.bin.tokenizer of a source; the options are parse_arguments()'s."""
+    began, out = time.monotonic(), options.out
     if out:
         check_target(out)
-    source = find_source(name, out.parent if out else Path())
-    config, tokenizer = read_settings(source, bits, group_size, yarn_factor)
+    source = find_source(options.source, out.parent if out else Path())
+    config, tokenizer = read_settings(source, options)
     bits = 4 if config.levels else 8
     out = out or default_out(source.name, bits)
     check_target(out)
     room = out.parent, layout(config)[-1].end + len(tokenizer)
     check_space([room])
-    outputs = match_tensors(source, config, room)
-    note_second_quantization(outputs, config)
     tokenizer_out = Path(f"{out}.tokenizer")
     with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
         write_at(tokenizer_part, tokenizer, 0)
+        outputs = match_tensors(source, config, room)  # may download, so only now
+        note_second_quantization(outputs, config)
         write_model(model_part, config, outputs)
     say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {bits} bits in groups of "
         f"{config.group_size}) and {tokenizer_out.name} in {time.monotonic() - began:.1f} s, "
         f"run ./qwen3 {shlex.quote(str(out))} -i \"Why is the sky blue?\"")
 
 
-def read_settings(source: Source, bits: int | None, group_size: int | None,
-                  yarn_factor: float | None) -> tuple[Config, bytes]:
-    """All of a source but the weights: (config, contents of OUT.bin.tokenizer). Refuses what is not
-    supported."""
+def read_settings(source: Source, options: argparse.Namespace) -> tuple[Config, bytes]:
+    """All of a source but the weights: (config, contents of OUT.bin.tokenizer)."""
     where = source.file("config.json")
     with parsing(where):
-        config = read_config(source, bits, group_size, yarn_factor)
+        config = read_config(source, options.bits, options.group_size, options.yarn)
         if (matrices := config.n_layers * max(1, config.n_experts)) > MOST_TENSORS:
             refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
     with parsing(source.file("tokenizer.json")):
@@ -179,14 +177,12 @@ def find_source(name: str, folder: Path | None) -> Source:
     """Reads a local directory or GGUF file, or downloads from the hub. OUT.bin will come to the
     folder, if it is to be written."""
     path = Path(name)
-    if path.is_file():
-        return read_gguf(path)
     if path.is_dir():
         return read_folder(path)
-    if path.exists() or not (hub := HUB_NAME.fullmatch(name)):
-        refuse(name, "not a checkpoint" if path.exists() else "missing",
-               "a directory, a GGUF file or a hub name, ORG/NAME",
-               "something else" if path.exists() else "nothing of that name")
+    if path.exists():
+        return read_gguf(path)
+    if not (hub := HUB_NAME.fullmatch(name)):
+        refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME")
     return read_hub(hub[1], hub[2] or hub[3], folder)
 
 
@@ -207,7 +203,7 @@ def default_out(name: str, bits: int) -> Path:
 def check_target(out: Path) -> None:
     """Refuses what can't be written, before the work that it would be for."""
     if not out.parent.exists():
-        refuse(out.parent, "missing", "the directory to write to", "nothing there")
+        refuse(out.parent, "missing", "the directory to write to")
     for target in out, Path(f"{out}.tokenizer"):
         if target.is_dir():
             refuse(target, "can't be written", "a file or nothing of this name", "a directory")
@@ -224,9 +220,8 @@ def check_space(rooms: list[Room]) -> None:
 
 @contextmanager
 def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
-    """Yields temporary files beside the targets, and renames them to the targets, in this order, if
-    the block succeeds. If it fails or a signal ends it, the targets stay as they were and the
-    temporary files are removed."""
+    """Yields temporary files beside the targets. If the block succeeds, they are renamed to the
+    targets, in this order; if it fails or a signal ends it, they are removed."""
     parts = [target.with_name(f"{target.name}.{os.getpid()}.part") for target in targets]
     with ExitStack() as at_end:
         for part in parts:
@@ -249,8 +244,15 @@ class Refused(Exception):
     """The source cannot be converted. The message is the line that the user reads."""
 
 
-def refuse(where: object, what: str, expected: object, found: object) -> NoReturn:
+def refuse(where: object, what: str, expected: object, found: object = "nothing") -> NoReturn:
     raise Refused(f"{where}: {what}, expected {expected}, found {found}")
+
+
+def supported(where: object, what: str, value: object, *good: object) -> None:
+    """Refuses all values but the good ones; None is one that is not there."""
+    if value not in good:
+        expected = " or ".join(str(x) for x in good if x is not None)
+        refuse(where, f"{what} is not supported", expected, repr(value))
 
 
 @contextmanager
@@ -277,14 +279,13 @@ def open_file(path: Path) -> BinaryIO:
     """Opens a file to read. Refuses a missing one, a Git LFS pointer, and a pipe or a device, where
     reading may never end."""
     if not path.exists():
-        refuse(path, "missing", "a file of this name", "nothing there")
+        refuse(path, "missing", "a file of this name")
     if not path.is_file():
         refuse(path, "can't be read", "a regular file", "a directory, a pipe or a device")
     file = open(path, "rb")
     begin = file.read(len(LFS_POINTER))
     if begin == LFS_POINTER:
-        refuse(path, "not downloaded", "its contents, which `git lfs pull` fetches",
-               "a Git LFS pointer")
+        refuse(path, "not downloaded", "its contents: `git lfs pull`", "a Git LFS pointer")
     if begin[:5].lower() in (b"<!doc", b"<html"):
         refuse(path, "not downloaded", "its contents: download it again", "a web page")
     file.seek(0)
@@ -305,7 +306,8 @@ def say(line: str) -> None:
     for folder, name in hub_folders.items():
         line = line.replace(folder, name)
     line = re.sub("[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], line)
-    print(f"export.py: {line:.1000}", file=sys.stderr)
+    line = line if len(line) <= 1000 else f"{line[:400]} ... {line[-500:]}"
+    print(f"export.py: {line}", file=sys.stderr)
 
 
 def first_few(names: list[str], most: int = 6) -> str:
@@ -331,6 +333,7 @@ def read_hub(name: str, wanted: str | None, target: Path | None) -> Source:
     kind or a file is wanted, or if there are only GGUF files, downloads one of these."""
     # Only here: a slow import that a local source does not need
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache, utils
+    utils.logging.set_verbosity_error()  # an error is one line
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
 
@@ -338,7 +341,7 @@ def read_hub(name: str, wanted: str | None, target: Path | None) -> Source:
         """Downloads these files if there is space for them and the rooms. Returns their folder."""
         cache = Path(constants.HF_HUB_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
-        absent = [file for file in names if not isinstance(try_to_load_from_cache(name, file), str)]
+        absent = (file for file in names if try_to_load_from_cache(name, file) is None)
         check_space([(cache, sum(files[file] for file in absent)), *rooms])
         with downloading(name):
             folder = Path(snapshot_download(name, allow_patterns=names))
@@ -384,6 +387,8 @@ def downloading(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # from several libraries
+        if isinstance(error, OSError) and error.filename:
+            raise  # of the hub's cache
         found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if getattr(error, "response", None) is None:  # nobody has answered
             refuse(name, "not here, and the hub can't be reached", "a network (HF_ENDPOINT can "
@@ -402,22 +407,20 @@ def choose_gguf(where: object, files: list[str], wanted: str | None = None,
         if file.endswith(".gguf"):
             models.setdefault(re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
     if not wanted and (not models or any(map(WEIGHTS.fullmatch, files))):
-        if "adapter_config.json" in files and "config.json" not in files:
+        if "config.json" in files:
+            return []
+        if "adapter_config.json" in files:
             refuse(where, "a LoRA adapter", "a whole model: merge it into its base model first "
                    "(merge_and_unload() of peft)", "adapter_config.json")
-        if "config.json" not in files:
-            refuse(where, "not a checkpoint", "a folder with config.json or a GGUF file",
-                   first_few(sorted(files)))
-        return []
+        refuse(where, "not a checkpoint", "config.json or a GGUF file", first_few(sorted(files)))
     if len(models) > 1:
         wanted = wanted or default
     ending = re.compile(rf"(.*[-._/])?{re.escape(wanted or '')}\.gguf", re.IGNORECASE)
     chosen = [parts for model, parts in models.items()
               if not wanted or wanted in (model, *parts) or ending.fullmatch(model)]
     if len(chosen) != 1:
-        what = f" {wanted}" if wanted else ""
-        refuse(where, f"more than one GGUF file{what}" if chosen else f"no GGUF file{what}",
-               "the name of one of these" if chosen else "one of these", first_few([*models], 30))
+        refuse(where, f"{'more than one' if chosen else 'no'} GGUF file {wanted or ''}".strip(),
+               "the name of one of these", first_few([*models], 30))
     return chosen[0]
 
 
@@ -459,9 +462,7 @@ def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[in
     for step in processor["processors"] if processor["type"] == "Sequence" else [processor]:
         if step["type"] == "ByteLevel":  # puts nothing there
             continue
-        if step["type"] != "TemplateProcessing":
-            refuse(where, "post_processor is not supported", "ByteLevel or TemplateProcessing",
-                   repr(step["type"]))
+        supported(where, "post_processor", step["type"], "ByteLevel", "TemplateProcessing")
         around: list[list[int]] = [[]]  # the ids before the text; a second list after it
         for piece in step["single"]:
             token = piece.get("SpecialToken", {}).get("id")
@@ -498,20 +499,17 @@ def is_embedding(folder: Path) -> bool:
     if not path.exists():
         return False
     with parsing(path):
-        modules = {module["type"].rpartition(".")[2]: Path(module["path"])
+        modules = {module["type"].rpartition(".")[2]: module["path"]
                    for module in json.loads(read_file(path))}
     if "Pooling" not in modules:
         return False
-    if unknown := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize"}):
-        refuse(path, "modules are not supported", "no others than Transformer, Pooling and "
-               "Normalize", first_few(unknown))
-    if modules["Pooling"].is_absolute() or ".." in modules["Pooling"].parts:
-        refuse(path, "path of Pooling", "one inside the checkpoint", modules["Pooling"])
-    path = folder / modules["Pooling"] / "config.json"
+    for module in modules:
+        supported(path, "module", module, "Transformer", "Pooling", "Normalize")
+    supported(path, "path of Pooling", modules["Pooling"], "1_Pooling")
+    path = folder / "1_Pooling/config.json"
     kinds = [key.removeprefix("pooling_mode_") for key, value in read_json(path).items()
              if key.startswith("pooling_mode_") and value is True]
-    if kinds != ["lasttoken"]:
-        refuse(path, "pooling is not supported", "lasttoken alone", first_few(kinds))
+    supported(path, "pooling", ", ".join(kinds), "lasttoken")
     return True
 
 
@@ -575,8 +573,7 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
         refuse(where, "num_key_value_heads", f"a divisor of {n_heads}", n_kv_heads)
     if head_dim % 2:
         refuse(where, "head_dim", "an even number", head_dim)
-    max_seq_len, rope_theta, rope_factor, frequencies = read_rope(
-        where, config, head_dim, yarn_factor)
+    max_seq_len, theta, rope_factor, frequencies = read_rope(where, config, head_dim, yarn_factor)
     bits = bits or (4 if source.levels else 8)
     group_size = group_size or (32 if bits == 4 else source.group_size)
     copied_levels = source.levels if group_size == 32 else ()
@@ -593,7 +590,7 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
         get("vocab_size", "vocab_size"), max_seq_len, head_dim,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
         group_size=group_size, levels=levels,
-        rms_norm_eps=get("rms_norm_eps", "rms_norm_eps", 1e-6), rope_theta=rope_theta,
+        rms_norm_eps=get("rms_norm_eps", "rms_norm_eps", 1e-6), rope_theta=theta,
         rope_factor=rope_factor, frequencies=frequencies, qkv_bias=qwen2, no_qk_norm=qwen2,
         **(read_experts(where, config) if moe else {}))
 
@@ -621,15 +618,14 @@ def check_family(where: Path, config: dict) -> None:
     if quantized := config.get("quantization_config") or config.get("quantization"):  # MLX's key
         refuse(where, "its quantized weights are not supported", "the unquantized checkpoint or a "
                "GGUF file", quantized.get("quant_method", quantized))
-    supported = {"hidden_act": "silu", "partial_rotary_factor": 1}  # or no such key
+    good = {"hidden_act": "silu", "partial_rotary_factor": 1}
     if family != QWEN2:
-        supported |= {"attention_bias": False}
+        good |= {"attention_bias": False}
     if family == QWEN3_MOE:
-        supported |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
-                      "shared_expert_intermediate_size": 0, "use_qk_norm": True}
-    for key, value in supported.items():
-        if config.get(key) not in (None, value):
-            refuse(where, f"{key} is not supported", json.dumps(value), repr(config[key]))
+        good |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
+                 "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    for key, value in good.items():
+        supported(where, key, config.get(key), value, None)
     sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
                and config.get("max_window_layers", 28) < config["num_hidden_layers"])
     layer_types = config.get("layer_types") or ["sliding" if sliding else "full_attention"]
@@ -650,8 +646,7 @@ def number(where: Path, values: dict, key: str, name: str, default: float | None
     return kind(value)
 
 
-def read_rope(where: Path, config: dict, head_dim: int,
-              yarn_factor: float | None) -> tuple[int, float, float, tuple[float, ...]]:
+def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | None) -> tuple:
     """max_seq_len, rope_theta, rope_factor and frequencies of Config, with transformers' precedence
     and defaults; with --yarn, as Qwen's model cards change them for long texts."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # in transformers 5
@@ -659,8 +654,7 @@ def read_rope(where: Path, config: dict, head_dim: int,
     max_seq_len = number(where, config, "max_position_embeddings", "max_seq_len")
     if yarn_factor:
         if rope_type != "default":
-            refuse(where, "its rope is scaled already, so leave --yarn out", "no rope scaling",
-                   repr(rope_type))
+            refuse(where, "its rope is scaled already: leave --yarn out", "no scaling", rope_type)
         # Qwen3's 40960 positions are the 32768 that it was trained on and 8192 for the answer.
         original = 32768 if max_seq_len == 40960 else max_seq_len
         rope_type, rope = "yarn", rope | {"factor": yarn_factor,
@@ -675,13 +669,11 @@ def read_rope(where: Path, config: dict, head_dim: int,
             rope = rope | {original: config[original]}
         known |= {"factor", original, "truncate", "attention_factor", "beta_fast", "beta_slow",
                   "mscale", "mscale_all_dim"}
-    elif rope_type != "default":
-        refuse(where, "rope_type is not supported", "default or yarn", repr(rope_type))
+    supported(where, "rope_type", rope_type, "default", "yarn")
     if unknown := sorted(rope.keys() - known):
         refuse(where, f"rope scaling {rope_type}", f"no keys but {', '.join(sorted(known))}",
                first_few(unknown))
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        refuse(where, "partial_rotary_factor", "1", repr(rope["partial_rotary_factor"]))
+    supported(where, "partial_rotary_factor", rope.get("partial_rotary_factor"), 1, None)
     if "attn_factor" in rope:
         notes.append("rope_scaling's attn_factor is ignored, as transformers ignores it")
     yarn = read_yarn(where, rope, theta, head_dim, max_seq_len) if rope_type == "yarn" else (0, ())
@@ -725,14 +717,12 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int,
 
 def header(c: Config) -> bytes:
     """The 256 bytes at the start of OUT.bin. From 0x30 on a 0 means the format's default."""
-    def zero_if(value: float, default: float) -> float:
-        return 0 if np.float32(value) == np.float32(default) else value
-
-    dims, (theta, eps), more = c[:10], c[10:12], c[12:18]  # up to group_size, ..., no_topk_norm
+    theta, eps = (0 if np.float32(value) == np.float32(default) else value
+                  for value, default in ((c.rope_theta, 1e6), (c.rms_norm_eps, 1e-6)))
     rope_scaling, layer_bits = 2 if c.frequencies else 0, 4 if c.levels else 0
-    return struct.pack("<I11i2fIf20x2I2i3I16b128x", 0x616A6331, 1, *dims, zero_if(theta, 1e6),
-                       zero_if(eps, 1e-6), rope_scaling, *more, layer_bits, 0,
-                       *(c.levels or [0] * 16))
+    to_group_size, to_no_topk_norm = c[:10], c[12:18]
+    return struct.pack("<I11i2fIf20x2I2i3I16b128x", 0x616A6331, 1, *to_group_size, theta, eps,
+                       rope_scaling, *to_no_topk_norm, layer_bits, 0, *(c.levels or [0] * 16))
 
 
 # ---- Tensors: where each one lies in *.safetensors, and the order in which OUT.bin has them ------
@@ -813,20 +803,19 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
     if single.is_file():
         return open_safetensors(single, TENSORS_SIZE)[0]
     if not index.is_file():
-        refuse(folder, "no weights", f"{single.name} or {index.name}",
+        refuse(folder, "no weights", f"{single.name} or {index.name} (transformers' "
+               "from_pretrained(), then save_pretrained() makes them)",
                first_few(sorted(path.name for path in folder.iterdir())))
     tensors: dict[str, Tensor] = {}
-    found: dict[str, str] = {}  # name -> the shard that holds it
     with parsing(index):
         shard_of, left = read_json(index, most=TENSORS_SIZE)["weight_map"], TENSORS_SIZE
         for shard in sorted(set(shard_of.values())):
             if Path(shard).name != shard or not (folder / shard).is_file():
-                refuse(folder / shard, "missing", f"this file, which {index.name} lists: download "
-                       "it again", "nothing there")
+                refuse(folder / shard, "missing", f"this file of {index.name}: download it again")
             more, used = open_safetensors(folder / shard, left)
             left -= used
             add_tensors(index, tensors, more)
-            found |= dict.fromkeys(more, shard)
+        found = {name: Path(tensor.file.name).name for name, tensor in tensors.items()}
         if wrong := sorted({name for name, _ in shard_of.items() ^ found.items()}):
             refuse(index, "its shards hold other tensors", "those that it lists (download them "
                    "again)", f"a difference in {first_few(wrong)}")
@@ -861,8 +850,7 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             begin, end = entry["data_offsets"]
             if len(shape) > 4 or any(type(n) is not int for n in (*shape, begin, end)):
-                refuse(path, f"shape or data_offsets of {name}", "up to 4 integers and 2",
-                       [entry["shape"], entry["data_offsets"]])
+                refuse(path, f"shape or data_offsets of {name}", "up to 4 integers and 2", entry)
             size = end - begin  # of other dtypes, which match_tensors() refuses
             if dtype in FLOAT_TYPES:
                 size = math.prod(shape) * BLOCK_SIZES[dtype][1]
@@ -1111,20 +1099,18 @@ PRE_TOKENIZERS = [
 class Vocabulary(NamedTuple):
     tokens: dict[int, bytes]  # id -> the token's bytes
     scores: dict[int, float]  # id -> merge score, of the tokens that a merge makes
-    added: dict[int, bool]  # id of an added token, which no merge makes -> special (not printed)
+    added: dict[str, tuple[int, bool]]  # text that no merge makes -> id, special (not printed)
     nfc: bool  # text is normalized to NFC first
 
     def added_ids(self, text: str | None) -> list[int]:
         """The id of the added token with this text, as a list of one or none."""
-        return [i for i in self.added if self.tokens[i].decode() == text]
+        return [self.added[text][0]] if text in self.added else []
 
 
-def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
-                    vocab_size: int) -> Vocabulary:
-    """From tokenizer.json (where, tokenizer) and tokenizer_config.json."""
-    nfc = check_pipeline(where, tokenizer)
-    added = read_added(where, tokenizer, tokenizer_config)
-    model = tokenizer["model"]
+def read_vocabulary(source: Source, vocab_size: int) -> Vocabulary:
+    where, model = source.file("tokenizer.json"), source.tokenizer["model"]
+    nfc = check_pipeline(where, source.tokenizer)
+    added = read_added(where, source.tokenizer, source.tokenizer_config)
     vocab = {text: i for text, i in model["vocab"].items() if text not in added}
     for i in [*vocab.values(), *(i for i, _ in added.values())]:
         if type(i) is not int or not 0 <= i < vocab_size:
@@ -1132,7 +1118,7 @@ def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
     merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     scores = merge_scores(where, vocab, merges)
     # GPT-2's letters for bytes: a printable byte's is itself, the n-th other byte's is U+0100 + n.
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     byte_of = dict(zip(letters, sorted(range(256), key=lambda byte: chr(byte) not in letters)))
     tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in vocab.items()}
     if absent := {bytes([byte]) for byte in range(256)} - set(tokens.values()):
@@ -1140,29 +1126,24 @@ def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
     tokens |= {i: text.encode() for text, (i, _) in added.items()}
     if len(tokens) != len(vocab) + len(added) or b"" in tokens.values():
         refuse(where, "tokens", "each with a text and an id of its own", "one without")
-    return Vocabulary(tokens, scores, {i: bool(flag) for i, flag in sorted(added.values())}, nfc)
+    return Vocabulary(tokens, scores, added, nfc)
 
 
 def check_pipeline(where: Path, tokenizer: dict) -> bool:
     """Refuses a tokenizer.json that does what qwen3.c does not. True if it normalizes to NFC."""
     model = tokenizer["model"]
-    if model.get("type") != "BPE":
-        refuse(where, "model", "BPE", repr(model.get("type")))
+    supported(where, "model", model.get("type"), "BPE")
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
                 "byte_fallback", "ignore_merges"):
-        if model.get(key):
-            refuse(where, f"model.{key} is not supported", "none", repr(model[key]))
+        supported(where, f"model.{key}", model.get(key) or "none", "none")
     steps = (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", [])
     steps = [{key: step[key] for key in step if key != "trim_offsets"} for step in steps]
     if steps != PRE_TOKENIZERS:
-        refuse(where, "pre_tokenizer is not supported", "Qwen's Split and ByteLevel",
-               json.dumps(tokenizer["pre_tokenizer"]))
-    normalizer = tokenizer["normalizer"]
-    if normalizer in (None, {"type": "Sequence", "normalizers": []}):
-        return False
-    if normalizer not in ({"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFC"}]}):
-        refuse(where, "normalizer is not supported", "NFC or none", json.dumps(normalizer))
-    return True
+        refuse(where, "pre_tokenizer is not supported", "Qwen's", tokenizer["pre_tokenizer"])
+    normalizer = tokenizer["normalizer"] or {"type": "Sequence", "normalizers": []}
+    normalizers = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    supported(where, "normalizer", normalizers, [{"type": "NFC"}], [])
+    return bool(normalizers)
 
 
 def read_added(where: Path, tokenizer: dict,
@@ -1175,7 +1156,7 @@ def read_added(where: Path, tokenizer: dict,
         for flag in ("lstrip", "rstrip", "single_word", "normalized"):
             if token.get(flag):
                 refuse(where, f"{flag} of added token {token['content']!r}", "false", "true")
-    added = {token["content"]: (token["id"], token["special"])
+    added = {token["content"]: (token["id"], bool(token["special"]))
              for token in tokenizer["added_tokens"]}
     # What tokenizer_config.json says: (text, id or None, special)
     more = [(token["content"], int(i), token["special"]) for i, token in listed.items()]
@@ -1186,7 +1167,7 @@ def read_added(where: Path, tokenizer: dict,
         if text not in added or token_id not in (None, added[text][0]):
             refuse(where, "added_tokens", f"{text!r} as in tokenizer_config.json",
                    "it with another id" if text in added else "no such token")
-        added[text] = added[text][0], added[text][1] or special
+        added[text] = added[text][0], added[text][1] or bool(special)
     return added
 
 
@@ -1221,7 +1202,7 @@ def merge_scores(where: Path, vocab: dict[str, int],
         elif made != previous:
             refuse(where, f"merge {rank} makes {left + right!r} again", "one rank", [left, right])
         previous = made
-    bpe = tokenizers.models.BPE(vocab=vocab, merges=merges)
+    bpe = models.BPE(vocab=vocab, merges=merges)
     for token in vocab:
         if len(bpe.tokenize(token)) != 1:
             refuse(where, f"token {token!r}", "merges that make it", "none that do")
@@ -1246,7 +1227,7 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
 
 def character_classes() -> dict[int, int]:
     """Code point -> 1 for a letter, 2 for a number, 3 for a space."""
-    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)
+    splits = [pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
               for pattern in (r"\p{L}+", r"\p{N}+", r"\s+")]
     return {ord(char): number for number, split in enumerate(splits, 1)
             for piece, _ in split.pre_tokenize_str(CHARACTERS) for char in piece}
@@ -1254,7 +1235,7 @@ def character_classes() -> dict[int, int]:
 
 def combining_classes() -> dict[int, int]:
     """Code point -> canonical combining class, of the marks that NFD sorts by it."""
-    nfd = tokenizers.normalizers.NFD().normalize_str
+    nfd = normalizers.NFD().normalize_str
     low, high = "\u0334", "\u0345"  # marks of the lowest class, 1, and of the highest, 240
     return {ord(char): unicodedata.combining(char) for char in CHARACTERS
             if unicodedata.combining(char)
@@ -1266,8 +1247,7 @@ def decompositions() -> list[tuple[int, int, int, bool]]:
     """(character, first, second or 0, composes): one step of its canonical decomposition. If it
     composes, NFC puts the two together again. Hangul syllables, which are arithmetic, are left out.
     """
-    nfd, nfc = (form().normalize_str for form in (
-        tokenizers.normalizers.NFD, tokenizers.normalizers.NFC))
+    nfd, nfc = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
     steps = []
     for char in CHARACTERS:
         step = unicodedata.decomposition(char)  # "0041 0300"; "<compat> 0020" is none of NFD's
@@ -1333,7 +1313,7 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
         return None
     try:
         trials = trial_conversations()
-        texts = render_all(template, variables, [*marked_conversations(), *trials])
+        texts = render_all(template, variables, [*MARKED, *trials])
         pieces = find_pieces(texts, variables.get("bos_token", ""))
         for messages, thinking in trials:
             if pieces.render(messages, thinking) != texts[messages, thinking]:
@@ -1408,25 +1388,24 @@ def template_process() -> None:
     print(json.dumps([texts, error]))
 
 
-SYSTEM, USER, ANSWER, SECOND = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
-                                ("assistant", "ANSWERTEXT"), ("user", "SECONDTEXT"))
+SYSTEM, USER, ANSWER, NEXT = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
+                              ("assistant", "ANSWERTEXT"), ("user", "NEXTTEXT"))
 THINK_END = "</think>"
 
 
 def with_answer(content: str) -> Conversation:
-    return (USER, ("assistant", content), SECOND), None
+    return (USER, ("assistant", content), NEXT), None
 
 
-def marked_conversations() -> list[Conversation]:
-    """Those from which find_pieces() finds the pieces."""
-    answers = ["y", f"x{THINK_END}y", *(f"{THINK_END}{char}y" for char in string.whitespace)]
-    return [((SYSTEM, USER, ANSWER, SECOND), None), ((USER, ANSWER), None), ((USER,), None),
-            ((USER,), False), ((USER,), True), *map(with_answer, answers)]
+ANSWERS = ["y", f"x{THINK_END}y", *(f"{THINK_END}{char}y" for char in string.whitespace)]
+MARKED: list[Conversation] = [  # those from which find_pieces() finds the pieces
+    ((SYSTEM, USER, ANSWER, NEXT), None), ((USER, ANSWER), None), ((USER,), None),
+    ((USER,), False), ((USER,), True), *map(with_answer, ANSWERS)]
 
 
 def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
-    """The pieces that a template seems to consist of, from its texts for marked_conversations().
-    ValueError if a text does not contain each message once."""
+    """The pieces that a template seems to consist of, from its texts for MARKED. ValueError if a
+    text does not contain each message once."""
     def gaps(*messages: Message, thinking: bool | None = None) -> list[str]:
         """The rendered text before, between and after the contents."""
         rest, before = texts[messages, thinking], []
@@ -1436,8 +1415,7 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
         return before + [rest]
 
     # Each gap is one piece or two in a row; where it is two, another gap is one of them.
-    first, after_system, before_answer, after_answer, user_close = gaps(
-        SYSTEM, USER, ANSWER, SECOND)
+    first, after_system, before_answer, after_answer, user_close = gaps(SYSTEM, USER, ANSWER, NEXT)
     assistant_open = before_answer.removeprefix(user_close)
     assistant_close = gaps(USER, ANSWER)[2]
     user_open = after_answer.removeprefix(assistant_close)
@@ -1466,15 +1444,14 @@ def trial_conversations() -> list[Conversation]:
                "<|im_end|>\n<|im_start|>user\n", "\u00a0</think>\u00a0\u2028z"]
     users = ["Hi!", "", "\n\n  two\nlines \n", "what does </think> mean?", "<think>hm</think> \n"]
     found: list[Conversation] = []
-    for system in (None, "", "Be brief.", "\n <think>x</think>\n\nBe brief. \n"):
-        for i in range(len(answers)):
-            for turns in (0, 1, 3):
-                talk: list[Message] = [] if system is None else [("system", system)]
-                for k in range(turns):
-                    talk += [("user", users[(i + k) % len(users)]),
-                             ("assistant", answers[(i + 5 * k) % len(answers)])]
-                talk.append(("user", users[(i + turns) % len(users)]))
-                found += [(tuple(talk), False), (tuple(talk), True)]
+    systems = None, "", "Be brief.", "\n <think>x</think>\n\nBe brief. \n"
+    for system, i, turns in itertools.product(systems, range(len(answers)), (0, 1, 3)):
+        talk: list[Message] = [] if system is None else [("system", system)]
+        for k in range(turns):
+            talk += [("user", users[(i + k) % len(users)]),
+                     ("assistant", answers[(i + 5 * k) % len(answers)])]
+        talk.append(("user", users[(i + turns) % len(users)]))
+        found += [(tuple(talk), False), (tuple(talk), True)]
     return found
 
 
@@ -1486,7 +1463,7 @@ CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
 def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     """The contents of OUT.bin.tokenizer: the base format, then the extension of tagged sections."""
     where, generation_json = source.file("tokenizer.json"), source.file("generation_config.json")
-    vocab = read_vocabulary(where, source.tokenizer, source.tokenizer_config, vocab_size)
+    vocab = read_vocabulary(source, vocab_size)
     head_ids, tail_ids = post_processor_ids(where, source.tokenizer)
     roles = role_tokens(source.tokenizer_config)
     bos, eos, stop_ids = end_ids(source, vocab, roles.get("eos_token"))
@@ -1497,7 +1474,7 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     mode = default_mode(source, pieces, vocab, stop_ids)
     penalty = number(generation_json, source.generation, "repetition_penalty", "penalty", 1.0)
     sections = {
-        "adde": u32(*vocab.added.items()), **unicode_sections(vocab.nfc),
+        "adde": u32(*sorted(vocab.added.values())), **unicode_sections(vocab.nfc),
         "head": u32(head_ids), "tail": u32(tail_ids), "stop": u32(stop_ids),
         "samp": sampling(generation_json, source.generation),
         "repe": b"" if penalty == 1 else struct.pack("<f", penalty),
@@ -1557,9 +1534,9 @@ def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary,
     token that ends a turn, which is not among the ids that end its texts."""
     if source.embedding:
         return EMBED
-    turn_end = [i for i in vocab.added if pieces
-                and vocab.tokens[i].decode() in pieces.assistant_close]
-    if source.chat_template and (not turn_end or set(turn_end) & set(stop_ids)):
+    close = pieces.assistant_close if pieces else ""
+    turn_end = {i for text, (i, _) in vocab.added.items() if text in close}
+    if source.chat_template and (not turn_end or turn_end & set(stop_ids)):
         return CHAT
     if source.chat_template:
         notes.append("the chat template's end of turn is not among the ids that end a text: this "
@@ -1576,11 +1553,10 @@ def sampling(where: Path, generation: dict) -> bytes:
         notes.append(f"{where.name}: min_p {generation['min_p']!r} is ignored: qwen3 has no min_p")
     if not given:
         return b""
-    get = partial(number, where, defaults | given)
-    temperature, top_p, top_k = (get(key, f"sampling {key}")
+    values = defaults | given
+    temperature, top_p, top_k = (number(where, values, key, f"sampling {key}")
                                  for key in ("temperature", "top_p", "top_k"))
-    sample = (defaults | given)["do_sample"]
-    return struct.pack("<2fI", temperature if sample else 0.0, top_p, top_k)
+    return struct.pack("<2fI", temperature if values["do_sample"] else 0.0, top_p, top_k)
 
 
 # ---- GGUF: a file by llama.cpp's converter, turned back into Hugging Face's files ----------------
@@ -1590,6 +1566,7 @@ def sampling(where: Path, generation: dict) -> bytes:
 GGUF_STRING, GGUF_ARRAY = 8, 9  # types of metadata values; the rest are scalars:
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
                 12: "d"}  # type -> struct's letter
+LAST_TOKEN = int(gguf.PoolingType.LAST)  # the pooling of embedding models
 GGUF_LEVELS = {"Q4_0": tuple(range(-8, 8)), "IQ4_NL": gguf.quants.IQ4_NL.kvalues}
 GGUF_TENSORS = {
     "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
@@ -1617,19 +1594,15 @@ def read_gguf(path: Path) -> Source:
         ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
         tokenizer = gguf_tokenizer(path, ggml)
         texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-        bos, eos, end_of_turn, end_of_message = (
-            ggml.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
-        stop_ids = [i for i in (eos, end_of_turn, end_of_message) if i is not None]
+        bos, eos, eot, eom = (ggml.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
+        stop_ids = [i for i in (eos, eot, eom) if i is not None]  # ends of text, turn, message
         stop_ids += [i for i, text in texts.items() if text == "<|endoftext|>"]
         generation = {name: metadata.get(f"general.sampling.{key}")
                       for key, name in GGUF_SAMPLING.items()}
         pooling = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
-        if pooling not in (gguf.PoolingType.NONE, gguf.PoolingType.LAST):
-            refuse(path, "pooling_type is not supported", "0 (none) or 3 (last token)", pooling)
-        q8_0 = any(tensor.dtype == "Q8_0" for tensor in tensors.values())
-        kinds = {tensor.dtype for name, tensor in tensors.items()
-                 if name.startswith("layers.") and len(tensor.shape) > 1
-                 and not name.endswith("mlp.gate.weight")}  # of the layers' matrices
+        supported(path, "pooling_type", pooling, 0, LAST_TOKEN)
+        kinds = {tensor.dtype for tensor in tensors.values()}
+        in_layers = {tensor.dtype for name, tensor in tensors.items() if "_proj.weight" in name}
         return Source(
             path=path, name=re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name),
             config=config | {"bos_token_id": bos, "eos_token_id": eos},
@@ -1637,17 +1610,16 @@ def read_gguf(path: Path) -> Source:
             tokenizer_config={"bos_token": texts.get(bos), "eos_token": texts.get(eos)},
             generation=generation | {"eos_token_id": stop_ids},
             chat_template=metadata.get("tokenizer.chat_template"),
-            open_tensors=lambda *_: tensors, embedding=pooling == gguf.PoolingType.LAST,
-            group_size=32 if q8_0 else None,
-            levels=GGUF_LEVELS.get(kinds.pop(), ()) if len(kinds) == 1 else ())
+            open_tensors=lambda *_: tensors, embedding=pooling == LAST_TOKEN,
+            group_size=32 if "Q8_0" in kinds else None,
+            levels=GGUF_LEVELS.get(in_layers.pop(), ()) if len(in_layers) == 1 else ())
 
 
 def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
     """The contents of config.json."""
     families = {"qwen2": QWEN2, "qwen3": QWEN3, "qwen3moe": QWEN3_MOE}
     family = metadata.get("general.architecture")
-    if family not in families:
-        refuse(path, "general.architecture is not Qwen3's", " or ".join(families), repr(family))
+    supported(path, "general.architecture", family, *families)
     model = {key.removeprefix(f"{family}."): value for key, value in metadata.items()}
     dim, n_heads = model["embedding_length"], model["attention.head_count"]
     head_dim = model.get("attention.key_length", dim // n_heads)
@@ -1689,17 +1661,13 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 def gguf_tokenizer(path: Path, ggml: dict) -> dict:
     """The contents of tokenizer.json, from the metadata under tokenizer.ggml."""
-    for key, names in ("model", ["gpt2"]), ("pre", ["qwen2", "deepseek-r1-qwen"]):
-        if ggml.get(key) not in names:
-            refuse(path, f"tokenizer.ggml.{key} is not supported", " or ".join(names),
-                   repr(ggml.get(key)))
+    supported(path, "tokenizer.ggml.model", ggml.get("model"), "gpt2")
+    supported(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen")
     types = gguf.TokenType
-    known = types.NORMAL, types.CONTROL, types.USER_DEFINED, types.UNUSED
-    ids: dict[int, dict[str, int]] = {token_type: {} for token_type in known}  # type -> text -> id
+    ids: dict[int, dict[str, int]] = {  # type -> text -> id
+        types.NORMAL: {}, types.CONTROL: {}, types.USER_DEFINED: {}, types.UNUSED: {}}
     for i, (text, token_type) in enumerate(zip(ggml["tokens"], ggml["token_type"], strict=True)):
-        if token_type not in known:
-            refuse(path, f"token_type of {text!r}", " or ".join(str(int(t)) for t in known),
-                   token_type)
+        supported(path, f"token_type of {text!r}", token_type, *map(int, ids))
         ids[token_type][text] = i
     if sum(map(len, ids.values())) < len(ggml["tokens"]):
         refuse(path, "tokens", "each with a text of its own", "a text twice")
@@ -1821,25 +1789,24 @@ def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
 
 # ---- --check and --plot: OUT.bin compared with SOURCE --------------------------------------------
 
-def check(name: str, out: Path | None, picture: Path | None, yarn_factor: float | None) -> None:
+def check(options: argparse.Namespace) -> None:
     """Compares OUT.bin and its tokenizer file with the source; a table of the errors on stdout."""
+    name, out, picture = options.source, options.out, options.plot
     if picture and not importlib.util.find_spec("matplotlib"):
-        refuse("--plot", "needs matplotlib", "it to be installed (`uv run --with matplotlib "
-               "export.py ...` or `pip install matplotlib`)", "no such package")
+        refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...` or "
+               "`pip install matplotlib`", "no such package")
     source = find_source(name, None)
     out = out or next(filter(Path.exists, (default_out(source.name, bits) for bits in (8, 4))),
                       default_out(source.name, 8))
     if not out.exists():
-        refuse(out, "missing", f"the file to compare with {name}, which export.py makes",
-               "nothing there")
+        refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
     with open_file(out) as file:
         found = file.read(256)
         group_size, layer_bits = (int.from_bytes(found[at:at + 4], "little") for at in (0x2C, 0x68))
-        for what, actual, known in [("group_size", group_size, GROUP_SIZES),
-                                    ("layer_bits", layer_bits, (0, 4))]:
-            if actual not in known:
-                refuse(out, what, " or ".join(map(str, known)), actual)
-        config, tokenizer = read_settings(source, layer_bits or 8, group_size, yarn_factor)
+        supported(out, "group_size", group_size, *GROUP_SIZES)
+        supported(out, "layer_bits", layer_bits, 0, 4)
+        options.bits, options.group_size = layer_bits or 8, group_size
+        config, tokenizer = read_settings(source, options)
         check_yarn(out, config, found)
         check_bytes(out, "the header", header(config), found)
         path = Path(f"{out}.tokenizer")
@@ -1850,7 +1817,8 @@ def check(name: str, out: Path | None, picture: Path | None, yarn_factor: float 
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
         errors = check_tensors(file, config, outputs)
     if picture:
-        plot(picture, f"{out.name} against {Path(name).name}", errors)
+        title = f"{out.name} against {Path(name).name}"
+        plot(picture, title.encode(errors="replace").decode(), errors)  # a name may be no UTF-8
     worst = max(errors, key=errors.__getitem__)
     say(f"{out} matches {name}: header, tokenizer and {len(outputs)} tensors; "
         f"rms error at most {errors[worst]:.2g} %, in {worst}")
@@ -1858,10 +1826,9 @@ def check(name: str, out: Path | None, picture: Path | None, yarn_factor: float 
 
 def check_yarn(out: Path, c: Config, found: bytes) -> None:
     """Refuses a header with another scaled rope than expected, as --yarn is easily forgotten."""
-    kind, factor = struct.unpack_from("<If", found.ljust(256, b"\0"), 0x38)
+    kind, factor = struct.unpack_from("<If", found, 0x38)
     if kind == 1:
-        refuse(out, "its scaled rope is in an older format", "one with frequencies: export it "
-               "again", f"rope_scaling {kind}")
+        refuse(out, "in an older format", "rope_scaling 2: export it again", kind)
     expected, actual = (f"cos and sin times {x:g}" if x else "no scaling"
                         for x in (c.rope_factor, factor))
     if expected != actual:
@@ -1882,13 +1849,20 @@ def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str,
     """Prints the table. Returns each matrix's rms error in % of the weights' rms."""
     errors = {}
     uneven = " (4 bits: half of the widest step)" if c.levels else ""
-    print_above_bar(f"rms error    largest\n(% of rms)  (half steps)  tensor{uneven}")
+    table = ["rms error    largest", f"(% of rms)  (half steps)  tensor{uneven}"]
     for output, pieces in in_pieces(partial(compare_piece, file, c), outputs):
         squares, differences, largest = zip(*pieces)
         rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
-        print_above_bar(f"{rms:10.4f}  {max(largest):12.4f}  {output.name}")
+        table.append(f"{rms:10.4f}  {max(largest):12.4f}  {output.name}")
         if output.bits < 32:
             errors[output.name] = rms
+    try:
+        print("\n".join(table), flush=True)
+    except OSError as error:
+        # Python flushes stdout again at exit; that must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        error.filename = "stdout"
+        raise
     return errors
 
 
@@ -1915,18 +1889,6 @@ def compare_piece(out: BinaryIO, c: Config, output: Output, tensor: Tensor, star
     return float(x @ x), float(difference @ difference), largest
 
 
-def print_above_bar(lines: str) -> None:
-    """Prints to stdout without breaking the progress bar."""
-    try:
-        tqdm.write(lines)
-        sys.stdout.flush()
-    except OSError as error:
-        # Python flushes stdout again at exit; that must not fail a second time.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        error.filename = "stdout"
-        raise
-
-
 def plot(path: Path, title: str, errors: dict[str, float]) -> None:
     """A line over the layers for each kind of matrix; a dashed level for one outside the layers."""
     from matplotlib.figure import Figure
@@ -1940,8 +1902,8 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
         axes.plot((values * n_layers)[:n_layers], "o-" if len(values) == n_layers else "--",
                   markersize=4, label=kind)
     axes.set_title(title, parse_math=False)  # a $ in a name is a $
-    axes.set(xlabel="layer", ylabel="rms error, % of the weights' rms")
-    axes.set_ylim(bottom=max(0, axes.get_ylim()[0]))
+    axes.set(xlabel="layer", ylabel="rms error, % of the weights' rms",
+             ylim=(max(0, axes.get_ylim()[0]), None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.figure.legend(loc="outside right upper")
@@ -1952,22 +1914,20 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
 
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
-    if __name__ == "__main__":  # from now on an exception: atomic_files() removes its files
-        on_signals(sys.exit)
-    source, out = options.source, options.out
+    if __name__ == "__main__":
+        on_signals(sys.exit)  # from now on an exception: atomic_files() removes its files
+        warnings.simplefilter("ignore")  # of the packages: what matters here is said once
     lines, status = notes, 0
     try:
-        if options.check:
-            check(source, out, options.plot, options.yarn)
-        else:
-            export(source, out, options.bits, options.group_size, options.yarn)
+        check(options) if options.check else export(options)
     except Refused as error:
         lines, status = [str(error)], 1
     except BrokenPipeError:  # the reader of the table, such as head, has seen enough
         lines = []
     except OSError as error:
-        lines, status = [f"{error.filename or out or source}: can't be read or written, expected "
-                         f"access and space, found {error.strerror or error}"], 1
+        where = error.filename or options.out or options.source
+        lines, status = [f"{where}: can't be read or written, expected access and space, found "
+                         f"{error.strerror or error}"], 1
     for line in lines:
         say(line)
     sys.exit(status)
@@ -1981,27 +1941,23 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     sizes = " or ".join(map(str, GROUP_SIZES))
     parser.add_argument("--bits", type=option(int, (8, 4).__contains__, "8 or 4"))
     parser.add_argument("--group-size", type=option(int, GROUP_SIZES.__contains__, sizes))
-    parser.add_argument("--yarn", type=option(float, lambda x: 1 < x <= 64,
-                                              "a number above 1 and up to 64"))
+    parser.add_argument("--yarn", type=option(float, lambda x: 1 < x <= 64, "above 1, up to 64"))
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     options = parser.parse_intermixed_args(args)
     if not 1 <= len(options.names) <= 2 or "" in options.names:
-        usage_error("usage: wrong arguments, expected SOURCE [OUT.bin], "
-                    f"found {len(options.names)} names")
+        usage_error(f"usage: expected SOURCE [OUT.bin], found {len(options.names)} names")
     if options.plot and options.plot.suffix != ".png":
         usage_error(f"--plot: wrong name, expected one that ends in .png, found '{options.plot}'")
     options.check |= bool(options.plot)
-    for name, value in ("--bits", options.bits), ("--group-size", options.group_size):
-        if options.check and value:
-            usage_error(f"{name}: --check takes it from OUT.bin, so name that file (with four "
-                        "bits it ends in -q4.bin), expected one of the two options, found both")
-    source, *rest = options.names
-    if rest and source.endswith(".bin") and (Path(rest[0]).is_dir() or rest[0][-4:] != ".bin"):
-        source, rest = rest[0], [source]
-    if rest and not rest[0].endswith(".bin"):
-        usage_error(f"OUT: wrong name, expected one that ends in .bin, found {rest[0]!r}")
-    options.source, options.out = source, Path(rest[0]) if rest else None
+    if options.check and (options.bits or options.group_size):
+        usage_error(f"{'--bits' if options.bits else '--group-size'}: --check takes it from "
+                    "OUT.bin, so name that file (with four bits it ends in -q4.bin), expected one "
+                    "of the two options, found both")
+    source, *out = sorted(options.names, key=lambda name: name.endswith(".bin"))  # it is stable
+    if out and not out[0].endswith(".bin"):
+        usage_error(f"OUT: wrong name, expected one that ends in .bin, found {out[0]!r}")
+    options.source, options.out = source, Path(out[0]) if out else None
     return options
 
 

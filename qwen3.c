@@ -3,46 +3,55 @@
      ./qwen3 model.bin -i "What is the capital of France?"
 
    A token is a piece of text, often a word or a part of one, and has a number: its id. A language
-   model computes a score for every token that could come next. This program cuts a text into tokens
-   (encode_raw, render), runs them through the model (prefill, which calls forward), scores all
-   tokens of the vocabulary as the next one (classify), draws one of them (sample), writes it, runs
-   it through the model as well (advance), and so on until the answer ends (generate).
+   model computes for every token of its vocabulary a score: how well would it come next? The
+   numbers that it computes this with, the weights, are learned: in training it had to predict each
+   next token of very much text, and they were changed little by little so that it did better. This
+   program only uses them. (export.py makes model.bin and its tokenizer file from a checkpoint, the
+   published files of a trained model.) It cuts a text into tokens (encode_raw, render), runs them
+   through the model (prefill, which calls forward), scores all tokens of the vocabulary (classify),
+   draws one of them (sample), writes it, runs it through the model as well (advance), and so on
+   until the answer ends (generate).
 
    Inside the model, each token of the text is a vector x (dim). (A name is followed by its shape in
    parentheses.) It starts as the token's row of the embedding table, which has a learned row for
    each token of the vocabulary. Each layer then adds two things to it: what attention finds in this
    token and those before it, and what a feed-forward network (three matrices and a nonlinear
-   function) computes from the x that results. As x is only ever added to, it is called the residual
-   stream. For attention, matrices make a query q, a key k and a value v of each token. The dot
-   products of its query with the keys of all positions up to its own are turned into shares that
-   add up to 1 (softmax, below); the result is the sum of the values, each times its share. This
-   happens n_heads times side by side: each head has its own part of q (head_dim), and so weights
-   the positions differently. The KV cache keeps, for each layer, the keys K and values V of all
-   earlier positions, a row each.
+   function) computes from the x that results. As x is only ever added to, so that no layer has to
+   pass on what those before it found, it is called the residual stream. For attention, matrices
+   make a query q, a key k and a value v of each token. The dot products of its query with the keys
+   of all positions up to its own are turned into shares that add up to 1 (softmax, below); the
+   result is the sum of the values, each times its share. This happens n_heads times side by side:
+   each head has its own part of q (head_dim), and so weights the positions differently. The KV
+   cache keeps, for each layer, the keys K and values V of all earlier positions, a row each. These
+   never change, as no token looks at a later one: so each token runs once.
 
-     pos      the token's position            All W, rms_ and _norm are learned. eps and theta are
-     Wq h     a matrix times a vector         numbers of the model, mostly 1e-6 and 1e6.
+     pos      the token's position            All W, rms_ and _norm are weights. eps and theta are
+     Wq h     a matrix times a vector         given numbers, mostly 1e-6 and 1e6.
      q . K    the dot products of q with the rows of K
      u * v    the products of two vectors' elements, one by one
 
-   One layer is (Qwen3DecoderLayer in HF, Hugging Face's transformers):
+   One layer is as follows. (Its name in HF is Qwen3DecoderLayer. HF, here and below, is Hugging
+   Face's Python library transformers, with which the tests compare the results.)
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
-     q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalized by itself
+     q = rope(rmsnorm(q, q_norm), pos)        QK-norm, a head at a time: bounds q . k
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
-                                              Without sqrt, q . K would grow with head_dim.
-                                              n_heads / n_kv_heads query heads share a K and V. All
-                                              heads' a together: (q_dim), n_heads * head_dim
+                                              Without sqrt, q . K would grow with head_dim, and of
+                                              large numbers softmax gives nearly all to the largest.
+                                              n_heads / n_kv_heads query heads share a K and V, so
+                                              that the cache is smaller. All heads' a together are
+                                              (q_dim), n_heads * head_dim
      x = x + Wo a
-     h = rmsnorm(x, rms_ffn)
+     h = rmsnorm(x, rms_ffn)                  The size of h does not depend on that of x.
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z)); W1 and W3
                                               are (hidden_dim, dim), W2 is (dim, hidden_dim)
 
    A mixture of experts has many experts, each with its own W1, W2 and W3, and a router Wr, which
-   chooses for each token the few that run. In place of its last line, a layer then computes
+   chooses for each token the few that run: so a model has many weights, and a token needs few of
+   them. In place of its last line, a layer then computes
 
      p = softmax(Wr h)                        one p for each expert
      S = the n_experts_used experts with the largest p
@@ -51,21 +60,43 @@
 
    rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle
    pos * theta^(-2j / head_dim), and k in the same way, so that q . k depends on the two positions
-   only through their distance.
+   only through their distance. Nothing else in attention knows about order: without rope, the same
+   keys and values in another order would give the same a. Each pair has a frequency of its own, as
+   one would not do: pair 0 turns by 1 radian a position, which tells neighbours apart, but is back
+   after some 6; the last pair turns almost theta times as slowly, which tells near from far.
 
    After the last layer, the scores, called logits, are
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
+   They say which token may follow the one that x belongs to. So an answer's first token comes from
+   the last x of the prompt. The logits of the others are computed for -m perplexity only.
+
    Qwen2 and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
 
-   All matrices but the router are quantized. With 8 bits, a group of group_size consecutive weights
-   of a row is stored as int8 values and one float scale: a weight is its int8 times the scale. The
-   layers' matrices may have 4 bits instead: the model has a table of 16 int8 values, the levels,
-   and a weight is stored as an index into it, its group's scale as a float of 16 bits. Just before
-   a quantized matrix is multiplied with a vector, the vector is quantized, too, always to 8 bits,
-   which the code writes Q8(h). So the dot product of a group of weights and a group of the vector
-   is an exact integer, which is then multiplied by the two scales.
+   A token needs all weights (of the experts, those of the chosen ones). For one token, reading them
+   from memory takes longer than the arithmetic. Hence batches and quantization. A batch is tokens
+   that run through each layer together, a row each, so that the weights are read once for all. They
+   may be neighbours in a prompt: a row needs no more of those before it than their k and v, which
+   each layer computes first for all rows. They may also belong to several texts, as rows meet in
+   attention only, and there each one sees just the K and V of its own text.
+
+   Quantized weights take fewer bytes, and all matrices but the router are quantized. With 8 bits, a
+   group of group_size (up to 256) consecutive weights of a row is stored as int8 values and one
+   float scale: a weight is its int8 times the scale. (A large weight makes the steps between values
+   coarse, but those of its group alone.) The layers' matrices may have 4 bits instead: the model
+   has a table of 16 int8 values, the levels, and a weight is stored as an index into it, its
+   group's scale as a float of 16 bits. Just before a quantized matrix is multiplied with a vector,
+   the vector is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot product
+   of a group of weights and a group of the vector is a sum of integers, at most 256 * 128 * 127 <
+   2^22, which is exact even as a float. It is then multiplied by the two scales.
+
+   Equal bits: a text's results never depend on the number of threads, the cut into batches or other
+   texts beside it, as each sum of floats has one fixed order. They do depend on the build: CPUs
+   with an instruction for a * b + c (fma) round that once, others twice; and on the C library,
+   which has powf, cosf and sinf. Part I defines what Part III computes faster, with the same bits
+   but in one place: Part III's attention goes through a text in spans of 256 positions and joins
+   their softmaxes, so from position 256 on it rounds differently from attend, its definition.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
@@ -143,7 +174,8 @@ typedef struct {
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
-    int rope_scaling;       // 0: none; 2: rope is scaled for longer texts, by the next two
+    int rope_scaling;       // 0: none; 2: rope is scaled for longer texts, by the next two (1, in
+                            // files of the second edition, is refused: export.py makes new ones)
     float rope_factor;      // on cos and sin
     const float *rope_freq; // (head_dim / 2) radians per position
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
@@ -185,13 +217,13 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-// Q8 of several vectors (cols), in memory: [q8 of vector 0][its scale][its bias_fix] [q8 of vector
-// 1][its scale] ... The pointers are those of vector 0: see quantized_row.
+// Q8 of several vectors (cols). In memory, each is one record of 4 * stride bytes: its q8, then its
+// scales, then its bias_fix. The pointers are those of vector 0: see quantized_row.
 typedef struct {
     int8_t *q8;         // (cols)          the int8 values
     float *scale;       // (cols / group)
     int32_t *bias_fix;  // (cols / group)  Part III only: see dot4
-    size_t stride;      // from a vector's scale to the next one's, in floats
+    size_t stride;      // from a record to the next, in floats
 } Quantized;
 
 typedef struct {   // a text whose beginning has run through the model
@@ -206,11 +238,10 @@ typedef struct {       // a row of a batch: a token of a text
     bool needed;       // x is needed after the last layer: see keep_needed
 } Row;
 
-// Everything that changes while the model runs. A batch is tokens that run through the model
-// together: consecutive ones of one text, or such parts of several texts one after the other. A
-// long prompt is cut into batches.
+// Everything that changes while the model runs. A batch has consecutive tokens of one text, or such
+// parts of several texts one after the other. A long prompt is cut into batches.
 typedef struct {
-    int seq_len;         // positions that the cache has room for
+    int seq_len;         // the maximum number of positions of a text (option -c)
     int batch;           // the maximum number of tokens in a batch
     Row *rows;           // (batch)               row t of all that follows belongs to rows[t]
     float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at that position
@@ -232,7 +263,6 @@ typedef struct {
     // Part III only:
     struct Routing *routing;      // which experts run for which tokens
     struct Workspace *workspace;  // (threads)
-    int *tasks, n_tasks;          // see cut_tasks
 } State;
 
 typedef struct {
@@ -253,8 +283,7 @@ typedef struct {        // a batch on its way through one layer
 // Math: what a layer computes on one vector. Compilers vectorize these loops, and those of the
 // functions that are only declared here (Part III).
 
-// a * b + c. Builds for CPUs with an instruction for it (fma) round once, others twice: so their
-// results differ. Nothing else is ever fused: the Makefile says -ffp-contract=off.
+// a * b + c, rounded once in builds with fma. Nothing else is: the Makefile says -ffp-contract=off.
 static float mul_add(float a, float b, float c);
 
 // exp(x), with an error of at most 2 units in the last place; 0 for x < -87.7, exp(88) for x > 88
@@ -302,7 +331,7 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// A view of x that begins at vector t. The stride counts floats, so q8, of bytes, moves by 4 * at.
+// A view of x that begins at vector t
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->q8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
@@ -310,14 +339,13 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 
 // Q8(x): quantizes x (n) into columns at .. at + n - 1 of row t of out. For each group, the scale
 // is max|x| / 127, and a value is x * (127 / max|x|), rounded to the nearest integer. A group whose
-// scale would be below the smallest normal number becomes zeros. One with an infinity or NaN gets
-// it as its scale, which makes every product NaN.
+// scale would be below the smallest normal number becomes zeros. One with an infinity gets values 0
+// and an infinite scale, one with a NaN a scale of NaN: both make every product NaN.
 static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group);
 
 // ------------------------------------------------------------------------------------------------
 // One layer: one function for each step. Most of them run on all threads. Part III provides what is
-// only declared here. A text's results never depend on the number of threads, on how it was cut
-// into batches, or on other texts beside it: sums of floats have one fixed order.
+// only declared here.
 
 // Calls step(p, i, thread) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time.
 // Returns when all are done. `thread` is the number of the thread that runs the step.
@@ -329,7 +357,7 @@ static void each(const Pass *p, Step step, int count, int chunk);
 static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
                    bool add);
 
-// Row `to` of h = rmsnorm(x, w) and of xq = Q8(h), of row `from` of x
+// From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
 static void norm_row(const Model *m, const float *w, int from, int to) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)to * c->dim;
@@ -432,7 +460,7 @@ static void qkv(Pass *p) {
     each(p, q_head, c->n_heads, 1);
 }
 
-// What attend (see Matrix product and attention) defines, for all query heads of all rows
+// attend (see Matrix product and attention), for all query heads of all rows
 static void attend_all(const Pass *p);
 
 static void quantize_a(const Pass *p, int t, int thread) {
@@ -500,7 +528,6 @@ static void embed(Model *m, int t) {
 static void progress_start(const Model *m, size_t tokens);
 static void progress_add(int n);
 static void progress_end(void);
-static void progress_list(size_t texts, double all, size_t tokens, double seconds);
 
 // Runs State.rows 0 .. n - 1, n <= batch. The rows of a text stand together, in order; the cache
 // must hold the positions before them, and afterwards holds these as well. Then the first rows of x
@@ -550,12 +577,10 @@ static float *classify(Model *m, int first, int count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Matrix product and attention, in plain C. They define what Part III computes: it keeps the order
-// of each sum, so its results are the same bit for bit, and is faster as it works on several sums
-// at once. There is one exception: Part III's attention goes through a text in spans of 256
-// positions and joins their softmaxes. So in longer texts it rounds differently from attend, though
-// always in the same way, with any threads and batches. Builds without SIMD run dot_row itself;
-// attend runs in tests and `make journey` only.
+// Matrix product and attention, in plain C: dot_row defines what Part III's matmul computes, attend
+// what attend_all does. These two are faster, as they work on several sums at once, each in the
+// order that it has here (but for attend_all's spans, see the top). Builds without SIMD run dot_row
+// itself; attend runs in tests and `make journey` only.
 
 // The int8 of weight (r, i). With 4 bits, a group takes group / 2 bytes. Byte b holds two indices
 // into levels: in its low nibble that of the group's weight b, in its high one that of weight b +
@@ -574,8 +599,8 @@ INLINE float weight_scale(const Matrix *w, int r, int g, const int group) {
                         : half_float(((const uint16_t *)w->scales)[at]);
 }
 
-// W[r] . x[t]: row r of W, vector t of x. The products of a group add up to an exact integer; the
-// groups are added as floats, from the first to the last.
+// W[r] . x[t]: row r of W, vector t of x. The products of a group are added as integers, the groups
+// as floats, from the first to the last.
 INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
     const Quantized x_row = quantized_row(x, t);
     float sum = 0;
@@ -630,7 +655,7 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
 // ------------------------------------------------------------------------------------------------
 // A mixture of experts (HF Qwen3MoeSparseMoeBlock). The tokens of a batch choose different experts.
 // An expert runs for all tokens that chose it together, so that its weights are read once: that is
-// in Part III. It adds p[e] times the output of each expert e in ascending order of e.
+// in Part III, which adds p[e] times the output of each expert e in ascending order of e.
 
 // share (n_experts), Wr h of one token, becomes p of the n_experts_used experts with the largest p
 // (of equal ones the first) and 0 of all others. Returns false if the softmax is NaN (an
@@ -654,12 +679,16 @@ static bool choose_experts(const Config *c, float *share) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. The text is cut at added tokens (such as <|im_start|>), normalized (NFC), and cut
-// into pieces, mostly words, by a regular expression. Then byte-pair encoding: each byte of a piece
-// begins as a token of its own; as long as two neighbours together are a token of the vocabulary,
-// the pair whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er
-// -> lower. (This score is the merge's priority, from the tokenizer file. It is not one of the
-// model's scores.)
+// Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, a token each, which
+// tell the model what no text can: here begins a message. Between them it is normalized: in
+// Unicode's form NFC, e and a combining accent (U+0301) become one character (U+00E9), so that both
+// spellings get the same ids. Then a regular expression cuts it into pieces, mostly words: "Hello,
+// world" becomes "Hello", "," and " world". Then byte-pair encoding: each byte of a piece begins as
+// a token of its own; as long as two neighbours together are a token of the vocabulary, the pair
+// whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower.
+// (This score is the merge's priority, and none of the model's scores.) Vocabulary and scores were
+// made before training, from the most frequent pairs of its text: the model only knows texts that
+// are cut in this way.
 
 typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
     const uint8_t *p;
@@ -683,7 +712,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum {           // bits of Tokenizer.kind
-    ADDED = 1,   // an added token, such as <|im_start|>: found before the text is cut into pieces
+    ADDED = 1,   // an added token, found before the text is cut into pieces
     SPECIAL = 2  // not written in answers
 };
 enum { SYSTEM, USER, ASSISTANT };
@@ -696,7 +725,7 @@ typedef struct {       // the text around the messages of a conversation: see re
     Bytes no_system;   // then, if the first message is not a system message
     Bytes open[3];     // before a message, by role
     Bytes close[3];    // after it
-    Bytes answer[2];   // where the model's answer begins: thinking off, thinking on
+    Bytes answer[2];   // where the model's answer begins: thinking (see chatml) off, on
     Bytes strip;       // </think>: everything up to the last one is cut from an earlier answer
     Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
@@ -704,7 +733,7 @@ typedef struct {       // the text around the messages of a conversation: see re
 typedef struct { Bytes text; int id; } Added;
 
 typedef struct Tokenizer {
-    int vocab_size;          // that of Config
+    int vocab_size;          // that of Config, of which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
@@ -741,11 +770,10 @@ typedef struct {  // one character of a text
 // Part II: the character at offset `at` of a text; at the text's end, 0 bytes of class END
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 
-// Part II: appends a text in Unicode's normalization form C (NFC).
+// Part II: appends a text in form NFC.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: the token with exactly these bytes, or -1. Added tokens, such as <|im_start|>, do not
-// count.
+// Part II: the token with exactly these bytes, or -1. Added tokens do not count.
 static int token_find(const Tokenizer *tok, Bytes text);
 
 // The end of the run of characters of one class that begins at `at`
@@ -889,18 +917,24 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The chat format. A conversation is a list of messages. The prompt of each turn is all of them, as
-// the checkpoint's chat template renders them, for example
-//   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n...
-// export.py, which makes model.bin and its tokenizer file from a checkpoint, has turned the
-// template into a ChatFormat. Each turn encodes the whole conversation anew; prefill then skips
-// what the cache holds already. (Where a <think> block, even an empty one, preceded the last
-// answer, the next turn leaves it out, as the template does: so the answer itself runs again.)
+// The chat format. A conversation is a list of messages. A chat model was trained on conversations
+// written in one form, which its checkpoint has as a program, the chat template. So the prompt of
+// each turn is all messages in that form, up to where the model's answer begins, for example
+//   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
+//   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
+// (one after the other). The model goes on from there, and ends its answer with <|im_end|>.
+//
+// export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
+// anew; prefill then skips the beginning that the cache holds already. (Where a <think> block, even
+// an empty one, preceded the last answer, the next turn leaves it out, as the template does. The
+// tokens behind it then have other positions and see other tokens, so they run again.)
 
 typedef struct {
-    int role;     // SYSTEM, USER or ASSISTANT
+    int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // of an answer: the tokens that the model drew
-    Buffer text;  // of a message that was not drawn; of an answer, what -x left of its last token
+    Buffer text;  // of other messages: what the user gave. Of an answer, what follows its ids: the
+                  // beginning of a token that the option -x cut; or all of it, if the conversation
+                  // comes from a file (-L)
 } Message;
 
 typedef struct {
@@ -908,9 +942,9 @@ typedef struct {
     size_t n, cap;
 } Conversation;
 
-// ChatML, which all Qwen models speak: for files without a chat format. Some models write <think>
-// ... </think> before the answer; where the vocabulary has these tokens, an empty block turns
-// thinking off.
+// ChatML, which all Qwen models speak: for files without a chat format. Some models think before
+// they answer: they write how they get there, between <think> and </think>. Where the vocabulary
+// has these tokens, an empty block turns thinking off.
 static ChatFormat chatml(bool has_think) {
     Bytes end = bytes("<|im_end|>\n"), answer = bytes("<|im_start|>assistant\n");
     Bytes no_think = bytes("<|im_start|>assistant\n<think>\n\n</think>\n\n");
@@ -931,7 +965,7 @@ static size_t find_last(Bytes text, Bytes part) {
 
 // Adds an answer of an earlier turn, without its thinking. Like the chat template, it works on the
 // text: the answer's text is encoded again, and its ids can differ from those that the model drew.
-// Only added tokens keep their ids. (An answer of a list's line is text from the start.)
+// Only added tokens keep their ids.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     Buffer all = {0};
@@ -953,8 +987,9 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
     free(all.p);
 }
 
-// The ids of a conversation, up to where the model's answer begins. Of the messages before number
-// `first`, only a system message is rendered.
+// The ids of a conversation, up to where the model's answer begins. Messages before number `first`
+// are left out, but for a system message: so a conversation that has grown longer than the context
+// forgets its first turns.
 static void render(const Tokenizer *tok, const Conversation *conversation, size_t first, bool think,
                    Ids *out) {
     const ChatFormat *f = &tok->chat;
@@ -978,12 +1013,15 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
-// HF's order. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step is
-// a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
+// HF's order. (The likeliest token each time makes texts dull, which repeat themselves; so one is
+// drawn.) The last two cut off the very many unlikely tokens, one of which would else be drawn now
+// and then. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step
+// is a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
 // distribution.
 
 typedef struct {
-    float temperature;  // 0: always the most likely token
+    float temperature;  // divides the logits: below 1 likely tokens become still likelier, above 1
+                        // less likely; 0: always the most likely one
     float top_p;        // keep the smallest set that reaches this probability, the nucleus
     int top_k;          // keep the k most likely tokens, 0: all
     float presence;     // subtracted from the logits of tokens that are in the answer
@@ -1110,9 +1148,10 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 // the next token, or NULL after Ctrl-C. count: tokens of the answer so far, with this one. In
 // principle, with text = &e->answer.text and pos = text->ids.n, this is
 //   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
-// Part II adds a kind of speculative decoding: where the text repeats itself, it guesses several
-// tokens and checks the guesses in one pass. The results are the same. advance_start forgets the
-// guesses of the last answer.
+// Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
+// guesses the next tokens and runs them with id in one pass, a row each. Each next token is drawn
+// from its row's logits as always; the rows after the first one that was not guessed are dropped.
+// So the results are the same. advance_start forgets the guesses of the last answer.
 static float *advance(Engine *e, int id, int count);
 static void advance_start(Engine *e);
 
@@ -1232,6 +1271,7 @@ static Ending generate(Engine *e, Ids *drawn) {
 static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and bytes everywhere
 static void catch_signals(void);
 static void start_threads(int count);
+static void progress_list(size_t texts, double all, size_t tokens, double seconds);
 static int cpu_count(void);                           // how many threads to start without -j
 static const char *simd_name(void);                   // the instruction set in use
 static double now(void);                              // seconds since some fixed point
@@ -1239,8 +1279,7 @@ static bool is_terminal(int fd);
 typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
 static FileKind file_kind(const char *path);
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
-static const char *file_read(Buffer *b, const char *path);  // the whole file, added to b; -: stdin;
-                                                      // returns NULL, or what went wrong
+static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
 static int file_open(const char *path);               // a descriptor to read, or -1; -: stdin
 static double file_size(int fd);                      // of a regular file, else 0
@@ -1268,8 +1307,7 @@ static int draft_rows(void);
 typedef void (*Job)(void *arg, int begin, int end, int thread);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// Set by run(), read by the signal handler: from now on the first Ctrl-C stops the answer, and not
-// the program.
+// For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
 static volatile sig_atomic_t stoppable;
 static volatile sig_atomic_t stop_at_once;  // but the second one does, however soon it comes
 
@@ -1324,6 +1362,7 @@ static bool bytes_equal(Bytes a, Bytes b) {
 }
 
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
+INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 INLINE float as_float(uint32_t bits) {  // the float with these bits
     return (union { uint32_t bits; float value; }){bits}.value;
@@ -1336,9 +1375,7 @@ INLINE float as_float(uint32_t bits) {  // the float with these bits
 //
 //   0x00  u32 magic 0x616A6331, i32 version 1
 //   0x08  the fields of the table below
-//   0x70  with layer_bits 4, the 16 int8 levels, ascending
-//
-// The rest of the header is zero. A file in which it is not is refused.
+//   0x70  with layer_bits 4, the 16 int8 levels, ascending; all else must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. Norms, routers,
 // frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values row by
@@ -1406,13 +1443,17 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return take(in, count * sizeof(float));
 }
 
+// Something else than a .bin file, which export.py makes of the first n bytes of `source`.
+static void die_export(const char *file, const char *what, int n, const char *source) {
+    die("%s: %s, expected a .bin file, which this makes: export.py %.*s", file, what, n, source);
+}
+
 static void check_magic(const char *file, uint32_t magic) {
     const char *slash = strrchr(file, '/'), *end = strrchr(file, '.');
-    if (magic == 0x46554747)
-        die("%s: a GGUF file, expected a .bin file, which this makes: export.py %s", file, file);
+    if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (end && !strcmp(end, ".safetensors"))
-        die("%s: a part of a checkpoint, expected a .bin file, which this makes: export.py %.*s",
-            file, slash ? (int)(slash - file) : 1, slash ? file : ".");
+        die_export(file, "a part of a checkpoint", slash ? (int)(slash - file) : 1,
+                   slash ? file : ".");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
@@ -1420,43 +1461,33 @@ static void check_magic(const char *file, uint32_t magic) {
 
 // Checks what the table of fields does not say. Here, layer_bits is still 0 or 4.
 static void check_config(const Cursor *in, const Config *c) {
-    const int group = c->group_size, widest = max_int(c->dim, c->hidden_dim);
-    if (group & (group - 1)) die_bad(in, "group_size", "32, 64, 128 or 256, found %d", group);
-    if (c->dim % group) die_bad(in, "dim", "a multiple of %d, found %d", group, c->dim);
-    if (c->hidden_dim % group)
-        die_bad(in, "hidden_dim", "a multiple of %d, found %d", group, c->hidden_dim);
-    if (c->head_dim % 2) die_bad(in, "head_dim", "an even number, found %d", c->head_dim);
-    if (c->n_heads % c->n_kv_heads)
-        die_bad(in, "n_kv_heads", "a divisor of %d heads, found %d", c->n_heads, c->n_kv_heads);
-    if (c->q_dim % group)
-        die_bad(in, "n_heads * head_dim", "a multiple of %d, found %d", group, c->q_dim);
-    if (c->rope_scaling != 0 && c->rope_scaling != 2)
-        die_bad(in, "rope_scaling", "0 or 2, found %d; export it again", c->rope_scaling);
-    if ((c->rope_factor > 0) != (c->rope_scaling == 2))
-        die_bad(in, "rope_factor", "more than 0 with rope_scaling, else 0, found %g",
-                c->rope_factor);
-    if (c->n_experts_used < min_int(c->n_experts, 1) || c->n_experts_used > c->n_experts)
-        die_bad(in, "n_experts_used", "at least %d and at most %d, found %d",
-                min_int(c->n_experts, 1), c->n_experts, c->n_experts_used);
-    if (c->n_experts * (int64_t)widest > 1 << 30)
-        die_bad(in, "n_experts", "at most 2^30 rows in all experts, found %d of %d", c->n_experts,
-                widest);
-    if (c->no_topk_norm > c->n_experts)
-        die_bad(in, "no_topk_norm", "0 without experts, found %d", c->no_topk_norm);
-    if (c->layer_bits != 0 && c->layer_bits != 4)
-        die_bad(in, "layer_bits", "0 (8 bits) or 4, found %d", c->layer_bits);
+    const int group = c->group_size, scaling = c->rope_scaling;
+    const int widest = max_int(c->dim, c->hidden_dim);
+#define RULE(name, good, expected) \
+    if (!(good)) die_bad(in, #name, expected ", found %.10g", (double)c->name)
+    RULE(group_size, (group & (group - 1)) == 0, "32, 64, 128 or 256");
+    RULE(dim, c->dim % group == 0, "a multiple of group_size");
+    RULE(hidden_dim, c->hidden_dim % group == 0, "a multiple of group_size");
+    RULE(head_dim, c->head_dim % 2 == 0, "an even number");
+    RULE(n_kv_heads, c->n_heads % c->n_kv_heads == 0, "a divisor of n_heads");
+    RULE(q_dim, c->q_dim % group == 0, "n_heads * head_dim to be a multiple of group_size");
+    RULE(rope_scaling, scaling == 0 || scaling == 2, "0 or 2 (export it again)");
+    RULE(rope_factor, (c->rope_factor > 0) == (scaling == 2), "> 0 with rope_scaling, else 0");
+    RULE(n_experts_used, c->n_experts_used <= c->n_experts, "at most n_experts");
+    RULE(n_experts_used, c->n_experts_used > 0 || c->n_experts == 0, "at least 1 of n_experts");
+    RULE(n_experts, c->n_experts * (int64_t)widest <= 1 << 30, "at most 2^30 rows in all experts");
+    RULE(no_topk_norm, c->no_topk_norm <= c->n_experts, "0 without experts");
+    RULE(layer_bits, c->layer_bits == 0 || c->layer_bits == 4, "0 (8 bits) or 4");
     for (int i = 1; i < 16 && c->layer_bits; i++) {
-        if (c->levels[i] <= c->levels[i - 1])
-            die_bad(in, "levels", "ascending ones, found %d after %d", c->levels[i],
-                    c->levels[i - 1]);
+        RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
     }
 }
 
 static void take_header(Cursor *in, Config *c) {
     int32_t words[64];  // those that are known become 0
     in->part = "the header";
+    if (in->rest.n >= 4) check_magic(in->file, load_i32(in->rest.p));
     memcpy(words, take(in, sizeof(words)), sizeof(words));
-    check_magic(in->file, words[0]);
     if (words[1] != 1) die_bad(in, "version", "1, found %d", words[1]);
     words[0] = words[1] = 0;
     for (const Field *f = fields; f < fields + sizeof(fields) / sizeof(*fields); f++) {
@@ -1555,7 +1586,7 @@ static void model_map(Model *m, const char *path) {
 // The order of texts by their bytes, where a text comes before those that it begins: for qsort
 static int compare_bytes(const void *a, const void *b) {
     const Bytes *x = a, *y = b;
-    const int order = memcmp(x->p, y->p, x->n < y->n ? x->n : y->n);
+    const int order = memcmp(x->p, y->p, min_size(x->n, y->n));
     return order ? order : (x->n > y->n) - (x->n < y->n);
 }
 
@@ -1659,8 +1690,8 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 //
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
-// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload. A
-// function below takes each section. The Unicode data is that of HF's tokenizers package, so that
+// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload (see
+// take_section). The Unicode data is that of HF's tokenizers package, so that
 // ids agree on every text.
 
 static int take_int(Cursor *in, uint32_t most) {
@@ -1681,11 +1712,6 @@ static int take_id(Cursor *in, const Tokenizer *tok) { return take_int(in, tok->
 static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
     while (in->rest.n) ids_add(ids, take_id(in, tok));
 }
-
-// head and tail: u32 ids that go before and after every raw text. stop: u32 ids that end an answer
-static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
-static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
-static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
 
 static void added_insert(Tokenizer *tok, int id, bool special) {
     tok->added[tok->n_added++] = (Added){tok->text[id], id};
@@ -1717,17 +1743,6 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift,
                     first, last, value);
         for (next = first; next <= last; next++) tok->chars[next] |= value << shift | bits;
     }
-}
-
-// clas: ranges of letters (1), numbers (2) and white space (3)
-static void take_classes(Cursor *in, Tokenizer *tok) {
-    take_ranges(in, tok, SPACE, 0, 0);
-    tok->has_classes = true;
-}
-
-// ccc: ranges of canonical combining classes
-static void take_combining(Cursor *in, Tokenizer *tok) {
-    take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);
 }
 
 // c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
@@ -1778,12 +1793,6 @@ static void take_sampling(Cursor *in, Tokenizer *tok) {
     tok->top_k = take_int(in, INT_MAX);
 }
 
-static void take_penalty(Cursor *in, Tokenizer *tok) {
-    tok->repetition = take_float(in, 1e-6f, 1e12f);
-}
-
-static void take_mode(Cursor *in, Tokenizer *tok) { tok->mode = take_int(in, N_MODES - 1); }
-
 // chat: 12 times u32 length and bytes. export.py finds them by rendering the chat template.
 static void take_chat(Cursor *in, Tokenizer *tok) {
     ChatFormat *f = &tok->chat;
@@ -1796,17 +1805,26 @@ static void take_chat(Cursor *in, Tokenizer *tok) {
     }
 }
 
-static const struct {
-    char tag[5];
-    void (*take)(Cursor *in, Tokenizer *tok);
-} sections[] = {
-    {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_combining},
-    {"deco", take_decompositions}, {"head", take_head}, {"tail", take_tail}, {"stop", take_stop},
-    {"samp", take_sampling}, {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat},
-};
+static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "stop", "samp",
+                               "repe", "mode", "chat"};
+
+static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
+    if (!strcmp(tag, "adde")) take_added(in, tok);
+    if (!strcmp(tag, "clas")) take_ranges(in, tok, SPACE, 0, 0);  // LETTER, NUMBER or SPACE
+    if (!strcmp(tag, "ccc ")) take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);
+    if (!strcmp(tag, "deco")) take_decompositions(in, tok);
+    if (!strcmp(tag, "head")) take_ids(in, tok, &tok->head);
+    if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->tail);
+    if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
+    if (!strcmp(tag, "samp")) take_sampling(in, tok);
+    if (!strcmp(tag, "repe")) tok->repetition = take_float(in, 1e-6f, 1e12f);
+    if (!strcmp(tag, "mode")) tok->mode = take_int(in, N_MODES - 1);
+    if (!strcmp(tag, "chat")) take_chat(in, tok);
+    tok->has_classes |= !strcmp(tag, "clas");
+}
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
-    enum { N_SECTIONS = sizeof(sections) / sizeof(*sections) };
+    enum { N_TAGS = sizeof(tags) / sizeof(*tags) };
     in->part = "the extension";
     if (memcmp(take(in, 4), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
@@ -1814,19 +1832,20 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     const uint32_t version = take_u32(in), length = take_u32(in);
     if (version != 1) die_bad(in, "extension version", "1, found %u", version);
     if (length != in->rest.n)
-        die_bad(in, "extension length", "%zu, found %u", in->rest.n, length);
-    for (bool seen[N_SECTIONS] = {false}; in->rest.n;) {
+        die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n,
+                length);
+    for (bool seen[N_TAGS] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
         const size_t n = take_u32(in);
         int i = 0;
-        while (i < N_SECTIONS && memcmp(tag, sections[i].tag, 4) != 0) i++;
-        if (i == N_SECTIONS)
+        while (i < N_TAGS && memcmp(tag, tags[i], 4) != 0) i++;
+        if (i == N_TAGS)
             die("%s: unknown section \"%.4s\"; was it made by a newer export.py?", in->file, tag);
         if (seen[i]) die("%s: section %.4s is there twice", in->file, tag);
-        Cursor section = {in->file, sections[i].tag, {take(in, n), n}};
-        sections[i].take(&section, tok);
+        Cursor section = {in->file, tags[i], {take(in, n), n}};
+        take_section(&section, tok, tags[i]);
         if (section.rest.n)
-            die_bad(in, sections[i].tag, "%zu bytes, found %zu", n - section.rest.n, n);
+            die_bad(in, tags[i], "%zu bytes, found %zu", n - section.rest.n, n);
         seen[i] = true;
     }
 }
@@ -1844,21 +1863,6 @@ static void set_defaults(Tokenizer *tok) {
         const Bytes s = tok->text[id];
         const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
         if (tok->score[id] <= ADDED_SCORE && s.n > 1) added_insert(tok, id, special);
-    }
-}
-
-static void take_tokens(Cursor *in, Tokenizer *tok) {
-    in->part = "the tokens";
-    tok->text = alloc(tok->vocab_size, sizeof(Bytes), "the tokenizer");
-    tok->score = alloc(tok->vocab_size, sizeof(float), "the tokenizer");
-    tok->kind = alloc(tok->vocab_size, 1, "the tokenizer");
-    tok->added = alloc(tok->vocab_size, sizeof(Added), "the tokenizer");
-    for (int id = 0; id < tok->vocab_size && in->rest.n; id++) {
-        tok->score[id] = as_float(take_u32(in));
-        size_t n = take_u32(in);
-        tok->text[id] = (Bytes){take(in, n), n};
-        if (isnan(tok->score[id]))
-            die("%s: bad score of token %d, expected a number", in->file, id);
     }
 }
 
@@ -1908,13 +1912,23 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Cursor in = {file, "the header", file_map(file)};
     *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
                        .repetition = 1};
+    tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
+    tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
+    tok->kind = alloc(vocab_size, 1, "the tokenizer");
+    tok->added = alloc(vocab_size, sizeof(Added), "the tokenizer");
     tok->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
     in.part = "bos id";
     int bos = take_id(&in, tok);
     in.part = "eos id";
     int eos = take_id(&in, tok);
-    take_tokens(&in, tok);
+    in.part = "the tokens";
+    for (int id = 0; id < vocab_size && in.rest.n; id++) {
+        tok->score[id] = as_float(take_u32(&in));
+        if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
+        tok->text[id].n = take_u32(&in);
+        tok->text[id].p = take(&in, tok->text[id].n);
+    }
     if (in.rest.n) take_extension(&in, tok);
     set_defaults(tok);
     qsort(tok->added, tok->n_added, sizeof(Added), compare_bytes);
@@ -2047,20 +2061,19 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // ------------------------------------------------------------------------------------------------
 // Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
 // code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
-// tokens that followed there are a draft of what comes next. One forward pass runs all of them, and
-// so reads the weights only once.
+// tokens that followed there are a draft of what comes next. One forward pass runs the last token
+// and its draft, and so reads the weights only once. advance() gives out its rows one by one, for
+// as long as sampling picks the draft's tokens; the first other token starts a new pass, which
+// overwrites the rest of the draft in the cache.
 //
-// advance() gives out the rows of that pass one by one, for as long as sampling picks the draft's
-// tokens; the first other token starts a new pass, which overwrites the rest of the draft in the
-// cache. A batch gives the same bits as single tokens, and random numbers are drawn only for rows
-// that are used. So drafts change the time and nothing else: the text is the same, not just its
-// distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+// A batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
+// used. So drafts change the time and nothing else: the text is the same, not just its distribution
+// as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// One pass runs the last token and its draft: draft_rows() tokens, or twice as many after a draft
-// that was right to its end. A drafted token costs DRAFT_COST, a right one earns twice as much,
-// every pass earns 1, and while this credit is negative there are no drafts. So wrong ones take at
+// A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1
+// without SIMD or with -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much,
+// every pass earns 1, and while this credit is negative there are no drafts: wrong ones take at
 // most 2 % of the time, also with experts, where a drafted token takes half the time of another.
-// Without SIMD, where it takes all of it, and with -b 1 there are no drafts.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
@@ -2125,46 +2138,45 @@ static float *advance(Engine *e, int id, int count) {
 
 // ------------------------------------------------------------------------------------------------
 // Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
-// printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that stdout
-// holds just the answer.
+// add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
+// stdout holds just the answer.
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Copies a text to out (3 n bytes) as a terminal may show it: bytes that are not UTF-8 and control
-// characters that are not `allowed` become U+FFFD, and so does a carriage return that no newline
-// follows. Returns out's new size.
-static size_t printable(char *out, Bytes text, const char *allowed) {
-    size_t size = 0;
+// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters that
+// are not `allowed` become U+FFFD, and so does a carriage return that no newline follows.
+static void add_printable(Buffer *out, Bytes text, const char *allowed) {
     for (size_t at = 0; at < text.n;) {
         const Char c = code_point_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
         const bool kept = c.c && c.c < ' ' && strchr(allowed, c.c) && (c.c != '\r' || crlf);
         const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c));
-        const int n = shown ? c.n : 3;
-        memcpy(out + size, shown ? (const char *)text.p + at : "\uFFFD", n);
-        size += n;
+        buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
-    return size;
 }
 
 static void report(const char *fmt, ...) {
-    char text[1024], line[3 * sizeof(text)];
+    char text[1024];
+    uint8_t line[3 * sizeof(text)];
+    Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
     va_list args;
     va_start(args, fmt);
     vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
     progress_end();
-    fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, bytes(text), ""), line);
+    add_printable(&shown, bytes(text), "");
+    fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
 }
 
-// Appends a text in printf's format, of less than 64 bytes.
+// Appends a text in printf's format, of less than 512 bytes.
 __attribute__((format(PRINTF, 2, 3))) static void buffer_print(Buffer *b, const char *fmt, ...) {
+    char text[512];
     va_list args;
     va_start(args, fmt);
-    b->p = grow(b->p, &b->cap, b->n, 64, 1);
-    b->n += vsnprintf((char *)b->p + b->n, 64, fmt, args);
+    vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
+    buffer_add(b, bytes(text));
 }
 
 static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the start
@@ -2190,49 +2202,33 @@ struct Writer {
 static size_t unfinished(Bytes text, bool terminal) {
     if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
-        const uint8_t *p = text.p + text.n - n;
-        if ((p[0] & 0xC0) == 0x80) continue;
-        size_t needs = p[0] >= 0xF0 ? 4 : p[0] >= 0xE0 ? 3 : 2;
-        if (p[0] < 0xC2 || p[0] > 0xF4 || n >= needs) return 0;
-        uint8_t low = p[0] == 0xE0 ? 0xA0 : p[0] == 0xF0 ? 0x90 : 0x80;
-        uint8_t high = p[0] == 0xED ? 0x9F : p[0] == 0xF4 ? 0x8F : 0xBF;
-        return n == 1 || (p[1] >= low && p[1] <= high) ? n : 0;
+        for (int rest = 0x80; rest <= 0xBF; rest += 0x3F) {  // the least and the greatest bytes
+            uint8_t u[4] = {rest, rest, rest, rest};
+            memcpy(u, text.p + text.n - n, n);
+            const Char c = code_point_at((Bytes){u, 4}, 0);
+            if (c.c < BAD_BYTE && c.n > (int)n) return n;
+        }
     }
     return 0;
 }
 
-// How many bytes at the end may still become the stop text
-static size_t unfinished_stop(Bytes text, Bytes stop) {
-    for (size_t n = stop.n ? stop.n - 1 : 0; n > 0; n--) {
-        if (n <= text.n && memcmp(text.p + text.n - n, stop.p, n) == 0) return n;
-    }
-    return 0;
-}
-
-// A text as a terminal may show it: see printable. Each piece is dimmed by itself, in one write: no
-// signal can leave the terminal dim.
-static Bytes for_terminal(Writer *out, Bytes text, bool dim) {
-    if (text.n == 0) return text;
-    Buffer *shown = &out->shown;
-    shown->p = grow(shown->p, &shown->cap, 0, 3 * text.n + 8, 1);
-    memcpy(shown->p, "\033[2m", 4);
-    shown->n = 4 * dim;
-    shown->n += printable((char *)shown->p + shown->n, text, "\n\r\t");
-    if (dim) buffer_add(shown, bytes("\033[0m"));
-    return bytes_of(shown);
-}
-
-// Writes what is held, except its last `keep` bytes.
+// Writes what is held, except its last `keep` bytes. For a terminal, each piece is dimmed by
+// itself, in one write: no signal can leave the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
     Bytes text = {out->held.p, out->held.n - keep};
-    const bool thinking = out->chat && out->thinking;
-    if (out->terminal) text = for_terminal(out, text, thinking && out->dim);
-    else if (thinking && !out->to && is_terminal(STDERR_FILENO))
-        text = for_terminal(out, text, false);
-    if (out->to && !thinking) buffer_add(out->to, text);
-    else if (out->to) {}  // the thinking of a list's answer is dropped
-    else if (out->terminal || !thinking) write_stdout(text);
-    else if (!quiet) fwrite(text.p, 1, text.n, stderr);
+    const bool aside = out->thinking && !out->terminal;  // to stderr, or of a list nowhere
+    const bool dim = out->thinking && out->dim;
+    if (text.n && (out->terminal || (aside && !out->to))) {
+        Buffer *shown = &out->shown;
+        shown->n = 0;
+        if (dim) buffer_add(shown, bytes("\033[2m"));
+        add_printable(shown, text, "\n\r\t");
+        if (dim) buffer_add(shown, bytes("\033[0m"));
+        text = bytes_of(shown);
+    }
+    if (!aside && out->to) buffer_add(out->to, text);
+    else if (!aside) write_stdout(text);
+    else if (!out->to && !quiet) fwrite(text.p, 1, text.n, stderr);
     buffer_cut(&out->held, out->held.n - keep);
 }
 
@@ -2244,31 +2240,27 @@ static void writer_thinks(Writer *out, bool thinking) {
     out->began = thinking;
 }
 
-// Takes the newlines between thinking and answer out of the answer. Only a terminal shows them.
-static void writer_begin(Writer *out) {
-    size_t newlines = 0;
-    while (newlines < out->held.n && out->held.p[newlines] == '\n') newlines++;
-    if (out->terminal) writer_flush(out, out->held.n - newlines);
-    else buffer_cut(&out->held, newlines);
-    out->began = out->held.n > 0;
-}
-
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
+    Buffer *held = &out->held;
     if (id == tok->think) writer_thinks(out, true);
-    if (!(tok->kind[id] & SPECIAL)) {
-        buffer_add(&out->held, tok->text[id]);
-        if (!out->began) writer_begin(out);
-        const Bytes held = bytes_of(&out->held), stop = out->thinking ? (Bytes){0} : out->stop;
-        for (size_t at = 0; stop.n && at + stop.n <= held.n; at++) {
-            if (memcmp(held.p + at, stop.p, stop.n) != 0) continue;
-            out->cut = held.n - at;
-            out->held.n = at;
-            return false;
-        }
-        const size_t keep = unfinished_stop(held, stop);
-        const Bytes rest = {held.p, held.n - keep};
-        writer_flush(out, keep + unfinished(rest, out->terminal || out->thinking));
+    if (!(tok->kind[id] & SPECIAL)) buffer_add(held, tok->text[id]);
+    if (!out->began) {  // the newlines between thinking and answer: only a terminal shows them
+        size_t newlines = 0;
+        while (newlines < held->n && held->p[newlines] == '\n') newlines++;
+        if (out->terminal) writer_flush(out, held->n - newlines);
+        else buffer_cut(held, newlines);
+        out->began = held->n > 0;
     }
+    const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
+    size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin
+    while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
+    if (stop.n && held->n - at >= stop.n) {
+        out->cut = held->n - at;
+        held->n = at;
+        return false;
+    }
+    const size_t waits = unfinished((Bytes){held->p, at}, out->terminal || out->thinking);
+    writer_flush(out, held->n - at + waits);
     if (id == tok->end_think) writer_thinks(out, false);
     return true;
 }
@@ -2318,6 +2310,7 @@ typedef struct {
     Mode mode;        // -m, or what the model is made for
     bool think;       // -r 1, and the model's thinking can be switched
     bool noticed;     // the notices have been given
+    bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
     Buffer input;     // the prompt, or the message being typed
     Lines typed;      // of stdin
@@ -2356,41 +2349,23 @@ static void give_notices(App *app) {
 // What stderr says before the model runs
 static void announce(App *app, const Ids *ids) {
     give_notices(app);
-    if (!app->options.verbose) return;
+    if (!app->options.verbose || app->mode == TOKENIZE) return;
     fputs("prompt ids:", stderr);
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
     fputc('\n', stderr);
 }
 
-// Can a text of so many tokens run? Says so if it can't.
+// Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
 static bool check_length(const App *app, const char *where, size_t tokens) {
-    const size_t most = app->engine.model.state.seq_len;
-    if (app->mode == PERPLEXITY) {
-        if (tokens < 2)
-            report("%s: too short, expected at least 2 tokens, found %zu", where, tokens);
-        return tokens >= 2;
-    }
-    if (tokens == 0) report("%s: empty, expected at least one token", where);
+    const bool scores = app->mode == PERPLEXITY;
+    const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
+    if (tokens < least)
+        report("%s: %s, expected %zu or more tokens, found %zu", where,
+               tokens ? "too short" : "empty", least, tokens);
     if (tokens > most)
         report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
                app->engine.model.config.max_seq_len, tokens);
-    return tokens > 0 && tokens <= most;
-}
-
-// Checks a prompt's length and runs it. Returns what prefill returns.
-static bool checked_prefill(App *app, const Ids *prompt) {
-    if (!check_length(app, "prompt", prompt->n)) exit(EXIT_FAILURE);
-    announce(app, prompt);
-    return prefill(&app->engine, prompt);
-}
-
-static void print_statistics(const App *app, size_t prompt, double prompt_time, size_t answer,
-                             double answer_time) {
-    const size_t cached = app->engine.reused;
-    const double p = (prompt - cached) / (prompt_time + 1e-9), a = answer / (answer_time + 1e-9);
-    fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-            prompt, p < 999.95, p, cached, answer, a < 999.95, a,  // a decimal only below 1,000
-            (unsigned long long)app->options.seed);
+    return tokens >= least && tokens <= most;
 }
 
 // After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
@@ -2400,34 +2375,39 @@ static void cut_answer(const App *app, Message *answer) {
     for (size_t cut = app->writer.cut; cut > 0;) {
         const int id = answer->ids.p[--answer->ids.n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        const size_t lost = cut < text.n ? cut : text.n;
+        const size_t lost = min_size(cut, text.n);
         if (lost < text.n) buffer_add(&answer->text, (Bytes){text.p, text.n - lost});
         cut -= lost;
     }
 }
 
 // Runs a prompt and writes its answer; then notices and statistics. message: empty, gets the answer
-static Ending respond(App *app, const Ids *prompt, Message *message) {
+static void respond(App *app, const Ids *prompt, Message *message) {
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
     const int seq_len = e->model.state.seq_len;
     app->writer.cut = 0;
-    double start = now();
-    const bool ran = checked_prefill(app, prompt);
-    double middle = now();
+    const double start = now();
+    const bool ran = prefill(e, prompt);
+    const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
     answer->p = grow(answer->p, &answer->cap, 0, seq_len + 1, sizeof(int));
-    Ending ending = ran ? generate(e, answer) : INTERRUPTED;
-    double end = now();
+    const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
+    const double end = now();
     const char *where = app->writer.thinking ? " inside its thinking" : "";
     writer_end(&app->writer);
     if (ending == LIMIT_REACHED) notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (ending == CONTEXT_ENDED)
         notice("answer: ended%s by a full context of %d tokens (-c)", where, seq_len);
-    if (!quiet) print_statistics(app, done, middle - start, answer->n, end - middle);
+    const double p = (done - e->reused) / (middle - start + 1e-9);
+    const double a = answer->n / (end - middle + 1e-9);
+    if (!quiet)
+        fprintf(stderr,  // rates with a decimal only below 1,000
+                "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
+                (unsigned long long)app->options.seed);
     cut_answer(app, message);
-    return ending;
 }
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
@@ -2453,8 +2433,8 @@ static void conversation_drop(Conversation *talk, size_t first, size_t count) {
 
 // Renders the conversation. If that leaves no room for an answer, the older half of the turns is
 // forgotten, again until there is room or only the last message is left (and the system message).
-// False: even that is too long, or Ctrl-C was pressed; then nothing is forgotten.
-static bool fit_conversation(App *app, Ids *ids) {
+// If even that is too long, nothing is forgotten.
+static void fit_conversation(App *app, Ids *ids) {
     Conversation *talk = &app->conversation;
     const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
     size_t room = context / 4, first = system;
@@ -2463,37 +2443,41 @@ static bool fit_conversation(App *app, Ids *ids) {
         render(&app->engine.tokenizer, talk, first, app->think, ids);
         if (ids->n + room <= context || first == talk->n - 1 || interrupted) break;
     }
-    if (interrupted || ids->n > context) return false;
+    if (interrupted || ids->n > context) return;
     if (first > system)
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
     conversation_drop(talk, system, first - system);
-    return true;
 }
 
-// A user's message and the model's answer to it. exit_on_error is false in a dialogue: it goes on
-// after an error, and says so when a message is taken back.
-static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
+// Answers the conversation's last message. False: there is no answer, as the conversation is too
+// long or Ctrl-C came first.
+static bool answer_last(App *app) {
     Conversation *talk = &app->conversation;
     Ids ids = {0};
-    conversation_add(talk, USER, text);
-    if (!fit_conversation(app, &ids) && !interrupted) {
-        check_length(app, "prompt", ids.n);
-        if (exit_on_error) exit(EXIT_FAILURE);
-        conversation_drop(talk, talk->n - 1, 1);
-        free(ids.p);
-        return CONTEXT_ENDED;
-    }
-    writer_thinks(&app->writer, begins_thinking(app));
+    fit_conversation(app, &ids);
+    const bool fits = !interrupted && check_length(app, "prompt", ids.n);
+    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
-    // Ctrl-C while the text was encoded leaves only some of its ids.
-    Ending ending = interrupted ? INTERRUPTED : respond(app, &ids, answer);
-    if (ending == INTERRUPTED && answer->ids.n == 0) {
-        if (!exit_on_error) notice("chat: stopped before its answer, the message is taken back");
-        conversation_drop(talk, talk->n - 2, 2);
+    if (fits) {
+        announce(app, &ids);
+        writer_thinks(&app->writer, begins_thinking(app));
+        respond(app, &ids, answer);
     }
+    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
+    if (!answered) conversation_drop(talk, talk->n - 1, 1);
     free(ids.p);
-    return ending;
+    return answered;
+}
+
+// A user's message and the model's answer to it. Without an answer, the message is taken back.
+static void chat_turn(App *app, Bytes text) {
+    Conversation *talk = &app->conversation;
+    conversation_add(talk, USER, text);
+    if (answer_last(app)) return;
+    if (interrupted && app->dialogue)
+        notice("chat: stopped before its answer, the message is taken back");
+    conversation_drop(talk, talk->n - 1, 1);
 }
 
 // Without one final newline, \n or \r\n
@@ -2535,14 +2519,6 @@ static Found next_line(Lines *in, Bytes *line, bool wait) {
     }
 }
 
-// The next line of stdin in a conversation. False: the end of input, or Ctrl-C.
-static bool read_line(App *app, Bytes *line) {
-    app->typed.name = "stdin";
-    const Found found = next_line(&app->typed, line, true);
-    if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
-    return found == A_LINE;
-}
-
 // A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste,
 // which waits for Enter: at the end of its last line, or, if that line had a newline already, on
 // the empty line after it. False: the end of input, or Ctrl-C.
@@ -2553,7 +2529,7 @@ static bool read_message(App *app) {
     message->n = 0;
     fputs("> ", stderr);
     for (Waiting before = NOTHING, after = NOTHING;; before = after) {
-        if (!read_line(app, &line)) {
+        if (next_line(&app->typed, &line, true) != A_LINE) {
             if (interrupted || message->n == 0) return false;
             break;
         }
@@ -2587,8 +2563,8 @@ static const char commands[] =
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n";
 
-// Takes the last answer back and draws another; after Ctrl-C before its first token the old one
-// stays.
+// Takes the last answer back and draws another; if that is stopped before its first token, the old
+// one stays.
 static void retry(App *app) {
     Conversation *talk = &app->conversation;
     if (talk->n < 2) {
@@ -2596,14 +2572,9 @@ static void retry(App *app) {
     } else if (app->engine.answer.sampler.temperature == 0) {
         notice("/retry: -t 0 would draw the same answer again");
     } else {
-        const size_t n = talk->n -= 2;
-        const Message old[] = {talk->p[n], talk->p[n + 1]};
-        chat_turn(app, bytes_of(&old[0].text), false);
-        const bool stopped = talk->n == n;
-        for (int i = 0; i < 2; i++) {
-            if (stopped) talk->p[talk->n++] = old[i];
-            else message_free(&old[i]);
-        }
+        const Message old = talk->p[--talk->n];
+        if (answer_last(app)) message_free(&old);
+        else talk->p[talk->n++] = old;
     }
 }
 
@@ -2617,50 +2588,43 @@ static Bytes skip_spaces(Bytes text) {
 static void send_file(App *app, Bytes words) {
     words = skip_spaces(words);
     const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
-    const uint8_t end = quoted ? *words.p : ' ';
-    if (quoted) words = bytes_from(words, 1);
-    size_t n = 0;
-    while (n < words.n && words.p[n] != end) n++;
-    const bool tilde = !quoted && n > 1 && words.p[0] == '~' && words.p[1] == '/';
-    const char *home = tilde ? getenv("HOME") : NULL, *name = (const char *)words.p, *error = NULL;
+    const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
+    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
+    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
+    const int n = (int)((end ? end : last) - name);
     char path[8192];
-    if (home) snprintf(path, sizeof(path), "%s%.*s", home, (int)n - 1, name + 1);
-    else snprintf(path, sizeof(path), "%.*s", (int)n, name);
+    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + quoted : n)));
+    const size_t rest = end ? (size_t)(end + 1 - words.p) : words.n;
+    buffer_add(&message, skip_spaces(bytes_from(words, rest)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
+    const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
     else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
     else error = file_read(&message, path);
     if (!error && message.n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
-    else chat_turn(app, chop(bytes_of(&message)), false);
+    else chat_turn(app, chop(bytes_of(&message)));
     free(message.p);
 }
 
-// Is this line just a slash and letters? Of such, only /think goes to the model. (Its other switch,
-// /no_think, is not letters alone.)
-static bool looks_like_command(Bytes line) {
-    size_t n = 1;
-    while (n < line.n && isalpha(line.p[n])) n++;
-    return line.n > 1 && *line.p == '/' && n == line.n && !bytes_equal(line, bytes("/think"));
-}
-
-typedef enum { MESSAGE, COMMAND, LEAVE } Typed;
-
-// What a text is, after running it if it is a command. A command is a line alone.
-static Typed run_command(App *app, Bytes text) {
+// Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
+// and letters, only /think is a message. (The model's other switch, /no_think, is not letters
+// alone.) False: it ends the program.
+static bool run_message(App *app, Bytes text) {
     Bytes line = text;
+    size_t letters = 1;
     while (line.n && line.p[line.n - 1] == ' ') line.n--;
+    while (letters < line.n && isalpha(line.p[letters])) letters++;
     static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
     for (int i = 0; i < 5; i++) {
-        if (bytes_equal(line, bytes(leaving[i]))) return LEAVE;
+        if (bytes_equal(line, bytes(leaving[i]))) return false;
     }
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
     } else if (memchr(text.p, '\n', text.n)) {
-        return MESSAGE;
+        chat_turn(app, text);
     } else if (bytes_equal(line, bytes("/help"))) {
         fputs(commands, stderr);
     } else if (bytes_equal(line, bytes("/retry"))) {
@@ -2672,22 +2636,24 @@ static Typed run_command(App *app, Bytes text) {
     } else if (bytes_equal(line, bytes("/file")) ||
                (text.n > 5 && memcmp(text.p, "/file ", 6) == 0)) {
         send_file(app, bytes_from(text, text.n > 5 ? 6 : 5));
-    } else if (looks_like_command(line)) {
+    } else if (line.n > 1 && *line.p == '/' && letters == line.n &&
+               !bytes_equal(line, bytes("/think"))) {
         report("%.*s: no such command, /help shows them", (int)line.n, line.p);
     } else {
-        return MESSAGE;
+        chat_turn(app, text);
     }
-    return COMMAND;
+    return true;
 }
 
 // A conversation at a terminal
 static int run_dialogue(App *app) {
     const char *thinking = app->think ? "on" : begins_thinking(app) ? "always" : "off";
     bool warned = false;
+    app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
            app->engine.model.state.seq_len, thinking);
-    for (Typed typed = MESSAGE; typed != LEAVE; interrupted = 0) {
+    for (;; interrupted = 0) {
         if (!read_message(app)) {
             fputc('\n', stderr);
             if (!interrupted) return EXIT_SUCCESS;
@@ -2696,19 +2662,19 @@ static int run_dialogue(App *app) {
             notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
         } else if (app->input.n > 0) {
             warned = false;
-            typed = run_command(app, bytes_of(&app->input));
-            if (typed == MESSAGE) chat_turn(app, bytes_of(&app->input), false);
+            if (!run_message(app, bytes_of(&app->input))) return EXIT_SUCCESS;
         }
     }
-    return EXIT_SUCCESS;
 }
 
 // A conversation with stdin: a terminal, or a script of one turn a line
 static int run_conversation(App *app) {
     Bytes line;
+    app->typed.name = "stdin";
     if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
-    while (read_line(app, &line)) {
-        if (chat_turn(app, chop(line), true) == INTERRUPTED) break;
+    while (!interrupted && next_line(&app->typed, &line, true) == A_LINE) {
+        if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
+        chat_turn(app, chop(line));
     }
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
@@ -2736,22 +2702,6 @@ static void buffer_add_json(Buffer *b, Bytes text) {
     buffer_add(b, bytes("\"\n"));
 }
 
-static void buffer_add_token(Buffer *b, const Tokenizer *tok, int id) {
-    buffer_print(b, "%d ", id);
-    buffer_add_json(b, tok->text[id]);
-}
-
-static void run_tokenize(App *app, const Ids *ids) {
-    Buffer lines = {0};
-    give_notices(app);
-    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
-        buffer_add_token(&lines, &app->engine.tokenizer, ids->p[i]);
-    }
-    if (!app->options.verbose) buffer_add_ids(&lines, ids);
-    write_stdout(bytes_of(&lines));
-    free(lines.p);
-}
-
 // -log of the probability of token id by its logits (n), which are overwritten
 static double surprise(float *logits, int n, int id) {
     float max = max_of(logits, n), logit = logits[id];
@@ -2759,55 +2709,31 @@ static double surprise(float *logits, int n, int id) {
     return log(sum_double(logits, n)) + max - logit;
 }
 
-// Runs ids 0 .. n - 1 from position pos on, and adds the surprises of ids 1 .. n to *sum, one by
-// one: batches do not change its last digits. Returns false after Ctrl-C.
-static bool score(Engine *e, const int *ids, int n, int pos, double *sum) {
-    const int rows = e->model.state.logit_rows, vocab_size = e->tokenizer.vocab_size;
-    float *logits = NULL;
-    if (!forward_text(&e->model, &e->answer.text, ids, n, pos, n)) return false;
-    for (int i = 0; i < n; i++) {
-        if (i % rows == 0) logits = classify(&e->model, i, min_int(rows, n - i));
-        *sum += surprise(logits + (size_t)(i % rows) * vocab_size, vocab_size, ids[i + 1]);
-    }
-    return true;
-}
-
 // Appends a line. False if the sum is not finite.
 static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
     const double mean = sum / n;
-    char text[512];
-    snprintf(text, sizeof(text), "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
-    buffer_add(line, bytes(text));
+    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
     return isfinite(mean);
 }
 
-// The sum of a text's surprises. A text longer than the context is scored in pieces, each of which
-// begins with the last token of the piece before. Returns false after Ctrl-C.
+// Adds up the surprises of all tokens but the first, one by one: batches do not change the last
+// digits. A text longer than the context is scored in pieces, each of which begins with the last
+// token of the piece before. Returns false after Ctrl-C.
 static bool score_all(Engine *e, const Ids *ids, double *sum) {
-    const int context = e->model.state.seq_len, n = (int)ids->n - 1;
-    bool running = true;
-    progress_start(&e->model, n);
-    for (int at = 0, count; at < n && running; at += count) {
-        int pos = at % (context - 1);
-        count = min_int(min_int(e->model.state.batch, context - 1 - pos), n - at);
-        running = score(e, ids->p + at, count, pos, sum);
+    const State *s = &e->model.state;
+    const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
+    float *logits = NULL;
+    for (int at = 0, count; at < n && !interrupted; at += count) {
+        const int pos = at % (s->seq_len - 1);
+        count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
+        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) break;
+        for (int i = 0; i < count; i++) {
+            const int row = i % s->logit_rows;
+            if (row == 0) logits = classify(&e->model, i, min_int(s->logit_rows, count - i));
+            *sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
+        }
     }
-    progress_end();
-    return running;
-}
-
-static void run_perplexity(App *app, const Ids *ids) {
-    const int context = app->engine.model.state.seq_len;
-    double sum = 0;
-    Buffer line = {0};
-    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
-    announce(app, ids);
-    if (ids->n > (size_t)context)
-        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
-    if (!score_all(&app->engine, ids, &sum)) exit(EXIT_INTERRUPT);
-    if (!buffer_add_perplexity(&line, sum, (int)ids->n - 1)) die(NOT_FINITE);
-    write_stdout(bytes_of(&line));
-    free(line.p);
+    return !interrupted;
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2827,15 +2753,6 @@ static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     return isfinite(squares);
 }
 
-// The vector of a text's last token
-static void run_embed(App *app, const Ids *ids) {
-    Buffer line = {0};
-    if (!checked_prefill(app, ids)) exit(EXIT_INTERRUPT);
-    if (!buffer_add_embedding(&line, &app->engine.model, 0)) die(BAD_VECTOR);
-    write_stdout(bytes_of(&line));
-    free(line.p);
-}
-
 // The prompt of every mode but chat
 static void encode_text(const App *app, Bytes text, Ids *ids) {
     const Tokenizer *tok = &app->engine.tokenizer;
@@ -2844,19 +2761,43 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 }
 
 // Every mode but chat
-static Ending run_raw(App *app, Bytes text) {
-    Ending ending = TURN_ENDED;
+static void run_raw(App *app, Bytes text) {
+    Engine *e = &app->engine;
+    const int context = e->model.state.seq_len;
     Ids ids = {0};
     Message answer = {0};
+    Buffer lines = {0};
+    double sum = 0;
     encode_text(app, text, &ids);
-    if (interrupted) ending = INTERRUPTED;  // while the text was encoded
-    else if (app->mode == GENERATE) ending = respond(app, &ids, &answer);
-    else if (app->mode == TOKENIZE) run_tokenize(app, &ids);
-    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids);
-    else run_embed(app, &ids);
+    if (interrupted) {
+        free(ids.p);
+        return;
+    }
+    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids.n)) exit(EXIT_FAILURE);
+    announce(app, &ids);
+    if (app->mode == GENERATE) {
+        respond(app, &ids, &answer);
+    } else if (app->mode == EMBED) {
+        if (prefill(e, &ids) && !buffer_add_embedding(&lines, &e->model, 0)) die(BAD_VECTOR);
+    } else if (app->mode == PERPLEXITY) {
+        if (ids.n > (size_t)context)
+            notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
+        progress_start(&e->model, ids.n - 1);
+        const bool ran = score_all(e, &ids, &sum);
+        progress_end();
+        if (ran && !buffer_add_perplexity(&lines, sum, (int)ids.n - 1)) die(NOT_FINITE);
+    } else if (!app->options.verbose) {
+        buffer_add_ids(&lines, &ids);
+    } else {
+        for (size_t i = 0; i < ids.n; i++) {
+            buffer_print(&lines, "%d ", ids.p[i]);
+            buffer_add_json(&lines, e->tokenizer.text[ids.p[i]]);
+        }
+    }
+    write_stdout(bytes_of(&lines));
+    free(lines.p);
     free(ids.p);
     message_free(&answer);
-    return ending;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3189,10 +3130,14 @@ static bool encode_line(List *l, Bytes text, Ids *ids) {
     }
     if (o->json_list && !parse_line(l, text)) return false;
     const bool messages = talk->n && talk->p[talk->n - 1].role == USER;
-    if (o->json_list) text = bytes_of(messages ? &talk->p[talk->n - 1].text : &l->json.text);
-    if (text.n > l->longest) {
+    if (o->json_list) text = bytes_of(&l->json.text);
+    size_t size = messages ? 0 : text.n;
+    for (size_t i = 0; messages && i < talk->n; i++) {  // an earlier answer may lose its thinking
+        if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
+    }
+    if (size > l->longest) {
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), m->state.seq_len, m->config.max_seq_len, text.n);
+               where(l, l->read), m->state.seq_len, m->config.max_seq_len, size);
         return false;
     }
     if (!messages) {
@@ -3231,6 +3176,7 @@ static void add_line(List *l, Bytes line) {
     l->consumed += line.n;
     p->number = l->read++;
     if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
+        if (good) l->rows += p->ids.n;
         line_done(l, p->number, good);
         return;
     }
@@ -3437,124 +3383,104 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "stdout, all else to stderr. Exit: 0 success, 1 file, memory or model error,\n"
     "2 usage error, 130 Ctrl-C.\n";
 
+typedef struct {
+    char letter;
+    enum { STRING, INTEGER, REAL, SEED, MODE } type;
+    size_t place;           // in Options
+    double low, high;       // the least and the greatest value; of a STRING the least length
+    const char *others[2];  // what other programs call it
+} Option;
+
+#define OPTION(name) offsetof(Options, name)
+
+static const Option options[] = {  // those with a value
+    {'i', STRING, OPTION(text), 0, 0, {"--prompt"}},
+    {'f', STRING, OPTION(file), 1, 0, {"--file"}},
+    {'l', STRING, OPTION(list), 1, 0, {NULL}},
+    {'L', STRING, OPTION(json_list), 1, 0, {NULL}},
+    {'m', MODE, OPTION(mode), 0, 0, {NULL}},
+    {'y', STRING, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
+    {'r', INTEGER, OPTION(think), 0, 1, {NULL}},
+    {'t', REAL, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
+    {'p', REAL, OPTION(top_p), 1e-30, 1, {"--top-p"}},
+    {'k', INTEGER, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
+    {'a', REAL, OPTION(presence), 0, 2, {"--presence-penalty"}},
+    {'e', REAL, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
+    {'x', STRING, OPTION(stop), 1, 0, {"--reverse-prompt"}},
+    {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
+    {'n', INTEGER, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
+    {'c', INTEGER, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
+    {'b', INTEGER, OPTION(batch), 1, 512, {"--batch-size"}},
+    {'j', INTEGER, OPTION(threads), 1, 1024, {"--threads"}},
+};
+
 static void print_and_exit(const char *text) {
-    char version[64];
-    snprintf(version, sizeof(version), "qwen3 " VERSION " (%s)", simd_name());
-    write_stdout(bytes(version));
-    write_stdout(bytes(text));
+    Buffer line = {0};
+    buffer_print(&line, "qwen3 " VERSION " (%s)", simd_name());
+    buffer_add(&line, bytes(text));
+    write_stdout(bytes_of(&line));
     exit(EXIT_SUCCESS);
 }
 
-static float parse_float(const char *option, const char *s, float low, float high) {
-    char *end;
-    float value = strtof(s, &end);
-    const bool bad = end == s || *end || !(value >= low && value <= high);
-    if (bad && option[1] == 'p')
-        die_usage("-p: bad value, expected top-p, above 0 and up to 1 (a prompt goes with -i), "
-                  "found \"%s\"", s);
-    if (bad)
-        die_usage("%s: bad value, expected %g to %g, found \"%s\"", option, low, high, s);
-    return value;
-}
-
-static int parse_int(const char *option, const char *s, int low, int high) {
-    char *end;
+// Sets an option, or ends the program if it can't have this value.
+static void set_option(Options *o, const Option *option, const char *value) {
+    void *place = (char *)o + option->place;
+    char range[64], *end = NULL;
+    const char *expected = NULL;  // what the value should be
     errno = 0;
-    long long value = strtoll(s, &end, 10);
-    if (end == s || *end || errno || value < low || value > high)
-        die_usage("%s: bad value, expected %d to %d, found \"%s\"", option, low, high, s);
-    return (int)value;
-}
-
-static uint64_t parse_seed(const char *s) {
-    char *end;
-    errno = 0;
-    uint64_t value = *s == '-' ? (uint64_t)strtoll(s, &end, 10) : strtoull(s, &end, 10);
-    if (end == s || *end || errno)
-        die_usage("-s: bad value, expected a 64-bit integer, found \"%s\"", s);
-    return value;
-}
-
-static int parse_mode(const char *s) {
-    for (int i = 0; i < N_MODES; i++) {
-        if (!strcmp(s, mode_names[i])) return i;
+    if (option->type == STRING) {
+        *(const char **)place = value;
+        if (strlen(value) < option->low) expected = "a text that is not empty";
+    } else if (option->type == MODE) {
+        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
+        if (o->mode == N_MODES)
+            expected = "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)";
+    } else if (option->type == SEED) {
+        o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
+        o->seeded = true;
+        if (end == value || *end || errno) expected = "a 64-bit integer";
+    } else {
+        const bool whole = option->type == INTEGER;
+        const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
+        snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
+        if (end == value || *end || !(number >= option->low && number <= option->high))
+            expected = option->letter != 'p' ? range
+                       : "top-p, above 0 and up to 1 (a prompt goes with -i)";
+        else if (whole) *(int *)place = (int)number;
+        else *(float *)place = (float)number;
     }
-    die_usage("-m: unknown mode, expected chat, generate, embed, tokenize or perplexity%s, "
-              "found \"%s\"", strpbrk(s, "./") ? " (MODEL goes without -m)" : "", s);
+    if (expected)
+        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter, expected, value);
 }
 
-#define OPTION_LETTERS "iflLmyrtpkaexsncbj"  // of options with a value
-
-static void parse_option(Options *o, const char *option, const char *value) {
-    switch (option[1]) {
-    case 'i': o->text = value; break;
-    case 'f': o->file = value; break;
-    case 'y': o->system = value; break;
-    case 'm': o->mode = parse_mode(value); break;
-    case 'r': o->think = parse_int(option, value, 0, 1); break;
-    case 't': o->temperature = parse_float(option, value, 0, 1000); break;
-    case 'p': o->top_p = parse_float(option, value, 1e-30f, 1); break;
-    case 'k': o->top_k = parse_int(option, value, 0, INT_MAX); break;
-    case 'a': o->presence = parse_float(option, value, 0, 2); break;
-    case 'e': o->repetition = parse_float(option, value, 0.01f, 100); break;
-    case 'x': o->stop = value; break;
-    case 'n': o->n = parse_int(option, value, -1, INT_MAX); break;
-    case 'c': o->context = parse_int(option, value, 0, INT_MAX); break;
-    case 'b': o->batch = parse_int(option, value, 1, 512); break;
-    case 'j': o->threads = parse_int(option, value, 1, 1024); break;
-    case 's': o->seed = parse_seed(value), o->seeded = true; break;
-    case 'l': o->list = value; break;
-    case 'L': o->json_list = value; break;
-    }
-}
-
-// What other programs call things: their options, and what comes before MODEL
-static const char *const habits[][2] = {
-    {"--prompt", "-i"}, {"--file", "-f"}, {"--system-prompt", "-y"}, {"--system", "-y"},
-    {"--temp", "-t"}, {"--temperature", "-t"}, {"--top-p", "-p"}, {"--top-k", "-k"},
-    {"--presence-penalty", "-a"}, {"--repeat-penalty", "-e"}, {"--reverse-prompt", "-x"},
-    {"--seed", "-s"}, {"--n-predict", "-n"}, {"--predict", "-n"}, {"--ctx-size", "-c"},
-    {"--batch-size", "-b"}, {"--threads", "-j"}, {"--model", "MODEL without an option"},
-    {"run", ""}, {"chat", ""}, {"serve", ""}, {"generate", " -m generate"},
-    {"embed", " -m embed"}, {"tokenize", " -m tokenize"}, {"perplexity", " -m perplexity"}};
-
-static const char *habit(const char *typed) {  // what it is called here, or NULL
-    const size_t n = strcspn(typed, "=");
-    for (size_t i = 0; i < sizeof(habits) / sizeof(*habits); i++) {
-        if (strlen(habits[i][0]) == n && !strncmp(typed, habits[i][0], n)) return habits[i][1];
+static const Option *option_named(const char *arg) {  // NULL: there is none, or it has no value
+    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
+        if (arg[0] == '-' && arg[1] == options[i].letter && !arg[2]) return &options[i];
     }
     return NULL;
 }
 
 // Ends the program because of an argument that is neither an option nor MODEL, and names the
-// likely mistake. o: the options before it
-static void die_of_argument(const char *arg, const Options *o) {
-    const bool option = arg[0] == '-';
-    const char *here = habit(option ? arg : o->model);
-    if (option && here) die_usage("%s: unknown option, expected %s; -h lists all", arg, here);
-    if (option && arg[1] && strchr(OPTION_LETTERS, arg[1]) && isdigit((uint8_t)arg[2]))
-        die_usage("%s: unknown option, expected a space: %.2s %s", arg, arg, arg + 2);
-    if (option) die_usage("%s: unknown option, expected one of those that -h lists", arg);
-    if (here) die_usage("%s: not a command, expected qwen3 %s%s", o->model, arg, here);
-    if (o->text)
-        die_usage("%s: unexpected; a prompt of several words needs quotes: -i \"%s %s\"", arg,
-                  o->text, arg);
-    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i: -i \"%s\"", arg, o->model,
-              arg);
+// likely mistake.
+static void die_of_argument(const char *arg, const char *model) {
+    const size_t n = strcspn(arg, "=");
+    for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
+        const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+        if (other && strlen(other) == n && !strncmp(arg, other, n))
+            die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
+        if (arg[0] == '-' && arg[1] == letter && isdigit((uint8_t)arg[2]))
+            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
+    }
+    if (arg[0] == '-')
+        die_usage("%s: unknown option, expected one that -h lists (MODEL without an option)", arg);
+    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i, in quotes: -i \"%s\"",
+              arg, model, arg);
 }
 
 // Only chat and generate can begin without a text.
 static void check_text(const Options *o, int mode) {
     if (mode > GENERATE && !o->text && !o->file && !is_list(o) && is_terminal(STDIN_FILENO))
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
-}
-
-static void check_list(const Options *o) {
-    const char *option = o->list ? "-l" : "-L", *file = o->list ? o->list : o->json_list;
-    if (o->list && o->json_list) die_usage("-l, -L: both given, expected one of them");
-    if (o->file) die_usage("-f, %s: both given, expected one of them", option);
-    if (o->verbose) die_usage("-v, %s: both given, expected one of them", option);
-    if (!*file) die_usage("%s: bad value, expected a file's name, or - for stdin", option);
 }
 
 static Options parse_options(int argc, char **argv) {
@@ -3565,6 +3491,7 @@ static Options parse_options(int argc, char **argv) {
                  .seed = ((uint64_t)time.tv_sec * 1000000000u + time.tv_nsec) / 1000 % 1000000};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
+        const Option *option = option_named(arg);
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
             print_and_exit(usage);
         } else if (!strcmp(arg, "--version")) {
@@ -3573,20 +3500,19 @@ static Options parse_options(int argc, char **argv) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
             o.verbose = true;
-        } else if (arg[0] == '-' && arg[1] && !arg[2] && strchr(OPTION_LETTERS, arg[1])) {
+        } else if (option) {
             if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
-            parse_option(&o, arg, argv[i]);
+            set_option(&o, option, argv[i]);
         } else if (arg[0] == '-' || o.model) {
-            die_of_argument(arg, &o);
+            die_of_argument(arg, o.model);
         } else {
             o.model = arg;
         }
     }
-    if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
+    if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    if (o.file && !*o.file) die_usage("-f: bad value, expected a file's name, or - for stdin");
-    if (o.stop && !*o.stop) die_usage("-x: bad value, expected a text that is not empty");
-    if (is_list(&o)) check_list(&o);
+    if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
+        die_usage("-l, -L: a list, expected one of them, without -f and -v");
     check_text(&o, o.mode);
     return o;
 }
@@ -3596,22 +3522,20 @@ static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
     const bool terminal = is_terminal(STDIN_FILENO), chat = app->mode == CHAT;
+    const bool alone = !o->text && !o->file;
     check_text(o, app->mode);
+    if (alone && (o->mode == CHAT || (chat && terminal))) return false;
+    if (alone && terminal) return true;  // generate from nothing
     if (o->text) buffer_add(text, bytes(o->text));
-    if (o->text && o->file) buffer_add(text, bytes("\n\n"));
-    if (!o->text && !o->file) {
-        if (o->mode == CHAT || (chat && terminal)) return false;
-        if (terminal) return true;  // generate from nothing
-    }
-    if (!o->text || o->file) {
-        const char *file = o->file ? o->file : "-", *name = strcmp(file, "-") ? file : "stdin";
-        const size_t before = text->n;
-        const char *error = file_read(text, file);
-        if (error) die("%s: %s", name, error);
-        if (chat && text->n == before && !strcmp(file, "-"))
-            die("stdin: empty, expected a prompt; has a command before the pipe failed?");
-        if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
-    }
+    if (o->text && !o->file) return true;
+    if (o->text) buffer_add(text, bytes("\n\n"));
+    const bool piped = alone || !strcmp(o->file, "-");
+    const size_t before = text->n;
+    const char *error = file_read(text, piped ? "-" : o->file);
+    if (error) die("%s: %s", piped ? "stdin" : o->file, error);
+    if (chat && piped && text->n == before)
+        die("stdin: empty, expected a prompt; has a command before the pipe failed?");
+    if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
     return true;
 }
 
@@ -3643,17 +3567,14 @@ static void choose_sampling(App *app) {
     };
 }
 
-// Ends the program if MODEL is a directory or missing. People also try the name of a model on the
-// Hugging Face hub (ORG/NAME): then the message says what to do.
+// Ends the program if MODEL is a directory, the name of a model on the hub, or missing.
 static void check_model_path(const char *path) {
     const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
     const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
     const FileKind kind = file_kind(path);
-    if (kind == DIRECTORY)
-        die("%s: a directory, expected a .bin file; this makes one: export.py %s", path, path);
+    if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
     if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
-        die("%s: not a file, expected a .bin file; for a model on the hub: export.py %s", path,
-            path);
+        die_export(path, "not a file", INT_MAX, path);
     if (kind == NO_FILE)
         die("%s: %s, expected a .bin file made by export.py", path, strerror(errno));
 }
@@ -3713,9 +3634,9 @@ static int run(App *app) {
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
     if (!single) return run_conversation(app);
-    Bytes text = bytes_of(&app->input);
-    Ending ending = chat ? chat_turn(app, text, true) : run_raw(app, text);
-    return ending == INTERRUPTED ? EXIT_INTERRUPT : EXIT_SUCCESS;
+    if (chat) chat_turn(app, bytes_of(&app->input));
+    else run_raw(app, bytes_of(&app->input));
+    return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
 #ifndef TEST
@@ -3864,12 +3785,10 @@ static struct {
     _Atomic(Job) job;
     void *_Atomic arg;
     _Atomic int count, chunk;
-    _Atomic int sleepers;  // threads that wait for `wake` or `done`; changed while `lock` is held
+    _Atomic int sleepers;  // threads that wait for `changed`; counted while `lock` is held
     pthread_mutex_t lock;
-    pthread_cond_t wake, done;
-} pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
-          .wake = PTHREAD_COND_INITIALIZER,
-          .done = PTHREAD_COND_INITIALIZER};
+    pthread_cond_t changed;  // a loop began, or all its items are done
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
 static bool has_work(void) { return (uint32_t)atomic_load(&pool.ticket) > 0; }
 
@@ -3877,21 +3796,21 @@ static bool is_done(void) { return atomic_load(&pool.finished) == atomic_load(&p
 
 // Spins for 50 us, then sleeps. No wake-up is lost: a waker first makes ready() true and then looks
 // for sleepers; a sleeper first counts itself and then tests ready().
-static void wait_until(bool (*ready)(void), pthread_cond_t *cond) {
+static void wait_until(bool (*ready)(void)) {
     for (double end = now() + 50e-6; now() < end;) {
         if (ready()) return;
     }
     pthread_mutex_lock(&pool.lock);
     atomic_fetch_add(&pool.sleepers, 1);
-    while (!ready()) pthread_cond_wait(cond, &pool.lock);
+    while (!ready()) pthread_cond_wait(&pool.changed, &pool.lock);
     atomic_fetch_sub(&pool.sleepers, 1);
     pthread_mutex_unlock(&pool.lock);
 }
 
-static void wake_up(pthread_cond_t *cond) {
+static void wake_up(void) {
     if (atomic_load(&pool.sleepers) == 0) return;
     pthread_mutex_lock(&pool.lock);
-    pthread_cond_broadcast(cond);
+    pthread_cond_broadcast(&pool.changed);
     pthread_mutex_unlock(&pool.lock);
 }
 
@@ -3910,14 +3829,14 @@ static void work(int thread) {
         int share = min_int(round_up(max_int(left * 7 / (8 * n_threads), 1), chunk), left);
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - share)) continue;
         job(arg, begin, begin + share, thread);
-        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up(&pool.done);
+        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up();
         ticket = atomic_load(&pool.ticket);
     }
 }
 
 static void *worker(void *arg) {
     for (;;) {
-        wait_until(has_work, &pool.wake);
+        wait_until(has_work);
         work((int)(intptr_t)arg);
     }
     return NULL;
@@ -3944,9 +3863,9 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     atomic_store(&pool.chunk, chunk);
     atomic_store(&pool.finished, 0);
     atomic_store(&pool.ticket, ((atomic_load(&pool.ticket) >> 32) + 1) << 32 | (uint32_t)count);
-    wake_up(&pool.wake);
+    wake_up();
     work(0);
-    wait_until(is_done, &pool.done);
+    wait_until(is_done);
 }
 #endif
 
@@ -3967,13 +3886,13 @@ static void each(const Pass *p, Step step, int count, int chunk) {
 // ------------------------------------------------------------------------------------------------
 // The work of a layer: heads, SwiGLU and experts, each thread some rows of a matrix at a time
 
-typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
-    const Matrix *w;     // (rows, cols)
-    const Quantized *x;  // (tokens, cols)
-    float *out;          // the result's place: out[t * stride + r - row_begin]
-    int stride;
-    int row_begin, row_end, token_begin, token_end;
-    bool add;            // out += instead of out =
+typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
+    const Matrix *w;       // (rows, cols)
+    const Quantized *x;    // (n, cols)
+    float *out;            // the result's place: out[t * stride + r - row_begin]
+    int stride, row_begin, row_end, n;
+    bool add;              // out += instead of out =
+    struct Workspace *own; // of the thread that computes it
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
@@ -3984,9 +3903,8 @@ typedef struct Workspace {  // one thread's own buffers
     struct AttentionTask *attention;
 } Workspace;
 
-// A product with a matrix: dot_row of the given rows and tokens, in the calling thread, inside a
-// job; own is its workspace.
-static void matmul_rows(const Matmul *part, const Workspace *own);
+// A product with a matrix: dot_row of the given rows and tokens, in the calling thread
+static void matmul_rows(const Matmul *part);
 
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
                     int head, int thread) {
@@ -3994,47 +3912,45 @@ static void project(const Pass *p, float *out, int stride, const Matrix *w, cons
     const int head_dim = p->m->config.head_dim;
     matmul_rows(&(Matmul){.w = w, .x = &s->xq, .out = out, .stride = stride,
                           .row_begin = head * head_dim, .row_end = (head + 1) * head_dim,
-                          .token_end = p->n}, &s->workspace[thread]);
+                          .n = p->n, .own = &s->workspace[thread]});
     for (int t = 0; bias && t < p->n; t++) {
         for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[head * head_dim + j];
     }
 }
 
-typedef struct {   // what swiglu_groups works on
-    Quantized in;  // (n, dim)  Q8(h) of n tokens
-    int n;
-    int hq_row;    // the result of token t of these goes to row hq_row + t of State.hq
-    int w_row;     // the first row of W1 and W3 to use: 0, or the first one of an expert
-} Swiglu;
-
-// Groups begin .. end - 1 of hq = Q8(silu(W1 in) * (W3 in)). Column i needs just row i of W1 and of
-// W3. The buffers gate and up are small, to stay in the CPU's caches: for n tokens they have room
-// for batch / n groups, so each round computes at most that many.
-static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
+// Groups begin .. end - 1 of hq = Q8(silu(W1 x) * (W3 x)), for the n tokens of `all`, into rows of
+// hq from hq_row on. Column i needs just row all->row_begin + i of W1 and of W3: with experts, an
+// expert's rows begin there. The buffers gate and up are small, to stay in the CPU's caches: for n
+// tokens they have room for batch / n groups, so each round computes at most that many.
+static void swiglu_groups(const Pass *p, const Matmul *all, int hq_row, int begin, int end) {
     const State *s = &p->m->state;
-    const Workspace *own = &s->workspace[thread];
     const int group = p->m->config.group_size;
     for (int g = begin, count; g < end; g += count) {
-        count = min_int(end - g, s->batch / max_int(a->n, 1));
-        const int cols = count * group, row = a->w_row + g * group;
-        Matmul part = {.w = &p->w->w1, .x = &a->in, .out = own->gate, .stride = cols,
-                       .row_begin = row, .row_end = row + cols, .token_end = a->n};
-        matmul_rows(&part, own);
+        count = min_int(end - g, s->batch / max_int(all->n, 1));
+        const int cols = count * group;
+        float *gate = all->own->gate, *up = all->own->up;
+        Matmul part = *all;
+        part.w = &p->w->w1;
+        part.out = gate;
+        part.stride = cols;
+        part.row_begin = all->row_begin + g * group;
+        part.row_end = part.row_begin + cols;
+        matmul_rows(&part);
         part.w = &p->w->w3;
-        part.out = own->up;
-        matmul_rows(&part, own);
-        for (int t = 0; t < a->n; t++) {
-            float *gate = own->gate + (size_t)t * cols;
-            silu_times(gate, own->up + (size_t)t * cols, cols);
-            quantize(&s->hq, a->hq_row + t, g * group, gate, cols, group);
+        part.out = up;
+        matmul_rows(&part);
+        for (int t = 0; t < all->n; t++, gate += cols, up += cols) {
+            silu_times(gate, up, cols);
+            quantize(&s->hq, hq_row + t, g * group, gate, cols, group);
         }
     }
 }
 
 static void swiglu_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const Swiglu all = {.in = p->m->state.xq, .n = p->n};
-    swiglu_groups(p, &all, begin, end, thread);
+    const State *s = &p->m->state;
+    const Matmul all = {.x = &s->xq, .n = p->n, .own = &s->workspace[thread]};
+    swiglu_groups(p, &all, 0, begin, end);
 }
 
 static void swiglu(const Pass *p) {
@@ -4107,18 +4023,18 @@ static void experts_hidden_job(void *arg, int begin, int end, int thread) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
-    const Quantized gathered = s->workspace[thread].gathered;
+    Workspace *own = &s->workspace[thread];
     const int n_groups = c->hidden_dim / c->group_size;
     for (int i = begin, next; i < end; i = next) {
         const int k = i / n_groups, place = r->place[k], n = r->place[k + 1] - place;
         next = min_int(end, (k + 1) * n_groups);
         for (int j = 0; j < n; j++) {  // whole vectors: q8, scale and bias_fix
-            memcpy(quantized_row(&gathered, j).q8, quantized_row(&s->xq, r->token[place + j]).q8,
-                   gathered.stride * 4);
+            memcpy(quantized_row(&own->gathered, j).q8,
+                   quantized_row(&s->xq, r->token[place + j]).q8, s->xq.stride * 4);
         }
-        const Swiglu part = {.in = gathered, .n = n, .hq_row = place,
-                             .w_row = r->expert[k] * c->hidden_dim};
-        swiglu_groups(p, &part, i - k * n_groups, next - k * n_groups, thread);
+        const Matmul all = {.x = &own->gathered, .n = n, .own = own,
+                            .row_begin = r->expert[k] * c->hidden_dim};
+        swiglu_groups(p, &all, place, i - k * n_groups, next - k * n_groups);
     }
 }
 
@@ -4128,12 +4044,12 @@ static void add_expert(const Pass *p, int k, int begin, int count, float *sum, i
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
-    const Workspace *own = &s->workspace[thread];
+    Workspace *own = &s->workspace[thread];
     const int e = r->expert[k], n = r->place[k + 1] - r->place[k], row = e * c->dim + begin;
     const Quantized hq = quantized_row(&s->hq, r->place[k]);
     float *out = own->gate;
     matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = count, .row_begin = row,
-                          .row_end = row + count, .token_end = n}, own);
+                          .row_end = row + count, .n = n, .own = own});
     for (int j = 0; j < n; j++, out += count) {
         const int t = r->token[r->place[k] + j];
         const float share = r->share[(size_t)t * c->n_experts + e];
@@ -4188,7 +4104,7 @@ static void experts(const Pass *p) {
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
 //
 // A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
-// into the registers. Without SIMD (PLAIN_C), attention has vectors of 4, and products none.
+// into the registers. Plain C has vectors of 4, which every compiler makes for its CPU.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__FMA__)
 #define USE_AVX512
@@ -4208,9 +4124,8 @@ enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #define SIMD "NEON dotprod"
 enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
 #else
-#define PLAIN_C
 #define SIMD "plain C"
-enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 1, W_BIAS = 0 };
+enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #endif
 
 enum { PANEL_ROWS = TILE_VECS * LANES };
@@ -4219,15 +4134,11 @@ enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each
 // UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
 #if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
 #define UNROLL
-#define NOT_UNROLLED
 #elif defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
-#define NOT_UNROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
-#define NOT_UNROLLED _Pragma("GCC unroll 1")
 #endif
-enum { FEW_REGISTERS = LANES == 8 };  // AVX2 has 16, the others 32
 
 typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t VecI __attribute__((vector_size(4 * LANES), may_alias));
@@ -4266,7 +4177,18 @@ INLINE VecI pick_levels(VecI table, VecI n) {
     return (VecI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)n & vdupq_n_u8(15));
 }
 #else
+typedef int16_t Vec16 __attribute__((vector_size(4 * LANES), may_alias));
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {  // two products fit into an int16
+    const Vec16 a = (Vec16)w, b = (Vec16)x;
+    const VecI pairs = (VecI)((a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8));
+    return acc + (pairs << 16 >> 16) + (pairs >> 16);
+}
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return a * b + c; }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    uint8_t *at = (uint8_t *)&n;
+    for (size_t i = 0; i < sizeof(n); i++) at[i] = ((uint8_t *)&table)[at[i] & 15];
+    return n;
+}
 #endif
 
 #ifdef __clang__
@@ -4294,8 +4216,10 @@ INLINE VecI add_pairs(VecI a, VecI b) {
 INLINE VecI add_pairs(VecI a, VecI b) {
     return (VecI)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xD8);
 }
-#elif defined(USE_NEON)
-INLINE VecI add_pairs(VecI a, VecI b) { return (VecI)vpaddq_s32((int32x4_t)a, (int32x4_t)b); }
+#else
+INLINE VecI add_pairs(VecI a, VecI b) {
+    return SHUFFLE(a, b, 0, 2, 4, 6) + SHUFFLE(a, b, 1, 3, 5, 7);
+}
 #endif
 
 static const char *simd_name(void) { return SIMD; }
@@ -4310,7 +4234,6 @@ INLINE VecI load_vector(const void *p) {
     return value;
 }
 
-#ifndef PLAIN_C
 INLINE VecF load_halves(const uint16_t *p) {
 #if defined(USE_AVX512)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -4318,9 +4241,10 @@ INLINE VecF load_halves(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #elif defined(USE_NEON)
     return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#else
+    return (VecF){half_float(p[0]), half_float(p[1]), half_float(p[2]), half_float(p[3])};
 #endif
 }
-#endif
 
 // ------------------------------------------------------------------------------------------------
 // Matrix products: out = x W^T, as dot_row defines each element. A term is a group's exact dot
@@ -4329,7 +4253,7 @@ INLINE VecF load_halves(const uint16_t *p) {
 // For a few tokens, reading the weights takes the time: matvec_rows takes them as they lie, as one
 // sequence of groups, and makes LANES terms at a time. For more tokens, arithmetic takes the time:
 // matmul_panels transposes a panel of rows, so that each lane is a row, and multiplies it with all
-// tokens, tile by tile. Without SIMD, matmul_plain does what dot_row says.
+// tokens, tile by tile.
 
 // Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
 // is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
@@ -4378,34 +4302,6 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
     memcpy(out, values, count * sizeof(float));
 }
 
-#ifdef PLAIN_C
-static size_t panel_bytes(int cols, int group) { return cols + cols / group * sizeof(float); }
-
-// Each row is expanded to int8 and floats, once for all tokens.
-INLINE void matmul_plain(const Matmul *part, const Workspace *own, const int group) {
-    const Matrix *w = part->w;
-    int8_t *q = own->panel;
-    float *scale = (float *)(q + w->cols);
-    const Matrix one = {.cols = w->cols, .bits = 8, .bytes = own->panel, .scales = scale};
-    for (int r = part->row_begin; r < part->row_end; r++) {
-        for (int i = 0; i < w->cols; i++) q[i] = weight_q(w, r, i, group);
-        for (int g = 0; g < w->cols / group; g++) scale[g] = weight_scale(w, r, g, group);
-        for (int t = part->token_begin; t < part->token_end; t++) {
-            const float value = dot_row(&one, 0, part->x, t, group);
-            put_rows(part, t, r, &value, 1);
-        }
-    }
-}
-
-static void matmul_rows(const Matmul *part, const Workspace *own) {
-    switch (part->w->group) {  // as a constant: twice as fast
-    case 32: matmul_plain(part, own, 32); break;
-    case 64: matmul_plain(part, own, 64); break;
-    case 128: matmul_plain(part, own, 128); break;
-    default: matmul_plain(part, own, 256);
-    }
-}
-#else
 INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
     VecI table = {0};
     for (size_t i = 0; i < sizeof(table); i += 16) memcpy((char *)&table + i, levels, 16);
@@ -4423,7 +4319,7 @@ INLINE VecI sum_each(VecI *a, const int n) {
 // x as a ring: after its last group come the first LANES ones again. So LANES groups of weights,
 // which may go on in the next row, always meet as many neighbours of x.
 typedef struct {
-    int8_t *low, *high;  // 8 bits: the groups of q8, NULL. 4 bits: their first and second halves
+    int8_t *low, *high;  // 8 bits: the groups of q8, nothing. 4 bits: their first, second halves
     int32_t *bias_fix;
 } Ring;
 
@@ -4434,10 +4330,10 @@ INLINE size_t ring_bytes(int n_groups, int group) {
 INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int group,
                       const int bits) {
     const int size = group * bits / 8, n = n_groups + LANES;  // bytes of a group's part in low
-    const Ring ring = {at, bits == 4 ? at + n * size : NULL, (int32_t *)(at + n * group)};
+    const Ring ring = {at, at + n * size, (int32_t *)(at + n * group)};
     for (int g = 0, i = 0; g < n; g++, i = i + 1 < n_groups ? i + 1 : 0) {
         memcpy(ring.low + g * size, x->q8 + i * group, size);
-        if (bits == 4) memcpy(ring.high + g * size, x->q8 + i * group + size, size);
+        memcpy(ring.high + g * size, x->q8 + i * group + size, group - size);
         ring.bias_fix[g] = x->bias_fix[i];
     }
     return ring;
@@ -4446,24 +4342,6 @@ INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int gr
 // The CPU's prefetcher stops at the end of a page, so group_terms prefetches the weights that lie
 // so many bytes ahead, and their scales. 113 cache lines are the best of those tried.
 enum { BYTES_AHEAD = 7232 };
-
-// The products of `share` bytes of weights with x, added up in vectors
-INLINE VecI part_dot(const int8_t *bytes, const int8_t *low, const int8_t *high, VecI levels,
-                     const int share, const int bits) {
-    VecI dot = splat(0);
-    UNROLL for (int i = 0; i < share; i += sizeof(VecI)) {
-        const VecI b = load_vector(bytes + i);
-        if (i % 64 == 0) __builtin_prefetch(bytes + i + BYTES_AHEAD, 0, 2);  // to L2
-        if (bits == 8) {
-            dot = dot4(dot, b ^ splat(FLIP), load_vector(low + i));
-        } else {
-            dot = dot4(dot, pick_levels(levels, b), load_vector(low + i));
-            dot = dot4(dot, pick_levels(levels, b >> 4), load_vector(high + i));
-        }
-    }
-    __asm__ volatile("");  // keeps GCC from moving all prefetches to the front
-    return dot;
-}
 
 // The terms of LANES groups: of w from its group `first` on, of x from its group g on. dots[v]
 // holds the partial sums of one group, or of several that are smaller than a vector, side by side;
@@ -4474,18 +4352,23 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     const int n_dots = LANES * size / share, scale_size = bits / 2;  // of a scale: 4 or 2 bytes
     const int8_t *bytes = w->bytes + first * size;
     const uint8_t *scales = (const uint8_t *)w->scales + first * scale_size;
-    const int8_t *low = x->low + g * size, *high = bits == 4 ? x->high + g * size : low;
+    const int8_t *low = x->low + g * size, *high = x->high + g * size;
     VecI dots[LANES];
     __builtin_prefetch(scales + BYTES_AHEAD / size * scale_size);
-    if (FEW_REGISTERS && bits == 8) {  // so many dots do not stay in them
-        NOT_UNROLLED for (int v = 0; v < n_dots; v++) {
-            dots[v] = part_dot(bytes + v * share, low + v * share, high, levels, share, 8);
+    UNROLL for (int v = 0; v < n_dots; v++) {
+        VecI dot = splat(0);
+        UNROLL for (int i = v * share; i < (v + 1) * share; i += sizeof(VecI)) {
+            const VecI b = load_vector(bytes + i);
+            if (i % 64 == 0) __builtin_prefetch(bytes + i + BYTES_AHEAD, 0, 2);  // to L2
+            if (bits == 8) {
+                dot = dot4(dot, b ^ splat(FLIP), load_vector(low + i));
+            } else {
+                dot = dot4(dot, pick_levels(levels, b), load_vector(low + i));
+                dot = dot4(dot, pick_levels(levels, b >> 4), load_vector(high + i));
+            }
         }
-    } else {
-        UNROLL for (int v = 0; v < n_dots; v++) {
-            const int i = v * share;
-            dots[v] = part_dot(bytes + i, low + i, high + i, levels, share, bits);
-        }
+        dots[v] = dot;
+        __asm__ volatile("");  // keeps GCC from moving all prefetches to the front
     }
     VecI sums = sum_each(dots, n_dots);
     if (W_BIAS) sums += load_vector(x->bias_fix + g);
@@ -4496,22 +4379,22 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
 
 // Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (the last
 // ones may begin before those that are new); then, transposed, added with a row in each lane.
-INLINE void matvec(const Matmul *part, const Workspace *own, const Ring *x, int t, int row,
-                   const int group, const int bits) {
+INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
+                   const int bits) {
     const Matrix *w = part->w;
     const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
     const int count = rows * n_groups;
     const size_t begin = (size_t)row * n_groups;
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const float *scale = quantized_row(part->x, t).scale;
-    VecF *const columns = own->panel, sum = {0};         // (n_groups) of LANES rows
+    VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
     for (int i = 0, g = 0; i < count; i += LANES) {
         const int at = min_int(i, count - LANES);  // may be < 0: then in the rows before
         if (at < i) g = (at + LANES * n_groups) % n_groups;
         const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
         memcpy(terms + at, &found, sizeof(found));
-        for (g += LANES; g >= n_groups;) g -= n_groups;
+        for (g += LANES; g >= n_groups;) g -= n_groups;  // cheaper than %
     }
     transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
@@ -4522,28 +4405,26 @@ INLINE void matvec(const Matmul *part, const Workspace *own, const Ring *x, int 
 enum { FEW_TOKENS_8 = 3, FEW_TOKENS_4 = 6 };
 
 // LANES rows are read from memory for the first token, from the cache for the others.
-INLINE void matvec_rows(const Matmul *part, const Workspace *own, const int group, const int bits) {
-    const int n_groups = part->w->cols / group, n_tokens = part->token_end - part->token_begin;
-    int8_t *at = (int8_t *)((VecF *)own->panel + 2 * n_groups);  // after columns and terms
+INLINE void matvec_rows(const Matmul *part, const int group, const int bits) {
+    const int n_groups = part->w->cols / group;
+    int8_t *at = (int8_t *)((VecF *)part->own->panel + 2 * n_groups);  // after columns and terms
     Ring rings[FEW_TOKENS_4];
-    for (int i = 0; i < n_tokens; i++, at += ring_bytes(n_groups, group)) {
-        const Quantized x = quantized_row(part->x, part->token_begin + i);
-        rings[i] = make_ring(at, &x, n_groups, group, bits);
+    for (int t = 0; t < part->n; t++, at += ring_bytes(n_groups, group)) {
+        const Quantized x = quantized_row(part->x, t);
+        rings[t] = make_ring(at, &x, n_groups, group, bits);
     }
     for (int r = part->row_begin; r < part->row_end; r += LANES) {
-        for (int i = 0; i < n_tokens; i++) {
-            matvec(part, own, &rings[i], part->token_begin + i, r, group, bits);
-        }
+        for (int t = 0; t < part->n; t++) matvec(part, &rings[t], t, r, group, bits);
     }
 }
 
 // Multiplies PANEL_ROWS rows from `row` on with TILE_TOKENS tokens from t on. wq (cols / 4,
-// TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from token_end on
-// may hold anything; their results are discarded.
+// TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from n on may
+// hold anything; their results are discarded.
 static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale) {
     const int group = part->w->group, n_groups = part->w->cols / group;
     const int rows = min_int(PANEL_ROWS, part->row_end - row);
-    const int n_tokens = min_int(TILE_TOKENS, part->token_end - t);
+    const int n_tokens = min_int(TILE_TOKENS, part->n - t);
     const size_t stride = part->x->stride;
     const Quantized x = quantized_row(part->x, t);
     const int8_t *xq = x.q8;
@@ -4582,103 +4463,92 @@ static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
 }
 
 // Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups,
-// TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles become (cols / 4) vectors of levels, in
-// place: backwards, because a vector's levels go to places from its own on.
-static void transpose_panel(const Matrix *w, VecI *wq, VecI *w_scale, int row) {
-    const int group = w->group, n_groups = w->cols / group, words = w->cols * w->bits / 32;
-    const int half = group / 8;                                  // vectors of half a group
+// TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles go to the end of wq, and from there become
+// twice as many vectors of levels. These never reach the nibbles that are still to be read.
+static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
+    const int group = w->group, n_groups = w->cols / group, half = group / 8;
+    const int words = w->cols * w->bits / 32;
     const VecI levels = w->bits == 4 ? level_table(w->levels) : splat(0);
     float *scales = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups)
     for (int v = 0; v < TILE_VECS; v++, row += LANES, wq++, w_scale++) {
-        transpose_rows(wq, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
-        for (int g = n_groups - 1; g >= 0 && w->bits == 4; g--) {
-            VecI *from = wq + g * half * TILE_VECS, *to = wq + 2 * g * half * TILE_VECS;
-            for (int j = (half - 1) * TILE_VECS; j >= 0; j -= TILE_VECS) {
-                const VecI nibbles = from[j];
-                to[j + half * TILE_VECS] = pick_levels(levels, nibbles >> 4);
-                to[j] = pick_levels(levels, nibbles);
-            }
+        VecI *from = wq + (w->cols / 4 - words) * TILE_VECS;
+        transpose_rows(from, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
+        for (int i = 0; i < words && w->bits == 4; i++) {
+            const VecI nibbles = from[i * TILE_VECS];
+            VecI *to = wq + (i + i / half * half) * TILE_VECS;  // half: vectors of half a group
+            to[0] = pick_levels(levels, nibbles);
+            to[half * TILE_VECS] = pick_levels(levels, nibbles >> 4);
         }
         for (int r = 0; r < LANES; r++) {
-            const int from = min_int(row + r, w->rows - 1);
+            const int from_row = min_int(row + r, w->rows - 1);
             for (int g = 0; g < n_groups; g++) {
-                scales[r * n_groups + g] = weight_scale(w, from, g, group);
+                scales[r * n_groups + g] = weight_scale(w, from_row, g, group);
             }
         }
-        transpose_rows(w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
+        transpose_rows((VecI *)w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
     }
 }
 
 // PANEL_ROWS rows times all tokens, while the rows are in this core's caches; then the next rows,
 // of which each tile has prefetched an equal share.
-static void matmul_panels(const Matmul *part, const Workspace *own) {
+static void matmul_panels(const Matmul *part) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / w->group, n_tokens = part->token_end - part->token_begin;
-    const int tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
-    const size_t row_bytes = (size_t)w->cols * w->bits / 8, scale_bytes = n_groups * w->bits / 2;
-    const size_t share = PANEL_ROWS * row_bytes / tiles;
-    const size_t scale_share = PANEL_ROWS * scale_bytes / tiles;
-    VecI *wq = own->panel, *w_scale = wq + w->cols / 4 * TILE_VECS;
+    const int tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;
+    const size_t row_bytes = (size_t)w->cols * w->bits / 8, share = PANEL_ROWS * row_bytes / tiles;
+    VecI *wq = part->own->panel;
+    VecF *w_scale = (VecF *)wq + w->cols / 4 * TILE_VECS;
     for (int row = part->row_begin; row < part->row_end; row += PANEL_ROWS) {
         const int8_t *next = w->bytes + (row + PANEL_ROWS) * row_bytes;
-        const uint8_t *next_scale = (const uint8_t *)w->scales + (row + PANEL_ROWS) * scale_bytes;
         transpose_panel(w, wq, w_scale, row);
-        for (int t = part->token_begin; t < part->token_end; t += TILE_TOKENS) {
+        for (int t = 0; t < part->n; t += TILE_TOKENS) {
             for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
-            for (size_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
             next += share;
-            next_scale += scale_share;
-            matmul_tile(part, t, row, wq, (const VecF *)w_scale);
+            matmul_tile(part, t, row, wq, w_scale);
         }
     }
 }
 
 // The group size and the number of bits are constants in matvec_rows: twice as fast.
-INLINE void matvec_groups(const Matmul *part, const Workspace *own, const int group) {
-    if (part->w->bits == 4) matvec_rows(part, own, group, 4);
-    else matvec_rows(part, own, group, 8);
+INLINE void matvec_groups(const Matmul *part, const int group) {
+    if (part->w->bits == 4) matvec_rows(part, group, 4);
+    else matvec_rows(part, group, 8);
 }
 
-static void matmul_rows(const Matmul *part, const Workspace *own) {
+static void matmul_rows(const Matmul *part) {
     const Matrix *w = part->w;
-    const int n_tokens = part->token_end - part->token_begin;
-    const bool few = n_tokens <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
+    const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
     const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;  // vector of groups
-    if (n_tokens == 0) return;
-    if (!few || !whole) matmul_panels(part, own);
-    else if (w->group == 32) matvec_groups(part, own, 32);
-    else if (w->group == 64) matvec_groups(part, own, 64);
-    else if (w->group == 128) matvec_groups(part, own, 128);
-    else matvec_groups(part, own, 256);
+    if (part->n == 0) return;
+    if (!few || !whole) matmul_panels(part);
+    else if (w->group == 32) matvec_groups(part, 32);
+    else if (w->group == 64) matvec_groups(part, 64);
+    else if (w->group == 128) matvec_groups(part, 128);
+    else matvec_groups(part, 256);
 }
 
-// The size of Workspace.panel for matrices of up to so many columns
+// The size of Workspace.panel for matrices of up to so many columns: see matmul_panels (wq,
+// w_scale, scales) and matvec_rows (columns, terms and a ring for each token)
 static size_t panel_bytes(int cols, int group) {
-    const int n_groups = cols / group;  // panels: wq, w_scale, scales; few: columns, terms, rings
+    const int n_groups = cols / group;
     const size_t panels = ((size_t)TILE_VECS * (cols / 4 + n_groups) + n_groups) * sizeof(VecI);
     const size_t few = 2 * n_groups * sizeof(VecI) + FEW_TOKENS_4 * ring_bytes(n_groups, group);
     return panels > few ? panels : few;
 }
-#endif
-
-typedef struct {
-    const State *s;
-    Matmul all;
-} MatmulJob;
 
 static void matmul_job(void *arg, int begin, int end, int thread) {
-    const MatmulJob *job = arg;
-    Matmul part = job->all;
+    Matmul part = *(const Matmul *)arg;
     part.row_begin = begin * PANEL_ROWS;
     part.row_end = min_int(end * PANEL_ROWS, part.w->rows);
     part.out += part.row_begin;
-    matmul_rows(&part, &job->s->workspace[thread]);
+    part.own += thread;
+    matmul_rows(&part);
 }
 
 static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
                    bool add) {
-    const Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .token_end = n, .add = add};
-    parallel(matmul_job, &(MatmulJob){s, all}, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
+    Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .n = n, .add = add,
+                  .own = s->workspace};
+    parallel(matmul_job, &all, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
 }
 
 static int draft_rows(void) { return TILE_TOKENS; }
@@ -4720,42 +4590,41 @@ static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos)
     return p->m->state.cache + block * block_stride(c) + head * block_floats(c);
 }
 
-static float *key_at(const Pass *p, const Text *text, int kv_head, int pos) {
-    return cache_block(p, text, kv_head, pos) + pos % LANES;  // element j is [j * LANES]
+// Element j of the key, or of the value, at position pos
+static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
+    return cache_block(p, text, kv_head, pos) + j * LANES + pos % LANES;
 }
 
-// For j a multiple of LANES, elements j .. j + LANES - 1 begin at [j * LANES].
-static float *value_at(const Pass *p, const Text *text, int kv_head, int pos) {
-    const int head_dim = p->m->config.head_dim;
-    return cache_block(p, text, kv_head, pos) + head_dim * LANES + pos % LANES * LANES;
+static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
+    const int vector = p->m->config.head_dim + j / LANES * LANES + pos % LANES;
+    return cache_block(p, text, kv_head, pos) + vector * LANES + j % LANES;
 }
 
 static void cache_put_key(const Pass *p, int t, int kv_head, const float *k) {
     const Row *row = &p->m->state.rows[t];
-    float *key = key_at(p, row->text, kv_head, row->pos);
-    for (int j = 0; j < p->m->config.head_dim; j++) key[j * LANES] = k[j];
+    for (int j = 0; j < p->m->config.head_dim; j++) {
+        *key_at(p, row->text, kv_head, row->pos, j) = k[j];
+    }
 }
 
 static void cache_put_value(const Pass *p, int t, int kv_head, const float *v) {
-    const int head_dim = p->m->config.head_dim;
     const Row *row = &p->m->state.rows[t];
-    float *value = value_at(p, row->text, kv_head, row->pos);
-    for (int j = 0; j < head_dim; j += LANES) {
-        memcpy(value + j * LANES, v + j, min_int(LANES, head_dim - j) * sizeof(float));
+    for (int j = 0; j < p->m->config.head_dim; j++) {
+        *value_at(p, row->text, kv_head, row->pos, j) = v[j];
     }
 }
 
 INLINE float cache_key(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return key_at(p, text, kv_head, pos)[j * LANES];
+    return *key_at(p, text, kv_head, pos, j);
 }
 
 INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return value_at(p, text, kv_head, pos)[j / LANES * LANES * LANES + j % LANES];
+    return *value_at(p, text, kv_head, pos, j);
 }
 
 // A query of attention is one query head of one row. It goes through the positions in spans and
 // keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
-// softmax relative to the largest score there, and softmax_join adds it to those before.
+// softmax relative to the largest score there, which span_softmax joins with those before.
 //
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
@@ -4764,22 +4633,8 @@ INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, 
 // few queries, as in decoding, has tiles of 2 queries, by ATT_VECS vectors of columns to read
 // values in longer parts.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
-enum { LINE_VECS = 16 / LANES };       // vectors in a cache line, which is prefetched once
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
-
-typedef struct {       // of the scores of some positions
-    float max, total;  // the largest; the sum of the terms exp(score - max)
-} Softmax;
-
-// Adds the softmax of further positions. All terms become relative to the larger max, so those
-// before get the factor `keep`, the further ones `take`. more.max is not -INFINITY.
-INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
-    const float max = all->max > more.max ? all->max : more.max;
-    *keep = fast_exp(all->max - max);
-    *take = fast_exp(more.max - max);
-    *all = (Softmax){max, mul_add(all->total, *keep, more.total * *take)};
-}
 
 typedef struct AttentionTask {
     const Pass *p;
@@ -4792,27 +4647,15 @@ typedef struct AttentionTask {
     float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
-    Softmax softmax[ATT_TASK];             // so far
-    float keep[ATT_TASK], take[ATT_TASK];  // see softmax_join
+    float max[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
+    float keep[ATT_TASK], take[ATT_TASK];  // see span_softmax
 } AttentionTask;
 
-static AttentionTask *attention_init(const Config *c) {
-    AttentionTask *task = alloc(1, sizeof(AttentionTask), "attention");
-    task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), "attention");
-    task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), "attention");
-    task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), "attention");
-    return task;
-}
-
-// The block of keys that holds position pos, or the span's last one
-INLINE const VecF *keys_of(const AttentionTask *task, int pos) {
-    const int in_span = min_int(pos, (task->end - 1) / LANES * LANES);
-    return (VecF *)key_at(task->p, task->text, task->kv_head, in_span);
-}
-
-INLINE const VecF *values_of(const AttentionTask *task, int pos) {
-    const int in_span = min_int(pos, (task->end - 1) / LANES * LANES);
-    return (VecF *)value_at(task->p, task->text, task->kv_head, in_span);
+// The span's block that holds position pos, or its last one: no later one is sure to exist. Its
+// keys come first, head_dim vectors, then its values.
+INLINE const VecF *block_of(const AttentionTask *task, int pos) {
+    const int in_span = min_int(pos, task->end - 1);
+    return (VecF *)cache_block(task->p, task->text, task->kv_head, in_span);
 }
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
@@ -4821,12 +4664,12 @@ INLINE const VecF *values_of(const AttentionTask *task, int pos) {
 INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
     const int head_dim = task->p->m->config.head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
-    const VecF *low = keys_of(task, pos), *high = keys_of(task, pos + LANES);
-    const VecF *next = keys_of(task, pos + 2 * LANES), *last = keys_of(task, pos + 3 * LANES);
+    const VecF *low = block_of(task, pos), *high = block_of(task, pos + LANES);
+    const VecF *next = block_of(task, pos + 2 * LANES), *last = block_of(task, pos + 3 * LANES);
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
     for (int j = 0; j < head_dim; j++, q += ATT_TASK) {
-        if (r == 0 && j % LINE_VECS == 0) {
+        if (r == 0) {
             __builtin_prefetch(next + j);
             __builtin_prefetch(last + j);
         }
@@ -4846,15 +4689,16 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 // the next may be needed before its prefetch has come.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
                        const int vecs) {
-    const int vectors = value_dim(&task->p->m->config) / LANES;
+    const Config *c = &task->p->m->config;
+    const int vectors = value_dim(c) / LANES, first = c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
     VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
     for (int pos = task->start; pos < end; pos += LANES) {
-        const VecF *values = values_of(task, pos) + j * LANES;
-        const VecF *next = values_of(task, pos + 2 * LANES) + j * LANES;
+        const VecF *values = block_of(task, pos) + first;
+        const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0 && k % LINE_VECS == 0; v++) {
+            for (int v = 0; v < vecs && r == 0; v++) {
                 __builtin_prefetch(&next[v * LANES + k]);
             }
             UNROLL for (int i = 0; i < queries; i++) {
@@ -4873,7 +4717,8 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
 
 // Each query's scores become the terms exp(score - max). Positions after its own get -INFINITY, so
 // that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If there is
-// nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0.
+// nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0. What
+// was summed before and what the span adds become relative to the larger max, by two factors.
 static void span_softmax(AttentionTask *task) {
     const int width = round_up(task->end - task->start, 16);
     float *score = task->score;
@@ -4883,7 +4728,11 @@ static void span_softmax(AttentionTask *task) {
         float max = max_of(score, width);
         if (max == -INFINITY) max = -FLT_MAX;
         const float total = softmax_terms(score, width, max);
-        softmax_join(&task->softmax[r], (Softmax){max, total}, &task->keep[r], &task->take[r]);
+        const float larger = task->max[r] > max ? task->max[r] : max;
+        task->keep[r] = fast_exp(task->max[r] - larger);
+        task->take[r] = fast_exp(max - larger);
+        task->total[r] = mul_add(task->total[r], task->keep[r], total * task->take[r]);
+        task->max[r] = larger;
     }
 }
 
@@ -4901,21 +4750,8 @@ INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) 
     }
 }
 
-// Cuts the queries of a kv head into tasks: task i begins with query task[i] and ends before that
-// of task i + 1. Returns how many there are.
-static int cut_tasks(const Pass *p, int *task) {
-    const Row *rows = p->m->state.rows;
-    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads;
-    int n = 0;
-    for (int t = 0, end; t < p->n; t = end) {
-        for (end = t + 1; end < p->n && rows[end].text == rows[t].text;) end++;
-        for (int i = t * per_kv; i < end * per_kv; i += ATT_TASK) task[n++] = i;
-    }
-    task[n] = p->n * per_kv;
-    return n;
-}
-
-// Queries begin .. end - 1 of a kv head; past the end the last one is repeated.
+// The queries of one kv head and of rows begin .. end - 1, all of one text. Past the end the last
+// one is repeated.
 static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin, int end) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
@@ -4931,7 +4767,8 @@ static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin
         memcpy(q + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
         task->out[r] = s->a + at;
         task->len[r] = s->rows[t].pos + 1;
-        task->softmax[r] = (Softmax){-INFINITY, 0};
+        task->max[r] = -INFINITY;
+        task->total[r] = 0;
     }
     for (int r = 0; r < task->n; r += LANES) {
         VecI *out = (VecI *)(task->q + r);
@@ -4944,33 +4781,43 @@ static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin
 static void task_output(const AttentionTask *task) {
     const Config *c = &task->p->m->config;
     for (int r = 0; r < task->n; r++) {
-        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->softmax[r].total;
+        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->total[r];
         float *out = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
         for (int j = 0; j < c->head_dim; j++) out[j] = sum[j] * inverse;
     }
 }
 
+static void run_task(AttentionTask *task) {
+    const int len = task->len[task->n - 1];
+    for (task->start = 0; task->start < len; task->start = task->end) {
+        task->end = min_int(task->start + SPAN, len);
+        if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
+        else attend_span(task, ATT_QUERIES, 2);
+    }
+    task_output(task);
+}
+
+// Query i of all is query i % n of kv head i / n. Of its neighbours in begin .. end - 1, those of
+// the same kv head and text go into its task.
 static void attend_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const State *s = &p->m->state;
-    AttentionTask *task = s->workspace[thread].attention;
-    for (int i = begin; i < end; i++) {
-        const int *queries = s->tasks + i % s->n_tasks;
-        task_init(task, p, i / s->n_tasks, queries[0], queries[1]);
-        const int len = task->len[task->n - 1];
-        for (task->start = 0; task->start < len; task->start = task->end) {
-            task->end = min_int(task->start + SPAN, len);
-            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-            else attend_span(task, ATT_QUERIES, 2);
-        }
-        task_output(task);
+    const Row *rows = p->m->state.rows;
+    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads, n = p->n * per_kv;
+    AttentionTask *task = p->m->state.workspace[thread].attention;
+    for (int i = begin, next; i < end; i = next) {
+        const int first = i % n, most = min_int(min_int(end - i, n - first), ATT_TASK);
+        const Text *text = rows[first / per_kv].text;
+        for (next = i + 1; next < i + most && rows[next % n / per_kv].text == text;) next++;
+        task_init(task, p, i / n, first, first + next - i);
+        run_task(task);
     }
 }
 
+// A thread takes whole tiles at least, or, if they are fewer, all queries of a kv head.
 static void attend_all(const Pass *p) {
-    State *s = &p->m->state;
-    s->n_tasks = cut_tasks(p, s->tasks);
-    parallel(attend_job, (void *)p, s->n_tasks * p->m->config.n_kv_heads, 1);
+    const Config *c = &p->m->config;
+    const int per_kv = c->n_heads / c->n_kv_heads, n = p->n * per_kv;
+    parallel(attend_job, (void *)p, n * c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -5028,7 +4875,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     s->seq_len = seq_len;
     s->batch = batch;
     s->rows = alloc(n, sizeof(Row), FOR_BATCH);
-    s->tasks = alloc(n * (2 + c->n_heads / c->n_kv_heads / ATT_TASK) + 1, sizeof(int), FOR_BATCH);
     s->cos = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
     s->sin = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
     s->x = alloc(n * c->dim, sizeof(float), FOR_BATCH);
@@ -5055,7 +4901,10 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
         own->panel = alloc(panel_bytes(widest, c->group_size), 1, FOR_BATCH);
-        own->attention = attention_init(c);
+        AttentionTask *task = own->attention = alloc(1, sizeof(AttentionTask), FOR_BATCH);
+        task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), FOR_BATCH);
+        task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), FOR_BATCH);
+        task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), FOR_BATCH);
     }
     cache_init(s, c, pool_blocks(c, seq_len, texts));
 }
@@ -5082,28 +4931,32 @@ static void progress_end(void) {
     progress.shown = progress.total = 0;
 }
 
+// May the line change now, at most ten times per second? Then it shows n.
+static bool progress_due(double time, size_t n) {
+    if (quiet || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return false;
+    progress.drawn = time;
+    progress.shown = n;
+    return true;
+}
+
 // The time left is that of as many tokens as so far, and so the least: later ones take longer, as
 // attention reads more.
 static void progress_add(int n) {
     progress.done += n;
-    if (progress.total == 0 || quiet || !is_terminal(STDERR_FILENO)) return;
+    if (progress.total == 0) return;
     const double share = (double)progress.done / progress.total, time = now();
     const double left = (time - progress.start) * (1 - share) / share;
     const size_t count = (size_t)(share * progress.tokens);
-    if (count == progress.shown || time < progress.drawn + 0.1) return;
-    if (!progress.shown && time - progress.start + left < 2) return;
-    progress.shown = count;
-    progress.drawn = time;
+    const bool soon = !progress.shown && time - progress.start + left < 2;
+    if (count == progress.shown || soon || !progress_due(time, count)) return;
     fprintf(stderr, "\r%zu of %zu tokens, at least %.0f s left\033[K", count, progress.tokens,
             left);
 }
 
 // Of a list: `texts` of `all` (0: nobody knows) are done, after `tokens` in `seconds`.
 static void progress_list(size_t texts, double all, size_t tokens, double seconds) {
-    const double time = now(), rate = tokens / seconds;
-    if (quiet || seconds < 1 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
-    progress.shown = 1;
-    progress.drawn = time;
+    const double rate = tokens / seconds;
+    if (seconds < 1 || !progress_due(now(), 1)) return;
     fprintf(stderr, "\r%zu", texts);
     if (all > 0) fprintf(stderr, " of %.0f", all);
     fprintf(stderr, " texts, %.*f tokens/s", rate < 999.95, rate);

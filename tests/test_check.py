@@ -45,7 +45,7 @@ def table(out: str) -> dict[str, tuple[float, float]]:
     return {name: (float(rms), float(largest)) for rms, largest, name in lines}
 
 
-@pytest.mark.parametrize("group", [None, 32, 64])
+@pytest.mark.parametrize("group", [None, 32, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_good_file(ck, run, tmp_path, capsys, group):
     """Its errors are those of a naive computation, and every tensor is in the table."""
     folder = ck.save(tmp_path / "hf")
@@ -248,7 +248,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
     ("codes", lambda code: code ^ 0x10, rf"{Q_PROJ} \[5, 21\], expected \S+, found"),
     ("codes", lambda code: code ^ 0x01, rf"{Q_PROJ} \[5, 5\]"),
     ("scales", lambda byte: byte ^ 1, rf"{Q_PROJ} \[5, \d+\]"),
-    (0x68, lambda _: 5, "layer_bits, expected 0 or 4, found 5"),
+    (0x68, lambda _: 5, "layer_bits is not supported, expected 0 or 4, found 5"),
     (0x68, lambda _: 0, "header .* at byte 0x70"),
     (0x70, lambda level: level + 1, "header .* at byte 0x70"),
     (-1, lambda byte: byte ^ 1, r"model.layers.1.mlp.up_proj.weight \[191, \d+\]")])
@@ -298,7 +298,7 @@ def test_scales_hardly_above_zero(ck, run, tmp_path):
     assert run(ck.save(tmp_path / "hf"), "out.bin")[0] == run("--check", "hf", "out.bin")[0] == 0
 
 
-@pytest.mark.parametrize("size", [1e-40, 1e-25, 1e25])
+@pytest.mark.parametrize("size", [1e-40, *[pytest.param(x, marks=pytest.mark.slow) for x in (1e-25, 1e25)]])
 def test_errors_of_the_smallest_and_largest_weights(ck, run, tmp_path, size):
     """Squares that fp32 does not hold."""
     x = ck.tensors["layers.1.mlp.up_proj.weight"]
@@ -342,6 +342,7 @@ def test_full_disk_for_the_table(exported, tmp_path):
 
 # ---------------------------------------------------------------------------- --plot
 
+@pytest.mark.slow
 def test_plot(exported, run, tmp_path):
     image = pytest.importorskip("matplotlib.image")
     assert run("hf", "out.bin", "--plot", "errors.png")[0] == 0
@@ -350,10 +351,11 @@ def test_plot(exported, run, tmp_path):
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 8  # a line's color each
 
 
-def test_plot_of_a_name_with_dollars(ck, run, tmp_path):
+@pytest.mark.parametrize("name", ["$_{$.bin", "\udcff.bin"])
+def test_plot_of_an_odd_name(ck, run, tmp_path, name):
     pytest.importorskip("matplotlib")
     folder = ck.save(tmp_path / "hf")
-    assert run(folder, "$_{$.bin")[0] == run(folder, "$_{$.bin", "--plot", "$.png")[0] == 0
+    assert run(folder, name)[0] == run(folder, name, "--plot", "$.png")[0] == 0
 
 
 def test_plot_without_matplotlib(exported, tmp_path):

@@ -49,7 +49,7 @@ def under(directory, *runner):
 
 def check(programs, *files):
     """The unit tests, an answer, and of these files the tests that `make test` runs."""
-    units = subprocess.run([programs / "tests/test"], capture_output=True, text=True, timeout=1200)
+    units = subprocess.run([programs / "tests/test"], capture_output=True, text=True, timeout=3000)
     assert units.returncode == 0 and " 0 failures" in units.stdout, units
     answer = subprocess.run([programs / "qwen3", TINY / "tiny.bin", "-t", "0", "-i", QUESTION],
                             capture_output=True, timeout=300, env=environment())
@@ -57,7 +57,7 @@ def check(programs, *files):
     if files:
         tests = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files],
-            cwd=TESTS, capture_output=True, text=True, timeout=1800,
+            cwd=TESTS, capture_output=True, text=True, timeout=3600,
             env=environment(QWEN3=str(programs / "qwen3"),
                             ASAN_OPTIONS="allocator_may_return_null=1"))  # as malloc does
         assert tests.returncode == 0 and " passed" in tests.stdout, tests.stdout[-4000:]
@@ -338,10 +338,11 @@ def test_windows_console(windows):
     text = "What is the capital of Colombia?"
     assert "is Bogotá." in say(text + "\r", text)
     os.write(fd, b"one\\\r")
-    time.sleep(2)                                  # typed, not pasted
+    wait_for("one\\")
+    time.sleep(5)                                  # typed, not pasted
     say("two\r", "one\ntwo")
-    os.write(fd, b"a b\rc\rd\r")                   # pasted: waits for Enter
-    time.sleep(2)
+    os.write(fd, b"a b\rc\rd\r")                   # pasted
+    wait_for("(Enter sends) ")
     say("\r", "a b\nc\nd")
     os.write(fd, b"/help\r")
     wait_for("/retry")
