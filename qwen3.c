@@ -3078,6 +3078,7 @@ static bool begin(List *l) {
     for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
     while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
     if (same % len) cache_copy(&l->app->engine.model, blocks[same / len], theirs[same / len]);
+    l->cached += same - p->cached;  // of a text that begins again, only this time counts
     p->answer.text.ids.n = p->cached = same;
     if (last->ended) drop_blocks(l, last);
     l->last = p;
@@ -3181,7 +3182,7 @@ static void add_line(List *l, Bytes line) {
         return;
     }
     p->ended = false;
-    p->line.n = 0;
+    p->line.n = p->cached = 0;
     p->answer.sampler.rng = app->options.seed + p->number;
     answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
     writer_thinks(&p->writer, begins_thinking(app));
@@ -3259,7 +3260,6 @@ static void step(List *l, Place *p) {
     l->endings[ending]++;
     l->thinking += p->writer.thinking;
     l->answers += p->drawn.n;
-    l->cached += p->cached;
     writer_end(&p->writer);
     if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
     line_done(l, p->number, p->id >= 0);
