@@ -3072,6 +3072,7 @@ static bool begin(List *l) {
     for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
     while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
     if (same % len) cache_copy(&l->app->engine.model, blocks[same / len], theirs[same / len]);
+    l->cached += same - p->cached;  // of a text that begins again, only this time counts
     p->answer.text.ids.n = p->cached = same;
     if (last->ended) drop_blocks(l, last);
     l->last = p;
@@ -3109,16 +3110,6 @@ static bool parse_line(List *l, Bytes line) {
     return !j->expected;
 }
 
-// Of those that are encoded whole: an answer may lose its thinking.
-static Bytes longest_message(const Conversation *talk) {
-    Bytes longest = {0};
-    for (size_t i = 0; i < talk->n; i++) {
-        const Bytes text = bytes_of(&talk->p[i].text);
-        if (talk->p[i].role != ASSISTANT && text.n > longest.n) longest = text;
-    }
-    return longest;
-}
-
 // Encodes a line. Returns false if that can't be done, which it says.
 static bool encode_line(List *l, Bytes text, Ids *ids) {
     const App *app = l->app;
@@ -3134,10 +3125,14 @@ static bool encode_line(List *l, Bytes text, Ids *ids) {
     }
     if (o->json_list && !parse_line(l, text)) return false;
     const bool messages = talk->n && talk->p[talk->n - 1].role == USER;
-    if (o->json_list) text = messages ? longest_message(talk) : bytes_of(&l->json.text);
-    if (text.n > l->longest) {
+    if (o->json_list) text = bytes_of(&l->json.text);
+    size_t size = messages ? 0 : text.n;
+    for (size_t i = 0; messages && i < talk->n; i++) {  // an earlier answer may lose its thinking
+        if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
+    }
+    if (size > l->longest) {
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), m->state.seq_len, m->config.max_seq_len, text.n);
+               where(l, l->read), m->state.seq_len, m->config.max_seq_len, size);
         return false;
     }
     if (!messages) {
@@ -3179,7 +3174,7 @@ static void add_line(List *l, Bytes line) {
         return;
     }
     p->ended = false;
-    p->line.n = 0;
+    p->line.n = p->cached = 0;
     p->answer.sampler.rng = app->options.seed + p->number;
     answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
     writer_thinks(&p->writer, begins_thinking(app));
@@ -3257,7 +3252,6 @@ static void step(List *l, Place *p) {
     l->endings[ending]++;
     l->thinking += p->writer.thinking;
     l->answers += p->drawn.n;
-    l->cached += p->cached;
     writer_end(&p->writer);
     if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
     line_done(l, p->number, p->id >= 0);

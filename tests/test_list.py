@@ -558,7 +558,7 @@ def test_a_message_that_is_too_long(tiny):
     data = "".join(json.dumps(messages) + "\n" for messages in conversations).encode()
     lines, error = run_list(tiny, data, *GREEDY, "-q", kind="-L", status=1)
     assert lines[:2] == [b"null"] * 2 and lines[2] != b"null"
-    assert [line.endswith(b"found 200000 bytes") for line in error.splitlines()] == [True, True], error
+    assert [line.endswith(b"found 200005 bytes") for line in error.splitlines()] == [True, True], error
 
 
 # -- what stderr says
