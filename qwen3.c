@@ -2546,10 +2546,9 @@ static bool read_message(App *app) {
         }
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
-    if (cut) {
-        report("input: the terminal cut a line at %d bytes; nothing was sent", terminal_line());
-        notice("input: /file PATH sends a longer text");
-    }
+    if (cut)
+        report("input: the terminal cut a line at %d bytes; nothing was sent (/file sends more)",
+               terminal_line());
     return true;
 }
 
@@ -2589,14 +2588,15 @@ static void send_file(App *app, Bytes words) {
     words = skip_spaces(words);
     const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
     const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
-    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
-    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
-    const int n = (int)((end ? end : last) - name);
+    const uint8_t end = quoted ? *words.p : ' ';
+    const char *home = tilde ? getenv("HOME") : "";
+    if (quoted || tilde) words = bytes_from(words, 1);
+    size_t n = 0;
+    while (n < words.n && words.p[n] != end) n++;
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
+    snprintf(path, sizeof(path), "%s%.*s", home, (int)n, (const char *)words.p);
     Buffer message = {0};
-    const size_t rest = end ? (size_t)(end + 1 - words.p) : words.n;
-    buffer_add(&message, skip_spaces(bytes_from(words, rest)));
+    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + 1 : n)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *error = NULL;
