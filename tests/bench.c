@@ -588,7 +588,7 @@ int main(int argc, char **argv) {
     if (weight_bytes() < 5e6) patience = 0.02;
     printf("threads                            best    median         runs   of what the machine does\n");
     start_threads(cores);
-    const int batch = parse_options(2, (char *[]){"", ""}).batch;
+    const int batch = parse_options(2, (char *[]){"", "MODEL"}).batch;
     state_init(&m, min_int(plan->longest + 1, g->max_seq_len), batch, PLACES, 1);
     make_tokenizer();
     text = whole_cache(&m.state);
