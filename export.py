@@ -28,11 +28,11 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
     --bits 8|4           bits of a weight in the layers' matrices; the embedding and the classifier
                          have 8. Four make half the file and nearly twice the speed, and cost
                          quality. The default is 8, but 4 for a GGUF file whose layers are all in
-                         Q4_0 or all in IQ4_NL: in groups of 32 (the default) its weights are copied
-                         as they are, in others they are quantized again
+                         Q4_0 or all in IQ4_NL
     --group-size N       weights per quantization scale: 32, 64, 128 or 256. The default is 64, or
-                         32 where 64 does not divide the model's dimensions, and 32 with four bits.
-                         A GGUF file in Q8_0 has groups of 32, which are copied as they are
+                         32 where 64 does not divide the model's dimensions, and 32 with four bits
+                         and for a GGUF file in Q8_0. Groups of Q8_0, Q4_0 and IQ4_NL are copied as
+                         they are; --bits or another size has them quantized again
     --yarn FACTOR        extends the context by this factor (YaRN), as Qwen advises for texts longer
                          than the model was trained on; short texts get slightly worse
     --check              writes nothing; compares an existing OUT.bin and its tokenizer file with
@@ -85,6 +85,7 @@ import subprocess
 import tempfile
 import time
 import unicodedata
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -138,37 +139,35 @@ class Source(NamedTuple):
 Room = tuple[Path, int]  # a folder, and the bytes that will come to it
 
 
-def export(name: str, out: Path | None, bits: int | None, group_size: int | None,
-           yarn_factor: float | None) -> None:
-    """Writes OUT.bin and OUT.bin.tokenizer of the source with this name."""
-    began = time.monotonic()
+def export(options: argparse.Namespace) -> None:
+    """Writes OUT.bin and OUT.bin.tokenizer of a source; the options are parse_arguments()'s."""
+    began, out = time.monotonic(), options.out
     if out:
         check_target(out)
-    source = find_source(name, out.parent if out else Path())
-    config, tokenizer = read_settings(source, bits, group_size, yarn_factor)
+    source = find_source(options.source, out.parent if out else Path())
+    config, tokenizer = read_settings(source, options)
     bits = 4 if config.levels else 8
     out = out or default_out(source.name, bits)
     check_target(out)
     room = out.parent, layout(config)[-1].end + len(tokenizer)
     check_space([room])
-    outputs = match_tensors(source, config, room)
-    note_second_quantization(outputs, config)
     tokenizer_out = Path(f"{out}.tokenizer")
     with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
         write_at(tokenizer_part, tokenizer, 0)
+        outputs = match_tensors(source, config, room)  # may download, so only now
+        note_second_quantization(outputs, config)
         write_model(model_part, config, outputs)
     say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {bits} bits in groups of "
         f"{config.group_size}) and {tokenizer_out.name} in {time.monotonic() - began:.1f} s, "
         f"run ./qwen3 {shlex.quote(str(out))} -i \"Why is the sky blue?\"")
 
 
-def read_settings(source: Source, bits: int | None, group_size: int | None,
-                  yarn_factor: float | None) -> tuple[Config, bytes]:
+def read_settings(source: Source, options: argparse.Namespace) -> tuple[Config, bytes]:
     """All of a source but the weights: (config, contents of OUT.bin.tokenizer). Refuses what is not
     supported."""
     where = source.file("config.json")
     with parsing(where):
-        config = read_config(source, bits, group_size, yarn_factor)
+        config = read_config(source, options.bits, options.group_size, options.yarn)
         if (matrices := config.n_layers * max(1, config.n_experts)) > MOST_TENSORS:
             refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
     with parsing(source.file("tokenizer.json")):
@@ -179,14 +178,13 @@ def find_source(name: str, folder: Path | None) -> Source:
     """Reads a local directory or GGUF file, or downloads from the hub. OUT.bin will come to the
     folder, if it is to be written."""
     path = Path(name)
-    if path.is_file():
-        return read_gguf(path)
     if path.is_dir():
         return read_folder(path)
-    if path.exists() or not (hub := HUB_NAME.fullmatch(name)):
-        refuse(name, "not a checkpoint" if path.exists() else "missing",
-               "a directory, a GGUF file or a hub name, ORG/NAME",
-               "something else" if path.exists() else "nothing of that name")
+    if path.exists():
+        return read_gguf(path)
+    if not (hub := HUB_NAME.fullmatch(name)):
+        refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME",
+               "nothing of that name")
     return read_hub(hub[1], hub[2] or hub[3], folder)
 
 
@@ -253,6 +251,13 @@ def refuse(where: object, what: str, expected: object, found: object) -> NoRetur
     raise Refused(f"{where}: {what}, expected {expected}, found {found}")
 
 
+def supported(where: object, what: str, value: object, *good: object) -> None:
+    """Refuses all values but the good ones; None is one that is not there."""
+    if value not in good:
+        expected = " or ".join(str(x) for x in good if x is not None)
+        refuse(where, f"{what} is not supported", expected, repr(value))
+
+
 @contextmanager
 def parsing(path: Path) -> Iterator[None]:
     """Any unexpected exception within it means that the file at path is malformed."""
@@ -305,7 +310,8 @@ def say(line: str) -> None:
     for folder, name in hub_folders.items():
         line = line.replace(folder, name)
     line = re.sub("[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], line)
-    print(f"export.py: {line:.1000}", file=sys.stderr)
+    line = line if len(line) <= 1000 else f"{line[:400]} ... {line[-500:]}"
+    print(f"export.py: {line}", file=sys.stderr)
 
 
 def first_few(names: list[str], most: int = 6) -> str:
@@ -331,6 +337,7 @@ def read_hub(name: str, wanted: str | None, target: Path | None) -> Source:
     kind or a file is wanted, or if there are only GGUF files, downloads one of these."""
     # Only here: a slow import that a local source does not need
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache, utils
+    utils.logging.set_verbosity_error()  # an error is one line
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
 
@@ -338,8 +345,9 @@ def read_hub(name: str, wanted: str | None, target: Path | None) -> Source:
         """Downloads these files if there is space for them and the rooms. Returns their folder."""
         cache = Path(constants.HF_HUB_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
-        absent = [file for file in names if not isinstance(try_to_load_from_cache(name, file), str)]
-        check_space([(cache, sum(files[file] for file in absent)), *rooms])
+        size = sum(files[file] for file in names
+                   if not isinstance(try_to_load_from_cache(name, file), str))
+        check_space([(cache, size), *rooms])
         with downloading(name):
             folder = Path(snapshot_download(name, allow_patterns=names))
         hub_folders[str(folder)] = name
@@ -384,6 +392,8 @@ def downloading(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # from several libraries
+        if isinstance(error, OSError) and error.filename:
+            raise  # of the hub's cache
         found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if getattr(error, "response", None) is None:  # nobody has answered
             refuse(name, "not here, and the hub can't be reached", "a network (HF_ENDPOINT can "
@@ -459,9 +469,7 @@ def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[in
     for step in processor["processors"] if processor["type"] == "Sequence" else [processor]:
         if step["type"] == "ByteLevel":  # puts nothing there
             continue
-        if step["type"] != "TemplateProcessing":
-            refuse(where, "post_processor is not supported", "ByteLevel or TemplateProcessing",
-                   repr(step["type"]))
+        supported(where, "post_processor", step["type"], "ByteLevel", "TemplateProcessing")
         around: list[list[int]] = [[]]  # the ids before the text; a second list after it
         for piece in step["single"]:
             token = piece.get("SpecialToken", {}).get("id")
@@ -498,20 +506,19 @@ def is_embedding(folder: Path) -> bool:
     if not path.exists():
         return False
     with parsing(path):
-        modules = {module["type"].rpartition(".")[2]: Path(module["path"])
+        modules = {module["type"].rpartition(".")[2]: module["path"]
                    for module in json.loads(read_file(path))}
     if "Pooling" not in modules:
         return False
     if unknown := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize"}):
         refuse(path, "modules are not supported", "no others than Transformer, Pooling and "
                "Normalize", first_few(unknown))
-    if modules["Pooling"].is_absolute() or ".." in modules["Pooling"].parts:
-        refuse(path, "path of Pooling", "one inside the checkpoint", modules["Pooling"])
-    path = folder / modules["Pooling"] / "config.json"
+    if modules["Pooling"] != "1_Pooling":
+        refuse(path, "path of Pooling", "1_Pooling", repr(modules["Pooling"]))
+    path = folder / "1_Pooling/config.json"
     kinds = [key.removeprefix("pooling_mode_") for key, value in read_json(path).items()
              if key.startswith("pooling_mode_") and value is True]
-    if kinds != ["lasttoken"]:
-        refuse(path, "pooling is not supported", "lasttoken alone", first_few(kinds))
+    supported(path, "pooling", ", ".join(kinds), "lasttoken")
     return True
 
 
@@ -621,15 +628,14 @@ def check_family(where: Path, config: dict) -> None:
     if quantized := config.get("quantization_config") or config.get("quantization"):  # MLX's key
         refuse(where, "its quantized weights are not supported", "the unquantized checkpoint or a "
                "GGUF file", quantized.get("quant_method", quantized))
-    supported = {"hidden_act": "silu", "partial_rotary_factor": 1}  # or no such key
+    good = {"hidden_act": "silu", "partial_rotary_factor": 1}
     if family != QWEN2:
-        supported |= {"attention_bias": False}
+        good |= {"attention_bias": False}
     if family == QWEN3_MOE:
-        supported |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
-                      "shared_expert_intermediate_size": 0, "use_qk_norm": True}
-    for key, value in supported.items():
-        if config.get(key) not in (None, value):
-            refuse(where, f"{key} is not supported", json.dumps(value), repr(config[key]))
+        good |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
+                 "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    for key, value in good.items():
+        supported(where, key, config.get(key), value, None)
     sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
                and config.get("max_window_layers", 28) < config["num_hidden_layers"])
     layer_types = config.get("layer_types") or ["sliding" if sliding else "full_attention"]
@@ -675,13 +681,11 @@ def read_rope(where: Path, config: dict, head_dim: int,
             rope = rope | {original: config[original]}
         known |= {"factor", original, "truncate", "attention_factor", "beta_fast", "beta_slow",
                   "mscale", "mscale_all_dim"}
-    elif rope_type != "default":
-        refuse(where, "rope_type is not supported", "default or yarn", repr(rope_type))
+    supported(where, "rope_type", rope_type, "default", "yarn")
     if unknown := sorted(rope.keys() - known):
         refuse(where, f"rope scaling {rope_type}", f"no keys but {', '.join(sorted(known))}",
                first_few(unknown))
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        refuse(where, "partial_rotary_factor", "1", repr(rope["partial_rotary_factor"]))
+    supported(where, "partial_rotary_factor", rope.get("partial_rotary_factor"), 1, None)
     if "attn_factor" in rope:
         notes.append("rope_scaling's attn_factor is ignored, as transformers ignores it")
     yarn = read_yarn(where, rope, theta, head_dim, max_seq_len) if rope_type == "yarn" else (0, ())
@@ -725,14 +729,12 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int,
 
 def header(c: Config) -> bytes:
     """The 256 bytes at the start of OUT.bin. From 0x30 on a 0 means the format's default."""
-    def zero_if(value: float, default: float) -> float:
-        return 0 if np.float32(value) == np.float32(default) else value
-
-    dims, (theta, eps), more = c[:10], c[10:12], c[12:18]  # up to group_size, ..., no_topk_norm
+    theta, eps = (0 if np.float32(value) == np.float32(default) else value
+                  for value, default in ((c.rope_theta, 1e6), (c.rms_norm_eps, 1e-6)))
     rope_scaling, layer_bits = 2 if c.frequencies else 0, 4 if c.levels else 0
-    return struct.pack("<I11i2fIf20x2I2i3I16b128x", 0x616A6331, 1, *dims, zero_if(theta, 1e6),
-                       zero_if(eps, 1e-6), rope_scaling, *more, layer_bits, 0,
-                       *(c.levels or [0] * 16))
+    to_group_size, to_no_topk_norm = c[:10], c[12:18]
+    return struct.pack("<I11i2fIf20x2I2i3I16b128x", 0x616A6331, 1, *to_group_size, theta, eps,
+                       rope_scaling, *to_no_topk_norm, layer_bits, 0, *(c.levels or [0] * 16))
 
 
 # ---- Tensors: where each one lies in *.safetensors, and the order in which OUT.bin has them ------
@@ -813,7 +815,8 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
     if single.is_file():
         return open_safetensors(single, TENSORS_SIZE)[0]
     if not index.is_file():
-        refuse(folder, "no weights", f"{single.name} or {index.name}",
+        refuse(folder, "no weights", f"{single.name} or {index.name} (transformers' "
+               "from_pretrained(), then save_pretrained() makes them)",
                first_few(sorted(path.name for path in folder.iterdir())))
     tensors: dict[str, Tensor] = {}
     found: dict[str, str] = {}  # name -> the shard that holds it
@@ -1111,12 +1114,12 @@ PRE_TOKENIZERS = [
 class Vocabulary(NamedTuple):
     tokens: dict[int, bytes]  # id -> the token's bytes
     scores: dict[int, float]  # id -> merge score, of the tokens that a merge makes
-    added: dict[int, bool]  # id of an added token, which no merge makes -> special (not printed)
+    added: dict[str, tuple[int, bool]]  # text that no merge makes -> id, special (not printed)
     nfc: bool  # text is normalized to NFC first
 
     def added_ids(self, text: str | None) -> list[int]:
         """The id of the added token with this text, as a list of one or none."""
-        return [i for i in self.added if self.tokens[i].decode() == text]
+        return [self.added[text][0]] if text in self.added else []
 
 
 def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
@@ -1140,29 +1143,25 @@ def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
     tokens |= {i: text.encode() for text, (i, _) in added.items()}
     if len(tokens) != len(vocab) + len(added) or b"" in tokens.values():
         refuse(where, "tokens", "each with a text and an id of its own", "one without")
-    return Vocabulary(tokens, scores, {i: bool(flag) for i, flag in sorted(added.values())}, nfc)
+    return Vocabulary(tokens, scores, added, nfc)
 
 
 def check_pipeline(where: Path, tokenizer: dict) -> bool:
     """Refuses a tokenizer.json that does what qwen3.c does not. True if it normalizes to NFC."""
     model = tokenizer["model"]
-    if model.get("type") != "BPE":
-        refuse(where, "model", "BPE", repr(model.get("type")))
+    supported(where, "model", model.get("type"), "BPE")
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
                 "byte_fallback", "ignore_merges"):
-        if model.get(key):
-            refuse(where, f"model.{key} is not supported", "none", repr(model[key]))
+        supported(where, f"model.{key}", model.get(key) or "none", "none")
     steps = (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", [])
     steps = [{key: step[key] for key in step if key != "trim_offsets"} for step in steps]
     if steps != PRE_TOKENIZERS:
         refuse(where, "pre_tokenizer is not supported", "Qwen's Split and ByteLevel",
                json.dumps(tokenizer["pre_tokenizer"]))
-    normalizer = tokenizer["normalizer"]
-    if normalizer in (None, {"type": "Sequence", "normalizers": []}):
-        return False
-    if normalizer not in ({"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFC"}]}):
-        refuse(where, "normalizer is not supported", "NFC or none", json.dumps(normalizer))
-    return True
+    normalizer = tokenizer["normalizer"] or {"type": "Sequence", "normalizers": []}
+    normalizers = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    supported(where, "normalizer", normalizers, [{"type": "NFC"}], [])
+    return bool(normalizers)
 
 
 def read_added(where: Path, tokenizer: dict,
@@ -1175,7 +1174,7 @@ def read_added(where: Path, tokenizer: dict,
         for flag in ("lstrip", "rstrip", "single_word", "normalized"):
             if token.get(flag):
                 refuse(where, f"{flag} of added token {token['content']!r}", "false", "true")
-    added = {token["content"]: (token["id"], token["special"])
+    added = {token["content"]: (token["id"], bool(token["special"]))
              for token in tokenizer["added_tokens"]}
     # What tokenizer_config.json says: (text, id or None, special)
     more = [(token["content"], int(i), token["special"]) for i, token in listed.items()]
@@ -1186,7 +1185,7 @@ def read_added(where: Path, tokenizer: dict,
         if text not in added or token_id not in (None, added[text][0]):
             refuse(where, "added_tokens", f"{text!r} as in tokenizer_config.json",
                    "it with another id" if text in added else "no such token")
-        added[text] = added[text][0], added[text][1] or special
+        added[text] = added[text][0], added[text][1] or bool(special)
     return added
 
 
@@ -1497,7 +1496,7 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     mode = default_mode(source, pieces, vocab, stop_ids)
     penalty = number(generation_json, source.generation, "repetition_penalty", "penalty", 1.0)
     sections = {
-        "adde": u32(*vocab.added.items()), **unicode_sections(vocab.nfc),
+        "adde": u32(*sorted(vocab.added.values())), **unicode_sections(vocab.nfc),
         "head": u32(head_ids), "tail": u32(tail_ids), "stop": u32(stop_ids),
         "samp": sampling(generation_json, source.generation),
         "repe": b"" if penalty == 1 else struct.pack("<f", penalty),
@@ -1557,9 +1556,9 @@ def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary,
     token that ends a turn, which is not among the ids that end its texts."""
     if source.embedding:
         return EMBED
-    turn_end = [i for i in vocab.added if pieces
-                and vocab.tokens[i].decode() in pieces.assistant_close]
-    if source.chat_template and (not turn_end or set(turn_end) & set(stop_ids)):
+    turn_end = {i for text, (i, _) in vocab.added.items()
+                if pieces and text in pieces.assistant_close}
+    if source.chat_template and (not turn_end or turn_end & set(stop_ids)):
         return CHAT
     if source.chat_template:
         notes.append("the chat template's end of turn is not among the ids that end a text: this "
@@ -1576,11 +1575,10 @@ def sampling(where: Path, generation: dict) -> bytes:
         notes.append(f"{where.name}: min_p {generation['min_p']!r} is ignored: qwen3 has no min_p")
     if not given:
         return b""
-    get = partial(number, where, defaults | given)
-    temperature, top_p, top_k = (get(key, f"sampling {key}")
+    values = defaults | given
+    temperature, top_p, top_k = (number(where, values, key, f"sampling {key}")
                                  for key in ("temperature", "top_p", "top_k"))
-    sample = (defaults | given)["do_sample"]
-    return struct.pack("<2fI", temperature if sample else 0.0, top_p, top_k)
+    return struct.pack("<2fI", temperature if values["do_sample"] else 0.0, top_p, top_k)
 
 
 # ---- GGUF: a file by llama.cpp's converter, turned back into Hugging Face's files ----------------
@@ -1590,6 +1588,7 @@ def sampling(where: Path, generation: dict) -> bytes:
 GGUF_STRING, GGUF_ARRAY = 8, 9  # types of metadata values; the rest are scalars:
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
                 12: "d"}  # type -> struct's letter
+LAST_TOKEN = int(gguf.PoolingType.LAST)  # the pooling of embedding models
 GGUF_LEVELS = {"Q4_0": tuple(range(-8, 8)), "IQ4_NL": gguf.quants.IQ4_NL.kvalues}
 GGUF_TENSORS = {
     "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
@@ -1624,8 +1623,7 @@ def read_gguf(path: Path) -> Source:
         generation = {name: metadata.get(f"general.sampling.{key}")
                       for key, name in GGUF_SAMPLING.items()}
         pooling = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
-        if pooling not in (gguf.PoolingType.NONE, gguf.PoolingType.LAST):
-            refuse(path, "pooling_type is not supported", "0 (none) or 3 (last token)", pooling)
+        supported(path, "pooling_type", pooling, 0, LAST_TOKEN)
         q8_0 = any(tensor.dtype == "Q8_0" for tensor in tensors.values())
         kinds = {tensor.dtype for name, tensor in tensors.items()
                  if name.startswith("layers.") and len(tensor.shape) > 1
@@ -1637,7 +1635,7 @@ def read_gguf(path: Path) -> Source:
             tokenizer_config={"bos_token": texts.get(bos), "eos_token": texts.get(eos)},
             generation=generation | {"eos_token_id": stop_ids},
             chat_template=metadata.get("tokenizer.chat_template"),
-            open_tensors=lambda *_: tensors, embedding=pooling == gguf.PoolingType.LAST,
+            open_tensors=lambda *_: tensors, embedding=pooling == LAST_TOKEN,
             group_size=32 if q8_0 else None,
             levels=GGUF_LEVELS.get(kinds.pop(), ()) if len(kinds) == 1 else ())
 
@@ -1646,8 +1644,7 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
     """The contents of config.json."""
     families = {"qwen2": QWEN2, "qwen3": QWEN3, "qwen3moe": QWEN3_MOE}
     family = metadata.get("general.architecture")
-    if family not in families:
-        refuse(path, "general.architecture is not Qwen3's", " or ".join(families), repr(family))
+    supported(path, "general.architecture", family, *families)
     model = {key.removeprefix(f"{family}."): value for key, value in metadata.items()}
     dim, n_heads = model["embedding_length"], model["attention.head_count"]
     head_dim = model.get("attention.key_length", dim // n_heads)
@@ -1689,17 +1686,13 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 def gguf_tokenizer(path: Path, ggml: dict) -> dict:
     """The contents of tokenizer.json, from the metadata under tokenizer.ggml."""
-    for key, names in ("model", ["gpt2"]), ("pre", ["qwen2", "deepseek-r1-qwen"]):
-        if ggml.get(key) not in names:
-            refuse(path, f"tokenizer.ggml.{key} is not supported", " or ".join(names),
-                   repr(ggml.get(key)))
+    supported(path, "tokenizer.ggml.model", ggml.get("model"), "gpt2")
+    supported(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen")
     types = gguf.TokenType
     known = types.NORMAL, types.CONTROL, types.USER_DEFINED, types.UNUSED
     ids: dict[int, dict[str, int]] = {token_type: {} for token_type in known}  # type -> text -> id
     for i, (text, token_type) in enumerate(zip(ggml["tokens"], ggml["token_type"], strict=True)):
-        if token_type not in known:
-            refuse(path, f"token_type of {text!r}", " or ".join(str(int(t)) for t in known),
-                   token_type)
+        supported(path, f"token_type of {text!r}", token_type, *map(int, known))
         ids[token_type][text] = i
     if sum(map(len, ids.values())) < len(ggml["tokens"]):
         refuse(path, "tokens", "each with a text of its own", "a text twice")
@@ -1821,11 +1814,12 @@ def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
 
 # ---- --check and --plot: OUT.bin compared with SOURCE --------------------------------------------
 
-def check(name: str, out: Path | None, picture: Path | None, yarn_factor: float | None) -> None:
+def check(options: argparse.Namespace) -> None:
     """Compares OUT.bin and its tokenizer file with the source; a table of the errors on stdout."""
+    name, out, picture = options.source, options.out, options.plot
     if picture and not importlib.util.find_spec("matplotlib"):
-        refuse("--plot", "needs matplotlib", "it to be installed (`uv run --with matplotlib "
-               "export.py ...` or `pip install matplotlib`)", "no such package")
+        refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...` or "
+               "`pip install matplotlib`", "no such package")
     source = find_source(name, None)
     out = out or next(filter(Path.exists, (default_out(source.name, bits) for bits in (8, 4))),
                       default_out(source.name, 8))
@@ -1835,11 +1829,10 @@ def check(name: str, out: Path | None, picture: Path | None, yarn_factor: float 
     with open_file(out) as file:
         found = file.read(256)
         group_size, layer_bits = (int.from_bytes(found[at:at + 4], "little") for at in (0x2C, 0x68))
-        for what, actual, known in [("group_size", group_size, GROUP_SIZES),
-                                    ("layer_bits", layer_bits, (0, 4))]:
-            if actual not in known:
-                refuse(out, what, " or ".join(map(str, known)), actual)
-        config, tokenizer = read_settings(source, layer_bits or 8, group_size, yarn_factor)
+        supported(out, "group_size", group_size, *GROUP_SIZES)
+        supported(out, "layer_bits", layer_bits, 0, 4)
+        options.bits, options.group_size = layer_bits or 8, group_size
+        config, tokenizer = read_settings(source, options)
         check_yarn(out, config, found)
         check_bytes(out, "the header", header(config), found)
         path = Path(f"{out}.tokenizer")
@@ -1850,7 +1843,8 @@ def check(name: str, out: Path | None, picture: Path | None, yarn_factor: float 
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
         errors = check_tensors(file, config, outputs)
     if picture:
-        plot(picture, f"{out.name} against {Path(name).name}", errors)
+        title = f"{out.name} against {Path(name).name}"
+        plot(picture, title.encode(errors="replace").decode(), errors)  # a name may be no UTF-8
     worst = max(errors, key=errors.__getitem__)
     say(f"{out} matches {name}: header, tokenizer and {len(outputs)} tensors; "
         f"rms error at most {errors[worst]:.2g} %, in {worst}")
@@ -1858,10 +1852,9 @@ def check(name: str, out: Path | None, picture: Path | None, yarn_factor: float 
 
 def check_yarn(out: Path, c: Config, found: bytes) -> None:
     """Refuses a header with another scaled rope than expected, as --yarn is easily forgotten."""
-    kind, factor = struct.unpack_from("<If", found.ljust(256, b"\0"), 0x38)
+    kind, factor = struct.unpack_from("<If", found, 0x38)
     if kind == 1:
-        refuse(out, "its scaled rope is in an older format", "one with frequencies: export it "
-               "again", f"rope_scaling {kind}")
+        refuse(out, "in an older format", "rope_scaling 2: export it again", kind)
     expected, actual = (f"cos and sin times {x:g}" if x else "no scaling"
                         for x in (c.rope_factor, factor))
     if expected != actual:
@@ -1882,13 +1875,20 @@ def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str,
     """Prints the table. Returns each matrix's rms error in % of the weights' rms."""
     errors = {}
     uneven = " (4 bits: half of the widest step)" if c.levels else ""
-    print_above_bar(f"rms error    largest\n(% of rms)  (half steps)  tensor{uneven}")
+    table = ["rms error    largest", f"(% of rms)  (half steps)  tensor{uneven}"]
     for output, pieces in in_pieces(partial(compare_piece, file, c), outputs):
         squares, differences, largest = zip(*pieces)
         rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
-        print_above_bar(f"{rms:10.4f}  {max(largest):12.4f}  {output.name}")
+        table.append(f"{rms:10.4f}  {max(largest):12.4f}  {output.name}")
         if output.bits < 32:
             errors[output.name] = rms
+    try:
+        print("\n".join(table), flush=True)
+    except OSError as error:
+        # Python flushes stdout again at exit; that must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        error.filename = "stdout"
+        raise
     return errors
 
 
@@ -1915,18 +1915,6 @@ def compare_piece(out: BinaryIO, c: Config, output: Output, tensor: Tensor, star
     return float(x @ x), float(difference @ difference), largest
 
 
-def print_above_bar(lines: str) -> None:
-    """Prints to stdout without breaking the progress bar."""
-    try:
-        tqdm.write(lines)
-        sys.stdout.flush()
-    except OSError as error:
-        # Python flushes stdout again at exit; that must not fail a second time.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        error.filename = "stdout"
-        raise
-
-
 def plot(path: Path, title: str, errors: dict[str, float]) -> None:
     """A line over the layers for each kind of matrix; a dashed level for one outside the layers."""
     from matplotlib.figure import Figure
@@ -1940,8 +1928,8 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
         axes.plot((values * n_layers)[:n_layers], "o-" if len(values) == n_layers else "--",
                   markersize=4, label=kind)
     axes.set_title(title, parse_math=False)  # a $ in a name is a $
-    axes.set(xlabel="layer", ylabel="rms error, % of the weights' rms")
-    axes.set_ylim(bottom=max(0, axes.get_ylim()[0]))
+    axes.set(xlabel="layer", ylabel="rms error, % of the weights' rms",
+             ylim=(max(0, axes.get_ylim()[0]), None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.figure.legend(loc="outside right upper")
@@ -1952,22 +1940,20 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
 
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
-    if __name__ == "__main__":  # from now on an exception: atomic_files() removes its files
-        on_signals(sys.exit)
-    source, out = options.source, options.out
+    if __name__ == "__main__":
+        on_signals(sys.exit)  # from now on an exception: atomic_files() removes its files
+        warnings.simplefilter("ignore")  # of the packages: what matters here is said once
     lines, status = notes, 0
     try:
-        if options.check:
-            check(source, out, options.plot, options.yarn)
-        else:
-            export(source, out, options.bits, options.group_size, options.yarn)
+        check(options) if options.check else export(options)
     except Refused as error:
         lines, status = [str(error)], 1
     except BrokenPipeError:  # the reader of the table, such as head, has seen enough
         lines = []
     except OSError as error:
-        lines, status = [f"{error.filename or out or source}: can't be read or written, expected "
-                         f"access and space, found {error.strerror or error}"], 1
+        where = error.filename or options.out or options.source
+        lines, status = [f"{where}: can't be read or written, expected access and space, found "
+                         f"{error.strerror or error}"], 1
     for line in lines:
         say(line)
     sys.exit(status)

@@ -3,46 +3,55 @@
      ./qwen3 model.bin -i "What is the capital of France?"
 
    A token is a piece of text, often a word or a part of one, and has a number: its id. A language
-   model computes a score for every token that could come next. This program cuts a text into tokens
-   (encode_raw, render), runs them through the model (prefill, which calls forward), scores all
-   tokens of the vocabulary as the next one (classify), draws one of them (sample), writes it, runs
-   it through the model as well (advance), and so on until the answer ends (generate).
+   model computes for every token of its vocabulary a score: how well would it come next? The
+   numbers that it computes this with, the weights, are learned: in training it had to predict each
+   next token of very much text, and they were changed little by little so that it did better. This
+   program only uses them. (export.py makes model.bin and its tokenizer file from a checkpoint, the
+   published files of a trained model.) It cuts a text into tokens (encode_raw, render), runs them
+   through the model (prefill, which calls forward), scores all tokens of the vocabulary (classify),
+   draws one of them (sample), writes it, runs it through the model as well (advance), and so on
+   until the answer ends (generate).
 
    Inside the model, each token of the text is a vector x (dim). (A name is followed by its shape in
    parentheses.) It starts as the token's row of the embedding table, which has a learned row for
    each token of the vocabulary. Each layer then adds two things to it: what attention finds in this
    token and those before it, and what a feed-forward network (three matrices and a nonlinear
-   function) computes from the x that results. As x is only ever added to, it is called the residual
-   stream. For attention, matrices make a query q, a key k and a value v of each token. The dot
-   products of its query with the keys of all positions up to its own are turned into shares that
-   add up to 1 (softmax, below); the result is the sum of the values, each times its share. This
-   happens n_heads times side by side: each head has its own part of q (head_dim), and so weights
-   the positions differently. The KV cache keeps, for each layer, the keys K and values V of all
-   earlier positions, a row each.
+   function) computes from the x that results. As x is only ever added to, so that no layer has to
+   pass on what those before it found, it is called the residual stream. For attention, matrices
+   make a query q, a key k and a value v of each token. The dot products of its query with the keys
+   of all positions up to its own are turned into shares that add up to 1 (softmax, below); the
+   result is the sum of the values, each times its share. This happens n_heads times side by side:
+   each head has its own part of q (head_dim), and so weights the positions differently. The KV
+   cache keeps, for each layer, the keys K and values V of all earlier positions, a row each. These
+   never change, as no token looks at a later one: so each token runs once.
 
-     pos      the token's position            All W, rms_ and _norm are learned. eps and theta are
-     Wq h     a matrix times a vector         numbers of the model, mostly 1e-6 and 1e6.
+     pos      the token's position            All W, rms_ and _norm are weights. eps and theta are
+     Wq h     a matrix times a vector         given numbers, mostly 1e-6 and 1e6.
      q . K    the dot products of q with the rows of K
      u * v    the products of two vectors' elements, one by one
 
-   One layer is (Qwen3DecoderLayer in HF, Hugging Face's transformers):
+   One layer is as follows. (Its name in HF is Qwen3DecoderLayer. HF, here and below, is Hugging
+   Face's Python library transformers, with which the tests compare the results.)
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
-     q = rope(rmsnorm(q, q_norm), pos)        QK-norm: each head is normalized by itself
+     q = rope(rmsnorm(q, q_norm), pos)        QK-norm, a head at a time: bounds q . k
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
-                                              Without sqrt, q . K would grow with head_dim.
-                                              n_heads / n_kv_heads query heads share a K and V. All
-                                              heads' a together: (q_dim), n_heads * head_dim
+                                              Without sqrt, q . K would grow with head_dim, and of
+                                              large numbers softmax gives nearly all to the largest.
+                                              n_heads / n_kv_heads query heads share a K and V, so
+                                              that the cache is smaller. All heads' a together are
+                                              (q_dim), n_heads * head_dim
      x = x + Wo a
-     h = rmsnorm(x, rms_ffn)
+     h = rmsnorm(x, rms_ffn)                  The size of h does not depend on that of x.
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z)); W1 and W3
                                               are (hidden_dim, dim), W2 is (dim, hidden_dim)
 
    A mixture of experts has many experts, each with its own W1, W2 and W3, and a router Wr, which
-   chooses for each token the few that run. In place of its last line, a layer then computes
+   chooses for each token the few that run: so a model has many weights, and a token needs few of
+   them. In place of its last line, a layer then computes
 
      p = softmax(Wr h)                        one p for each expert
      S = the n_experts_used experts with the largest p
@@ -51,21 +60,43 @@
 
    rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle
    pos * theta^(-2j / head_dim), and k in the same way, so that q . k depends on the two positions
-   only through their distance.
+   only through their distance. Nothing else in attention knows about order: without rope, the same
+   keys and values in another order would give the same a. Each pair has a frequency of its own, as
+   one would not do: pair 0 turns by 1 radian a position, which tells neighbours apart, but is back
+   after some 6; the last pair turns almost theta times as slowly, which tells near from far.
 
    After the last layer, the scores, called logits, are
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
+   They say which token may follow the one that x belongs to. So an answer's first token comes from
+   the last x of the prompt. The logits of the others are computed for -m perplexity only.
+
    Qwen2 and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
 
-   All matrices but the router are quantized. With 8 bits, a group of group_size consecutive weights
-   of a row is stored as int8 values and one float scale: a weight is its int8 times the scale. The
-   layers' matrices may have 4 bits instead: the model has a table of 16 int8 values, the levels,
-   and a weight is stored as an index into it, its group's scale as a float of 16 bits. Just before
-   a quantized matrix is multiplied with a vector, the vector is quantized, too, always to 8 bits,
-   which the code writes Q8(h). So the dot product of a group of weights and a group of the vector
-   is an exact integer, which is then multiplied by the two scales.
+   A token needs all weights (of the experts, those of the chosen ones). For one token, reading them
+   from memory takes longer than the arithmetic. Hence batches and quantization. A batch is tokens
+   that run through each layer together, a row each, so that the weights are read once for all. They
+   may be neighbours in a prompt: a row needs no more of those before it than their k and v, which
+   each layer computes first for all rows. They may also belong to several texts, as rows meet in
+   attention only, and there each one sees just the K and V of its own text.
+
+   Quantized weights take fewer bytes, and all matrices but the router are quantized. With 8 bits, a
+   group of group_size (up to 256) consecutive weights of a row is stored as int8 values and one
+   float scale: a weight is its int8 times the scale. (A large weight makes the steps between values
+   coarse, but those of its group alone.) The layers' matrices may have 4 bits instead: the model
+   has a table of 16 int8 values, the levels, and a weight is stored as an index into it, its
+   group's scale as a float of 16 bits. Just before a quantized matrix is multiplied with a vector,
+   the vector is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot product
+   of a group of weights and a group of the vector is a sum of integers, at most 256 * 128 * 127 <
+   2^22, which is exact even as a float. It is then multiplied by the two scales.
+
+   Equal bits: a text's results never depend on the number of threads, the cut into batches or other
+   texts beside it, as each sum of floats has one fixed order. They do depend on the build: CPUs
+   with an instruction for a * b + c (fma) round that once, others twice; and on the C library,
+   which has powf, cosf and sinf. Part I defines what Part III computes faster, with the same bits
+   but in one place: Part III's attention goes through a text in spans of 256 positions and joins
+   their softmaxes, so from position 256 on it rounds differently from attend, its definition.
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
@@ -143,7 +174,8 @@ typedef struct {
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
-    int rope_scaling;       // 0: none; 2: rope is scaled for longer texts, by the next two
+    int rope_scaling;       // 0: none; 2: rope is scaled for longer texts, by the next two (1, in
+                            // files of the second edition, is refused: export.py makes new ones)
     float rope_factor;      // on cos and sin
     const float *rope_freq; // (head_dim / 2) radians per position
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
@@ -185,13 +217,13 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-// Q8 of several vectors (cols), in memory: [q8 of vector 0][its scale][its bias_fix] [q8 of vector
-// 1][its scale] ... The pointers are those of vector 0: see quantized_row.
+// Q8 of several vectors (cols). In memory, each is one record of 4 * stride bytes: its q8, then its
+// scales, then its bias_fix. The pointers are those of vector 0: see quantized_row.
 typedef struct {
     int8_t *q8;         // (cols)          the int8 values
     float *scale;       // (cols / group)
     int32_t *bias_fix;  // (cols / group)  Part III only: see dot4
-    size_t stride;      // from a vector's scale to the next one's, in floats
+    size_t stride;      // from a record to the next, in floats
 } Quantized;
 
 typedef struct {   // a text whose beginning has run through the model
@@ -206,11 +238,10 @@ typedef struct {       // a row of a batch: a token of a text
     bool needed;       // x is needed after the last layer: see keep_needed
 } Row;
 
-// Everything that changes while the model runs. A batch is tokens that run through the model
-// together: consecutive ones of one text, or such parts of several texts one after the other. A
-// long prompt is cut into batches.
+// Everything that changes while the model runs. A batch has consecutive tokens of one text, or such
+// parts of several texts one after the other. A long prompt is cut into batches.
 typedef struct {
-    int seq_len;         // positions that the cache has room for
+    int seq_len;         // the maximum number of positions of a text (option -c)
     int batch;           // the maximum number of tokens in a batch
     Row *rows;           // (batch)               row t of all that follows belongs to rows[t]
     float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at that position
@@ -253,8 +284,7 @@ typedef struct {        // a batch on its way through one layer
 // Math: what a layer computes on one vector. Compilers vectorize these loops, and those of the
 // functions that are only declared here (Part III).
 
-// a * b + c. Builds for CPUs with an instruction for it (fma) round once, others twice: so their
-// results differ. Nothing else is ever fused: the Makefile says -ffp-contract=off.
+// a * b + c, rounded once in builds with fma. Nothing else is: the Makefile says -ffp-contract=off.
 static float mul_add(float a, float b, float c);
 
 // exp(x), with an error of at most 2 units in the last place; 0 for x < -87.7, exp(88) for x > 88
@@ -302,7 +332,7 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// A view of x that begins at vector t. The stride counts floats, so q8, of bytes, moves by 4 * at.
+// A view of x that begins at vector t
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->q8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
@@ -310,14 +340,13 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 
 // Q8(x): quantizes x (n) into columns at .. at + n - 1 of row t of out. For each group, the scale
 // is max|x| / 127, and a value is x * (127 / max|x|), rounded to the nearest integer. A group whose
-// scale would be below the smallest normal number becomes zeros. One with an infinity or NaN gets
-// it as its scale, which makes every product NaN.
+// scale would be below the smallest normal number becomes zeros. One with an infinity gets values 0
+// and an infinite scale, one with a NaN a scale of NaN: both make every product NaN.
 static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group);
 
 // ------------------------------------------------------------------------------------------------
 // One layer: one function for each step. Most of them run on all threads. Part III provides what is
-// only declared here. A text's results never depend on the number of threads, on how it was cut
-// into batches, or on other texts beside it: sums of floats have one fixed order.
+// only declared here.
 
 // Calls step(p, i, thread) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time.
 // Returns when all are done. `thread` is the number of the thread that runs the step.
@@ -329,7 +358,7 @@ static void each(const Pass *p, Step step, int count, int chunk);
 static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
                    bool add);
 
-// Row `to` of h = rmsnorm(x, w) and of xq = Q8(h), of row `from` of x
+// From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
 static void norm_row(const Model *m, const float *w, int from, int to) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)to * c->dim;
@@ -432,7 +461,7 @@ static void qkv(Pass *p) {
     each(p, q_head, c->n_heads, 1);
 }
 
-// What attend (see Matrix product and attention) defines, for all query heads of all rows
+// attend (see Matrix product and attention), for all query heads of all rows
 static void attend_all(const Pass *p);
 
 static void quantize_a(const Pass *p, int t, int thread) {
@@ -500,7 +529,6 @@ static void embed(Model *m, int t) {
 static void progress_start(const Model *m, size_t tokens);
 static void progress_add(int n);
 static void progress_end(void);
-static void progress_list(size_t texts, double all, size_t tokens, double seconds);
 
 // Runs State.rows 0 .. n - 1, n <= batch. The rows of a text stand together, in order; the cache
 // must hold the positions before them, and afterwards holds these as well. Then the first rows of x
@@ -550,12 +578,10 @@ static float *classify(Model *m, int first, int count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Matrix product and attention, in plain C. They define what Part III computes: it keeps the order
-// of each sum, so its results are the same bit for bit, and is faster as it works on several sums
-// at once. There is one exception: Part III's attention goes through a text in spans of 256
-// positions and joins their softmaxes. So in longer texts it rounds differently from attend, though
-// always in the same way, with any threads and batches. Builds without SIMD run dot_row itself;
-// attend runs in tests and `make journey` only.
+// Matrix product and attention, in plain C: dot_row defines what Part III's matmul computes, attend
+// what attend_all does. These two are faster, as they work on several sums at once, each in the
+// order that it has here (but for attend_all's spans, see the top). Builds without SIMD run dot_row
+// itself; attend runs in tests and `make journey` only.
 
 // The int8 of weight (r, i). With 4 bits, a group takes group / 2 bytes. Byte b holds two indices
 // into levels: in its low nibble that of the group's weight b, in its high one that of weight b +
@@ -574,8 +600,8 @@ INLINE float weight_scale(const Matrix *w, int r, int g, const int group) {
                         : half_float(((const uint16_t *)w->scales)[at]);
 }
 
-// W[r] . x[t]: row r of W, vector t of x. The products of a group add up to an exact integer; the
-// groups are added as floats, from the first to the last.
+// W[r] . x[t]: row r of W, vector t of x. The products of a group are added as integers, the groups
+// as floats, from the first to the last.
 INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
     const Quantized x_row = quantized_row(x, t);
     float sum = 0;
@@ -630,7 +656,7 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
 // ------------------------------------------------------------------------------------------------
 // A mixture of experts (HF Qwen3MoeSparseMoeBlock). The tokens of a batch choose different experts.
 // An expert runs for all tokens that chose it together, so that its weights are read once: that is
-// in Part III. It adds p[e] times the output of each expert e in ascending order of e.
+// in Part III, which adds p[e] times the output of each expert e in ascending order of e.
 
 // share (n_experts), Wr h of one token, becomes p of the n_experts_used experts with the largest p
 // (of equal ones the first) and 0 of all others. Returns false if the softmax is NaN (an
@@ -654,12 +680,16 @@ static bool choose_experts(const Config *c, float *share) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. The text is cut at added tokens (such as <|im_start|>), normalized (NFC), and cut
-// into pieces, mostly words, by a regular expression. Then byte-pair encoding: each byte of a piece
-// begins as a token of its own; as long as two neighbours together are a token of the vocabulary,
-// the pair whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er
-// -> lower. (This score is the merge's priority, from the tokenizer file. It is not one of the
-// model's scores.)
+// Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, a token each, which
+// tell the model what no text can: here begins a message. Between them it is normalized: in
+// Unicode's form NFC, e and a combining accent (U+0301) become one character (U+00E9), so that both
+// spellings get the same ids. Then a regular expression cuts it into pieces, mostly words: "Hello,
+// world" becomes "Hello", "," and " world". Then byte-pair encoding: each byte of a piece begins as
+// a token of its own; as long as two neighbours together are a token of the vocabulary, the pair
+// whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower.
+// (This score is the merge's priority, and none of the model's scores.) Vocabulary and scores were
+// made before training, from the most frequent pairs of its text: the model only knows texts that
+// are cut in this way.
 
 typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
     const uint8_t *p;
@@ -683,7 +713,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum {           // bits of Tokenizer.kind
-    ADDED = 1,   // an added token, such as <|im_start|>: found before the text is cut into pieces
+    ADDED = 1,   // an added token, found before the text is cut into pieces
     SPECIAL = 2  // not written in answers
 };
 enum { SYSTEM, USER, ASSISTANT };
@@ -696,7 +726,7 @@ typedef struct {       // the text around the messages of a conversation: see re
     Bytes no_system;   // then, if the first message is not a system message
     Bytes open[3];     // before a message, by role
     Bytes close[3];    // after it
-    Bytes answer[2];   // where the model's answer begins: thinking off, thinking on
+    Bytes answer[2];   // where the model's answer begins: thinking (see chatml) off, on
     Bytes strip;       // </think>: everything up to the last one is cut from an earlier answer
     Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
@@ -704,7 +734,7 @@ typedef struct {       // the text around the messages of a conversation: see re
 typedef struct { Bytes text; int id; } Added;
 
 typedef struct Tokenizer {
-    int vocab_size;          // that of Config
+    int vocab_size;          // that of Config, of which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
@@ -741,11 +771,10 @@ typedef struct {  // one character of a text
 // Part II: the character at offset `at` of a text; at the text's end, 0 bytes of class END
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 
-// Part II: appends a text in Unicode's normalization form C (NFC).
+// Part II: appends a text in form NFC.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: the token with exactly these bytes, or -1. Added tokens, such as <|im_start|>, do not
-// count.
+// Part II: the token with exactly these bytes, or -1. Added tokens do not count.
 static int token_find(const Tokenizer *tok, Bytes text);
 
 // The end of the run of characters of one class that begins at `at`
@@ -889,18 +918,24 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The chat format. A conversation is a list of messages. The prompt of each turn is all of them, as
-// the checkpoint's chat template renders them, for example
-//   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n...
-// export.py, which makes model.bin and its tokenizer file from a checkpoint, has turned the
-// template into a ChatFormat. Each turn encodes the whole conversation anew; prefill then skips
-// what the cache holds already. (Where a <think> block, even an empty one, preceded the last
-// answer, the next turn leaves it out, as the template does: so the answer itself runs again.)
+// The chat format. A conversation is a list of messages. A chat model was trained on conversations
+// written in one form, which its checkpoint has as a program, the chat template. So the prompt of
+// each turn is all messages in that form, up to where the model's answer begins, for example
+//   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
+//   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
+// (one after the other). The model goes on from there, and ends its answer with <|im_end|>.
+//
+// export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
+// anew; prefill then skips the beginning that the cache holds already. (Where a <think> block, even
+// an empty one, preceded the last answer, the next turn leaves it out, as the template does. The
+// tokens behind it then have other positions and see other tokens, so they run again.)
 
 typedef struct {
-    int role;     // SYSTEM, USER or ASSISTANT
+    int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // of an answer: the tokens that the model drew
-    Buffer text;  // of a message that was not drawn; of an answer, what -x left of its last token
+    Buffer text;  // of other messages: what the user gave. Of an answer, what follows its ids: the
+                  // beginning of a token that the option -x cut; or all of it, if the conversation
+                  // comes from a file (-L)
 } Message;
 
 typedef struct {
@@ -908,9 +943,9 @@ typedef struct {
     size_t n, cap;
 } Conversation;
 
-// ChatML, which all Qwen models speak: for files without a chat format. Some models write <think>
-// ... </think> before the answer; where the vocabulary has these tokens, an empty block turns
-// thinking off.
+// ChatML, which all Qwen models speak: for files without a chat format. Some models think before
+// they answer: they write how they get there, between <think> and </think>. Where the vocabulary
+// has these tokens, an empty block turns thinking off.
 static ChatFormat chatml(bool has_think) {
     Bytes end = bytes("<|im_end|>\n"), answer = bytes("<|im_start|>assistant\n");
     Bytes no_think = bytes("<|im_start|>assistant\n<think>\n\n</think>\n\n");
@@ -931,7 +966,7 @@ static size_t find_last(Bytes text, Bytes part) {
 
 // Adds an answer of an earlier turn, without its thinking. Like the chat template, it works on the
 // text: the answer's text is encoded again, and its ids can differ from those that the model drew.
-// Only added tokens keep their ids. (An answer of a list's line is text from the start.)
+// Only added tokens keep their ids.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     Buffer all = {0};
@@ -953,8 +988,9 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
     free(all.p);
 }
 
-// The ids of a conversation, up to where the model's answer begins. Of the messages before number
-// `first`, only a system message is rendered.
+// The ids of a conversation, up to where the model's answer begins. Messages before number `first`
+// are left out, but for a system message: so a conversation that has grown longer than the context
+// forgets its first turns.
 static void render(const Tokenizer *tok, const Conversation *conversation, size_t first, bool think,
                    Ids *out) {
     const ChatFormat *f = &tok->chat;
@@ -978,12 +1014,15 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
-// HF's order. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step is
-// a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
+// HF's order. (The likeliest token each time makes texts dull, which repeat themselves; so one is
+// drawn.) The last two cut off the very many unlikely tokens, one of which would else be drawn now
+// and then. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step
+// is a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
 // distribution.
 
 typedef struct {
-    float temperature;  // 0: always the most likely token
+    float temperature;  // divides the logits: below 1 likely tokens become still likelier, above 1
+                        // less likely; 0: always the most likely one
     float top_p;        // keep the smallest set that reaches this probability, the nucleus
     int top_k;          // keep the k most likely tokens, 0: all
     float presence;     // subtracted from the logits of tokens that are in the answer
@@ -1110,9 +1149,10 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 // the next token, or NULL after Ctrl-C. count: tokens of the answer so far, with this one. In
 // principle, with text = &e->answer.text and pos = text->ids.n, this is
 //   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
-// Part II adds a kind of speculative decoding: where the text repeats itself, it guesses several
-// tokens and checks the guesses in one pass. The results are the same. advance_start forgets the
-// guesses of the last answer.
+// Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
+// guesses the next tokens and runs them with id in one pass, a row each. Each next token is drawn
+// from its row's logits as always; the rows after the first one that was not guessed are dropped.
+// So the results are the same. advance_start forgets the guesses of the last answer.
 static float *advance(Engine *e, int id, int count);
 static void advance_start(Engine *e);
 
@@ -1232,6 +1272,7 @@ static Ending generate(Engine *e, Ids *drawn) {
 static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and bytes everywhere
 static void catch_signals(void);
 static void start_threads(int count);
+static void progress_list(size_t texts, double all, size_t tokens, double seconds);
 static int cpu_count(void);                           // how many threads to start without -j
 static const char *simd_name(void);                   // the instruction set in use
 static double now(void);                              // seconds since some fixed point
@@ -2159,13 +2200,14 @@ static void report(const char *fmt, ...) {
     fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, bytes(text), ""), line);
 }
 
-// Appends a text in printf's format, of less than 64 bytes.
+// Appends a text in printf's format, of less than 512 bytes.
 __attribute__((format(PRINTF, 2, 3))) static void buffer_print(Buffer *b, const char *fmt, ...) {
+    char text[512];
     va_list args;
     va_start(args, fmt);
-    b->p = grow(b->p, &b->cap, b->n, 64, 1);
-    b->n += vsnprintf((char *)b->p + b->n, 64, fmt, args);
+    vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
+    buffer_add(b, bytes(text));
 }
 
 static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the start
@@ -2319,6 +2361,7 @@ typedef struct {
     Mode mode;        // -m, or what the model is made for
     bool think;       // -r 1, and the model's thinking can be switched
     bool noticed;     // the notices have been given
+    bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
     Buffer input;     // the prompt, or the message being typed
     Lines typed;      // of stdin
@@ -2385,15 +2428,6 @@ static bool checked_prefill(App *app, const Ids *prompt) {
     return prefill(&app->engine, prompt);
 }
 
-static void print_statistics(const App *app, size_t prompt, double prompt_time, size_t answer,
-                             double answer_time) {
-    const size_t cached = app->engine.reused;
-    const double p = (prompt - cached) / (prompt_time + 1e-9), a = answer / (answer_time + 1e-9);
-    fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-            prompt, p < 999.95, p, cached, answer, a < 999.95, a,  // a decimal only below 1,000
-            (unsigned long long)app->options.seed);
-}
-
 // After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
 // was written in part, the bytes that were written become the message's text.
 static void cut_answer(const App *app, Message *answer) {
@@ -2408,27 +2442,31 @@ static void cut_answer(const App *app, Message *answer) {
 }
 
 // Runs a prompt and writes its answer; then notices and statistics. message: empty, gets the answer
-static Ending respond(App *app, const Ids *prompt, Message *message) {
+static void respond(App *app, const Ids *prompt, Message *message) {
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
     const int seq_len = e->model.state.seq_len;
     app->writer.cut = 0;
-    double start = now();
+    const double start = now();
     const bool ran = checked_prefill(app, prompt);
-    double middle = now();
+    const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
     answer->p = grow(answer->p, &answer->cap, 0, seq_len + 1, sizeof(int));
-    Ending ending = ran ? generate(e, answer) : INTERRUPTED;
-    double end = now();
+    const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
+    const double end = now();
     const char *where = app->writer.thinking ? " inside its thinking" : "";
     writer_end(&app->writer);
     if (ending == LIMIT_REACHED) notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (ending == CONTEXT_ENDED)
         notice("answer: ended%s by a full context of %d tokens (-c)", where, seq_len);
-    if (!quiet) print_statistics(app, done, middle - start, answer->n, end - middle);
+    const double p = (done - e->reused) / (middle - start + 1e-9);
+    const double a = answer->n / (end - middle + 1e-9);
+    if (!quiet)
+        fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,  // decimals below 1,000
+                (unsigned long long)app->options.seed);
     cut_answer(app, message);
-    return ending;
 }
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
@@ -2472,29 +2510,35 @@ static bool fit_conversation(App *app, Ids *ids) {
     return true;
 }
 
-// A user's message and the model's answer to it. exit_on_error is false in a dialogue: it goes on
-// after an error, and says so when a message is taken back.
-static Ending chat_turn(App *app, Bytes text, bool exit_on_error) {
+// Answers the conversation's last message. False: there is no answer, as the conversation is too
+// long or Ctrl-C came first.
+static bool answer_last(App *app) {
     Conversation *talk = &app->conversation;
     Ids ids = {0};
-    conversation_add(talk, USER, text);
-    if (!fit_conversation(app, &ids) && !interrupted) {
+    const bool fits = fit_conversation(app, &ids);
+    if (!fits && !interrupted) {
         check_length(app, "prompt", ids.n);
-        if (exit_on_error) exit(EXIT_FAILURE);
-        conversation_drop(talk, talk->n - 1, 1);
-        free(ids.p);
-        return CONTEXT_ENDED;
+        if (!app->dialogue) exit(EXIT_FAILURE);
     }
-    writer_thinks(&app->writer, begins_thinking(app));
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
-    // Ctrl-C while the text was encoded leaves only some of its ids.
-    Ending ending = interrupted ? INTERRUPTED : respond(app, &ids, answer);
-    if (ending == INTERRUPTED && answer->ids.n == 0) {
-        if (!exit_on_error) notice("chat: stopped before its answer, the message is taken back");
-        conversation_drop(talk, talk->n - 2, 2);
+    if (fits) {
+        writer_thinks(&app->writer, begins_thinking(app));
+        respond(app, &ids, answer);
     }
     free(ids.p);
-    return ending;
+    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
+    if (!answered) conversation_drop(talk, talk->n - 1, 1);
+    return answered;
+}
+
+// A user's message and the model's answer to it. Without an answer, the message is taken back.
+static void chat_turn(App *app, Bytes text) {
+    Conversation *talk = &app->conversation;
+    conversation_add(talk, USER, text);
+    if (answer_last(app)) return;
+    if (interrupted && app->dialogue)
+        notice("chat: stopped before its answer, the message is taken back");
+    conversation_drop(talk, talk->n - 1, 1);
 }
 
 // Without one final newline, \n or \r\n
@@ -2588,8 +2632,8 @@ static const char commands[] =
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n";
 
-// Takes the last answer back and draws another; after Ctrl-C before its first token the old one
-// stays.
+// Takes the last answer back and draws another; if that is stopped before its first token, the old
+// one stays.
 static void retry(App *app) {
     Conversation *talk = &app->conversation;
     if (talk->n < 2) {
@@ -2597,14 +2641,9 @@ static void retry(App *app) {
     } else if (app->engine.answer.sampler.temperature == 0) {
         notice("/retry: -t 0 would draw the same answer again");
     } else {
-        const size_t n = talk->n -= 2;
-        const Message old[] = {talk->p[n], talk->p[n + 1]};
-        chat_turn(app, bytes_of(&old[0].text), false);
-        const bool stopped = talk->n == n;
-        for (int i = 0; i < 2; i++) {
-            if (stopped) talk->p[talk->n++] = old[i];
-            else message_free(&old[i]);
-        }
+        const Message old = talk->p[--talk->n];
+        if (answer_last(app)) message_free(&old);
+        else talk->p[talk->n++] = old;
     }
 }
 
@@ -2636,7 +2675,7 @@ static void send_file(App *app, Bytes words) {
     else error = file_read(&message, path);
     if (!error && message.n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
-    else chat_turn(app, chop(bytes_of(&message)), false);
+    else chat_turn(app, chop(bytes_of(&message)));
     free(message.p);
 }
 
@@ -2648,20 +2687,18 @@ static bool looks_like_command(Bytes line) {
     return line.n > 1 && *line.p == '/' && n == line.n && !bytes_equal(line, bytes("/think"));
 }
 
-typedef enum { MESSAGE, COMMAND, LEAVE } Typed;
-
-// What a text is, after running it if it is a command. A command is a line alone.
-static Typed run_command(App *app, Bytes text) {
+// Sends what was typed, or runs it if it is a command: a line alone. False: it ends the program.
+static bool run_message(App *app, Bytes text) {
     Bytes line = text;
     while (line.n && line.p[line.n - 1] == ' ') line.n--;
     static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
     for (int i = 0; i < 5; i++) {
-        if (bytes_equal(line, bytes(leaving[i]))) return LEAVE;
+        if (bytes_equal(line, bytes(leaving[i]))) return false;
     }
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
     } else if (memchr(text.p, '\n', text.n)) {
-        return MESSAGE;
+        chat_turn(app, text);
     } else if (bytes_equal(line, bytes("/help"))) {
         fputs(commands, stderr);
     } else if (bytes_equal(line, bytes("/retry"))) {
@@ -2676,19 +2713,20 @@ static Typed run_command(App *app, Bytes text) {
     } else if (looks_like_command(line)) {
         report("%.*s: no such command, /help shows them", (int)line.n, line.p);
     } else {
-        return MESSAGE;
+        chat_turn(app, text);
     }
-    return COMMAND;
+    return true;
 }
 
 // A conversation at a terminal
 static int run_dialogue(App *app) {
     const char *thinking = app->think ? "on" : begins_thinking(app) ? "always" : "off";
     bool warned = false;
+    app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
            app->engine.model.state.seq_len, thinking);
-    for (Typed typed = MESSAGE; typed != LEAVE; interrupted = 0) {
+    for (;; interrupted = 0) {
         if (!read_message(app)) {
             fputc('\n', stderr);
             if (!interrupted) return EXIT_SUCCESS;
@@ -2697,20 +2735,16 @@ static int run_dialogue(App *app) {
             notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
         } else if (app->input.n > 0) {
             warned = false;
-            typed = run_command(app, bytes_of(&app->input));
-            if (typed == MESSAGE) chat_turn(app, bytes_of(&app->input), false);
+            if (!run_message(app, bytes_of(&app->input))) return EXIT_SUCCESS;
         }
     }
-    return EXIT_SUCCESS;
 }
 
 // A conversation with stdin: a terminal, or a script of one turn a line
 static int run_conversation(App *app) {
     Bytes line;
     if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
-    while (read_line(app, &line)) {
-        if (chat_turn(app, chop(line), true) == INTERRUPTED) break;
-    }
+    while (!interrupted && read_line(app, &line)) chat_turn(app, chop(line));
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
@@ -2737,22 +2771,6 @@ static void buffer_add_json(Buffer *b, Bytes text) {
     buffer_add(b, bytes("\"\n"));
 }
 
-static void buffer_add_token(Buffer *b, const Tokenizer *tok, int id) {
-    buffer_print(b, "%d ", id);
-    buffer_add_json(b, tok->text[id]);
-}
-
-static void run_tokenize(App *app, const Ids *ids) {
-    Buffer lines = {0};
-    give_notices(app);
-    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
-        buffer_add_token(&lines, &app->engine.tokenizer, ids->p[i]);
-    }
-    if (!app->options.verbose) buffer_add_ids(&lines, ids);
-    write_stdout(bytes_of(&lines));
-    free(lines.p);
-}
-
 // -log of the probability of token id by its logits (n), which are overwritten
 static double surprise(float *logits, int n, int id) {
     float max = max_of(logits, n), logit = logits[id];
@@ -2776,9 +2794,7 @@ static bool score(Engine *e, const int *ids, int n, int pos, double *sum) {
 // Appends a line. False if the sum is not finite.
 static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
     const double mean = sum / n;
-    char text[512];
-    snprintf(text, sizeof(text), "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
-    buffer_add(line, bytes(text));
+    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
     return isfinite(mean);
 }
 
@@ -2793,23 +2809,6 @@ static bool score_all(Engine *e, const Ids *ids, double *sum) {
         running = score(e, ids->p + at, count, pos, sum);
     }
     return running;
-}
-
-static void run_perplexity(App *app, const Ids *ids) {
-    const int context = app->engine.model.state.seq_len;
-    double sum = 0;
-    Buffer line = {0};
-    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
-    announce(app, ids);
-    if (ids->n > (size_t)context)
-        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
-    progress_start(&app->engine.model, ids->n - 1);
-    const bool ran = score_all(&app->engine, ids, &sum);
-    progress_end();
-    if (!ran) exit(EXIT_INTERRUPT);
-    if (!buffer_add_perplexity(&line, sum, (int)ids->n - 1)) die(NOT_FINITE);
-    write_stdout(bytes_of(&line));
-    free(line.p);
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2829,15 +2828,6 @@ static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     return isfinite(squares);
 }
 
-// The vector of a text's last token
-static void run_embed(App *app, const Ids *ids) {
-    Buffer line = {0};
-    if (!checked_prefill(app, ids)) exit(EXIT_INTERRUPT);
-    if (!buffer_add_embedding(&line, &app->engine.model, 0)) die(BAD_VECTOR);
-    write_stdout(bytes_of(&line));
-    free(line.p);
-}
-
 // The prompt of every mode but chat
 static void encode_text(const App *app, Bytes text, Ids *ids) {
     const Tokenizer *tok = &app->engine.tokenizer;
@@ -2845,20 +2835,49 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
     if (app->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
+static void run_tokenize(App *app, const Ids *ids, Buffer *lines) {
+    give_notices(app);
+    if (!app->options.verbose) buffer_add_ids(lines, ids);
+    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
+        buffer_print(lines, "%d ", ids->p[i]);
+        buffer_add_json(lines, app->engine.tokenizer.text[ids->p[i]]);
+    }
+}
+
+static void run_perplexity(App *app, const Ids *ids, Buffer *line) {
+    const int context = app->engine.model.state.seq_len;
+    double sum = 0;
+    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
+    announce(app, ids);
+    if (ids->n > (size_t)context)
+        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
+    progress_start(&app->engine.model, ids->n - 1);
+    const bool ran = score_all(&app->engine, ids, &sum);
+    progress_end();
+    if (!ran) return;
+    if (!buffer_add_perplexity(line, sum, (int)ids->n - 1)) die(NOT_FINITE);
+}
+
+static void run_embed(App *app, const Ids *ids, Buffer *line) {
+    if (!checked_prefill(app, ids)) return;
+    if (!buffer_add_embedding(line, &app->engine.model, 0)) die(BAD_VECTOR);
+}
+
 // Every mode but chat
-static Ending run_raw(App *app, Bytes text) {
-    Ending ending = TURN_ENDED;
+static void run_raw(App *app, Bytes text) {
     Ids ids = {0};
     Message answer = {0};
+    Buffer lines = {0};
     encode_text(app, text, &ids);
-    if (interrupted) ending = INTERRUPTED;  // while the text was encoded
-    else if (app->mode == GENERATE) ending = respond(app, &ids, &answer);
-    else if (app->mode == TOKENIZE) run_tokenize(app, &ids);
-    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids);
-    else run_embed(app, &ids);
+    if (interrupted) {}  // while the text was encoded
+    else if (app->mode == GENERATE) respond(app, &ids, &answer);
+    else if (app->mode == TOKENIZE) run_tokenize(app, &ids, &lines);
+    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids, &lines);
+    else run_embed(app, &ids, &lines);
+    write_stdout(bytes_of(&lines));
+    free(lines.p);
     free(ids.p);
     message_free(&answer);
-    return ending;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3478,110 +3497,98 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
     "stdout, all else to stderr. Exit: 0 success, 1 file, memory or model error,\n"
     "2 usage error, 130 Ctrl-C.\n";
 
+typedef struct {
+    char letter;
+    enum { TEXT, INT, FLOAT, SEED, MODE } type;
+    size_t place;           // in Options
+    double low, high;       // the least and the greatest value; of a TEXT the least length
+    const char *others[2];  // what other programs call it
+} Option;
+
+#define OPTION(name) offsetof(Options, name)
+
+static const Option options[] = {  // those with a value
+    {'i', TEXT, OPTION(text), 0, 0, {"--prompt"}},
+    {'f', TEXT, OPTION(file), 1, 0, {"--file"}},
+    {'l', TEXT, OPTION(list), 1, 0, {NULL}},
+    {'L', TEXT, OPTION(json_list), 1, 0, {NULL}},
+    {'m', MODE, OPTION(mode), 0, 0, {NULL}},
+    {'y', TEXT, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
+    {'r', INT, OPTION(think), 0, 1, {NULL}},
+    {'t', FLOAT, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
+    {'p', FLOAT, OPTION(top_p), 1e-30, 1, {"--top-p"}},
+    {'k', INT, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
+    {'a', FLOAT, OPTION(presence), 0, 2, {"--presence-penalty"}},
+    {'e', FLOAT, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
+    {'x', TEXT, OPTION(stop), 1, 0, {"--reverse-prompt"}},
+    {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
+    {'n', INT, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
+    {'c', INT, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
+    {'b', INT, OPTION(batch), 1, 512, {"--batch-size"}},
+    {'j', INT, OPTION(threads), 1, 1024, {"--threads"}},
+};
+
 static void print_and_exit(const char *text) {
-    char version[64];
-    snprintf(version, sizeof(version), "qwen3 " VERSION " (%s)", simd_name());
-    write_stdout(bytes(version));
-    write_stdout(bytes(text));
+    Buffer line = {0};
+    buffer_print(&line, "qwen3 " VERSION " (%s)", simd_name());
+    buffer_add(&line, bytes(text));
+    write_stdout(bytes_of(&line));
     exit(EXIT_SUCCESS);
 }
 
-static float parse_float(const char *option, const char *s, float low, float high) {
-    char *end;
-    float value = strtof(s, &end);
-    const bool bad = end == s || *end || !(value >= low && value <= high);
-    if (bad && option[1] == 'p')
-        die_usage("-p: bad value, expected top-p, above 0 and up to 1 (a prompt goes with -i), "
-                  "found \"%s\"", s);
-    if (bad)
-        die_usage("%s: bad value, expected %g to %g, found \"%s\"", option, low, high, s);
-    return value;
-}
-
-static int parse_int(const char *option, const char *s, int low, int high) {
-    char *end;
+// Sets an option, or ends the program if it can't have this value.
+static void set_option(Options *o, const Option *option, const char *value) {
+    void *place = (char *)o + option->place;
+    char range[64], *end = NULL;
+    const char *expected = NULL;  // what the value should be
     errno = 0;
-    long long value = strtoll(s, &end, 10);
-    if (end == s || *end || errno || value < low || value > high)
-        die_usage("%s: bad value, expected %d to %d, found \"%s\"", option, low, high, s);
-    return (int)value;
-}
-
-static uint64_t parse_seed(const char *s) {
-    char *end;
-    errno = 0;
-    uint64_t value = *s == '-' ? (uint64_t)strtoll(s, &end, 10) : strtoull(s, &end, 10);
-    if (end == s || *end || errno)
-        die_usage("-s: bad value, expected a 64-bit integer, found \"%s\"", s);
-    return value;
-}
-
-static int parse_mode(const char *s) {
-    for (int i = 0; i < N_MODES; i++) {
-        if (!strcmp(s, mode_names[i])) return i;
+    if (option->type == TEXT) {
+        *(const char **)place = value;
+        if (strlen(value) < option->low) expected = "a text that is not empty";
+    } else if (option->type == MODE) {
+        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
+        if (o->mode == N_MODES)
+            expected = "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)";
+    } else if (option->type == SEED) {
+        o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
+        o->seeded = true;
+        if (end == value || *end || errno) expected = "a 64-bit integer";
+    } else {
+        const bool whole = option->type == INT;
+        const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
+        snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
+        if (end == value || *end || !(number >= option->low && number <= option->high))
+            expected = option->letter != 'p' ? range
+                       : "top-p, above 0 and up to 1 (a prompt goes with -i)";
+        else if (whole) *(int *)place = (int)number;
+        else *(float *)place = (float)number;
     }
-    die_usage("-m: unknown mode, expected chat, generate, embed, tokenize or perplexity%s, "
-              "found \"%s\"", strpbrk(s, "./") ? " (MODEL goes without -m)" : "", s);
+    if (expected)
+        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter, expected, value);
 }
 
-#define OPTION_LETTERS "iflLmyrtpkaexsncbj"  // of options with a value
-
-static void parse_option(Options *o, const char *option, const char *value) {
-    switch (option[1]) {
-    case 'i': o->text = value; break;
-    case 'f': o->file = value; break;
-    case 'y': o->system = value; break;
-    case 'm': o->mode = parse_mode(value); break;
-    case 'r': o->think = parse_int(option, value, 0, 1); break;
-    case 't': o->temperature = parse_float(option, value, 0, 1000); break;
-    case 'p': o->top_p = parse_float(option, value, 1e-30f, 1); break;
-    case 'k': o->top_k = parse_int(option, value, 0, INT_MAX); break;
-    case 'a': o->presence = parse_float(option, value, 0, 2); break;
-    case 'e': o->repetition = parse_float(option, value, 0.01f, 100); break;
-    case 'x': o->stop = value; break;
-    case 'n': o->n = parse_int(option, value, -1, INT_MAX); break;
-    case 'c': o->context = parse_int(option, value, 0, INT_MAX); break;
-    case 'b': o->batch = parse_int(option, value, 1, 512); break;
-    case 'j': o->threads = parse_int(option, value, 1, 1024); break;
-    case 's': o->seed = parse_seed(value), o->seeded = true; break;
-    case 'l': o->list = value; break;
-    case 'L': o->json_list = value; break;
-    }
-}
-
-// What other programs call things: their options, and what comes before MODEL
-static const char *const habits[][2] = {
-    {"--prompt", "-i"}, {"--file", "-f"}, {"--system-prompt", "-y"}, {"--system", "-y"},
-    {"--temp", "-t"}, {"--temperature", "-t"}, {"--top-p", "-p"}, {"--top-k", "-k"},
-    {"--presence-penalty", "-a"}, {"--repeat-penalty", "-e"}, {"--reverse-prompt", "-x"},
-    {"--seed", "-s"}, {"--n-predict", "-n"}, {"--predict", "-n"}, {"--ctx-size", "-c"},
-    {"--batch-size", "-b"}, {"--threads", "-j"}, {"--model", "MODEL without an option"},
-    {"run", ""}, {"chat", ""}, {"serve", ""}, {"generate", " -m generate"},
-    {"embed", " -m embed"}, {"tokenize", " -m tokenize"}, {"perplexity", " -m perplexity"}};
-
-static const char *habit(const char *typed) {  // what it is called here, or NULL
-    const size_t n = strcspn(typed, "=");
-    for (size_t i = 0; i < sizeof(habits) / sizeof(*habits); i++) {
-        if (strlen(habits[i][0]) == n && !strncmp(typed, habits[i][0], n)) return habits[i][1];
+static const Option *option_named(const char *arg) {  // NULL: there is none, or it has no value
+    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
+        if (arg[0] == '-' && arg[1] == options[i].letter && !arg[2]) return &options[i];
     }
     return NULL;
 }
 
 // Ends the program because of an argument that is neither an option nor MODEL, and names the
-// likely mistake. o: the options before it
-static void die_of_argument(const char *arg, const Options *o) {
-    const bool option = arg[0] == '-';
-    const char *here = habit(option ? arg : o->model);
-    if (option && here) die_usage("%s: unknown option, expected %s; -h lists all", arg, here);
-    if (option && arg[1] && strchr(OPTION_LETTERS, arg[1]) && isdigit((uint8_t)arg[2]))
-        die_usage("%s: unknown option, expected a space: %.2s %s", arg, arg, arg + 2);
-    if (option) die_usage("%s: unknown option, expected one of those that -h lists", arg);
-    if (here) die_usage("%s: not a command, expected qwen3 %s%s", o->model, arg, here);
-    if (o->text)
-        die_usage("%s: unexpected; a prompt of several words needs quotes: -i \"%s %s\"", arg,
-                  o->text, arg);
-    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i: -i \"%s\"", arg, o->model,
-              arg);
+// likely mistake.
+static void die_of_argument(const char *arg, const char *model) {
+    const size_t n = strcspn(arg, "=");
+    for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
+        const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+        if (other && strlen(other) == n && !strncmp(arg, other, n))
+            die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
+        if (arg[0] == '-' && arg[1] == letter && isdigit((uint8_t)arg[2]))
+            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
+    }
+    if (arg[0] == '-')
+        die_usage("%s: unknown option, expected one that -h lists (MODEL without an option)", arg);
+    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i, in quotes: -i \"%s\"",
+              arg, model, arg);
 }
 
 // Only chat and generate can begin without a text.
@@ -3591,11 +3598,10 @@ static void check_text(const Options *o, int mode) {
 }
 
 static void check_list(const Options *o) {
-    const char *option = o->list ? "-l" : "-L", *file = o->list ? o->list : o->json_list;
+    const char *option = o->list ? "-l" : "-L";
     if (o->list && o->json_list) die_usage("-l, -L: both given, expected one of them");
     if (o->file) die_usage("-f, %s: both given, expected one of them", option);
     if (o->verbose) die_usage("-v, %s: both given, expected one of them", option);
-    if (!*file) die_usage("%s: bad value, expected a file's name, or - for stdin", option);
 }
 
 static Options parse_options(int argc, char **argv) {
@@ -3606,6 +3612,7 @@ static Options parse_options(int argc, char **argv) {
                  .seed = ((uint64_t)time.tv_sec * 1000000000u + time.tv_nsec) / 1000 % 1000000};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
+        const Option *option = option_named(arg);
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
             print_and_exit(usage);
         } else if (!strcmp(arg, "--version")) {
@@ -3614,19 +3621,17 @@ static Options parse_options(int argc, char **argv) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
             o.verbose = true;
-        } else if (arg[0] == '-' && arg[1] && !arg[2] && strchr(OPTION_LETTERS, arg[1])) {
+        } else if (option) {
             if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
-            parse_option(&o, arg, argv[i]);
+            set_option(&o, option, argv[i]);
         } else if (arg[0] == '-' || o.model) {
-            die_of_argument(arg, &o);
+            die_of_argument(arg, o.model);
         } else {
             o.model = arg;
         }
     }
     if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    if (o.file && !*o.file) die_usage("-f: bad value, expected a file's name, or - for stdin");
-    if (o.stop && !*o.stop) die_usage("-x: bad value, expected a text that is not empty");
     if (is_list(&o)) check_list(&o);
     check_text(&o, o.mode);
     return o;
@@ -3754,9 +3759,9 @@ static int run(App *app) {
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
     if (!single) return run_conversation(app);
-    Bytes text = bytes_of(&app->input);
-    Ending ending = chat ? chat_turn(app, text, true) : run_raw(app, text);
-    return ending == INTERRUPTED ? EXIT_INTERRUPT : EXIT_SUCCESS;
+    if (chat) chat_turn(app, bytes_of(&app->input));
+    else run_raw(app, bytes_of(&app->input));
+    return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
 #ifndef TEST
@@ -4008,13 +4013,13 @@ static void each(const Pass *p, Step step, int count, int chunk) {
 // ------------------------------------------------------------------------------------------------
 // The work of a layer: heads, SwiGLU and experts, each thread some rows of a matrix at a time
 
-typedef struct {         // W[r] . x[t] for a range of rows r and of tokens t
-    const Matrix *w;     // (rows, cols)
-    const Quantized *x;  // (tokens, cols)
-    float *out;          // the result's place: out[t * stride + r - row_begin]
-    int stride;
-    int row_begin, row_end, token_begin, token_end;
-    bool add;            // out += instead of out =
+typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
+    const Matrix *w;       // (rows, cols)
+    const Quantized *x;    // (n, cols)
+    float *out;            // the result's place: out[t * stride + r - row_begin]
+    int stride, row_begin, row_end, n;
+    bool add;              // out += instead of out =
+    struct Workspace *own; // of the thread that computes it
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
@@ -4025,9 +4030,8 @@ typedef struct Workspace {  // one thread's own buffers
     struct AttentionTask *attention;
 } Workspace;
 
-// A product with a matrix: dot_row of the given rows and tokens, in the calling thread, inside a
-// job; own is its workspace.
-static void matmul_rows(const Matmul *part, const Workspace *own);
+// A product with a matrix: dot_row of the given rows and tokens, in the calling thread
+static void matmul_rows(const Matmul *part);
 
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
                     int head, int thread) {
@@ -4035,7 +4039,7 @@ static void project(const Pass *p, float *out, int stride, const Matrix *w, cons
     const int head_dim = p->m->config.head_dim;
     matmul_rows(&(Matmul){.w = w, .x = &s->xq, .out = out, .stride = stride,
                           .row_begin = head * head_dim, .row_end = (head + 1) * head_dim,
-                          .token_end = p->n}, &s->workspace[thread]);
+                          .n = p->n, .own = &s->workspace[thread]});
     for (int t = 0; bias && t < p->n; t++) {
         for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[head * head_dim + j];
     }
@@ -4053,17 +4057,17 @@ typedef struct {   // what swiglu_groups works on
 // for batch / n groups, so each round computes at most that many.
 static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
     const State *s = &p->m->state;
-    const Workspace *own = &s->workspace[thread];
+    Workspace *own = &s->workspace[thread];
     const int group = p->m->config.group_size;
     for (int g = begin, count; g < end; g += count) {
         count = min_int(end - g, s->batch / max_int(a->n, 1));
         const int cols = count * group, row = a->w_row + g * group;
         Matmul part = {.w = &p->w->w1, .x = &a->in, .out = own->gate, .stride = cols,
-                       .row_begin = row, .row_end = row + cols, .token_end = a->n};
-        matmul_rows(&part, own);
+                       .row_begin = row, .row_end = row + cols, .n = a->n, .own = own};
+        matmul_rows(&part);
         part.w = &p->w->w3;
         part.out = own->up;
-        matmul_rows(&part, own);
+        matmul_rows(&part);
         for (int t = 0; t < a->n; t++) {
             float *gate = own->gate + (size_t)t * cols;
             silu_times(gate, own->up + (size_t)t * cols, cols);
@@ -4169,12 +4173,12 @@ static void add_expert(const Pass *p, int k, int begin, int count, float *sum, i
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
-    const Workspace *own = &s->workspace[thread];
+    Workspace *own = &s->workspace[thread];
     const int e = r->expert[k], n = r->place[k + 1] - r->place[k], row = e * c->dim + begin;
     const Quantized hq = quantized_row(&s->hq, r->place[k]);
     float *out = own->gate;
     matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = count, .row_begin = row,
-                          .row_end = row + count, .token_end = n}, own);
+                          .row_end = row + count, .n = n, .own = own});
     for (int j = 0; j < n; j++, out += count) {
         const int t = r->token[r->place[k] + j];
         const float share = r->share[(size_t)t * c->n_experts + e];
@@ -4229,7 +4233,7 @@ static void experts(const Pass *p) {
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
 //
 // A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
-// into the registers. Without SIMD (PLAIN_C), attention has vectors of 4, and products none.
+// into the registers. Plain C has vectors of 4, which every compiler makes for its CPU.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__FMA__)
 #define USE_AVX512
@@ -4249,9 +4253,8 @@ enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #define SIMD "NEON dotprod"
 enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
 #else
-#define PLAIN_C
 #define SIMD "plain C"
-enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 1, W_BIAS = 0 };
+enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #endif
 
 enum { PANEL_ROWS = TILE_VECS * LANES };
@@ -4307,7 +4310,18 @@ INLINE VecI pick_levels(VecI table, VecI n) {
     return (VecI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)n & vdupq_n_u8(15));
 }
 #else
+typedef int16_t Vec16 __attribute__((vector_size(4 * LANES), may_alias));
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {  // two products fit into an int16
+    const Vec16 a = (Vec16)w, b = (Vec16)x;
+    const VecI pairs = (VecI)((a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8));
+    return acc + (pairs << 16 >> 16) + (pairs >> 16);
+}
 INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return a * b + c; }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    uint8_t *at = (uint8_t *)&n;
+    for (size_t i = 0; i < sizeof(n); i++) at[i] = ((uint8_t *)&table)[at[i] & 15];
+    return n;
+}
 #endif
 
 #ifdef __clang__
@@ -4335,8 +4349,10 @@ INLINE VecI add_pairs(VecI a, VecI b) {
 INLINE VecI add_pairs(VecI a, VecI b) {
     return (VecI)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xD8);
 }
-#elif defined(USE_NEON)
-INLINE VecI add_pairs(VecI a, VecI b) { return (VecI)vpaddq_s32((int32x4_t)a, (int32x4_t)b); }
+#else
+INLINE VecI add_pairs(VecI a, VecI b) {
+    return SHUFFLE(a, b, 0, 2, 4, 6) + SHUFFLE(a, b, 1, 3, 5, 7);
+}
 #endif
 
 static const char *simd_name(void) { return SIMD; }
@@ -4351,7 +4367,6 @@ INLINE VecI load_vector(const void *p) {
     return value;
 }
 
-#ifndef PLAIN_C
 INLINE VecF load_halves(const uint16_t *p) {
 #if defined(USE_AVX512)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -4359,9 +4374,10 @@ INLINE VecF load_halves(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #elif defined(USE_NEON)
     return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#else
+    return (VecF){half_float(p[0]), half_float(p[1]), half_float(p[2]), half_float(p[3])};
 #endif
 }
-#endif
 
 // ------------------------------------------------------------------------------------------------
 // Matrix products: out = x W^T, as dot_row defines each element. A term is a group's exact dot
@@ -4370,7 +4386,7 @@ INLINE VecF load_halves(const uint16_t *p) {
 // For a few tokens, reading the weights takes the time: matvec_rows takes them as they lie, as one
 // sequence of groups, and makes LANES terms at a time. For more tokens, arithmetic takes the time:
 // matmul_panels transposes a panel of rows, so that each lane is a row, and multiplies it with all
-// tokens, tile by tile. Without SIMD, matmul_plain does what dot_row says.
+// tokens, tile by tile.
 
 // Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
 // is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
@@ -4419,34 +4435,6 @@ INLINE void put_rows(const Matmul *part, int t, int row, const float *values, co
     memcpy(out, values, count * sizeof(float));
 }
 
-#ifdef PLAIN_C
-static size_t panel_bytes(int cols, int group) { return cols + cols / group * sizeof(float); }
-
-// Each row is expanded to int8 and floats, once for all tokens.
-INLINE void matmul_plain(const Matmul *part, const Workspace *own, const int group) {
-    const Matrix *w = part->w;
-    int8_t *q = own->panel;
-    float *scale = (float *)(q + w->cols);
-    const Matrix one = {.cols = w->cols, .bits = 8, .bytes = own->panel, .scales = scale};
-    for (int r = part->row_begin; r < part->row_end; r++) {
-        for (int i = 0; i < w->cols; i++) q[i] = weight_q(w, r, i, group);
-        for (int g = 0; g < w->cols / group; g++) scale[g] = weight_scale(w, r, g, group);
-        for (int t = part->token_begin; t < part->token_end; t++) {
-            const float value = dot_row(&one, 0, part->x, t, group);
-            put_rows(part, t, r, &value, 1);
-        }
-    }
-}
-
-static void matmul_rows(const Matmul *part, const Workspace *own) {
-    switch (part->w->group) {  // as a constant: twice as fast
-    case 32: matmul_plain(part, own, 32); break;
-    case 64: matmul_plain(part, own, 64); break;
-    case 128: matmul_plain(part, own, 128); break;
-    default: matmul_plain(part, own, 256);
-    }
-}
-#else
 INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
     VecI table = {0};
     for (size_t i = 0; i < sizeof(table); i += 16) memcpy((char *)&table + i, levels, 16);
@@ -4464,7 +4452,7 @@ INLINE VecI sum_each(VecI *a, const int n) {
 // x as a ring: after its last group come the first LANES ones again. So LANES groups of weights,
 // which may go on in the next row, always meet as many neighbours of x.
 typedef struct {
-    int8_t *low, *high;  // 8 bits: the groups of q8, NULL. 4 bits: their first and second halves
+    int8_t *low, *high;  // 8 bits: the groups of q8, nothing. 4 bits: their first, second halves
     int32_t *bias_fix;
 } Ring;
 
@@ -4475,10 +4463,10 @@ INLINE size_t ring_bytes(int n_groups, int group) {
 INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int group,
                       const int bits) {
     const int size = group * bits / 8, n = n_groups + LANES;  // bytes of a group's part in low
-    const Ring ring = {at, bits == 4 ? at + n * size : NULL, (int32_t *)(at + n * group)};
+    const Ring ring = {at, at + n * size, (int32_t *)(at + n * group)};
     for (int g = 0, i = 0; g < n; g++, i = i + 1 < n_groups ? i + 1 : 0) {
         memcpy(ring.low + g * size, x->q8 + i * group, size);
-        if (bits == 4) memcpy(ring.high + g * size, x->q8 + i * group + size, size);
+        memcpy(ring.high + g * size, x->q8 + i * group + size, group - size);
         ring.bias_fix[g] = x->bias_fix[i];
     }
     return ring;
@@ -4537,22 +4525,21 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
 
 // Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (the last
 // ones may begin before those that are new); then, transposed, added with a row in each lane.
-INLINE void matvec(const Matmul *part, const Workspace *own, const Ring *x, int t, int row,
-                   const int group, const int bits) {
+INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
+                   const int bits) {
     const Matrix *w = part->w;
     const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
     const int count = rows * n_groups;
-    const size_t begin = (size_t)row * n_groups;
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const float *scale = quantized_row(part->x, t).scale;
-    VecF *const columns = own->panel, sum = {0};         // (n_groups) of LANES rows
+    VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    for (int i = 0, g = 0; i < count; i += LANES) {
+    for (int i = 0; i < count; i += LANES) {
         const int at = min_int(i, count - LANES);  // may be < 0: then in the rows before
-        if (at < i) g = (at + LANES * n_groups) % n_groups;
-        const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
+        const int g = (unsigned)(at + LANES * n_groups) % n_groups;
+        const size_t first = (size_t)row * n_groups + at;
+        const VecF found = group_terms(w, first, x, g, levels, group, bits);
         memcpy(terms + at, &found, sizeof(found));
-        for (g += LANES; g >= n_groups;) g -= n_groups;
     }
     transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
@@ -4563,28 +4550,26 @@ INLINE void matvec(const Matmul *part, const Workspace *own, const Ring *x, int 
 enum { FEW_TOKENS_8 = 3, FEW_TOKENS_4 = 6 };
 
 // LANES rows are read from memory for the first token, from the cache for the others.
-INLINE void matvec_rows(const Matmul *part, const Workspace *own, const int group, const int bits) {
-    const int n_groups = part->w->cols / group, n_tokens = part->token_end - part->token_begin;
-    int8_t *at = (int8_t *)((VecF *)own->panel + 2 * n_groups);  // after columns and terms
+INLINE void matvec_rows(const Matmul *part, const int group, const int bits) {
+    const int n_groups = part->w->cols / group;
+    int8_t *at = (int8_t *)((VecF *)part->own->panel + 2 * n_groups);  // after columns and terms
     Ring rings[FEW_TOKENS_4];
-    for (int i = 0; i < n_tokens; i++, at += ring_bytes(n_groups, group)) {
-        const Quantized x = quantized_row(part->x, part->token_begin + i);
-        rings[i] = make_ring(at, &x, n_groups, group, bits);
+    for (int t = 0; t < part->n; t++, at += ring_bytes(n_groups, group)) {
+        const Quantized x = quantized_row(part->x, t);
+        rings[t] = make_ring(at, &x, n_groups, group, bits);
     }
     for (int r = part->row_begin; r < part->row_end; r += LANES) {
-        for (int i = 0; i < n_tokens; i++) {
-            matvec(part, own, &rings[i], part->token_begin + i, r, group, bits);
-        }
+        for (int t = 0; t < part->n; t++) matvec(part, &rings[t], t, r, group, bits);
     }
 }
 
 // Multiplies PANEL_ROWS rows from `row` on with TILE_TOKENS tokens from t on. wq (cols / 4,
-// TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from token_end on
-// may hold anything; their results are discarded.
+// TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from n on may
+// hold anything; their results are discarded.
 static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale) {
     const int group = part->w->group, n_groups = part->w->cols / group;
     const int rows = min_int(PANEL_ROWS, part->row_end - row);
-    const int n_tokens = min_int(TILE_TOKENS, part->token_end - t);
+    const int n_tokens = min_int(TILE_TOKENS, part->n - t);
     const size_t stride = part->x->stride;
     const Quantized x = quantized_row(part->x, t);
     const int8_t *xq = x.q8;
@@ -4623,103 +4608,94 @@ static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
 }
 
 // Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups,
-// TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles become (cols / 4) vectors of levels, in
-// place: backwards, because a vector's levels go to places from its own on.
-static void transpose_panel(const Matrix *w, VecI *wq, VecI *w_scale, int row) {
-    const int group = w->group, n_groups = w->cols / group, words = w->cols * w->bits / 32;
-    const int half = group / 8;                                  // vectors of half a group
+// TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles go to the end of wq, and from there become
+// twice as many vectors of levels. These never reach the nibbles that are still to be read.
+static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
+    const int group = w->group, words = w->cols * w->bits / 32, half = group / 8;
     const VecI levels = w->bits == 4 ? level_table(w->levels) : splat(0);
-    float *scales = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups)
     for (int v = 0; v < TILE_VECS; v++, row += LANES, wq++, w_scale++) {
-        transpose_rows(wq, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
-        for (int g = n_groups - 1; g >= 0 && w->bits == 4; g--) {
-            VecI *from = wq + g * half * TILE_VECS, *to = wq + 2 * g * half * TILE_VECS;
-            for (int j = (half - 1) * TILE_VECS; j >= 0; j -= TILE_VECS) {
-                const VecI nibbles = from[j];
-                to[j + half * TILE_VECS] = pick_levels(levels, nibbles >> 4);
-                to[j] = pick_levels(levels, nibbles);
-            }
+        VecI *from = wq + (w->cols / 4 - words) * TILE_VECS;
+        transpose_rows(from, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
+        for (int i = 0; i < words && w->bits == 4; i++) {
+            const VecI nibbles = from[i * TILE_VECS];
+            VecI *to = wq + (i + i / half * half) * TILE_VECS;  // half: vectors of half a group
+            to[0] = pick_levels(levels, nibbles);
+            to[half * TILE_VECS] = pick_levels(levels, nibbles >> 4);
         }
         for (int r = 0; r < LANES; r++) {
-            const int from = min_int(row + r, w->rows - 1);
-            for (int g = 0; g < n_groups; g++) {
-                scales[r * n_groups + g] = weight_scale(w, from, g, group);
+            const int from_row = min_int(row + r, w->rows - 1);
+            for (int g = 0; g < w->cols / group; g++) {
+                w_scale[g * TILE_VECS][r] = weight_scale(w, from_row, g, group);
             }
         }
-        transpose_rows(w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
     }
 }
 
 // PANEL_ROWS rows times all tokens, while the rows are in this core's caches; then the next rows,
 // of which each tile has prefetched an equal share.
-static void matmul_panels(const Matmul *part, const Workspace *own) {
+static void matmul_panels(const Matmul *part) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / w->group, n_tokens = part->token_end - part->token_begin;
-    const int tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
+    const int n_groups = w->cols / w->group, tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;
     const size_t row_bytes = (size_t)w->cols * w->bits / 8, scale_bytes = n_groups * w->bits / 2;
     const size_t share = PANEL_ROWS * row_bytes / tiles;
     const size_t scale_share = PANEL_ROWS * scale_bytes / tiles;
-    VecI *wq = own->panel, *w_scale = wq + w->cols / 4 * TILE_VECS;
+    VecI *wq = part->own->panel;
+    VecF *w_scale = (VecF *)wq + w->cols / 4 * TILE_VECS;
     for (int row = part->row_begin; row < part->row_end; row += PANEL_ROWS) {
         const int8_t *next = w->bytes + (row + PANEL_ROWS) * row_bytes;
         const uint8_t *next_scale = (const uint8_t *)w->scales + (row + PANEL_ROWS) * scale_bytes;
         transpose_panel(w, wq, w_scale, row);
-        for (int t = part->token_begin; t < part->token_end; t += TILE_TOKENS) {
+        for (int t = 0; t < part->n; t += TILE_TOKENS) {
             for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
             for (size_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
             next += share;
             next_scale += scale_share;
-            matmul_tile(part, t, row, wq, (const VecF *)w_scale);
+            matmul_tile(part, t, row, wq, w_scale);
         }
     }
 }
 
 // The group size and the number of bits are constants in matvec_rows: twice as fast.
-INLINE void matvec_groups(const Matmul *part, const Workspace *own, const int group) {
-    if (part->w->bits == 4) matvec_rows(part, own, group, 4);
-    else matvec_rows(part, own, group, 8);
+INLINE void matvec_groups(const Matmul *part, const int group) {
+    if (part->w->bits == 4) matvec_rows(part, group, 4);
+    else matvec_rows(part, group, 8);
 }
 
-static void matmul_rows(const Matmul *part, const Workspace *own) {
+static void matmul_rows(const Matmul *part) {
     const Matrix *w = part->w;
-    const int n_tokens = part->token_end - part->token_begin;
-    const bool few = n_tokens <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
+    const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
     const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;  // vector of groups
-    if (n_tokens == 0) return;
-    if (!few || !whole) matmul_panels(part, own);
-    else if (w->group == 32) matvec_groups(part, own, 32);
-    else if (w->group == 64) matvec_groups(part, own, 64);
-    else if (w->group == 128) matvec_groups(part, own, 128);
-    else matvec_groups(part, own, 256);
+    if (part->n == 0) return;
+    if (!few || !whole) matmul_panels(part);
+    else if (w->group == 32) matvec_groups(part, 32);
+    else if (w->group == 64) matvec_groups(part, 64);
+    else if (w->group == 128) matvec_groups(part, 128);
+    else matvec_groups(part, 256);
 }
 
-// The size of Workspace.panel for matrices of up to so many columns
+// The size of Workspace.panel for matrices of up to so many columns: see matmul_panels (wq and
+// w_scale) and matvec_rows (columns, terms and a ring for each token)
 static size_t panel_bytes(int cols, int group) {
-    const int n_groups = cols / group;  // panels: wq, w_scale, scales; few: columns, terms, rings
-    const size_t panels = ((size_t)TILE_VECS * (cols / 4 + n_groups) + n_groups) * sizeof(VecI);
+    const int n_groups = cols / group;
+    const size_t panels = (size_t)TILE_VECS * (cols / 4 + n_groups) * sizeof(VecI);
     const size_t few = 2 * n_groups * sizeof(VecI) + FEW_TOKENS_4 * ring_bytes(n_groups, group);
     return panels > few ? panels : few;
 }
-#endif
-
-typedef struct {
-    const State *s;
-    Matmul all;
-} MatmulJob;
 
 static void matmul_job(void *arg, int begin, int end, int thread) {
-    const MatmulJob *job = arg;
-    Matmul part = job->all;
+    Matmul part = *(const Matmul *)arg;
     part.row_begin = begin * PANEL_ROWS;
     part.row_end = min_int(end * PANEL_ROWS, part.w->rows);
     part.out += part.row_begin;
-    matmul_rows(&part, &job->s->workspace[thread]);
+    part.own += thread;
+    matmul_rows(&part);
 }
 
 static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
                    bool add) {
-    const Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .token_end = n, .add = add};
-    parallel(matmul_job, &(MatmulJob){s, all}, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
+    Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .n = n, .add = add,
+                  .own = s->workspace};
+    parallel(matmul_job, &all, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
 }
 
 static int draft_rows(void) { return TILE_TOKENS; }

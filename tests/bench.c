@@ -149,14 +149,6 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
 // Enough sums that none waits for its last product, few enough that all stay in registers
 enum { SUMS = LANES == 8 ? 8 : 12, PEAK_ITEMS = 64, PEAK_LOOPS = 20000 };
 
-#ifdef PLAIN_C
-static VecI dot4(VecI acc, VecI w, VecI x) {
-    const int8_t *wb = (const int8_t *)&w, *xb = (const int8_t *)&x;
-    for (int i = 0; i < 4 * LANES; i++) acc[i / 4] += wb[i] * xb[i];
-    return acc;
-}
-#endif
-
 enum { INT8, FP32 };
 
 static void peak_job(void *arg, int begin, int end, int thread) {

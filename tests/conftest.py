@@ -3,6 +3,7 @@
 The programs are black boxes here. QWEN3=path runs another build (say, one with sanitizers).
 """
 import contextlib
+import fcntl
 import functools
 import io
 import json
@@ -15,6 +16,8 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 # No threads in the process that the programs are forked from, however many cores there are
@@ -81,8 +84,50 @@ def _argument(value):
 
 def spawn(*args, **env):
     """The program at a pseudo-terminal: stdin, stdout and stderr."""
-    return pexpect.spawn(str(QWEN3), [str(arg) for arg in args], timeout=60, dimensions=(24, 80),
-                         env=environment(TERM="xterm", **env))
+    child = pexpect.spawn(str(QWEN3), [str(arg) for arg in args], timeout=300, dimensions=(24, 80),
+                          env=environment(TERM="xterm", **env))
+    child.delaybeforesend = None
+    return child
+
+
+def wait_until(condition, seconds=300):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def waiting(fd):
+    """How many bytes wait in this terminal or pipe."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+SYSTEM_CALLS = {"x86_64": {"read": "0", "write": "1"}, "aarch64": {"read": "63", "write": "64"}}
+
+
+def wait_for_call(pid, name):
+    """Until the process waits in read or write; where that can't be seen, for half a second."""
+    def current():
+        return Path(f"/proc/{pid}/syscall").read_text().split()[0]
+
+    try:
+        number = SYSTEM_CALLS[os.uname().machine][name]
+        current()
+    except (KeyError, OSError):
+        time.sleep(0.5)
+    else:
+        wait_until(lambda: current() == number)
+
+
+def settle(child):
+    """Until a spawned program has taken what was typed and waits for more: what is typed from now on
+    does not arrive together with it, however slow the machine is."""
+    time.sleep(0.05)                                    # the terminal's own work
+    if LINUX:
+        terminal = os.open(f"/proc/{child.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
+        wait_until(lambda: not waiting(terminal))
+        os.close(terminal)
+    wait_for_call(child.pid, "read")
 
 
 def finish(child):
@@ -220,6 +265,26 @@ def tokenizer():
 def built():
     if not QWEN3.exists():
         pytest.exit(f"{QWEN3}: not built, run make first", returncode=1)
+
+
+@pytest.fixture
+def start():
+    """start(model, *options): the program on pipes without buffers, in a process group of its own."""
+    children = []
+
+    def start(*args, **how):
+        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0,
+               "env": environment(), **how}
+        child = subprocess.Popen([QWEN3, *map(_argument, args)], start_new_session=True, **how)
+        children.append(child)
+        return child
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            if pipe:
+                pipe.close()
 
 
 @pytest.fixture(scope="session")

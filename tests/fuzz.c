@@ -586,7 +586,7 @@ static void fuzz_session(Bytes in) {
     bool once = read_prompt(&app);
     Bytes text = bytes_of(&app.input);
     if (!once) run_conversation(&app);
-    else if (chat) chat_turn(&app, text, true);
+    else if (chat) chat_turn(&app, text);
     else run_raw(&app, text);
     CHECK(!app.writer.thinking && app.writer.held.n == 0);
     if (terminals & 2) CHECK(harmless(written, n_written));
@@ -644,7 +644,7 @@ static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
     if (prefix.n) buffer_add(&whole, prefix), buffer_add(&whole, bytes("\n\n"));
     buffer_add(&whole, text);
     if (app.mode == CHAT && app.options.system) conversation_add(&app.conversation, SYSTEM, bytes(app.options.system));
-    if (app.mode == CHAT) chat_turn(&app, bytes_of(&whole), true);
+    if (app.mode == CHAT) chat_turn(&app, bytes_of(&whole));
     else run_raw(&app, bytes_of(&whole));
     const Bytes out = rest(written, n_written);
     if (app.mode > GENERATE) buffer_add(&line, out);

@@ -14,9 +14,9 @@ static Ids ids;
 static const char *piece(int id) {
     static Buffer line;
     line.n = 0;
-    buffer_add_token(&line, &app.engine.tokenizer, id);  // a line such as: 785 "The"
-    line.p[line.n - 1] = 0;
-    return strchr((char *)line.p, '"');
+    buffer_add_json(&line, app.engine.tokenizer.text[id]);
+    line.p[line.n - 1] = 0;  // instead of the newline
+    return (char *)line.p;
 }
 
 static void print_tokens(void) {

@@ -1,4 +1,4 @@
-"""The pictures of README.md: `python tests/pictures.py [NAME...]` writes .github/NAME.svg.
+"""The pictures of the READMEs: `python tests/pictures.py [NAME...]` writes .github/NAME.svg.
 
 Each shows data that are computed from the sources, from the tiny model or from a measurement
 (speed.txt and texts.txt, printed by `tests/bench curve 0.6b` and `tests/bench texts 0.6b`): a

@@ -184,7 +184,6 @@ static void test_norm_softmax_silu(void) {
     }
 }
 
-#ifndef PLAIN_C
 // The primitives' definitions
 INLINE VecI dot4_plain(VecI acc, VecI w, VecI x) {
     const uint8_t *wb = (const uint8_t *)&w;
@@ -248,21 +247,13 @@ static void test_primitives(void) {
     VecF a = splat_f(1.5f), b = splat_f(-0.25f), c = splat_f(3);
     for (int i = 0; i < LANES; i++) CHECK(mul_add_v(a, b, c)[i] == mul_add_plain(a, b, c)[i]);
 }
-#else
-static void test_primitives(void) {}  // there are none
-#endif
 
 // All floats of 16 bits: the definition against ldexp, and the primitive against the definition
 static void test_half_float(void) {
     for (int h = 0; h < 1 << 16; h += LANES) {
         uint16_t halves[LANES];
         for (int i = 0; i < LANES; i++) halves[i] = (uint16_t)(h + i);
-#ifdef PLAIN_C
-        float all[LANES];
-        for (int i = 0; i < LANES; i++) all[i] = half_float(halves[i]);
-#else
         const VecF all = load_halves(halves);
-#endif
         for (int i = 0; i < LANES; i++) {
             const int exponent = (h + i) >> 10 & 31, fraction = (h + i) & 1023;
             double value = ldexp(fraction + (exponent ? 1024 : 0), max_int(exponent, 1) - 25);
@@ -305,7 +296,7 @@ static void test_products(Matrix w, Matrix same) {
     const int rows = w.rows, cols = w.cols, group = w.group, n = 2 * TILE_TOKENS + 2;
     float *in = random_floats((size_t)n * cols);
     float *one = random_floats(n * rows), *all = random_floats(n * rows);
-    const Workspace own = {.panel = alloc(panel_bytes(cols, group), 1, "")};
+    Workspace own = {.panel = alloc(panel_bytes(cols, group), 1, "")};
     Quantized x = quantized_init(n, cols, group);
     memset(own.panel, 0xFF, panel_bytes(cols, group));  // NaN
     for (int t = 0; t < n; t++) quantize(&x, t, 0, in + t * cols, cols, group);
@@ -313,18 +304,20 @@ static void test_products(Matrix w, Matrix same) {
         quantized_row(&x, n + i / (cols / group)).scale[i % (cols / group)] = NAN;
     }
     for (int t = 0, few = 1; t < n; t += few++) {  // 1, 2, 3, ... tokens
-        matmul_rows(&(Matmul){.w = &w, .x = &x, .out = one, .stride = rows, .row_end = rows,
-                              .token_begin = t, .token_end = min_int(t + few, n)}, &own);
+        const Quantized from = quantized_row(&x, t);
+        matmul_rows(&(Matmul){.w = &w, .x = &from, .out = one + t * rows, .stride = rows, .row_end = rows,
+                              .n = min_int(few, n - t), .own = &own});
     }
     memset(all, 0, n * rows * sizeof(float));
     for (int row = 0; row < rows; row += PANEL_ROWS + 1) {  // parts that fill no block, either
         int end = min_int(row + PANEL_ROWS + 1, rows);
-        Matmul part = {.w = &w, .x = &x, .out = all + row, .stride = rows, .row_begin = row,
-                       .row_end = end, .token_begin = 1, .token_end = n};
-        matmul_rows(&part, &own);
-        part.token_end = part.token_begin + 1;  // the first of these tokens twice
+        const Quantized from = quantized_row(&x, 1);
+        Matmul part = {.w = &w, .x = &from, .out = all + rows + row, .stride = rows, .row_begin = row,
+                       .row_end = end, .n = n - 1, .own = &own};
+        matmul_rows(&part);
+        part.n = 1;  // the first of these tokens twice
         part.add = true;
-        matmul_rows(&part, &own);
+        matmul_rows(&part);
     }
     for (int t = 0; t < n; t++) {
         const Quantized token = quantized_row(&x, t);

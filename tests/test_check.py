@@ -248,7 +248,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
     ("codes", lambda code: code ^ 0x10, rf"{Q_PROJ} \[5, 21\], expected \S+, found"),
     ("codes", lambda code: code ^ 0x01, rf"{Q_PROJ} \[5, 5\]"),
     ("scales", lambda byte: byte ^ 1, rf"{Q_PROJ} \[5, \d+\]"),
-    (0x68, lambda _: 5, "layer_bits, expected 0 or 4, found 5"),
+    (0x68, lambda _: 5, "layer_bits is not supported, expected 0 or 4, found 5"),
     (0x68, lambda _: 0, "header .* at byte 0x70"),
     (0x70, lambda level: level + 1, "header .* at byte 0x70"),
     (-1, lambda byte: byte ^ 1, r"model.layers.1.mlp.up_proj.weight \[191, \d+\]")])
@@ -350,10 +350,11 @@ def test_plot(exported, run, tmp_path):
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 8  # a line's color each
 
 
-def test_plot_of_a_name_with_dollars(ck, run, tmp_path):
+@pytest.mark.parametrize("name", ["$_{$.bin", "\udcff.bin"])
+def test_plot_of_an_odd_name(ck, run, tmp_path, name):
     pytest.importorskip("matplotlib")
     folder = ck.save(tmp_path / "hf")
-    assert run(folder, "$_{$.bin")[0] == run(folder, "$_{$.bin", "--plot", "$.png")[0] == 0
+    assert run(folder, name)[0] == run(folder, name, "--plot", "$.png")[0] == 0
 
 
 def test_plot_without_matplotlib(exported, tmp_path):

@@ -429,8 +429,8 @@ BAD_EXPERTS = [
     ({"mlp_only_layers": [1]}, r"mlp_only_layers is not supported, expected \[\], found \[1\]"),
     ({"decoder_sparse_step": 2}, "decoder_sparse_step is not supported, expected 1, found 2"),
     ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size.*expected 0, found 64"),
-    ({"qkv_bias": True}, "qkv_bias is not supported, expected false, found True"),
-    ({"use_qk_norm": False}, "use_qk_norm is not supported, expected true, found False"),
+    ({"qkv_bias": True}, "qkv_bias is not supported, expected False, found True"),
+    ({"use_qk_norm": False}, "use_qk_norm is not supported, expected True, found False"),
     ({"attention_bias": True}, "attention_bias"),
     ({"num_experts": 4}, "missing: layers.0.mlp.experts.3.gate_proj.weight"),
     ({"num_experts": 2}, "left over: model.layers.0.mlp.experts.2.gate_proj.weight"),
@@ -696,10 +696,14 @@ def test_broken_files_refused(checkpoint, run, tmp_path, name, content, patterns
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_old_slow_tokenizer_is_refused_by_name(checkpoint, run, tmp_path):
+def test_old_files_are_refused_by_name(checkpoint, run, tmp_path):
     ck = checkpoint()
+    ck.files["pytorch_model.bin"] = ""
+    folder = ck.save(tmp_path / "in")
+    (folder / "model.safetensors").unlink()
+    refused(run(folder, "out.bin"), "no weights.*save_pretrained", "found .*pytorch_model.bin")
     ck.files |= {"tokenizer.json": None, "vocab.json": {}, "merges.txt": "a b"}
-    refused(run(ck.save(tmp_path / "in"), "out.bin"), "vocab.json")
+    refused(run(ck.save(tmp_path / "slow"), "out.bin"), "vocab.json")
 
 
 def test_lora_adapter(checkpoint, run, tmp_path):
@@ -714,8 +718,9 @@ def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
     ck.tensors["evil\n\x1b[31m"] = np.zeros(3, np.float32)
     refused(run(ck.save(tmp_path / "in"), "out.bin"), r"evil\\n\\x1b\[31m")
     ck.tensors["z" * 9999] = ck.tensors.pop("evil\n\x1b[31m")
-    result = run(ck.save(tmp_path / "in"), "out.bin")
-    assert result[0] == 1 and len(result[1][0]) < 1100
+    status, err = run(ck.save(tmp_path / "in"), "out.bin")
+    assert status == 1 and len(err[0]) < 1100
+    refused(run("x" * 5000), r"xx \.\.\. xx.*: can't be read.*found File name too long$")
 
 
 # ---------------------------------------------------------------------------- target
@@ -1037,8 +1042,8 @@ def test_embedding_model(checkpoint, run, tmp_path, tied):
 
 @pytest.mark.parametrize("pooling, modules, patterns", [
     (MEAN, ["Pooling"], ["1_Pooling/config.json", "pooling", "lasttoken", "mean_tokens"]),
-    (LAST | {"pooling_mode_mean_tokens": True}, ["Pooling"], ["lasttoken alone"]),
-    (LAST, ["Pooling", "Dense"], ["modules.json", "Dense"]), ({}, ["Pooling"], ["lasttoken", "none"])])
+    (LAST | {"pooling_mode_mean_tokens": True}, ["Pooling"], ["expected lasttoken, found 'mean_tokens, lasttoken'$"]),
+    (LAST, ["Pooling", "Dense"], ["modules.json", "Dense"]), ({}, ["Pooling"], ["lasttoken, found ''$"])])
 def test_embedding_refused(checkpoint, run, tmp_path, pooling, modules, patterns):
     ck = sentence_transformers(checkpoint(), pooling, "Transformer", *modules)
     (tmp_path / "in/1_Pooling").mkdir(parents=True)
@@ -1409,6 +1414,7 @@ def test_download_from_a_hub(checkpoint, hub, tmp_path):
     ({"architectures": ["Qwen3NextForCausalLM"]}, "out.bin", "org/tiny/config.json: not Qwen3"),
     ({"quantization_config": {"quant_method": "gptq"}}, "out.bin", "org/tiny/config.json:.*gptq"),
     ({}, "nowhere/out.bin", "nowhere: missing"), ({}, "folder.bin", "a directory"),
+    ({}, "longname" * 40 + ".bin", "File name too long"),
     ({"vocab_size": 1 << 20, "hidden_size": 1 << 20}, "out.bin", "too little disk space")])
 def test_what_a_hub_s_json_shows_is_refused_before_the_weights(checkpoint, hub, tmp_path, config, out,
                                                                pattern):
@@ -1420,8 +1426,12 @@ def test_what_a_hub_s_json_shows_is_refused_before_the_weights(checkpoint, hub, 
     assert "model.safetensors" not in hub.asked()
 
 
-def test_the_disk_s_space_for_a_download(checkpoint, hub, tmp_path):
+def test_the_disk_of_a_download(checkpoint, hub, tmp_path):
     checkpoint().save(tmp_path / "hub/org/tiny")
+    (tmp_path / "cache/hub").mkdir(parents=True)
+    (tmp_path / "cache/hub/models--org--tiny").write_text("")
+    refused(hub("org/tiny"), "cache/hub/models--org--tiny.*: can't be read or written")
+    (tmp_path / "cache/hub/models--org--tiny").unlink()
     os.truncate(tmp_path / "hub/org/tiny/model.safetensors", 1 << 43)  # a hole
     refused(hub("org/tiny"), "/cache/hub: too little disk space, expected 8796[0-9]* bytes")
     assert "model.safetensors" not in hub.asked()

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, SENTENCES, TESTS, TINY, environment, export, make_checkpoint, tokenize
+from conftest import SENTENCES, TESTS, TINY, environment, export, make_checkpoint, tokenize
 from reference import Model, encode, journey, read_tokenizer, softmax
 from test_model import SHAPES, OtherHeads
 
@@ -60,7 +60,7 @@ def test_tiny_model(tiny_model, text):
 
 
 def test_readme_shows_it():
-    shown, = re.findall(r"^layers [^`]*", (ROOT / "README.md").read_text(), re.M)
+    shown, = re.findall(r"^layers [^`]*", (TESTS / "README.md").read_text(), re.M)
     assert shown in program(TEXTS[0])
 
 

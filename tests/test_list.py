@@ -17,9 +17,10 @@ import numpy as np
 import pexpect
 import pytest
 from conftest import (HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, assert_error, environment, export,
-                      finish, make_checkpoint, make_table_model, output, qwen3, tokenize)
+                      finish, make_checkpoint, make_table_model, output, qwen3, tokenize, wait_for_call,
+                      wait_until, waiting)
 from test_faults import needs_address_space
-from test_signals import catches, wait_until, waiting
+from test_signals import catches, needs_small_pipes, small_pipe
 
 SUM = re.compile((rf"(\d+) texts?, prompts (\d+) tokens \((\d+) cached\), answers (\d+) tokens at {RATE}, "
                   r"seeds (\d+) to (\d+)\n").encode())
@@ -111,26 +112,6 @@ def stopping(tmp_path_factory, tokenizer):
     directory = tmp_path_factory.mktemp("stopping")
     return export(make_table_model(directory / "hf", tokenizer, [a], logits, max_len=100_000),
                   directory / "model.bin")
-
-
-@pytest.fixture
-def start():
-    """start(model, *options): the program on pipes."""
-    children = []
-
-    def start(model, *options, **how):
-        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
-               "env": environment(), **how}
-        children.append(subprocess.Popen([str(arg) for arg in (QWEN3, model, *options)], bufsize=0,
-                                         start_new_session=True, **how))
-        return children[-1]
-    yield start
-    for child in children:
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            if pipe:
-                pipe.close()
 
 
 def write_list(path, texts):
@@ -639,7 +620,7 @@ def test_thinking_is_dropped(tiny):
 @pytest.mark.parametrize("source", ["file", "pipe"])
 def test_progress(stopping, tmp_path, source):
     """Texts done of all, tokens a second and the time left, if the total is known."""
-    path, texts = tmp_path / "list", [b"a"] * 3000
+    path, texts = tmp_path / "list", [b"a"] * 100_000
     if source == "file":
         write_list(path, texts)
     else:                                       # whose end is not known
@@ -647,8 +628,8 @@ def test_progress(stopping, tmp_path, source):
         feeder = subprocess.Popen(["sh", "-c", f"yes a > {path}"], stderr=subprocess.DEVNULL)
     script = (f"exec {QUOTED_QWEN3} {stopping} -l {path} -m generate -t 0 -n 100 -s 1 -j 1 "
               f"> {tmp_path}/out")
-    child = pexpect.spawn("sh", ["-c", script], timeout=60, env=environment(TERM="xterm"), dimensions=(24, 80))
-    shown = rb"\r\d+ of 3000 texts, [\d.]+ tokens/s, [^\r\n]*\d+ s left\x1b\[K"
+    child = pexpect.spawn("sh", ["-c", script], timeout=300, env=environment(TERM="xterm"), dimensions=(24, 80))
+    shown = rb"\r\d+ of 100000 texts, [\d.]+ tokens/s, [^\r\n]*\d+ s left\x1b\[K"
     if source == "pipe":
         shown = rb"\r\d+ texts, [\d.]+ tokens/s\x1b\[K"
     for _ in range(100):                        # held up until it takes so long that it is shown
@@ -663,7 +644,7 @@ def test_progress(stopping, tmp_path, source):
     assert finish(child) == 130
     assert b"\r\x1b[K" in child.before          # it is erased
     if source == "pipe":
-        feeder.wait(60)
+        feeder.wait(300)
 
 
 def test_progress_of_perplexities(tiny, tmp_path):
@@ -707,7 +688,7 @@ def test_a_line_goes_out_when_it_is_done(start, tiny):
         assert child.stdout.readline() == alone(tiny, b"What is your name?", *GREEDY) + b"\n"
     child.stdin.write(b"Hello")
     child.stdin.close()
-    assert child.stdout.read() == alone(tiny, b"Hello", *GREEDY) + b"\n" and child.wait(60) == 0
+    assert child.stdout.read() == alone(tiny, b"Hello", *GREEDY) + b"\n" and child.wait(300) == 0
 
 
 def test_answers_go_on_while_the_list_pauses(start, stopping):
@@ -717,7 +698,7 @@ def test_answers_go_on_while_the_list_pauses(start, stopping):
     assert [child.stdout.readline() for _ in range(4)] == [
         json_string(b"a" * 3000) + b"\n", b'""\n', b"null\n", json_string(b"a" * 3000) + b"\n"]
     child.stdin.close()
-    assert child.stdout.read() == b'""\n' and child.wait(60) == 1
+    assert child.stdout.read() == b'""\n' and child.wait(300) == 1
 
 
 def test_input_that_does_not_block(start, tiny):
@@ -731,22 +712,26 @@ def test_input_that_does_not_block(start, tiny):
         os.write(ours, text + b"\n")
         assert child.stdout.readline() == alone(tiny, text, *GREEDY) + b"\n"
     os.close(ours)
-    assert child.wait(60) == 0
+    assert child.wait(300) == 0
 
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_interrupt(start, tiny, long_list, signals):
     """The line that is being written is finished; the message says how to go on, which gives the rest."""
     path, expected = long_list
-    child = start(tiny, "-l", path, "-s", "3", "-n", "30")
-    out = b"".join(child.stdout.readline() for _ in range(50))
-    for _ in range(signals):
-        child.send_signal(signal.SIGINT)
-    rest, error = child.communicate(timeout=60)
-    lines, n = whole_lines(out + rest), len(whole_lines(out + rest))
+    ours, theirs = small_pipe()                 # that it is not done while this process is held up
+    child = start(tiny, "-l", path, "-s", "3", "-n", "30", stdout=theirs)
+    os.close(theirs)
+    with open(ours, "rb", buffering=0) as reader:
+        out = b"".join(reader.readline() for _ in range(50))
+        for _ in range(signals):
+            child.send_signal(signal.SIGINT)
+        out += reader.readall()
+    error = child.communicate(timeout=300)[1]
+    lines, n = whole_lines(out), len(whole_lines(out))
     assert child.returncode == 130 and lines == expected[:n] and n < 600
     if signals == 1:
-        assert (out + rest).endswith(b"\n")
+        assert out.endswith(b"\n")
         assert re.search(rb"(?m)^qwen3: .* %d lines are written" % n, error), error
         assert re.search(rb"(?m)^qwen3: .*tail -n \+%d, -s %d$" % (n + 1, 3 + n), error), error
     tail = f"tail -n +{n + 1} {path} | {QUOTED_QWEN3} {tiny} -l - -s {3 + n} -n 30 -q"
@@ -770,23 +755,29 @@ def test_interrupt_beats_an_error(start, stopping):
     child.stdin.write(b'bad\n"a"\n')
     assert child.stdout.readline() == b"null\n" and child.stdout.readline() == b'"aaaaaaaaa"\n'
     child.send_signal(signal.SIGINT)            # it waits for the list
-    out, error = child.communicate(timeout=60)
+    out, error = child.communicate(timeout=300)
     assert child.returncode == 130 and out == b"" and b"tail -n +3" in error
 
 
-@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="no small pipes")
+@needs_small_pipes
 def test_interrupt_while_nobody_reads(start, stopping):
-    """The first waits for the line to be taken, the second does not."""
-    child = start(stopping, "-l", "-", *GREEDY, "-m", "generate", "-n", "1000", "-q")
-    fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    """The first waits for the line to be taken, the second, more than a second later, does not."""
+    ours, theirs = small_pipe()
+    child = start(stopping, "-l", "-", *GREEDY, "-m", "generate", "-n", "1000", "-q", stdout=theirs)
+    os.close(theirs)
     child.stdin.write(b"a\n" * 32)
-    wait_until(lambda: waiting(child.stdout) > 4000)    # of the 32 lines of 1,003 bytes
-    time.sleep(0.3)                             # it is in write()
+    wait_until(lambda: waiting(ours) > 4000)    # of the 32 lines of 1,003 bytes
+    wait_for_call(child.pid, "write")
     child.send_signal(signal.SIGINT)
     time.sleep(1.5)
     assert child.poll() is None
-    child.send_signal(signal.SIGINT)
-    assert child.wait(60) == 130
+    for _ in range(20):                         # one that a busy machine delays may come too early
+        child.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+        if child.poll() is not None:
+            break
+    assert child.wait(300) == 130
+    os.close(ours)
 
 
 def test_closed_stdout_is_quiet(tiny, tmp_path):
@@ -797,17 +788,19 @@ def test_closed_stdout_is_quiet(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_killed(start, tiny, long_list, tmp_path, number):
+def test_killed(start, tiny, tmp_path, number):
     """What has its newline is whole."""
-    path, expected = long_list
+    texts = [b"Tell me a story", b"Hello", b"What is the capital of France?", b"Who are you?"]
+    path = write_list(tmp_path / "list", texts * 5000)
+    expected = [alone(tiny, text, *GREEDY, "-n", 30) for text in texts] * 5000
     with open(tmp_path / "out", "wb") as out:
-        child = start(tiny, "-l", path, "-s", "3", "-n", "30", stdout=out)
+        child = start(tiny, "-l", path, *GREEDY, "-n", "30", stdout=out)
         while os.path.getsize(tmp_path / "out") < 3000:
             time.sleep(0.001)
         child.send_signal(number)
-        child.wait(60)
+        child.wait(300)
     lines = whole_lines((tmp_path / "out").read_bytes())
-    assert 10 < len(lines) < 600 and lines == expected[:len(lines)]
+    assert 10 < len(lines) < 20_000 and lines == expected[:len(lines)]
 
 
 def test_full_disk(tiny, long_list, tmp_path):
@@ -815,12 +808,12 @@ def test_full_disk(tiny, long_list, tmp_path):
         pytest.skip("no /dev/full")
     with open("/dev/full", "wb") as full:
         done = subprocess.run([QWEN3, tiny, "-l", "-", "-n", "2", "-q"], input=b"a\nb\n", stdout=full,
-                              stderr=subprocess.PIPE, env=environment(), timeout=60)
+                              stderr=subprocess.PIPE, env=environment(), timeout=300)
     assert done.returncode == 1 and re.fullmatch(rb"qwen3: stdout: [^\n]*\n", done.stderr), done
     path, expected = long_list
     with open(tmp_path / "out", "wb") as out:   # a disk for 5,000 bytes
         done = subprocess.run([QWEN3, tiny, "-l", path, "-s", "3", "-n", "30", "-q"], stdout=out,
-                              stderr=subprocess.PIPE, env=environment(), timeout=60,
+                              stderr=subprocess.PIPE, env=environment(), timeout=300,
                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
     lines = whole_lines((tmp_path / "out").read_bytes())
     assert done.returncode in (1, -signal.SIGXFSZ) and 10 < len(lines) < 600
@@ -863,14 +856,14 @@ def test_not_too_far_ahead(start, stopping):
     feeder = threading.Thread(target=feed, daemon=True)
     feeder.start()
     before, same = -1, 0
-    while same < 4:                             # until it is at rest
+    while same < 4 or not taken:                # until it is at rest
         same = same + 1 if taken == before else 0
         before = taken
         time.sleep(0.25)
         assert taken < 400_000                  # with what pipes and buffers hold
-    assert taken > 0 and child.poll() is None
+    assert child.poll() is None
     child.kill()
-    feeder.join(60)
+    feeder.join(300)
 
 
 @pytest.mark.slow

@@ -25,10 +25,18 @@ def slow(tmp_path_factory, tokenizer):
                   directory / "slow.bin")
 
 
-def run(model, *args, tokens=TOKENS, batch=4, terminal=True, holds=1000):
+def run(*args, **how):
     """(exit status, stdout, stderr) with stderr a terminal. Being held up again and again until the
     progress is seen makes a prompt take more than the two seconds that show it, however fast the
-    machine is."""
+    machine is; if this process was too slow for that, once more."""
+    for _ in range(5):
+        result = run_once(*args, **how)
+        if b"left" in result[2]:
+            break
+    return result
+
+
+def run_once(model, *args, tokens=TOKENS, batch=4, terminal=True, holds=1000):
     ours, theirs = pty.openpty() if terminal else os.pipe()
     prompt = model.with_name("prompt.txt")
     prompt.write_bytes(b"7" * tokens)                     # a token each
@@ -96,7 +104,7 @@ def test_time_left(tokenizer, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes(b"7" * 11000)
     ratios = []
-    for _ in range(3):                                    # other programs may come and go
+    for _ in range(6):                                    # other programs may come and go
         child = pexpect.spawn(str(QWEN3), [str(model), "-f", str(prompt), "-c", "0", "-j", "1", "-b", "1",
                                            "-n", "1", "-m", "generate"], env=environment(), timeout=300)
         start = time.monotonic()
@@ -123,17 +131,20 @@ def test_perplexity(slow):
 @pytest.mark.parametrize("args, terminal", [
     (["-q"], True), pytest.param([], False, marks=pytest.mark.slow)], ids=["quiet", "pipe"])
 def test_not_shown(slow, args, terminal):
-    status, out, text = run(slow, "-m", "generate", *args, terminal=terminal, holds=4)
+    status, out, text = run_once(slow, "-m", "generate", *args, terminal=terminal, holds=4)
     assert status == 0 and b"\x1b" not in text and b"left" not in text
 
 
 @pytest.mark.slow
 def test_not_shown_when_fast(slow):
-    for _ in range(5):                                    # on a busy machine nothing is fast
+    """In less than two seconds. (But who is held up at the beginning expects to need longer.)"""
+    conclusive = False
+    for _ in range(20):                                   # on a busy machine nothing is fast
         start = time.monotonic()
-        status, out, text = run(slow, "-m", "generate", "-t", "0", tokens=100, holds=0)
-        if time.monotonic() - start < 2:
-            break
-    else:
-        pytest.skip("this machine is too busy")
-    assert status == 0 and b"\x1b" not in text and b"left" not in text
+        status, out, text = run_once(slow, "-m", "generate", "-t", "0", tokens=3000, batch=1, holds=0)
+        assert status == 0
+        if b"left" not in text:
+            assert b"\x1b" not in text
+            return
+        conclusive |= time.monotonic() - start < 2
+    pytest.fail("it is shown") if conclusive else pytest.skip("this machine is too busy")

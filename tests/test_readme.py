@@ -7,6 +7,7 @@ code that begins with a program, perhaps after NAME=VALUE.
 """
 import json
 import math
+import operator
 import re
 import shlex
 import shutil
@@ -108,8 +109,8 @@ def folder(tmp_path, tokenizer_json, monkeypatch):  # noqa: F811
     for suffix in (".bin", ".bin.tokenizer"):
         shutil.copy(TINY / f"tiny{suffix}", tmp_path / f"Qwen3-0.6B{suffix}")
     read = "\n".join([*COMMANDS, *("".join(block) for block in BLOCKS)])
-    for name in set(re.findall(r"export\.py (Qwen/[\w.-]+)", read)):
-        model = shutil.copytree(TINY / "model", tmp_path / name)
+    for name in set(re.findall(r"(?:export\.py Qwen/|\./qwen3 )(Qwen3-[\w.-]+?)(?:\.bin)?\s", read + "\n")):
+        model = shutil.copytree(TINY / "model", tmp_path / "Qwen" / name)
         if "Embedding" in name:
             (model / "modules.json").write_text(json.dumps(
                 [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]))
@@ -119,8 +120,8 @@ def folder(tmp_path, tokenizer_json, monkeypatch):  # noqa: F811
     for name in set(re.findall(r"export\.py ([\w.-]+\.gguf)", read)):
         test_gguf.write(tmp_path / name, test_gguf.values(checkpoint),
                         test_gguf.blocks(checkpoint, test_gguf.Kind.Q8_0))
-    for name in set(re.findall(r" -[fl] (\w+\.txt)", read)):
-        (tmp_path / name).write_text("Once upon a time.\nWho are you?\n")
+    for name in set(re.findall(r" -[fl] (\w+\.txt)|jq -R.* (\w+\.txt)", read)):
+        (tmp_path / "".join(name)).write_text("Once upon a time.\nWho are you?\n")
     for name in set(re.findall(r" (\w+\.jsonl) \|", read)):
         (tmp_path / name).write_text('{"id": 1, "messages": [{"role": "user", "content": "Who are you?"}]}\n' * 2)
     for name, script in SUBSTITUTES.items():
@@ -184,11 +185,10 @@ def test_block(commands, folder):
     assert all(path.stat().st_size for path in written)
     if "wc -l < answers.jsonl" in text:
         assert Path("whole.jsonl").read_bytes() == all_answers and all_answers.count(b"\n") == 2
-    if "query.json" in text:
-        assert Path("query.txt").read_text().endswith("query\nQuery:What is the capital of China?")
-        query, document = (json.loads(Path(f"{name}.json").read_text()) for name in ("query", "document"))
-        assert sum(x * x for x in query) == pytest.approx(1) and query != document
-        assert abs(sum(a * b for a, b in zip(query, document, strict=True))) < 1
+    if "vectors.jsonl" in text:
+        vectors = [json.loads(line) for line in Path("vectors.jsonl").read_text().splitlines()]
+        assert [sum(x * x for x in vector) for vector in vectors] == pytest.approx([1, 1])
+        assert abs(sum(map(operator.mul, *vectors))) < 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -197,6 +197,9 @@ def test_inline_command(command, folder):
         pytest.skip("a program is not installed")
     if "answers.jsonl" in command:
         Path("answers.jsonl").write_text('"yes"\n')
+    if "Query:" in command:                             # a list of queries for an embedding model
+        *_, line = map(json.loads, run_all([command], folder).splitlines())
+        assert line == "Instruct: TASK\nQuery:Who are you?"
     if command.endswith("./qwen3 Qwen3-0.6B.bin"):      # a conversation
         child = pexpect.spawn("sh", ["-c", command], cwd=str(folder), timeout=60,
                               env=substituted(folder) | {"TERM": "xterm"})
@@ -235,13 +238,13 @@ def test_options_are_those_of_the_help():
 def test_what_is_named_is_there(path):
     """Files by links or inline code, functions and types by inline code."""
     text = path.read_text()
-    sources = "".join(file.read_text() for file in (ROOT / "qwen3.c", ROOT / "export.py"))
+    sources = "".join(file.read_text() for file in (ROOT / "qwen3.c", ROOT / "export.py", ROOT / "Makefile"))
     for link in re.findall(r"\]\(([^)]+)\)", text):
         assert link.startswith("https://") or (path.parent / link).exists(), link
     for code in inline_code(text):
         if re.fullmatch(r"[\w/]+\.(?:c|h|md|py|txt)|tests/\w+/?", code):
             assert code == "tests/test" or any((place / code).exists() for place in (ROOT, TESTS)), code
-        elif re.fullmatch(r"[a-z]+_[a-z_]+|[A-Z][a-z]\w+", code) and path == READMES[0]:
+        elif re.fullmatch(r"[a-z]+_[a-z_]+|[A-Z][a-z]\w+", code):
             assert re.search(rf"\b{code}\b", sources), code
 
 

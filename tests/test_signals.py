@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pexpect
 import pytest
-from conftest import (LINUX, QWEN3, ROOT, copy_model, environment, export, finish, join_tokenizer,
-                      make_checkpoint, make_table_model, spawn, split_tokenizer)
+from conftest import (LINUX, ROOT, copy_model, environment, export, finish, join_tokenizer,
+                      make_checkpoint, make_table_model, settle, spawn, split_tokenizer, wait_for_call,
+                      wait_until, waiting)
 
 BOTH = pytest.mark.parametrize("mode", ["generate", "chat"])
 
@@ -38,36 +39,12 @@ def thinking(chain):
 
 
 @pytest.fixture
-def start():
-    """start(model, *options): the program on pipes, in a process group of its own."""
-    children = []
-
-    def start(model, *options, **how):
-        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
-               "env": environment(), **how}
-        child = subprocess.Popen([QWEN3, model, "-t", "0", "-c", "0", *options], start_new_session=True,
-                                 **how)
-        children.append(child)
-        return child
-    yield start
-    for child in children:
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            if pipe:
-                pipe.close()
-
-
-def waiting(fd):
-    """How many bytes wait in this terminal or pipe."""
-    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
-def wait_until(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def start(start):
+    """start(model, *options): greedy, with the whole context, and nothing on stdin."""
+    def start_endless(model, *options, **how):
+        how = {"stdin": subprocess.DEVNULL, "bufsize": -1, **how}
+        return start(model, "-t", 0, "-c", 0, *options, **how)
+    return start_endless
 
 
 def catches(pid, number):
@@ -77,6 +54,17 @@ def catches(pid, number):
         return True
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1
+
+
+def small_pipe():
+    """The ends of one that is full after 4,096 bytes, where there are such pipes."""
+    ours, theirs = os.pipe()
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, 4096)
+    return ours, theirs
+
+
+needs_small_pipes = pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="no small pipes")
 
 
 # -- on pipes
@@ -109,6 +97,7 @@ def test_interrupt(start, endless, mode):
     child = start(endless, "-m", mode, "-i", "hi")
     assert child.stdout.read(5) == b"aaaaa"
     child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
     while waiting(child.stdout):
         assert set(os.read(child.stdout.fileno(), 65536)) <= set(b"a")
     child.send_signal(signal.SIGINT)
@@ -118,16 +107,20 @@ def test_interrupt(start, endless, mode):
     assert len(out) < 4 and set(out) <= set(b"a\n") and b"qwen3:" not in error
 
 
-@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="no small pipes")
+@needs_small_pipes
 @BOTH
 def test_interrupt_while_the_reader_is_slow(start, endless, mode):
     """The program waits in write(): no error, and what was written stays."""
-    child = start(endless, "-m", mode, "-i", "hi")
-    fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, 4096)
-    wait_until(lambda: waiting(child.stdout) >= 4096)
+    ours, theirs = small_pipe()
+    child = start(endless, "-m", mode, "-i", "hi", stdout=theirs)
+    os.close(theirs)
+    wait_until(lambda: waiting(ours) >= 4096)
+    wait_for_call(child.pid, "write")
     child.send_signal(signal.SIGINT)
     time.sleep(0.2)
-    out, error = child.communicate(timeout=300)
+    with open(ours, "rb") as reader:
+        out = reader.read()
+    error = child.communicate(timeout=300)[1]
     assert child.returncode == 130, error
     assert len(out) >= 4096 and b"qwen3:" not in error
 
@@ -138,7 +131,7 @@ def test_interrupt_while_reading_the_prompt(start, endless, mode):
     child.stdin.write(b"x")
     child.stdin.flush()
     wait_until(lambda: not waiting(child.stdin))        # it has read that, and then reads on
-    time.sleep(0.1)
+    wait_for_call(child.pid, "read")
     child.send_signal(signal.SIGINT)
     assert child.wait(300) == 130
 
@@ -152,7 +145,7 @@ def test_interrupt_while_a_pipe_has_no_writer(start, endless, tmp_path):
         else:
             time.sleep(wait)
         child.send_signal(signal.SIGINT)
-        assert child.communicate(timeout=60)[1] == b""
+        assert child.communicate(timeout=300)[1] == b""
         assert child.returncode in ({130} if wait is None else {130, -signal.SIGINT})
 
 
@@ -205,8 +198,8 @@ def test_interrupt_right_after_enter(endless):
     wait_until(lambda: not waiting(read))               # the program (Ctrl-C empties the terminal)
     os.close(read)
     child.sendintr()
-    child.expect(r"answer (\d+) at|before its answer")
-    assert int(child.match[1] or 0) < 90_000            # what fits into the terminal, at most
+    child.expect("answer \\d+ at|before its answer")
+    assert b"full context" not in child.before          # of 100,000 tokens
     child.expect("> ")
     child.sendeof()
     assert finish(child) == 0
@@ -258,7 +251,7 @@ def test_interrupt_at_the_prompt(endless, typed):
     child = spawn(endless, "-t", 0, "-n", 3, "-v")
     child.expect_exact("> ")
     child.send(typed)
-    time.sleep(0.2)
+    settle(child)
     child.sendintr()
     child.expect_exact("Ctrl-C again leaves")
     child.expect_exact("> ")
@@ -293,17 +286,17 @@ def test_interrupt_of_a_scripted_conversation(start, endless):
             assert child.stdout.read(3) == b"aaa"
         else:
             wait_until(lambda: not waiting(child.stdin))
-            time.sleep(0.2)
+            wait_for_call(child.pid, "read")
         child.send_signal(signal.SIGINT)
-        out, error = child.communicate(timeout=60)
+        out, error = child.communicate(timeout=300)
         assert child.returncode == 130 and b"qwen3: " not in error, error
     child = start(endless, "-m", "chat", "-n", "2", stdin=subprocess.PIPE)
     child.stdin.write(b"x\n")
     child.stdin.flush()
     assert child.stdout.readline() == b"aa\n"
-    time.sleep(0.2)
+    wait_for_call(child.pid, "read")
     child.send_signal(signal.SIGINT)
-    assert child.wait(60) == 130
+    assert child.wait(300) == 130
 
 
 @pytest.mark.parametrize("interrupted", [False, True], ids=["read", "INT"])
@@ -320,56 +313,56 @@ def test_input_that_does_not_block(start, endless, interrupted):
         if interrupted:
             wait_until(lambda: catches(child.pid, signal.SIGINT))
             child.send_signal(signal.SIGINT)
-            assert child.wait(60) == 130
+            assert child.wait(300) == 130
             os.close(ours)
             continue
         os.write(ours, b"y\n")
         os.close(ours)
-        found, error = child.communicate(timeout=60)
+        found, error = child.communicate(timeout=300)
         assert child.returncode == 0 and found == out, error
 
 
-@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="no small pipes")
+@needs_small_pipes
 def test_output_that_does_not_block(start, endless):
     """O_NONBLOCK on stdout: a reader that is slow gets all of it."""
-    ours, theirs = os.pipe()
+    ours, theirs = small_pipe()
     os.set_blocking(theirs, False)
-    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, 4096)
     child = start(endless, "-m", "generate", "-i", "x", "-n", "6000", stdout=theirs)
     os.close(theirs)
     wait_until(lambda: waiting(ours) >= 4096)
     time.sleep(0.2)
     with open(ours, "rb") as reader:
         assert reader.read() == b"a" * 6000
-    assert child.wait(60) == 0, child.stderr.read()
+    assert child.wait(300) == 0, child.stderr.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL, signal.SIGQUIT,
                                     signal.SIGHUP])
 def test_while_the_terminal_is_dim(thinking, number):
-    """Each piece ends its own dimming, so that no signal leaves the terminal dim."""
-    child = spawn(thinking, "-t", 0, "-c", 0, "-i", "x")
-    child.expect(r"\x1b\[2m")
-    child.expect("a")
-    child.kill(number)
-    text = child.before + child.after
-    while child.expect([r"(?s).+", pexpect.TIMEOUT, pexpect.EOF], timeout=0.5) == 0:
-        text += child.after
-    assert text.rstrip(b"\r\n").endswith(b"\x1b[0m")
-    child.kill(signal.SIGKILL)
-    child.close()
+    """Each piece ends its own dimming, so that no signal leaves the terminal dim. (But a terminal that
+    is full, as this process was too slow for it, has perhaps no room for the end.)"""
+    for _ in range(100):
+        child = spawn(thinking, "-t", 0, "-c", 0, "-i", "x")
+        child.expect(r"\x1b\[2m")
+        child.expect("a")
+        child.kill(number)
+        rest = child.after
+        while child.expect([r"(?s).+", pexpect.TIMEOUT, pexpect.EOF], timeout=0.5) == 0:
+            rest += child.after
+        child.kill(signal.SIGKILL)
+        child.close()
+        if len(rest) < 4000:
+            break
+    else:
+        pytest.skip("this machine is too busy")
+    assert rest.rstrip(b"\r\n").endswith(b"\x1b[0m")
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="no /proc/PID/io")
 def test_while_the_terminal_takes_nothing(endless):
     """Ctrl-S, say: the program waits in write(), and ends all the same."""
     child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
     child.expect("aaaa")
-    written, before = 1, 0                              # nobody reads: it comes to a halt
-    while written != before:
-        time.sleep(0.5)
-        io = Path(f"/proc/{child.pid}/io").read_text()
-        written, before = int(re.search(r"wchar: (\d+)", io)[1]), written
+    wait_for_call(child.pid, "write")                   # nobody reads
     child.kill(signal.SIGTERM)
     wait_until(lambda: not child.isalive())
     assert child.signalstatus == signal.SIGTERM
@@ -399,16 +392,20 @@ def test_during_a_paste(endless, number):
 
 # -- while the progress of a prompt is shown
 
+LONG = 40_000
+
+
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory, tokenizer):
-    """A model that needs a while for 10,000 tokens."""
+    """(a model, a file of LONG tokens, for which it needs ten seconds or more)."""
     directory = tmp_path_factory.mktemp("slow")
+    (directory / "prompt").write_bytes(b"7" * LONG)
     return export(make_checkpoint(directory / "hf", tokenizer, n_layers=6, n_heads=8,
-                                  max_len=12000), directory / "slow.bin")
+                                  max_len=2 * LONG), directory / "slow.bin"), directory / "prompt"
 
 
 def show_progress(child):
-    """Held up again and again, until a prompt has taken the two seconds after which this is shown."""
+    """Held up again and again, until a prompt seems to take the two seconds after which this is shown."""
     while child.expect([r" left\x1b\[K", pexpect.TIMEOUT], timeout=0.1):
         child.kill(signal.SIGSTOP)
         time.sleep(1)
@@ -416,37 +413,35 @@ def show_progress(child):
 
 
 @pytest.mark.parametrize("mode", ["generate", pytest.param("perplexity", marks=pytest.mark.slow)])
-def test_interrupt_of_the_progress(slow, tmp_path, mode):
+def test_interrupt_of_the_progress(slow, mode):
     """It is erased; the statistics count the tokens that were computed."""
-    (tmp_path / "prompt").write_bytes(b"7" * 10000)
-    child = spawn(slow, "-m", mode, "-f", tmp_path / "prompt", "-c", 0, "-b", 1, "-j", 1, "-n", 3)
+    model, prompt = slow
+    child = spawn(model, "-m", mode, "-f", prompt, "-c", 0, "-b", 1, "-j", 1, "-n", 3)
     show_progress(child)
     child.kill(signal.SIGINT)
     assert finish(child) == 130
     shown = re.fullmatch(rb"(\r[^\r\n]* left\x1b\[K)*\r\x1b\[K(\r\nprompt (\d+) tokens .*\r\n)?",
                          child.before)
-    assert shown and (mode == "perplexity" or 0 < int(shown[3]) < 10000), child.before
+    assert shown and (mode == "perplexity" or 0 < int(shown[3]) < LONG), child.before
 
 
 def test_message_stopped_before_its_answer(slow):
     """It is taken back: the next prompt is the next message alone. The batches that ran are kept, for the
     case that it is sent again, and the statistics say so."""
-    child = spawn(slow, "-c", 0, "-b", 1, "-j", 1, "-n", 1, "-m", "chat")
+    model, prompt = slow
+    child = spawn(model, "-c", 0, "-b", 1, "-j", 1, "-n", 1, "-m", "chat")
     child.expect("> ")
-    child.sendline("7" * 3900)
-    show_progress(child)
-    child.sendintr()
-    child.expect(r"prompt (\d+) tokens at [\d.]+/s \(0 cached\), answer 0 at")
-    ran = int(child.match[1])
-    assert 0 < ran < 3900
-    child.expect("the message is taken back")
-    child.expect("> ")
-    child.sendline("7" * 3900)
-    child.expect(r"prompt 39\d\d tokens at [\d.]+/s \((\d+) cached\)")
-    assert int(child.match[1]) == ran
-    child.expect("> ")
-    child.sendline("/clear")
-    child.expect("> ")
+    before = 0
+    for _ in range(2):
+        child.sendline(f"/file {prompt}")
+        show_progress(child)
+        child.sendintr()
+        child.expect(r"prompt (\d+) tokens at [\d.]+/s \((\d+) cached\), answer 0 at")
+        ran, cached = map(int, child.match.groups())
+        assert cached == before < ran < LONG
+        before = ran
+        child.expect("the message is taken back")
+        child.expect("> ")
     child.sendline("7")
     child.expect(r"prompt (\d+) tokens")
     assert int(child.match[1]) < 100
@@ -493,7 +488,7 @@ def test_export(tokenizer, tmp_path, number, status):
     assert child.returncode == status and not names()
     for wait in (0, random.Random(number).random()):
         child = begin()
-        wait_until(lambda: catches(child.pid, signal.SIGTERM))  # before, it is Python's affair
+        wait_until(lambda: child.poll() is not None or catches(child.pid, signal.SIGTERM))
         time.sleep(wait)
         child.send_signal(number)
         error = child.communicate(timeout=300)[1]
