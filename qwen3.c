@@ -2191,11 +2191,17 @@ static size_t printable(char *out, Bytes text, const char *allowed) {
 }
 
 static void report(const char *fmt, ...) {
-    char text[1024], line[3 * sizeof(text)];
+    enum { HALF = 500 };  // a longer message loses its middle: what is wrong stands at an end
+    static char text[1 << 18];
+    char line[6 * HALF + 16];
     va_list args;
     va_start(args, fmt);
-    vsnprintf(text, sizeof(text), fmt, args);
+    const int n = min_int(vsnprintf(text, sizeof(text), fmt, args), sizeof(text) - 1);
     va_end(args);
+    if (n > 2 * HALF + 5) {
+        memcpy(text + HALF, " ... ", 5);
+        memmove(text + HALF + 5, text + n - HALF, HALF + 1);
+    }
     progress_end();
     fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, bytes(text), ""), line);
 }
@@ -3587,8 +3593,8 @@ static void die_of_argument(const char *arg, const char *model) {
     }
     if (arg[0] == '-')
         die_usage("%s: unknown option, expected one that -h lists (MODEL without an option)", arg);
-    die_usage("%s: unexpected, as MODEL is \"%s\"; a prompt goes with -i, in quotes: -i \"%s\"",
-              arg, model, arg);
+    die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
+              "-i \"%.80s\"", arg, model, arg);
 }
 
 // Only chat and generate can begin without a text.

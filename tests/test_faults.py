@@ -1,6 +1,7 @@
 """What the world around the programs can do: full disks, closed descriptors, little memory, odd files
 and names. An error is one line and a status, never a crash or a half file."""
 import ctypes
+import errno
 import os
 import resource
 import shutil
@@ -196,10 +197,12 @@ def test_very_long_arguments(small):
     text = "word " * 26_000                             # Linux takes 128 KB each
     assert output(small, "-m", "tokenize", "-i", text) == output(small, "-m", "tokenize",
                                                                  stdin=text.encode())
-    for args, status in (([text], 1), ([small, "-i", text], 1), ([small, "-y", text, "-i", "x"], 1),
-                         ([small, "-" + text], 2), ([small, "-n", text], 2), ([small, text], 2),
-                         ([small, "-f", text], 1)):
-        assert_error(qwen3(*args), status)
+    name = os.strerror(errno.ENAMETOOLONG)
+    for args, status, word in (([text], 1, name), ([small, "-i", text], 1, "too long"),
+                               ([small, "-y", text, "-i", "x"], 1, "too long"), ([small, "-" + text], 2, "-h lists"),
+                               ([small, "-n", text], 2, "-n: bad value"), ([small, text], 2, "prompt goes with -i"),
+                               ([small, "-f", text], 1, name), ([small, "-l", "a/" * 2000], 1, "a/: ")):
+        assert_error(qwen3(*args), status, word)
 
 
 # -- descriptors
