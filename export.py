@@ -44,9 +44,8 @@ Memory use does not depend on the model's size. The two files appear under their
 both are complete. A checkpoint that needs what qwen3.c does not have is refused with the reason.
 Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
 
-The file begins with the main path, one export from start to end; the line "# ----" above each
-section says what it turns into what. The formats of both files are described in qwen3.c, sections
-"The model file" and "The tokenizer file", beside the code that reads them.
+The file begins with the main path, one export from start to end. The formats of both files are
+described in qwen3.c, sections "The model file" and "The tokenizer file".
 """
 
 from __future__ import annotations
@@ -74,6 +73,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import re
@@ -101,7 +101,7 @@ try:
     import jinja2  # jinja2 before 3.1.6 lets a template out of its sandbox
     import markupsafe  # jinja2's only package
     import numpy as np
-    import tokenizers
+    from tokenizers import Regex, models, normalizers, pre_tokenizers
     from tqdm import tqdm
     for package, oldest in PACKAGES:
         version = importlib.metadata.version(package)
@@ -163,8 +163,7 @@ def export(options: argparse.Namespace) -> None:
 
 
 def read_settings(source: Source, options: argparse.Namespace) -> tuple[Config, bytes]:
-    """All of a source but the weights: (config, contents of OUT.bin.tokenizer). Refuses what is not
-    supported."""
+    """All of a source but the weights: (config, contents of OUT.bin.tokenizer)."""
     where = source.file("config.json")
     with parsing(where):
         config = read_config(source, options.bits, options.group_size, options.yarn)
@@ -175,17 +174,15 @@ def read_settings(source: Source, options: argparse.Namespace) -> tuple[Config, 
 
 
 def find_source(name: str, folder: Path | None) -> Source:
-    """Reads a local directory or GGUF file, or downloads from the hub. OUT.bin will come to the
-    folder, if it is to be written."""
+    """Reads a directory or a GGUF file, or downloads. OUT.bin, if any, will come to the folder."""
     path = Path(name)
     if path.is_dir():
         return read_folder(path)
     if path.exists():
         return read_gguf(path)
     if not (hub := HUB_NAME.fullmatch(name)):
-        refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME",
-               "nothing of that name")
-    return read_hub(hub[1], hub[2] or hub[3], folder)
+        refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME")
+    return read_hub(hub[1], hub[2] or hub[3] or "", folder)
 
 
 def note_second_quantization(outputs: list[Output], c: Config) -> None:
@@ -205,7 +202,7 @@ def default_out(name: str, bits: int) -> Path:
 def check_target(out: Path) -> None:
     """Refuses what can't be written, before the work that it would be for."""
     if not out.parent.exists():
-        refuse(out.parent, "missing", "the directory to write to", "nothing there")
+        refuse(out.parent, "missing", "the directory to write to")
     for target in out, Path(f"{out}.tokenizer"):
         if target.is_dir():
             refuse(target, "can't be written", "a file or nothing of this name", "a directory")
@@ -222,9 +219,8 @@ def check_space(rooms: list[Room]) -> None:
 
 @contextmanager
 def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
-    """Yields temporary files beside the targets, and renames them to the targets, in this order, if
-    the block succeeds. If it fails or a signal ends it, the targets stay as they were and the
-    temporary files are removed."""
+    """Yields temporary files beside the targets. If the block succeeds, they are renamed to the
+    targets, in this order; if it fails or a signal ends it, they are removed."""
     parts = [target.with_name(f"{target.name}.{os.getpid()}.part") for target in targets]
     with ExitStack() as at_end:
         for part in parts:
@@ -247,7 +243,7 @@ class Refused(Exception):
     """The source cannot be converted. The message is the line that the user reads."""
 
 
-def refuse(where: object, what: str, expected: object, found: object) -> NoReturn:
+def refuse(where: object, what: str, expected: object, found: object = "nothing") -> NoReturn:
     raise Refused(f"{where}: {what}, expected {expected}, found {found}")
 
 
@@ -266,7 +262,8 @@ def parsing(path: Path) -> Iterator[None]:
     except (Refused, OSError):
         raise
     except Exception as error:  # KeyError, TypeError, ..., and the tokenizers package's own
-        refuse(path, "broken", "the structure of such a file", f"{type(error).__name__}: {error}")
+        refuse(path, "broken (download it again?)", "the structure of such a file",
+               f"{type(error).__name__}: {error}")
 
 
 # A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
@@ -279,17 +276,15 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a file to read. Refuses a missing one, a Git LFS pointer, and a pipe or a device, where
-    reading may never end."""
+    """Opens a file. Refuses what stands for one (Git LFS, a web page) or may never end (a pipe)."""
     if not path.exists():
-        refuse(path, "missing", "a file of this name", "nothing there")
+        refuse(path, "missing", "a file of this name")
     if not path.is_file():
         refuse(path, "can't be read", "a regular file", "a directory, a pipe or a device")
     file = open(path, "rb")
     begin = file.read(len(LFS_POINTER))
     if begin == LFS_POINTER:
-        refuse(path, "not downloaded", "its contents, which `git lfs pull` fetches",
-               "a Git LFS pointer")
+        refuse(path, "not downloaded", "its contents: `git lfs pull`", "a Git LFS pointer")
     if begin[:5].lower() in (b"<!doc", b"<html"):
         refuse(path, "not downloaded", "its contents: download it again", "a web page")
     file.seek(0)
@@ -332,7 +327,7 @@ SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenize
             "vocab.json", "model.safetensors.index.json"]
 
 
-def read_hub(name: str, wanted: str | None, target: Path | None) -> Source:
+def read_hub(name: str, wanted: str, target: Path | None) -> Source:
     """Downloads a checkpoint's JSON files; its weights follow when its tensors are opened. If a
     kind or a file is wanted, or if there are only GGUF files, downloads one of these."""
     # Only here: a slow import that a local source does not need
@@ -345,9 +340,8 @@ def read_hub(name: str, wanted: str | None, target: Path | None) -> Source:
         """Downloads these files if there is space for them and the rooms. Returns their folder."""
         cache = Path(constants.HF_HUB_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
-        size = sum(files[file] for file in names
-                   if not isinstance(try_to_load_from_cache(name, file), str))
-        check_space([(cache, size), *rooms])
+        absent = (file for file in names if try_to_load_from_cache(name, file) is None)
+        check_space([(cache, sum(files[file] for file in absent)), *rooms])
         with downloading(name):
             folder = Path(snapshot_download(name, allow_patterns=names))
         hub_folders[str(folder)] = name
@@ -403,8 +397,7 @@ def downloading(name: str) -> Iterator[None]:
                "name of a model on the hub (a private or gated one needs HF_TOKEN)", found)
 
 
-def choose_gguf(where: object, files: list[str], wanted: str | None = None,
-                default: str | None = None) -> list[str]:
+def choose_gguf(where: object, files: list[str], wanted: str = "", default: str = "") -> list[str]:
     """The parts of the wanted GGUF file, by its name or its kind such as Q4_0. If none is wanted:
     of the only one, or the one of the default kind; [] if the files are a checkpoint's."""
     models: dict[str, list[str]] = {}  # name without the number of a part -> the parts
@@ -412,22 +405,20 @@ def choose_gguf(where: object, files: list[str], wanted: str | None = None,
         if file.endswith(".gguf"):
             models.setdefault(re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
     if not wanted and (not models or any(map(WEIGHTS.fullmatch, files))):
-        if "adapter_config.json" in files and "config.json" not in files:
+        if "config.json" in files:
+            return []
+        if "adapter_config.json" in files:
             refuse(where, "a LoRA adapter", "a whole model: merge it into its base model first "
                    "(merge_and_unload() of peft)", "adapter_config.json")
-        if "config.json" not in files:
-            refuse(where, "not a checkpoint", "a folder with config.json or a GGUF file",
-                   first_few(sorted(files)))
-        return []
+        refuse(where, "not a checkpoint", "config.json or a GGUF file", first_few(sorted(files)))
     if len(models) > 1:
         wanted = wanted or default
-    ending = re.compile(rf"(.*[-._/])?{re.escape(wanted or '')}\.gguf", re.IGNORECASE)
+    ending = re.compile(rf"(.*[-._/])?{re.escape(wanted)}\.gguf", re.IGNORECASE)
     chosen = [parts for model, parts in models.items()
               if not wanted or wanted in (model, *parts) or ending.fullmatch(model)]
     if len(chosen) != 1:
-        what = f" {wanted}" if wanted else ""
-        refuse(where, f"more than one GGUF file{what}" if chosen else f"no GGUF file{what}",
-               "the name of one of these" if chosen else "one of these", first_few([*models], 30))
+        refuse(where, f"{'more than one' if chosen else 'no'} GGUF file {wanted}".strip(),
+               "the name of one of these", first_few([*models], 30))
     return chosen[0]
 
 
@@ -510,11 +501,9 @@ def is_embedding(folder: Path) -> bool:
                    for module in json.loads(read_file(path))}
     if "Pooling" not in modules:
         return False
-    if unknown := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize"}):
-        refuse(path, "modules are not supported", "no others than Transformer, Pooling and "
-               "Normalize", first_few(unknown))
-    if modules["Pooling"] != "1_Pooling":
-        refuse(path, "path of Pooling", "1_Pooling", repr(modules["Pooling"]))
+    for module in modules:
+        supported(path, "module", module, "Transformer", "Pooling", "Normalize")
+    supported(path, "path of Pooling", modules["Pooling"], "1_Pooling")
     path = folder / "1_Pooling/config.json"
     kinds = [key.removeprefix("pooling_mode_") for key, value in read_json(path).items()
              if key.startswith("pooling_mode_") and value is True]
@@ -582,8 +571,7 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
         refuse(where, "num_key_value_heads", f"a divisor of {n_heads}", n_kv_heads)
     if head_dim % 2:
         refuse(where, "head_dim", "an even number", head_dim)
-    max_seq_len, rope_theta, rope_factor, frequencies = read_rope(
-        where, config, head_dim, yarn_factor)
+    max_seq_len, theta, rope_factor, frequencies = read_rope(where, config, head_dim, yarn_factor)
     bits = bits or (4 if source.levels else 8)
     group_size = group_size or (32 if bits == 4 else source.group_size)
     copied_levels = source.levels if group_size == 32 else ()
@@ -600,7 +588,7 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
         get("vocab_size", "vocab_size"), max_seq_len, head_dim,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
         group_size=group_size, levels=levels,
-        rms_norm_eps=get("rms_norm_eps", "rms_norm_eps", 1e-6), rope_theta=rope_theta,
+        rms_norm_eps=get("rms_norm_eps", "rms_norm_eps", 1e-6), rope_theta=theta,
         rope_factor=rope_factor, frequencies=frequencies, qkv_bias=qwen2, no_qk_norm=qwen2,
         **(read_experts(where, config) if moe else {}))
 
@@ -619,8 +607,7 @@ def read_experts(where: Path, config: dict) -> dict[str, int | bool]:
 
 
 def check_family(where: Path, config: dict) -> None:
-    """Refuses every model but Qwen3, dense or with experts in every layer, and Qwen2, with full
-    attention."""
+    """Refuses all but Qwen3, dense or with experts in every layer, and Qwen2: no sliding window."""
     family = config.get("architectures")
     if family not in (QWEN3, QWEN3_MOE, QWEN2):
         refuse(where, "not Qwen3's architecture", "one of " + ", ".join(QWEN3 + QWEN3_MOE + QWEN2),
@@ -656,8 +643,7 @@ def number(where: Path, values: dict, key: str, name: str, default: float | None
     return kind(value)
 
 
-def read_rope(where: Path, config: dict, head_dim: int,
-              yarn_factor: float | None) -> tuple[int, float, float, tuple[float, ...]]:
+def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | None) -> tuple:
     """max_seq_len, rope_theta, rope_factor and frequencies of Config, with transformers' precedence
     and defaults; with --yarn, as Qwen's model cards change them for long texts."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # in transformers 5
@@ -665,8 +651,7 @@ def read_rope(where: Path, config: dict, head_dim: int,
     max_seq_len = number(where, config, "max_position_embeddings", "max_seq_len")
     if yarn_factor:
         if rope_type != "default":
-            refuse(where, "its rope is scaled already, so leave --yarn out", "no rope scaling",
-                   repr(rope_type))
+            refuse(where, "its rope is scaled already: leave --yarn out", "no scaling", rope_type)
         # Qwen3's 40960 positions are the 32768 that it was trained on and 8192 for the answer.
         original = 32768 if max_seq_len == 40960 else max_seq_len
         rope_type, rope = "yarn", rope | {"factor": yarn_factor,
@@ -692,8 +677,7 @@ def read_rope(where: Path, config: dict, head_dim: int,
     return max_seq_len, theta, *yarn
 
 
-def read_yarn(where: Path, rope: dict, theta: float, head_dim: int,
-              max_seq_len: int) -> tuple[float, tuple[float, ...]]:
+def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len: int) -> tuple:
     """(factor on cos and sin, head_dim / 2 frequencies in radians per position) of YaRN, arXiv
     2309.00071, as transformers' _compute_yarn_parameters has them (modeling_rope_utils.py), in fp32
     where that uses tensors. Only the powers are rounded from fp64, to be the same everywhere."""
@@ -819,20 +803,18 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
                "from_pretrained(), then save_pretrained() makes them)",
                first_few(sorted(path.name for path in folder.iterdir())))
     tensors: dict[str, Tensor] = {}
-    found: dict[str, str] = {}  # name -> the shard that holds it
     with parsing(index):
         shard_of, left = read_json(index, most=TENSORS_SIZE)["weight_map"], TENSORS_SIZE
         for shard in sorted(set(shard_of.values())):
             if Path(shard).name != shard or not (folder / shard).is_file():
-                refuse(folder / shard, "missing", f"this file, which {index.name} lists: download "
-                       "it again", "nothing there")
+                refuse(folder / shard, "missing", f"this file of {index.name}: download it again")
             more, used = open_safetensors(folder / shard, left)
             left -= used
             add_tensors(index, tensors, more)
-            found |= dict.fromkeys(more, shard)
+        found = {name: Path(tensor.file.name).name for name, tensor in tensors.items()}
         if wrong := sorted({name for name, _ in shard_of.items() ^ found.items()}):
-            refuse(index, "its shards hold other tensors", "those that it lists (download them "
-                   "again)", f"a difference in {first_few(wrong)}")
+            refuse(index, "its shards hold other tensors (download them again)",
+                   "those that it lists", f"a difference in {first_few(wrong)}")
     return tensors
 
 
@@ -855,7 +837,8 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
     length = int.from_bytes(file.read(8), "little")
     limit = min(file_size - 8, most)
     if not 2 <= length <= limit:
-        refuse(path, "broken safetensors", f"a header of 2 to {limit} bytes", length)
+        refuse(path, "broken safetensors (download it again)",
+               f"a header of 2 to {max(2, limit)} bytes", length)
     entries = parse_json(file.read(length), path)
     entries.pop("__metadata__", None)
     tensors, position = {}, 0  # in the data
@@ -864,8 +847,7 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             begin, end = entry["data_offsets"]
             if len(shape) > 4 or any(type(n) is not int for n in (*shape, begin, end)):
-                refuse(path, f"shape or data_offsets of {name}", "up to 4 integers and 2",
-                       [entry["shape"], entry["data_offsets"]])
+                refuse(path, f"shape or data_offsets of {name}", "up to 4 integers and 2", entry)
             size = end - begin  # of other dtypes, which match_tensors() refuses
             if dtype in FLOAT_TYPES:
                 size = math.prod(shape) * BLOCK_SIZES[dtype][1]
@@ -950,8 +932,7 @@ def layout(c: Config) -> list[Output]:
 
 
 def match_tensors(source: Source, c: Config, *rooms: Room) -> list[Output]:
-    """The layout with its source. Refuses missing and left-over tensors, and shapes and dtypes
-    other than expected."""
+    """The layout with its tensors: none may be missing, left over or of another shape."""
     where, outputs = source.path, layout(c)
     with parsing(where):
         stored = source.open_tensors(*rooms)
@@ -1122,12 +1103,10 @@ class Vocabulary(NamedTuple):
         return [self.added[text][0]] if text in self.added else []
 
 
-def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
-                    vocab_size: int) -> Vocabulary:
-    """From tokenizer.json (where, tokenizer) and tokenizer_config.json."""
-    nfc = check_pipeline(where, tokenizer)
-    added = read_added(where, tokenizer, tokenizer_config)
-    model = tokenizer["model"]
+def read_vocabulary(source: Source, vocab_size: int) -> Vocabulary:
+    where, model = source.file("tokenizer.json"), source.tokenizer["model"]
+    nfc = check_pipeline(where, source.tokenizer)
+    added = read_added(where, source.tokenizer, source.tokenizer_config)
     vocab = {text: i for text, i in model["vocab"].items() if text not in added}
     for i in [*vocab.values(), *(i for i, _ in added.values())]:
         if type(i) is not int or not 0 <= i < vocab_size:
@@ -1135,7 +1114,7 @@ def read_vocabulary(where: Path, tokenizer: dict, tokenizer_config: dict,
     merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     scores = merge_scores(where, vocab, merges)
     # GPT-2's letters for bytes: a printable byte's is itself, the n-th other byte's is U+0100 + n.
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     byte_of = dict(zip(letters, sorted(range(256), key=lambda byte: chr(byte) not in letters)))
     tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in vocab.items()}
     if absent := {bytes([byte]) for byte in range(256)} - set(tokens.values()):
@@ -1156,20 +1135,18 @@ def check_pipeline(where: Path, tokenizer: dict) -> bool:
     steps = (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", [])
     steps = [{key: step[key] for key in step if key != "trim_offsets"} for step in steps]
     if steps != PRE_TOKENIZERS:
-        refuse(where, "pre_tokenizer is not supported", "Qwen's Split and ByteLevel",
-               json.dumps(tokenizer["pre_tokenizer"]))
+        refuse(where, "pre_tokenizer is not supported", "Qwen's", tokenizer["pre_tokenizer"])
     normalizer = tokenizer["normalizer"] or {"type": "Sequence", "normalizers": []}
     normalizers = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
     supported(where, "normalizer", normalizers, [{"type": "NFC"}], [])
     return bool(normalizers)
 
 
-def read_added(where: Path, tokenizer: dict,
-               tokenizer_config: dict) -> dict[str, tuple[int, bool]]:
+def read_added(where: Path, tokenizer: dict, settings: dict) -> dict[str, tuple[int, bool]]:
     """text -> (id, special) of the added tokens, which are those in tokenizer.json. A token is
-    special if either file says so or if it has a role (eos_token, ...). One that only
-    tokenizer_config.json has is refused: transformers would give it a new id."""
-    listed = tokenizer_config.get("added_tokens_decoder") or {}
+    special if either file says so or if it has a role (eos_token, ...). One that only the settings,
+    tokenizer_config.json, have is refused: transformers would give it a new id."""
+    listed = settings.get("added_tokens_decoder") or {}
     for token in [*tokenizer["added_tokens"], *listed.values()]:
         for flag in ("lstrip", "rstrip", "single_word", "normalized"):
             if token.get(flag):
@@ -1178,9 +1155,9 @@ def read_added(where: Path, tokenizer: dict,
              for token in tokenizer["added_tokens"]}
     # What tokenizer_config.json says: (text, id or None, special)
     more = [(token["content"], int(i), token["special"]) for i, token in listed.items()]
-    more += [(text, None, True) for text in role_tokens(tokenizer_config).values()]
+    more += [(text, None, True) for text in role_tokens(settings).values()]
     more += [(token_text(token), None, True)
-             for token in tokenizer_config.get("additional_special_tokens") or []]
+             for token in settings.get("additional_special_tokens") or []]
     for text, token_id, special in more:
         if text not in added or token_id not in (None, added[text][0]):
             refuse(where, "added_tokens", f"{text!r} as in tokenizer_config.json",
@@ -1200,8 +1177,7 @@ def token_text(value: str | dict | None) -> str | None:
     return value["content"] if isinstance(value, dict) else value
 
 
-def merge_scores(where: Path, vocab: dict[str, int],
-                 merges: list[tuple[str, str]]) -> dict[int, float]:
+def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dict[int, float]:
     """id -> -log(rank + 1) of the merge that makes the token: an earlier merge scores higher. As a
     token has one score, all merges that make it must follow each other in the list.
 
@@ -1220,7 +1196,7 @@ def merge_scores(where: Path, vocab: dict[str, int],
         elif made != previous:
             refuse(where, f"merge {rank} makes {left + right!r} again", "one rank", [left, right])
         previous = made
-    bpe = tokenizers.models.BPE(vocab=vocab, merges=merges)
+    bpe = models.BPE(vocab=vocab, merges=merges)
     for token in vocab:
         if len(bpe.tokenize(token)) != 1:
             refuse(where, f"token {token!r}", "merges that make it", "none that do")
@@ -1245,7 +1221,7 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
 
 def character_classes() -> dict[int, int]:
     """Code point -> 1 for a letter, 2 for a number, 3 for a space."""
-    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)
+    splits = [pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
               for pattern in (r"\p{L}+", r"\p{N}+", r"\s+")]
     return {ord(char): number for number, split in enumerate(splits, 1)
             for piece, _ in split.pre_tokenize_str(CHARACTERS) for char in piece}
@@ -1253,7 +1229,7 @@ def character_classes() -> dict[int, int]:
 
 def combining_classes() -> dict[int, int]:
     """Code point -> canonical combining class, of the marks that NFD sorts by it."""
-    nfd = tokenizers.normalizers.NFD().normalize_str
+    nfd = normalizers.NFD().normalize_str
     low, high = "\u0334", "\u0345"  # marks of the lowest class, 1, and of the highest, 240
     return {ord(char): unicodedata.combining(char) for char in CHARACTERS
             if unicodedata.combining(char)
@@ -1263,10 +1239,8 @@ def combining_classes() -> dict[int, int]:
 
 def decompositions() -> list[tuple[int, int, int, bool]]:
     """(character, first, second or 0, composes): one step of its canonical decomposition. If it
-    composes, NFC puts the two together again. Hangul syllables, which are arithmetic, are left out.
-    """
-    nfd, nfc = (form().normalize_str for form in (
-        tokenizers.normalizers.NFD, tokenizers.normalizers.NFC))
+    composes, NFC puts the two together again. Hangul, which is arithmetic, is left out."""
+    nfd, nfc = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
     steps = []
     for char in CHARACTERS:
         step = unicodedata.decomposition(char)  # "0041 0300"; "<compat> 0020" is none of NFD's
@@ -1279,11 +1253,10 @@ def decompositions() -> list[tuple[int, int, int, bool]]:
 def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
     """(first, last, class) of each run of code points of one class, ascending."""
     ranges: list[tuple[int, int, int]] = []
-    for code in sorted(classes):
-        if ranges and ranges[-1][1:] == (code - 1, classes[code]):
-            ranges[-1] = ranges[-1][0], code, classes[code]
-        else:
-            ranges.append((code, code, classes[code]))
+    for code, number in sorted(classes.items()):
+        goes_on = ranges and ranges[-1][1:] == (code - 1, number)
+        first = ranges.pop()[0] if goes_on else code
+        ranges.append((first, code, number))
     return ranges
 
 
@@ -1332,7 +1305,7 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
         return None
     try:
         trials = trial_conversations()
-        texts = render_all(template, variables, [*marked_conversations(), *trials])
+        texts = render_all(template, variables, [*MARKED, *trials])
         pieces = find_pieces(texts, variables.get("bos_token", ""))
         for messages, thinking in trials:
             if pieces.render(messages, thinking) != texts[messages, thinking]:
@@ -1345,8 +1318,7 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
         return None
 
 
-def render_all(template: str, variables: dict[str, str],
-               conversations: list[Conversation]) -> dict[Conversation, str]:
+def render_all(template: str, variables: dict, conversations: list) -> dict[Conversation, str]:
     """The text that a template makes of each conversation. ValueError if it fails. A template is an
     untrusted program, which may never end or take all memory: it runs in a process of its own."""
     code = inspect.getsource(template_process) + "template_process()"
@@ -1407,25 +1379,23 @@ def template_process() -> None:
     print(json.dumps([texts, error]))
 
 
-SYSTEM, USER, ANSWER, SECOND = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
-                                ("assistant", "ANSWERTEXT"), ("user", "SECONDTEXT"))
+SYSTEM, USER, ANSWER, NEXT = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
+                              ("assistant", "ANSWERTEXT"), ("user", "NEXTTEXT"))
 THINK_END = "</think>"
 
 
 def with_answer(content: str) -> Conversation:
-    return (USER, ("assistant", content), SECOND), None
+    return (USER, ("assistant", content), NEXT), None
 
 
-def marked_conversations() -> list[Conversation]:
-    """Those from which find_pieces() finds the pieces."""
-    answers = ["y", f"x{THINK_END}y", *(f"{THINK_END}{char}y" for char in string.whitespace)]
-    return [((SYSTEM, USER, ANSWER, SECOND), None), ((USER, ANSWER), None), ((USER,), None),
-            ((USER,), False), ((USER,), True), *map(with_answer, answers)]
+ANSWERS = ["y", f"x{THINK_END}y", *(f"{THINK_END}{char}y" for char in string.whitespace)]
+MARKED: list[Conversation] = [  # those from which find_pieces() finds the pieces
+    ((SYSTEM, USER, ANSWER, NEXT), None), ((USER, ANSWER), None), ((USER,), None),
+    ((USER,), False), ((USER,), True), *map(with_answer, ANSWERS)]
 
 
 def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
-    """The pieces that a template seems to consist of, from its texts for marked_conversations().
-    ValueError if a text does not contain each message once."""
+    """The pieces that a template seems to have. ValueError if a text has not each message once."""
     def gaps(*messages: Message, thinking: bool | None = None) -> list[str]:
         """The rendered text before, between and after the contents."""
         rest, before = texts[messages, thinking], []
@@ -1435,8 +1405,7 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
         return before + [rest]
 
     # Each gap is one piece or two in a row; where it is two, another gap is one of them.
-    first, after_system, before_answer, after_answer, user_close = gaps(
-        SYSTEM, USER, ANSWER, SECOND)
+    first, after_system, before_answer, after_answer, user_close = gaps(SYSTEM, USER, ANSWER, NEXT)
     assistant_open = before_answer.removeprefix(user_close)
     assistant_close = gaps(USER, ANSWER)[2]
     user_open = after_answer.removeprefix(assistant_close)
@@ -1465,15 +1434,14 @@ def trial_conversations() -> list[Conversation]:
                "<|im_end|>\n<|im_start|>user\n", "\u00a0</think>\u00a0\u2028z"]
     users = ["Hi!", "", "\n\n  two\nlines \n", "what does </think> mean?", "<think>hm</think> \n"]
     found: list[Conversation] = []
-    for system in (None, "", "Be brief.", "\n <think>x</think>\n\nBe brief. \n"):
-        for i in range(len(answers)):
-            for turns in (0, 1, 3):
-                talk: list[Message] = [] if system is None else [("system", system)]
-                for k in range(turns):
-                    talk += [("user", users[(i + k) % len(users)]),
-                             ("assistant", answers[(i + 5 * k) % len(answers)])]
-                talk.append(("user", users[(i + turns) % len(users)]))
-                found += [(tuple(talk), False), (tuple(talk), True)]
+    systems = None, "", "Be brief.", "\n <think>x</think>\n\nBe brief. \n"
+    for system, i, turns in itertools.product(systems, range(len(answers)), (0, 1, 3)):
+        talk: list[Message] = [] if system is None else [("system", system)]
+        for k in range(turns):
+            talk += [("user", users[(i + k) % len(users)]),
+                     ("assistant", answers[(i + 5 * k) % len(answers)])]
+        talk.append(("user", users[(i + turns) % len(users)]))
+        found += [(tuple(talk), False), (tuple(talk), True)]
     return found
 
 
@@ -1485,7 +1453,7 @@ CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
 def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     """The contents of OUT.bin.tokenizer: the base format, then the extension of tagged sections."""
     where, generation_json = source.file("tokenizer.json"), source.file("generation_config.json")
-    vocab = read_vocabulary(where, source.tokenizer, source.tokenizer_config, vocab_size)
+    vocab = read_vocabulary(source, vocab_size)
     head_ids, tail_ids = post_processor_ids(where, source.tokenizer)
     roles = role_tokens(source.tokenizer_config)
     bos, eos, stop_ids = end_ids(source, vocab, roles.get("eos_token"))
@@ -1519,8 +1487,7 @@ def u32(*rows: list[int] | tuple[int, ...]) -> bytes:
     return np.array(rows, "<u4").tobytes()
 
 
-def end_ids(source: Source, vocab: Vocabulary,
-            eos_token: str | None) -> tuple[int, int, list[int]]:
+def end_ids(source: Source, vocab: Vocabulary, eos_token: str | None) -> tuple[int, int, list]:
     """(bos, eos, all ids that end an answer). These are the ones in config.json and
     generation_config.json, and tokenizer_config.json's eos_token: in a base model the former have
     what ends a text, but only the latter may be what ends a turn of a chat."""
@@ -1550,14 +1517,13 @@ def id_list(where: Path, value: object) -> list[int]:
     return ids
 
 
-def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary,
-                 stop_ids: list[int]) -> int:
+def default_mode(source: Source, pieces: Pieces | None, vocab: Vocabulary, stop_ids: list) -> int:
     """What qwen3 does without -m. A base model may have a chat template, too; it is known by the
     token that ends a turn, which is not among the ids that end its texts."""
     if source.embedding:
         return EMBED
-    turn_end = {i for text, (i, _) in vocab.added.items()
-                if pieces and text in pieces.assistant_close}
+    close = pieces.assistant_close if pieces else ""
+    turn_end = {i for text, (i, _) in vocab.added.items() if text in close}
     if source.chat_template and (not turn_end or turn_end & set(stop_ids)):
         return CHAT
     if source.chat_template:
@@ -1616,18 +1582,15 @@ def read_gguf(path: Path) -> Source:
         ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
         tokenizer = gguf_tokenizer(path, ggml)
         texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-        bos, eos, end_of_turn, end_of_message = (
-            ggml.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
-        stop_ids = [i for i in (eos, end_of_turn, end_of_message) if i is not None]
+        bos, eos, eot, eom = (ggml.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
+        stop_ids = [i for i in (eos, eot, eom) if i is not None]  # ends of text, turn, message
         stop_ids += [i for i, text in texts.items() if text == "<|endoftext|>"]
         generation = {name: metadata.get(f"general.sampling.{key}")
                       for key, name in GGUF_SAMPLING.items()}
         pooling = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
         supported(path, "pooling_type", pooling, 0, LAST_TOKEN)
-        q8_0 = any(tensor.dtype == "Q8_0" for tensor in tensors.values())
-        kinds = {tensor.dtype for name, tensor in tensors.items()
-                 if name.startswith("layers.") and len(tensor.shape) > 1
-                 and not name.endswith("mlp.gate.weight")}  # of the layers' matrices
+        kinds = {tensor.dtype for tensor in tensors.values()}
+        in_layers = {tensor.dtype for name, tensor in tensors.items() if "_proj.weight" in name}
         return Source(
             path=path, name=re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name),
             config=config | {"bos_token_id": bos, "eos_token_id": eos},
@@ -1636,8 +1599,8 @@ def read_gguf(path: Path) -> Source:
             generation=generation | {"eos_token_id": stop_ids},
             chat_template=metadata.get("tokenizer.chat_template"),
             open_tensors=lambda *_: tensors, embedding=pooling == LAST_TOKEN,
-            group_size=32 if q8_0 else None,
-            levels=GGUF_LEVELS.get(kinds.pop(), ()) if len(kinds) == 1 else ())
+            group_size=32 if "Q8_0" in kinds else None,
+            levels=GGUF_LEVELS.get(in_layers.pop(), ()) if len(in_layers) == 1 else ())
 
 
 def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
@@ -1689,10 +1652,10 @@ def gguf_tokenizer(path: Path, ggml: dict) -> dict:
     supported(path, "tokenizer.ggml.model", ggml.get("model"), "gpt2")
     supported(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen")
     types = gguf.TokenType
-    known = types.NORMAL, types.CONTROL, types.USER_DEFINED, types.UNUSED
-    ids: dict[int, dict[str, int]] = {token_type: {} for token_type in known}  # type -> text -> id
+    ids: dict[int, dict[str, int]] = {  # type -> text -> id
+        types.NORMAL: {}, types.CONTROL: {}, types.USER_DEFINED: {}, types.UNUSED: {}}
     for i, (text, token_type) in enumerate(zip(ggml["tokens"], ggml["token_type"], strict=True)):
-        supported(path, f"token_type of {text!r}", token_type, *map(int, known))
+        supported(path, f"token_type of {text!r}", token_type, *map(int, ids))
         ids[token_type][text] = i
     if sum(map(len, ids.values())) < len(ggml["tokens"]):
         refuse(path, "tokens", "each with a text of its own", "a text twice")
@@ -1824,10 +1787,9 @@ def check(options: argparse.Namespace) -> None:
     out = out or next(filter(Path.exists, (default_out(source.name, bits) for bits in (8, 4))),
                       default_out(source.name, 8))
     if not out.exists():
-        refuse(out, "missing", f"the file to compare with {name}, which export.py makes",
-               "nothing there")
+        refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
     with open_file(out) as file:
-        found = file.read(256)
+        found = file.read(256).ljust(256, b"\0")  # a short file is found out below
         group_size, layer_bits = (int.from_bytes(found[at:at + 4], "little") for at in (0x2C, 0x68))
         supported(out, "group_size", group_size, *GROUP_SIZES)
         supported(out, "layer_bits", layer_bits, 0, 4)
@@ -1836,8 +1798,7 @@ def check(options: argparse.Namespace) -> None:
         check_yarn(out, config, found)
         check_bytes(out, "the header", header(config), found)
         path = Path(f"{out}.tokenizer")
-        with open_file(path) as tokenizer_out:
-            check_bytes(path, "the file", tokenizer, tokenizer_out.read(len(tokenizer) + 4))
+        check_bytes(path, "the file", tokenizer, read_file(path, most=2 * len(tokenizer)))
         outputs = match_tensors(source, config)
         if (actual := out.stat().st_size) != outputs[-1].end:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
@@ -1967,27 +1928,23 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     sizes = " or ".join(map(str, GROUP_SIZES))
     parser.add_argument("--bits", type=option(int, (8, 4).__contains__, "8 or 4"))
     parser.add_argument("--group-size", type=option(int, GROUP_SIZES.__contains__, sizes))
-    parser.add_argument("--yarn", type=option(float, lambda x: 1 < x <= 64,
-                                              "a number above 1 and up to 64"))
+    parser.add_argument("--yarn", type=option(float, lambda x: 1 < x <= 64, "above 1, up to 64"))
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     options = parser.parse_intermixed_args(args)
     if not 1 <= len(options.names) <= 2 or "" in options.names:
-        usage_error("usage: wrong arguments, expected SOURCE [OUT.bin], "
-                    f"found {len(options.names)} names")
+        usage_error(f"usage: expected SOURCE [OUT.bin], found {len(options.names)} names")
     if options.plot and options.plot.suffix != ".png":
         usage_error(f"--plot: wrong name, expected one that ends in .png, found '{options.plot}'")
     options.check |= bool(options.plot)
-    for name, value in ("--bits", options.bits), ("--group-size", options.group_size):
-        if options.check and value:
-            usage_error(f"{name}: --check takes it from OUT.bin, so name that file (with four "
-                        "bits it ends in -q4.bin), expected one of the two options, found both")
-    source, *rest = options.names
-    if rest and source.endswith(".bin") and (Path(rest[0]).is_dir() or rest[0][-4:] != ".bin"):
-        source, rest = rest[0], [source]
-    if rest and not rest[0].endswith(".bin"):
-        usage_error(f"OUT: wrong name, expected one that ends in .bin, found {rest[0]!r}")
-    options.source, options.out = source, Path(rest[0]) if rest else None
+    if options.check and (options.bits or options.group_size):
+        usage_error(f"{'--bits' if options.bits else '--group-size'}: --check takes it from "
+                    "OUT.bin, so name that file (with four bits it ends in -q4.bin), expected one "
+                    "of the two options, found both")
+    source, *out = sorted(options.names, key=lambda name: name.endswith(".bin"))  # it is stable
+    if out and not out[0].endswith(".bin"):
+        usage_error(f"OUT: wrong name, expected one that ends in .bin, found {out[0]!r}")
+    options.source, options.out = source, Path(out[0]) if out else None
     return options
 
 

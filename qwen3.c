@@ -263,7 +263,6 @@ typedef struct {
     // Part III only:
     struct Routing *routing;      // which experts run for which tokens
     struct Workspace *workspace;  // (threads)
-    int *tasks, n_tasks;          // see cut_tasks
 } State;
 
 typedef struct {
@@ -1280,8 +1279,7 @@ static bool is_terminal(int fd);
 typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
 static FileKind file_kind(const char *path);
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
-static const char *file_read(Buffer *b, const char *path);  // the whole file, added to b; -: stdin;
-                                                      // returns NULL, or what went wrong
+static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
 static int file_open(const char *path);               // a descriptor to read, or -1; -: stdin
 static double file_size(int fd);                      // of a regular file, else 0
@@ -1299,8 +1297,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 static Text whole_cache(const State *s);  // a text that may use all of the KV cache
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
 
-// How many tokens run through the model in about the time of one; 1 where a batch gains nothing
-static int draft_rows(void);
+static int draft_rows(void);  // how many tokens run in about the time of one; 1 without SIMD
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
 // `chunk`, and calls job(arg, begin, end, thread) for each, on all threads; `thread` is an index
@@ -1309,8 +1306,7 @@ static int draft_rows(void);
 typedef void (*Job)(void *arg, int begin, int end, int thread);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// Set by run(), read by the signal handler: from now on the first Ctrl-C stops the answer, and not
-// the program.
+// For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
 static volatile sig_atomic_t stoppable;
 static volatile sig_atomic_t stop_at_once;  // but the second one does, however soon it comes
 
@@ -1365,6 +1361,7 @@ static bool bytes_equal(Bytes a, Bytes b) {
 }
 
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
+INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 INLINE float as_float(uint32_t bits) {  // the float with these bits
     return (union { uint32_t bits; float value; }){bits}.value;
@@ -1377,9 +1374,7 @@ INLINE float as_float(uint32_t bits) {  // the float with these bits
 //
 //   0x00  u32 magic 0x616A6331, i32 version 1
 //   0x08  the fields of the table below
-//   0x70  with layer_bits 4, the 16 int8 levels, ascending
-//
-// The rest of the header is zero. A file in which it is not is refused.
+//   0x70  with layer_bits 4, the 16 int8 levels, ascending; all else must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. Norms, routers,
 // frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values row by
@@ -1447,13 +1442,17 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return take(in, count * sizeof(float));
 }
 
+// Something else than a .bin file, which export.py makes of the first n bytes of `source`.
+static void die_export(const char *file, const char *what, int n, const char *source) {
+    die("%s: %s, expected a .bin file, which this makes: export.py %.*s", file, what, n, source);
+}
+
 static void check_magic(const char *file, uint32_t magic) {
     const char *slash = strrchr(file, '/'), *end = strrchr(file, '.');
-    if (magic == 0x46554747)
-        die("%s: a GGUF file, expected a .bin file, which this makes: export.py %s", file, file);
+    if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (end && !strcmp(end, ".safetensors"))
-        die("%s: a part of a checkpoint, expected a .bin file, which this makes: export.py %.*s",
-            file, slash ? (int)(slash - file) : 1, slash ? file : ".");
+        die_export(file, "a part of a checkpoint", slash ? (int)(slash - file) : 1,
+                   slash ? file : ".");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
@@ -1461,35 +1460,25 @@ static void check_magic(const char *file, uint32_t magic) {
 
 // Checks what the table of fields does not say. Here, layer_bits is still 0 or 4.
 static void check_config(const Cursor *in, const Config *c) {
-    const int group = c->group_size, widest = max_int(c->dim, c->hidden_dim);
-    if (group & (group - 1)) die_bad(in, "group_size", "32, 64, 128 or 256, found %d", group);
-    if (c->dim % group) die_bad(in, "dim", "a multiple of %d, found %d", group, c->dim);
-    if (c->hidden_dim % group)
-        die_bad(in, "hidden_dim", "a multiple of %d, found %d", group, c->hidden_dim);
-    if (c->head_dim % 2) die_bad(in, "head_dim", "an even number, found %d", c->head_dim);
-    if (c->n_heads % c->n_kv_heads)
-        die_bad(in, "n_kv_heads", "a divisor of %d heads, found %d", c->n_heads, c->n_kv_heads);
-    if (c->q_dim % group)
-        die_bad(in, "n_heads * head_dim", "a multiple of %d, found %d", group, c->q_dim);
-    if (c->rope_scaling != 0 && c->rope_scaling != 2)
-        die_bad(in, "rope_scaling", "0 or 2, found %d; export it again", c->rope_scaling);
-    if ((c->rope_factor > 0) != (c->rope_scaling == 2))
-        die_bad(in, "rope_factor", "more than 0 with rope_scaling, else 0, found %g",
-                c->rope_factor);
-    if (c->n_experts_used < min_int(c->n_experts, 1) || c->n_experts_used > c->n_experts)
-        die_bad(in, "n_experts_used", "at least %d and at most %d, found %d",
-                min_int(c->n_experts, 1), c->n_experts, c->n_experts_used);
-    if (c->n_experts * (int64_t)widest > 1 << 30)
-        die_bad(in, "n_experts", "at most 2^30 rows in all experts, found %d of %d", c->n_experts,
-                widest);
-    if (c->no_topk_norm > c->n_experts)
-        die_bad(in, "no_topk_norm", "0 without experts, found %d", c->no_topk_norm);
-    if (c->layer_bits != 0 && c->layer_bits != 4)
-        die_bad(in, "layer_bits", "0 (8 bits) or 4, found %d", c->layer_bits);
+    const int group = c->group_size, scaling = c->rope_scaling;
+    const int widest = max_int(c->dim, c->hidden_dim);
+#define RULE(name, good, expected) \
+    if (!(good)) die_bad(in, #name, expected ", found %.10g", (double)c->name)
+    RULE(group_size, (group & (group - 1)) == 0, "32, 64, 128 or 256");
+    RULE(dim, c->dim % group == 0, "a multiple of group_size");
+    RULE(hidden_dim, c->hidden_dim % group == 0, "a multiple of group_size");
+    RULE(head_dim, c->head_dim % 2 == 0, "an even number");
+    RULE(n_kv_heads, c->n_heads % c->n_kv_heads == 0, "a divisor of n_heads");
+    RULE(q_dim, c->q_dim % group == 0, "n_heads * head_dim to be a multiple of group_size");
+    RULE(rope_scaling, scaling == 0 || scaling == 2, "0 or 2 (export it again)");
+    RULE(rope_factor, (c->rope_factor > 0) == (scaling == 2), "> 0 with rope_scaling, else 0");
+    RULE(n_experts_used, c->n_experts_used <= c->n_experts, "at most n_experts");
+    RULE(n_experts_used, c->n_experts_used > 0 || c->n_experts == 0, "at least 1 of n_experts");
+    RULE(n_experts, c->n_experts * (int64_t)widest <= 1 << 30, "at most 2^30 rows in all experts");
+    RULE(no_topk_norm, c->no_topk_norm <= c->n_experts, "0 without experts");
+    RULE(layer_bits, c->layer_bits == 0 || c->layer_bits == 4, "0 (8 bits) or 4");
     for (int i = 1; i < 16 && c->layer_bits; i++) {
-        if (c->levels[i] <= c->levels[i - 1])
-            die_bad(in, "levels", "ascending ones, found %d after %d", c->levels[i],
-                    c->levels[i - 1]);
+        RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
     }
 }
 
@@ -1596,7 +1585,7 @@ static void model_map(Model *m, const char *path) {
 // The order of texts by their bytes, where a text comes before those that it begins: for qsort
 static int compare_bytes(const void *a, const void *b) {
     const Bytes *x = a, *y = b;
-    const int order = memcmp(x->p, y->p, x->n < y->n ? x->n : y->n);
+    const int order = memcmp(x->p, y->p, min_size(x->n, y->n));
     return order ? order : (x->n > y->n) - (x->n < y->n);
 }
 
@@ -1700,8 +1689,8 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 //
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
-// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload. A
-// function below takes each section. The Unicode data is that of HF's tokenizers package, so that
+// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload (see
+// take_section). The Unicode data is that of HF's tokenizers package, so that
 // ids agree on every text.
 
 static int take_int(Cursor *in, uint32_t most) {
@@ -1722,11 +1711,6 @@ static int take_id(Cursor *in, const Tokenizer *tok) { return take_int(in, tok->
 static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
     while (in->rest.n) ids_add(ids, take_id(in, tok));
 }
-
-// head and tail: u32 ids that go before and after every raw text. stop: u32 ids that end an answer
-static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
-static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
-static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
 
 static void added_insert(Tokenizer *tok, int id, bool special) {
     tok->added[tok->n_added++] = (Added){tok->text[id], id};
@@ -1758,17 +1742,6 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift,
                     first, last, value);
         for (next = first; next <= last; next++) tok->chars[next] |= value << shift | bits;
     }
-}
-
-// clas: ranges of letters (1), numbers (2) and white space (3)
-static void take_classes(Cursor *in, Tokenizer *tok) {
-    take_ranges(in, tok, SPACE, 0, 0);
-    tok->has_classes = true;
-}
-
-// ccc: ranges of canonical combining classes
-static void take_combining(Cursor *in, Tokenizer *tok) {
-    take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);
 }
 
 // c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
@@ -1812,19 +1785,6 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
     qsort(tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
 }
 
-// samp: the checkpoint's advice
-static void take_sampling(Cursor *in, Tokenizer *tok) {
-    tok->temperature = take_float(in, 0, 1e6f);
-    tok->top_p = take_float(in, 1e-45f, 1);
-    tok->top_k = take_int(in, INT_MAX);
-}
-
-static void take_penalty(Cursor *in, Tokenizer *tok) {
-    tok->repetition = take_float(in, 1e-6f, 1e12f);
-}
-
-static void take_mode(Cursor *in, Tokenizer *tok) { tok->mode = take_int(in, N_MODES - 1); }
-
 // chat: 12 times u32 length and bytes. export.py finds them by rendering the chat template.
 static void take_chat(Cursor *in, Tokenizer *tok) {
     ChatFormat *f = &tok->chat;
@@ -1837,17 +1797,30 @@ static void take_chat(Cursor *in, Tokenizer *tok) {
     }
 }
 
-static const struct {
-    char tag[5];
-    void (*take)(Cursor *in, Tokenizer *tok);
-} sections[] = {
-    {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_combining},
-    {"deco", take_decompositions}, {"head", take_head}, {"tail", take_tail}, {"stop", take_stop},
-    {"samp", take_sampling}, {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat},
-};
+static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "stop", "samp",
+                               "repe", "mode", "chat"};
+
+static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
+    if (!strcmp(tag, "adde")) take_added(in, tok);
+    if (!strcmp(tag, "clas")) take_ranges(in, tok, SPACE, 0, 0);  // LETTER, NUMBER or SPACE
+    if (!strcmp(tag, "ccc ")) take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);  // combining
+    if (!strcmp(tag, "deco")) take_decompositions(in, tok);
+    if (!strcmp(tag, "head")) take_ids(in, tok, &tok->head);
+    if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->tail);
+    if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
+    if (!strcmp(tag, "samp")) {
+        tok->temperature = take_float(in, 0, 1e6f);
+        tok->top_p = take_float(in, 1e-45f, 1);
+        tok->top_k = take_int(in, INT_MAX);
+    }
+    if (!strcmp(tag, "repe")) tok->repetition = take_float(in, 1e-6f, 1e12f);
+    if (!strcmp(tag, "mode")) tok->mode = take_int(in, N_MODES - 1);
+    if (!strcmp(tag, "chat")) take_chat(in, tok);
+    tok->has_classes |= !strcmp(tag, "clas");
+}
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
-    enum { N_SECTIONS = sizeof(sections) / sizeof(*sections) };
+    enum { N_TAGS = sizeof(tags) / sizeof(*tags) };
     in->part = "the extension";
     if (memcmp(take(in, 4), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
@@ -1857,18 +1830,18 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     if (length != in->rest.n)
         die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n,
                 length);
-    for (bool seen[N_SECTIONS] = {false}; in->rest.n;) {
+    for (bool seen[N_TAGS] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
         const size_t n = take_u32(in);
         int i = 0;
-        while (i < N_SECTIONS && memcmp(tag, sections[i].tag, 4) != 0) i++;
-        if (i == N_SECTIONS)
+        while (i < N_TAGS && memcmp(tag, tags[i], 4) != 0) i++;
+        if (i == N_TAGS)
             die("%s: unknown section \"%.4s\"; was it made by a newer export.py?", in->file, tag);
         if (seen[i]) die("%s: section %.4s is there twice", in->file, tag);
-        Cursor section = {in->file, sections[i].tag, {take(in, n), n}};
-        sections[i].take(&section, tok);
+        Cursor section = {in->file, tags[i], {take(in, n), n}};
+        take_section(&section, tok, tags[i]);
         if (section.rest.n)
-            die_bad(in, sections[i].tag, "%zu bytes, found %zu", n - section.rest.n, n);
+            die_bad(in, tags[i], "%zu bytes, found %zu", n - section.rest.n, n);
         seen[i] = true;
     }
 }
@@ -1886,21 +1859,6 @@ static void set_defaults(Tokenizer *tok) {
         const Bytes s = tok->text[id];
         const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
         if (tok->score[id] <= ADDED_SCORE && s.n > 1) added_insert(tok, id, special);
-    }
-}
-
-static void take_tokens(Cursor *in, Tokenizer *tok) {
-    in->part = "the tokens";
-    tok->text = alloc(tok->vocab_size, sizeof(Bytes), "the tokenizer");
-    tok->score = alloc(tok->vocab_size, sizeof(float), "the tokenizer");
-    tok->kind = alloc(tok->vocab_size, 1, "the tokenizer");
-    tok->added = alloc(tok->vocab_size, sizeof(Added), "the tokenizer");
-    for (int id = 0; id < tok->vocab_size && in->rest.n; id++) {
-        tok->score[id] = as_float(take_u32(in));
-        size_t n = take_u32(in);
-        tok->text[id] = (Bytes){take(in, n), n};
-        if (isnan(tok->score[id]))
-            die("%s: bad score of token %d, expected a number", in->file, id);
     }
 }
 
@@ -1950,13 +1908,23 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Cursor in = {file, "the header", file_map(file)};
     *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
                        .repetition = 1};
+    tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
+    tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
+    tok->kind = alloc(vocab_size, 1, "the tokenizer");
+    tok->added = alloc(vocab_size, sizeof(Added), "the tokenizer");
     tok->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
     in.part = "bos id";
     int bos = take_id(&in, tok);
     in.part = "eos id";
     int eos = take_id(&in, tok);
-    take_tokens(&in, tok);
+    in.part = "the tokens";
+    for (int id = 0; id < vocab_size && in.rest.n; id++) {
+        tok->score[id] = as_float(take_u32(&in));
+        if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
+        tok->text[id].n = take_u32(&in);
+        tok->text[id].p = take(&in, tok->text[id].n);
+    }
     if (in.rest.n) take_extension(&in, tok);
     set_defaults(tok);
     qsort(tok->added, tok->n_added, sizeof(Added), compare_bytes);
@@ -2089,20 +2057,19 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // ------------------------------------------------------------------------------------------------
 // Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
 // code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
-// tokens that followed there are a draft of what comes next. One forward pass runs all of them, and
-// so reads the weights only once.
+// tokens that followed there are a draft of what comes next. One forward pass runs the last token
+// and its draft, and so reads the weights only once. advance() gives out its rows one by one, for
+// as long as sampling picks the draft's tokens; the first other token starts a new pass, which
+// overwrites the rest of the draft in the cache.
 //
-// advance() gives out the rows of that pass one by one, for as long as sampling picks the draft's
-// tokens; the first other token starts a new pass, which overwrites the rest of the draft in the
-// cache. A batch gives the same bits as single tokens, and random numbers are drawn only for rows
-// that are used. So drafts change the time and nothing else: the text is the same, not just its
-// distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+// A batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
+// used. So drafts change the time and nothing else: the text is the same, not just its distribution
+// as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// One pass runs the last token and its draft: draft_rows() tokens, or twice as many after a draft
-// that was right to its end. A drafted token costs DRAFT_COST, a right one earns twice as much,
-// every pass earns 1, and while this credit is negative there are no drafts. So wrong ones take at
+// A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1
+// without SIMD or with -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much,
+// every pass earns 1, and while this credit is negative there are no drafts: wrong ones take at
 // most 2 % of the time, also with experts, where a drafted token takes half the time of another.
-// Without SIMD, where it takes all of it, and with -b 1 there are no drafts.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
@@ -2167,33 +2134,29 @@ static float *advance(Engine *e, int id, int count) {
 
 // ------------------------------------------------------------------------------------------------
 // Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
-// printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that stdout
-// holds just the answer.
+// add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
+// stdout holds just the answer.
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Copies a text to out (3 n bytes) as a terminal may show it: bytes that are not UTF-8 and control
-// characters that are not `allowed` become U+FFFD, and so does a carriage return that no newline
-// follows. Returns out's new size.
-static size_t printable(char *out, Bytes text, const char *allowed) {
-    size_t size = 0;
+// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters that
+// are not `allowed` become U+FFFD, and so does a carriage return that no newline follows.
+static void add_printable(Buffer *out, Bytes text, const char *allowed) {
     for (size_t at = 0; at < text.n;) {
         const Char c = code_point_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
         const bool kept = c.c && c.c < ' ' && strchr(allowed, c.c) && (c.c != '\r' || crlf);
         const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c));
-        const int n = shown ? c.n : 3;
-        memcpy(out + size, shown ? (const char *)text.p + at : "\uFFFD", n);
-        size += n;
+        buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
-    return size;
 }
 
 static void report(const char *fmt, ...) {
     enum { HALF = 500 };  // a longer message loses its middle: what is wrong stands at an end
     static char text[1 << 18];
-    char line[6 * HALF + 16];
+    uint8_t line[6 * HALF + 16];
+    Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
     va_list args;
     va_start(args, fmt);
     const int n = min_int(vsnprintf(text, sizeof(text), fmt, args), sizeof(text) - 1);
@@ -2203,7 +2166,8 @@ static void report(const char *fmt, ...) {
         memmove(text + HALF + 5, text + n - HALF, HALF + 1);
     }
     progress_end();
-    fprintf(stderr, "qwen3: %.*s\n", (int)printable(line, bytes(text), ""), line);
+    add_printable(&shown, bytes(text), "");
+    fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
 }
 
 // Appends a text in printf's format, of less than 512 bytes.
@@ -2239,49 +2203,33 @@ struct Writer {
 static size_t unfinished(Bytes text, bool terminal) {
     if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
-        const uint8_t *p = text.p + text.n - n;
-        if ((p[0] & 0xC0) == 0x80) continue;
-        size_t needs = p[0] >= 0xF0 ? 4 : p[0] >= 0xE0 ? 3 : 2;
-        if (p[0] < 0xC2 || p[0] > 0xF4 || n >= needs) return 0;
-        uint8_t low = p[0] == 0xE0 ? 0xA0 : p[0] == 0xF0 ? 0x90 : 0x80;
-        uint8_t high = p[0] == 0xED ? 0x9F : p[0] == 0xF4 ? 0x8F : 0xBF;
-        return n == 1 || (p[1] >= low && p[1] <= high) ? n : 0;
+        for (int rest = 0x80; rest <= 0xBF; rest += 0x3F) {  // the least and the greatest bytes
+            uint8_t u[4] = {rest, rest, rest, rest};
+            memcpy(u, text.p + text.n - n, n);
+            const Char c = code_point_at((Bytes){u, 4}, 0);
+            if (c.c < BAD_BYTE && c.n > (int)n) return n;
+        }
     }
     return 0;
 }
 
-// How many bytes at the end may still become the stop text
-static size_t unfinished_stop(Bytes text, Bytes stop) {
-    for (size_t n = stop.n ? stop.n - 1 : 0; n > 0; n--) {
-        if (n <= text.n && memcmp(text.p + text.n - n, stop.p, n) == 0) return n;
-    }
-    return 0;
-}
-
-// A text as a terminal may show it: see printable. Each piece is dimmed by itself, in one write: no
-// signal can leave the terminal dim.
-static Bytes for_terminal(Writer *out, Bytes text, bool dim) {
-    if (text.n == 0) return text;
-    Buffer *shown = &out->shown;
-    shown->p = grow(shown->p, &shown->cap, 0, 3 * text.n + 8, 1);
-    memcpy(shown->p, "\033[2m", 4);
-    shown->n = 4 * dim;
-    shown->n += printable((char *)shown->p + shown->n, text, "\n\r\t");
-    if (dim) buffer_add(shown, bytes("\033[0m"));
-    return bytes_of(shown);
-}
-
-// Writes what is held, except its last `keep` bytes.
+// Writes what is held, except its last `keep` bytes. For a terminal, each piece is dimmed by
+// itself, in one write: no signal can leave the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
     Bytes text = {out->held.p, out->held.n - keep};
-    const bool thinking = out->chat && out->thinking;
-    if (out->terminal) text = for_terminal(out, text, thinking && out->dim);
-    else if (thinking && !out->to && is_terminal(STDERR_FILENO))
-        text = for_terminal(out, text, false);
-    if (out->to && !thinking) buffer_add(out->to, text);
-    else if (out->to) {}  // the thinking of a list's answer is dropped
-    else if (out->terminal || !thinking) write_stdout(text);
-    else if (!quiet) fwrite(text.p, 1, text.n, stderr);
+    const bool aside = out->thinking && !out->terminal;  // to stderr, or of a list nowhere
+    const bool dim = out->thinking && out->dim;
+    if (text.n && (out->terminal || (aside && !out->to))) {
+        Buffer *shown = &out->shown;
+        shown->n = 0;
+        if (dim) buffer_add(shown, bytes("\033[2m"));
+        add_printable(shown, text, "\n\r\t");
+        if (dim) buffer_add(shown, bytes("\033[0m"));
+        text = bytes_of(shown);
+    }
+    if (!aside && out->to) buffer_add(out->to, text);
+    else if (!aside) write_stdout(text);
+    else if (!out->to && !quiet) fwrite(text.p, 1, text.n, stderr);
     buffer_cut(&out->held, out->held.n - keep);
 }
 
@@ -2293,31 +2241,27 @@ static void writer_thinks(Writer *out, bool thinking) {
     out->began = thinking;
 }
 
-// Takes the newlines between thinking and answer out of the answer. Only a terminal shows them.
-static void writer_begin(Writer *out) {
-    size_t newlines = 0;
-    while (newlines < out->held.n && out->held.p[newlines] == '\n') newlines++;
-    if (out->terminal) writer_flush(out, out->held.n - newlines);
-    else buffer_cut(&out->held, newlines);
-    out->began = out->held.n > 0;
-}
-
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
+    Buffer *held = &out->held;
     if (id == tok->think) writer_thinks(out, true);
-    if (!(tok->kind[id] & SPECIAL)) {
-        buffer_add(&out->held, tok->text[id]);
-        if (!out->began) writer_begin(out);
-        const Bytes held = bytes_of(&out->held), stop = out->thinking ? (Bytes){0} : out->stop;
-        for (size_t at = 0; stop.n && at + stop.n <= held.n; at++) {
-            if (memcmp(held.p + at, stop.p, stop.n) != 0) continue;
-            out->cut = held.n - at;
-            out->held.n = at;
-            return false;
-        }
-        const size_t keep = unfinished_stop(held, stop);
-        const Bytes rest = {held.p, held.n - keep};
-        writer_flush(out, keep + unfinished(rest, out->terminal || out->thinking));
+    if (!(tok->kind[id] & SPECIAL)) buffer_add(held, tok->text[id]);
+    if (!out->began) {  // the newlines between thinking and answer: only a terminal shows them
+        size_t newlines = 0;
+        while (newlines < held->n && held->p[newlines] == '\n') newlines++;
+        if (out->terminal) writer_flush(out, held->n - newlines);
+        else buffer_cut(held, newlines);
+        out->began = held->n > 0;
     }
+    const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
+    size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin
+    while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
+    if (stop.n && held->n - at >= stop.n) {
+        out->cut = held->n - at;
+        held->n = at;
+        return false;
+    }
+    const size_t waits = unfinished((Bytes){held->p, at}, out->terminal || out->thinking);
+    writer_flush(out, held->n - at + waits);
     if (id == tok->end_think) writer_thinks(out, false);
     return true;
 }
@@ -2342,8 +2286,7 @@ typedef struct {  // as given on the command line
     int mode, think, top_k, context, threads;         // -1: not given
     float temperature, top_p, repetition;             // -1: not given
     float presence;
-    int n;                                            // -1: no limit
-    int batch;
+    int n, batch;                                     // n: -1 is no limit
     uint64_t seed;
     bool seeded, verbose;                             // -s, -v
 } Options;
@@ -2406,32 +2349,23 @@ static void give_notices(App *app) {
 // What stderr says before the model runs
 static void announce(App *app, const Ids *ids) {
     give_notices(app);
-    if (!app->options.verbose) return;
+    if (!app->options.verbose || app->mode == TOKENIZE) return;
     fputs("prompt ids:", stderr);
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
     fputc('\n', stderr);
 }
 
-// Can a text of so many tokens run? Says so if it can't.
+// Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
 static bool check_length(const App *app, const char *where, size_t tokens) {
-    const size_t most = app->engine.model.state.seq_len;
-    if (app->mode == PERPLEXITY) {
-        if (tokens < 2)
-            report("%s: too short, expected at least 2 tokens, found %zu", where, tokens);
-        return tokens >= 2;
-    }
-    if (tokens == 0) report("%s: empty, expected at least one token", where);
+    const bool scores = app->mode == PERPLEXITY;
+    const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
+    if (tokens < least)
+        report("%s: %s, expected %zu or more tokens, found %zu", where,
+               tokens ? "too short" : "empty", least, tokens);
     if (tokens > most)
         report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
                app->engine.model.config.max_seq_len, tokens);
-    return tokens > 0 && tokens <= most;
-}
-
-// Checks a prompt's length and runs it. Returns what prefill returns.
-static bool checked_prefill(App *app, const Ids *prompt) {
-    if (!check_length(app, "prompt", prompt->n)) exit(EXIT_FAILURE);
-    announce(app, prompt);
-    return prefill(&app->engine, prompt);
+    return tokens >= least && tokens <= most;
 }
 
 // After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
@@ -2441,7 +2375,7 @@ static void cut_answer(const App *app, Message *answer) {
     for (size_t cut = app->writer.cut; cut > 0;) {
         const int id = answer->ids.p[--answer->ids.n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        const size_t lost = cut < text.n ? cut : text.n;
+        const size_t lost = min_size(cut, text.n);
         if (lost < text.n) buffer_add(&answer->text, (Bytes){text.p, text.n - lost});
         cut -= lost;
     }
@@ -2454,7 +2388,7 @@ static void respond(App *app, const Ids *prompt, Message *message) {
     const int seq_len = e->model.state.seq_len;
     app->writer.cut = 0;
     const double start = now();
-    const bool ran = checked_prefill(app, prompt);
+    const bool ran = prefill(e, prompt);
     const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
     // Decoding allocates nothing: there is room for every answer.
@@ -2469,8 +2403,9 @@ static void respond(App *app, const Ids *prompt, Message *message) {
     const double p = (done - e->reused) / (middle - start + 1e-9);
     const double a = answer->n / (end - middle + 1e-9);
     if (!quiet)
-        fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,  // decimals below 1,000
+        fprintf(stderr,  // rates with a decimal only below 1,000
+                "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
                 (unsigned long long)app->options.seed);
     cut_answer(app, message);
 }
@@ -2498,8 +2433,8 @@ static void conversation_drop(Conversation *talk, size_t first, size_t count) {
 
 // Renders the conversation. If that leaves no room for an answer, the older half of the turns is
 // forgotten, again until there is room or only the last message is left (and the system message).
-// False: even that is too long, or Ctrl-C was pressed; then nothing is forgotten.
-static bool fit_conversation(App *app, Ids *ids) {
+// If even that is too long, nothing is forgotten.
+static void fit_conversation(App *app, Ids *ids) {
     Conversation *talk = &app->conversation;
     const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
     size_t room = context / 4, first = system;
@@ -2508,12 +2443,11 @@ static bool fit_conversation(App *app, Ids *ids) {
         render(&app->engine.tokenizer, talk, first, app->think, ids);
         if (ids->n + room <= context || first == talk->n - 1 || interrupted) break;
     }
-    if (interrupted || ids->n > context) return false;
+    if (interrupted || ids->n > context) return;
     if (first > system)
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
     conversation_drop(talk, system, first - system);
-    return true;
 }
 
 // Answers the conversation's last message. False: there is no answer, as the conversation is too
@@ -2521,19 +2455,18 @@ static bool fit_conversation(App *app, Ids *ids) {
 static bool answer_last(App *app) {
     Conversation *talk = &app->conversation;
     Ids ids = {0};
-    const bool fits = fit_conversation(app, &ids);
-    if (!fits && !interrupted) {
-        check_length(app, "prompt", ids.n);
-        if (!app->dialogue) exit(EXIT_FAILURE);
-    }
+    fit_conversation(app, &ids);
+    const bool fits = !interrupted && check_length(app, "prompt", ids.n);
+    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
     if (fits) {
+        announce(app, &ids);
         writer_thinks(&app->writer, begins_thinking(app));
         respond(app, &ids, answer);
     }
-    free(ids.p);
     const bool answered = answer->ids.n > 0 || (fits && !interrupted);
     if (!answered) conversation_drop(talk, talk->n - 1, 1);
+    free(ids.p);
     return answered;
 }
 
@@ -2586,14 +2519,6 @@ static Found next_line(Lines *in, Bytes *line, bool wait) {
     }
 }
 
-// The next line of stdin in a conversation. False: the end of input, or Ctrl-C.
-static bool read_line(App *app, Bytes *line) {
-    app->typed.name = "stdin";
-    const Found found = next_line(&app->typed, line, true);
-    if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
-    return found == A_LINE;
-}
-
 // A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste,
 // which waits for Enter: at the end of its last line, or, if that line had a newline already, on
 // the empty line after it. False: the end of input, or Ctrl-C.
@@ -2604,7 +2529,7 @@ static bool read_message(App *app) {
     message->n = 0;
     fputs("> ", stderr);
     for (Waiting before = NOTHING, after = NOTHING;; before = after) {
-        if (!read_line(app, &line)) {
+        if (next_line(&app->typed, &line, true) != A_LINE) {
             if (interrupted || message->n == 0) return false;
             break;
         }
@@ -2663,19 +2588,18 @@ static Bytes skip_spaces(Bytes text) {
 static void send_file(App *app, Bytes words) {
     words = skip_spaces(words);
     const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
-    const uint8_t end = quoted ? *words.p : ' ';
-    if (quoted) words = bytes_from(words, 1);
-    size_t n = 0;
-    while (n < words.n && words.p[n] != end) n++;
-    const bool tilde = !quoted && n > 1 && words.p[0] == '~' && words.p[1] == '/';
-    const char *home = tilde ? getenv("HOME") : NULL, *name = (const char *)words.p, *error = NULL;
+    const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
+    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
+    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
+    const int n = (int)((end ? end : last) - name);
     char path[8192];
-    if (home) snprintf(path, sizeof(path), "%s%.*s", home, (int)n - 1, name + 1);
-    else snprintf(path, sizeof(path), "%.*s", (int)n, name);
+    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + quoted : n)));
+    const size_t rest = end ? (size_t)(end + 1 - words.p) : words.n;
+    buffer_add(&message, skip_spaces(bytes_from(words, rest)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
+    const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
     else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
     else error = file_read(&message, path);
@@ -2685,18 +2609,14 @@ static void send_file(App *app, Bytes words) {
     free(message.p);
 }
 
-// Is this line just a slash and letters? Of such, only /think goes to the model. (Its other switch,
-// /no_think, is not letters alone.)
-static bool looks_like_command(Bytes line) {
-    size_t n = 1;
-    while (n < line.n && isalpha(line.p[n])) n++;
-    return line.n > 1 && *line.p == '/' && n == line.n && !bytes_equal(line, bytes("/think"));
-}
-
-// Sends what was typed, or runs it if it is a command: a line alone. False: it ends the program.
+// Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
+// and letters, only /think is a message. (The model's other switch, /no_think, is not letters
+// alone.) False: it ends the program.
 static bool run_message(App *app, Bytes text) {
     Bytes line = text;
+    size_t letters = 1;
     while (line.n && line.p[line.n - 1] == ' ') line.n--;
+    while (letters < line.n && isalpha(line.p[letters])) letters++;
     static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
     for (int i = 0; i < 5; i++) {
         if (bytes_equal(line, bytes(leaving[i]))) return false;
@@ -2716,7 +2636,8 @@ static bool run_message(App *app, Bytes text) {
     } else if (bytes_equal(line, bytes("/file")) ||
                (text.n > 5 && memcmp(text.p, "/file ", 6) == 0)) {
         send_file(app, bytes_from(text, text.n > 5 ? 6 : 5));
-    } else if (looks_like_command(line)) {
+    } else if (line.n > 1 && *line.p == '/' && letters == line.n &&
+               !bytes_equal(line, bytes("/think"))) {
         report("%.*s: no such command, /help shows them", (int)line.n, line.p);
     } else {
         chat_turn(app, text);
@@ -2749,8 +2670,12 @@ static int run_dialogue(App *app) {
 // A conversation with stdin: a terminal, or a script of one turn a line
 static int run_conversation(App *app) {
     Bytes line;
+    app->typed.name = "stdin";
     if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
-    while (!interrupted && read_line(app, &line)) chat_turn(app, chop(line));
+    while (!interrupted && next_line(&app->typed, &line, true) == A_LINE) {
+        if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
+        chat_turn(app, chop(line));
+    }
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
@@ -2784,37 +2709,27 @@ static double surprise(float *logits, int n, int id) {
     return log(sum_double(logits, n)) + max - logit;
 }
 
-// Runs ids 0 .. n - 1 from position pos on, and adds the surprises of ids 1 .. n to *sum, one by
-// one: batches do not change its last digits. Returns false after Ctrl-C.
-static bool score(Engine *e, const int *ids, int n, int pos, double *sum) {
-    const int rows = e->model.state.logit_rows, vocab_size = e->tokenizer.vocab_size;
+// Appends a line. The surprises of all tokens but the first are added up one by one: batches do not
+// change the last digits. A text longer than the context is scored in pieces, each of which begins
+// with the last token of the piece before. False after Ctrl-C, or if the sum is not finite.
+static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
+    const State *s = &e->model.state;
+    const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
+    double sum = 0;
     float *logits = NULL;
-    if (!forward_text(&e->model, &e->answer.text, ids, n, pos, n)) return false;
-    for (int i = 0; i < n; i++) {
-        if (i % rows == 0) logits = classify(&e->model, i, min_int(rows, n - i));
-        *sum += surprise(logits + (size_t)(i % rows) * vocab_size, vocab_size, ids[i + 1]);
+    for (int at = 0, count; at < n && !interrupted; at += count) {
+        const int pos = at % (s->seq_len - 1);
+        count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
+        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) break;
+        for (int i = 0; i < count; i++) {
+            const int row = i % s->logit_rows;
+            if (row == 0) logits = classify(&e->model, i, min_int(s->logit_rows, count - i));
+            sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
+        }
     }
-    return true;
-}
-
-// Appends a line. False if the sum is not finite.
-static bool buffer_add_perplexity(Buffer *line, double sum, int n) {
-    const double mean = sum / n;
-    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, mean, exp(mean));
-    return isfinite(mean);
-}
-
-// The sum of a text's surprises. A text longer than the context is scored in pieces, each of which
-// begins with the last token of the piece before. Returns false after Ctrl-C.
-static bool score_all(Engine *e, const Ids *ids, double *sum) {
-    const int context = e->model.state.seq_len, n = (int)ids->n - 1;
-    bool running = true;
-    for (int at = 0, count; at < n && running; at += count) {
-        int pos = at % (context - 1);
-        count = min_int(min_int(e->model.state.batch, context - 1 - pos), n - at);
-        running = score(e, ids->p + at, count, pos, sum);
-    }
-    return running;
+    if (!interrupted)
+        buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
+    return !interrupted && isfinite(sum);
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2836,50 +2751,43 @@ static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
 
 // The prompt of every mode but chat
 static void encode_text(const App *app, Bytes text, Ids *ids) {
-    const Tokenizer *tok = &app->engine.tokenizer;
-    encode_raw(tok, text, ids);
-    if (app->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
-}
-
-static void run_tokenize(App *app, const Ids *ids, Buffer *lines) {
-    give_notices(app);
-    if (!app->options.verbose) buffer_add_ids(lines, ids);
-    for (size_t i = 0; app->options.verbose && i < ids->n; i++) {
-        buffer_print(lines, "%d ", ids->p[i]);
-        buffer_add_json(lines, app->engine.tokenizer.text[ids->p[i]]);
-    }
-}
-
-static void run_perplexity(App *app, const Ids *ids, Buffer *line) {
-    const int context = app->engine.model.state.seq_len;
-    double sum = 0;
-    if (!check_length(app, "text", ids->n)) exit(EXIT_FAILURE);
-    announce(app, ids);
-    if (ids->n > (size_t)context)
-        notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
-    progress_start(&app->engine.model, ids->n - 1);
-    const bool ran = score_all(&app->engine, ids, &sum);
-    progress_end();
-    if (!ran) return;
-    if (!buffer_add_perplexity(line, sum, (int)ids->n - 1)) die(NOT_FINITE);
-}
-
-static void run_embed(App *app, const Ids *ids, Buffer *line) {
-    if (!checked_prefill(app, ids)) return;
-    if (!buffer_add_embedding(line, &app->engine.model, 0)) die(BAD_VECTOR);
+    encode_raw(&app->engine.tokenizer, text, ids);
+    if (app->mode == GENERATE && ids->n == 0) ids_add(ids, app->engine.tokenizer.end_of_text);
 }
 
 // Every mode but chat
 static void run_raw(App *app, Bytes text) {
+    Engine *e = &app->engine;
+    const int context = e->model.state.seq_len;
     Ids ids = {0};
     Message answer = {0};
     Buffer lines = {0};
     encode_text(app, text, &ids);
-    if (interrupted) {}  // while the text was encoded
-    else if (app->mode == GENERATE) respond(app, &ids, &answer);
-    else if (app->mode == TOKENIZE) run_tokenize(app, &ids, &lines);
-    else if (app->mode == PERPLEXITY) run_perplexity(app, &ids, &lines);
-    else run_embed(app, &ids, &lines);
+    if (interrupted) {
+        free(ids.p);
+        return;
+    }
+    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids.n)) exit(EXIT_FAILURE);
+    announce(app, &ids);
+    if (app->mode == GENERATE) {
+        respond(app, &ids, &answer);
+    } else if (app->mode == EMBED) {
+        if (prefill(e, &ids) && !buffer_add_embedding(&lines, &e->model, 0)) die(BAD_VECTOR);
+    } else if (app->mode == PERPLEXITY) {
+        if (ids.n > (size_t)context)
+            notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
+        progress_start(&e->model, ids.n - 1);
+        const bool good = buffer_add_perplexity(&lines, e, &ids);
+        progress_end();
+        if (!good && !interrupted) die(NOT_FINITE);
+    } else if (!app->options.verbose) {
+        buffer_add_ids(&lines, &ids);
+    } else {
+        for (size_t i = 0; i < ids.n; i++) {
+            buffer_print(&lines, "%d ", ids.p[i]);
+            buffer_add_json(&lines, e->tokenizer.text[ids.p[i]]);
+        }
+    }
     write_stdout(bytes_of(&lines));
     free(lines.p);
     free(ids.p);
@@ -2902,121 +2810,116 @@ static void run_raw(App *app, Bytes text) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like the one before it, say with the same instruction, shares its blocks: each block counts its
-// users. Of the first block that is not the same to its end the text gets a copy. It waits until
-// what it shares has run. The blocks of the last text that began have one more user, so that they
-// stay even if all its answer is one word. When no block is left, the youngest text gives its
-// blocks back, and later runs again up to the last token that it drew (preemption by
-// recomputation): its answer goes on as if nothing had happened.
+// like the last one that began, say with the same instruction, shares its blocks: each block counts
+// its users. Of the first block that is not the same to its end the text gets a copy. It waits
+// until what it shares has run. A text that has ended keeps its blocks until the next one begins,
+// so that there is something to share even if all answers are one word. When no block is left, the
+// youngest text gives its blocks back, and later runs again up to the last token that it drew
+// (preemption by recomputation): its answer goes on as if nothing had happened.
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
-typedef struct {     // a text that runs
-    size_t number;   // of its line, from 0
-    Answer answer;   // answer.text.ids has all its tokens, of which text.ids.n have run
-    size_t n;        // its tokens: the prompt's, then those that were drawn
-    int n_blocks;    // in answer.text.blocks; 0: it waits for some
-    bool counted;    // the statistics know its prompt
-    int id;          // the last token drawn; -1: what the model gave is not finite
+typedef struct {    // a text that runs
+    size_t number;  // of its line, from 0
+    Ids ids;        // its tokens: the prompt's, then those that were drawn
+    Answer answer;  // answer.text.ids.n of them have run
+    int n_blocks;   // in answer.text.blocks
+    size_t cached;  // tokens that were there when it began
+    bool ended;     // if it still has blocks, the next text may share them
+    int id;         // the last token drawn; -1: what the model gave is not finite
     Writer writer;
     Ids drawn;
-    Buffer line;     // the answer so far
+    Buffer line;    // the answer so far
 } Place;
+
+typedef struct {
+    Bytes rest;            // what has not been read
+    const char *expected;  // what was not found there: after an error nothing is taken any more
+    Buffer text;           // the last string
+    Conversation *talk;    // gets the messages
+    bool first;            // there is no message yet, but perhaps that of -y
+    bool has_content;      // the last message
+} Json;
 
 typedef struct {
     App *app;
     Lines in;
-    bool ended, failed;        // there are no more lines; a line was an error
-    size_t read, written;      // lines so far
-    Buffer lines[AHEAD];       // line i of the output is at i % AHEAD, empty until it is done
-    size_t ahead;              // bytes of these
-    Place places[PLACES], *active[PLACES];  // the active ones come first, in the list's order
-    Place *ready[PLACES];      // those whose last token has run; row i of x is that of ready[i]
-    int n_places, n_active, n_ready;
-    int *users;                // (State.blocks) texts that have this block
-    int *unused, n_unused;     // blocks that nobody uses, the next one last
-    Place last;                // the blocks of the last prompt that began, and its tokens
-    Ids ids;                   // of a line
-    Buffer joined;             // -i and a line
-    Conversation talk;
-    size_t longest;            // no text of seq_len tokens has more bytes
+    bool ended, failed;    // there are no more lines; a line was an error
+    size_t read, written;  // lines so far
+    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done. They do
+                           // not meet: read - written <= AHEAD
+    size_t ahead;          // bytes of these
+    // active: first those that run, then those that wait for their turn to begin, both in the
+    // list's order, then the free ones, of which the first has been free for the longest time.
+    Place places[PLACES + 1], *active[PLACES + 1];
+    int n_places, n_running, n_active;  // at most in use, <= -b; that run; that run or wait
+    Place *last;           // the one that began last. It is never the first of the free ones, as
+                           // there is one place more than are in use
+    Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
+    int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
+    int *users;            // (State.blocks) texts that have this block
+    int *unused, n_unused; // (State.blocks) those that nobody uses, the next one last
+    Json json;             // a line,
+    Conversation talk;     // and its messages; all modes but chat look at the last one only
+    size_t longest;        // no text of seq_len tokens has more bytes
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
     size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
-    size_t pieces;             // texts that are scored in pieces
+    size_t pieces;         // texts that are scored in pieces
     double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
 } List;
 
-// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else
+// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else.
+// Functions that return bool take what they are named after, if it is next.
 
-typedef struct {
-    Bytes rest;
-    const char *expected;  // what was not found at `rest`
-    Buffer text;           // the last string
-} Json;
-
-static bool json_error(Json *j, const char *expected) {
-    if (!j->expected) j->expected = expected;
-    return false;
+static void json_need(Json *j, bool taken, const char *what) {
+    if (!taken && !j->expected) j->expected = what;
 }
 
-static bool json_word(Json *j, const char *word) {  // takes it if it is next
+static bool json_take(Json *j, const char *word) {
     const size_t n = strlen(word);
-    if (j->rest.n < n || memcmp(j->rest.p, word, n) != 0) return false;
+    if (j->expected || j->rest.n < n || memcmp(j->rest.p, word, n) != 0) return false;
     j->rest = bytes_from(j->rest, n);
     return true;
 }
 
-static bool json_take(Json *j, const char *word) {  // the same, after white space
-    while (j->rest.n && memchr(" \t\r\n", *j->rest.p, 4)) j->rest = bytes_from(j->rest, 1);
-    return json_word(j, word);
+static bool json_token(Json *j, const char *word) {  // the same, after white space
+    while (json_take(j, " ") || json_take(j, "\t") || json_take(j, "\r") || json_take(j, "\n")) {}
+    return json_take(j, word);
 }
 
-static bool json_next(Json *j, uint8_t c) {  // is it next, after white space?
-    json_take(j, "");
-    return j->rest.n && *j->rest.p == c;
-}
-
-static bool json_unit(Json *j, uint32_t *unit) {  // \uXXXX
-    const uint8_t *p = j->rest.p;
-    if (j->rest.n < 6 || p[0] != '\\' || p[1] != 'u') return false;
-    *unit = 0;
-    for (int i = 2; i < 6; i++) {
-        if (!isxdigit(p[i])) return false;
-        *unit = *unit << 4 | (isdigit(p[i]) ? p[i] - '0' : (p[i] | 32) - 'a' + 10);
-    }
+static int json_unit(Json *j) {  // \uXXXX, or -1
+    char digits[5] = {0};
+    if (j->rest.n < 6 || memcmp(j->rest.p, "\\u", 2) != 0) return -1;
+    memcpy(digits, j->rest.p + 2, 4);
+    if (strspn(digits, "0123456789abcdefABCDEF") != 4) return -1;
     j->rest = bytes_from(j->rest, 6);
-    return true;
+    return (int)strtol(digits, NULL, 16);
 }
 
-static bool json_escape(Json *j) {
+static void json_escape(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
     const char *name = j->rest.n > 1 ? memchr(names, j->rest.p[1], 8) : NULL;
-    uint32_t c, low;
-    if (!name && !json_unit(j, &c)) return json_error(j, "an escape, such as \\n or \\u00e9");
-    if (name) c = meant[name - names], j->rest = bytes_from(j->rest, 2);
-    Json ahead = *j;
-    if (c >= 0xD800 && c < 0xDC00 && json_unit(&ahead, &low) && low >= 0xDC00 && low < 0xE000) {
-        c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);  // one character in two halves
-        j->rest = ahead.rest;
-    }
-    add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
-    return true;
+    int c = name ? meant[name - names] : json_unit(j);
+    if (name) j->rest = bytes_from(j->rest, 2);
+    json_need(j, c >= 0, "an escape, such as \\n or \\u00e9");
+    const Bytes after = j->rest;
+    const int low = c >= 0xD800 && c < 0xDC00 ? json_unit(j) : -1;  // a character in two halves
+    if (low >= 0xDC00 && low < 0xE000) c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
+    else j->rest = after;
+    add_char(&j->text, c < 0 || (c >= 0xD800 && c < 0xE000) ? 0xFFFD : c);
 }
 
 static bool json_string(Json *j) {
+    if (!json_token(j, "\"")) return false;
     j->text.n = 0;
-    if (!json_take(j, "\"")) return json_error(j, "a string");
-    for (;;) {
-        const uint8_t *p = j->rest.p, *end = p + j->rest.n;
-        while (p < end && *p != '"' && *p != '\\' && *p >= ' ') p++;
-        const size_t n = p - j->rest.p;
-        buffer_add(&j->text, (Bytes){j->rest.p, n});
-        j->rest = bytes_from(j->rest, n);
-        if (p == end || *p < ' ') return json_error(j, "the string's next character");
-        if (json_word(j, "\"")) return true;
-        if (!json_escape(j)) return false;
+    while (!j->expected && !json_take(j, "\"")) {
+        const uint8_t c = j->rest.n ? *j->rest.p : 0;
+        json_need(j, c >= ' ', "the string's next character");
+        if (c == '\\') json_escape(j);
+        else if (c >= ' ') add_char(&j->text, BAD_BYTE + c), j->rest = bytes_from(j->rest, 1);
     }
+    return true;
 }
 
 static bool json_digits(Json *j) {
@@ -3026,71 +2929,76 @@ static bool json_digits(Json *j) {
 }
 
 static bool json_number(Json *j) {
-    json_word(j, "-");
-    bool good = json_word(j, "0") || json_digits(j);
-    if (good && json_word(j, ".")) good = json_digits(j);
-    if (good && (json_word(j, "e") || json_word(j, "E"))) {
-        if (!json_word(j, "+")) json_word(j, "-");
-        good = json_digits(j);
-    }
-    return good || json_error(j, "a value");
+    json_take(j, "-");
+    if (!json_take(j, "0") && !json_digits(j)) return false;
+    if (json_take(j, ".") && !json_digits(j)) return false;
+    if (!json_take(j, "e") && !json_take(j, "E")) return true;
+    if (!json_take(j, "+")) json_take(j, "-");
+    return json_digits(j);
 }
 
-static bool json_value(Json *j, int depth) {  // of any kind
+// An object or an array, by its bracket, inside of `depth` others. Of each member of an object, the
+// key is read, and `value` reads what follows.
+static bool json_items(Json *j, const char *bracket, int depth, void (*value)(Json *, int)) {
     enum { MOST_NESTING = 100 };
-    if (json_next(j, '"')) return json_string(j);
-    const bool object = json_word(j, "{");
-    if (!object && !json_word(j, "["))
-        return json_word(j, "true") || json_word(j, "false") || json_word(j, "null") ||
-               json_number(j);
-    if (depth >= MOST_NESTING) return json_error(j, "at most 100 levels");
-    if (json_take(j, object ? "}" : "]")) return true;
+    const bool object = *bracket == '{';
+    const char *end = object ? "}" : "]";
+    if (!json_token(j, bracket)) return false;
+    json_need(j, depth < MOST_NESTING, "at most 100 levels");
+    if (json_token(j, end)) return true;
     do {
-        if (object && !(json_string(j) && (json_take(j, ":") || json_error(j, ":")))) return false;
-        if (!json_value(j, depth + 1)) return false;
-    } while (json_take(j, ","));
-    return json_take(j, object ? "}" : "]") || json_error(j, object ? ", or }" : ", or ]");
+        json_need(j, !object || json_string(j), "a string");
+        json_need(j, !object || json_token(j, ":"), ":");
+        value(j, depth + 1);
+    } while (json_token(j, ","));
+    json_need(j, json_token(j, end), object ? ", or }" : ", or ]");
+    return true;
 }
 
-// Adds a message to the conversation. Of equal keys the last counts. A system message replaces that
-// of -y, which the conversation began with.
-static bool json_message(Json *j, Conversation *talk, bool first) {
-    static const char *const roles[] = {[SYSTEM] = "system", [USER] = "user",
-                                        [ASSISTANT] = "assistant"};
-    int role = -1;
-    bool has_content = false;
-    Buffer content = {0};
-    if (!json_take(j, "{")) return json_error(j, "a message, {\"role\": ..., \"content\": ...}");
-    do {
-        if (!json_string(j) || !(json_take(j, ":") || json_error(j, ":"))) break;
-        const bool is_role = bytes_equal(bytes_of(&j->text), bytes("role"));
-        const bool is_content = bytes_equal(bytes_of(&j->text), bytes("content"));
-        const bool text = json_next(j, '"');
-        if (!json_value(j, 2)) break;
-        for (int i = 0; is_role && i <= 3; i++) {
-            role = i < 3 ? i : -1;
-            if (i < 3 && text && bytes_equal(bytes_of(&j->text), bytes(roles[i]))) break;
-        }
-        if (is_content) has_content = text, content.n = 0, buffer_add(&content, bytes_of(&j->text));
-    } while (json_take(j, ","));
-    if (!json_next(j, '}')) json_error(j, ", or }");
-    else if (role < 0) json_error(j, "a role: system, user or assistant");
-    else if (!has_content) json_error(j, "a content that is a string");
-    else if (role == SYSTEM && !first) json_error(j, "a system message only at the start");
-    else if (role == SYSTEM) conversation_drop(talk, 0, talk->n);
-    if (!j->expected) conversation_add(talk, role, bytes_of(&content));
-    free(content.p);
-    return !j->expected && json_take(j, "}");
+static void json_value(Json *j, int depth) {
+    json_need(j, json_string(j) || json_items(j, "{", depth, json_value) ||
+                 json_items(j, "[", depth, json_value) || json_take(j, "true") ||
+                 json_take(j, "false") || json_take(j, "null") || json_number(j), "a value");
 }
 
-static bool json_messages(Json *j, Conversation *talk) {
-    bool first = true;
-    for (; first || json_take(j, ","); first = false) {
-        if (!json_message(j, talk, first)) return false;
+static bool json_is(const Json *j, const char *text) {
+    return bytes_equal(bytes_of(&j->text), bytes(text));
+}
+
+static void json_member(Json *j, int depth) {  // of a message; of equal keys the last one counts
+    Message *message = &j->talk->p[j->talk->n - 1];
+    const bool role = json_is(j, "role"), content = json_is(j, "content"), text = json_string(j);
+    if (!text) json_value(j, depth);
+    if (role)
+        message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
+                        : json_is(j, "assistant") ? ASSISTANT : -1;
+    if (content) {
+        j->has_content = text;
+        message->text.n = 0;
+        buffer_add(&message->text, bytes_of(&j->text));
     }
-    if (json_next(j, ']') && talk->p[talk->n - 1].role != USER)
-        return json_error(j, "a message of the user as the last one");
-    return json_take(j, "]") || json_error(j, ", or ]");
+}
+
+static void json_message(Json *j, int depth) {
+    const Message *message = conversation_add(j->talk, -1, (Bytes){0});
+    const bool object = json_items(j, "{", depth, json_member);
+    json_need(j, object, "a message, {\"role\": ..., \"content\": ...}");
+    json_need(j, message->role >= 0, "a role: system, user or assistant");
+    json_need(j, j->has_content, "a content that is a string");
+    json_need(j, message->role != SYSTEM || j->first, "a system message only at the start");
+    if (message->role == SYSTEM) conversation_drop(j->talk, 0, j->talk->n - 1);  // that of -y
+    j->first = j->has_content = false;
+}
+
+// A line: its string is in j->text, or its messages in j->talk.
+static void json_line(Json *j, bool chat) {
+    const bool messages = chat && json_items(j, "[", 0, json_message);
+    const bool asks = !messages || (j->talk->n && j->talk->p[j->talk->n - 1].role == USER);
+    json_need(j, messages || json_string(j),
+              chat ? "a string or an array of messages" : "a string");
+    json_need(j, asks, "a message of the user as the last one");
+    json_token(j, "");
+    json_need(j, j->rest.n == 0, "the end of the line");
 }
 
 // The lines of the output
@@ -3125,6 +3033,7 @@ static void write_lines(List *l) {
 
 // The pool of blocks
 
+// A text has at most seq_len tokens (check_length, answer_add), so p->answer.text.blocks has room.
 static void take_block(List *l, Place *p, int block) {
     l->users[block]++;
     p->answer.text.blocks[p->n_blocks++] = block;
@@ -3139,56 +3048,47 @@ static void drop_blocks(List *l, Place *p) {
     p->answer.text.ids.n = 0;
 }
 
-// Gives a text the blocks for its tokens so far. Those that it shares count as having run; its last
-// token always runs, as that makes the first logits. False: it has to wait, for blocks or until
-// what it shares has run. (Less than a block is not worth waiting.)
-static bool begin(List *l, Place *p) {
-    Model *m = &l->app->engine.model;
-    Text *text = &p->answer.text, *last = &l->last.answer.text;
-    const int len = m->state.block_len, n_blocks = ((int)p->n + len - 1) / len;
-    size_t same = 0, run = last->ids.n;
-    bool alone = true;
-    for (int i = 0; i < l->n_active; i++) {
-        alone &= l->active[i]->n_blocks == 0;
-        if (l->active[i]->number == l->last.number) run = l->active[i]->answer.text.ids.n;
-    }
-    while (same + 1 < p->n && same < last->ids.n && text->ids.p[same] == last->ids.p[same]) same++;
+// The first text that waits gets the blocks for its tokens so far. Those that it shares count as
+// having run; its last token always runs, as that makes the first logits. False: it waits until
+// what it shares has run (less than a block is not worth waiting), or for blocks: each text shall
+// find one more.
+static bool begin(List *l) {
+    Place *p = l->active[l->n_running], *last = l->last;
+    const Ids *ids = &p->ids;
+    int *blocks = p->answer.text.blocks, *theirs = last->answer.text.blocks;
+    const int len = l->app->engine.model.state.block_len, n_blocks = ((int)ids->n + len - 1) / len;
+    const size_t run = last->answer.text.ids.n;
+    size_t same = 0;
+    while (last->n_blocks && same + 1 < ids->n && same < last->ids.n &&
+           ids->p[same] == last->ids.p[same])
+        same++;
     if (same >= run + len) return false;
     if (same > run) same = run;
-    if (n_blocks - (int)same / len > l->n_unused) {
-        if (!alone) return false;
-        drop_blocks(l, &l->last);
+    if (n_blocks - (int)same / len + l->n_running + 1 > l->n_unused) {
+        if (l->n_running) return false;
+        drop_blocks(l, last);  // all are unused now: seq_len positions at least
         same = 0;
     }
-    for (int i = 0; i < (int)same / len; i++) take_block(l, p, last->blocks[i]);
+    for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
     while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
-    if (same % len) cache_copy(m, text->blocks[same / len], last->blocks[same / len]);
-    text->ids.n = same;
-    if (!p->counted) l->prompts += p->n, l->cached += same;
-    p->counted = true;
-    for (int i = 0; i < n_blocks; i++) l->users[text->blocks[i]]++;  // now this is the last one
-    drop_blocks(l, &l->last);
-    l->last.number = p->number;
-    l->last.n_blocks = n_blocks;
-    memcpy(last->blocks, text->blocks, n_blocks * sizeof(int));
-    last->ids.p = grow(last->ids.p, &last->ids.cap, 0, p->n, sizeof(int));
-    memcpy(last->ids.p, text->ids.p, p->n * sizeof(int));
-    last->ids.n = p->n;
+    if (same % len) cache_copy(&l->app->engine.model, blocks[same / len], theirs[same / len]);
+    p->answer.text.ids.n = p->cached = same;
+    if (last->ended) drop_blocks(l, last);
+    l->last = p;
+    l->n_running++;
     return true;
 }
 
 // Makes sure that there is a block for a text's next token, by preemption if need be. False: it was
-// the youngest one.
+// the youngest one. That never happens to a text that runs alone, as all blocks are its own then.
 static bool make_room(List *l, Place *p) {
     if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
         return true;
+    if (l->n_unused == 0 && l->last->ended) drop_blocks(l, l->last);
     while (l->n_unused == 0) {
-        Place *victim = &l->last;
-        for (int i = 0; i < l->n_active && l->last.n_blocks == 0; i++) {
-            if (l->active[i]->n_blocks) victim = l->active[i];
-        }
-        drop_blocks(l, victim);
-        if (victim == p) return false;
+        Place *youngest = l->active[--l->n_running];
+        drop_blocks(l, youngest);
+        if (youngest == p) return false;
     }
     take_block(l, p, l->unused[--l->n_unused]);
     return true;
@@ -3196,122 +3096,102 @@ static bool make_room(List *l, Place *p) {
 
 // Admit
 
-// Takes a line of -L apart. *text: the string, or the longest message of l->talk (but no answer, as
-// that may lose its thinking). Returns false if the line can't be used, which it says.
-static bool parse_line(List *l, Json *j, Bytes *text, bool *messages) {
-    const bool chat = l->app->mode == CHAT;
-    const size_t n = text->n;
-    if (l->read == 0) json_word(j, "\uFEFF");  // a byte order mark
-    *messages = chat && json_take(j, "[");
-    if (*messages) json_messages(j, &l->talk);
-    else if (json_next(j, '"')) json_string(j);
-    else json_error(j, chat ? "a string or an array of messages" : "a string");
-    if (json_take(j, ""), j->rest.n) json_error(j, "the end of the line");
+// Takes a line of -L apart. Returns false if it can't be used, which it says.
+static bool parse_line(List *l, Bytes line) {
+    Json *j = &l->json;
+    *j = (Json){.rest = line, .text = j->text, .talk = &l->talk, .first = true};
+    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
+    json_line(j, l->app->mode == CHAT);
     if (j->expected)
         report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
-               n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
+               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
                j->rest.n < 16 ? (int)j->rest.n : 16, j->rest.p);
-    *text = *messages ? (Bytes){0} : bytes_of(&j->text);
-    for (size_t i = 0; *messages && i < l->talk.n; i++) {
-        const Message *message = &l->talk.p[i];
-        if (message->role != ASSISTANT && message->text.n > text->n)
-            *text = bytes_of(&message->text);
-    }
     return !j->expected;
 }
 
-// Encodes a line, into l->ids. Returns false if that can't be done, which it says.
-static bool encode_line(List *l, Bytes text) {
-    const App *app = l->app;
-    const Options *o = &app->options;
-    const bool chat = app->mode == CHAT;
-    const size_t prefix = o->text ? strlen(o->text) : 0;
-    bool messages = false, good = !l->in.too_long && text.n + prefix < INT_MAX - 65536;
-    if (!good) report("%s: too long, expected less than 2 GB", where(l, l->read));
-    conversation_drop(&l->talk, 0, l->talk.n);
-    if (chat && o->system) conversation_add(&l->talk, SYSTEM, bytes(o->system));
-    Json j = {.rest = text};
-    if (good && o->json_list) good = parse_line(l, &j, &text, &messages);
-    if (good && text.n > l->longest) {
-        good = false;
-        report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), app->engine.model.state.seq_len,
-               app->engine.model.config.max_seq_len, text.n);
+// Of those that are encoded whole: an answer may lose its thinking.
+static Bytes longest_message(const Conversation *talk) {
+    Bytes longest = {0};
+    for (size_t i = 0; i < talk->n; i++) {
+        const Bytes text = bytes_of(&talk->p[i].text);
+        if (talk->p[i].role != ASSISTANT && text.n > longest.n) longest = text;
     }
-    if (good) {
-        l->joined.n = l->ids.n = 0;
-        if (o->text) buffer_add(&l->joined, bytes(o->text)), buffer_add(&l->joined, bytes("\n\n"));
-        if (!messages) buffer_add(&l->joined, text);
-        if (chat && !messages) conversation_add(&l->talk, USER, bytes_of(&l->joined));
-        if (chat) render(&app->engine.tokenizer, &l->talk, 0, app->think, &l->ids);
-        else encode_text(app, bytes_of(&l->joined), &l->ids);
-    }
-    free(j.text.p);
-    return good;
+    return longest;
 }
 
-// Gives a place to the text whose tokens are in l->ids.
-static void take_place(List *l) {
-    App *app = l->app;
-    Engine *e = &app->engine;
-    Place *p = l->active[l->n_active++];
-    Answer *a = &p->answer;
-    Ids *ids = &a->text.ids;
-    if (!a->text.blocks) {  // it was never used
-        a->text.blocks = alloc(e->model.state.seq_len, sizeof(int), "a text");
-        a->sampler = e->answer.sampler;
-        a->sampler.answered = alloc(e->tokenizer.vocab_size, sizeof(bool), "a text");
-        a->sampler.seen = alloc(e->tokenizer.vocab_size, sizeof(bool), "a text");
-        a->writer = &p->writer;
-        a->drawn = &p->drawn;
+// Encodes a line. Returns false if that can't be done, which it says.
+static bool encode_line(List *l, Bytes text, Ids *ids) {
+    const App *app = l->app;
+    const Options *o = &app->options;
+    const Model *m = &app->engine.model;
+    const Bytes before = bytes(o->text ? o->text : "");
+    Conversation *talk = &l->talk;
+    conversation_drop(talk, 0, talk->n);
+    if (app->mode == CHAT && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
+    if (l->in.too_long || text.n + before.n > INT_MAX - 65536) {
+        report("%s: too long, expected less than 2 GB", where(l, l->read));
+        return false;
     }
-    ids->p = grow(ids->p, &ids->cap, 0, l->ids.n, sizeof(int));
-    memcpy(ids->p, l->ids.p, l->ids.n * sizeof(int));
-    p->n = l->ids.n;
-    p->number = l->read;
-    p->counted = false;
-    p->line.n = p->writer.held.n = 0;
-    p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
-                         .stop = app->writer.stop, .held = p->writer.held};
-    a->sampler.rng = app->options.seed + p->number;
-    answer_start(a, &e->tokenizer, ids->p, p->n);
-    writer_thinks(&p->writer, begins_thinking(app));
+    if (o->json_list && !parse_line(l, text)) return false;
+    const bool messages = talk->n && talk->p[talk->n - 1].role == USER;
+    if (o->json_list) text = messages ? longest_message(talk) : bytes_of(&l->json.text);
+    if (text.n > l->longest) {
+        report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
+               where(l, l->read), m->state.seq_len, m->config.max_seq_len, text.n);
+        return false;
+    }
+    if (!messages) {
+        Buffer *all = &conversation_add(talk, USER, before)->text;
+        if (o->text) buffer_add(all, bytes("\n\n"));
+        buffer_add(all, text);
+    }
+    ids->n = 0;
+    if (app->mode == CHAT) render(&app->engine.tokenizer, talk, 0, app->think, ids);
+    else encode_text(app, bytes_of(&talk->p[0].text), ids);
+    return true;
+}
+
+// Makes the line of a perplexity. Returns false if that can't be done, which it says.
+static bool score_line(List *l, const Ids *ids, Buffer *out) {
+    l->pieces += ids->n > (size_t)l->app->engine.model.state.seq_len;
+    const bool good = buffer_add_perplexity(out, &l->app->engine, ids);
+    if (!good && !interrupted) report("%s: " NOT_FINITE, where(l, l->read));
+    return good;
 }
 
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
+    Place *p = l->active[l->n_active];  // a free one
     if (l->read == 0) give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+    bool good = encode_line(l, chop(line), &p->ids);
+    if (interrupted) return;  // then these are not all ids
+    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), p->ids.n);
+    if (good) l->prompts += p->ids.n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(line_of(l, l->read), &p->ids);
+    if (good && app->mode == PERPLEXITY) good = score_line(l, &p->ids, line_of(l, l->read));
     l->consumed += line.n;
-    Buffer *out = line_of(l, l->read);
-    double sum = 0;
-    bool good = encode_line(l, chop(line));
-    if (interrupted) return;  // l->ids may be only some of the text's
-    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), l->ids.n);
-    if (good && (app->mode <= GENERATE || app->mode == EMBED)) {
-        take_place(l);
-    } else {  // its line is made here
-        if (good) l->prompts += l->ids.n;
-        if (good) l->rows += l->ids.n;
-        if (good && app->mode == TOKENIZE) buffer_add_ids(out, &l->ids);
-        if (good && app->mode == PERPLEXITY) {
-            l->pieces += l->ids.n > (size_t)app->engine.model.state.seq_len;
-            if (!score_all(&app->engine, &l->ids, &sum)) return;
-            good = buffer_add_perplexity(out, sum, (int)l->ids.n - 1);
-            if (!good) report("%s: " NOT_FINITE, where(l, l->read));
-        }
-        line_done(l, l->read, good);
+    p->number = l->read++;
+    if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
+        if (good) l->rows += p->ids.n;
+        line_done(l, p->number, good);
+        return;
     }
-    l->read++;
+    p->ended = false;
+    p->line.n = 0;
+    p->answer.sampler.rng = app->options.seed + p->number;
+    answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+    writer_thinks(&p->writer, begins_thinking(app));
+    l->n_active++;
 }
 
 // Returns false when all is done. While texts run, it does not wait for lines that have still to be
 // made: a list may come from another program.
 static bool admit(List *l) {
     for (Bytes line; !interrupted;) {
-        for (int i = 0; i < l->n_active; i++) {
-            if (!l->active[i]->n_blocks && !begin(l, l->active[i])) return true;
+        while (l->n_running < l->n_active) {
+            if (!begin(l)) return true;
         }
         if (line_of(l, l->written)->n) return true;  // that is written first
         if (l->ended) return l->n_active > 0;
@@ -3325,30 +3205,24 @@ static bool admit(List *l) {
     return false;
 }
 
-// Pass
-
-static int add_rows(List *l, Place *p, int n) {  // returns how many there are then
-    const State *s = &l->app->engine.model.state;
-    const Text *text = &p->answer.text;
-    Ids *ids = &p->answer.text.ids;
-    for (; ids->n < p->n && n < s->batch; ids->n++) {
-        s->rows[n++] = (Row){ids->p[ids->n], (int)ids->n, text, ids->n + 1 == p->n};
-    }
-    if (ids->n == p->n) l->ready[l->n_ready++] = p;
-    return n;
-}
-
-// Returns false after Ctrl-C.
+// Pass: first the texts that decode, then the prompts. As n_places <= batch, each of the first has
+// its row, and if any prompt runs, the oldest one has a row at least. Returns false after Ctrl-C.
 static bool pass(List *l) {
+    const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
-    for (int i = 0; i < l->n_active; i++) {  // make_room takes blocks from later texts
-        Place *p = l->active[i];
-        const bool decodes = p->n_blocks && p->n == p->answer.text.ids.n + 1;
-        if (decodes && make_room(l, p)) n = add_rows(l, p, n);
-    }
-    for (int i = 0; i < l->n_active; i++) {
-        Place *p = l->active[i];
-        if (p->n_blocks && p->answer.text.ids.n < p->n) n = add_rows(l, p, n);
+    for (int prompts = 0; prompts < 2; prompts++) {
+        for (int i = 0; i < l->n_running; i++) {
+            Place *p = l->active[i];
+            Text *text = &p->answer.text;
+            size_t *run = &text->ids.n;
+            const size_t left = p->ids.n - *run;
+            if (left == 0 || (left > 1 && !prompts)) continue;
+            if (!make_room(l, p)) break;  // (of later texts, which have no rows yet)
+            for (; *run < p->ids.n && n < s->batch; (*run)++) {
+                s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
+            }
+            if (*run == p->ids.n) l->ready[l->n_ready++] = p;
+        }
     }
     l->rows += n;
     return n == 0 || forward(&l->app->engine.model, n);
@@ -3365,7 +3239,7 @@ static void sample_job(void *arg, int begin, int end, int thread) {
         Place *p = l->ready[i];
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
         if (l->app->mode != EMBED) p->id = sample(&p->answer.sampler, logits, vocab_size);
-        else p->id = buffer_add_embedding(&p->line, &e->model, i) ? 0 : -1;
+        else p->id = buffer_add_embedding(line_of(l, p->number), &e->model, i) ? 0 : -1;
     }
 }
 
@@ -3373,27 +3247,28 @@ static void sample_job(void *arg, int begin, int end, int thread) {
 static void step(List *l, Place *p) {
     const Engine *e = &l->app->engine;
     const bool embeds = l->app->mode == EMBED;
-    Ids *ids = &p->answer.text.ids;
     Ending ending = TURN_ENDED;
     if (p->id < 0) report("%s: %s", where(l, p->number), embeds ? BAD_VECTOR : NOT_FINITE);
     else if (!embeds) ending = e->max_new ? answer_add(e, &p->answer, p->id) : LIMIT_REACHED;
     if (ending == GOES_ON) {
-        ids->p = grow(ids->p, &ids->cap, p->n, 1, sizeof(int));
-        ids->p[p->n++] = p->id;
+        ids_add(&p->ids, p->id);
         return;
     }
     l->endings[ending]++;
     l->thinking += p->writer.thinking;
     l->answers += p->drawn.n;
+    l->cached += p->cached;
     writer_end(&p->writer);
-    if (embeds) buffer_add(line_of(l, p->number), bytes_of(&p->line));
-    else buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
+    if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
     line_done(l, p->number, p->id >= 0);
-    drop_blocks(l, p);
+    p->ended = true;
+    if (p != l->last) drop_blocks(l, p);
     int i = 0;
     while (l->active[i] != p) i++;
-    memmove(l->active + i, l->active + i + 1, (--l->n_active - i) * sizeof(*l->active));
-    l->active[l->n_active] = p;
+    memmove(l->active + i, l->active + i + 1, (l->n_places - i) * sizeof(*l->active));
+    l->active[l->n_places] = p;
+    l->n_running--;
+    l->n_active--;
 }
 
 static void sample_all(List *l) {
@@ -3406,17 +3281,13 @@ static void sample_all(List *l) {
 static int list_end(const List *l) {
     const double seconds = now() - l->start + 1e-9, rate = l->answers / seconds;
     const unsigned long long seed = l->app->options.seed;
+    const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
+    const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     progress_end();
-    if (l->endings[LIMIT_REACHED])
-        notice("answers: ended by -n after %d tokens: %zu", l->app->options.n,
-               l->endings[LIMIT_REACHED]);
-    if (l->endings[CONTEXT_ENDED])
-        notice("answers: ended by a full context of %d tokens (-c): %zu",
-               l->app->engine.model.state.seq_len, l->endings[CONTEXT_ENDED]);
+    if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
+    if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
-    if (l->pieces)
-        notice("texts: scored in pieces of %d tokens (-c): %zu",
-               l->app->engine.model.state.seq_len, l->pieces);
+    if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted) {
         notice("list: stopped, %zu lines are written", l->written);
         notice("list: to go on: tail -n +%zu, -s %llu", l->written + 1, seed + l->written);
@@ -3438,10 +3309,19 @@ static void list_init(List *l, App *app) {
     const Tokenizer *tok = &app->engine.tokenizer;
     const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
     *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .longest = 1,
-                .n_places = max_int(min_int(PLACES, s->batch), 1)};
+                .start = now(), .n_places = max_int(min_int(PLACES, s->batch), 1)};
     if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
     l->size = file_size(l->in.fd);
-    for (int i = 0; i < l->n_places; i++) l->active[i] = &l->places[i];
+    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
+        Place *p = l->active[i] = l->last = &l->places[i];
+        p->answer = (Answer){.text.blocks = alloc(s->seq_len, sizeof(int), "the list"),
+                             .sampler = app->engine.answer.sampler, .writer = &p->writer,
+                             .drawn = &p->drawn};
+        p->answer.sampler.answered = alloc(tok->vocab_size, sizeof(bool), "the list");
+        p->answer.sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the list");
+        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
+                             .stop = app->writer.stop};
+    }
     for (int i = 0; i < tok->vocab_size; i++) {
         if (tok->text[i].n > l->longest) l->longest = tok->text[i].n;
     }
@@ -3449,7 +3329,6 @@ static void list_init(List *l, App *app) {
     if (app->mode == TOKENIZE || app->mode == PERPLEXITY) l->longest = SIZE_MAX;
     l->users = alloc(s->blocks, sizeof(int), "the list");
     l->unused = alloc(s->blocks, sizeof(int), "the list");
-    l->last.answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
     for (int i = s->blocks; i > 0; i--) l->unused[l->n_unused++] = i - 1;
 }
 
@@ -3457,7 +3336,6 @@ static int run_list(App *app) {
     static List list;
     list_init(&list, app);
     stoppable = stop_at_once = true;
-    list.start = now();
     while (admit(&list) && pass(&list)) {
         sample_all(&list);
         write_lines(&list);
@@ -3468,10 +3346,8 @@ static int run_list(App *app) {
 // ------------------------------------------------------------------------------------------------
 // Options and main: what the command line says, and what it leads to
 
-#define VERSION "1.0"
-
-static const char usage[] =  // after "qwen3 VERSION (SIMD)"
-    ": runs Qwen3 language models\n"
+static const char usage[] =  // after "qwen3 1.0 (SIMD"
+    "): runs Qwen3 language models\n"
     "\n"
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
@@ -3505,40 +3381,39 @@ static const char usage[] =  // after "qwen3 VERSION (SIMD)"
 
 typedef struct {
     char letter;
-    enum { TEXT, INT, FLOAT, SEED, MODE } type;
+    enum { STRING, INTEGER, REAL, SEED, MODE } type;
     size_t place;           // in Options
-    double low, high;       // the least and the greatest value; of a TEXT the least length
+    double low, high;       // the least and the greatest value; of a STRING the least length
     const char *others[2];  // what other programs call it
 } Option;
 
 #define OPTION(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, OPTION(text), 0, 0, {"--prompt"}},
-    {'f', TEXT, OPTION(file), 1, 0, {"--file"}},
-    {'l', TEXT, OPTION(list), 1, 0, {NULL}},
-    {'L', TEXT, OPTION(json_list), 1, 0, {NULL}},
+    {'i', STRING, OPTION(text), 0, 0, {"--prompt"}},
+    {'f', STRING, OPTION(file), 1, 0, {"--file"}},
+    {'l', STRING, OPTION(list), 1, 0, {NULL}},
+    {'L', STRING, OPTION(json_list), 1, 0, {NULL}},
     {'m', MODE, OPTION(mode), 0, 0, {NULL}},
-    {'y', TEXT, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
-    {'r', INT, OPTION(think), 0, 1, {NULL}},
-    {'t', FLOAT, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
-    {'p', FLOAT, OPTION(top_p), 1e-30, 1, {"--top-p"}},
-    {'k', INT, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
-    {'a', FLOAT, OPTION(presence), 0, 2, {"--presence-penalty"}},
-    {'e', FLOAT, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
-    {'x', TEXT, OPTION(stop), 1, 0, {"--reverse-prompt"}},
+    {'y', STRING, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
+    {'r', INTEGER, OPTION(think), 0, 1, {NULL}},
+    {'t', REAL, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
+    {'p', REAL, OPTION(top_p), 1e-30, 1, {"--top-p"}},
+    {'k', INTEGER, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
+    {'a', REAL, OPTION(presence), 0, 2, {"--presence-penalty"}},
+    {'e', REAL, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
+    {'x', STRING, OPTION(stop), 1, 0, {"--reverse-prompt"}},
     {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
-    {'n', INT, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
-    {'c', INT, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
-    {'b', INT, OPTION(batch), 1, 512, {"--batch-size"}},
-    {'j', INT, OPTION(threads), 1, 1024, {"--threads"}},
+    {'n', INTEGER, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
+    {'c', INTEGER, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
+    {'b', INTEGER, OPTION(batch), 1, 512, {"--batch-size"}},
+    {'j', INTEGER, OPTION(threads), 1, 1024, {"--threads"}},
 };
 
 static void print_and_exit(const char *text) {
-    Buffer line = {0};
-    buffer_print(&line, "qwen3 " VERSION " (%s)", simd_name());
-    buffer_add(&line, bytes(text));
-    write_stdout(bytes_of(&line));
+    write_stdout(bytes("qwen3 1.0 ("));
+    write_stdout(bytes(simd_name()));
+    write_stdout(bytes(text));
     exit(EXIT_SUCCESS);
 }
 
@@ -3548,7 +3423,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     char range[64], *end = NULL;
     const char *expected = NULL;  // what the value should be
     errno = 0;
-    if (option->type == TEXT) {
+    if (option->type == STRING) {
         *(const char **)place = value;
         if (strlen(value) < option->low) expected = "a text that is not empty";
     } else if (option->type == MODE) {
@@ -3560,7 +3435,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
         o->seeded = true;
         if (end == value || *end || errno) expected = "a 64-bit integer";
     } else {
-        const bool whole = option->type == INT;
+        const bool whole = option->type == INTEGER;
         const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
         snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
         if (end == value || *end || !(number >= option->low && number <= option->high))
@@ -3603,13 +3478,6 @@ static void check_text(const Options *o, int mode) {
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
 }
 
-static void check_list(const Options *o) {
-    const char *option = o->list ? "-l" : "-L";
-    if (o->list && o->json_list) die_usage("-l, -L: both given, expected one of them");
-    if (o->file) die_usage("-f, %s: both given, expected one of them", option);
-    if (o->verbose) die_usage("-v, %s: both given, expected one of them", option);
-}
-
 static Options parse_options(int argc, char **argv) {
     struct timespec time;
     clock_gettime(CLOCK_REALTIME, &time);
@@ -3622,7 +3490,7 @@ static Options parse_options(int argc, char **argv) {
         if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
             print_and_exit(usage);
         } else if (!strcmp(arg, "--version")) {
-            print_and_exit("\n");
+            print_and_exit(")\n");
         } else if (!strcmp(arg, "-q")) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
@@ -3638,7 +3506,8 @@ static Options parse_options(int argc, char **argv) {
     }
     if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    if (is_list(&o)) check_list(&o);
+    if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
+        die_usage("-l, -L: a list, expected one of them, without -f and -v");
     check_text(&o, o.mode);
     return o;
 }
@@ -3648,22 +3517,20 @@ static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
     const bool terminal = is_terminal(STDIN_FILENO), chat = app->mode == CHAT;
+    const bool alone = !o->text && !o->file;
     check_text(o, app->mode);
+    if (alone && (o->mode == CHAT || (chat && terminal))) return false;
+    if (alone && terminal) return true;  // generate from nothing
     if (o->text) buffer_add(text, bytes(o->text));
-    if (o->text && o->file) buffer_add(text, bytes("\n\n"));
-    if (!o->text && !o->file) {
-        if (o->mode == CHAT || (chat && terminal)) return false;
-        if (terminal) return true;  // generate from nothing
-    }
-    if (!o->text || o->file) {
-        const char *file = o->file ? o->file : "-", *name = strcmp(file, "-") ? file : "stdin";
-        const size_t before = text->n;
-        const char *error = file_read(text, file);
-        if (error) die("%s: %s", name, error);
-        if (chat && text->n == before && !strcmp(file, "-"))
-            die("stdin: empty, expected a prompt; has a command before the pipe failed?");
-        if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
-    }
+    if (o->text && !o->file) return true;
+    if (o->text) buffer_add(text, bytes("\n\n"));
+    const bool piped = alone || !strcmp(o->file, "-");
+    const size_t before = text->n;
+    const char *error = file_read(text, piped ? "-" : o->file);
+    if (error) die("%s: %s", piped ? "stdin" : o->file, error);
+    if (chat && piped && text->n == before)
+        die("stdin: empty, expected a prompt; has a command before the pipe failed?");
+    if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
     return true;
 }
 
@@ -3695,17 +3562,14 @@ static void choose_sampling(App *app) {
     };
 }
 
-// Ends the program if MODEL is a directory or missing. People also try the name of a model on the
-// Hugging Face hub (ORG/NAME): then the message says what to do.
+// Ends the program if MODEL is a directory, the name of a model on the hub, or missing.
 static void check_model_path(const char *path) {
     const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
     const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
     const FileKind kind = file_kind(path);
-    if (kind == DIRECTORY)
-        die("%s: a directory, expected a .bin file; this makes one: export.py %s", path, path);
+    if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
     if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
-        die("%s: not a file, expected a .bin file; for a model on the hub: export.py %s", path,
-            path);
+        die_export(path, "not a file", INT_MAX, path);
     if (kind == NO_FILE)
         die("%s: %s, expected a .bin file made by export.py", path, strerror(errno));
 }
@@ -3754,14 +3618,14 @@ static void writer_init(App *app) {
 }
 
 static int run(App *app) {
-    const Options *o = &app->options;
+    const char *system = app->options.system;
     load(app);
     const bool chat = app->mode == CHAT;
     if (chat) choose_chat(app);
     choose_sampling(app);
     writer_init(app);
-    if (chat && o->system) conversation_add(&app->conversation, SYSTEM, bytes(o->system));
-    if (is_list(o)) return run_list(app);
+    if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
+    if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
     if (!single) return run_conversation(app);
@@ -3916,12 +3780,10 @@ static struct {
     _Atomic(Job) job;
     void *_Atomic arg;
     _Atomic int count, chunk;
-    _Atomic int sleepers;  // threads that wait for `wake` or `done`; changed while `lock` is held
+    _Atomic int sleepers;  // threads that wait for `changed`; counted while `lock` is held
     pthread_mutex_t lock;
-    pthread_cond_t wake, done;
-} pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
-          .wake = PTHREAD_COND_INITIALIZER,
-          .done = PTHREAD_COND_INITIALIZER};
+    pthread_cond_t changed;  // a loop began, or all its items are done
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
 static bool has_work(void) { return (uint32_t)atomic_load(&pool.ticket) > 0; }
 
@@ -3929,21 +3791,21 @@ static bool is_done(void) { return atomic_load(&pool.finished) == atomic_load(&p
 
 // Spins for 50 us, then sleeps. No wake-up is lost: a waker first makes ready() true and then looks
 // for sleepers; a sleeper first counts itself and then tests ready().
-static void wait_until(bool (*ready)(void), pthread_cond_t *cond) {
+static void wait_until(bool (*ready)(void)) {
     for (double end = now() + 50e-6; now() < end;) {
         if (ready()) return;
     }
     pthread_mutex_lock(&pool.lock);
     atomic_fetch_add(&pool.sleepers, 1);
-    while (!ready()) pthread_cond_wait(cond, &pool.lock);
+    while (!ready()) pthread_cond_wait(&pool.changed, &pool.lock);
     atomic_fetch_sub(&pool.sleepers, 1);
     pthread_mutex_unlock(&pool.lock);
 }
 
-static void wake_up(pthread_cond_t *cond) {
+static void wake_up(void) {
     if (atomic_load(&pool.sleepers) == 0) return;
     pthread_mutex_lock(&pool.lock);
-    pthread_cond_broadcast(cond);
+    pthread_cond_broadcast(&pool.changed);
     pthread_mutex_unlock(&pool.lock);
 }
 
@@ -3962,14 +3824,14 @@ static void work(int thread) {
         int share = min_int(round_up(max_int(left * 7 / (8 * n_threads), 1), chunk), left);
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - share)) continue;
         job(arg, begin, begin + share, thread);
-        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up(&pool.done);
+        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up();
         ticket = atomic_load(&pool.ticket);
     }
 }
 
 static void *worker(void *arg) {
     for (;;) {
-        wait_until(has_work, &pool.wake);
+        wait_until(has_work);
         work((int)(intptr_t)arg);
     }
     return NULL;
@@ -3996,9 +3858,9 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     atomic_store(&pool.chunk, chunk);
     atomic_store(&pool.finished, 0);
     atomic_store(&pool.ticket, ((atomic_load(&pool.ticket) >> 32) + 1) << 32 | (uint32_t)count);
-    wake_up(&pool.wake);
+    wake_up();
     work(0);
-    wait_until(is_done, &pool.done);
+    wait_until(is_done);
 }
 #endif
 
@@ -4051,41 +3913,40 @@ static void project(const Pass *p, float *out, int stride, const Matrix *w, cons
     }
 }
 
-typedef struct {   // what swiglu_groups works on
-    Quantized in;  // (n, dim)  Q8(h) of n tokens
-    int n;
-    int hq_row;    // the result of token t of these goes to row hq_row + t of State.hq
-    int w_row;     // the first row of W1 and W3 to use: 0, or the first one of an expert
-} Swiglu;
-
-// Groups begin .. end - 1 of hq = Q8(silu(W1 in) * (W3 in)). Column i needs just row i of W1 and of
-// W3. The buffers gate and up are small, to stay in the CPU's caches: for n tokens they have room
-// for batch / n groups, so each round computes at most that many.
-static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
+// Groups begin .. end - 1 of hq = Q8(silu(W1 x) * (W3 x)), for the n tokens of `all`, into rows of
+// hq from hq_row on. Column i needs just row all->row_begin + i of W1 and of W3: with experts, an
+// expert's rows begin there. The buffers gate and up are small, to stay in the CPU's caches: for n
+// tokens they have room for batch / n groups (at least one, as n <= batch), so each round computes
+// at most that many.
+static void swiglu_groups(const Pass *p, const Matmul *all, int hq_row, int begin, int end) {
     const State *s = &p->m->state;
-    Workspace *own = &s->workspace[thread];
     const int group = p->m->config.group_size;
     for (int g = begin, count; g < end; g += count) {
-        count = min_int(end - g, s->batch / max_int(a->n, 1));
-        const int cols = count * group, row = a->w_row + g * group;
-        Matmul part = {.w = &p->w->w1, .x = &a->in, .out = own->gate, .stride = cols,
-                       .row_begin = row, .row_end = row + cols, .n = a->n, .own = own};
+        count = min_int(end - g, s->batch / max_int(all->n, 1));
+        const int cols = count * group;
+        float *gate = all->own->gate, *up = all->own->up;
+        Matmul part = *all;
+        part.w = &p->w->w1;
+        part.out = gate;
+        part.stride = cols;
+        part.row_begin = all->row_begin + g * group;
+        part.row_end = part.row_begin + cols;
         matmul_rows(&part);
         part.w = &p->w->w3;
-        part.out = own->up;
+        part.out = up;
         matmul_rows(&part);
-        for (int t = 0; t < a->n; t++) {
-            float *gate = own->gate + (size_t)t * cols;
-            silu_times(gate, own->up + (size_t)t * cols, cols);
-            quantize(&s->hq, a->hq_row + t, g * group, gate, cols, group);
+        for (int t = 0; t < all->n; t++, gate += cols, up += cols) {
+            silu_times(gate, up, cols);
+            quantize(&s->hq, hq_row + t, g * group, gate, cols, group);
         }
     }
 }
 
 static void swiglu_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const Swiglu all = {.in = p->m->state.xq, .n = p->n};
-    swiglu_groups(p, &all, begin, end, thread);
+    const State *s = &p->m->state;
+    const Matmul all = {.x = &s->xq, .n = p->n, .own = &s->workspace[thread]};
+    swiglu_groups(p, &all, 0, begin, end);
 }
 
 static void swiglu(const Pass *p) {
@@ -4158,18 +4019,18 @@ static void experts_hidden_job(void *arg, int begin, int end, int thread) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
-    const Quantized gathered = s->workspace[thread].gathered;
+    Workspace *own = &s->workspace[thread];
     const int n_groups = c->hidden_dim / c->group_size;
     for (int i = begin, next; i < end; i = next) {
         const int k = i / n_groups, place = r->place[k], n = r->place[k + 1] - place;
         next = min_int(end, (k + 1) * n_groups);
         for (int j = 0; j < n; j++) {  // whole vectors: q8, scale and bias_fix
-            memcpy(quantized_row(&gathered, j).q8, quantized_row(&s->xq, r->token[place + j]).q8,
-                   gathered.stride * 4);
+            memcpy(quantized_row(&own->gathered, j).q8,
+                   quantized_row(&s->xq, r->token[place + j]).q8, s->xq.stride * 4);
         }
-        const Swiglu part = {.in = gathered, .n = n, .hq_row = place,
-                             .w_row = r->expert[k] * c->hidden_dim};
-        swiglu_groups(p, &part, i - k * n_groups, next - k * n_groups, thread);
+        const Matmul all = {.x = &own->gathered, .n = n, .own = own,
+                            .row_begin = r->expert[k] * c->hidden_dim};
+        swiglu_groups(p, &all, place, i - k * n_groups, next - k * n_groups);
     }
 }
 
@@ -4269,15 +4130,11 @@ enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each
 // UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
 #if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
 #define UNROLL
-#define NOT_UNROLLED
 #elif defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
-#define NOT_UNROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
-#define NOT_UNROLLED _Pragma("GCC unroll 1")
 #endif
-enum { FEW_REGISTERS = LANES == 8 };  // AVX2 has 16, the others 32
 
 typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t VecI __attribute__((vector_size(4 * LANES), may_alias));
@@ -4431,14 +4288,11 @@ INLINE float *out_at(const Matmul *part, int t, int row) {
 }
 
 // Stores values, W[r] . x[t] for `count` rows r from `row` on, or adds them to what is there.
-INLINE void put_rows(const Matmul *part, int t, int row, const float *values, const int count) {
-    float *out = out_at(part, t, row), sum[PANEL_ROWS];
-    if (part->add) {
-        memcpy(sum, out, count * sizeof(float));
-        for (int i = 0; i < count; i++) sum[i] += values[i];
-        values = sum;
-    }
-    memcpy(out, values, count * sizeof(float));
+INLINE void put_rows(const Matmul *part, int t, int row, const float *restrict values,
+                     const int count) {
+    float *restrict out = out_at(part, t, row);
+    const bool add = part->add;
+    for (int i = 0; i < count; i++) out[i] = add ? out[i] + values[i] : values[i];
 }
 
 INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
@@ -4482,24 +4336,6 @@ INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int gr
 // so many bytes ahead, and their scales. 113 cache lines are the best of those tried.
 enum { BYTES_AHEAD = 7232 };
 
-// The products of `share` bytes of weights with x, added up in vectors
-INLINE VecI part_dot(const int8_t *bytes, const int8_t *low, const int8_t *high, VecI levels,
-                     const int share, const int bits) {
-    VecI dot = splat(0);
-    UNROLL for (int i = 0; i < share; i += sizeof(VecI)) {
-        const VecI b = load_vector(bytes + i);
-        if (i % 64 == 0) __builtin_prefetch(bytes + i + BYTES_AHEAD, 0, 2);  // to L2
-        if (bits == 8) {
-            dot = dot4(dot, b ^ splat(FLIP), load_vector(low + i));
-        } else {
-            dot = dot4(dot, pick_levels(levels, b), load_vector(low + i));
-            dot = dot4(dot, pick_levels(levels, b >> 4), load_vector(high + i));
-        }
-    }
-    __asm__ volatile("");  // keeps GCC from moving all prefetches to the front
-    return dot;
-}
-
 // The terms of LANES groups: of w from its group `first` on, of x from its group g on. dots[v]
 // holds the partial sums of one group, or of several that are smaller than a vector, side by side;
 // sum_each makes a lane of each group.
@@ -4509,18 +4345,23 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     const int n_dots = LANES * size / share, scale_size = bits / 2;  // of a scale: 4 or 2 bytes
     const int8_t *bytes = w->bytes + first * size;
     const uint8_t *scales = (const uint8_t *)w->scales + first * scale_size;
-    const int8_t *low = x->low + g * size, *high = bits == 4 ? x->high + g * size : low;
+    const int8_t *low = x->low + g * size, *high = x->high + g * size;
     VecI dots[LANES];
     __builtin_prefetch(scales + BYTES_AHEAD / size * scale_size);
-    if (FEW_REGISTERS && bits == 8) {  // so many dots do not stay in them
-        NOT_UNROLLED for (int v = 0; v < n_dots; v++) {
-            dots[v] = part_dot(bytes + v * share, low + v * share, high, levels, share, 8);
+    UNROLL for (int v = 0; v < n_dots; v++) {
+        VecI dot = splat(0);
+        UNROLL for (int i = v * share; i < (v + 1) * share; i += sizeof(VecI)) {
+            const VecI b = load_vector(bytes + i);
+            if (i % 64 == 0) __builtin_prefetch(bytes + i + BYTES_AHEAD, 0, 2);  // to L2
+            if (bits == 8) {
+                dot = dot4(dot, b ^ splat(FLIP), load_vector(low + i));
+            } else {
+                dot = dot4(dot, pick_levels(levels, b), load_vector(low + i));
+                dot = dot4(dot, pick_levels(levels, b >> 4), load_vector(high + i));
+            }
         }
-    } else {
-        UNROLL for (int v = 0; v < n_dots; v++) {
-            const int i = v * share;
-            dots[v] = part_dot(bytes + i, low + i, high + i, levels, share, bits);
-        }
+        dots[v] = dot;
+        __asm__ volatile("");  // keeps GCC from moving all prefetches to the front
     }
     VecI sums = sum_each(dots, n_dots);
     if (W_BIAS) sums += load_vector(x->bias_fix + g);
@@ -4536,16 +4377,19 @@ INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int 
     const Matrix *w = part->w;
     const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
     const int count = rows * n_groups;
+    const size_t begin = (size_t)row * n_groups;
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const float *scale = quantized_row(part->x, t).scale;
     VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
     float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    for (int i = 0; i < count; i += LANES) {
-        const int at = min_int(i, count - LANES);  // may be < 0: then in the rows before
-        const int g = (unsigned)(at + LANES * n_groups) % n_groups;
-        const size_t first = (size_t)row * n_groups + at;
-        const VecF found = group_terms(w, first, x, g, levels, group, bits);
+    for (int i = 0, g = 0; i < count; i += LANES) {
+        // In a small matrix `at` may be < 0: then in the rows before (see `whole` in matmul_rows),
+        // and in columns, which have at least LANES floats and are written later.
+        const int at = min_int(i, count - LANES);
+        if (at < i) g = (at + LANES * n_groups) % n_groups;
+        const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
         memcpy(terms + at, &found, sizeof(found));
+        for (g += LANES; g >= n_groups;) g -= n_groups;  // cheaper than %
     }
     transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
@@ -4617,8 +4461,10 @@ static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
 // TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles go to the end of wq, and from there become
 // twice as many vectors of levels. These never reach the nibbles that are still to be read.
 static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
-    const int group = w->group, words = w->cols * w->bits / 32, half = group / 8;
+    const int group = w->group, n_groups = w->cols / group, half = group / 8;
+    const int words = w->cols * w->bits / 32;
     const VecI levels = w->bits == 4 ? level_table(w->levels) : splat(0);
+    float *scales = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups)
     for (int v = 0; v < TILE_VECS; v++, row += LANES, wq++, w_scale++) {
         VecI *from = wq + (w->cols / 4 - words) * TILE_VECS;
         transpose_rows(from, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
@@ -4630,10 +4476,11 @@ static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
         }
         for (int r = 0; r < LANES; r++) {
             const int from_row = min_int(row + r, w->rows - 1);
-            for (int g = 0; g < w->cols / group; g++) {
-                w_scale[g * TILE_VECS][r] = weight_scale(w, from_row, g, group);
+            for (int g = 0; g < n_groups; g++) {
+                scales[r * n_groups + g] = weight_scale(w, from_row, g, group);
             }
         }
+        transpose_rows((VecI *)w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
     }
 }
 
@@ -4641,21 +4488,16 @@ static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
 // of which each tile has prefetched an equal share.
 static void matmul_panels(const Matmul *part) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / w->group, tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;
-    const size_t row_bytes = (size_t)w->cols * w->bits / 8, scale_bytes = n_groups * w->bits / 2;
-    const size_t share = PANEL_ROWS * row_bytes / tiles;
-    const size_t scale_share = PANEL_ROWS * scale_bytes / tiles;
+    const int tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;
+    const size_t row_bytes = (size_t)w->cols * w->bits / 8, share = PANEL_ROWS * row_bytes / tiles;
     VecI *wq = part->own->panel;
     VecF *w_scale = (VecF *)wq + w->cols / 4 * TILE_VECS;
     for (int row = part->row_begin; row < part->row_end; row += PANEL_ROWS) {
         const int8_t *next = w->bytes + (row + PANEL_ROWS) * row_bytes;
-        const uint8_t *next_scale = (const uint8_t *)w->scales + (row + PANEL_ROWS) * scale_bytes;
         transpose_panel(w, wq, w_scale, row);
         for (int t = 0; t < part->n; t += TILE_TOKENS) {
             for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
-            for (size_t i = 0; i < scale_share; i += 64) __builtin_prefetch(next_scale + i);
             next += share;
-            next_scale += scale_share;
             matmul_tile(part, t, row, wq, w_scale);
         }
     }
@@ -4670,7 +4512,8 @@ INLINE void matvec_groups(const Matmul *part, const int group) {
 static void matmul_rows(const Matmul *part) {
     const Matrix *w = part->w;
     const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
-    const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;  // vector of groups
+    // Rows 0 .. row_end - 1 have the groups of a vector: then matvec reads nothing before them.
+    const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;
     if (part->n == 0) return;
     if (!few || !whole) matmul_panels(part);
     else if (w->group == 32) matvec_groups(part, 32);
@@ -4679,11 +4522,11 @@ static void matmul_rows(const Matmul *part) {
     else matvec_groups(part, 256);
 }
 
-// The size of Workspace.panel for matrices of up to so many columns: see matmul_panels (wq and
-// w_scale) and matvec_rows (columns, terms and a ring for each token)
+// The size of Workspace.panel for matrices of up to so many columns: see matmul_panels (wq,
+// w_scale, scales) and matvec_rows (columns, terms and a ring for each token)
 static size_t panel_bytes(int cols, int group) {
     const int n_groups = cols / group;
-    const size_t panels = (size_t)TILE_VECS * (cols / 4 + n_groups) * sizeof(VecI);
+    const size_t panels = ((size_t)TILE_VECS * (cols / 4 + n_groups) + n_groups) * sizeof(VecI);
     const size_t few = 2 * n_groups * sizeof(VecI) + FEW_TOKENS_4 * ring_bytes(n_groups, group);
     return panels > few ? panels : few;
 }
@@ -4743,42 +4586,41 @@ static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos)
     return p->m->state.cache + block * block_stride(c) + head * block_floats(c);
 }
 
-static float *key_at(const Pass *p, const Text *text, int kv_head, int pos) {
-    return cache_block(p, text, kv_head, pos) + pos % LANES;  // element j is [j * LANES]
+// Element j of the key, or of the value, at position pos
+static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
+    return cache_block(p, text, kv_head, pos) + j * LANES + pos % LANES;
 }
 
-// For j a multiple of LANES, elements j .. j + LANES - 1 begin at [j * LANES].
-static float *value_at(const Pass *p, const Text *text, int kv_head, int pos) {
-    const int head_dim = p->m->config.head_dim;
-    return cache_block(p, text, kv_head, pos) + head_dim * LANES + pos % LANES * LANES;
+static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
+    const int vector = p->m->config.head_dim + j / LANES * LANES + pos % LANES;
+    return cache_block(p, text, kv_head, pos) + vector * LANES + j % LANES;
 }
 
 static void cache_put_key(const Pass *p, int t, int kv_head, const float *k) {
     const Row *row = &p->m->state.rows[t];
-    float *key = key_at(p, row->text, kv_head, row->pos);
-    for (int j = 0; j < p->m->config.head_dim; j++) key[j * LANES] = k[j];
+    for (int j = 0; j < p->m->config.head_dim; j++) {
+        *key_at(p, row->text, kv_head, row->pos, j) = k[j];
+    }
 }
 
 static void cache_put_value(const Pass *p, int t, int kv_head, const float *v) {
-    const int head_dim = p->m->config.head_dim;
     const Row *row = &p->m->state.rows[t];
-    float *value = value_at(p, row->text, kv_head, row->pos);
-    for (int j = 0; j < head_dim; j += LANES) {
-        memcpy(value + j * LANES, v + j, min_int(LANES, head_dim - j) * sizeof(float));
+    for (int j = 0; j < p->m->config.head_dim; j++) {
+        *value_at(p, row->text, kv_head, row->pos, j) = v[j];
     }
 }
 
 INLINE float cache_key(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return key_at(p, text, kv_head, pos)[j * LANES];
+    return *key_at(p, text, kv_head, pos, j);
 }
 
 INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return value_at(p, text, kv_head, pos)[j / LANES * LANES * LANES + j % LANES];
+    return *value_at(p, text, kv_head, pos, j);
 }
 
 // A query of attention is one query head of one row. It goes through the positions in spans and
 // keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
-// softmax relative to the largest score there, and softmax_join adds it to those before.
+// softmax relative to the largest score there, which span_softmax joins with those before.
 //
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
@@ -4787,22 +4629,9 @@ INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, 
 // few queries, as in decoding, has tiles of 2 queries, by ATT_VECS vectors of columns to read
 // values in longer parts.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
-enum { LINE_VECS = 16 / LANES };       // vectors in a cache line, which is prefetched once
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
-_Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
-
-typedef struct {       // of the scores of some positions
-    float max, total;  // the largest; the sum of the terms exp(score - max)
-} Softmax;
-
-// Adds the softmax of further positions. All terms become relative to the larger max, so those
-// before get the factor `keep`, the further ones `take`. more.max is not -INFINITY.
-INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
-    const float max = all->max > more.max ? all->max : more.max;
-    *keep = fast_exp(all->max - max);
-    *take = fast_exp(more.max - max);
-    *all = (Softmax){max, mul_add(all->total, *keep, more.total * *take)};
-}
+// So what is rounded up to whole tiles or vectors still fits into SPAN and ATT_TASK.
+_Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_QUERIES == 0 && ATT_TASK % LANES == 0, "");
 
 typedef struct AttentionTask {
     const Pass *p;
@@ -4815,27 +4644,15 @@ typedef struct AttentionTask {
     float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
-    Softmax softmax[ATT_TASK];             // so far
-    float keep[ATT_TASK], take[ATT_TASK];  // see softmax_join
+    float max[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
+    float keep[ATT_TASK], take[ATT_TASK];  // see span_softmax
 } AttentionTask;
 
-static AttentionTask *attention_init(const Config *c) {
-    AttentionTask *task = alloc(1, sizeof(AttentionTask), "attention");
-    task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), "attention");
-    task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), "attention");
-    task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), "attention");
-    return task;
-}
-
-// The block of keys that holds position pos, or the span's last one
-INLINE const VecF *keys_of(const AttentionTask *task, int pos) {
-    const int in_span = min_int(pos, (task->end - 1) / LANES * LANES);
-    return (VecF *)key_at(task->p, task->text, task->kv_head, in_span);
-}
-
-INLINE const VecF *values_of(const AttentionTask *task, int pos) {
-    const int in_span = min_int(pos, (task->end - 1) / LANES * LANES);
-    return (VecF *)value_at(task->p, task->text, task->kv_head, in_span);
+// The span's block that holds position pos, or its last one: no later one is sure to exist. Its
+// keys come first, head_dim vectors, then its values.
+INLINE const VecF *block_of(const AttentionTask *task, int pos) {
+    const int in_span = min_int(pos, task->end - 1);
+    return (VecF *)cache_block(task->p, task->text, task->kv_head, in_span);
 }
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
@@ -4844,12 +4661,12 @@ INLINE const VecF *values_of(const AttentionTask *task, int pos) {
 INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
     const int head_dim = task->p->m->config.head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
-    const VecF *low = keys_of(task, pos), *high = keys_of(task, pos + LANES);
-    const VecF *next = keys_of(task, pos + 2 * LANES), *last = keys_of(task, pos + 3 * LANES);
+    const VecF *low = block_of(task, pos), *high = block_of(task, pos + LANES);
+    const VecF *next = block_of(task, pos + 2 * LANES), *last = block_of(task, pos + 3 * LANES);
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
     for (int j = 0; j < head_dim; j++, q += ATT_TASK) {
-        if (r == 0 && j % LINE_VECS == 0) {
+        if (r == 0) {
             __builtin_prefetch(next + j);
             __builtin_prefetch(last + j);
         }
@@ -4869,15 +4686,16 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 // the next may be needed before its prefetch has come.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
                        const int vecs) {
-    const int vectors = value_dim(&task->p->m->config) / LANES;
+    const Config *c = &task->p->m->config;
+    const int vectors = value_dim(c) / LANES, first = c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
     VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
     for (int pos = task->start; pos < end; pos += LANES) {
-        const VecF *values = values_of(task, pos) + j * LANES;
-        const VecF *next = values_of(task, pos + 2 * LANES) + j * LANES;
+        const VecF *values = block_of(task, pos) + first;
+        const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0 && k % LINE_VECS == 0; v++) {
+            for (int v = 0; v < vecs && r == 0; v++) {
                 __builtin_prefetch(&next[v * LANES + k]);
             }
             UNROLL for (int i = 0; i < queries; i++) {
@@ -4896,7 +4714,8 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
 
 // Each query's scores become the terms exp(score - max). Positions after its own get -INFINITY, so
 // that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If there is
-// nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0.
+// nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0. What
+// was summed before and what the span adds become relative to the larger max, by two factors.
 static void span_softmax(AttentionTask *task) {
     const int width = round_up(task->end - task->start, 16);
     float *score = task->score;
@@ -4906,7 +4725,11 @@ static void span_softmax(AttentionTask *task) {
         float max = max_of(score, width);
         if (max == -INFINITY) max = -FLT_MAX;
         const float total = softmax_terms(score, width, max);
-        softmax_join(&task->softmax[r], (Softmax){max, total}, &task->keep[r], &task->take[r]);
+        const float larger = task->max[r] > max ? task->max[r] : max;
+        task->keep[r] = fast_exp(task->max[r] - larger);
+        task->take[r] = fast_exp(max - larger);
+        task->total[r] = mul_add(task->total[r], task->keep[r], total * task->take[r]);
+        task->max[r] = larger;
     }
 }
 
@@ -4924,26 +4747,13 @@ INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) 
     }
 }
 
-// Cuts the queries of a kv head into tasks: task i begins with query task[i] and ends before that
-// of task i + 1. Returns how many there are.
-static int cut_tasks(const Pass *p, int *task) {
-    const Row *rows = p->m->state.rows;
-    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads;
-    int n = 0;
-    for (int t = 0, end; t < p->n; t = end) {
-        for (end = t + 1; end < p->n && rows[end].text == rows[t].text;) end++;
-        for (int i = t * per_kv; i < end * per_kv; i += ATT_TASK) task[n++] = i;
-    }
-    task[n] = p->n * per_kv;
-    return n;
-}
-
-// Queries begin .. end - 1 of a kv head; past the end the last one is repeated.
+// The queries of one kv head and of rows begin .. end - 1, all of one text. Past the end the last
+// one is repeated.
 static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin, int end) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const int per_kv = c->n_heads / c->n_kv_heads, count = end - begin;
-    float *q = task->sum;  // (n, head_dim) the queries, until they are transposed
+    float *q = task->sum;  // (n, head_dim <= value_dim) the queries, until they are transposed
     task->p = p;
     task->text = s->rows[begin / per_kv].text;
     task->kv_head = kv_head;
@@ -4954,7 +4764,8 @@ static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin
         memcpy(q + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
         task->out[r] = s->a + at;
         task->len[r] = s->rows[t].pos + 1;
-        task->softmax[r] = (Softmax){-INFINITY, 0};
+        task->max[r] = -INFINITY;
+        task->total[r] = 0;
     }
     for (int r = 0; r < task->n; r += LANES) {
         VecI *out = (VecI *)(task->q + r);
@@ -4967,33 +4778,43 @@ static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin
 static void task_output(const AttentionTask *task) {
     const Config *c = &task->p->m->config;
     for (int r = 0; r < task->n; r++) {
-        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->softmax[r].total;
+        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->total[r];
         float *out = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
         for (int j = 0; j < c->head_dim; j++) out[j] = sum[j] * inverse;
     }
 }
 
+static void run_task(AttentionTask *task) {
+    const int len = task->len[task->n - 1];
+    for (task->start = 0; task->start < len; task->start = task->end) {
+        task->end = min_int(task->start + SPAN, len);
+        if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
+        else attend_span(task, ATT_QUERIES, 2);
+    }
+    task_output(task);
+}
+
+// Query i of all is query i % n of kv head i / n. Of its neighbours in begin .. end - 1, those of
+// the same kv head and text go into its task.
 static void attend_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const State *s = &p->m->state;
-    AttentionTask *task = s->workspace[thread].attention;
-    for (int i = begin; i < end; i++) {
-        const int *queries = s->tasks + i % s->n_tasks;
-        task_init(task, p, i / s->n_tasks, queries[0], queries[1]);
-        const int len = task->len[task->n - 1];
-        for (task->start = 0; task->start < len; task->start = task->end) {
-            task->end = min_int(task->start + SPAN, len);
-            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-            else attend_span(task, ATT_QUERIES, 2);
-        }
-        task_output(task);
+    const Row *rows = p->m->state.rows;
+    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads, n = p->n * per_kv;
+    AttentionTask *task = p->m->state.workspace[thread].attention;
+    for (int i = begin, next; i < end; i = next) {
+        const int first = i % n, most = min_int(min_int(end - i, n - first), ATT_TASK);
+        const Text *text = rows[first / per_kv].text;
+        for (next = i + 1; next < i + most && rows[next % n / per_kv].text == text;) next++;
+        task_init(task, p, i / n, first, first + next - i);
+        run_task(task);
     }
 }
 
+// A thread takes whole tiles at least, or, if they are fewer, all queries of a kv head.
 static void attend_all(const Pass *p) {
-    State *s = &p->m->state;
-    s->n_tasks = cut_tasks(p, s->tasks);
-    parallel(attend_job, (void *)p, s->n_tasks * p->m->config.n_kv_heads, 1);
+    const Config *c = &p->m->config;
+    const int per_kv = c->n_heads / c->n_kv_heads, n = p->n * per_kv;
+    parallel(attend_job, (void *)p, n * c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -5051,7 +4872,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     s->seq_len = seq_len;
     s->batch = batch;
     s->rows = alloc(n, sizeof(Row), FOR_BATCH);
-    s->tasks = alloc(n * (2 + c->n_heads / c->n_kv_heads / ATT_TASK) + 1, sizeof(int), FOR_BATCH);
     s->cos = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
     s->sin = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
     s->x = alloc(n * c->dim, sizeof(float), FOR_BATCH);
@@ -5061,13 +4881,11 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     s->xq = quantized_init(n, c->dim, c->group_size);
     s->aq = quantized_init(n, c->q_dim, c->group_size);
     s->hq = quantized_init(n * max_int(c->n_experts_used, 1), c->hidden_dim, c->group_size);
-    if (c->n_experts) {
-        Routing *r = s->routing = alloc(1, sizeof(Routing), FOR_BATCH);
-        r->share = alloc(n * c->n_experts, sizeof(float), FOR_BATCH);
-        r->expert = alloc(c->n_experts, sizeof(int), FOR_BATCH);
-        r->token = alloc(n * c->n_experts_used, sizeof(int), FOR_BATCH);
-        r->place = alloc(c->n_experts + 1, sizeof(int), FOR_BATCH);
-    }
+    Routing *r = s->routing = alloc(1, sizeof(Routing), FOR_BATCH);
+    r->share = alloc(n * c->n_experts, sizeof(float), FOR_BATCH);
+    r->expert = alloc(c->n_experts, sizeof(int), FOR_BATCH);
+    r->token = alloc(n * c->n_experts_used, sizeof(int), FOR_BATCH);
+    r->place = alloc(c->n_experts + 1, sizeof(int), FOR_BATCH);
     s->logits = alloc((size_t)logit_rows * c->vocab_size, sizeof(float), FOR_BATCH);
     s->logit_rows = logit_rows;
     s->kv = alloc(n_threads * n * c->head_dim, sizeof(float), FOR_BATCH);
@@ -5078,7 +4896,10 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
         own->panel = alloc(panel_bytes(widest, c->group_size), 1, FOR_BATCH);
-        own->attention = attention_init(c);
+        AttentionTask *task = own->attention = alloc(1, sizeof(AttentionTask), FOR_BATCH);
+        task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), FOR_BATCH);
+        task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), FOR_BATCH);
+        task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), FOR_BATCH);
     }
     cache_init(s, c, pool_blocks(c, seq_len, texts));
 }
@@ -5105,28 +4926,32 @@ static void progress_end(void) {
     progress.shown = progress.total = 0;
 }
 
+// May the line change now, at most ten times per second? Then it shows n.
+static bool progress_due(double time, size_t n) {
+    if (quiet || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return false;
+    progress.drawn = time;
+    progress.shown = n;
+    return true;
+}
+
 // The time left is that of as many tokens as so far, and so the least: later ones take longer, as
 // attention reads more.
 static void progress_add(int n) {
     progress.done += n;
-    if (progress.total == 0 || quiet || !is_terminal(STDERR_FILENO)) return;
+    if (progress.total == 0) return;
     const double share = (double)progress.done / progress.total, time = now();
     const double left = (time - progress.start) * (1 - share) / share;
     const size_t count = (size_t)(share * progress.tokens);
-    if (count == progress.shown || time < progress.drawn + 0.1) return;
-    if (!progress.shown && time - progress.start + left < 2) return;
-    progress.shown = count;
-    progress.drawn = time;
+    const bool soon = !progress.shown && time - progress.start + left < 2;
+    if (count == progress.shown || soon || !progress_due(time, count)) return;
     fprintf(stderr, "\r%zu of %zu tokens, at least %.0f s left\033[K", count, progress.tokens,
             left);
 }
 
 // Of a list: `texts` of `all` (0: nobody knows) are done, after `tokens` in `seconds`.
 static void progress_list(size_t texts, double all, size_t tokens, double seconds) {
-    const double time = now(), rate = tokens / seconds;
-    if (quiet || seconds < 1 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
-    progress.shown = 1;
-    progress.drawn = time;
+    const double rate = tokens / seconds;
+    if (seconds < 1 || !progress_due(now(), 1)) return;
     fprintf(stderr, "\r%zu", texts);
     if (all > 0) fprintf(stderr, " of %.0f", all);
     fprintf(stderr, " texts, %.*f tokens/s", rate < 999.95, rate);

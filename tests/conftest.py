@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 import export as export_py  # noqa: E402
 
 export_py.unicode_sections = functools.cache(export_py.unicode_sections)  # a third of a second each
+export_py.TEMPLATE_SECONDS = 300                        # also a slow machine ends all but endless ones
 
 QWEN3 = Path(os.environ.get("QWEN3", ROOT / "qwen3")).resolve()
 QUOTED_QWEN3 = shlex.quote(str(QWEN3))      # for a shell
@@ -86,7 +87,7 @@ def spawn(*args, **env):
     """The program at a pseudo-terminal: stdin, stdout and stderr."""
     child = pexpect.spawn(str(QWEN3), [str(arg) for arg in args], timeout=300, dimensions=(24, 80),
                           env=environment(TERM="xterm", **env))
-    child.delaybeforesend = None
+    child.delaybeforesend, child.ptyproc.delayafterclose = None, 0
     return child
 
 
@@ -133,8 +134,16 @@ def settle(child):
 def finish(child):
     """The exit status of a spawned program; what it wrote last is in child.before."""
     child.expect(pexpect.EOF)
+    wait_until(lambda: not child.isalive())             # close() would wait, but not long, and kill it
     child.close()
     return child.exitstatus
+
+
+def end(child):
+    """Kills a spawned program, if it still runs."""
+    child.kill(signal.SIGKILL)
+    wait_until(lambda: not child.isalive())
+    child.close()
 
 
 def output(*args, stdin=b"", **kwargs):

@@ -44,6 +44,7 @@ static size_t read_at_once;     // bytes of stdin that arrive together, 0: all
 static bool pasting;            // the lines of a terminal arrive together
 static unsigned polls;          // questions whether there is something to read: the fourth is denied
 static bool must_succeed;       // nothing may be wrong now
+static long until_ctrl_c;       // so many calls for memory or writes, if not 0
 
 static const uint8_t *input;    // being run
 static size_t input_size;
@@ -63,7 +64,14 @@ _Noreturn static void fuzz_exit(int status) {
     longjmp(left, 1);
 }
 
+static volatile sig_atomic_t interrupted;
+
+static void count_down(void) {
+    if (until_ctrl_c > 0 && --until_ctrl_c == 0) interrupted = 1;
+}
+
 static void *fuzz_realloc(void *p, size_t size) {
+    count_down();
     if (size > 64 << 20) return NULL;  // a machine with little memory
     CHECK(n_blocks < sizeof(blocks) / sizeof(*blocks));
     if (!p) return blocks[n_blocks++] = malloc(size);
@@ -130,10 +138,9 @@ static ssize_t fuzz_write(const void *p, size_t n) {
     CHECK(n <= sizeof(written) - n_written);
     memcpy(written + n_written, p, n);
     n_written += n;
+    count_down();
     return (ssize_t)n;
 }
-
-static volatile sig_atomic_t interrupted;
 
 // At a terminal Ctrl-C comes instead of its byte, Ctrl-D ends the input once, and a line at a time
 // arrives.
@@ -331,8 +338,8 @@ static void fuzz_model(Bytes in) {
     if (isfinite(sum_double(logits, g->vocab_size)))
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
     e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size};
-    double sum = 0;
-    if (n > 1) score(&e, ids, n - 1, 0, &sum);
+    Buffer line = {0};
+    if (n > 1) buffer_add_perplexity(&line, &e, &(Ids){ids, n, n});
     e.answer.sampler = (Sampler){.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
                           .seen = alloc(g->vocab_size, 1, "a test"),
                           .answered = alloc(g->vocab_size, 1, "a test")};
@@ -652,12 +659,40 @@ static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
     return line;
 }
 
+// The same list again, with Ctrl-C in the middle: what is written is the beginning of `whole`, and a
+// list that goes on as the message says gives the rest.
+static void list_stopped(int argc, char **argv, char *seed, Bytes data, Bytes whole, long calls) {
+    static App app;
+    app_start(&app, argc, argv);
+    typed = data.p, n_typed = data.n;
+    until_ctrl_c = calls;
+    const int status = run_list(&app);
+    until_ctrl_c = 0;
+    Bytes first = rest(written, n_written), left = whole;
+    CHECK(first.n <= whole.n && (first.n == 0 || memcmp(first.p, whole.p, first.n) == 0));
+    CHECK(first.n == 0 || first.p[first.n - 1] == '\n');
+    CHECK(interrupted ? status == EXIT_INTERRUPT : first.n == whole.n);
+    if (!interrupted) return;
+    interrupted = 0;
+    int lines = 0;
+    for (; first.n; lines++) take_until(&first, '\n'), take_until(&left, '\n'), take_until(&data, '\n');
+    snprintf(seed, 16, "%d", 7 + lines);
+    for (size_t i = 0; i < n_files; i++) free(files[i].p);
+    n_files = 0;
+    file_add("list", data.p, data.n);
+    typed = data.p, n_typed = data.n;
+    app_start(&app, argc, argv);
+    run_list(&app);
+    CHECK(bytes_equal(rest(written, n_written), left));
+}
+
 static void fuzz_list(Bytes in) {
     static App app;
     static uint8_t result[sizeof(written)];
     static char *modes[] = {"chat", "generate", "embed", "perplexity", "tokenize"};
-    static char *lengths[] = {"0", "1", "2", "2", "5", "20"}, *batches[] = {"1", "2", "5", "16"};
-    const uint8_t flags = take_byte(&in), more = take_byte(&in), cache = take_byte(&in);
+    static char *lengths[] = {"0", "1", "2", "5", "20", "-1"}, *batches[] = {"1", "2", "5", "16"};
+    static const int contexts[] = {64, 2 * LANES, 2 * LANES + 1, 3 * LANES - 1};
+    const uint8_t flags = take_byte(&in), more = take_byte(&in), cache = take_byte(&in), edges = take_byte(&in);
     char seed[16], *argv[24] = {"qwen3", "m.bin", "-s", seed, "-q"};
     int argc = 5;
     char *options[] = {"-m", modes[flags % 5], "-n", lengths[more % 6], "-b", batches[cache >> 6],
@@ -671,18 +706,25 @@ static void fuzz_list(Bytes in) {
     if (made) in = bytes_of(&characters);
     const Bytes prefix = more & 128 ? bytes("Is this so?") : (Bytes){0};
     Buffer strings = made ? list_of_strings(in) : (Buffer){0};
-    const Bytes data = made ? bytes_of(&strings) : in;
-    read_at_once = more & 32 ? 0 : 1 + cache % 7;
+    const bool ahead = json && edges % 8 == 7;  // more lines that are done at once than may wait
+    if (ahead) {
+        if (!made) buffer_add(&strings, in);
+        for (int i = 0; i < AHEAD + 50; i++) buffer_add(&strings, bytes("\nx"));
+    }
+    const Bytes data = made || ahead ? bytes_of(&strings) : in;
+    read_at_once = more & 32 || ahead ? 0 : 1 + cache % 7;
     file_add("list", data.p, data.n);
     typed = data.p, n_typed = data.n;
-    const int blocks = toy.state.blocks, batch = toy.state.batch;
+    const int blocks = toy.state.blocks, batch = toy.state.batch, context = toy.state.seq_len;
+    toy.state.seq_len = contexts[edges >> 6];
     const int one = (toy.state.seq_len + toy.state.block_len - 1) / toy.state.block_len;
     toy.state.blocks = min_int(one + cache / 8 % 8, blocks);  // some must give theirs back
     toy.state.batch = atoi(batches[cache >> 6]);
     strcpy(seed, "7");
     char *list[] = {json ? "-L" : "-l", more & 16 ? "-" : "list", "-i", "Is this so?"};
     memcpy(argv + argc, list, sizeof(list));
-    app_start(&app, argc + (prefix.n ? 4 : 2), argv);
+    const int list_argc = argc + (prefix.n ? 4 : 2);
+    app_start(&app, list_argc, argv);
     must_succeed = true;
     const int status = run_list(&app);
     // a line for each line; null for those of which something was said
@@ -693,12 +735,13 @@ static void fuzz_list(Bytes in) {
     for (Bytes left = rest(result, n); left.n; lines++) nulls += bytes_equal(take_until(&left, '\n'), bytes("null"));
     CHECK(lines == in_lines && (n == 0 || result[n - 1] == '\n'));
     CHECK(nulls == (size_t)reports && status == (nulls > 0));
+    if (edges & 8) list_stopped(list_argc, argv, seed, data, rest(result, n), 1 + edges / 8 % 8 * 20 + cache);
     // up to 4 texts alone; what is JSON after mutation is not known here
     toy.state.batch = batch;
     Bytes texts = in, answers = rest(result, n);
     for (int i = 0; i < 4 && answers.n && (made || !json); i++) {
         Bytes text = take_until(&texts, '\n'), answer = take_until(&answers, '\n');
-        const bool crlf = text.p + text.n < in.p + in.n && text.n && text.p[text.n - 1] == '\r';
+        const bool crlf = text.n && text.p[text.n - 1] == '\r' && text.p + text.n < in.p + in.n;
         if (!made && crlf) text.n--;
         if (bytes_equal(answer, bytes("null"))) continue;
         snprintf(seed, sizeof(seed), "%d", 7 + i);
@@ -707,6 +750,7 @@ static void fuzz_list(Bytes in) {
         CHECK(bytes_equal(bytes_of(&alone), answer));
     }
     toy.state.blocks = blocks;
+    toy.state.seq_len = context;
 }
 
 // ---- Target sample: any logits and any options
@@ -873,6 +917,7 @@ static void run_input(const struct Target *target, const uint8_t *p, size_t n) {
     interrupted = 0;
     n_written = reports = n_typed = terminals = pasting = 0;
     read_at_once = polls = must_succeed = 0;
+    until_ctrl_c = 0;
     if (setjmp(left) == 0) {
         target->run((Bytes){p, n < target->longest ? n : target->longest});
     } else if (exit_status == 0) {
@@ -982,16 +1027,28 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     SEED("session", "\x20m.bin\0-m\0chat\0-x\0" "a\0-e\0" "2\0\0one\n/bye\ntwo"),
     SEED("session", "\0m.bin\0-m\0generate\0-x\0\n\0-i\0go\0\0"),
     SEED("session", "\2m.bin\0-l\0-\0-i\0x\0-n\0" "2\0\0one\ntwo\n"),
-    SEED("list", "\0\x12\x40" "Hello\nWhat is 3 + 4?\n\nthe old lighthouse\nthe old light\nthe old lightship"),
-    SEED("list", "\1\x35\x88" "a\r\n\0b\xff\n\n x x x x x x x x x x x x x x x x x x x x\nab\nab"),
-    SEED("list", "\2\xa1\xc1" "one text\none\none text more\n\xe7\x81\xaf"),
-    SEED("list", "\3\x24\x7a" "the keeper didn't like it\nthe keeper\n\nthe old lighthouse keeper, and so on and on"),
-    SEED("list", "\x44\x25\x0a" "1999-12-31\n<|im_end|> x\n"),
-    SEED("list", "\x80\x65\x52" "Hello\n\"quoted\\\"\ttext\n\xf0\x9f\x99\x82\nHello"),
-    SEED("list", "\x80\x02\x40" "[{\"role\": \"user\", \"content\": \"Hello\"}]\n[{\"role\":\"system\",\"content\":\"x\"},"
+    SEED("list", "\0\x12\x40\0" "Hello\nWhat is 3 + 4?\n\nthe old lighthouse\nthe old light\nthe old lightship"),
+    SEED("list", "\1\x35\x88\x08" "a\r\n\0b\xff\n\n x x x x x x x x x x x x x x x x x x x x\nab\nab"),
+    SEED("list", "\2\xa1\xc1\xc8" "one text\none\none text more\n\xe7\x81\xaf"),
+    SEED("list", "\3\x24\x7a\x18" "the keeper didn't like it\nthe keeper\n\nthe old lighthouse keeper, and so on and on"),
+    SEED("list", "\x44\x25\x0a\x10" "1999-12-31\n<|im_end|> x\n"),
+    SEED("list", "\x83\x65\x52\x48" "Hello\n\"quoted\\\"\ttext\n\xf0\x9f\x99\x82\nHello"),
+    SEED("list", "\x82\x02\x40\x28" "[{\"role\": \"user\", \"content\": \"Hello\"}]\n[{\"role\":\"system\",\"content\":\"x\"},"
                  "{\"role\":\"user\",\"content\":\"\\ud83d\\ude42\\n\"}]\n\"\\ud83d\"\n \"a\" \n"),
-    SEED("list", "\xb8\x11\x80" "[{\"role\": \"user\", \"content\": \"a\"}, {\"content\": \"<think>\\n</think> b\", \"role\": "
-                 "\"assistant\"}, {\"x\": [1, -2.5e3, {\"y\": null}], \"role\": \"user\", \"content\": \"c\"}]\n\"d\""),
+    SEED("list", "\xb9\x11\x80\x78" "[{\"role\": \"user\", \"content\": \"a\"}, {\"content\": \"<think>\\n</think> b\", \"role\": "
+                 "\"assistant\"}, {\"x\": [1, -2.5e3, 0.1E+7, {\"y\": null}], \"role\": \"user\", \"content\": \"c\"}]\n\"d\""),
+    // answers until the context is full: of two blocks to their end, and of one position more, in a
+    // pool that only one of them fits into; with one row a pass, and Ctrl-C
+    SEED("list", "\1\x35\xc0\x40" "a\nab\nabc\n\nab\nabcd\na b c d\nabc\nab\nabcde"),
+    SEED("list", "\1\x2f\xc0\x88" "the old lighthouse\nthe old light\nthe old\nthe old lighthouse keeper\nthe"),
+    SEED("list", "\x42\x35\x08\x48" "a b c\na b c\na b c d\na"),
+    // the last one ends before the others, whose answers then need its blocks
+    SEED("list", "\1\x23\xf8\0" "a\nb\n x x x x x x x x x x x x x x x x x x x x x x x x x"),
+    // the younger one needs the block that is not there
+    SEED("list", "\1\x23\xc8\0" "a\n x x x x x x x x x x x x x x"),
+    // more lines ahead than may wait for the first
+    SEED("list", "\x83\x65\xe0\x07" "Hello\nthe old\nthe old light"),
+    SEED("list", "\x82\x2f\xa0\x4f" "\"Hello\"\n\"the old\"\nHello\n\"a\""),
     SEED("sample", "\0\x46\5\xf0\1\x80\x90\xa0\x70\x80\x81\xa1\xa1\x40"),
     SEED("sample", "\6\x46\5\xf0\1\0\0\x80\x7f\0\0\x80\x3f\0\0\x80\x3f"),
     SEED("writer", "\7\0\3<a>\6think>\2b\n\7/think>\2\nc"),

@@ -386,8 +386,7 @@ static void attend_by_spans(const Pass *p, int t, int head, float *a) {
     const int kv_head = head / (c->n_heads / c->n_kv_heads), len = s->rows[t].pos + 1;
     const float *q = s->q + t * c->q_dim + head * c->head_dim;
     const Text *text = s->rows[t].text;
-    Softmax all = {-INFINITY, 0};
-    float score[SPAN], keep, take;
+    float score[SPAN], max_of_all = -INFINITY, total_of_all = 0;
     memset(a, 0, c->head_dim * sizeof(float));
     for (int start = 0, n; start < len; start += n) {
         n = min_int(SPAN, len - start);
@@ -398,7 +397,10 @@ static void attend_by_spans(const Pass *p, int t, int head, float *a) {
             score[i] = dot * (1 / sqrtf((float)c->head_dim));
         }
         const float max = fmaxf(max_of(score, n), -FLT_MAX), total = softmax_terms(score, n, max);
-        softmax_join(&all, (Softmax){max, total}, &keep, &take);
+        const float larger = fmaxf(max_of_all, max);
+        const float keep = fast_exp(max_of_all - larger), take = fast_exp(max - larger);
+        total_of_all = mul_add(total_of_all, keep, total * take);
+        max_of_all = larger;
         for (int j = 0; j < c->head_dim; j++) {
             float sum = 0;
             for (int i = 0; i < n; i++)
@@ -406,7 +408,7 @@ static void attend_by_spans(const Pass *p, int t, int head, float *a) {
             a[j] = mul_add(a[j], keep, sum * take);
         }
     }
-    for (int j = 0; j < c->head_dim; j++) a[j] *= 1 / all.total;
+    for (int j = 0; j < c->head_dim; j++) a[j] *= 1 / total_of_all;
 }
 
 // attend_all() against attend_by_spans(), bit for bit, and against attend(): bit for bit up to SPAN
@@ -950,12 +952,14 @@ static void test_printable(void) {
         {"\x9B" "2J", "\uFFFD2J"}, {"\x80\x85\x9F", "\uFFFD\uFFFD\uFFFD"},
         {"\xFF\xC0\x80", "\uFFFD\uFFFD\uFFFD"},
         {"\xC3", "\uFFFD"}, {"\xE2\x82(", "\uFFFD\uFFFD("}, {"\xED\xA0\x80", "\uFFFD\uFFFD\uFFFD"}};
-    char shown[64];
-    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        const Bytes found = {(uint8_t *)shown, printable(shown, bytes(cases[i].text), "\n\r\t")};
-        CHECK(bytes_equal(bytes(cases[i].shown), found), "case %zu: %.*s", i, (int)found.n, shown);
+    Buffer shown = {0};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++, shown.n = 0) {
+        add_printable(&shown, bytes(cases[i].text), "\n\r\t");
+        CHECK(bytes_equal(bytes(cases[i].shown), bytes_of(&shown)), "case %zu: %.*s", i, (int)shown.n, shown.p);
     }
-    CHECK(printable(shown, (Bytes){(uint8_t *)"\0\n", 2}, "") == 6);
+    add_printable(&shown, (Bytes){(uint8_t *)"\0\n", 2}, "");
+    CHECK(shown.n == 6);
+    free(shown.p);
 }
 
 static void test_utf8(void) {
@@ -1159,16 +1163,17 @@ static void test_json(void) {
                          "1.", ".5", "+1", "1e", "1e+", "-", "--1", "truer", "tru", "nul", "\"a\" b", "[]]", "\"\\u 123\""};
     for (size_t i = 0; i < sizeof(good) / sizeof(*good); i++) {
         Json j = {.rest = bytes(good[i].line)};
-        CHECK(json_value(&j, 0) && !j.expected, "%s", good[i].line);
-        json_take(&j, "");
-        CHECK(j.rest.n == 0, "%s", good[i].line);
+        json_value(&j, 0);
+        json_token(&j, "");
+        CHECK(!j.expected && j.rest.n == 0, "%s", good[i].line);
         if (good[i].text) CHECK(bytes_equal(bytes_of(&j.text), bytes(good[i].text)), "%s", good[i].line);
         free(j.text.p);
     }
     for (size_t i = 0; i < sizeof(bad) / sizeof(*bad); i++) {
         Json j = {.rest = bytes(bad[i])};
-        const bool parsed = json_value(&j, 0) && (json_take(&j, ""), j.rest.n == 0);
-        CHECK(!parsed, "%s", bad[i]);
+        json_value(&j, 0);
+        json_token(&j, "");
+        CHECK(j.expected || j.rest.n, "%s", bad[i]);
         free(j.text.p);
     }
     for (int depth = 99; depth <= 101; depth++) {
@@ -1177,29 +1182,31 @@ static void test_json(void) {
         memset(line + depth, ']', depth);
         line[2 * depth] = 0;
         Json j = {.rest = bytes(line)};
-        CHECK(json_value(&j, 0) == (depth <= 100), "%d levels", depth);
+        json_value(&j, 0);
+        CHECK(!j.expected == (depth <= 100), "%d levels", depth);
     }
 }
 
 static void test_json_messages(void) {
-    const struct { const char *line, *roles, *last; } cases[] = {  // from the array's [ on; NULL: an error
-        {"{\"role\":\"user\",\"content\":\"a\"}]", "u", "a"},
-        {"{\"content\":\"a\",\"x\":[{\"role\":1}],\"role\":\"user\"}]", "u", "a"},
-        {"{\"role\":\"system\",\"content\":\"s\"}, {\"role\":\"user\",\"content\":\"a\"} ]", "su", "a"},
-        {"{\"role\":1,\"role\":\"user\",\"content\":[],\"content\":\"a\",\"content\":\"b\"}]", "u", "b"},
-        {"{\"r\\u006fle\":\"user\",\"content\":\"a\"},{\"role\":\"assistant\",\"content\":\"\"},{\"role\":\"user\",\"content\":\"c\"}]",
+    const struct { const char *line, *roles, *last; } cases[] = {  // NULL: an error
+        {"[{\"role\":\"user\",\"content\":\"a\"}]", "u", "a"},
+        {"[{\"content\":\"a\",\"x\":[{\"role\":1}],\"role\":\"user\"}]", "u", "a"},
+        {"[{\"role\":\"system\",\"content\":\"s\"}, {\"role\":\"user\",\"content\":\"a\"} ]", "su", "a"},
+        {"[{\"role\":1,\"role\":\"user\",\"content\":[],\"content\":\"a\",\"content\":\"b\"}]", "u", "b"},
+        {"[{\"r\\u006fle\":\"user\",\"content\":\"a\"},{\"role\":\"assistant\",\"content\":\"\"},{\"role\":\"user\",\"content\":\"c\"}]",
          "uau", "c"},
-        {"]", NULL, 0}, {"", NULL, 0}, {"{}]", NULL, 0}, {"{\"role\":\"user\"}]", NULL, 0},
-        {"{\"content\":\"a\"}]", NULL, 0}, {"{\"role\":\"user\",\"content\":\"a\"}", NULL, 0},
-        {"{\"role\":\"user\",\"content\":\"a\"},]", NULL, 0}, {"{\"role\":\"tool\",\"content\":\"a\"}]", NULL, 0},
-        {"{\"role\":\"user\",\"content\":\"a\",\"content\":null}]", NULL, 0},
-        {"{\"role\":\"user\",\"role\":2,\"content\":\"a\"}]", NULL, 0},
-        {"{\"role\":\"assistant\",\"content\":\"a\"}]", NULL, 0},
-        {"{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"}]", NULL, 0}};
+        {"[]", NULL, 0}, {"", NULL, 0}, {"[{}]", NULL, 0}, {"[{\"role\":\"user\"}]", NULL, 0},
+        {"[{\"content\":\"a\"}]", NULL, 0}, {"[{\"role\":\"user\",\"content\":\"a\"}", NULL, 0},
+        {"[{\"role\":\"user\",\"content\":\"a\"},]", NULL, 0}, {"[{\"role\":\"tool\",\"content\":\"a\"}]", NULL, 0},
+        {"[{\"role\":\"user\",\"content\":\"a\",\"content\":null}]", NULL, 0},
+        {"[{\"role\":\"user\",\"role\":2,\"content\":\"a\"}]", NULL, 0},
+        {"[{\"role\":\"assistant\",\"content\":\"a\"}]", NULL, 0},
+        {"[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"}]", NULL, 0}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         Conversation talk = {0};
-        Json j = {.rest = bytes(cases[i].line)};
-        CHECK(json_messages(&j, &talk) == !!cases[i].roles && !j.expected == !!cases[i].roles, "%s", cases[i].line);
+        Json j = {.rest = bytes(cases[i].line), .talk = &talk, .first = true};
+        json_line(&j, true);
+        CHECK(!j.expected == !!cases[i].roles, "%s", cases[i].line);
         for (size_t k = 0; cases[i].roles && k < strlen(cases[i].roles); k++) {
             CHECK(k < talk.n && "sua"[talk.p[k].role] == cases[i].roles[k], "%s", cases[i].line);
         }

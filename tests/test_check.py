@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reference import Model, quantize
-from test_export import (ROOT, Checkpoint, checkpoint, experts, process,  # noqa: F401 (fixtures)
-                         refused, run, tokenizer_json)
+from test_export import (ROOT, Checkpoint, checkpoint, experts, refused,  # noqa: F401 (fixtures)
+                         run, tokenizer_json)
 
 
 @pytest.fixture
@@ -39,21 +39,27 @@ def place(ck: Checkpoint, wanted: str) -> tuple[int, tuple[int, ...]]:
     raise KeyError(wanted)
 
 
-def table(out: str) -> dict[str, tuple[float, float]]:
-    """name -> (rms error in %, largest error in half steps)"""
-    lines = [line.split() for line in out.splitlines()[2:]]
-    return {name: (float(rms), float(largest)) for rms, largest, name in lines}
+@pytest.fixture
+def table(run, capsys):
+    """table(arguments) is what a --check that succeeds prints: name -> (rms error in %, largest error
+    in half steps); table.head and table.err are the lines above it and those on stderr."""
+    def call(*args):
+        capsys.readouterr()
+        status, call.err = run("--check", *args)
+        assert status == 0, call.err
+        lines = capsys.readouterr().out.splitlines()
+        call.head, found = lines[:2], [line.split() for line in lines[2:]]
+        return {name: (float(rms), float(largest)) for rms, largest, name in found}
+    return call
 
 
 @pytest.mark.parametrize("group", [None, 32, 64])
-def test_a_good_file(ck, run, tmp_path, capsys, group):
+def test_a_good_file(ck, run, table, tmp_path, group):
     """Its errors are those of a naive computation, and every tensor is in the table."""
     folder = ck.save(tmp_path / "hf")
     assert run(folder, "out.bin", *(["--group-size", group] if group else []))[0] == 0
-    done = process("--check", folder, "out.bin", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = table(done.stdout)
-    assert found.keys() == {f"model.{name}" for name in ck.tensors} and "widest" not in done.stdout
+    found = table(folder, "out.bin")
+    assert found.keys() == {f"model.{name}" for name in ck.tensors} and "widest" not in table.head[1]
     for name, x in ck.tensors.items():
         rms, largest = found[f"model.{name}"]
         if x.ndim == 1:
@@ -69,18 +75,16 @@ def test_a_good_file(ck, run, tmp_path, capsys, group):
         assert largest == pytest.approx(steps, abs=1e-3) and largest <= 1
     worst = max(found, key=lambda name: found[name][0])
     said = re.fullmatch(rf"export.py: out.bin matches .*/hf: header, tokenizer and {len(found)} "
-                        r"tensors; rms error at most (\S+) %, in \S+", done.stderr.splitlines()[0])
+                        r"tensors; rms error at most (\S+) %, in \S+", table.err[0])
     assert said[1] == f"{found[worst][0]:.2g}"
 
 
-def test_four_bits(ck, run, tmp_path):
+def test_four_bits(ck, run, table, tmp_path):
     """The table's errors are those of the file's values."""
     folder = ck.save(tmp_path / "hf")
     assert run(folder, "out.bin", "--bits", 4)[0] == 0
-    done = process("--check", folder, "out.bin", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "widest" in done.stdout.splitlines()[1]
-    found = table(done.stdout)
+    found = table(folder, "out.bin")
+    assert "widest" in table.head[1]
     model = Model.from_bin(tmp_path / "out.bin", "weights")
     for layer, matrix in enumerate(model.w["down"]):
         name = f"layers.{layer}.mlp.down_proj.weight"
@@ -92,14 +96,12 @@ def test_four_bits(ck, run, tmp_path):
         assert largest == pytest.approx((2 * error / step).max(), abs=1e-3)
 
 
-def test_experts(checkpoint, run, tmp_path):
+def test_experts(checkpoint, run, table, tmp_path):
     """A row of the table for the experts of a layer; an error names the expert, row and column."""
     ck = checkpoint("F32", **experts(3))
     folder = ck.save(tmp_path / "hf")
     assert run(folder, "out.bin")[0] == 0
-    done = process("--check", folder, "out.bin", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = table(done.stdout)
+    found = table(folder, "out.bin")
     assert found.keys() == {f"model.{re.sub('experts.[0-9]+', 'experts.*', name)}"
                             for name in ck.tensors}
     assert found["model.layers.1.mlp.gate.weight"] == (0, 0)
@@ -227,6 +229,7 @@ FINDS = {
     "dim": lambda ck: (lambda data: data.__setitem__(8, 32), "header .* at byte 0x8"),
     "group": lambda ck: (lambda data: data.__setitem__(0x2C, 65), "group_size.*found 65"),
     "empty": lambda ck: (lambda data: data.clear(), "group_size.*found 0"),
+    "short": lambda ck: (lambda data: data.__delitem__(slice(0x3A, None)), "truncated"),
 }
 
 
@@ -299,15 +302,13 @@ def test_scales_hardly_above_zero(ck, run, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1e-40, 1e-25, 1e25])
-def test_errors_of_the_smallest_and_largest_weights(ck, run, tmp_path, size):
+def test_errors_of_the_smallest_and_largest_weights(ck, run, table, tmp_path, size):
     """Squares that fp32 does not hold."""
     x = ck.tensors["layers.1.mlp.up_proj.weight"]
     x[...] = np.random.default_rng(1).uniform(-size, size, x.shape)
     folder = ck.save(tmp_path / "hf")
     assert run(folder, "out.bin")[0] == 0
-    rms, _ = table(process(folder, "--check", "out.bin", cwd=tmp_path).stdout)[
-        "model.layers.1.mlp.up_proj.weight"]
-    assert 0.2 < rms < 0.6
+    assert 0.2 < table(folder, "out.bin")["model.layers.1.mlp.up_proj.weight"][0] < 0.6
 
 
 def test_yarn(ck, run, tmp_path):
@@ -342,6 +343,7 @@ def test_full_disk_for_the_table(exported, tmp_path):
 
 # ---------------------------------------------------------------------------- --plot
 
+@pytest.mark.slow
 def test_plot(exported, run, tmp_path):
     image = pytest.importorskip("matplotlib.image")
     assert run("hf", "out.bin", "--plot", "errors.png")[0] == 0

@@ -180,7 +180,7 @@ def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
     (tmp_path / "empty").write_bytes(b"")
 
     def notices(*options, stdin):
-        result = subprocess.run([QWEN3, small, "-m", mode, "-n", "1", *options], stdin=stdin, timeout=60,
+        result = subprocess.run([QWEN3, small, "-m", mode, "-n", "1", *options], stdin=stdin, timeout=300,
                                 capture_output=True, env=environment())
         assert result.returncode == 0, result
         return result.stderr.count(NOT_READ)
@@ -319,7 +319,7 @@ def test_control_characters_of_thinking_on_stderr(chain, tokenizer, tmp_path):
     """stdout is a file, and stderr a terminal."""
     letters = byte_letters()
     model = chain("\u010a", "<think>", *(tokenizer.token_to_id(letters[b]) for b in b"\x1b\xc2\x9b]"), "<|im_end|>")
-    child = pexpect.spawn("sh", ["-c", f"{QUOTED_QWEN3} {model} -t 0 -i x > {tmp_path}/out"], timeout=60,
+    child = pexpect.spawn("sh", ["-c", f"{QUOTED_QWEN3} {model} -t 0 -i x > {tmp_path}/out"], timeout=300,
                           env=environment(TERM="xterm"))
     finish(child)
     assert "<think>\ufffd\ufffd]" in child.before.decode()

@@ -622,7 +622,7 @@ def test_tokens_made_to_collide(tmp_path):
         times.append([])
         for _ in range(3):
             start = time.monotonic()
-            result = qwen3(path, "-q", "-m", "tokenize", "-i", "x", timeout=30)
+            result = qwen3(path, "-q", "-m", "tokenize", "-i", "x")
             times[-1].append(time.monotonic() - start)
             assert result.returncode == 0, result
     assert min(times[0]) < 20 * min(times[1]), times

@@ -5,19 +5,19 @@ import math
 import os
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import reference
-from conftest import ROOT, environment
+from checkpoints import CHATML
+from conftest import export_py as export
 from gguf import GGMLQuantizationType as Kind
 from reference import quantize
 from test_export import (LEVELS, MATRICES, checkpoint, experts,  # noqa: F401 (fixtures)
-                         hub, process, read_tokenizer, refused, rows, run, tokenizer_json)
+                         hub, peak_memory, process, read_tokenizer, reads_peak, refused, rows, run,
+                         tokenizer_json)
 
 NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
          "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -31,8 +31,6 @@ PRINTED = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
            "</think>"}  # not special in Hugging Face's files, and so are
 CALLED_CONTROL = {f"<|{name}|>" for name in (  # these, but not so for the converter
     "fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")}
-CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
 def gguf_name(name: str) -> str:
@@ -210,14 +208,25 @@ def several(checkpoint, tmp_path):
     return ck
 
 
+@pytest.mark.parametrize("name, file", [
+    ("org/tiny-GGUF", "tiny-Q8_0"), ("org/tiny-GGUF:Q4_0", "tiny-Q4_0"),
+    ("org/tiny-GGUF:bf16", "BF16/tiny-BF16-00001-of-00002"),
+    ("org/tiny-GGUF/tiny-F16.gguf", "tiny-F16"), ("https://hf.co/org/tiny-GGUF/", "tiny-Q8_0"),
+    ("https://hf.co/org/tiny-GGUF/tree/main", "tiny-Q8_0"),
+    ("https://hf.co/org/tiny-GGUF/blob/main/tiny-F16.gguf#x", "tiny-F16"),
+    ("org/tiny-GGUF/BF16/tiny-BF16-00002-of-00002.gguf", "BF16/tiny-BF16-00001-of-00002")])
+def test_names(several, tmp_path, name, file):
+    folder = tmp_path / "hub/org/tiny-GGUF"
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.*")]
+    model, kind, path = export.HUB_NAME.fullmatch(name).groups()
+    assert model == "org/tiny-GGUF"
+    assert export.choose_gguf(model, files, kind or path, "Q8_0")[0] == f"{file}.gguf"
+
+
 @pytest.mark.parametrize("name, file, out", [
-    ("org/tiny-GGUF", "tiny-Q8_0", "tiny-Q8_0.bin"),
     ("org/tiny-GGUF:Q4_0", "tiny-Q4_0", "tiny-Q4_0-q4.bin"),
-    ("org/tiny-GGUF:bf16", "BF16/tiny-BF16-00001-of-00002", "tiny-BF16.bin"),
-    ("org/tiny-GGUF/tiny-F16.gguf", "tiny-F16", "tiny-F16.bin"),
-    ("URL/org/tiny-GGUF/blob/main/tiny-F16.gguf?download=true", "tiny-F16", "tiny-F16.bin"),
-    ("org/tiny-GGUF/BF16/tiny-BF16-00002-of-00002.gguf", "BF16/tiny-BF16-00001-of-00002",
-     "tiny-BF16.bin")])
+    ("URL/org/tiny-GGUF/blob/main/BF16/tiny-BF16-00002-of-00002.gguf?download=true",
+     "BF16/tiny-BF16-00001-of-00002", "tiny-BF16.bin")])
 def test_from_the_hub_by_name(several, hub, run, tmp_path, name, file, out):
     """The same as from that file; nothing else is downloaded."""
     status, err = hub(name.replace("URL", hub.url))
@@ -233,7 +242,7 @@ ALL = "found BF16/tiny-BF16.gguf, tiny-F16.gguf, tiny-Q4_0.gguf, tiny-Q8_0.gguf$
 
 
 def test_not_on_the_hub(several, hub, tmp_path):
-    refused(hub("org/tiny-GGUF:Q6_K"), "org/tiny-GGUF: no GGUF file Q6_K, expected one of these, " + ALL)
+    refused(hub("org/tiny-GGUF:Q6_K"), "org/tiny-GGUF: no GGUF file Q6_K, expected the name of one of these, " + ALL)
     refused(hub("org/tiny-GGUF/x.gguf"), "no GGUF file x.gguf", ALL)
     refused(hub("org/tiny-GGUF:4_0"), "no GGUF file 4_0", ALL)
     folder = tmp_path / "hub/org/tiny-GGUF"
@@ -400,6 +409,7 @@ def test_mixtures_with_four_bits(checkpoint, make, run, tmp_path, kinds):
     assert (tmp_path / "model-q4.bin").read_bytes()[0x70:0x80] == np.int8(LEVELS).tobytes()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, which a user does not see
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_infinite_scale_is_refused(checkpoint, make, run, tmp_path, kind):
     ck = checkpoint("F32")
@@ -596,7 +606,7 @@ def test_truncated_and_spoiled(make, run, tmp_path):
 # ---------------------------------------------------------------------------- large files
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read the peak from")
+@reads_peak
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.Q4_K])
 def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path, kind):
     """An embedding of 123 million values, up to 492 MB, as a hole in the file."""
@@ -623,17 +633,6 @@ def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path, kind):
     writer.write_ti_data_to_file()
     writer.close()
     os.truncate(tmp_path / "model.gguf", 600_000_000)
-    # not getrusage: its maximum includes the process that this one was forked from
-    code = ("import runpy, sys\n"
-            "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-            "finally: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])")
     for more in ([], ["--check"]):
-        argv = [str(ROOT / "export.py"), "model.gguf", "out.bin", *more]
-        done = subprocess.run([sys.executable, "-c", f"import sys; sys.argv = {argv!r}\n" + code],
-                              cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                              env=environment())
-        assert done.returncode == 0, done.stderr
-        peak = int(done.stdout.split()[-1]) * 1024
-        print(f"peak memory {peak / 1e6:.0f} MB")
-        assert peak < 250e6
+        assert peak_memory("model.gguf", "out.bin", *more, cwd=tmp_path) < 250e6
     (tmp_path / "out.bin").unlink()

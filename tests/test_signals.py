@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pexpect
 import pytest
-from conftest import (LINUX, ROOT, copy_model, environment, export, finish, join_tokenizer,
+from conftest import (LINUX, ROOT, copy_model, end, environment, export, finish, join_tokenizer,
                       make_checkpoint, make_table_model, settle, spawn, split_tokenizer, wait_for_call,
                       wait_until, waiting)
 
@@ -205,17 +205,24 @@ def test_interrupt_right_after_enter(endless):
     assert finish(child) == 0
 
 
-FULL = pytest.mark.parametrize("wait", [0, 1], ids=["reading", "terminal full"])
+def stop_terminal(child):
+    """Ctrl-S: the program waits in write() from now on."""
+    child.sendcontrol("s")
+    wait_for_call(child.pid, "write")
 
 
-@FULL
-def test_interrupt_stops_the_answer_only(endless, wait):
+STOPPED = pytest.mark.parametrize("stopped", [False, True], ids=["reading", "terminal stopped"])
+
+
+@STOPPED
+def test_interrupt_stops_the_answer_only(endless, stopped):
     """Also when the program waits in write(), as the terminal takes no more."""
     child = spawn(endless, "-t", 0, "-c", 0)
     child.expect("> ")
     child.sendline("x")
     child.expect("aaaaaa")
-    time.sleep(wait)
+    if stopped:
+        stop_terminal(child)
     child.sendintr()
     child.expect("> ")
     child.sendline("y")
@@ -228,11 +235,12 @@ def test_interrupt_stops_the_answer_only(endless, wait):
     assert finish(child) == 0
 
 
-@FULL
-def test_interrupt_of_one_answer_at_a_terminal(endless, wait):
+@STOPPED
+def test_interrupt_of_one_answer_at_a_terminal(endless, stopped):
     child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
     child.expect("aaaaaa")
-    time.sleep(wait)
+    if stopped:
+        stop_terminal(child)
     child.sendintr()
     assert finish(child) == 130
 
@@ -349,8 +357,7 @@ def test_while_the_terminal_is_dim(thinking, number):
         rest = child.after
         while child.expect([r"(?s).+", pexpect.TIMEOUT, pexpect.EOF], timeout=0.5) == 0:
             rest += child.after
-        child.kill(signal.SIGKILL)
-        child.close()
+        end(child)
         if len(rest) < 4000:
             break
     else:
@@ -359,10 +366,10 @@ def test_while_the_terminal_is_dim(thinking, number):
 
 
 def test_while_the_terminal_takes_nothing(endless):
-    """Ctrl-S, say: the program waits in write(), and ends all the same."""
+    """The program waits in write(), and ends all the same."""
     child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
     child.expect("aaaa")
-    wait_for_call(child.pid, "write")                   # nobody reads
+    stop_terminal(child)
     child.kill(signal.SIGTERM)
     wait_until(lambda: not child.isalive())
     assert child.signalstatus == signal.SIGTERM
@@ -386,7 +393,7 @@ def test_during_a_paste(endless, number):
             if child.expect([pexpect.EOF, pexpect.TIMEOUT], timeout=0.1) == 0:
                 break
         assert termios.tcgetattr(child.child_fd)[3] & termios.ICANON
-        child.close()
+        end(child)
         assert child.signalstatus == number or child.exitstatus == 130
 
 
