@@ -5141,10 +5141,13 @@ static double memory_size(void) {
 // one that ended the program would leave the terminal that way.
 static Waiting input_waits(void) {
     int waiting = 0;
+    bool ready = false;
     for (int i = 0; i < 2; i++) {
         if (i > 0) nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
+        ready = input_ready(STDIN_FILENO);
         if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return LINE;
     }
+    if (ready) return NOTHING;  // Ctrl-D, which would be lost while ICANON is off
     struct termios cooked;
     sigset_t all, before;
     if (tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;

@@ -256,6 +256,18 @@ def test_end_of_input_after_a_backslash(tiny):
     assert [ids] == prompts(qwen3(tiny, "-i", "hi", "-v", "-n", 1))
 
 
+@pytest.mark.parametrize("typed", ["hi\n\x04", "hi\n\x04\x04"])
+def test_end_of_input_that_comes_with_the_line(tiny, typed):
+    """As from a script, or typed during an answer: it is part of no paste, and leaves after the answer."""
+    child = spawn(tiny, "-t", 0, "-v")
+    child.expect("> ")
+    child.send(typed)
+    child.expect(r"prompt ids: ([\d ]+)\r\n")
+    ids = [int(i) for i in child.match[1].split()]
+    assert finish(child) == 0
+    assert [ids] == prompts(qwen3(tiny, "-i", "hi", "-v", "-n", 1))
+
+
 def test_paste_without_a_final_newline(tiny):
     """The last line of a pasted block waits in the terminal until Enter, and belongs to the rest."""
     child = spawn(tiny, "-t", 0, "-v")
