@@ -2590,13 +2590,13 @@ static void send_file(App *app, Bytes words) {
     const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
     const uint8_t end = quoted ? *words.p : ' ';
     const char *home = tilde ? getenv("HOME") : "";
-    if (quoted || tilde) words = bytes_from(words, 1);
-    size_t n = 0;
+    const size_t start = quoted || tilde;
+    size_t n = start;
     while (n < words.n && words.p[n] != end) n++;
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", home, (int)n, (const char *)words.p);
+    snprintf(path, sizeof(path), "%s%.*s", home, (int)(n - start), (const char *)words.p + start);
     Buffer message = {0};
-    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + 1 : n)));
+    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + quoted : n)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *error = NULL;
@@ -3419,7 +3419,8 @@ static void set_option(Options *o, const Option *option, const char *value) {
     errno = 0;
     if (option->type == STRING) {
         *(const char **)place = value;
-        if (strlen(value) < option->low) expected = "a text that is not empty";
+        if (strlen(value) < option->low)
+            expected = option->letter == 'x' ? "a text that is not empty" : "a file's name, or -";
     } else if (option->type == MODE) {
         for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
         if (o->mode == N_MODES)
