@@ -263,7 +263,6 @@ typedef struct {
     // Part III only:
     struct Routing *routing;      // which experts run for which tokens
     struct Workspace *workspace;  // (threads)
-    int *tasks, n_tasks;          // see cut_tasks
 } State;
 
 typedef struct {
@@ -1486,8 +1485,8 @@ static void check_config(const Cursor *in, const Config *c) {
 static void take_header(Cursor *in, Config *c) {
     int32_t words[64];  // those that are known become 0
     in->part = "the header";
+    if (in->rest.n >= 4) check_magic(in->file, load_i32(in->rest.p));
     memcpy(words, take(in, sizeof(words)), sizeof(words));
-    check_magic(in->file, words[0]);
     if (words[1] != 1) die_bad(in, "version", "1, found %d", words[1]);
     words[0] = words[1] = 0;
     for (const Field *f = fields; f < fields + sizeof(fields) / sizeof(*fields); f++) {
@@ -1829,7 +1828,8 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     const uint32_t version = take_u32(in), length = take_u32(in);
     if (version != 1) die_bad(in, "extension version", "1, found %u", version);
     if (length != in->rest.n)
-        die_bad(in, "extension length", "%zu, found %u", in->rest.n, length);
+        die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n,
+                length);
     for (bool seen[N_TAGS] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
         const size_t n = take_u32(in);
@@ -2542,7 +2542,7 @@ static bool read_message(App *app) {
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
     if (cut)
-        report("input: the terminal cut a line at %d bytes; nothing was sent (/file sends more)",
+        report("input: the terminal cut a line at %d bytes; nothing was sent; /file PATH sends more",
                terminal_line());
     return true;
 }
@@ -2583,15 +2583,14 @@ static void send_file(App *app, Bytes words) {
     words = skip_spaces(words);
     const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
     const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
-    const uint8_t end = quoted ? *words.p : ' ';
-    const char *home = tilde ? getenv("HOME") : "";
-    if (quoted || tilde) words = bytes_from(words, 1);
-    size_t n = 0;
-    while (n < words.n && words.p[n] != end) n++;
+    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
+    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
+    const int n = (int)((end ? end : last) - name);
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", home, (int)n, (const char *)words.p);
+    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + 1 : n)));
+    const size_t rest = end ? (size_t)(end + 1 - words.p) : words.n;
+    buffer_add(&message, skip_spaces(bytes_from(words, rest)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *error = NULL;
@@ -2712,7 +2711,6 @@ static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
     const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
     double sum = 0;
     float *logits = NULL;
-    progress_start(&e->model, n);
     for (int at = 0, count; at < n && !interrupted; at += count) {
         const int pos = at % (s->seq_len - 1);
         count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
@@ -2723,7 +2721,6 @@ static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
             sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
         }
     }
-    progress_end();
     if (!interrupted)
         buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
     return !interrupted && isfinite(sum);
@@ -2773,7 +2770,9 @@ static void run_raw(App *app, Bytes text) {
     } else if (app->mode == PERPLEXITY) {
         if (ids.n > (size_t)context)
             notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
+        progress_start(&e->model, ids.n - 1);
         if (!buffer_add_perplexity(&lines, e, &ids) && !interrupted) die(NOT_FINITE);
+        progress_end();
     } else if (!app->options.verbose) {
         buffer_add_ids(&lines, &ids);
     } else {
@@ -2841,18 +2840,19 @@ typedef struct {
     Lines in;
     bool ended, failed;    // there are no more lines; a line was an error
     size_t read, written;  // lines so far
-    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done
+    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done. They do
+                           // not meet: read - written <= AHEAD
     size_t ahead;          // bytes of these
     // active: first those that run, then those that wait for their turn to begin, both in the
     // list's order, then the free ones, of which the first has been free for the longest time.
     Place places[PLACES + 1], *active[PLACES + 1];
-    int n_places, n_running, n_active;  // at most in use; that run; that run or wait
-    Place *last;           // the one that began last; with one place more than are in use, it is
-                           // never the first of the free ones
+    int n_places, n_running, n_active;  // at most in use, <= -b; that run; that run or wait
+    Place *last;           // the one that began last. It is never the first of the free ones, as
+                           // there is one place more than are in use
     Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
-    int n_ready;
+    int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
     int *users;            // (State.blocks) texts that have this block
-    int *unused, n_unused; // blocks that nobody uses, the next one last
+    int *unused, n_unused; // (State.blocks) those that nobody uses, the next one last
     Json json;             // a line,
     Conversation talk;     // and its messages; all modes but chat look at the last one only
     size_t longest;        // no text of seq_len tokens has more bytes
@@ -3026,6 +3026,7 @@ static void write_lines(List *l) {
 
 // The pool of blocks
 
+// A text has at most seq_len tokens (check_length, answer_add), so p->answer.text.blocks has room.
 static void take_block(List *l, Place *p, int block) {
     l->users[block]++;
     p->answer.text.blocks[p->n_blocks++] = block;
@@ -3058,7 +3059,7 @@ static bool begin(List *l) {
     if (same > run) same = run;
     if (n_blocks - (int)same / len + l->n_running + 1 > l->n_unused) {
         if (l->n_running) return false;
-        drop_blocks(l, last);  // now all are unused: enough for any text
+        drop_blocks(l, last);  // all are unused now: seq_len positions at least
         same = 0;
     }
     for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
@@ -3072,7 +3073,7 @@ static bool begin(List *l) {
 }
 
 // Makes sure that there is a block for a text's next token, by preemption if need be. False: it was
-// the youngest one.
+// the youngest one. That never happens to a text that runs alone, as all blocks are its own then.
 static bool make_room(List *l, Place *p) {
     if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
         return true;
@@ -3101,6 +3102,16 @@ static bool parse_line(List *l, Bytes line) {
     return !j->expected;
 }
 
+// Of those that are encoded whole: an answer may lose its thinking.
+static Bytes longest_message(const Conversation *talk) {
+    Bytes longest = {0};
+    for (size_t i = 0; i < talk->n; i++) {
+        const Bytes text = bytes_of(&talk->p[i].text);
+        if (talk->p[i].role != ASSISTANT && text.n > longest.n) longest = text;
+    }
+    return longest;
+}
+
 // Encodes a line. Returns false if that can't be done, which it says.
 static bool encode_line(List *l, Bytes text, Ids *ids) {
     const App *app = l->app;
@@ -3116,7 +3127,7 @@ static bool encode_line(List *l, Bytes text, Ids *ids) {
     }
     if (o->json_list && !parse_line(l, text)) return false;
     const bool messages = talk->n && talk->p[talk->n - 1].role == USER;
-    if (o->json_list) text = bytes_of(messages ? &talk->p[talk->n - 1].text : &l->json.text);
+    if (o->json_list) text = messages ? longest_message(talk) : bytes_of(&l->json.text);
     if (text.n > l->longest) {
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
                where(l, l->read), m->state.seq_len, m->config.max_seq_len, text.n);
@@ -3156,6 +3167,7 @@ static void add_line(List *l, Bytes line) {
     l->consumed += line.n;
     p->number = l->read++;
     if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
+        if (good) l->rows += p->ids.n;
         line_done(l, p->number, good);
         return;
     }
@@ -3186,7 +3198,8 @@ static bool admit(List *l) {
     return false;
 }
 
-// Pass: first the texts that decode, then the prompts. Returns false after Ctrl-C.
+// Pass: first the texts that decode, then the prompts. As n_places <= batch, each of the first has
+// its row, and if any prompt runs, the oldest one has a row at least. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
@@ -3197,7 +3210,7 @@ static bool pass(List *l) {
             size_t *run = &text->ids.n;
             const size_t left = p->ids.n - *run;
             if (left == 0 || (left > 1 && !prompts)) continue;
-            if (!make_room(l, p)) break;  // it takes blocks from later texts only
+            if (!make_room(l, p)) break;  // (of later texts, which have no rows yet)
             for (; *run < p->ids.n && n < s->batch; (*run)++) {
                 s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
             }
@@ -3484,7 +3497,7 @@ static Options parse_options(int argc, char **argv) {
             o.model = arg;
         }
     }
-    if (!o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
+    if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
         die_usage("-l, -L: a list, expected one of them, without -f and -v");
@@ -3760,12 +3773,10 @@ static struct {
     _Atomic(Job) job;
     void *_Atomic arg;
     _Atomic int count, chunk;
-    _Atomic int sleepers;  // threads that wait for `wake` or `done`; changed while `lock` is held
+    _Atomic int sleepers;  // threads that wait for `changed`; counted while `lock` is held
     pthread_mutex_t lock;
-    pthread_cond_t wake, done;
-} pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
-          .wake = PTHREAD_COND_INITIALIZER,
-          .done = PTHREAD_COND_INITIALIZER};
+    pthread_cond_t changed;  // a loop began, or all its items are done
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
 static bool has_work(void) { return (uint32_t)atomic_load(&pool.ticket) > 0; }
 
@@ -3773,21 +3784,21 @@ static bool is_done(void) { return atomic_load(&pool.finished) == atomic_load(&p
 
 // Spins for 50 us, then sleeps. No wake-up is lost: a waker first makes ready() true and then looks
 // for sleepers; a sleeper first counts itself and then tests ready().
-static void wait_until(bool (*ready)(void), pthread_cond_t *cond) {
+static void wait_until(bool (*ready)(void)) {
     for (double end = now() + 50e-6; now() < end;) {
         if (ready()) return;
     }
     pthread_mutex_lock(&pool.lock);
     atomic_fetch_add(&pool.sleepers, 1);
-    while (!ready()) pthread_cond_wait(cond, &pool.lock);
+    while (!ready()) pthread_cond_wait(&pool.changed, &pool.lock);
     atomic_fetch_sub(&pool.sleepers, 1);
     pthread_mutex_unlock(&pool.lock);
 }
 
-static void wake_up(pthread_cond_t *cond) {
+static void wake_up(void) {
     if (atomic_load(&pool.sleepers) == 0) return;
     pthread_mutex_lock(&pool.lock);
-    pthread_cond_broadcast(cond);
+    pthread_cond_broadcast(&pool.changed);
     pthread_mutex_unlock(&pool.lock);
 }
 
@@ -3806,14 +3817,14 @@ static void work(int thread) {
         int share = min_int(round_up(max_int(left * 7 / (8 * n_threads), 1), chunk), left);
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - share)) continue;
         job(arg, begin, begin + share, thread);
-        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up(&pool.done);
+        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up();
         ticket = atomic_load(&pool.ticket);
     }
 }
 
 static void *worker(void *arg) {
     for (;;) {
-        wait_until(has_work, &pool.wake);
+        wait_until(has_work);
         work((int)(intptr_t)arg);
     }
     return NULL;
@@ -3840,9 +3851,9 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     atomic_store(&pool.chunk, chunk);
     atomic_store(&pool.finished, 0);
     atomic_store(&pool.ticket, ((atomic_load(&pool.ticket) >> 32) + 1) << 32 | (uint32_t)count);
-    wake_up(&pool.wake);
+    wake_up();
     work(0);
-    wait_until(is_done, &pool.done);
+    wait_until(is_done);
 }
 #endif
 
@@ -3895,41 +3906,39 @@ static void project(const Pass *p, float *out, int stride, const Matrix *w, cons
     }
 }
 
-typedef struct {   // what swiglu_groups works on
-    Quantized in;  // (n, dim)  Q8(h) of n tokens
-    int n;
-    int hq_row;    // the result of token t of these goes to row hq_row + t of State.hq
-    int w_row;     // the first row of W1 and W3 to use: 0, or the first one of an expert
-} Swiglu;
-
-// Groups begin .. end - 1 of hq = Q8(silu(W1 in) * (W3 in)). Column i needs just row i of W1 and of
-// W3. The buffers gate and up are small, to stay in the CPU's caches: for n tokens they have room
-// for batch / n groups, so each round computes at most that many.
-static void swiglu_groups(const Pass *p, const Swiglu *a, int begin, int end, int thread) {
+// Groups begin .. end - 1 of hq = Q8(silu(W1 x) * (W3 x)), for the n tokens of `all`, into rows of
+// hq from hq_row on. Column i needs just row all->row_begin + i of W1 and of W3: with experts, an
+// expert's rows begin there. The buffers gate and up are small, to stay in the CPU's caches: for n
+// tokens they have room for batch / n groups, so each round computes at most that many.
+static void swiglu_groups(const Pass *p, const Matmul *all, int hq_row, int begin, int end) {
     const State *s = &p->m->state;
-    Workspace *own = &s->workspace[thread];
     const int group = p->m->config.group_size;
     for (int g = begin, count; g < end; g += count) {
-        count = min_int(end - g, s->batch / max_int(a->n, 1));
-        const int cols = count * group, row = a->w_row + g * group;
-        Matmul part = {.w = &p->w->w1, .x = &a->in, .out = own->gate, .stride = cols,
-                       .row_begin = row, .row_end = row + cols, .n = a->n, .own = own};
+        count = min_int(end - g, s->batch / max_int(all->n, 1));
+        const int cols = count * group;
+        float *gate = all->own->gate, *up = all->own->up;
+        Matmul part = *all;
+        part.w = &p->w->w1;
+        part.out = gate;
+        part.stride = cols;
+        part.row_begin = all->row_begin + g * group;
+        part.row_end = part.row_begin + cols;
         matmul_rows(&part);
         part.w = &p->w->w3;
-        part.out = own->up;
+        part.out = up;
         matmul_rows(&part);
-        for (int t = 0; t < a->n; t++) {
-            float *gate = own->gate + (size_t)t * cols;
-            silu_times(gate, own->up + (size_t)t * cols, cols);
-            quantize(&s->hq, a->hq_row + t, g * group, gate, cols, group);
+        for (int t = 0; t < all->n; t++, gate += cols, up += cols) {
+            silu_times(gate, up, cols);
+            quantize(&s->hq, hq_row + t, g * group, gate, cols, group);
         }
     }
 }
 
 static void swiglu_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const Swiglu all = {.in = p->m->state.xq, .n = p->n};
-    swiglu_groups(p, &all, begin, end, thread);
+    const State *s = &p->m->state;
+    const Matmul all = {.x = &s->xq, .n = p->n, .own = &s->workspace[thread]};
+    swiglu_groups(p, &all, 0, begin, end);
 }
 
 static void swiglu(const Pass *p) {
@@ -4002,18 +4011,18 @@ static void experts_hidden_job(void *arg, int begin, int end, int thread) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
     const Routing *r = s->routing;
-    const Quantized gathered = s->workspace[thread].gathered;
+    Workspace *own = &s->workspace[thread];
     const int n_groups = c->hidden_dim / c->group_size;
     for (int i = begin, next; i < end; i = next) {
         const int k = i / n_groups, place = r->place[k], n = r->place[k + 1] - place;
         next = min_int(end, (k + 1) * n_groups);
         for (int j = 0; j < n; j++) {  // whole vectors: q8, scale and bias_fix
-            memcpy(quantized_row(&gathered, j).q8, quantized_row(&s->xq, r->token[place + j]).q8,
-                   gathered.stride * 4);
+            memcpy(quantized_row(&own->gathered, j).q8,
+                   quantized_row(&s->xq, r->token[place + j]).q8, s->xq.stride * 4);
         }
-        const Swiglu part = {.in = gathered, .n = n, .hq_row = place,
-                             .w_row = r->expert[k] * c->hidden_dim};
-        swiglu_groups(p, &part, i - k * n_groups, next - k * n_groups, thread);
+        const Matmul all = {.x = &own->gathered, .n = n, .own = own,
+                            .row_begin = r->expert[k] * c->hidden_dim};
+        swiglu_groups(p, &all, place, i - k * n_groups, next - k * n_groups);
     }
 }
 
@@ -4322,24 +4331,6 @@ INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int gr
 // so many bytes ahead, and their scales. 113 cache lines are the best of those tried.
 enum { BYTES_AHEAD = 7232 };
 
-// The products of `share` bytes of weights with x, added up in vectors
-INLINE VecI part_dot(const int8_t *bytes, const int8_t *low, const int8_t *high, VecI levels,
-                     const int share, const int bits) {
-    VecI dot = splat(0);
-    UNROLL for (int i = 0; i < share; i += sizeof(VecI)) {
-        const VecI b = load_vector(bytes + i);
-        if (i % 64 == 0) __builtin_prefetch(bytes + i + BYTES_AHEAD, 0, 2);  // to L2
-        if (bits == 8) {
-            dot = dot4(dot, b ^ splat(FLIP), load_vector(low + i));
-        } else {
-            dot = dot4(dot, pick_levels(levels, b), load_vector(low + i));
-            dot = dot4(dot, pick_levels(levels, b >> 4), load_vector(high + i));
-        }
-    }
-    __asm__ volatile("");  // keeps GCC from moving all prefetches to the front
-    return dot;
-}
-
 // The terms of LANES groups: of w from its group `first` on, of x from its group g on. dots[v]
 // holds the partial sums of one group, or of several that are smaller than a vector, side by side;
 // sum_each makes a lane of each group.
@@ -4349,12 +4340,23 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     const int n_dots = LANES * size / share, scale_size = bits / 2;  // of a scale: 4 or 2 bytes
     const int8_t *bytes = w->bytes + first * size;
     const uint8_t *scales = (const uint8_t *)w->scales + first * scale_size;
-    const int8_t *low = x->low + g * size, *high = bits == 4 ? x->high + g * size : low;
+    const int8_t *low = x->low + g * size, *high = x->high + g * size;
     VecI dots[LANES];
     __builtin_prefetch(scales + BYTES_AHEAD / size * scale_size);
     UNROLL for (int v = 0; v < n_dots; v++) {
-        const int i = v * share;
-        dots[v] = part_dot(bytes + i, low + i, high + i, levels, share, bits);
+        VecI dot = splat(0);
+        UNROLL for (int i = v * share; i < (v + 1) * share; i += sizeof(VecI)) {
+            const VecI b = load_vector(bytes + i);
+            if (i % 64 == 0) __builtin_prefetch(bytes + i + BYTES_AHEAD, 0, 2);  // to L2
+            if (bits == 8) {
+                dot = dot4(dot, b ^ splat(FLIP), load_vector(low + i));
+            } else {
+                dot = dot4(dot, pick_levels(levels, b), load_vector(low + i));
+                dot = dot4(dot, pick_levels(levels, b >> 4), load_vector(high + i));
+            }
+        }
+        dots[v] = dot;
+        __asm__ volatile("");  // keeps GCC from moving all prefetches to the front
     }
     VecI sums = sum_each(dots, n_dots);
     if (W_BIAS) sums += load_vector(x->bias_fix + g);
@@ -4576,42 +4578,41 @@ static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos)
     return p->m->state.cache + block * block_stride(c) + head * block_floats(c);
 }
 
-static float *key_at(const Pass *p, const Text *text, int kv_head, int pos) {
-    return cache_block(p, text, kv_head, pos) + pos % LANES;  // element j is [j * LANES]
+// Element j of the key, or of the value, at position pos
+static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
+    return cache_block(p, text, kv_head, pos) + j * LANES + pos % LANES;
 }
 
-// For j a multiple of LANES, elements j .. j + LANES - 1 begin at [j * LANES].
-static float *value_at(const Pass *p, const Text *text, int kv_head, int pos) {
-    const int head_dim = p->m->config.head_dim;
-    return cache_block(p, text, kv_head, pos) + head_dim * LANES + pos % LANES * LANES;
+static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
+    const int vector = p->m->config.head_dim + j / LANES * LANES + pos % LANES;
+    return cache_block(p, text, kv_head, pos) + vector * LANES + j % LANES;
 }
 
 static void cache_put_key(const Pass *p, int t, int kv_head, const float *k) {
     const Row *row = &p->m->state.rows[t];
-    float *key = key_at(p, row->text, kv_head, row->pos);
-    for (int j = 0; j < p->m->config.head_dim; j++) key[j * LANES] = k[j];
+    for (int j = 0; j < p->m->config.head_dim; j++) {
+        *key_at(p, row->text, kv_head, row->pos, j) = k[j];
+    }
 }
 
 static void cache_put_value(const Pass *p, int t, int kv_head, const float *v) {
-    const int head_dim = p->m->config.head_dim;
     const Row *row = &p->m->state.rows[t];
-    float *value = value_at(p, row->text, kv_head, row->pos);
-    for (int j = 0; j < head_dim; j += LANES) {
-        memcpy(value + j * LANES, v + j, min_int(LANES, head_dim - j) * sizeof(float));
+    for (int j = 0; j < p->m->config.head_dim; j++) {
+        *value_at(p, row->text, kv_head, row->pos, j) = v[j];
     }
 }
 
 INLINE float cache_key(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return key_at(p, text, kv_head, pos)[j * LANES];
+    return *key_at(p, text, kv_head, pos, j);
 }
 
 INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return value_at(p, text, kv_head, pos)[j / LANES * LANES * LANES + j % LANES];
+    return *value_at(p, text, kv_head, pos, j);
 }
 
 // A query of attention is one query head of one row. It goes through the positions in spans and
 // keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
-// softmax relative to the largest score there, and softmax_join adds it to those before.
+// softmax relative to the largest score there, which span_softmax joins with those before.
 //
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
@@ -4620,22 +4621,8 @@ INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, 
 // few queries, as in decoding, has tiles of 2 queries, by ATT_VECS vectors of columns to read
 // values in longer parts.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
-enum { LINE_VECS = 16 / LANES };       // vectors in a cache line, which is prefetched once
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
-
-typedef struct {       // of the scores of some positions
-    float max, total;  // the largest; the sum of the terms exp(score - max)
-} Softmax;
-
-// Adds the softmax of further positions. All terms become relative to the larger max, so those
-// before get the factor `keep`, the further ones `take`. more.max is not -INFINITY.
-INLINE void softmax_join(Softmax *all, Softmax more, float *keep, float *take) {
-    const float max = all->max > more.max ? all->max : more.max;
-    *keep = fast_exp(all->max - max);
-    *take = fast_exp(more.max - max);
-    *all = (Softmax){max, mul_add(all->total, *keep, more.total * *take)};
-}
 
 typedef struct AttentionTask {
     const Pass *p;
@@ -4648,27 +4635,15 @@ typedef struct AttentionTask {
     float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
-    Softmax softmax[ATT_TASK];             // so far
-    float keep[ATT_TASK], take[ATT_TASK];  // see softmax_join
+    float max[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
+    float keep[ATT_TASK], take[ATT_TASK];  // see span_softmax
 } AttentionTask;
 
-static AttentionTask *attention_init(const Config *c) {
-    AttentionTask *task = alloc(1, sizeof(AttentionTask), "attention");
-    task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), "attention");
-    task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), "attention");
-    task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), "attention");
-    return task;
-}
-
-// The block of keys that holds position pos, or the span's last one
-INLINE const VecF *keys_of(const AttentionTask *task, int pos) {
-    const int in_span = min_int(pos, (task->end - 1) / LANES * LANES);
-    return (VecF *)key_at(task->p, task->text, task->kv_head, in_span);
-}
-
-INLINE const VecF *values_of(const AttentionTask *task, int pos) {
-    const int in_span = min_int(pos, (task->end - 1) / LANES * LANES);
-    return (VecF *)value_at(task->p, task->text, task->kv_head, in_span);
+// The span's block that holds position pos, or its last one: no later one is sure to exist. Its
+// keys come first, head_dim vectors, then its values.
+INLINE const VecF *block_of(const AttentionTask *task, int pos) {
+    const int in_span = min_int(pos, task->end - 1);
+    return (VecF *)cache_block(task->p, task->text, task->kv_head, in_span);
 }
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
@@ -4677,12 +4652,12 @@ INLINE const VecF *values_of(const AttentionTask *task, int pos) {
 INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
     const int head_dim = task->p->m->config.head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
-    const VecF *low = keys_of(task, pos), *high = keys_of(task, pos + LANES);
-    const VecF *next = keys_of(task, pos + 2 * LANES), *last = keys_of(task, pos + 3 * LANES);
+    const VecF *low = block_of(task, pos), *high = block_of(task, pos + LANES);
+    const VecF *next = block_of(task, pos + 2 * LANES), *last = block_of(task, pos + 3 * LANES);
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
     for (int j = 0; j < head_dim; j++, q += ATT_TASK) {
-        if (r == 0 && j % LINE_VECS == 0) {
+        if (r == 0) {
             __builtin_prefetch(next + j);
             __builtin_prefetch(last + j);
         }
@@ -4702,15 +4677,16 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 // the next may be needed before its prefetch has come.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
                        const int vecs) {
-    const int vectors = value_dim(&task->p->m->config) / LANES;
+    const Config *c = &task->p->m->config;
+    const int vectors = value_dim(c) / LANES, first = c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
     VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
     for (int pos = task->start; pos < end; pos += LANES) {
-        const VecF *values = values_of(task, pos) + j * LANES;
-        const VecF *next = values_of(task, pos + 2 * LANES) + j * LANES;
+        const VecF *values = block_of(task, pos) + first;
+        const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0 && k % LINE_VECS == 0; v++) {
+            for (int v = 0; v < vecs && r == 0; v++) {
                 __builtin_prefetch(&next[v * LANES + k]);
             }
             UNROLL for (int i = 0; i < queries; i++) {
@@ -4729,7 +4705,8 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
 
 // Each query's scores become the terms exp(score - max). Positions after its own get -INFINITY, so
 // that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If there is
-// nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0.
+// nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0. What
+// was summed before and what the span adds become relative to the larger max, by two factors.
 static void span_softmax(AttentionTask *task) {
     const int width = round_up(task->end - task->start, 16);
     float *score = task->score;
@@ -4739,7 +4716,11 @@ static void span_softmax(AttentionTask *task) {
         float max = max_of(score, width);
         if (max == -INFINITY) max = -FLT_MAX;
         const float total = softmax_terms(score, width, max);
-        softmax_join(&task->softmax[r], (Softmax){max, total}, &task->keep[r], &task->take[r]);
+        const float larger = task->max[r] > max ? task->max[r] : max;
+        task->keep[r] = fast_exp(task->max[r] - larger);
+        task->take[r] = fast_exp(max - larger);
+        task->total[r] = mul_add(task->total[r], task->keep[r], total * task->take[r]);
+        task->max[r] = larger;
     }
 }
 
@@ -4757,21 +4738,8 @@ INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) 
     }
 }
 
-// Cuts the queries of a kv head into tasks: task i begins with query task[i] and ends before that
-// of task i + 1. Returns how many there are.
-static int cut_tasks(const Pass *p, int *task) {
-    const Row *rows = p->m->state.rows;
-    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads;
-    int n = 0;
-    for (int t = 0, end; t < p->n; t = end) {
-        for (end = t + 1; end < p->n && rows[end].text == rows[t].text;) end++;
-        for (int i = t * per_kv; i < end * per_kv; i += ATT_TASK) task[n++] = i;
-    }
-    task[n] = p->n * per_kv;
-    return n;
-}
-
-// Queries begin .. end - 1 of a kv head; past the end the last one is repeated.
+// The queries of one kv head and of rows begin .. end - 1, all of one text. Past the end the last
+// one is repeated.
 static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin, int end) {
     const Config *c = &p->m->config;
     const State *s = &p->m->state;
@@ -4787,7 +4755,8 @@ static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin
         memcpy(q + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
         task->out[r] = s->a + at;
         task->len[r] = s->rows[t].pos + 1;
-        task->softmax[r] = (Softmax){-INFINITY, 0};
+        task->max[r] = -INFINITY;
+        task->total[r] = 0;
     }
     for (int r = 0; r < task->n; r += LANES) {
         VecI *out = (VecI *)(task->q + r);
@@ -4800,33 +4769,43 @@ static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin
 static void task_output(const AttentionTask *task) {
     const Config *c = &task->p->m->config;
     for (int r = 0; r < task->n; r++) {
-        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->softmax[r].total;
+        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->total[r];
         float *out = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
         for (int j = 0; j < c->head_dim; j++) out[j] = sum[j] * inverse;
     }
 }
 
+static void run_task(AttentionTask *task) {
+    const int len = task->len[task->n - 1];
+    for (task->start = 0; task->start < len; task->start = task->end) {
+        task->end = min_int(task->start + SPAN, len);
+        if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
+        else attend_span(task, ATT_QUERIES, 2);
+    }
+    task_output(task);
+}
+
+// Query i of all is query i % n of kv head i / n. Of its neighbours in begin .. end - 1, those of
+// the same kv head and text go into its task.
 static void attend_job(void *arg, int begin, int end, int thread) {
     const Pass *p = arg;
-    const State *s = &p->m->state;
-    AttentionTask *task = s->workspace[thread].attention;
-    for (int i = begin; i < end; i++) {
-        const int *queries = s->tasks + i % s->n_tasks;
-        task_init(task, p, i / s->n_tasks, queries[0], queries[1]);
-        const int len = task->len[task->n - 1];
-        for (task->start = 0; task->start < len; task->start = task->end) {
-            task->end = min_int(task->start + SPAN, len);
-            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-            else attend_span(task, ATT_QUERIES, 2);
-        }
-        task_output(task);
+    const Row *rows = p->m->state.rows;
+    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads, n = p->n * per_kv;
+    AttentionTask *task = p->m->state.workspace[thread].attention;
+    for (int i = begin, next; i < end; i = next) {
+        const int first = i % n, most = min_int(min_int(end - i, n - first), ATT_TASK);
+        const Text *text = rows[first / per_kv].text;
+        for (next = i + 1; next < i + most && rows[next % n / per_kv].text == text;) next++;
+        task_init(task, p, i / n, first, first + next - i);
+        run_task(task);
     }
 }
 
+// A thread takes whole tiles at least, or, if they are fewer, all queries of a kv head.
 static void attend_all(const Pass *p) {
-    State *s = &p->m->state;
-    s->n_tasks = cut_tasks(p, s->tasks);
-    parallel(attend_job, (void *)p, s->n_tasks * p->m->config.n_kv_heads, 1);
+    const Config *c = &p->m->config;
+    const int per_kv = c->n_heads / c->n_kv_heads, n = p->n * per_kv;
+    parallel(attend_job, (void *)p, n * c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4884,7 +4863,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     s->seq_len = seq_len;
     s->batch = batch;
     s->rows = alloc(n, sizeof(Row), FOR_BATCH);
-    s->tasks = alloc(n * (2 + c->n_heads / c->n_kv_heads / ATT_TASK) + 1, sizeof(int), FOR_BATCH);
     s->cos = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
     s->sin = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
     s->x = alloc(n * c->dim, sizeof(float), FOR_BATCH);
@@ -4911,7 +4889,10 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
         own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
         if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
         own->panel = alloc(panel_bytes(widest, c->group_size), 1, FOR_BATCH);
-        own->attention = attention_init(c);
+        AttentionTask *task = own->attention = alloc(1, sizeof(AttentionTask), FOR_BATCH);
+        task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), FOR_BATCH);
+        task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), FOR_BATCH);
+        task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), FOR_BATCH);
     }
     cache_init(s, c, pool_blocks(c, seq_len, texts));
 }
@@ -4938,28 +4919,32 @@ static void progress_end(void) {
     progress.shown = progress.total = 0;
 }
 
+// May the line change now, at most ten times per second? Then it shows n.
+static bool progress_due(double time, size_t n) {
+    if (quiet || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return false;
+    progress.drawn = time;
+    progress.shown = n;
+    return true;
+}
+
 // The time left is that of as many tokens as so far, and so the least: later ones take longer, as
 // attention reads more.
 static void progress_add(int n) {
     progress.done += n;
-    if (progress.total == 0 || quiet || !is_terminal(STDERR_FILENO)) return;
+    if (progress.total == 0) return;
     const double share = (double)progress.done / progress.total, time = now();
     const double left = (time - progress.start) * (1 - share) / share;
     const size_t count = (size_t)(share * progress.tokens);
-    if (count == progress.shown || time < progress.drawn + 0.1) return;
-    if (!progress.shown && time - progress.start + left < 2) return;
-    progress.shown = count;
-    progress.drawn = time;
+    const bool soon = !progress.shown && time - progress.start + left < 2;
+    if (count == progress.shown || soon || !progress_due(time, count)) return;
     fprintf(stderr, "\r%zu of %zu tokens, at least %.0f s left\033[K", count, progress.tokens,
             left);
 }
 
 // Of a list: `texts` of `all` (0: nobody knows) are done, after `tokens` in `seconds`.
 static void progress_list(size_t texts, double all, size_t tokens, double seconds) {
-    const double time = now(), rate = tokens / seconds;
-    if (quiet || seconds < 1 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
-    progress.shown = 1;
-    progress.drawn = time;
+    const double rate = tokens / seconds;
+    if (seconds < 1 || !progress_due(now(), 1)) return;
     fprintf(stderr, "\r%zu", texts);
     if (all > 0) fprintf(stderr, " of %.0f", all);
     fprintf(stderr, " texts, %.*f tokens/s", rate < 999.95, rate);

@@ -87,7 +87,7 @@ def spawn(*args, **env):
     """The program at a pseudo-terminal: stdin, stdout and stderr."""
     child = pexpect.spawn(str(QWEN3), [str(arg) for arg in args], timeout=300, dimensions=(24, 80),
                           env=environment(TERM="xterm", **env))
-    child.delaybeforesend = None
+    child.delaybeforesend, child.ptyproc.delayafterclose = None, 0
     return child
 
 
@@ -134,8 +134,16 @@ def settle(child):
 def finish(child):
     """The exit status of a spawned program; what it wrote last is in child.before."""
     child.expect(pexpect.EOF)
+    wait_until(lambda: not child.isalive())             # close() would wait, but not long, and kill it
     child.close()
     return child.exitstatus
+
+
+def end(child):
+    """Kills a spawned program, if it still runs."""
+    child.kill(signal.SIGKILL)
+    wait_until(lambda: not child.isalive())
+    child.close()
 
 
 def output(*args, stdin=b"", **kwargs):

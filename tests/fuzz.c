@@ -741,7 +741,7 @@ static void fuzz_list(Bytes in) {
     Bytes texts = in, answers = rest(result, n);
     for (int i = 0; i < 4 && answers.n && (made || !json); i++) {
         Bytes text = take_until(&texts, '\n'), answer = take_until(&answers, '\n');
-        const bool crlf = text.p + text.n < in.p + in.n && text.n && text.p[text.n - 1] == '\r';
+        const bool crlf = text.n && text.p[text.n - 1] == '\r' && text.p + text.n < in.p + in.n;
         if (!made && crlf) text.n--;
         if (bytes_equal(answer, bytes("null"))) continue;
         snprintf(seed, sizeof(seed), "%d", 7 + i);

@@ -386,8 +386,7 @@ static void attend_by_spans(const Pass *p, int t, int head, float *a) {
     const int kv_head = head / (c->n_heads / c->n_kv_heads), len = s->rows[t].pos + 1;
     const float *q = s->q + t * c->q_dim + head * c->head_dim;
     const Text *text = s->rows[t].text;
-    Softmax all = {-INFINITY, 0};
-    float score[SPAN], keep, take;
+    float score[SPAN], max_of_all = -INFINITY, total_of_all = 0;
     memset(a, 0, c->head_dim * sizeof(float));
     for (int start = 0, n; start < len; start += n) {
         n = min_int(SPAN, len - start);
@@ -398,7 +397,10 @@ static void attend_by_spans(const Pass *p, int t, int head, float *a) {
             score[i] = dot * (1 / sqrtf((float)c->head_dim));
         }
         const float max = fmaxf(max_of(score, n), -FLT_MAX), total = softmax_terms(score, n, max);
-        softmax_join(&all, (Softmax){max, total}, &keep, &take);
+        const float larger = fmaxf(max_of_all, max);
+        const float keep = fast_exp(max_of_all - larger), take = fast_exp(max - larger);
+        total_of_all = mul_add(total_of_all, keep, total * take);
+        max_of_all = larger;
         for (int j = 0; j < c->head_dim; j++) {
             float sum = 0;
             for (int i = 0; i < n; i++)
@@ -406,7 +408,7 @@ static void attend_by_spans(const Pass *p, int t, int head, float *a) {
             a[j] = mul_add(a[j], keep, sum * take);
         }
     }
-    for (int j = 0; j < c->head_dim; j++) a[j] *= 1 / all.total;
+    for (int j = 0; j < c->head_dim; j++) a[j] *= 1 / total_of_all;
 }
 
 // attend_all() against attend_by_spans(), bit for bit, and against attend(): bit for bit up to SPAN

@@ -13,8 +13,8 @@ import jinja2.sandbox
 import numpy as np
 import pexpect
 import pytest
-from conftest import (CHATML, QUOTED_QWEN3, QWEN3, STATS, assert_error, copy_model, environment, export,
-                      finish, make_checkpoint, make_table_model, qwen3, records, settle, spawn, tokenize)
+from conftest import (CHATML, QUOTED_QWEN3, QWEN3, STATS, assert_error, copy_model, end, environment,
+                      export, finish, make_checkpoint, make_table_model, qwen3, records, settle, spawn, tokenize)
 from test_export import CHATS
 
 END = "<|im_end|>"
@@ -412,7 +412,7 @@ def talk(tiny):
         return child, say
     yield start
     for child in children:
-        child.close(force=True)
+        end(child)
 
 
 def prompt_ids(shown):

@@ -45,7 +45,7 @@ def table(out: str) -> dict[str, tuple[float, float]]:
     return {name: (float(rms), float(largest)) for rms, largest, name in lines}
 
 
-@pytest.mark.parametrize("group", [None, 32, 64])
+@pytest.mark.parametrize("group", [None, 32, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_good_file(ck, run, tmp_path, capsys, group):
     """Its errors are those of a naive computation, and every tensor is in the table."""
     folder = ck.save(tmp_path / "hf")
@@ -298,7 +298,7 @@ def test_scales_hardly_above_zero(ck, run, tmp_path):
     assert run(ck.save(tmp_path / "hf"), "out.bin")[0] == run("--check", "hf", "out.bin")[0] == 0
 
 
-@pytest.mark.parametrize("size", [1e-40, 1e-25, 1e25])
+@pytest.mark.parametrize("size", [1e-40, *[pytest.param(x, marks=pytest.mark.slow) for x in (1e-25, 1e25)]])
 def test_errors_of_the_smallest_and_largest_weights(ck, run, tmp_path, size):
     """Squares that fp32 does not hold."""
     x = ck.tensors["layers.1.mlp.up_proj.weight"]
@@ -342,6 +342,7 @@ def test_full_disk_for_the_table(exported, tmp_path):
 
 # ---------------------------------------------------------------------------- --plot
 
+@pytest.mark.slow
 def test_plot(exported, run, tmp_path):
     image = pytest.importorskip("matplotlib.image")
     assert run("hf", "out.bin", "--plot", "errors.png")[0] == 0

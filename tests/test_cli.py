@@ -44,7 +44,7 @@ def test_bad_value(option, value):
     (), ("-i", "hi"), ("m.bin", "-x"), ("m.bin", "-e"), ("m.bin", "--frobnicate"), ("m.bin", "-i"), ("m.bin", "-t"),
     ("m.bin", "extra.bin"), ("m.bin", "-i", "hi", "extra"), ("-i",), ("m.bin", "-"),
     ("m.bin", "--help-me"), ("m.bin", "-qx"), ("m.bin", "-x", ""), ("m.bin", "-f", ""),
-    ("m.bin", "-q", "-v")], ids=" ".join)
+    ("m.bin", "-q", "-v"), ("", "-i", "hi")], ids=" ".join)
 def test_bad_usage(args):
     assert_error(qwen3(*args), 2)
 
@@ -122,7 +122,7 @@ def test_likely_first_models(tmp_path):
             ("Qwen/Qwen3-0.6B", "export.py Qwen/Qwen3-0.6B"),
             ("Qwen/Qwen3-0.6B-GGUF:Q4_0", "export.py Qwen/Qwen3-0.6B-GGUF:Q4_0")]:
         assert_error(run(path), 1, command)
-    for path in ("none.bin", "Qwen/none.bin", "./a/b", "a/b/c", "/Qwen/x", ""):
+    for path in ("none.bin", "Qwen/none.bin", "./a/b", "a/b/c", "/Qwen/x"):
         result = run(path)
         assert_error(result, 1)
         assert b"export.py " not in result.stderr, result

@@ -858,6 +858,7 @@ def peak_memory(*args, cwd) -> int:
     return int(done.stdout.split()[-1]) * 1024
 
 
+@pytest.mark.slow
 @reads_peak
 def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path):
     """264 MB of weights, one tensor of 246 MB (492 in fp32): far more than this allows."""

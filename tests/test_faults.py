@@ -60,7 +60,7 @@ def permissions(tmp_path):
 
 # -- disks
 
-@pytest.mark.parametrize("limit", [100, 50_000])
+@pytest.mark.parametrize("limit", [50_000, pytest.param(100, marks=pytest.mark.slow)])
 def test_export_to_a_disk_that_becomes_full(checkpoint, tmp_path, limit):
     """The older files stay, and nothing else."""
     out = tmp_path / "model.bin"

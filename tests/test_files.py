@@ -375,10 +375,12 @@ def test_any_floats_in_every_tensor(files, value):
 # -- something else
 
 @pytest.mark.parametrize("content", [
-    b"", b"x", random.Random(1).randbytes(5000), bytes(256), b"#!/bin/sh\n" * 100, b"GGUF" + bytes(1000)],
-    ids=["empty", "byte", "noise", "zeros", "script", "gguf"])
+    b"", b"x", random.Random(1).randbytes(5000), bytes(256), b"#!/bin/sh\n" * 100, b"GGUF" + bytes(1000),
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", b"GGUF"],
+    ids=["empty", "byte", "noise", "zeros", "script", "gguf", "git lfs", "cut gguf"])
 def test_something_else(files, content):
-    assert_error(files().run(content), 1, "model.bin")
+    word = "a GGUF file" if content[:4] == b"GGUF" else "not a qwen3.c model" if len(content) >= 4 else ""
+    assert_error(files().run(content), 1, "model.bin", word)
     assert_error(files().run(None, content), 1, "model.bin.tokenizer")
 
 
@@ -472,7 +474,7 @@ def test_tokenizer_of_another_model(files):
 
 @pytest.mark.parametrize("offset, value, word", [
     (0, b"q3ty", "another model"), *[(4, version, "version") for version in (0, 2, 2**32 - 1)],
-    *[(8, length, "length") for length in (-1, 1, 0, 2**31, 2**32 - 1)]])
+    *[(8, length, "length") for length in (-1, 0, 2**31, 2**32 - 1)], (8, 1, "copy or export it again")])
 def test_extension_header(files, offset, value, word):
     at = files().tokenizer_bytes.index(b"q3tx")
     if value in (-1, 1):                                # one less, one more than it is

@@ -1,5 +1,6 @@
 """A list of texts (-l, -L): each line of the output is what its text gets in a run of its own, bit for
 bit, and nothing that is written is lost, whatever happens."""
+import contextlib
 import fcntl
 import functools
 import json
@@ -164,7 +165,9 @@ def test_threads_and_batches(tiny, options):
     check(tiny, make_texts(20, seed=6), "-n", 25, seed=3, before=options)
 
 
-@pytest.mark.parametrize("blocks, options", [(1, ()), (40, ()), (70, ("-b", 5)), (150, ()), (150, ("-b", 31))])
+@pytest.mark.parametrize("blocks, options", [
+    (1, ()), (40, ()), (150, ("-b", 31)),
+    *[pytest.param(*how, marks=pytest.mark.slow) for how in ((70, ("-b", 5)), (150, ()))]])
 def test_small_pool(tiny, blocks, options):
     """So few blocks of positions that texts give theirs back and begin again: their answers go on as if
     nothing had happened."""
@@ -187,17 +190,17 @@ def test_small_context(tiny):
 
 
 @needs_address_space
-def test_little_memory(tiny):
+@pytest.mark.parametrize("kilobytes", [60_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_little_memory(tiny, kilobytes):
     """A quarter of what the process may use is the cache's: few of the texts fit, and some give theirs
     back and begin again."""
     texts = [b" ".join([text] * 2) for text in make_texts(40, seed=7, longest=100)]
     options = ["-c", 0, "-n", 250, "-t", 3, "-k", 0, "-p", 1]
     expected = [alone(tiny, text, *options, seed=i) for i, text in enumerate(texts)]
-    for kilobytes in 60_000, 100_000:
-        script = f"ulimit -v {kilobytes}; exec {QUOTED_QWEN3} {tiny} -l - -q -j 1 -s 0 {' '.join(map(str, options))}"
-        done = subprocess.run(["sh", "-c", script], input=b"".join(text + b"\n" for text in texts),
-                              capture_output=True, timeout=300, env=environment())
-        assert done.returncode == 0 and done.stdout.split(b"\n")[:-1] == expected, done.stderr
+    script = f"ulimit -v {kilobytes}; exec {QUOTED_QWEN3} {tiny} -l - -q -j 1 -s 0 {' '.join(map(str, options))}"
+    done = subprocess.run(["sh", "-c", script], input=b"".join(text + b"\n" for text in texts),
+                          capture_output=True, timeout=300, env=environment())
+    assert done.returncode == 0 and done.stdout.split(b"\n")[:-1] == expected, done.stderr
 
 
 def test_pieces_of_a_perplexity(tiny):
@@ -545,6 +548,19 @@ def test_a_conversation_that_is_too_long(tiny):
     assert all("too long" in what for what in errors_of(error).values())
 
 
+def test_a_message_that_is_too_long(tiny):
+    """Nobody waits until it is encoded, in whatever place it is; but thinking, which is left out, may be
+    of any length."""
+    long, user = "a" * 200_000, {"role": "user", "content": "Hello"}
+    conversations = [[{"role": "system", "content": long}, user],
+                     [{"role": "user", "content": long}, {"role": "assistant", "content": "a"}, user],
+                     [user, {"role": "assistant", "content": f"<think>{long}</think>\n\nHi"}, user]]
+    data = "".join(json.dumps(messages) + "\n" for messages in conversations).encode()
+    lines, error = run_list(tiny, data, *GREEDY, "-q", kind="-L", status=1)
+    assert lines[:2] == [b"null"] * 2 and lines[2] != b"null"
+    assert [line.endswith(b"found 200000 bytes") for line in error.splitlines()] == [True, True], error
+
+
 # -- what stderr says
 
 def test_statistics(tiny):
@@ -634,6 +650,19 @@ def test_progress(stopping, tmp_path, source):
         feeder.wait(300)
 
 
+def test_progress_of_perplexities(tiny, tmp_path):
+    """Their texts run one by one: the next one leaves the line as it is, and each counts for the rate."""
+    path = write_list(tmp_path / "list", [b"Tell me a story about a fox."] * 50000)
+    script = f"exec {QUOTED_QWEN3} {tiny} -l {path} -m perplexity -j 1 > {tmp_path}/out"
+    child = pexpect.spawn("sh", ["-c", script], timeout=60, env=environment(TERM="xterm"), dimensions=(24, 80))
+    for _ in range(2):
+        child.expect(rb"\r\d+ of 50000 texts, ([\d.]+) tokens/s, \d+ s left\x1b\[K")
+        assert float(child.match[1]) > 0
+        assert child.before == b""
+    child.kill(signal.SIGINT)
+    assert finish(child) == 130
+
+
 # -- nothing is lost
 
 def whole_lines(out):
@@ -710,6 +739,18 @@ def test_interrupt(start, tiny, long_list, signals):
         assert re.search(rb"(?m)^qwen3: .*tail -n \+%d, -s %d$" % (n + 1, 3 + n), error), error
     tail = f"tail -n +{n + 1} {path} | {QUOTED_QWEN3} {tiny} -l - -s {3 + n} -n 30 -q"
     assert subprocess.check_output(["sh", "-c", tail]).split(b"\n")[:-1] == expected[n:]
+
+
+def test_interrupt_while_a_line_is_encoded(start, tiny):
+    """The part of it that is encoded by then is no text of its own, which could be too short."""
+    child = start(tiny, "-l", "-", "-m", "perplexity")
+    child.stdin.write(b"a b c " * 10_000_000 + b"\n")
+    child.stdin.flush()                         # it has taken nearly all of it
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    out, error = child.communicate(timeout=300)
+    assert child.returncode == 130 and out == b"", error
+    assert b"line 1:" not in error and b"0 lines are written" in error
 
 
 def test_interrupt_beats_an_error(start, stopping):
@@ -826,6 +867,42 @@ def test_not_too_far_ahead(start, stopping):
     assert child.poll() is None
     child.kill()
     feeder.join(300)
+
+
+@pytest.mark.slow
+def test_not_too_many_bytes_ahead(start, tokenizer, tmp_path):
+    """Of 100 KB each, 16 MB of finished lines wait for the first text, which never ends; then no more is
+    read."""
+    long, (a, b, end) = "~" * 100_000, (tokenizer.token_to_id(t) for t in ("a", "b", "<|im_end|>"))
+    data = json.loads(tokenizer.to_str())       # with a token of 100 KB, which b goes on with, and no more
+    added = len(data["model"]["vocab"]) + len(data["added_tokens"])
+    data["added_tokens"].append({**data["added_tokens"][-1], "id": added, "content": long, "special": False})
+    tall = type(tokenizer).from_str(json.dumps(data))
+    assert tall.token_to_id(long) == added
+    logits = np.zeros((added + 1, 3), np.float32)
+    logits[end, 0] = logits[a, 1] = logits[added, 2] = 12.7
+    model = export(make_table_model(tmp_path / "hf", tall, [a, b], logits, max_len=1_000_000), tmp_path / "model.bin")
+    text = b'"b"' + b" " * 4000 + b"\n"         # a token that takes its time on the way in
+    assert run_list(model, text, "-m", "generate", *GREEDY, "-q", kind="-L")[0] == [json_string(long.encode())]
+    child = start(model, "-L", "-", *GREEDY, "-m", "generate", "-c", "0", "-q", "-j", "1")
+    taken = 0
+
+    def feed():
+        nonlocal taken
+        with contextlib.suppress(OSError, ValueError):
+            child.stdin.write(b'"a"\n')
+            while True:
+                taken += child.stdin.write(text)
+    feeder = threading.Thread(target=feed, daemon=True)
+    feeder.start()
+    before, least = -1, (16 << 20) / len(long) * len(text)
+    wait_until(lambda: taken > least)
+    while taken != before:                      # until it is at rest
+        before = taken
+        time.sleep(1)
+    assert taken < least + 40 * len(text) + 300_000, taken / least      # with what pipes and buffers hold
+    child.kill()
+    feeder.join(60)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """qwen3.c by other compilers, with sanitizers, on other CPUs and systems. qemu-user stands in for the
 CPU, wine for Windows; what is not installed is skipped.
 """
+import json
 import os
 import pty
 import re
@@ -48,7 +49,7 @@ def under(directory, *runner):
 
 def check(programs, *files):
     """The unit tests, an answer, and of these files the tests that `make test` runs."""
-    units = subprocess.run([programs / "tests/test"], capture_output=True, text=True, timeout=1200)
+    units = subprocess.run([programs / "tests/test"], capture_output=True, text=True, timeout=3000)
     assert units.returncode == 0 and " 0 failures" in units.stdout, units
     answer = subprocess.run([programs / "qwen3", TINY / "tiny.bin", "-t", "0", "-i", QUESTION],
                             capture_output=True, timeout=300, env=environment())
@@ -56,11 +57,32 @@ def check(programs, *files):
     if files:
         tests = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files],
-            cwd=TESTS, capture_output=True, text=True, timeout=1800,
+            cwd=TESTS, capture_output=True, text=True, timeout=3600,
             env=environment(QWEN3=str(programs / "qwen3"),
                             ASAN_OPTIONS="allocator_may_return_null=1"))  # as malloc does
         assert tests.returncode == 0 and " passed" in tests.stdout, tests.stdout[-4000:]
         print(tests.stdout.splitlines()[-1])
+
+
+def run(programs, *args, stdin=b"", timeout=300):
+    return subprocess.run([programs / "qwen3", *map(str, args)], input=stdin, capture_output=True,
+                          timeout=timeout, env=environment())
+
+
+def check_list(programs, directory):
+    """-l and -L, of a file and of stdin: each line is the answer that its text gets alone."""
+    texts = [QUESTION, "Hello", "Größe 灯塔", "Who are you?", QUESTION]
+    answers = [run(programs, TINY / "tiny.bin", "-t", 0, "-q", "-i", text).stdout for text in texts]
+    assert answers[0] == ANSWER
+    path = directory / "list"
+    for kind, lines, bad in ("-l", texts, "long " * 200), ("-L", map(json.dumps, texts), '"'):
+        data = "".join(line + "\r\n" for line in [*lines, bad]).encode()
+        path.write_bytes(data)
+        for file, stdin in (path, b""), ("-", data):
+            done = run(programs, TINY / "tiny.bin", "-t", 0, "-q", "-c", 100, kind, file, stdin=stdin)
+            *written, null, end = done.stdout.split(b"\n")
+            assert [json.loads(line).encode() + b"\n" for line in written] == answers, done
+            assert (done.returncode, null, end) == (1, b"null", b"") and b"line 6" in done.stderr, done
 
 
 # -- compilers
@@ -86,9 +108,10 @@ def test_refused(command):
     assert '"qwen3.c needs a 64-bit little-endian machine' in result.stderr, result.stderr
 
 
-def test_sanitizers(tmp_path):
+@pytest.mark.parametrize("files", [BLACK_BOX, ["test_list.py"]], ids=["one text", "a list"])
+def test_sanitizers(tmp_path, files):
     build(tmp_path, "CFLAGS=$(SANITIZE)", *PROGRAMS)
-    check(tmp_path, *BLACK_BOX)
+    check(tmp_path, *files)
 
 
 # -- CPUs
@@ -117,6 +140,7 @@ def test_aarch64(compiler, cpu, simd, tmp_path):
     version = subprocess.run([programs / "qwen3", "--version"], capture_output=True, text=True)
     assert f"({simd})" in version.stdout
     check(programs, *["test_tiny.py"] * ("gcc" in compiler))
+    check_list(programs, tmp_path)
 
 
 # -- Windows
@@ -155,14 +179,10 @@ def windows(tmp_path_factory):
         subprocess.run([*server, "-k"], timeout=300)
 
 
-def run(programs, *args, stdin=b"", timeout=300):
-    return subprocess.run([programs / "qwen3", *map(str, args)], input=stdin, capture_output=True,
-                          timeout=timeout, env=environment())
-
-
 @WINDOWS
-def test_windows(windows):
+def test_windows(windows, tmp_path):
     check(windows, "test_tiny.py")
+    check_list(windows, tmp_path)
 
 
 def test_windows_without_threads(tmp_path):
@@ -318,10 +338,11 @@ def test_windows_console(windows):
     text = "What is the capital of Colombia?"
     assert "is Bogotá." in say(text + "\r", text)
     os.write(fd, b"one\\\r")
-    time.sleep(2)                                  # typed, not pasted
+    wait_for("one\\")
+    time.sleep(5)                                  # typed, not pasted
     say("two\r", "one\ntwo")
-    os.write(fd, b"a b\rc\rd\r")                   # pasted: waits for Enter
-    time.sleep(2)
+    os.write(fd, b"a b\rc\rd\r")                   # pasted
+    wait_for("(Enter sends) ")
     say("\r", "a b\nc\nd")
     os.write(fd, b"/help\r")
     wait_for("/retry")

@@ -21,7 +21,7 @@ import export
 import pexpect
 import pytest
 import test_gguf
-from conftest import QWEN3, ROOT, TESTS, TINY, environment, run_export
+from conftest import QWEN3, ROOT, TESTS, TINY, environment, finish, run_export
 from test_export import Checkpoint, tokenizer_json  # noqa: F401 (a fixture)
 
 READMES = [ROOT / "README.md", TESTS / "README.md", TINY / "README.md"]
@@ -205,9 +205,7 @@ def test_inline_command(command, folder):
                               env=substituted(folder) | {"TERM": "xterm"})
         child.expect("> ")
         child.sendline("/bye")
-        child.expect(pexpect.EOF)
-        child.close()
-        assert child.exitstatus == 0
+        assert finish(child) == 0
         return
     if command == "python3 export.py":
         done = subprocess.run(["sh", "-c", command], capture_output=True, env=substituted(folder))

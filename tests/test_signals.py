@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pexpect
 import pytest
-from conftest import (LINUX, ROOT, copy_model, environment, export, finish, join_tokenizer,
+from conftest import (LINUX, ROOT, copy_model, end, environment, export, finish, join_tokenizer,
                       make_checkpoint, make_table_model, settle, spawn, split_tokenizer, wait_for_call,
                       wait_until, waiting)
 
@@ -349,8 +349,7 @@ def test_while_the_terminal_is_dim(thinking, number):
         rest = child.after
         while child.expect([r"(?s).+", pexpect.TIMEOUT, pexpect.EOF], timeout=0.5) == 0:
             rest += child.after
-        child.kill(signal.SIGKILL)
-        child.close()
+        end(child)
         if len(rest) < 4000:
             break
     else:
@@ -386,7 +385,7 @@ def test_during_a_paste(endless, number):
             if child.expect([pexpect.EOF, pexpect.TIMEOUT], timeout=0.1) == 0:
                 break
         assert termios.tcgetattr(child.child_fd)[3] & termios.ICANON
-        child.close()
+        end(child)
         assert child.signalstatus == number or child.exitstatus == 130
 
 
