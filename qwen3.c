@@ -2542,7 +2542,7 @@ static bool read_message(App *app) {
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
     if (cut)
-        report("input: the terminal cut a line at %d bytes; nothing was sent; /file PATH sends more",
+        report("input: the terminal cut a line at %d bytes; nothing was sent; /file PATH sends it",
                terminal_line());
     return true;
 }
