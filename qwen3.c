@@ -2547,7 +2547,7 @@ static bool read_message(App *app) {
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
     if (cut)
-        report("input: the terminal cut a line at %d bytes; nothing was sent (/file sends more)",
+        report("input: the terminal cut a line at %d bytes; nothing was sent; /file PATH sends it",
                terminal_line());
     return true;
 }
@@ -2588,15 +2588,14 @@ static void send_file(App *app, Bytes words) {
     words = skip_spaces(words);
     const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
     const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
-    const uint8_t end = quoted ? *words.p : ' ';
-    const char *home = tilde ? getenv("HOME") : "";
-    const size_t start = quoted || tilde;
-    size_t n = start;
-    while (n < words.n && words.p[n] != end) n++;
+    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
+    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
+    const int n = (int)((end ? end : last) - name);
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", home, (int)(n - start), (const char *)words.p + start);
+    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
     Buffer message = {0};
-    buffer_add(&message, skip_spaces(bytes_from(words, n < words.n ? n + quoted : n)));
+    const size_t rest = end ? (size_t)(end + 1 - words.p) : words.n;
+    buffer_add(&message, skip_spaces(bytes_from(words, rest)));
     if (message.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *error = NULL;
