@@ -16,19 +16,22 @@
    parentheses.) It starts as the token's row of the embedding table, which has a learned row for
    each token of the vocabulary. Each layer then adds two things to it: what attention finds in this
    token and those before it, and what a feed-forward network (three matrices and a nonlinear
-   function) computes from the x that results. As x is only ever added to, so that no layer has to
-   pass on what those before it found, it is called the residual stream. For attention, matrices
-   make a query q, a key k and a value v of each token. The dot products of its query with the keys
-   of all positions up to its own are turned into shares that add up to 1 (softmax, below); the
-   result is the sum of the values, each times its share. This happens n_heads times side by side:
-   each head has its own part of q (head_dim), and so weights the positions differently. The KV
-   cache keeps, for each layer, the keys K and values V of all earlier positions, a row each. These
-   never change, as no token looks at a later one: so each token runs once.
+   function) computes from the x that results. So x, the residual stream, is only ever added to, and
+   no layer has to pass on what those before it found. For attention, matrices make of each token a
+   query q (what it looks for), a key k (what it is found by) and a value v (what it gives to those
+   that find it). The dot products of its query with the keys of all positions up to its own are
+   turned into shares that add up to 1 (softmax, below); the result is the sum of the values, each
+   times its share. This happens n_heads times side by side: each head has its own part of q
+   (head_dim), and so weights the positions differently. The KV cache keeps, for each layer, the
+   keys K and values V of all earlier positions, a row each. These never change, as no token looks
+   at a later one: so each token runs once.
 
-     pos      the token's position            All W, rms_ and _norm are weights. eps and theta are
-     Wq h     a matrix times a vector         given numbers, mostly 1e-6 and 1e6.
+     pos      the token's position
+     Wq h     a matrix times a vector
      q . K    the dot products of q with the rows of K
      u * v    the products of two vectors' elements, one by one
+
+   All W, rms_ and _norm are weights. eps and theta are given numbers, mostly 1e-6 and 1e6.
 
    One layer is as follows. (Its name in HF is Qwen3DecoderLayer. HF, here and below, is Hugging
    Face's Python library transformers, with which the tests compare the results.)
@@ -39,15 +42,18 @@
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
-                                              Without sqrt, q . K would grow with head_dim, and of
-                                              large numbers softmax gives nearly all to the largest.
+                                              Without sqrt, q . K would grow with head_dim (as its
+                                              root: terms have either sign), and of large numbers
+                                              softmax gives nearly all to the largest.
                                               n_heads / n_kv_heads query heads share a K and V, so
                                               that the cache is smaller. All heads' a together are
                                               (q_dim), n_heads * head_dim
      x = x + Wo a
      h = rmsnorm(x, rms_ffn)                  The size of h does not depend on that of x.
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z)); W1 and W3
-                                              are (hidden_dim, dim), W2 is (dim, hidden_dim)
+                                              are (hidden_dim, dim), W2 is (dim, hidden_dim). All
+                                              linear, they would be one matrix; so each of
+                                              hidden_dim features is let through or not.
 
    A mixture of experts has many experts, each with its own W1, W2 and W3, and a router Wr, which
    chooses for each token the few that run: so a model has many weights, and a token needs few of
@@ -69,8 +75,9 @@
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
-   They say which token may follow the one that x belongs to. So an answer's first token comes from
-   the last x of the prompt. The logits of the others are computed for -m perplexity only.
+   softmax(logits) is the probability, by the model, that each token follows the one that x belongs
+   to. So an answer's first token comes from the last x of the prompt. The logits of the others are
+   needed only to say how well the model predicts a given text (-m perplexity).
 
    Qwen2 and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
 
@@ -89,14 +96,16 @@
    group's scale as a float of 16 bits. Just before a quantized matrix is multiplied with a vector,
    the vector is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot product
    of a group of weights and a group of the vector is a sum of integers, at most 256 * 128 * 127 <
-   2^22, which is exact even as a float. It is then multiplied by the two scales.
+   2^22, which is exact even as a float. It is then multiplied by the two scales. So rounding
+   happens to the weights, once, in export.py, to each vector, and to the sums of floats.
 
    Equal bits: a text's results never depend on the number of threads, the cut into batches or other
    texts beside it, as each sum of floats has one fixed order. They do depend on the build: CPUs
    with an instruction for a * b + c (fma) round that once, others twice; and on the C library,
    which has powf, cosf and sinf. Part I defines what Part III computes faster, with the same bits
    but in one place: Part III's attention goes through a text in spans of 256 positions and joins
-   their softmaxes, so from position 256 on it rounds differently from attend, its definition.
+   their softmaxes, so from position 256 on it rounds differently from attend, its definition (but
+   always in the same way).
 
    To learn how a language model runs, read Part I: the model first, then text to tokens.
 
@@ -680,15 +689,15 @@ static bool choose_experts(const Config *c, float *share) {
 
 // ------------------------------------------------------------------------------------------------
 // Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, a token each, which
-// tell the model what no text can: here begins a message. Between them it is normalized: in
-// Unicode's form NFC, e and a combining accent (U+0301) become one character (U+00E9), so that both
-// spellings get the same ids. Then a regular expression cuts it into pieces, mostly words: "Hello,
-// world" becomes "Hello", "," and " world". Then byte-pair encoding: each byte of a piece begins as
-// a token of its own; as long as two neighbours together are a token of the vocabulary, the pair
-// whose token has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower.
-// (This score is the merge's priority, and none of the model's scores.) Vocabulary and scores were
-// made before training, from the most frequent pairs of its text: the model only knows texts that
-// are cut in this way.
+// tell the model what no text can: here begins a message. (In what a user writes in a chat, their
+// spelling is plain text.) Between them it is normalized: in Unicode's form NFC, e and a combining
+// accent (U+0301) become one character (U+00E9), so that both spellings get the same ids. Then a
+// regular expression cuts it into pieces, mostly words: "Hello, world" becomes "Hello", "," and "
+// world". Then byte-pair encoding: each byte of a piece begins as a token of its own; as long as
+// two neighbours together are a token of the vocabulary, the pair whose token has the highest score
+// is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. (This score is the merge's
+// priority, and none of the model's scores.) Vocabulary and scores were made before training, from
+// the most frequent pairs of its text: the model only knows texts that are cut in this way.
 
 typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
     const uint8_t *p;
@@ -856,7 +865,7 @@ static void encode_flush(Encoder *enc) {
     }
     // NFC may have made it longer. A byte makes at most one token, so all counts fit into an int.
     if (text.n + enc->out->n >= INT_MAX) die("text: too long, expected less than 2 GB");
-    while (text.n && !interrupted) {  // the forward pass sees that, too
+    while (text.n && !interrupted) {  // then ids are missing, but forward stops as well
         size_t n = piece_length(enc->tok, text);
         encode_piece(enc, (Bytes){text.p, n});
         text = bytes_from(text, n);
@@ -1145,13 +1154,14 @@ typedef struct Writer Writer;
 static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // Runs a drawn token through the model and appends it to the answer's text. Returns the logits of
-// the next token, or NULL after Ctrl-C. count: tokens of the answer so far, with this one. In
+// the next token, or NULL after Ctrl-C. count: the answer's tokens with this one, for max_new. In
 // principle, with text = &e->answer.text and pos = text->ids.n, this is
 //   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
 // Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
-// guesses the next tokens and runs them with id in one pass, a row each. Each next token is drawn
-// from its row's logits as always; the rows after the first one that was not guessed are dropped.
-// So the results are the same. advance_start forgets the guesses of the last answer.
+// guesses the next tokens, a draft, and runs them with id in one pass, a row each. As long as each
+// token that is drawn is the one that was guessed, its logits are there, without a pass. The first
+// other one begins a new pass, and what follows in the draft is overwritten. So the results are the
+// same. advance_start forgets the last answer's draft.
 static float *advance(Engine *e, int id, int count);
 static void advance_start(Engine *e);
 
@@ -1160,7 +1170,7 @@ static void advance_start(Engine *e);
 // of many texts together.) An answer is (respond in Part II)
 //   render(tok, conversation, 0, think, &ids);  the prompt; a raw text: encode_raw(tok, text, &ids)
 //   prefill(e, &ids);                           runs it, but for what the cache holds
-//   generate(e, &answer);                       draws, writes and runs one token after the other
+//   generate(e, &drawn);                        draws, writes and runs one token after the other
 
 #define NOT_FINITE "model: the logits are not finite; is the file damaged?"
 #define BAD_VECTOR "model: the vector is not finite; is the file damaged?"
@@ -1232,7 +1242,8 @@ static Ending answer_add(const Engine *e, Answer *a, int id) {
     a->sampler.answered[id] = a->sampler.seen[id] = true;
     if (!writer_token(a->writer, &e->tokenizer, id)) return TURN_ENDED;
     if (a->drawn->n == (size_t)e->max_new) return LIMIT_REACHED;  // -1 is never equal
-    return a->text.ids.n == (size_t)e->model.state.seq_len ? CONTEXT_ENDED : GOES_ON;
+    const bool room = a->text.ids.n < (size_t)e->model.state.seq_len;  // to run it
+    return room ? GOES_ON : CONTEXT_ENDED;
 }
 
 // Writes the continuation of a prompt that the cache holds; `drawn` gets its tokens.
