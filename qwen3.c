@@ -391,9 +391,10 @@ static void norm(const Pass *p, const float *w) {
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
                     int head, int thread);
 
-// Stores the key or the value (head_dim) of row t and one kv head in the KV cache of p's layer.
-static void cache_put_key(const Pass *p, int t, int kv_head, const float *k);
-static void cache_put_value(const Pass *p, int t, int kv_head, const float *v);
+// Where element j of the key, or of the value, of position pos of a text is in the KV cache, in p's
+// layer
+static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j);
+static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j);
 
 // qk (head_dim), one head's q or k of row t, becomes rope(rmsnorm(qk)). norm_weight is NULL in
 // models without QK-norm.
@@ -418,8 +419,9 @@ static void k_head(const Pass *p, int kv_head, int thread) {
     float *k = s->kv + (size_t)thread * s->batch * head_dim;
     project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head, thread);
     for (int t = 0; t < p->n; t++, k += head_dim) {
+        const Row *row = &s->rows[t];
         norm_and_rope(p, k, p->w->k_norm, t);
-        cache_put_key(p, t, kv_head, k);
+        for (int j = 0; j < head_dim; j++) *key_at(p, row->text, kv_head, row->pos, j) = k[j];
     }
 }
 
@@ -428,7 +430,10 @@ static void v_head(const Pass *p, int kv_head, int thread) {
     const int head_dim = p->m->config.head_dim;
     float *v = s->kv + (size_t)thread * s->batch * head_dim;
     project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head, thread);
-    for (int t = 0; t < p->n; t++, v += head_dim) cache_put_value(p, t, kv_head, v);
+    for (int t = 0; t < p->n; t++, v += head_dim) {
+        const Row *row = &s->rows[t];
+        for (int j = 0; j < head_dim; j++) *value_at(p, row->text, kv_head, row->pos, j) = v[j];
+    }
 }
 
 // Head i of all: first those of k, then those of v, then those of q. One thread projects a head for
@@ -588,8 +593,8 @@ static float *classify(Model *m, int first, int count) {
 // ------------------------------------------------------------------------------------------------
 // Matrix product and attention, in plain C: dot_row defines what Part III's matmul computes, attend
 // what attend_all does. These two are faster, as they work on several sums at once, each in the
-// order that it has here (but for attend_all's spans, see the top). Builds without SIMD run dot_row
-// itself; attend runs in tests and `make journey` only.
+// order that it has here (but for attend_all's spans, see the top). dot_row runs in tests only,
+// attend also in `make journey`.
 
 // The int8 of weight (r, i). With 4 bits, a group takes group / 2 bytes. Byte b holds two indices
 // into levels: in its low nibble that of the group's weight b, in its high one that of weight b +
@@ -630,10 +635,6 @@ static float softmax_terms(float *x, int n, float max) {
     return sum_of(x, n, false);
 }
 
-// Element j of the key or value that is cached for position pos of a text, in p's layer
-static float cache_key(const Pass *p, const Text *text, int kv_head, int pos, int j);
-static float cache_value(const Pass *p, const Text *text, int kv_head, int pos, int j);
-
 // Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with q and a
 // (head_dim), K and V (len, head_dim). score (seq_len) is overwritten.
 INLINE void attend(const Pass *p, int t, int head, float *score) {
@@ -647,7 +648,7 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
     for (int i = 0; i < len; i++) {
         float dot = 0;
         for (int j = 0; j < c->head_dim; j++) {
-            dot = mul_add(cache_key(p, text, kv_head, i, j), q[j], dot);
+            dot = mul_add(*key_at(p, text, kv_head, i, j), q[j], dot);
         }
         score[i] = dot * (1 / sqrtf((float)c->head_dim));
     }
@@ -655,7 +656,7 @@ INLINE void attend(const Pass *p, int t, int head, float *score) {
     for (int j = 0; j < c->head_dim; j++) {
         float sum = 0;
         for (int i = 0; i < len; i++) {
-            sum = mul_add(cache_value(p, text, kv_head, i, j), score[i], sum);
+            sum = mul_add(*value_at(p, text, kv_head, i, j), score[i], sum);
         }
         a[j] = sum * (1 / total);
     }
@@ -1308,7 +1309,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 static Text whole_cache(const State *s);  // a text that may use all of the KV cache
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
 
-static int draft_rows(void);  // how many tokens run in about the time of one; 1 without SIMD
+static int draft_rows(void);  // how many tokens run in about the time of one
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
 // `chunk`, and calls job(arg, begin, end, thread) for each, on all threads; `thread` is an index
@@ -2077,8 +2078,8 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // used. So drafts change the time and nothing else: the text is the same, not just its distribution
 // as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1
-// without SIMD or with -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much,
+// A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1 with
+// -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much,
 // every pass earns 1, and while this credit is negative there are no drafts: wrong ones take at
 // most 2 % of the time, also with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
@@ -2821,9 +2822,10 @@ static void run_raw(App *app, Bytes text) {
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
 // like the last one that began, say with the same instruction, shares its blocks: each block counts
-// its users. Of the first block that is not the same to its end the text gets a copy. It waits
-// until what it shares has run. A text that has ended keeps its blocks until the next one begins,
-// so that there is something to share even if all answers are one word. When no block is left, the
+// its users. Of the first block that is not the same to its end the text gets a copy. The text
+// waits until what it shares has run. If the last one that began has ended, it keeps its blocks
+// until the next one begins, so that there is something to share even if all answers are one
+// word. When no block is left, the
 // youngest text gives its blocks back, and later runs again up to the last token that it drew
 // (preemption by recomputation): its answer goes on as if nothing had happened.
 
@@ -2833,7 +2835,7 @@ enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an ea
 typedef struct {    // a text that runs
     size_t number;  // of its line, from 0
     Ids ids;        // its tokens: the prompt's, then those that were drawn
-    Answer answer;  // answer.text.ids.n of them have run
+    Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
     int n_blocks;   // in answer.text.blocks
     size_t cached;  // tokens that were there when it began
     bool ended;     // if it still has blocks, the next text may share them
@@ -2864,8 +2866,8 @@ typedef struct {
     // list's order, then the free ones, of which the first has been free for the longest time.
     Place places[PLACES + 1], *active[PLACES + 1];
     int n_places, n_running, n_active;  // at most in use, <= -b; that run; that run or wait
-    Place *last;           // the one that began last. It is never the first of the free ones, as
-                           // there is one place more than are in use
+    Place *last;           // the one that began last. A line never gets its place: lines are added
+                           // when no text waits, and then another place was free before it
     Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
     int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
     int *users;            // (State.blocks) texts that have this block
@@ -3060,8 +3062,8 @@ static void drop_blocks(List *l, Place *p) {
 
 // The first text that waits gets the blocks for its tokens so far. Those that it shares count as
 // having run; its last token always runs, as that makes the first logits. False: it waits until
-// what it shares has run (less than a block is not worth waiting), or for blocks: each text shall
-// find one more.
+// what it shares has run (less than a block is not worth waiting), or for blocks: beside those, one
+// is left for each text that runs, so that none has to give its blocks back at once.
 static bool begin(List *l) {
     Place *p = l->active[l->n_running], *last = l->last;
     const Ids *ids = &p->ids;
@@ -3074,10 +3076,12 @@ static bool begin(List *l) {
         same++;
     if (same >= run + len) return false;
     if (same > run) same = run;
-    if (n_blocks - (int)same / len + l->n_running + 1 > l->n_unused) {
-        if (l->n_running) return false;
-        drop_blocks(l, last);  // all are unused now: seq_len positions at least
+    const int spare = l->n_running + 1;
+    if (n_blocks - (int)same / len + spare > l->n_unused) {
+        if (l->n_running && (!last->ended || same >= (size_t)len)) return false;
+        drop_blocks(l, last);  // if no text runs, all are unused now: room for any text
         same = 0;
+        if (l->n_running && n_blocks + spare > l->n_unused) return false;
     }
     for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
     while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
@@ -3681,9 +3685,13 @@ int main(int argc, char **argv) {
 // ------------------------------------------------------------------------------------------------
 // Vector math: loops that compilers vectorize
 
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define X86_SIMD
+#endif
+
 // Fused (rounded once) in the same builds as mul_add_v, so that both round alike
 INLINE float mul_add(float a, float b, float c) {
-#if (defined(__AVX2__) && defined(__FMA__)) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(X86_SIMD) || defined(__ARM_FEATURE_DOTPROD)
     return fmaf(a, b, c);
 #else
     return a * b + c;
@@ -4107,11 +4115,11 @@ static void experts(const Pass *p) {
 // A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
 // into the registers. Plain C has vectors of 4, which every compiler makes for its CPU.
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__FMA__)
+#if defined(X86_SIMD) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 #define USE_AVX512
 #define SIMD "AVX-512 VNNI"
 enum { LANES = 16, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 128 };
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#elif defined(X86_SIMD)
 #define USE_AVX2
 #ifdef __AVXVNNI__
 #define SIMD "AVX-VNNI"
@@ -4519,6 +4527,7 @@ static void matmul_rows(const Matmul *part) {
     const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
     // Rows 0 .. row_end - 1 have the groups of a vector: then matvec reads nothing before them.
     const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;
+    _Static_assert(FEW_TOKENS_8 <= FEW_TOKENS_4, "rings for all of them");
     if (part->n == 0) return;
     if (!few || !whole) matmul_panels(part);
     else if (w->group == 32) matvec_groups(part, 32);
@@ -4591,7 +4600,6 @@ static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos)
     return p->m->state.cache + block * block_stride(c) + head * block_floats(c);
 }
 
-// Element j of the key, or of the value, at position pos
 static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
     return cache_block(p, text, kv_head, pos) + j * LANES + pos % LANES;
 }
@@ -4599,28 +4607,6 @@ static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int 
 static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
     const int vector = p->m->config.head_dim + j / LANES * LANES + pos % LANES;
     return cache_block(p, text, kv_head, pos) + vector * LANES + j % LANES;
-}
-
-static void cache_put_key(const Pass *p, int t, int kv_head, const float *k) {
-    const Row *row = &p->m->state.rows[t];
-    for (int j = 0; j < p->m->config.head_dim; j++) {
-        *key_at(p, row->text, kv_head, row->pos, j) = k[j];
-    }
-}
-
-static void cache_put_value(const Pass *p, int t, int kv_head, const float *v) {
-    const Row *row = &p->m->state.rows[t];
-    for (int j = 0; j < p->m->config.head_dim; j++) {
-        *value_at(p, row->text, kv_head, row->pos, j) = v[j];
-    }
-}
-
-INLINE float cache_key(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return *key_at(p, text, kv_head, pos, j);
-}
-
-INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return *value_at(p, text, kv_head, pos, j);
 }
 
 // A query of attention is one query head of one row. It goes through the positions in spans and
@@ -4636,7 +4622,8 @@ INLINE float cache_value(const Pass *p, const Text *text, int kv_head, int pos, 
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 // So what is rounded up to whole tiles or vectors still fits into SPAN and ATT_TASK.
-_Static_assert(SPAN % (2 * LANES) == 0 && ATT_TASK % ATT_QUERIES == 0 && ATT_TASK % LANES == 0, "");
+_Static_assert(SPAN % (2 * LANES) == 0 && SPAN % 16 == 0, "whole tiles of positions");
+_Static_assert(ATT_TASK % ATT_QUERIES == 0 && ATT_TASK % LANES == 0, "whole tiles of queries");
 
 typedef struct AttentionTask {
     const Pass *p;
@@ -4815,7 +4802,7 @@ static void attend_job(void *arg, int begin, int end, int thread) {
     }
 }
 
-// A thread takes whole tiles at least, or, if they are fewer, all queries of a kv head.
+// A thread takes the queries of whole rows and of a whole tile at least, if there are as many.
 static void attend_all(const Pass *p) {
     const Config *c = &p->m->config;
     const int per_kv = c->n_heads / c->n_kv_heads, n = p->n * per_kv;
@@ -4861,7 +4848,8 @@ static Text whole_cache(const State *s) {
     return text;
 }
 
-// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
+// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text.
+// (one * texts could overflow.)
 static int pool_blocks(const Config *c, int seq_len, int texts) {
     const int one = (seq_len + LANES - 1) / LANES;
     const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));

@@ -361,6 +361,17 @@ static Text *scattered(const State *s) {
     return text;
 }
 
+// Store a key or a value (head_dim) of row t in layer p->l.
+static void put_key(const Pass *p, int t, int kv_head, const float *k) {
+    const Row *row = &p->m->state.rows[t];
+    for (int j = 0; j < p->m->config.head_dim; j++) *key_at(p, row->text, kv_head, row->pos, j) = k[j];
+}
+
+static void put_value(const Pass *p, int t, int kv_head, const float *v) {
+    const Row *row = &p->m->state.rows[t];
+    for (int j = 0; j < p->m->config.head_dim; j++) *value_at(p, row->text, kv_head, row->pos, j) = v[j];
+}
+
 // Random keys and values (head_dim) of layer p->l at the first n positions
 static void fill_cache(const Pass *p, const Text *text, int n) {
     const Config *c = &p->m->config;
@@ -369,11 +380,11 @@ static void fill_cache(const Pass *p, const Text *text, int n) {
         *row = (Row){.pos = pos, .text = text};
         for (int h = 0; h < c->n_kv_heads; h++) {
             float *x = random_floats(2 * c->head_dim);
-            cache_put_key(p, 0, h, x);
-            cache_put_value(p, 0, h, x + c->head_dim);
+            put_key(p, 0, h, x);
+            put_value(p, 0, h, x + c->head_dim);
             for (int j = 0; j < c->head_dim; j++) {
-                CHECK(cache_key(p, text, h, pos, j) == x[j]);
-                CHECK(cache_value(p, text, h, pos, j) == x[c->head_dim + j]);
+                CHECK(*key_at(p, text, h, pos, j) == x[j]);
+                CHECK(*value_at(p, text, h, pos, j) == x[c->head_dim + j]);
             }
         }
     }
@@ -393,7 +404,7 @@ static void attend_by_spans(const Pass *p, int t, int head, float *a) {
         for (int i = 0; i < n; i++) {
             float dot = 0;
             for (int j = 0; j < c->head_dim; j++)
-                dot = mul_add(cache_key(p, text, kv_head, start + i, j), q[j], dot);
+                dot = mul_add(*key_at(p, text, kv_head, start + i, j), q[j], dot);
             score[i] = dot * (1 / sqrtf((float)c->head_dim));
         }
         const float max = fmaxf(max_of(score, n), -FLT_MAX), total = softmax_terms(score, n, max);
@@ -404,7 +415,7 @@ static void attend_by_spans(const Pass *p, int t, int head, float *a) {
         for (int j = 0; j < c->head_dim; j++) {
             float sum = 0;
             for (int i = 0; i < n; i++)
-                sum = mul_add(cache_value(p, text, kv_head, start + i, j), score[i], sum);
+                sum = mul_add(*value_at(p, text, kv_head, start + i, j), score[i], sum);
             a[j] = mul_add(a[j], keep, sum * take);
         }
     }
@@ -467,9 +478,9 @@ static void test_attention_not_finite(void) {
         const Text *text = scattered(s);
         fill_cache(&p, text, POSITIONS);
         for (int j = 0; j < 32; j++) huge[j] = -3e38f, nan[j] = NAN;
-        for (int i = 0; i < SPAN; i++) s->rows[0].pos = i + round * SPAN, cache_put_key(&p, 0, 0, huge);
+        for (int i = 0; i < SPAN; i++) s->rows[0].pos = i + round * SPAN, put_key(&p, 0, 0, huge);
         s->rows[0].pos = round * SPAN + 10;
-        cache_put_key(&p, 0, 1, nan);
+        put_key(&p, 0, 1, nan);
         s->rows[0].pos = POSITIONS - 1;
         for (int i = 0; i < m.config.q_dim; i++) s->q[i] = 5;
         attend_all(&p);
@@ -494,12 +505,12 @@ static void test_attention_one_hot(void) {
         s->rows[i / c->n_heads] = (Row){.pos = 37 + i / c->n_heads, .text = text};
         wanted[i] = below(38 + i / c->n_heads);
         for (int j = 0; j < c->head_dim; j++)
-            s->q[i * c->head_dim + j] = 400 * cache_key(&p, text, i % c->n_heads / 2, wanted[i], j);
+            s->q[i * c->head_dim + j] = 400 * *key_at(&p, text, i % c->n_heads / 2, wanted[i], j);
     }
     attend_all(&p);
     for (int i = 0; i < 3 * c->n_heads; i++) {
         for (int j = 0; j < c->head_dim; j++) {
-            float expected = cache_value(&p, text, i % c->n_heads / 2, wanted[i], j);
+            float expected = *value_at(&p, text, i % c->n_heads / 2, wanted[i], j);
             CHECK(fabsf(s->a[i * c->head_dim + j] - expected) < 0.01f, "row %d, column %d", i, j);
         }
     }
