@@ -119,7 +119,8 @@
      Text to tokens                  Writing                    The memory of a run
      The chat format                 Conversation               Progress
      The sampler                     The modes                  POSIX and Windows
-     Generation                      Many texts at once
+     Generation                      JSON
+                                     Many texts at once
                                      Options and main                                           */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -2806,44 +2807,8 @@ static void run_raw(App *app, Bytes text) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Many texts at once: -l and -L. To decode a token, a CPU reads all weights; they serve a token of
-// each of 32 texts just as well. So a pass runs the next token of many texts, and texts come and go
-// from pass to pass (continuous batching: Orca, OSDI 2022):
-//
-//   admit    While there are places and blocks, the next texts of the list are encoded and begin.
-//   pass     One forward(): the next token of each text that decodes, then as much of the prompts
-//            as fits into -b rows. So a long prompt does not hold up the other texts for long.
-//   sample   Each text whose last token has run draws the next one, with its own random numbers.
-//   write    A line goes out as soon as it and all lines before it are done.
-//
-// No row sees another text, and a batch gives the same bits as single tokens. So each answer is the
-// one that its text gets alone.
-//
-// The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
-// 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like the last one that began, say with the same instruction, shares its blocks: each block counts
-// its users. Of the first block that is not the same to its end the text gets a copy. The text
-// waits until what it shares has run. If the last one that began has ended, it keeps its blocks
-// until the next one begins, so that there is something to share even if all answers are one
-// word. When no block is left, the
-// youngest text gives its blocks back, and later runs again up to the last token that it drew
-// (preemption by recomputation): its answer goes on as if nothing had happened.
-
-enum { PLACES = 32 };                           // texts that run together
-enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
-
-typedef struct {    // a text that runs
-    size_t number;  // of its line, from 0
-    Ids ids;        // its tokens: the prompt's, then those that were drawn
-    Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
-    int n_blocks;   // in answer.text.blocks
-    size_t cached;  // tokens that were there when it began
-    bool ended;     // if it still has blocks, the next text may share them
-    int id;         // the last token drawn; -1: what the model gave is not finite
-    Writer writer;
-    Ids drawn;
-    Buffer line;    // the answer so far
-} Place;
+// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else.
+// Functions that return bool take what they are named after, if it is next.
 
 typedef struct {
     Bytes rest;            // what has not been read
@@ -2853,36 +2818,6 @@ typedef struct {
     bool first;            // there is no message yet, but perhaps that of -y
     bool has_content;      // the last message
 } Json;
-
-typedef struct {
-    App *app;
-    Lines in;
-    bool ended, failed;    // there are no more lines; a line was an error
-    size_t read, written;  // lines so far
-    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done. They do
-                           // not meet: read - written <= AHEAD
-    size_t ahead;          // bytes of these
-    // active: first those that run, then those that wait for their turn to begin, both in the
-    // list's order, then the free ones, of which the first has been free for the longest time.
-    Place places[PLACES + 1], *active[PLACES + 1];
-    int n_places, n_running, n_active;  // at most in use, <= -b; that run; that run or wait
-    Place *last;           // the one that began last. A line never gets its place: lines are added
-                           // when no text waits, and then another place was free before it
-    Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
-    int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
-    int *users;            // (State.blocks) texts that have this block
-    int *unused, n_unused; // (State.blocks) those that nobody uses, the next one last
-    Json json;             // a line,
-    Conversation talk;     // and its messages; all modes but chat look at the last one only
-    size_t longest;        // no text of seq_len tokens has more bytes
-    size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
-    size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
-    size_t pieces;         // texts that are scored in pieces
-    double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
-} List;
-
-// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else.
-// Functions that return bool take what they are named after, if it is next.
 
 static void json_need(Json *j, bool taken, const char *what) {
     if (!taken && !j->expected) j->expected = what;
@@ -2979,7 +2914,8 @@ static bool json_is(const Json *j, const char *text) {
 
 static void json_member(Json *j, int depth) {  // of a message; of equal keys the last one counts
     Message *message = &j->talk->p[j->talk->n - 1];
-    const bool role = json_is(j, "role"), content = json_is(j, "content"), text = json_string(j);
+    const bool role = json_is(j, "role"), content = json_is(j, "content");
+    const bool text = json_string(j);  // j->text had the key, now it has the value
     if (!text) json_value(j, depth);
     if (role)
         message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
@@ -3012,6 +2948,75 @@ static void json_line(Json *j, bool chat) {
     json_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
 }
+
+// ------------------------------------------------------------------------------------------------
+// Many texts at once: -l and -L. To decode a token, a CPU reads all weights; they serve a token of
+// each of 32 texts just as well. So a pass runs the next token of many texts, and texts come and go
+// from pass to pass (continuous batching: Orca, OSDI 2022):
+//
+//   admit    While there are places and blocks, the next texts of the list are encoded and begin.
+//   pass     One forward(): the next token of each text that decodes, then as much of the prompts
+//            as fits into -b rows. So a long prompt does not hold up the other texts for long.
+//   sample   Each text whose last token has run draws the next one, with its own random numbers.
+//   write    A line goes out as soon as it and all lines before it are done.
+//
+// No row sees another text, and a batch gives the same bits as single tokens. So each answer is the
+// one that its text gets alone.
+//
+// The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
+// 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
+// like the last one that began, say with the same instruction, shares its blocks: each block counts
+// its users. Of the first block that is not the same to its end the text gets a copy. The text
+// waits until what it shares has run. If the last one that began has ended, it keeps its blocks
+// until the next one begins, so that there is something to share even if all answers are one
+// word. When no block is left, the
+// youngest text gives its blocks back, and later runs again up to the last token that it drew
+// (preemption by recomputation): its answer goes on as if nothing had happened.
+
+enum { PLACES = 32 };                           // texts that run together
+enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
+
+typedef struct {    // a text that runs
+    size_t number;  // of its line, from 0
+    Ids ids;        // its tokens: the prompt's, then those that were drawn
+    Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
+    int n_blocks;   // in answer.text.blocks
+    size_t cached;  // tokens that were there when it began
+    bool ended;     // if it still has blocks, the next text may share them
+    int id;         // the last token drawn; -1: what the model gave is not finite
+    Writer writer;
+    Ids drawn;
+    Buffer line;    // the answer so far
+} Place;
+
+typedef struct {
+    App *app;
+    Lines in;
+    bool ended, failed;    // there are no more lines; a line was an error
+    size_t read, written;  // lines so far
+    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done. They do
+                           // not meet: read - written <= AHEAD
+    size_t ahead;          // bytes of these
+    // active: first those that run, then those that wait for their turn to begin, both in the
+    // list's order, then the free ones, of which the first has been free for the longest time.
+    Place places[PLACES + 1], *active[PLACES + 1];
+    int n_places;          // that may be in use; <= -b
+    int n_running;         // that run
+    int n_active;          // that run or wait
+    Place *last;           // the one that began last. A line never gets its place: lines are added
+                           // when no text waits, and then another place was free before it
+    Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
+    int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
+    int *users;            // (State.blocks) texts that have this block
+    int *unused, n_unused; // (State.blocks) those that nobody uses, the next one last
+    Json json;             // a line,
+    Conversation talk;     // and its messages; all modes but chat look at the last one only
+    size_t longest;        // no text of seq_len tokens has more bytes
+    size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
+    size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
+    size_t pieces;         // texts that are scored in pieces
+    double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
+} List;
 
 // The lines of the output
 
@@ -3138,7 +3143,7 @@ static bool encode_line(List *l, Bytes text, Ids *ids) {
         return false;
     }
     if (o->json_list && !parse_line(l, text)) return false;
-    const bool messages = talk->n && talk->p[talk->n - 1].role == USER;
+    const bool messages = talk->n && talk->p[talk->n - 1].role == USER;  // not just that of -y
     if (o->json_list) text = bytes_of(&l->json.text);
     size_t size = messages ? 0 : text.n;
     for (size_t i = 0; messages && i < talk->n; i++) {  // an earlier answer may lose its thinking
@@ -3202,7 +3207,7 @@ static bool admit(List *l) {
         while (l->n_running < l->n_active) {
             if (!begin(l)) return true;
         }
-        if (line_of(l, l->written)->n) return true;  // that is written first
+        if (line_of(l, l->written)->n) return true;  // that is written first; an empty pass is none
         if (l->ended) return l->n_active > 0;
         if (l->n_active == l->n_places || l->read - l->written == AHEAD || l->ahead > AHEAD_BYTES)
             return true;
@@ -3226,7 +3231,8 @@ static bool pass(List *l) {
             size_t *run = &text->ids.n;
             const size_t left = p->ids.n - *run;
             if (left == 0 || (left > 1 && !prompts)) continue;
-            if (!make_room(l, p)) break;  // (of later texts, which have no rows yet)
+            // It takes blocks of later texts, which have no rows yet. A prompt has all it needs.
+            if (!make_room(l, p)) break;
             for (; *run < p->ids.n && n < s->batch; (*run)++) {
                 s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
             }
@@ -3320,8 +3326,9 @@ static void list_init(List *l, App *app) {
                 .start = now(), .n_places = max_int(min_int(PLACES, s->batch), 1)};
     if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
     l->size = file_size(l->in.fd);
+    l->last = &l->places[l->n_places];          // it has no blocks
     for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
-        Place *p = l->active[i] = l->last = &l->places[i];
+        Place *p = l->active[i] = &l->places[i];
         p->answer = (Answer){.text.blocks = alloc(s->seq_len, sizeof(int), "the list"),
                              .sampler = app->engine.answer.sampler, .writer = &p->writer,
                              .drawn = &p->drawn};
@@ -3333,7 +3340,7 @@ static void list_init(List *l, App *app) {
     for (int i = 0; i < tok->vocab_size; i++) {
         if (tok->text[i].n > l->longest) l->longest = tok->text[i].n;
     }
-    l->longest *= (size_t)s->seq_len * 4;  // 4: NFC makes no text shorter than that
+    l->longest *= (size_t)s->seq_len * 4;  // NFC leaves at least a quarter of the bytes
     if (app->mode == TOKENIZE || app->mode == PERPLEXITY) l->longest = SIZE_MAX;
     l->users = alloc(s->blocks, sizeof(int), "the list");
     l->unused = alloc(s->blocks, sizeof(int), "the list");
@@ -4314,7 +4321,8 @@ INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
     return table ^ splat(FLIP);
 }
 
-// Lane i becomes the sum of lanes i * n .. i * n + n - 1 of the n vectors of a, laid end to end.
+// Lane i becomes the sum of lanes i * n .. i * n + n - 1 of the n vectors of a, laid end to end. n
+// is a power of two; a is overwritten.
 INLINE VecI sum_each(VecI *a, const int n) {
     UNROLL for (int left = n / 2; left > 0; left /= 2) {
         UNROLL for (int i = 0; i < left; i++) a[i] = add_pairs(a[2 * i], a[2 * i + 1]);
@@ -4383,8 +4391,9 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     return __builtin_convertvector(sums, VecF) * scale;
 }
 
-// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (the last
-// ones may begin before those that are new); then, transposed, added with a row in each lane.
+// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (if that does
+// not come out even, the last ones overlap those before); then, transposed, added with a row in
+// each lane.
 INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
@@ -4465,6 +4474,7 @@ static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
         }
     }
     for (int i = 0; i < n_tokens; i++) {
+        // A constant number is unrolled.
         if (rows == PANEL_ROWS) put_rows(part, t + i, row, (float *)acc[i], PANEL_ROWS);
         else put_rows(part, t + i, row, (float *)acc[i], rows);
     }
@@ -4501,7 +4511,7 @@ static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
 // of which each tile has prefetched an equal share.
 static void matmul_panels(const Matmul *part) {
     const Matrix *w = part->w;
-    const int tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;
+    const int tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;  // n > 0
     const size_t row_bytes = (size_t)w->cols * w->bits / 8, share = PANEL_ROWS * row_bytes / tiles;
     VecI *wq = part->own->panel;
     VecF *w_scale = (VecF *)wq + w->cols / 4 * TILE_VECS;
@@ -4637,7 +4647,7 @@ typedef struct AttentionTask {
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
     float max[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
-    float keep[ATT_TASK], take[ATT_TASK];  // see span_softmax
+    float keep[ATT_TASK], take[ATT_TASK];  // factors on what was summed before, on this span's sum
 } AttentionTask;
 
 // The span's block that holds position pos, or its last one: no later one is sure to exist. Its
@@ -4705,9 +4715,10 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
 }
 
 // Each query's scores become the terms exp(score - max). Positions after its own get -INFINITY, so
-// that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If there is
-// nothing else (or all scores overflow), max is finite nevertheless, so that all terms are 0. What
-// was summed before and what the span adds become relative to the larger max, by two factors.
+// that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If a query
+// sees nothing of the span (or all scores overflow), max is -FLT_MAX instead, as -INFINITY -
+// -INFINITY is NaN. What was summed before and what the span adds become relative to the larger
+// max, by the factors keep and take.
 static void span_softmax(AttentionTask *task) {
     const int width = round_up(task->end - task->start, 16);
     float *score = task->score;
