@@ -3857,7 +3857,14 @@ static void *worker(void *arg) {
     return NULL;
 }
 
+// Ctrl-C is the main thread's alone, where it ends a read: the workers begin with it blocked.
 static void start_threads(int count) {
+#ifndef _WIN32
+    sigset_t interrupt, before;
+    sigemptyset(&interrupt);
+    sigaddset(&interrupt, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &interrupt, &before);
+#endif
     for (; n_threads < count; n_threads++) {
         pthread_t thread;
         int error = pthread_create(&thread, NULL, worker, (void *)(intptr_t)n_threads);
@@ -3865,6 +3872,9 @@ static void start_threads(int count) {
                        strerror(error));
         pthread_detach(thread);
     }
+#ifndef _WIN32
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+#endif
 }
 
 static void parallel(Job job, void *arg, int count, int chunk) {

@@ -284,6 +284,21 @@ def test_interrupt_at_the_prompt(endless, typed):
     assert b"stdin" not in child.before and b"Success" not in child.before
 
 
+@pytest.mark.skipif(not LINUX, reason="no /proc to read the masks from")
+def test_interrupt_is_the_main_threads(start, endless):
+    """If a worker took it, the main thread's read would go on."""
+    child = start(endless, "-m", "chat", "-n", "2", "-j", "3", stdin=subprocess.PIPE)
+    child.stdin.write(b"x\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == b"aa\n"
+    blocked = {task.name: int(re.search(r"SigBlk:\s+(\w+)", (task / "status").read_text())[1], 16)
+               >> (signal.SIGINT - 1) & 1 for task in Path(f"/proc/{child.pid}/task").iterdir()}
+    if len(blocked) > 1:                                # else a build without threads
+        assert [name for name in blocked if not blocked[name]] == [str(child.pid)]
+    child.stdin.close()
+    assert child.wait(300) == 0
+
+
 def test_interrupt_of_a_scripted_conversation(start, endless):
     """During an answer, and while it waits for a line or its end."""
     for script in (b"x\n", b"half"):
