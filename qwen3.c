@@ -3200,14 +3200,15 @@ static void add_line(List *l, Bytes line) {
     l->n_active++;
 }
 
-// Returns false when all is done. While texts run, it does not wait for lines that have still to be
-// made: a list may come from another program.
+// Returns false when all is done, but true if there is just a line to write; then pass() has no
+// rows. While texts run, it does not wait for lines that have still to be made: a list may come
+// from another program.
 static bool admit(List *l) {
     for (Bytes line; !interrupted;) {
         while (l->n_running < l->n_active) {
             if (!begin(l)) return true;
         }
-        if (line_of(l, l->written)->n) return true;  // that is written first; an empty pass is none
+        if (line_of(l, l->written)->n) return true;  // that is written first
         if (l->ended) return l->n_active > 0;
         if (l->n_active == l->n_places || l->read - l->written == AHEAD || l->ahead > AHEAD_BYTES)
             return true;
@@ -3326,7 +3327,7 @@ static void list_init(List *l, App *app) {
                 .start = now(), .n_places = max_int(min_int(PLACES, s->batch), 1)};
     if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
     l->size = file_size(l->in.fd);
-    l->last = &l->places[l->n_places];          // it has no blocks
+    l->last = &l->places[l->n_places];        // it has no blocks
     for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
         Place *p = l->active[i] = &l->places[i];
         p->answer = (Answer){.text.blocks = alloc(s->seq_len, sizeof(int), "the list"),
