@@ -841,16 +841,14 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
 }
 
 typedef struct Symbol Symbol;
-typedef struct Merge Merge;
 
 typedef struct {      // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
     Buffer plain;     // the text since the last added token, not encoded yet
     Buffer normal;    // its NFC
-    Symbol *symbols;  // Part II only, as are the next: the tokens of a piece
-    Merge *heap;      // their merges, a binary heap: heap[0] comes first
-    size_t symbols_cap, n_heap, heap_cap;
+    Symbol *symbols;  // Part II only: the tokens of a piece
+    size_t symbols_cap;
 } Encoder;
 
 // Part II: byte-pair encoding. Merges the pair with the highest score, of equal ones the leftmost,
@@ -913,7 +911,6 @@ static void encoder_free(Encoder *enc) {
     free(enc->plain.p);
     free(enc->normal.p);
     free(enc->symbols);
-    free(enc->heap);
 }
 
 // A raw text (in all modes but chat), as HF's tokenizer(text) encodes it: with added tokens, and
@@ -1620,75 +1617,56 @@ static int added_at(const Tokenizer *tok, Bytes text) {
     return -1;
 }
 
-struct Symbol {           // a token of a piece while it merges; known by where its bytes begin
+// A token of a piece while it merges, known by where its bytes begin. What it makes with the next one
+// plays for the highest score in a tournament: leaf n + i of a tree is symbol i, and at node i,
+// 1 .. n - 1, the winners of nodes 2 i and 2 i + 1 meet. So the winner of node 1 merges next.
+struct Symbol {
     int id;
-    uint32_t prev, next;  // where its neighbours begin; next is 0 once it is part of another
+    uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once it has merged
+    int pair;             // the token that it and the next one are together, or -1
+    float score;          // of that, or -INFINITY
+    uint32_t winner;      // of the node with this index
 };
 
-struct Merge {            // two neighbours that are one token together
-    float score;
-    int id;               // that token
-    uint32_t begin, end;  // of its bytes
-};
-
-// Higher scores come first, of equal ones the leftmost.
-INLINE bool comes_before(Merge a, Merge b) {
-    return a.score != b.score ? a.score > b.score : a.begin < b.begin;
+INLINE uint32_t winner(const Symbol *s, uint32_t n, uint32_t node) {
+    return node < n ? s[node].winner : node - n;
 }
 
-static void heap_push(Encoder *enc, Merge merge) {
-    enc->heap = grow(enc->heap, &enc->heap_cap, enc->n_heap, 1, sizeof(Merge));
-    size_t i = enc->n_heap++;
-    for (size_t parent; i > 0; i = parent) {
-        parent = (i - 1) / 2;
-        if (!comes_before(merge, enc->heap[parent])) break;
-        enc->heap[i] = enc->heap[parent];
+// Finds what the symbol at `begin` makes with the next one, and plays its matches up to node 1.
+static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
+    Symbol *s = enc->symbols, *left = &s[begin];
+    const uint32_t n = (uint32_t)piece.n;
+    left->pair = left->next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[left->next].next - begin});
+    left->score = left->pair < 0 ? -INFINITY : enc->tok->score[left->pair];
+    for (uint32_t node = (n + begin) / 2; node > 0; node /= 2) {
+        const uint32_t a = winner(s, n, 2 * node), b = winner(s, n, 2 * node + 1);
+        const bool a_wins = s[a].score == s[b].score ? a < b : s[a].score > s[b].score;
+        const uint32_t best = a_wins ? a : b;
+        if (best == s[node].winner && best != begin) break;  // nothing changes above
+        s[node].winner = best;
     }
-    enc->heap[i] = merge;
-}
-
-static Merge heap_pop(Encoder *enc) {
-    Merge *heap = enc->heap;
-    const Merge top = heap[0], moved = heap[--enc->n_heap];
-    size_t i = 0;
-    for (size_t child; (child = 2 * i + 1) < enc->n_heap; i = child) {
-        if (child + 1 < enc->n_heap && comes_before(heap[child + 1], heap[child])) child++;
-        if (!comes_before(heap[child], moved)) break;
-        heap[i] = heap[child];
-    }
-    heap[i] = moved;
-    return top;
-}
-
-// Puts the symbol at `begin` and the next one into the heap, if they are one token together.
-static void offer(Encoder *enc, Bytes piece, uint32_t begin) {
-    const uint32_t next = enc->symbols[begin].next, end = enc->symbols[next].next;
-    if (end == 0) return;  // next is the piece's end
-    const int id = token_find(enc->tok, (Bytes){piece.p + begin, end - begin});
-    if (id >= 0) heap_push(enc, (Merge){enc->tok->score[id], id, begin, end});
 }
 
 static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
-    Symbol *symbols = grow(enc->symbols, &enc->symbols_cap, 0, piece.n + 1, sizeof(Symbol));
-    enc->symbols = symbols;
+    Symbol *s = grow(enc->symbols, &enc->symbols_cap, 0, n, sizeof(Symbol));
+    enc->symbols = s;
     for (uint32_t i = 0; i < n; i++) {
-        symbols[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1};
+        s[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1, -1, -INFINITY, 0};
     }
-    symbols[n] = (Symbol){0};
-    for (uint32_t i = 0; i < n && !interrupted; i++) offer(enc, piece, i);
-    while (enc->n_heap && !interrupted) {  // after Ctrl-C, no piece follows
-        const Merge merge = heap_pop(enc);
-        Symbol *left = &symbols[merge.begin], *right = &symbols[left->next];
-        // Out of date: one of the two is part of another token by now.
-        if (left->next == 0 || right->next != merge.end) continue;
-        *left = (Symbol){merge.id, left->prev, merge.end};
-        right->next = 0;
-        symbols[merge.end].prev = merge.begin;
-        if (merge.begin > 0) offer(enc, piece, left->prev);
-        offer(enc, piece, merge.begin);
+    for (uint32_t i = 0; i < n && !interrupted; i++) enter(enc, piece, i);
+    for (uint32_t i; s[i = winner(s, n, 1)].pair >= 0 && !interrupted;) {
+        const uint32_t merged = s[i].next, next = s[merged].next;
+        s[i].id = s[i].pair;
+        s[i].next = next;
+        s[merged].next = n;
+        if (next < n) s[next].prev = i;
+        if (i > 0) enter(enc, piece, s[i].prev);
+        enter(enc, piece, i);
+        enter(enc, piece, merged);
     }
-    for (uint32_t i = 0; i < n; i = symbols[i].next) ids_add(enc->out, symbols[i].id);
+    for (uint32_t i = 0; i < n; i = s[i].next) ids_add(enc->out, s[i].id);
 }
 
 // ------------------------------------------------------------------------------------------------
