@@ -1618,8 +1618,8 @@ static int added_at(const Tokenizer *tok, Bytes text) {
 }
 
 // A token of a piece while it merges, known by where its bytes begin. What it makes with the next one
-// plays for the highest score in a tournament: leaf n + i of a tree is symbol i, and at node i,
-// 1 .. n - 1, the winners of nodes 2 i and 2 i + 1 meet. So the winner of node 1 merges next.
+// plays for the highest score in a tournament: symbol i begins at leaf n + i of a tree, and at node
+// i < n the winners of nodes 2 i and 2 i + 1 meet. So the winner of node 1 merges next.
 struct Symbol {
     int id;
     uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once it has merged
@@ -1627,10 +1627,6 @@ struct Symbol {
     float score;          // of that, or -INFINITY
     uint32_t winner;      // of the node with this index
 };
-
-INLINE uint32_t winner(const Symbol *s, uint32_t n, uint32_t node) {
-    return node < n ? s[node].winner : node - n;
-}
 
 // Finds what the symbol at `begin` makes with the next one, and plays its matches up to node 1.
 static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
@@ -1640,7 +1636,7 @@ static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
         : token_find(enc->tok, (Bytes){piece.p + begin, s[left->next].next - begin});
     left->score = left->pair < 0 ? -INFINITY : enc->tok->score[left->pair];
     for (uint32_t node = (n + begin) / 2; node > 0; node /= 2) {
-        const uint32_t a = winner(s, n, 2 * node), b = winner(s, n, 2 * node + 1);
+        const uint32_t a = s[2 * node].winner, b = s[2 * node + 1].winner;
         const bool a_wins = s[a].score == s[b].score ? a < b : s[a].score > s[b].score;
         const uint32_t best = a_wins ? a : b;
         if (best == s[node].winner && best != begin) break;  // nothing changes above
@@ -1650,13 +1646,14 @@ static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
 
 static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
-    Symbol *s = grow(enc->symbols, &enc->symbols_cap, 0, n, sizeof(Symbol));
+    Symbol *s = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(Symbol));
     enc->symbols = s;
     for (uint32_t i = 0; i < n; i++) {
         s[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1, -1, -INFINITY, 0};
+        s[n + i].winner = i;
     }
     for (uint32_t i = 0; i < n && !interrupted; i++) enter(enc, piece, i);
-    for (uint32_t i; s[i = winner(s, n, 1)].pair >= 0 && !interrupted;) {
+    for (uint32_t i; s[i = s[1].winner].pair >= 0 && !interrupted;) {
         const uint32_t merged = s[i].next, next = s[merged].next;
         s[i].id = s[i].pair;
         s[i].next = next;
