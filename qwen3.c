@@ -1414,12 +1414,13 @@ static uint32_t take_u32(Cursor *in) { return (uint32_t)load_i32(take(in, 4)); }
 
 static double take_number(Cursor *in, const char *name, bool is_float, double low, double high) {
     const uint32_t word = take_u32(in);
-    const double value = is_float ? as_float(word) : word;
+    const double value = is_float ? as_float(word) : (double)word;
+    const char *zero = in->or_zero && low > 0 ? "0 or " : "";
     const int digits = is_float ? 6 : 10;
-    if (!(value >= low && value <= high) && !(value == 0 && in->or_zero))
-        die_bad(in, name, "%s%.*g to %.*g, found %.*g; export it again", in->or_zero ? "0 or " : "",
-                digits, low, digits, high, digits, value);
-    return value;
+    if ((value >= low && value <= high) || (value == 0 && in->or_zero)) return value;
+    if (low == high) die_bad(in, name, "%s%g, found %.10g; export it again", zero, low, value);
+    die_bad(in, name, "%s%.*g to %.*g, found %.*g; export it again", zero, digits, low, digits,
+            high, digits, value);
 }
 
 // Takes a number of this name into the struct that p points to.

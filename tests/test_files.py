@@ -510,9 +510,9 @@ BAD_SECTIONS = [                                        # tag, payload, a word o
     (b"deco", u32(234, 101, 0x302, 1, 233, 101, 0x301, 1), "deco"),
     (b"head", u32(VOCAB), "head"), (b"head", u32(2**32 - 1), "head"), (b"tail", u32(0, VOCAB), "tail"),
     (b"stop", u32(476, VOCAB), "stop"), (b"stop", u32(2**31), "stop"),
-    *[(b"samp", samp(*numbers), "samp") for numbers in (
-        (NAN, 0.9, 20), (-1, 0.9, 20), (INF, 0.9, 20), (1e7, 0.9, 20), (0.6, NAN, 20), (0.6, 0, 20),
-        (0.6, -1, 20), (0.6, 1.001, 20), (0.6, INF, 20), (0.6, 0.9, 2**31), (0.6, 0.9, 2**32 - 1))],
+    *[(b"samp", samp(t, 0.9, 20), "bad temperature") for t in (NAN, -1, INF, 1e7)],
+    *[(b"samp", samp(0.6, p, 20), "bad top_p") for p in (NAN, 0, -1, 1.001, INF)],
+    *[(b"samp", samp(0.6, 0.9, k), "bad top_k") for k in (2**31, 2**32 - 1)],
     *[(b"repe", struct.pack("<f", penalty), "repe") for penalty in (NAN, 0.0, -1.0, INF)],
     (b"mode", u32(5), "mode"), (b"mode", u32(2**32 - 1), "mode"),
     (b"chat", chat(*TWELVE[:-1]), "chat"), (b"chat", chat(*TWELVE, b""), "chat"),
