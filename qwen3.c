@@ -273,6 +273,7 @@ typedef struct {
     // Part III only:
     struct Routing *routing;      // which experts run for which tokens
     struct Workspace *workspace;  // (threads)
+    struct AttentionTask *attention;  // (threads)
 } State;
 
 typedef struct {
@@ -281,12 +282,14 @@ typedef struct {
     State state;
 } Model;
 
-typedef struct {        // a batch on its way through one layer
-    Model *m;
+typedef struct Pass {   // a batch on its way through one layer
+    const Config *c;
+    const State *s;
     int l;              // the layer's number
     const Layer *w;     // and its weights
     int n;              // rows in the batch
     const float *norm;  // (dim) the weights of the norm that runs
+    void (*step)(const struct Pass *p, int i);  // what runs for each i: see each
 } Pass;
 
 // ------------------------------------------------------------------------------------------------
@@ -357,10 +360,12 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
 // One layer: one function for each step. Most of them run on all threads. Part III provides what is
 // only declared here.
 
-// Calls step(p, i, thread) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time.
-// Returns when all are done. `thread` is the number of the thread that runs the step.
-typedef void (*Step)(const Pass *p, int i, int thread);
-static void each(const Pass *p, Step step, int count, int chunk);
+// Calls step(p, i) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time. Returns
+// when all are done.
+typedef void (*Step)(const Pass *p, int i);
+static void each(Pass *p, Step step, int count, int chunk);
+
+static _Thread_local int thread;  // the number of the thread that reads it, from 0 on
 
 // out = W x for n vectors, or out += W x: dot_row (see Matrix product and attention) of each row
 // and vector, on all threads. out (n, rows), W (rows, cols), x (n, cols)
@@ -368,29 +373,24 @@ static void matmul(const State *s, float *out, const Matrix *w, const Quantized 
                    bool add);
 
 // From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
-static void norm_row(const Model *m, const float *w, int from, int to) {
-    const Config *c = &m->config;
-    float *h = m->state.h + (size_t)to * c->dim;
-    rmsnorm(h, m->state.x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
-    quantize(&m->state.xq, to, 0, h, c->dim, c->group_size);
+static void norm_row(const Config *c, const State *s, const float *w, int from, int to) {
+    float *h = s->h + (size_t)to * c->dim;
+    rmsnorm(h, s->x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
+    quantize(&s->xq, to, 0, h, c->dim, c->group_size);
 }
 
-static void norm_step(const Pass *p, int t, int thread) {
-    (void)thread;
-    norm_row(p->m, p->norm, t, t);
-}
+static void norm_step(const Pass *p, int t) { norm_row(p->c, p->s, p->norm, t, t); }
 
 // h = rmsnorm(x, w), xq = Q8(h)
-static void norm(const Pass *p, const float *w) {
-    Pass now = *p;
-    now.norm = w;
-    each(&now, norm_step, p->n, 4);
+static void norm(Pass *p, const float *w) {
+    p->norm = w;
+    each(p, norm_step, p->n, 4);
 }
 
 // One head of W xq + bias, where W is Wq, Wk or Wv, for all rows. Row t's head_dim values go to
 // out + t * stride.
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
-                    int head, int thread);
+                    int head);
 
 // Where element j of the key, or of the value, of position pos of a text is in the KV cache, in p's
 // layer
@@ -400,56 +400,52 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 // qk (head_dim), one head's q or k of row t, becomes rope(rmsnorm(qk)). norm_weight is NULL in
 // models without QK-norm.
 static void norm_and_rope(const Pass *p, float *qk, const float *norm_weight, int t) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const int half = c->head_dim / 2;
-    if (norm_weight) rmsnorm(qk, qk, norm_weight, c->head_dim, c->rms_norm_eps);
-    rope(qk, s->cos + (size_t)t * half, s->sin + (size_t)t * half, half);
+    const int head_dim = p->c->head_dim, half = head_dim / 2;
+    if (norm_weight) rmsnorm(qk, qk, norm_weight, head_dim, p->c->rms_norm_eps);
+    rope(qk, p->s->cos + (size_t)t * half, p->s->sin + (size_t)t * half, half);
 }
 
-static void q_head(const Pass *p, int head, int thread) {
-    const int q_dim = p->m->config.q_dim;
-    float *q = p->m->state.q + head * p->m->config.head_dim;
-    project(p, q, q_dim, &p->w->wq, p->w->bq, head, thread);
+static void q_head(const Pass *p, int head) {
+    const int q_dim = p->c->q_dim;
+    float *q = p->s->q + head * p->c->head_dim;
+    project(p, q, q_dim, &p->w->wq, p->w->bq, head);
     for (int t = 0; t < p->n; t++) norm_and_rope(p, q + (size_t)t * q_dim, p->w->q_norm, t);
 }
 
-static void k_head(const Pass *p, int kv_head, int thread) {
-    const State *s = &p->m->state;
-    const int head_dim = p->m->config.head_dim;
-    float *k = s->kv + (size_t)thread * s->batch * head_dim;
-    project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head, thread);
+static void k_head(const Pass *p, int kv_head) {
+    const int head_dim = p->c->head_dim;
+    float *k = p->s->kv + (size_t)thread * p->s->batch * head_dim;
+    project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head);
     for (int t = 0; t < p->n; t++, k += head_dim) {
-        const Row *row = &s->rows[t];
+        const Row *row = &p->s->rows[t];
         norm_and_rope(p, k, p->w->k_norm, t);
         for (int j = 0; j < head_dim; j++) *key_at(p, row->text, kv_head, row->pos, j) = k[j];
     }
 }
 
-static void v_head(const Pass *p, int kv_head, int thread) {
-    const State *s = &p->m->state;
-    const int head_dim = p->m->config.head_dim;
-    float *v = s->kv + (size_t)thread * s->batch * head_dim;
-    project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head, thread);
+static void v_head(const Pass *p, int kv_head) {
+    const int head_dim = p->c->head_dim;
+    float *v = p->s->kv + (size_t)thread * p->s->batch * head_dim;
+    project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head);
     for (int t = 0; t < p->n; t++, v += head_dim) {
-        const Row *row = &s->rows[t];
+        const Row *row = &p->s->rows[t];
         for (int j = 0; j < head_dim; j++) *value_at(p, row->text, kv_head, row->pos, j) = v[j];
     }
 }
 
 // Head i of all: first those of k, then those of v, then those of q. One thread projects a head for
 // all rows and then finishes it, while it is in that core's caches.
-static void any_head(const Pass *p, int i, int thread) {
-    const int n_kv_heads = p->m->config.n_kv_heads;
-    if (i < n_kv_heads) k_head(p, i, thread);
-    else if (i < 2 * n_kv_heads) v_head(p, i - n_kv_heads, thread);
-    else q_head(p, i - 2 * n_kv_heads, thread);
+static void any_head(const Pass *p, int i) {
+    const int n_kv_heads = p->c->n_kv_heads;
+    if (i < n_kv_heads) k_head(p, i);
+    else if (i < 2 * n_kv_heads) v_head(p, i - n_kv_heads);
+    else q_head(p, i - 2 * n_kv_heads);
 }
 
 // Moves the rows that are needed after the last layer to the front, and forgets the others.
 static void keep_needed(Pass *p) {
-    const int dim = p->m->config.dim, half = p->m->config.head_dim / 2;
-    const State *s = &p->m->state;
+    const int dim = p->c->dim, half = p->c->head_dim / 2;
+    const State *s = p->s;
     int n = 0;
     for (int t = 0; t < p->n; t++) {
         if (!s->rows[t].needed) continue;
@@ -467,7 +463,7 @@ static void keep_needed(Pass *p) {
 // tokens read a token only through its k and v. So in the last layer all rows store these, but
 // everything else runs only for the rows that are needed, perhaps none.
 static void qkv(Pass *p) {
-    const Config *c = &p->m->config;
+    const Config *c = p->c;
     const bool last = p->l == c->n_layers - 1;
     each(p, any_head, 2 * c->n_kv_heads + (last ? 0 : c->n_heads), 1);
     if (!last) return;
@@ -476,33 +472,30 @@ static void qkv(Pass *p) {
 }
 
 // attend (see Matrix product and attention), for all query heads of all rows
-static void attend_all(const Pass *p);
+static void attend_all(Pass *p);
 
-static void quantize_a(const Pass *p, int t, int thread) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    (void)thread;
-    quantize(&s->aq, t, 0, s->a + (size_t)t * c->q_dim, c->q_dim, c->group_size);
+static void quantize_a(const Pass *p, int t) {
+    const int q_dim = p->c->q_dim;
+    quantize(&p->s->aq, t, 0, p->s->a + (size_t)t * q_dim, q_dim, p->c->group_size);
 }
 
 // aq = Q8(a), a = softmax(q . K / sqrt(head_dim)) V
-static void attention(const Pass *p) {
+static void attention(Pass *p) {
     attend_all(p);
     each(p, quantize_a, p->n, 4);
 }
 
 // x = x + W y
 static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
-    const State *s = &p->m->state;
-    matmul(s, s->x, w, y, p->n, true);
+    matmul(p->s, p->s->x, w, y, p->n, true);
 }
 
 // hq = Q8(silu(W1 xq) * (W3 xq)); in Part III, some columns at a time
-static void swiglu(const Pass *p);
+static void swiglu(Pass *p);
 
 // x = x + sum of p[e] W2[e] Q8(silu(W1[e] xq) * (W3[e] xq)) over the experts e that choose_experts
 // (below) chooses
-static void experts(const Pass *p);
+static void experts(Pass *p);
 
 // ------------------------------------------------------------------------------------------------
 // The whole model: the layers one after the other, then the scores
@@ -549,7 +542,7 @@ static void progress_end(void);
 // are the last layer's output of those rows that are needed. Returns false after Ctrl-C.
 static bool forward(Model *m, int n) {
     State *s = &m->state;
-    Pass p = {.m = m, .n = n};
+    Pass p = {.c = &m->config, .s = s, .n = n};
     s->passes++;
     for (int t = 0; t < n; t++) embed(m, t);
 
@@ -586,7 +579,7 @@ static bool forward_text(Model *m, const Text *text, const int *tokens, int n, i
 // first + count - 1 of x; count is at most logit_rows. Overwrites h and xq.
 static float *classify(Model *m, int first, int count) {
     const State *s = &m->state;
-    for (int t = 0; t < count; t++) norm_row(m, m->weights.rms_final, first + t, t);
+    for (int t = 0; t < count; t++) norm_row(&m->config, s, m->weights.rms_final, first + t, t);
     matmul(s, s->logits, &m->weights.classifier, &s->xq, count, false);
     return s->logits;
 }
@@ -639,8 +632,8 @@ static float softmax_terms(float *x, int n, float max) {
 // Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with q and a
 // (head_dim), K and V (len, head_dim). score (seq_len) is overwritten.
 INLINE void attend(const Pass *p, int t, int head, float *score) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
+    const Config *c = p->c;
+    const State *s = p->s;
     const int kv_head = head / (c->n_heads / c->n_kv_heads);
     const Text *text = s->rows[t].text;
     const int len = s->rows[t].pos + 1;  // causal: a token sees itself and those before it
@@ -1313,10 +1306,9 @@ static void cache_copy(const Model *m, int to, int from);  // a block: all keys 
 static int draft_rows(void);  // how many tokens run in about the time of one
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
-// `chunk`, and calls job(arg, begin, end, thread) for each, on all threads; `thread` is an index
-// into State.workspace. It returns when all are done. Only the main thread calls it, never inside
-// a job.
-typedef void (*Job)(void *arg, int begin, int end, int thread);
+// `chunk`, and calls job(arg, begin, end) for each, on all threads. It returns when all are done.
+// Only the main thread calls it, never inside a job.
+typedef void (*Job)(void *arg, int begin, int end);
 static void parallel(Job job, void *arg, int count, int chunk);
 
 // For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
@@ -3246,11 +3238,10 @@ static bool pass(List *l) {
 
 // Sample
 
-static void sample_job(void *arg, int begin, int end, int thread) {
+static void sample_job(void *arg, int begin, int end) {
     List *l = arg;
     const Engine *e = &l->app->engine;
     const int vocab_size = e->tokenizer.vocab_size;
-    (void)thread;
     for (int i = begin; i < end; i++) {
         Place *p = l->ready[i];
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
@@ -3792,33 +3783,30 @@ static void start_threads(int count) { (void)count; }
 
 static void parallel(Job job, void *arg, int count, int chunk) {
     (void)chunk;
-    job(arg, 0, count, 0);
+    job(arg, 0, count);
 }
 #else
 static struct {
-    _Atomic uint64_t ticket;  // number of the loop << 32 | items that nobody has taken yet
-    _Atomic int finished;     // items that are done
-    _Atomic(Job) job;
-    void *_Atomic arg;
-    _Atomic int count, chunk;
+    Job job;  // the loop that runs; it and the next three change only while left and active are 0
+    void *arg;
+    int count, chunk;
+    _Atomic int left;      // items that nobody has taken yet
+    _Atomic int active;    // threads that look for items, or run some
     _Atomic int sleepers;  // threads that wait for `changed`; counted while `lock` is held
     pthread_mutex_t lock;
-    pthread_cond_t changed;  // a loop began, or all its items are done
+    pthread_cond_t changed;  // left became positive, or active 0
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
-static bool has_work(void) { return (uint32_t)atomic_load(&pool.ticket) > 0; }
-
-static bool is_done(void) { return atomic_load(&pool.finished) == atomic_load(&pool.count); }
-
-// Spins for 50 us, then sleeps. No wake-up is lost: a waker first makes ready() true and then looks
-// for sleepers; a sleeper first counts itself and then tests ready().
-static void wait_until(bool (*ready)(void)) {
+// Waits until *value is positive, or 0. Spins for 50 us, then sleeps. No wake-up is lost: a waker
+// first changes the value and then looks for sleepers; a sleeper first counts itself and then reads
+// the value.
+static void wait_until(_Atomic int *value, bool positive) {
     for (double end = now() + 50e-6; now() < end;) {
-        if (ready()) return;
+        if ((atomic_load(value) > 0) == positive) return;
     }
     pthread_mutex_lock(&pool.lock);
     atomic_fetch_add(&pool.sleepers, 1);
-    while (!ready()) pthread_cond_wait(&pool.changed, &pool.lock);
+    while ((atomic_load(value) > 0) != positive) pthread_cond_wait(&pool.changed, &pool.lock);
     atomic_fetch_sub(&pool.sleepers, 1);
     pthread_mutex_unlock(&pool.lock);
 }
@@ -3830,30 +3818,25 @@ static void wake_up(void) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-// Takes shares of the current loop until none is left. Guided scheduling: a share is 7/8 of what a
-// thread would get if all took the same, so shares become smaller and all threads end together.
-// Job, arg, count and chunk are read before the exchange. parallel() stores new ones only when all
-// items of a loop are done, and then the loop's number changes, which makes the exchange fail. So
-// after a successful exchange they are those of this loop.
-static void work(int thread) {
-    uint64_t ticket = atomic_load(&pool.ticket);
-    while ((uint32_t)ticket > 0) {
-        Job job = atomic_load(&pool.job);
-        void *arg = atomic_load(&pool.arg);
-        int count = atomic_load(&pool.count), chunk = atomic_load(&pool.chunk);
-        int left = (int)(uint32_t)ticket, begin = count - left;
-        int share = min_int(round_up(max_int(left * 7 / (8 * n_threads), 1), chunk), left);
-        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - share)) continue;
-        job(arg, begin, begin + share, thread);
-        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up();
-        ticket = atomic_load(&pool.ticket);
+// Takes shares of the loop until none is left. Guided scheduling: a share is 7/8 of what a thread
+// would get if all took the same, so shares become smaller and all threads end together. A thread
+// counts itself as active before it reads the rest of the pool, so that this stays as it is.
+static void work(void) {
+    atomic_fetch_add(&pool.active, 1);
+    for (int left = atomic_load(&pool.left); left > 0;) {
+        const int fair = max_int(left * 7 / (8 * n_threads), 1), begin = pool.count - left;
+        const int share = min_int(round_up(fair, pool.chunk), left);
+        if (!atomic_compare_exchange_weak(&pool.left, &left, left - share)) continue;
+        pool.job(pool.arg, begin, begin + share);
+        left = atomic_load(&pool.left);
     }
+    if (atomic_fetch_sub(&pool.active, 1) == 1) wake_up();
 }
 
 static void *worker(void *arg) {
-    for (;;) {
-        wait_until(has_work);
-        work((int)(intptr_t)arg);
+    for (thread = (int)(intptr_t)arg;;) {
+        wait_until(&pool.left, true);
+        work();
     }
     return NULL;
 }
@@ -3867,11 +3850,11 @@ static void start_threads(int count) {
     pthread_sigmask(SIG_BLOCK, &interrupt, &before);
 #endif
     for (; n_threads < count; n_threads++) {
-        pthread_t thread;
-        int error = pthread_create(&thread, NULL, worker, (void *)(intptr_t)n_threads);
+        pthread_t id;
+        int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
         if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
                        strerror(error));
-        pthread_detach(thread);
+        pthread_detach(id);
     }
 #ifndef _WIN32
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -3880,33 +3863,28 @@ static void start_threads(int count) {
 
 static void parallel(Job job, void *arg, int count, int chunk) {
     if (n_threads == 1 || count <= chunk) {
-        job(arg, 0, count, 0);
+        job(arg, 0, count);
         return;
     }
-    atomic_store(&pool.job, job);
-    atomic_store(&pool.arg, arg);
-    atomic_store(&pool.count, count);
-    atomic_store(&pool.chunk, chunk);
-    atomic_store(&pool.finished, 0);
-    atomic_store(&pool.ticket, ((atomic_load(&pool.ticket) >> 32) + 1) << 32 | (uint32_t)count);
+    pool.job = job;
+    pool.arg = arg;
+    pool.count = count;
+    pool.chunk = chunk;
+    atomic_store(&pool.left, count);
     wake_up();
-    work(0);
-    wait_until(is_done);
+    work();
+    wait_until(&pool.active, false);
 }
 #endif
 
-typedef struct {
-    const Pass *p;
-    Step step;
-} Each;
-
-static void each_job(void *arg, int begin, int end, int thread) {
-    const Each *all = arg;
-    for (int i = begin; i < end; i++) all->step(all->p, i, thread);
+static void each_job(void *arg, int begin, int end) {
+    const Pass *p = arg;
+    for (int i = begin; i < end; i++) p->step(p, i);
 }
 
-static void each(const Pass *p, Step step, int count, int chunk) {
-    parallel(each_job, &(Each){p, step}, count, chunk);
+static void each(Pass *p, Step step, int count, int chunk) {
+    p->step = step;
+    parallel(each_job, p, count, chunk);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3922,195 +3900,147 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
-    float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens;
-                         // with experts, later one expert's output and the sum over all
-    Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
-    void *panel;         // what a product keeps while it runs: see panel_bytes
-    struct AttentionTask *attention;
+    float *gate, *up;  // (batch * group_size)  some elements of W1 h and W3 h, or of W2 hq
+    void *panel;       // what a product keeps while it runs: see panel_bytes
 } Workspace;
 
 // A product with a matrix: dot_row of the given rows and tokens, in the calling thread
 static void matmul_rows(const Matmul *part);
 
+// out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n
+static void multiply(const State *s, float *out, int stride, const Matrix *w, int row, int rows,
+                     const Quantized *x, int n) {
+    matmul_rows(&(Matmul){.w = w, .x = x, .out = out, .stride = stride, .row_begin = row,
+                          .row_end = row + rows, .n = n, .own = &s->workspace[thread]});
+}
+
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
-                    int head, int thread) {
-    const State *s = &p->m->state;
-    const int head_dim = p->m->config.head_dim;
-    matmul_rows(&(Matmul){.w = w, .x = &s->xq, .out = out, .stride = stride,
-                          .row_begin = head * head_dim, .row_end = (head + 1) * head_dim,
-                          .n = p->n, .own = &s->workspace[thread]});
+                    int head) {
+    const int head_dim = p->c->head_dim, row = head * head_dim;
+    multiply(p->s, out, stride, w, row, head_dim, &p->s->xq, p->n);
     for (int t = 0; bias && t < p->n; t++) {
-        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[head * head_dim + j];
+        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[row + j];
     }
-}
-
-// Groups begin .. end - 1 of hq = Q8(silu(W1 x) * (W3 x)), for the n tokens of `all`, into rows of
-// hq from hq_row on. Column i needs just row all->row_begin + i of W1 and of W3: with experts, an
-// expert's rows begin there. The buffers gate and up are small, to stay in the CPU's caches: for n
-// tokens they have room for batch / n groups (at least one, as n <= batch), so each round computes
-// at most that many.
-static void swiglu_groups(const Pass *p, const Matmul *all, int hq_row, int begin, int end) {
-    const State *s = &p->m->state;
-    const int group = p->m->config.group_size;
-    for (int g = begin, count; g < end; g += count) {
-        count = min_int(end - g, s->batch / max_int(all->n, 1));
-        const int cols = count * group;
-        float *gate = all->own->gate, *up = all->own->up;
-        Matmul part = *all;
-        part.w = &p->w->w1;
-        part.out = gate;
-        part.stride = cols;
-        part.row_begin = all->row_begin + g * group;
-        part.row_end = part.row_begin + cols;
-        matmul_rows(&part);
-        part.w = &p->w->w3;
-        part.out = up;
-        matmul_rows(&part);
-        for (int t = 0; t < all->n; t++, gate += cols, up += cols) {
-            silu_times(gate, up, cols);
-            quantize(&s->hq, hq_row + t, g * group, gate, cols, group);
-        }
-    }
-}
-
-static void swiglu_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const State *s = &p->m->state;
-    const Matmul all = {.x = &s->xq, .n = p->n, .own = &s->workspace[thread]};
-    swiglu_groups(p, &all, 0, begin, end);
-}
-
-static void swiglu(const Pass *p) {
-    parallel(swiglu_job, (void *)p, p->m->config.hidden_dim / p->m->config.group_size, 1);
 }
 
 // Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and 7,
 // and token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, and place is 0 2 5 6.
+// A model without experts has expert 0 alone, which runs for all tokens.
 typedef struct Routing {
     float *share;  // (batch, n_experts)  first Wr h; then p of the chosen experts, 0 for the others
     int n_active;  // how many experts were chosen by at least one token of the batch
     int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
-    int *token;    // (batch * n_experts_used)  row i of State.hq belongs to token[i]
-    int *place;    // (n_experts + 1)     expert[k] has token[place[k]] .. token[place[k + 1] - 1]
+    int *place;    // (n_experts + 1)     row i of State.hq belongs to expert[k] if i is in
+                   //                     place[k] .. place[k + 1] - 1,
+    int *token;    // (batch * n_experts_used)       and to token[i]
+    Quantized xq;  // (batch * n_experts_used, dim)  row i is State.xq of token[i]
 } Routing;
 
-// a . b, both (n), n a multiple of 16; in the order of sum_of
-INLINE float dot_floats(const float *a, const float *b, int n) {
-    float sums[16] = {0};
-    for (int i = 0; i < n; i += 16) {
-        for (int j = 0; j < 16; j++) sums[j] = mul_add(a[i + j], b[i + j], sums[j]);
-    }
-    return sum_of(sums, 16, false);
-}
-
-// share[t][e] = Wr[e] . h[t] for experts begin .. end - 1 and all tokens
-static void router_job(void *arg, int begin, int end, int thread) {
+// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. The buffers
+// gate and up are small, to stay in the CPU's caches: for n tokens they have room for batch / n
+// groups, so each round computes at most that many.
+static void swiglu_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const float *h = p->m->state.h;
-    float *share = p->m->state.routing->share;
-    (void)thread;
-    for (int t = 0; t < p->n; t++, h += c->dim, share += c->n_experts) {
-        for (int e = begin; e < end; e++) {
-            share[e] = dot_floats(p->w->router + (size_t)e * c->dim, h, c->dim);
+    const State *s = p->s;
+    const Routing *r = s->routing;
+    const int group = p->c->group_size, n_groups = p->c->hidden_dim / group;
+    for (int i = begin, count; i < end; i += count) {
+        const int k = i / n_groups, g = i % n_groups, place = r->place[k];
+        const int n = r->place[k + 1] - place, row = (r->expert[k] * n_groups + g) * group;
+        const Quantized x = quantized_row(&r->xq, place);
+        float *gate = s->workspace[thread].gate, *up = s->workspace[thread].up;
+        count = min_int(min_int(end - i, n_groups - g), s->batch / max_int(n, 1));
+        const int cols = count * group;
+        multiply(s, gate, cols, &p->w->w1, row, cols, &x, n);
+        multiply(s, up, cols, &p->w->w3, row, cols, &x, n);
+        for (int t = 0; t < n; t++, gate += cols, up += cols) {
+            silu_times(gate, up, cols);
+            quantize(&s->hq, place + t, g * group, gate, cols, group);
         }
     }
 }
 
-static void choose_row(const Pass *p, int t, int thread) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    (void)thread;
-    const bool chosen = choose_experts(c, s->routing->share + (size_t)t * c->n_experts);
-    if (!chosen) s->x[(size_t)t * c->dim] = NAN;  // reaches the logits, and the run ends
+static void swiglu(Pass *p) {
+    Routing *r = p->s->routing;
+    if (!p->w->router) r->place[1] = p->n;
+    parallel(swiglu_job, p, r->n_active * (p->c->hidden_dim / p->c->group_size), 1);
 }
 
-// share = p[e] for e in S, else 0; then lists the tokens of each expert. A token has at most
-// n_experts_used, so `most` in all: token and State.hq have room for no more.
-static void route(const Pass *p) {
-    const Config *c = &p->m->config;
-    Routing *r = p->m->state.routing;
-    const int most = p->n * c->n_experts_used;
-    parallel(router_job, (void *)p, c->n_experts, 8);
+// share[t][e] = Wr[e] . h[t], its terms added in the order of sum_of
+static void score_expert(const Pass *p, int i) {
+    const int dim = p->c->dim, t = i / p->c->n_experts, e = i % p->c->n_experts;
+    const float *w = p->w->router + (size_t)e * dim, *h = p->s->h + (size_t)t * dim;
+    float sums[16] = {0};
+    for (int j = 0; j < dim; j += 16) {
+        for (int k = 0; k < 16; k++) sums[k] = mul_add(w[j + k], h[j + k], sums[k]);
+    }
+    p->s->routing->share[i] = sum_of(sums, 16, false);
+}
+
+// share becomes p; row t of h, which nobody needs any more, the sum of the experts' outputs so far
+static void choose_row(const Pass *p, int t) {
+    const size_t dim = p->c->dim;
+    const bool chosen = choose_experts(p->c, p->s->routing->share + (size_t)t * p->c->n_experts);
+    if (!chosen) p->s->x[t * dim] = NAN;  // reaches the logits, and the run ends
+    memset(p->s->h + t * dim, 0, dim * sizeof(float));
+}
+
+static void gather_row(const Pass *p, int i) {  // a whole vector: q8, scale and bias_fix
+    const Routing *r = p->s->routing;
+    const Quantized from = quantized_row(&p->s->xq, r->token[i]), to = quantized_row(&r->xq, i);
+    memcpy(to.q8, from.q8, to.stride * 4);
+}
+
+static void route(Pass *p) {
+    const int n_experts = p->c->n_experts;
+    Routing *r = p->s->routing;
+    each(p, score_expert, p->n * n_experts, 8);
     each(p, choose_row, p->n, 4);
     r->n_active = r->place[0] = 0;
-    for (int e = 0, n = 0; e < c->n_experts; e++) {
+    for (int e = 0, n = 0; e < n_experts; e++) {
         for (int t = 0; t < p->n; t++) {
-            if (n < most && r->share[(size_t)t * c->n_experts + e] != 0) r->token[n++] = t;
+            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
         }
         if (n == r->place[r->n_active]) continue;  // nobody chose e
         r->expert[r->n_active++] = e;
         r->place[r->n_active] = n;
     }
-}
-
-// Item i of begin .. end - 1 is group i % n_groups of expert[i / n_groups].
-static void experts_hidden_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const Routing *r = s->routing;
-    Workspace *own = &s->workspace[thread];
-    const int n_groups = c->hidden_dim / c->group_size;
-    for (int i = begin, next; i < end; i = next) {
-        const int k = i / n_groups, place = r->place[k], n = r->place[k + 1] - place;
-        next = min_int(end, (k + 1) * n_groups);
-        for (int j = 0; j < n; j++) {  // whole vectors: q8, scale and bias_fix
-            memcpy(quantized_row(&own->gathered, j).q8,
-                   quantized_row(&s->xq, r->token[place + j]).q8, s->xq.stride * 4);
-        }
-        const Matmul all = {.x = &own->gathered, .n = n, .own = own,
-                            .row_begin = r->expert[k] * c->hidden_dim};
-        swiglu_groups(p, &all, place, i - k * n_groups, next - k * n_groups);
-    }
-}
-
-// For each token that chose expert e = expert[k], computes elements begin .. begin + count - 1 of
-// W2[e] hq and adds them, times p[e], to the token's row of sum (n, count).
-static void add_expert(const Pass *p, int k, int begin, int count, float *sum, int thread) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const Routing *r = s->routing;
-    Workspace *own = &s->workspace[thread];
-    const int e = r->expert[k], n = r->place[k + 1] - r->place[k], row = e * c->dim + begin;
-    const Quantized hq = quantized_row(&s->hq, r->place[k]);
-    float *out = own->gate;
-    matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = count, .row_begin = row,
-                          .row_end = row + count, .n = n, .own = own});
-    for (int j = 0; j < n; j++, out += count) {
-        const int t = r->token[r->place[k] + j];
-        const float share = r->share[(size_t)t * c->n_experts + e];
-        float *y = sum + (size_t)t * count;
-        for (int i = 0; i < count; i++) y[i] += share * out[i];
-    }
+    each(p, gather_row, r->place[r->n_active], 16);
 }
 
 // Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
-static void experts_output_job(void *arg, int begin, int end, int thread) {
+static void experts_output_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const int n = p->n;
-    for (int g = begin, groups; g < end; g += groups) {
-        groups = min_int(end - g, s->batch / max_int(n, 1));  // as in swiglu_groups
-        const int count = groups * c->group_size, at = g * c->group_size;
-        float *sum = s->workspace[thread].up;
-        memset(sum, 0, (size_t)n * count * sizeof(float));
-        for (int k = 0; k < s->routing->n_active; k++) add_expert(p, k, at, count, sum, thread);
-        for (int t = 0; t < n; t++, sum += count) {
-            float *x = s->x + (size_t)t * c->dim + at;
-            for (int i = 0; i < count; i++) x[i] += sum[i];
+    const State *s = p->s;
+    const Routing *r = s->routing;
+    const int dim = p->c->dim, group = p->c->group_size;
+    for (int k = 0; k < r->n_active; k++) {
+        const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
+        const Quantized hq = quantized_row(&s->hq, place);
+        for (int g = begin, groups; g < end; g += groups) {
+            groups = min_int(end - g, s->batch / n);  // as in swiglu_job
+            const int count = groups * group, at = g * group;
+            float *out = s->workspace[thread].gate;
+            multiply(s, out, count, &p->w->w2, e * dim + at, count, &hq, n);
+            for (int j = 0; j < n; j++, out += count) {
+                const int t = r->token[place + j];
+                const float share = r->share[(size_t)t * p->c->n_experts + e];
+                float *sum = s->h + (size_t)t * dim + at;
+                for (int i = 0; i < count; i++) sum[i] += share * out[i];
+            }
         }
+    }
+    for (int t = 0; t < p->n; t++) {
+        float *x = s->x + (size_t)t * dim, *sum = s->h + (size_t)t * dim;
+        for (int i = begin * group; i < end * group; i++) x[i] += sum[i];
     }
 }
 
-static void experts(const Pass *p) {
-    const Config *c = &p->m->config;
+static void experts(Pass *p) {
     route(p);
-    parallel(experts_hidden_job, (void *)p,
-             p->m->state.routing->n_active * (c->hidden_dim / c->group_size), 1);
-    parallel(experts_output_job, (void *)p, c->dim / c->group_size, 1);
+    swiglu(p);
+    parallel(experts_output_job, p, p->c->dim / p->c->group_size, 1);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4566,7 +4496,7 @@ static size_t panel_bytes(int cols, int group) {
     return panels > few ? panels : few;
 }
 
-static void matmul_job(void *arg, int begin, int end, int thread) {
+static void matmul_job(void *arg, int begin, int end) {
     Matmul part = *(const Matmul *)arg;
     part.row_begin = begin * PANEL_ROWS;
     part.row_end = min_int(end * PANEL_ROWS, part.w->rows);
@@ -4616,9 +4546,8 @@ static size_t block_stride(const Config *c) {
 }
 
 static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos) {
-    const Config *c = &p->m->config;
-    const size_t head = (size_t)p->l * c->n_kv_heads + kv_head, block = text->blocks[pos / LANES];
-    return p->m->state.cache + block * block_stride(c) + head * block_floats(c);
+    const size_t block = text->blocks[pos / LANES], head = p->l * p->c->n_kv_heads + kv_head;
+    return p->s->cache + block * block_stride(p->c) + head * block_floats(p->c);
 }
 
 static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
@@ -4626,7 +4555,7 @@ static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int 
 }
 
 static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    const int vector = p->m->config.head_dim + j / LANES * LANES + pos % LANES;
+    const int vector = p->c->head_dim + j / LANES * LANES + pos % LANES;
     return cache_block(p, text, kv_head, pos) + vector * LANES + j % LANES;
 }
 
@@ -4647,14 +4576,14 @@ _Static_assert(SPAN % (2 * LANES) == 0 && SPAN % 16 == 0, "whole tiles of positi
 _Static_assert(ATT_TASK % ATT_QUERIES == 0 && ATT_TASK % LANES == 0, "whole tiles of queries");
 
 typedef struct AttentionTask {
+    _Alignas(64) float score[ATT_TASK * SCORE_STRIDE];  // of the span, then the terms
+    float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
+    float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     const Pass *p;
     const Text *text;
     int kv_head;
-    int n;                   // queries: a multiple of those of a tile
+    int count, n;            // queries; rounded up to whole tiles, in which the last is repeated
     int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
-    float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
-    float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms
-    float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
     float max[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
@@ -4672,7 +4601,7 @@ INLINE const VecF *block_of(const AttentionTask *task, int pos) {
 // pos on; what comes after the span's end is overwritten later. The CPU can't foresee where the
 // next blocks are, so the first tile prefetches them for all.
 INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
-    const int head_dim = task->p->m->config.head_dim;
+    const int head_dim = task->p->c->head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
     const VecF *low = block_of(task, pos), *high = block_of(task, pos + LANES);
     const VecF *next = block_of(task, pos + 2 * LANES), *last = block_of(task, pos + 3 * LANES);
@@ -4699,8 +4628,7 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 // the next may be needed before its prefetch has come.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
                        const int vecs) {
-    const Config *c = &task->p->m->config;
-    const int vectors = value_dim(c) / LANES, first = c->head_dim + j * LANES;
+    const int vectors = value_dim(task->p->c) / LANES, first = task->p->c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
     VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
@@ -4749,7 +4677,7 @@ static void span_softmax(AttentionTask *task) {
 
 // `queries` and `vecs` are constants. A tile that sees nothing of the positions is left out.
 INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) {
-    const int vectors = value_dim(&task->p->m->config) / LANES;
+    const int vectors = value_dim(task->p->c) / LANES;
     for (int pos = task->start; pos < task->end; pos += 2 * LANES) {
         for (int r = 0; r < task->n; r += queries) {
             if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries);
@@ -4761,101 +4689,85 @@ INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) 
     }
 }
 
-// The queries of one kv head and of rows begin .. end - 1, all of one text. Past the end the last
-// one is repeated.
-static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin, int end) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const int per_kv = c->n_heads / c->n_kv_heads, count = end - begin;
-    float *q = task->sum;  // (n, head_dim <= value_dim) the queries, until they are transposed
+// Query i of all is query i % all of kv head i / all. Of those from i to end - 1, the task gets the
+// first ones that have the same kv head and text.
+static void task_init(AttentionTask *task, const Pass *p, int i, int end) {
+    const Config *c = p->c;
+    const Row *rows = p->s->rows;
+    const int per_kv = c->n_heads / c->n_kv_heads, all = p->n * per_kv, first = i % all;
+    const int most = min_int(min_int(end - i, all - first), ATT_TASK);
     task->p = p;
-    task->text = s->rows[begin / per_kv].text;
-    task->kv_head = kv_head;
-    task->n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES);
+    task->text = rows[first / per_kv].text;
+    task->kv_head = i / all;
+    task->count = 1;
+    while (task->count < most && rows[(first + task->count) / per_kv].text == task->text)
+        task->count++;
+    task->n = round_up(task->count, 2 * task->count <= ATT_QUERIES ? 2 : ATT_QUERIES);
     for (int r = 0; r < task->n; r++) {
-        const int i = min_int(begin + r, end - 1), t = i / per_kv;
-        const size_t at = (size_t)t * c->q_dim + (kv_head * per_kv + i % per_kv) * c->head_dim;
-        memcpy(q + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
-        task->out[r] = s->a + at;
-        task->len[r] = s->rows[t].pos + 1;
+        const int query = first + min_int(r, task->count - 1), t = query / per_kv;
+        const int head = task->kv_head * per_kv + query % per_kv;
+        const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
+        for (int j = 0; j < c->head_dim; j++) task->q[j * ATT_TASK + r] = p->s->q[at + j];
+        task->out[r] = p->s->a + at;
+        task->len[r] = rows[t].pos + 1;
         task->max[r] = -INFINITY;
         task->total[r] = 0;
-    }
-    for (int r = 0; r < task->n; r += LANES) {
-        VecI *out = (VecI *)(task->q + r);
-        transpose_rows(out, ATT_TASK / LANES, q, task->n, c->head_dim, r, 0);
     }
     memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
 }
 
-// a = sum / total
-static void task_output(const AttentionTask *task) {
-    const Config *c = &task->p->m->config;
-    for (int r = 0; r < task->n; r++) {
-        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->total[r];
-        float *out = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
-        for (int j = 0; j < c->head_dim; j++) out[j] = sum[j] * inverse;
-    }
-}
-
-static void run_task(AttentionTask *task) {
-    const int len = task->len[task->n - 1];
-    for (task->start = 0; task->start < len; task->start = task->end) {
-        task->end = min_int(task->start + SPAN, len);
-        if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-        else attend_span(task, ATT_QUERIES, 2);
-    }
-    task_output(task);
-}
-
-// Query i of all is query i % n of kv head i / n. Of its neighbours in begin .. end - 1, those of
-// the same kv head and text go into its task.
-static void attend_job(void *arg, int begin, int end, int thread) {
+static void attend_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    const Row *rows = p->m->state.rows;
-    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads, n = p->n * per_kv;
-    AttentionTask *task = p->m->state.workspace[thread].attention;
-    for (int i = begin, next; i < end; i = next) {
-        const int first = i % n, most = min_int(min_int(end - i, n - first), ATT_TASK);
-        const Text *text = rows[first / per_kv].text;
-        for (next = i + 1; next < i + most && rows[next % n / per_kv].text == text;) next++;
-        task_init(task, p, i / n, first, first + next - i);
-        run_task(task);
+    AttentionTask *task = &p->s->attention[thread];
+    for (int i = begin; i < end; i += task->count) {
+        task_init(task, p, i, end);
+        const int len = task->len[task->n - 1];
+        for (task->start = 0; task->start < len; task->start = task->end) {
+            task->end = min_int(task->start + SPAN, len);
+            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
+            else attend_span(task, ATT_QUERIES, 2);
+        }
+        for (int r = 0; r < task->count; r++) {
+            const float *sum = task->sum + r * value_dim(p->c), inverse = 1 / task->total[r];
+            float *a = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
+            for (int j = 0; j < p->c->head_dim; j++) a[j] = sum[j] * inverse;
+        }
     }
 }
 
 // A thread takes the queries of whole rows and of a whole tile at least, if there are as many.
-static void attend_all(const Pass *p) {
-    const Config *c = &p->m->config;
-    const int per_kv = c->n_heads / c->n_kv_heads, n = p->n * per_kv;
-    parallel(attend_job, (void *)p, n * c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
+static void attend_all(Pass *p) {
+    const int per_kv = p->c->n_heads / p->c->n_kv_heads, n = p->n * per_kv;
+    parallel(attend_job, p, n * p->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
 }
 
 // ------------------------------------------------------------------------------------------------
 // The memory of a run: everything that it needs is allocated here, once
 
-#define FOR_BATCH "the activations (-b makes them smaller)"
+static void *activations(size_t count, size_t size) {
+    return alloc(count, size, "the activations (-b makes them smaller)");
+}
+
+static float *floats(size_t count) { return activations(count, sizeof(float)); }
 
 // Spare rows follow, because the last tile of a product may read past the n rows.
 static Quantized quantized_init(size_t n, int cols, int group) {
     const size_t words = cols / 4, n_groups = cols / group;
     const size_t stride = (words + 2 * n_groups + 15) / 16 * 16;  // rows are aligned to 64 bytes
-    int32_t *p = alloc((n + TILE_TOKENS) * stride, sizeof(*p), FOR_BATCH);
+    int32_t *p = activations((n + TILE_TOKENS) * stride, sizeof(*p));
     return (Quantized){(int8_t *)p, (float *)p + words, p + words + n_groups, stride};
 }
 
-static void cache_init(State *s, const Config *c, int blocks) {
-    const char *what = "the KV cache (-c makes it smaller)";
-    s->blocks = blocks;
-    s->block_len = LANES;
-    s->cache = alloc(blocks, block_stride(c) * sizeof(float), what);
-#ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
-    char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
-    madvise(page, blocks * block_stride(c) * sizeof(float), MADV_HUGEPAGE);
-#endif
-}
-
 static int most_blocks = INT_MAX;  // tests make it small
+
+// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text.
+// (one * texts could overflow.)
+static int pool_blocks(const Config *c, int seq_len, int texts) {
+    const int one = (seq_len + LANES - 1) / LANES;
+    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
+    const int most = min_int(most_blocks, room < INT_MAX ? (int)room : INT_MAX);
+    return one < most / texts ? one * texts : max_int(one, most);
+}
 
 static void cache_copy(const Model *m, int to, int from) {
     const size_t size = block_stride(&m->config);
@@ -4870,53 +4782,47 @@ static Text whole_cache(const State *s) {
     return text;
 }
 
-// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text.
-// (one * texts could overflow.)
-static int pool_blocks(const Config *c, int seq_len, int texts) {
-    const int one = (seq_len + LANES - 1) / LANES;
-    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
-    const int most = min_int(most_blocks, room < INT_MAX ? (int)room : INT_MAX);
-    return one < most / texts ? one * texts : max_int(one, most);
-}
-
 static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts) {
     const Config *c = &m->config;
     State *s = &m->state;
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
-    const size_t n = batch;
-    s->seq_len = seq_len;
-    s->batch = batch;
-    s->rows = alloc(n, sizeof(Row), FOR_BATCH);
-    s->cos = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
-    s->sin = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
-    s->x = alloc(n * c->dim, sizeof(float), FOR_BATCH);
-    s->h = alloc(n * c->dim, sizeof(float), FOR_BATCH);
-    s->q = alloc(n * c->q_dim, sizeof(float), FOR_BATCH);
-    s->a = alloc(n * c->q_dim, sizeof(float), FOR_BATCH);
-    s->xq = quantized_init(n, c->dim, c->group_size);
-    s->aq = quantized_init(n, c->q_dim, c->group_size);
-    s->hq = quantized_init(n * max_int(c->n_experts_used, 1), c->hidden_dim, c->group_size);
-    Routing *r = s->routing = alloc(1, sizeof(Routing), FOR_BATCH);
-    r->share = alloc(n * c->n_experts, sizeof(float), FOR_BATCH);
-    r->expert = alloc(c->n_experts, sizeof(int), FOR_BATCH);
-    r->token = alloc(n * c->n_experts_used, sizeof(int), FOR_BATCH);
-    r->place = alloc(c->n_experts + 1, sizeof(int), FOR_BATCH);
-    s->logits = alloc((size_t)logit_rows * c->vocab_size, sizeof(float), FOR_BATCH);
-    s->logit_rows = logit_rows;
-    s->kv = alloc(n_threads * n * c->head_dim, sizeof(float), FOR_BATCH);
-    s->workspace = alloc(n_threads, sizeof(Workspace), FOR_BATCH);
+    const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
+    const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
+    *s = (State){.seq_len = seq_len, .batch = batch, .logit_rows = logit_rows,
+                 .block_len = LANES, .blocks = pool_blocks(c, seq_len, texts)};
+    s->rows = activations(n, sizeof(Row));
+    s->cos = floats(n * c->head_dim / 2);
+    s->sin = floats(n * c->head_dim / 2);
+    s->x = floats(n * c->dim);
+    s->h = floats(n * c->dim);
+    s->xq = quantized_init(n, c->dim, group);
+    s->q = floats(n * c->q_dim);
+    s->a = floats(n * c->q_dim);
+    s->aq = quantized_init(n, c->q_dim, group);
+    s->hq = quantized_init(chosen, c->hidden_dim, group);
+    s->logits = floats((size_t)logit_rows * c->vocab_size);
+    s->kv = floats(n_threads * n * c->head_dim);
+    Routing *r = s->routing = activations(1, sizeof(Routing));
+    *r = (Routing){.share = floats(n * n_experts), .n_active = 1};
+    r->expert = activations(n_experts, sizeof(int));
+    r->place = activations(n_experts + 1, sizeof(int));
+    r->token = activations(chosen, sizeof(int));
+    r->xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq;
+    s->workspace = activations(n_threads, sizeof(Workspace));
+    s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
-        Workspace *own = &s->workspace[i];
-        own->gate = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
-        own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
-        if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
-        own->panel = alloc(panel_bytes(widest, c->group_size), 1, FOR_BATCH);
-        AttentionTask *task = own->attention = alloc(1, sizeof(AttentionTask), FOR_BATCH);
-        task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), FOR_BATCH);
-        task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), FOR_BATCH);
-        task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), FOR_BATCH);
+        s->workspace[i].gate = floats(n * group);
+        s->workspace[i].up = floats(n * group);
+        s->workspace[i].panel = activations(panel_bytes(widest, group), 1);
+        s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
+        s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }
-    cache_init(s, c, pool_blocks(c, seq_len, texts));
+    const size_t size = block_stride(c) * sizeof(float);
+    s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
+#ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
+    char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
+    madvise(page, s->blocks * size, MADV_HUGEPAGE);
+#endif
 }
 
 // ------------------------------------------------------------------------------------------------
