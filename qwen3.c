@@ -265,7 +265,6 @@ typedef struct {
                          // (batch * n_experts_used, hidden_dim)
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
-    float *kv;           // (threads, batch, head_dim)  k or v of the head at hand
     float *cache;        // blocks of block_len positions of one text each. A block has, for each
                          // layer and kv head, K and V (block_len, head_dim); Part III orders them
     int blocks, block_len;
@@ -365,8 +364,6 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
 typedef void (*Step)(const Pass *p, int i);
 static void each(Pass *p, Step step, int count, int chunk);
 
-static _Thread_local int thread;  // the number of the thread that reads it, from 0 on
-
 // out = W x for n vectors, or out += W x: dot_row (see Matrix product and attention) of each row
 // and vector, on all threads. out (n, rows), W (rows, cols), x (n, cols)
 static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
@@ -392,6 +389,9 @@ static void norm(Pass *p, const float *w) {
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
                     int head);
 
+// Room for (batch, head_dim) floats that the calling thread has for itself
+static float *scratch(const State *s);
+
 // Where element j of the key, or of the value, of position pos of a text is in the KV cache, in p's
 // layer
 static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j);
@@ -414,7 +414,7 @@ static void q_head(const Pass *p, int head) {
 
 static void k_head(const Pass *p, int kv_head) {
     const int head_dim = p->c->head_dim;
-    float *k = p->s->kv + (size_t)thread * p->s->batch * head_dim;
+    float *k = scratch(p->s);
     project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head);
     for (int t = 0; t < p->n; t++, k += head_dim) {
         const Row *row = &p->s->rows[t];
@@ -425,7 +425,7 @@ static void k_head(const Pass *p, int kv_head) {
 
 static void v_head(const Pass *p, int kv_head) {
     const int head_dim = p->c->head_dim;
-    float *v = p->s->kv + (size_t)thread * p->s->batch * head_dim;
+    float *v = scratch(p->s);
     project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head);
     for (int t = 0; t < p->n; t++, v += head_dim) {
         const Row *row = &p->s->rows[t];
@@ -3775,6 +3775,7 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
 // not.
 
 static int n_threads = 1;
+static _Thread_local int thread;  // the number of the thread that reads it, from 0 on
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
@@ -3790,29 +3791,23 @@ static struct {
     Job job;  // the loop that runs; it and the next three change only while left and active are 0
     void *arg;
     int count, chunk;
-    _Atomic int left;      // items that nobody has taken yet
-    _Atomic int active;    // threads that look for items, or run some
-    _Atomic int sleepers;  // threads that wait for `changed`; counted while `lock` is held
+    _Atomic int left;    // items that nobody has taken yet
+    _Atomic int active;  // threads that look for items, or run some
     pthread_mutex_t lock;
     pthread_cond_t changed;  // left became positive, or active 0
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
-// Waits until *value is positive, or 0. Spins for 50 us, then sleeps. No wake-up is lost: a waker
-// first changes the value and then looks for sleepers; a sleeper first counts itself and then reads
-// the value.
+// Waits until *value is positive, or 0. Spins for 50 us, then sleeps.
 static void wait_until(_Atomic int *value, bool positive) {
     for (double end = now() + 50e-6; now() < end;) {
         if ((atomic_load(value) > 0) == positive) return;
     }
     pthread_mutex_lock(&pool.lock);
-    atomic_fetch_add(&pool.sleepers, 1);
     while ((atomic_load(value) > 0) != positive) pthread_cond_wait(&pool.changed, &pool.lock);
-    atomic_fetch_sub(&pool.sleepers, 1);
     pthread_mutex_unlock(&pool.lock);
 }
 
-static void wake_up(void) {
-    if (atomic_load(&pool.sleepers) == 0) return;
+static void wake_up(void) {  // after a change: no sleeper misses it, as `lock` is held here, too
     pthread_mutex_lock(&pool.lock);
     pthread_cond_broadcast(&pool.changed);
     pthread_mutex_unlock(&pool.lock);
@@ -3900,9 +3895,13 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
-    float *gate, *up;  // (batch * group_size)  some elements of W1 h and W3 h, or of W2 hq
-    void *panel;       // what a product keeps while it runs: see panel_bytes
+    float *scratch;  // (batch, scratch_cols)
+    void *panel;     // what a product keeps while it runs: see panel_bytes
 } Workspace;
+
+static int scratch_cols(const Config *c) { return max_int(c->head_dim, 2 * c->group_size); }
+
+static float *scratch(const State *s) { return s->workspace[thread].scratch; }
 
 // A product with a matrix: dot_row of the given rows and tokens, in the calling thread
 static void matmul_rows(const Matmul *part);
@@ -3936,9 +3935,9 @@ typedef struct Routing {
     Quantized xq;  // (batch * n_experts_used, dim)  row i is State.xq of token[i]
 } Routing;
 
-// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. The buffers
-// gate and up are small, to stay in the CPU's caches: for n tokens they have room for batch / n
-// groups, so each round computes at most that many.
+// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. The
+// memory for W1 h and W3 h is small, to stay in the CPU's caches: for n tokens it has room for
+// batch / n groups, so each round computes at most that many.
 static void swiglu_job(void *arg, int begin, int end) {
     const Pass *p = arg;
     const State *s = p->s;
@@ -3948,9 +3947,9 @@ static void swiglu_job(void *arg, int begin, int end) {
         const int k = i / n_groups, g = i % n_groups, place = r->place[k];
         const int n = r->place[k + 1] - place, row = (r->expert[k] * n_groups + g) * group;
         const Quantized x = quantized_row(&r->xq, place);
-        float *gate = s->workspace[thread].gate, *up = s->workspace[thread].up;
         count = min_int(min_int(end - i, n_groups - g), s->batch / max_int(n, 1));
         const int cols = count * group;
+        float *gate = scratch(s), *up = gate + n * cols;
         multiply(s, gate, cols, &p->w->w1, row, cols, &x, n);
         multiply(s, up, cols, &p->w->w3, row, cols, &x, n);
         for (int t = 0; t < n; t++, gate += cols, up += cols) {
@@ -4021,7 +4020,7 @@ static void experts_output_job(void *arg, int begin, int end) {
         for (int g = begin, groups; g < end; g += groups) {
             groups = min_int(end - g, s->batch / n);  // as in swiglu_job
             const int count = groups * group, at = g * group;
-            float *out = s->workspace[thread].gate;
+            float *out = scratch(s);
             multiply(s, out, count, &p->w->w2, e * dim + at, count, &hq, n);
             for (int j = 0; j < n; j++, out += count) {
                 const int t = r->token[place + j];
@@ -4571,9 +4570,7 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 // values in longer parts.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
-// So what is rounded up to whole tiles or vectors still fits into SPAN and ATT_TASK.
-_Static_assert(SPAN % (2 * LANES) == 0 && SPAN % 16 == 0, "whole tiles of positions");
-_Static_assert(ATT_TASK % ATT_QUERIES == 0 && ATT_TASK % LANES == 0, "whole tiles of queries");
+_Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
 
 typedef struct AttentionTask {
     _Alignas(64) float score[ATT_TASK * SCORE_STRIDE];  // of the span, then the terms
@@ -4599,27 +4596,24 @@ INLINE const VecF *block_of(const AttentionTask *task, int pos) {
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
 // pos on; what comes after the span's end is overwritten later. The CPU can't foresee where the
-// next blocks are, so the first tile prefetches them for all.
+// next two blocks are, so the first tile prefetches them for all.
 INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
     const int head_dim = task->p->c->head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
-    const VecF *low = block_of(task, pos), *high = block_of(task, pos + LANES);
-    const VecF *next = block_of(task, pos + 2 * LANES), *last = block_of(task, pos + 3 * LANES);
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
+    const VecF *keys[4];
+    UNROLL for (int i = 0; i < 4; i++) keys[i] = block_of(task, pos + i * LANES);
     for (int j = 0; j < head_dim; j++, q += ATT_TASK) {
-        if (r == 0) {
-            __builtin_prefetch(next + j);
-            __builtin_prefetch(last + j);
-        }
+        for (int v = 2; v < 4 && r == 0; v++) __builtin_prefetch(keys[v] + j);
         UNROLL for (int i = 0; i < queries; i++) {
-            sum[i][0] = mul_add_v(low[j], splat_f(q[i]), sum[i][0]);
-            sum[i][1] = mul_add_v(high[j], splat_f(q[i]), sum[i][1]);
+            UNROLL for (int v = 0; v < 2; v++) {
+                sum[i][v] = mul_add_v(keys[v][j], splat_f(q[i]), sum[i][v]);
+            }
         }
     }
     UNROLL for (int i = 0; i < queries; i++, score += SCORE_STRIDE / LANES) {
-        score[0] = sum[i][0] * scale;
-        score[1] = sum[i][1] * scale;
+        UNROLL for (int v = 0; v < 2; v++) score[v] = sum[i][v] * scale;
     }
 }
 
@@ -4636,9 +4630,7 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
         const VecF *values = block_of(task, pos) + first;
         const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0; v++) {
-                __builtin_prefetch(&next[v * LANES + k]);
-            }
+            for (int v = 0; v < vecs && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
                 UNROLL for (int v = 0; v < vecs; v++) {
@@ -4662,12 +4654,9 @@ static void span_softmax(AttentionTask *task) {
     const int width = round_up(task->end - task->start, 16);
     float *score = task->score;
     for (int r = 0; r < task->n; r++, score += SCORE_STRIDE) {
-        const int seen = max_int(task->len[r] - task->start, 0);
-        for (int i = seen; i < width; i++) score[i] = -INFINITY;
-        float max = max_of(score, width);
-        if (max == -INFINITY) max = -FLT_MAX;
+        for (int i = max_int(task->len[r] - task->start, 0); i < width; i++) score[i] = -INFINITY;
+        const float max = fmaxf(max_of(score, width), -FLT_MAX), larger = fmaxf(max, task->max[r]);
         const float total = softmax_terms(score, width, max);
-        const float larger = task->max[r] > max ? task->max[r] : max;
         task->keep[r] = fast_exp(task->max[r] - larger);
         task->take[r] = fast_exp(max - larger);
         task->total[r] = mul_add(task->total[r], task->keep[r], total * task->take[r]);
@@ -4760,13 +4749,11 @@ static Quantized quantized_init(size_t n, int cols, int group) {
 
 static int most_blocks = INT_MAX;  // tests make it small
 
-// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text.
-// (one * texts could overflow.)
+// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
 static int pool_blocks(const Config *c, int seq_len, int texts) {
-    const int one = (seq_len + LANES - 1) / LANES;
     const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
-    const int most = min_int(most_blocks, room < INT_MAX ? (int)room : INT_MAX);
-    return one < most / texts ? one * texts : max_int(one, most);
+    const double one = round_up(seq_len, LANES) / LANES;
+    return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
 static void cache_copy(const Model *m, int to, int from) {
@@ -4801,7 +4788,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     s->aq = quantized_init(n, c->q_dim, group);
     s->hq = quantized_init(chosen, c->hidden_dim, group);
     s->logits = floats((size_t)logit_rows * c->vocab_size);
-    s->kv = floats(n_threads * n * c->head_dim);
     Routing *r = s->routing = activations(1, sizeof(Routing));
     *r = (Routing){.share = floats(n * n_experts), .n_active = 1};
     r->expert = activations(n_experts, sizeof(int));
@@ -4811,8 +4797,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     s->workspace = activations(n_threads, sizeof(Workspace));
     s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
-        s->workspace[i].gate = floats(n * group);
-        s->workspace[i].up = floats(n * group);
+        s->workspace[i].scratch = floats(n * scratch_cols(c));
         s->workspace[i].panel = activations(panel_bytes(widest, group), 1);
         s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
         s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
