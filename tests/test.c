@@ -1314,7 +1314,7 @@ static int unit_tests(void) {
 #ifdef __linux__
     test_cores();
 #endif
-    printf("tests/test (%s): %d checks, %d failures\n", simd_name(), checks, failures);
+    printf("tests/test (%s): %d checks, %d failures\n", SIMD, checks, failures);
     return failures > 0;
 }
 
@@ -1356,7 +1356,7 @@ static int print_tokens(const Tokenizer *t) {
 
 static int print_prompt(App *app) {
     const Tokenizer *t = &app->engine.tokenizer;
-    choose_chat(app);
+    choose_sampling(app);
     Conversation c = {0};
     Buffer text = {0};
     Ids ids = {0};
@@ -1382,7 +1382,6 @@ static int run_small_pool(int argc, char **argv) {  // argv: BLOCKS, and qwen3's
     static App app;
     most_blocks = atoi(argv[0]);
     app.options = parse_options(argc, argv);
-    catch_signals();
     return run(&app);
 }
 
