@@ -3574,10 +3574,8 @@ static void load(App *app) {
             most, context);
     if (app->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-    // A pass of a list runs many texts. (Logits that are never computed take no memory.)
-    const int batch = is_list(o) ? o->batch : min_int(o->batch, context);
-    const int places = min_int(PLACES, batch);
-    state_init(&e->model, context, batch, places, is_list(o) ? places : 1);
+    const int places = min_int(PLACES, o->batch);  // logits that nobody needs take no memory
+    state_init(&e->model, context, o->batch, places, is_list(o) ? places : 1);
     e->answer.text = whole_cache(&e->model.state);
     e->max_new = o->n;
 }
@@ -4965,7 +4963,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
 #define stat_file(path, st) _wstat64(wide(path), st)
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
-#define write write_bytes
+#define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
 
 static wchar_t *wide(const char *path) {
@@ -4980,12 +4978,6 @@ static void *map_file(int fd) {
     HANDLE map = CreateFileMappingW(handle(fd), NULL, PAGE_READONLY, 0, 0, NULL);
     errno = ENOMEM;
     return map ? MapViewOfFile(map, FILE_MAP_READ, 0, 0, 0) : MAP_FAILED;
-}
-
-static int write_bytes(int fd, const void *p, size_t n) {
-    int written = _write(fd, p, n < 1 << 20 ? n : 1 << 20);
-    if (written < 0 && GetFileType(handle(fd)) == FILE_TYPE_PIPE) errno = EPIPE;
-    return written;
 }
 
 // A console gives a line as UTF-16, which ends in \r\n, or at Ctrl-D or Ctrl-Z.
@@ -5054,6 +5046,7 @@ static void start_platform(int *argc, char ***argv) {
     SetConsoleCtrlHandler(on_console_event, TRUE);
 }
 #else
+#define NO_READER EPIPE
 #define stat_file stat
 
 // Reads a file by fscanf. Returns how many values it has.
@@ -5064,18 +5057,14 @@ static int scan_file(const char *path, const char *format, void *first, void *se
     return n;
 }
 
-// A file of one or two numbers that limits this process's cgroup (version 2, on Linux)
-static int cgroup_numbers(const char *name, double *first, double *second) {
+// A limit of this process's cgroup (Linux, version 2), from a file with a number, or with "max" for
+// none. cpu.max has two, "QUOTA PERIOD": this is the number of cores.
+static double cgroup_limit(const char *name) {
     char group[4000] = "", path[4096];
+    double limit, period = 1;
     scan_file("/proc/self/cgroup", "0::%3999[^\n]", group, NULL);
     snprintf(path, sizeof(path), "/sys/fs/cgroup%s/%s", group, name);
-    return scan_file(path, "%lf %lf", first, second);
-}
-
-// The CPU quota in cores, or INT_MAX. cpu.max is "QUOTA PERIOD", or "max PERIOD" for no limit.
-static int cgroup_cores(void) {
-    double quota, period;
-    return cgroup_numbers("cpu.max", &quota, &period) == 2 ? (int)ceil(quota / period) : INT_MAX;
+    return scan_file(path, "%lf %lf", &limit, &period) > 0 ? limit / period : INFINITY;
 }
 
 #ifdef __linux__
@@ -5106,31 +5095,31 @@ static int cpu_count(void) {
 #elif defined(__APPLE__)
     sysctlbyname("hw.perflevel0.physicalcpu", &cores, &(size_t){sizeof(cores)}, NULL, 0);
 #endif
-    return max_int(min_int(cores, cgroup_cores()), 1);
+    return max_int((int)fmin(cores, ceil(cgroup_limit("cpu.max"))), 1);
 }
 
 // The machine's memory, or less if this process has a limit: ulimit -v, its cgroup's
 static double memory_size(void) {
-    double size = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE), most;
+    double size = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     struct rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) == 0) size = fmin(size, limit.rlim_cur);
-    return cgroup_numbers("memory.max", &most, &most) ? fmin(size, most) : size;
+    return fmin(size, cgroup_limit("memory.max"));
 }
 
 static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
 
 // A pasted block's lines arrive within about 30 ms. Normally the terminal counts only whole lines;
-// what follows the last newline is counted only while ICANON is off. Signals are blocked meanwhile:
-// one that ended the program would leave the terminal that way.
+// what follows the last newline is counted only while ICANON is off. (So is Ctrl-D, which would be
+// lost then.) Signals are blocked meanwhile: one that ended the program would leave the terminal
+// that way.
 static Waiting input_waits(void) {
-    struct termios cooked;
+    struct termios cooked, raw;
     sigset_t all, before;
     int waiting = 0;
     const bool ready = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 30) != 0;
     if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return LINE;
-    if (ready) return NOTHING;  // Ctrl-D, which would be lost while ICANON is off
-    if (tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;
-    struct termios raw = cooked;
+    if (ready || tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;  // ready: see above
+    raw = cooked;
     raw.c_lflag &= ~(tcflag_t)ICANON;
     sigfillset(&all);
     sigprocmask(SIG_BLOCK, &all, &before);
@@ -5215,8 +5204,8 @@ static bool stdin_has_data(void) {
 
 static void write_stdout(Bytes text) {
     while (text.n) {
-        ssize_t n = write(STDOUT_FILENO, text.p, text.n);
-        if (n < 0 && errno == EPIPE) exit(EXIT_SUCCESS);  // the reader has seen enough
+        const ssize_t n = write(STDOUT_FILENO, text.p, min_size(text.n, 1 << 20));
+        if (n < 0 && errno == NO_READER) exit(EXIT_SUCCESS);  // the reader has seen enough
         if (n < 0 && errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
         else if (n < 0 && errno != EINTR) die("stdout: %s", strerror(errno));
         if (n > 0) text = bytes_from(text, n);
