@@ -136,7 +136,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 
 // ================================================================================================
 // PART I. THE MODEL
@@ -1276,7 +1275,6 @@ static Ending generate(Engine *e, Ids *drawn) {
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
-#include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -1300,7 +1298,11 @@ static double memory_size(void);                      // that this process may u
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
 static bool input_ready(int fd);                      // there is something to read, or the end
 static bool stdin_has_data(void);                     // a pipe with data, or a file at its start
-static int terminal_line(void);                       // the most bytes of a line that is typed
+#ifdef __APPLE__
+enum { TERMINAL_LINE = 1023 };                        // the most bytes of a line that is typed
+#else
+enum { TERMINAL_LINE = 4095 };
+#endif
 typedef enum { NOTHING, PART, LINE } Waiting;
 static Waiting input_waits(void);                     // how much of a paste is still to be read
 
@@ -2545,7 +2547,7 @@ static bool read_message(App *app) {
             if (interrupted || message->n == 0) return false;
             break;
         }
-        cut |= chop(line).n >= (size_t)terminal_line();
+        cut |= chop(line).n >= TERMINAL_LINE;
         buffer_add(message, line);
         if (line.p[line.n - 1] != '\n') break;  // the end of input
         after = app->typed.data.n > app->typed.end ? LINE : input_waits();
@@ -2560,7 +2562,7 @@ static bool read_message(App *app) {
     message->n = cut ? 0 : chop(bytes_of(message)).n;
     if (cut)
         report("input: the terminal cut a line at %d bytes; nothing was sent; /file PATH sends it",
-               terminal_line());
+               TERMINAL_LINE);
     return true;
 }
 
@@ -4878,23 +4880,19 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 // ------------------------------------------------------------------------------------------------
 // Progress: what a terminal shows of a prompt or a list that takes longer than two seconds
 
-static struct {
-    int tokens, layers;   // how many tokens are to run through how many layers
-    size_t done;          // tokens times layers
-    double start, drawn;  // when it began; when the terminal last changed, 0: it shows nothing
+static struct Progress {
+    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
+    double start, drawn;          // when it began; when the line was last drawn, 0: there is none
 } progress;
 
 static void progress_start(const Model *m, size_t tokens) {
-    progress.tokens = (int)tokens;
-    progress.layers = m->config.n_layers;
-    progress.done = 0;
-    progress.start = now();
+    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
 }
 
 // Clears the line, before an answer, a notice or an error begins.
 static void progress_end(void) {
     if (progress.drawn > 0) fputs("\r\033[K", stderr);
-    progress.drawn = progress.tokens = 0;
+    progress.tokens = progress.drawn = 0;
 }
 
 // The time left is that at the rate so far. A prompt's is longer, as attention reads more and more.
@@ -4955,7 +4953,6 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #ifdef _WIN32
 // POSIX as far as it is used here: what MinGW lacks, or has without UTF-8 or large files
 #define O_NONBLOCK 0
-#define MAX_CANON 255
 #define MAP_FAILED NULL
 #define poll(...) (void)0
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
@@ -5140,9 +5137,6 @@ static void start_platform(int *argc, char ***argv) {
 
 static bool is_terminal(int fd) { return isatty(fd); }
 
-// Linux names 255 bytes, and takes more.
-static int terminal_line(void) { return MAX_CANON > 255 ? MAX_CANON - 1 : 4095; }
-
 static FileKind file_kind(const char *path) {
     struct stat st;
     if (stat_file(path, &st) != 0) return NO_FILE;
@@ -5166,9 +5160,8 @@ static Bytes file_map(const char *path) {
     void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
-#ifdef MADV_HUGEPAGE
-    // Asks for pages of 2 MB, if the file system has them: fewer TLB misses. Not if memory may be
-    // too small for the model: an expert's matrix, often of less than 1 MB, would read more.
+#ifdef MADV_HUGEPAGE  // of 2 MB, if the file system has them: fewer TLB misses. Not if memory may
+    // be too small for the model: an expert's matrix, often of less than 1 MB, would read more.
     if (size < 0.75 * memory_size()) madvise(p, size, MADV_HUGEPAGE);
 #endif
     return (Bytes){p, size};
@@ -5205,9 +5198,9 @@ static bool stdin_has_data(void) {
 static void write_stdout(Bytes text) {
     while (text.n) {
         const ssize_t n = write(STDOUT_FILENO, text.p, min_size(text.n, 1 << 20));
-        if (n < 0 && errno == NO_READER) exit(EXIT_SUCCESS);  // the reader has seen enough
-        if (n < 0 && errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
-        else if (n < 0 && errno != EINTR) die("stdout: %s", strerror(errno));
-        if (n > 0) text = bytes_from(text, n);
+        if (n >= 0) text = bytes_from(text, n);
+        else if (errno == NO_READER) exit(EXIT_SUCCESS);  // it has seen enough
+        else if (errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
+        else if (errno != EINTR) die("stdout: %s", strerror(errno));
     }
 }
