@@ -136,7 +136,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 
 // ================================================================================================
 // PART I. THE MODEL
@@ -1269,17 +1268,16 @@ static Ending generate(Engine *e, Ids *drawn) {
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
-#include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
 
 // What Part III provides to Part II, on POSIX and Windows
-static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and bytes everywhere
-static void catch_signals(void);
+static void start_platform(int *argc, char ***argv);  // signals; Windows: UTF-8 and bytes
 static void start_threads(int count);
-static void progress_list(size_t texts, double all, size_t tokens, double seconds);
+// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`.
+static void progress_show(double start, double done, double all, const char *what, double tokens);
 static int cpu_count(void);                           // how many threads to start without -j
-static const char *simd_name(void);                   // the instruction set in use
+static const char *version(void);                     // a line, with the instruction set in use
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
 typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
@@ -1290,10 +1288,14 @@ static void write_stdout(Bytes text);                 // all of it, whatever sig
 static int file_open(const char *path);               // a descriptor to read, or -1; -: stdin
 static double file_size(int fd);                      // of a regular file, else 0
 static double memory_size(void);                      // that this process may use, in bytes
-static ssize_t read_some(int fd, void *p, size_t n);  // read(), but waits also if fd is nonblocking
+static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
 static bool input_ready(int fd);                      // there is something to read, or the end
 static bool stdin_has_data(void);                     // a pipe with data, or a file at its start
-static int terminal_line(void);                       // the most bytes of a line that is typed
+#ifdef __APPLE__
+enum { TERMINAL_LINE = 1023 };                        // the most bytes of a line that is typed
+#else
+enum { TERMINAL_LINE = 4095 };
+#endif
 typedef enum { NOTHING, PART, LINE } Waiting;
 static Waiting input_waits(void);                     // how much of a paste is still to be read
 
@@ -2515,11 +2517,10 @@ static Found next_line(Lines *in, Bytes *line, bool wait) {
         buffer_cut(data, in->end);
         in->seen -= in->end;
         in->end = 0;
-        const ssize_t got = interrupted ? -1 : read_some(in->fd, data->p + data->n, 65536);
-        if (interrupted) in->end = data->n;  // what was typed before it is gone
+        const ssize_t got = interrupted ? -1 : read_more(in->fd, data);
+        if (interrupted) in->end = in->seen;  // what was typed before it is gone
         if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
         if (got < 0) return NO_LINE;
-        data->n += got;
         ended = got == 0;
     }
 }
@@ -2538,7 +2539,7 @@ static bool read_message(App *app) {
             if (interrupted || message->n == 0) return false;
             break;
         }
-        cut |= chop(line).n >= (size_t)terminal_line();
+        cut |= chop(line).n >= TERMINAL_LINE;
         buffer_add(message, line);
         if (line.p[line.n - 1] != '\n') break;  // the end of input
         after = app->typed.data.n > app->typed.end ? LINE : input_waits();
@@ -2553,7 +2554,7 @@ static bool read_message(App *app) {
     message->n = cut ? 0 : chop(bytes_of(message)).n;
     if (cut)
         report("input: the terminal cut a line at %d bytes; nothing was sent; /file PATH sends it",
-               terminal_line());
+               TERMINAL_LINE);
     return true;
 }
 
@@ -3037,7 +3038,7 @@ static void write_lines(List *l) {
         *line = (Buffer){0};
     }
     const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
-    progress_list(l->written, all, l->rows, now() - l->start);
+    progress_show(l->start, l->written, all, "texts", l->rows);
 }
 
 // The pool of blocks
@@ -3353,9 +3354,7 @@ static int run_list(App *app) {
 // ------------------------------------------------------------------------------------------------
 // Options and main: what the command line says, and what it leads to
 
-static const char usage[] =  // after "qwen3 1.0 (SIMD"
-    "): runs Qwen3 language models\n"
-    "\n"
+static const char usage[] =  // after the line of --version
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
     "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
@@ -3388,91 +3387,48 @@ static const char usage[] =  // after "qwen3 1.0 (SIMD"
 
 typedef struct {
     char letter;
-    enum { STRING, INTEGER, REAL, SEED, MODE } type;
+    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
     size_t place;           // in Options
-    double low, high;       // the least and the greatest value; of a STRING the least length
+    double low, high;       // the least and the greatest value; of a TEXT, number of bytes
+    const char *expected;   // what the value should be; NULL: a number from low to high
     const char *others[2];  // what other programs call it
 } Option;
 
-#define OPTION(name) offsetof(Options, name)
+#define PLACE(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', STRING, OPTION(text), 0, 0, {"--prompt"}},
-    {'f', STRING, OPTION(file), 1, 0, {"--file"}},
-    {'l', STRING, OPTION(list), 1, 0, {NULL}},
-    {'L', STRING, OPTION(json_list), 1, 0, {NULL}},
-    {'m', MODE, OPTION(mode), 0, 0, {NULL}},
-    {'y', STRING, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
-    {'r', INTEGER, OPTION(think), 0, 1, {NULL}},
-    {'t', REAL, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
-    {'p', REAL, OPTION(top_p), 1e-30, 1, {"--top-p"}},
-    {'k', INTEGER, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
-    {'a', REAL, OPTION(presence), 0, 2, {"--presence-penalty"}},
-    {'e', REAL, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
-    {'x', STRING, OPTION(stop), 1, 0, {"--reverse-prompt"}},
-    {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
-    {'n', INTEGER, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
-    {'c', INTEGER, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
-    {'b', INTEGER, OPTION(batch), 1, 512, {"--batch-size"}},
-    {'j', INTEGER, OPTION(threads), 1, 1024, {"--threads"}},
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, {"--prompt"}},
+    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", {"--file"}},
+    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'m', MODE, PLACE(mode), 0, N_MODES - 1,
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", {NULL}},
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, {"--system-prompt", "--system"}},
+    {'r', INTEGER, PLACE(think), 0, 1, NULL, {NULL}},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, {"--temp", "--temperature"}},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", {"--top-p"}},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, {"--top-k"}},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, {"--presence-penalty"}},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, {"--repeat-penalty"}},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", {"--reverse-prompt"}},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", {"--seed"}},
+    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, {"--n-predict", "--predict"}},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, {"--ctx-size"}},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, {"--batch-size"}},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, {"--threads"}},
 };
 
-static void print_and_exit(const char *text) {
-    write_stdout(bytes("qwen3 1.0 ("));
-    write_stdout(bytes(simd_name()));
-    write_stdout(bytes(text));
-    exit(EXIT_SUCCESS);
-}
-
-// Sets an option, or ends the program if it can't have this value.
-static void set_option(Options *o, const Option *option, const char *value) {
-    void *place = (char *)o + option->place;
-    char range[64], *end = NULL;
-    const char *expected = NULL;  // what the value should be
-    errno = 0;
-    if (option->type == STRING) {
-        *(const char **)place = value;
-        if (strlen(value) < option->low)
-            expected = option->letter == 'x' ? "a text that is not empty" : "a file's name, or -";
-    } else if (option->type == MODE) {
-        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
-        if (o->mode == N_MODES)
-            expected = "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)";
-    } else if (option->type == SEED) {
-        o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
-        o->seeded = true;
-        if (end == value || *end || errno) expected = "a 64-bit integer";
-    } else {
-        const bool whole = option->type == INTEGER;
-        const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
-        snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
-        if (end == value || *end || !(number >= option->low && number <= option->high))
-            expected = option->letter != 'p' ? range
-                       : "top-p, above 0 and up to 1 (a prompt goes with -i)";
-        else if (whole) *(int *)place = (int)number;
-        else *(float *)place = (float)number;
-    }
-    if (expected)
-        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter, expected, value);
-}
-
-static const Option *option_named(const char *arg) {  // NULL: there is none, or it has no value
-    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
-        if (arg[0] == '-' && arg[1] == options[i].letter && !arg[2]) return &options[i];
-    }
-    return NULL;
-}
-
-// Ends the program because of an argument that is neither an option nor MODEL, and names the
-// likely mistake.
-static void die_of_argument(const char *arg, const char *model) {
+// The option that an argument is. If it is none, that ends the program, with the likely mistake.
+static const Option *option_named(const char *arg, const char *model) {
     const size_t n = strcspn(arg, "=");
     for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
         const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+        const bool begins = arg[0] == '-' && arg[1] == letter;
+        if (begins && !arg[2]) return &options[i / 2];
+        if (begins && isdigit((uint8_t)arg[2]))
+            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
         if (other && strlen(other) == n && !strncmp(arg, other, n))
             die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
-        if (arg[0] == '-' && arg[1] == letter && isdigit((uint8_t)arg[2]))
-            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
     }
     if (arg[0] == '-')
         die_usage("%s: unknown option, expected one that -h lists (MODEL without an option)", arg);
@@ -3480,61 +3436,83 @@ static void die_of_argument(const char *arg, const char *model) {
               "-i \"%.80s\"", arg, model, arg);
 }
 
+// Sets an option, or ends the program if it can't have this value.
+static void set_option(Options *o, const Option *option, const char *value) {
+    void *place = (char *)o + option->place;
+    char range[64], *end = NULL;
+    double number = strlen(value);
+    errno = 0;
+    if (option->type == TEXT) {
+        *(const char **)place = value;
+    } else if (option->type == MODE) {
+        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
+        number = o->mode;
+    } else if (option->type == INTEGER) {
+        number = strtoll(value, &end, 10);
+    } else if (option->type == REAL) {
+        number = *(float *)place = strtof(value, &end);
+    } else {
+        o->seed = strtoull(value, &end, 10);
+        o->seeded = true;
+    }
+    snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
+    const bool in_range = number >= option->low && number <= option->high;
+    if (!in_range || errno || end == value || (end && *end))
+        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
+                  option->expected ? option->expected : range, value);
+    if (option->type == INTEGER) *(int *)place = (int)number;
+}
+
 // Only chat and generate can begin without a text.
 static void check_text(const Options *o, int mode) {
-    if (mode > GENERATE && !o->text && !o->file && !is_list(o) && is_terminal(STDIN_FILENO))
+    if (mode > GENERATE && !o->text && !o->file && !is_list(o))
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
 }
 
 static Options parse_options(int argc, char **argv) {
-    struct timespec time;
-    clock_gettime(CLOCK_REALTIME, &time);
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -1,
                  .repetition = -1, .context = -1, .batch = 512, .threads = -1,
-                 .seed = ((uint64_t)time.tv_sec * 1000000000u + time.tv_nsec) / 1000 % 1000000};
+                 .seed = (uint64_t)(now() * 1e6) % 1000000};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
-        const Option *option = option_named(arg);
-        if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
-            print_and_exit(usage);
-        } else if (!strcmp(arg, "--version")) {
-            print_and_exit(")\n");
+        const bool help = !strcmp(arg, "-h") || !strcmp(arg, "--help");
+        if (help || !strcmp(arg, "--version")) {
+            write_stdout(bytes(version()));
+            if (help) write_stdout(bytes(usage));
+            exit(EXIT_SUCCESS);
         } else if (!strcmp(arg, "-q")) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
             o.verbose = true;
-        } else if (option) {
+        } else if (arg[0] != '-' && !o.model) {
+            o.model = arg;
+        } else {
+            const Option *option = option_named(arg, o.model);
             if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
             set_option(&o, option, argv[i]);
-        } else if (arg[0] == '-' || o.model) {
-            die_of_argument(arg, o.model);
-        } else {
-            o.model = arg;
         }
     }
     if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
         die_usage("-l, -L: a list, expected one of them, without -f and -v");
+    const bool asks = o.text || o.file || is_list(&o) || o.mode == CHAT;
+    if (!asks && !is_terminal(STDIN_FILENO)) o.file = "-";
     check_text(&o, o.mode);
     return o;
 }
 
-// Reads the prompt from -i, -f or stdin. False: there is none, this is a conversation.
+// Reads the prompt. False: there is none, this is a conversation.
 static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
-    const bool terminal = is_terminal(STDIN_FILENO), chat = app->mode == CHAT;
-    const bool alone = !o->text && !o->file;
+    const bool chat = app->mode == CHAT, piped = o->file && !strcmp(o->file, "-");
     check_text(o, app->mode);
-    if (alone && (o->mode == CHAT || (chat && terminal))) return false;
-    if (alone && terminal) return true;  // generate from nothing
     if (o->text) buffer_add(text, bytes(o->text));
-    if (o->text && !o->file) return true;
+    if (!o->file) return o->text || !chat;  // generate can begin from nothing
     if (o->text) buffer_add(text, bytes("\n\n"));
-    const bool piped = alone || !strcmp(o->file, "-");
     const size_t before = text->n;
-    const char *error = file_read(text, piped ? "-" : o->file);
+    const char *error = file_read(text, o->file);
     if (error) die("%s: %s", piped ? "stdin" : o->file, error);
     if (chat && piped && text->n == before)
         die("stdin: empty, expected a prompt; has a command before the pipe failed?");
@@ -3542,26 +3520,18 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-// Thinking, and the sampling advice that depends on it
-static void choose_chat(App *app) {
-    Tokenizer *tok = &app->engine.tokenizer;
-    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
-    app->think = can_switch && app->options.think == 1;
-    // Qwen's advice for answers without thinking, unless the checkpoint asks for greedy ones
-    if (can_switch && !app->think && tok->temperature != 0) {
-        tok->temperature = 0.7f;
-        tok->top_p = 0.8f;
-        tok->top_k = 20;
-    }
-}
-
+// Thinking, and how tokens are drawn, where the options do not say it: as the checkpoint asks for;
+// but as Qwen advises for answers without thinking, unless the checkpoint asks for greedy ones
 static void choose_sampling(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
+    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
+    app->think = can_switch && o->think == 1;
+    const bool advised = app->mode == CHAT && can_switch && !app->think && tok->temperature != 0;
     app->engine.answer.sampler = (Sampler){
-        .temperature = o->temperature >= 0 ? o->temperature : tok->temperature,
-        .top_p = o->top_p >= 0 ? o->top_p : tok->top_p,
-        .top_k = o->top_k >= 0 ? o->top_k : tok->top_k,
+        .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
+        .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
+        .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
         .presence = o->presence,
         .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
         .rng = o->seed,
@@ -3570,7 +3540,7 @@ static void choose_sampling(App *app) {
     };
 }
 
-// Ends the program if MODEL is a directory, the name of a model on the hub, or missing.
+// Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
 static void check_model_path(const char *path) {
     const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
     const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
@@ -3578,8 +3548,6 @@ static void check_model_path(const char *path) {
     if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
     if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
         die_export(path, "not a file", INT_MAX, path);
-    if (kind == NO_FILE)
-        die("%s: %s, expected a .bin file made by export.py", path, strerror(errno));
 }
 
 static void load(App *app) {
@@ -3590,34 +3558,26 @@ static void load(App *app) {
     check_model_path(o->model);
     model_map(&e->model, o->model);
     snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
-    if (file_kind(tokenizer) == NO_FILE)
-        die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
     app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
-    int context = o->context > 0 ? o->context : c->max_seq_len;
-    if (o->context < 0) context = min_int(4096, c->max_seq_len);
-    if (context > c->max_seq_len)
-        die("-c: beyond the model, expected at most %d (export.py --yarn stretches it), found %d",
-            c->max_seq_len, context);
+    const int least = app->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
+    const int context = o->context > 0 ? o->context : o->context < 0 ? min_int(4096, most) : most;
+    if (context < least || context > most)
+        die("-c: bad context, expected %d to %d (export.py --yarn stretches it), found %d", least,
+            most, context);
     if (app->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-    enum { SCORED_ROWS = 16 };  // so many rows share one reading of the classifier's weights
-    int logit_rows = app->mode == PERPLEXITY ? SCORED_ROWS
-                     : app->mode == EMBED ? 0 : is_list(o) ? PLACES : 2 * draft_rows();
-    int batch = is_list(o) ? o->batch : min_int(o->batch, context);
-    if (app->mode == PERPLEXITY && context < 2)
-        die("-c: too short for a perplexity, expected at least 2, found %d", context);
-    state_init(&e->model, context, batch, min_int(logit_rows, batch),
-               is_list(o) && app->mode != PERPLEXITY ? min_int(PLACES, batch) : 1);
-    if (!is_list(o) || app->mode == PERPLEXITY) e->answer.text = whole_cache(&e->model.state);
+    const int places = min_int(PLACES, o->batch);  // logits that nobody needs take no memory
+    state_init(&e->model, context, o->batch, places, is_list(o) ? places : 1);
+    e->answer.text = whole_cache(&e->model.state);
     e->max_new = o->n;
 }
 
 static void writer_init(App *app) {
     const bool terminal = is_terminal(STDOUT_FILENO);
-    const char *stop = app->options.stop;
+    const char *stop = app->options.stop, *no_color = getenv("NO_COLOR");
     app->writer = (Writer){.chat = app->mode == CHAT, .terminal = terminal, .began = true,
-                           .dim = terminal && !getenv("NO_COLOR"),
+                           .dim = terminal && !(no_color && *no_color),
                            .stop = stop ? bytes(stop) : (Bytes){0}};
     Buffer *held = &app->writer.held, *shown = &app->writer.shown;
     held->p = grow(held->p, &held->cap, 0, 1024, 1);  // decoding allocates nothing
@@ -3628,10 +3588,9 @@ static void writer_init(App *app) {
 static int run(App *app) {
     const char *system = app->options.system;
     load(app);
-    const bool chat = app->mode == CHAT;
-    if (chat) choose_chat(app);
     choose_sampling(app);
     writer_init(app);
+    const bool chat = app->mode == CHAT;
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
@@ -3647,7 +3606,6 @@ int main(int argc, char **argv) {
     static App app;
     start_platform(&argc, &argv);
     app.options = parse_options(argc, argv);
-    catch_signals();
     return run(&app);
 }
 #endif
@@ -4178,7 +4136,7 @@ INLINE VecI add_pairs(VecI a, VecI b) {
 }
 #endif
 
-static const char *simd_name(void) { return SIMD; }
+static const char *version(void) { return "qwen3 1.0 (" SIMD ")\n"; }
 
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
@@ -4811,72 +4769,89 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 }
 
 // ------------------------------------------------------------------------------------------------
-// Progress: what a terminal shows while a text takes longer than two seconds
+// Progress: what a terminal shows of a prompt or a list that takes longer than two seconds
 
-static struct {
-    size_t tokens, shown;  // that run; of these, the number on the terminal, 0: none
-    size_t done, total;    // tokens times layers
-    double start, drawn;   // when it began, and when the terminal last changed
+static struct Progress {
+    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
+    double start, drawn;          // when it began; when the line was last drawn, 0: there is none
 } progress;
 
 static void progress_start(const Model *m, size_t tokens) {
-    progress.tokens = tokens;
-    progress.done = 0;
-    progress.total = tokens * m->config.n_layers;
-    progress.start = progress.drawn = now();
+    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
 }
 
 // Clears the line, before an answer, a notice or an error begins.
 static void progress_end(void) {
-    if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = progress.total = 0;
+    if (progress.drawn > 0) fputs("\r\033[K", stderr);
+    progress.tokens = progress.drawn = 0;
 }
 
-// May the line change now, at most ten times per second? Then it shows n.
-static bool progress_due(double time, size_t n) {
-    if (quiet || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return false;
+// The time left is that at the rate so far. A prompt's is longer, as attention reads more and more.
+static void progress_show(double start, double done, double all, const char *what, double tokens) {
+    const double time = now(), seconds = time - start, rate = tokens / seconds;
+    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
     progress.drawn = time;
-    progress.shown = n;
-    return true;
-}
-
-// The time left is that of as many tokens as so far, and so the least: later ones take longer, as
-// attention reads more.
-static void progress_add(int n) {
-    progress.done += n;
-    if (progress.total == 0) return;
-    const double share = (double)progress.done / progress.total, time = now();
-    const double left = (time - progress.start) * (1 - share) / share;
-    const size_t count = (size_t)(share * progress.tokens);
-    const bool soon = !progress.shown && time - progress.start + left < 2;
-    if (count == progress.shown || soon || !progress_due(time, count)) return;
-    fprintf(stderr, "\r%zu of %zu tokens, at least %.0f s left\033[K", count, progress.tokens,
-            left);
-}
-
-// Of a list: `texts` of `all` (0: nobody knows) are done, after `tokens` in `seconds`.
-static void progress_list(size_t texts, double all, size_t tokens, double seconds) {
-    const double rate = tokens / seconds;
-    if (seconds < 1 || !progress_due(now(), 1)) return;
-    fprintf(stderr, "\r%zu", texts);
+    fprintf(stderr, "\r%.0f", done);
     if (all > 0) fprintf(stderr, " of %.0f", all);
-    fprintf(stderr, " texts, %.*f tokens/s", rate < 999.95, rate);
-    if (all > 0 && texts > 0) fprintf(stderr, ", %.0f s left", seconds * (all / texts - 1));
+    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
+    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
     fputs("\033[K", stderr);
+}
+
+static void progress_add(int n) {
+    if (progress.tokens == 0) return;
+    progress.done += n;
+    const size_t done = progress.done / progress.layers;
+    progress_show(progress.start, done, progress.tokens, "tokens", done);
 }
 
 // ------------------------------------------------------------------------------------------------
 // POSIX and Windows: everything that differs between systems
 
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
+// Before that, or if the one before had no effect for a second, it ends the program.
+static void on_interrupt(int signal) {
+    static volatile double first;
+    (void)signal;
+    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
+    if (!interrupted) first = now();
+    interrupted = 1;
+}
+
+// SIGILL: this CPU is older than the one that the program was built for. SIGBUS: a mapped file has
+// become shorter, or its disk fails. If several threads get here, only the first one reports.
+static void on_fatal(int signal) {
+    static atomic_flag said = ATOMIC_FLAG_INIT;
+    const char *text = signal == SIGILL
+        ? "qwen3: CPU: lacks an instruction of this build (" SIMD "); make portable is for all\n"
+        : "qwen3: model: can't be read any more; has its file been cut, or does its disk fail?\n";
+    while (atomic_flag_test_and_set(&said)) {}
+    (void)!write(STDERR_FILENO, text, strlen(text));
+    _exit(EXIT_FAILURE);
+}
+
+// Runs before main. It is one call only, so that it has no instruction that this CPU may lack.
+__attribute__((constructor)) static void catch_unknown_instructions(void) {
+    signal(SIGILL, on_fatal);
+}
+
 #ifdef _WIN32
 // POSIX as far as it is used here: what MinGW lacks, or has without UTF-8 or large files
 #define O_NONBLOCK 0
-#define poll(...) (void)0
 #define MAP_FAILED NULL
+#define poll(...) (void)0
+#define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
+#define stat_file(path, st) _wstat64(wide(path), st)
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
-#define write write_bytes
+#define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
 
 static wchar_t *wide(const char *path) {
@@ -4893,20 +4868,13 @@ static void *map_file(int fd) {
     return map ? MapViewOfFile(map, FILE_MAP_READ, 0, 0, 0) : MAP_FAILED;
 }
 
-static int write_bytes(int fd, const void *p, size_t n) {
-    int written = _write(fd, p, n < 1 << 20 ? n : 1 << 20);
-    if (written < 0 && GetFileType(handle(fd)) == FILE_TYPE_PIPE) errno = EPIPE;
-    return written;
-}
-
 // A console gives a line as UTF-16, which ends in \r\n, or at Ctrl-D or Ctrl-Z.
 static ssize_t read_bytes(int fd, void *p, size_t size) {
     static wchar_t text[8192];
     CONSOLE_READCONSOLE_CONTROL ends = {sizeof(ends), 0, 1 << 4 | 1 << 26, 0};
     DWORD n = 0;
-    if (!isatty(fd)) return _read(fd, p, size < 1 << 20 ? size : 1 << 20);
-    const DWORD room = size / 3 < 8192 ? size / 3 : 8192;
-    if (!ReadConsoleW(handle(fd), text, room, &n, &ends) || n == 0) {
+    if (!isatty(fd)) return _read(fd, p, size);
+    if (!ReadConsoleW(handle(fd), text, 8192, &n, &ends) || n == 0) {
         Sleep(100);  // Ctrl-C: its handler runs in a thread of its own
         errno = EINTR;
         return interrupted ? -1 : 0;
@@ -4917,9 +4885,8 @@ static ssize_t read_bytes(int fd, void *p, size_t size) {
 }
 
 static bool input_ready(int fd) {
-    DWORD n = 0;
-    return GetFileType(handle(fd)) != FILE_TYPE_PIPE ||
-           !PeekNamedPipe(handle(fd), NULL, 0, NULL, &n, NULL) || n > 0;
+    int n = 0;
+    return ioctl(fd, FIONREAD, &n) != 0 || n > 0;
 }
 
 static double memory_size(void) {
@@ -4941,60 +4908,54 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
     return waiting;
 }
 
-static FileKind file_kind(const char *path) {
-    const DWORD attributes = GetFileAttributesW(wide(path));
-    errno = ENOENT;
-    return attributes == INVALID_FILE_ATTRIBUTES ? NO_FILE
-           : attributes & FILE_ATTRIBUTE_DIRECTORY ? DIRECTORY : REGULAR_FILE;
-}
-
 static int cpu_count(void) {  // hardware threads; two of them may share a core
     DWORD_PTR mine, all;
     GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
     return __builtin_popcountll(mine);
 }
 
-// Makes the arguments UTF-8 (argv reuses the array that held the UTF-16 pointers), standard input
-// and output binary, and the console's output UTF-8.
+static BOOL WINAPI on_console_event(DWORD event) {
+    return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
+}
+
+// Makes the arguments UTF-8, standard input and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
-    static char text[3 * 32768], *arg = text;  // a command line has at most 32,767 characters
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
-    *argv = (char **)args;
+    *argv = alloc(*argc + 1, sizeof(char *), "the arguments");
     for (int i = 0; i < *argc; i++) {
-        int room = text + sizeof(text) - arg;
-        int n = WideCharToMultiByte(CP_UTF8, 0, args[i], -1, arg, room, NULL, NULL);
-        (*argv)[i] = arg;
-        arg += n;
+        const int most = 3 * (int)wcslen(args[i]) + 1;
+        (*argv)[i] = alloc(most, 1, "the arguments");
+        WideCharToMultiByte(CP_UTF8, 0, args[i], -1, (*argv)[i], most, NULL, NULL);
     }
     for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
     SetConsoleOutputCP(CP_UTF8);
     SetConsoleMode(handle(STDOUT_FILENO), ENABLE_PROCESSED_OUTPUT | ENABLE_WRAP_AT_EOL_OUTPUT |
                                           ENABLE_VIRTUAL_TERMINAL_PROCESSING);
+    SetConsoleCtrlHandler(on_console_event, TRUE);
 }
 #else
-#ifdef __linux__
-static const char *file_start(const char *path) {  // its first bytes, "" if there is no such file
-    static char text[4096];
+#define NO_READER EPIPE
+#define stat_file stat
+
+// Reads a file by fscanf. Returns how many values it has.
+static int scan_file(const char *path, const char *format, void *first, void *second) {
     FILE *f = fopen(path, "r");
-    text[f ? fread(text, 1, sizeof(text) - 1, f) : 0] = 0;
+    const int n = f ? fscanf(f, format, first, second) : 0;
     if (f) fclose(f);
-    return text;
+    return n;
 }
 
-static const char *cgroup_file(const char *name) {  // of this process's cgroup (version 2)
+// A limit of this process's cgroup (Linux, version 2), from a file with a number, or with "max" for
+// none. cpu.max has two, "QUOTA PERIOD": this is the number of cores.
+static double cgroup_limit(const char *name) {
     char group[4000] = "", path[4096];
-    sscanf(file_start("/proc/self/cgroup"), "0::%3999[^\n]", group);
+    double limit, period = 1;
+    scan_file("/proc/self/cgroup", "0::%3999[^\n]", group, NULL);
     snprintf(path, sizeof(path), "/sys/fs/cgroup%s/%s", group, name);
-    return file_start(path);
+    return scan_file(path, "%lf %lf", &limit, &period) > 0 ? limit / period : INFINITY;
 }
 
-// The CPU quota in cores, or INT_MAX. cpu.max is "QUOTA PERIOD", or "max PERIOD" for no limit.
-static int cgroup_cores(void) {
-    double quota, period;
-    const int n = sscanf(cgroup_file("cpu.max"), "%lf %lf", &quota, &period);
-    return n == 2 ? (int)ceil(quota / period) : INT_MAX;
-}
-
+#ifdef __linux__
 // The cores of a set of CPUs. A core is known by the first of its CPUs.
 static int physical_cores(const cpu_set_t *set) {
     cpu_set_t cores;
@@ -5005,7 +4966,7 @@ static int physical_cores(const cpu_set_t *set) {
         if (!CPU_ISSET(cpu, set)) continue;
         snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
                  cpu);
-        sscanf(file_start(path), "%d", &first);
+        scan_file(path, "%d", &first, NULL);
         CPU_SET(first, &cores);
     }
     return CPU_COUNT(&cores);
@@ -5015,55 +4976,38 @@ static int physical_cores(const cpu_set_t *set) {
 // Physical cores, as a second thread on a core gains nothing; on macOS the fast ones. Where the
 // system does not tell, hardware threads.
 static int cpu_count(void) {
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores(&set);
-    cores = min_int((int)cores, cgroup_cores());
 #elif defined(__APPLE__)
-    int fast = 0;
-    size_t size = sizeof(fast);
-    if (sysctlbyname("hw.perflevel0.physicalcpu", &fast, &size, NULL, 0) == 0) cores = fast;
+    sysctlbyname("hw.perflevel0.physicalcpu", &cores, &(size_t){sizeof(cores)}, NULL, 0);
 #endif
-    return cores > 0 ? (int)cores : 1;
+    return max_int((int)fmin(cores, ceil(cgroup_limit("cpu.max"))), 1);
 }
-
-static FileKind file_kind(const char *path) {
-    struct stat st;
-    if (stat(path, &st) != 0) return NO_FILE;
-    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
-}
-
-static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
 
 // The machine's memory, or less if this process has a limit: ulimit -v, its cgroup's
 static double memory_size(void) {
     double size = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     struct rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur < size) size = (double)limit.rlim_cur;
-#ifdef __linux__
-    double most;
-    if (sscanf(cgroup_file("memory.max"), "%lf", &most) == 1 && most < size) size = most;
-#endif
-    return size;
+    if (getrlimit(RLIMIT_AS, &limit) == 0) size = fmin(size, limit.rlim_cur);
+    return fmin(size, cgroup_limit("memory.max"));
 }
 
+static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
+
 // A pasted block's lines arrive within about 30 ms. Normally the terminal counts only whole lines;
-// what follows the last newline is counted only while ICANON is off. Signals are blocked meanwhile:
-// one that ended the program would leave the terminal that way.
+// what follows the last newline is counted only while ICANON is off. (So is Ctrl-D, which would be
+// lost then.) Signals are blocked meanwhile: one that ended the program would leave the terminal
+// that way.
 static Waiting input_waits(void) {
-    int waiting = 0;
-    bool ready = false;
-    for (int i = 0; i < 2; i++) {
-        if (i > 0) nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
-        ready = input_ready(STDIN_FILENO);
-        if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return LINE;
-    }
-    if (ready) return NOTHING;  // Ctrl-D, which would be lost while ICANON is off
-    struct termios cooked;
+    struct termios cooked, raw;
     sigset_t all, before;
-    if (tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;
-    struct termios raw = cooked;
+    int waiting = 0;
+    const bool ready = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 30) != 0;
+    if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return LINE;
+    if (ready || tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;  // ready: see above
+    raw = cooked;
     raw.c_lflag &= ~(tcflag_t)ICANON;
     sigfillset(&all);
     sigprocmask(SIG_BLOCK, &all, &before);
@@ -5074,40 +5018,20 @@ static Waiting input_waits(void) {
     return waiting > 0 ? PART : NOTHING;
 }
 
-static void start_platform(int *argc, char ***argv) { (void)argc, (void)argv; }
-#endif
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + t.tv_nsec * 1e-9;
+static void start_platform(int *argc, char ***argv) {
+    (void)argc, (void)argv;
+    signal(SIGBUS, on_fatal);
+    signal(SIGPIPE, SIG_IGN);
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);  // ends a read, too
 }
+#endif
 
 static bool is_terminal(int fd) { return isatty(fd); }
 
-static Bytes file_map(const char *path) {
-    int fd = open(path, O_RDONLY | O_NONBLOCK);  // does not wait for the writer of a named pipe
+static FileKind file_kind(const char *path) {
     struct stat st;
-    if (fd < 0 || fstat(fd, &st) != 0) die("%s: %s", path, strerror(errno));
-    if (!S_ISREG(st.st_mode)) die("%s: wrong kind of file, expected a regular file", path);
-    if (st.st_size == 0) die("%s: wrong size, expected a file with data, found 0 bytes", path);
-    void *p = mmap(NULL, st.st_size, PROT_READ, MAP_SHARED, fd, 0);
-    if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
-    close(fd);
-#ifdef MADV_HUGEPAGE
-    // Asks for pages of 2 MB, if the file system has them: fewer TLB misses. Not if memory may be
-    // too small for the model: an expert's matrix, often of less than 1 MB, would read more.
-    if (st.st_size < 0.75 * memory_size()) madvise(p, st.st_size, MADV_HUGEPAGE);
-#endif
-    return (Bytes){p, st.st_size};
-}
-
-static ssize_t read_some(int fd, void *p, size_t n) {
-    for (;;) {
-        ssize_t got = read(fd, p, n);
-        if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
-        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
-    }
+    if (stat_file(path, &st) != 0) return NO_FILE;
+    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
 }
 
 static int file_open(const char *path) {
@@ -5119,92 +5043,55 @@ static double file_size(int fd) {
     return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? (double)st.st_size : 0;
 }
 
-static const char *file_read(Buffer *b, const char *path) {
-    const char *error = NULL;
-    const int fd = file_open(path);
-    if (fd < 0) return strerror(errno);
-    for (ssize_t got = 1; got != 0 && !error;) {
-        b->p = grow(b->p, &b->cap, b->n, 65536, 1);
-        got = read_some(fd, b->p + b->n, b->cap - b->n);
-        if (got < 0) error = strerror(errno);
+static Bytes file_map(const char *path) {
+    const int fd = open(path, O_RDONLY | O_NONBLOCK);  // does not wait for a named pipe's writer
+    if (fd < 0) die("%s: %s, expected a file made by export.py", path, strerror(errno));
+    const size_t size = (size_t)file_size(fd);
+    if (size == 0) die("%s: can't be used, expected a regular file with data, found none", path);
+    void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
+    if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
+    close(fd);
+#ifdef MADV_HUGEPAGE  // of 2 MB, if the file system has them: fewer TLB misses. Not if memory may
+    // be too small for the model: an expert's matrix, often of less than 1 MB, would read more.
+    if (size < 0.75 * memory_size()) madvise(p, size, MADV_HUGEPAGE);
+#endif
+    return (Bytes){p, size};
+}
+
+static ssize_t read_more(int fd, Buffer *b) {
+    b->p = grow(b->p, &b->cap, b->n, 65536, 1);
+    for (;;) {
+        const ssize_t got = read(fd, b->p + b->n, 65536);
         if (got > 0) b->n += got;
-        if (b->n >= INT_MAX) error = "too long, expected less than 2 GB";
-    }
-    if (fd != STDIN_FILENO) close(fd);
-    return error;
-}
-
-static int terminal_line(void) {
-#ifdef __APPLE__
-    return MAX_CANON - 1;
-#else
-    return 4095;
-#endif
-}
-
-static void write_stdout(Bytes text) {
-    while (text.n) {
-        ssize_t n = write(STDOUT_FILENO, text.p, text.n);
-        if (n < 0 && errno == EPIPE) exit(EXIT_SUCCESS);  // the reader has seen enough
-        if (n < 0 && errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
-        else if (n < 0 && errno != EINTR) die("stdout: %s", strerror(errno));
-        if (n > 0) text = bytes_from(text, n);
+        if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
+        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
     }
 }
 
-// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
-// Before that, or if the one before had no effect for a second, it ends the program.
-static void on_interrupt(int signal) {
-    static volatile double first;
-    (void)signal;
-    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
-    if (!interrupted) first = now();
-    interrupted = 1;
+static const char *file_read(Buffer *b, const char *path) {
+    const int fd = file_open(path);
+    ssize_t got = fd < 0 ? -1 : 1;
+    while (got > 0 && b->n < INT_MAX) got = read_more(fd, b);
+    const char *error = got < 0 ? strerror(errno) : "too long, expected less than 2 GB";
+    if (fd > STDIN_FILENO) close(fd);
+    return got == 0 ? NULL : error;
 }
-
-// SIGILL: this CPU is older than the one that the program was built for. SIGBUS: a mapped file has
-// become shorter, or its disk fails. If several threads get here, only the first one reports.
-static void on_fatal(int signal) {
-    static const char cpu[] = "qwen3: CPU: lacks an instruction of this build, expected one like "
-        "the one it was built on (" SIMD "); make builds for this one, make portable for all\n";
-    static const char disk[] = "qwen3: model: can't be read any more, expected its files to stay "
-        "as they are, found them cut or their disk failing\n";
-    static atomic_flag said = ATOMIC_FLAG_INIT;
-    while (atomic_flag_test_and_set(&said)) {}
-    (void)!(signal == SIGILL ? write(STDERR_FILENO, cpu, sizeof(cpu) - 1)
-                             : write(STDERR_FILENO, disk, sizeof(disk) - 1));
-    _exit(EXIT_FAILURE);
-}
-
-// Runs before main. It is one call only, so that it has no instruction that this CPU may lack.
-__attribute__((constructor)) static void catch_unknown_instructions(void) {
-    signal(SIGILL, on_fatal);
-}
-
-#ifdef _WIN32
-static BOOL WINAPI on_console_event(DWORD event) {
-    return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
-}
-
-static void catch_signals(void) { SetConsoleCtrlHandler(on_console_event, TRUE); }
-#else
-static void catch_signals(void) {
-    signal(SIGBUS, on_fatal);
-    signal(SIGPIPE, SIG_IGN);
-    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);  // ends a read, too
-}
-#endif
 
 // It looks without reading or waiting. What a shell's `while read` loop goes through is a file that
 // is no longer at its start.
 static bool stdin_has_data(void) {
-    struct stat st;
     int waiting = 0;
-    if (fstat(STDIN_FILENO, &st) != 0) return false;
-    if (S_ISREG(st.st_mode)) return st.st_size > 0 && lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
-#ifdef _WIN32
-    return PeekNamedPipe(handle(STDIN_FILENO), NULL, 0, NULL, (DWORD *)&waiting, NULL) && waiting;
-#else
-    return S_ISFIFO(st.st_mode) && ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
-#endif
+    if (file_size(STDIN_FILENO) > 0) return lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
+    if (is_terminal(STDIN_FILENO)) return false;
+    return ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
+}
+
+static void write_stdout(Bytes text) {
+    while (text.n) {
+        const ssize_t n = write(STDOUT_FILENO, text.p, min_size(text.n, 1 << 20));
+        if (n >= 0) text = bytes_from(text, n);
+        else if (errno == NO_READER) exit(EXIT_SUCCESS);  // it has seen enough
+        else if (errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
+        else if (errno != EINTR) die("stdout: %s", strerror(errno));
+    }
 }

@@ -296,6 +296,7 @@ def test_thinking_is_dimmed(tiny):
     assert b"I add" in b"".join(pieces) and b"2 + 3 is 5" in answer and b"\x1b" not in answer
     plain = shown(*run, NO_COLOR="1")
     assert b"\x1b" not in plain and b"I add" in plain
+    assert b"\x1b[2m" in shown(*run, NO_COLOR="")           # no-color.org: an empty one does not count
     assert b"\x1b" not in shown(tiny, "-t", 0, "-i", "What is 2 + 3?")
 
 
