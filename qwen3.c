@@ -1297,7 +1297,7 @@ static void write_stdout(Bytes text);                 // all of it, whatever sig
 static int file_open(const char *path);               // a descriptor to read, or -1; -: stdin
 static double file_size(int fd);                      // of a regular file, else 0
 static double memory_size(void);                      // that this process may use, in bytes
-static ssize_t read_some(int fd, Buffer *b);          // adds what is there, and waits for something
+static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
 static bool input_ready(int fd);                      // there is something to read, or the end
 static bool stdin_has_data(void);                     // a pipe with data, or a file at its start
 static int terminal_line(void);                       // the most bytes of a line that is typed
@@ -2070,10 +2070,9 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // ------------------------------------------------------------------------------------------------
 // Drafts for advance(): prompt lookup decoding (Saxena 2023). An answer often repeats what the
 // context holds: code that it changes, text that it quotes. Where the last NGRAM tokens occurred
-// before, the tokens that followed there are a draft of what comes next. A batch gives the same
-// bits as single tokens, and random numbers are drawn only for rows that are used. So drafts change
-// the time and nothing else: the text is the same, not just its distribution as in speculative
-// decoding (Leviathan et al., arXiv 2211.17192).
+// before, the tokens that followed there are a draft of what comes next. Random numbers are drawn
+// only for rows that are used. So drafts change the time and nothing else: the text is the same,
+// not just its distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
 // A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1 with
 // -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much, every pass earns 1, and
@@ -2209,12 +2208,12 @@ struct Writer {
 static size_t unfinished(Bytes text, bool terminal) {
     if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
-        for (int rest = 0x80; rest <= 0xBF; rest += 0x3F) {  // the least and the greatest bytes
-            uint8_t u[4] = {rest, rest, rest, rest};
-            memcpy(u, text.p + text.n - n, n);
-            const Char c = code_point_at((Bytes){u, 4}, 0);
-            if (c.c < BAD_BYTE && c.n > (int)n) return n;
-        }
+        const uint8_t *last = text.p + text.n - n;
+        const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // after E0 and F0, 0x80 would be overlong
+        uint8_t u[4] = {rest, rest, rest, rest};
+        memcpy(u, last, n);
+        const Char c = code_point_at((Bytes){u, 4}, 0);
+        if (c.c < BAD_BYTE && c.n > (int)n) return n;
     }
     return 0;
 }
@@ -2279,9 +2278,7 @@ static void writer_end(Writer *out) {
 // ------------------------------------------------------------------------------------------------
 // Conversation: a prompt and its answer, turns that fit into the context, messages from a terminal
 
-static const char *const mode_names[] = {
-    [CHAT] = "chat", [GENERATE] = "generate", [TOKENIZE] = "tokenize",
-    [PERPLEXITY] = "perplexity", [EMBED] = "embed"};
+static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
 
 typedef struct {  // as given on the command line
     const char *model, *text, *file, *system, *stop;  // NULL: not given
@@ -2317,7 +2314,7 @@ static bool begins_thinking(const App *app) {
 
 // What stderr says before the model runs: the prompt's ids, and the first time the notices, which
 // wait until the last check has passed, so that an error message stands alone.
-static void announce(App *app) {
+static void give_notices(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
     const bool chat = app->mode == CHAT, thinks = app->think || begins_thinking(app);
@@ -2410,10 +2407,11 @@ static void conversation_drop(Conversation *talk, size_t first, size_t end) {
     talk->n -= end - first;
 }
 
-// Renders the conversation. If that leaves no room for an answer, the older half of the turns is
-// forgotten, again until there is room or only the last message is left (and the system message).
-// False: even that is too long, and nothing is forgotten; or Ctrl-C came.
-static bool fit_conversation(App *app) {
+// Answers the conversation's last message. If the prompt leaves no room for an answer, the older
+// half of the turns is forgotten, again until there is room or only the last message is left (and
+// the system message). If even that is too long, nothing is forgotten. If there is no answer then,
+// or as Ctrl-C came first, the message is taken back.
+static void answer_last(App *app) {
     Conversation *talk = &app->conversation;
     const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
     const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
@@ -2422,23 +2420,16 @@ static bool fit_conversation(App *app) {
         render(&app->engine.tokenizer, talk, first, app->think, &app->prompt);
         if (app->prompt.n + room <= context || first == talk->n - 1 || interrupted) break;
     }
-    if (interrupted || !check_length(app, "prompt", app->prompt.n)) return false;
-    if (first > system)
+    const bool fits = !interrupted && check_length(app, "prompt", app->prompt.n);
+    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
+    if (fits && first > system) {
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
-    conversation_drop(talk, system, first);
-    return true;
-}
-
-// Answers the conversation's last message. If there is no answer, as the conversation is too long
-// or Ctrl-C came first, the message is taken back.
-static void answer_last(App *app) {
-    Conversation *talk = &app->conversation;
-    const bool fits = fit_conversation(app);
-    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
+        conversation_drop(talk, system, first);
+    }
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
     if (fits) {
-        announce(app);
+        give_notices(app);
         writer_thinks(&app->writer, begins_thinking(app));
         respond(app, answer);
     }
@@ -2477,7 +2468,7 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
     ssize_t got = 1;
     *line = (Bytes){0};
     data->p = grow(data->p, &data->cap, data->n, 1, 1);  // not NULL
-    for (size_t seen = in->end; got > 0; got = interrupted ? -1 : read_some(in->fd, data)) {
+    for (size_t seen = in->end; got > 0; got = interrupted ? -1 : read_more(in->fd, data)) {
         newline = memchr(data->p + seen, '\n', data->n - seen);
         if (newline) break;
         if (!wait && !input_ready(in->fd)) return true;
@@ -2511,7 +2502,7 @@ static bool read_message(App *app) {
     message->n = 0;
     fputs("> ", stderr);
     for (Waiting before, after = NOTHING;;) {
-        const ssize_t got = interrupted ? -1 : read_some(STDIN_FILENO, message);
+        const ssize_t got = interrupted ? -1 : read_more(STDIN_FILENO, message);
         if (got < 0 && !interrupted) die("stdin: %s", strerror(errno));
         if (got < 0 || message->n == 0) return false;
         if (got == 0) break;  // the end of input
@@ -2540,7 +2531,6 @@ static const char commands[] =
     "/file PATH TEXT  send TEXT and the file, or the file alone\n"
     "/retry           take the last answer back and draw another\n"
     "/clear           forget the conversation, but not the system prompt\n"
-    "/help            show this\n"
     "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
     "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
@@ -2621,7 +2611,7 @@ static bool run_message(App *app) {
 static void run_dialogue(App *app) {
     const char *thinking = app->think ? "on" : begins_thinking(app) ? "always" : "off";
     app->dialogue = true;
-    announce(app);
+    give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
            app->engine.model.state.seq_len, thinking);
     for (bool warned = false;; interrupted = 0) {
@@ -2714,26 +2704,24 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 static void run_raw(App *app, Bytes text) {
     Engine *e = &app->engine;
     const Ids *ids = &app->prompt;
-    const int context = e->model.state.seq_len;
+    const size_t context = e->model.state.seq_len;
     Buffer lines = {0};
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
     if (app->mode != TOKENIZE && !check_length(app, "prompt", ids->n)) exit(EXIT_FAILURE);
-    announce(app);
-    if (app->mode == GENERATE) {
-        respond(app, &(Message){0});
-    } else if (app->mode == EMBED) {
-        if (prefill(e, ids) && !buffer_add_embedding(&lines, &e->model, 0)) die(BAD_VECTOR);
-    } else if (app->mode == PERPLEXITY) {
-        if (ids->n > (size_t)context)
-            notice("text: %zu tokens are scored in pieces of %d (-c)", ids->n, context);
+    give_notices(app);
+    if (app->mode == GENERATE) respond(app, &(Message){0});
+    if (app->mode == EMBED && prefill(e, ids) && !buffer_add_embedding(&lines, &e->model, 0))
+        die(BAD_VECTOR);
+    if (app->mode == PERPLEXITY) {
+        if (ids->n > context)
+            notice("text: %zu tokens are scored in pieces of %zu (-c)", ids->n, context);
         progress_start(&e->model, ids->n - 1);
         const bool good = buffer_add_perplexity(&lines, e, ids);
         progress_end();
         if (!good && !interrupted) die(NOT_FINITE);
-    } else if (!app->options.verbose) {
-        buffer_add_ids(&lines, ids);
     }
+    if (app->mode == TOKENIZE && !app->options.verbose) buffer_add_ids(&lines, ids);
     for (size_t i = 0; app->mode == TOKENIZE && app->options.verbose && i < ids->n; i++) {
         buffer_print(&lines, "%d ", ids->p[i]);
         buffer_add_json(&lines, e->tokenizer.text[ids->p[i]]);
@@ -3111,7 +3099,7 @@ static bool score_line(List *l, const Ids *ids, Buffer *out) {
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Place *p = l->active[l->n_active];  // a free one
-    if (l->read == 0) announce(app);
+    if (l->read == 0) give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
     bool good = encode_line(l, chop(line), &p->ids);
@@ -3557,13 +3545,9 @@ static void load(App *app) {
 }
 
 static void writer_init(App *app) {
-    const bool terminal = is_terminal(STDOUT_FILENO);
     const char *stop = app->options.stop;
-    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = terminal, .began = true,
-                           .stop = stop ? bytes(stop) : (Bytes){0}};
-    Buffer *held = &app->writer.held, *shown = &app->writer.shown;
-    held->p = grow(held->p, &held->cap, 0, 1024, 1);  // decoding allocates nothing
-    shown->p = grow(shown->p, &shown->cap, 0, 4096, 1);
+    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
+                           .began = true, .stop = stop ? bytes(stop) : (Bytes){0}};
     app->engine.answer.writer = &app->writer;
 }
 
@@ -5145,10 +5129,10 @@ static Bytes file_map(const char *path) {
     return (Bytes){p, st.st_size};
 }
 
-static ssize_t read_some(int fd, Buffer *b) {
+static ssize_t read_more(int fd, Buffer *b) {
     b->p = grow(b->p, &b->cap, b->n, 65536, 1);
     for (;;) {
-        ssize_t got = read(fd, b->p + b->n, b->cap - b->n);
+        ssize_t got = read(fd, b->p + b->n, 65536);
         if (got > 0) b->n += got;
         if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
         if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
@@ -5169,7 +5153,7 @@ static const char *file_read(Buffer *b, const char *path) {
     const int fd = file_open(path);
     if (fd < 0) return strerror(errno);
     for (ssize_t got = 1; got != 0 && !error;) {
-        got = read_some(fd, b);
+        got = read_more(fd, b);
         if (got < 0) error = strerror(errno);
         if (b->n >= INT_MAX) error = "too long, expected less than 2 GB";
     }
