@@ -1353,7 +1353,7 @@ static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
 }
 
 static void buffer_add(Buffer *b, Bytes text) {
-    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);  // + 1: p is not NULL after an empty text
+    b->p = grow(b->p, &b->cap, b->n, text.n | 1, 1);  // | 1: p is not NULL after an empty text
     if (text.n) memcpy(b->p + b->n, text.p, text.n);
     b->n += text.n;
 }
@@ -2062,21 +2062,16 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
-// code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
-// tokens that followed there are a draft of what comes next. One forward pass runs the last token
-// and its draft, and so reads the weights only once. advance() gives out its rows one by one, for
-// as long as sampling picks the draft's tokens; the first other token starts a new pass, which
-// overwrites the rest of the draft in the cache.
-//
-// A batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
-// used. So drafts change the time and nothing else: the text is the same, not just its distribution
-// as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+// Drafts for advance(): prompt lookup decoding (Saxena 2023). An answer often repeats what the
+// context holds: code that it changes, text that it quotes. Where the last NGRAM tokens occurred
+// before, the tokens that followed there are a draft of what comes next. Random numbers are drawn
+// only for rows that are used. So drafts change the time and nothing else: the text is the same,
+// not just its distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
 // A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1 with
-// -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much,
-// every pass earns 1, and while this credit is negative there are no drafts: wrong ones take at
-// most 2 % of the time, also with experts, where a drafted token takes half the time of another.
+// -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much, every pass earns 1, and
+// while this credit is negative there are no drafts: wrong ones take at most 2 % of the time, also
+// with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
@@ -2091,18 +2086,19 @@ static int lookup(int *ids, size_t n, int most) {
     return 0;
 }
 
-// Drafts what may follow the answer's count-th token, which stands after the text's tokens. Returns
-// how many tokens: the cache, the logits and max_new must have room for them.
-static int draft(Engine *e, int count, bool was_right) {
+// Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
+// as the cache and the logits have room.
+static void draft(Engine *e, int count) {
     const State *s = &e->model.state;
-    int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), s->logit_rows);
-    rows = min_int(rows, s->seq_len - (int)e->answer.text.ids.n);
-    if (e->max_new >= 0) rows = min_int(rows, e->max_new - count);
+    const Ids *ids = &e->answer.text.ids;
+    const bool was_right = e->draft.n && e->draft.row == e->draft.n;
+    const int room = min_int(s->logit_rows, s->seq_len - (int)ids->n);
+    const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
+    e->draft.n = e->draft.row = 0;
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (count < NGRAM || e->draft.credit < 0) return 0;
-    const int drafted = lookup(e->answer.text.ids.p, e->answer.text.ids.n + 1, rows - 1);
-    e->draft.credit -= DRAFT_COST * drafted;
-    return drafted;
+    if (count < NGRAM || e->draft.credit < 0) return;
+    e->draft.n = lookup(ids->p, ids->n + 1, rows - 1);
+    e->draft.credit -= DRAFT_COST * e->draft.n;
 }
 
 static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
@@ -2111,28 +2107,26 @@ static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
 // it, then spoils the rows before it (0 * infinity is no number): so the token runs again, alone.
 static bool run_draft(Engine *e) {
     Model *m = &e->model;
-    const Ids *cached = &e->answer.text.ids;
-    const int vocab_size = m->config.vocab_size;
-    for (int n = 1 + e->draft.n, row = 0;; n = 1, e->draft.n = 0) {
-        const int *ids = cached->p + cached->n;
-        if (!forward_text(m, &e->answer.text, ids, n, (int)cached->n, n)) return false;
-        const float *logits = classify(m, 0, n);
-        for (; row < n && isfinite(sum_double(logits, vocab_size)); row++) logits += vocab_size;
-        if (row == n || n == 1) return true;
-    }
+    Text *text = &e->answer.text;
+    const int n = 1 + e->draft.n, pos = (int)text->ids.n;
+    if (!forward_text(m, text, text->ids.p + pos, n, pos, n)) return false;
+    const float *logits = classify(m, 0, n);
+    if (n == 1 || isfinite(sum_double(logits, n * m->config.vocab_size))) return true;
+    e->draft.n = 0;
+    return run_draft(e);
 }
 
 static float *advance(Engine *e, int id, int count) {
-    Model *m = &e->model;
+    const Model *m = &e->model;
     Ids *cached = &e->answer.text.ids;
-    const bool was_drafted = e->draft.row < e->draft.n && cached->p[cached->n] == id;
-    cached->p[cached->n] = id;
+    int *next = &cached->p[cached->n];
+    const bool was_drafted = e->draft.row < e->draft.n && *next == id;
+    *next = id;
     if (was_drafted) {  // it has run already
         e->draft.credit += 2 * DRAFT_COST;
         e->draft.row++;
     } else {
-        e->draft.n = draft(e, count, e->draft.n && e->draft.row == e->draft.n);
-        e->draft.row = 0;
+        draft(e, count);
         if (!run_draft(e)) return NULL;
     }
     cached->n++;
@@ -2146,13 +2140,13 @@ static float *advance(Engine *e, int id, int count) {
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters that
-// are not `allowed` become U+FFFD, and so does a carriage return that no newline follows.
-static void add_printable(Buffer *out, Bytes text, const char *allowed) {
+// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters become
+// U+FFFD. Of those that make lines and columns, an answer keeps some: \n, \r\n and \t.
+static void add_printable(Buffer *out, Bytes text, bool answer) {
     for (size_t at = 0; at < text.n;) {
         const Char c = code_point_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
-        const bool kept = c.c && c.c < ' ' && strchr(allowed, c.c) && (c.c != '\r' || crlf);
+        const bool kept = answer && (c.c == '\n' || c.c == '\t' || crlf);
         const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c));
         buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
@@ -2166,14 +2160,13 @@ static void report(const char *fmt, ...) {
     Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
     va_list args;
     va_start(args, fmt);
-    const int n = min_int(vsnprintf(text, sizeof(text), fmt, args), sizeof(text) - 1);
+    const size_t n = min_size(vsnprintf(text, sizeof(text), fmt, args), sizeof(text) - 1);
     va_end(args);
-    if (n > 2 * HALF + 5) {
-        memcpy(text + HALF, " ... ", 5);
-        memmove(text + HALF + 5, text + n - HALF, HALF + 1);
-    }
+    const bool cut = n > 2 * HALF;
+    add_printable(&shown, (Bytes){(uint8_t *)text, cut ? HALF : n}, false);
+    if (cut) buffer_add(&shown, bytes(" ... "));
+    if (cut) add_printable(&shown, bytes(text + n - HALF), false);
     progress_end();
-    add_printable(&shown, bytes(text), "");
     fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
 }
 
@@ -2195,7 +2188,6 @@ static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the star
 struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
-    bool dim;       // thinking is dimmed there
     bool thinking;
     bool began;     // false from the end of thinking until a character other than a newline
     Buffer *to;     // of a list: the answer goes there, its thinking nowhere; NULL: to stdout
@@ -2210,12 +2202,12 @@ struct Writer {
 static size_t unfinished(Bytes text, bool terminal) {
     if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
-        for (int rest = 0x80; rest <= 0xBF; rest += 0x3F) {  // the least and the greatest bytes
-            uint8_t u[4] = {rest, rest, rest, rest};
-            memcpy(u, text.p + text.n - n, n);
-            const Char c = code_point_at((Bytes){u, 4}, 0);
-            if (c.c < BAD_BYTE && c.n > (int)n) return n;
-        }
+        const uint8_t *last = text.p + text.n - n;
+        const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // after E0 and F0, 0x80 would be overlong
+        uint8_t u[4] = {rest, rest, rest, rest};
+        memcpy(u, last, n);
+        const Char c = code_point_at((Bytes){u, 4}, 0);
+        if (c.c < BAD_BYTE && c.n > (int)n) return n;
     }
     return 0;
 }
@@ -2223,29 +2215,27 @@ static size_t unfinished(Bytes text, bool terminal) {
 // Writes what is held, except its last `keep` bytes. For a terminal, each piece is dimmed by
 // itself, in one write: no signal can leave the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
-    Bytes text = {out->held.p, out->held.n - keep};
-    const bool aside = out->thinking && !out->terminal;  // to stderr, or of a list nowhere
-    const bool dim = out->thinking && out->dim;
-    if (text.n && (out->terminal || (aside && !out->to))) {
-        Buffer *shown = &out->shown;
-        shown->n = 0;
-        if (dim) buffer_add(shown, bytes("\033[2m"));
-        add_printable(shown, text, "\n\r\t");
-        if (dim) buffer_add(shown, bytes("\033[0m"));
-        text = bytes_of(shown);
-    }
-    if (!aside && out->to) buffer_add(out->to, text);
-    else if (!aside) write_stdout(text);
-    else if (!out->to && !quiet) fwrite(text.p, 1, text.n, stderr);
-    buffer_cut(&out->held, out->held.n - keep);
+    const Bytes text = {out->held.p, out->held.n - keep};
+    const char *no_color = getenv("NO_COLOR");
+    const bool dim = out->terminal && out->thinking && !(no_color && *no_color);
+    Buffer *shown = &out->shown;
+    if (text.n == 0) return;
+    shown->n = 0;
+    if (dim) buffer_add(shown, bytes("\033[2m"));
+    add_printable(shown, text, true);
+    if (dim) buffer_add(shown, bytes("\033[0m"));
+    if (out->terminal) write_stdout(bytes_of(shown));
+    else if (out->thinking && !out->to && !quiet) fwrite(shown->p, 1, shown->n, stderr);
+    else if (!out->thinking && out->to) buffer_add(out->to, text);
+    else if (!out->thinking) write_stdout(text);
+    buffer_cut(&out->held, text.n);
 }
 
 static void writer_thinks(Writer *out, bool thinking) {
     if (!out->chat || out->thinking == thinking) return;
+    if (!thinking && !out->terminal) buffer_add(&out->held, bytes("\n"));
     writer_flush(out, 0);
-    if (!thinking && !out->terminal && !out->to && !quiet) fputc('\n', stderr);
-    out->thinking = thinking;
-    out->began = thinking;
+    out->thinking = out->began = thinking;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
@@ -2274,8 +2264,8 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
 }
 
 static void writer_end(Writer *out) {
-    writer_flush(out, 0);
     writer_thinks(out, false);
+    writer_flush(out, 0);
     out->began = true;
     if (!out->to && (out->chat || out->terminal)) write_stdout(bytes("\n"));
 }
@@ -2283,9 +2273,7 @@ static void writer_end(Writer *out) {
 // ------------------------------------------------------------------------------------------------
 // Conversation: a prompt and its answer, turns that fit into the context, messages from a terminal
 
-static const char *const mode_names[] = {
-    [CHAT] = "chat", [GENERATE] = "generate", [TOKENIZE] = "tokenize",
-    [PERPLEXITY] = "perplexity", [EMBED] = "embed"};
+static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
 
 typedef struct {  // as given on the command line
     const char *model, *text, *file, *system, *stop;  // NULL: not given
@@ -2300,16 +2288,6 @@ typedef struct {  // as given on the command line
 
 static bool is_list(const Options *o) { return o->list || o->json_list; }
 
-typedef struct {    // of a file
-    int fd;
-    const char *name;
-    Buffer data;    // bytes that were read
-    size_t end;     // the end of the last line
-    size_t seen;    // there is no newline from there up to here
-    bool skipping;  // this line has 2 GB or more, and was dropped up to here
-    bool too_long;  // the last line was such a one: this is just its end
-} Lines;
-
 typedef struct {
     Options options;
     Engine engine;
@@ -2319,8 +2297,8 @@ typedef struct {
     bool noticed;     // the notices have been given
     bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
-    Buffer input;     // the prompt, or the message being typed
-    Lines typed;      // of stdin
+    Buffer input;     // the prompt's text, or the message being typed
+    Ids prompt;
 } App;
 
 // Does the prompt itself open the thinking?
@@ -2329,13 +2307,20 @@ static bool begins_thinking(const App *app) {
     return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
-// Notices wait until the last check has passed, so that an error message stands alone.
+// What stderr says before the model runs: the prompt's ids, and the first time the notices, which
+// wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
-    if (app->noticed) return;
-    app->noticed = true;
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
     const bool chat = app->mode == CHAT, thinks = app->think || begins_thinking(app);
+    const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
+    if (o->verbose && app->mode != TOKENIZE && app->prompt.n) {
+        fputs("prompt ids:", stderr);
+        for (size_t i = 0; i < app->prompt.n; i++) fprintf(stderr, " %d", app->prompt.p[i]);
+        fputc('\n', stderr);
+    }
+    if (app->noticed) return;
+    app->noticed = true;
     if (!tok->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
@@ -2348,18 +2333,8 @@ static void give_notices(App *app) {
     if (app->mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
     if (chat && thinks && app->engine.answer.sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
-    const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
     if (!reads_stdin && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
-}
-
-// What stderr says before the model runs
-static void announce(App *app, const Ids *ids) {
-    give_notices(app);
-    if (!app->options.verbose || app->mode == TOKENIZE) return;
-    fputs("prompt ids:", stderr);
-    for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
-    fputc('\n', stderr);
 }
 
 // Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
@@ -2375,31 +2350,18 @@ static bool check_length(const App *app, const char *where, size_t tokens) {
     return tokens >= least && tokens <= most;
 }
 
-// After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
-// was written in part, the bytes that were written become the message's text.
-static void cut_answer(const App *app, Message *answer) {
-    const Tokenizer *tok = &app->engine.tokenizer;
-    for (size_t cut = app->writer.cut; cut > 0;) {
-        const int id = answer->ids.p[--answer->ids.n];
-        const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        const size_t lost = min_size(cut, text.n);
-        if (lost < text.n) buffer_add(&answer->text, (Bytes){text.p, text.n - lost});
-        cut -= lost;
-    }
-}
-
-// Runs a prompt and writes its answer; then notices and statistics. message: empty, gets the answer
-static void respond(App *app, const Ids *prompt, Message *message) {
+// Runs the prompt and writes its answer; then notices and statistics. message: empty, gets what was
+// written: if -x ended the answer, the tokens of which nothing was written are taken back, and the
+// beginning of one that was written in part becomes the message's text.
+static void respond(App *app, Message *message) {
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
+    const Tokenizer *tok = &e->tokenizer;
     const int seq_len = e->model.state.seq_len;
-    app->writer.cut = 0;
     const double start = now();
-    const bool ran = prefill(e, prompt);
+    const bool ran = prefill(e, &app->prompt);
     const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
-    // Decoding allocates nothing: there is room for every answer.
-    answer->p = grow(answer->p, &answer->cap, 0, seq_len + 1, sizeof(int));
     const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
     const double end = now();
     const char *where = app->writer.thinking ? " inside its thinking" : "";
@@ -2414,7 +2376,12 @@ static void respond(App *app, const Ids *prompt, Message *message) {
                 "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
                 done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
                 (unsigned long long)app->options.seed);
-    cut_answer(app, message);
+    for (size_t lost, *cut = &app->writer.cut; *cut > 0; *cut -= lost) {
+        const int id = answer->p[--answer->n];
+        const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
+        lost = min_size(*cut, text.n);
+        buffer_add(&message->text, (Bytes){text.p, text.n - lost});
+    }
 }
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
@@ -2425,66 +2392,51 @@ static Message *conversation_add(Conversation *talk, int role, Bytes text) {
     return message;
 }
 
-static void message_free(const Message *message) {
-    free(message->text.p);
-    free(message->ids.p);
-}
-
-// Removes `count` messages from number `first` on.
-static void conversation_drop(Conversation *talk, size_t first, size_t count) {
-    if (count == 0) return;  // so that talk->p is not NULL
-    for (size_t i = first; i < first + count; i++) message_free(&talk->p[i]);
-    memmove(talk->p + first, talk->p + first + count, (talk->n - first - count) * sizeof(Message));
-    talk->n -= count;
-}
-
-// Renders the conversation. If that leaves no room for an answer, the older half of the turns is
-// forgotten, again until there is room or only the last message is left (and the system message).
-// If even that is too long, nothing is forgotten.
-static void fit_conversation(App *app, Ids *ids) {
-    Conversation *talk = &app->conversation;
-    const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
-    size_t room = context / 4, first = system;
-    if (app->options.n >= 0 && (size_t)app->options.n < room) room = app->options.n;
-    for (;; first += (talk->n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
-        render(&app->engine.tokenizer, talk, first, app->think, ids);
-        if (ids->n + room <= context || first == talk->n - 1 || interrupted) break;
+// Removes messages first .. end - 1.
+static void conversation_drop(Conversation *talk, size_t first, size_t end) {
+    for (size_t i = first; i < end; i++) {
+        free(talk->p[i].text.p);
+        free(talk->p[i].ids.p);
     }
-    if (interrupted || ids->n > context) return;
-    if (first > system)
+    for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
+    talk->n -= end - first;
+}
+
+// Answers the conversation's last message. If the prompt leaves no room for an answer, the older
+// half of the turns is forgotten, again until there is room or only the last message is left (and
+// the system message). If even that is too long, nothing is forgotten. If there is no answer then,
+// or as Ctrl-C came first, the message is taken back.
+static void answer_last(App *app) {
+    Conversation *talk = &app->conversation;
+    const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
+    const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
+    size_t first = system;
+    for (;; first += (talk->n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
+        render(&app->engine.tokenizer, talk, first, app->think, &app->prompt);
+        if (app->prompt.n + room <= context || first == talk->n - 1 || interrupted) break;
+    }
+    const bool fits = !interrupted && check_length(app, "prompt", app->prompt.n);
+    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
+    if (fits && first > system) {
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
-    conversation_drop(talk, system, first - system);
-}
-
-// Answers the conversation's last message. False: there is no answer, as the conversation is too
-// long or Ctrl-C came first.
-static bool answer_last(App *app) {
-    Conversation *talk = &app->conversation;
-    Ids ids = {0};
-    fit_conversation(app, &ids);
-    const bool fits = !interrupted && check_length(app, "prompt", ids.n);
-    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
+        conversation_drop(talk, system, first);
+    }
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
     if (fits) {
-        announce(app, &ids);
+        give_notices(app);
         writer_thinks(&app->writer, begins_thinking(app));
-        respond(app, &ids, answer);
+        respond(app, answer);
     }
-    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
-    if (!answered) conversation_drop(talk, talk->n - 1, 1);
-    free(ids.p);
-    return answered;
-}
-
-// A user's message and the model's answer to it. Without an answer, the message is taken back.
-static void chat_turn(App *app, Bytes text) {
-    Conversation *talk = &app->conversation;
-    conversation_add(talk, USER, text);
-    if (answer_last(app)) return;
+    if (answer->ids.n > 0 || (fits && !interrupted)) return;
     if (interrupted && app->dialogue)
         notice("chat: stopped before its answer, the message is taken back");
-    conversation_drop(talk, talk->n - 1, 1);
+    conversation_drop(talk, talk->n - 2, talk->n);
+}
+
+static void chat_turn(App *app, Bytes text) {
+    conversation_add(&app->conversation, USER, text);
+    answer_last(app);
 }
 
 // Without one final newline, \n or \r\n
@@ -2493,60 +2445,72 @@ static Bytes chop(Bytes text) {
     return text;
 }
 
-typedef enum { A_LINE, NO_LINE, LATER } Found;
+enum { MOST_BYTES = INT_MAX - (1 << 17) };  // of a text: just below 2 GB
 
-// The next line, with its newline. NO_LINE: the end of input, or Ctrl-C. LATER: more has to come
-// first, and the caller does not wait.
-static Found next_line(Lines *in, Bytes *line, bool wait) {
+typedef struct {   // of a file
+    int fd;
+    const char *name;
+    Buffer data;   // bytes that were read
+    size_t end;    // of the last line
+} Lines;
+
+// The next line, with its newline. One that is too long loses its end, but is still longer than
+// MOST_BYTES. An empty one: more has to come first, and the caller does not wait. False: the end of
+// input, or Ctrl-C.
+static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
-    bool ended = false;
-    for (;;) {
-        data->p = grow(data->p, &data->cap, data->n, 65536, 1);
-        const uint8_t *newline = memchr(data->p + in->seen, '\n', data->n - in->seen);
-        in->seen = newline ? (size_t)(newline - data->p) + 1 : data->n;
-        *line = (Bytes){data->p + in->end, in->seen - in->end};
-        if (newline || (ended && (line->n || in->skipping))) {
-            in->end = in->seen;
-            in->too_long = in->skipping;
-            in->skipping = false;
-            return A_LINE;
-        }
-        if (ended) return NO_LINE;
-        if (!wait && !input_ready(in->fd)) return LATER;
-        if (line->n > INT_MAX - 65536) in->skipping = true, in->end = in->seen;
+    const uint8_t *newline = NULL;
+    ssize_t got = 1;
+    *line = (Bytes){0};
+    data->p = grow(data->p, &data->cap, data->n, 1, 1);  // not NULL
+    for (size_t seen = in->end; got > 0; got = interrupted ? -1 : read_more(in->fd, data)) {
+        newline = memchr(data->p + seen, '\n', data->n - seen);
+        if (newline) break;
+        if (!wait && !input_ready(in->fd)) return true;
         buffer_cut(data, in->end);
-        in->seen -= in->end;
         in->end = 0;
-        const ssize_t got = interrupted ? -1 : read_more(in->fd, data);
-        if (interrupted) in->end = in->seen;  // what was typed before it is gone
-        if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
-        if (got < 0) return NO_LINE;
-        ended = got == 0;
+        seen = data->n = min_size(data->n, MOST_BYTES + 3);  // three more: see chop
+    }
+    if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
+    if (got < 0) return false;
+    const size_t end = newline ? (size_t)(newline - data->p) + 1 : data->n;
+    *line = (Bytes){data->p + in->end, end - in->end};
+    in->end = end;
+    return line->n > 0;
+}
+
+// A scripted conversation: each line of stdin is a turn.
+static void run_script(App *app) {
+    Lines in = {.fd = STDIN_FILENO, .name = "stdin"};
+    for (Bytes line; !interrupted && next_line(&in, &line, true);) {
+        if (line.n > MOST_BYTES) die("stdin: a line is too long, expected less than 2 GB");
+        chat_turn(app, chop(line));
     }
 }
 
-// A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste,
-// which waits for Enter: at the end of its last line, or, if that line had a newline already, on
-// the empty line after it. False: the end of input, or Ctrl-C.
+// A message typed or pasted at a terminal, into app->input. It reads a line at a time. Lines that
+// arrive together are a paste, which waits for Enter: at the end of its last line, or, if that line
+// had a newline already, on the empty line after it. False: the end of input, or Ctrl-C.
 static bool read_message(App *app) {
     Buffer *message = &app->input;
-    Bytes line;
     bool cut = false;
     message->n = 0;
     fputs("> ", stderr);
-    for (Waiting before = NOTHING, after = NOTHING;; before = after) {
-        if (next_line(&app->typed, &line, true) != A_LINE) {
-            if (interrupted || message->n == 0) return false;
-            break;
-        }
-        cut |= chop(line).n >= TERMINAL_LINE;
-        buffer_add(message, line);
-        if (line.p[line.n - 1] != '\n') break;  // the end of input
-        after = app->typed.data.n > app->typed.end ? LINE : input_waits();
-        if (line.n > 1 && line.p[line.n - 2] == '\\') {
-            message->p[--message->n - 1] = '\n';  // without the backslash
+    for (Waiting before, after = NOTHING;;) {
+        const ssize_t got = interrupted ? -1 : read_more(STDIN_FILENO, message);
+        if (got < 0 && !interrupted) die("stdin: %s", strerror(errno));
+        if (got < 0 || message->n == 0) return false;
+        if (got == 0) break;  // the end of input
+        uint8_t *end = message->p + message->n;
+        if (end[-1] != '\n') continue;  // Ctrl-D in the middle of a line
+        cut |= got > TERMINAL_LINE;
+        before = after;
+        after = input_waits();
+        if (message->n > 1 && end[-2] == '\\') {
+            end[-2] = '\n';
+            message->n--;
         } else if (after == NOTHING) {
-            if (line.n == 1) message->n--;  // Enter alone just sends what is there
+            if (got == 1) message->n--;  // Enter alone just sends what is there
             if (before != LINE) break;
             if (!cut) fputs("(Enter sends) ", stderr);
         }
@@ -2562,47 +2526,34 @@ static const char commands[] =
     "/file PATH TEXT  send TEXT and the file, or the file alone\n"
     "/retry           take the last answer back and draw another\n"
     "/clear           forget the conversation, but not the system prompt\n"
-    "/help            show this\n"
     "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
     "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n";
 
-// Takes the last answer back and draws another; if that is stopped before its first token, the old
-// one stays.
-static void retry(App *app) {
-    Conversation *talk = &app->conversation;
-    if (talk->n < 2) {
-        notice("/retry: there is no answer yet");
-    } else if (app->engine.answer.sampler.temperature == 0) {
-        notice("/retry: -t 0 would draw the same answer again");
-    } else {
-        const Message old = talk->p[--talk->n];
-        if (answer_last(app)) message_free(&old);
-        else talk->p[talk->n++] = old;
-    }
+// Cuts the first word off a text, and the spaces after it. It ends at a space, or is quoted, as by
+// many terminals into which a file is dropped.
+static Bytes take_word(Bytes *text) {
+    const bool quoted = text->n && (*text->p == '"' || *text->p == '\'');
+    const uint8_t mark = quoted ? *text->p : ' ';
+    *text = bytes_from(*text, quoted);
+    const uint8_t *end = memchr(text->p, mark, text->n);
+    const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
+    *text = bytes_from(*text, word.n + (end != NULL));
+    while (text->n && *text->p == ' ') *text = bytes_from(*text, 1);
+    return word;
 }
 
-static Bytes skip_spaces(Bytes text) {
-    while (text.n && *text.p == ' ') text = bytes_from(text, 1);
-    return text;
-}
-
-// Sends "PATH TEXT" as TEXT, an empty line and the file's text. PATH ends at a space, or is quoted,
-// as by many terminals into which a file is dropped; ~/ is $HOME.
-static void send_file(App *app, Bytes words) {
-    words = skip_spaces(words);
-    const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
-    const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
-    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
-    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
-    const int n = (int)((end ? end : last) - name);
+// Sends "PATH TEXT" as TEXT, an empty line and the file's text. In PATH, ~/ is $HOME.
+static void send_file(App *app, Bytes text) {
+    const Bytes name = take_word(&text);
+    const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
+    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
+             (const char *)name.p + tilde);
     Buffer message = {0};
-    const size_t rest = end ? (size_t)(end + 1 - words.p) : words.n;
-    buffer_add(&message, skip_spaces(bytes_from(words, rest)));
-    if (message.n) buffer_add(&message, bytes("\n\n"));
+    buffer_add(&message, text);
+    if (text.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
@@ -2614,36 +2565,40 @@ static void send_file(App *app, Bytes words) {
     free(message.p);
 }
 
+static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
+
 // Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
 // and letters, only /think is a message. (The model's other switch, /no_think, is not letters
 // alone.) False: it ends the program.
-static bool run_message(App *app, Bytes text) {
-    Bytes line = text;
+static bool run_message(App *app) {
+    Conversation *talk = &app->conversation;
+    const Bytes text = bytes_of(&app->input);
+    Bytes rest = text, word = take_word(&rest);
     size_t letters = 1;
-    while (line.n && line.p[line.n - 1] == ' ') line.n--;
-    while (letters < line.n && isalpha(line.p[letters])) letters++;
-    static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
-    for (int i = 0; i < 5; i++) {
-        if (bytes_equal(line, bytes(leaving[i]))) return false;
-    }
+    if (word.p != text.p) word.n = 0;  // in quotes it is no command
+    while (letters < word.n && isalpha(word.p[letters])) letters++;
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    } else if (memchr(text.p, '\n', text.n)) {
+    } else if (is(word, "/file") && !memchr(text.p, '\n', text.n)) {
+        send_file(app, rest);
+    } else if (rest.n) {
         chat_turn(app, text);
-    } else if (bytes_equal(line, bytes("/help"))) {
+    } else if (is(word, "/help")) {
         fputs(commands, stderr);
-    } else if (bytes_equal(line, bytes("/retry"))) {
-        retry(app);
-    } else if (bytes_equal(line, bytes("/clear"))) {
-        Conversation *talk = &app->conversation;
-        const size_t system = talk->n && talk->p[0].role == SYSTEM;
-        conversation_drop(talk, system, talk->n - system);
-    } else if (bytes_equal(line, bytes("/file")) ||
-               (text.n > 5 && memcmp(text.p, "/file ", 6) == 0)) {
-        send_file(app, bytes_from(text, text.n > 5 ? 6 : 5));
-    } else if (line.n > 1 && *line.p == '/' && letters == line.n &&
-               !bytes_equal(line, bytes("/think"))) {
-        report("%.*s: no such command, /help shows them", (int)line.n, line.p);
+    } else if (is(word, "/retry") && talk->n < 2) {
+        notice("/retry: there is no answer yet");
+    } else if (is(word, "/retry") && app->engine.answer.sampler.temperature == 0) {
+        notice("/retry: -t 0 would draw the same answer again");
+    } else if (is(word, "/retry")) {
+        conversation_drop(talk, talk->n - 1, talk->n);
+        answer_last(app);
+    } else if (is(word, "/clear")) {
+        conversation_drop(talk, app->options.system != NULL, talk->n);
+    } else if (is(word, "/bye") || is(word, "/exit") || is(word, "/quit") || is(word, "exit") ||
+               is(word, "quit")) {
+        return false;
+    } else if (word.n > 1 && *word.p == '/' && letters == word.n && !is(word, "/think")) {
+        report("%.*s: no such command, /help shows them", (int)word.n, word.p);
     } else {
         chat_turn(app, text);
     }
@@ -2651,37 +2606,23 @@ static bool run_message(App *app, Bytes text) {
 }
 
 // A conversation at a terminal
-static int run_dialogue(App *app) {
+static void run_dialogue(App *app) {
     const char *thinking = app->think ? "on" : begins_thinking(app) ? "always" : "off";
-    bool warned = false;
     app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
            app->engine.model.state.seq_len, thinking);
-    for (;; interrupted = 0) {
+    for (bool warned = false;; interrupted = 0) {
         if (!read_message(app)) {
             fputc('\n', stderr);
-            if (!interrupted) return EXIT_SUCCESS;
-            if (warned) return EXIT_INTERRUPT;
-            warned = true;
+            if (!interrupted || warned) return;
             notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
+            warned = true;
         } else if (app->input.n > 0) {
             warned = false;
-            if (!run_message(app, bytes_of(&app->input))) return EXIT_SUCCESS;
+            if (!run_message(app)) return;
         }
     }
-}
-
-// A conversation with stdin: a terminal, or a script of one turn a line
-static int run_conversation(App *app) {
-    Bytes line;
-    app->typed.name = "stdin";
-    if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
-    while (!interrupted && next_line(&app->typed, &line, true) == A_LINE) {
-        if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
-        chat_turn(app, chop(line));
-    }
-    return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2721,20 +2662,19 @@ static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
     const State *s = &e->model.state;
     const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
     double sum = 0;
-    float *logits = NULL;
-    for (int at = 0, count; at < n && !interrupted; at += count) {
+    for (int at = 0, count; at < n; at += count) {
         const int pos = at % (s->seq_len - 1);
         count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
-        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) break;
+        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) return false;
         for (int i = 0; i < count; i++) {
             const int row = i % s->logit_rows;
-            if (row == 0) logits = classify(&e->model, i, min_int(s->logit_rows, count - i));
-            sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
+            if (row == 0) classify(&e->model, i, min_int(s->logit_rows, count - i));
+            float *logits = s->logits + (size_t)row * vocab_size;
+            sum += surprise(logits, vocab_size, ids->p[at + i + 1]);
         }
     }
-    if (!interrupted)
-        buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
-    return !interrupted && isfinite(sum);
+    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
+    return isfinite(sum);
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2743,13 +2683,11 @@ static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)row * c->dim;
     const float *x = m->state.x + (size_t)row * c->dim;
-    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
     double squares = 0;
+    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
     for (int i = 0; i < c->dim; i++) squares += (double)h[i] * h[i];
-    double length = fmax(sqrt(squares), 1e-12);
-    for (int i = 0; i < c->dim && isfinite(squares); i++) {
-        buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
-    }
+    const double length = fmax(sqrt(squares), 1e-12);
+    for (int i = 0; i < c->dim; i++) buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
     buffer_add(line, bytes("]\n"));
     return isfinite(squares);
 }
@@ -2763,40 +2701,30 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 // Every mode but chat
 static void run_raw(App *app, Bytes text) {
     Engine *e = &app->engine;
-    const int context = e->model.state.seq_len;
-    Ids ids = {0};
-    Message answer = {0};
+    const Ids *ids = &app->prompt;
+    const size_t context = e->model.state.seq_len;
     Buffer lines = {0};
-    encode_text(app, text, &ids);
-    if (interrupted) {
-        free(ids.p);
-        return;
-    }
-    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids.n)) exit(EXIT_FAILURE);
-    announce(app, &ids);
-    if (app->mode == GENERATE) {
-        respond(app, &ids, &answer);
-    } else if (app->mode == EMBED) {
-        if (prefill(e, &ids) && !buffer_add_embedding(&lines, &e->model, 0)) die(BAD_VECTOR);
-    } else if (app->mode == PERPLEXITY) {
-        if (ids.n > (size_t)context)
-            notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
-        progress_start(&e->model, ids.n - 1);
-        const bool good = buffer_add_perplexity(&lines, e, &ids);
+    encode_text(app, text, &app->prompt);
+    if (interrupted) return;
+    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids->n)) exit(EXIT_FAILURE);
+    give_notices(app);
+    if (app->mode == GENERATE) respond(app, &(Message){0});
+    if (app->mode == EMBED && prefill(e, ids) && !buffer_add_embedding(&lines, &e->model, 0))
+        die(BAD_VECTOR);
+    if (app->mode == PERPLEXITY) {
+        if (ids->n > context)
+            notice("text: %zu tokens are scored in pieces of %zu (-c)", ids->n, context);
+        progress_start(&e->model, ids->n - 1);
+        const bool good = buffer_add_perplexity(&lines, e, ids);
         progress_end();
         if (!good && !interrupted) die(NOT_FINITE);
-    } else if (!app->options.verbose) {
-        buffer_add_ids(&lines, &ids);
-    } else {
-        for (size_t i = 0; i < ids.n; i++) {
-            buffer_print(&lines, "%d ", ids.p[i]);
-            buffer_add_json(&lines, e->tokenizer.text[ids.p[i]]);
-        }
+    }
+    if (app->mode == TOKENIZE && !app->options.verbose) buffer_add_ids(&lines, ids);
+    for (size_t i = 0; app->mode == TOKENIZE && app->options.verbose && i < ids->n; i++) {
+        buffer_print(&lines, "%d ", ids->p[i]);
+        buffer_add_json(&lines, e->tokenizer.text[ids->p[i]]);
     }
     write_stdout(bytes_of(&lines));
-    free(lines.p);
-    free(ids.p);
-    message_free(&answer);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3131,7 +3059,7 @@ static bool encode_line(List *l, Bytes text, Ids *ids) {
     Conversation *talk = &l->talk;
     conversation_drop(talk, 0, talk->n);
     if (app->mode == CHAT && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (l->in.too_long || text.n + before.n > INT_MAX - 65536) {
+    if (text.n + before.n > MOST_BYTES) {
         report("%s: too long, expected less than 2 GB", where(l, l->read));
         return false;
     }
@@ -3205,10 +3133,9 @@ static bool admit(List *l) {
         if (l->ended) return l->n_active > 0;
         if (l->n_active == l->n_places || l->read - l->written == AHEAD || l->ahead > AHEAD_BYTES)
             return true;
-        const Found found = next_line(&l->in, &line, l->n_active == 0);
-        if (found == LATER) return true;
-        if (found == A_LINE) add_line(l, line);
-        l->ended = found == NO_LINE;
+        l->ended = !next_line(&l->in, &line, l->n_active == 0);
+        if (!l->ended && line.n == 0) return true;
+        if (!l->ended) add_line(l, line);
     }
     return false;
 }
@@ -3574,14 +3501,9 @@ static void load(App *app) {
 }
 
 static void writer_init(App *app) {
-    const bool terminal = is_terminal(STDOUT_FILENO);
-    const char *stop = app->options.stop, *no_color = getenv("NO_COLOR");
-    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = terminal, .began = true,
-                           .dim = terminal && !(no_color && *no_color),
-                           .stop = stop ? bytes(stop) : (Bytes){0}};
-    Buffer *held = &app->writer.held, *shown = &app->writer.shown;
-    held->p = grow(held->p, &held->cap, 0, 1024, 1);  // decoding allocates nothing
-    shown->p = grow(shown->p, &shown->cap, 0, 4096, 1);
+    const char *stop = app->options.stop;
+    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
+                           .began = true, .stop = stop ? bytes(stop) : (Bytes){0}};
     app->engine.answer.writer = &app->writer;
 }
 
@@ -3595,8 +3517,9 @@ static int run(App *app) {
     if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
-    if (!single) return run_conversation(app);
-    if (chat) chat_turn(app, bytes_of(&app->input));
+    if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
+    else if (!single) run_script(app);
+    else if (chat) chat_turn(app, bytes_of(&app->input));
     else run_raw(app, bytes_of(&app->input));
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
