@@ -2844,17 +2844,16 @@ static bool json_token(Json *j, const char *word) {  // perhaps after white spac
 // What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    char digits[5] = "";
     const bool escape = json_take(j, "\\"), unit = escape && json_take(j, "u");
     const uint8_t c = j->rest.n ? *j->rest.p : 0;
-    const char *name = memchr(names, c, sizeof(names) - 1);
-    if (unit) memcpy(digits, j->rest.p, min_size(j->rest.n, 4));
-    const bool good = unit ? strspn(digits, "0123456789abcdefABCDEF") == 4
+    const char *name = escape ? memchr(names, c, sizeof(names) - 1) : NULL;
+    char hex[5] = "";
+    if (unit) memcpy(hex, j->rest.p, min_size(j->rest.n, 4));
+    const bool good = unit ? strspn(hex, "0123456789abcdefABCDEF") == 4
                       : escape ? name != NULL : c >= ' ';
     json_need(j, good, "a string's character, or an escape as in \\n or \\u00e9");
-    if (!j->expected) j->rest = bytes_from(j->rest, unit ? 4 : 1);
-    return unit ? (int)strtol(digits, NULL, 16)
-           : escape && name ? meant[name - names] : BAD_BYTE + c;
+    if (good) j->rest = bytes_from(j->rest, unit ? 4 : 1);
+    return unit ? (int)strtol(hex, NULL, 16) : name ? meant[name - names] : BAD_BYTE + c;
 }
 
 static bool json_string(Json *j) {
@@ -2895,36 +2894,35 @@ static bool json_value(Json *j, int depth) {
     if (json_string(j)) return true;
     const char *end = json_take(j, "{") ? "}" : json_take(j, "[") ? "]" : NULL;
     json_need(j, !end || depth < 100, "at most 100 levels");
-    for (bool first = true; end && json_next(j, end, first); first = false) json_value(j, depth + 1);
+    for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
     json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
                  json_number(j), "a value");
     return false;
 }
 
-// A message, of which the last one of equal keys counts
-static Message *json_message(Json *j, Conversation *talk) {
-    static const char *const roles[] = {[SYSTEM] = "system", "user", "assistant"};
+static bool json_is(const Json *j, const char *text) {
+    return bytes_equal(bytes_of(&j->text), bytes(text));
+}
+
+// A message, which `talk` gets; returns its role. Of equal keys the last one counts.
+static int json_message(Json *j, Conversation *talk) {
     Message *message = conversation_add(talk, -1, (Bytes){0});
     bool has_content = false;
     json_need(j, json_token(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
-    for (bool first = true; json_next(j, "}", first); first = false) {
-        const bool role = bytes_equal(bytes_of(&j->text), bytes("role"));
-        const bool content = bytes_equal(bytes_of(&j->text), bytes("content"));
-        const bool text = json_value(j, 2);
-        const Bytes value = bytes_of(&j->text);
-        if (role) message->role = -1;
-        for (int i = 0; i < 3 && role && text; i++) {
-            if (bytes_equal(value, bytes(roles[i]))) message->role = i;
-        }
-        if (content) {
-            has_content = text;
-            message->text.n = 0;
-            buffer_add(&message->text, value);
-        }
+    for (int i = 0; json_next(j, "}", i == 0); i++) {
+        const bool role = json_is(j, "role"), content = json_is(j, "content");
+        const bool text = json_value(j, 2);  // j->text had the key, now it has the value
+        if (role)
+            message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
+                            : json_is(j, "assistant") ? ASSISTANT : -1;
+        if (!content) continue;
+        has_content = text;
+        message->text.n = 0;
+        buffer_add(&message->text, bytes_of(&j->text));
     }
     json_need(j, message->role >= 0, "a role: system, user or assistant");
     json_need(j, has_content, "a content that is a string");
-    return message;
+    return message->role;
 }
 
 // A line: a string, which is in j->text then, or messages, if `talk` is not NULL, which gets them.
@@ -2932,12 +2930,12 @@ static Message *json_message(Json *j, Conversation *talk) {
 static void json_line(Json *j, Conversation *talk) {
     const bool messages = talk && json_token(j, "[");
     int role = messages ? -1 : USER;
-    for (bool first = true; messages && json_next(j, "]", first); first = false) {
-        role = json_message(j, talk)->role;
-        json_need(j, role != SYSTEM || first, "a system message only at the start");
+    for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
+        role = json_message(j, talk);
+        json_need(j, role != SYSTEM || i == 0, "a system message only at the start");
         if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
     }
-    json_need(j, messages || json_string(j), talk ? "a string or an array of messages" : "a string");
+    json_need(j, messages || json_string(j), talk ? "a string or messages" : "a string");
     json_need(j, role == USER, "a message of the user as the last one");
     json_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
@@ -2949,8 +2947,8 @@ static void json_line(Json *j, Conversation *talk) {
 // from pass to pass (continuous batching: Orca, OSDI 2022):
 //
 //   admit    While there are places and blocks, the next texts of the list are encoded and begin.
-//   pass     One forward(): a row of each text that runs at least; the first prompts have as many
-//            as fit into -b rows. So a long prompt does not hold up the other texts for long.
+//   pass     One forward(), with a row of each text at least; the first prompts have as many as
+//            fit into -b rows. So a long prompt does not hold up the other texts for long.
 //   sample   Each text whose last token has run draws the next one, with its own random numbers.
 //   write    A line goes out as soon as it and all lines before it are done.
 //
@@ -2971,18 +2969,20 @@ enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an ea
 
 typedef struct {    // for a text
     size_t number;  // of its line, from 0
+    Buffer *line;   // of the output, once it is done
     Ids ids;        // its tokens: the prompt's, then those that were drawn
     Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
     int n_blocks;   // in answer.text.blocks
     Ending ending;  // INTERRUPTED: what the model gave is not finite
     Writer writer;
     Ids drawn;
-    Buffer line;    // the answer so far
+    Buffer text;    // the answer so far, or a vector
 } Place;
 
 typedef struct {
     App *app;
     Lines in;
+    bool together;          // passes run several texts, as in all modes but tokenize and perplexity
     bool ended, failed;     // there are no more lines; a line was an error
     size_t read, written;   // lines so far
     Buffer lines[AHEAD];    // line i of the output is at i % AHEAD, empty until it is done
@@ -2995,45 +2995,29 @@ typedef struct {
     Place *ready[PLACES];   // those whose last token has run; row i of x is that of ready[i]
     int n_ready;
     int *users, n_unused;   // (State.blocks) texts that have this block; blocks that nobody has
-    Json json;              // a line,
-    Conversation talk;      // and its messages, or the text as one message
+    char where[640];        // the line that was read last, for messages
+    Json json;
+    Conversation talk;      // its messages, or its text as one message
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
     size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
     size_t pieces;          // texts that are scored in pieces
     double start, size, consumed;  // the time; bytes of the file, if known; of its lines so far
 } List;
 
-// The lines of the output
-
-static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD]; }
-
-static const char *where(const List *l, size_t number) {  // for messages
-    static char text[640];
-    snprintf(text, sizeof(text), "%.600s: line %zu", l->in.name, number + 1);
-    return text;
-}
-
-// A line is done: it is there, or what is wrong with its text has been said.
-static void line_done(List *l, size_t number, bool good) {
-    Buffer *line = line_of(l, number);
+// A line is there, or what is wrong with its text has been said. Writes it and those after it that
+// are done, if all before it are written.
+static void line_done(List *l, Buffer *line, bool good) {
     if (!good) line->n = 0, buffer_add(line, bytes("null\n"));
     l->failed |= !good;
     l->ahead += line->n;
-}
-
-static void write_lines(List *l) {
-    for (Buffer *line; (line = line_of(l, l->written))->n && !interrupted; l->written++) {
+    for (; (line = &l->lines[l->written % AHEAD])->n && !interrupted; l->written++) {
         if (l->app->writer.terminal) progress_end();
         write_stdout(bytes_of(line));
         l->ahead -= line->n;
         free(line->p);
         *line = (Buffer){0};
     }
-    const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
-    progress_list(l->written, all, l->rows, now() - l->start);
 }
-
-// The pool of blocks
 
 static void take_block(List *l, Place *p, int block) {  // -1: one that nobody has
     if (block < 0) while (l->users[++block]) {}
@@ -3062,11 +3046,12 @@ static bool begin(List *l) {
     const Ids *ids = &p->ids;
     const size_t len = l->app->engine.model.state.block_len;
     const int n_blocks = (int)((ids->n + len - 1) / len);
-    size_t same = 0, n;
+    size_t same = 0;
     for (Place *other = l->places; other <= l->places + l->n_places; other++) {
-        for (n = 0; other->n_blocks && n + 1 < ids->n && n < other->ids.n; n++) {
-            if (ids->p[n] != other->ids.p[n]) break;
-        }
+        size_t n = 0;
+        while (other->n_blocks && n + 1 < ids->n && n < other->ids.n &&
+               ids->p[n] == other->ids.p[n])
+            n++;
         if (n > same) same = n, like = other;
     }
     const size_t run = like->answer.text.ids.n;
@@ -3079,7 +3064,7 @@ static bool begin(List *l) {
         return false;
     }
     while (p->n_blocks < n_blocks) take_block(l, p, -1);
-    // If `like` has just lost its blocks, it may be the same one.
+    // If `like` has just lost its blocks, these may be the same one.
     if (same % len)
         cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
     l->prompts += ids->n;
@@ -3089,85 +3074,65 @@ static bool begin(List *l) {
     return true;
 }
 
-// Makes sure that there is a block for a text's next token, by preemption if need be. False: it was
-// the youngest one. That never happens to a text that runs alone, as all blocks are its own then.
-static bool make_room(List *l, Place *p) {
-    const size_t room = (size_t)p->n_blocks * l->app->engine.model.state.block_len;
-    if (p->answer.text.ids.n < room) return true;
-    while (!find_blocks(l, 1)) {
-        Place *youngest = l->active[--l->n_running];
-        drop_blocks(l, youngest);
-        if (youngest == p) return false;
-    }
-    take_block(l, p, -1);
-    return true;
-}
-
-// Admit
-
-// Makes messages of a line. False: it is bad, which it says.
-static bool parse_line(List *l, Bytes line) {
-    const Options *o = &l->app->options;
-    const bool chat = l->app->mode == CHAT;
-    Conversation *talk = &l->talk;
-    Json *j = &l->json;
-    conversation_drop(talk, 0, talk->n);
-    if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (o->json_list) {
-        *j = (Json){.rest = line, .text = j->text};
-        if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
-        json_line(j, chat ? talk : NULL);
-        if (j->expected)
-            report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
-                   line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
-                   (int)min_size(j->rest.n, 16), j->rest.p);
-        if (j->expected || (talk->n && talk->p[talk->n - 1].role == USER)) return !j->expected;
-        line = bytes_of(&j->text);
-    }
-    Buffer *text = &conversation_add(talk, USER, bytes(o->text ? o->text : ""))->text;
-    if (o->text) buffer_add(text, bytes("\n\n"));
-    buffer_add(text, line);
-    return true;
-}
-
 // Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
 static bool encode_line(List *l, Bytes line, Ids *ids) {
     const App *app = l->app;
+    const Options *o = &app->options;
     const Model *m = &app->engine.model;
     const Tokenizer *tok = &app->engine.tokenizer;
-    const Conversation *talk = &l->talk;
+    const bool chat = app->mode == CHAT;
+    Conversation *talk = &l->talk;
+    Json *j = &l->json;
     size_t size = 0;
-    if (l->in.too_long) report("%s: too long, expected less than 2 GB", where(l, l->read));
-    if (l->in.too_long || !parse_line(l, line)) return false;
+    *j = (Json){.rest = line, .text = j->text};
+    conversation_drop(talk, 0, talk->n);
+    if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
+    if (l->in.too_long) {
+        report("%s: too long, expected less than 2 GB", l->where);
+        return false;
+    }
+    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
+    if (o->json_list) json_line(j, chat ? talk : NULL);
+    if (j->expected) {
+        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
+               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
+               (int)min_size(j->rest.n, 16), j->rest.p);
+        return false;
+    }
+    if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
+        Buffer *text = &conversation_add(talk, USER, bytes(o->text ? o->text : ""))->text;
+        if (o->text) buffer_add(text, bytes("\n\n"));
+        buffer_add(text, o->json_list ? bytes_of(&j->text) : line);
+    }
     for (size_t i = 0; i < talk->n; i++) {  // an earlier answer may lose its thinking
         if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
     }
-    const bool any_length = app->mode == TOKENIZE || app->mode == PERPLEXITY;
-    if (!any_length && size / 4 > tok->longest * m->state.seq_len) {  // NFC leaves a quarter of it
+    if (l->together && size / 4 > tok->longest * m->state.seq_len) {  // NFC leaves a quarter
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), m->state.seq_len, m->config.max_seq_len, size);
+               l->where, m->state.seq_len, m->config.max_seq_len, size);
         return false;
     }
     ids->n = 0;
-    if (app->mode == CHAT) render(tok, talk, 0, app->think, ids);
+    if (chat) render(tok, talk, 0, app->think, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    if (interrupted) return false;
-    return app->mode == TOKENIZE || check_length(app, where(l, l->read), ids->n);
+    return !interrupted && (app->mode == TOKENIZE || check_length(app, l->where, ids->n));
 }
 
+// Reads a text, which gets a place or, if no pass is for it, its line at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Place *p = l->active[l->n_active];
-    Buffer *out = line_of(l, l->read);
     give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+    snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
     drop_blocks(l, p);
     bool good = encode_line(l, chop(line), &p->ids);
     l->consumed += line.n;
     p->number = l->read++;
-    if (good && app->mode != TOKENIZE && app->mode != PERPLEXITY) {
-        p->line.n = 0;
+    p->line = &l->lines[p->number % AHEAD];
+    if (good && l->together) {
+        p->text.n = 0;
         p->answer.sampler.rng = app->options.seed + p->number;
         answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
         writer_thinks(&p->writer, begins_thinking(app));
@@ -3175,39 +3140,48 @@ static void add_line(List *l, Bytes line) {
         return;
     }
     if (good) l->prompts += p->ids.n, l->rows += p->ids.n;
-    if (good && app->mode == TOKENIZE) buffer_add_ids(out, &p->ids);
+    if (good && app->mode == TOKENIZE) buffer_add_ids(p->line, &p->ids);
     if (good && app->mode == PERPLEXITY) {
         l->pieces += p->ids.n > (size_t)app->engine.model.state.seq_len;
-        good = buffer_add_perplexity(out, &app->engine, &p->ids);
-        if (!good && !interrupted) report("%s: " NOT_FINITE, where(l, p->number));
+        good = buffer_add_perplexity(p->line, &app->engine, &p->ids);
+        if (!good && !interrupted) report("%s: " NOT_FINITE, l->where);
     }
-    line_done(l, p->number, good);
+    line_done(l, p->line, good);
 }
 
-// Returns false when all is done, else some text runs. While texts run, it does not wait for lines
-// that have still to be made: a list may come from another program.
+// False: all is done, or Ctrl-C. Else some text runs, and while one does, this does not wait for
+// lines that have still to be made: a list may come from another program.
 static bool admit(List *l) {
-    Found found = l->ended ? NO_LINE : A_LINE;
-    while (found == A_LINE && l->n_active < l->n_places && l->read - l->written < AHEAD &&
-           l->ahead <= AHEAD_BYTES && !interrupted) {
-        Bytes line;
-        found = next_line(&l->in, &line, l->n_active == 0);
+    for (Bytes line;;) {
+        const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
+        progress_list(l->written, all, l->rows, now() - l->start);
+        if (l->ended || l->n_active == l->n_places || l->read - l->written == AHEAD ||
+            l->ahead > AHEAD_BYTES || interrupted)
+            break;
+        const Found found = next_line(&l->in, &line, l->n_active == 0);
+        if (found == LATER) break;
         if (found == A_LINE) add_line(l, line);
-        write_lines(l);
+        l->ended = found == NO_LINE;
     }
-    l->ended = found == NO_LINE;
     while (l->n_running < l->n_active && begin(l)) {}
     return l->n_active > 0 && !interrupted;
 }
 
-// Each text that runs has a row; there are enough, as n_places <= -b. Returns false after Ctrl-C.
+// Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks; one
+// that decodes may need another one, which it gets from the youngest text, by preemption, if there
+// is none. That one, which may be itself, has no rows yet. A text that runs alone always finds a
+// block, as all are its own. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
-    // A text takes blocks of later ones only, which have no rows yet. A prompt has all it needs.
-    for (int i = 0; i < l->n_running && make_room(l, l->active[i]); i++) {
+    for (int i = 0; i < l->n_running; i++) {
         Place *p = l->active[i];
         Text *text = &p->answer.text;
+        const bool full = text->ids.n == (size_t)p->n_blocks * s->block_len;
+        while (full && !find_blocks(l, 1) && l->n_running > i)
+            drop_blocks(l, l->active[--l->n_running]);
+        if (l->n_running == i) break;
+        if (full) take_block(l, p, -1);
         const int end = s->batch - (l->n_running - i - 1);
         for (; text->ids.n < p->ids.n && n < end; text->ids.n++) {
             const int pos = (int)text->ids.n;
@@ -3219,49 +3193,38 @@ static bool pass(List *l) {
     return forward(&l->app->engine.model, n);
 }
 
-// Sample
-
 static void sample_job(void *arg, int begin, int end, int thread) {
-    List *l = arg;
+    const List *l = arg;
     const Engine *e = &l->app->engine;
     const int vocab_size = e->tokenizer.vocab_size;
+    const bool embeds = l->app->mode == EMBED;
     (void)thread;
     for (int i = begin; i < end; i++) {
         Place *p = l->ready[i];
-        bool good;
-        p->ending = TURN_ENDED;
-        if (l->app->mode == EMBED) {
-            good = buffer_add_embedding(line_of(l, p->number), &e->model, i);
-        } else {
-            float *logits = e->model.state.logits + (size_t)i * vocab_size;
-            const int id = sample(&p->answer.sampler, logits, vocab_size);
-            good = id >= 0;
-            if (good) p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
-            if (p->ending == GOES_ON) ids_add(&p->ids, id);
-        }
-        if (!good) p->ending = INTERRUPTED;
+        float *logits = e->model.state.logits + (size_t)i * vocab_size;
+        const int id = !embeds ? sample(&p->answer.sampler, logits, vocab_size)
+                       : buffer_add_embedding(&p->text, &e->model, i) ? 0 : -1;
+        p->ending = id < 0 ? INTERRUPTED : embeds ? TURN_ENDED : e->max_new == 0 ? LIMIT_REACHED
+                    : answer_add(e, &p->answer, id);
+        if (p->ending == GOES_ON) ids_add(&p->ids, id);
     }
 }
 
-static void sample_all(List *l) {
-    if (l->n_ready == 0) return;  // these were parts of prompts
-    if (l->app->mode != EMBED) classify(&l->app->engine.model, 0, l->n_ready);
-    parallel(sample_job, l, l->n_ready, 1);
-}
-
-// Texts that have ended: their lines are done, their places free.
-static void end_texts(List *l) {
+// Writes the texts that have ended. Their places become the last of those that are free.
+static void write_ended(List *l) {
+    const bool embeds = l->app->mode == EMBED;
     for (int i = 0, at; i < l->n_ready; i++) {
         Place *p = l->ready[i];
-        const bool embeds = l->app->mode == EMBED, good = p->ending != INTERRUPTED;
         if (p->ending == GOES_ON) continue;
-        if (!good) report("%s: %s", where(l, p->number), embeds ? BAD_VECTOR : NOT_FINITE);
+        if (p->ending == INTERRUPTED)
+            report("%s: line %zu: %s", l->in.name, p->number + 1, embeds ? BAD_VECTOR : NOT_FINITE);
         l->endings[p->ending]++;
         l->thinking += p->writer.thinking;
         l->answers += p->drawn.n;
         writer_end(&p->writer);
-        if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
-        line_done(l, p->number, good);
+        if (embeds) buffer_add(p->line, bytes_of(&p->text));
+        else buffer_add_json(p->line, bytes_of(&p->text));
+        line_done(l, p->line, p->ending != INTERRUPTED);
         for (at = 0; l->active[at] != p; at++) {}
         memmove(l->active + at, l->active + at + 1, (l->n_places - at) * sizeof(*l->active));
         l->active[l->n_places] = p;
@@ -3302,6 +3265,7 @@ static int run_list(App *app) {
     const int vocab_size = app->engine.tokenizer.vocab_size;
     const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
     *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .start = now(),
+                .together = app->mode != TOKENIZE && app->mode != PERPLEXITY,
                 .n_places = max_int(min_int(PLACES, s->batch), 1), .n_unused = s->blocks,
                 .users = alloc(s->blocks, sizeof(int), "the list")};
     if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
@@ -3314,14 +3278,14 @@ static int run_list(App *app) {
         p->answer.sampler.seen = alloc(vocab_size, sizeof(bool), "the list");
         p->answer.writer = &p->writer;
         p->answer.drawn = &p->drawn;
-        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
+        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->text,
                              .stop = app->writer.stop};
     }
     stoppable = stop_at_once = true;
     while (admit(l) && pass(l)) {
-        sample_all(l);
-        end_texts(l);
-        write_lines(l);
+        if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
+        parallel(sample_job, l, l->n_ready, 1);
+        write_ended(l);
     }
     return list_end(l);
 }
