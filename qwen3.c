@@ -2961,8 +2961,7 @@ static void json_line(Json *j, Conversation *talk) {
 // the first block that is not the same to its end the text gets a copy. A text that has ended keeps
 // its blocks until they or its place are needed, so that there is something to share even if all
 // answers are one word. When no block is left, the youngest text gives its blocks back, and later
-// runs again up to the last token that it drew (preemption by recomputation): its answer goes on as
-// if nothing had happened.
+// runs again up to the last token that it drew (preemption by recomputation).
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
@@ -3019,14 +3018,17 @@ static void line_done(List *l, Buffer *line, bool good) {
     }
 }
 
-static void take_block(List *l, Place *p, int block) {  // -1: one that nobody has
+static void take_block(List *l, Place *p, int block) {  // -1: the first that nobody has
     if (block < 0) while (l->users[++block]) {}
     l->n_unused -= l->users[block]++ == 0;
     p->answer.text.blocks[p->n_blocks++] = block;
 }
 
 static void drop_blocks(List *l, Place *p) {
-    while (p->n_blocks > 0) l->n_unused += --l->users[p->answer.text.blocks[--p->n_blocks]] == 0;
+    while (p->n_blocks > 0) {
+        const int block = p->answer.text.blocks[--p->n_blocks];
+        l->n_unused += --l->users[block] == 0;
+    }
     p->answer.text.ids.n = 0;
 }
 
@@ -3037,10 +3039,11 @@ static bool find_blocks(List *l, int n) {
     return l->n_unused >= n;
 }
 
-// The first text that waits gets the blocks for its tokens so far. Those that it shares count as
-// having run; its last token always runs, as that makes the first logits. False: it waits until
-// what it could share has run (less than a block is not worth waiting), or for blocks: beside
-// those, one is left for each text that runs, so that none has to give its blocks back at once.
+// The first text that waits gets the blocks for its tokens so far. Those that it shares with the
+// text most like it count as having run; its last token always runs, as that makes the first
+// logits. False: it waits until what it could share has run (less than a block is not worth
+// waiting), or for blocks: beside its own, one is left for each text that runs, so that none has to
+// give its blocks back at once. If no text runs, all blocks are there, and any text begins.
 static bool begin(List *l) {
     Place *p = l->active[l->n_running], *like = p;
     const Ids *ids = &p->ids;
@@ -3054,7 +3057,7 @@ static bool begin(List *l) {
             n++;
         if (n > same) same = n, like = other;
     }
-    const size_t run = like->answer.text.ids.n;
+    const size_t run = like->answer.text.ids.n;  // a text that does not run any more has run all
     if (same >= run + len) return false;
     if (same > run) same = run;
     const int *theirs = like->answer.text.blocks, whole = (int)(same / len);
@@ -3064,7 +3067,7 @@ static bool begin(List *l) {
         return false;
     }
     while (p->n_blocks < n_blocks) take_block(l, p, -1);
-    // If `like` has just lost its blocks, these may be the same one.
+    // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
     if (same % len)
         cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
     l->prompts += ids->n;
@@ -3087,10 +3090,6 @@ static bool encode_line(List *l, Bytes line, Ids *ids) {
     *j = (Json){.rest = line, .text = j->text};
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (l->in.too_long) {
-        report("%s: too long, expected less than 2 GB", l->where);
-        return false;
-    }
     if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
     if (o->json_list) json_line(j, chat ? talk : NULL);
     if (j->expected) {
@@ -3127,7 +3126,8 @@ static void add_line(List *l, Bytes line) {
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
     snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
     drop_blocks(l, p);
-    bool good = encode_line(l, chop(line), &p->ids);
+    if (l->in.too_long) report("%s: too long, expected less than 2 GB", l->where);
+    bool good = !l->in.too_long && encode_line(l, chop(line), &p->ids);
     l->consumed += line.n;
     p->number = l->read++;
     p->line = &l->lines[p->number % AHEAD];
@@ -3167,10 +3167,10 @@ static bool admit(List *l) {
     return l->n_active > 0 && !interrupted;
 }
 
-// Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks; one
-// that decodes may need another one, which it gets from the youngest text, by preemption, if there
-// is none. That one, which may be itself, has no rows yet. A text that runs alone always finds a
-// block, as all are its own. Returns false after Ctrl-C.
+// Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks, but
+// a text that decodes may need another one. If there is none, the youngest text, perhaps this one,
+// gives its blocks back; it has no rows yet. That never happens to a text that runs alone, as all
+// blocks are its own then. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
@@ -3197,15 +3197,18 @@ static void sample_job(void *arg, int begin, int end, int thread) {
     const List *l = arg;
     const Engine *e = &l->app->engine;
     const int vocab_size = e->tokenizer.vocab_size;
-    const bool embeds = l->app->mode == EMBED;
     (void)thread;
     for (int i = begin; i < end; i++) {
         Place *p = l->ready[i];
+        if (l->app->mode == EMBED) {
+            const bool good = buffer_add_embedding(&p->text, &e->model, i);
+            p->ending = good ? TURN_ENDED : INTERRUPTED;
+            continue;
+        }
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
-        const int id = !embeds ? sample(&p->answer.sampler, logits, vocab_size)
-                       : buffer_add_embedding(&p->text, &e->model, i) ? 0 : -1;
-        p->ending = id < 0 ? INTERRUPTED : embeds ? TURN_ENDED : e->max_new == 0 ? LIMIT_REACHED
-                    : answer_add(e, &p->answer, id);
+        const int id = sample(&p->answer.sampler, logits, vocab_size);
+        if (id < 0) p->ending = INTERRUPTED;
+        else p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
         if (p->ending == GOES_ON) ids_add(&p->ids, id);
     }
 }
