@@ -740,6 +740,7 @@ typedef struct Tokenizer {
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
+    size_t longest;          // the most bytes of a token
     int byte_token[256];
     Added *added;            // (n_added) the added tokens, sorted by their bytes
     size_t n_added;
@@ -1931,6 +1932,7 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
         tok->text[id].n = take_u32(&in);
         tok->text[id].p = take(&in, tok->text[id].n);
+        if (tok->text[id].n > tok->longest) tok->longest = tok->text[id].n;
     }
     if (in.rest.n) take_extension(&in, tok);
     set_defaults(tok);
@@ -2735,9 +2737,6 @@ typedef struct {
     Bytes rest;            // what has not been read
     const char *expected;  // what was not found there: after an error nothing is taken any more
     Buffer text;           // the last string
-    Conversation *talk;    // gets the messages
-    bool first;            // there is no message yet, but perhaps that of -y
-    bool has_content;      // the last message
 } Json;
 
 static void json_need(Json *j, bool taken, const char *what) {
@@ -2751,121 +2750,114 @@ static bool json_take(Json *j, const char *word) {
     return true;
 }
 
-static bool json_token(Json *j, const char *word) {  // the same, after white space
-    while (json_take(j, " ") || json_take(j, "\t") || json_take(j, "\r") || json_take(j, "\n")) {}
+static bool json_any(Json *j, const char *set) {  // one or more bytes of a set
+    const size_t before = j->rest.n;
+    while (!j->expected && j->rest.n && memchr(set, *j->rest.p, strlen(set)))
+        j->rest = bytes_from(j->rest, 1);
+    return j->rest.n < before;
+}
+
+static bool json_token(Json *j, const char *word) {  // perhaps after white space
+    json_any(j, " \t\r\n");
     return json_take(j, word);
 }
 
-static int json_unit(Json *j) {  // \uXXXX, or -1
-    char digits[5] = {0};
-    if (j->rest.n < 6 || memcmp(j->rest.p, "\\u", 2) != 0) return -1;
-    memcpy(digits, j->rest.p + 2, 4);
-    if (strspn(digits, "0123456789abcdefABCDEF") != 4) return -1;
-    j->rest = bytes_from(j->rest, 6);
-    return (int)strtol(digits, NULL, 16);
-}
-
-static void json_escape(Json *j) {
+// What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
+static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    const char *name = j->rest.n > 1 ? memchr(names, j->rest.p[1], 8) : NULL;
-    int c = name ? meant[name - names] : json_unit(j);
-    if (name) j->rest = bytes_from(j->rest, 2);
-    json_need(j, c >= 0, "an escape, such as \\n or \\u00e9");
-    const Bytes after = j->rest;
-    const int low = c >= 0xD800 && c < 0xDC00 ? json_unit(j) : -1;  // a character in two halves
-    if (low >= 0xDC00 && low < 0xE000) c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
-    else j->rest = after;
-    add_char(&j->text, c < 0 || (c >= 0xD800 && c < 0xE000) ? 0xFFFD : c);
+    const bool escape = json_take(j, "\\"), unit = escape && json_take(j, "u");
+    const uint8_t c = j->rest.n ? *j->rest.p : 0;
+    const char *name = escape ? memchr(names, c, sizeof(names) - 1) : NULL;
+    char hex[5] = "";
+    if (unit) memcpy(hex, j->rest.p, min_size(j->rest.n, 4));
+    const bool good = unit ? strspn(hex, "0123456789abcdefABCDEF") == 4
+                      : escape ? name != NULL : c >= ' ';
+    json_need(j, good, "a string's character, or an escape as in \\n or \\u00e9");
+    if (good) j->rest = bytes_from(j->rest, unit ? 4 : 1);
+    return unit ? (int)strtol(hex, NULL, 16) : name ? meant[name - names] : BAD_BYTE + c;
 }
 
 static bool json_string(Json *j) {
     if (!json_token(j, "\"")) return false;
     j->text.n = 0;
-    while (!j->expected && !json_take(j, "\"")) {
-        const uint8_t c = j->rest.n ? *j->rest.p : 0;
-        json_need(j, c >= ' ', "the string's next character");
-        if (c == '\\') json_escape(j);
-        else if (c >= ' ') add_char(&j->text, BAD_BYTE + c), j->rest = bytes_from(j->rest, 1);
+    for (int c, before = 0; !j->expected && !json_take(j, "\""); before = c) {
+        c = json_char(j);
+        if (before >= 0xD800 && before < 0xDC00 && c >= 0xDC00 && c < 0xE000) {
+            c += 0x10000 + ((before - 0xD800) << 10) - 0xDC00;
+            j->text.n -= 3;  // the first half, which was alone
+        }
+        add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
     }
     return true;
 }
 
-static bool json_digits(Json *j) {
-    const size_t before = j->rest.n;
-    while (j->rest.n && isdigit(*j->rest.p)) j->rest = bytes_from(j->rest, 1);
-    return j->rest.n < before;
-}
-
 static bool json_number(Json *j) {
+    static const char digits[] = "0123456789";
     json_take(j, "-");
-    if (!json_take(j, "0") && !json_digits(j)) return false;
-    if (json_take(j, ".") && !json_digits(j)) return false;
+    if (!json_take(j, "0") && !json_any(j, digits)) return false;
+    if (json_take(j, ".") && !json_any(j, digits)) return false;
     if (!json_take(j, "e") && !json_take(j, "E")) return true;
     if (!json_take(j, "+")) json_take(j, "-");
-    return json_digits(j);
+    return json_any(j, digits);
 }
 
-// An object or an array, by its bracket, inside of `depth` others. Of each member of an object, the
-// key is read, and `value` reads what follows.
-static bool json_items(Json *j, const char *bracket, int depth, void (*value)(Json *, int)) {
-    enum { MOST_NESTING = 100 };
-    const bool object = *bracket == '{';
-    const char *end = object ? "}" : "]";
-    if (!json_token(j, bracket)) return false;
-    json_need(j, depth < MOST_NESTING, "at most 100 levels");
-    if (json_token(j, end)) return true;
-    do {
-        json_need(j, !object || json_string(j), "a string");
-        json_need(j, !object || json_token(j, ":"), ":");
-        value(j, depth + 1);
-    } while (json_token(j, ","));
-    json_need(j, json_token(j, end), object ? ", or }" : ", or ]");
-    return true;
+// Goes on to the next value of an array, or of an object, whose key is in j->text then. False: its
+// `end` comes first, and is taken.
+static bool json_next(Json *j, const char *end, bool first) {
+    if (json_token(j, end)) return false;
+    json_need(j, first || json_take(j, ","), *end == '}' ? ", or }" : ", or ]");
+    json_need(j, *end == ']' || (json_string(j) && json_token(j, ":")), "\"KEY\":");
+    return !j->expected;
 }
 
-static void json_value(Json *j, int depth) {
-    json_need(j, json_string(j) || json_items(j, "{", depth, json_value) ||
-                 json_items(j, "[", depth, json_value) || json_take(j, "true") ||
-                 json_take(j, "false") || json_take(j, "null") || json_number(j), "a value");
+// Takes a value, which must be there, inside of `depth` others. Is it a string?
+static bool json_value(Json *j, int depth) {
+    if (json_string(j)) return true;
+    const char *end = json_take(j, "{") ? "}" : json_take(j, "[") ? "]" : NULL;
+    json_need(j, !end || depth < 100, "at most 100 levels");
+    for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
+    json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
+                 json_number(j), "a value");
+    return false;
 }
 
 static bool json_is(const Json *j, const char *text) {
     return bytes_equal(bytes_of(&j->text), bytes(text));
 }
 
-static void json_member(Json *j, int depth) {  // of a message; of equal keys the last one counts
-    Message *message = &j->talk->p[j->talk->n - 1];
-    const bool role = json_is(j, "role"), content = json_is(j, "content");
-    const bool text = json_string(j);  // j->text had the key, now it has the value
-    if (!text) json_value(j, depth);
-    if (role)
-        message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
-                        : json_is(j, "assistant") ? ASSISTANT : -1;
-    if (content) {
-        j->has_content = text;
+// A message, which `talk` gets; returns its role. Of equal keys the last one counts.
+static int json_message(Json *j, Conversation *talk) {
+    Message *message = conversation_add(talk, -1, (Bytes){0});
+    bool has_content = false;
+    json_need(j, json_token(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
+    for (int i = 0; json_next(j, "}", i == 0); i++) {
+        const bool role = json_is(j, "role"), content = json_is(j, "content");
+        const bool text = json_value(j, 2);  // j->text had the key, now it has the value
+        if (role)
+            message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
+                            : json_is(j, "assistant") ? ASSISTANT : -1;
+        if (!content) continue;
+        has_content = text;
         message->text.n = 0;
         buffer_add(&message->text, bytes_of(&j->text));
     }
-}
-
-static void json_message(Json *j, int depth) {
-    const Message *message = conversation_add(j->talk, -1, (Bytes){0});
-    const bool object = json_items(j, "{", depth, json_member);
-    json_need(j, object, "a message, {\"role\": ..., \"content\": ...}");
     json_need(j, message->role >= 0, "a role: system, user or assistant");
-    json_need(j, j->has_content, "a content that is a string");
-    json_need(j, message->role != SYSTEM || j->first, "a system message only at the start");
-    if (message->role == SYSTEM) conversation_drop(j->talk, 0, j->talk->n - 1);  // that of -y
-    j->first = j->has_content = false;
+    json_need(j, has_content, "a content that is a string");
+    return message->role;
 }
 
-// A line: its string is in j->text, or its messages in j->talk.
-static void json_line(Json *j, bool chat) {
-    const bool messages = chat && json_items(j, "[", 0, json_message);
-    const bool asks = !messages || (j->talk->n && j->talk->p[j->talk->n - 1].role == USER);
-    json_need(j, messages || json_string(j),
-              chat ? "a string or an array of messages" : "a string");
-    json_need(j, asks, "a message of the user as the last one");
+// A line: a string, which is in j->text then, or messages, if `talk` is not NULL, which gets them.
+// A system message, which only the first one may be, replaces what was there.
+static void json_line(Json *j, Conversation *talk) {
+    const bool messages = talk && json_token(j, "[");
+    int role = messages ? -1 : USER;
+    for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
+        role = json_message(j, talk);
+        json_need(j, role != SYSTEM || i == 0, "a system message only at the start");
+        if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
+    }
+    json_need(j, messages || json_string(j), talk ? "a string or messages" : "a string");
+    json_need(j, role == USER, "a message of the user as the last one");
     json_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
 }
@@ -2876,8 +2868,8 @@ static void json_line(Json *j, bool chat) {
 // from pass to pass (continuous batching: Orca, OSDI 2022):
 //
 //   admit    While there are places and blocks, the next texts of the list are encoded and begin.
-//   pass     One forward(): the next token of each text that decodes, then as much of the prompts
-//            as fits into -b rows. So a long prompt does not hold up the other texts for long.
+//   pass     One forward(), with a row of each text at least; the first prompts have as many as
+//            fit into -b rows. So a long prompt does not hold up the other texts for long.
 //   sample   Each text whose last token has run draws the next one, with its own random numbers.
 //   write    A line goes out as soon as it and all lines before it are done.
 //
@@ -2886,335 +2878,291 @@ static void json_line(Json *j, bool chat) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like the last one that began, say with the same instruction, shares its blocks: each block counts
-// its users. Of the first block that is not the same to its end the text gets a copy. The text
-// waits until what it shares has run. If the last one that began has ended, it keeps its blocks
-// until the next one begins, so that there is something to share even if all answers are one
-// word. When no block is left, the
-// youngest text gives its blocks back, and later runs again up to the last token that it drew
-// (preemption by recomputation): its answer goes on as if nothing had happened.
+// like another, say with the same instruction, shares its blocks: each block counts its users. Of
+// the first block that is not the same to its end the text gets a copy. A text that has ended keeps
+// its blocks until they or its place are needed, so that there is something to share even if all
+// answers are one word. When no block is left, the youngest text gives its blocks back, and later
+// runs again up to the last token that it drew (preemption by recomputation).
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
-typedef struct {    // a text that runs
+typedef struct {    // for a text
     size_t number;  // of its line, from 0
+    Buffer *line;   // of the output, once it is done
     Ids ids;        // its tokens: the prompt's, then those that were drawn
     Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
     int n_blocks;   // in answer.text.blocks
-    size_t cached;  // tokens that were there when it began
-    bool ended;     // if it still has blocks, the next text may share them
-    int id;         // the last token drawn; -1: what the model gave is not finite
+    Ending ending;  // INTERRUPTED: what the model gave is not finite
     Writer writer;
     Ids drawn;
-    Buffer line;    // the answer so far
+    Buffer text;    // the answer so far, or a vector
 } Place;
 
 typedef struct {
     App *app;
     Lines in;
-    bool ended, failed;    // there are no more lines; a line was an error
-    size_t read, written;  // lines so far
-    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done. They do
-                           // not meet: read - written <= AHEAD
-    size_t ahead;          // bytes of these
-    // active: first those that run, then those that wait for their turn to begin, both in the
-    // list's order, then the free ones, of which the first has been free for the longest time.
+    bool together;          // passes run several texts, as in all modes but tokenize and perplexity
+    bool ended, failed;     // there are no more lines; a line was an error
+    size_t read, written;   // lines so far
+    Buffer lines[AHEAD];    // line i of the output is at i % AHEAD, empty until it is done
+    size_t ahead;           // bytes of these
+    // active: first those that run, then those that wait to begin, both in the list's order, then
+    // the free ones, of which the next line takes the one that has been free for the longest time.
+    // One is always left, so that there is something to share.
     Place places[PLACES + 1], *active[PLACES + 1];
-    int n_places;          // that may be in use; <= -b
-    int n_running;         // that run
-    int n_active;          // that run or wait
-    Place *last;           // the one that began last. A line never gets its place: lines are added
-                           // when no text waits, and then another place was free before it
-    Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
-    int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
-    int *users;            // (State.blocks) texts that have this block
-    int *unused, n_unused; // (State.blocks) those that nobody uses, the next one last
-    Json json;             // a line,
-    Conversation talk;     // and its messages; all modes but chat look at the last one only
-    size_t longest;        // no text of seq_len tokens has more bytes
+    int n_places, n_running, n_active;  // that may be in use (<= -b); that run; that run or wait
+    Place *ready[PLACES];   // those whose last token has run; row i of x is that of ready[i]
+    int n_ready;
+    int *users, n_unused;   // (State.blocks) texts that have this block; blocks that nobody has
+    char where[640];        // the line that was read last, for messages
+    Json json;
+    Conversation talk;      // its messages, or its text as one message
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
-    size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
-    size_t pieces;         // texts that are scored in pieces
-    double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
+    size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
+    size_t pieces;          // texts that are scored in pieces
+    double start, size, consumed;  // the time; bytes of the file, if known; of its lines so far
 } List;
 
-// The lines of the output
-
-static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD]; }
-
-static const char *where(const List *l, size_t number) {  // for messages
-    static char text[640];
-    snprintf(text, sizeof(text), "%.600s: line %zu", l->in.name, number + 1);
-    return text;
-}
-
-// A line is done: it is there, or what is wrong with its text has been said.
-static void line_done(List *l, size_t number, bool good) {
-    Buffer *line = line_of(l, number);
+// A line is there, or what is wrong with its text has been said. Writes it and those after it that
+// are done, if all before it are written.
+static void line_done(List *l, Buffer *line, bool good) {
     if (!good) line->n = 0, buffer_add(line, bytes("null\n"));
     l->failed |= !good;
     l->ahead += line->n;
-}
-
-static void write_lines(List *l) {
-    for (Buffer *line; (line = line_of(l, l->written))->n && !interrupted; l->written++) {
+    for (; (line = &l->lines[l->written % AHEAD])->n && !interrupted; l->written++) {
         if (l->app->writer.terminal) progress_end();
         write_stdout(bytes_of(line));
         l->ahead -= line->n;
         free(line->p);
         *line = (Buffer){0};
     }
-    const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
-    progress_show(l->start, l->written, all, "texts", l->rows);
 }
 
-// The pool of blocks
-
-// A text has at most seq_len tokens (check_length, answer_add), so p->answer.text.blocks has room.
-static void take_block(List *l, Place *p, int block) {
-    l->users[block]++;
+static void take_block(List *l, Place *p, int block) {  // -1: the first that nobody has
+    if (block < 0) while (l->users[++block]) {}
+    l->n_unused -= l->users[block]++ == 0;
     p->answer.text.blocks[p->n_blocks++] = block;
 }
 
-// Takes all blocks from a text, which is done or has to begin again.
 static void drop_blocks(List *l, Place *p) {
     while (p->n_blocks > 0) {
         const int block = p->answer.text.blocks[--p->n_blocks];
-        if (--l->users[block] == 0) l->unused[l->n_unused++] = block;
+        l->n_unused += --l->users[block] == 0;
     }
     p->answer.text.ids.n = 0;
 }
 
-// The first text that waits gets the blocks for its tokens so far. Those that it shares count as
-// having run; its last token always runs, as that makes the first logits. False: it waits until
-// what it shares has run (less than a block is not worth waiting), or for blocks: beside those, one
-// is left for each text that runs, so that none has to give its blocks back at once.
+// Are there so many blocks that nobody has, once free places have lost theirs?
+static bool find_blocks(List *l, int n) {
+    for (int i = l->n_active; i <= l->n_places && l->n_unused < n; i++)
+        drop_blocks(l, l->active[i]);
+    return l->n_unused >= n;
+}
+
+// The first text that waits gets the blocks for its tokens so far. Those that it shares with the
+// text most like it count as having run; its last token always runs, as that makes the first
+// logits. False: it waits until what it could share has run (less than a block is not worth
+// waiting), or for blocks: beside its own, one is left for each text that runs, so that none has to
+// give its blocks back at once. If no text runs, all blocks are there, and any text begins.
 static bool begin(List *l) {
-    Place *p = l->active[l->n_running], *last = l->last;
+    Place *p = l->active[l->n_running], *like = p;
     const Ids *ids = &p->ids;
-    int *blocks = p->answer.text.blocks, *theirs = last->answer.text.blocks;
-    const int len = l->app->engine.model.state.block_len, n_blocks = ((int)ids->n + len - 1) / len;
-    const size_t run = last->answer.text.ids.n;
+    const size_t len = l->app->engine.model.state.block_len;
+    const int n_blocks = (int)((ids->n + len - 1) / len);
     size_t same = 0;
-    while (last->n_blocks && same + 1 < ids->n && same < last->ids.n &&
-           ids->p[same] == last->ids.p[same])
-        same++;
+    for (Place *other = l->places; other <= l->places + l->n_places; other++) {
+        size_t n = 0;
+        while (other->n_blocks && n + 1 < ids->n && n < other->ids.n &&
+               ids->p[n] == other->ids.p[n])
+            n++;
+        if (n > same) same = n, like = other;
+    }
+    const size_t run = like->answer.text.ids.n;  // a text that does not run any more has run all
     if (same >= run + len) return false;
     if (same > run) same = run;
-    const int spare = l->n_running + 1;
-    if (n_blocks - (int)same / len + spare > l->n_unused) {
-        if (l->n_running && (!last->ended || same >= (size_t)len)) return false;
-        drop_blocks(l, last);  // if no text runs, all are unused now: room for any text
-        same = 0;
-        if (l->n_running && n_blocks + spare > l->n_unused) return false;
+    const int *theirs = like->answer.text.blocks, whole = (int)(same / len);
+    for (int i = 0; i < whole; i++) take_block(l, p, theirs[i]);
+    if (!find_blocks(l, n_blocks - whole + l->n_running + 1) && l->n_running) {
+        drop_blocks(l, p);
+        return false;
     }
-    for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
-    while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
-    if (same % len) cache_copy(&l->app->engine.model, blocks[same / len], theirs[same / len]);
-    l->cached += same - p->cached;  // of a text that begins again, only this time counts
-    p->answer.text.ids.n = p->cached = same;
-    if (last->ended) drop_blocks(l, last);
-    l->last = p;
+    while (p->n_blocks < n_blocks) take_block(l, p, -1);
+    // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
+    if (same % len)
+        cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
+    l->prompts += ids->n;
+    l->cached += same;
+    p->answer.text.ids.n = same;
     l->n_running++;
     return true;
 }
 
-// Makes sure that there is a block for a text's next token, by preemption if need be. False: it was
-// the youngest one. That never happens to a text that runs alone, as all blocks are its own then.
-static bool make_room(List *l, Place *p) {
-    if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
-        return true;
-    if (l->n_unused == 0 && l->last->ended) drop_blocks(l, l->last);
-    while (l->n_unused == 0) {
-        Place *youngest = l->active[--l->n_running];
-        drop_blocks(l, youngest);
-        if (youngest == p) return false;
-    }
-    take_block(l, p, l->unused[--l->n_unused]);
-    return true;
-}
-
-// Admit
-
-// Takes a line of -L apart. Returns false if it can't be used, which it says.
-static bool parse_line(List *l, Bytes line) {
-    Json *j = &l->json;
-    *j = (Json){.rest = line, .text = j->text, .talk = &l->talk, .first = true};
-    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
-    json_line(j, l->app->mode == CHAT);
-    if (j->expected)
-        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
-               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
-               j->rest.n < 16 ? (int)j->rest.n : 16, j->rest.p);
-    return !j->expected;
-}
-
-// Encodes a line. Returns false if that can't be done, which it says.
-static bool encode_line(List *l, Bytes text, Ids *ids) {
+// Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
+static bool encode_line(List *l, Bytes line, Ids *ids) {
     const App *app = l->app;
     const Options *o = &app->options;
     const Model *m = &app->engine.model;
+    const Tokenizer *tok = &app->engine.tokenizer;
+    const bool chat = app->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
     Conversation *talk = &l->talk;
-    conversation_drop(talk, 0, talk->n);
-    if (app->mode == CHAT && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (text.n + before.n > MOST_BYTES) {
-        report("%s: too long, expected less than 2 GB", where(l, l->read));
+    Json *j = &l->json;
+    size_t size = 0;
+    if (line.n + before.n > MOST_BYTES) {
+        report("%s: too long, expected less than 2 GB", l->where);
         return false;
     }
-    if (o->json_list && !parse_line(l, text)) return false;
-    const bool messages = talk->n && talk->p[talk->n - 1].role == USER;  // not just that of -y
-    if (o->json_list) text = bytes_of(&l->json.text);
-    size_t size = messages ? 0 : text.n;
-    for (size_t i = 0; messages && i < talk->n; i++) {  // an earlier answer may lose its thinking
+    *j = (Json){.rest = line, .text = j->text};
+    conversation_drop(talk, 0, talk->n);
+    if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
+    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
+    if (o->json_list) json_line(j, chat ? talk : NULL);
+    if (j->expected) {
+        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
+               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
+               (int)min_size(j->rest.n, 16), j->rest.p);
+        return false;
+    }
+    if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
+        Buffer *text = &conversation_add(talk, USER, before)->text;
+        if (o->text) buffer_add(text, bytes("\n\n"));
+        buffer_add(text, o->json_list ? bytes_of(&j->text) : line);
+    }
+    for (size_t i = 0; i < talk->n; i++) {  // an earlier answer may lose its thinking
         if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
     }
-    if (size > l->longest) {
+    if (l->together && size / 4 > tok->longest * m->state.seq_len) {  // NFC leaves a quarter
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), m->state.seq_len, m->config.max_seq_len, size);
+               l->where, m->state.seq_len, m->config.max_seq_len, size);
         return false;
     }
-    if (!messages) {
-        Buffer *all = &conversation_add(talk, USER, before)->text;
-        if (o->text) buffer_add(all, bytes("\n\n"));
-        buffer_add(all, text);
-    }
     ids->n = 0;
-    if (app->mode == CHAT) render(&app->engine.tokenizer, talk, 0, app->think, ids);
+    if (chat) render(tok, talk, 0, app->think, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return true;
+    return !interrupted && (app->mode == TOKENIZE || check_length(app, l->where, ids->n));
 }
 
-// Makes the line of a perplexity. Returns false if that can't be done, which it says.
-static bool score_line(List *l, const Ids *ids, Buffer *out) {
-    l->pieces += ids->n > (size_t)l->app->engine.model.state.seq_len;
-    const bool good = buffer_add_perplexity(out, &l->app->engine, ids);
-    if (!good && !interrupted) report("%s: " NOT_FINITE, where(l, l->read));
-    return good;
-}
-
+// Reads a text, which gets a place or, if no pass is for it, its line at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
-    Place *p = l->active[l->n_active];  // a free one
-    if (l->read == 0) give_notices(app);
+    Place *p = l->active[l->n_active];
+    give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+    snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
+    drop_blocks(l, p);
     bool good = encode_line(l, chop(line), &p->ids);
-    if (interrupted) return;  // then these are not all ids
-    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), p->ids.n);
-    if (good) l->prompts += p->ids.n;
-    if (good && app->mode == TOKENIZE) buffer_add_ids(line_of(l, l->read), &p->ids);
-    if (good && app->mode == PERPLEXITY) good = score_line(l, &p->ids, line_of(l, l->read));
     l->consumed += line.n;
     p->number = l->read++;
-    if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
-        if (good) l->rows += p->ids.n;
-        line_done(l, p->number, good);
+    p->line = &l->lines[p->number % AHEAD];
+    if (good && l->together) {
+        p->text.n = 0;
+        p->answer.sampler.rng = app->options.seed + p->number;
+        answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+        writer_thinks(&p->writer, begins_thinking(app));
+        l->n_active++;
         return;
     }
-    p->ended = false;
-    p->line.n = p->cached = 0;
-    p->answer.sampler.rng = app->options.seed + p->number;
-    answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
-    writer_thinks(&p->writer, begins_thinking(app));
-    l->n_active++;
+    if (good) l->prompts += p->ids.n, l->rows += p->ids.n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(p->line, &p->ids);
+    if (good && app->mode == PERPLEXITY) {
+        l->pieces += p->ids.n > (size_t)app->engine.model.state.seq_len;
+        good = buffer_add_perplexity(p->line, &app->engine, &p->ids);
+        if (!good && !interrupted) report("%s: " NOT_FINITE, l->where);
+    }
+    line_done(l, p->line, good);
 }
 
-// Returns false when all is done, but true if there is just a line to write; then pass() has no
-// rows. While texts run, it does not wait for lines that have still to be made: a list may come
-// from another program.
+// False: all is done, or Ctrl-C. Else some text runs, and while one does, this does not wait for
+// lines that have still to be made: a list may come from another program.
 static bool admit(List *l) {
-    for (Bytes line; !interrupted;) {
-        while (l->n_running < l->n_active) {
-            if (!begin(l)) return true;
-        }
-        if (line_of(l, l->written)->n) return true;  // that is written first
-        if (l->ended) return l->n_active > 0;
-        if (l->n_active == l->n_places || l->read - l->written == AHEAD || l->ahead > AHEAD_BYTES)
-            return true;
+    for (Bytes line;;) {
+        const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
+        progress_show(l->start, l->written, all, "texts", l->rows);
+        if (l->ended || l->n_active == l->n_places || l->read - l->written == AHEAD ||
+            l->ahead > AHEAD_BYTES || interrupted)
+            break;
         l->ended = !next_line(&l->in, &line, l->n_active == 0);
-        if (!l->ended && line.n == 0) return true;
+        if (!l->ended && line.n == 0) break;  // it comes later
         if (!l->ended) add_line(l, line);
     }
-    return false;
+    while (l->n_running < l->n_active && begin(l)) {}
+    return l->n_active > 0 && !interrupted;
 }
 
-// Pass: first the texts that decode, then the prompts. As n_places <= batch, each of the first has
-// its row, and if any prompt runs, the oldest one has a row at least. Returns false after Ctrl-C.
+// Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks, but
+// a text that decodes may need another one. If there is none, the youngest text, perhaps this one,
+// gives its blocks back; it has no rows yet. That never happens to a text that runs alone, as all
+// blocks are its own then. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
-    for (int prompts = 0; prompts < 2; prompts++) {
-        for (int i = 0; i < l->n_running; i++) {
-            Place *p = l->active[i];
-            Text *text = &p->answer.text;
-            size_t *run = &text->ids.n;
-            const size_t left = p->ids.n - *run;
-            if (left == 0 || (left > 1 && !prompts)) continue;
-            // It takes blocks of later texts, which have no rows yet. A prompt has all it needs.
-            if (!make_room(l, p)) break;
-            for (; *run < p->ids.n && n < s->batch; (*run)++) {
-                s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
-            }
-            if (*run == p->ids.n) l->ready[l->n_ready++] = p;
+    for (int i = 0; i < l->n_running; i++) {
+        Place *p = l->active[i];
+        Text *text = &p->answer.text;
+        const bool full = text->ids.n == (size_t)p->n_blocks * s->block_len;
+        while (full && !find_blocks(l, 1) && l->n_running > i)
+            drop_blocks(l, l->active[--l->n_running]);
+        if (l->n_running == i) break;
+        if (full) take_block(l, p, -1);
+        const int end = s->batch - (l->n_running - i - 1);
+        for (; text->ids.n < p->ids.n && n < end; text->ids.n++) {
+            const int pos = (int)text->ids.n;
+            s->rows[n++] = (Row){p->ids.p[pos], pos, text, pos + 1 == (int)p->ids.n};
         }
+        if (text->ids.n == p->ids.n) l->ready[l->n_ready++] = p;
     }
     l->rows += n;
-    return n == 0 || forward(&l->app->engine.model, n);
+    return forward(&l->app->engine.model, n);
 }
 
-// Sample
-
 static void sample_job(void *arg, int begin, int end) {
-    List *l = arg;
+    const List *l = arg;
     const Engine *e = &l->app->engine;
     const int vocab_size = e->tokenizer.vocab_size;
     for (int i = begin; i < end; i++) {
         Place *p = l->ready[i];
+        if (l->app->mode == EMBED) {
+            const bool good = buffer_add_embedding(&p->text, &e->model, i);
+            p->ending = good ? TURN_ENDED : INTERRUPTED;
+            continue;
+        }
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
-        if (l->app->mode != EMBED) p->id = sample(&p->answer.sampler, logits, vocab_size);
-        else p->id = buffer_add_embedding(line_of(l, p->number), &e->model, i) ? 0 : -1;
+        const int id = sample(&p->answer.sampler, logits, vocab_size);
+        if (id < 0) p->ending = INTERRUPTED;
+        else p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
+        if (p->ending == GOES_ON) ids_add(&p->ids, id);
     }
 }
 
-// What a text does with what was drawn for it
-static void step(List *l, Place *p) {
-    const Engine *e = &l->app->engine;
+// Writes the texts that have ended. Their places become the last of those that are free.
+static void write_ended(List *l) {
     const bool embeds = l->app->mode == EMBED;
-    Ending ending = TURN_ENDED;
-    if (p->id < 0) report("%s: %s", where(l, p->number), embeds ? BAD_VECTOR : NOT_FINITE);
-    else if (!embeds) ending = e->max_new ? answer_add(e, &p->answer, p->id) : LIMIT_REACHED;
-    if (ending == GOES_ON) {
-        ids_add(&p->ids, p->id);
-        return;
+    for (int i = 0, at; i < l->n_ready; i++) {
+        Place *p = l->ready[i];
+        if (p->ending == GOES_ON) continue;
+        if (p->ending == INTERRUPTED)
+            report("%s: line %zu: %s", l->in.name, p->number + 1, embeds ? BAD_VECTOR : NOT_FINITE);
+        l->endings[p->ending]++;
+        l->thinking += p->writer.thinking;
+        l->answers += p->drawn.n;
+        writer_end(&p->writer);
+        if (embeds) buffer_add(p->line, bytes_of(&p->text));
+        else buffer_add_json(p->line, bytes_of(&p->text));
+        line_done(l, p->line, p->ending != INTERRUPTED);
+        for (at = 0; l->active[at] != p; at++) {}
+        memmove(l->active + at, l->active + at + 1, (l->n_places - at) * sizeof(*l->active));
+        l->active[l->n_places] = p;
+        l->n_running--;
+        l->n_active--;
     }
-    l->endings[ending]++;
-    l->thinking += p->writer.thinking;
-    l->answers += p->drawn.n;
-    writer_end(&p->writer);
-    if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
-    line_done(l, p->number, p->id >= 0);
-    p->ended = true;
-    if (p != l->last) drop_blocks(l, p);
-    int i = 0;
-    while (l->active[i] != p) i++;
-    memmove(l->active + i, l->active + i + 1, (l->n_places - i) * sizeof(*l->active));
-    l->active[l->n_places] = p;
-    l->n_running--;
-    l->n_active--;
-}
-
-static void sample_all(List *l) {
-    if (l->n_ready && l->app->mode != EMBED) classify(&l->app->engine.model, 0, l->n_ready);
-    if (l->n_ready) parallel(sample_job, l, l->n_ready, 1);
-    for (int i = 0; i < l->n_ready; i++) step(l, l->ready[i]);
 }
 
 // Notices and statistics at the end
 static int list_end(const List *l) {
     const double seconds = now() - l->start + 1e-9, rate = l->answers / seconds;
-    const unsigned long long seed = l->app->options.seed;
+    const unsigned long long seed = l->app->options.seed, next = seed + l->written;
     const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     progress_end();
@@ -3222,60 +3170,50 @@ static int list_end(const List *l) {
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
-    if (interrupted) {
-        notice("list: stopped, %zu lines are written", l->written);
-        notice("list: to go on: tail -n +%zu, -s %llu", l->written + 1, seed + l->written);
-    }
-    if (!quiet) {
-        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
-                l->cached);
-        if (l->app->mode <= GENERATE)
-            fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
-                    rate < 999.95, rate, seed, seed + l->written - 1);
-        fputc('\n', stderr);
-    }
+    if (interrupted)
+        notice("list: stopped, %zu lines are written; to go on: tail -n +%zu, -s %llu", l->written,
+               l->written + 1, next);
+    char answers[128] = "";
+    if (l->app->mode <= GENERATE)
+        snprintf(answers, sizeof(answers), ", answers %zu tokens at %.*f/s, seeds %llu to %llu",
+                 l->answers, rate < 999.95, rate, seed, next - 1);
+    if (!quiet)
+        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)%s\n", l->written, l->prompts,
+                l->cached, answers);
     return interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
-}
-
-static void list_init(List *l, App *app) {
-    const Options *o = &app->options;
-    const State *s = &app->engine.model.state;
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
-    *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .longest = 1,
-                .start = now(), .n_places = max_int(min_int(PLACES, s->batch), 1)};
-    if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
-    l->size = file_size(l->in.fd);
-    l->last = &l->places[l->n_places];        // it has no blocks
-    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
-        Place *p = l->active[i] = &l->places[i];
-        p->answer = (Answer){.text.blocks = alloc(s->seq_len, sizeof(int), "the list"),
-                             .sampler = app->engine.answer.sampler, .writer = &p->writer,
-                             .drawn = &p->drawn};
-        p->answer.sampler.answered = alloc(tok->vocab_size, sizeof(bool), "the list");
-        p->answer.sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the list");
-        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
-                             .stop = app->writer.stop};
-    }
-    for (int i = 0; i < tok->vocab_size; i++) {
-        if (tok->text[i].n > l->longest) l->longest = tok->text[i].n;
-    }
-    l->longest *= (size_t)s->seq_len * 4;  // NFC leaves at least a quarter of the bytes
-    if (app->mode == TOKENIZE || app->mode == PERPLEXITY) l->longest = SIZE_MAX;
-    l->users = alloc(s->blocks, sizeof(int), "the list");
-    l->unused = alloc(s->blocks, sizeof(int), "the list");
-    for (int i = s->blocks; i > 0; i--) l->unused[l->n_unused++] = i - 1;
 }
 
 static int run_list(App *app) {
     static List list;
-    list_init(&list, app);
-    stoppable = stop_at_once = true;
-    while (admit(&list) && pass(&list)) {
-        sample_all(&list);
-        write_lines(&list);
+    List *l = &list;
+    const Options *o = &app->options;
+    const State *s = &app->engine.model.state;
+    const int vocab_size = app->engine.tokenizer.vocab_size;
+    const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
+    *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .start = now(),
+                .together = app->mode != TOKENIZE && app->mode != PERPLEXITY,
+                .n_places = max_int(min_int(PLACES, s->batch), 1), .n_unused = s->blocks,
+                .users = alloc(s->blocks, sizeof(int), "the list")};
+    if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
+    l->size = file_size(l->in.fd);
+    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
+        Place *p = l->active[i] = &l->places[i];
+        p->answer = app->engine.answer;
+        p->answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
+        p->answer.sampler.answered = alloc(vocab_size, sizeof(bool), "the list");
+        p->answer.sampler.seen = alloc(vocab_size, sizeof(bool), "the list");
+        p->answer.writer = &p->writer;
+        p->answer.drawn = &p->drawn;
+        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->text,
+                             .stop = app->writer.stop};
     }
-    return list_end(&list);
+    stoppable = stop_at_once = true;
+    while (admit(l) && pass(l)) {
+        if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
+        parallel(sample_job, l, l->n_ready, 1);
+        write_ended(l);
+    }
+    return list_end(l);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4639,7 +4577,7 @@ static int pool_blocks(const Config *c, int seq_len, int texts) {
 
 static void cache_copy(const Model *m, int to, int from) {
     const size_t size = block_stride(&m->config);
-    memcpy(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
+    memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
 }
 
 // A text alone in the cache has its blocks in their order, and room for seq_len + 1 ids.
