@@ -1630,8 +1630,8 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
 // length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload (see
-// take_section). The Unicode data is that of HF's tokenizers package, so that
-// ids agree on every text.
+// the table of sections). The Unicode data is that of HF's tokenizers package, so that ids agree on
+// every text.
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
 enum { LONGEST_ADDED = 128 };            // bytes: added_at tries all lengths
@@ -1641,38 +1641,36 @@ static Bytes take_text(Cursor *in) {
     return (Bytes){take(in, n), n};
 }
 
-static int take_id(Cursor *in, const Tokenizer *tok) {
-    return (int)take_number(in, in->part, false, 0, tok->vocab_size - 1);
+static uint32_t take_int(Cursor *in, uint32_t low, uint32_t high) {
+    return (uint32_t)take_number(in, in->part, false, low, high);
 }
 
 static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
-    while (in->rest.n) ids_add(ids, take_id(in, tok));
+    while (in->rest.n) ids_add(ids, take_int(in, 0, tok->vocab_size - 1));
 }
 
 // adde: u32 id, u32 special (not written in answers) for each added token, by id
 static void take_added(Cursor *in, Tokenizer *tok) {
     if (in->rest.n) memset(tok->kind, 0, tok->vocab_size);
-    for (int id, last = -1; in->rest.n; last = id) {
-        id = take_id(in, tok);
-        if (id <= last || tok->text[id].n == 0 || tok->text[id].n > LONGEST_ADDED)
-            die_bad(in, in->part, "ascending ids of tokens of 1 to %d bytes, found %d",
-                    LONGEST_ADDED, id);
-        tok->kind[id] = take_number(in, in->part, false, 0, 1) ? ADDED | SPECIAL : ADDED;
+    for (uint32_t id, next = 0; in->rest.n; next = id + 1) {
+        id = take_int(in, next, tok->vocab_size - 1);
+        if (tok->text[id].n == 0 || tok->text[id].n > LONGEST_ADDED)
+            die_bad(in, in->part, "tokens of 1 to %d bytes, found %zu in token %u", LONGEST_ADDED,
+                    tok->text[id].n, id);
+        tok->kind[id] = take_int(in, 0, 1) ? ADDED | SPECIAL : ADDED;
     }
 }
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
-enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };
+enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256 };
 // Tokenizer.chars: a class; more than that if NFC may change the character or the one before
 enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
 
 // Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest
 static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift) {
     for (uint32_t next = 0; in->rest.n;) {
-        const uint32_t first = take_u32(in), last = take_u32(in), value = take_u32(in);
-        if (first < next || last < first || last >= BAD_BYTE || value < 1 || value > highest)
-            die_bad(in, in->part, "ascending ranges with 1 to %u, found %x to %x: %u", highest,
-                    first, last, value);
+        const uint32_t first = take_int(in, next, LAST_CHAR);
+        const uint32_t last = take_int(in, first, LAST_CHAR), value = take_int(in, 1, highest);
         for (next = first; next <= last; next++) tok->chars[next] |= value << shift;
     }
 }
@@ -1701,14 +1699,11 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
     if (in->rest.n == 0) return;
     tok->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
     tok->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
-    for (uint32_t next = 0; in->rest.n;) {
-        const uint32_t c = take_u32(in), first = take_u32(in);
-        const uint32_t second = take_u32(in), composes = take_u32(in);
-        if (c < next || c - FIRST_SYLLABLE < SYLLABLES || c >= BAD_BYTE || first >= BAD_BYTE ||
-            second >= BAD_BYTE || composes > 1)
-            die_bad(in, in->part, "ascending characters, found %x = %x + %x", c, first, second);
-        add_decomposition(tok, c, first, second, composes);
-        next = c + 1;
+    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
+        c = take_int(in, next, LAST_CHAR);
+        const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
+        add_decomposition(tok, c, first, second, take_int(in, 0, 1));
+        if (c - FIRST_SYLLABLE < SYLLABLES) die_bad(in, in->part, "no Hangul, found %u", c);
     }
     for (uint32_t i = 0; i < SYLLABLES; i++) {
         const uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
@@ -1766,15 +1761,6 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
         sections[i].take(&section, tok);
         if (section.rest.n)
             die("%s: section %s has %zu bytes too many", in->file, section.part, section.rest.n);
-    }
-}
-
-// The classes of characters, where the file does not have them
-static void set_classes(Tokenizer *tok) {
-    tok->has_classes = tok->chars['a'] & CLASS_MASK;
-    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
-        const bool letter = c >= 128 || isalpha(c);
-        tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
 }
 
@@ -1850,7 +1836,11 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         tok->kind[id] = special ? ADDED | SPECIAL : ADDED;  // unless the file says which are
     }
     if (in.rest.n) take_extension(&in, tok);
-    set_classes(tok);
+    tok->has_classes = tok->chars['a'] & CLASS_MASK;  // else something like them follows
+    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
+        const bool letter = c >= 128 || isalpha(c);
+        tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
+    }
     index_tokens(tok, file);
     tok->think = find(tok, bytes("<think>"), true);
     tok->end_think = find(tok, bytes("</think>"), true);
@@ -1858,10 +1848,9 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
-        const int im_end = find(tok, bytes("<|im_end|>"), true);
         ids_add(&tok->stop, eos);
         ids_add(&tok->stop, tok->end_of_text);
-        if (im_end >= 0) ids_add(&tok->stop, im_end);
+        ids_add(&tok->stop, find(tok, bytes("<|im_end|>"), true));
     }
 }
 
