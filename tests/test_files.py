@@ -597,6 +597,24 @@ def test_decompositions_without_end(files, pairs):
     assert files().run(None, data, "-i", "0123").returncode == 0
 
 
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 5000])
+def test_length_of_an_added_token(files, length):
+    """added_at tries all lengths, so there is a longest one; an older file may have any token."""
+    plain, parts = split_tokenizer(files().tokenizer_bytes)
+    token = b"~" * (length - 1) + b"|" if length > 1 else b"\xff"
+    plain = plain[:records(plain)[-1]] + struct.pack("<fI", -1e6, length) + token
+    parts[b"adde"] = u32(VOCAB - 1, 1)
+    text = "a" + "~" * (length - 1) + "|a"
+    old, new = (files().run(None, data, "-m", "tokenize", "-i", text)
+                for data in (plain, join_tokenizer(plain, parts.items())))
+    found = 1 < length <= 128
+    assert old.returncode == 0 and (str(VOCAB - 1) in old.stdout.decode().split()) == found, old
+    if length > 128:
+        assert_error(new, 1, "bad adde", "1 to 128 bytes", f"found {length} in token {VOCAB - 1}")
+    else:
+        assert new.returncode == 0 and new.stdout == old.stdout, (old, new)
+
+
 def colliding(count, slots=1 << 19):
     """Tokens whose slots are neighbours in a table of so many with the hash FNV-1a of 32 bits, which
     qwen3.c had; and as many at random."""
