@@ -88,7 +88,6 @@ import unicodedata
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Callable, Iterator, NamedTuple, NoReturn
@@ -155,7 +154,6 @@ def export(options: argparse.Namespace) -> None:
     with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
         write_at(tokenizer_part, tokenizer, 0)
         outputs = match_tensors(source, config, room)  # may download, so only now
-        note_second_quantization(outputs, config)
         write_model(model_part, config, outputs)
     say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {bits} bits in groups of "
         f"{config.group_size}) and {tokenizer_out.name} in {time.monotonic() - began:.1f} s, "
@@ -183,16 +181,6 @@ def find_source(name: str, folder: Path | None) -> Source:
     if not (hub := HUB_NAME.fullmatch(name)):
         refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME")
     return read_hub(hub[1], hub[2] or hub[3] or "", folder)
-
-
-def note_second_quantization(outputs: list[Output], c: Config) -> None:
-    """Notes the loss if the source's weights are quantized and not copied as they are."""
-    again = {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
-             if not tensor.is_copied(output.bits, c)} - FLOAT_TYPES
-    if again:
-        notes.append(f"{', '.join(sorted(again))}: quantized again, in groups of {c.group_size}, "
-                     "which adds an error of 0.5 % of the weights' rms where they get 8 bits, of 6 "
-                     "to 9 % where they get 4; what the first quantization lost stays lost")
 
 
 def default_out(name: str, bits: int) -> Path:
@@ -227,8 +215,7 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
             at_end.callback(part.unlink, missing_ok=True)
         yield [at_end.enter_context(open(part, "xb", buffering=0)) for part in parts]
         if __name__ == "__main__":
-            for number in signal.SIGINT, signal.SIGTERM:  # everything is written: too late for them
-                signal.signal(number, signal.SIG_IGN)
+            on_signals(lambda _: None)  # everything is written: too late
         for part, target in zip(parts, targets):
             os.replace(part, target)
 
@@ -268,7 +255,7 @@ def parsing(path: Path) -> Iterator[None]:
 
 # A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
 SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
-TENSORS_SIZE = 8 << 20  # bytes of the index, or of the headers of all shards together
+TENSORS_SIZE = 8 << 20  # bytes of the index, or of a shard's header
 TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a GGUF's metadata
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
 MOST_AROUND = 1000  # ids that a post-processor may put around a text
@@ -455,26 +442,25 @@ def parse_json(text: bytes, path: Path) -> dict:
 
 def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[int]]:
     """The ids that tokenizer.json's post-processor puts before and after every text."""
-    head, tail, count = [], [], 0
+    ids: list[int | None] = [None]  # None: the text
     processor = tokenizer.get("post_processor") or {"type": "ByteLevel"}
     for step in processor["processors"] if processor["type"] == "Sequence" else [processor]:
         if step["type"] == "ByteLevel":  # puts nothing there
             continue
         supported(where, "post_processor", step["type"], "ByteLevel", "TemplateProcessing")
-        around: list[list[int]] = [[]]  # the ids before the text; a second list after it
+        inner, ids = ids, []
         for piece in step["single"]:
             token = piece.get("SpecialToken", {}).get("id")
             if piece.get("Sequence", {}).get("id") == "A":
-                around.append([])
-            elif token not in step["special_tokens"]:
-                refuse(where, "post_processor", "the text A and tokens that it lists", piece)
+                ids += inner
+            elif token in step["special_tokens"]:
+                ids += id_list(where, step["special_tokens"][token]["ids"])
             else:
-                around[-1] += (ids := id_list(where, step["special_tokens"][token]["ids"]))
-                if (count := count + len(ids)) > MOST_AROUND:
-                    refuse(where, "post_processor", f"at most {MOST_AROUND} ids", "more")
-        before, after = around
-        head, tail = before + head, tail + after
-    return head, tail
+                refuse(where, "post_processor", "the text A and tokens that it lists", piece)
+            if len(ids) > MOST_AROUND + 1:
+                refuse(where, "post_processor", f"at most {MOST_AROUND} ids", "more")
+    (text,) = (i for i, token in enumerate(ids) if token is None)  # the text once, else a ValueError
+    return ids[:text], ids[text + 1:]
 
 
 def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
@@ -730,50 +716,53 @@ BLOCK_SIZES = {kind.name: block for kind, block in gguf.GGML_QUANT_SIZES.items()
 FLOAT_TYPES = {"BF16", "F16", "F32"}
 
 
-@dataclass
-class Tensor:
-    """A tensor in a safetensors or GGUF file, row-major. A range of its elements is given by start
-    and count in the flattened tensor, both multiples of the dtype's block."""
+class Tensor(NamedTuple):
+    """A tensor, or a range of one's elements, in a safetensors or GGUF file, row-major."""
     name: str
     file: BinaryIO
     offset: int  # of its first byte in the file
     dtype: str  # safetensors' name or ggml's; the float types have the same name in both
     shape: tuple[int, ...]
 
+    @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """The whole tensor as (start, count) of ranges of up to PIECE elements."""
-        return [(start, min(PIECE, self.size() - start)) for start in range(0, self.size(), PIECE)]
-
-    def byte_count(self, count: int) -> int:
+    @property
+    def nbytes(self) -> int:
         elements, size = BLOCK_SIZES[self.dtype]
-        return count // elements * size
+        return self.size // elements * size
 
-    def read_bytes(self, start: int, count: int) -> bytes:
-        """The range as it is stored."""
-        need = self.byte_count(count)
-        raw = os.pread(self.file.fileno(), need, self.offset + self.byte_count(start))
-        if len(raw) < need:
-            refuse(self.file.name, f"truncated in {self.name}", f"{need} bytes", len(raw))
+    def part(self, start: int, *shape: int) -> Tensor:
+        """A range of its elements, which begins and ends with a block of the dtype."""
+        elements, size = BLOCK_SIZES[self.dtype]
+        return self._replace(offset=self.offset + start // elements * size, shape=shape)
+
+    def pieces(self) -> list[Tensor]:
+        """The whole tensor as ranges of up to PIECE elements."""
+        return [self.part(start, min(PIECE, self.size - start))
+                for start in range(0, self.size, PIECE)]
+
+    def read_bytes(self) -> bytes:
+        raw = os.pread(self.file.fileno(), self.nbytes, self.offset)
+        if len(raw) < self.nbytes:
+            refuse(self.file.name, f"truncated in {self.name}", f"{self.nbytes} bytes", len(raw))
         return raw
 
-    def read_fp32(self, start: int, count: int) -> np.ndarray:
-        """The range as (count,) fp32, writable."""
-        raw = np.frombuffer(bytearray(self.read_bytes(start, count)), np.uint8)
+    def read_fp32(self) -> np.ndarray:
+        """(size,), writable."""
+        raw = np.frombuffer(bytearray(self.read_bytes()), np.uint8)
         return gguf.dequantize(raw, gguf.GGMLQuantizationType[self.dtype])
 
-    def encode(self, start: int, count: int, bits: int, c: Config) -> tuple[np.ndarray, np.ndarray]:
-        """The range as OUT.bin has it (see Output): (values, scales), no scales with 32 bits. What
+    def encode(self, bits: int, c: Config) -> tuple[np.ndarray, np.ndarray]:
+        """It as OUT.bin has it (see Output): (values, scales), no scales with 32 bits. What
         is_copied() is not quantized again: a GGUF block is an f16 scale, then its values."""
         if self.is_copied(bits, c):
-            blocks = np.frombuffer(self.read_bytes(start, count),
+            blocks = np.frombuffer(self.read_bytes(),
                                    [("scale", "<f2"), ("values", "u1", 4 * bits)])
             self.check_finite(blocks["scale"])
             return blocks["values"].ravel(), blocks["scale"].astype(f"<f{SCALE_SIZES[bits]}")
-        x = self.read_fp32(start, count)
+        x = self.read_fp32()
         self.check_finite(x)
         if bits == 32:
             return x, x[:0]
@@ -797,45 +786,36 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
     """name -> tensor, of model.safetensors or of the shards in model.safetensors.index.json."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return open_safetensors(single, TENSORS_SIZE)[0]
+        return open_safetensors(single)
     if not index.is_file():
         refuse(folder, "no weights", f"{single.name} or {index.name} (transformers' "
                "from_pretrained(), then save_pretrained() makes them)",
                first_few(sorted(path.name for path in folder.iterdir())))
     tensors: dict[str, Tensor] = {}
     with parsing(index):
-        shard_of, left = read_json(index, most=TENSORS_SIZE)["weight_map"], TENSORS_SIZE
-        for shard in sorted(set(shard_of.values())):
+        shard_of = read_json(index, most=TENSORS_SIZE)["weight_map"]
+        if len(shard_of) > MOST_TENSORS:
+            refuse(index, "too many tensors", f"at most {MOST_TENSORS}", "more")
+        names = sorted(shard_of, key=shard_of.__getitem__)
+        for shard, listed in itertools.groupby(names, key=shard_of.__getitem__):
             if Path(shard).name != shard or not (folder / shard).is_file():
                 refuse(folder / shard, "missing", f"this file of {index.name}: download it again")
-            more, used = open_safetensors(folder / shard, left)
-            left -= used
-            add_tensors(index, tensors, more)
-        found = {name: Path(tensor.file.name).name for name, tensor in tensors.items()}
-        if wrong := sorted({name for name, _ in shard_of.items() ^ found.items()}):
-            refuse(index, "its shards hold other tensors (download them again)",
-                   "those that it lists", f"a difference in {first_few(wrong)}")
+            found = open_safetensors(folder / shard)
+            if wrong := sorted(found.keys() ^ set(listed)):
+                refuse(index, "its shards hold other tensors (download them again)",
+                       "those that it lists", f"a difference in {first_few(wrong)}")
+            tensors |= found
     return tensors
 
 
-def add_tensors(where: Path, tensors: dict[str, Tensor], more: dict[str, Tensor]) -> None:
-    """Adds more tensors, of which none may be there already."""
-    if again := sorted(tensors.keys() & more.keys()):
-        refuse(where, "tensors", "each once", f"{first_few(again)} twice")
-    tensors |= more
-    if len(tensors) > MOST_TENSORS:
-        refuse(where, "too many tensors", f"at most {MOST_TENSORS}", "more")
-
-
-def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
-    """(name -> tensor, bytes of the header, which may be at most `most`) of one file. Its format:
-    u64 length of the header; the header, JSON {name: {dtype, shape, data_offsets: [begin, end)}};
-    the data, which the tensors fill without gap or overlap. (The safetensors package's numpy reader
-    does not know BF16.)"""
+def open_safetensors(path: Path) -> dict[str, Tensor]:
+    """name -> tensor, of one file. Its format: u64 length of the header; the header, JSON
+    {name: {dtype, shape, data_offsets: [begin, end)}}; the data, which the tensors fill without gap
+    or overlap. (The safetensors package's numpy reader does not know BF16.)"""
     file = open_file(path)
     file_size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
-    limit = min(file_size - 8, most)
+    limit = min(file_size - 8, TENSORS_SIZE)
     if not 2 <= length <= limit:
         refuse(path, "broken safetensors (download it again)",
                f"a header of 2 to {max(2, limit)} bytes", length)
@@ -848,21 +828,19 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
             begin, end = entry["data_offsets"]
             if len(shape) > 4 or any(type(n) is not int for n in (*shape, begin, end)):
                 refuse(path, f"shape or data_offsets of {name}", "up to 4 integers and 2", entry)
-            size = end - begin  # of other dtypes, which match_tensors() refuses
-            if dtype in FLOAT_TYPES:
-                size = math.prod(shape) * BLOCK_SIZES[dtype][1]
-            if begin != position or size < 0 or end - begin != size:
+            tensors[name] = tensor = Tensor(name, file, 8 + length + begin, dtype, shape)
+            # match_tensors() refuses other dtypes.
+            size = tensor.nbytes if dtype in FLOAT_TYPES else abs(end - begin)
+            if [begin, end] != [position, position + size]:
                 refuse(path, f"data_offsets of {name}", [position, position + size], [begin, end])
-            tensors[name] = Tensor(name, file, 8 + length + begin, dtype, shape)
             position = end
     if 8 + length + position != file_size:
         refuse(path, "truncated or oversized", f"{8 + length + position} bytes (download it again)",
                file_size)
-    return tensors, length
+    return tensors
 
 
-@dataclass
-class Output:
+class Output(NamedTuple):
     """A tensor of OUT.bin. With bits 32: fp32 values. With 8: int8 values, then an fp32 scale for
     each group. With 4: bytes of two codes, then an fp16 scale for each group."""
     bits: int  # of a value
@@ -871,16 +849,11 @@ class Output:
     values: int  # offset of the first value in OUT.bin
     scales: int  # offset of the first scale
     end: int  # offset of what follows
-    tensors: list[Tensor] = field(default_factory=list)  # the source, for each name
+    tensors: list[Tensor]  # the source, for each name; none in layout()
 
     @property
     def name(self) -> str:
         return self.tensors[0].name.replace(".experts.0.", ".experts.*.")
-
-    def pieces(self) -> list[tuple[Tensor, int, int, int]]:
-        """All ranges of it, as (source tensor, start and count in that, start in the output)."""
-        return [(tensor, start, count, i * tensor.size() + start)
-                for i, tensor in enumerate(self.tensors) for start, count in tensor.pieces()]
 
     def offsets(self, at: int, c: Config) -> tuple[int, int]:
         """Where a range from `at` on has its values and its scales in OUT.bin."""
@@ -926,7 +899,7 @@ def layout(c: Config) -> list[Output]:
             size = len(names) * math.prod(shape)
             scales = offset + size * bits // 8
             end = scales + size // c.group_size * SCALE_SIZES[bits]
-            outputs.append(Output(bits, names, tuple(shape), offset, scales, end))
+            outputs.append(Output(bits, names, tuple(shape), offset, scales, end, []))
             offset = end  # a multiple of 4, as a matrix has an even number of rows
     return outputs
 
@@ -956,11 +929,11 @@ def match_tensors(source: Source, c: Config, *rooms: Room) -> list[Output]:
         if tensor.shape != shape:
             refuse(where, f"shape of {tensor.name}", list(shape), list(tensor.shape))
         try:
-            tensor.read_fp32(0, min(256, tensor.size()))
+            tensor.part(0, min(256, tensor.size)).read_fp32()
         except (KeyError, NotImplementedError):
             refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
                    "the gguf package dequantizes", tensor.dtype)
-    return [replace(output, tensors=[found[name] for name in output.names]) for output in outputs]
+    return [output._replace(tensors=[found[name] for name in output.names]) for output in outputs]
 
 
 # ---- Weights: quantized to Q8_0 or four bits and written, piece by piece -------------------------
@@ -969,20 +942,25 @@ PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy
 
 
 def write_model(out: BinaryIO, c: Config, outputs: list[Output]) -> None:
-    """Writes OUT.bin: the header, then the tensors."""
-    def convert(output: Output, tensor: Tensor, start: int, count: int, at: int) -> int:
+    """Writes OUT.bin: the header, then the tensors. Notes what the quantization costs."""
+    def convert(output: Output, piece: Tensor, at: int) -> int:
         """Writes a range. Returns the number of groups that lose all of their value."""
-        values, scales = tensor.encode(start, count, output.bits, c)
+        values, scales = piece.encode(output.bits, c)
         for data, offset in zip((values, scales), output.offsets(at, c)):
             write_at(out, data, offset)
         if scales.all() or output.bits == 8:
             return 0
-        x = tensor.read_fp32(start, count).reshape(len(scales), -1)
+        x = piece.read_fp32().reshape(len(scales), -1)
         return np.count_nonzero(x[scales == 0].any(axis=1))
 
     write_at(out, header(c), 0)
-    lost = sum(sum(groups) for _, groups in in_pieces(convert, outputs))
-    if lost:
+    again = {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
+             if not tensor.is_copied(output.bits, c)} - FLOAT_TYPES
+    if again:
+        notes.append(f"{', '.join(sorted(again))}: quantized again, in groups of {c.group_size}, "
+                     "which adds an error of 0.5 % of the weights' rms where they get 8 bits, of 6 "
+                     "to 9 % where they get 4; what the first quantization lost stays lost")
+    if lost := sum(sum(groups) for _, groups in in_pieces(convert, outputs)):
         notes.append(f"{lost} groups of {c.group_size} weights became zeros, as four bits hold "
                      f"none below about {LEAST_Q4}; --bits 8 keeps them")
 
@@ -1060,16 +1038,18 @@ def decode(values: np.ndarray, scales: np.ndarray, bits: int, c: Config) -> np.n
 
 
 def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
-    """Calls work(output, *piece) for each of its pieces, on several threads (numpy and the system
-    calls release the GIL), with a progress bar. Yields each output with its results."""
-    total = sum(tensor.byte_count(tensor.size()) for output in outputs for tensor in output.tensors)
+    """Calls work(output, range of a source tensor, its start in the output) for all ranges, on
+    several threads (numpy and the system calls release the GIL), with a progress bar. Yields each
+    output with its results."""
+    total = sum(tensor.nbytes for output in outputs for tensor in output.tensors)
     with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
         for output in outputs:
-            pieces, results = output.pieces(), []
-            for piece, result in zip(pieces, pool.map(partial(work, output), *zip(*pieces))):
-                tensor, _, count, _ = piece
-                bar.update(tensor.byte_count(count))
+            pieces = [piece for tensor in output.tensors for piece in tensor.pieces()]
+            starts = itertools.accumulate((piece.size for piece in pieces), initial=0)
+            results = []
+            for piece, result in zip(pieces, pool.map(partial(work, output), pieces, starts)):
+                bar.update(piece.nbytes)
                 results.append(result)
             yield output, results
 
@@ -1491,12 +1471,11 @@ def end_ids(source: Source, vocab: Vocabulary, eos_token: str | None) -> tuple[i
     """(bos, eos, all ids that end an answer). These are the ones in config.json and
     generation_config.json, and tokenizer_config.json's eos_token: in a base model the former have
     what ends a text, but only the latter may be what ends a turn of a chat."""
-    def ids(key: str) -> Iterator[list[int]]:
-        yield id_list(source.file("config.json"), source.config.get(key))
-        yield id_list(source.file("generation_config.json"), source.generation.get(key))
-
-    config_bos, generation_bos = ids("bos_token_id")
-    config_eos, generation_eos = ids("eos_token_id")
+    config_bos, config_eos, generation_bos, generation_eos = (
+        id_list(source.file(name), values.get(key))
+        for name, values in (("config.json", source.config),
+                             ("generation_config.json", source.generation))
+        for key in ("bos_token_id", "eos_token_id"))
     end_of_text = vocab.added_ids("<|endoftext|>")
     bos = config_bos + generation_bos + end_of_text
     eos = config_eos + generation_eos + end_of_text
@@ -1577,7 +1556,14 @@ GGUF_NOT_SPECIAL = {f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_
 
 def read_gguf(path: Path) -> Source:
     with parsing(path):
-        metadata, tensors = open_gguf_parts(path)
+        tensors: dict[str, Tensor] = {}
+        metadata = open_gguf(path, tensors)
+        count = metadata.get("split.count", 1)
+        if count > 1 and "-00001-of-" not in path.name:
+            refuse(path, "one of several parts", f"the first, NAME-00001-of-{count:05}.gguf",
+                   path.name)
+        for i in range(2, count + 1):
+            open_gguf(path.with_name(path.name.replace("-00001-of-", f"-{i:05}-of-")), tensors)
         config = gguf_config(path, metadata, tensors)
         ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
         tokenizer = gguf_tokenizer(path, ggml)
@@ -1644,7 +1630,7 @@ def gguf_rope(model: dict) -> dict:
 
 def same_values(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
-        a.read_bytes(*piece) == b.read_bytes(*piece) for piece in a.pieces())
+        x.read_bytes() == y.read_bytes() for x, y in zip(a.pieces(), b.pieces()))
 
 
 def gguf_tokenizer(path: Path, ggml: dict) -> dict:
@@ -1672,89 +1658,70 @@ def gguf_tokenizer(path: Path, ggml: dict) -> dict:
                              for text, i in added.items()]}
 
 
-def open_gguf_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(metadata, tensors) of a GGUF file. If it is the first of several parts, of all of them."""
-    metadata, tensors, used = open_gguf(path, TOKENIZER_SIZE)
-    count, left = metadata.get("split.count", 1), TOKENIZER_SIZE - used
-    if count > 1 and "-00001-of-" not in path.name:
-        refuse(path, "one of several parts", f"the first, NAME-00001-of-{count:05}.gguf", path.name)
-    for i in range(2, count + 1):
-        part = path.with_name(path.name.replace("-00001-of-", f"-{i:05}-of-"))
-        _, more, used = open_gguf(part, left)
-        left -= used
-        add_tensors(part, tensors, more)
-    return metadata, tensors
-
-
-def open_gguf(path: Path, most: int) -> tuple[dict, dict[str, Tensor], int]:
-    """(metadata, tensors by Hugging Face's name, bytes of both, at most `most`). The file holds:
+def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
+    """Returns the file's metadata, and adds its tensors, by Hugging Face's name. The file holds:
     "GGUF", u32 version, u64 number of tensors, u64 number of metadata values;
     each metadata value: string key, u32 type, value;
     each tensor: string name, u32 number of dimensions, u64 dimensions, innermost first, u32 dtype,
     u64 offset in the data; after padding, the data."""
-    cursor = GGUFCursor(open_file(path), most)
+    file, size = open_file(path), path.stat().st_size
     with parsing(path):
-        magic, version, n_tensors, n_values = cursor.unpack("4sI2Q")
+        magic, version, n_tensors, n_values = unpack(file, "4sI2Q")
         if magic != b"GGUF":
             refuse(path, "not supported", "a checkpoint's directory or a GGUF file",
                    f"a file that begins with {magic!r}")
         if version not in (2, 3):
             found = "a big-endian one" if version % 65536 == 0 else f"version {version}"
             refuse(path, "not supported", "a little-endian GGUF file of version 2 or 3", found)
-        metadata = {cursor.string(): cursor.value(*cursor.unpack("I")) for _ in range(n_values)}
-        tensors: dict[str, Tensor] = {}
-        for _ in range(n_tensors):
-            add_tensors(path, tensors, hf_tensors(path, cursor.tensor(path)))
-        used, size = cursor.file.tell(), path.stat().st_size
+        metadata = {gguf_string(file): gguf_value(file, *unpack(file, "I"))
+                    for _ in range(n_values)}
+        entries = [(gguf_string(file), unpack(file, f"{unpack(file, 'I')[0]}Q"),
+                    *unpack(file, "IQ")) for _ in range(n_tensors)]
         alignment = metadata.get("general.alignment", 32)
-        start = -(-used // alignment) * alignment  # of the data: rounded up
-        for tensor in tensors.values():
-            tensor.offset += start
-            end = tensor.offset + tensor.byte_count(tensor.size())
-            if end > size:
-                refuse(path, f"truncated in {tensor.name}", f"{end} bytes (download it again)",
-                       size)
-    return metadata, tensors, used
+        data = -(-file.tell() // alignment) * alignment  # rounded up
+        for name, shape, kind, offset in entries:
+            if len(shape) > 4 or len(name) > 64:  # ggml's limits, too
+                refuse(path, f"shape of {name}", "up to 4 dimensions and 64 letters of its name",
+                       f"{len(shape)} and {len(name)}")
+            dtype = gguf.GGMLQuantizationType(kind).name
+            if shape[0] % (elements := BLOCK_SIZES[dtype][0]):
+                refuse(path, f"rows of {name}", f"a multiple of {elements}", shape[0])
+            tensor = Tensor(name, file, data + offset, dtype, shape[::-1])
+            if (end := tensor.offset + tensor.nbytes) > size:
+                refuse(path, f"truncated in {name}", f"{end} bytes (download it again)", size)
+            more = hf_tensors(path, tensor)
+            if again := tensors.keys() & more.keys():
+                refuse(path, "tensors", "each once", f"{first_few(sorted(again))} twice")
+            tensors |= more
+            if len(tensors) > MOST_TENSORS:
+                refuse(path, "too many tensors", f"at most {MOST_TENSORS}", "more")
+    return metadata
 
 
-@dataclass
-class GGUFCursor:
-    """Reads a GGUF file's values one after the other. struct.error at the end of the file."""
-    file: BinaryIO
-    most: int  # bytes
+def unpack(file: BinaryIO, letters: str) -> tuple:
+    """The next values of a GGUF file, by struct's letters. struct.error at its end."""
+    size = struct.calcsize("<" + letters)
+    if file.tell() + size > TOKENIZER_SIZE:
+        raise ValueError(f"more than {TOKENIZER_SIZE} bytes of metadata")
+    return struct.unpack("<" + letters, file.read(size))
 
-    def unpack(self, letters: str) -> tuple:
-        """The next values, by struct's letters."""
-        size = struct.calcsize("<" + letters)
-        if self.file.tell() + size > self.most:
-            raise ValueError(f"more than {self.most} bytes of metadata")
-        return struct.unpack("<" + letters, self.file.read(size))
 
-    def string(self, errors: str = "strict") -> str:
-        return self.unpack(f"{self.unpack('Q')[0]}s")[0].decode(errors=errors)
+def gguf_string(file: BinaryIO) -> str:
+    (length,) = unpack(file, "Q")
+    (text,) = unpack(file, f"{length}s")
+    return text.decode(errors="surrogateescape")  # the template may hold what is no UTF-8
 
-    def value(self, kind: int) -> object:
-        """A metadata value of this type."""
-        if kind == GGUF_STRING:
-            return self.string("surrogateescape")  # the template may hold what is no UTF-8
-        if kind != GGUF_ARRAY:
-            return self.unpack(GGUF_SCALARS[kind])[0]
-        kind, count = self.unpack("IQ")
-        if kind in GGUF_SCALARS:
-            return list(self.unpack(f"{count}{GGUF_SCALARS[kind]}"))
-        return [self.value(kind) for _ in range(count)]
 
-    def tensor(self, path: Path) -> Tensor:
-        """A tensor's description; its offset is relative to the data."""
-        name, (n_dims,) = self.string(), self.unpack("I")
-        if n_dims > 4:
-            refuse(path, f"shape of {name}", "up to 4 dimensions", n_dims)
-        shape = self.unpack(f"{n_dims}Q")[::-1]
-        kind, offset = self.unpack("IQ")
-        dtype = gguf.GGMLQuantizationType(kind).name
-        if shape[-1] % BLOCK_SIZES[dtype][0]:
-            refuse(path, f"rows of {name}", f"a multiple of {BLOCK_SIZES[dtype][0]}", shape[-1])
-        return Tensor(name, self.file, offset, dtype, shape)
+def gguf_value(file: BinaryIO, kind: int) -> object:
+    """A metadata value of this type."""
+    if kind == GGUF_STRING:
+        return gguf_string(file)
+    if kind != GGUF_ARRAY:
+        return unpack(file, GGUF_SCALARS[kind])[0]
+    kind, count = unpack(file, "IQ")
+    if kind in GGUF_SCALARS:
+        return list(unpack(file, f"{count}{GGUF_SCALARS[kind]}"))
+    return [gguf_value(file, kind) for _ in range(count)]
 
 
 def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
@@ -1770,9 +1737,8 @@ def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
     most = LIMITS["n_experts"][1]
     if n_experts > most or len(shape) != 2:
         refuse(path, f"shape of {tensor.name}", f"up to {most} experts' matrices", [*tensor.shape])
-    size = tensor.byte_count(math.prod(shape))
-    return {name.replace("#", str(i)): replace(tensor, offset=tensor.offset + i * size,
-                                               shape=tuple(shape)) for i in range(n_experts)}
+    return {name.replace("#", str(i)): tensor.part(i * math.prod(shape), *shape)
+            for i in range(n_experts)}
 
 
 # ---- --check and --plot: OUT.bin compared with SOURCE --------------------------------------------
@@ -1853,20 +1819,20 @@ def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str,
     return errors
 
 
-def compare_piece(out: BinaryIO, c: Config, output: Output, tensor: Tensor, start: int, count: int,
-                  at: int) -> tuple[float, float, float]:
+def compare_piece(out: BinaryIO, c: Config, output: Output, piece: Tensor, at: int
+                  ) -> tuple[float, float, float]:
     """Compares a range of an output with what an export makes of the source. Returns its error:
     (sum of squares, sum of squared differences, largest difference in half steps)."""
-    parts = tensor.encode(start, count, output.bits, c)
+    parts = piece.encode(output.bits, c)
     expected = decode(*parts, output.bits, c)
     found = decode(*(np.frombuffer(os.pread(out.fileno(), part.nbytes, offset), part.dtype)
                      for part, offset in zip(parts, output.offsets(at, c))), output.bits, c)
     if (wrong := found != expected).any():
         i = int(wrong.argmax())
         expert = [len(output.tensors)] if len(output.tensors) > 1 else []
-        place = list(map(int, np.unravel_index(at + i, (*expert, *tensor.shape))))
+        place = list(map(int, np.unravel_index(at + i, (*expert, *output.shape))))
         refuse(out.name, f"{output.name} {place}", f"{expected[i]:.9g}", f"{found[i]:.9g}")
-    x = tensor.read_fp32(start, count).astype(float)  # in fp64 no square is too large
+    x = piece.read_fp32().astype(float)  # in fp64 no square is too large
     difference, largest = np.abs(x - found), 0.0
     if output.bits < 32:
         _, scales = parts

@@ -173,8 +173,15 @@ def test_shapes_that_are_none(checkpoint, run, tmp_path, changes):
 
 def test_gguf_s_shape_of_many_numbers(run, tmp_path):
     head = struct.pack("<4sI2QQ1sI", b"GGUF", 3, 1, 0, 1, b"x", 400_000)
-    (tmp_path / "m.gguf").write_bytes(head + b"\xff" * 8 * 400_000)
-    refused(run("m.gguf"), "shape of x, expected up to 4 dimensions, found 400000")
+    (tmp_path / "m.gguf").write_bytes(head + b"\xff" * 8 * 400_000 + struct.pack("<IQ", 0, 0))
+    refused(run("m.gguf"), "shape of x, expected up to 4 dimensions.*found 400000")
+
+
+def test_gguf_s_long_names(run, tmp_path):
+    """Of many parts they would take all memory."""
+    tensor = struct.pack("<Q65s2I3Q", 65, b"x" * 65, 1, 0, 32, 0, 0)
+    (tmp_path / "m.gguf").write_bytes(struct.pack("<4sI2Q", b"GGUF", 3, 1, 0) + tensor)
+    refused(run("m.gguf"), "64 letters of its name, found 1 and 65")
 
 
 @pytest.mark.parametrize("path", ["../outside", "/tmp", "1_Pooling/../../outside", ".."])
