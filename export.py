@@ -413,23 +413,21 @@ def read_folder(folder: Path) -> Source:
     if parts := choose_gguf(folder, [path.name for path in folder.iterdir()]):
         return read_gguf(folder / parts[0])
     path = folder / "tokenizer.json"
-    if not path.exists() and (folder / "vocab.json").exists():
-        refuse(path, "missing", "the fast tokenizer's file (transformers' AutoTokenizer makes it: "
-               "from_pretrained(), then save_pretrained())", "only vocab.json")
-    tokenizer_config = read_json(folder / "tokenizer_config.json", optional=True)
+    if not path.exists():
+        refuse(path, "missing", "the fast tokenizer's file (transformers' AutoTokenizer makes it of "
+               "vocab.json: from_pretrained(), then save_pretrained())")
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
     return Source(
         path=folder, name=Path(os.path.abspath(folder)).name,
-        config=read_json(folder / "config.json"), tokenizer=read_json(path, most=TOKENIZER_SIZE),
-        tokenizer_config=tokenizer_config,
-        generation=read_json(folder / "generation_config.json", optional=True),
+        config=read_json(folder / "config.json"), tokenizer=read_json(path, TOKENIZER_SIZE),
+        tokenizer_config=tokenizer_config, generation=read_json(folder / "generation_config.json"),
         chat_template=chat_template(folder, tokenizer_config), embedding=is_embedding(folder),
         open_tensors=lambda *_: open_checkpoint(folder))
 
 
-def read_json(path: Path, optional: bool = False, most: int = SETTINGS_SIZE) -> dict:
-    if optional and not path.exists():
-        return {}
-    return parse_json(read_file(path, most), path)
+def read_json(path: Path, most: int = SETTINGS_SIZE) -> dict:
+    """The object in a file, which is empty if there is no such file."""
+    return parse_json(read_file(path, most), path) if path.exists() else {}
 
 
 def parse_json(text: bytes, path: Path) -> dict:
@@ -459,7 +457,7 @@ def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[in
                 refuse(where, "post_processor", "the text A and tokens that it lists", piece)
             if len(ids) > MOST_AROUND + 1:
                 refuse(where, "post_processor", f"at most {MOST_AROUND} ids", "more")
-    (text,) = (i for i, token in enumerate(ids) if token is None)  # the text once, else a ValueError
+    (text,) = (i for i, token in enumerate(ids) if token is None)  # ValueError if not once
     return ids[:text], ids[text + 1:]
 
 
@@ -468,8 +466,8 @@ def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
     list of named ones), or chat_template.json."""
     if (path := folder / "chat_template.jinja").exists():
         return read_file(path).decode(errors="surrogateescape")
-    found = tokenizer_config.get("chat_template") or read_json(
-        folder / "chat_template.json", optional=True).get("chat_template")
+    found = (tokenizer_config.get("chat_template")
+             or read_json(folder / "chat_template.json").get("chat_template"))
     if isinstance(found, list):
         with parsing(folder / "tokenizer_config.json"):
             return {entry["name"]: entry["template"] for entry in found}.get("default")
@@ -523,16 +521,17 @@ class Config(NamedTuple):
     frequencies: tuple[float, ...] = ()  # of scaled rope: radians per position
 
 
-# What qwen3.c accepts: its names for the fields -> (lowest, highest). (It takes a vocab_size of
-# 2^30, but each token costs memory here.)
+# What qwen3.c accepts of the JSON files' numbers: (lowest, highest). (It takes a vocab_size of
+# 2^30, but each token costs memory here.) For theta, the penalty and YaRN's terms: OTHER_LIMITS
 LIMITS = {
-    "dim": (1, 1 << 20), "hidden_dim": (1, 1 << 20), "n_layers": (1, 4096), "n_heads": (1, 4096),
-    "n_kv_heads": (1, 4096), "vocab_size": (1, 1 << 20), "max_seq_len": (1, 1 << 30),
-    "head_dim": (1, 4096), "n_experts": (0, 4096), "n_experts_used": (0, 4096),
-    "rope_theta": (1e-6, 1e12), "rms_norm_eps": (2.0 ** -126, 1e12), "penalty": (1e-6, 1e12),
-    "sampling temperature": (0.0, 1e6), "sampling top_p": (1e-45, 1.0),
-    "sampling top_k": (0, 2 ** 31 - 1),
-    "YaRN": (1e-6, 1e12), "YaRN original length": (1, 2 ** 31 - 1)}  # its other terms, that length
+    "hidden_size": (1, 1 << 20), "intermediate_size": (1, 1 << 20),
+    "moe_intermediate_size": (1, 1 << 20), "num_hidden_layers": (1, 4096),
+    "num_attention_heads": (1, 4096), "num_key_value_heads": (1, 4096), "vocab_size": (1, 1 << 20),
+    "max_position_embeddings": (1, 1 << 30), "original_max_position_embeddings": (1, 2 ** 31 - 1),
+    "head_dim": (1, 4096), "num_experts": (0, 4096), "num_local_experts": (0, 4096),
+    "num_experts_per_tok": (0, 4096), "rms_norm_eps": (2.0 ** -126, 1e12),
+    "temperature": (0.0, 1e6), "top_p": (1e-45, 1.0), "top_k": (0, 2 ** 31 - 1)}
+OTHER_LIMITS = 1e-6, 1e12
 
 QWEN2 = ["Qwen2ForCausalLM"]  # Qwen2 and Qwen2.5 have biases on q, k and v, and no QK-norm
 QWEN3 = ["Qwen3ForCausalLM"]
@@ -549,10 +548,9 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
     qwen2 = config["architectures"] == QWEN2
     moe = config["architectures"] == QWEN3_MOE
     hidden_key = "moe_intermediate_size" if moe else "intermediate_size"
-    dim, hidden_dim = get("hidden_size", "dim"), get(hidden_key, "hidden_dim")
-    n_heads = get("num_attention_heads", "n_heads")
-    n_kv_heads = get("num_key_value_heads", "n_kv_heads", n_heads)
-    head_dim = get("head_dim", "head_dim", dim // n_heads if qwen2 else 128)
+    dim, hidden_dim, n_heads = map(get, ("hidden_size", hidden_key, "num_attention_heads"))
+    n_kv_heads = get("num_key_value_heads", n_heads)
+    head_dim = get("head_dim", dim // n_heads if qwen2 else 128)
     if n_heads % n_kv_heads:
         refuse(where, "num_key_value_heads", f"a divisor of {n_heads}", n_kv_heads)
     if head_dim % 2:
@@ -570,20 +568,19 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
     tied = config.get("tie_word_embeddings", False) is True
     return Config(
-        dim, hidden_dim, get("num_hidden_layers", "n_layers"), n_heads, n_kv_heads,
-        get("vocab_size", "vocab_size"), max_seq_len, head_dim,
+        dim, hidden_dim, get("num_hidden_layers"), n_heads, n_kv_heads, get("vocab_size"),
+        max_seq_len, head_dim,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
-        group_size=group_size, levels=levels,
-        rms_norm_eps=get("rms_norm_eps", "rms_norm_eps", 1e-6), rope_theta=theta,
-        rope_factor=rope_factor, frequencies=frequencies, qkv_bias=qwen2, no_qk_norm=qwen2,
+        group_size=group_size, levels=levels, rms_norm_eps=get("rms_norm_eps", 1e-6),
+        rope_theta=theta, rope_factor=rope_factor, frequencies=frequencies, qkv_bias=qwen2,
+        no_qk_norm=qwen2,
         **(read_experts(where, config) if moe else {}))
 
 
 def read_experts(where: Path, config: dict) -> dict[str, int | bool]:
     """Config's fields about experts, of a mixture of experts' config.json."""
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5
-    n_experts = number(where, config, key, "n_experts")
-    used = number(where, config, "num_experts_per_tok", "n_experts_used")
+    n_experts, used = (number(where, config, name) for name in (key, "num_experts_per_tok"))
     if not 1 <= used <= n_experts:
         refuse(where, "num_experts_per_tok", f"from 1 to {key}, {n_experts}", used)
     norm = config.get("norm_topk_prob", False)
@@ -617,11 +614,10 @@ def check_family(where: Path, config: dict) -> None:
                "full attention in every layer", first_few(sorted(set(layer_types))))
 
 
-def number(where: Path, values: dict, key: str, name: str, default: float | None = None):
-    """values[key], or the default where it is absent or null: a number within LIMITS[name]."""
-    low, high = LIMITS[name]
-    kind = type(low)
-    value = values.get(key)
+def number(where: Path, values: dict, key: str, default: float | None = None):
+    """values[key], or the default where it is absent or null: a number within its LIMITS."""
+    low, high = LIMITS.get(key, OTHER_LIMITS)
+    kind, value = type(low), values.get(key)
     value = default if value is None else value
     if type(value) not in (int, kind) or not low <= value <= high:
         refuse(where, key, f"an integer from {low} to {high}" if kind is int else
@@ -629,38 +625,40 @@ def number(where: Path, values: dict, key: str, name: str, default: float | None
     return kind(value)
 
 
+ORIGINAL = "original_max_position_embeddings"
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
+ROPE_TYPES = {"default": ROPE_KEYS, "yarn": ROPE_KEYS | {
+    "factor", ORIGINAL, "truncate", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim"}}
+
+
 def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | None) -> tuple:
     """max_seq_len, rope_theta, rope_factor and frequencies of Config, with transformers' precedence
     and defaults; with --yarn, as Qwen's model cards change them for long texts."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # in transformers 5
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    max_seq_len = number(where, config, "max_position_embeddings", "max_seq_len")
+    max_seq_len = number(where, config, "max_position_embeddings")
     if yarn_factor:
         if rope_type != "default":
             refuse(where, "its rope is scaled already: leave --yarn out", "no scaling", rope_type)
         # Qwen3's 40960 positions are the 32768 that it was trained on and 8192 for the answer.
         original = 32768 if max_seq_len == 40960 else max_seq_len
-        rope_type, rope = "yarn", rope | {"factor": yarn_factor,
-                                          "original_max_position_embeddings": original}
-        max_seq_len = number(where, {"max_position_embeddings": int(yarn_factor * original)},
-                             "max_position_embeddings", "max_seq_len")
-    theta = number(where, config | rope, "rope_theta", "rope_theta", 10000.0)
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
-    if rope_type == "yarn":
-        original = "original_max_position_embeddings"
-        if original in config:  # outside of rope_scaling it wins
-            rope = rope | {original: config[original]}
-        known |= {"factor", original, "truncate", "attention_factor", "beta_fast", "beta_slow",
-                  "mscale", "mscale_all_dim"}
-    supported(where, "rope_type", rope_type, "default", "yarn")
-    if unknown := sorted(rope.keys() - known):
-        refuse(where, f"rope scaling {rope_type}", f"no keys but {', '.join(sorted(known))}",
-               first_few(unknown))
+        rope_type, rope = "yarn", rope | {"factor": yarn_factor, ORIGINAL: original}
+        longer = {"max_position_embeddings": int(yarn_factor * original)}
+        max_seq_len = number(where, longer, "max_position_embeddings")
+    supported(where, "rope_type", rope_type, *ROPE_TYPES)
+    theta = number(where, config | rope, "rope_theta", 10000.0)
+    if unknown := sorted(rope.keys() - ROPE_TYPES[rope_type]):
+        refuse(where, f"rope scaling {rope_type}",
+               f"no keys but {', '.join(sorted(ROPE_TYPES[rope_type]))}", first_few(unknown))
     supported(where, "partial_rotary_factor", rope.get("partial_rotary_factor"), 1, None)
     if "attn_factor" in rope:
         notes.append("rope_scaling's attn_factor is ignored, as transformers ignores it")
-    yarn = read_yarn(where, rope, theta, head_dim, max_seq_len) if rope_type == "yarn" else (0, ())
-    return max_seq_len, theta, *yarn
+    if rope_type == "default":
+        return max_seq_len, theta, 0, ()
+    # Outside of rope_scaling the original length wins.
+    rope = rope | {key: config[key] for key in {ORIGINAL} & config.keys()}
+    return max_seq_len, theta, *read_yarn(where, rope, theta, head_dim, max_seq_len)
 
 
 def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len: int) -> tuple:
@@ -669,14 +667,13 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     where that uses tensors. Only the powers are rounded from fp64, to be the same everywhere."""
     rope = rope | {key: rope.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0: absent
     get = partial(number, where, rope)
-    original = get("original_max_position_embeddings", "YaRN original length", max_seq_len)
+    original = get(ORIGINAL, max_seq_len)
     # The factor must be there, but may be null.
-    factor = get("factor", "YaRN", max_seq_len / original if "factor" in rope else None)
+    factor = get("factor", max_seq_len / original if "factor" in rope else None)
     growth = 0.1 * math.log(max(factor, 1))
     attention_factor = growth + 1
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        mscale, all_dim = (get(key, "YaRN") for key in ("mscale", "mscale_all_dim"))
-        attention_factor = (growth * mscale + 1) / (growth * all_dim + 1)
+        attention_factor = (growth * get("mscale") + 1) / (growth * get("mscale_all_dim") + 1)
     elif rope.get("mscale") or rope.get("mscale_all_dim"):
         notes.append("mscale or mscale_all_dim alone has no effect, as in transformers")
     if type(truncate := rope.get("truncate", True)) is not bool:
@@ -685,7 +682,7 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     # Dimensions with more than beta_fast rotations in the original length keep their frequency,
     # those with fewer than beta_slow get frequency / factor; a linear ramp lies in between.
     low, high = (head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-                 for rotations in (get("beta_fast", "YaRN", 32), get("beta_slow", "YaRN", 1)))
+                 for rotations in (get("beta_fast", 32), get("beta_slow", 1)))
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -694,7 +691,7 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     exponents = np.arange(0, head_dim, 2, dtype="<f4") / head_dim
     powers = (theta ** exponents.astype(float)).astype("<f4")
     frequencies = 1 / (factor * powers) * (1 - (1 - ramp)) + 1 / powers * (1 - ramp)
-    return get("attention_factor", "YaRN", attention_factor), tuple(frequencies.tolist())
+    return get("attention_factor", attention_factor), tuple(frequencies.tolist())
 
 
 def header(c: Config) -> bytes:
@@ -793,7 +790,7 @@ def open_checkpoint(folder: Path) -> dict[str, Tensor]:
                first_few(sorted(path.name for path in folder.iterdir())))
     tensors: dict[str, Tensor] = {}
     with parsing(index):
-        shard_of = read_json(index, most=TENSORS_SIZE)["weight_map"]
+        shard_of = read_json(index, TENSORS_SIZE)["weight_map"]
         if len(shard_of) > MOST_TENSORS:
             refuse(index, "too many tensors", f"at most {MOST_TENSORS}", "more")
         names = sorted(shard_of, key=shard_of.__getitem__)
@@ -1047,11 +1044,8 @@ def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, l
         for output in outputs:
             pieces = [piece for tensor in output.tensors for piece in tensor.pieces()]
             starts = itertools.accumulate((piece.size for piece in pieces), initial=0)
-            results = []
-            for piece, result in zip(pieces, pool.map(partial(work, output), pieces, starts)):
-                bar.update(piece.nbytes)
-                results.append(result)
-            yield output, results
+            yield output, list(pool.map(partial(work, output), pieces, starts))
+            bar.update(sum(piece.nbytes for piece in pieces))
 
 
 def write_at(file: BinaryIO, data: bytes | np.ndarray, offset: int) -> None:
@@ -1194,40 +1188,31 @@ CHARACTERS = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x40000), *range(0
 
 def unicode_sections(nfc: bool) -> dict[str, bytes]:
     """The tokenizer file's sections `clas`, `ccc ` and `deco`, the last two empty without NFC."""
-    return {"clas": u32(*runs(character_classes())),
-            "ccc ": u32(*runs(combining_classes() if nfc else {})),
-            "deco": u32(*(decompositions() if nfc else []))}
-
-
-def character_classes() -> dict[int, int]:
-    """Code point -> 1 for a letter, 2 for a number, 3 for a space."""
     splits = [pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
               for pattern in (r"\p{L}+", r"\p{N}+", r"\s+")]
-    return {ord(char): number for number, split in enumerate(splits, 1)
-            for piece, _ in split.pre_tokenize_str(CHARACTERS) for char in piece}
+    classes = {ord(char): number for number, split in enumerate(splits, 1)
+               for piece, _ in split.pre_tokenize_str(CHARACTERS) for char in piece}
+    sections = {"clas": u32(*runs(classes)), "ccc ": b"", "deco": b""}
+    if not nfc:
+        return sections
 
-
-def combining_classes() -> dict[int, int]:
-    """Code point -> canonical combining class, of the marks that NFD sorts by it."""
-    nfd = normalizers.NFD().normalize_str
+    # Canonical combining classes, of the marks that NFD sorts by it
+    decompose, compose = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
     low, high = "\u0334", "\u0345"  # marks of the lowest class, 1, and of the highest, 240
-    return {ord(char): unicodedata.combining(char) for char in CHARACTERS
-            if unicodedata.combining(char)
-            and char in (text := nfd(high + char + low))  # else it is decomposed before NFD sorts
-            and text != high + char + low}
+    marks = {ord(char): unicodedata.combining(char) for char in CHARACTERS
+             if unicodedata.combining(char)
+             and char in (text := decompose(high + char + low))  # else decomposed before the sort
+             and text != high + char + low}
 
-
-def decompositions() -> list[tuple[int, int, int, bool]]:
-    """(character, first, second or 0, composes): one step of its canonical decomposition. If it
-    composes, NFC puts the two together again. Hangul, which is arithmetic, is left out."""
-    nfd, nfc = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
+    # (character, first, second or 0, whether NFC composes it again): one step of a canonical
+    # decomposition. Hangul, which is arithmetic, is left out.
     steps = []
     for char in CHARACTERS:
         step = unicodedata.decomposition(char)  # "0041 0300"; "<compat> 0020" is none of NFD's
-        if step and step[0] != "<" and nfd(char) != char:
+        if step and step[0] != "<" and decompose(char) != char:
             first, second = [*(int(code, 16) for code in step.split()), 0][:2]
-            steps.append((ord(char), first, second, nfc(char) == char))
-    return steps
+            steps.append((ord(char), first, second, compose(char) == char))
+    return sections | {"ccc ": u32(*runs(marks)), "deco": u32(*steps)}
 
 
 def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
@@ -1442,7 +1427,7 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
         refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
     pieces = chat_pieces(source.chat_template, roles)
     mode = default_mode(source, pieces, vocab, stop_ids)
-    penalty = number(generation_json, source.generation, "repetition_penalty", "penalty", 1.0)
+    penalty = number(generation_json, source.generation, "repetition_penalty", 1.0)
     sections = {
         "adde": u32(*sorted(vocab.added.values())), **unicode_sections(vocab.nfc),
         "head": u32(head_ids), "tail": u32(tail_ids), "stop": u32(stop_ids),
@@ -1521,9 +1506,8 @@ def sampling(where: Path, generation: dict) -> bytes:
     if not given:
         return b""
     values = defaults | given
-    temperature, top_p, top_k = (number(where, values, key, f"sampling {key}")
-                                 for key in ("temperature", "top_p", "top_k"))
-    return struct.pack("<2fI", temperature if values["do_sample"] else 0.0, top_p, top_k)
+    temperature, *more = (number(where, values, key) for key in ("temperature", "top_p", "top_k"))
+    return struct.pack("<2fI", temperature if values["do_sample"] else 0.0, *more)
 
 
 # ---- GGUF: a file by llama.cpp's converter, turned back into Hugging Face's files ----------------
@@ -1597,7 +1581,8 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
     model = {key.removeprefix(f"{family}."): value for key, value in metadata.items()}
     dim, n_heads = model["embedding_length"], model["attention.head_count"]
     head_dim = model.get("attention.key_length", dim // n_heads)
-    embedding, classifier = tensors["embed_tokens.weight"], tensors.get("lm_head.weight")
+    embedding = tensors["embed_tokens.weight"]
+    classifier = tensors.get("lm_head.weight", embedding)
     return {
         "architectures": families[family], "hidden_size": dim,
         "intermediate_size": model.get("feed_forward_length"),
@@ -1611,7 +1596,9 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
         "rms_norm_eps": model["attention.layer_norm_rms_epsilon"],
         "rope_theta": model.get("rope.freq_base"), "rope_scaling": gguf_rope(model),
         "partial_rotary_factor": model.get("rope.dimension_count", head_dim) / head_dim,
-        "tie_word_embeddings": classifier is None or same_values(embedding, classifier)}
+        "tie_word_embeddings": embedding[3:] == classifier[3:] and all(  # dtype and shape
+            a.read_bytes() == b.read_bytes()
+            for a, b in zip(embedding.pieces(), classifier.pieces()))}
 
 
 def gguf_rope(model: dict) -> dict:
@@ -1626,11 +1613,6 @@ def gguf_rope(model: dict) -> dict:
         if abs(rope["attention_factor"] * default - 1) < 1e-3:
             rope["attn_factor"] = rope.pop("attention_factor")
     return rope
-
-
-def same_values(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
-        x.read_bytes() == y.read_bytes() for x, y in zip(a.pieces(), b.pieces()))
 
 
 def gguf_tokenizer(path: Path, ggml: dict) -> dict:
@@ -1734,7 +1716,7 @@ def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
     if "#" not in name:
         return {name: tensor}
     n_experts, *shape = tensor.shape
-    most = LIMITS["n_experts"][1]
+    most = LIMITS["num_experts"][1]
     if n_experts > most or len(shape) != 2:
         refuse(path, f"shape of {tensor.name}", f"up to {most} experts' matrices", [*tensor.shape])
     return {name.replace("#", str(i)): tensor.part(i * math.prod(shape), *shape)
