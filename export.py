@@ -165,8 +165,8 @@ def read_settings(source: Source, options: argparse.Namespace) -> tuple[Config, 
     where = source.file("config.json")
     with parsing(where):
         config = read_config(source, options.bits, options.group_size, options.yarn)
-        if (matrices := config.n_layers * max(1, config.n_experts)) > MOST_TENSORS:
-            refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
+    if (matrices := config.n_layers * max(1, config.n_experts)) > MOST_TENSORS:
+        refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
     with parsing(source.file("tokenizer.json")):
         return config, tokenizer_file(source, config.vocab_size)
 
@@ -358,13 +358,13 @@ def hub_files(name: str) -> dict[str, int]:
     with downloading(name):
         try:
             siblings = HfApi().model_info(name, files_metadata=True).siblings
-            files = {file.rfilename: file.size or 0 for file in siblings}
+            return {file.rfilename: file.size or 0 for file in siblings
+                    if re.fullmatch(r"[\w./-]+", file.rfilename, re.ASCII)}
         except Exception:
             with suppress(Exception):  # [], as only the folder is asked for
                 folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[]))
                 return {path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*")}
             raise
-    return {file: size for file, size in files.items() if re.fullmatch(r"[\w./-]+", file, re.ASCII)}
 
 
 @contextmanager
@@ -414,8 +414,8 @@ def read_folder(folder: Path) -> Source:
         return read_gguf(folder / parts[0])
     path = folder / "tokenizer.json"
     if not path.exists():
-        refuse(path, "missing", "the fast tokenizer's file (transformers' AutoTokenizer makes it of "
-               "vocab.json: from_pretrained(), then save_pretrained())")
+        refuse(path, "missing", "the fast tokenizer's file (of vocab.json, transformers' "
+               "AutoTokenizer makes it: from_pretrained(), then save_pretrained())")
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     return Source(
         path=folder, name=Path(os.path.abspath(folder)).name,
@@ -427,7 +427,7 @@ def read_folder(folder: Path) -> Source:
 
 def read_json(path: Path, most: int = SETTINGS_SIZE) -> dict:
     """The object in a file, which is empty if there is no such file."""
-    return parse_json(read_file(path, most), path) if path.exists() else {}
+    return parse_json(read_file(path, most), path) if os.path.lexists(path) else {}
 
 
 def parse_json(text: bytes, path: Path) -> dict:
@@ -1072,10 +1072,6 @@ class Vocabulary(NamedTuple):
     added: dict[str, tuple[int, bool]]  # text that no merge makes -> id, special (not printed)
     nfc: bool  # text is normalized to NFC first
 
-    def added_ids(self, text: str | None) -> list[int]:
-        """The id of the added token with this text, as a list of one or none."""
-        return [self.added[text][0]] if text in self.added else []
-
 
 def read_vocabulary(source: Source, vocab_size: int) -> Vocabulary:
     where, model = source.file("tokenizer.json"), source.tokenizer["model"]
@@ -1461,13 +1457,14 @@ def end_ids(source: Source, vocab: Vocabulary, eos_token: str | None) -> tuple[i
         for name, values in (("config.json", source.config),
                              ("generation_config.json", source.generation))
         for key in ("bos_token_id", "eos_token_id"))
-    end_of_text = vocab.added_ids("<|endoftext|>")
+    end_of_text, end_of_turn = ([vocab.added[text][0]] if text in vocab.added else []
+                                for text in ("<|endoftext|>", eos_token))
     bos = config_bos + generation_bos + end_of_text
     eos = config_eos + generation_eos + end_of_text
     if not bos or not eos:
         refuse(source.file("config.json"), "the ids of bos and eos are missing",
                "bos_token_id and eos_token_id, or a token <|endoftext|>", "neither")
-    stop_ids = generation_eos + config_eos + vocab.added_ids(eos_token) or end_of_text
+    stop_ids = generation_eos + config_eos + end_of_turn or end_of_text
     return bos[0], eos[0], list(dict.fromkeys(stop_ids))  # each once
 
 
@@ -1581,8 +1578,11 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
     model = {key.removeprefix(f"{family}."): value for key, value in metadata.items()}
     dim, n_heads = model["embedding_length"], model["attention.head_count"]
     head_dim = model.get("attention.key_length", dim // n_heads)
-    embedding = tensors["embed_tokens.weight"]
-    classifier = tensors.get("lm_head.weight", embedding)
+    embedding, classifier = tensors["embed_tokens.weight"], tensors.get("lm_head.weight")
+    tied = classifier is None or (
+        (embedding.dtype, embedding.shape) == (classifier.dtype, classifier.shape)
+        and all(a.read_bytes() == b.read_bytes()
+                for a, b in zip(embedding.pieces(), classifier.pieces())))
     return {
         "architectures": families[family], "hidden_size": dim,
         "intermediate_size": model.get("feed_forward_length"),
@@ -1596,9 +1596,7 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
         "rms_norm_eps": model["attention.layer_norm_rms_epsilon"],
         "rope_theta": model.get("rope.freq_base"), "rope_scaling": gguf_rope(model),
         "partial_rotary_factor": model.get("rope.dimension_count", head_dim) / head_dim,
-        "tie_word_embeddings": embedding[3:] == classifier[3:] and all(  # dtype and shape
-            a.read_bytes() == b.read_bytes()
-            for a, b in zip(embedding.pieces(), classifier.pieces()))}
+        "tie_word_embeddings": tied}
 
 
 def gguf_rope(model: dict) -> dict:
@@ -1738,12 +1736,19 @@ def check(options: argparse.Namespace) -> None:
         refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
     with open_file(out) as file:
         found = file.read(256).ljust(256, b"\0")  # a short file is found out below
-        group_size, layer_bits = (int.from_bytes(found[at:at + 4], "little") for at in (0x2C, 0x68))
+        group_size, rope_scaling, rope_factor, layer_bits = (
+            struct.unpack_from(letter, found, at)[0]
+            for letter, at in (("<I", 0x2C), ("<I", 0x38), ("<f", 0x3C), ("<I", 0x68)))
         supported(out, "group_size", group_size, *GROUP_SIZES)
+        supported(out, "rope_scaling (export it again)", rope_scaling, 0, 2)
         supported(out, "layer_bits", layer_bits, 0, 4)
         options.bits, options.group_size = layer_bits or 8, group_size
         config, tokenizer = read_settings(source, options)
-        check_yarn(out, config, found)
+        expected, actual = (f"cos and sin times {factor:g}" if factor else "no scaling"
+                            for factor in (config.rope_factor, rope_factor))
+        if expected != actual:  # --yarn is easily forgotten
+            refuse(out, "its scaling of rope (YaRN) is not what the source gives, --check needs "
+                   "the --yarn of the export", expected, actual)
         check_bytes(out, "the header", header(config), found)
         path = Path(f"{out}.tokenizer")
         check_bytes(path, "the file", tokenizer, read_file(path, most=2 * len(tokenizer)))
@@ -1759,18 +1764,6 @@ def check(options: argparse.Namespace) -> None:
         f"rms error at most {errors[worst]:.2g} %, in {worst}")
 
 
-def check_yarn(out: Path, c: Config, found: bytes) -> None:
-    """Refuses a header with another scaled rope than expected, as --yarn is easily forgotten."""
-    kind, factor = struct.unpack_from("<If", found, 0x38)
-    if kind == 1:
-        refuse(out, "in an older format", "rope_scaling 2: export it again", kind)
-    expected, actual = (f"cos and sin times {x:g}" if x else "no scaling"
-                        for x in (c.rope_factor, factor))
-    if expected != actual:
-        refuse(out, "its scaling of rope (YaRN) is not what the source gives, --check needs the "
-               "--yarn of the export", expected, actual)
-
-
 def check_bytes(path: Path, what: str, expected: bytes, found: bytes) -> None:
     """Refuses bytes that differ, and shows the first 32-bit word that does."""
     if found != expected:
@@ -1781,13 +1774,34 @@ def check_bytes(path: Path, what: str, expected: bytes, found: bytes) -> None:
 
 
 def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str, float]:
-    """Prints the table. Returns each matrix's rms error in % of the weights' rms."""
+    """Compares OUT.bin's tensors with what an export makes of the source, and prints the table.
+    Returns each matrix's rms error in % of the weights' rms."""
+    def compare(output: Output, piece: Tensor, at: int) -> tuple[float, float, float]:
+        """Of a range: (sum of squares, sum of squared errors, largest error in half steps)."""
+        parts = piece.encode(output.bits, c)
+        expected = decode(*parts, output.bits, c)
+        found = decode(*(np.frombuffer(os.pread(file.fileno(), part.nbytes, offset), part.dtype)
+                         for part, offset in zip(parts, output.offsets(at, c))), output.bits, c)
+        if (wrong := found != expected).any():
+            i = int(wrong.argmax())
+            expert = [len(output.tensors)] if len(output.tensors) > 1 else []
+            place = list(map(int, np.unravel_index(at + i, (*expert, *output.shape))))
+            refuse(file.name, f"{output.name} {place}", f"{expected[i]:.9g}", f"{found[i]:.9g}")
+        x = piece.read_fp32().astype(float)  # in fp64 no square is too large
+        error, largest = np.abs(x - found), 0.0
+        if output.bits < 32:
+            _, scales = parts
+            smallest = np.finfo(scales.dtype).smallest_subnormal  # a group's scale may round to 0
+            steps = np.abs(scales).clip(smallest) * np.float32(max(np.diff(c.levels or (0, 1))))
+            largest = 2 * float((error.reshape(len(steps), -1).max(axis=1) / steps).max())
+        return float(x @ x), float(error @ error), largest
+
     errors = {}
     uneven = " (4 bits: half of the widest step)" if c.levels else ""
     table = ["rms error    largest", f"(% of rms)  (half steps)  tensor{uneven}"]
-    for output, pieces in in_pieces(partial(compare_piece, file, c), outputs):
-        squares, differences, largest = zip(*pieces)
-        rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
+    for output, ranges in in_pieces(compare, outputs):
+        squares, squared_errors, largest = zip(*ranges)
+        rms = 100 * math.sqrt(sum(squared_errors) / (sum(squares) or 1))
         table.append(f"{rms:10.4f}  {max(largest):12.4f}  {output.name}")
         if output.bits < 32:
             errors[output.name] = rms
@@ -1799,29 +1813,6 @@ def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str,
         error.filename = "stdout"
         raise
     return errors
-
-
-def compare_piece(out: BinaryIO, c: Config, output: Output, piece: Tensor, at: int
-                  ) -> tuple[float, float, float]:
-    """Compares a range of an output with what an export makes of the source. Returns its error:
-    (sum of squares, sum of squared differences, largest difference in half steps)."""
-    parts = piece.encode(output.bits, c)
-    expected = decode(*parts, output.bits, c)
-    found = decode(*(np.frombuffer(os.pread(out.fileno(), part.nbytes, offset), part.dtype)
-                     for part, offset in zip(parts, output.offsets(at, c))), output.bits, c)
-    if (wrong := found != expected).any():
-        i = int(wrong.argmax())
-        expert = [len(output.tensors)] if len(output.tensors) > 1 else []
-        place = list(map(int, np.unravel_index(at + i, (*expert, *output.shape))))
-        refuse(out.name, f"{output.name} {place}", f"{expected[i]:.9g}", f"{found[i]:.9g}")
-    x = piece.read_fp32().astype(float)  # in fp64 no square is too large
-    difference, largest = np.abs(x - found), 0.0
-    if output.bits < 32:
-        _, scales = parts
-        smallest = np.finfo(scales.dtype).smallest_subnormal  # a group's scale may round to 0
-        steps = np.abs(scales).clip(smallest) * np.float32(max(np.diff(c.levels or (0, 1))))
-        largest = 2 * float((difference.reshape(len(steps), -1).max(axis=1) / steps).max())
-    return float(x @ x), float(difference @ difference), largest
 
 
 def plot(path: Path, title: str, errors: dict[str, float]) -> None:
