@@ -626,11 +626,6 @@ def number(where: Path, values: dict, key: str, default: float | None = None):
 
 
 ORIGINAL = "original_max_position_embeddings"
-ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
-ROPE_TYPES = {"default": ROPE_KEYS, "yarn": ROPE_KEYS | {
-    "factor", ORIGINAL, "truncate", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim"}}
-
 
 def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | None) -> tuple:
     """max_seq_len, rope_theta, rope_factor and frequencies of Config, with transformers' precedence
@@ -646,19 +641,21 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
         rope_type, rope = "yarn", rope | {"factor": yarn_factor, ORIGINAL: original}
         longer = {"max_position_embeddings": int(yarn_factor * original)}
         max_seq_len = number(where, longer, "max_position_embeddings")
-    supported(where, "rope_type", rope_type, *ROPE_TYPES)
+    supported(where, "rope_type", rope_type, "default", "yarn")
     theta = number(where, config | rope, "rope_theta", 10000.0)
-    if unknown := sorted(rope.keys() - ROPE_TYPES[rope_type]):
-        refuse(where, f"rope scaling {rope_type}",
-               f"no keys but {', '.join(sorted(ROPE_TYPES[rope_type]))}", first_few(unknown))
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
+    if rope_type == "yarn":
+        known |= {"factor", ORIGINAL, "truncate", "attention_factor", "beta_fast", "beta_slow",
+                  "mscale", "mscale_all_dim"}
+        rope = rope | {key: config[key] for key in {ORIGINAL} & config.keys()}  # outside it wins
+    if unknown := sorted(rope.keys() - known):
+        refuse(where, f"rope scaling {rope_type}", f"no keys but {', '.join(sorted(known))}",
+               first_few(unknown))
     supported(where, "partial_rotary_factor", rope.get("partial_rotary_factor"), 1, None)
     if "attn_factor" in rope:
         notes.append("rope_scaling's attn_factor is ignored, as transformers ignores it")
-    if rope_type == "default":
-        return max_seq_len, theta, 0, ()
-    # Outside of rope_scaling the original length wins.
-    rope = rope | {key: config[key] for key in {ORIGINAL} & config.keys()}
-    return max_seq_len, theta, *read_yarn(where, rope, theta, head_dim, max_seq_len)
+    yarn = read_yarn(where, rope, theta, head_dim, max_seq_len) if rope_type == "yarn" else (0, ())
+    return max_seq_len, theta, *yarn
 
 
 def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len: int) -> tuple:
@@ -699,9 +696,8 @@ def header(c: Config) -> bytes:
     theta, eps = (0 if np.float32(value) == np.float32(default) else value
                   for value, default in ((c.rope_theta, 1e6), (c.rms_norm_eps, 1e-6)))
     rope_scaling, layer_bits = 2 if c.frequencies else 0, 4 if c.levels else 0
-    to_group_size, to_no_topk_norm = c[:10], c[12:18]
-    return struct.pack("<I11i2fIf20x2I2i3I16b128x", 0x616A6331, 1, *to_group_size, theta, eps,
-                       rope_scaling, *to_no_topk_norm, layer_bits, 0, *(c.levels or [0] * 16))
+    return struct.pack("<I11i2fIf20x2I2i3I16b128x", 0x616A6331, 1, *c[:10], theta, eps,
+                       rope_scaling, *c[12:18], layer_bits, 0, *(c.levels or [0] * 16))
 
 
 # ---- Tensors: where each one lies in *.safetensors, and the order in which OUT.bin has them ------
@@ -959,7 +955,7 @@ def write_model(out: BinaryIO, c: Config, outputs: list[Output]) -> None:
                      "to 9 % where they get 4; what the first quantization lost stays lost")
     if lost := sum(sum(groups) for _, groups in in_pieces(convert, outputs)):
         notes.append(f"{lost} groups of {c.group_size} weights became zeros, as four bits hold "
-                     f"none below about {LEAST_Q4}; --bits 8 keeps them")
+                     "none below about 0.000004; --bits 8 keeps them")  # an fp16 scale is then 0
 
 
 def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -977,7 +973,6 @@ def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
 
 # The 16 values of four bits before the scale: k-means on the weights of trained models
 LEVELS = (-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106)
-LEAST_Q4 = "0.000004"  # a group of smaller weights may have a scale that rounds to 0 in fp16
 MOST_Q4 = 1 << 22  # the largest weight that LEVELS and an fp16 scale, up to 65504, surely reach
 
 
@@ -1306,14 +1301,13 @@ def template_process() -> None:
     (chat_template_utils.py, render_jinja_template)."""
     import json
     import sys
+    from contextlib import suppress
     sys.path += sys.argv[1:]
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-    try:
+    with suppress(ImportError, AttributeError, ValueError, OSError):  # Windows, macOS: no limit
         import resource
         resource.setrlimit(resource.RLIMIT_AS, (400_000_000, 400_000_000))
-    except (ImportError, AttributeError, ValueError, OSError):
-        pass  # Windows and macOS have no such limit
 
     def fail(message):
         raise TemplateError(message)
@@ -1343,16 +1337,13 @@ def template_process() -> None:
 SYSTEM, USER, ANSWER, NEXT = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
                               ("assistant", "ANSWERTEXT"), ("user", "NEXTTEXT"))
 THINK_END = "</think>"
-
-
-def with_answer(content: str) -> Conversation:
-    return (USER, ("assistant", content), NEXT), None
-
-
-ANSWERS = ["y", f"x{THINK_END}y", *(f"{THINK_END}{char}y" for char in string.whitespace)]
+TALK = USER, ANSWER, NEXT
+# Those of which a template that strips the thinking makes the text of TALK: character -> messages
+THOUGHT = {char: (USER, ("assistant", f"x{THINK_END}{char}{ANSWER[1]}"), NEXT)
+           for char in ["", *string.whitespace]}
 MARKED: list[Conversation] = [  # those from which find_pieces() finds the pieces
-    ((SYSTEM, USER, ANSWER, NEXT), None), ((USER, ANSWER), None), ((USER,), None),
-    ((USER,), False), ((USER,), True), *map(with_answer, ANSWERS)]
+    ((SYSTEM, *TALK), None), ((USER, ANSWER), None), ((USER,), None), ((USER,), False),
+    ((USER,), True), (TALK, None), *((messages, None) for messages in THOUGHT.values())]
 
 
 def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
@@ -1366,7 +1357,7 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
         return before + [rest]
 
     # Each gap is one piece or two in a row; where it is two, another gap is one of them.
-    first, after_system, before_answer, after_answer, user_close = gaps(SYSTEM, USER, ANSWER, NEXT)
+    first, after_system, before_answer, after_answer, user_close = gaps(SYSTEM, *TALK)
     assistant_open = before_answer.removeprefix(user_close)
     assistant_close = gaps(USER, ANSWER)[2]
     user_open = after_answer.removeprefix(assistant_close)
@@ -1375,15 +1366,10 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     plain, think = (gaps(USER, thinking=thinking)[1].removeprefix(user_close)
                     for thinking in (False, True))
 
-    def same(content: str) -> bool:
-        """The template makes "y" of this answer."""
-        return texts[with_answer(content)] == texts[with_answer("y")]
-
-    strip = THINK_END if same(f"x{THINK_END}y") else ""
-    trim = "".join(char for char in string.whitespace if strip and same(f"{THINK_END}{char}y"))
+    trim = [char for char, talk in THOUGHT.items() if texts[talk, None] == texts[TALK, None]]
     return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
                   after_system.removesuffix(user_open), user_open, user_close, assistant_open,
-                  assistant_close, plain, think, strip, trim)
+                  assistant_close, plain, think, THINK_END if trim else "", "".join(trim))
 
 
 def trial_conversations() -> list[Conversation]:
@@ -1524,10 +1510,6 @@ GGUF_TENSORS = {
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_down": "mlp.down_proj",
     "ffn_up": "mlp.up_proj", "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.#.gate_proj",
     "ffn_down_exps": "mlp.experts.#.down_proj", "ffn_up_exps": "mlp.experts.#.up_proj"}
-GGUF_ROPE = {
-    "type": "rope_type", "factor": "factor", "yarn_attn_factor": "attention_factor",
-    "original_context_length": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 GGUF_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                  "penalty_repeat": "repetition_penalty"}
 # Tokens that the converter marks as special because they look so; in Qwen's files they are not.
@@ -1601,15 +1583,15 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
 
 def gguf_rope(model: dict) -> dict:
     """config.json's rope_scaling."""
-    scaling = {key.removeprefix("rope.scaling."): value for key, value in model.items()
-               if key.startswith("rope.scaling.") and value != "none"}
-    scaling.pop("finetuned", None)  # does not change what is computed
-    rope = {GGUF_ROPE.get(key, key): value for key, value in scaling.items()}
-    if "attention_factor" in rope:
-        # DeepSeek's attn_factor is 1 / default and undoes it in llama.cpp; transformers ignores it.
-        default = 0.1 * math.log(rope["factor"]) + 1
-        if abs(rope["attention_factor"] * default - 1) < 1e-3:
-            rope["attn_factor"] = rope.pop("attention_factor")
+    rope = {key.removeprefix("rope.scaling.").removeprefix("yarn_"): value
+            for key, value in model.items() if key.startswith("rope.scaling.") and value != "none"}
+    rope.pop("finetuned", None)  # does not change what is computed
+    if "original_context_length" in rope:
+        rope[ORIGINAL] = rope.pop("original_context_length")
+    # DeepSeek's attn_factor is 1 / default and undoes it in llama.cpp; transformers ignores it.
+    if factor := rope.get("attn_factor"):
+        if abs(factor * (0.1 * math.log(rope["factor"]) + 1) - 1) >= 1e-3:
+            rope["attention_factor"] = rope.pop("attn_factor")
     return rope
 
 
@@ -1864,17 +1846,16 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = usage_error  # type: ignore
     parser.add_argument("names", nargs="*")
-    sizes = " or ".join(map(str, GROUP_SIZES))
     parser.add_argument("--bits", type=option(int, (8, 4).__contains__, "8 or 4"))
-    parser.add_argument("--group-size", type=option(int, GROUP_SIZES.__contains__, sizes))
+    parser.add_argument("--group-size", type=option(int, GROUP_SIZES.__contains__,
+                                                    "32 or 64 or 128 or 256"))
     parser.add_argument("--yarn", type=option(float, lambda x: 1 < x <= 64, "above 1, up to 64"))
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--plot", type=option(Path, lambda path: path.suffix == ".png",
+                                              "a name that ends in .png"))
     options = parser.parse_intermixed_args(args)
     if not 1 <= len(options.names) <= 2 or "" in options.names:
         usage_error(f"usage: expected SOURCE [OUT.bin], found {len(options.names)} names")
-    if options.plot and options.plot.suffix != ".png":
-        usage_error(f"--plot: wrong name, expected one that ends in .png, found '{options.plot}'")
     options.check |= bool(options.plot)
     if options.check and (options.bits or options.group_size):
         usage_error(f"{'--bits' if options.bits else '--group-size'}: --check takes it from "
@@ -1888,10 +1869,10 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
 
 
 def option(kind: type, good: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """An option's type: a good number of this kind, written as Python writes it."""
+    """An option's type: a good value of this kind; an integer written as Python writes it."""
     def parse(text: str) -> Any:
         with suppress(ValueError):
-            if good(kind(text)) and (kind is float or text == str(kind(text))):
+            if good(kind(text)) and (kind is not int or text == str(kind(text))):
                 return kind(text)
         raise argparse.ArgumentTypeError(f"wrong value, expected {expected}, found {text!r}")
     return parse
