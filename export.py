@@ -79,7 +79,6 @@ import math
 import re
 import shlex
 import shutil
-import string
 import struct
 import subprocess
 import tempfile
@@ -136,6 +135,7 @@ class Source(NamedTuple):
 
 
 Room = tuple[Path, int]  # a folder, and the bytes that will come to it
+SUFFIXES = {8: ".bin", 4: "-q4.bin"}  # bits -> what OUT.bin's default name ends in
 
 
 def export(options: argparse.Namespace) -> None:
@@ -146,7 +146,7 @@ def export(options: argparse.Namespace) -> None:
     source = find_source(options.source, out.parent if out else Path())
     config, tokenizer = read_settings(source, options)
     bits = 4 if config.levels else 8
-    out = out or default_out(source.name, bits)
+    out = out or Path(source.name + SUFFIXES[bits])
     check_target(out)
     room = out.parent, layout(config)[-1].end + len(tokenizer)
     check_space([room])
@@ -181,10 +181,6 @@ def find_source(name: str, folder: Path | None) -> Source:
     if not (hub := HUB_NAME.fullmatch(name)):
         refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME")
     return read_hub(hub[1], hub[2] or hub[3] or "", folder)
-
-
-def default_out(name: str, bits: int) -> Path:
-    return Path(name + (".bin" if bits == 8 else "-q4.bin"))
 
 
 def check_target(out: Path) -> None:
@@ -311,14 +307,14 @@ HUB_NAME = re.compile(r"(?:https?://[^/]+/)?([A-Za-z0-9][\w.-]*/[\w.-]+?(?<!\.gg
 WEIGHTS = re.compile(r"[^/]+\.safetensors")
 SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
             "chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json",
-            "vocab.json", "model.safetensors.index.json"]
+            "model.safetensors.index.json"]
 
 
 def read_hub(name: str, wanted: str, target: Path | None) -> Source:
     """Downloads a checkpoint's JSON files; its weights follow when its tensors are opened. If a
     kind or a file is wanted, or if there are only GGUF files, downloads one of these."""
     # Only here: a slow import that a local source does not need
-    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache, utils
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache, utils
     utils.logging.set_verbosity_error()  # an error is one line
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
@@ -330,11 +326,12 @@ def read_hub(name: str, wanted: str, target: Path | None) -> Source:
         absent = (file for file in names if try_to_load_from_cache(name, file) is None)
         check_space([(cache, sum(files[file] for file in absent)), *rooms])
         with downloading(name):
-            folder = Path(snapshot_download(name, allow_patterns=names))
+            folder = Path(hub.snapshot_download(name, allow_patterns=names))
         hub_folders[str(folder)] = name
         return folder
 
-    files = hub_files(name)
+    hub = HfApi()
+    files = hub_files(hub, name)
     if parts := choose_gguf(name, list(files), wanted, default="Q8_0"):
         size = sum(files[part] for part in parts)  # OUT.bin will be about as large
         folder = fetch(parts, *([(target, size)] if target else []))
@@ -352,17 +349,16 @@ def read_hub(name: str, wanted: str, target: Path | None) -> Source:
     return source
 
 
-def hub_files(name: str) -> dict[str, int]:
+def hub_files(hub: Any, name: str) -> dict[str, int]:
     """File -> size of a model on the hub. If the hub does not tell: what is in its cache."""
-    from huggingface_hub import HfApi, snapshot_download
     with downloading(name):
         try:
-            siblings = HfApi().model_info(name, files_metadata=True).siblings
+            siblings = hub.model_info(name, files_metadata=True).siblings
             return {file.rfilename: file.size or 0 for file in siblings
                     if re.fullmatch(r"[\w./-]+", file.rfilename, re.ASCII)}
         except Exception:
             with suppress(Exception):  # [], as only the folder is asked for
-                folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[]))
+                folder = Path(hub.snapshot_download(name, local_files_only=True, allow_patterns=[]))
                 return {path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*")}
             raise
 
@@ -425,16 +421,16 @@ def read_folder(folder: Path) -> Source:
         open_tensors=lambda *_: open_checkpoint(folder))
 
 
-def read_json(path: Path, most: int = SETTINGS_SIZE) -> dict:
-    """The object in a file, which is empty if there is no such file."""
-    return parse_json(read_file(path, most), path) if os.path.lexists(path) else {}
+def read_json(path: Path, most: int = SETTINGS_SIZE, kind: type = dict) -> Any:
+    """The object or list in a file, which is empty if there is no such file."""
+    return parse_json(read_file(path, most), path, kind) if os.path.lexists(path) else kind()
 
 
-def parse_json(text: bytes, path: Path) -> dict:
+def parse_json(text: bytes, path: Path, kind: type = dict) -> Any:
     with parsing(path):
         value = json.loads(text)
-        if not isinstance(value, dict):
-            raise TypeError(f"{type(value).__name__}, not an object")
+        if not isinstance(value, kind):
+            raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
@@ -478,11 +474,9 @@ def is_embedding(folder: Path) -> bool:
     """True if modules.json (sentence-transformers) makes one vector of a text with this model.
     Refuses any pooling but the last token's, the only one in qwen3.c, which always normalizes."""
     path = folder / "modules.json"
-    if not path.exists():
-        return False
     with parsing(path):
         modules = {module["type"].rpartition(".")[2]: module["path"]
-                   for module in json.loads(read_file(path))}
+                   for module in read_json(path, kind=list)}
     if "Pooling" not in modules:
         return False
     for module in modules:
@@ -750,13 +744,14 @@ class Tensor(NamedTuple):
     def encode(self, bits: int, c: Config) -> tuple[np.ndarray, np.ndarray]:
         """It as OUT.bin has it (see Output): (values, scales), no scales with 32 bits. What
         is_copied() is not quantized again: a GGUF block is an f16 scale, then its values."""
-        if self.is_copied(bits, c):
-            blocks = np.frombuffer(self.read_bytes(),
-                                   [("scale", "<f2"), ("values", "u1", 4 * bits)])
-            self.check_finite(blocks["scale"])
-            return blocks["values"].ravel(), blocks["scale"].astype(f"<f{SCALE_SIZES[bits]}")
-        x = self.read_fp32()
-        self.check_finite(x)
+        if copied := self.is_copied(bits, c):
+            block = np.dtype([("scale", "<f2"), ("values", "u1", 4 * bits)])
+            blocks = np.frombuffer(self.read_bytes(), block)
+        x = blocks["scale"] if copied else self.read_fp32()
+        if not np.isfinite(x).all():
+            refuse(self.file.name, self.name, "finite numbers", "infinity or NaN")
+        if copied:
+            return blocks["values"].ravel(), x.astype(f"<f{SCALE_SIZES[bits]}")
         if bits == 32:
             return x, x[:0]
         if bits == 8:
@@ -769,10 +764,6 @@ class Tensor(NamedTuple):
         """True if a GGUF file's blocks go to a matrix of so many bits as they are."""
         same = {8: self.dtype == "Q8_0", 4: GGUF_LEVELS.get(self.dtype) == c.levels}
         return c.group_size == 32 and same.get(bits, False)
-
-    def check_finite(self, x: np.ndarray) -> None:
-        if not np.isfinite(x).all():
-            refuse(self.file.name, self.name, "finite numbers", "infinity or NaN")
 
 
 def open_checkpoint(folder: Path) -> dict[str, Tensor]:
@@ -858,9 +849,8 @@ FREQUENCIES = "rope's frequencies"  # of scaled rope: the one tensor that is com
 
 
 def layout(c: Config) -> list[Output]:
-    """The tensors of OUT.bin, in its order, without their source. Norms, routers and biases stay
-    fp32; matrices are (out, in) and quantized. In a name below, * is the number of a layer and # of
-    an expert."""
+    """The tensors of OUT.bin, in its order, without their source. Matrices are (out, in) and
+    quantized. In a name below, * is the number of a layer and # of an expert."""
     q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     bits = 4 if c.levels else 8
     mlp = "layers.*.mlp.experts.#" if c.n_experts else "layers.*.mlp"
@@ -1030,9 +1020,8 @@ def decode(values: np.ndarray, scales: np.ndarray, bits: int, c: Config) -> np.n
 
 
 def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
-    """Calls work(output, range of a source tensor, its start in the output) for all ranges, on
-    several threads (numpy and the system calls release the GIL), with a progress bar. Yields each
-    output with its results."""
+    """Yields each output with work(output, range of a source tensor, its start in the output) of
+    its ranges. Several threads do it, as numpy and the system calls release the GIL."""
     total = sum(tensor.nbytes for output in outputs for tensor in output.tensors)
     with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
@@ -1108,9 +1097,9 @@ def check_pipeline(where: Path, tokenizer: dict) -> bool:
 
 
 def read_added(where: Path, tokenizer: dict, settings: dict) -> dict[str, tuple[int, bool]]:
-    """text -> (id, special) of the added tokens, which are those in tokenizer.json. A token is
-    special if either file says so or if it has a role (eos_token, ...). One that only the settings,
-    tokenizer_config.json, have is refused: transformers would give it a new id."""
+    """text -> (id, special) of tokenizer.json's added tokens. One is special if either file says so
+    or if it has a role (eos_token, ...). One that only the settings, tokenizer_config.json, have is
+    refused: transformers would give it a new id."""
     listed = settings.get("added_tokens_decoder") or {}
     for token in [*tokenizer["added_tokens"], *listed.values()]:
         for flag in ("lstrip", "rstrip", "single_word", "normalized"):
@@ -1145,11 +1134,10 @@ def token_text(value: str | dict | None) -> str | None:
 def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dict[int, float]:
     """id -> -log(rank + 1) of the merge that makes the token: an earlier merge scores higher. As a
     token has one score, all merges that make it must follow each other in the list.
-
-    qwen3.c has no list of merges: it merges any two neighbours that together are a token, the best
-    score first. Both ways give the same ids if the package encodes the text of every token to that
-    token alone: two neighbours that form a token have come about just as within the token's own
-    text, where the list merges them last. Any other vocabulary is refused."""
+    qwen3.c has no list: it merges any two neighbours that together are a token, the best score
+    first. Both ways give the same ids if the package encodes the text of every token to that token
+    alone: two neighbours that form a token have come about just as within the token's own text,
+    where the list merges them last. Any other vocabulary is refused."""
     scores: dict[int, float] = {}
     previous = -1
     for rank, (left, right) in enumerate(merges):
@@ -1206,14 +1194,12 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
     return sections | {"ccc ": u32(*runs(marks)), "deco": u32(*steps)}
 
 
-def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
-    """(first, last, class) of each run of code points of one class, ascending."""
-    ranges: list[tuple[int, int, int]] = []
-    for code, number in sorted(classes.items()):
-        goes_on = ranges and ranges[-1][1:] == (code - 1, number)
-        first = ranges.pop()[0] if goes_on else code
-        ranges.append((first, code, number))
-    return ranges
+def runs(classes: dict[int, int]) -> np.ndarray:
+    """Rows of (first, last, class), one for each run of code points of one class, ascending."""
+    codes, numbers = np.array(sorted(classes.items())).T
+    last = np.flatnonzero((np.diff(codes, append=-1) != 1) | (np.diff(numbers, append=0) != 0))
+    first = [0, *last[:-1] + 1]
+    return np.stack([codes[first], codes[last], numbers[last]], axis=1)
 
 
 # ---- Chat: the checkpoint's Jinja template as twelve strings -------------------------------------
@@ -1296,9 +1282,8 @@ def render_all(template: str, variables: dict, conversations: list) -> dict[Conv
 
 
 def template_process() -> None:
-    """The whole program of that process. Reads the arguments of render_all() from stdin, and writes
-    [texts, error] to stdout, as JSON. Runs the template as transformers does
-    (chat_template_utils.py, render_jinja_template)."""
+    """That process: the arguments of render_all() come by stdin and [texts, error] go to stdout, as
+    JSON. The template runs as in transformers (chat_template_utils.py, render_jinja_template)."""
     import json
     import sys
     from contextlib import suppress
@@ -1315,8 +1300,7 @@ def template_process() -> None:
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
-    env.globals["raise_exception"] = fail
-    env.globals["strftime_now"] = lambda _: fail("it writes the date")
+    env.globals.update(raise_exception=fail, strftime_now=lambda _: fail("it writes the date"))
     source, variables, conversations = json.load(sys.stdin)
     texts, error = [], None
     try:
@@ -1340,7 +1324,7 @@ THINK_END = "</think>"
 TALK = USER, ANSWER, NEXT
 # Those of which a template that strips the thinking makes the text of TALK: character -> messages
 THOUGHT = {char: (USER, ("assistant", f"x{THINK_END}{char}{ANSWER[1]}"), NEXT)
-           for char in ["", *string.whitespace]}
+           for char in ["", *" \t\n\r\v\f"]}
 MARKED: list[Conversation] = [  # those from which find_pieces() finds the pieces
     ((SYSTEM, *TALK), None), ((USER, ANSWER), None), ((USER,), None), ((USER,), False),
     ((USER,), True), (TALK, None), *((messages, None) for messages in THOUGHT.values())]
@@ -1589,8 +1573,8 @@ def gguf_rope(model: dict) -> dict:
     if "original_context_length" in rope:
         rope[ORIGINAL] = rope.pop("original_context_length")
     # DeepSeek's attn_factor is 1 / default and undoes it in llama.cpp; transformers ignores it.
-    if factor := rope.get("attn_factor"):
-        if abs(factor * (0.1 * math.log(rope["factor"]) + 1) - 1) >= 1e-3:
+    if "attn_factor" in rope:
+        if abs(rope["attn_factor"] * (0.1 * math.log(rope["factor"]) + 1) - 1) >= 1e-3:
             rope["attention_factor"] = rope.pop("attn_factor")
     return rope
 
@@ -1712,22 +1696,21 @@ def check(options: argparse.Namespace) -> None:
         refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...` or "
                "`pip install matplotlib`", "no such package")
     source = find_source(name, None)
-    out = out or next(filter(Path.exists, (default_out(source.name, bits) for bits in (8, 4))),
-                      default_out(source.name, 8))
+    eight, four = (Path(source.name + suffix) for suffix in SUFFIXES.values())
+    out = out or (four if four.exists() and not eight.exists() else eight)
     if not out.exists():
         refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
     with open_file(out) as file:
         found = file.read(256).ljust(256, b"\0")  # a short file is found out below
-        group_size, rope_scaling, rope_factor, layer_bits = (
-            struct.unpack_from(letter, found, at)[0]
-            for letter, at in (("<I", 0x2C), ("<I", 0x38), ("<f", 0x3C), ("<I", 0x68)))
+        # From 0x2C, 0x38, 0x3C and 0x68
+        group_size, rope_scaling, factor, layer_bits = struct.unpack_from("<44xI8xIf40xI", found)
         supported(out, "group_size", group_size, *GROUP_SIZES)
         supported(out, "rope_scaling (export it again)", rope_scaling, 0, 2)
         supported(out, "layer_bits", layer_bits, 0, 4)
         options.bits, options.group_size = layer_bits or 8, group_size
         config, tokenizer = read_settings(source, options)
-        expected, actual = (f"cos and sin times {factor:g}" if factor else "no scaling"
-                            for factor in (config.rope_factor, rope_factor))
+        expected, actual = (f"cos and sin times {x:g}" if x else "no scaling"
+                            for x in (config.rope_factor, factor))
         if expected != actual:  # --yarn is easily forgotten
             refuse(out, "its scaling of rope (YaRN) is not what the source gives, --check needs "
                    "the --yarn of the export", expected, actual)
@@ -1800,7 +1783,6 @@ def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str,
 def plot(path: Path, title: str, errors: dict[str, float]) -> None:
     """A line over the layers for each kind of matrix; a dashed level for one outside the layers."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
     axes = Figure(figsize=(9, 5), layout="constrained").subplots()
     kinds: dict[str, list[float]] = {}  # q_proj, ... -> errors by layer
     for name, rms in errors.items():
@@ -1812,7 +1794,7 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
     axes.set_title(title, parse_math=False)  # a $ in a name is a $
     axes.set(xlabel="layer", ylabel="rms error, % of the weights' rms",
              ylim=(max(0, axes.get_ylim()[0]), None))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.figure.legend(loc="outside right upper")
     axes.figure.savefig(path, dpi=150)
@@ -1846,13 +1828,13 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = usage_error  # type: ignore
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--bits", type=option(int, (8, 4).__contains__, "8 or 4"))
-    parser.add_argument("--group-size", type=option(int, GROUP_SIZES.__contains__,
-                                                    "32 or 64 or 128 or 256"))
-    parser.add_argument("--yarn", type=option(float, lambda x: 1 < x <= 64, "above 1, up to 64"))
+    for name, kind, good, expected in (
+            ("--bits", int, SUFFIXES.__contains__, "8 or 4"),
+            ("--group-size", int, GROUP_SIZES.__contains__, "32 or 64 or 128 or 256"),
+            ("--yarn", float, lambda factor: 1 < factor <= 64, "above 1, up to 64"),
+            ("--plot", Path, lambda path: path.suffix == ".png", "a name that ends in .png")):
+        parser.add_argument(name, type=partial(parse_value, kind, good, expected))
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--plot", type=option(Path, lambda path: path.suffix == ".png",
-                                              "a name that ends in .png"))
     options = parser.parse_intermixed_args(args)
     if not 1 <= len(options.names) <= 2 or "" in options.names:
         usage_error(f"usage: expected SOURCE [OUT.bin], found {len(options.names)} names")
@@ -1868,14 +1850,12 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     return options
 
 
-def option(kind: type, good: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """An option's type: a good value of this kind; an integer written as Python writes it."""
-    def parse(text: str) -> Any:
-        with suppress(ValueError):
-            if good(kind(text)) and (kind is not int or text == str(kind(text))):
-                return kind(text)
-        raise argparse.ArgumentTypeError(f"wrong value, expected {expected}, found {text!r}")
-    return parse
+def parse_value(kind: type, good: Callable[[Any], bool], expected: str, text: str) -> Any:
+    """An option's good value of this kind; an integer must be written as Python writes it."""
+    with suppress(ValueError):
+        if good(kind(text)) and (kind is not int or text == str(kind(text))):
+            return kind(text)
+    raise argparse.ArgumentTypeError(f"wrong value, expected {expected}, found {text!r}")
 
 
 def usage_error(text: str) -> NoReturn:
