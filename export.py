@@ -19,26 +19,25 @@ with one GGUF file, or a name on the Hugging Face hub: ORG/NAME such as Qwen/Qwe
 checkpoint or, where there are only GGUF files, the one in Q8_0; ORG/NAME:Q4_0 is the one of that
 kind, ORG/NAME/FILE.gguf that one. The address of a model's page will do, too. The program writes
 
-    OUT.bin              a header and the weights: norms in fp32, matrices quantized to 8 or 4 bits
-    OUT.bin.tokenizer    the vocabulary, Unicode tables, the chat format and sampling defaults
+    OUT.bin            a header and the weights: norms in fp32, matrices quantized to 8 or 4 bits
+    OUT.bin.tokenizer  the vocabulary, Unicode tables, the chat format and sampling defaults
 
 Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", with four bits
 "-q4.bin", in the current directory. OUT.bin may also come first, as the older export.py had it.
 
-    --bits 8|4           bits of a weight in the layers' matrices; the embedding and the classifier
-                         have 8. Four make half the file and nearly twice the speed, and cost
-                         quality. The default is 8, but 4 for a GGUF file whose layers are all in
-                         Q4_0 or all in IQ4_NL
-    --group-size N       weights per quantization scale: 32, 64, 128 or 256. The default is 64, or
-                         32 where 64 does not divide the model's dimensions, and 32 with four bits
-                         and for a GGUF file in Q8_0. Groups of Q8_0, Q4_0 and IQ4_NL are copied as
-                         they are; --bits or another size has them quantized again
-    --yarn FACTOR        extends the context by this factor (YaRN), as Qwen advises for texts longer
-                         than the model was trained on; short texts get slightly worse
-    --check              writes nothing; compares an existing OUT.bin and its tokenizer file with
-                         SOURCE. Prints each tensor's quantization error to stdout. The exit status
-                         is 1 if a value is not the one that an export gives, or anything else
-    --plot FILE.png      --check, and a plot of the errors (needs matplotlib)
+    --bits 8|4         bits of a weight in the layers' matrices; the embedding and the classifier
+                       have 8. Four make half the file and nearly twice the speed, and cost quality.
+                       The default is 8, but 4 for a GGUF file with all layers in Q4_0 or in IQ4_NL
+    --group-size N     weights per quantization scale: 32, 64, 128 or 256. The default is 64, but 32
+                       where 64 does not divide the model's dimensions, with four bits, and for a
+                       GGUF file in Q8_0. Groups of Q8_0, Q4_0 and IQ4_NL are copied as they are;
+                       --bits or another size has them quantized again
+    --yarn FACTOR      extends the context by this factor (YaRN), as Qwen advises for texts longer
+                       than the model was trained on; short texts get slightly worse
+    --check            writes nothing; compares an existing OUT.bin and its tokenizer file with
+                       SOURCE and prints each tensor's quantization error to stdout. The exit status
+                       is 1 if a value is not the one that an export gives, or anything else
+    --plot FILE.png    --check, and a plot of the errors (needs matplotlib)
 
 Memory use does not depend on the model's size. The two files appear under their names only when
 both are complete. A checkpoint that needs what qwen3.c does not have is refused with the reason.
@@ -164,7 +163,7 @@ def read_settings(source: Source, options: argparse.Namespace) -> tuple[Config, 
     """All of a source but the weights: (config, contents of OUT.bin.tokenizer)."""
     where = source.file("config.json")
     with parsing(where):
-        config = read_config(source, options.bits, options.group_size, options.yarn)
+        config = read_config(source, options)
     if (matrices := config.n_layers * max(1, config.n_experts)) > MOST_TENSORS:
         refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
     with parsing(source.file("tokenizer.json")):
@@ -221,6 +220,14 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
 hub_folders: dict[str, str] = {}  # folder in the hub's cache -> the model's name, for messages
 notes: list[str] = []  # warnings and hints, printed after success; after an error they are dropped
 
+# A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
+SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
+TENSORS_SIZE = 8 << 20  # bytes of the index, or of a shard's header
+TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a GGUF's metadata
+MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
+MOST_AROUND = 1000  # ids that a post-processor may put around a text
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
 
 class Refused(Exception):
     """The source cannot be converted. The message is the line that the user reads."""
@@ -247,15 +254,6 @@ def parsing(path: Path) -> Iterator[None]:
     except Exception as error:  # KeyError, TypeError, ..., and the tokenizers package's own
         refuse(path, "broken (download it again?)", "the structure of such a file",
                f"{type(error).__name__}: {error}")
-
-
-# A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
-SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
-TENSORS_SIZE = 8 << 20  # bytes of the index, or of a shard's header
-TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a GGUF's metadata
-MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
-MOST_AROUND = 1000  # ids that a post-processor may put around a text
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -313,8 +311,7 @@ SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenize
 def read_hub(name: str, wanted: str, target: Path | None) -> Source:
     """Downloads a checkpoint's JSON files; its weights follow when its tensors are opened. If a
     kind or a file is wanted, or if there are only GGUF files, downloads one of these."""
-    # Only here: a slow import that a local source does not need
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache, utils
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache, utils  # slow: only here
     utils.logging.set_verbosity_error()  # an error is one line
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
@@ -324,7 +321,7 @@ def read_hub(name: str, wanted: str, target: Path | None) -> Source:
         cache = Path(constants.HF_HUB_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
         absent = (file for file in names if try_to_load_from_cache(name, file) is None)
-        check_space([(cache, sum(files[file] for file in absent)), *rooms])
+        check_space([(cache, sum(files.get(file, 0) for file in absent)), *rooms])
         with downloading(name):
             folder = Path(hub.snapshot_download(name, allow_patterns=names))
         hub_folders[str(folder)] = name
@@ -337,12 +334,10 @@ def read_hub(name: str, wanted: str, target: Path | None) -> Source:
         folder = fetch(parts, *([(target, size)] if target else []))
         source = read_gguf(folder / parts[0])
     else:
-        settings = [file for file in SETTINGS if file in files]
-        weights = list(filter(WEIGHTS.fullmatch, files))
-        folder = fetch(settings)
+        folder, needed = fetch(SETTINGS), [*SETTINGS, *filter(WEIGHTS.fullmatch, files)]
         source = read_folder(folder)._replace(
             name=name.partition("/")[2],
-            open_tensors=lambda *rooms: open_checkpoint(fetch(settings + weights, *rooms)))
+            open_tensors=lambda *rooms: open_checkpoint(fetch(needed, *rooms)))
     notes.append(f"the download stays in {folder.parents[1]}; to remove it, delete that folder or "
                  f"run `hf cache rm model/{name}` (before huggingface_hub 1: `huggingface-cli "
                  "delete-cache`)")
@@ -394,8 +389,7 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
             refuse(where, "a LoRA adapter", "a whole model: merge it into its base model first "
                    "(merge_and_unload() of peft)", "adapter_config.json")
         refuse(where, "not a checkpoint", "config.json or a GGUF file", first_few(sorted(files)))
-    if len(models) > 1:
-        wanted = wanted or default
+    wanted = wanted or (default if len(models) > 1 else "")
     ending = re.compile(rf"(.*[-._/])?{re.escape(wanted)}\.gguf", re.IGNORECASE)
     chosen = [parts for model, parts in models.items()
               if not wanted or wanted in (model, *parts) or ending.fullmatch(model)]
@@ -515,13 +509,14 @@ class Config(NamedTuple):
     frequencies: tuple[float, ...] = ()  # of scaled rope: radians per position
 
 
+ORIGINAL = "original_max_position_embeddings"  # of YaRN
 # What qwen3.c accepts of the JSON files' numbers: (lowest, highest). (It takes a vocab_size of
 # 2^30, but each token costs memory here.) For theta, the penalty and YaRN's terms: OTHER_LIMITS
 LIMITS = {
     "hidden_size": (1, 1 << 20), "intermediate_size": (1, 1 << 20),
     "moe_intermediate_size": (1, 1 << 20), "num_hidden_layers": (1, 4096),
     "num_attention_heads": (1, 4096), "num_key_value_heads": (1, 4096), "vocab_size": (1, 1 << 20),
-    "max_position_embeddings": (1, 1 << 30), "original_max_position_embeddings": (1, 2 ** 31 - 1),
+    "max_position_embeddings": (1, 1 << 30), ORIGINAL: (1, 2 ** 31 - 1),
     "head_dim": (1, 4096), "num_experts": (0, 4096), "num_local_experts": (0, 4096),
     "num_experts_per_tok": (0, 4096), "rms_norm_eps": (2.0 ** -126, 1e12),
     "temperature": (0.0, 1e6), "top_p": (1e-45, 1.0), "top_k": (0, 2 ** 31 - 1)}
@@ -533,9 +528,8 @@ QWEN3_MOE = ["Qwen3MoeForCausalLM"]  # Qwen3 with a mixture of experts
 GROUP_SIZES = 32, 64, 128, 256
 
 
-def read_config(source: Source, bits: int | None = None, group_size: int | None = None,
-                yarn_factor: float | None = None) -> Config:
-    """The source's config.json, checked; the rest are the user's options."""
+def read_config(source: Source, options: argparse.Namespace) -> Config:
+    """The source's config.json, checked, with the user's options."""
     where, config = source.file("config.json"), source.config
     check_family(where, config)
     get = partial(number, where, config)
@@ -549,9 +543,9 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
         refuse(where, "num_key_value_heads", f"a divisor of {n_heads}", n_kv_heads)
     if head_dim % 2:
         refuse(where, "head_dim", "an even number", head_dim)
-    max_seq_len, theta, rope_factor, frequencies = read_rope(where, config, head_dim, yarn_factor)
-    bits = bits or (4 if source.levels else 8)
-    group_size = group_size or (32 if bits == 4 else source.group_size)
+    max_seq_len, theta, rope_factor, frequencies = read_rope(where, config, head_dim, options.yarn)
+    bits = options.bits or (4 if source.levels else 8)
+    group_size = options.group_size or (32 if bits == 4 else source.group_size)
     copied_levels = source.levels if group_size == 32 else ()
     levels = (copied_levels or LEVELS) if bits == 4 else ()
     widths = {"hidden_size": dim, hidden_key: hidden_dim,
@@ -567,8 +561,7 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
         group_size=group_size, levels=levels, rms_norm_eps=get("rms_norm_eps", 1e-6),
         rope_theta=theta, rope_factor=rope_factor, frequencies=frequencies, qkv_bias=qwen2,
-        no_qk_norm=qwen2,
-        **(read_experts(where, config) if moe else {}))
+        no_qk_norm=qwen2, **(read_experts(where, config) if moe else {}))
 
 
 def read_experts(where: Path, config: dict) -> dict[str, int | bool]:
@@ -618,8 +611,6 @@ def number(where: Path, values: dict, key: str, default: float | None = None):
                f"a number from {low:g} to {high:g}", repr(value))
     return kind(value)
 
-
-ORIGINAL = "original_max_position_embeddings"
 
 def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | None) -> tuple:
     """max_seq_len, rope_theta, rope_factor and frequencies of Config, with transformers' precedence
@@ -696,8 +687,8 @@ def header(c: Config) -> bytes:
 
 # ---- Tensors: where each one lies in *.safetensors, and the order in which OUT.bin has them ------
 
+FREQUENCIES = "rope's frequencies"  # of scaled rope: the one tensor that is computed, not stored
 SCALE_SIZES = {32: 0, 8: 4, 4: 2}  # bits of a value -> bytes of its group's scale, a float
-
 # dtype -> (elements, bytes) of one block; a float type's block is one element
 BLOCK_SIZES = {kind.name: block for kind, block in gguf.GGML_QUANT_SIZES.items()}
 FLOAT_TYPES = {"BF16", "F16", "F32"}
@@ -813,8 +804,7 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
             if len(shape) > 4 or any(type(n) is not int for n in (*shape, begin, end)):
                 refuse(path, f"shape or data_offsets of {name}", "up to 4 integers and 2", entry)
             tensors[name] = tensor = Tensor(name, file, 8 + length + begin, dtype, shape)
-            # match_tensors() refuses other dtypes.
-            size = tensor.nbytes if dtype in FLOAT_TYPES else abs(end - begin)
+            size = tensor.nbytes if dtype in FLOAT_TYPES else abs(end - begin)  # refused later
             if [begin, end] != [position, position + size]:
                 refuse(path, f"data_offsets of {name}", [position, position + size], [begin, end])
             position = end
@@ -843,9 +833,6 @@ class Output(NamedTuple):
         """Where a range from `at` on has its values and its scales in OUT.bin."""
         return (self.values + at * self.bits // 8,
                 self.scales + at // c.group_size * SCALE_SIZES[self.bits])
-
-
-FREQUENCIES = "rope's frequencies"  # of scaled rope: the one tensor that is computed, not stored
 
 
 def layout(c: Config) -> list[Output]:
@@ -922,6 +909,9 @@ def match_tensors(source: Source, c: Config, *rooms: Room) -> list[Output]:
 # ---- Weights: quantized to Q8_0 or four bits and written, piece by piece -------------------------
 
 PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy pass to the next
+# The 16 values of four bits before the scale: k-means on the weights of trained models
+LEVELS = (-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106)
+MOST_Q4 = 1 << 22  # the largest weight that LEVELS and an fp16 scale, up to 65504, surely reach
 
 
 def write_model(out: BinaryIO, c: Config, outputs: list[Output]) -> None:
@@ -937,9 +927,8 @@ def write_model(out: BinaryIO, c: Config, outputs: list[Output]) -> None:
         return np.count_nonzero(x[scales == 0].any(axis=1))
 
     write_at(out, header(c), 0)
-    again = {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
-             if not tensor.is_copied(output.bits, c)} - FLOAT_TYPES
-    if again:
+    if again := {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
+                 if not tensor.is_copied(output.bits, c)} - FLOAT_TYPES:
         notes.append(f"{', '.join(sorted(again))}: quantized again, in groups of {c.group_size}, "
                      "which adds an error of 0.5 % of the weights' rms where they get 8 bits, of 6 "
                      "to 9 % where they get 4; what the first quantization lost stays lost")
@@ -959,11 +948,6 @@ def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
     np.rint(x, out=x)
     np.clip(x, -127, 127, out=x)  # a subnormal scale is so coarse that x / scale may reach 190
     return x.astype(np.int8).ravel(), scale
-
-
-# The 16 values of four bits before the scale: k-means on the weights of trained models
-LEVELS = (-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106)
-MOST_Q4 = 1 << 22  # the largest weight that LEVELS and an fp16 scale, up to 65504, surely reach
 
 
 def nearest(x: np.ndarray) -> np.ndarray:
@@ -1207,6 +1191,7 @@ def runs(classes: dict[int, int]) -> np.ndarray:
 # rendering the template with marked contents, and are used only if they give the same text as the
 # template on many trial conversations.
 
+TEMPLATE_SECONDS = 20  # Qwen's templates take 0.3
 Message = tuple[str, str]  # role, content
 Conversation = tuple[tuple[Message, ...], "bool | None"]  # thinking; None: opens no answer
 
@@ -1234,9 +1219,6 @@ class Pieces(NamedTuple):
                 content = content.rpartition(self.strip)[2].lstrip(self.trim)
             text += getattr(self, f"{role}_open") + content + getattr(self, f"{role}_close")
         return text + ("" if thinking is None else (self.answer_plain, self.answer_think)[thinking])
-
-
-TEMPLATE_SECONDS = 20  # Qwen's templates take 0.3
 
 
 def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | None:
@@ -1484,7 +1466,6 @@ def sampling(where: Path, generation: dict) -> bytes:
 GGUF_STRING, GGUF_ARRAY = 8, 9  # types of metadata values; the rest are scalars:
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
                 12: "d"}  # type -> struct's letter
-LAST_TOKEN = int(gguf.PoolingType.LAST)  # the pooling of embedding models
 GGUF_LEVELS = {"Q4_0": tuple(range(-8, 8)), "IQ4_NL": gguf.quants.IQ4_NL.kvalues}
 GGUF_TENSORS = {
     "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
@@ -1521,7 +1502,7 @@ def read_gguf(path: Path) -> Source:
         generation = {name: metadata.get(f"general.sampling.{key}")
                       for key, name in GGUF_SAMPLING.items()}
         pooling = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
-        supported(path, "pooling_type", pooling, 0, LAST_TOKEN)
+        supported(path, "pooling_type", pooling, 0, int(gguf.PoolingType.LAST))
         kinds = {tensor.dtype for tensor in tensors.values()}
         in_layers = {tensor.dtype for name, tensor in tensors.items() if "_proj.weight" in name}
         return Source(
@@ -1531,7 +1512,7 @@ def read_gguf(path: Path) -> Source:
             tokenizer_config={"bos_token": texts.get(bos), "eos_token": texts.get(eos)},
             generation=generation | {"eos_token_id": stop_ids},
             chat_template=metadata.get("tokenizer.chat_template"),
-            open_tensors=lambda *_: tensors, embedding=pooling == LAST_TOKEN,
+            open_tensors=lambda *_: tensors, embedding=pooling != 0,
             group_size=32 if "Q8_0" in kinds else None,
             levels=GGUF_LEVELS.get(in_layers.pop(), ()) if len(in_layers) == 1 else ())
 
