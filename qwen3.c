@@ -751,7 +751,6 @@ typedef struct Tokenizer {
     Mode mode;               // what the model is made for
     ChatFormat chat;
     bool has_classes;        // the file has the classes of characters
-    bool has_added;          // and says which tokens are added ones
     // Part II only, for token_find, char_at and normalize:
     uint32_t *table;         // (mask + 1) hash table of the tokens: id + 1, or 0 if free
     uint32_t mask;
@@ -1409,12 +1408,14 @@ static uint32_t take_u32(Cursor *in) { return (uint32_t)load_i32(take(in, 4)); }
 
 static double take_number(Cursor *in, const char *name, bool is_float, double low, double high) {
     const uint32_t word = take_u32(in);
-    const double value = is_float ? as_float(word) : word;
+    const double value = is_float ? as_float(word) : (double)word;
+    const char *zero = in->or_zero && low > 0 ? "0 or " : "";
     const int digits = is_float ? 6 : 10;
-    if (!(value >= low && value <= high) && !(value == 0 && in->or_zero))
-        die_bad(in, name, "%s%.*g to %.*g, found %.*g; export it again", in->or_zero ? "0 or " : "",
-                digits, low, digits, high, digits, value);
-    return value;
+    if ((value >= low && value <= high) || (value == 0 && in->or_zero)) return value;
+    if (low == high)
+        die_bad(in, name, "%s%.0f, found %.0f; copy or export it again", zero, low, value);
+    die_bad(in, name, "%s%.*g to %.*g, found %.*g; copy or export it again", zero, digits, low,
+            digits, high, digits, value);
 }
 
 // Takes a number of this name into the struct that p points to.
@@ -1629,48 +1630,47 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
 // length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload (see
-// take_section). The Unicode data is that of HF's tokenizers package, so that
-// ids agree on every text.
+// the table of sections). The Unicode data is that of HF's tokenizers package, so that ids agree on
+// every text.
+
+static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
+enum { LONGEST_ADDED = 128 };            // bytes: added_at tries all lengths
 
 static Bytes take_text(Cursor *in) {
     const uint32_t n = take_u32(in);
     return (Bytes){take(in, n), n};
 }
 
-static int take_id(Cursor *in, const Tokenizer *tok) {
-    return (int)take_number(in, in->part, false, 0, tok->vocab_size - 1);
+static uint32_t take_int(Cursor *in, uint32_t low, uint32_t high) {
+    return (uint32_t)take_number(in, in->part, false, low, high);
 }
 
 static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
-    while (in->rest.n) ids_add(ids, take_id(in, tok));
+    while (in->rest.n) ids_add(ids, take_int(in, 0, tok->vocab_size - 1));
 }
-
-enum { LONGEST_ADDED = 128 };  // bytes: added_at tries all lengths
 
 // adde: u32 id, u32 special (not written in answers) for each added token, by id
 static void take_added(Cursor *in, Tokenizer *tok) {
-    for (int id, last = -1; in->rest.n; last = id) {
-        id = take_id(in, tok);
-        if (id <= last || tok->text[id].n == 0 || tok->text[id].n > LONGEST_ADDED)
-            die_bad(in, in->part, "ascending ids of tokens of 1 to %d bytes, found %d",
-                    LONGEST_ADDED, id);
-        tok->kind[id] = take_number(in, in->part, false, 0, 1) ? ADDED | SPECIAL : ADDED;
-        tok->has_added = true;
+    if (in->rest.n) memset(tok->kind, 0, tok->vocab_size);
+    for (uint32_t id, next = 0; in->rest.n; next = id + 1) {
+        id = take_int(in, next, tok->vocab_size - 1);
+        if (tok->text[id].n == 0 || tok->text[id].n > LONGEST_ADDED)
+            die_bad(in, in->part, "tokens of 1 to %d bytes, found %zu in token %u", LONGEST_ADDED,
+                    tok->text[id].n, id);
+        tok->kind[id] = take_int(in, 0, 1) ? ADDED | SPECIAL : ADDED;
     }
 }
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
-enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };
+enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256 };
 // Tokenizer.chars: a class; more than that if NFC may change the character or the one before
 enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
 
 // Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest
 static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift) {
     for (uint32_t next = 0; in->rest.n;) {
-        const uint32_t first = take_u32(in), last = take_u32(in), value = take_u32(in);
-        if (first < next || last < first || last >= BAD_BYTE || value < 1 || value > highest)
-            die_bad(in, in->part, "ascending ranges with 1 to %u, found %x to %x: %u", highest,
-                    first, last, value);
+        const uint32_t first = take_int(in, next, LAST_CHAR);
+        const uint32_t last = take_int(in, first, LAST_CHAR), value = take_int(in, 1, highest);
         for (next = first; next <= last; next++) tok->chars[next] |= value << shift;
     }
 }
@@ -1699,14 +1699,11 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
     if (in->rest.n == 0) return;
     tok->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
     tok->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
-    for (uint32_t next = 0; in->rest.n;) {
-        const uint32_t c = take_u32(in), first = take_u32(in);
-        const uint32_t second = take_u32(in), composes = take_u32(in);
-        if (c < next || c - FIRST_SYLLABLE < SYLLABLES || c >= BAD_BYTE || first >= BAD_BYTE ||
-            second >= BAD_BYTE || composes > 1)
-            die_bad(in, in->part, "ascending characters, found %x = %x + %x", c, first, second);
-        add_decomposition(tok, c, first, second, composes);
-        next = c + 1;
+    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
+        c = take_int(in, next, LAST_CHAR);
+        const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
+        add_decomposition(tok, c, first, second, take_int(in, 0, 1));
+        if (c - FIRST_SYLLABLE < SYLLABLES) die_bad(in, in->part, "no Hangul, found %u", c);
     }
     for (uint32_t i = 0; i < SYLLABLES; i++) {
         const uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
@@ -1716,11 +1713,7 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
     qsort(tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
 }
 
-static void take_classes(Cursor *in, Tokenizer *tok) {
-    take_ranges(in, tok, SPACE, 0);  // LETTER, NUMBER or SPACE
-    tok->has_classes = true;
-}
-
+static void take_classes(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, SPACE, 0); }
 static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC_SHIFT); }
 static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
 static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
@@ -1755,10 +1748,7 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
             in->file, tok->vocab_size - 1);
     take_number(in, "extension version", false, 1, 1);
-    const uint32_t length = take_u32(in);
-    if (length != in->rest.n)
-        die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n,
-                length);
+    take_number(in, "extension length", false, in->rest.n - 4.0, in->rest.n - 4.0);
     for (bool seen[N] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
         int i = 0;
@@ -1771,22 +1761,6 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
         sections[i].take(&section, tok);
         if (section.rest.n)
             die("%s: section %s has %zu bytes too many", in->file, section.part, section.rest.n);
-    }
-}
-
-static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-
-// The classes of characters and the added tokens, where the file does not have them
-static void set_defaults(Tokenizer *tok) {
-    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
-        const bool letter = c >= 128 || isalpha(c);
-        tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
-    }
-    for (int id = 0; id < tok->vocab_size && !tok->has_added; id++) {
-        const Bytes s = tok->text[id];
-        const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
-        if (tok->score[id] <= ADDED_SCORE && s.n > 1 && s.n <= LONGEST_ADDED)
-            tok->kind[id] = special ? ADDED | SPECIAL : ADDED;
     }
 }
 
@@ -1855,11 +1829,18 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     for (int id = 0; id < vocab_size && in.rest.n; id++) {
         tok->score[id] = as_float(take_u32(&in));
         if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
-        tok->text[id] = take_text(&in);
-        if (tok->text[id].n > tok->longest) tok->longest = tok->text[id].n;
+        const Bytes s = tok->text[id] = take_text(&in);
+        if (s.n > tok->longest) tok->longest = s.n;
+        if (tok->score[id] > ADDED_SCORE || s.n < 2 || s.n > LONGEST_ADDED) continue;
+        const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
+        tok->kind[id] = special ? ADDED | SPECIAL : ADDED;  // unless the file says which are
     }
     if (in.rest.n) take_extension(&in, tok);
-    set_defaults(tok);
+    tok->has_classes = tok->chars['a'] & CLASS_MASK;  // else something like them follows
+    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
+        const bool letter = c >= 128 || isalpha(c);
+        tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
+    }
     index_tokens(tok, file);
     tok->think = find(tok, bytes("<think>"), true);
     tok->end_think = find(tok, bytes("</think>"), true);
@@ -1867,10 +1848,9 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
-        const int im_end = find(tok, bytes("<|im_end|>"), true);
         ids_add(&tok->stop, eos);
         ids_add(&tok->stop, tok->end_of_text);
-        if (im_end >= 0) ids_add(&tok->stop, im_end);
+        ids_add(&tok->stop, find(tok, bytes("<|im_end|>"), true));
     }
 }
 
@@ -1881,15 +1861,13 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
 static Char code_point_at(Bytes text, size_t at) {
     static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};  // of characters of n bytes
     const uint8_t *p = text.p + at;
-    int n = p[0] < 0x80 ? 1 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : 4;
-    uint32_t c = n == 1 ? p[0] : p[0] & (0x7F >> n);
-    bool bad = n > 1 && (p[0] < 0xC2 || p[0] > 0xF4 || text.n - at < (size_t)n);
-    for (int i = 1; i < n && !bad; i++) {
-        bad = (p[i] & 0xC0) != 0x80;
-        c = c << 6 | (p[i] & 0x3F);
-    }
-    if (bad || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000))
-        c = BAD_BYTE + p[0], n = 1;
+    const int n = p[0] < 0xC0 ? 1 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : 4;
+    uint32_t c = n == 1 ? p[0] : p[0] & (0xFF >> n);
+    int i = 1;
+    while (i < n && at + i < text.n && (p[i] & 0xC0) == 0x80) c = c << 6 | (p[i++] & 0x3F);
+    const bool stray = i < n || (n == 1 && c >= 0x80);
+    if (stray || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000))
+        return (Char){.c = BAD_BYTE + p[0], .n = 1};
     return (Char){.c = c, .n = n};
 }
 
@@ -1942,19 +1920,18 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
     uint64_t *out = marks->p, *starter = NULL;
     int last = -1;  // ccc of the character before, -1 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
-        int ccc = (int)(marks->p[i] >> 56);
-        const Mapping *composed = NULL;
-        if (starter && last < ccc) {
-            uint64_t pair = (*starter & CODE_POINT) << 32 | (marks->p[i] & CODE_POINT);
-            composed = bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
-        }
+        const uint64_t c = marks->p[i] & CODE_POINT;
+        const int ccc = (int)(marks->p[i] >> 56);
+        const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
+        const Mapping *composed = last >= ccc ? NULL
+            : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
             *starter = composed->to;
-            continue;
+        } else {
+            if (ccc == 0) starter = out;
+            last = ccc == 0 ? -1 : ccc;
+            *out++ = marks->p[i];
         }
-        if (ccc == 0) starter = out;
-        last = ccc == 0 ? -1 : ccc;
-        *out++ = marks->p[i];
     }
     marks->n = out - marks->p;
 }
