@@ -4518,21 +4518,16 @@ static int draft_rows(void) { return TILE_TOKENS; }
 //
 // The cache is a pool of blocks of LANES positions (the floats of a SIMD vector). Text.blocks says
 // which of them hold a text's positions (a paged cache, arXiv 2309.06180). A block has all layers
-// and kv heads, so memory is touched only as positions come into use. In it, each layer's kv head
-// has
+// and kv heads, so memory is touched only as positions come into use. It has, for each of them,
 //
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
 //
-// so that a tile of scores reads its keys from front to back, and a tile of values one unbroken
-// part of each block. A vector of keys holds element j of LANES positions, so that their scores
-// make a vector, too; a vector of values holds LANES columns of one position, so that their sums
-// make LANES columns of the result.
-
-enum { ATT_VECS = 4 };  // vectors of columns in the widest tile of values
+// so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
+// a tile (below) reads its keys from front to back, its values as one unbroken part of each block.
 
 // Columns of the values: head_dim, and zeros up to whole tiles
-static int value_dim(const Config *c) { return round_up(c->head_dim, ATT_VECS * LANES); }
+static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
 static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
     return (size_t)LANES * (c->head_dim + value_dim(c));
@@ -4564,10 +4559,8 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 //
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
-// come to L2 once. A tile is some queries by some vectors, of positions for the scores, of columns
-// for the values; its sums stay in registers. Most tiles are ATT_QUERIES by 2 vectors. A task of
-// few queries, as in decoding, has tiles of 2 queries, by ATT_VECS vectors of columns to read
-// values in longer parts.
+// come to L2 once. A tile is ATT_QUERIES of them, or 2 in a task of few, as in decoding, by 2
+// vectors, of positions for the scores, of columns for the values; its sums stay in registers.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
@@ -4617,23 +4610,22 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
     }
 }
 
-// sum = keep * sum + take * (the span's terms times values), for `queries` queries from r on and
-// `vecs` vectors of columns from vector j on. Prefetches not the next block but the one after it:
-// the next may be needed before its prefetch has come.
-INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
-                       const int vecs) {
+// sum = keep * sum + take * (the span's terms times values), for `queries` queries from r on and two
+// vectors of columns from vector j on. Prefetches not the next block but the one after it: the next
+// may be needed before its prefetch has come.
+INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries) {
     const int vectors = value_dim(task->p->c) / LANES, first = task->p->c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
-    VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
+    VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][2] = {0};
     for (int pos = task->start; pos < end; pos += LANES) {
         const VecF *values = block_of(task, pos) + first;
         const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
+            for (int v = 0; v < 2 && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
-                UNROLL for (int v = 0; v < vecs; v++) {
+                UNROLL for (int v = 0; v < 2; v++) {
                     sum[i][v] = mul_add_v(values[v * LANES + k], weight, sum[i][v]);
                 }
             }
@@ -4641,7 +4633,7 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
     }
     UNROLL for (int i = 0; i < queries; i++, all += vectors) {
         const VecF keep = splat_f(task->keep[r + i]), take = splat_f(task->take[r + i]);
-        UNROLL for (int v = 0; v < vecs; v++) all[v] = mul_add_v(all[v], keep, sum[i][v] * take);
+        UNROLL for (int v = 0; v < 2; v++) all[v] = mul_add_v(all[v], keep, sum[i][v] * take);
     }
 }
 
@@ -4664,17 +4656,16 @@ static void span_softmax(AttentionTask *task) {
     }
 }
 
-// `queries` and `vecs` are constants. A tile that sees nothing of the positions is left out.
-INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) {
-    const int vectors = value_dim(task->p->c) / LANES;
+// `queries` is a constant. A tile that sees nothing of the positions is left out.
+INLINE void attend_span(AttentionTask *task, const int queries) {
     for (int pos = task->start; pos < task->end; pos += 2 * LANES) {
         for (int r = 0; r < task->n; r += queries) {
             if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries);
         }
     }
     span_softmax(task);
-    for (int j = 0; j < vectors; j += vecs) {
-        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries, vecs);
+    for (int j = 0; j < value_dim(task->p->c) / LANES; j += 2) {
+        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries);
     }
 }
 
@@ -4713,8 +4704,8 @@ static void attend_job(void *arg, int begin, int end) {
         const int len = task->len[task->n - 1];
         for (task->start = 0; task->start < len; task->start = task->end) {
             task->end = min_int(task->start + SPAN, len);
-            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-            else attend_span(task, ATT_QUERIES, 2);
+            if (task->n < ATT_QUERIES) attend_span(task, 2);
+            else attend_span(task, ATT_QUERIES);
         }
         for (int r = 0; r < task->count; r++) {
             const float *sum = task->sum + r * value_dim(p->c), inverse = 1 / task->total[r];
@@ -4775,30 +4766,25 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
-    *s = (State){.seq_len = seq_len, .batch = batch, .logit_rows = logit_rows,
-                 .block_len = LANES, .blocks = pool_blocks(c, seq_len, texts)};
-    s->rows = activations(n, sizeof(Row));
-    s->cos = floats(n * c->head_dim / 2);
-    s->sin = floats(n * c->head_dim / 2);
-    s->x = floats(n * c->dim);
-    s->h = floats(n * c->dim);
-    s->xq = quantized_init(n, c->dim, group);
-    s->q = floats(n * c->q_dim);
-    s->a = floats(n * c->q_dim);
-    s->aq = quantized_init(n, c->q_dim, group);
-    s->hq = quantized_init(chosen, c->hidden_dim, group);
-    s->logits = floats((size_t)logit_rows * c->vocab_size);
-    Routing *r = s->routing = activations(1, sizeof(Routing));
-    *r = (Routing){.share = floats(n * n_experts), .n_active = 1};
-    r->expert = activations(n_experts, sizeof(int));
-    r->place = activations(n_experts + 1, sizeof(int));
-    r->token = activations(chosen, sizeof(int));
-    r->xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq;
+    Routing *r = activations(1, sizeof(Routing));
+    *s = (State){.seq_len = seq_len, .batch = batch, .rows = activations(n, sizeof(Row)),
+                 .cos = floats(n * c->head_dim / 2), .sin = floats(n * c->head_dim / 2),
+                 .x = floats(n * c->dim), .h = floats(n * c->dim),
+                 .q = floats(n * c->q_dim), .a = floats(n * c->q_dim),
+                 .xq = quantized_init(n, c->dim, group), .aq = quantized_init(n, c->q_dim, group),
+                 .hq = quantized_init(chosen, c->hidden_dim, group),
+                 .logits = floats((size_t)logit_rows * c->vocab_size), .logit_rows = logit_rows,
+                 .blocks = pool_blocks(c, seq_len, texts), .block_len = LANES, .routing = r};
+    *r = (Routing){.share = floats(n * n_experts), .n_active = 1,
+                   .expert = activations(n_experts, sizeof(int)),
+                   .place = activations(n_experts + 1, sizeof(int)),
+                   .token = activations(chosen, sizeof(int)),
+                   .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq};
     s->workspace = activations(n_threads, sizeof(Workspace));
     s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
-        s->workspace[i].scratch = floats(n * scratch_cols(c));
-        s->workspace[i].panel = activations(panel_bytes(widest, group), 1);
+        s->workspace[i] = (Workspace){floats(n * scratch_cols(c)),
+                                      activations(panel_bytes(widest, group), 1)};
         s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
         s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }
