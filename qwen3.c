@@ -3895,11 +3895,9 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
-    float *scratch;  // (batch, scratch_cols)
+    float *scratch;  // (batch, head_dim or 2 * group_size, whichever is more)
     void *panel;     // what a product keeps while it runs: see panel_bytes
 } Workspace;
-
-static int scratch_cols(const Config *c) { return max_int(c->head_dim, 2 * c->group_size); }
 
 static float *scratch(const State *s) { return s->workspace[thread].scratch; }
 
@@ -3935,9 +3933,9 @@ typedef struct Routing {
     Quantized xq;  // (batch * n_experts_used, dim)  row i is State.xq of token[i]
 } Routing;
 
-// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. The
-// memory for W1 h and W3 h is small, to stay in the CPU's caches: for n tokens it has room for
-// batch / n groups, so each round computes at most that many.
+// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. `scratch` is
+// small, to stay in the CPU's caches: for W1 h and W3 h of n tokens it has room for batch / n
+// groups, so each round computes at most that many.
 static void swiglu_job(void *arg, int begin, int end) {
     const Pass *p = arg;
     const State *s = p->s;
@@ -3990,23 +3988,6 @@ static void gather_row(const Pass *p, int i) {  // a whole vector: q8, scale and
     memcpy(to.q8, from.q8, to.stride * 4);
 }
 
-static void route(Pass *p) {
-    const int n_experts = p->c->n_experts;
-    Routing *r = p->s->routing;
-    each(p, score_expert, p->n * n_experts, 8);
-    each(p, choose_row, p->n, 4);
-    r->n_active = r->place[0] = 0;
-    for (int e = 0, n = 0; e < n_experts; e++) {
-        for (int t = 0; t < p->n; t++) {
-            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
-        }
-        if (n == r->place[r->n_active]) continue;  // nobody chose e
-        r->expert[r->n_active++] = e;
-        r->place[r->n_active] = n;
-    }
-    each(p, gather_row, r->place[r->n_active], 16);
-}
-
 // Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
 static void experts_output_job(void *arg, int begin, int end) {
@@ -4037,7 +4018,20 @@ static void experts_output_job(void *arg, int begin, int end) {
 }
 
 static void experts(Pass *p) {
-    route(p);
+    const int n_experts = p->c->n_experts;
+    Routing *r = p->s->routing;
+    each(p, score_expert, p->n * n_experts, 8);
+    each(p, choose_row, p->n, 4);
+    r->n_active = 0;
+    for (int e = 0, n = 0; e < n_experts; e++) {
+        for (int t = 0; t < p->n; t++) {
+            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
+        }
+        if (n == r->place[r->n_active]) continue;  // nobody chose e
+        r->expert[r->n_active++] = e;
+        r->place[r->n_active] = n;
+    }
+    each(p, gather_row, r->place[r->n_active], 16);
     swiglu(p);
     parallel(experts_output_job, p, p->c->dim / p->c->group_size, 1);
 }
@@ -4555,9 +4549,8 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 
 // A query of attention is one query head of one row. It goes through the positions in spans and
 // keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
-// softmax relative to the largest score there, which span_softmax joins with those before.
-//
-// The queries of a kv head are those of all query heads that share it, row by row. A task is up to
+// softmax relative to the largest score there, which span_softmax joins with those before. The
+// queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
 // come to L2 once. A tile is ATT_QUERIES of them, or 2 in a task of few, as in decoding, by 2
 // vectors, of positions for the scores, of columns for the values; its sums stay in registers.
@@ -4610,9 +4603,9 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
     }
 }
 
-// sum = keep * sum + take * (the span's terms times values), for `queries` queries from r on and two
-// vectors of columns from vector j on. Prefetches not the next block but the one after it: the next
-// may be needed before its prefetch has come.
+// sum = keep * sum + take * (the span's terms times values), for `queries` queries from r on and
+// two vectors of columns from vector j on. Prefetches not the next block but the one after it: the
+// next may be needed before its prefetch has come.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries) {
     const int vectors = value_dim(task->p->c) / LANES, first = task->p->c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
@@ -4679,12 +4672,12 @@ static void task_init(AttentionTask *task, const Pass *p, int i, int end) {
     task->p = p;
     task->text = rows[first / per_kv].text;
     task->kv_head = i / all;
-    task->count = 1;
-    while (task->count < most && rows[(first + task->count) / per_kv].text == task->text)
-        task->count++;
-    task->n = round_up(task->count, 2 * task->count <= ATT_QUERIES ? 2 : ATT_QUERIES);
+    int count = 1;
+    while (count < most && rows[(first + count) / per_kv].text == task->text) count++;
+    task->count = count;
+    task->n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES);
     for (int r = 0; r < task->n; r++) {
-        const int query = first + min_int(r, task->count - 1), t = query / per_kv;
+        const int query = first + min_int(r, count - 1), t = query / per_kv;
         const int head = task->kv_head * per_kv + query % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
         for (int j = 0; j < c->head_dim; j++) task->q[j * ATT_TASK + r] = p->s->q[at + j];
@@ -4783,7 +4776,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     s->workspace = activations(n_threads, sizeof(Workspace));
     s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
-        s->workspace[i] = (Workspace){floats(n * scratch_cols(c)),
+        s->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
                                       activations(panel_bytes(widest, group), 1)};
         s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
         s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
