@@ -3605,11 +3605,9 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
-    float *scratch;  // (batch, scratch_cols)
+    float *scratch;  // (batch, head_dim or 2 * group_size, whichever is more)
     void *panel;     // what a product keeps while it runs: see panel_bytes
 } Workspace;
-
-static int scratch_cols(const Config *c) { return max_int(c->head_dim, 2 * c->group_size); }
 
 static float *scratch(const State *s) { return s->workspace[thread].scratch; }
 
@@ -3645,9 +3643,9 @@ typedef struct Routing {
     Quantized xq;  // (batch * n_experts_used, dim)  row i is State.xq of token[i]
 } Routing;
 
-// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. The
-// memory for W1 h and W3 h is small, to stay in the CPU's caches: for n tokens it has room for
-// batch / n groups, so each round computes at most that many.
+// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. `scratch` is
+// small, to stay in the CPU's caches: for W1 h and W3 h of n tokens it has room for batch / n
+// groups, so each round computes at most that many.
 static void swiglu_job(void *arg, int begin, int end) {
     const Pass *p = arg;
     const State *s = p->s;
@@ -3700,23 +3698,6 @@ static void gather_row(const Pass *p, int i) {  // a whole vector: q8, scale and
     memcpy(to.q8, from.q8, to.stride * 4);
 }
 
-static void route(Pass *p) {
-    const int n_experts = p->c->n_experts;
-    Routing *r = p->s->routing;
-    each(p, score_expert, p->n * n_experts, 8);
-    each(p, choose_row, p->n, 4);
-    r->n_active = r->place[0] = 0;
-    for (int e = 0, n = 0; e < n_experts; e++) {
-        for (int t = 0; t < p->n; t++) {
-            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
-        }
-        if (n == r->place[r->n_active]) continue;  // nobody chose e
-        r->expert[r->n_active++] = e;
-        r->place[r->n_active] = n;
-    }
-    each(p, gather_row, r->place[r->n_active], 16);
-}
-
 // Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
 static void experts_output_job(void *arg, int begin, int end) {
@@ -3747,7 +3728,20 @@ static void experts_output_job(void *arg, int begin, int end) {
 }
 
 static void experts(Pass *p) {
-    route(p);
+    const int n_experts = p->c->n_experts;
+    Routing *r = p->s->routing;
+    each(p, score_expert, p->n * n_experts, 8);
+    each(p, choose_row, p->n, 4);
+    r->n_active = 0;
+    for (int e = 0, n = 0; e < n_experts; e++) {
+        for (int t = 0; t < p->n; t++) {
+            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
+        }
+        if (n == r->place[r->n_active]) continue;  // nobody chose e
+        r->expert[r->n_active++] = e;
+        r->place[r->n_active] = n;
+    }
+    each(p, gather_row, r->place[r->n_active], 16);
     swiglu(p);
     parallel(experts_output_job, p, p->c->dim / p->c->group_size, 1);
 }
@@ -4228,21 +4222,16 @@ static int draft_rows(void) { return TILE_TOKENS; }
 //
 // The cache is a pool of blocks of LANES positions (the floats of a SIMD vector). Text.blocks says
 // which of them hold a text's positions (a paged cache, arXiv 2309.06180). A block has all layers
-// and kv heads, so memory is touched only as positions come into use. In it, each layer's kv head
-// has
+// and kv heads, so memory is touched only as positions come into use. It has, for each of them,
 //
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
 //
-// so that a tile of scores reads its keys from front to back, and a tile of values one unbroken
-// part of each block. A vector of keys holds element j of LANES positions, so that their scores
-// make a vector, too; a vector of values holds LANES columns of one position, so that their sums
-// make LANES columns of the result.
-
-enum { ATT_VECS = 4 };  // vectors of columns in the widest tile of values
+// so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
+// a tile (below) reads its keys from front to back, its values as one unbroken part of each block.
 
 // Columns of the values: head_dim, and zeros up to whole tiles
-static int value_dim(const Config *c) { return round_up(c->head_dim, ATT_VECS * LANES); }
+static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
 static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
     return (size_t)LANES * (c->head_dim + value_dim(c));
@@ -4270,14 +4259,11 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 
 // A query of attention is one query head of one row. It goes through the positions in spans and
 // keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
-// softmax relative to the largest score there, which span_softmax joins with those before.
-//
-// The queries of a kv head are those of all query heads that share it, row by row. A task is up to
+// softmax relative to the largest score there, which span_softmax joins with those before. The
+// queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
-// come to L2 once. A tile is some queries by some vectors, of positions for the scores, of columns
-// for the values; its sums stay in registers. Most tiles are ATT_QUERIES by 2 vectors. A task of
-// few queries, as in decoding, has tiles of 2 queries, by ATT_VECS vectors of columns to read
-// values in longer parts.
+// come to L2 once. A tile is ATT_QUERIES of them, or 2 in a task of few, as in decoding, by 2
+// vectors, of positions for the scores, of columns for the values; its sums stay in registers.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
@@ -4328,22 +4314,21 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 }
 
 // sum = keep * sum + take * (the span's terms times values), for `queries` queries from r on and
-// `vecs` vectors of columns from vector j on. Prefetches not the next block but the one after it:
-// the next may be needed before its prefetch has come.
-INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
-                       const int vecs) {
+// two vectors of columns from vector j on. Prefetches not the next block but the one after it: the
+// next may be needed before its prefetch has come.
+INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries) {
     const int vectors = value_dim(task->p->c) / LANES, first = task->p->c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
-    VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
+    VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][2] = {0};
     for (int pos = task->start; pos < end; pos += LANES) {
         const VecF *values = block_of(task, pos) + first;
         const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
+            for (int v = 0; v < 2 && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
-                UNROLL for (int v = 0; v < vecs; v++) {
+                UNROLL for (int v = 0; v < 2; v++) {
                     sum[i][v] = mul_add_v(values[v * LANES + k], weight, sum[i][v]);
                 }
             }
@@ -4351,7 +4336,7 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
     }
     UNROLL for (int i = 0; i < queries; i++, all += vectors) {
         const VecF keep = splat_f(task->keep[r + i]), take = splat_f(task->take[r + i]);
-        UNROLL for (int v = 0; v < vecs; v++) all[v] = mul_add_v(all[v], keep, sum[i][v] * take);
+        UNROLL for (int v = 0; v < 2; v++) all[v] = mul_add_v(all[v], keep, sum[i][v] * take);
     }
 }
 
@@ -4374,17 +4359,16 @@ static void span_softmax(AttentionTask *task) {
     }
 }
 
-// `queries` and `vecs` are constants. A tile that sees nothing of the positions is left out.
-INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) {
-    const int vectors = value_dim(task->p->c) / LANES;
+// `queries` is a constant. A tile that sees nothing of the positions is left out.
+INLINE void attend_span(AttentionTask *task, const int queries) {
     for (int pos = task->start; pos < task->end; pos += 2 * LANES) {
         for (int r = 0; r < task->n; r += queries) {
             if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries);
         }
     }
     span_softmax(task);
-    for (int j = 0; j < vectors; j += vecs) {
-        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries, vecs);
+    for (int j = 0; j < value_dim(task->p->c) / LANES; j += 2) {
+        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries);
     }
 }
 
@@ -4398,12 +4382,12 @@ static void task_init(AttentionTask *task, const Pass *p, int i, int end) {
     task->p = p;
     task->text = rows[first / per_kv].text;
     task->kv_head = i / all;
-    task->count = 1;
-    while (task->count < most && rows[(first + task->count) / per_kv].text == task->text)
-        task->count++;
-    task->n = round_up(task->count, 2 * task->count <= ATT_QUERIES ? 2 : ATT_QUERIES);
+    int count = 1;
+    while (count < most && rows[(first + count) / per_kv].text == task->text) count++;
+    task->count = count;
+    task->n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES);
     for (int r = 0; r < task->n; r++) {
-        const int query = first + min_int(r, task->count - 1), t = query / per_kv;
+        const int query = first + min_int(r, count - 1), t = query / per_kv;
         const int head = task->kv_head * per_kv + query % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
         for (int j = 0; j < c->head_dim; j++) task->q[j * ATT_TASK + r] = p->s->q[at + j];
@@ -4423,8 +4407,8 @@ static void attend_job(void *arg, int begin, int end) {
         const int len = task->len[task->n - 1];
         for (task->start = 0; task->start < len; task->start = task->end) {
             task->end = min_int(task->start + SPAN, len);
-            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-            else attend_span(task, ATT_QUERIES, 2);
+            if (task->n < ATT_QUERIES) attend_span(task, 2);
+            else attend_span(task, ATT_QUERIES);
         }
         for (int r = 0; r < task->count; r++) {
             const float *sum = task->sum + r * value_dim(p->c), inverse = 1 / task->total[r];
@@ -4485,30 +4469,25 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
-    *s = (State){.seq_len = seq_len, .batch = batch, .logit_rows = logit_rows,
-                 .block_len = LANES, .blocks = pool_blocks(c, seq_len, texts)};
-    s->rows = activations(n, sizeof(Row));
-    s->cos = floats(n * c->head_dim / 2);
-    s->sin = floats(n * c->head_dim / 2);
-    s->x = floats(n * c->dim);
-    s->h = floats(n * c->dim);
-    s->xq = quantized_init(n, c->dim, group);
-    s->q = floats(n * c->q_dim);
-    s->a = floats(n * c->q_dim);
-    s->aq = quantized_init(n, c->q_dim, group);
-    s->hq = quantized_init(chosen, c->hidden_dim, group);
-    s->logits = floats((size_t)logit_rows * c->vocab_size);
-    Routing *r = s->routing = activations(1, sizeof(Routing));
-    *r = (Routing){.share = floats(n * n_experts), .n_active = 1};
-    r->expert = activations(n_experts, sizeof(int));
-    r->place = activations(n_experts + 1, sizeof(int));
-    r->token = activations(chosen, sizeof(int));
-    r->xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq;
+    Routing *r = activations(1, sizeof(Routing));
+    *s = (State){.seq_len = seq_len, .batch = batch, .rows = activations(n, sizeof(Row)),
+                 .cos = floats(n * c->head_dim / 2), .sin = floats(n * c->head_dim / 2),
+                 .x = floats(n * c->dim), .h = floats(n * c->dim),
+                 .q = floats(n * c->q_dim), .a = floats(n * c->q_dim),
+                 .xq = quantized_init(n, c->dim, group), .aq = quantized_init(n, c->q_dim, group),
+                 .hq = quantized_init(chosen, c->hidden_dim, group),
+                 .logits = floats((size_t)logit_rows * c->vocab_size), .logit_rows = logit_rows,
+                 .blocks = pool_blocks(c, seq_len, texts), .block_len = LANES, .routing = r};
+    *r = (Routing){.share = floats(n * n_experts), .n_active = 1,
+                   .expert = activations(n_experts, sizeof(int)),
+                   .place = activations(n_experts + 1, sizeof(int)),
+                   .token = activations(chosen, sizeof(int)),
+                   .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq};
     s->workspace = activations(n_threads, sizeof(Workspace));
     s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
-        s->workspace[i].scratch = floats(n * scratch_cols(c));
-        s->workspace[i].panel = activations(panel_bytes(widest, group), 1);
+        s->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
+                                      activations(panel_bytes(widest, group), 1)};
         s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
         s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }
