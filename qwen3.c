@@ -264,7 +264,6 @@ typedef struct {
                          // (batch * n_experts_used, hidden_dim)
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
-    float *kv;           // (threads, batch, head_dim)  k or v of the head at hand
     float *cache;        // blocks of block_len positions of one text each. A block has, for each
                          // layer and kv head, K and V (block_len, head_dim); Part III orders them
     int blocks, block_len;
@@ -272,6 +271,7 @@ typedef struct {
     // Part III only:
     struct Routing *routing;      // which experts run for which tokens
     struct Workspace *workspace;  // (threads)
+    struct AttentionTask *attention;  // (threads)
 } State;
 
 typedef struct {
@@ -280,12 +280,14 @@ typedef struct {
     State state;
 } Model;
 
-typedef struct {        // a batch on its way through one layer
-    Model *m;
+typedef struct Pass {   // a batch on its way through one layer
+    const Config *c;
+    const State *s;
     int l;              // the layer's number
     const Layer *w;     // and its weights
     int n;              // rows in the batch
     const float *norm;  // (dim) the weights of the norm that runs
+    void (*step)(const struct Pass *p, int i);  // what runs for each i: see each
 } Pass;
 
 // ------------------------------------------------------------------------------------------------
@@ -356,10 +358,10 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
 // One layer: one function for each step. Most of them run on all threads. Part III provides what is
 // only declared here.
 
-// Calls step(p, i, thread) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time.
-// Returns when all are done. `thread` is the number of the thread that runs the step.
-typedef void (*Step)(const Pass *p, int i, int thread);
-static void each(const Pass *p, Step step, int count, int chunk);
+// Calls step(p, i) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time. Returns
+// when all are done.
+typedef void (*Step)(const Pass *p, int i);
+static void each(Pass *p, Step step, int count, int chunk);
 
 // out = W x for n vectors, or out += W x: dot_row (see Matrix product and attention) of each row
 // and vector, on all threads. out (n, rows), W (rows, cols), x (n, cols)
@@ -367,29 +369,27 @@ static void matmul(const State *s, float *out, const Matrix *w, const Quantized 
                    bool add);
 
 // From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
-static void norm_row(const Model *m, const float *w, int from, int to) {
-    const Config *c = &m->config;
-    float *h = m->state.h + (size_t)to * c->dim;
-    rmsnorm(h, m->state.x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
-    quantize(&m->state.xq, to, 0, h, c->dim, c->group_size);
+static void norm_row(const Config *c, const State *s, const float *w, int from, int to) {
+    float *h = s->h + (size_t)to * c->dim;
+    rmsnorm(h, s->x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
+    quantize(&s->xq, to, 0, h, c->dim, c->group_size);
 }
 
-static void norm_step(const Pass *p, int t, int thread) {
-    (void)thread;
-    norm_row(p->m, p->norm, t, t);
-}
+static void norm_step(const Pass *p, int t) { norm_row(p->c, p->s, p->norm, t, t); }
 
 // h = rmsnorm(x, w), xq = Q8(h)
-static void norm(const Pass *p, const float *w) {
-    Pass now = *p;
-    now.norm = w;
-    each(&now, norm_step, p->n, 4);
+static void norm(Pass *p, const float *w) {
+    p->norm = w;
+    each(p, norm_step, p->n, 4);
 }
 
 // One head of W xq + bias, where W is Wq, Wk or Wv, for all rows. Row t's head_dim values go to
 // out + t * stride.
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
-                    int head, int thread);
+                    int head);
+
+// Room for (batch, head_dim) floats that the calling thread has for itself
+static float *scratch(const State *s);
 
 // Where element j of the key, or of the value, of position pos of a text is in the KV cache, in p's
 // layer
@@ -399,56 +399,52 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 // qk (head_dim), one head's q or k of row t, becomes rope(rmsnorm(qk)). norm_weight is NULL in
 // models without QK-norm.
 static void norm_and_rope(const Pass *p, float *qk, const float *norm_weight, int t) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const int half = c->head_dim / 2;
-    if (norm_weight) rmsnorm(qk, qk, norm_weight, c->head_dim, c->rms_norm_eps);
-    rope(qk, s->cos + (size_t)t * half, s->sin + (size_t)t * half, half);
+    const int head_dim = p->c->head_dim, half = head_dim / 2;
+    if (norm_weight) rmsnorm(qk, qk, norm_weight, head_dim, p->c->rms_norm_eps);
+    rope(qk, p->s->cos + (size_t)t * half, p->s->sin + (size_t)t * half, half);
 }
 
-static void q_head(const Pass *p, int head, int thread) {
-    const int q_dim = p->m->config.q_dim;
-    float *q = p->m->state.q + head * p->m->config.head_dim;
-    project(p, q, q_dim, &p->w->wq, p->w->bq, head, thread);
+static void q_head(const Pass *p, int head) {
+    const int q_dim = p->c->q_dim;
+    float *q = p->s->q + head * p->c->head_dim;
+    project(p, q, q_dim, &p->w->wq, p->w->bq, head);
     for (int t = 0; t < p->n; t++) norm_and_rope(p, q + (size_t)t * q_dim, p->w->q_norm, t);
 }
 
-static void k_head(const Pass *p, int kv_head, int thread) {
-    const State *s = &p->m->state;
-    const int head_dim = p->m->config.head_dim;
-    float *k = s->kv + (size_t)thread * s->batch * head_dim;
-    project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head, thread);
+static void k_head(const Pass *p, int kv_head) {
+    const int head_dim = p->c->head_dim;
+    float *k = scratch(p->s);
+    project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head);
     for (int t = 0; t < p->n; t++, k += head_dim) {
-        const Row *row = &s->rows[t];
+        const Row *row = &p->s->rows[t];
         norm_and_rope(p, k, p->w->k_norm, t);
         for (int j = 0; j < head_dim; j++) *key_at(p, row->text, kv_head, row->pos, j) = k[j];
     }
 }
 
-static void v_head(const Pass *p, int kv_head, int thread) {
-    const State *s = &p->m->state;
-    const int head_dim = p->m->config.head_dim;
-    float *v = s->kv + (size_t)thread * s->batch * head_dim;
-    project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head, thread);
+static void v_head(const Pass *p, int kv_head) {
+    const int head_dim = p->c->head_dim;
+    float *v = scratch(p->s);
+    project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head);
     for (int t = 0; t < p->n; t++, v += head_dim) {
-        const Row *row = &s->rows[t];
+        const Row *row = &p->s->rows[t];
         for (int j = 0; j < head_dim; j++) *value_at(p, row->text, kv_head, row->pos, j) = v[j];
     }
 }
 
 // Head i of all: first those of k, then those of v, then those of q. One thread projects a head for
 // all rows and then finishes it, while it is in that core's caches.
-static void any_head(const Pass *p, int i, int thread) {
-    const int n_kv_heads = p->m->config.n_kv_heads;
-    if (i < n_kv_heads) k_head(p, i, thread);
-    else if (i < 2 * n_kv_heads) v_head(p, i - n_kv_heads, thread);
-    else q_head(p, i - 2 * n_kv_heads, thread);
+static void any_head(const Pass *p, int i) {
+    const int n_kv_heads = p->c->n_kv_heads;
+    if (i < n_kv_heads) k_head(p, i);
+    else if (i < 2 * n_kv_heads) v_head(p, i - n_kv_heads);
+    else q_head(p, i - 2 * n_kv_heads);
 }
 
 // Moves the rows that are needed after the last layer to the front, and forgets the others.
 static void keep_needed(Pass *p) {
-    const int dim = p->m->config.dim, half = p->m->config.head_dim / 2;
-    const State *s = &p->m->state;
+    const int dim = p->c->dim, half = p->c->head_dim / 2;
+    const State *s = p->s;
     int n = 0;
     for (int t = 0; t < p->n; t++) {
         if (!s->rows[t].needed) continue;
@@ -466,7 +462,7 @@ static void keep_needed(Pass *p) {
 // tokens read a token only through its k and v. So in the last layer all rows store these, but
 // everything else runs only for the rows that are needed, perhaps none.
 static void qkv(Pass *p) {
-    const Config *c = &p->m->config;
+    const Config *c = p->c;
     const bool last = p->l == c->n_layers - 1;
     each(p, any_head, 2 * c->n_kv_heads + (last ? 0 : c->n_heads), 1);
     if (!last) return;
@@ -475,33 +471,30 @@ static void qkv(Pass *p) {
 }
 
 // attend (see Matrix product and attention), for all query heads of all rows
-static void attend_all(const Pass *p);
+static void attend_all(Pass *p);
 
-static void quantize_a(const Pass *p, int t, int thread) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    (void)thread;
-    quantize(&s->aq, t, 0, s->a + (size_t)t * c->q_dim, c->q_dim, c->group_size);
+static void quantize_a(const Pass *p, int t) {
+    const int q_dim = p->c->q_dim;
+    quantize(&p->s->aq, t, 0, p->s->a + (size_t)t * q_dim, q_dim, p->c->group_size);
 }
 
 // aq = Q8(a), a = softmax(q . K / sqrt(head_dim)) V
-static void attention(const Pass *p) {
+static void attention(Pass *p) {
     attend_all(p);
     each(p, quantize_a, p->n, 4);
 }
 
 // x = x + W y
 static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
-    const State *s = &p->m->state;
-    matmul(s, s->x, w, y, p->n, true);
+    matmul(p->s, p->s->x, w, y, p->n, true);
 }
 
 // hq = Q8(silu(W1 xq) * (W3 xq)); in Part III, some columns at a time
-static void swiglu(const Pass *p);
+static void swiglu(Pass *p);
 
 // x = x + sum of p[e] W2[e] Q8(silu(W1[e] xq) * (W3[e] xq)) over the experts e that choose_experts
 // (below) chooses
-static void experts(const Pass *p);
+static void experts(Pass *p);
 
 // ------------------------------------------------------------------------------------------------
 // The whole model: the layers one after the other, then the scores
@@ -548,7 +541,7 @@ static void progress_end(void);
 // are the last layer's output of those rows that are needed. Returns false after Ctrl-C.
 static bool forward(Model *m, int n) {
     State *s = &m->state;
-    Pass p = {.m = m, .n = n};
+    Pass p = {.c = &m->config, .s = s, .n = n};
     s->passes++;
     for (int t = 0; t < n; t++) embed(m, t);
 
@@ -585,7 +578,7 @@ static bool forward_text(Model *m, const Text *text, const int *tokens, int n, i
 // first + count - 1 of x; count is at most logit_rows. Overwrites h and xq.
 static float *classify(Model *m, int first, int count) {
     const State *s = &m->state;
-    for (int t = 0; t < count; t++) norm_row(m, m->weights.rms_final, first + t, t);
+    for (int t = 0; t < count; t++) norm_row(&m->config, s, m->weights.rms_final, first + t, t);
     matmul(s, s->logits, &m->weights.classifier, &s->xq, count, false);
     return s->logits;
 }
@@ -638,8 +631,8 @@ static float softmax_terms(float *x, int n, float max) {
 // Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with q and a
 // (head_dim), K and V (len, head_dim). score (seq_len) is overwritten.
 INLINE void attend(const Pass *p, int t, int head, float *score) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
+    const Config *c = p->c;
+    const State *s = p->s;
     const int kv_head = head / (c->n_heads / c->n_kv_heads);
     const Text *text = s->rows[t].text;
     const int len = s->rows[t].pos + 1;  // causal: a token sees itself and those before it
@@ -747,6 +740,7 @@ typedef struct Tokenizer {
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
+    size_t longest;          // the most bytes of a token
     int byte_token[256];
     Added *added;            // (n_added) the added tokens, sorted by their bytes
     size_t n_added;
@@ -1315,10 +1309,9 @@ static void cache_copy(const Model *m, int to, int from);  // a block: all keys 
 static int draft_rows(void);  // how many tokens run in about the time of one
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
-// `chunk`, and calls job(arg, begin, end, thread) for each, on all threads; `thread` is an index
-// into State.workspace. It returns when all are done. Only the main thread calls it, never inside
-// a job.
-typedef void (*Job)(void *arg, int begin, int end, int thread);
+// `chunk`, and calls job(arg, begin, end) for each, on all threads. It returns when all are done.
+// Only the main thread calls it, never inside a job.
+typedef void (*Job)(void *arg, int begin, int end);
 static void parallel(Job job, void *arg, int count, int chunk);
 
 // For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
@@ -1361,7 +1354,7 @@ static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
 }
 
 static void buffer_add(Buffer *b, Bytes text) {
-    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);  // + 1: p is not NULL after an empty text
+    b->p = grow(b->p, &b->cap, b->n, text.n | 1, 1);  // | 1: p is not NULL after an empty text
     if (text.n) memcpy(b->p + b->n, text.p, text.n);
     b->n += text.n;
 }
@@ -1939,6 +1932,7 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
         tok->text[id].n = take_u32(&in);
         tok->text[id].p = take(&in, tok->text[id].n);
+        if (tok->text[id].n > tok->longest) tok->longest = tok->text[id].n;
     }
     if (in.rest.n) take_extension(&in, tok);
     set_defaults(tok);
@@ -2070,21 +2064,16 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
-// code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
-// tokens that followed there are a draft of what comes next. One forward pass runs the last token
-// and its draft, and so reads the weights only once. advance() gives out its rows one by one, for
-// as long as sampling picks the draft's tokens; the first other token starts a new pass, which
-// overwrites the rest of the draft in the cache.
-//
-// A batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
-// used. So drafts change the time and nothing else: the text is the same, not just its distribution
-// as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+// Drafts for advance(): prompt lookup decoding (Saxena 2023). An answer often repeats what the
+// context holds: code that it changes, text that it quotes. Where the last NGRAM tokens occurred
+// before, the tokens that followed there are a draft of what comes next. Random numbers are drawn
+// only for rows that are used. So drafts change the time and nothing else: the text is the same,
+// not just its distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
 // A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1 with
-// -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much,
-// every pass earns 1, and while this credit is negative there are no drafts: wrong ones take at
-// most 2 % of the time, also with experts, where a drafted token takes half the time of another.
+// -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much, every pass earns 1, and
+// while this credit is negative there are no drafts: wrong ones take at most 2 % of the time, also
+// with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
@@ -2099,18 +2088,19 @@ static int lookup(int *ids, size_t n, int most) {
     return 0;
 }
 
-// Drafts what may follow the answer's count-th token, which stands after the text's tokens. Returns
-// how many tokens: the cache, the logits and max_new must have room for them.
-static int draft(Engine *e, int count, bool was_right) {
+// Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
+// as the cache and the logits have room.
+static void draft(Engine *e, int count) {
     const State *s = &e->model.state;
-    int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), s->logit_rows);
-    rows = min_int(rows, s->seq_len - (int)e->answer.text.ids.n);
-    if (e->max_new >= 0) rows = min_int(rows, e->max_new - count);
+    const Ids *ids = &e->answer.text.ids;
+    const bool was_right = e->draft.n && e->draft.row == e->draft.n;
+    const int room = min_int(s->logit_rows, s->seq_len - (int)ids->n);
+    const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
+    e->draft.n = e->draft.row = 0;
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (count < NGRAM || e->draft.credit < 0) return 0;
-    const int drafted = lookup(e->answer.text.ids.p, e->answer.text.ids.n + 1, rows - 1);
-    e->draft.credit -= DRAFT_COST * drafted;
-    return drafted;
+    if (count < NGRAM || e->draft.credit < 0) return;
+    e->draft.n = lookup(ids->p, ids->n + 1, rows - 1);
+    e->draft.credit -= DRAFT_COST * e->draft.n;
 }
 
 static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
@@ -2119,28 +2109,26 @@ static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
 // it, then spoils the rows before it (0 * infinity is no number): so the token runs again, alone.
 static bool run_draft(Engine *e) {
     Model *m = &e->model;
-    const Ids *cached = &e->answer.text.ids;
-    const int vocab_size = m->config.vocab_size;
-    for (int n = 1 + e->draft.n, row = 0;; n = 1, e->draft.n = 0) {
-        const int *ids = cached->p + cached->n;
-        if (!forward_text(m, &e->answer.text, ids, n, (int)cached->n, n)) return false;
-        const float *logits = classify(m, 0, n);
-        for (; row < n && isfinite(sum_double(logits, vocab_size)); row++) logits += vocab_size;
-        if (row == n || n == 1) return true;
-    }
+    Text *text = &e->answer.text;
+    const int n = 1 + e->draft.n, pos = (int)text->ids.n;
+    if (!forward_text(m, text, text->ids.p + pos, n, pos, n)) return false;
+    const float *logits = classify(m, 0, n);
+    if (n == 1 || isfinite(sum_double(logits, n * m->config.vocab_size))) return true;
+    e->draft.n = 0;
+    return run_draft(e);
 }
 
 static float *advance(Engine *e, int id, int count) {
-    Model *m = &e->model;
+    const Model *m = &e->model;
     Ids *cached = &e->answer.text.ids;
-    const bool was_drafted = e->draft.row < e->draft.n && cached->p[cached->n] == id;
-    cached->p[cached->n] = id;
+    int *next = &cached->p[cached->n];
+    const bool was_drafted = e->draft.row < e->draft.n && *next == id;
+    *next = id;
     if (was_drafted) {  // it has run already
         e->draft.credit += 2 * DRAFT_COST;
         e->draft.row++;
     } else {
-        e->draft.n = draft(e, count, e->draft.n && e->draft.row == e->draft.n);
-        e->draft.row = 0;
+        draft(e, count);
         if (!run_draft(e)) return NULL;
     }
     cached->n++;
@@ -2154,13 +2142,13 @@ static float *advance(Engine *e, int id, int count) {
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters that
-// are not `allowed` become U+FFFD, and so does a carriage return that no newline follows.
-static void add_printable(Buffer *out, Bytes text, const char *allowed) {
+// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters become
+// U+FFFD. Of those that make lines and columns, an answer keeps some: \n, \r\n and \t.
+static void add_printable(Buffer *out, Bytes text, bool answer) {
     for (size_t at = 0; at < text.n;) {
         const Char c = code_point_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
-        const bool kept = c.c && c.c < ' ' && strchr(allowed, c.c) && (c.c != '\r' || crlf);
+        const bool kept = answer && (c.c == '\n' || c.c == '\t' || crlf);
         const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c));
         buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
@@ -2174,14 +2162,13 @@ static void report(const char *fmt, ...) {
     Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
     va_list args;
     va_start(args, fmt);
-    const int n = min_int(vsnprintf(text, sizeof(text), fmt, args), sizeof(text) - 1);
+    const size_t n = min_size(vsnprintf(text, sizeof(text), fmt, args), sizeof(text) - 1);
     va_end(args);
-    if (n > 2 * HALF + 5) {
-        memcpy(text + HALF, " ... ", 5);
-        memmove(text + HALF + 5, text + n - HALF, HALF + 1);
-    }
+    const bool cut = n > 2 * HALF;
+    add_printable(&shown, (Bytes){(uint8_t *)text, cut ? HALF : n}, false);
+    if (cut) buffer_add(&shown, bytes(" ... "));
+    if (cut) add_printable(&shown, bytes(text + n - HALF), false);
     progress_end();
-    add_printable(&shown, bytes(text), "");
     fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
 }
 
@@ -2203,7 +2190,6 @@ static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the star
 struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
-    bool dim;       // thinking is dimmed there
     bool thinking;
     bool began;     // false from the end of thinking until a character other than a newline
     Buffer *to;     // of a list: the answer goes there, its thinking nowhere; NULL: to stdout
@@ -2218,12 +2204,12 @@ struct Writer {
 static size_t unfinished(Bytes text, bool terminal) {
     if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
-        for (int rest = 0x80; rest <= 0xBF; rest += 0x3F) {  // the least and the greatest bytes
-            uint8_t u[4] = {rest, rest, rest, rest};
-            memcpy(u, text.p + text.n - n, n);
-            const Char c = code_point_at((Bytes){u, 4}, 0);
-            if (c.c < BAD_BYTE && c.n > (int)n) return n;
-        }
+        const uint8_t *last = text.p + text.n - n;
+        const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // after E0 and F0, 0x80 would be overlong
+        uint8_t u[4] = {rest, rest, rest, rest};
+        memcpy(u, last, n);
+        const Char c = code_point_at((Bytes){u, 4}, 0);
+        if (c.c < BAD_BYTE && c.n > (int)n) return n;
     }
     return 0;
 }
@@ -2231,29 +2217,27 @@ static size_t unfinished(Bytes text, bool terminal) {
 // Writes what is held, except its last `keep` bytes. For a terminal, each piece is dimmed by
 // itself, in one write: no signal can leave the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
-    Bytes text = {out->held.p, out->held.n - keep};
-    const bool aside = out->thinking && !out->terminal;  // to stderr, or of a list nowhere
-    const bool dim = out->thinking && out->dim;
-    if (text.n && (out->terminal || (aside && !out->to))) {
-        Buffer *shown = &out->shown;
-        shown->n = 0;
-        if (dim) buffer_add(shown, bytes("\033[2m"));
-        add_printable(shown, text, "\n\r\t");
-        if (dim) buffer_add(shown, bytes("\033[0m"));
-        text = bytes_of(shown);
-    }
-    if (!aside && out->to) buffer_add(out->to, text);
-    else if (!aside) write_stdout(text);
-    else if (!out->to && !quiet) fwrite(text.p, 1, text.n, stderr);
-    buffer_cut(&out->held, out->held.n - keep);
+    const Bytes text = {out->held.p, out->held.n - keep};
+    const char *no_color = getenv("NO_COLOR");
+    const bool dim = out->terminal && out->thinking && !(no_color && *no_color);
+    Buffer *shown = &out->shown;
+    if (text.n == 0) return;
+    shown->n = 0;
+    if (dim) buffer_add(shown, bytes("\033[2m"));
+    add_printable(shown, text, true);
+    if (dim) buffer_add(shown, bytes("\033[0m"));
+    if (out->terminal) write_stdout(bytes_of(shown));
+    else if (out->thinking && !out->to && !quiet) fwrite(shown->p, 1, shown->n, stderr);
+    else if (!out->thinking && out->to) buffer_add(out->to, text);
+    else if (!out->thinking) write_stdout(text);
+    buffer_cut(&out->held, text.n);
 }
 
 static void writer_thinks(Writer *out, bool thinking) {
     if (!out->chat || out->thinking == thinking) return;
+    if (!thinking && !out->terminal) buffer_add(&out->held, bytes("\n"));
     writer_flush(out, 0);
-    if (!thinking && !out->terminal && !out->to && !quiet) fputc('\n', stderr);
-    out->thinking = thinking;
-    out->began = thinking;
+    out->thinking = out->began = thinking;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
@@ -2282,8 +2266,8 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
 }
 
 static void writer_end(Writer *out) {
-    writer_flush(out, 0);
     writer_thinks(out, false);
+    writer_flush(out, 0);
     out->began = true;
     if (!out->to && (out->chat || out->terminal)) write_stdout(bytes("\n"));
 }
@@ -2291,9 +2275,7 @@ static void writer_end(Writer *out) {
 // ------------------------------------------------------------------------------------------------
 // Conversation: a prompt and its answer, turns that fit into the context, messages from a terminal
 
-static const char *const mode_names[] = {
-    [CHAT] = "chat", [GENERATE] = "generate", [TOKENIZE] = "tokenize",
-    [PERPLEXITY] = "perplexity", [EMBED] = "embed"};
+static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
 
 typedef struct {  // as given on the command line
     const char *model, *text, *file, *system, *stop;  // NULL: not given
@@ -2308,16 +2290,6 @@ typedef struct {  // as given on the command line
 
 static bool is_list(const Options *o) { return o->list || o->json_list; }
 
-typedef struct {    // of a file
-    int fd;
-    const char *name;
-    Buffer data;    // bytes that were read
-    size_t end;     // the end of the last line
-    size_t seen;    // there is no newline from there up to here
-    bool skipping;  // this line has 2 GB or more, and was dropped up to here
-    bool too_long;  // the last line was such a one: this is just its end
-} Lines;
-
 typedef struct {
     Options options;
     Engine engine;
@@ -2327,8 +2299,8 @@ typedef struct {
     bool noticed;     // the notices have been given
     bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
-    Buffer input;     // the prompt, or the message being typed
-    Lines typed;      // of stdin
+    Buffer input;     // the prompt's text, or the message being typed
+    Ids prompt;
 } App;
 
 // Does the prompt itself open the thinking?
@@ -2337,13 +2309,20 @@ static bool begins_thinking(const App *app) {
     return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
-// Notices wait until the last check has passed, so that an error message stands alone.
+// What stderr says before the model runs: the prompt's ids, and the first time the notices, which
+// wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
-    if (app->noticed) return;
-    app->noticed = true;
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
     const bool chat = app->mode == CHAT, thinks = app->think || begins_thinking(app);
+    const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
+    if (o->verbose && app->mode != TOKENIZE && app->prompt.n) {
+        fputs("prompt ids:", stderr);
+        for (size_t i = 0; i < app->prompt.n; i++) fprintf(stderr, " %d", app->prompt.p[i]);
+        fputc('\n', stderr);
+    }
+    if (app->noticed) return;
+    app->noticed = true;
     if (!tok->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
@@ -2356,18 +2335,8 @@ static void give_notices(App *app) {
     if (app->mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
     if (chat && thinks && app->engine.answer.sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
-    const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
     if (!reads_stdin && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
-}
-
-// What stderr says before the model runs
-static void announce(App *app, const Ids *ids) {
-    give_notices(app);
-    if (!app->options.verbose || app->mode == TOKENIZE) return;
-    fputs("prompt ids:", stderr);
-    for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
-    fputc('\n', stderr);
 }
 
 // Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
@@ -2383,31 +2352,18 @@ static bool check_length(const App *app, const char *where, size_t tokens) {
     return tokens >= least && tokens <= most;
 }
 
-// After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
-// was written in part, the bytes that were written become the message's text.
-static void cut_answer(const App *app, Message *answer) {
-    const Tokenizer *tok = &app->engine.tokenizer;
-    for (size_t cut = app->writer.cut; cut > 0;) {
-        const int id = answer->ids.p[--answer->ids.n];
-        const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        const size_t lost = min_size(cut, text.n);
-        if (lost < text.n) buffer_add(&answer->text, (Bytes){text.p, text.n - lost});
-        cut -= lost;
-    }
-}
-
-// Runs a prompt and writes its answer; then notices and statistics. message: empty, gets the answer
-static void respond(App *app, const Ids *prompt, Message *message) {
+// Runs the prompt and writes its answer; then notices and statistics. message: empty, gets what was
+// written: if -x ended the answer, the tokens of which nothing was written are taken back, and the
+// beginning of one that was written in part becomes the message's text.
+static void respond(App *app, Message *message) {
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
+    const Tokenizer *tok = &e->tokenizer;
     const int seq_len = e->model.state.seq_len;
-    app->writer.cut = 0;
     const double start = now();
-    const bool ran = prefill(e, prompt);
+    const bool ran = prefill(e, &app->prompt);
     const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
-    // Decoding allocates nothing: there is room for every answer.
-    answer->p = grow(answer->p, &answer->cap, 0, seq_len + 1, sizeof(int));
     const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
     const double end = now();
     const char *where = app->writer.thinking ? " inside its thinking" : "";
@@ -2422,7 +2378,12 @@ static void respond(App *app, const Ids *prompt, Message *message) {
                 "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
                 done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
                 (unsigned long long)app->options.seed);
-    cut_answer(app, message);
+    for (size_t lost, *cut = &app->writer.cut; *cut > 0; *cut -= lost) {
+        const int id = answer->p[--answer->n];
+        const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
+        lost = min_size(*cut, text.n);
+        buffer_add(&message->text, (Bytes){text.p, text.n - lost});
+    }
 }
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
@@ -2433,66 +2394,51 @@ static Message *conversation_add(Conversation *talk, int role, Bytes text) {
     return message;
 }
 
-static void message_free(const Message *message) {
-    free(message->text.p);
-    free(message->ids.p);
-}
-
-// Removes `count` messages from number `first` on.
-static void conversation_drop(Conversation *talk, size_t first, size_t count) {
-    if (count == 0) return;  // so that talk->p is not NULL
-    for (size_t i = first; i < first + count; i++) message_free(&talk->p[i]);
-    memmove(talk->p + first, talk->p + first + count, (talk->n - first - count) * sizeof(Message));
-    talk->n -= count;
-}
-
-// Renders the conversation. If that leaves no room for an answer, the older half of the turns is
-// forgotten, again until there is room or only the last message is left (and the system message).
-// If even that is too long, nothing is forgotten.
-static void fit_conversation(App *app, Ids *ids) {
-    Conversation *talk = &app->conversation;
-    const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
-    size_t room = context / 4, first = system;
-    if (app->options.n >= 0 && (size_t)app->options.n < room) room = app->options.n;
-    for (;; first += (talk->n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
-        render(&app->engine.tokenizer, talk, first, app->think, ids);
-        if (ids->n + room <= context || first == talk->n - 1 || interrupted) break;
+// Removes messages first .. end - 1.
+static void conversation_drop(Conversation *talk, size_t first, size_t end) {
+    for (size_t i = first; i < end; i++) {
+        free(talk->p[i].text.p);
+        free(talk->p[i].ids.p);
     }
-    if (interrupted || ids->n > context) return;
-    if (first > system)
+    for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
+    talk->n -= end - first;
+}
+
+// Answers the conversation's last message. If the prompt leaves no room for an answer, the older
+// half of the turns is forgotten, again until there is room or only the last message is left (and
+// the system message). If even that is too long, nothing is forgotten. If there is no answer then,
+// or as Ctrl-C came first, the message is taken back.
+static void answer_last(App *app) {
+    Conversation *talk = &app->conversation;
+    const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
+    const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
+    size_t first = system;
+    for (;; first += (talk->n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
+        render(&app->engine.tokenizer, talk, first, app->think, &app->prompt);
+        if (app->prompt.n + room <= context || first == talk->n - 1 || interrupted) break;
+    }
+    const bool fits = !interrupted && check_length(app, "prompt", app->prompt.n);
+    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
+    if (fits && first > system) {
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
-    conversation_drop(talk, system, first - system);
-}
-
-// Answers the conversation's last message. False: there is no answer, as the conversation is too
-// long or Ctrl-C came first.
-static bool answer_last(App *app) {
-    Conversation *talk = &app->conversation;
-    Ids ids = {0};
-    fit_conversation(app, &ids);
-    const bool fits = !interrupted && check_length(app, "prompt", ids.n);
-    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
+        conversation_drop(talk, system, first);
+    }
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
     if (fits) {
-        announce(app, &ids);
+        give_notices(app);
         writer_thinks(&app->writer, begins_thinking(app));
-        respond(app, &ids, answer);
+        respond(app, answer);
     }
-    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
-    if (!answered) conversation_drop(talk, talk->n - 1, 1);
-    free(ids.p);
-    return answered;
-}
-
-// A user's message and the model's answer to it. Without an answer, the message is taken back.
-static void chat_turn(App *app, Bytes text) {
-    Conversation *talk = &app->conversation;
-    conversation_add(talk, USER, text);
-    if (answer_last(app)) return;
+    if (answer->ids.n > 0 || (fits && !interrupted)) return;
     if (interrupted && app->dialogue)
         notice("chat: stopped before its answer, the message is taken back");
-    conversation_drop(talk, talk->n - 1, 1);
+    conversation_drop(talk, talk->n - 2, talk->n);
+}
+
+static void chat_turn(App *app, Bytes text) {
+    conversation_add(&app->conversation, USER, text);
+    answer_last(app);
 }
 
 // Without one final newline, \n or \r\n
@@ -2501,60 +2447,72 @@ static Bytes chop(Bytes text) {
     return text;
 }
 
-typedef enum { A_LINE, NO_LINE, LATER } Found;
+enum { MOST_BYTES = INT_MAX - (1 << 17) };  // of a text: just below 2 GB
 
-// The next line, with its newline. NO_LINE: the end of input, or Ctrl-C. LATER: more has to come
-// first, and the caller does not wait.
-static Found next_line(Lines *in, Bytes *line, bool wait) {
+typedef struct {   // of a file
+    int fd;
+    const char *name;
+    Buffer data;   // bytes that were read
+    size_t end;    // of the last line
+} Lines;
+
+// The next line, with its newline. One that is too long loses its end, but is still longer than
+// MOST_BYTES. An empty one: more has to come first, and the caller does not wait. False: the end of
+// input, or Ctrl-C.
+static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
-    bool ended = false;
-    for (;;) {
-        data->p = grow(data->p, &data->cap, data->n, 65536, 1);
-        const uint8_t *newline = memchr(data->p + in->seen, '\n', data->n - in->seen);
-        in->seen = newline ? (size_t)(newline - data->p) + 1 : data->n;
-        *line = (Bytes){data->p + in->end, in->seen - in->end};
-        if (newline || (ended && (line->n || in->skipping))) {
-            in->end = in->seen;
-            in->too_long = in->skipping;
-            in->skipping = false;
-            return A_LINE;
-        }
-        if (ended) return NO_LINE;
-        if (!wait && !input_ready(in->fd)) return LATER;
-        if (line->n > INT_MAX - 65536) in->skipping = true, in->end = in->seen;
+    const uint8_t *newline = NULL;
+    ssize_t got = 1;
+    *line = (Bytes){0};
+    data->p = grow(data->p, &data->cap, data->n, 1, 1);  // not NULL
+    for (size_t seen = in->end; got > 0; got = interrupted ? -1 : read_more(in->fd, data)) {
+        newline = memchr(data->p + seen, '\n', data->n - seen);
+        if (newline) break;
+        if (!wait && !input_ready(in->fd)) return true;
         buffer_cut(data, in->end);
-        in->seen -= in->end;
         in->end = 0;
-        const ssize_t got = interrupted ? -1 : read_more(in->fd, data);
-        if (interrupted) in->end = in->seen;  // what was typed before it is gone
-        if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
-        if (got < 0) return NO_LINE;
-        ended = got == 0;
+        seen = data->n = min_size(data->n, MOST_BYTES + 3);  // three more: see chop
+    }
+    if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
+    if (got < 0) return false;
+    const size_t end = newline ? (size_t)(newline - data->p) + 1 : data->n;
+    *line = (Bytes){data->p + in->end, end - in->end};
+    in->end = end;
+    return line->n > 0;
+}
+
+// A scripted conversation: each line of stdin is a turn.
+static void run_script(App *app) {
+    Lines in = {.fd = STDIN_FILENO, .name = "stdin"};
+    for (Bytes line; !interrupted && next_line(&in, &line, true);) {
+        if (line.n > MOST_BYTES) die("stdin: a line is too long, expected less than 2 GB");
+        chat_turn(app, chop(line));
     }
 }
 
-// A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste,
-// which waits for Enter: at the end of its last line, or, if that line had a newline already, on
-// the empty line after it. False: the end of input, or Ctrl-C.
+// A message typed or pasted at a terminal, into app->input. It reads a line at a time. Lines that
+// arrive together are a paste, which waits for Enter: at the end of its last line, or, if that line
+// had a newline already, on the empty line after it. False: the end of input, or Ctrl-C.
 static bool read_message(App *app) {
     Buffer *message = &app->input;
-    Bytes line;
     bool cut = false;
     message->n = 0;
     fputs("> ", stderr);
-    for (Waiting before = NOTHING, after = NOTHING;; before = after) {
-        if (next_line(&app->typed, &line, true) != A_LINE) {
-            if (interrupted || message->n == 0) return false;
-            break;
-        }
-        cut |= chop(line).n >= TERMINAL_LINE;
-        buffer_add(message, line);
-        if (line.p[line.n - 1] != '\n') break;  // the end of input
-        after = app->typed.data.n > app->typed.end ? LINE : input_waits();
-        if (line.n > 1 && line.p[line.n - 2] == '\\') {
-            message->p[--message->n - 1] = '\n';  // without the backslash
+    for (Waiting before, after = NOTHING;;) {
+        const ssize_t got = interrupted ? -1 : read_more(STDIN_FILENO, message);
+        if (got < 0 && !interrupted) die("stdin: %s", strerror(errno));
+        if (got < 0 || message->n == 0) return false;
+        if (got == 0) break;  // the end of input
+        uint8_t *end = message->p + message->n;
+        if (end[-1] != '\n') continue;  // Ctrl-D in the middle of a line
+        cut |= got > TERMINAL_LINE;
+        before = after;
+        after = input_waits();
+        if (message->n > 1 && end[-2] == '\\') {
+            end[-2] = '\n';
+            message->n--;
         } else if (after == NOTHING) {
-            if (line.n == 1) message->n--;  // Enter alone just sends what is there
+            if (got == 1) message->n--;  // Enter alone just sends what is there
             if (before != LINE) break;
             if (!cut) fputs("(Enter sends) ", stderr);
         }
@@ -2570,47 +2528,34 @@ static const char commands[] =
     "/file PATH TEXT  send TEXT and the file, or the file alone\n"
     "/retry           take the last answer back and draw another\n"
     "/clear           forget the conversation, but not the system prompt\n"
-    "/help            show this\n"
     "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
     "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n";
 
-// Takes the last answer back and draws another; if that is stopped before its first token, the old
-// one stays.
-static void retry(App *app) {
-    Conversation *talk = &app->conversation;
-    if (talk->n < 2) {
-        notice("/retry: there is no answer yet");
-    } else if (app->engine.answer.sampler.temperature == 0) {
-        notice("/retry: -t 0 would draw the same answer again");
-    } else {
-        const Message old = talk->p[--talk->n];
-        if (answer_last(app)) message_free(&old);
-        else talk->p[talk->n++] = old;
-    }
+// Cuts the first word off a text, and the spaces after it. It ends at a space, or is quoted, as by
+// many terminals into which a file is dropped.
+static Bytes take_word(Bytes *text) {
+    const bool quoted = text->n && (*text->p == '"' || *text->p == '\'');
+    const uint8_t mark = quoted ? *text->p : ' ';
+    *text = bytes_from(*text, quoted);
+    const uint8_t *end = memchr(text->p, mark, text->n);
+    const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
+    *text = bytes_from(*text, word.n + (end != NULL));
+    while (text->n && *text->p == ' ') *text = bytes_from(*text, 1);
+    return word;
 }
 
-static Bytes skip_spaces(Bytes text) {
-    while (text.n && *text.p == ' ') text = bytes_from(text, 1);
-    return text;
-}
-
-// Sends "PATH TEXT" as TEXT, an empty line and the file's text. PATH ends at a space, or is quoted,
-// as by many terminals into which a file is dropped; ~/ is $HOME.
-static void send_file(App *app, Bytes words) {
-    words = skip_spaces(words);
-    const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
-    const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
-    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
-    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
-    const int n = (int)((end ? end : last) - name);
+// Sends "PATH TEXT" as TEXT, an empty line and the file's text. In PATH, ~/ is $HOME.
+static void send_file(App *app, Bytes text) {
+    const Bytes name = take_word(&text);
+    const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
+    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
+             (const char *)name.p + tilde);
     Buffer message = {0};
-    const size_t rest = end ? (size_t)(end + 1 - words.p) : words.n;
-    buffer_add(&message, skip_spaces(bytes_from(words, rest)));
-    if (message.n) buffer_add(&message, bytes("\n\n"));
+    buffer_add(&message, text);
+    if (text.n) buffer_add(&message, bytes("\n\n"));
     const size_t before = message.n;
     const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
@@ -2622,36 +2567,40 @@ static void send_file(App *app, Bytes words) {
     free(message.p);
 }
 
+static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
+
 // Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
 // and letters, only /think is a message. (The model's other switch, /no_think, is not letters
 // alone.) False: it ends the program.
-static bool run_message(App *app, Bytes text) {
-    Bytes line = text;
+static bool run_message(App *app) {
+    Conversation *talk = &app->conversation;
+    const Bytes text = bytes_of(&app->input);
+    Bytes rest = text, word = take_word(&rest);
     size_t letters = 1;
-    while (line.n && line.p[line.n - 1] == ' ') line.n--;
-    while (letters < line.n && isalpha(line.p[letters])) letters++;
-    static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
-    for (int i = 0; i < 5; i++) {
-        if (bytes_equal(line, bytes(leaving[i]))) return false;
-    }
+    if (word.p != text.p) word.n = 0;  // in quotes it is no command
+    while (letters < word.n && isalpha(word.p[letters])) letters++;
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    } else if (memchr(text.p, '\n', text.n)) {
+    } else if (is(word, "/file") && !memchr(text.p, '\n', text.n)) {
+        send_file(app, rest);
+    } else if (rest.n) {
         chat_turn(app, text);
-    } else if (bytes_equal(line, bytes("/help"))) {
+    } else if (is(word, "/help")) {
         fputs(commands, stderr);
-    } else if (bytes_equal(line, bytes("/retry"))) {
-        retry(app);
-    } else if (bytes_equal(line, bytes("/clear"))) {
-        Conversation *talk = &app->conversation;
-        const size_t system = talk->n && talk->p[0].role == SYSTEM;
-        conversation_drop(talk, system, talk->n - system);
-    } else if (bytes_equal(line, bytes("/file")) ||
-               (text.n > 5 && memcmp(text.p, "/file ", 6) == 0)) {
-        send_file(app, bytes_from(text, text.n > 5 ? 6 : 5));
-    } else if (line.n > 1 && *line.p == '/' && letters == line.n &&
-               !bytes_equal(line, bytes("/think"))) {
-        report("%.*s: no such command, /help shows them", (int)line.n, line.p);
+    } else if (is(word, "/retry") && talk->n < 2) {
+        notice("/retry: there is no answer yet");
+    } else if (is(word, "/retry") && app->engine.answer.sampler.temperature == 0) {
+        notice("/retry: -t 0 would draw the same answer again");
+    } else if (is(word, "/retry")) {
+        conversation_drop(talk, talk->n - 1, talk->n);
+        answer_last(app);
+    } else if (is(word, "/clear")) {
+        conversation_drop(talk, app->options.system != NULL, talk->n);
+    } else if (is(word, "/bye") || is(word, "/exit") || is(word, "/quit") || is(word, "exit") ||
+               is(word, "quit")) {
+        return false;
+    } else if (word.n > 1 && *word.p == '/' && letters == word.n && !is(word, "/think")) {
+        report("%.*s: no such command, /help shows them", (int)word.n, word.p);
     } else {
         chat_turn(app, text);
     }
@@ -2659,37 +2608,23 @@ static bool run_message(App *app, Bytes text) {
 }
 
 // A conversation at a terminal
-static int run_dialogue(App *app) {
+static void run_dialogue(App *app) {
     const char *thinking = app->think ? "on" : begins_thinking(app) ? "always" : "off";
-    bool warned = false;
     app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
            app->engine.model.state.seq_len, thinking);
-    for (;; interrupted = 0) {
+    for (bool warned = false;; interrupted = 0) {
         if (!read_message(app)) {
             fputc('\n', stderr);
-            if (!interrupted) return EXIT_SUCCESS;
-            if (warned) return EXIT_INTERRUPT;
-            warned = true;
+            if (!interrupted || warned) return;
             notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
+            warned = true;
         } else if (app->input.n > 0) {
             warned = false;
-            if (!run_message(app, bytes_of(&app->input))) return EXIT_SUCCESS;
+            if (!run_message(app)) return;
         }
     }
-}
-
-// A conversation with stdin: a terminal, or a script of one turn a line
-static int run_conversation(App *app) {
-    Bytes line;
-    app->typed.name = "stdin";
-    if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
-    while (!interrupted && next_line(&app->typed, &line, true) == A_LINE) {
-        if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
-        chat_turn(app, chop(line));
-    }
-    return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2729,20 +2664,19 @@ static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
     const State *s = &e->model.state;
     const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
     double sum = 0;
-    float *logits = NULL;
-    for (int at = 0, count; at < n && !interrupted; at += count) {
+    for (int at = 0, count; at < n; at += count) {
         const int pos = at % (s->seq_len - 1);
         count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
-        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) break;
+        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) return false;
         for (int i = 0; i < count; i++) {
             const int row = i % s->logit_rows;
-            if (row == 0) logits = classify(&e->model, i, min_int(s->logit_rows, count - i));
-            sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
+            if (row == 0) classify(&e->model, i, min_int(s->logit_rows, count - i));
+            float *logits = s->logits + (size_t)row * vocab_size;
+            sum += surprise(logits, vocab_size, ids->p[at + i + 1]);
         }
     }
-    if (!interrupted)
-        buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
-    return !interrupted && isfinite(sum);
+    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
+    return isfinite(sum);
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2751,13 +2685,11 @@ static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)row * c->dim;
     const float *x = m->state.x + (size_t)row * c->dim;
-    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
     double squares = 0;
+    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
     for (int i = 0; i < c->dim; i++) squares += (double)h[i] * h[i];
-    double length = fmax(sqrt(squares), 1e-12);
-    for (int i = 0; i < c->dim && isfinite(squares); i++) {
-        buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
-    }
+    const double length = fmax(sqrt(squares), 1e-12);
+    for (int i = 0; i < c->dim; i++) buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
     buffer_add(line, bytes("]\n"));
     return isfinite(squares);
 }
@@ -2771,40 +2703,30 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 // Every mode but chat
 static void run_raw(App *app, Bytes text) {
     Engine *e = &app->engine;
-    const int context = e->model.state.seq_len;
-    Ids ids = {0};
-    Message answer = {0};
+    const Ids *ids = &app->prompt;
+    const size_t context = e->model.state.seq_len;
     Buffer lines = {0};
-    encode_text(app, text, &ids);
-    if (interrupted) {
-        free(ids.p);
-        return;
-    }
-    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids.n)) exit(EXIT_FAILURE);
-    announce(app, &ids);
-    if (app->mode == GENERATE) {
-        respond(app, &ids, &answer);
-    } else if (app->mode == EMBED) {
-        if (prefill(e, &ids) && !buffer_add_embedding(&lines, &e->model, 0)) die(BAD_VECTOR);
-    } else if (app->mode == PERPLEXITY) {
-        if (ids.n > (size_t)context)
-            notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
-        progress_start(&e->model, ids.n - 1);
-        const bool good = buffer_add_perplexity(&lines, e, &ids);
+    encode_text(app, text, &app->prompt);
+    if (interrupted) return;
+    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids->n)) exit(EXIT_FAILURE);
+    give_notices(app);
+    if (app->mode == GENERATE) respond(app, &(Message){0});
+    if (app->mode == EMBED && prefill(e, ids) && !buffer_add_embedding(&lines, &e->model, 0))
+        die(BAD_VECTOR);
+    if (app->mode == PERPLEXITY) {
+        if (ids->n > context)
+            notice("text: %zu tokens are scored in pieces of %zu (-c)", ids->n, context);
+        progress_start(&e->model, ids->n - 1);
+        const bool good = buffer_add_perplexity(&lines, e, ids);
         progress_end();
         if (!good && !interrupted) die(NOT_FINITE);
-    } else if (!app->options.verbose) {
-        buffer_add_ids(&lines, &ids);
-    } else {
-        for (size_t i = 0; i < ids.n; i++) {
-            buffer_print(&lines, "%d ", ids.p[i]);
-            buffer_add_json(&lines, e->tokenizer.text[ids.p[i]]);
-        }
+    }
+    if (app->mode == TOKENIZE && !app->options.verbose) buffer_add_ids(&lines, ids);
+    for (size_t i = 0; app->mode == TOKENIZE && app->options.verbose && i < ids->n; i++) {
+        buffer_print(&lines, "%d ", ids->p[i]);
+        buffer_add_json(&lines, e->tokenizer.text[ids->p[i]]);
     }
     write_stdout(bytes_of(&lines));
-    free(lines.p);
-    free(ids.p);
-    message_free(&answer);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2815,9 +2737,6 @@ typedef struct {
     Bytes rest;            // what has not been read
     const char *expected;  // what was not found there: after an error nothing is taken any more
     Buffer text;           // the last string
-    Conversation *talk;    // gets the messages
-    bool first;            // there is no message yet, but perhaps that of -y
-    bool has_content;      // the last message
 } Json;
 
 static void json_need(Json *j, bool taken, const char *what) {
@@ -2831,121 +2750,114 @@ static bool json_take(Json *j, const char *word) {
     return true;
 }
 
-static bool json_token(Json *j, const char *word) {  // the same, after white space
-    while (json_take(j, " ") || json_take(j, "\t") || json_take(j, "\r") || json_take(j, "\n")) {}
+static bool json_any(Json *j, const char *set) {  // one or more bytes of a set
+    const size_t before = j->rest.n;
+    while (!j->expected && j->rest.n && memchr(set, *j->rest.p, strlen(set)))
+        j->rest = bytes_from(j->rest, 1);
+    return j->rest.n < before;
+}
+
+static bool json_token(Json *j, const char *word) {  // perhaps after white space
+    json_any(j, " \t\r\n");
     return json_take(j, word);
 }
 
-static int json_unit(Json *j) {  // \uXXXX, or -1
-    char digits[5] = {0};
-    if (j->rest.n < 6 || memcmp(j->rest.p, "\\u", 2) != 0) return -1;
-    memcpy(digits, j->rest.p + 2, 4);
-    if (strspn(digits, "0123456789abcdefABCDEF") != 4) return -1;
-    j->rest = bytes_from(j->rest, 6);
-    return (int)strtol(digits, NULL, 16);
-}
-
-static void json_escape(Json *j) {
+// What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
+static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    const char *name = j->rest.n > 1 ? memchr(names, j->rest.p[1], 8) : NULL;
-    int c = name ? meant[name - names] : json_unit(j);
-    if (name) j->rest = bytes_from(j->rest, 2);
-    json_need(j, c >= 0, "an escape, such as \\n or \\u00e9");
-    const Bytes after = j->rest;
-    const int low = c >= 0xD800 && c < 0xDC00 ? json_unit(j) : -1;  // a character in two halves
-    if (low >= 0xDC00 && low < 0xE000) c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
-    else j->rest = after;
-    add_char(&j->text, c < 0 || (c >= 0xD800 && c < 0xE000) ? 0xFFFD : c);
+    const bool escape = json_take(j, "\\"), unit = escape && json_take(j, "u");
+    const uint8_t c = j->rest.n ? *j->rest.p : 0;
+    const char *name = escape ? memchr(names, c, sizeof(names) - 1) : NULL;
+    char hex[5] = "";
+    if (unit) memcpy(hex, j->rest.p, min_size(j->rest.n, 4));
+    const bool good = unit ? strspn(hex, "0123456789abcdefABCDEF") == 4
+                      : escape ? name != NULL : c >= ' ';
+    json_need(j, good, "a string's character, or an escape as in \\n or \\u00e9");
+    if (good) j->rest = bytes_from(j->rest, unit ? 4 : 1);
+    return unit ? (int)strtol(hex, NULL, 16) : name ? meant[name - names] : BAD_BYTE + c;
 }
 
 static bool json_string(Json *j) {
     if (!json_token(j, "\"")) return false;
     j->text.n = 0;
-    while (!j->expected && !json_take(j, "\"")) {
-        const uint8_t c = j->rest.n ? *j->rest.p : 0;
-        json_need(j, c >= ' ', "the string's next character");
-        if (c == '\\') json_escape(j);
-        else if (c >= ' ') add_char(&j->text, BAD_BYTE + c), j->rest = bytes_from(j->rest, 1);
+    for (int c, before = 0; !j->expected && !json_take(j, "\""); before = c) {
+        c = json_char(j);
+        if (before >= 0xD800 && before < 0xDC00 && c >= 0xDC00 && c < 0xE000) {
+            c += 0x10000 + ((before - 0xD800) << 10) - 0xDC00;
+            j->text.n -= 3;  // the first half, which was alone
+        }
+        add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
     }
     return true;
 }
 
-static bool json_digits(Json *j) {
-    const size_t before = j->rest.n;
-    while (j->rest.n && isdigit(*j->rest.p)) j->rest = bytes_from(j->rest, 1);
-    return j->rest.n < before;
-}
-
 static bool json_number(Json *j) {
+    static const char digits[] = "0123456789";
     json_take(j, "-");
-    if (!json_take(j, "0") && !json_digits(j)) return false;
-    if (json_take(j, ".") && !json_digits(j)) return false;
+    if (!json_take(j, "0") && !json_any(j, digits)) return false;
+    if (json_take(j, ".") && !json_any(j, digits)) return false;
     if (!json_take(j, "e") && !json_take(j, "E")) return true;
     if (!json_take(j, "+")) json_take(j, "-");
-    return json_digits(j);
+    return json_any(j, digits);
 }
 
-// An object or an array, by its bracket, inside of `depth` others. Of each member of an object, the
-// key is read, and `value` reads what follows.
-static bool json_items(Json *j, const char *bracket, int depth, void (*value)(Json *, int)) {
-    enum { MOST_NESTING = 100 };
-    const bool object = *bracket == '{';
-    const char *end = object ? "}" : "]";
-    if (!json_token(j, bracket)) return false;
-    json_need(j, depth < MOST_NESTING, "at most 100 levels");
-    if (json_token(j, end)) return true;
-    do {
-        json_need(j, !object || json_string(j), "a string");
-        json_need(j, !object || json_token(j, ":"), ":");
-        value(j, depth + 1);
-    } while (json_token(j, ","));
-    json_need(j, json_token(j, end), object ? ", or }" : ", or ]");
-    return true;
+// Goes on to the next value of an array, or of an object, whose key is in j->text then. False: its
+// `end` comes first, and is taken.
+static bool json_next(Json *j, const char *end, bool first) {
+    if (json_token(j, end)) return false;
+    json_need(j, first || json_take(j, ","), *end == '}' ? ", or }" : ", or ]");
+    json_need(j, *end == ']' || (json_string(j) && json_token(j, ":")), "\"KEY\":");
+    return !j->expected;
 }
 
-static void json_value(Json *j, int depth) {
-    json_need(j, json_string(j) || json_items(j, "{", depth, json_value) ||
-                 json_items(j, "[", depth, json_value) || json_take(j, "true") ||
-                 json_take(j, "false") || json_take(j, "null") || json_number(j), "a value");
+// Takes a value, which must be there, inside of `depth` others. Is it a string?
+static bool json_value(Json *j, int depth) {
+    if (json_string(j)) return true;
+    const char *end = json_take(j, "{") ? "}" : json_take(j, "[") ? "]" : NULL;
+    json_need(j, !end || depth < 100, "at most 100 levels");
+    for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
+    json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
+                 json_number(j), "a value");
+    return false;
 }
 
 static bool json_is(const Json *j, const char *text) {
     return bytes_equal(bytes_of(&j->text), bytes(text));
 }
 
-static void json_member(Json *j, int depth) {  // of a message; of equal keys the last one counts
-    Message *message = &j->talk->p[j->talk->n - 1];
-    const bool role = json_is(j, "role"), content = json_is(j, "content");
-    const bool text = json_string(j);  // j->text had the key, now it has the value
-    if (!text) json_value(j, depth);
-    if (role)
-        message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
-                        : json_is(j, "assistant") ? ASSISTANT : -1;
-    if (content) {
-        j->has_content = text;
+// A message, which `talk` gets; returns its role. Of equal keys the last one counts.
+static int json_message(Json *j, Conversation *talk) {
+    Message *message = conversation_add(talk, -1, (Bytes){0});
+    bool has_content = false;
+    json_need(j, json_token(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
+    for (int i = 0; json_next(j, "}", i == 0); i++) {
+        const bool role = json_is(j, "role"), content = json_is(j, "content");
+        const bool text = json_value(j, 2);  // j->text had the key, now it has the value
+        if (role)
+            message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
+                            : json_is(j, "assistant") ? ASSISTANT : -1;
+        if (!content) continue;
+        has_content = text;
         message->text.n = 0;
         buffer_add(&message->text, bytes_of(&j->text));
     }
-}
-
-static void json_message(Json *j, int depth) {
-    const Message *message = conversation_add(j->talk, -1, (Bytes){0});
-    const bool object = json_items(j, "{", depth, json_member);
-    json_need(j, object, "a message, {\"role\": ..., \"content\": ...}");
     json_need(j, message->role >= 0, "a role: system, user or assistant");
-    json_need(j, j->has_content, "a content that is a string");
-    json_need(j, message->role != SYSTEM || j->first, "a system message only at the start");
-    if (message->role == SYSTEM) conversation_drop(j->talk, 0, j->talk->n - 1);  // that of -y
-    j->first = j->has_content = false;
+    json_need(j, has_content, "a content that is a string");
+    return message->role;
 }
 
-// A line: its string is in j->text, or its messages in j->talk.
-static void json_line(Json *j, bool chat) {
-    const bool messages = chat && json_items(j, "[", 0, json_message);
-    const bool asks = !messages || (j->talk->n && j->talk->p[j->talk->n - 1].role == USER);
-    json_need(j, messages || json_string(j),
-              chat ? "a string or an array of messages" : "a string");
-    json_need(j, asks, "a message of the user as the last one");
+// A line: a string, which is in j->text then, or messages, if `talk` is not NULL, which gets them.
+// A system message, which only the first one may be, replaces what was there.
+static void json_line(Json *j, Conversation *talk) {
+    const bool messages = talk && json_token(j, "[");
+    int role = messages ? -1 : USER;
+    for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
+        role = json_message(j, talk);
+        json_need(j, role != SYSTEM || i == 0, "a system message only at the start");
+        if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
+    }
+    json_need(j, messages || json_string(j), talk ? "a string or messages" : "a string");
+    json_need(j, role == USER, "a message of the user as the last one");
     json_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
 }
@@ -2956,8 +2868,8 @@ static void json_line(Json *j, bool chat) {
 // from pass to pass (continuous batching: Orca, OSDI 2022):
 //
 //   admit    While there are places and blocks, the next texts of the list are encoded and begin.
-//   pass     One forward(): the next token of each text that decodes, then as much of the prompts
-//            as fits into -b rows. So a long prompt does not hold up the other texts for long.
+//   pass     One forward(), with a row of each text at least; the first prompts have as many as
+//            fit into -b rows. So a long prompt does not hold up the other texts for long.
 //   sample   Each text whose last token has run draws the next one, with its own random numbers.
 //   write    A line goes out as soon as it and all lines before it are done.
 //
@@ -2966,337 +2878,291 @@ static void json_line(Json *j, bool chat) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like the last one that began, say with the same instruction, shares its blocks: each block counts
-// its users. Of the first block that is not the same to its end the text gets a copy. The text
-// waits until what it shares has run. If the last one that began has ended, it keeps its blocks
-// until the next one begins, so that there is something to share even if all answers are one
-// word. When no block is left, the
-// youngest text gives its blocks back, and later runs again up to the last token that it drew
-// (preemption by recomputation): its answer goes on as if nothing had happened.
+// like another, say with the same instruction, shares its blocks: each block counts its users. Of
+// the first block that is not the same to its end the text gets a copy. A text that has ended keeps
+// its blocks until they or its place are needed, so that there is something to share even if all
+// answers are one word. When no block is left, the youngest text gives its blocks back, and later
+// runs again up to the last token that it drew (preemption by recomputation).
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
-typedef struct {    // a text that runs
+typedef struct {    // for a text
     size_t number;  // of its line, from 0
+    Buffer *line;   // of the output, once it is done
     Ids ids;        // its tokens: the prompt's, then those that were drawn
     Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
     int n_blocks;   // in answer.text.blocks
-    size_t cached;  // tokens that were there when it began
-    bool ended;     // if it still has blocks, the next text may share them
-    int id;         // the last token drawn; -1: what the model gave is not finite
+    Ending ending;  // INTERRUPTED: what the model gave is not finite
     Writer writer;
     Ids drawn;
-    Buffer line;    // the answer so far
+    Buffer text;    // the answer so far, or a vector
 } Place;
 
 typedef struct {
     App *app;
     Lines in;
-    bool ended, failed;    // there are no more lines; a line was an error
-    size_t read, written;  // lines so far
-    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done. They do
-                           // not meet: read - written <= AHEAD
-    size_t ahead;          // bytes of these
-    // active: first those that run, then those that wait for their turn to begin, both in the
-    // list's order, then the free ones, of which the first has been free for the longest time.
+    bool together;          // passes run several texts, as in all modes but tokenize and perplexity
+    bool ended, failed;     // there are no more lines; a line was an error
+    size_t read, written;   // lines so far
+    Buffer lines[AHEAD];    // line i of the output is at i % AHEAD, empty until it is done
+    size_t ahead;           // bytes of these
+    // active: first those that run, then those that wait to begin, both in the list's order, then
+    // the free ones, of which the next line takes the one that has been free for the longest time.
+    // One is always left, so that there is something to share.
     Place places[PLACES + 1], *active[PLACES + 1];
-    int n_places;          // that may be in use; <= -b
-    int n_running;         // that run
-    int n_active;          // that run or wait
-    Place *last;           // the one that began last. A line never gets its place: lines are added
-                           // when no text waits, and then another place was free before it
-    Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
-    int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
-    int *users;            // (State.blocks) texts that have this block
-    int *unused, n_unused; // (State.blocks) those that nobody uses, the next one last
-    Json json;             // a line,
-    Conversation talk;     // and its messages; all modes but chat look at the last one only
-    size_t longest;        // no text of seq_len tokens has more bytes
+    int n_places, n_running, n_active;  // that may be in use (<= -b); that run; that run or wait
+    Place *ready[PLACES];   // those whose last token has run; row i of x is that of ready[i]
+    int n_ready;
+    int *users, n_unused;   // (State.blocks) texts that have this block; blocks that nobody has
+    char where[640];        // the line that was read last, for messages
+    Json json;
+    Conversation talk;      // its messages, or its text as one message
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
-    size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
-    size_t pieces;         // texts that are scored in pieces
-    double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
+    size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
+    size_t pieces;          // texts that are scored in pieces
+    double start, size, consumed;  // the time; bytes of the file, if known; of its lines so far
 } List;
 
-// The lines of the output
-
-static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD]; }
-
-static const char *where(const List *l, size_t number) {  // for messages
-    static char text[640];
-    snprintf(text, sizeof(text), "%.600s: line %zu", l->in.name, number + 1);
-    return text;
-}
-
-// A line is done: it is there, or what is wrong with its text has been said.
-static void line_done(List *l, size_t number, bool good) {
-    Buffer *line = line_of(l, number);
+// A line is there, or what is wrong with its text has been said. Writes it and those after it that
+// are done, if all before it are written.
+static void line_done(List *l, Buffer *line, bool good) {
     if (!good) line->n = 0, buffer_add(line, bytes("null\n"));
     l->failed |= !good;
     l->ahead += line->n;
-}
-
-static void write_lines(List *l) {
-    for (Buffer *line; (line = line_of(l, l->written))->n && !interrupted; l->written++) {
+    for (; (line = &l->lines[l->written % AHEAD])->n && !interrupted; l->written++) {
         if (l->app->writer.terminal) progress_end();
         write_stdout(bytes_of(line));
         l->ahead -= line->n;
         free(line->p);
         *line = (Buffer){0};
     }
-    const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
-    progress_show(l->start, l->written, all, "texts", l->rows);
 }
 
-// The pool of blocks
-
-// A text has at most seq_len tokens (check_length, answer_add), so p->answer.text.blocks has room.
-static void take_block(List *l, Place *p, int block) {
-    l->users[block]++;
+static void take_block(List *l, Place *p, int block) {  // -1: the first that nobody has
+    if (block < 0) while (l->users[++block]) {}
+    l->n_unused -= l->users[block]++ == 0;
     p->answer.text.blocks[p->n_blocks++] = block;
 }
 
-// Takes all blocks from a text, which is done or has to begin again.
 static void drop_blocks(List *l, Place *p) {
     while (p->n_blocks > 0) {
         const int block = p->answer.text.blocks[--p->n_blocks];
-        if (--l->users[block] == 0) l->unused[l->n_unused++] = block;
+        l->n_unused += --l->users[block] == 0;
     }
     p->answer.text.ids.n = 0;
 }
 
-// The first text that waits gets the blocks for its tokens so far. Those that it shares count as
-// having run; its last token always runs, as that makes the first logits. False: it waits until
-// what it shares has run (less than a block is not worth waiting), or for blocks: beside those, one
-// is left for each text that runs, so that none has to give its blocks back at once.
+// Are there so many blocks that nobody has, once free places have lost theirs?
+static bool find_blocks(List *l, int n) {
+    for (int i = l->n_active; i <= l->n_places && l->n_unused < n; i++)
+        drop_blocks(l, l->active[i]);
+    return l->n_unused >= n;
+}
+
+// The first text that waits gets the blocks for its tokens so far. Those that it shares with the
+// text most like it count as having run; its last token always runs, as that makes the first
+// logits. False: it waits until what it could share has run (less than a block is not worth
+// waiting), or for blocks: beside its own, one is left for each text that runs, so that none has to
+// give its blocks back at once. If no text runs, all blocks are there, and any text begins.
 static bool begin(List *l) {
-    Place *p = l->active[l->n_running], *last = l->last;
+    Place *p = l->active[l->n_running], *like = p;
     const Ids *ids = &p->ids;
-    int *blocks = p->answer.text.blocks, *theirs = last->answer.text.blocks;
-    const int len = l->app->engine.model.state.block_len, n_blocks = ((int)ids->n + len - 1) / len;
-    const size_t run = last->answer.text.ids.n;
+    const size_t len = l->app->engine.model.state.block_len;
+    const int n_blocks = (int)((ids->n + len - 1) / len);
     size_t same = 0;
-    while (last->n_blocks && same + 1 < ids->n && same < last->ids.n &&
-           ids->p[same] == last->ids.p[same])
-        same++;
+    for (Place *other = l->places; other <= l->places + l->n_places; other++) {
+        size_t n = 0;
+        while (other->n_blocks && n + 1 < ids->n && n < other->ids.n &&
+               ids->p[n] == other->ids.p[n])
+            n++;
+        if (n > same) same = n, like = other;
+    }
+    const size_t run = like->answer.text.ids.n;  // a text that does not run any more has run all
     if (same >= run + len) return false;
     if (same > run) same = run;
-    const int spare = l->n_running + 1;
-    if (n_blocks - (int)same / len + spare > l->n_unused) {
-        if (l->n_running && (!last->ended || same >= (size_t)len)) return false;
-        drop_blocks(l, last);  // if no text runs, all are unused now: room for any text
-        same = 0;
-        if (l->n_running && n_blocks + spare > l->n_unused) return false;
+    const int *theirs = like->answer.text.blocks, whole = (int)(same / len);
+    for (int i = 0; i < whole; i++) take_block(l, p, theirs[i]);
+    if (!find_blocks(l, n_blocks - whole + l->n_running + 1) && l->n_running) {
+        drop_blocks(l, p);
+        return false;
     }
-    for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
-    while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
-    if (same % len) cache_copy(&l->app->engine.model, blocks[same / len], theirs[same / len]);
-    l->cached += same - p->cached;  // of a text that begins again, only this time counts
-    p->answer.text.ids.n = p->cached = same;
-    if (last->ended) drop_blocks(l, last);
-    l->last = p;
+    while (p->n_blocks < n_blocks) take_block(l, p, -1);
+    // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
+    if (same % len)
+        cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
+    l->prompts += ids->n;
+    l->cached += same;
+    p->answer.text.ids.n = same;
     l->n_running++;
     return true;
 }
 
-// Makes sure that there is a block for a text's next token, by preemption if need be. False: it was
-// the youngest one. That never happens to a text that runs alone, as all blocks are its own then.
-static bool make_room(List *l, Place *p) {
-    if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
-        return true;
-    if (l->n_unused == 0 && l->last->ended) drop_blocks(l, l->last);
-    while (l->n_unused == 0) {
-        Place *youngest = l->active[--l->n_running];
-        drop_blocks(l, youngest);
-        if (youngest == p) return false;
-    }
-    take_block(l, p, l->unused[--l->n_unused]);
-    return true;
-}
-
-// Admit
-
-// Takes a line of -L apart. Returns false if it can't be used, which it says.
-static bool parse_line(List *l, Bytes line) {
-    Json *j = &l->json;
-    *j = (Json){.rest = line, .text = j->text, .talk = &l->talk, .first = true};
-    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
-    json_line(j, l->app->mode == CHAT);
-    if (j->expected)
-        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
-               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
-               j->rest.n < 16 ? (int)j->rest.n : 16, j->rest.p);
-    return !j->expected;
-}
-
-// Encodes a line. Returns false if that can't be done, which it says.
-static bool encode_line(List *l, Bytes text, Ids *ids) {
+// Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
+static bool encode_line(List *l, Bytes line, Ids *ids) {
     const App *app = l->app;
     const Options *o = &app->options;
     const Model *m = &app->engine.model;
+    const Tokenizer *tok = &app->engine.tokenizer;
+    const bool chat = app->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
     Conversation *talk = &l->talk;
-    conversation_drop(talk, 0, talk->n);
-    if (app->mode == CHAT && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (l->in.too_long || text.n + before.n > INT_MAX - 65536) {
-        report("%s: too long, expected less than 2 GB", where(l, l->read));
+    Json *j = &l->json;
+    size_t size = 0;
+    if (line.n + before.n > MOST_BYTES) {
+        report("%s: too long, expected less than 2 GB", l->where);
         return false;
     }
-    if (o->json_list && !parse_line(l, text)) return false;
-    const bool messages = talk->n && talk->p[talk->n - 1].role == USER;  // not just that of -y
-    if (o->json_list) text = bytes_of(&l->json.text);
-    size_t size = messages ? 0 : text.n;
-    for (size_t i = 0; messages && i < talk->n; i++) {  // an earlier answer may lose its thinking
+    *j = (Json){.rest = line, .text = j->text};
+    conversation_drop(talk, 0, talk->n);
+    if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
+    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
+    if (o->json_list) json_line(j, chat ? talk : NULL);
+    if (j->expected) {
+        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
+               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
+               (int)min_size(j->rest.n, 16), j->rest.p);
+        return false;
+    }
+    if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
+        Buffer *text = &conversation_add(talk, USER, before)->text;
+        if (o->text) buffer_add(text, bytes("\n\n"));
+        buffer_add(text, o->json_list ? bytes_of(&j->text) : line);
+    }
+    for (size_t i = 0; i < talk->n; i++) {  // an earlier answer may lose its thinking
         if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
     }
-    if (size > l->longest) {
+    if (l->together && size / 4 > tok->longest * m->state.seq_len) {  // NFC leaves a quarter
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), m->state.seq_len, m->config.max_seq_len, size);
+               l->where, m->state.seq_len, m->config.max_seq_len, size);
         return false;
     }
-    if (!messages) {
-        Buffer *all = &conversation_add(talk, USER, before)->text;
-        if (o->text) buffer_add(all, bytes("\n\n"));
-        buffer_add(all, text);
-    }
     ids->n = 0;
-    if (app->mode == CHAT) render(&app->engine.tokenizer, talk, 0, app->think, ids);
+    if (chat) render(tok, talk, 0, app->think, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return true;
+    return !interrupted && (app->mode == TOKENIZE || check_length(app, l->where, ids->n));
 }
 
-// Makes the line of a perplexity. Returns false if that can't be done, which it says.
-static bool score_line(List *l, const Ids *ids, Buffer *out) {
-    l->pieces += ids->n > (size_t)l->app->engine.model.state.seq_len;
-    const bool good = buffer_add_perplexity(out, &l->app->engine, ids);
-    if (!good && !interrupted) report("%s: " NOT_FINITE, where(l, l->read));
-    return good;
-}
-
+// Reads a text, which gets a place or, if no pass is for it, its line at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
-    Place *p = l->active[l->n_active];  // a free one
-    if (l->read == 0) give_notices(app);
+    Place *p = l->active[l->n_active];
+    give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+    snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
+    drop_blocks(l, p);
     bool good = encode_line(l, chop(line), &p->ids);
-    if (interrupted) return;  // then these are not all ids
-    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), p->ids.n);
-    if (good) l->prompts += p->ids.n;
-    if (good && app->mode == TOKENIZE) buffer_add_ids(line_of(l, l->read), &p->ids);
-    if (good && app->mode == PERPLEXITY) good = score_line(l, &p->ids, line_of(l, l->read));
     l->consumed += line.n;
     p->number = l->read++;
-    if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
-        if (good) l->rows += p->ids.n;
-        line_done(l, p->number, good);
+    p->line = &l->lines[p->number % AHEAD];
+    if (good && l->together) {
+        p->text.n = 0;
+        p->answer.sampler.rng = app->options.seed + p->number;
+        answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+        writer_thinks(&p->writer, begins_thinking(app));
+        l->n_active++;
         return;
     }
-    p->ended = false;
-    p->line.n = p->cached = 0;
-    p->answer.sampler.rng = app->options.seed + p->number;
-    answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
-    writer_thinks(&p->writer, begins_thinking(app));
-    l->n_active++;
-}
-
-// Returns false when all is done, but true if there is just a line to write; then pass() has no
-// rows. While texts run, it does not wait for lines that have still to be made: a list may come
-// from another program.
-static bool admit(List *l) {
-    for (Bytes line; !interrupted;) {
-        while (l->n_running < l->n_active) {
-            if (!begin(l)) return true;
-        }
-        if (line_of(l, l->written)->n) return true;  // that is written first
-        if (l->ended) return l->n_active > 0;
-        if (l->n_active == l->n_places || l->read - l->written == AHEAD || l->ahead > AHEAD_BYTES)
-            return true;
-        const Found found = next_line(&l->in, &line, l->n_active == 0);
-        if (found == LATER) return true;
-        if (found == A_LINE) add_line(l, line);
-        l->ended = found == NO_LINE;
+    if (good) l->prompts += p->ids.n, l->rows += p->ids.n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(p->line, &p->ids);
+    if (good && app->mode == PERPLEXITY) {
+        l->pieces += p->ids.n > (size_t)app->engine.model.state.seq_len;
+        good = buffer_add_perplexity(p->line, &app->engine, &p->ids);
+        if (!good && !interrupted) report("%s: " NOT_FINITE, l->where);
     }
-    return false;
+    line_done(l, p->line, good);
 }
 
-// Pass: first the texts that decode, then the prompts. As n_places <= batch, each of the first has
-// its row, and if any prompt runs, the oldest one has a row at least. Returns false after Ctrl-C.
+// False: all is done, or Ctrl-C. Else some text runs, and while one does, this does not wait for
+// lines that have still to be made: a list may come from another program.
+static bool admit(List *l) {
+    for (Bytes line;;) {
+        const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
+        progress_show(l->start, l->written, all, "texts", l->rows);
+        if (l->ended || l->n_active == l->n_places || l->read - l->written == AHEAD ||
+            l->ahead > AHEAD_BYTES || interrupted)
+            break;
+        l->ended = !next_line(&l->in, &line, l->n_active == 0);
+        if (!l->ended && line.n == 0) break;  // it comes later
+        if (!l->ended) add_line(l, line);
+    }
+    while (l->n_running < l->n_active && begin(l)) {}
+    return l->n_active > 0 && !interrupted;
+}
+
+// Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks, but
+// a text that decodes may need another one. If there is none, the youngest text, perhaps this one,
+// gives its blocks back; it has no rows yet. That never happens to a text that runs alone, as all
+// blocks are its own then. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
-    for (int prompts = 0; prompts < 2; prompts++) {
-        for (int i = 0; i < l->n_running; i++) {
-            Place *p = l->active[i];
-            Text *text = &p->answer.text;
-            size_t *run = &text->ids.n;
-            const size_t left = p->ids.n - *run;
-            if (left == 0 || (left > 1 && !prompts)) continue;
-            // It takes blocks of later texts, which have no rows yet. A prompt has all it needs.
-            if (!make_room(l, p)) break;
-            for (; *run < p->ids.n && n < s->batch; (*run)++) {
-                s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
-            }
-            if (*run == p->ids.n) l->ready[l->n_ready++] = p;
+    for (int i = 0; i < l->n_running; i++) {
+        Place *p = l->active[i];
+        Text *text = &p->answer.text;
+        const bool full = text->ids.n == (size_t)p->n_blocks * s->block_len;
+        while (full && !find_blocks(l, 1) && l->n_running > i)
+            drop_blocks(l, l->active[--l->n_running]);
+        if (l->n_running == i) break;
+        if (full) take_block(l, p, -1);
+        const int end = s->batch - (l->n_running - i - 1);
+        for (; text->ids.n < p->ids.n && n < end; text->ids.n++) {
+            const int pos = (int)text->ids.n;
+            s->rows[n++] = (Row){p->ids.p[pos], pos, text, pos + 1 == (int)p->ids.n};
         }
+        if (text->ids.n == p->ids.n) l->ready[l->n_ready++] = p;
     }
     l->rows += n;
-    return n == 0 || forward(&l->app->engine.model, n);
+    return forward(&l->app->engine.model, n);
 }
 
-// Sample
-
-static void sample_job(void *arg, int begin, int end, int thread) {
-    List *l = arg;
+static void sample_job(void *arg, int begin, int end) {
+    const List *l = arg;
     const Engine *e = &l->app->engine;
     const int vocab_size = e->tokenizer.vocab_size;
-    (void)thread;
     for (int i = begin; i < end; i++) {
         Place *p = l->ready[i];
+        if (l->app->mode == EMBED) {
+            const bool good = buffer_add_embedding(&p->text, &e->model, i);
+            p->ending = good ? TURN_ENDED : INTERRUPTED;
+            continue;
+        }
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
-        if (l->app->mode != EMBED) p->id = sample(&p->answer.sampler, logits, vocab_size);
-        else p->id = buffer_add_embedding(line_of(l, p->number), &e->model, i) ? 0 : -1;
+        const int id = sample(&p->answer.sampler, logits, vocab_size);
+        if (id < 0) p->ending = INTERRUPTED;
+        else p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
+        if (p->ending == GOES_ON) ids_add(&p->ids, id);
     }
 }
 
-// What a text does with what was drawn for it
-static void step(List *l, Place *p) {
-    const Engine *e = &l->app->engine;
+// Writes the texts that have ended. Their places become the last of those that are free.
+static void write_ended(List *l) {
     const bool embeds = l->app->mode == EMBED;
-    Ending ending = TURN_ENDED;
-    if (p->id < 0) report("%s: %s", where(l, p->number), embeds ? BAD_VECTOR : NOT_FINITE);
-    else if (!embeds) ending = e->max_new ? answer_add(e, &p->answer, p->id) : LIMIT_REACHED;
-    if (ending == GOES_ON) {
-        ids_add(&p->ids, p->id);
-        return;
+    for (int i = 0, at; i < l->n_ready; i++) {
+        Place *p = l->ready[i];
+        if (p->ending == GOES_ON) continue;
+        if (p->ending == INTERRUPTED)
+            report("%s: line %zu: %s", l->in.name, p->number + 1, embeds ? BAD_VECTOR : NOT_FINITE);
+        l->endings[p->ending]++;
+        l->thinking += p->writer.thinking;
+        l->answers += p->drawn.n;
+        writer_end(&p->writer);
+        if (embeds) buffer_add(p->line, bytes_of(&p->text));
+        else buffer_add_json(p->line, bytes_of(&p->text));
+        line_done(l, p->line, p->ending != INTERRUPTED);
+        for (at = 0; l->active[at] != p; at++) {}
+        memmove(l->active + at, l->active + at + 1, (l->n_places - at) * sizeof(*l->active));
+        l->active[l->n_places] = p;
+        l->n_running--;
+        l->n_active--;
     }
-    l->endings[ending]++;
-    l->thinking += p->writer.thinking;
-    l->answers += p->drawn.n;
-    writer_end(&p->writer);
-    if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
-    line_done(l, p->number, p->id >= 0);
-    p->ended = true;
-    if (p != l->last) drop_blocks(l, p);
-    int i = 0;
-    while (l->active[i] != p) i++;
-    memmove(l->active + i, l->active + i + 1, (l->n_places - i) * sizeof(*l->active));
-    l->active[l->n_places] = p;
-    l->n_running--;
-    l->n_active--;
-}
-
-static void sample_all(List *l) {
-    if (l->n_ready && l->app->mode != EMBED) classify(&l->app->engine.model, 0, l->n_ready);
-    if (l->n_ready) parallel(sample_job, l, l->n_ready, 1);
-    for (int i = 0; i < l->n_ready; i++) step(l, l->ready[i]);
 }
 
 // Notices and statistics at the end
 static int list_end(const List *l) {
     const double seconds = now() - l->start + 1e-9, rate = l->answers / seconds;
-    const unsigned long long seed = l->app->options.seed;
+    const unsigned long long seed = l->app->options.seed, next = seed + l->written;
     const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     progress_end();
@@ -3304,60 +3170,50 @@ static int list_end(const List *l) {
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
-    if (interrupted) {
-        notice("list: stopped, %zu lines are written", l->written);
-        notice("list: to go on: tail -n +%zu, -s %llu", l->written + 1, seed + l->written);
-    }
-    if (!quiet) {
-        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
-                l->cached);
-        if (l->app->mode <= GENERATE)
-            fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
-                    rate < 999.95, rate, seed, seed + l->written - 1);
-        fputc('\n', stderr);
-    }
+    if (interrupted)
+        notice("list: stopped, %zu lines are written; to go on: tail -n +%zu, -s %llu", l->written,
+               l->written + 1, next);
+    char answers[128] = "";
+    if (l->app->mode <= GENERATE)
+        snprintf(answers, sizeof(answers), ", answers %zu tokens at %.*f/s, seeds %llu to %llu",
+                 l->answers, rate < 999.95, rate, seed, next - 1);
+    if (!quiet)
+        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)%s\n", l->written, l->prompts,
+                l->cached, answers);
     return interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
-}
-
-static void list_init(List *l, App *app) {
-    const Options *o = &app->options;
-    const State *s = &app->engine.model.state;
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
-    *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .longest = 1,
-                .start = now(), .n_places = max_int(min_int(PLACES, s->batch), 1)};
-    if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
-    l->size = file_size(l->in.fd);
-    l->last = &l->places[l->n_places];        // it has no blocks
-    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
-        Place *p = l->active[i] = &l->places[i];
-        p->answer = (Answer){.text.blocks = alloc(s->seq_len, sizeof(int), "the list"),
-                             .sampler = app->engine.answer.sampler, .writer = &p->writer,
-                             .drawn = &p->drawn};
-        p->answer.sampler.answered = alloc(tok->vocab_size, sizeof(bool), "the list");
-        p->answer.sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the list");
-        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
-                             .stop = app->writer.stop};
-    }
-    for (int i = 0; i < tok->vocab_size; i++) {
-        if (tok->text[i].n > l->longest) l->longest = tok->text[i].n;
-    }
-    l->longest *= (size_t)s->seq_len * 4;  // NFC leaves at least a quarter of the bytes
-    if (app->mode == TOKENIZE || app->mode == PERPLEXITY) l->longest = SIZE_MAX;
-    l->users = alloc(s->blocks, sizeof(int), "the list");
-    l->unused = alloc(s->blocks, sizeof(int), "the list");
-    for (int i = s->blocks; i > 0; i--) l->unused[l->n_unused++] = i - 1;
 }
 
 static int run_list(App *app) {
     static List list;
-    list_init(&list, app);
-    stoppable = stop_at_once = true;
-    while (admit(&list) && pass(&list)) {
-        sample_all(&list);
-        write_lines(&list);
+    List *l = &list;
+    const Options *o = &app->options;
+    const State *s = &app->engine.model.state;
+    const int vocab_size = app->engine.tokenizer.vocab_size;
+    const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
+    *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .start = now(),
+                .together = app->mode != TOKENIZE && app->mode != PERPLEXITY,
+                .n_places = max_int(min_int(PLACES, s->batch), 1), .n_unused = s->blocks,
+                .users = alloc(s->blocks, sizeof(int), "the list")};
+    if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
+    l->size = file_size(l->in.fd);
+    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
+        Place *p = l->active[i] = &l->places[i];
+        p->answer = app->engine.answer;
+        p->answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
+        p->answer.sampler.answered = alloc(vocab_size, sizeof(bool), "the list");
+        p->answer.sampler.seen = alloc(vocab_size, sizeof(bool), "the list");
+        p->answer.writer = &p->writer;
+        p->answer.drawn = &p->drawn;
+        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->text,
+                             .stop = app->writer.stop};
     }
-    return list_end(&list);
+    stoppable = stop_at_once = true;
+    while (admit(l) && pass(l)) {
+        if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
+        parallel(sample_job, l, l->n_ready, 1);
+        write_ended(l);
+    }
+    return list_end(l);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3580,14 +3436,9 @@ static void load(App *app) {
 }
 
 static void writer_init(App *app) {
-    const bool terminal = is_terminal(STDOUT_FILENO);
-    const char *stop = app->options.stop, *no_color = getenv("NO_COLOR");
-    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = terminal, .began = true,
-                           .dim = terminal && !(no_color && *no_color),
-                           .stop = stop ? bytes(stop) : (Bytes){0}};
-    Buffer *held = &app->writer.held, *shown = &app->writer.shown;
-    held->p = grow(held->p, &held->cap, 0, 1024, 1);  // decoding allocates nothing
-    shown->p = grow(shown->p, &shown->cap, 0, 4096, 1);
+    const char *stop = app->options.stop;
+    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
+                           .began = true, .stop = stop ? bytes(stop) : (Bytes){0}};
     app->engine.answer.writer = &app->writer;
 }
 
@@ -3601,8 +3452,9 @@ static int run(App *app) {
     if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
-    if (!single) return run_conversation(app);
-    if (chat) chat_turn(app, bytes_of(&app->input));
+    if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
+    else if (!single) run_script(app);
+    else if (chat) chat_turn(app, bytes_of(&app->input));
     else run_raw(app, bytes_of(&app->input));
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
@@ -3739,6 +3591,7 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
 // not.
 
 static int n_threads = 1;
+static _Thread_local int thread;  // the number of the thread that reads it, from 0 on
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
@@ -3747,68 +3600,54 @@ static void start_threads(int count) { (void)count; }
 
 static void parallel(Job job, void *arg, int count, int chunk) {
     (void)chunk;
-    job(arg, 0, count, 0);
+    job(arg, 0, count);
 }
 #else
 static struct {
-    _Atomic uint64_t ticket;  // number of the loop << 32 | items that nobody has taken yet
-    _Atomic int finished;     // items that are done
-    _Atomic(Job) job;
-    void *_Atomic arg;
-    _Atomic int count, chunk;
-    _Atomic int sleepers;  // threads that wait for `changed`; counted while `lock` is held
+    Job job;  // the loop that runs; it and the next three change only while left and active are 0
+    void *arg;
+    int count, chunk;
+    _Atomic int left;    // items that nobody has taken yet
+    _Atomic int active;  // threads that look for items, or run some
     pthread_mutex_t lock;
-    pthread_cond_t changed;  // a loop began, or all its items are done
+    pthread_cond_t changed;  // left became positive, or active 0
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
-static bool has_work(void) { return (uint32_t)atomic_load(&pool.ticket) > 0; }
-
-static bool is_done(void) { return atomic_load(&pool.finished) == atomic_load(&pool.count); }
-
-// Spins for 50 us, then sleeps. No wake-up is lost: a waker first makes ready() true and then looks
-// for sleepers; a sleeper first counts itself and then tests ready().
-static void wait_until(bool (*ready)(void)) {
+// Waits until *value is positive, or 0. Spins for 50 us, then sleeps.
+static void wait_until(_Atomic int *value, bool positive) {
     for (double end = now() + 50e-6; now() < end;) {
-        if (ready()) return;
+        if ((atomic_load(value) > 0) == positive) return;
     }
     pthread_mutex_lock(&pool.lock);
-    atomic_fetch_add(&pool.sleepers, 1);
-    while (!ready()) pthread_cond_wait(&pool.changed, &pool.lock);
-    atomic_fetch_sub(&pool.sleepers, 1);
+    while ((atomic_load(value) > 0) != positive) pthread_cond_wait(&pool.changed, &pool.lock);
     pthread_mutex_unlock(&pool.lock);
 }
 
-static void wake_up(void) {
-    if (atomic_load(&pool.sleepers) == 0) return;
+static void wake_up(void) {  // after a change: no sleeper misses it, as `lock` is held here, too
     pthread_mutex_lock(&pool.lock);
     pthread_cond_broadcast(&pool.changed);
     pthread_mutex_unlock(&pool.lock);
 }
 
-// Takes shares of the current loop until none is left. Guided scheduling: a share is 7/8 of what a
-// thread would get if all took the same, so shares become smaller and all threads end together.
-// Job, arg, count and chunk are read before the exchange. parallel() stores new ones only when all
-// items of a loop are done, and then the loop's number changes, which makes the exchange fail. So
-// after a successful exchange they are those of this loop.
-static void work(int thread) {
-    uint64_t ticket = atomic_load(&pool.ticket);
-    while ((uint32_t)ticket > 0) {
-        Job job = atomic_load(&pool.job);
-        void *arg = atomic_load(&pool.arg);
-        int count = atomic_load(&pool.count), chunk = atomic_load(&pool.chunk);
-        int left = (int)(uint32_t)ticket, begin = count - left;
-        int share = min_int(round_up(max_int(left * 7 / (8 * n_threads), 1), chunk), left);
-        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - share)) continue;
-        job(arg, begin, begin + share, thread);
-        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up();
-        ticket = atomic_load(&pool.ticket);
+// Takes shares of the loop until none is left. Guided scheduling: a share is 7/8 of what a thread
+// would get if all took the same, so shares become smaller and all threads end together. A thread
+// counts itself as active before it reads the rest of the pool, so that this stays as it is.
+static void work(void) {
+    atomic_fetch_add(&pool.active, 1);
+    for (int left = atomic_load(&pool.left); left > 0;) {
+        const int fair = max_int(left * 7 / (8 * n_threads), 1), begin = pool.count - left;
+        const int share = min_int(round_up(fair, pool.chunk), left);
+        if (!atomic_compare_exchange_weak(&pool.left, &left, left - share)) continue;
+        pool.job(pool.arg, begin, begin + share);
+        left = atomic_load(&pool.left);
     }
+    if (atomic_fetch_sub(&pool.active, 1) == 1) wake_up();
 }
 
 static void *worker(void *arg) {
-    for (;;) {
-        wait_until(has_work);
-        work((int)(intptr_t)arg);
+    for (thread = (int)(intptr_t)arg;;) {
+        wait_until(&pool.left, true);
+        work();
     }
     return NULL;
 }
@@ -3822,11 +3661,11 @@ static void start_threads(int count) {
     pthread_sigmask(SIG_BLOCK, &interrupt, &before);
 #endif
     for (; n_threads < count; n_threads++) {
-        pthread_t thread;
-        int error = pthread_create(&thread, NULL, worker, (void *)(intptr_t)n_threads);
+        pthread_t id;
+        int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
         if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
                        strerror(error));
-        pthread_detach(thread);
+        pthread_detach(id);
     }
 #ifndef _WIN32
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -3835,33 +3674,28 @@ static void start_threads(int count) {
 
 static void parallel(Job job, void *arg, int count, int chunk) {
     if (n_threads == 1 || count <= chunk) {
-        job(arg, 0, count, 0);
+        job(arg, 0, count);
         return;
     }
-    atomic_store(&pool.job, job);
-    atomic_store(&pool.arg, arg);
-    atomic_store(&pool.count, count);
-    atomic_store(&pool.chunk, chunk);
-    atomic_store(&pool.finished, 0);
-    atomic_store(&pool.ticket, ((atomic_load(&pool.ticket) >> 32) + 1) << 32 | (uint32_t)count);
+    pool.job = job;
+    pool.arg = arg;
+    pool.count = count;
+    pool.chunk = chunk;
+    atomic_store(&pool.left, count);
     wake_up();
-    work(0);
-    wait_until(is_done);
+    work();
+    wait_until(&pool.active, false);
 }
 #endif
 
-typedef struct {
-    const Pass *p;
-    Step step;
-} Each;
-
-static void each_job(void *arg, int begin, int end, int thread) {
-    const Each *all = arg;
-    for (int i = begin; i < end; i++) all->step(all->p, i, thread);
+static void each_job(void *arg, int begin, int end) {
+    const Pass *p = arg;
+    for (int i = begin; i < end; i++) p->step(p, i);
 }
 
-static void each(const Pass *p, Step step, int count, int chunk) {
-    parallel(each_job, &(Each){p, step}, count, chunk);
+static void each(Pass *p, Step step, int count, int chunk) {
+    p->step = step;
+    parallel(each_job, p, count, chunk);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3877,195 +3711,151 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
-    float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens;
-                         // with experts, later one expert's output and the sum over all
-    Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
-    void *panel;         // what a product keeps while it runs: see panel_bytes
-    struct AttentionTask *attention;
+    float *scratch;  // (batch, scratch_cols)
+    void *panel;     // what a product keeps while it runs: see panel_bytes
 } Workspace;
+
+static int scratch_cols(const Config *c) { return max_int(c->head_dim, 2 * c->group_size); }
+
+static float *scratch(const State *s) { return s->workspace[thread].scratch; }
 
 // A product with a matrix: dot_row of the given rows and tokens, in the calling thread
 static void matmul_rows(const Matmul *part);
 
+// out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n
+static void multiply(const State *s, float *out, int stride, const Matrix *w, int row, int rows,
+                     const Quantized *x, int n) {
+    matmul_rows(&(Matmul){.w = w, .x = x, .out = out, .stride = stride, .row_begin = row,
+                          .row_end = row + rows, .n = n, .own = &s->workspace[thread]});
+}
+
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
-                    int head, int thread) {
-    const State *s = &p->m->state;
-    const int head_dim = p->m->config.head_dim;
-    matmul_rows(&(Matmul){.w = w, .x = &s->xq, .out = out, .stride = stride,
-                          .row_begin = head * head_dim, .row_end = (head + 1) * head_dim,
-                          .n = p->n, .own = &s->workspace[thread]});
+                    int head) {
+    const int head_dim = p->c->head_dim, row = head * head_dim;
+    multiply(p->s, out, stride, w, row, head_dim, &p->s->xq, p->n);
     for (int t = 0; bias && t < p->n; t++) {
-        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[head * head_dim + j];
+        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[row + j];
     }
-}
-
-// Groups begin .. end - 1 of hq = Q8(silu(W1 x) * (W3 x)), for the n tokens of `all`, into rows of
-// hq from hq_row on. Column i needs just row all->row_begin + i of W1 and of W3: with experts, an
-// expert's rows begin there. The buffers gate and up are small, to stay in the CPU's caches: for n
-// tokens they have room for batch / n groups (at least one, as n <= batch), so each round computes
-// at most that many.
-static void swiglu_groups(const Pass *p, const Matmul *all, int hq_row, int begin, int end) {
-    const State *s = &p->m->state;
-    const int group = p->m->config.group_size;
-    for (int g = begin, count; g < end; g += count) {
-        count = min_int(end - g, s->batch / max_int(all->n, 1));
-        const int cols = count * group;
-        float *gate = all->own->gate, *up = all->own->up;
-        Matmul part = *all;
-        part.w = &p->w->w1;
-        part.out = gate;
-        part.stride = cols;
-        part.row_begin = all->row_begin + g * group;
-        part.row_end = part.row_begin + cols;
-        matmul_rows(&part);
-        part.w = &p->w->w3;
-        part.out = up;
-        matmul_rows(&part);
-        for (int t = 0; t < all->n; t++, gate += cols, up += cols) {
-            silu_times(gate, up, cols);
-            quantize(&s->hq, hq_row + t, g * group, gate, cols, group);
-        }
-    }
-}
-
-static void swiglu_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const State *s = &p->m->state;
-    const Matmul all = {.x = &s->xq, .n = p->n, .own = &s->workspace[thread]};
-    swiglu_groups(p, &all, 0, begin, end);
-}
-
-static void swiglu(const Pass *p) {
-    parallel(swiglu_job, (void *)p, p->m->config.hidden_dim / p->m->config.group_size, 1);
 }
 
 // Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and 7,
 // and token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, and place is 0 2 5 6.
+// A model without experts has expert 0 alone, which runs for all tokens.
 typedef struct Routing {
     float *share;  // (batch, n_experts)  first Wr h; then p of the chosen experts, 0 for the others
     int n_active;  // how many experts were chosen by at least one token of the batch
     int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
-    int *token;    // (batch * n_experts_used)  row i of State.hq belongs to token[i]
-    int *place;    // (n_experts + 1)     expert[k] has token[place[k]] .. token[place[k + 1] - 1]
+    int *place;    // (n_experts + 1)     row i of State.hq belongs to expert[k] if i is in
+                   //                     place[k] .. place[k + 1] - 1,
+    int *token;    // (batch * n_experts_used)       and to token[i]
+    Quantized xq;  // (batch * n_experts_used, dim)  row i is State.xq of token[i]
 } Routing;
 
-// a . b, both (n), n a multiple of 16; in the order of sum_of
-INLINE float dot_floats(const float *a, const float *b, int n) {
-    float sums[16] = {0};
-    for (int i = 0; i < n; i += 16) {
-        for (int j = 0; j < 16; j++) sums[j] = mul_add(a[i + j], b[i + j], sums[j]);
-    }
-    return sum_of(sums, 16, false);
-}
-
-// share[t][e] = Wr[e] . h[t] for experts begin .. end - 1 and all tokens
-static void router_job(void *arg, int begin, int end, int thread) {
+// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. The
+// memory for W1 h and W3 h is small, to stay in the CPU's caches: for n tokens it has room for
+// batch / n groups, so each round computes at most that many.
+static void swiglu_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const float *h = p->m->state.h;
-    float *share = p->m->state.routing->share;
-    (void)thread;
-    for (int t = 0; t < p->n; t++, h += c->dim, share += c->n_experts) {
-        for (int e = begin; e < end; e++) {
-            share[e] = dot_floats(p->w->router + (size_t)e * c->dim, h, c->dim);
+    const State *s = p->s;
+    const Routing *r = s->routing;
+    const int group = p->c->group_size, n_groups = p->c->hidden_dim / group;
+    for (int i = begin, count; i < end; i += count) {
+        const int k = i / n_groups, g = i % n_groups, place = r->place[k];
+        const int n = r->place[k + 1] - place, row = (r->expert[k] * n_groups + g) * group;
+        const Quantized x = quantized_row(&r->xq, place);
+        count = min_int(min_int(end - i, n_groups - g), s->batch / max_int(n, 1));
+        const int cols = count * group;
+        float *gate = scratch(s), *up = gate + n * cols;
+        multiply(s, gate, cols, &p->w->w1, row, cols, &x, n);
+        multiply(s, up, cols, &p->w->w3, row, cols, &x, n);
+        for (int t = 0; t < n; t++, gate += cols, up += cols) {
+            silu_times(gate, up, cols);
+            quantize(&s->hq, place + t, g * group, gate, cols, group);
         }
     }
 }
 
-static void choose_row(const Pass *p, int t, int thread) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    (void)thread;
-    const bool chosen = choose_experts(c, s->routing->share + (size_t)t * c->n_experts);
-    if (!chosen) s->x[(size_t)t * c->dim] = NAN;  // reaches the logits, and the run ends
+static void swiglu(Pass *p) {
+    Routing *r = p->s->routing;
+    if (!p->w->router) r->place[1] = p->n;
+    parallel(swiglu_job, p, r->n_active * (p->c->hidden_dim / p->c->group_size), 1);
 }
 
-// share = p[e] for e in S, else 0; then lists the tokens of each expert. A token has at most
-// n_experts_used, so `most` in all: token and State.hq have room for no more.
-static void route(const Pass *p) {
-    const Config *c = &p->m->config;
-    Routing *r = p->m->state.routing;
-    const int most = p->n * c->n_experts_used;
-    parallel(router_job, (void *)p, c->n_experts, 8);
+// share[t][e] = Wr[e] . h[t], its terms added in the order of sum_of
+static void score_expert(const Pass *p, int i) {
+    const int dim = p->c->dim, t = i / p->c->n_experts, e = i % p->c->n_experts;
+    const float *w = p->w->router + (size_t)e * dim, *h = p->s->h + (size_t)t * dim;
+    float sums[16] = {0};
+    for (int j = 0; j < dim; j += 16) {
+        for (int k = 0; k < 16; k++) sums[k] = mul_add(w[j + k], h[j + k], sums[k]);
+    }
+    p->s->routing->share[i] = sum_of(sums, 16, false);
+}
+
+// share becomes p; row t of h, which nobody needs any more, the sum of the experts' outputs so far
+static void choose_row(const Pass *p, int t) {
+    const size_t dim = p->c->dim;
+    const bool chosen = choose_experts(p->c, p->s->routing->share + (size_t)t * p->c->n_experts);
+    if (!chosen) p->s->x[t * dim] = NAN;  // reaches the logits, and the run ends
+    memset(p->s->h + t * dim, 0, dim * sizeof(float));
+}
+
+static void gather_row(const Pass *p, int i) {  // a whole vector: q8, scale and bias_fix
+    const Routing *r = p->s->routing;
+    const Quantized from = quantized_row(&p->s->xq, r->token[i]), to = quantized_row(&r->xq, i);
+    memcpy(to.q8, from.q8, to.stride * 4);
+}
+
+static void route(Pass *p) {
+    const int n_experts = p->c->n_experts;
+    Routing *r = p->s->routing;
+    each(p, score_expert, p->n * n_experts, 8);
     each(p, choose_row, p->n, 4);
     r->n_active = r->place[0] = 0;
-    for (int e = 0, n = 0; e < c->n_experts; e++) {
+    for (int e = 0, n = 0; e < n_experts; e++) {
         for (int t = 0; t < p->n; t++) {
-            if (n < most && r->share[(size_t)t * c->n_experts + e] != 0) r->token[n++] = t;
+            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
         }
         if (n == r->place[r->n_active]) continue;  // nobody chose e
         r->expert[r->n_active++] = e;
         r->place[r->n_active] = n;
     }
-}
-
-// Item i of begin .. end - 1 is group i % n_groups of expert[i / n_groups].
-static void experts_hidden_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const Routing *r = s->routing;
-    Workspace *own = &s->workspace[thread];
-    const int n_groups = c->hidden_dim / c->group_size;
-    for (int i = begin, next; i < end; i = next) {
-        const int k = i / n_groups, place = r->place[k], n = r->place[k + 1] - place;
-        next = min_int(end, (k + 1) * n_groups);
-        for (int j = 0; j < n; j++) {  // whole vectors: q8, scale and bias_fix
-            memcpy(quantized_row(&own->gathered, j).q8,
-                   quantized_row(&s->xq, r->token[place + j]).q8, s->xq.stride * 4);
-        }
-        const Matmul all = {.x = &own->gathered, .n = n, .own = own,
-                            .row_begin = r->expert[k] * c->hidden_dim};
-        swiglu_groups(p, &all, place, i - k * n_groups, next - k * n_groups);
-    }
-}
-
-// For each token that chose expert e = expert[k], computes elements begin .. begin + count - 1 of
-// W2[e] hq and adds them, times p[e], to the token's row of sum (n, count).
-static void add_expert(const Pass *p, int k, int begin, int count, float *sum, int thread) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const Routing *r = s->routing;
-    Workspace *own = &s->workspace[thread];
-    const int e = r->expert[k], n = r->place[k + 1] - r->place[k], row = e * c->dim + begin;
-    const Quantized hq = quantized_row(&s->hq, r->place[k]);
-    float *out = own->gate;
-    matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = count, .row_begin = row,
-                          .row_end = row + count, .n = n, .own = own});
-    for (int j = 0; j < n; j++, out += count) {
-        const int t = r->token[r->place[k] + j];
-        const float share = r->share[(size_t)t * c->n_experts + e];
-        float *y = sum + (size_t)t * count;
-        for (int i = 0; i < count; i++) y[i] += share * out[i];
-    }
+    each(p, gather_row, r->place[r->n_active], 16);
 }
 
 // Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
-static void experts_output_job(void *arg, int begin, int end, int thread) {
+static void experts_output_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const int n = p->n;
-    for (int g = begin, groups; g < end; g += groups) {
-        groups = min_int(end - g, s->batch / max_int(n, 1));  // as in swiglu_groups
-        const int count = groups * c->group_size, at = g * c->group_size;
-        float *sum = s->workspace[thread].up;
-        memset(sum, 0, (size_t)n * count * sizeof(float));
-        for (int k = 0; k < s->routing->n_active; k++) add_expert(p, k, at, count, sum, thread);
-        for (int t = 0; t < n; t++, sum += count) {
-            float *x = s->x + (size_t)t * c->dim + at;
-            for (int i = 0; i < count; i++) x[i] += sum[i];
+    const State *s = p->s;
+    const Routing *r = s->routing;
+    const int dim = p->c->dim, group = p->c->group_size;
+    for (int k = 0; k < r->n_active; k++) {
+        const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
+        const Quantized hq = quantized_row(&s->hq, place);
+        for (int g = begin, groups; g < end; g += groups) {
+            groups = min_int(end - g, s->batch / n);  // as in swiglu_job
+            const int count = groups * group, at = g * group;
+            float *out = scratch(s);
+            multiply(s, out, count, &p->w->w2, e * dim + at, count, &hq, n);
+            for (int j = 0; j < n; j++, out += count) {
+                const int t = r->token[place + j];
+                const float share = r->share[(size_t)t * p->c->n_experts + e];
+                float *sum = s->h + (size_t)t * dim + at;
+                for (int i = 0; i < count; i++) sum[i] += share * out[i];
+            }
         }
+    }
+    for (int t = 0; t < p->n; t++) {
+        float *x = s->x + (size_t)t * dim, *sum = s->h + (size_t)t * dim;
+        for (int i = begin * group; i < end * group; i++) x[i] += sum[i];
     }
 }
 
-static void experts(const Pass *p) {
-    const Config *c = &p->m->config;
+static void experts(Pass *p) {
     route(p);
-    parallel(experts_hidden_job, (void *)p,
-             p->m->state.routing->n_active * (c->hidden_dim / c->group_size), 1);
-    parallel(experts_output_job, (void *)p, c->dim / c->group_size, 1);
+    swiglu(p);
+    parallel(experts_output_job, p, p->c->dim / p->c->group_size, 1);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4521,7 +4311,7 @@ static size_t panel_bytes(int cols, int group) {
     return panels > few ? panels : few;
 }
 
-static void matmul_job(void *arg, int begin, int end, int thread) {
+static void matmul_job(void *arg, int begin, int end) {
     Matmul part = *(const Matmul *)arg;
     part.row_begin = begin * PANEL_ROWS;
     part.row_end = min_int(end * PANEL_ROWS, part.w->rows);
@@ -4571,9 +4361,8 @@ static size_t block_stride(const Config *c) {
 }
 
 static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos) {
-    const Config *c = &p->m->config;
-    const size_t head = (size_t)p->l * c->n_kv_heads + kv_head, block = text->blocks[pos / LANES];
-    return p->m->state.cache + block * block_stride(c) + head * block_floats(c);
+    const size_t block = text->blocks[pos / LANES], head = p->l * p->c->n_kv_heads + kv_head;
+    return p->s->cache + block * block_stride(p->c) + head * block_floats(p->c);
 }
 
 static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
@@ -4581,7 +4370,7 @@ static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int 
 }
 
 static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    const int vector = p->m->config.head_dim + j / LANES * LANES + pos % LANES;
+    const int vector = p->c->head_dim + j / LANES * LANES + pos % LANES;
     return cache_block(p, text, kv_head, pos) + vector * LANES + j % LANES;
 }
 
@@ -4597,19 +4386,17 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 // values in longer parts.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
-// So what is rounded up to whole tiles or vectors still fits into SPAN and ATT_TASK.
-_Static_assert(SPAN % (2 * LANES) == 0 && SPAN % 16 == 0, "whole tiles of positions");
-_Static_assert(ATT_TASK % ATT_QUERIES == 0 && ATT_TASK % LANES == 0, "whole tiles of queries");
+_Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
 
 typedef struct AttentionTask {
+    _Alignas(64) float score[ATT_TASK * SCORE_STRIDE];  // of the span, then the terms
+    float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
+    float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     const Pass *p;
     const Text *text;
     int kv_head;
-    int n;                   // queries: a multiple of those of a tile
+    int count, n;            // queries; rounded up to whole tiles, in which the last is repeated
     int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
-    float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
-    float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms
-    float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
     float max[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
@@ -4625,27 +4412,24 @@ INLINE const VecF *block_of(const AttentionTask *task, int pos) {
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
 // pos on; what comes after the span's end is overwritten later. The CPU can't foresee where the
-// next blocks are, so the first tile prefetches them for all.
+// next two blocks are, so the first tile prefetches them for all.
 INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
-    const int head_dim = task->p->m->config.head_dim;
+    const int head_dim = task->p->c->head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
-    const VecF *low = block_of(task, pos), *high = block_of(task, pos + LANES);
-    const VecF *next = block_of(task, pos + 2 * LANES), *last = block_of(task, pos + 3 * LANES);
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
+    const VecF *keys[4];
+    UNROLL for (int i = 0; i < 4; i++) keys[i] = block_of(task, pos + i * LANES);
     for (int j = 0; j < head_dim; j++, q += ATT_TASK) {
-        if (r == 0) {
-            __builtin_prefetch(next + j);
-            __builtin_prefetch(last + j);
-        }
+        for (int v = 2; v < 4 && r == 0; v++) __builtin_prefetch(keys[v] + j);
         UNROLL for (int i = 0; i < queries; i++) {
-            sum[i][0] = mul_add_v(low[j], splat_f(q[i]), sum[i][0]);
-            sum[i][1] = mul_add_v(high[j], splat_f(q[i]), sum[i][1]);
+            UNROLL for (int v = 0; v < 2; v++) {
+                sum[i][v] = mul_add_v(keys[v][j], splat_f(q[i]), sum[i][v]);
+            }
         }
     }
     UNROLL for (int i = 0; i < queries; i++, score += SCORE_STRIDE / LANES) {
-        score[0] = sum[i][0] * scale;
-        score[1] = sum[i][1] * scale;
+        UNROLL for (int v = 0; v < 2; v++) score[v] = sum[i][v] * scale;
     }
 }
 
@@ -4654,8 +4438,7 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 // the next may be needed before its prefetch has come.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
                        const int vecs) {
-    const Config *c = &task->p->m->config;
-    const int vectors = value_dim(c) / LANES, first = c->head_dim + j * LANES;
+    const int vectors = value_dim(task->p->c) / LANES, first = task->p->c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
     VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
@@ -4663,9 +4446,7 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
         const VecF *values = block_of(task, pos) + first;
         const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0; v++) {
-                __builtin_prefetch(&next[v * LANES + k]);
-            }
+            for (int v = 0; v < vecs && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
                 UNROLL for (int v = 0; v < vecs; v++) {
@@ -4689,12 +4470,9 @@ static void span_softmax(AttentionTask *task) {
     const int width = round_up(task->end - task->start, 16);
     float *score = task->score;
     for (int r = 0; r < task->n; r++, score += SCORE_STRIDE) {
-        const int seen = max_int(task->len[r] - task->start, 0);
-        for (int i = seen; i < width; i++) score[i] = -INFINITY;
-        float max = max_of(score, width);
-        if (max == -INFINITY) max = -FLT_MAX;
+        for (int i = max_int(task->len[r] - task->start, 0); i < width; i++) score[i] = -INFINITY;
+        const float max = fmaxf(max_of(score, width), -FLT_MAX), larger = fmaxf(max, task->max[r]);
         const float total = softmax_terms(score, width, max);
-        const float larger = task->max[r] > max ? task->max[r] : max;
         task->keep[r] = fast_exp(task->max[r] - larger);
         task->take[r] = fast_exp(max - larger);
         task->total[r] = mul_add(task->total[r], task->keep[r], total * task->take[r]);
@@ -4704,7 +4482,7 @@ static void span_softmax(AttentionTask *task) {
 
 // `queries` and `vecs` are constants. A tile that sees nothing of the positions is left out.
 INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) {
-    const int vectors = value_dim(&task->p->m->config) / LANES;
+    const int vectors = value_dim(task->p->c) / LANES;
     for (int pos = task->start; pos < task->end; pos += 2 * LANES) {
         for (int r = 0; r < task->n; r += queries) {
             if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries);
@@ -4716,105 +4494,87 @@ INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) 
     }
 }
 
-// The queries of one kv head and of rows begin .. end - 1, all of one text. Past the end the last
-// one is repeated.
-static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin, int end) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const int per_kv = c->n_heads / c->n_kv_heads, count = end - begin;
-    float *q = task->sum;  // (n, head_dim <= value_dim) the queries, until they are transposed
+// Query i of all is query i % all of kv head i / all. Of those from i to end - 1, the task gets the
+// first ones that have the same kv head and text.
+static void task_init(AttentionTask *task, const Pass *p, int i, int end) {
+    const Config *c = p->c;
+    const Row *rows = p->s->rows;
+    const int per_kv = c->n_heads / c->n_kv_heads, all = p->n * per_kv, first = i % all;
+    const int most = min_int(min_int(end - i, all - first), ATT_TASK);
     task->p = p;
-    task->text = s->rows[begin / per_kv].text;
-    task->kv_head = kv_head;
-    task->n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES);
+    task->text = rows[first / per_kv].text;
+    task->kv_head = i / all;
+    task->count = 1;
+    while (task->count < most && rows[(first + task->count) / per_kv].text == task->text)
+        task->count++;
+    task->n = round_up(task->count, 2 * task->count <= ATT_QUERIES ? 2 : ATT_QUERIES);
     for (int r = 0; r < task->n; r++) {
-        const int i = min_int(begin + r, end - 1), t = i / per_kv;
-        const size_t at = (size_t)t * c->q_dim + (kv_head * per_kv + i % per_kv) * c->head_dim;
-        memcpy(q + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
-        task->out[r] = s->a + at;
-        task->len[r] = s->rows[t].pos + 1;
+        const int query = first + min_int(r, task->count - 1), t = query / per_kv;
+        const int head = task->kv_head * per_kv + query % per_kv;
+        const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
+        for (int j = 0; j < c->head_dim; j++) task->q[j * ATT_TASK + r] = p->s->q[at + j];
+        task->out[r] = p->s->a + at;
+        task->len[r] = rows[t].pos + 1;
         task->max[r] = -INFINITY;
         task->total[r] = 0;
-    }
-    for (int r = 0; r < task->n; r += LANES) {
-        VecI *out = (VecI *)(task->q + r);
-        transpose_rows(out, ATT_TASK / LANES, q, task->n, c->head_dim, r, 0);
     }
     memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
 }
 
-// a = sum / total
-static void task_output(const AttentionTask *task) {
-    const Config *c = &task->p->m->config;
-    for (int r = 0; r < task->n; r++) {
-        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->total[r];
-        float *out = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
-        for (int j = 0; j < c->head_dim; j++) out[j] = sum[j] * inverse;
-    }
-}
-
-static void run_task(AttentionTask *task) {
-    const int len = task->len[task->n - 1];
-    for (task->start = 0; task->start < len; task->start = task->end) {
-        task->end = min_int(task->start + SPAN, len);
-        if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-        else attend_span(task, ATT_QUERIES, 2);
-    }
-    task_output(task);
-}
-
-// Query i of all is query i % n of kv head i / n. Of its neighbours in begin .. end - 1, those of
-// the same kv head and text go into its task.
-static void attend_job(void *arg, int begin, int end, int thread) {
+static void attend_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    const Row *rows = p->m->state.rows;
-    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads, n = p->n * per_kv;
-    AttentionTask *task = p->m->state.workspace[thread].attention;
-    for (int i = begin, next; i < end; i = next) {
-        const int first = i % n, most = min_int(min_int(end - i, n - first), ATT_TASK);
-        const Text *text = rows[first / per_kv].text;
-        for (next = i + 1; next < i + most && rows[next % n / per_kv].text == text;) next++;
-        task_init(task, p, i / n, first, first + next - i);
-        run_task(task);
+    AttentionTask *task = &p->s->attention[thread];
+    for (int i = begin; i < end; i += task->count) {
+        task_init(task, p, i, end);
+        const int len = task->len[task->n - 1];
+        for (task->start = 0; task->start < len; task->start = task->end) {
+            task->end = min_int(task->start + SPAN, len);
+            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
+            else attend_span(task, ATT_QUERIES, 2);
+        }
+        for (int r = 0; r < task->count; r++) {
+            const float *sum = task->sum + r * value_dim(p->c), inverse = 1 / task->total[r];
+            float *a = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
+            for (int j = 0; j < p->c->head_dim; j++) a[j] = sum[j] * inverse;
+        }
     }
 }
 
 // A thread takes the queries of whole rows and of a whole tile at least, if there are as many.
-static void attend_all(const Pass *p) {
-    const Config *c = &p->m->config;
-    const int per_kv = c->n_heads / c->n_kv_heads, n = p->n * per_kv;
-    parallel(attend_job, (void *)p, n * c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
+static void attend_all(Pass *p) {
+    const int per_kv = p->c->n_heads / p->c->n_kv_heads, n = p->n * per_kv;
+    parallel(attend_job, p, n * p->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
 }
 
 // ------------------------------------------------------------------------------------------------
 // The memory of a run: everything that it needs is allocated here, once
 
-#define FOR_BATCH "the activations (-b makes them smaller)"
+static void *activations(size_t count, size_t size) {
+    return alloc(count, size, "the activations (-b makes them smaller)");
+}
+
+static float *floats(size_t count) { return activations(count, sizeof(float)); }
 
 // Spare rows follow, because the last tile of a product may read past the n rows.
 static Quantized quantized_init(size_t n, int cols, int group) {
     const size_t words = cols / 4, n_groups = cols / group;
     const size_t stride = (words + 2 * n_groups + 15) / 16 * 16;  // rows are aligned to 64 bytes
-    int32_t *p = alloc((n + TILE_TOKENS) * stride, sizeof(*p), FOR_BATCH);
+    int32_t *p = activations((n + TILE_TOKENS) * stride, sizeof(*p));
     return (Quantized){(int8_t *)p, (float *)p + words, p + words + n_groups, stride};
-}
-
-static void cache_init(State *s, const Config *c, int blocks) {
-    const char *what = "the KV cache (-c makes it smaller)";
-    s->blocks = blocks;
-    s->block_len = LANES;
-    s->cache = alloc(blocks, block_stride(c) * sizeof(float), what);
-#ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
-    char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
-    madvise(page, blocks * block_stride(c) * sizeof(float), MADV_HUGEPAGE);
-#endif
 }
 
 static int most_blocks = INT_MAX;  // tests make it small
 
+// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
+static int pool_blocks(const Config *c, int seq_len, int texts) {
+    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
+    const double one = round_up(seq_len, LANES) / LANES;
+    return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
+}
+
 static void cache_copy(const Model *m, int to, int from) {
     const size_t size = block_stride(&m->config);
-    memcpy(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
+    memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
 }
 
 // A text alone in the cache has its blocks in their order, and room for seq_len + 1 ids.
@@ -4825,53 +4585,45 @@ static Text whole_cache(const State *s) {
     return text;
 }
 
-// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text.
-// (one * texts could overflow.)
-static int pool_blocks(const Config *c, int seq_len, int texts) {
-    const int one = (seq_len + LANES - 1) / LANES;
-    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
-    const int most = min_int(most_blocks, room < INT_MAX ? (int)room : INT_MAX);
-    return one < most / texts ? one * texts : max_int(one, most);
-}
-
 static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts) {
     const Config *c = &m->config;
     State *s = &m->state;
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
-    const size_t n = batch;
-    s->seq_len = seq_len;
-    s->batch = batch;
-    s->rows = alloc(n, sizeof(Row), FOR_BATCH);
-    s->cos = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
-    s->sin = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
-    s->x = alloc(n * c->dim, sizeof(float), FOR_BATCH);
-    s->h = alloc(n * c->dim, sizeof(float), FOR_BATCH);
-    s->q = alloc(n * c->q_dim, sizeof(float), FOR_BATCH);
-    s->a = alloc(n * c->q_dim, sizeof(float), FOR_BATCH);
-    s->xq = quantized_init(n, c->dim, c->group_size);
-    s->aq = quantized_init(n, c->q_dim, c->group_size);
-    s->hq = quantized_init(n * max_int(c->n_experts_used, 1), c->hidden_dim, c->group_size);
-    Routing *r = s->routing = alloc(1, sizeof(Routing), FOR_BATCH);
-    r->share = alloc(n * c->n_experts, sizeof(float), FOR_BATCH);
-    r->expert = alloc(c->n_experts, sizeof(int), FOR_BATCH);
-    r->token = alloc(n * c->n_experts_used, sizeof(int), FOR_BATCH);
-    r->place = alloc(c->n_experts + 1, sizeof(int), FOR_BATCH);
-    s->logits = alloc((size_t)logit_rows * c->vocab_size, sizeof(float), FOR_BATCH);
-    s->logit_rows = logit_rows;
-    s->kv = alloc(n_threads * n * c->head_dim, sizeof(float), FOR_BATCH);
-    s->workspace = alloc(n_threads, sizeof(Workspace), FOR_BATCH);
+    const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
+    const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
+    *s = (State){.seq_len = seq_len, .batch = batch, .logit_rows = logit_rows,
+                 .block_len = LANES, .blocks = pool_blocks(c, seq_len, texts)};
+    s->rows = activations(n, sizeof(Row));
+    s->cos = floats(n * c->head_dim / 2);
+    s->sin = floats(n * c->head_dim / 2);
+    s->x = floats(n * c->dim);
+    s->h = floats(n * c->dim);
+    s->xq = quantized_init(n, c->dim, group);
+    s->q = floats(n * c->q_dim);
+    s->a = floats(n * c->q_dim);
+    s->aq = quantized_init(n, c->q_dim, group);
+    s->hq = quantized_init(chosen, c->hidden_dim, group);
+    s->logits = floats((size_t)logit_rows * c->vocab_size);
+    Routing *r = s->routing = activations(1, sizeof(Routing));
+    *r = (Routing){.share = floats(n * n_experts), .n_active = 1};
+    r->expert = activations(n_experts, sizeof(int));
+    r->place = activations(n_experts + 1, sizeof(int));
+    r->token = activations(chosen, sizeof(int));
+    r->xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq;
+    s->workspace = activations(n_threads, sizeof(Workspace));
+    s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
-        Workspace *own = &s->workspace[i];
-        own->gate = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
-        own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
-        if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
-        own->panel = alloc(panel_bytes(widest, c->group_size), 1, FOR_BATCH);
-        AttentionTask *task = own->attention = alloc(1, sizeof(AttentionTask), FOR_BATCH);
-        task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), FOR_BATCH);
-        task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), FOR_BATCH);
-        task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), FOR_BATCH);
+        s->workspace[i].scratch = floats(n * scratch_cols(c));
+        s->workspace[i].panel = activations(panel_bytes(widest, group), 1);
+        s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
+        s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }
-    cache_init(s, c, pool_blocks(c, seq_len, texts));
+    const size_t size = block_stride(c) * sizeof(float);
+    s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
+#ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
+    char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
+    madvise(page, s->blocks * size, MADV_HUGEPAGE);
+#endif
 }
 
 // ------------------------------------------------------------------------------------------------

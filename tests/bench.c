@@ -151,8 +151,7 @@ enum { SUMS = LANES == 8 ? 8 : 12, PEAK_ITEMS = 64, PEAK_LOOPS = 20000 };
 
 enum { INT8, FP32 };
 
-static void peak_job(void *arg, int begin, int end, int thread) {
-    (void)thread;
+static void peak_job(void *arg, int begin, int end) {
     const int64_t loops = (int64_t)(end - begin) * PEAK_LOOPS;
     VecI total = {0};
     if (*(int *)arg == INT8) {
@@ -207,8 +206,7 @@ INLINE void read_block(const VecI *p, const int sequences, const int ahead) {
 static const char *read_start;
 static int read_blocks;
 
-static void read_job(void *arg, int begin, int end, int thread) {
-    (void)thread;
+static void read_job(void *arg, int begin, int end) {
     for (int i = begin; i < end; i++) {
         const VecI *p = (const VecI *)(read_start + (size_t)i * READ_BLOCK);
         switch (*(int *)arg) {

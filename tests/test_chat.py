@@ -495,7 +495,8 @@ def test_file_command_that_fails(talk, tmp_path):
     say("/clear")
     for line, words in [("/file", b"/file PATH"), ("/file ", b"/file PATH"), ('/file ""', b"/file PATH"),
                         ("/file /none text", b"/none: No such file"), (f"/file {tmp_path}", b"directory"),
-                        (f"/file {tmp_path}/empty text", b"empty"),
+                        (f"/file {tmp_path}/empty text", b"empty"), ("/file - x", b"not a regular"),
+                        ("/file /dev/zero x", b"not a regular"),
                         ('/file "/no thing', b"/no thing: No such file")]:
         shown = say(line)
         assert words in shown and shown.startswith(b"qwen3: /file: ") and shown.count(b"\n") == 1, shown
