@@ -3252,8 +3252,7 @@ static Options parse_options(int argc, char **argv) {
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
         die_usage("-l, -L: a list, expected one of them, without -f and -v");
-    const bool asks = o.text || o.file || is_list(&o) || o.mode == CHAT;
-    if (!asks && !is_terminal(STDIN_FILENO)) o.file = "-";
+    if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";
     check_text(&o, o.mode);
     return o;
 }
@@ -3298,12 +3297,11 @@ static void choose_sampling(App *app) {
 
 // Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
 static void check_model_path(const char *path) {
-    const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
-    const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
     const FileKind kind = file_kind(path);
+    const char *slash = strchr(path, '/');  // a name has one
+    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
-    if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
-        die_export(path, "not a file", INT_MAX, path);
+    if (kind == NO_FILE && named) die_export(path, "not a file", INT_MAX, path);
 }
 
 static void load(App *app) {
@@ -3319,8 +3317,7 @@ static void load(App *app) {
     const int least = app->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
     const int context = o->context > 0 ? o->context : o->context < 0 ? min_int(4096, most) : most;
     if (context < least || context > most)
-        die("-c: bad context, expected %d to %d (export.py --yarn stretches it), found %d", least,
-            most, context);
+        die("-c: expected %d to %d (export.py --yarn raises it), found %d", least, most, context);
     if (app->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
     const int places = min_int(PLACES, o->batch);  // logits that nobody needs take no memory
@@ -4687,10 +4684,9 @@ static double cgroup_limit(const char *name) {
 }
 
 #ifdef __linux__
-// The cores of a set of CPUs. A core is known by the first of its CPUs.
+// The cores of a set of CPUs. A core's second CPU counts if its first one is not in the set.
 static int physical_cores(const cpu_set_t *set) {
-    cpu_set_t cores;
-    CPU_ZERO(&cores);
+    int cores = 0;
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
         char path[96];
         int first = cpu;
@@ -4698,9 +4694,9 @@ static int physical_cores(const cpu_set_t *set) {
         snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
                  cpu);
         scan_file(path, "%d", &first, NULL);
-        CPU_SET(first, &cores);
+        cores += first == cpu || !CPU_ISSET(first, set);
     }
-    return CPU_COUNT(&cores);
+    return cores;
 }
 #endif
 
