@@ -2544,27 +2544,28 @@ static Bytes take_word(Bytes *text) {
     *text = bytes_from(*text, quoted);
     const uint8_t *end = memchr(text->p, mark, text->n);
     const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
-    *text = bytes_from(*text, word.n + (end != NULL));
-    while (text->n && *text->p == ' ') *text = bytes_from(*text, 1);
+    size_t next = min_size(word.n + 1, text->n);
+    while (next < text->n && text->p[next] == ' ') next++;
+    *text = bytes_from(*text, next);
     return word;
 }
 
-// Sends "PATH TEXT" as TEXT, an empty line and the file's text. In PATH, ~/ is $HOME.
+// Of what was typed, text is "PATH TEXT": sends TEXT, an empty line and the file's text. A PATH may
+// begin with ~/, which is $HOME.
 static void send_file(App *app, Bytes text) {
+    Buffer *message = &app->input;
     const Bytes name = take_word(&text);
     const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
     char path[8192];
     snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
              (const char *)name.p + tilde);
-    Buffer message = {0};
-    buffer_add(&message, text);
-    if (text.n) buffer_add(&message, bytes("\n\n"));
-    const size_t before = message.n;
-    const char *error = *path ? file_read(&message, path) : "missing, expected /file PATH TEXT";
-    if (!error && message.n == before) error = "empty, expected a text";
+    buffer_cut(message, message->n - text.n);
+    if (message->n) buffer_add(message, bytes("\n\n"));
+    const size_t before = message->n;
+    const char *error = *path ? file_read(message, path) : "missing, expected /file PATH TEXT";
+    if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
-    else chat_turn(app, chop(bytes_of(&message)));
-    free(message.p);
+    else chat_turn(app, chop(bytes_of(message)));
 }
 
 static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
