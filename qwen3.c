@@ -2093,8 +2093,9 @@ static void draft(Engine *e, int count) {
     e->draft.n = e->draft.row = 0;
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
     if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
+    const int *last = ids + n - NGRAM;
     size_t from = n - 1;
-    while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, NGRAM * sizeof(int))) from--;
+    while (from >= NGRAM && memcmp(ids + from - NGRAM, last, NGRAM * sizeof(int)) != 0) from--;
     if (from < NGRAM) return;
     e->draft.n = rows - 1;
     e->draft.credit -= DRAFT_COST * e->draft.n;
