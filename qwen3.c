@@ -136,7 +136,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 
 // ================================================================================================
 // PART I. THE MODEL
@@ -265,7 +264,6 @@ typedef struct {
                          // (batch * n_experts_used, hidden_dim)
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
-    float *kv;           // (threads, batch, head_dim)  k or v of the head at hand
     float *cache;        // blocks of block_len positions of one text each. A block has, for each
                          // layer and kv head, K and V (block_len, head_dim); Part III orders them
     int blocks, block_len;
@@ -273,6 +271,7 @@ typedef struct {
     // Part III only:
     struct Routing *routing;      // which experts run for which tokens
     struct Workspace *workspace;  // (threads)
+    struct AttentionTask *attention;  // (threads)
 } State;
 
 typedef struct {
@@ -281,12 +280,14 @@ typedef struct {
     State state;
 } Model;
 
-typedef struct {        // a batch on its way through one layer
-    Model *m;
+typedef struct Pass {   // a batch on its way through one layer
+    const Config *c;
+    const State *s;
     int l;              // the layer's number
     const Layer *w;     // and its weights
     int n;              // rows in the batch
     const float *norm;  // (dim) the weights of the norm that runs
+    void (*step)(const struct Pass *p, int i);  // what runs for each i: see each
 } Pass;
 
 // ------------------------------------------------------------------------------------------------
@@ -357,10 +358,10 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
 // One layer: one function for each step. Most of them run on all threads. Part III provides what is
 // only declared here.
 
-// Calls step(p, i, thread) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time.
-// Returns when all are done. `thread` is the number of the thread that runs the step.
-typedef void (*Step)(const Pass *p, int i, int thread);
-static void each(const Pass *p, Step step, int count, int chunk);
+// Calls step(p, i) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time. Returns
+// when all are done.
+typedef void (*Step)(const Pass *p, int i);
+static void each(Pass *p, Step step, int count, int chunk);
 
 // out = W x for n vectors, or out += W x: dot_row (see Matrix product and attention) of each row
 // and vector, on all threads. out (n, rows), W (rows, cols), x (n, cols)
@@ -368,29 +369,27 @@ static void matmul(const State *s, float *out, const Matrix *w, const Quantized 
                    bool add);
 
 // From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
-static void norm_row(const Model *m, const float *w, int from, int to) {
-    const Config *c = &m->config;
-    float *h = m->state.h + (size_t)to * c->dim;
-    rmsnorm(h, m->state.x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
-    quantize(&m->state.xq, to, 0, h, c->dim, c->group_size);
+static void norm_row(const Config *c, const State *s, const float *w, int from, int to) {
+    float *h = s->h + (size_t)to * c->dim;
+    rmsnorm(h, s->x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
+    quantize(&s->xq, to, 0, h, c->dim, c->group_size);
 }
 
-static void norm_step(const Pass *p, int t, int thread) {
-    (void)thread;
-    norm_row(p->m, p->norm, t, t);
-}
+static void norm_step(const Pass *p, int t) { norm_row(p->c, p->s, p->norm, t, t); }
 
 // h = rmsnorm(x, w), xq = Q8(h)
-static void norm(const Pass *p, const float *w) {
-    Pass now = *p;
-    now.norm = w;
-    each(&now, norm_step, p->n, 4);
+static void norm(Pass *p, const float *w) {
+    p->norm = w;
+    each(p, norm_step, p->n, 4);
 }
 
 // One head of W xq + bias, where W is Wq, Wk or Wv, for all rows. Row t's head_dim values go to
 // out + t * stride.
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
-                    int head, int thread);
+                    int head);
+
+// Room for (batch, head_dim) floats that the calling thread has for itself
+static float *scratch(const State *s);
 
 // Where element j of the key, or of the value, of position pos of a text is in the KV cache, in p's
 // layer
@@ -400,56 +399,52 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 // qk (head_dim), one head's q or k of row t, becomes rope(rmsnorm(qk)). norm_weight is NULL in
 // models without QK-norm.
 static void norm_and_rope(const Pass *p, float *qk, const float *norm_weight, int t) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const int half = c->head_dim / 2;
-    if (norm_weight) rmsnorm(qk, qk, norm_weight, c->head_dim, c->rms_norm_eps);
-    rope(qk, s->cos + (size_t)t * half, s->sin + (size_t)t * half, half);
+    const int head_dim = p->c->head_dim, half = head_dim / 2;
+    if (norm_weight) rmsnorm(qk, qk, norm_weight, head_dim, p->c->rms_norm_eps);
+    rope(qk, p->s->cos + (size_t)t * half, p->s->sin + (size_t)t * half, half);
 }
 
-static void q_head(const Pass *p, int head, int thread) {
-    const int q_dim = p->m->config.q_dim;
-    float *q = p->m->state.q + head * p->m->config.head_dim;
-    project(p, q, q_dim, &p->w->wq, p->w->bq, head, thread);
+static void q_head(const Pass *p, int head) {
+    const int q_dim = p->c->q_dim;
+    float *q = p->s->q + head * p->c->head_dim;
+    project(p, q, q_dim, &p->w->wq, p->w->bq, head);
     for (int t = 0; t < p->n; t++) norm_and_rope(p, q + (size_t)t * q_dim, p->w->q_norm, t);
 }
 
-static void k_head(const Pass *p, int kv_head, int thread) {
-    const State *s = &p->m->state;
-    const int head_dim = p->m->config.head_dim;
-    float *k = s->kv + (size_t)thread * s->batch * head_dim;
-    project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head, thread);
+static void k_head(const Pass *p, int kv_head) {
+    const int head_dim = p->c->head_dim;
+    float *k = scratch(p->s);
+    project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head);
     for (int t = 0; t < p->n; t++, k += head_dim) {
-        const Row *row = &s->rows[t];
+        const Row *row = &p->s->rows[t];
         norm_and_rope(p, k, p->w->k_norm, t);
         for (int j = 0; j < head_dim; j++) *key_at(p, row->text, kv_head, row->pos, j) = k[j];
     }
 }
 
-static void v_head(const Pass *p, int kv_head, int thread) {
-    const State *s = &p->m->state;
-    const int head_dim = p->m->config.head_dim;
-    float *v = s->kv + (size_t)thread * s->batch * head_dim;
-    project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head, thread);
+static void v_head(const Pass *p, int kv_head) {
+    const int head_dim = p->c->head_dim;
+    float *v = scratch(p->s);
+    project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head);
     for (int t = 0; t < p->n; t++, v += head_dim) {
-        const Row *row = &s->rows[t];
+        const Row *row = &p->s->rows[t];
         for (int j = 0; j < head_dim; j++) *value_at(p, row->text, kv_head, row->pos, j) = v[j];
     }
 }
 
 // Head i of all: first those of k, then those of v, then those of q. One thread projects a head for
 // all rows and then finishes it, while it is in that core's caches.
-static void any_head(const Pass *p, int i, int thread) {
-    const int n_kv_heads = p->m->config.n_kv_heads;
-    if (i < n_kv_heads) k_head(p, i, thread);
-    else if (i < 2 * n_kv_heads) v_head(p, i - n_kv_heads, thread);
-    else q_head(p, i - 2 * n_kv_heads, thread);
+static void any_head(const Pass *p, int i) {
+    const int n_kv_heads = p->c->n_kv_heads;
+    if (i < n_kv_heads) k_head(p, i);
+    else if (i < 2 * n_kv_heads) v_head(p, i - n_kv_heads);
+    else q_head(p, i - 2 * n_kv_heads);
 }
 
 // Moves the rows that are needed after the last layer to the front, and forgets the others.
 static void keep_needed(Pass *p) {
-    const int dim = p->m->config.dim, half = p->m->config.head_dim / 2;
-    const State *s = &p->m->state;
+    const int dim = p->c->dim, half = p->c->head_dim / 2;
+    const State *s = p->s;
     int n = 0;
     for (int t = 0; t < p->n; t++) {
         if (!s->rows[t].needed) continue;
@@ -467,7 +462,7 @@ static void keep_needed(Pass *p) {
 // tokens read a token only through its k and v. So in the last layer all rows store these, but
 // everything else runs only for the rows that are needed, perhaps none.
 static void qkv(Pass *p) {
-    const Config *c = &p->m->config;
+    const Config *c = p->c;
     const bool last = p->l == c->n_layers - 1;
     each(p, any_head, 2 * c->n_kv_heads + (last ? 0 : c->n_heads), 1);
     if (!last) return;
@@ -476,33 +471,30 @@ static void qkv(Pass *p) {
 }
 
 // attend (see Matrix product and attention), for all query heads of all rows
-static void attend_all(const Pass *p);
+static void attend_all(Pass *p);
 
-static void quantize_a(const Pass *p, int t, int thread) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    (void)thread;
-    quantize(&s->aq, t, 0, s->a + (size_t)t * c->q_dim, c->q_dim, c->group_size);
+static void quantize_a(const Pass *p, int t) {
+    const int q_dim = p->c->q_dim;
+    quantize(&p->s->aq, t, 0, p->s->a + (size_t)t * q_dim, q_dim, p->c->group_size);
 }
 
 // aq = Q8(a), a = softmax(q . K / sqrt(head_dim)) V
-static void attention(const Pass *p) {
+static void attention(Pass *p) {
     attend_all(p);
     each(p, quantize_a, p->n, 4);
 }
 
 // x = x + W y
 static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
-    const State *s = &p->m->state;
-    matmul(s, s->x, w, y, p->n, true);
+    matmul(p->s, p->s->x, w, y, p->n, true);
 }
 
 // hq = Q8(silu(W1 xq) * (W3 xq)); in Part III, some columns at a time
-static void swiglu(const Pass *p);
+static void swiglu(Pass *p);
 
 // x = x + sum of p[e] W2[e] Q8(silu(W1[e] xq) * (W3[e] xq)) over the experts e that choose_experts
 // (below) chooses
-static void experts(const Pass *p);
+static void experts(Pass *p);
 
 // ------------------------------------------------------------------------------------------------
 // The whole model: the layers one after the other, then the scores
@@ -549,7 +541,7 @@ static void progress_end(void);
 // are the last layer's output of those rows that are needed. Returns false after Ctrl-C.
 static bool forward(Model *m, int n) {
     State *s = &m->state;
-    Pass p = {.m = m, .n = n};
+    Pass p = {.c = &m->config, .s = s, .n = n};
     s->passes++;
     for (int t = 0; t < n; t++) embed(m, t);
 
@@ -586,7 +578,7 @@ static bool forward_text(Model *m, const Text *text, const int *tokens, int n, i
 // first + count - 1 of x; count is at most logit_rows. Overwrites h and xq.
 static float *classify(Model *m, int first, int count) {
     const State *s = &m->state;
-    for (int t = 0; t < count; t++) norm_row(m, m->weights.rms_final, first + t, t);
+    for (int t = 0; t < count; t++) norm_row(&m->config, s, m->weights.rms_final, first + t, t);
     matmul(s, s->logits, &m->weights.classifier, &s->xq, count, false);
     return s->logits;
 }
@@ -639,8 +631,8 @@ static float softmax_terms(float *x, int n, float max) {
 // Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with q and a
 // (head_dim), K and V (len, head_dim). score (seq_len) is overwritten.
 INLINE void attend(const Pass *p, int t, int head, float *score) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
+    const Config *c = p->c;
+    const State *s = p->s;
     const int kv_head = head / (c->n_heads / c->n_kv_heads);
     const Text *text = s->rows[t].text;
     const int len = s->rows[t].pos + 1;  // causal: a token sees itself and those before it
@@ -748,6 +740,7 @@ typedef struct Tokenizer {
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
+    size_t longest;          // the most bytes of a token
     int byte_token[256];
     Added *added;            // (n_added) the added tokens, sorted by their bytes
     size_t n_added;
@@ -1276,17 +1269,16 @@ static Ending generate(Engine *e, Ids *drawn) {
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
-#include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
 
 // What Part III provides to Part II, on POSIX and Windows
-static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and bytes everywhere
-static void catch_signals(void);
+static void start_platform(int *argc, char ***argv);  // signals; Windows: UTF-8 and bytes
 static void start_threads(int count);
-static void progress_list(size_t texts, double all, size_t tokens, double seconds);
+// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`.
+static void progress_show(double start, double done, double all, const char *what, double tokens);
 static int cpu_count(void);                           // how many threads to start without -j
-static const char *simd_name(void);                   // the instruction set in use
+static const char *version(void);                     // a line, with the instruction set in use
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
 typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
@@ -1300,7 +1292,11 @@ static double memory_size(void);                      // that this process may u
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
 static bool input_ready(int fd);                      // there is something to read, or the end
 static bool stdin_has_data(void);                     // a pipe with data, or a file at its start
-static int terminal_line(void);                       // the most bytes of a line that is typed
+#ifdef __APPLE__
+enum { TERMINAL_LINE = 1023 };                        // the most bytes of a line that is typed
+#else
+enum { TERMINAL_LINE = 4095 };
+#endif
 typedef enum { NOTHING, PART, LINE } Waiting;
 static Waiting input_waits(void);                     // how much of a paste is still to be read
 
@@ -1313,10 +1309,9 @@ static void cache_copy(const Model *m, int to, int from);  // a block: all keys 
 static int draft_rows(void);  // how many tokens run in about the time of one
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
-// `chunk`, and calls job(arg, begin, end, thread) for each, on all threads; `thread` is an index
-// into State.workspace. It returns when all are done. Only the main thread calls it, never inside
-// a job.
-typedef void (*Job)(void *arg, int begin, int end, int thread);
+// `chunk`, and calls job(arg, begin, end) for each, on all threads. It returns when all are done.
+// Only the main thread calls it, never inside a job.
+typedef void (*Job)(void *arg, int begin, int end);
 static void parallel(Job job, void *arg, int count, int chunk);
 
 // For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
@@ -1359,7 +1354,7 @@ static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
 }
 
 static void buffer_add(Buffer *b, Bytes text) {
-    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);  // + 1: p is not NULL after an empty text
+    b->p = grow(b->p, &b->cap, b->n, text.n | 1, 1);  // | 1: p is not NULL after an empty text
     if (text.n) memcpy(b->p + b->n, text.p, text.n);
     b->n += text.n;
 }
@@ -1937,6 +1932,7 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
         tok->text[id].n = take_u32(&in);
         tok->text[id].p = take(&in, tok->text[id].n);
+        if (tok->text[id].n > tok->longest) tok->longest = tok->text[id].n;
     }
     if (in.rest.n) take_extension(&in, tok);
     set_defaults(tok);
@@ -2217,7 +2213,8 @@ static size_t unfinished(Bytes text, bool terminal) {
 // itself, in one write: no signal can leave the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
     const Bytes text = {out->held.p, out->held.n - keep};
-    const bool dim = out->terminal && out->thinking && !getenv("NO_COLOR");
+    const char *no_color = getenv("NO_COLOR");
+    const bool dim = out->terminal && out->thinking && !(no_color && *no_color);
     Buffer *shown = &out->shown;
     if (text.n == 0) return;
     shown->n = 0;
@@ -2503,7 +2500,7 @@ static bool read_message(App *app) {
         if (got == 0) break;  // the end of input
         uint8_t *end = message->p + message->n;
         if (end[-1] != '\n') continue;  // Ctrl-D in the middle of a line
-        cut |= got > terminal_line();
+        cut |= got > TERMINAL_LINE;
         before = after;
         after = input_waits();
         if (message->n > 1 && end[-2] == '\\') {
@@ -2518,7 +2515,7 @@ static bool read_message(App *app) {
     message->n = cut ? 0 : chop(bytes_of(message)).n;
     if (cut)
         report("input: the terminal cut a line at %d bytes; nothing was sent; /file PATH sends it",
-               terminal_line());
+               TERMINAL_LINE);
     return true;
 }
 
@@ -2557,7 +2554,10 @@ static void send_file(App *app, Bytes text) {
     buffer_cut(message, message->n - text.n);
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
-    const char *error = *path ? file_read(message, path) : "missing, expected /file PATH TEXT";
+    const char *error = NULL;
+    if (!*path) error = "missing, expected /file PATH TEXT";
+    else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
+    else error = file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
     else chat_turn(app, chop(bytes_of(message)));
@@ -2733,9 +2733,6 @@ typedef struct {
     Bytes rest;            // what has not been read
     const char *expected;  // what was not found there: after an error nothing is taken any more
     Buffer text;           // the last string
-    Conversation *talk;    // gets the messages
-    bool first;            // there is no message yet, but perhaps that of -y
-    bool has_content;      // the last message
 } Json;
 
 static void json_need(Json *j, bool taken, const char *what) {
@@ -2749,121 +2746,114 @@ static bool json_take(Json *j, const char *word) {
     return true;
 }
 
-static bool json_token(Json *j, const char *word) {  // the same, after white space
-    while (json_take(j, " ") || json_take(j, "\t") || json_take(j, "\r") || json_take(j, "\n")) {}
+static bool json_any(Json *j, const char *set) {  // one or more bytes of a set
+    const size_t before = j->rest.n;
+    while (!j->expected && j->rest.n && memchr(set, *j->rest.p, strlen(set)))
+        j->rest = bytes_from(j->rest, 1);
+    return j->rest.n < before;
+}
+
+static bool json_token(Json *j, const char *word) {  // perhaps after white space
+    json_any(j, " \t\r\n");
     return json_take(j, word);
 }
 
-static int json_unit(Json *j) {  // \uXXXX, or -1
-    char digits[5] = {0};
-    if (j->rest.n < 6 || memcmp(j->rest.p, "\\u", 2) != 0) return -1;
-    memcpy(digits, j->rest.p + 2, 4);
-    if (strspn(digits, "0123456789abcdefABCDEF") != 4) return -1;
-    j->rest = bytes_from(j->rest, 6);
-    return (int)strtol(digits, NULL, 16);
-}
-
-static void json_escape(Json *j) {
+// What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
+static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    const char *name = j->rest.n > 1 ? memchr(names, j->rest.p[1], 8) : NULL;
-    int c = name ? meant[name - names] : json_unit(j);
-    if (name) j->rest = bytes_from(j->rest, 2);
-    json_need(j, c >= 0, "an escape, such as \\n or \\u00e9");
-    const Bytes after = j->rest;
-    const int low = c >= 0xD800 && c < 0xDC00 ? json_unit(j) : -1;  // a character in two halves
-    if (low >= 0xDC00 && low < 0xE000) c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
-    else j->rest = after;
-    add_char(&j->text, c < 0 || (c >= 0xD800 && c < 0xE000) ? 0xFFFD : c);
+    const bool escape = json_take(j, "\\"), unit = escape && json_take(j, "u");
+    const uint8_t c = j->rest.n ? *j->rest.p : 0;
+    const char *name = escape ? memchr(names, c, sizeof(names) - 1) : NULL;
+    char hex[5] = "";
+    if (unit) memcpy(hex, j->rest.p, min_size(j->rest.n, 4));
+    const bool good = unit ? strspn(hex, "0123456789abcdefABCDEF") == 4
+                      : escape ? name != NULL : c >= ' ';
+    json_need(j, good, "a string's character, or an escape as in \\n or \\u00e9");
+    if (good) j->rest = bytes_from(j->rest, unit ? 4 : 1);
+    return unit ? (int)strtol(hex, NULL, 16) : name ? meant[name - names] : BAD_BYTE + c;
 }
 
 static bool json_string(Json *j) {
     if (!json_token(j, "\"")) return false;
     j->text.n = 0;
-    while (!j->expected && !json_take(j, "\"")) {
-        const uint8_t c = j->rest.n ? *j->rest.p : 0;
-        json_need(j, c >= ' ', "the string's next character");
-        if (c == '\\') json_escape(j);
-        else if (c >= ' ') add_char(&j->text, BAD_BYTE + c), j->rest = bytes_from(j->rest, 1);
+    for (int c, before = 0; !j->expected && !json_take(j, "\""); before = c) {
+        c = json_char(j);
+        if (before >= 0xD800 && before < 0xDC00 && c >= 0xDC00 && c < 0xE000) {
+            c += 0x10000 + ((before - 0xD800) << 10) - 0xDC00;
+            j->text.n -= 3;  // the first half, which was alone
+        }
+        add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
     }
     return true;
 }
 
-static bool json_digits(Json *j) {
-    const size_t before = j->rest.n;
-    while (j->rest.n && isdigit(*j->rest.p)) j->rest = bytes_from(j->rest, 1);
-    return j->rest.n < before;
-}
-
 static bool json_number(Json *j) {
+    static const char digits[] = "0123456789";
     json_take(j, "-");
-    if (!json_take(j, "0") && !json_digits(j)) return false;
-    if (json_take(j, ".") && !json_digits(j)) return false;
+    if (!json_take(j, "0") && !json_any(j, digits)) return false;
+    if (json_take(j, ".") && !json_any(j, digits)) return false;
     if (!json_take(j, "e") && !json_take(j, "E")) return true;
     if (!json_take(j, "+")) json_take(j, "-");
-    return json_digits(j);
+    return json_any(j, digits);
 }
 
-// An object or an array, by its bracket, inside of `depth` others. Of each member of an object, the
-// key is read, and `value` reads what follows.
-static bool json_items(Json *j, const char *bracket, int depth, void (*value)(Json *, int)) {
-    enum { MOST_NESTING = 100 };
-    const bool object = *bracket == '{';
-    const char *end = object ? "}" : "]";
-    if (!json_token(j, bracket)) return false;
-    json_need(j, depth < MOST_NESTING, "at most 100 levels");
-    if (json_token(j, end)) return true;
-    do {
-        json_need(j, !object || json_string(j), "a string");
-        json_need(j, !object || json_token(j, ":"), ":");
-        value(j, depth + 1);
-    } while (json_token(j, ","));
-    json_need(j, json_token(j, end), object ? ", or }" : ", or ]");
-    return true;
+// Goes on to the next value of an array, or of an object, whose key is in j->text then. False: its
+// `end` comes first, and is taken.
+static bool json_next(Json *j, const char *end, bool first) {
+    if (json_token(j, end)) return false;
+    json_need(j, first || json_take(j, ","), *end == '}' ? ", or }" : ", or ]");
+    json_need(j, *end == ']' || (json_string(j) && json_token(j, ":")), "\"KEY\":");
+    return !j->expected;
 }
 
-static void json_value(Json *j, int depth) {
-    json_need(j, json_string(j) || json_items(j, "{", depth, json_value) ||
-                 json_items(j, "[", depth, json_value) || json_take(j, "true") ||
-                 json_take(j, "false") || json_take(j, "null") || json_number(j), "a value");
+// Takes a value, which must be there, inside of `depth` others. Is it a string?
+static bool json_value(Json *j, int depth) {
+    if (json_string(j)) return true;
+    const char *end = json_take(j, "{") ? "}" : json_take(j, "[") ? "]" : NULL;
+    json_need(j, !end || depth < 100, "at most 100 levels");
+    for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
+    json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
+                 json_number(j), "a value");
+    return false;
 }
 
 static bool json_is(const Json *j, const char *text) {
     return bytes_equal(bytes_of(&j->text), bytes(text));
 }
 
-static void json_member(Json *j, int depth) {  // of a message; of equal keys the last one counts
-    Message *message = &j->talk->p[j->talk->n - 1];
-    const bool role = json_is(j, "role"), content = json_is(j, "content");
-    const bool text = json_string(j);  // j->text had the key, now it has the value
-    if (!text) json_value(j, depth);
-    if (role)
-        message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
-                        : json_is(j, "assistant") ? ASSISTANT : -1;
-    if (content) {
-        j->has_content = text;
+// A message, which `talk` gets; returns its role. Of equal keys the last one counts.
+static int json_message(Json *j, Conversation *talk) {
+    Message *message = conversation_add(talk, -1, (Bytes){0});
+    bool has_content = false;
+    json_need(j, json_token(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
+    for (int i = 0; json_next(j, "}", i == 0); i++) {
+        const bool role = json_is(j, "role"), content = json_is(j, "content");
+        const bool text = json_value(j, 2);  // j->text had the key, now it has the value
+        if (role)
+            message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
+                            : json_is(j, "assistant") ? ASSISTANT : -1;
+        if (!content) continue;
+        has_content = text;
         message->text.n = 0;
         buffer_add(&message->text, bytes_of(&j->text));
     }
-}
-
-static void json_message(Json *j, int depth) {
-    const Message *message = conversation_add(j->talk, -1, (Bytes){0});
-    const bool object = json_items(j, "{", depth, json_member);
-    json_need(j, object, "a message, {\"role\": ..., \"content\": ...}");
     json_need(j, message->role >= 0, "a role: system, user or assistant");
-    json_need(j, j->has_content, "a content that is a string");
-    json_need(j, message->role != SYSTEM || j->first, "a system message only at the start");
-    if (message->role == SYSTEM) conversation_drop(j->talk, 0, j->talk->n - 1);  // that of -y
-    j->first = j->has_content = false;
+    json_need(j, has_content, "a content that is a string");
+    return message->role;
 }
 
-// A line: its string is in j->text, or its messages in j->talk.
-static void json_line(Json *j, bool chat) {
-    const bool messages = chat && json_items(j, "[", 0, json_message);
-    const bool asks = !messages || (j->talk->n && j->talk->p[j->talk->n - 1].role == USER);
-    json_need(j, messages || json_string(j),
-              chat ? "a string or an array of messages" : "a string");
-    json_need(j, asks, "a message of the user as the last one");
+// A line: a string, which is in j->text then, or messages, if `talk` is not NULL, which gets them.
+// A system message, which only the first one may be, replaces what was there.
+static void json_line(Json *j, Conversation *talk) {
+    const bool messages = talk && json_token(j, "[");
+    int role = messages ? -1 : USER;
+    for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
+        role = json_message(j, talk);
+        json_need(j, role != SYSTEM || i == 0, "a system message only at the start");
+        if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
+    }
+    json_need(j, messages || json_string(j), talk ? "a string or messages" : "a string");
+    json_need(j, role == USER, "a message of the user as the last one");
     json_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
 }
@@ -2874,8 +2864,8 @@ static void json_line(Json *j, bool chat) {
 // from pass to pass (continuous batching: Orca, OSDI 2022):
 //
 //   admit    While there are places and blocks, the next texts of the list are encoded and begin.
-//   pass     One forward(): the next token of each text that decodes, then as much of the prompts
-//            as fits into -b rows. So a long prompt does not hold up the other texts for long.
+//   pass     One forward(), with a row of each text at least; the first prompts have as many as
+//            fit into -b rows. So a long prompt does not hold up the other texts for long.
 //   sample   Each text whose last token has run draws the next one, with its own random numbers.
 //   write    A line goes out as soon as it and all lines before it are done.
 //
@@ -2884,336 +2874,291 @@ static void json_line(Json *j, bool chat) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like the last one that began, say with the same instruction, shares its blocks: each block counts
-// its users. Of the first block that is not the same to its end the text gets a copy. The text
-// waits until what it shares has run. If the last one that began has ended, it keeps its blocks
-// until the next one begins, so that there is something to share even if all answers are one
-// word. When no block is left, the
-// youngest text gives its blocks back, and later runs again up to the last token that it drew
-// (preemption by recomputation): its answer goes on as if nothing had happened.
+// like another, say with the same instruction, shares its blocks: each block counts its users. Of
+// the first block that is not the same to its end the text gets a copy. A text that has ended keeps
+// its blocks until they or its place are needed, so that there is something to share even if all
+// answers are one word. When no block is left, the youngest text gives its blocks back, and later
+// runs again up to the last token that it drew (preemption by recomputation).
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
-typedef struct {    // a text that runs
+typedef struct {    // for a text
     size_t number;  // of its line, from 0
+    Buffer *line;   // of the output, once it is done
     Ids ids;        // its tokens: the prompt's, then those that were drawn
     Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
     int n_blocks;   // in answer.text.blocks
-    size_t cached;  // tokens that were there when it began
-    bool ended;     // if it still has blocks, the next text may share them
-    int id;         // the last token drawn; -1: what the model gave is not finite
+    Ending ending;  // INTERRUPTED: what the model gave is not finite
     Writer writer;
     Ids drawn;
-    Buffer line;    // the answer so far
+    Buffer text;    // the answer so far, or a vector
 } Place;
 
 typedef struct {
     App *app;
     Lines in;
-    bool ended, failed;    // there are no more lines; a line was an error
-    size_t read, written;  // lines so far
-    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done. They do
-                           // not meet: read - written <= AHEAD
-    size_t ahead;          // bytes of these
-    // active: first those that run, then those that wait for their turn to begin, both in the
-    // list's order, then the free ones, of which the first has been free for the longest time.
+    bool together;          // passes run several texts, as in all modes but tokenize and perplexity
+    bool ended, failed;     // there are no more lines; a line was an error
+    size_t read, written;   // lines so far
+    Buffer lines[AHEAD];    // line i of the output is at i % AHEAD, empty until it is done
+    size_t ahead;           // bytes of these
+    // active: first those that run, then those that wait to begin, both in the list's order, then
+    // the free ones, of which the next line takes the one that has been free for the longest time.
+    // One is always left, so that there is something to share.
     Place places[PLACES + 1], *active[PLACES + 1];
-    int n_places;          // that may be in use; <= -b
-    int n_running;         // that run
-    int n_active;          // that run or wait
-    Place *last;           // the one that began last. A line never gets its place: lines are added
-                           // when no text waits, and then another place was free before it
-    Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
-    int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
-    int *users;            // (State.blocks) texts that have this block
-    int *unused, n_unused; // (State.blocks) those that nobody uses, the next one last
-    Json json;             // a line,
-    Conversation talk;     // and its messages; all modes but chat look at the last one only
-    size_t longest;        // no text of seq_len tokens has more bytes
+    int n_places, n_running, n_active;  // that may be in use (<= -b); that run; that run or wait
+    Place *ready[PLACES];   // those whose last token has run; row i of x is that of ready[i]
+    int n_ready;
+    int *users, n_unused;   // (State.blocks) texts that have this block; blocks that nobody has
+    char where[640];        // the line that was read last, for messages
+    Json json;
+    Conversation talk;      // its messages, or its text as one message
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
-    size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
-    size_t pieces;         // texts that are scored in pieces
-    double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
+    size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
+    size_t pieces;          // texts that are scored in pieces
+    double start, size, consumed;  // the time; bytes of the file, if known; of its lines so far
 } List;
 
-// The lines of the output
-
-static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD]; }
-
-static const char *where(const List *l, size_t number) {  // for messages
-    static char text[640];
-    snprintf(text, sizeof(text), "%.600s: line %zu", l->in.name, number + 1);
-    return text;
-}
-
-// A line is done: it is there, or what is wrong with its text has been said.
-static void line_done(List *l, size_t number, bool good) {
-    Buffer *line = line_of(l, number);
+// A line is there, or what is wrong with its text has been said. Writes it and those after it that
+// are done, if all before it are written.
+static void line_done(List *l, Buffer *line, bool good) {
     if (!good) line->n = 0, buffer_add(line, bytes("null\n"));
     l->failed |= !good;
     l->ahead += line->n;
-}
-
-static void write_lines(List *l) {
-    for (Buffer *line; (line = line_of(l, l->written))->n && !interrupted; l->written++) {
+    for (; (line = &l->lines[l->written % AHEAD])->n && !interrupted; l->written++) {
         if (l->app->writer.terminal) progress_end();
         write_stdout(bytes_of(line));
         l->ahead -= line->n;
         free(line->p);
         *line = (Buffer){0};
     }
-    const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
-    progress_list(l->written, all, l->rows, now() - l->start);
 }
 
-// The pool of blocks
-
-// A text has at most seq_len tokens (check_length, answer_add), so p->answer.text.blocks has room.
-static void take_block(List *l, Place *p, int block) {
-    l->users[block]++;
+static void take_block(List *l, Place *p, int block) {  // -1: the first that nobody has
+    if (block < 0) while (l->users[++block]) {}
+    l->n_unused -= l->users[block]++ == 0;
     p->answer.text.blocks[p->n_blocks++] = block;
 }
 
-// Takes all blocks from a text, which is done or has to begin again.
 static void drop_blocks(List *l, Place *p) {
     while (p->n_blocks > 0) {
         const int block = p->answer.text.blocks[--p->n_blocks];
-        if (--l->users[block] == 0) l->unused[l->n_unused++] = block;
+        l->n_unused += --l->users[block] == 0;
     }
     p->answer.text.ids.n = 0;
 }
 
-// The first text that waits gets the blocks for its tokens so far. Those that it shares count as
-// having run; its last token always runs, as that makes the first logits. False: it waits until
-// what it shares has run (less than a block is not worth waiting), or for blocks: beside those, one
-// is left for each text that runs, so that none has to give its blocks back at once.
+// Are there so many blocks that nobody has, once free places have lost theirs?
+static bool find_blocks(List *l, int n) {
+    for (int i = l->n_active; i <= l->n_places && l->n_unused < n; i++)
+        drop_blocks(l, l->active[i]);
+    return l->n_unused >= n;
+}
+
+// The first text that waits gets the blocks for its tokens so far. Those that it shares with the
+// text most like it count as having run; its last token always runs, as that makes the first
+// logits. False: it waits until what it could share has run (less than a block is not worth
+// waiting), or for blocks: beside its own, one is left for each text that runs, so that none has to
+// give its blocks back at once. If no text runs, all blocks are there, and any text begins.
 static bool begin(List *l) {
-    Place *p = l->active[l->n_running], *last = l->last;
+    Place *p = l->active[l->n_running], *like = p;
     const Ids *ids = &p->ids;
-    int *blocks = p->answer.text.blocks, *theirs = last->answer.text.blocks;
-    const int len = l->app->engine.model.state.block_len, n_blocks = ((int)ids->n + len - 1) / len;
-    const size_t run = last->answer.text.ids.n;
+    const size_t len = l->app->engine.model.state.block_len;
+    const int n_blocks = (int)((ids->n + len - 1) / len);
     size_t same = 0;
-    while (last->n_blocks && same + 1 < ids->n && same < last->ids.n &&
-           ids->p[same] == last->ids.p[same])
-        same++;
+    for (Place *other = l->places; other <= l->places + l->n_places; other++) {
+        size_t n = 0;
+        while (other->n_blocks && n + 1 < ids->n && n < other->ids.n &&
+               ids->p[n] == other->ids.p[n])
+            n++;
+        if (n > same) same = n, like = other;
+    }
+    const size_t run = like->answer.text.ids.n;  // a text that does not run any more has run all
     if (same >= run + len) return false;
     if (same > run) same = run;
-    const int spare = l->n_running + 1;
-    if (n_blocks - (int)same / len + spare > l->n_unused) {
-        if (l->n_running && (!last->ended || same >= (size_t)len)) return false;
-        drop_blocks(l, last);  // if no text runs, all are unused now: room for any text
-        same = 0;
-        if (l->n_running && n_blocks + spare > l->n_unused) return false;
+    const int *theirs = like->answer.text.blocks, whole = (int)(same / len);
+    for (int i = 0; i < whole; i++) take_block(l, p, theirs[i]);
+    if (!find_blocks(l, n_blocks - whole + l->n_running + 1) && l->n_running) {
+        drop_blocks(l, p);
+        return false;
     }
-    for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
-    while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
-    if (same % len) cache_copy(&l->app->engine.model, blocks[same / len], theirs[same / len]);
-    l->cached += same - p->cached;  // of a text that begins again, only this time counts
-    p->answer.text.ids.n = p->cached = same;
-    if (last->ended) drop_blocks(l, last);
-    l->last = p;
+    while (p->n_blocks < n_blocks) take_block(l, p, -1);
+    // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
+    if (same % len)
+        cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
+    l->prompts += ids->n;
+    l->cached += same;
+    p->answer.text.ids.n = same;
     l->n_running++;
     return true;
 }
 
-// Makes sure that there is a block for a text's next token, by preemption if need be. False: it was
-// the youngest one. That never happens to a text that runs alone, as all blocks are its own then.
-static bool make_room(List *l, Place *p) {
-    if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
-        return true;
-    if (l->n_unused == 0 && l->last->ended) drop_blocks(l, l->last);
-    while (l->n_unused == 0) {
-        Place *youngest = l->active[--l->n_running];
-        drop_blocks(l, youngest);
-        if (youngest == p) return false;
-    }
-    take_block(l, p, l->unused[--l->n_unused]);
-    return true;
-}
-
-// Admit
-
-// Takes a line of -L apart. Returns false if it can't be used, which it says.
-static bool parse_line(List *l, Bytes line) {
-    Json *j = &l->json;
-    *j = (Json){.rest = line, .text = j->text, .talk = &l->talk, .first = true};
-    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
-    json_line(j, l->app->mode == CHAT);
-    if (j->expected)
-        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
-               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
-               j->rest.n < 16 ? (int)j->rest.n : 16, j->rest.p);
-    return !j->expected;
-}
-
-// Encodes a line. Returns false if that can't be done, which it says.
-static bool encode_line(List *l, Bytes text, Ids *ids) {
+// Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
+static bool encode_line(List *l, Bytes line, Ids *ids) {
     const App *app = l->app;
     const Options *o = &app->options;
     const Model *m = &app->engine.model;
+    const Tokenizer *tok = &app->engine.tokenizer;
+    const bool chat = app->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
     Conversation *talk = &l->talk;
-    conversation_drop(talk, 0, talk->n);
-    if (app->mode == CHAT && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (text.n + before.n > MOST_BYTES) {
-        report("%s: too long, expected less than 2 GB", where(l, l->read));
+    Json *j = &l->json;
+    size_t size = 0;
+    if (line.n + before.n > MOST_BYTES) {
+        report("%s: too long, expected less than 2 GB", l->where);
         return false;
     }
-    if (o->json_list && !parse_line(l, text)) return false;
-    const bool messages = talk->n && talk->p[talk->n - 1].role == USER;  // not just that of -y
-    if (o->json_list) text = bytes_of(&l->json.text);
-    size_t size = messages ? 0 : text.n;
-    for (size_t i = 0; messages && i < talk->n; i++) {  // an earlier answer may lose its thinking
+    *j = (Json){.rest = line, .text = j->text};
+    conversation_drop(talk, 0, talk->n);
+    if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
+    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
+    if (o->json_list) json_line(j, chat ? talk : NULL);
+    if (j->expected) {
+        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
+               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
+               (int)min_size(j->rest.n, 16), j->rest.p);
+        return false;
+    }
+    if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
+        Buffer *text = &conversation_add(talk, USER, before)->text;
+        if (o->text) buffer_add(text, bytes("\n\n"));
+        buffer_add(text, o->json_list ? bytes_of(&j->text) : line);
+    }
+    for (size_t i = 0; i < talk->n; i++) {  // an earlier answer may lose its thinking
         if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
     }
-    if (size > l->longest) {
+    if (l->together && size / 4 > tok->longest * m->state.seq_len) {  // NFC leaves a quarter
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), m->state.seq_len, m->config.max_seq_len, size);
+               l->where, m->state.seq_len, m->config.max_seq_len, size);
         return false;
     }
-    if (!messages) {
-        Buffer *all = &conversation_add(talk, USER, before)->text;
-        if (o->text) buffer_add(all, bytes("\n\n"));
-        buffer_add(all, text);
-    }
     ids->n = 0;
-    if (app->mode == CHAT) render(&app->engine.tokenizer, talk, 0, app->think, ids);
+    if (chat) render(tok, talk, 0, app->think, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return true;
+    return !interrupted && (app->mode == TOKENIZE || check_length(app, l->where, ids->n));
 }
 
-// Makes the line of a perplexity. Returns false if that can't be done, which it says.
-static bool score_line(List *l, const Ids *ids, Buffer *out) {
-    l->pieces += ids->n > (size_t)l->app->engine.model.state.seq_len;
-    const bool good = buffer_add_perplexity(out, &l->app->engine, ids);
-    if (!good && !interrupted) report("%s: " NOT_FINITE, where(l, l->read));
-    return good;
-}
-
+// Reads a text, which gets a place or, if no pass is for it, its line at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
-    Place *p = l->active[l->n_active];  // a free one
-    if (l->read == 0) give_notices(app);
+    Place *p = l->active[l->n_active];
+    give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+    snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
+    drop_blocks(l, p);
     bool good = encode_line(l, chop(line), &p->ids);
-    if (interrupted) return;  // then these are not all ids
-    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), p->ids.n);
-    if (good) l->prompts += p->ids.n;
-    if (good && app->mode == TOKENIZE) buffer_add_ids(line_of(l, l->read), &p->ids);
-    if (good && app->mode == PERPLEXITY) good = score_line(l, &p->ids, line_of(l, l->read));
     l->consumed += line.n;
     p->number = l->read++;
-    if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
-        if (good) l->rows += p->ids.n;
-        line_done(l, p->number, good);
+    p->line = &l->lines[p->number % AHEAD];
+    if (good && l->together) {
+        p->text.n = 0;
+        p->answer.sampler.rng = app->options.seed + p->number;
+        answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+        writer_thinks(&p->writer, begins_thinking(app));
+        l->n_active++;
         return;
     }
-    p->ended = false;
-    p->line.n = p->cached = 0;
-    p->answer.sampler.rng = app->options.seed + p->number;
-    answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
-    writer_thinks(&p->writer, begins_thinking(app));
-    l->n_active++;
+    if (good) l->prompts += p->ids.n, l->rows += p->ids.n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(p->line, &p->ids);
+    if (good && app->mode == PERPLEXITY) {
+        l->pieces += p->ids.n > (size_t)app->engine.model.state.seq_len;
+        good = buffer_add_perplexity(p->line, &app->engine, &p->ids);
+        if (!good && !interrupted) report("%s: " NOT_FINITE, l->where);
+    }
+    line_done(l, p->line, good);
 }
 
-// Returns false when all is done, but true if there is just a line to write; then pass() has no
-// rows. While texts run, it does not wait for lines that have still to be made: a list may come
-// from another program.
+// False: all is done, or Ctrl-C. Else some text runs, and while one does, this does not wait for
+// lines that have still to be made: a list may come from another program.
 static bool admit(List *l) {
-    for (Bytes line; !interrupted;) {
-        while (l->n_running < l->n_active) {
-            if (!begin(l)) return true;
-        }
-        if (line_of(l, l->written)->n) return true;  // that is written first
-        if (l->ended) return l->n_active > 0;
-        if (l->n_active == l->n_places || l->read - l->written == AHEAD || l->ahead > AHEAD_BYTES)
-            return true;
+    for (Bytes line;;) {
+        const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
+        progress_show(l->start, l->written, all, "texts", l->rows);
+        if (l->ended || l->n_active == l->n_places || l->read - l->written == AHEAD ||
+            l->ahead > AHEAD_BYTES || interrupted)
+            break;
         l->ended = !next_line(&l->in, &line, l->n_active == 0);
-        if (!l->ended && line.n == 0) return true;
+        if (!l->ended && line.n == 0) break;  // it comes later
         if (!l->ended) add_line(l, line);
     }
-    return false;
+    while (l->n_running < l->n_active && begin(l)) {}
+    return l->n_active > 0 && !interrupted;
 }
 
-// Pass: first the texts that decode, then the prompts. As n_places <= batch, each of the first has
-// its row, and if any prompt runs, the oldest one has a row at least. Returns false after Ctrl-C.
+// Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks, but
+// a text that decodes may need another one. If there is none, the youngest text, perhaps this one,
+// gives its blocks back; it has no rows yet. That never happens to a text that runs alone, as all
+// blocks are its own then. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
-    for (int prompts = 0; prompts < 2; prompts++) {
-        for (int i = 0; i < l->n_running; i++) {
-            Place *p = l->active[i];
-            Text *text = &p->answer.text;
-            size_t *run = &text->ids.n;
-            const size_t left = p->ids.n - *run;
-            if (left == 0 || (left > 1 && !prompts)) continue;
-            // It takes blocks of later texts, which have no rows yet. A prompt has all it needs.
-            if (!make_room(l, p)) break;
-            for (; *run < p->ids.n && n < s->batch; (*run)++) {
-                s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
-            }
-            if (*run == p->ids.n) l->ready[l->n_ready++] = p;
+    for (int i = 0; i < l->n_running; i++) {
+        Place *p = l->active[i];
+        Text *text = &p->answer.text;
+        const bool full = text->ids.n == (size_t)p->n_blocks * s->block_len;
+        while (full && !find_blocks(l, 1) && l->n_running > i)
+            drop_blocks(l, l->active[--l->n_running]);
+        if (l->n_running == i) break;
+        if (full) take_block(l, p, -1);
+        const int end = s->batch - (l->n_running - i - 1);
+        for (; text->ids.n < p->ids.n && n < end; text->ids.n++) {
+            const int pos = (int)text->ids.n;
+            s->rows[n++] = (Row){p->ids.p[pos], pos, text, pos + 1 == (int)p->ids.n};
         }
+        if (text->ids.n == p->ids.n) l->ready[l->n_ready++] = p;
     }
     l->rows += n;
-    return n == 0 || forward(&l->app->engine.model, n);
+    return forward(&l->app->engine.model, n);
 }
 
-// Sample
-
-static void sample_job(void *arg, int begin, int end, int thread) {
-    List *l = arg;
+static void sample_job(void *arg, int begin, int end) {
+    const List *l = arg;
     const Engine *e = &l->app->engine;
     const int vocab_size = e->tokenizer.vocab_size;
-    (void)thread;
     for (int i = begin; i < end; i++) {
         Place *p = l->ready[i];
+        if (l->app->mode == EMBED) {
+            const bool good = buffer_add_embedding(&p->text, &e->model, i);
+            p->ending = good ? TURN_ENDED : INTERRUPTED;
+            continue;
+        }
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
-        if (l->app->mode != EMBED) p->id = sample(&p->answer.sampler, logits, vocab_size);
-        else p->id = buffer_add_embedding(line_of(l, p->number), &e->model, i) ? 0 : -1;
+        const int id = sample(&p->answer.sampler, logits, vocab_size);
+        if (id < 0) p->ending = INTERRUPTED;
+        else p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
+        if (p->ending == GOES_ON) ids_add(&p->ids, id);
     }
 }
 
-// What a text does with what was drawn for it
-static void step(List *l, Place *p) {
-    const Engine *e = &l->app->engine;
+// Writes the texts that have ended. Their places become the last of those that are free.
+static void write_ended(List *l) {
     const bool embeds = l->app->mode == EMBED;
-    Ending ending = TURN_ENDED;
-    if (p->id < 0) report("%s: %s", where(l, p->number), embeds ? BAD_VECTOR : NOT_FINITE);
-    else if (!embeds) ending = e->max_new ? answer_add(e, &p->answer, p->id) : LIMIT_REACHED;
-    if (ending == GOES_ON) {
-        ids_add(&p->ids, p->id);
-        return;
+    for (int i = 0, at; i < l->n_ready; i++) {
+        Place *p = l->ready[i];
+        if (p->ending == GOES_ON) continue;
+        if (p->ending == INTERRUPTED)
+            report("%s: line %zu: %s", l->in.name, p->number + 1, embeds ? BAD_VECTOR : NOT_FINITE);
+        l->endings[p->ending]++;
+        l->thinking += p->writer.thinking;
+        l->answers += p->drawn.n;
+        writer_end(&p->writer);
+        if (embeds) buffer_add(p->line, bytes_of(&p->text));
+        else buffer_add_json(p->line, bytes_of(&p->text));
+        line_done(l, p->line, p->ending != INTERRUPTED);
+        for (at = 0; l->active[at] != p; at++) {}
+        memmove(l->active + at, l->active + at + 1, (l->n_places - at) * sizeof(*l->active));
+        l->active[l->n_places] = p;
+        l->n_running--;
+        l->n_active--;
     }
-    l->endings[ending]++;
-    l->thinking += p->writer.thinking;
-    l->answers += p->drawn.n;
-    writer_end(&p->writer);
-    if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
-    line_done(l, p->number, p->id >= 0);
-    p->ended = true;
-    if (p != l->last) drop_blocks(l, p);
-    int i = 0;
-    while (l->active[i] != p) i++;
-    memmove(l->active + i, l->active + i + 1, (l->n_places - i) * sizeof(*l->active));
-    l->active[l->n_places] = p;
-    l->n_running--;
-    l->n_active--;
-}
-
-static void sample_all(List *l) {
-    if (l->n_ready && l->app->mode != EMBED) classify(&l->app->engine.model, 0, l->n_ready);
-    if (l->n_ready) parallel(sample_job, l, l->n_ready, 1);
-    for (int i = 0; i < l->n_ready; i++) step(l, l->ready[i]);
 }
 
 // Notices and statistics at the end
 static int list_end(const List *l) {
     const double seconds = now() - l->start + 1e-9, rate = l->answers / seconds;
-    const unsigned long long seed = l->app->options.seed;
+    const unsigned long long seed = l->app->options.seed, next = seed + l->written;
     const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     progress_end();
@@ -3221,68 +3166,56 @@ static int list_end(const List *l) {
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
-    if (interrupted) {
-        notice("list: stopped, %zu lines are written", l->written);
-        notice("list: to go on: tail -n +%zu, -s %llu", l->written + 1, seed + l->written);
-    }
-    if (!quiet) {
-        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
-                l->cached);
-        if (l->app->mode <= GENERATE)
-            fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
-                    rate < 999.95, rate, seed, seed + l->written - 1);
-        fputc('\n', stderr);
-    }
+    if (interrupted)
+        notice("list: stopped, %zu lines are written; to go on: tail -n +%zu, -s %llu", l->written,
+               l->written + 1, next);
+    char answers[128] = "";
+    if (l->app->mode <= GENERATE)
+        snprintf(answers, sizeof(answers), ", answers %zu tokens at %.*f/s, seeds %llu to %llu",
+                 l->answers, rate < 999.95, rate, seed, next - 1);
+    if (!quiet)
+        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)%s\n", l->written, l->prompts,
+                l->cached, answers);
     return interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
-}
-
-static void list_init(List *l, App *app) {
-    const Options *o = &app->options;
-    const State *s = &app->engine.model.state;
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
-    *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .longest = 1,
-                .start = now(), .n_places = max_int(min_int(PLACES, s->batch), 1)};
-    if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
-    l->size = file_size(l->in.fd);
-    l->last = &l->places[l->n_places];        // it has no blocks
-    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
-        Place *p = l->active[i] = &l->places[i];
-        p->answer = (Answer){.text.blocks = alloc(s->seq_len, sizeof(int), "the list"),
-                             .sampler = app->engine.answer.sampler, .writer = &p->writer,
-                             .drawn = &p->drawn};
-        p->answer.sampler.answered = alloc(tok->vocab_size, sizeof(bool), "the list");
-        p->answer.sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the list");
-        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
-                             .stop = app->writer.stop};
-    }
-    for (int i = 0; i < tok->vocab_size; i++) {
-        if (tok->text[i].n > l->longest) l->longest = tok->text[i].n;
-    }
-    l->longest *= (size_t)s->seq_len * 4;  // NFC leaves at least a quarter of the bytes
-    if (app->mode == TOKENIZE || app->mode == PERPLEXITY) l->longest = SIZE_MAX;
-    l->users = alloc(s->blocks, sizeof(int), "the list");
-    l->unused = alloc(s->blocks, sizeof(int), "the list");
-    for (int i = s->blocks; i > 0; i--) l->unused[l->n_unused++] = i - 1;
 }
 
 static int run_list(App *app) {
     static List list;
-    list_init(&list, app);
-    stoppable = stop_at_once = true;
-    while (admit(&list) && pass(&list)) {
-        sample_all(&list);
-        write_lines(&list);
+    List *l = &list;
+    const Options *o = &app->options;
+    const State *s = &app->engine.model.state;
+    const int vocab_size = app->engine.tokenizer.vocab_size;
+    const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
+    *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .start = now(),
+                .together = app->mode != TOKENIZE && app->mode != PERPLEXITY,
+                .n_places = max_int(min_int(PLACES, s->batch), 1), .n_unused = s->blocks,
+                .users = alloc(s->blocks, sizeof(int), "the list")};
+    if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
+    l->size = file_size(l->in.fd);
+    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
+        Place *p = l->active[i] = &l->places[i];
+        p->answer = app->engine.answer;
+        p->answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
+        p->answer.sampler.answered = alloc(vocab_size, sizeof(bool), "the list");
+        p->answer.sampler.seen = alloc(vocab_size, sizeof(bool), "the list");
+        p->answer.writer = &p->writer;
+        p->answer.drawn = &p->drawn;
+        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->text,
+                             .stop = app->writer.stop};
     }
-    return list_end(&list);
+    stoppable = stop_at_once = true;
+    while (admit(l) && pass(l)) {
+        if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
+        parallel(sample_job, l, l->n_ready, 1);
+        write_ended(l);
+    }
+    return list_end(l);
 }
 
 // ------------------------------------------------------------------------------------------------
 // Options and main: what the command line says, and what it leads to
 
-static const char usage[] =  // after "qwen3 1.0 (SIMD"
-    "): runs Qwen3 language models\n"
-    "\n"
+static const char usage[] =  // after the line of --version
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
     "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
@@ -3315,91 +3248,48 @@ static const char usage[] =  // after "qwen3 1.0 (SIMD"
 
 typedef struct {
     char letter;
-    enum { STRING, INTEGER, REAL, SEED, MODE } type;
+    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
     size_t place;           // in Options
-    double low, high;       // the least and the greatest value; of a STRING the least length
+    double low, high;       // the least and the greatest value; of a TEXT, number of bytes
+    const char *expected;   // what the value should be; NULL: a number from low to high
     const char *others[2];  // what other programs call it
 } Option;
 
-#define OPTION(name) offsetof(Options, name)
+#define PLACE(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', STRING, OPTION(text), 0, 0, {"--prompt"}},
-    {'f', STRING, OPTION(file), 1, 0, {"--file"}},
-    {'l', STRING, OPTION(list), 1, 0, {NULL}},
-    {'L', STRING, OPTION(json_list), 1, 0, {NULL}},
-    {'m', MODE, OPTION(mode), 0, 0, {NULL}},
-    {'y', STRING, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
-    {'r', INTEGER, OPTION(think), 0, 1, {NULL}},
-    {'t', REAL, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
-    {'p', REAL, OPTION(top_p), 1e-30, 1, {"--top-p"}},
-    {'k', INTEGER, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
-    {'a', REAL, OPTION(presence), 0, 2, {"--presence-penalty"}},
-    {'e', REAL, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
-    {'x', STRING, OPTION(stop), 1, 0, {"--reverse-prompt"}},
-    {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
-    {'n', INTEGER, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
-    {'c', INTEGER, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
-    {'b', INTEGER, OPTION(batch), 1, 512, {"--batch-size"}},
-    {'j', INTEGER, OPTION(threads), 1, 1024, {"--threads"}},
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, {"--prompt"}},
+    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", {"--file"}},
+    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'m', MODE, PLACE(mode), 0, N_MODES - 1,
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", {NULL}},
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, {"--system-prompt", "--system"}},
+    {'r', INTEGER, PLACE(think), 0, 1, NULL, {NULL}},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, {"--temp", "--temperature"}},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", {"--top-p"}},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, {"--top-k"}},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, {"--presence-penalty"}},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, {"--repeat-penalty"}},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", {"--reverse-prompt"}},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", {"--seed"}},
+    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, {"--n-predict", "--predict"}},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, {"--ctx-size"}},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, {"--batch-size"}},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, {"--threads"}},
 };
 
-static void print_and_exit(const char *text) {
-    write_stdout(bytes("qwen3 1.0 ("));
-    write_stdout(bytes(simd_name()));
-    write_stdout(bytes(text));
-    exit(EXIT_SUCCESS);
-}
-
-// Sets an option, or ends the program if it can't have this value.
-static void set_option(Options *o, const Option *option, const char *value) {
-    void *place = (char *)o + option->place;
-    char range[64], *end = NULL;
-    const char *expected = NULL;  // what the value should be
-    errno = 0;
-    if (option->type == STRING) {
-        *(const char **)place = value;
-        if (strlen(value) < option->low)
-            expected = option->letter == 'x' ? "a text that is not empty" : "a file's name, or -";
-    } else if (option->type == MODE) {
-        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
-        if (o->mode == N_MODES)
-            expected = "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)";
-    } else if (option->type == SEED) {
-        o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
-        o->seeded = true;
-        if (end == value || *end || errno) expected = "a 64-bit integer";
-    } else {
-        const bool whole = option->type == INTEGER;
-        const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
-        snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
-        if (end == value || *end || !(number >= option->low && number <= option->high))
-            expected = option->letter != 'p' ? range
-                       : "top-p, above 0 and up to 1 (a prompt goes with -i)";
-        else if (whole) *(int *)place = (int)number;
-        else *(float *)place = (float)number;
-    }
-    if (expected)
-        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter, expected, value);
-}
-
-static const Option *option_named(const char *arg) {  // NULL: there is none, or it has no value
-    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
-        if (arg[0] == '-' && arg[1] == options[i].letter && !arg[2]) return &options[i];
-    }
-    return NULL;
-}
-
-// Ends the program because of an argument that is neither an option nor MODEL, and names the
-// likely mistake.
-static void die_of_argument(const char *arg, const char *model) {
+// The option that an argument is. If it is none, that ends the program, with the likely mistake.
+static const Option *option_named(const char *arg, const char *model) {
     const size_t n = strcspn(arg, "=");
     for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
         const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+        const bool begins = arg[0] == '-' && arg[1] == letter;
+        if (begins && !arg[2]) return &options[i / 2];
+        if (begins && isdigit((uint8_t)arg[2]))
+            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
         if (other && strlen(other) == n && !strncmp(arg, other, n))
             die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
-        if (arg[0] == '-' && arg[1] == letter && isdigit((uint8_t)arg[2]))
-            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
     }
     if (arg[0] == '-')
         die_usage("%s: unknown option, expected one that -h lists (MODEL without an option)", arg);
@@ -3407,61 +3297,83 @@ static void die_of_argument(const char *arg, const char *model) {
               "-i \"%.80s\"", arg, model, arg);
 }
 
+// Sets an option, or ends the program if it can't have this value.
+static void set_option(Options *o, const Option *option, const char *value) {
+    void *place = (char *)o + option->place;
+    char range[64], *end = NULL;
+    double number = strlen(value);
+    errno = 0;
+    if (option->type == TEXT) {
+        *(const char **)place = value;
+    } else if (option->type == MODE) {
+        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
+        number = o->mode;
+    } else if (option->type == INTEGER) {
+        number = strtoll(value, &end, 10);
+    } else if (option->type == REAL) {
+        number = *(float *)place = strtof(value, &end);
+    } else {
+        o->seed = strtoull(value, &end, 10);
+        o->seeded = true;
+    }
+    snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
+    const bool in_range = number >= option->low && number <= option->high;
+    if (!in_range || errno || end == value || (end && *end))
+        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
+                  option->expected ? option->expected : range, value);
+    if (option->type == INTEGER) *(int *)place = (int)number;
+}
+
 // Only chat and generate can begin without a text.
 static void check_text(const Options *o, int mode) {
-    if (mode > GENERATE && !o->text && !o->file && !is_list(o) && is_terminal(STDIN_FILENO))
+    if (mode > GENERATE && !o->text && !o->file && !is_list(o))
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
 }
 
 static Options parse_options(int argc, char **argv) {
-    struct timespec time;
-    clock_gettime(CLOCK_REALTIME, &time);
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -1,
                  .repetition = -1, .context = -1, .batch = 512, .threads = -1,
-                 .seed = ((uint64_t)time.tv_sec * 1000000000u + time.tv_nsec) / 1000 % 1000000};
+                 .seed = (uint64_t)(now() * 1e6) % 1000000};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
-        const Option *option = option_named(arg);
-        if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
-            print_and_exit(usage);
-        } else if (!strcmp(arg, "--version")) {
-            print_and_exit(")\n");
+        const bool help = !strcmp(arg, "-h") || !strcmp(arg, "--help");
+        if (help || !strcmp(arg, "--version")) {
+            write_stdout(bytes(version()));
+            if (help) write_stdout(bytes(usage));
+            exit(EXIT_SUCCESS);
         } else if (!strcmp(arg, "-q")) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
             o.verbose = true;
-        } else if (option) {
+        } else if (arg[0] != '-' && !o.model) {
+            o.model = arg;
+        } else {
+            const Option *option = option_named(arg, o.model);
             if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
             set_option(&o, option, argv[i]);
-        } else if (arg[0] == '-' || o.model) {
-            die_of_argument(arg, o.model);
-        } else {
-            o.model = arg;
         }
     }
     if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
         die_usage("-l, -L: a list, expected one of them, without -f and -v");
+    const bool asks = o.text || o.file || is_list(&o) || o.mode == CHAT;
+    if (!asks && !is_terminal(STDIN_FILENO)) o.file = "-";
     check_text(&o, o.mode);
     return o;
 }
 
-// Reads the prompt from -i, -f or stdin. False: there is none, this is a conversation.
+// Reads the prompt. False: there is none, this is a conversation.
 static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
-    const bool terminal = is_terminal(STDIN_FILENO), chat = app->mode == CHAT;
-    const bool alone = !o->text && !o->file;
+    const bool chat = app->mode == CHAT, piped = o->file && !strcmp(o->file, "-");
     check_text(o, app->mode);
-    if (alone && (o->mode == CHAT || (chat && terminal))) return false;
-    if (alone && terminal) return true;  // generate from nothing
     if (o->text) buffer_add(text, bytes(o->text));
-    if (o->text && !o->file) return true;
+    if (!o->file) return o->text || !chat;  // generate can begin from nothing
     if (o->text) buffer_add(text, bytes("\n\n"));
-    const bool piped = alone || !strcmp(o->file, "-");
     const size_t before = text->n;
-    const char *error = file_read(text, piped ? "-" : o->file);
+    const char *error = file_read(text, o->file);
     if (error) die("%s: %s", piped ? "stdin" : o->file, error);
     if (chat && piped && text->n == before)
         die("stdin: empty, expected a prompt; has a command before the pipe failed?");
@@ -3469,26 +3381,18 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-// Thinking, and the sampling advice that depends on it
-static void choose_chat(App *app) {
-    Tokenizer *tok = &app->engine.tokenizer;
-    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
-    app->think = can_switch && app->options.think == 1;
-    // Qwen's advice for answers without thinking, unless the checkpoint asks for greedy ones
-    if (can_switch && !app->think && tok->temperature != 0) {
-        tok->temperature = 0.7f;
-        tok->top_p = 0.8f;
-        tok->top_k = 20;
-    }
-}
-
+// Thinking, and how tokens are drawn, where the options do not say it: as the checkpoint asks for;
+// but as Qwen advises for answers without thinking, unless the checkpoint asks for greedy ones
 static void choose_sampling(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
+    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
+    app->think = can_switch && o->think == 1;
+    const bool advised = app->mode == CHAT && can_switch && !app->think && tok->temperature != 0;
     app->engine.answer.sampler = (Sampler){
-        .temperature = o->temperature >= 0 ? o->temperature : tok->temperature,
-        .top_p = o->top_p >= 0 ? o->top_p : tok->top_p,
-        .top_k = o->top_k >= 0 ? o->top_k : tok->top_k,
+        .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
+        .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
+        .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
         .presence = o->presence,
         .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
         .rng = o->seed,
@@ -3497,7 +3401,7 @@ static void choose_sampling(App *app) {
     };
 }
 
-// Ends the program if MODEL is a directory, the name of a model on the hub, or missing.
+// Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
 static void check_model_path(const char *path) {
     const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
     const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
@@ -3505,8 +3409,6 @@ static void check_model_path(const char *path) {
     if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
     if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
         die_export(path, "not a file", INT_MAX, path);
-    if (kind == NO_FILE)
-        die("%s: %s, expected a .bin file made by export.py", path, strerror(errno));
 }
 
 static void load(App *app) {
@@ -3517,26 +3419,18 @@ static void load(App *app) {
     check_model_path(o->model);
     model_map(&e->model, o->model);
     snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
-    if (file_kind(tokenizer) == NO_FILE)
-        die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
     app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
-    int context = o->context > 0 ? o->context : c->max_seq_len;
-    if (o->context < 0) context = min_int(4096, c->max_seq_len);
-    if (context > c->max_seq_len)
-        die("-c: beyond the model, expected at most %d (export.py --yarn stretches it), found %d",
-            c->max_seq_len, context);
+    const int least = app->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
+    const int context = o->context > 0 ? o->context : o->context < 0 ? min_int(4096, most) : most;
+    if (context < least || context > most)
+        die("-c: bad context, expected %d to %d (export.py --yarn stretches it), found %d", least,
+            most, context);
     if (app->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-    enum { SCORED_ROWS = 16 };  // so many rows share one reading of the classifier's weights
-    int logit_rows = app->mode == PERPLEXITY ? SCORED_ROWS
-                     : app->mode == EMBED ? 0 : is_list(o) ? PLACES : 2 * draft_rows();
-    int batch = is_list(o) ? o->batch : min_int(o->batch, context);
-    if (app->mode == PERPLEXITY && context < 2)
-        die("-c: too short for a perplexity, expected at least 2, found %d", context);
-    state_init(&e->model, context, batch, min_int(logit_rows, batch),
-               is_list(o) && app->mode != PERPLEXITY ? min_int(PLACES, batch) : 1);
-    if (!is_list(o) || app->mode == PERPLEXITY) e->answer.text = whole_cache(&e->model.state);
+    const int places = min_int(PLACES, o->batch);  // logits that nobody needs take no memory
+    state_init(&e->model, context, o->batch, places, is_list(o) ? places : 1);
+    e->answer.text = whole_cache(&e->model.state);
     e->max_new = o->n;
 }
 
@@ -3550,10 +3444,9 @@ static void writer_init(App *app) {
 static int run(App *app) {
     const char *system = app->options.system;
     load(app);
-    const bool chat = app->mode == CHAT;
-    if (chat) choose_chat(app);
     choose_sampling(app);
     writer_init(app);
+    const bool chat = app->mode == CHAT;
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
@@ -3570,7 +3463,6 @@ int main(int argc, char **argv) {
     static App app;
     start_platform(&argc, &argv);
     app.options = parse_options(argc, argv);
-    catch_signals();
     return run(&app);
 }
 #endif
@@ -3698,6 +3590,7 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
 // not.
 
 static int n_threads = 1;
+static _Thread_local int thread;  // the number of the thread that reads it, from 0 on
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
@@ -3706,68 +3599,54 @@ static void start_threads(int count) { (void)count; }
 
 static void parallel(Job job, void *arg, int count, int chunk) {
     (void)chunk;
-    job(arg, 0, count, 0);
+    job(arg, 0, count);
 }
 #else
 static struct {
-    _Atomic uint64_t ticket;  // number of the loop << 32 | items that nobody has taken yet
-    _Atomic int finished;     // items that are done
-    _Atomic(Job) job;
-    void *_Atomic arg;
-    _Atomic int count, chunk;
-    _Atomic int sleepers;  // threads that wait for `changed`; counted while `lock` is held
+    Job job;  // the loop that runs; it and the next three change only while left and active are 0
+    void *arg;
+    int count, chunk;
+    _Atomic int left;    // items that nobody has taken yet
+    _Atomic int active;  // threads that look for items, or run some
     pthread_mutex_t lock;
-    pthread_cond_t changed;  // a loop began, or all its items are done
+    pthread_cond_t changed;  // left became positive, or active 0
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
-static bool has_work(void) { return (uint32_t)atomic_load(&pool.ticket) > 0; }
-
-static bool is_done(void) { return atomic_load(&pool.finished) == atomic_load(&pool.count); }
-
-// Spins for 50 us, then sleeps. No wake-up is lost: a waker first makes ready() true and then looks
-// for sleepers; a sleeper first counts itself and then tests ready().
-static void wait_until(bool (*ready)(void)) {
+// Waits until *value is positive, or 0. Spins for 50 us, then sleeps.
+static void wait_until(_Atomic int *value, bool positive) {
     for (double end = now() + 50e-6; now() < end;) {
-        if (ready()) return;
+        if ((atomic_load(value) > 0) == positive) return;
     }
     pthread_mutex_lock(&pool.lock);
-    atomic_fetch_add(&pool.sleepers, 1);
-    while (!ready()) pthread_cond_wait(&pool.changed, &pool.lock);
-    atomic_fetch_sub(&pool.sleepers, 1);
+    while ((atomic_load(value) > 0) != positive) pthread_cond_wait(&pool.changed, &pool.lock);
     pthread_mutex_unlock(&pool.lock);
 }
 
-static void wake_up(void) {
-    if (atomic_load(&pool.sleepers) == 0) return;
+static void wake_up(void) {  // after a change: no sleeper misses it, as `lock` is held here, too
     pthread_mutex_lock(&pool.lock);
     pthread_cond_broadcast(&pool.changed);
     pthread_mutex_unlock(&pool.lock);
 }
 
-// Takes shares of the current loop until none is left. Guided scheduling: a share is 7/8 of what a
-// thread would get if all took the same, so shares become smaller and all threads end together.
-// Job, arg, count and chunk are read before the exchange. parallel() stores new ones only when all
-// items of a loop are done, and then the loop's number changes, which makes the exchange fail. So
-// after a successful exchange they are those of this loop.
-static void work(int thread) {
-    uint64_t ticket = atomic_load(&pool.ticket);
-    while ((uint32_t)ticket > 0) {
-        Job job = atomic_load(&pool.job);
-        void *arg = atomic_load(&pool.arg);
-        int count = atomic_load(&pool.count), chunk = atomic_load(&pool.chunk);
-        int left = (int)(uint32_t)ticket, begin = count - left;
-        int share = min_int(round_up(max_int(left * 7 / (8 * n_threads), 1), chunk), left);
-        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - share)) continue;
-        job(arg, begin, begin + share, thread);
-        if (atomic_fetch_add(&pool.finished, share) + share == count) wake_up();
-        ticket = atomic_load(&pool.ticket);
+// Takes shares of the loop until none is left. Guided scheduling: a share is 7/8 of what a thread
+// would get if all took the same, so shares become smaller and all threads end together. A thread
+// counts itself as active before it reads the rest of the pool, so that this stays as it is.
+static void work(void) {
+    atomic_fetch_add(&pool.active, 1);
+    for (int left = atomic_load(&pool.left); left > 0;) {
+        const int fair = max_int(left * 7 / (8 * n_threads), 1), begin = pool.count - left;
+        const int share = min_int(round_up(fair, pool.chunk), left);
+        if (!atomic_compare_exchange_weak(&pool.left, &left, left - share)) continue;
+        pool.job(pool.arg, begin, begin + share);
+        left = atomic_load(&pool.left);
     }
+    if (atomic_fetch_sub(&pool.active, 1) == 1) wake_up();
 }
 
 static void *worker(void *arg) {
-    for (;;) {
-        wait_until(has_work);
-        work((int)(intptr_t)arg);
+    for (thread = (int)(intptr_t)arg;;) {
+        wait_until(&pool.left, true);
+        work();
     }
     return NULL;
 }
@@ -3781,11 +3660,11 @@ static void start_threads(int count) {
     pthread_sigmask(SIG_BLOCK, &interrupt, &before);
 #endif
     for (; n_threads < count; n_threads++) {
-        pthread_t thread;
-        int error = pthread_create(&thread, NULL, worker, (void *)(intptr_t)n_threads);
+        pthread_t id;
+        int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
         if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
                        strerror(error));
-        pthread_detach(thread);
+        pthread_detach(id);
     }
 #ifndef _WIN32
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -3794,33 +3673,28 @@ static void start_threads(int count) {
 
 static void parallel(Job job, void *arg, int count, int chunk) {
     if (n_threads == 1 || count <= chunk) {
-        job(arg, 0, count, 0);
+        job(arg, 0, count);
         return;
     }
-    atomic_store(&pool.job, job);
-    atomic_store(&pool.arg, arg);
-    atomic_store(&pool.count, count);
-    atomic_store(&pool.chunk, chunk);
-    atomic_store(&pool.finished, 0);
-    atomic_store(&pool.ticket, ((atomic_load(&pool.ticket) >> 32) + 1) << 32 | (uint32_t)count);
+    pool.job = job;
+    pool.arg = arg;
+    pool.count = count;
+    pool.chunk = chunk;
+    atomic_store(&pool.left, count);
     wake_up();
-    work(0);
-    wait_until(is_done);
+    work();
+    wait_until(&pool.active, false);
 }
 #endif
 
-typedef struct {
-    const Pass *p;
-    Step step;
-} Each;
-
-static void each_job(void *arg, int begin, int end, int thread) {
-    const Each *all = arg;
-    for (int i = begin; i < end; i++) all->step(all->p, i, thread);
+static void each_job(void *arg, int begin, int end) {
+    const Pass *p = arg;
+    for (int i = begin; i < end; i++) p->step(p, i);
 }
 
-static void each(const Pass *p, Step step, int count, int chunk) {
-    parallel(each_job, &(Each){p, step}, count, chunk);
+static void each(Pass *p, Step step, int count, int chunk) {
+    p->step = step;
+    parallel(each_job, p, count, chunk);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3836,195 +3710,151 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
-    float *gate, *up;    // (batch * group_size)  some elements of W1 h and W3 h of all tokens;
-                         // with experts, later one expert's output and the sum over all
-    Quantized gathered;  // (batch, dim)          the xq of the tokens that chose the expert at hand
-    void *panel;         // what a product keeps while it runs: see panel_bytes
-    struct AttentionTask *attention;
+    float *scratch;  // (batch, scratch_cols)
+    void *panel;     // what a product keeps while it runs: see panel_bytes
 } Workspace;
+
+static int scratch_cols(const Config *c) { return max_int(c->head_dim, 2 * c->group_size); }
+
+static float *scratch(const State *s) { return s->workspace[thread].scratch; }
 
 // A product with a matrix: dot_row of the given rows and tokens, in the calling thread
 static void matmul_rows(const Matmul *part);
 
+// out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n
+static void multiply(const State *s, float *out, int stride, const Matrix *w, int row, int rows,
+                     const Quantized *x, int n) {
+    matmul_rows(&(Matmul){.w = w, .x = x, .out = out, .stride = stride, .row_begin = row,
+                          .row_end = row + rows, .n = n, .own = &s->workspace[thread]});
+}
+
 static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
-                    int head, int thread) {
-    const State *s = &p->m->state;
-    const int head_dim = p->m->config.head_dim;
-    matmul_rows(&(Matmul){.w = w, .x = &s->xq, .out = out, .stride = stride,
-                          .row_begin = head * head_dim, .row_end = (head + 1) * head_dim,
-                          .n = p->n, .own = &s->workspace[thread]});
+                    int head) {
+    const int head_dim = p->c->head_dim, row = head * head_dim;
+    multiply(p->s, out, stride, w, row, head_dim, &p->s->xq, p->n);
     for (int t = 0; bias && t < p->n; t++) {
-        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[head * head_dim + j];
+        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[row + j];
     }
-}
-
-// Groups begin .. end - 1 of hq = Q8(silu(W1 x) * (W3 x)), for the n tokens of `all`, into rows of
-// hq from hq_row on. Column i needs just row all->row_begin + i of W1 and of W3: with experts, an
-// expert's rows begin there. The buffers gate and up are small, to stay in the CPU's caches: for n
-// tokens they have room for batch / n groups (at least one, as n <= batch), so each round computes
-// at most that many.
-static void swiglu_groups(const Pass *p, const Matmul *all, int hq_row, int begin, int end) {
-    const State *s = &p->m->state;
-    const int group = p->m->config.group_size;
-    for (int g = begin, count; g < end; g += count) {
-        count = min_int(end - g, s->batch / max_int(all->n, 1));
-        const int cols = count * group;
-        float *gate = all->own->gate, *up = all->own->up;
-        Matmul part = *all;
-        part.w = &p->w->w1;
-        part.out = gate;
-        part.stride = cols;
-        part.row_begin = all->row_begin + g * group;
-        part.row_end = part.row_begin + cols;
-        matmul_rows(&part);
-        part.w = &p->w->w3;
-        part.out = up;
-        matmul_rows(&part);
-        for (int t = 0; t < all->n; t++, gate += cols, up += cols) {
-            silu_times(gate, up, cols);
-            quantize(&s->hq, hq_row + t, g * group, gate, cols, group);
-        }
-    }
-}
-
-static void swiglu_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const State *s = &p->m->state;
-    const Matmul all = {.x = &s->xq, .n = p->n, .own = &s->workspace[thread]};
-    swiglu_groups(p, &all, 0, begin, end);
-}
-
-static void swiglu(const Pass *p) {
-    parallel(swiglu_job, (void *)p, p->m->config.hidden_dim / p->m->config.group_size, 1);
 }
 
 // Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and 7,
 // and token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, and place is 0 2 5 6.
+// A model without experts has expert 0 alone, which runs for all tokens.
 typedef struct Routing {
     float *share;  // (batch, n_experts)  first Wr h; then p of the chosen experts, 0 for the others
     int n_active;  // how many experts were chosen by at least one token of the batch
     int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
-    int *token;    // (batch * n_experts_used)  row i of State.hq belongs to token[i]
-    int *place;    // (n_experts + 1)     expert[k] has token[place[k]] .. token[place[k + 1] - 1]
+    int *place;    // (n_experts + 1)     row i of State.hq belongs to expert[k] if i is in
+                   //                     place[k] .. place[k + 1] - 1,
+    int *token;    // (batch * n_experts_used)       and to token[i]
+    Quantized xq;  // (batch * n_experts_used, dim)  row i is State.xq of token[i]
 } Routing;
 
-// a . b, both (n), n a multiple of 16; in the order of sum_of
-INLINE float dot_floats(const float *a, const float *b, int n) {
-    float sums[16] = {0};
-    for (int i = 0; i < n; i += 16) {
-        for (int j = 0; j < 16; j++) sums[j] = mul_add(a[i + j], b[i + j], sums[j]);
-    }
-    return sum_of(sums, 16, false);
-}
-
-// share[t][e] = Wr[e] . h[t] for experts begin .. end - 1 and all tokens
-static void router_job(void *arg, int begin, int end, int thread) {
+// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. The
+// memory for W1 h and W3 h is small, to stay in the CPU's caches: for n tokens it has room for
+// batch / n groups, so each round computes at most that many.
+static void swiglu_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const float *h = p->m->state.h;
-    float *share = p->m->state.routing->share;
-    (void)thread;
-    for (int t = 0; t < p->n; t++, h += c->dim, share += c->n_experts) {
-        for (int e = begin; e < end; e++) {
-            share[e] = dot_floats(p->w->router + (size_t)e * c->dim, h, c->dim);
+    const State *s = p->s;
+    const Routing *r = s->routing;
+    const int group = p->c->group_size, n_groups = p->c->hidden_dim / group;
+    for (int i = begin, count; i < end; i += count) {
+        const int k = i / n_groups, g = i % n_groups, place = r->place[k];
+        const int n = r->place[k + 1] - place, row = (r->expert[k] * n_groups + g) * group;
+        const Quantized x = quantized_row(&r->xq, place);
+        count = min_int(min_int(end - i, n_groups - g), s->batch / max_int(n, 1));
+        const int cols = count * group;
+        float *gate = scratch(s), *up = gate + n * cols;
+        multiply(s, gate, cols, &p->w->w1, row, cols, &x, n);
+        multiply(s, up, cols, &p->w->w3, row, cols, &x, n);
+        for (int t = 0; t < n; t++, gate += cols, up += cols) {
+            silu_times(gate, up, cols);
+            quantize(&s->hq, place + t, g * group, gate, cols, group);
         }
     }
 }
 
-static void choose_row(const Pass *p, int t, int thread) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    (void)thread;
-    const bool chosen = choose_experts(c, s->routing->share + (size_t)t * c->n_experts);
-    if (!chosen) s->x[(size_t)t * c->dim] = NAN;  // reaches the logits, and the run ends
+static void swiglu(Pass *p) {
+    Routing *r = p->s->routing;
+    if (!p->w->router) r->place[1] = p->n;
+    parallel(swiglu_job, p, r->n_active * (p->c->hidden_dim / p->c->group_size), 1);
 }
 
-// share = p[e] for e in S, else 0; then lists the tokens of each expert. A token has at most
-// n_experts_used, so `most` in all: token and State.hq have room for no more.
-static void route(const Pass *p) {
-    const Config *c = &p->m->config;
-    Routing *r = p->m->state.routing;
-    const int most = p->n * c->n_experts_used;
-    parallel(router_job, (void *)p, c->n_experts, 8);
+// share[t][e] = Wr[e] . h[t], its terms added in the order of sum_of
+static void score_expert(const Pass *p, int i) {
+    const int dim = p->c->dim, t = i / p->c->n_experts, e = i % p->c->n_experts;
+    const float *w = p->w->router + (size_t)e * dim, *h = p->s->h + (size_t)t * dim;
+    float sums[16] = {0};
+    for (int j = 0; j < dim; j += 16) {
+        for (int k = 0; k < 16; k++) sums[k] = mul_add(w[j + k], h[j + k], sums[k]);
+    }
+    p->s->routing->share[i] = sum_of(sums, 16, false);
+}
+
+// share becomes p; row t of h, which nobody needs any more, the sum of the experts' outputs so far
+static void choose_row(const Pass *p, int t) {
+    const size_t dim = p->c->dim;
+    const bool chosen = choose_experts(p->c, p->s->routing->share + (size_t)t * p->c->n_experts);
+    if (!chosen) p->s->x[t * dim] = NAN;  // reaches the logits, and the run ends
+    memset(p->s->h + t * dim, 0, dim * sizeof(float));
+}
+
+static void gather_row(const Pass *p, int i) {  // a whole vector: q8, scale and bias_fix
+    const Routing *r = p->s->routing;
+    const Quantized from = quantized_row(&p->s->xq, r->token[i]), to = quantized_row(&r->xq, i);
+    memcpy(to.q8, from.q8, to.stride * 4);
+}
+
+static void route(Pass *p) {
+    const int n_experts = p->c->n_experts;
+    Routing *r = p->s->routing;
+    each(p, score_expert, p->n * n_experts, 8);
     each(p, choose_row, p->n, 4);
     r->n_active = r->place[0] = 0;
-    for (int e = 0, n = 0; e < c->n_experts; e++) {
+    for (int e = 0, n = 0; e < n_experts; e++) {
         for (int t = 0; t < p->n; t++) {
-            if (n < most && r->share[(size_t)t * c->n_experts + e] != 0) r->token[n++] = t;
+            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
         }
         if (n == r->place[r->n_active]) continue;  // nobody chose e
         r->expert[r->n_active++] = e;
         r->place[r->n_active] = n;
     }
-}
-
-// Item i of begin .. end - 1 is group i % n_groups of expert[i / n_groups].
-static void experts_hidden_job(void *arg, int begin, int end, int thread) {
-    const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const Routing *r = s->routing;
-    Workspace *own = &s->workspace[thread];
-    const int n_groups = c->hidden_dim / c->group_size;
-    for (int i = begin, next; i < end; i = next) {
-        const int k = i / n_groups, place = r->place[k], n = r->place[k + 1] - place;
-        next = min_int(end, (k + 1) * n_groups);
-        for (int j = 0; j < n; j++) {  // whole vectors: q8, scale and bias_fix
-            memcpy(quantized_row(&own->gathered, j).q8,
-                   quantized_row(&s->xq, r->token[place + j]).q8, s->xq.stride * 4);
-        }
-        const Matmul all = {.x = &own->gathered, .n = n, .own = own,
-                            .row_begin = r->expert[k] * c->hidden_dim};
-        swiglu_groups(p, &all, place, i - k * n_groups, next - k * n_groups);
-    }
-}
-
-// For each token that chose expert e = expert[k], computes elements begin .. begin + count - 1 of
-// W2[e] hq and adds them, times p[e], to the token's row of sum (n, count).
-static void add_expert(const Pass *p, int k, int begin, int count, float *sum, int thread) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const Routing *r = s->routing;
-    Workspace *own = &s->workspace[thread];
-    const int e = r->expert[k], n = r->place[k + 1] - r->place[k], row = e * c->dim + begin;
-    const Quantized hq = quantized_row(&s->hq, r->place[k]);
-    float *out = own->gate;
-    matmul_rows(&(Matmul){.w = &p->w->w2, .x = &hq, .out = out, .stride = count, .row_begin = row,
-                          .row_end = row + count, .n = n, .own = own});
-    for (int j = 0; j < n; j++, out += count) {
-        const int t = r->token[r->place[k] + j];
-        const float share = r->share[(size_t)t * c->n_experts + e];
-        float *y = sum + (size_t)t * count;
-        for (int i = 0; i < count; i++) y[i] += share * out[i];
-    }
+    each(p, gather_row, r->place[r->n_active], 16);
 }
 
 // Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
-static void experts_output_job(void *arg, int begin, int end, int thread) {
+static void experts_output_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const int n = p->n;
-    for (int g = begin, groups; g < end; g += groups) {
-        groups = min_int(end - g, s->batch / max_int(n, 1));  // as in swiglu_groups
-        const int count = groups * c->group_size, at = g * c->group_size;
-        float *sum = s->workspace[thread].up;
-        memset(sum, 0, (size_t)n * count * sizeof(float));
-        for (int k = 0; k < s->routing->n_active; k++) add_expert(p, k, at, count, sum, thread);
-        for (int t = 0; t < n; t++, sum += count) {
-            float *x = s->x + (size_t)t * c->dim + at;
-            for (int i = 0; i < count; i++) x[i] += sum[i];
+    const State *s = p->s;
+    const Routing *r = s->routing;
+    const int dim = p->c->dim, group = p->c->group_size;
+    for (int k = 0; k < r->n_active; k++) {
+        const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
+        const Quantized hq = quantized_row(&s->hq, place);
+        for (int g = begin, groups; g < end; g += groups) {
+            groups = min_int(end - g, s->batch / n);  // as in swiglu_job
+            const int count = groups * group, at = g * group;
+            float *out = scratch(s);
+            multiply(s, out, count, &p->w->w2, e * dim + at, count, &hq, n);
+            for (int j = 0; j < n; j++, out += count) {
+                const int t = r->token[place + j];
+                const float share = r->share[(size_t)t * p->c->n_experts + e];
+                float *sum = s->h + (size_t)t * dim + at;
+                for (int i = 0; i < count; i++) sum[i] += share * out[i];
+            }
         }
+    }
+    for (int t = 0; t < p->n; t++) {
+        float *x = s->x + (size_t)t * dim, *sum = s->h + (size_t)t * dim;
+        for (int i = begin * group; i < end * group; i++) x[i] += sum[i];
     }
 }
 
-static void experts(const Pass *p) {
-    const Config *c = &p->m->config;
+static void experts(Pass *p) {
     route(p);
-    parallel(experts_hidden_job, (void *)p,
-             p->m->state.routing->n_active * (c->hidden_dim / c->group_size), 1);
-    parallel(experts_output_job, (void *)p, c->dim / c->group_size, 1);
+    swiglu(p);
+    parallel(experts_output_job, p, p->c->dim / p->c->group_size, 1);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4163,7 +3993,7 @@ INLINE VecI add_pairs(VecI a, VecI b) {
 }
 #endif
 
-static const char *simd_name(void) { return SIMD; }
+static const char *version(void) { return "qwen3 1.0 (" SIMD ")\n"; }
 
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
@@ -4480,7 +4310,7 @@ static size_t panel_bytes(int cols, int group) {
     return panels > few ? panels : few;
 }
 
-static void matmul_job(void *arg, int begin, int end, int thread) {
+static void matmul_job(void *arg, int begin, int end) {
     Matmul part = *(const Matmul *)arg;
     part.row_begin = begin * PANEL_ROWS;
     part.row_end = min_int(end * PANEL_ROWS, part.w->rows);
@@ -4530,9 +4360,8 @@ static size_t block_stride(const Config *c) {
 }
 
 static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos) {
-    const Config *c = &p->m->config;
-    const size_t head = (size_t)p->l * c->n_kv_heads + kv_head, block = text->blocks[pos / LANES];
-    return p->m->state.cache + block * block_stride(c) + head * block_floats(c);
+    const size_t block = text->blocks[pos / LANES], head = p->l * p->c->n_kv_heads + kv_head;
+    return p->s->cache + block * block_stride(p->c) + head * block_floats(p->c);
 }
 
 static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
@@ -4540,7 +4369,7 @@ static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int 
 }
 
 static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    const int vector = p->m->config.head_dim + j / LANES * LANES + pos % LANES;
+    const int vector = p->c->head_dim + j / LANES * LANES + pos % LANES;
     return cache_block(p, text, kv_head, pos) + vector * LANES + j % LANES;
 }
 
@@ -4556,19 +4385,17 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 // values in longer parts.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
-// So what is rounded up to whole tiles or vectors still fits into SPAN and ATT_TASK.
-_Static_assert(SPAN % (2 * LANES) == 0 && SPAN % 16 == 0, "whole tiles of positions");
-_Static_assert(ATT_TASK % ATT_QUERIES == 0 && ATT_TASK % LANES == 0, "whole tiles of queries");
+_Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
 
 typedef struct AttentionTask {
+    _Alignas(64) float score[ATT_TASK * SCORE_STRIDE];  // of the span, then the terms
+    float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
+    float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     const Pass *p;
     const Text *text;
     int kv_head;
-    int n;                   // queries: a multiple of those of a tile
+    int count, n;            // queries; rounded up to whole tiles, in which the last is repeated
     int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
-    float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
-    float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms
-    float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
     float max[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
@@ -4584,27 +4411,24 @@ INLINE const VecF *block_of(const AttentionTask *task, int pos) {
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
 // pos on; what comes after the span's end is overwritten later. The CPU can't foresee where the
-// next blocks are, so the first tile prefetches them for all.
+// next two blocks are, so the first tile prefetches them for all.
 INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
-    const int head_dim = task->p->m->config.head_dim;
+    const int head_dim = task->p->c->head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
-    const VecF *low = block_of(task, pos), *high = block_of(task, pos + LANES);
-    const VecF *next = block_of(task, pos + 2 * LANES), *last = block_of(task, pos + 3 * LANES);
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
+    const VecF *keys[4];
+    UNROLL for (int i = 0; i < 4; i++) keys[i] = block_of(task, pos + i * LANES);
     for (int j = 0; j < head_dim; j++, q += ATT_TASK) {
-        if (r == 0) {
-            __builtin_prefetch(next + j);
-            __builtin_prefetch(last + j);
-        }
+        for (int v = 2; v < 4 && r == 0; v++) __builtin_prefetch(keys[v] + j);
         UNROLL for (int i = 0; i < queries; i++) {
-            sum[i][0] = mul_add_v(low[j], splat_f(q[i]), sum[i][0]);
-            sum[i][1] = mul_add_v(high[j], splat_f(q[i]), sum[i][1]);
+            UNROLL for (int v = 0; v < 2; v++) {
+                sum[i][v] = mul_add_v(keys[v][j], splat_f(q[i]), sum[i][v]);
+            }
         }
     }
     UNROLL for (int i = 0; i < queries; i++, score += SCORE_STRIDE / LANES) {
-        score[0] = sum[i][0] * scale;
-        score[1] = sum[i][1] * scale;
+        UNROLL for (int v = 0; v < 2; v++) score[v] = sum[i][v] * scale;
     }
 }
 
@@ -4613,8 +4437,7 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 // the next may be needed before its prefetch has come.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
                        const int vecs) {
-    const Config *c = &task->p->m->config;
-    const int vectors = value_dim(c) / LANES, first = c->head_dim + j * LANES;
+    const int vectors = value_dim(task->p->c) / LANES, first = task->p->c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
     VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
@@ -4622,9 +4445,7 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
         const VecF *values = block_of(task, pos) + first;
         const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0; v++) {
-                __builtin_prefetch(&next[v * LANES + k]);
-            }
+            for (int v = 0; v < vecs && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
                 UNROLL for (int v = 0; v < vecs; v++) {
@@ -4648,12 +4469,9 @@ static void span_softmax(AttentionTask *task) {
     const int width = round_up(task->end - task->start, 16);
     float *score = task->score;
     for (int r = 0; r < task->n; r++, score += SCORE_STRIDE) {
-        const int seen = max_int(task->len[r] - task->start, 0);
-        for (int i = seen; i < width; i++) score[i] = -INFINITY;
-        float max = max_of(score, width);
-        if (max == -INFINITY) max = -FLT_MAX;
+        for (int i = max_int(task->len[r] - task->start, 0); i < width; i++) score[i] = -INFINITY;
+        const float max = fmaxf(max_of(score, width), -FLT_MAX), larger = fmaxf(max, task->max[r]);
         const float total = softmax_terms(score, width, max);
-        const float larger = task->max[r] > max ? task->max[r] : max;
         task->keep[r] = fast_exp(task->max[r] - larger);
         task->take[r] = fast_exp(max - larger);
         task->total[r] = mul_add(task->total[r], task->keep[r], total * task->take[r]);
@@ -4663,7 +4481,7 @@ static void span_softmax(AttentionTask *task) {
 
 // `queries` and `vecs` are constants. A tile that sees nothing of the positions is left out.
 INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) {
-    const int vectors = value_dim(&task->p->m->config) / LANES;
+    const int vectors = value_dim(task->p->c) / LANES;
     for (int pos = task->start; pos < task->end; pos += 2 * LANES) {
         for (int r = 0; r < task->n; r += queries) {
             if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries);
@@ -4675,105 +4493,87 @@ INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) 
     }
 }
 
-// The queries of one kv head and of rows begin .. end - 1, all of one text. Past the end the last
-// one is repeated.
-static void task_init(AttentionTask *task, const Pass *p, int kv_head, int begin, int end) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
-    const int per_kv = c->n_heads / c->n_kv_heads, count = end - begin;
-    float *q = task->sum;  // (n, head_dim <= value_dim) the queries, until they are transposed
+// Query i of all is query i % all of kv head i / all. Of those from i to end - 1, the task gets the
+// first ones that have the same kv head and text.
+static void task_init(AttentionTask *task, const Pass *p, int i, int end) {
+    const Config *c = p->c;
+    const Row *rows = p->s->rows;
+    const int per_kv = c->n_heads / c->n_kv_heads, all = p->n * per_kv, first = i % all;
+    const int most = min_int(min_int(end - i, all - first), ATT_TASK);
     task->p = p;
-    task->text = s->rows[begin / per_kv].text;
-    task->kv_head = kv_head;
-    task->n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES);
+    task->text = rows[first / per_kv].text;
+    task->kv_head = i / all;
+    task->count = 1;
+    while (task->count < most && rows[(first + task->count) / per_kv].text == task->text)
+        task->count++;
+    task->n = round_up(task->count, 2 * task->count <= ATT_QUERIES ? 2 : ATT_QUERIES);
     for (int r = 0; r < task->n; r++) {
-        const int i = min_int(begin + r, end - 1), t = i / per_kv;
-        const size_t at = (size_t)t * c->q_dim + (kv_head * per_kv + i % per_kv) * c->head_dim;
-        memcpy(q + r * c->head_dim, s->q + at, c->head_dim * sizeof(float));
-        task->out[r] = s->a + at;
-        task->len[r] = s->rows[t].pos + 1;
+        const int query = first + min_int(r, task->count - 1), t = query / per_kv;
+        const int head = task->kv_head * per_kv + query % per_kv;
+        const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
+        for (int j = 0; j < c->head_dim; j++) task->q[j * ATT_TASK + r] = p->s->q[at + j];
+        task->out[r] = p->s->a + at;
+        task->len[r] = rows[t].pos + 1;
         task->max[r] = -INFINITY;
         task->total[r] = 0;
-    }
-    for (int r = 0; r < task->n; r += LANES) {
-        VecI *out = (VecI *)(task->q + r);
-        transpose_rows(out, ATT_TASK / LANES, q, task->n, c->head_dim, r, 0);
     }
     memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
 }
 
-// a = sum / total
-static void task_output(const AttentionTask *task) {
-    const Config *c = &task->p->m->config;
-    for (int r = 0; r < task->n; r++) {
-        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->total[r];
-        float *out = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
-        for (int j = 0; j < c->head_dim; j++) out[j] = sum[j] * inverse;
-    }
-}
-
-static void run_task(AttentionTask *task) {
-    const int len = task->len[task->n - 1];
-    for (task->start = 0; task->start < len; task->start = task->end) {
-        task->end = min_int(task->start + SPAN, len);
-        if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-        else attend_span(task, ATT_QUERIES, 2);
-    }
-    task_output(task);
-}
-
-// Query i of all is query i % n of kv head i / n. Of its neighbours in begin .. end - 1, those of
-// the same kv head and text go into its task.
-static void attend_job(void *arg, int begin, int end, int thread) {
+static void attend_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    const Row *rows = p->m->state.rows;
-    const int per_kv = p->m->config.n_heads / p->m->config.n_kv_heads, n = p->n * per_kv;
-    AttentionTask *task = p->m->state.workspace[thread].attention;
-    for (int i = begin, next; i < end; i = next) {
-        const int first = i % n, most = min_int(min_int(end - i, n - first), ATT_TASK);
-        const Text *text = rows[first / per_kv].text;
-        for (next = i + 1; next < i + most && rows[next % n / per_kv].text == text;) next++;
-        task_init(task, p, i / n, first, first + next - i);
-        run_task(task);
+    AttentionTask *task = &p->s->attention[thread];
+    for (int i = begin; i < end; i += task->count) {
+        task_init(task, p, i, end);
+        const int len = task->len[task->n - 1];
+        for (task->start = 0; task->start < len; task->start = task->end) {
+            task->end = min_int(task->start + SPAN, len);
+            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
+            else attend_span(task, ATT_QUERIES, 2);
+        }
+        for (int r = 0; r < task->count; r++) {
+            const float *sum = task->sum + r * value_dim(p->c), inverse = 1 / task->total[r];
+            float *a = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
+            for (int j = 0; j < p->c->head_dim; j++) a[j] = sum[j] * inverse;
+        }
     }
 }
 
 // A thread takes the queries of whole rows and of a whole tile at least, if there are as many.
-static void attend_all(const Pass *p) {
-    const Config *c = &p->m->config;
-    const int per_kv = c->n_heads / c->n_kv_heads, n = p->n * per_kv;
-    parallel(attend_job, (void *)p, n * c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
+static void attend_all(Pass *p) {
+    const int per_kv = p->c->n_heads / p->c->n_kv_heads, n = p->n * per_kv;
+    parallel(attend_job, p, n * p->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
 }
 
 // ------------------------------------------------------------------------------------------------
 // The memory of a run: everything that it needs is allocated here, once
 
-#define FOR_BATCH "the activations (-b makes them smaller)"
+static void *activations(size_t count, size_t size) {
+    return alloc(count, size, "the activations (-b makes them smaller)");
+}
+
+static float *floats(size_t count) { return activations(count, sizeof(float)); }
 
 // Spare rows follow, because the last tile of a product may read past the n rows.
 static Quantized quantized_init(size_t n, int cols, int group) {
     const size_t words = cols / 4, n_groups = cols / group;
     const size_t stride = (words + 2 * n_groups + 15) / 16 * 16;  // rows are aligned to 64 bytes
-    int32_t *p = alloc((n + TILE_TOKENS) * stride, sizeof(*p), FOR_BATCH);
+    int32_t *p = activations((n + TILE_TOKENS) * stride, sizeof(*p));
     return (Quantized){(int8_t *)p, (float *)p + words, p + words + n_groups, stride};
-}
-
-static void cache_init(State *s, const Config *c, int blocks) {
-    const char *what = "the KV cache (-c makes it smaller)";
-    s->blocks = blocks;
-    s->block_len = LANES;
-    s->cache = alloc(blocks, block_stride(c) * sizeof(float), what);
-#ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
-    char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
-    madvise(page, blocks * block_stride(c) * sizeof(float), MADV_HUGEPAGE);
-#endif
 }
 
 static int most_blocks = INT_MAX;  // tests make it small
 
+// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
+static int pool_blocks(const Config *c, int seq_len, int texts) {
+    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
+    const double one = round_up(seq_len, LANES) / LANES;
+    return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
+}
+
 static void cache_copy(const Model *m, int to, int from) {
     const size_t size = block_stride(&m->config);
-    memcpy(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
+    memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
 }
 
 // A text alone in the cache has its blocks in their order, and room for seq_len + 1 ids.
@@ -4784,122 +4584,131 @@ static Text whole_cache(const State *s) {
     return text;
 }
 
-// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text.
-// (one * texts could overflow.)
-static int pool_blocks(const Config *c, int seq_len, int texts) {
-    const int one = (seq_len + LANES - 1) / LANES;
-    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
-    const int most = min_int(most_blocks, room < INT_MAX ? (int)room : INT_MAX);
-    return one < most / texts ? one * texts : max_int(one, most);
-}
-
 static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts) {
     const Config *c = &m->config;
     State *s = &m->state;
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
-    const size_t n = batch;
-    s->seq_len = seq_len;
-    s->batch = batch;
-    s->rows = alloc(n, sizeof(Row), FOR_BATCH);
-    s->cos = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
-    s->sin = alloc(n * c->head_dim / 2, sizeof(float), FOR_BATCH);
-    s->x = alloc(n * c->dim, sizeof(float), FOR_BATCH);
-    s->h = alloc(n * c->dim, sizeof(float), FOR_BATCH);
-    s->q = alloc(n * c->q_dim, sizeof(float), FOR_BATCH);
-    s->a = alloc(n * c->q_dim, sizeof(float), FOR_BATCH);
-    s->xq = quantized_init(n, c->dim, c->group_size);
-    s->aq = quantized_init(n, c->q_dim, c->group_size);
-    s->hq = quantized_init(n * max_int(c->n_experts_used, 1), c->hidden_dim, c->group_size);
-    Routing *r = s->routing = alloc(1, sizeof(Routing), FOR_BATCH);
-    r->share = alloc(n * c->n_experts, sizeof(float), FOR_BATCH);
-    r->expert = alloc(c->n_experts, sizeof(int), FOR_BATCH);
-    r->token = alloc(n * c->n_experts_used, sizeof(int), FOR_BATCH);
-    r->place = alloc(c->n_experts + 1, sizeof(int), FOR_BATCH);
-    s->logits = alloc((size_t)logit_rows * c->vocab_size, sizeof(float), FOR_BATCH);
-    s->logit_rows = logit_rows;
-    s->kv = alloc(n_threads * n * c->head_dim, sizeof(float), FOR_BATCH);
-    s->workspace = alloc(n_threads, sizeof(Workspace), FOR_BATCH);
+    const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
+    const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
+    *s = (State){.seq_len = seq_len, .batch = batch, .logit_rows = logit_rows,
+                 .block_len = LANES, .blocks = pool_blocks(c, seq_len, texts)};
+    s->rows = activations(n, sizeof(Row));
+    s->cos = floats(n * c->head_dim / 2);
+    s->sin = floats(n * c->head_dim / 2);
+    s->x = floats(n * c->dim);
+    s->h = floats(n * c->dim);
+    s->xq = quantized_init(n, c->dim, group);
+    s->q = floats(n * c->q_dim);
+    s->a = floats(n * c->q_dim);
+    s->aq = quantized_init(n, c->q_dim, group);
+    s->hq = quantized_init(chosen, c->hidden_dim, group);
+    s->logits = floats((size_t)logit_rows * c->vocab_size);
+    Routing *r = s->routing = activations(1, sizeof(Routing));
+    *r = (Routing){.share = floats(n * n_experts), .n_active = 1};
+    r->expert = activations(n_experts, sizeof(int));
+    r->place = activations(n_experts + 1, sizeof(int));
+    r->token = activations(chosen, sizeof(int));
+    r->xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq;
+    s->workspace = activations(n_threads, sizeof(Workspace));
+    s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
-        Workspace *own = &s->workspace[i];
-        own->gate = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
-        own->up = alloc(n * c->group_size, sizeof(float), FOR_BATCH);
-        if (c->n_experts) own->gathered = quantized_init(n, c->dim, c->group_size);
-        own->panel = alloc(panel_bytes(widest, c->group_size), 1, FOR_BATCH);
-        AttentionTask *task = own->attention = alloc(1, sizeof(AttentionTask), FOR_BATCH);
-        task->q = alloc((size_t)ATT_TASK * c->head_dim, sizeof(float), FOR_BATCH);
-        task->score = alloc(ATT_TASK * SCORE_STRIDE, sizeof(float), FOR_BATCH);
-        task->sum = alloc((size_t)ATT_TASK * value_dim(c), sizeof(float), FOR_BATCH);
+        s->workspace[i].scratch = floats(n * scratch_cols(c));
+        s->workspace[i].panel = activations(panel_bytes(widest, group), 1);
+        s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
+        s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }
-    cache_init(s, c, pool_blocks(c, seq_len, texts));
+    const size_t size = block_stride(c) * sizeof(float);
+    s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
+#ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
+    char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
+    madvise(page, s->blocks * size, MADV_HUGEPAGE);
+#endif
 }
 
 // ------------------------------------------------------------------------------------------------
-// Progress: what a terminal shows while a text takes longer than two seconds
+// Progress: what a terminal shows of a prompt or a list that takes longer than two seconds
 
-static struct {
-    size_t tokens, shown;  // that run; of these, the number on the terminal, 0: none
-    size_t done, total;    // tokens times layers
-    double start, drawn;   // when it began, and when the terminal last changed
+static struct Progress {
+    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
+    double start, drawn;          // when it began; when the line was last drawn, 0: there is none
 } progress;
 
 static void progress_start(const Model *m, size_t tokens) {
-    progress.tokens = tokens;
-    progress.done = 0;
-    progress.total = tokens * m->config.n_layers;
-    progress.start = progress.drawn = now();
+    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
 }
 
 // Clears the line, before an answer, a notice or an error begins.
 static void progress_end(void) {
-    if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = progress.total = 0;
+    if (progress.drawn > 0) fputs("\r\033[K", stderr);
+    progress.tokens = progress.drawn = 0;
 }
 
-// May the line change now, at most ten times per second? Then it shows n.
-static bool progress_due(double time, size_t n) {
-    if (quiet || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return false;
+// The time left is that at the rate so far. A prompt's is longer, as attention reads more and more.
+static void progress_show(double start, double done, double all, const char *what, double tokens) {
+    const double time = now(), seconds = time - start, rate = tokens / seconds;
+    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
     progress.drawn = time;
-    progress.shown = n;
-    return true;
-}
-
-// The time left is that of as many tokens as so far, and so the least: later ones take longer, as
-// attention reads more.
-static void progress_add(int n) {
-    progress.done += n;
-    if (progress.total == 0) return;
-    const double share = (double)progress.done / progress.total, time = now();
-    const double left = (time - progress.start) * (1 - share) / share;
-    const size_t count = (size_t)(share * progress.tokens);
-    const bool soon = !progress.shown && time - progress.start + left < 2;
-    if (count == progress.shown || soon || !progress_due(time, count)) return;
-    fprintf(stderr, "\r%zu of %zu tokens, at least %.0f s left\033[K", count, progress.tokens,
-            left);
-}
-
-// Of a list: `texts` of `all` (0: nobody knows) are done, after `tokens` in `seconds`.
-static void progress_list(size_t texts, double all, size_t tokens, double seconds) {
-    const double rate = tokens / seconds;
-    if (seconds < 1 || !progress_due(now(), 1)) return;
-    fprintf(stderr, "\r%zu", texts);
+    fprintf(stderr, "\r%.0f", done);
     if (all > 0) fprintf(stderr, " of %.0f", all);
-    fprintf(stderr, " texts, %.*f tokens/s", rate < 999.95, rate);
-    if (all > 0 && texts > 0) fprintf(stderr, ", %.0f s left", seconds * (all / texts - 1));
+    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
+    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
     fputs("\033[K", stderr);
+}
+
+static void progress_add(int n) {
+    if (progress.tokens == 0) return;
+    progress.done += n;
+    const size_t done = progress.done / progress.layers;
+    progress_show(progress.start, done, progress.tokens, "tokens", done);
 }
 
 // ------------------------------------------------------------------------------------------------
 // POSIX and Windows: everything that differs between systems
 
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
+// Before that, or if the one before had no effect for a second, it ends the program.
+static void on_interrupt(int signal) {
+    static volatile double first;
+    (void)signal;
+    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
+    if (!interrupted) first = now();
+    interrupted = 1;
+}
+
+// SIGILL: this CPU is older than the one that the program was built for. SIGBUS: a mapped file has
+// become shorter, or its disk fails. If several threads get here, only the first one reports.
+static void on_fatal(int signal) {
+    static atomic_flag said = ATOMIC_FLAG_INIT;
+    const char *text = signal == SIGILL
+        ? "qwen3: CPU: lacks an instruction of this build (" SIMD "); make portable is for all\n"
+        : "qwen3: model: can't be read any more; has its file been cut, or does its disk fail?\n";
+    while (atomic_flag_test_and_set(&said)) {}
+    (void)!write(STDERR_FILENO, text, strlen(text));
+    _exit(EXIT_FAILURE);
+}
+
+// Runs before main. It is one call only, so that it has no instruction that this CPU may lack.
+__attribute__((constructor)) static void catch_unknown_instructions(void) {
+    signal(SIGILL, on_fatal);
+}
+
 #ifdef _WIN32
 // POSIX as far as it is used here: what MinGW lacks, or has without UTF-8 or large files
 #define O_NONBLOCK 0
-#define poll(...) (void)0
 #define MAP_FAILED NULL
+#define poll(...) (void)0
+#define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
+#define stat_file(path, st) _wstat64(wide(path), st)
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
-#define write write_bytes
+#define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
 
 static wchar_t *wide(const char *path) {
@@ -4916,20 +4725,13 @@ static void *map_file(int fd) {
     return map ? MapViewOfFile(map, FILE_MAP_READ, 0, 0, 0) : MAP_FAILED;
 }
 
-static int write_bytes(int fd, const void *p, size_t n) {
-    int written = _write(fd, p, n < 1 << 20 ? n : 1 << 20);
-    if (written < 0 && GetFileType(handle(fd)) == FILE_TYPE_PIPE) errno = EPIPE;
-    return written;
-}
-
 // A console gives a line as UTF-16, which ends in \r\n, or at Ctrl-D or Ctrl-Z.
 static ssize_t read_bytes(int fd, void *p, size_t size) {
     static wchar_t text[8192];
     CONSOLE_READCONSOLE_CONTROL ends = {sizeof(ends), 0, 1 << 4 | 1 << 26, 0};
     DWORD n = 0;
-    if (!isatty(fd)) return _read(fd, p, size < 1 << 20 ? size : 1 << 20);
-    const DWORD room = size / 3 < 8192 ? size / 3 : 8192;
-    if (!ReadConsoleW(handle(fd), text, room, &n, &ends) || n == 0) {
+    if (!isatty(fd)) return _read(fd, p, size);
+    if (!ReadConsoleW(handle(fd), text, 8192, &n, &ends) || n == 0) {
         Sleep(100);  // Ctrl-C: its handler runs in a thread of its own
         errno = EINTR;
         return interrupted ? -1 : 0;
@@ -4940,9 +4742,8 @@ static ssize_t read_bytes(int fd, void *p, size_t size) {
 }
 
 static bool input_ready(int fd) {
-    DWORD n = 0;
-    return GetFileType(handle(fd)) != FILE_TYPE_PIPE ||
-           !PeekNamedPipe(handle(fd), NULL, 0, NULL, &n, NULL) || n > 0;
+    int n = 0;
+    return ioctl(fd, FIONREAD, &n) != 0 || n > 0;
 }
 
 static double memory_size(void) {
@@ -4964,60 +4765,54 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
     return waiting;
 }
 
-static FileKind file_kind(const char *path) {
-    const DWORD attributes = GetFileAttributesW(wide(path));
-    errno = ENOENT;
-    return attributes == INVALID_FILE_ATTRIBUTES ? NO_FILE
-           : attributes & FILE_ATTRIBUTE_DIRECTORY ? DIRECTORY : REGULAR_FILE;
-}
-
 static int cpu_count(void) {  // hardware threads; two of them may share a core
     DWORD_PTR mine, all;
     GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
     return __builtin_popcountll(mine);
 }
 
-// Makes the arguments UTF-8 (argv reuses the array that held the UTF-16 pointers), standard input
-// and output binary, and the console's output UTF-8.
+static BOOL WINAPI on_console_event(DWORD event) {
+    return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
+}
+
+// Makes the arguments UTF-8, standard input and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
-    static char text[3 * 32768], *arg = text;  // a command line has at most 32,767 characters
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
-    *argv = (char **)args;
+    *argv = alloc(*argc + 1, sizeof(char *), "the arguments");
     for (int i = 0; i < *argc; i++) {
-        int room = text + sizeof(text) - arg;
-        int n = WideCharToMultiByte(CP_UTF8, 0, args[i], -1, arg, room, NULL, NULL);
-        (*argv)[i] = arg;
-        arg += n;
+        const int most = 3 * (int)wcslen(args[i]) + 1;
+        (*argv)[i] = alloc(most, 1, "the arguments");
+        WideCharToMultiByte(CP_UTF8, 0, args[i], -1, (*argv)[i], most, NULL, NULL);
     }
     for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
     SetConsoleOutputCP(CP_UTF8);
     SetConsoleMode(handle(STDOUT_FILENO), ENABLE_PROCESSED_OUTPUT | ENABLE_WRAP_AT_EOL_OUTPUT |
                                           ENABLE_VIRTUAL_TERMINAL_PROCESSING);
+    SetConsoleCtrlHandler(on_console_event, TRUE);
 }
 #else
-#ifdef __linux__
-static const char *file_start(const char *path) {  // its first bytes, "" if there is no such file
-    static char text[4096];
+#define NO_READER EPIPE
+#define stat_file stat
+
+// Reads a file by fscanf. Returns how many values it has.
+static int scan_file(const char *path, const char *format, void *first, void *second) {
     FILE *f = fopen(path, "r");
-    text[f ? fread(text, 1, sizeof(text) - 1, f) : 0] = 0;
+    const int n = f ? fscanf(f, format, first, second) : 0;
     if (f) fclose(f);
-    return text;
+    return n;
 }
 
-static const char *cgroup_file(const char *name) {  // of this process's cgroup (version 2)
+// A limit of this process's cgroup (Linux, version 2), from a file with a number, or with "max" for
+// none. cpu.max has two, "QUOTA PERIOD": this is the number of cores.
+static double cgroup_limit(const char *name) {
     char group[4000] = "", path[4096];
-    sscanf(file_start("/proc/self/cgroup"), "0::%3999[^\n]", group);
+    double limit, period = 1;
+    scan_file("/proc/self/cgroup", "0::%3999[^\n]", group, NULL);
     snprintf(path, sizeof(path), "/sys/fs/cgroup%s/%s", group, name);
-    return file_start(path);
+    return scan_file(path, "%lf %lf", &limit, &period) > 0 ? limit / period : INFINITY;
 }
 
-// The CPU quota in cores, or INT_MAX. cpu.max is "QUOTA PERIOD", or "max PERIOD" for no limit.
-static int cgroup_cores(void) {
-    double quota, period;
-    const int n = sscanf(cgroup_file("cpu.max"), "%lf %lf", &quota, &period);
-    return n == 2 ? (int)ceil(quota / period) : INT_MAX;
-}
-
+#ifdef __linux__
 // The cores of a set of CPUs. A core is known by the first of its CPUs.
 static int physical_cores(const cpu_set_t *set) {
     cpu_set_t cores;
@@ -5028,7 +4823,7 @@ static int physical_cores(const cpu_set_t *set) {
         if (!CPU_ISSET(cpu, set)) continue;
         snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
                  cpu);
-        sscanf(file_start(path), "%d", &first);
+        scan_file(path, "%d", &first, NULL);
         CPU_SET(first, &cores);
     }
     return CPU_COUNT(&cores);
@@ -5038,55 +4833,38 @@ static int physical_cores(const cpu_set_t *set) {
 // Physical cores, as a second thread on a core gains nothing; on macOS the fast ones. Where the
 // system does not tell, hardware threads.
 static int cpu_count(void) {
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores(&set);
-    cores = min_int((int)cores, cgroup_cores());
 #elif defined(__APPLE__)
-    int fast = 0;
-    size_t size = sizeof(fast);
-    if (sysctlbyname("hw.perflevel0.physicalcpu", &fast, &size, NULL, 0) == 0) cores = fast;
+    sysctlbyname("hw.perflevel0.physicalcpu", &cores, &(size_t){sizeof(cores)}, NULL, 0);
 #endif
-    return cores > 0 ? (int)cores : 1;
+    return max_int((int)fmin(cores, ceil(cgroup_limit("cpu.max"))), 1);
 }
-
-static FileKind file_kind(const char *path) {
-    struct stat st;
-    if (stat(path, &st) != 0) return NO_FILE;
-    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
-}
-
-static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
 
 // The machine's memory, or less if this process has a limit: ulimit -v, its cgroup's
 static double memory_size(void) {
     double size = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     struct rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur < size) size = (double)limit.rlim_cur;
-#ifdef __linux__
-    double most;
-    if (sscanf(cgroup_file("memory.max"), "%lf", &most) == 1 && most < size) size = most;
-#endif
-    return size;
+    if (getrlimit(RLIMIT_AS, &limit) == 0) size = fmin(size, limit.rlim_cur);
+    return fmin(size, cgroup_limit("memory.max"));
 }
 
+static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
+
 // A pasted block's lines arrive within about 30 ms. Normally the terminal counts only whole lines;
-// what follows the last newline is counted only while ICANON is off. Signals are blocked meanwhile:
-// one that ended the program would leave the terminal that way.
+// what follows the last newline is counted only while ICANON is off. (So is Ctrl-D, which would be
+// lost then.) Signals are blocked meanwhile: one that ended the program would leave the terminal
+// that way.
 static Waiting input_waits(void) {
-    int waiting = 0;
-    bool ready = false;
-    for (int i = 0; i < 2; i++) {
-        if (i > 0) nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
-        ready = input_ready(STDIN_FILENO);
-        if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return LINE;
-    }
-    if (ready) return NOTHING;  // Ctrl-D, which would be lost while ICANON is off
-    struct termios cooked;
+    struct termios cooked, raw;
     sigset_t all, before;
-    if (tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;
-    struct termios raw = cooked;
+    int waiting = 0;
+    const bool ready = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 30) != 0;
+    if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return LINE;
+    if (ready || tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;  // ready: see above
+    raw = cooked;
     raw.c_lflag &= ~(tcflag_t)ICANON;
     sigfillset(&all);
     sigprocmask(SIG_BLOCK, &all, &before);
@@ -5097,42 +4875,20 @@ static Waiting input_waits(void) {
     return waiting > 0 ? PART : NOTHING;
 }
 
-static void start_platform(int *argc, char ***argv) { (void)argc, (void)argv; }
-#endif
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + t.tv_nsec * 1e-9;
+static void start_platform(int *argc, char ***argv) {
+    (void)argc, (void)argv;
+    signal(SIGBUS, on_fatal);
+    signal(SIGPIPE, SIG_IGN);
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);  // ends a read, too
 }
+#endif
 
 static bool is_terminal(int fd) { return isatty(fd); }
 
-static Bytes file_map(const char *path) {
-    int fd = open(path, O_RDONLY | O_NONBLOCK);  // does not wait for the writer of a named pipe
+static FileKind file_kind(const char *path) {
     struct stat st;
-    if (fd < 0 || fstat(fd, &st) != 0) die("%s: %s", path, strerror(errno));
-    if (!S_ISREG(st.st_mode)) die("%s: wrong kind of file, expected a regular file", path);
-    if (st.st_size == 0) die("%s: wrong size, expected a file with data, found 0 bytes", path);
-    void *p = mmap(NULL, st.st_size, PROT_READ, MAP_SHARED, fd, 0);
-    if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
-    close(fd);
-#ifdef MADV_HUGEPAGE
-    // Asks for pages of 2 MB, if the file system has them: fewer TLB misses. Not if memory may be
-    // too small for the model: an expert's matrix, often of less than 1 MB, would read more.
-    if (st.st_size < 0.75 * memory_size()) madvise(p, st.st_size, MADV_HUGEPAGE);
-#endif
-    return (Bytes){p, st.st_size};
-}
-
-static ssize_t read_more(int fd, Buffer *b) {
-    b->p = grow(b->p, &b->cap, b->n, 65536, 1);
-    for (;;) {
-        ssize_t got = read(fd, b->p + b->n, 65536);
-        if (got > 0) b->n += got;
-        if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
-        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
-    }
+    if (stat_file(path, &st) != 0) return NO_FILE;
+    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
 }
 
 static int file_open(const char *path) {
@@ -5144,90 +4900,55 @@ static double file_size(int fd) {
     return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? (double)st.st_size : 0;
 }
 
+static Bytes file_map(const char *path) {
+    const int fd = open(path, O_RDONLY | O_NONBLOCK);  // does not wait for a named pipe's writer
+    if (fd < 0) die("%s: %s, expected a file made by export.py", path, strerror(errno));
+    const size_t size = (size_t)file_size(fd);
+    if (size == 0) die("%s: can't be used, expected a regular file with data, found none", path);
+    void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
+    if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
+    close(fd);
+#ifdef MADV_HUGEPAGE  // of 2 MB, if the file system has them: fewer TLB misses. Not if memory may
+    // be too small for the model: an expert's matrix, often of less than 1 MB, would read more.
+    if (size < 0.75 * memory_size()) madvise(p, size, MADV_HUGEPAGE);
+#endif
+    return (Bytes){p, size};
+}
+
+static ssize_t read_more(int fd, Buffer *b) {
+    b->p = grow(b->p, &b->cap, b->n, 65536, 1);
+    for (;;) {
+        const ssize_t got = read(fd, b->p + b->n, 65536);
+        if (got > 0) b->n += got;
+        if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
+        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
+    }
+}
+
 static const char *file_read(Buffer *b, const char *path) {
-    const char *error = NULL;
     const int fd = file_open(path);
-    if (fd < 0) return strerror(errno);
-    for (ssize_t got = 1; got != 0 && !error;) {
-        got = read_more(fd, b);
-        if (got < 0) error = strerror(errno);
-        if (b->n >= INT_MAX) error = "too long, expected less than 2 GB";
-    }
-    if (fd != STDIN_FILENO) close(fd);
-    return error;
+    ssize_t got = fd < 0 ? -1 : 1;
+    while (got > 0 && b->n < INT_MAX) got = read_more(fd, b);
+    const char *error = got < 0 ? strerror(errno) : "too long, expected less than 2 GB";
+    if (fd > STDIN_FILENO) close(fd);
+    return got == 0 ? NULL : error;
 }
-
-static int terminal_line(void) {
-#ifdef __APPLE__
-    return MAX_CANON - 1;
-#else
-    return 4095;
-#endif
-}
-
-static void write_stdout(Bytes text) {
-    while (text.n) {
-        ssize_t n = write(STDOUT_FILENO, text.p, text.n);
-        if (n < 0 && errno == EPIPE) exit(EXIT_SUCCESS);  // the reader has seen enough
-        if (n < 0 && errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
-        else if (n < 0 && errno != EINTR) die("stdout: %s", strerror(errno));
-        if (n > 0) text = bytes_from(text, n);
-    }
-}
-
-// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
-// Before that, or if the one before had no effect for a second, it ends the program.
-static void on_interrupt(int signal) {
-    static volatile double first;
-    (void)signal;
-    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
-    if (!interrupted) first = now();
-    interrupted = 1;
-}
-
-// SIGILL: this CPU is older than the one that the program was built for. SIGBUS: a mapped file has
-// become shorter, or its disk fails. If several threads get here, only the first one reports.
-static void on_fatal(int signal) {
-    static const char cpu[] = "qwen3: CPU: lacks an instruction of this build, expected one like "
-        "the one it was built on (" SIMD "); make builds for this one, make portable for all\n";
-    static const char disk[] = "qwen3: model: can't be read any more, expected its files to stay "
-        "as they are, found them cut or their disk failing\n";
-    static atomic_flag said = ATOMIC_FLAG_INIT;
-    while (atomic_flag_test_and_set(&said)) {}
-    (void)!(signal == SIGILL ? write(STDERR_FILENO, cpu, sizeof(cpu) - 1)
-                             : write(STDERR_FILENO, disk, sizeof(disk) - 1));
-    _exit(EXIT_FAILURE);
-}
-
-// Runs before main. It is one call only, so that it has no instruction that this CPU may lack.
-__attribute__((constructor)) static void catch_unknown_instructions(void) {
-    signal(SIGILL, on_fatal);
-}
-
-#ifdef _WIN32
-static BOOL WINAPI on_console_event(DWORD event) {
-    return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
-}
-
-static void catch_signals(void) { SetConsoleCtrlHandler(on_console_event, TRUE); }
-#else
-static void catch_signals(void) {
-    signal(SIGBUS, on_fatal);
-    signal(SIGPIPE, SIG_IGN);
-    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);  // ends a read, too
-}
-#endif
 
 // It looks without reading or waiting. What a shell's `while read` loop goes through is a file that
 // is no longer at its start.
 static bool stdin_has_data(void) {
-    struct stat st;
     int waiting = 0;
-    if (fstat(STDIN_FILENO, &st) != 0) return false;
-    if (S_ISREG(st.st_mode)) return st.st_size > 0 && lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
-#ifdef _WIN32
-    return PeekNamedPipe(handle(STDIN_FILENO), NULL, 0, NULL, (DWORD *)&waiting, NULL) && waiting;
-#else
-    return S_ISFIFO(st.st_mode) && ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
-#endif
+    if (file_size(STDIN_FILENO) > 0) return lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
+    if (is_terminal(STDIN_FILENO)) return false;
+    return ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
+}
+
+static void write_stdout(Bytes text) {
+    while (text.n) {
+        const ssize_t n = write(STDOUT_FILENO, text.p, min_size(text.n, 1 << 20));
+        if (n >= 0) text = bytes_from(text, n);
+        else if (errno == NO_READER) exit(EXIT_SUCCESS);  // it has seen enough
+        else if (errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
+        else if (errno != EINTR) die("stdout: %s", strerror(errno));
+    }
 }

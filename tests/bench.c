@@ -151,8 +151,7 @@ enum { SUMS = LANES == 8 ? 8 : 12, PEAK_ITEMS = 64, PEAK_LOOPS = 20000 };
 
 enum { INT8, FP32 };
 
-static void peak_job(void *arg, int begin, int end, int thread) {
-    (void)thread;
+static void peak_job(void *arg, int begin, int end) {
     const int64_t loops = (int64_t)(end - begin) * PEAK_LOOPS;
     VecI total = {0};
     if (*(int *)arg == INT8) {
@@ -207,8 +206,7 @@ INLINE void read_block(const VecI *p, const int sequences, const int ahead) {
 static const char *read_start;
 static int read_blocks;
 
-static void read_job(void *arg, int begin, int end, int thread) {
-    (void)thread;
+static void read_job(void *arg, int begin, int end) {
     for (int i = begin; i < end; i++) {
         const VecI *p = (const VecI *)(read_start + (size_t)i * READ_BLOCK);
         switch (*(int *)arg) {
@@ -577,7 +575,7 @@ int main(int argc, char **argv) {
     if (end && strcmp(end, ".bin") == 0) model_map(&m, argv[1]);
     else map_described(argc - 1, argv + 1);
     printf("qwen3 (%s): %d layers of %d with %d bits, vocabulary %d, group %d: %.0f MB a token, "
-           "%.1f million multiply-adds in its matmuls\n\n", simd_name(), g->n_layers, g->dim, g->layer_bits,
+           "%.1f million multiply-adds in its matmuls\n\n", SIMD, g->n_layers, g->dim, g->layer_bits,
            g->vocab_size, g->group_size, weight_bytes() / 1e6, token_products() / 1e6);
     if (plan == &many) {  // what bounds them
         const int pos = 1 + many.answer / 2;

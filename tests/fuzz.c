@@ -583,7 +583,6 @@ static void fuzz_session(Bytes in) {
     app.mode = o->mode < 0 ? CHAT : o->mode;
     if (app.mode == PERPLEXITY && e->model.state.seq_len < 2) return;  // load() refuses it
     bool chat = app.mode == CHAT;
-    if (chat) choose_chat(&app);
     choose_sampling(&app);
     writer_init(&app);
     if (chat && o->system) conversation_add(&app.conversation, SYSTEM, bytes(o->system));
@@ -613,7 +612,6 @@ static void app_start(App *app, int argc, char **argv) {
     app->mode = app->options.mode;
     e->max_new = app->options.n;
     e->answer.text = whole_cache(&e->model.state);
-    if (app->mode == CHAT) choose_chat(app);
     choose_sampling(app);
     writer_init(app);
     n_written = 0;

@@ -41,7 +41,7 @@ static void print_next(const char *format, int count) {
 // attend() can repeat its attention.
 static void print_attention(int l) {
     static float score[MOST_TOKENS];
-    const Pass p = {.m = m, .l = l};
+    const Pass p = {.c = &m->config, .s = &m->state, .l = l};
     const int n = (int)ids.n, n_heads = m->config.n_heads;
     for (int head = 0; head < n_heads; head++) {
         attend(&p, n - 1, head, score);

@@ -363,19 +363,19 @@ static Text *scattered(const State *s) {
 
 // Store a key or a value (head_dim) of row t in layer p->l.
 static void put_key(const Pass *p, int t, int kv_head, const float *k) {
-    const Row *row = &p->m->state.rows[t];
-    for (int j = 0; j < p->m->config.head_dim; j++) *key_at(p, row->text, kv_head, row->pos, j) = k[j];
+    const Row *row = &p->s->rows[t];
+    for (int j = 0; j < p->c->head_dim; j++) *key_at(p, row->text, kv_head, row->pos, j) = k[j];
 }
 
 static void put_value(const Pass *p, int t, int kv_head, const float *v) {
-    const Row *row = &p->m->state.rows[t];
-    for (int j = 0; j < p->m->config.head_dim; j++) *value_at(p, row->text, kv_head, row->pos, j) = v[j];
+    const Row *row = &p->s->rows[t];
+    for (int j = 0; j < p->c->head_dim; j++) *value_at(p, row->text, kv_head, row->pos, j) = v[j];
 }
 
 // Random keys and values (head_dim) of layer p->l at the first n positions
 static void fill_cache(const Pass *p, const Text *text, int n) {
-    const Config *c = &p->m->config;
-    Row *row = p->m->state.rows;
+    const Config *c = p->c;
+    Row *row = p->s->rows;
     for (int pos = 0; pos < n; pos++) {
         *row = (Row){.pos = pos, .text = text};
         for (int h = 0; h < c->n_kv_heads; h++) {
@@ -392,8 +392,8 @@ static void fill_cache(const Pass *p, const Text *text, int n) {
 
 // attend(), span by span, as the kernel does it: a (head_dim) for one query head of token t
 static void attend_by_spans(const Pass *p, int t, int head, float *a) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
+    const Config *c = p->c;
+    const State *s = p->s;
     const int kv_head = head / (c->n_heads / c->n_kv_heads), len = s->rows[t].pos + 1;
     const float *q = s->q + t * c->q_dim + head * c->head_dim;
     const Text *text = s->rows[t].text;
@@ -424,9 +424,9 @@ static void attend_by_spans(const Pass *p, int t, int head, float *a) {
 
 // attend_all() against attend_by_spans(), bit for bit, and against attend(): bit for bit up to SPAN
 // positions, within 1e-5 beyond
-static void check_attention(const Pass *p) {
-    const Config *c = &p->m->config;
-    const State *s = &p->m->state;
+static void check_attention(Pass *p) {
+    const Config *c = p->c;
+    const State *s = p->s;
     const int size = p->n * c->q_dim;
     float score[POSITIONS], spans[WIDEST], *all = random_floats(size);
     attend_all(p);
@@ -452,7 +452,7 @@ static void test_attention(void) {
     for (int i = 0; i < 4; i++) {
         Model m = random_model(32, head_dims[i], 40, QWEN3);
         State *s = &m.state;
-        Pass p = {.m = &m, .l = 1};
+        Pass p = {.c = &m.config, .s = &m.state, .l = 1};
         const Text *text = scattered(s);
         fill_cache(&p, text, POSITIONS);
         for (int round = 0; round < 10; round++) {
@@ -473,7 +473,7 @@ static void test_attention_not_finite(void) {
     for (int round = 0; round < 2; round++) {
         Model m = random_model(64, 32, 40, QWEN3);
         State *s = &m.state;
-        const Pass p = {.m = &m, .n = 1};
+        Pass p = {.c = &m.config, .s = &m.state, .n = 1};
         float huge[32], nan[32];
         const Text *text = scattered(s);
         fill_cache(&p, text, POSITIONS);
@@ -497,7 +497,7 @@ static void test_attention_one_hot(void) {
     Model m = random_model(64, 32, 40, QWEN3);
     State *s = &m.state;
     const Config *c = &m.config;
-    const Pass p = {.m = &m, .l = 1, .n = 3};
+    Pass p = {.c = c, .s = s, .l = 1, .n = 3};
     const Text *text = scattered(s);
     fill_cache(&p, text, 40);
     int wanted[3 * 4];  // by tokens and heads
@@ -549,7 +549,7 @@ static void test_experts(void) {
         Config *c = &m.config;
         State *s = &m.state;
         const Layer *w = &m.weights.layers[1];
-        Pass p = {.m = &m, .l = 1, .w = w, .n = 20};
+        Pass p = {.c = c, .s = s, .l = 1, .w = w, .n = 20};
         c->no_topk_norm = no_topk_norm;
         float *x = random_floats(p.n * c->dim), *h = random_floats(c->dim), *up = random_floats(c->hidden_dim);
         float *gate = random_floats(c->hidden_dim), *sum = random_floats(c->dim);
@@ -605,7 +605,7 @@ static void test_experts_not_finite(void) {
         for (int e = 0; e < 7; e++) CHECK(share[e] == 0);
     }
     Model m = random_model(32, 32, 20, EXPERTS);
-    const Pass p = {.m = &m, .w = &m.weights.layers[0], .n = 20};
+    Pass p = {.c = &m.config, .s = &m.state, .w = &m.weights.layers[0], .n = 20};
     memcpy(m.state.x, random_floats(20 * m.config.dim), 20 * m.config.dim * sizeof(float));
     m.state.x[5 * m.config.dim + 3] = -INFINITY;
     norm(&p, p.w->rms_ffn);
@@ -614,8 +614,7 @@ static void test_experts_not_finite(void) {
     CHECK(m.state.routing->place[m.state.routing->n_active] == 19 * 3);
 }
 
-static void count_job(void *arg, int begin, int end, int thread) {
-    (void)thread;
+static void count_job(void *arg, int begin, int end) {
     for (int i = begin; i < end; i++) atomic_fetch_add((_Atomic int *)arg + i, i + 1);
 }
 
@@ -1095,12 +1094,15 @@ static void test_cores(void) {
         {"0::/a\n", V2 "b/cpu.max", "700000 100000\n", INT_MAX}};
     char command[128];
     cpu_set_t set;
+    const int cpus = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         strcpy(root, "/tmp/qwen3-test-XXXXXX");
         if (!mkdtemp(root)) die("%s: %s", root, strerror(errno));
         put_file("/proc/self/cgroup", cases[i].group);
         if (cases[i].path) put_file(cases[i].path, cases[i].text);
-        CHECK(cgroup_cores() == cases[i].expected, "case %zu: %d", i, cgroup_cores());
+        const double limit = cgroup_limit("cpu.max");
+        CHECK(fmin(ceil(limit), INT_MAX) == cases[i].expected, "case %zu: %g", i, limit);
+        CHECK(cpu_count() == min_int(cpus, cases[i].expected), "case %zu: %d", i, cpu_count());
         put_file(V2 "memory.max", "max\n");
         CHECK(memory_size() > 1e8);
         put_file(V2 "memory.max", "12345678\n");
@@ -1122,7 +1124,7 @@ static void test_cores(void) {
         snprintf(command, sizeof(command), "rm -r %s", root);
         CHECK(system(command) == 0);
     }
-    CHECK(cgroup_cores() == INT_MAX, "no such root");
+    CHECK(cgroup_limit("cpu.max") == INFINITY, "no such root");
     root[0] = 0;
     CHECK(cpu_count() >= 1);
     if (sched_getaffinity(0, sizeof(set), &set) != 0) return;
@@ -1222,8 +1224,8 @@ static void test_json_messages(void) {
         {"[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"}]", NULL, 0}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         Conversation talk = {0};
-        Json j = {.rest = bytes(cases[i].line), .talk = &talk, .first = true};
-        json_line(&j, true);
+        Json j = {.rest = bytes(cases[i].line)};
+        json_line(&j, &talk);
         CHECK(!j.expected == !!cases[i].roles, "%s", cases[i].line);
         for (size_t k = 0; cases[i].roles && k < strlen(cases[i].roles); k++) {
             CHECK(k < talk.n && "sua"[talk.p[k].role] == cases[i].roles[k], "%s", cases[i].line);
@@ -1321,7 +1323,7 @@ static int unit_tests(void) {
 #ifdef __linux__
     test_cores();
 #endif
-    printf("tests/test (%s): %d checks, %d failures\n", simd_name(), checks, failures);
+    printf("tests/test (%s): %d checks, %d failures\n", SIMD, checks, failures);
     return failures > 0;
 }
 
@@ -1363,7 +1365,7 @@ static int print_tokens(const Tokenizer *t) {
 
 static int print_prompt(App *app) {
     const Tokenizer *t = &app->engine.tokenizer;
-    choose_chat(app);
+    choose_sampling(app);
     Conversation c = {0};
     Buffer text = {0};
     Ids ids = {0};
@@ -1389,7 +1391,6 @@ static int run_small_pool(int argc, char **argv) {  // argv: BLOCKS, and qwen3's
     static App app;
     most_blocks = atoi(argv[0]);
     app.options = parse_options(argc, argv);
-    catch_signals();
     return run(&app);
 }
 
