@@ -1967,31 +1967,26 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
-// ids that follow there; where it runs into what it appends, the draft repeats itself. Returns
-// `most`, or 0 if there is no such place.
-static int lookup(int *ids, size_t n, int most) {
-    for (size_t from = n - 1; most > 0 && from >= NGRAM; from--) {
-        if (memcmp(ids + from - NGRAM, ids + n - NGRAM, NGRAM * sizeof(int)) != 0) continue;
-        for (int i = 0; i < most; i++) ids[n + i] = ids[from + i];
-        return most;
-    }
-    return 0;
-}
-
 // Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
-// as the cache and the logits have room.
+// as the cache and the logits have room: the ids that followed at the latest earlier place. Where
+// they run into what is drafted, the draft repeats itself.
 static void draft(Engine *e, int count) {
     const State *s = &e->model.state;
-    const Ids *ids = &e->answer.text.ids;
+    const size_t n = e->answer.text.ids.n + 1;
+    int *ids = e->answer.text.ids.p;
     const bool was_right = e->draft.n && e->draft.row == e->draft.n;
-    const int room = min_int(s->logit_rows, s->seq_len - (int)ids->n);
+    const int room = min_int(s->logit_rows, s->seq_len - (int)n + 1);
     const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
     e->draft.n = e->draft.row = 0;
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (count < NGRAM || e->draft.credit < 0) return;
-    e->draft.n = lookup(ids->p, ids->n + 1, rows - 1);
+    if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
+    const int *last = ids + n - NGRAM;
+    size_t from = n - 1;
+    while (from >= NGRAM && memcmp(ids + from - NGRAM, last, NGRAM * sizeof(int)) != 0) from--;
+    if (from < NGRAM) return;
+    e->draft.n = rows - 1;
     e->draft.credit -= DRAFT_COST * e->draft.n;
+    for (int i = 0; i < e->draft.n; i++) ids[n + i] = ids[from + i];
 }
 
 static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
@@ -2432,30 +2427,31 @@ static Bytes take_word(Bytes *text) {
     *text = bytes_from(*text, quoted);
     const uint8_t *end = memchr(text->p, mark, text->n);
     const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
-    *text = bytes_from(*text, word.n + (end != NULL));
-    while (text->n && *text->p == ' ') *text = bytes_from(*text, 1);
+    size_t next = min_size(word.n + 1, text->n);
+    while (next < text->n && text->p[next] == ' ') next++;
+    *text = bytes_from(*text, next);
     return word;
 }
 
-// Sends "PATH TEXT" as TEXT, an empty line and the file's text. In PATH, ~/ is $HOME.
+// Of what was typed, text is "PATH TEXT": sends TEXT, an empty line and the file's text. A PATH may
+// begin with ~/, which is $HOME.
 static void send_file(App *app, Bytes text) {
+    Buffer *message = &app->input;
     const Bytes name = take_word(&text);
     const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
     char path[8192];
     snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
              (const char *)name.p + tilde);
-    Buffer message = {0};
-    buffer_add(&message, text);
-    if (text.n) buffer_add(&message, bytes("\n\n"));
-    const size_t before = message.n;
+    buffer_cut(message, message->n - text.n);
+    if (message->n) buffer_add(message, bytes("\n\n"));
+    const size_t before = message->n;
     const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
     else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
-    else error = file_read(&message, path);
-    if (!error && message.n == before) error = "empty, expected a text";
+    else error = file_read(message, path);
+    if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
-    else chat_turn(app, chop(bytes_of(&message)));
-    free(message.p);
+    else chat_turn(app, chop(bytes_of(message)));
 }
 
 static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
