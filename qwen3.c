@@ -1967,31 +1967,26 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
-// ids that follow there; where it runs into what it appends, the draft repeats itself. Returns
-// `most`, or 0 if there is no such place.
-static int lookup(int *ids, size_t n, int most) {
-    for (size_t from = n - 1; most > 0 && from >= NGRAM; from--) {
-        if (memcmp(ids + from - NGRAM, ids + n - NGRAM, NGRAM * sizeof(int)) != 0) continue;
-        for (int i = 0; i < most; i++) ids[n + i] = ids[from + i];
-        return most;
-    }
-    return 0;
-}
-
 // Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
-// as the cache and the logits have room.
+// as the cache and the logits have room: the ids that followed at the latest earlier place. Where
+// they run into what is drafted, the draft repeats itself.
 static void draft(Engine *e, int count) {
     const State *s = &e->model.state;
-    const Ids *ids = &e->answer.text.ids;
+    const size_t n = e->answer.text.ids.n + 1;
+    int *ids = e->answer.text.ids.p;
     const bool was_right = e->draft.n && e->draft.row == e->draft.n;
-    const int room = min_int(s->logit_rows, s->seq_len - (int)ids->n);
+    const int room = min_int(s->logit_rows, s->seq_len - (int)n + 1);
     const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
     e->draft.n = e->draft.row = 0;
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (count < NGRAM || e->draft.credit < 0) return;
-    e->draft.n = lookup(ids->p, ids->n + 1, rows - 1);
+    if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
+    const int *last = ids + n - NGRAM;
+    size_t from = n - 1;
+    while (from >= NGRAM && memcmp(ids + from - NGRAM, last, NGRAM * sizeof(int)) != 0) from--;
+    if (from < NGRAM) return;
+    e->draft.n = rows - 1;
     e->draft.credit -= DRAFT_COST * e->draft.n;
+    for (int i = 0; i < e->draft.n; i++) ids[n + i] = ids[from + i];
 }
 
 static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
@@ -2432,30 +2427,31 @@ static Bytes take_word(Bytes *text) {
     *text = bytes_from(*text, quoted);
     const uint8_t *end = memchr(text->p, mark, text->n);
     const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
-    *text = bytes_from(*text, word.n + (end != NULL));
-    while (text->n && *text->p == ' ') *text = bytes_from(*text, 1);
+    size_t next = min_size(word.n + 1, text->n);
+    while (next < text->n && text->p[next] == ' ') next++;
+    *text = bytes_from(*text, next);
     return word;
 }
 
-// Sends "PATH TEXT" as TEXT, an empty line and the file's text. In PATH, ~/ is $HOME.
+// Of what was typed, text is "PATH TEXT": sends TEXT, an empty line and the file's text. A PATH may
+// begin with ~/, which is $HOME.
 static void send_file(App *app, Bytes text) {
+    Buffer *message = &app->input;
     const Bytes name = take_word(&text);
     const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
     char path[8192];
     snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
              (const char *)name.p + tilde);
-    Buffer message = {0};
-    buffer_add(&message, text);
-    if (text.n) buffer_add(&message, bytes("\n\n"));
-    const size_t before = message.n;
+    buffer_cut(message, message->n - text.n);
+    if (message->n) buffer_add(message, bytes("\n\n"));
+    const size_t before = message->n;
     const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
     else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
-    else error = file_read(&message, path);
-    if (!error && message.n == before) error = "empty, expected a text";
+    else error = file_read(message, path);
+    if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
-    else chat_turn(app, chop(bytes_of(&message)));
-    free(message.p);
+    else chat_turn(app, chop(bytes_of(message)));
 }
 
 static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
@@ -3252,8 +3248,7 @@ static Options parse_options(int argc, char **argv) {
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
         die_usage("-l, -L: a list, expected one of them, without -f and -v");
-    const bool asks = o.text || o.file || is_list(&o) || o.mode == CHAT;
-    if (!asks && !is_terminal(STDIN_FILENO)) o.file = "-";
+    if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";
     check_text(&o, o.mode);
     return o;
 }
@@ -3298,12 +3293,11 @@ static void choose_sampling(App *app) {
 
 // Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
 static void check_model_path(const char *path) {
-    const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
-    const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
     const FileKind kind = file_kind(path);
+    const char *slash = strchr(path, '/');  // a name has one
+    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
-    if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
-        die_export(path, "not a file", INT_MAX, path);
+    if (kind == NO_FILE && named) die_export(path, "not a file", INT_MAX, path);
 }
 
 static void load(App *app) {
@@ -3319,8 +3313,7 @@ static void load(App *app) {
     const int least = app->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
     const int context = o->context > 0 ? o->context : o->context < 0 ? min_int(4096, most) : most;
     if (context < least || context > most)
-        die("-c: bad context, expected %d to %d (export.py --yarn stretches it), found %d", least,
-            most, context);
+        die("-c: expected %d to %d (export.py --yarn raises it), found %d", least, most, context);
     if (app->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
     const int places = min_int(PLACES, o->batch);  // logits that nobody needs take no memory
@@ -3605,11 +3598,9 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
-    float *scratch;  // (batch, scratch_cols)
+    float *scratch;  // (batch, head_dim or 2 * group_size, whichever is more)
     void *panel;     // what a product keeps while it runs: see panel_bytes
 } Workspace;
-
-static int scratch_cols(const Config *c) { return max_int(c->head_dim, 2 * c->group_size); }
 
 static float *scratch(const State *s) { return s->workspace[thread].scratch; }
 
@@ -3645,9 +3636,9 @@ typedef struct Routing {
     Quantized xq;  // (batch * n_experts_used, dim)  row i is State.xq of token[i]
 } Routing;
 
-// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. The
-// memory for W1 h and W3 h is small, to stay in the CPU's caches: for n tokens it has room for
-// batch / n groups, so each round computes at most that many.
+// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. `scratch` is
+// small, to stay in the CPU's caches: for W1 h and W3 h of n tokens it has room for batch / n
+// groups, so each round computes at most that many.
 static void swiglu_job(void *arg, int begin, int end) {
     const Pass *p = arg;
     const State *s = p->s;
@@ -3700,23 +3691,6 @@ static void gather_row(const Pass *p, int i) {  // a whole vector: q8, scale and
     memcpy(to.q8, from.q8, to.stride * 4);
 }
 
-static void route(Pass *p) {
-    const int n_experts = p->c->n_experts;
-    Routing *r = p->s->routing;
-    each(p, score_expert, p->n * n_experts, 8);
-    each(p, choose_row, p->n, 4);
-    r->n_active = r->place[0] = 0;
-    for (int e = 0, n = 0; e < n_experts; e++) {
-        for (int t = 0; t < p->n; t++) {
-            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
-        }
-        if (n == r->place[r->n_active]) continue;  // nobody chose e
-        r->expert[r->n_active++] = e;
-        r->place[r->n_active] = n;
-    }
-    each(p, gather_row, r->place[r->n_active], 16);
-}
-
 // Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
 static void experts_output_job(void *arg, int begin, int end) {
@@ -3747,7 +3721,20 @@ static void experts_output_job(void *arg, int begin, int end) {
 }
 
 static void experts(Pass *p) {
-    route(p);
+    const int n_experts = p->c->n_experts;
+    Routing *r = p->s->routing;
+    each(p, score_expert, p->n * n_experts, 8);
+    each(p, choose_row, p->n, 4);
+    r->n_active = 0;
+    for (int e = 0, n = 0; e < n_experts; e++) {
+        for (int t = 0; t < p->n; t++) {
+            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
+        }
+        if (n == r->place[r->n_active]) continue;  // nobody chose e
+        r->expert[r->n_active++] = e;
+        r->place[r->n_active] = n;
+    }
+    each(p, gather_row, r->place[r->n_active], 16);
     swiglu(p);
     parallel(experts_output_job, p, p->c->dim / p->c->group_size, 1);
 }
@@ -4228,21 +4215,16 @@ static int draft_rows(void) { return TILE_TOKENS; }
 //
 // The cache is a pool of blocks of LANES positions (the floats of a SIMD vector). Text.blocks says
 // which of them hold a text's positions (a paged cache, arXiv 2309.06180). A block has all layers
-// and kv heads, so memory is touched only as positions come into use. In it, each layer's kv head
-// has
+// and kv heads, so memory is touched only as positions come into use. It has, for each of them,
 //
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
 //
-// so that a tile of scores reads its keys from front to back, and a tile of values one unbroken
-// part of each block. A vector of keys holds element j of LANES positions, so that their scores
-// make a vector, too; a vector of values holds LANES columns of one position, so that their sums
-// make LANES columns of the result.
-
-enum { ATT_VECS = 4 };  // vectors of columns in the widest tile of values
+// so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
+// a tile (below) reads its keys from front to back, its values as one unbroken part of each block.
 
 // Columns of the values: head_dim, and zeros up to whole tiles
-static int value_dim(const Config *c) { return round_up(c->head_dim, ATT_VECS * LANES); }
+static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
 static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
     return (size_t)LANES * (c->head_dim + value_dim(c));
@@ -4270,14 +4252,11 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 
 // A query of attention is one query head of one row. It goes through the positions in spans and
 // keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
-// softmax relative to the largest score there, which span_softmax joins with those before.
-//
-// The queries of a kv head are those of all query heads that share it, row by row. A task is up to
+// softmax relative to the largest score there, which span_softmax joins with those before. The
+// queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
-// come to L2 once. A tile is some queries by some vectors, of positions for the scores, of columns
-// for the values; its sums stay in registers. Most tiles are ATT_QUERIES by 2 vectors. A task of
-// few queries, as in decoding, has tiles of 2 queries, by ATT_VECS vectors of columns to read
-// values in longer parts.
+// come to L2 once. A tile is ATT_QUERIES of them, or 2 in a task of few, as in decoding, by 2
+// vectors, of positions for the scores, of columns for the values; its sums stay in registers.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
@@ -4328,22 +4307,21 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 }
 
 // sum = keep * sum + take * (the span's terms times values), for `queries` queries from r on and
-// `vecs` vectors of columns from vector j on. Prefetches not the next block but the one after it:
-// the next may be needed before its prefetch has come.
-INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
-                       const int vecs) {
+// two vectors of columns from vector j on. Prefetches not the next block but the one after it: the
+// next may be needed before its prefetch has come.
+INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries) {
     const int vectors = value_dim(task->p->c) / LANES, first = task->p->c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
-    VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
+    VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][2] = {0};
     for (int pos = task->start; pos < end; pos += LANES) {
         const VecF *values = block_of(task, pos) + first;
         const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
+            for (int v = 0; v < 2 && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
-                UNROLL for (int v = 0; v < vecs; v++) {
+                UNROLL for (int v = 0; v < 2; v++) {
                     sum[i][v] = mul_add_v(values[v * LANES + k], weight, sum[i][v]);
                 }
             }
@@ -4351,7 +4329,7 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
     }
     UNROLL for (int i = 0; i < queries; i++, all += vectors) {
         const VecF keep = splat_f(task->keep[r + i]), take = splat_f(task->take[r + i]);
-        UNROLL for (int v = 0; v < vecs; v++) all[v] = mul_add_v(all[v], keep, sum[i][v] * take);
+        UNROLL for (int v = 0; v < 2; v++) all[v] = mul_add_v(all[v], keep, sum[i][v] * take);
     }
 }
 
@@ -4374,17 +4352,16 @@ static void span_softmax(AttentionTask *task) {
     }
 }
 
-// `queries` and `vecs` are constants. A tile that sees nothing of the positions is left out.
-INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) {
-    const int vectors = value_dim(task->p->c) / LANES;
+// `queries` is a constant. A tile that sees nothing of the positions is left out.
+INLINE void attend_span(AttentionTask *task, const int queries) {
     for (int pos = task->start; pos < task->end; pos += 2 * LANES) {
         for (int r = 0; r < task->n; r += queries) {
             if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries);
         }
     }
     span_softmax(task);
-    for (int j = 0; j < vectors; j += vecs) {
-        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries, vecs);
+    for (int j = 0; j < value_dim(task->p->c) / LANES; j += 2) {
+        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries);
     }
 }
 
@@ -4398,12 +4375,12 @@ static void task_init(AttentionTask *task, const Pass *p, int i, int end) {
     task->p = p;
     task->text = rows[first / per_kv].text;
     task->kv_head = i / all;
-    task->count = 1;
-    while (task->count < most && rows[(first + task->count) / per_kv].text == task->text)
-        task->count++;
-    task->n = round_up(task->count, 2 * task->count <= ATT_QUERIES ? 2 : ATT_QUERIES);
+    int count = 1;
+    while (count < most && rows[(first + count) / per_kv].text == task->text) count++;
+    task->count = count;
+    task->n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES);
     for (int r = 0; r < task->n; r++) {
-        const int query = first + min_int(r, task->count - 1), t = query / per_kv;
+        const int query = first + min_int(r, count - 1), t = query / per_kv;
         const int head = task->kv_head * per_kv + query % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
         for (int j = 0; j < c->head_dim; j++) task->q[j * ATT_TASK + r] = p->s->q[at + j];
@@ -4423,8 +4400,8 @@ static void attend_job(void *arg, int begin, int end) {
         const int len = task->len[task->n - 1];
         for (task->start = 0; task->start < len; task->start = task->end) {
             task->end = min_int(task->start + SPAN, len);
-            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-            else attend_span(task, ATT_QUERIES, 2);
+            if (task->n < ATT_QUERIES) attend_span(task, 2);
+            else attend_span(task, ATT_QUERIES);
         }
         for (int r = 0; r < task->count; r++) {
             const float *sum = task->sum + r * value_dim(p->c), inverse = 1 / task->total[r];
@@ -4485,30 +4462,25 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
-    *s = (State){.seq_len = seq_len, .batch = batch, .logit_rows = logit_rows,
-                 .block_len = LANES, .blocks = pool_blocks(c, seq_len, texts)};
-    s->rows = activations(n, sizeof(Row));
-    s->cos = floats(n * c->head_dim / 2);
-    s->sin = floats(n * c->head_dim / 2);
-    s->x = floats(n * c->dim);
-    s->h = floats(n * c->dim);
-    s->xq = quantized_init(n, c->dim, group);
-    s->q = floats(n * c->q_dim);
-    s->a = floats(n * c->q_dim);
-    s->aq = quantized_init(n, c->q_dim, group);
-    s->hq = quantized_init(chosen, c->hidden_dim, group);
-    s->logits = floats((size_t)logit_rows * c->vocab_size);
-    Routing *r = s->routing = activations(1, sizeof(Routing));
-    *r = (Routing){.share = floats(n * n_experts), .n_active = 1};
-    r->expert = activations(n_experts, sizeof(int));
-    r->place = activations(n_experts + 1, sizeof(int));
-    r->token = activations(chosen, sizeof(int));
-    r->xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq;
+    Routing *r = activations(1, sizeof(Routing));
+    *s = (State){.seq_len = seq_len, .batch = batch, .rows = activations(n, sizeof(Row)),
+                 .cos = floats(n * c->head_dim / 2), .sin = floats(n * c->head_dim / 2),
+                 .x = floats(n * c->dim), .h = floats(n * c->dim),
+                 .q = floats(n * c->q_dim), .a = floats(n * c->q_dim),
+                 .xq = quantized_init(n, c->dim, group), .aq = quantized_init(n, c->q_dim, group),
+                 .hq = quantized_init(chosen, c->hidden_dim, group),
+                 .logits = floats((size_t)logit_rows * c->vocab_size), .logit_rows = logit_rows,
+                 .blocks = pool_blocks(c, seq_len, texts), .block_len = LANES, .routing = r};
+    *r = (Routing){.share = floats(n * n_experts), .n_active = 1,
+                   .expert = activations(n_experts, sizeof(int)),
+                   .place = activations(n_experts + 1, sizeof(int)),
+                   .token = activations(chosen, sizeof(int)),
+                   .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq};
     s->workspace = activations(n_threads, sizeof(Workspace));
     s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
-        s->workspace[i].scratch = floats(n * scratch_cols(c));
-        s->workspace[i].panel = activations(panel_bytes(widest, group), 1);
+        s->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
+                                      activations(panel_bytes(widest, group), 1)};
         s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
         s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }
@@ -4708,10 +4680,9 @@ static double cgroup_limit(const char *name) {
 }
 
 #ifdef __linux__
-// The cores of a set of CPUs. A core is known by the first of its CPUs.
+// The cores of a set of CPUs. A core's second CPU counts if its first one is not in the set.
 static int physical_cores(const cpu_set_t *set) {
-    cpu_set_t cores;
-    CPU_ZERO(&cores);
+    int cores = 0;
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
         char path[96];
         int first = cpu;
@@ -4719,9 +4690,9 @@ static int physical_cores(const cpu_set_t *set) {
         snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
                  cpu);
         scan_file(path, "%d", &first, NULL);
-        CPU_SET(first, &cores);
+        cores += first == cpu || !CPU_ISSET(first, set);
     }
-    return CPU_COUNT(&cores);
+    return cores;
 }
 #endif
 

@@ -767,17 +767,23 @@ static void test_penalties(void) {
 }
 
 // Naively: the ids that followed the last NGRAM ids at the latest earlier place, repeated if they end
-static void test_lookup(void) {
+static void test_draft(void) {
     for (int trial = 0; trial < 3000; trial++) {
-        int ids[80], n = 1 + below(60), most = below(20), from = n - 1;
+        int ids[80], n = NGRAM + below(60), most = below(2 * draft_rows()), from = n - 1;
+        const bool by_cache = below(2);         // what limits the draft
+        Engine e = {.answer.text.ids = {ids, n - 1, 80}, .draft = {1, 1, 0}};
+        e.model.state.logit_rows = by_cache ? 80 : most + 1;
+        e.model.state.seq_len = by_cache ? n + most : 100;
         for (int i = 0; i < n; i++) ids[i] = below(2);
         for (int i = n; i < 80; i++) ids[i] = -1;
         for (int same = 0; from >= NGRAM; from--) {
             for (same = 0; same < NGRAM && ids[from - 1 - same] == ids[n - 1 - same];) same++;
             if (same == NGRAM) break;
         }
-        int drafted = lookup(ids, n, most);
-        CHECK(drafted == (from >= NGRAM ? most : 0));
+        draft(&e, NGRAM);
+        const int drafted = e.draft.n;
+        CHECK(drafted == (from >= NGRAM ? most : 0) && e.draft.row == 0);
+        CHECK(e.draft.credit == 1 - drafted * DRAFT_COST);
         for (int i = 0; i < drafted; i++) CHECK(ids[n + i] == ids[from + i % (n - from)]);
         for (int i = n + drafted; i < 80; i++) CHECK(ids[i] == -1);
     }
@@ -1302,7 +1308,7 @@ static int unit_tests(void) {
     test_large_vocabulary();
     test_surprise();
     test_penalties();
-    test_lookup();
+    test_draft();
     test_drafts();
     test_draft_that_overflows();
     test_numbers();
