@@ -1598,8 +1598,7 @@ static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
 
 static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
-    Symbol *s = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(Symbol));
-    enc->symbols = s;
+    Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
     for (uint32_t i = 0; i < n; i++) {
         s[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1, -1, -INFINITY, 0};
         s[n + i].winner = i;
@@ -1764,31 +1763,34 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// The slot of the hash table that holds the token with these bytes, or is free for it. FNV-1a with
-// a secret factor; the slot comes from both halves of a last product (as in wyhash).
-static uint32_t *token_slot(const Tokenizer *tok, Bytes text) {
+// The slot of the hash table that holds the token with these bytes, or is free for it. An added and
+// an ordinary token may have the same ones. FNV-1a with a secret factor; the slot comes from both
+// halves of a last product (as in wyhash).
+static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     uint64_t hash = tok->secret;
     for (size_t i = 0; i < text.n; i++) hash = (hash ^ text.p[i]) * tok->secret;
     __uint128_t folded = (__uint128_t)hash * tok->secret;
     uint32_t slot = (uint32_t)(folded ^ folded >> 64) & tok->mask;
-    while (tok->table[slot] && !bytes_equal(tok->text[tok->table[slot] - 1], text)) {
-        slot = (slot + 1) & tok->mask;
+    for (; tok->table[slot]; slot = (slot + 1) & tok->mask) {
+        const uint32_t id = tok->table[slot] - 1;
+        if (bytes_equal(tok->text[id], text) && !(tok->kind[id] & ADDED) == !added) break;
     }
     return &tok->table[slot];
 }
 
-// The token with exactly these bytes, if it is an added one or not, as asked; or -1
-static int find(const Tokenizer *tok, Bytes text, bool added) {
-    const int id = (int)*token_slot(tok, text) - 1;
-    return id >= 0 && !(tok->kind[id] & ADDED) == !added ? id : -1;
+static int token_find(const Tokenizer *tok, Bytes text) {
+    return (int)*token_slot(tok, text, false) - 1;
 }
 
-static int token_find(const Tokenizer *tok, Bytes text) { return find(tok, text, false); }
+// The added token with exactly these bytes, or -1
+static int added_find(const Tokenizer *tok, Bytes text) {
+    return (int)*token_slot(tok, text, true) - 1;
+}
 
 static int added_at(const Tokenizer *tok, Bytes text) {
     int id = -1;
     for (text.n = min_size(text.n, tok->longest_added); text.n > 0 && id < 0; text.n--) {
-        id = find(tok, text, true);
+        id = added_find(tok, text);
     }
     return id;
 }
@@ -1801,7 +1803,7 @@ static void index_tokens(Tokenizer *tok, const char *file) {
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
-        uint32_t *slot = token_slot(tok, s);
+        uint32_t *slot = token_slot(tok, s, added);
         if (*slot == 0 && (added || s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE)))
             *slot = id + 1;
         if (added) tok->added_start[s.p[0]] = true;
@@ -1823,8 +1825,8 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     tok->kind = alloc(vocab_size, 1, "the tokenizer");
     tok->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
-    const int bos = (int)take_number(&in, "bos id", false, 0, vocab_size - 1);
-    const int eos = (int)take_number(&in, "eos id", false, 0, vocab_size - 1);
+    const int bos = take_number(&in, "bos id", false, 0, vocab_size - 1);
+    const int eos = take_number(&in, "eos id", false, 0, vocab_size - 1);
     in.part = "the tokens";
     for (int id = 0; id < vocab_size && in.rest.n; id++) {
         tok->score[id] = as_float(take_u32(&in));
@@ -1842,15 +1844,15 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
     index_tokens(tok, file);
-    tok->think = find(tok, bytes("<think>"), true);
-    tok->end_think = find(tok, bytes("</think>"), true);
-    tok->end_of_text = find(tok, bytes("<|endoftext|>"), true);
+    tok->think = added_find(tok, bytes("<think>"));
+    tok->end_think = added_find(tok, bytes("</think>"));
+    tok->end_of_text = added_find(tok, bytes("<|endoftext|>"));
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
         ids_add(&tok->stop, eos);
         ids_add(&tok->stop, tok->end_of_text);
-        ids_add(&tok->stop, find(tok, bytes("<|im_end|>"), true));
+        ids_add(&tok->stop, added_find(tok, bytes("<|im_end|>")));
     }
 }
 
