@@ -1089,6 +1089,8 @@ def read_added(where: Path, tokenizer: dict, settings: dict) -> dict[str, tuple[
         for flag in ("lstrip", "rstrip", "single_word", "normalized"):
             if token.get(flag):
                 refuse(where, f"{flag} of added token {token['content']!r}", "false", "true")
+        if len(token["content"].encode()) > 128:
+            refuse(where, "added_tokens", "at most 128 bytes in each, as qwen3.c", token["content"])
     added = {token["content"]: (token["id"], bool(token["special"]))
              for token in tokenizer["added_tokens"]}
     # What tokenizer_config.json says: (text, id or None, special)

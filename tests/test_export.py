@@ -626,6 +626,7 @@ BAD_TOKENIZER = {
         add_prefix_space=True), "pre_tokenizer"),
     "lstrip": (lambda t: t["added_tokens"][3].update(lstrip=True), "lstrip.*object_ref_start"),
     "normalized": (lambda t: t["added_tokens"][3].update(normalized=True), "normalized"),
+    "long added": (lambda t: t["added_tokens"][3].update(content="é" * 64 + "x"), "at most 128 bytes"),
     "empty added": (lambda t: t["added_tokens"][3].update(content=""), "tokens"),
     "id used twice": (lambda t: t["added_tokens"][3].update(id=5), "id of its own"),
     "id too large": (lambda t: t["added_tokens"][3].update(id=10 ** 6), "vocab_size"),
