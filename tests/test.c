@@ -1030,29 +1030,30 @@ static void test_merging(void) {
 // the search.
 static void test_added(void) {
     enum { TOKENS = 12, LONGEST = 40 };
-    for (int trial = 0; trial < 2000; trial++) {
-        uint8_t s[LONGEST], letters[TOKENS][8];
-        Bytes text[TOKENS], rest = {s, below(LONGEST)};
-        Added added[TOKENS];
-        Tokenizer t = {.vocab_size = TOKENS, .text = text, .kind = s, .added = added};
+    for (int trial = 0; trial < 300; trial++) {
+        uint8_t s[LONGEST], letters[256 + TOKENS][8], kind[256 + TOKENS] = {0};
+        float score[256 + TOKENS] = {0};
+        Bytes text[256 + TOKENS], rest = {s, below(LONGEST)};
+        Tokenizer t = {.vocab_size = 256 + TOKENS, .text = text, .kind = kind, .score = score};
         for (size_t i = 0; i < LONGEST; i++) s[i] = (uint8_t)('a' + below(2));
-        for (int id = 0; id < TOKENS; id++) {
-            text[id] = (Bytes){letters[id], 1 + below(7)};
-            for (size_t i = 0; i < text[id].n; i++) letters[id][i] = (uint8_t)('a' + below(2));
-            bool is_new = true;
-            for (int other = 0; other < id; other++) is_new &= !bytes_equal(text[id], text[other]);
-            if (is_new) t.added_start[letters[id][0]] = true, added[t.n_added++] = (Added){text[id], id};
+        for (int id = 0; id < 256 + TOKENS; id++) {
+            text[id] = (Bytes){letters[id], id < 256 ? 1 : 2 + below(6)};
+            letters[id][0] = (uint8_t)id;
+            for (size_t i = 0; i < text[id].n && id >= 256; i++) letters[id][i] = (uint8_t)('a' + below(2));
+            bool is_new = id >= 256;
+            for (int other = 256; other < id; other++) is_new &= !bytes_equal(text[id], text[other]);
+            if (is_new) kind[id] = ADDED;
         }
-        qsort(added, t.n_added, sizeof(Added), compare_bytes);
+        index_tokens(&t, "a test");
         size_t at = 0, from = 0;
         for (int found = 0; found >= 0; from = at += found >= 0 ? text[found].n : 0) {
             int expected = -1;
             size_t there = from;
             for (; there < rest.n; there++) {
-                for (size_t i = 0; i < t.n_added; i++) {
-                    Bytes a = added[i].text;
-                    bool is_there = a.n <= rest.n - there && !memcmp(a.p, s + there, a.n);
-                    if (is_there && (expected < 0 || a.n > text[expected].n)) expected = added[i].id;
+                for (int id = 256; id < t.vocab_size; id++) {
+                    Bytes a = text[id];
+                    bool is_there = kind[id] && a.n <= rest.n - there && !memcmp(a.p, s + there, a.n);
+                    if (is_there && (expected < 0 || a.n > text[expected].n)) expected = id;
                 }
                 if (expected >= 0) break;
             }
