@@ -268,6 +268,21 @@ def test_end_of_input_that_comes_with_the_line(tiny, typed):
     assert [ids] == prompts(qwen3(tiny, "-i", "hi", "-v", "-n", 1))
 
 
+def test_end_of_input_in_a_line(tiny):
+    """Ctrl-D hands the line's beginning over; what follows belongs to it."""
+    child = spawn(tiny, "-t", 0, "-v")
+    child.expect("> ")
+    child.send("My na\x04")
+    settle(child)
+    child.send("me is Anna.\n")
+    child.expect(r"prompt ids: ([\d ]+)\r\n")
+    ids = [int(i) for i in child.match[1].split()]
+    child.expect("> ")
+    child.sendeof()
+    assert finish(child) == 0
+    assert [ids] == prompts(qwen3(tiny, "-i", "My name is Anna.", "-v", "-n", 1))
+
+
 def test_paste_without_a_final_newline(tiny):
     """The last line of a pasted block waits in the terminal until Enter, and belongs to the rest."""
     child = spawn(tiny, "-t", 0, "-v")
@@ -541,7 +556,7 @@ def test_clear_before_the_first_message(talk, tiny):
 
 def test_other_lines_are_messages(talk, tiny):
     for line in ("/think", "/no_think", "/", "//x", "/usr/bin", "/x1", "/help me", "exit now", "Quit",
-                 "/bye!", " /help"):
+                 "/bye!", " /help", '"exit"', "'/file' x"):
         child, say = talk("-t", 0, "-v", "-n", 1)
         assert prompt_ids(say(line)) == prompts(qwen3(tiny, "-i", line, "-n", 1, "-v")), line
 
