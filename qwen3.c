@@ -2797,8 +2797,8 @@ typedef struct {
     Buffer lines[AHEAD];    // line i of the output is at i % AHEAD, empty until it is done
     size_t ahead;           // bytes of these
     // active: first those that run, then those that wait to begin, both in the list's order, then
-    // the free ones, of which the next line takes the one that has been free for the longest time.
-    // One is always left, so that there is something to share.
+    // the free ones, that which ended last first. The next line takes the second of these, so that
+    // there is always something to share; one place is more than may be in use.
     Place places[PLACES + 1], *active[PLACES + 1];
     int n_places, n_running, n_active;  // that may be in use (<= -b); that run; that run or wait
     Place *ready[PLACES];   // those whose last token has run; row i of x is that of ready[i]
@@ -2844,7 +2844,7 @@ static void drop_blocks(List *l, Place *p) {
 
 // Are there so many blocks that nobody has, once free places have lost theirs?
 static bool find_blocks(List *l, int n) {
-    for (int i = l->n_active; i <= l->n_places && l->n_unused < n; i++)
+    for (int i = l->n_places; i >= l->n_active && l->n_unused < n; i--)
         drop_blocks(l, l->active[i]);
     return l->n_unused >= n;
 }
@@ -2935,7 +2935,7 @@ static bool encode_line(List *l, Bytes line, Ids *ids) {
 // Reads a text, which gets a place or, if no pass is for it, its line at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
-    Place *p = l->active[l->n_active];
+    Place *p = l->active[l->n_active + 1];
     give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
@@ -2950,7 +2950,8 @@ static void add_line(List *l, Bytes line) {
         p->answer.sampler.rng = app->options.seed + p->number;
         answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
         writer_thinks(&p->writer, begins_thinking(app));
-        l->n_active++;
+        l->active[l->n_active + 1] = l->active[l->n_active];
+        l->active[l->n_active++] = p;
         return;
     }
     if (good) l->prompts += p->ids.n, l->rows += p->ids.n;
@@ -3025,7 +3026,7 @@ static void sample_job(void *arg, int begin, int end) {
     }
 }
 
-// Writes the texts that have ended. Their places become the last of those that are free.
+// Writes the texts that have ended. Their places become the first of those that are free.
 static void write_ended(List *l) {
     const bool embeds = l->app->mode == EMBED;
     for (int i = 0, at; i < l->n_ready; i++) {
@@ -3041,10 +3042,10 @@ static void write_ended(List *l) {
         else buffer_add_json(p->line, bytes_of(&p->text));
         line_done(l, p->line, p->ending != INTERRUPTED);
         for (at = 0; l->active[at] != p; at++) {}
-        memmove(l->active + at, l->active + at + 1, (l->n_places - at) * sizeof(*l->active));
-        l->active[l->n_places] = p;
         l->n_running--;
         l->n_active--;
+        memmove(l->active + at, l->active + at + 1, (l->n_active - at) * sizeof(*l->active));
+        l->active[l->n_active] = p;
     }
 }
 
