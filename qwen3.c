@@ -112,7 +112,7 @@
    Part I, the model               Part II, the program       Part III, the machine
      Types, with their shapes        Errors and memory          Vector math
      Math                            The model file             Threads
-     One layer                       Added tokens, merging      The work of a layer
+     One layer                       Merging                    The work of a layer
      The whole model: forward()      The tokenizer file         SIMD primitives
      Matrix product and attention    Unicode                    Matrix products
      A mixture of experts            Drafts                     The KV cache and attention
@@ -733,8 +733,6 @@ typedef struct {       // the text around the messages of a conversation: see re
     Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
 
-typedef struct { Bytes text; int id; } Added;
-
 typedef struct Tokenizer {
     int vocab_size;          // that of Config, of which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
@@ -742,9 +740,8 @@ typedef struct Tokenizer {
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     size_t longest;          // the most bytes of a token
     int byte_token[256];
-    Added *added;            // (n_added) the added tokens, sorted by their bytes
-    size_t n_added;
     bool added_start[256];   // the bytes that added tokens begin with
+    size_t longest_added;    // the bytes of the longest one
     int end_of_text;         // <|endoftext|>
     int think, end_think;    // <think> and </think>, or -1
     Ids head, tail;          // put before and after every raw text
@@ -755,7 +752,7 @@ typedef struct Tokenizer {
     ChatFormat chat;
     bool has_classes;        // the file has the classes of characters
     // Part II only, for token_find, char_at and normalize:
-    uint32_t *table;         // (mask + 1) hash table of the ordinary tokens: id + 1, or 0 if free
+    uint32_t *table;         // (mask + 1) hash table of the tokens: id + 1, or 0 if free
     uint32_t mask;
     uint64_t secret;         // of the hash, odd: nobody can make a file whose tokens share slots
     uint16_t *chars;         // (N_CHARS) what each character is
@@ -834,16 +831,14 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
 }
 
 typedef struct Symbol Symbol;
-typedef struct Merge Merge;
 
 typedef struct {      // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
     Buffer plain;     // the text since the last added token, not encoded yet
     Buffer normal;    // its NFC
-    Symbol *symbols;  // Part II only, as are the next: the tokens of a piece
-    Merge *heap;      // their merges, a binary heap: heap[0] comes first
-    size_t symbols_cap, n_heap, heap_cap;
+    Symbol *symbols;  // Part II only: the tokens of a piece
+    size_t symbols_cap;
 } Encoder;
 
 // Part II: byte-pair encoding. Merges the pair with the highest score, of equal ones the leftmost,
@@ -906,7 +901,6 @@ static void encoder_free(Encoder *enc) {
     free(enc->plain.p);
     free(enc->normal.p);
     free(enc->symbols);
-    free(enc->heap);
 }
 
 // A raw text (in all modes but chat), as HF's tokenizer(text) encodes it: with added tokens, and
@@ -1380,8 +1374,8 @@ INLINE float as_float(uint32_t bits) {  // the float with these bits
 // format of the older qwen3.c (github.com/adriancable/qwen3.c), whose files still load: there the
 // header is zero from 0x30 on, so zero stands for what that format always has.
 //
-//   0x00  u32 magic 0x616A6331, i32 version 1
-//   0x08  the fields of the table below
+//   0x00  u32 magic 0x616A6331, u32 version 1
+//   0x08  the numbers that take_header takes, u32 or float
 //   0x70  with layer_bits 4, the 16 int8 levels, ascending; all else must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. Norms, routers,
@@ -1391,44 +1385,11 @@ INLINE float as_float(uint32_t bits) {  // the float with these bits
 // 16 bits for each group. (It has an even number of rows, so that the next matrix begins at a
 // multiple of 4 bytes.) Embedding models, which need no classifier, count as shared.
 
-typedef struct {
-    int offset;  // of its 4 bytes in the header
-    enum { I32, F32 } type;
-    const char *name;
-    size_t place;      // in Config
-    double low, high;  // the least and the greatest value
-    double zero;       // what a 0 in the file stands for
-} Field;
-
-#define FIELD(name) #name, offsetof(Config, name)
-
-static const Field fields[] = {
-    {0x08, I32, FIELD(dim), 1, 1 << 20, 0},
-    {0x0C, I32, FIELD(hidden_dim), 1, 1 << 20, 0},
-    {0x10, I32, FIELD(n_layers), 1, 4096, 0},
-    {0x14, I32, FIELD(n_heads), 1, 4096, 0},
-    {0x18, I32, FIELD(n_kv_heads), 1, 4096, 0},
-    {0x1C, I32, FIELD(vocab_size), 1, 1 << 30, 0},
-    {0x20, I32, FIELD(max_seq_len), 1, 1 << 30, 0},
-    {0x24, I32, FIELD(head_dim), 1, 4096, 0},
-    {0x28, I32, FIELD(shared_classifier), 0, 1, 0},
-    {0x2C, I32, FIELD(group_size), 32, 256, 0},
-    {0x30, F32, FIELD(rope_theta), 1e-6f, 1e12f, 1e6f},
-    {0x34, F32, FIELD(rms_norm_eps), FLT_MIN, 1e12f, 1e-6f},
-    {0x38, I32, FIELD(rope_scaling), INT_MIN, INT_MAX, 0},  // 0, or 2: there is rope_freq
-    {0x3C, F32, FIELD(rope_factor), 0, FLT_MAX, 0},
-    {0x54, I32, FIELD(qkv_bias), 0, 1, 0},
-    {0x58, I32, FIELD(no_qk_norm), 0, 1, 0},
-    {0x5C, I32, FIELD(n_experts), 0, 4096, 0},
-    {0x60, I32, FIELD(n_experts_used), 0, 4096, 0},
-    {0x64, I32, FIELD(no_topk_norm), 0, 1, 0},
-    {0x68, I32, FIELD(layer_bits), INT_MIN, INT_MAX, 0},    // 0, which means 8, or 4
-};
-
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
     const char *part;  // what is being read, for messages
     Bytes rest;
+    bool or_zero;      // numbers may also be 0
 } Cursor;
 
 #define die_bad(in, name, expected, ...) \
@@ -1445,10 +1406,21 @@ static const void *take(Cursor *in, uint64_t size) {
 
 static uint32_t take_u32(Cursor *in) { return (uint32_t)load_i32(take(in, 4)); }
 
-static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
-    in->part = what;
-    return take(in, count * sizeof(float));
+static double take_number(Cursor *in, const char *name, bool is_float, double low, double high) {
+    const uint32_t word = take_u32(in);
+    const double value = is_float ? as_float(word) : (double)word;
+    const char *zero = in->or_zero && low > 0 ? "0 or " : "";
+    const int digits = is_float ? 6 : 10;
+    if ((value >= low && value <= high) || (value == 0 && in->or_zero)) return value;
+    if (low == high)
+        die_bad(in, name, "%s%.0f, found %.0f; copy or export it again", zero, low, value);
+    die_bad(in, name, "%s%.*g to %.*g, found %.*g; copy or export it again", zero, digits, low,
+            digits, high, digits, value);
 }
+
+// Takes a number of this name into the struct that p points to.
+#define TAKE(p, name, low, high) \
+    p->name = take_number(in, #name, _Generic(p->name, float: true, default: false), low, high)
 
 // Something else than a .bin file, which export.py makes of the first n bytes of `source`.
 static void die_export(const char *file, const char *what, int n, const char *source) {
@@ -1466,10 +1438,55 @@ static void check_magic(const char *file, uint32_t magic) {
             "found 0x%08x", file, magic);
 }
 
-// Checks what the table of fields does not say. Here, layer_bits is still 0 or 4.
+static void take_zeros(Cursor *in, int at, int end) {  // offsets in the header
+    for (; at < end; at += 4) {
+        const uint32_t word = take_u32(in);
+        if (word != 0)
+            die("%s: unknown header field at 0x%02x, expected 0, found %u; was it made by a newer "
+                "export.py?", in->file, at, word);
+    }
+}
+
+static void take_header(Cursor *in, Config *c) {
+    in->part = "the header";
+    check_magic(in->file, take_u32(in));
+    take_number(in, "version", false, 1, 1);
+    TAKE(c, dim, 1, 1 << 20);
+    TAKE(c, hidden_dim, 1, 1 << 20);
+    TAKE(c, n_layers, 1, 4096);
+    TAKE(c, n_heads, 1, 4096);
+    TAKE(c, n_kv_heads, 1, 4096);
+    TAKE(c, vocab_size, 1, 1 << 30);
+    TAKE(c, max_seq_len, 1, 1 << 30);
+    TAKE(c, head_dim, 1, 4096);
+    TAKE(c, shared_classifier, 0, 1);
+    TAKE(c, group_size, 32, 256);
+    in->or_zero = true;  // from 0x30 on
+    TAKE(c, rope_theta, 1e-6f, 1e12f);
+    TAKE(c, rms_norm_eps, FLT_MIN, 1e12f);
+    TAKE(c, rope_scaling, 2, 2);
+    TAKE(c, rope_factor, 0, FLT_MAX);
+    take_zeros(in, 0x40, 0x54);
+    TAKE(c, qkv_bias, 0, 1);
+    TAKE(c, no_qk_norm, 0, 1);
+    TAKE(c, n_experts, 0, 4096);
+    TAKE(c, n_experts_used, 0, 4096);
+    TAKE(c, no_topk_norm, 0, 1);
+    TAKE(c, layer_bits, 4, 4);
+    take_zeros(in, 0x6C, 0x70);
+    if (c->layer_bits) memcpy(c->levels, take(in, sizeof(c->levels)), sizeof(c->levels));
+    take_zeros(in, c->layer_bits ? 0x80 : 0x70, 0x100);
+    if (c->rope_theta == 0) c->rope_theta = 1e6f;
+    if (c->rms_norm_eps == 0) c->rms_norm_eps = 1e-6f;
+    if (c->layer_bits == 0) c->layer_bits = 8;
+    c->q_dim = c->n_heads * c->head_dim;
+    c->kv_dim = c->n_kv_heads * c->head_dim;
+}
+
+// Checks what take_header did not.
 static void check_config(const Cursor *in, const Config *c) {
-    const int group = c->group_size, scaling = c->rope_scaling;
-    const int widest = max_int(c->dim, c->hidden_dim);
+    const int group = c->group_size, experts = c->n_experts, used = c->n_experts_used;
+    const int64_t widest = max_int(c->dim, c->hidden_dim);
 #define RULE(name, good, expected) \
     if (!(good)) die_bad(in, #name, expected ", found %.10g", (double)c->name)
     RULE(group_size, (group & (group - 1)) == 0, "32, 64, 128 or 256");
@@ -1478,77 +1495,40 @@ static void check_config(const Cursor *in, const Config *c) {
     RULE(head_dim, c->head_dim % 2 == 0, "an even number");
     RULE(n_kv_heads, c->n_heads % c->n_kv_heads == 0, "a divisor of n_heads");
     RULE(q_dim, c->q_dim % group == 0, "n_heads * head_dim to be a multiple of group_size");
-    RULE(rope_scaling, scaling == 0 || scaling == 2, "0 or 2 (export it again)");
-    RULE(rope_factor, (c->rope_factor > 0) == (scaling == 2), "> 0 with rope_scaling, else 0");
-    RULE(n_experts_used, c->n_experts_used <= c->n_experts, "at most n_experts");
-    RULE(n_experts_used, c->n_experts_used > 0 || c->n_experts == 0, "at least 1 of n_experts");
-    RULE(n_experts, c->n_experts * (int64_t)widest <= 1 << 30, "at most 2^30 rows in all experts");
-    RULE(no_topk_norm, c->no_topk_norm <= c->n_experts, "0 without experts");
-    RULE(layer_bits, c->layer_bits == 0 || c->layer_bits == 4, "0 (8 bits) or 4");
-    for (int i = 1; i < 16 && c->layer_bits; i++) {
+    RULE(rope_factor, !c->rope_factor == !c->rope_scaling, "> 0 with rope_scaling, else 0");
+    RULE(n_experts_used, used <= experts && !used == !experts, "1 to n_experts, or 0 without");
+    RULE(n_experts, experts * widest <= 1 << 30, "at most 2^30 rows in all experts");
+    RULE(no_topk_norm, c->no_topk_norm <= experts, "0 without experts");
+    for (int i = 1; i < 16 && c->layer_bits == 4; i++) {
         RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
     }
 }
 
-static void take_header(Cursor *in, Config *c) {
-    int32_t words[64];  // those that are known become 0
-    in->part = "the header";
-    if (in->rest.n >= 4) check_magic(in->file, load_i32(in->rest.p));
-    memcpy(words, take(in, sizeof(words)), sizeof(words));
-    if (words[1] != 1) die_bad(in, "version", "1, found %d", words[1]);
-    words[0] = words[1] = 0;
-    for (const Field *f = fields; f < fields + sizeof(fields) / sizeof(*fields); f++) {
-        int32_t *word = &words[f->offset / 4];
-        double value = f->type == F32 ? as_float(*word) : (double)*word;
-        if (value == 0) value = f->zero;
-        if (!(value >= f->low && value <= f->high)) {
-            const int digits = f->type == F32 ? 6 : 10;
-            die_bad(in, f->name, "%.*g to %.*g, found %.*g", digits, f->low, digits, f->high,
-                    digits, value);
-        }
-        if (f->type == F32) *(float *)((char *)c + f->place) = (float)value;
-        else *(int *)((char *)c + f->place) = (int)value;
-        *word = 0;
-    }
-    if (c->layer_bits) {
-        memcpy(c->levels, &words[0x70 / 4], sizeof(c->levels));
-        memset(&words[0x70 / 4], 0, sizeof(c->levels));
-    }
-    c->q_dim = c->n_heads * c->head_dim;
-    c->kv_dim = c->n_kv_heads * c->head_dim;
-    check_config(in, c);
-    if (c->layer_bits == 0) c->layer_bits = 8;
-    for (int i = 0; i < 64; i++) {
-        if (words[i] != 0)
-            die("%s: unknown header field at 0x%02x, expected 0, found %d; was it made by a newer "
-                "export.py?", in->file, 4 * i, words[i]);
-    }
+static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
+    in->part = what;
+    return count ? take(in, count * sizeof(float)) : NULL;
 }
 
 static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int bits,
                           const char *what) {
     const uint64_t count = (uint64_t)rows * cols, n_groups = count / c->group_size;
-    Matrix w = {.rows = rows, .cols = cols, .group = c->group_size, .bits = bits,
-                .levels = c->levels};
     in->part = what;
-    w.bytes = take(in, count * bits / 8);
-    w.scales = take(in, n_groups * (bits == 8 ? sizeof(float) : sizeof(uint16_t)));
-    return w;
+    const int8_t *bytes = take(in, count * bits / 8);
+    const void *scales = take(in, n_groups * (bits == 8 ? sizeof(float) : sizeof(uint16_t)));
+    return (Matrix){rows, cols, c->group_size, bits, bytes, scales, c->levels};
 }
 
 static void take_weights(Cursor *in, Config *c, Weights *w) {
-    const int n_experts = c->n_experts, experts = max_int(n_experts, 1), bits = c->layer_bits;
+    const int experts = max_int(c->n_experts, 1), bits = c->layer_bits;
     w->layers = alloc(c->n_layers, sizeof(Layer), "the layers");
 #define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]
     EACH_LAYER.rms_att = take_floats(in, c->dim, "rms_att");
     EACH_LAYER.rms_ffn = take_floats(in, c->dim, "rms_ffn");
     w->rms_final = take_floats(in, c->dim, "rms_final");
-    if (!c->no_qk_norm) {
-        EACH_LAYER.q_norm = take_floats(in, c->head_dim, "q_norm");
-        EACH_LAYER.k_norm = take_floats(in, c->head_dim, "k_norm");
-    }
-    if (n_experts) EACH_LAYER.router = take_floats(in, n_experts * c->dim, "router");
-    if (c->rope_scaling) c->rope_freq = take_floats(in, c->head_dim / 2, "rope_freq");
+    EACH_LAYER.q_norm = take_floats(in, c->no_qk_norm ? 0 : c->head_dim, "q_norm");
+    EACH_LAYER.k_norm = take_floats(in, c->no_qk_norm ? 0 : c->head_dim, "k_norm");
+    EACH_LAYER.router = take_floats(in, c->n_experts * c->dim, "router");
+    c->rope_freq = take_floats(in, c->rope_scaling ? c->head_dim / 2 : 0, "rope_freq");
     w->embedding = take_matrix(in, c, c->vocab_size, c->dim, 8, "the token embedding");
     EACH_LAYER.wq = take_matrix(in, c, c->q_dim, c->dim, bits, "wq");
     EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits, "wk");
@@ -1560,11 +1540,9 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w3");
     w->classifier = c->shared_classifier ? w->embedding
         : take_matrix(in, c, c->vocab_size, c->dim, 8, "the classifier");
-    if (c->qkv_bias) {
-        EACH_LAYER.bq = take_floats(in, c->q_dim, "bq");
-        EACH_LAYER.bk = take_floats(in, c->kv_dim, "bk");
-        EACH_LAYER.bv = take_floats(in, c->kv_dim, "bv");
-    }
+    EACH_LAYER.bq = take_floats(in, c->qkv_bias ? c->q_dim : 0, "bq");
+    EACH_LAYER.bk = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bk");
+    EACH_LAYER.bv = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bv");
 }
 
 // Maps the file; all weights stay there. They are not looked through, which could take a minute,
@@ -1572,12 +1550,13 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
 static void model_map(Model *m, const char *path) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
-    Cursor in = {path, NULL, file};
+    Cursor in = {path, NULL, file, false};
     take_header(&in, c);
+    check_config(&in, c);
     take_weights(&in, c, &m->weights);
     if (in.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - in.rest.n, file.n);
-    for (int j = 0; c->rope_scaling && j < c->head_dim / 2; j++) {
+    for (int j = 0; c->rope_freq && j < c->head_dim / 2; j++) {
         if (!(c->rope_freq[j] >= 0 && c->rope_freq[j] <= FLT_MAX))
             die_bad(&in, "rope_freq", "finite numbers from 0 on, found %g", c->rope_freq[j]);
     }
@@ -1588,102 +1567,55 @@ static void model_map(Model *m, const char *path) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Added tokens, and merging the tokens of a piece
+// Merging the tokens of a piece
 
-// The order of texts by their bytes, where a text comes before those that it begins: for qsort
-static int compare_bytes(const void *a, const void *b) {
-    const Bytes *x = a, *y = b;
-    const int order = memcmp(x->p, y->p, min_size(x->n, y->n));
-    return order ? order : (x->n > y->n) - (x->n < y->n);
-}
-
-// Added tokens are sorted: of all, the last one that does not come after the text has most of its
-// bytes in common with it. If these are not all that it has, the text's bytes after them do not
-// matter.
-static int added_at(const Tokenizer *tok, Bytes text) {
-    for (size_t low, high, same; text.n; text.n = same) {
-        for (low = 0, high = tok->n_added; low < high;) {
-            const size_t middle = (low + high) / 2;
-            if (compare_bytes(&tok->added[middle].text, &text) <= 0) low = middle + 1;
-            else high = middle;
-        }
-        if (low == 0) return -1;
-        const Added *last = &tok->added[low - 1];
-        for (same = 0; same < last->text.n && last->text.p[same] == text.p[same];) same++;
-        if (same == last->text.n) return last->id;
-    }
-    return -1;
-}
-
-struct Symbol {           // a token of a piece while it merges; known by where its bytes begin
+// A token of a piece while it merges, known by where its bytes begin. What it makes with the next
+// one plays for the highest score in a tournament: symbol i begins at leaf n + i of a tree, and at
+// node i < n the winners of nodes 2 i and 2 i + 1 meet. So the winner of node 1 merges next.
+struct Symbol {
     int id;
-    uint32_t prev, next;  // where its neighbours begin; next is 0 once it is part of another
+    uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once it has merged
+    int pair;             // the token that it and the next one are together, or -1
+    float score;          // of that, or -INFINITY
+    uint32_t winner;      // of the node with this index
 };
 
-struct Merge {            // two neighbours that are one token together
-    float score;
-    int id;               // that token
-    uint32_t begin, end;  // of its bytes
-};
-
-// Higher scores come first, of equal ones the leftmost.
-INLINE bool comes_before(Merge a, Merge b) {
-    return a.score != b.score ? a.score > b.score : a.begin < b.begin;
-}
-
-static void heap_push(Encoder *enc, Merge merge) {
-    enc->heap = grow(enc->heap, &enc->heap_cap, enc->n_heap, 1, sizeof(Merge));
-    size_t i = enc->n_heap++;
-    for (size_t parent; i > 0; i = parent) {
-        parent = (i - 1) / 2;
-        if (!comes_before(merge, enc->heap[parent])) break;
-        enc->heap[i] = enc->heap[parent];
+// Finds what the symbol at `begin` makes with the next one, and plays its matches up to node 1.
+static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
+    Symbol *s = enc->symbols, *left = &s[begin];
+    const uint32_t n = (uint32_t)piece.n;
+    left->pair = left->next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[left->next].next - begin});
+    left->score = left->pair < 0 ? -INFINITY : enc->tok->score[left->pair];
+    for (uint32_t node = (n + begin) / 2; node > 0; node /= 2) {
+        const uint32_t a = s[2 * node].winner, b = s[2 * node + 1].winner;
+        const bool a_wins = s[a].score == s[b].score ? a < b : s[a].score > s[b].score;
+        const uint32_t best = a_wins ? a : b;
+        if (best == s[node].winner && best != begin) break;  // nothing changes above
+        s[node].winner = best;
     }
-    enc->heap[i] = merge;
-}
-
-static Merge heap_pop(Encoder *enc) {
-    Merge *heap = enc->heap;
-    const Merge top = heap[0], moved = heap[--enc->n_heap];
-    size_t i = 0;
-    for (size_t child; (child = 2 * i + 1) < enc->n_heap; i = child) {
-        if (child + 1 < enc->n_heap && comes_before(heap[child + 1], heap[child])) child++;
-        if (!comes_before(heap[child], moved)) break;
-        heap[i] = heap[child];
-    }
-    heap[i] = moved;
-    return top;
-}
-
-// Puts the symbol at `begin` and the next one into the heap, if they are one token together.
-static void offer(Encoder *enc, Bytes piece, uint32_t begin) {
-    const uint32_t next = enc->symbols[begin].next, end = enc->symbols[next].next;
-    if (end == 0) return;  // next is the piece's end
-    const int id = token_find(enc->tok, (Bytes){piece.p + begin, end - begin});
-    if (id >= 0) heap_push(enc, (Merge){enc->tok->score[id], id, begin, end});
 }
 
 static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
-    Symbol *symbols = grow(enc->symbols, &enc->symbols_cap, 0, piece.n + 1, sizeof(Symbol));
-    enc->symbols = symbols;
+    Symbol *s = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(Symbol));
+    enc->symbols = s;
     for (uint32_t i = 0; i < n; i++) {
-        symbols[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1};
+        s[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1, -1, -INFINITY, 0};
+        s[n + i].winner = i;
     }
-    symbols[n] = (Symbol){0};
-    for (uint32_t i = 0; i < n && !interrupted; i++) offer(enc, piece, i);
-    while (enc->n_heap && !interrupted) {  // after Ctrl-C, no piece follows
-        const Merge merge = heap_pop(enc);
-        Symbol *left = &symbols[merge.begin], *right = &symbols[left->next];
-        // Out of date: one of the two is part of another token by now.
-        if (left->next == 0 || right->next != merge.end) continue;
-        *left = (Symbol){merge.id, left->prev, merge.end};
-        right->next = 0;
-        symbols[merge.end].prev = merge.begin;
-        if (merge.begin > 0) offer(enc, piece, left->prev);
-        offer(enc, piece, merge.begin);
+    for (uint32_t i = 0; i < n && !interrupted; i++) enter(enc, piece, i);
+    for (uint32_t i; s[i = s[1].winner].pair >= 0 && !interrupted;) {
+        const uint32_t merged = s[i].next, next = s[merged].next;
+        s[i].id = s[i].pair;
+        s[i].next = next;
+        s[merged].next = n;
+        if (next < n) s[next].prev = i;
+        if (i > 0) enter(enc, piece, s[i].prev);
+        enter(enc, piece, i);
+        enter(enc, piece, merged);
     }
-    for (uint32_t i = 0; i < n; i = symbols[i].next) ids_add(enc->out, symbols[i].id);
+    for (uint32_t i = 0; i < n; i = s[i].next) ids_add(enc->out, s[i].id);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1698,57 +1630,48 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
 // length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload (see
-// take_section). The Unicode data is that of HF's tokenizers package, so that
-// ids agree on every text.
+// the table of sections). The Unicode data is that of HF's tokenizers package, so that ids agree on
+// every text.
 
-static int take_int(Cursor *in, uint32_t most) {
-    const uint32_t value = take_u32(in);
-    if (value > most) die_bad(in, in->part, "at most %u, found %u", most, value);
-    return (int)value;
+static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
+enum { LONGEST_ADDED = 128 };            // bytes: added_at tries all lengths
+
+static Bytes take_text(Cursor *in) {
+    const uint32_t n = take_u32(in);
+    return (Bytes){take(in, n), n};
 }
 
-static float take_float(Cursor *in, float low, float high) {
-    const float value = as_float(take_u32(in));
-    if (!(value >= low && value <= high))
-        die_bad(in, in->part, "%g to %g, found %g", low, high, value);
-    return value;
+static uint32_t take_int(Cursor *in, uint32_t low, uint32_t high) {
+    return (uint32_t)take_number(in, in->part, false, low, high);
 }
-
-static int take_id(Cursor *in, const Tokenizer *tok) { return take_int(in, tok->vocab_size - 1); }
 
 static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
-    while (in->rest.n) ids_add(ids, take_id(in, tok));
-}
-
-static void added_insert(Tokenizer *tok, int id, bool special) {
-    tok->added[tok->n_added++] = (Added){tok->text[id], id};
-    tok->kind[id] = special ? ADDED | SPECIAL : ADDED;
-    tok->added_start[tok->text[id].p[0]] = true;
+    while (in->rest.n) ids_add(ids, take_int(in, 0, tok->vocab_size - 1));
 }
 
 // adde: u32 id, u32 special (not written in answers) for each added token, by id
 static void take_added(Cursor *in, Tokenizer *tok) {
-    for (int id, last = -1; in->rest.n; last = id) {
-        id = take_id(in, tok);
-        if (id <= last || tok->text[id].n == 0)
-            die_bad(in, in->part, "ascending ids of tokens with a text, found %d", id);
-        added_insert(tok, id, take_int(in, 1));
+    if (in->rest.n) memset(tok->kind, 0, tok->vocab_size);
+    for (uint32_t id, next = 0; in->rest.n; next = id + 1) {
+        id = take_int(in, next, tok->vocab_size - 1);
+        if (tok->text[id].n == 0 || tok->text[id].n > LONGEST_ADDED)
+            die_bad(in, in->part, "tokens of 1 to %d bytes, found %zu in token %u", LONGEST_ADDED,
+                    tok->text[id].n, id);
+        tok->kind[id] = take_int(in, 0, 1) ? ADDED | SPECIAL : ADDED;
     }
 }
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
-enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };
-enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };  // the bits of Tokenizer.chars
+enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256 };
+// Tokenizer.chars: a class; more than that if NFC may change the character or the one before
+enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
 
-// Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest. ORs value << shift
-// and `bits` into Tokenizer.chars.
-static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift, int bits) {
+// Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest
+static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift) {
     for (uint32_t next = 0; in->rest.n;) {
-        uint32_t first = take_u32(in), last = take_u32(in), value = take_u32(in);
-        if (first < next || last < first || last >= BAD_BYTE || value < 1 || value > highest)
-            die_bad(in, in->part, "ascending ranges with 1 to %u, found %x to %x: %u", highest,
-                    first, last, value);
-        for (next = first; next <= last; next++) tok->chars[next] |= value << shift | bits;
+        const uint32_t first = take_int(in, next, LAST_CHAR);
+        const uint32_t last = take_int(in, first, LAST_CHAR), value = take_int(in, 1, highest);
+        for (next = first; next <= last; next++) tok->chars[next] |= value << shift;
     }
 }
 
@@ -1757,14 +1680,14 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift,
 // every c must be replaced.
 static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
                               bool composes) {
-    uint64_t parts = (uint64_t)first << 32 | second;
+    const uint64_t parts = (uint64_t)first << 32 | second;
     tok->decomposed[c] = parts;
     if (composes) tok->composed[tok->n_composed++] = (Mapping){parts, c};
     tok->chars[composes ? second : c] |= NFC_ACTIVE;
 }
 
 static int compare_u64(const void *a, const void *b) {
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
     return (x > y) - (x < y);
 }
 
@@ -1776,97 +1699,68 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
     if (in->rest.n == 0) return;
     tok->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
     tok->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
-    for (uint32_t next = 0; in->rest.n;) {
-        uint32_t c = take_u32(in), first = take_u32(in);
-        uint32_t second = take_u32(in), composes = take_u32(in);
-        if (c < next || c - FIRST_SYLLABLE < SYLLABLES || c >= BAD_BYTE || first >= BAD_BYTE ||
-            second >= BAD_BYTE || composes > 1)
-            die_bad(in, in->part, "ascending characters, found %x = %x + %x", c, first, second);
-        add_decomposition(tok, c, first, second, composes);
-        next = c + 1;
+    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
+        c = take_int(in, next, LAST_CHAR);
+        const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
+        add_decomposition(tok, c, first, second, take_int(in, 0, 1));
+        if (c - FIRST_SYLLABLE < SYLLABLES) die_bad(in, in->part, "no Hangul, found %u", c);
     }
     for (uint32_t i = 0; i < SYLLABLES; i++) {
-        uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
+        const uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
         if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
         else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
     }
     qsort(tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
 }
 
-// chat: 12 times u32 length and bytes. export.py finds them by rendering the chat template.
+static void take_classes(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, SPACE, 0); }
+static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC_SHIFT); }
+static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
+static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
+static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
+static void take_penalty(Cursor *in, Tokenizer *tok) { TAKE(tok, repetition, 1e-6f, 1e12f); }
+static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok, mode, 0, N_MODES - 1); }
+
+static void take_sampling(Cursor *in, Tokenizer *tok) {
+    TAKE(tok, temperature, 0, 1e6f);
+    TAKE(tok, top_p, 1e-45f, 1);
+    TAKE(tok, top_k, 0, INT_MAX);
+}
+
+// The texts that export.py finds by rendering the chat template
 static void take_chat(Cursor *in, Tokenizer *tok) {
     ChatFormat *f = &tok->chat;
-    Bytes *pieces[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
-                       &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
-                       &f->answer[0], &f->answer[1], &f->strip, &f->trim};
-    for (size_t i = 0; i < sizeof(pieces) / sizeof(*pieces); i++) {
-        pieces[i]->n = take_u32(in);
-        pieces[i]->p = take(in, pieces[i]->n);
-    }
+    Bytes *texts[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
+                      &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
+                      &f->answer[0], &f->answer[1], &f->strip, &f->trim};
+    for (size_t i = 0; i < sizeof(texts) / sizeof(*texts); i++) *texts[i] = take_text(in);
 }
 
-static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "stop", "samp",
-                               "repe", "mode", "chat"};
-
-static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
-    if (!strcmp(tag, "adde")) take_added(in, tok);
-    if (!strcmp(tag, "clas")) take_ranges(in, tok, SPACE, 0, 0);  // LETTER, NUMBER or SPACE
-    if (!strcmp(tag, "ccc ")) take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);  // combining
-    if (!strcmp(tag, "deco")) take_decompositions(in, tok);
-    if (!strcmp(tag, "head")) take_ids(in, tok, &tok->head);
-    if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->tail);
-    if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
-    if (!strcmp(tag, "samp")) {
-        tok->temperature = take_float(in, 0, 1e6f);
-        tok->top_p = take_float(in, 1e-45f, 1);
-        tok->top_k = take_int(in, INT_MAX);
-    }
-    if (!strcmp(tag, "repe")) tok->repetition = take_float(in, 1e-6f, 1e12f);
-    if (!strcmp(tag, "mode")) tok->mode = take_int(in, N_MODES - 1);
-    if (!strcmp(tag, "chat")) take_chat(in, tok);
-    tok->has_classes |= !strcmp(tag, "clas");
-}
+static const struct { char tag[5]; void (*take)(Cursor *in, Tokenizer *tok); } sections[] = {
+    {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_ccc}, {"deco", take_decompositions},
+    {"head", take_head}, {"tail", take_tail}, {"stop", take_stop}, {"samp", take_sampling},
+    {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat}};
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
-    enum { N_TAGS = sizeof(tags) / sizeof(*tags) };
+    enum { N = sizeof(sections) / sizeof(*sections) };
     in->part = "the extension";
     if (memcmp(take(in, 4), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
             in->file, tok->vocab_size - 1);
-    const uint32_t version = take_u32(in), length = take_u32(in);
-    if (version != 1) die_bad(in, "extension version", "1, found %u", version);
-    if (length != in->rest.n)
-        die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n,
-                length);
-    for (bool seen[N_TAGS] = {false}; in->rest.n;) {
+    take_number(in, "extension version", false, 1, 1);
+    take_number(in, "extension length", false, in->rest.n - 4.0, in->rest.n - 4.0);
+    for (bool seen[N] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
-        const size_t n = take_u32(in);
         int i = 0;
-        while (i < N_TAGS && memcmp(tag, tags[i], 4) != 0) i++;
-        if (i == N_TAGS)
+        while (i < N && memcmp(tag, sections[i].tag, 4) != 0) i++;
+        if (i == N)
             die("%s: unknown section \"%.4s\"; was it made by a newer export.py?", in->file, tag);
-        if (seen[i]) die("%s: section %.4s is there twice", in->file, tag);
-        Cursor section = {in->file, tags[i], {take(in, n), n}};
-        take_section(&section, tok, tags[i]);
-        if (section.rest.n)
-            die_bad(in, tags[i], "%zu bytes, found %zu", n - section.rest.n, n);
+        if (seen[i]) die("%s: section %s is there twice", in->file, sections[i].tag);
         seen[i] = true;
-    }
-}
-
-static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-
-// The classes of characters and the added tokens, where the file does not have them
-static void set_defaults(Tokenizer *tok) {
-    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
-        const bool letter = c >= 128 || isalpha(c);
-        tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
-    }
-    const bool has_added = tok->n_added > 0;
-    for (int id = 0; id < tok->vocab_size && !has_added; id++) {
-        const Bytes s = tok->text[id];
-        const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
-        if (tok->score[id] <= ADDED_SCORE && s.n > 1) added_insert(tok, id, special);
+        Cursor section = {in->file, sections[i].tag, take_text(in), false};
+        sections[i].take(&section, tok);
+        if (section.rest.n)
+            die("%s: section %s has %zu bytes too many", in->file, section.part, section.rest.n);
     }
 }
 
@@ -1883,27 +1777,35 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text) {
     return &tok->table[slot];
 }
 
-static int token_find(const Tokenizer *tok, Bytes text) { return (int)*token_slot(tok, text) - 1; }
+// The token with exactly these bytes, if it is an added one or not, as asked; or -1
+static int find(const Tokenizer *tok, Bytes text, bool added) {
+    const int id = (int)*token_slot(tok, text) - 1;
+    return id >= 0 && !(tok->kind[id] & ADDED) == !added ? id : -1;
+}
 
-// The added token with this text, or -1
-static int added_find(const Tokenizer *tok, const char *text) {
-    const Added *added = bsearch(&(Bytes[]){bytes(text)}, tok->added, tok->n_added, sizeof(Added),
-                                 compare_bytes);
-    return added ? added->id : -1;
+static int token_find(const Tokenizer *tok, Bytes text) { return find(tok, text, false); }
+
+static int added_at(const Tokenizer *tok, Bytes text) {
+    int id = -1;
+    for (text.n = min_size(text.n, tok->longest_added); text.n > 0 && id < 0; text.n--) {
+        id = find(tok, text, true);
+    }
+    return id;
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
     const uint64_t varies = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // with each process
     tok->secret = varies * 0x9E3779B97F4A7C15u | 1;
-    uint32_t slots = 256;
-    while (slots < 2 * (uint32_t)tok->vocab_size) slots *= 2;
-    tok->table = alloc(slots, sizeof(*tok->table), "the tokenizer");
-    tok->mask = slots - 1;
+    tok->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
+    tok->table = alloc((size_t)tok->mask + 1, sizeof(*tok->table), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
-        const bool ordinary = s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE);
+        const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s);
-        if (ordinary && !(tok->kind[id] & ADDED) && *slot == 0) *slot = id + 1;
+        if (*slot == 0 && (added || s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE)))
+            *slot = id + 1;
+        if (added) tok->added_start[s.p[0]] = true;
+        if (added && s.n > tok->longest_added) tok->longest_added = s.n;
     }
     for (int i = 0; i < 256; i++) {
         tok->byte_token[i] = token_find(tok, (Bytes){(uint8_t[]){i}, 1});
@@ -1913,41 +1815,42 @@ static void index_tokens(Tokenizer *tok, const char *file) {
 }
 
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
-    Cursor in = {file, "the header", file_map(file)};
+    Cursor in = {file, "the header", file_map(file), false};
     *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
                        .repetition = 1};
     tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
     tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
     tok->kind = alloc(vocab_size, 1, "the tokenizer");
-    tok->added = alloc(vocab_size, sizeof(Added), "the tokenizer");
     tok->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
-    in.part = "bos id";
-    int bos = take_id(&in, tok);
-    in.part = "eos id";
-    int eos = take_id(&in, tok);
+    const int bos = (int)take_number(&in, "bos id", false, 0, vocab_size - 1);
+    const int eos = (int)take_number(&in, "eos id", false, 0, vocab_size - 1);
     in.part = "the tokens";
     for (int id = 0; id < vocab_size && in.rest.n; id++) {
         tok->score[id] = as_float(take_u32(&in));
         if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
-        tok->text[id].n = take_u32(&in);
-        tok->text[id].p = take(&in, tok->text[id].n);
-        if (tok->text[id].n > tok->longest) tok->longest = tok->text[id].n;
+        const Bytes s = tok->text[id] = take_text(&in);
+        if (s.n > tok->longest) tok->longest = s.n;
+        if (tok->score[id] > ADDED_SCORE || s.n < 2 || s.n > LONGEST_ADDED) continue;
+        const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
+        tok->kind[id] = special ? ADDED | SPECIAL : ADDED;  // unless the file says which are
     }
     if (in.rest.n) take_extension(&in, tok);
-    set_defaults(tok);
-    qsort(tok->added, tok->n_added, sizeof(Added), compare_bytes);
+    tok->has_classes = tok->chars['a'] & CLASS_MASK;  // else something like them follows
+    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
+        const bool letter = c >= 128 || isalpha(c);
+        tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
+    }
     index_tokens(tok, file);
-    tok->think = added_find(tok, "<think>");
-    tok->end_think = added_find(tok, "</think>");
-    tok->end_of_text = added_find(tok, "<|endoftext|>");
+    tok->think = find(tok, bytes("<think>"), true);
+    tok->end_think = find(tok, bytes("</think>"), true);
+    tok->end_of_text = find(tok, bytes("<|endoftext|>"), true);
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
-        const int im_end = added_find(tok, "<|im_end|>");
         ids_add(&tok->stop, eos);
         ids_add(&tok->stop, tok->end_of_text);
-        if (im_end >= 0) ids_add(&tok->stop, im_end);
+        ids_add(&tok->stop, find(tok, bytes("<|im_end|>"), true));
     }
 }
 
@@ -1958,22 +1861,20 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
 static Char code_point_at(Bytes text, size_t at) {
     static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};  // of characters of n bytes
     const uint8_t *p = text.p + at;
-    int n = p[0] < 0x80 ? 1 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : 4;
-    uint32_t c = n == 1 ? p[0] : p[0] & (0x7F >> n);
-    bool bad = n > 1 && (p[0] < 0xC2 || p[0] > 0xF4 || text.n - at < (size_t)n);
-    for (int i = 1; i < n && !bad; i++) {
-        bad = (p[i] & 0xC0) != 0x80;
-        c = c << 6 | (p[i] & 0x3F);
-    }
-    if (bad || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000))
-        c = BAD_BYTE + p[0], n = 1;
+    const int n = p[0] < 0xC0 ? 1 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : 4;
+    uint32_t c = n == 1 ? p[0] : p[0] & (0xFF >> n);
+    int i = 1;
+    while (i < n && at + i < text.n && (p[i] & 0xC0) == 0x80) c = c << 6 | (p[i++] & 0x3F);
+    const bool stray = i < n || (n == 1 && c >= 0x80);
+    if (stray || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000))
+        return (Char){.c = BAD_BYTE + p[0], .n = 1};
     return (Char){.c = c, .n = n};
 }
 
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
     if (at >= text.n) return (Char){0, 0, END, false};
     const Char c = code_point_at(text, at);
-    return (Char){c.c, c.n, tok->chars[c.c] & CLASS_MASK, tok->chars[c.c] & NFC_ACTIVE};
+    return (Char){c.c, c.n, tok->chars[c.c] & CLASS_MASK, tok->chars[c.c] > CLASS_MASK};
 }
 
 // Appends c as UTF-8; a BAD_BYTE as its byte.
@@ -2019,19 +1920,18 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
     uint64_t *out = marks->p, *starter = NULL;
     int last = -1;  // ccc of the character before, -1 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
-        int ccc = (int)(marks->p[i] >> 56);
-        const Mapping *composed = NULL;
-        if (starter && last < ccc) {
-            uint64_t pair = (*starter & CODE_POINT) << 32 | (marks->p[i] & CODE_POINT);
-            composed = bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
-        }
+        const uint64_t c = marks->p[i] & CODE_POINT;
+        const int ccc = (int)(marks->p[i] >> 56);
+        const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
+        const Mapping *composed = last >= ccc ? NULL
+            : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
             *starter = composed->to;
-            continue;
+        } else {
+            if (ccc == 0) starter = out;
+            last = ccc == 0 ? -1 : ccc;
+            *out++ = marks->p[i];
         }
-        if (ccc == 0) starter = out;
-        last = ccc == 0 ? -1 : ccc;
-        *out++ = marks->p[i];
     }
     marks->n = out - marks->p;
 }
@@ -2040,26 +1940,17 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
 // normalized together with the one character before it, with which it may compose.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
-    size_t done = 0;    // `out` has NFC of the text up to here
-    size_t before = 0;  // where the last inactive character begins
-    for (size_t at = 0; at < text.n && !interrupted;) {
-        Char c = char_at(tok, text, at);
-        if (!c.active) {
-            before = at;
-            at += c.n;
-            continue;
-        }
-        buffer_add(out, (Bytes){text.p + done, before - done});
+    Char c;
+    for (size_t at = 0, run, end = 0; at < text.n && !interrupted; at = end) {
+        for (run = at; (c = char_at(tok, text, end)).n && !c.active; end += c.n) run = end;
+        buffer_add(out, (Bytes){text.p + at, run - at});
         chars.n = 0;
-        for (at = before; (c = char_at(tok, text, at)).n && (at == before || c.active);) {
+        for (end = run; (c = char_at(tok, text, end)).n && (end == run || c.active); end += c.n) {
             decompose(tok, &chars, c.c, 0);
-            at += c.n;
         }
         order_and_compose(tok, &chars);
         for (size_t i = 0; i < chars.n; i++) add_char(out, chars.p[i] & CODE_POINT);
-        done = before = at;
     }
-    buffer_add(out, bytes_from(text, done));
     free(chars.p);
 }
 
@@ -2076,31 +1967,26 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
-// ids that follow there; where it runs into what it appends, the draft repeats itself. Returns
-// `most`, or 0 if there is no such place.
-static int lookup(int *ids, size_t n, int most) {
-    for (size_t from = n - 1; most > 0 && from >= NGRAM; from--) {
-        if (memcmp(ids + from - NGRAM, ids + n - NGRAM, NGRAM * sizeof(int)) != 0) continue;
-        for (int i = 0; i < most; i++) ids[n + i] = ids[from + i];
-        return most;
-    }
-    return 0;
-}
-
 // Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
-// as the cache and the logits have room.
+// as the cache and the logits have room: the ids that followed at the latest earlier place. Where
+// they run into what is drafted, the draft repeats itself.
 static void draft(Engine *e, int count) {
     const State *s = &e->model.state;
-    const Ids *ids = &e->answer.text.ids;
+    const size_t n = e->answer.text.ids.n + 1;
+    int *ids = e->answer.text.ids.p;
     const bool was_right = e->draft.n && e->draft.row == e->draft.n;
-    const int room = min_int(s->logit_rows, s->seq_len - (int)ids->n);
+    const int room = min_int(s->logit_rows, s->seq_len - (int)n + 1);
     const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
     e->draft.n = e->draft.row = 0;
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (count < NGRAM || e->draft.credit < 0) return;
-    e->draft.n = lookup(ids->p, ids->n + 1, rows - 1);
+    if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
+    const int *last = ids + n - NGRAM;
+    size_t from = n - 1;
+    while (from >= NGRAM && memcmp(ids + from - NGRAM, last, NGRAM * sizeof(int)) != 0) from--;
+    if (from < NGRAM) return;
+    e->draft.n = rows - 1;
     e->draft.credit -= DRAFT_COST * e->draft.n;
+    for (int i = 0; i < e->draft.n; i++) ids[n + i] = ids[from + i];
 }
 
 static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
@@ -2541,30 +2427,31 @@ static Bytes take_word(Bytes *text) {
     *text = bytes_from(*text, quoted);
     const uint8_t *end = memchr(text->p, mark, text->n);
     const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
-    *text = bytes_from(*text, word.n + (end != NULL));
-    while (text->n && *text->p == ' ') *text = bytes_from(*text, 1);
+    size_t next = min_size(word.n + 1, text->n);
+    while (next < text->n && text->p[next] == ' ') next++;
+    *text = bytes_from(*text, next);
     return word;
 }
 
-// Sends "PATH TEXT" as TEXT, an empty line and the file's text. In PATH, ~/ is $HOME.
+// Of what was typed, text is "PATH TEXT": sends TEXT, an empty line and the file's text. A PATH may
+// begin with ~/, which is $HOME.
 static void send_file(App *app, Bytes text) {
+    Buffer *message = &app->input;
     const Bytes name = take_word(&text);
     const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
     char path[8192];
     snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
              (const char *)name.p + tilde);
-    Buffer message = {0};
-    buffer_add(&message, text);
-    if (text.n) buffer_add(&message, bytes("\n\n"));
-    const size_t before = message.n;
+    buffer_cut(message, message->n - text.n);
+    if (message->n) buffer_add(message, bytes("\n\n"));
+    const size_t before = message->n;
     const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
     else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
-    else error = file_read(&message, path);
-    if (!error && message.n == before) error = "empty, expected a text";
+    else error = file_read(message, path);
+    if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
-    else chat_turn(app, chop(bytes_of(&message)));
-    free(message.p);
+    else chat_turn(app, chop(bytes_of(message)));
 }
 
 static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
@@ -3707,11 +3594,9 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 } Matmul;
 
 typedef struct Workspace {  // one thread's own buffers
-    float *scratch;  // (batch, scratch_cols)
+    float *scratch;  // (batch, head_dim or 2 * group_size, whichever is more)
     void *panel;     // what a product keeps while it runs: see panel_bytes
 } Workspace;
-
-static int scratch_cols(const Config *c) { return max_int(c->head_dim, 2 * c->group_size); }
 
 static float *scratch(const State *s) { return s->workspace[thread].scratch; }
 
@@ -3747,9 +3632,9 @@ typedef struct Routing {
     Quantized xq;  // (batch * n_experts_used, dim)  row i is State.xq of token[i]
 } Routing;
 
-// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. The
-// memory for W1 h and W3 h is small, to stay in the CPU's caches: for n tokens it has room for
-// batch / n groups, so each round computes at most that many.
+// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. `scratch` is
+// small, to stay in the CPU's caches: for W1 h and W3 h of n tokens it has room for batch / n
+// groups, so each round computes at most that many.
 static void swiglu_job(void *arg, int begin, int end) {
     const Pass *p = arg;
     const State *s = p->s;
@@ -3802,23 +3687,6 @@ static void gather_row(const Pass *p, int i) {  // a whole vector: q8, scale and
     memcpy(to.q8, from.q8, to.stride * 4);
 }
 
-static void route(Pass *p) {
-    const int n_experts = p->c->n_experts;
-    Routing *r = p->s->routing;
-    each(p, score_expert, p->n * n_experts, 8);
-    each(p, choose_row, p->n, 4);
-    r->n_active = r->place[0] = 0;
-    for (int e = 0, n = 0; e < n_experts; e++) {
-        for (int t = 0; t < p->n; t++) {
-            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
-        }
-        if (n == r->place[r->n_active]) continue;  // nobody chose e
-        r->expert[r->n_active++] = e;
-        r->place[r->n_active] = n;
-    }
-    each(p, gather_row, r->place[r->n_active], 16);
-}
-
 // Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
 static void experts_output_job(void *arg, int begin, int end) {
@@ -3849,7 +3717,20 @@ static void experts_output_job(void *arg, int begin, int end) {
 }
 
 static void experts(Pass *p) {
-    route(p);
+    const int n_experts = p->c->n_experts;
+    Routing *r = p->s->routing;
+    each(p, score_expert, p->n * n_experts, 8);
+    each(p, choose_row, p->n, 4);
+    r->n_active = 0;
+    for (int e = 0, n = 0; e < n_experts; e++) {
+        for (int t = 0; t < p->n; t++) {
+            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
+        }
+        if (n == r->place[r->n_active]) continue;  // nobody chose e
+        r->expert[r->n_active++] = e;
+        r->place[r->n_active] = n;
+    }
+    each(p, gather_row, r->place[r->n_active], 16);
     swiglu(p);
     parallel(experts_output_job, p, p->c->dim / p->c->group_size, 1);
 }
@@ -4330,21 +4211,16 @@ static int draft_rows(void) { return TILE_TOKENS; }
 //
 // The cache is a pool of blocks of LANES positions (the floats of a SIMD vector). Text.blocks says
 // which of them hold a text's positions (a paged cache, arXiv 2309.06180). A block has all layers
-// and kv heads, so memory is touched only as positions come into use. In it, each layer's kv head
-// has
+// and kv heads, so memory is touched only as positions come into use. It has, for each of them,
 //
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
 //
-// so that a tile of scores reads its keys from front to back, and a tile of values one unbroken
-// part of each block. A vector of keys holds element j of LANES positions, so that their scores
-// make a vector, too; a vector of values holds LANES columns of one position, so that their sums
-// make LANES columns of the result.
-
-enum { ATT_VECS = 4 };  // vectors of columns in the widest tile of values
+// so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
+// a tile (below) reads its keys from front to back, its values as one unbroken part of each block.
 
 // Columns of the values: head_dim, and zeros up to whole tiles
-static int value_dim(const Config *c) { return round_up(c->head_dim, ATT_VECS * LANES); }
+static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
 static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
     return (size_t)LANES * (c->head_dim + value_dim(c));
@@ -4372,14 +4248,11 @@ static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, in
 
 // A query of attention is one query head of one row. It goes through the positions in spans and
 // keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
-// softmax relative to the largest score there, which span_softmax joins with those before.
-//
-// The queries of a kv head are those of all query heads that share it, row by row. A task is up to
+// softmax relative to the largest score there, which span_softmax joins with those before. The
+// queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
-// come to L2 once. A tile is some queries by some vectors, of positions for the scores, of columns
-// for the values; its sums stay in registers. Most tiles are ATT_QUERIES by 2 vectors. A task of
-// few queries, as in decoding, has tiles of 2 queries, by ATT_VECS vectors of columns to read
-// values in longer parts.
+// come to L2 once. A tile is ATT_QUERIES of them, or 2 in a task of few, as in decoding, by 2
+// vectors, of positions for the scores, of columns for the values; its sums stay in registers.
 enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
@@ -4430,22 +4303,21 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 }
 
 // sum = keep * sum + take * (the span's terms times values), for `queries` queries from r on and
-// `vecs` vectors of columns from vector j on. Prefetches not the next block but the one after it:
-// the next may be needed before its prefetch has come.
-INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
-                       const int vecs) {
+// two vectors of columns from vector j on. Prefetches not the next block but the one after it: the
+// next may be needed before its prefetch has come.
+INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries) {
     const int vectors = value_dim(task->p->c) / LANES, first = task->p->c->head_dim + j * LANES;
     const int end = min_int(task->end, task->len[r + queries - 1]);
     const float *term = task->score + r * SCORE_STRIDE;
-    VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][ATT_VECS] = {0};
+    VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][2] = {0};
     for (int pos = task->start; pos < end; pos += LANES) {
         const VecF *values = block_of(task, pos) + first;
         const VecF *next = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
-            for (int v = 0; v < vecs && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
+            for (int v = 0; v < 2 && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
-                UNROLL for (int v = 0; v < vecs; v++) {
+                UNROLL for (int v = 0; v < 2; v++) {
                     sum[i][v] = mul_add_v(values[v * LANES + k], weight, sum[i][v]);
                 }
             }
@@ -4453,7 +4325,7 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
     }
     UNROLL for (int i = 0; i < queries; i++, all += vectors) {
         const VecF keep = splat_f(task->keep[r + i]), take = splat_f(task->take[r + i]);
-        UNROLL for (int v = 0; v < vecs; v++) all[v] = mul_add_v(all[v], keep, sum[i][v] * take);
+        UNROLL for (int v = 0; v < 2; v++) all[v] = mul_add_v(all[v], keep, sum[i][v] * take);
     }
 }
 
@@ -4476,17 +4348,16 @@ static void span_softmax(AttentionTask *task) {
     }
 }
 
-// `queries` and `vecs` are constants. A tile that sees nothing of the positions is left out.
-INLINE void attend_span(AttentionTask *task, const int queries, const int vecs) {
-    const int vectors = value_dim(task->p->c) / LANES;
+// `queries` is a constant. A tile that sees nothing of the positions is left out.
+INLINE void attend_span(AttentionTask *task, const int queries) {
     for (int pos = task->start; pos < task->end; pos += 2 * LANES) {
         for (int r = 0; r < task->n; r += queries) {
             if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries);
         }
     }
     span_softmax(task);
-    for (int j = 0; j < vectors; j += vecs) {
-        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries, vecs);
+    for (int j = 0; j < value_dim(task->p->c) / LANES; j += 2) {
+        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries);
     }
 }
 
@@ -4500,12 +4371,12 @@ static void task_init(AttentionTask *task, const Pass *p, int i, int end) {
     task->p = p;
     task->text = rows[first / per_kv].text;
     task->kv_head = i / all;
-    task->count = 1;
-    while (task->count < most && rows[(first + task->count) / per_kv].text == task->text)
-        task->count++;
-    task->n = round_up(task->count, 2 * task->count <= ATT_QUERIES ? 2 : ATT_QUERIES);
+    int count = 1;
+    while (count < most && rows[(first + count) / per_kv].text == task->text) count++;
+    task->count = count;
+    task->n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES);
     for (int r = 0; r < task->n; r++) {
-        const int query = first + min_int(r, task->count - 1), t = query / per_kv;
+        const int query = first + min_int(r, count - 1), t = query / per_kv;
         const int head = task->kv_head * per_kv + query % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
         for (int j = 0; j < c->head_dim; j++) task->q[j * ATT_TASK + r] = p->s->q[at + j];
@@ -4525,8 +4396,8 @@ static void attend_job(void *arg, int begin, int end) {
         const int len = task->len[task->n - 1];
         for (task->start = 0; task->start < len; task->start = task->end) {
             task->end = min_int(task->start + SPAN, len);
-            if (task->n < ATT_QUERIES) attend_span(task, 2, ATT_VECS);
-            else attend_span(task, ATT_QUERIES, 2);
+            if (task->n < ATT_QUERIES) attend_span(task, 2);
+            else attend_span(task, ATT_QUERIES);
         }
         for (int r = 0; r < task->count; r++) {
             const float *sum = task->sum + r * value_dim(p->c), inverse = 1 / task->total[r];
@@ -4587,30 +4458,25 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
-    *s = (State){.seq_len = seq_len, .batch = batch, .logit_rows = logit_rows,
-                 .block_len = LANES, .blocks = pool_blocks(c, seq_len, texts)};
-    s->rows = activations(n, sizeof(Row));
-    s->cos = floats(n * c->head_dim / 2);
-    s->sin = floats(n * c->head_dim / 2);
-    s->x = floats(n * c->dim);
-    s->h = floats(n * c->dim);
-    s->xq = quantized_init(n, c->dim, group);
-    s->q = floats(n * c->q_dim);
-    s->a = floats(n * c->q_dim);
-    s->aq = quantized_init(n, c->q_dim, group);
-    s->hq = quantized_init(chosen, c->hidden_dim, group);
-    s->logits = floats((size_t)logit_rows * c->vocab_size);
-    Routing *r = s->routing = activations(1, sizeof(Routing));
-    *r = (Routing){.share = floats(n * n_experts), .n_active = 1};
-    r->expert = activations(n_experts, sizeof(int));
-    r->place = activations(n_experts + 1, sizeof(int));
-    r->token = activations(chosen, sizeof(int));
-    r->xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq;
+    Routing *r = activations(1, sizeof(Routing));
+    *s = (State){.seq_len = seq_len, .batch = batch, .rows = activations(n, sizeof(Row)),
+                 .cos = floats(n * c->head_dim / 2), .sin = floats(n * c->head_dim / 2),
+                 .x = floats(n * c->dim), .h = floats(n * c->dim),
+                 .q = floats(n * c->q_dim), .a = floats(n * c->q_dim),
+                 .xq = quantized_init(n, c->dim, group), .aq = quantized_init(n, c->q_dim, group),
+                 .hq = quantized_init(chosen, c->hidden_dim, group),
+                 .logits = floats((size_t)logit_rows * c->vocab_size), .logit_rows = logit_rows,
+                 .blocks = pool_blocks(c, seq_len, texts), .block_len = LANES, .routing = r};
+    *r = (Routing){.share = floats(n * n_experts), .n_active = 1,
+                   .expert = activations(n_experts, sizeof(int)),
+                   .place = activations(n_experts + 1, sizeof(int)),
+                   .token = activations(chosen, sizeof(int)),
+                   .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq};
     s->workspace = activations(n_threads, sizeof(Workspace));
     s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
-        s->workspace[i].scratch = floats(n * scratch_cols(c));
-        s->workspace[i].panel = activations(panel_bytes(widest, group), 1);
+        s->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
+                                      activations(panel_bytes(widest, group), 1)};
         s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
         s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }

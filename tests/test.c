@@ -767,17 +767,23 @@ static void test_penalties(void) {
 }
 
 // Naively: the ids that followed the last NGRAM ids at the latest earlier place, repeated if they end
-static void test_lookup(void) {
+static void test_draft(void) {
     for (int trial = 0; trial < 3000; trial++) {
-        int ids[80], n = 1 + below(60), most = below(20), from = n - 1;
+        int ids[80], n = NGRAM + below(60), most = below(2 * draft_rows()), from = n - 1;
+        const bool by_cache = below(2);         // what limits the draft
+        Engine e = {.answer.text.ids = {ids, n - 1, 80}, .draft = {1, 1, 0}};
+        e.model.state.logit_rows = by_cache ? 80 : most + 1;
+        e.model.state.seq_len = by_cache ? n + most : 100;
         for (int i = 0; i < n; i++) ids[i] = below(2);
         for (int i = n; i < 80; i++) ids[i] = -1;
         for (int same = 0; from >= NGRAM; from--) {
             for (same = 0; same < NGRAM && ids[from - 1 - same] == ids[n - 1 - same];) same++;
             if (same == NGRAM) break;
         }
-        int drafted = lookup(ids, n, most);
-        CHECK(drafted == (from >= NGRAM ? most : 0));
+        draft(&e, NGRAM);
+        const int drafted = e.draft.n;
+        CHECK(drafted == (from >= NGRAM ? most : 0) && e.draft.row == 0);
+        CHECK(e.draft.credit == 1 - drafted * DRAFT_COST);
         for (int i = 0; i < drafted; i++) CHECK(ids[n + i] == ids[from + i % (n - from)]);
         for (int i = n + drafted; i < 80; i++) CHECK(ids[i] == -1);
     }
@@ -1024,29 +1030,30 @@ static void test_merging(void) {
 // the search.
 static void test_added(void) {
     enum { TOKENS = 12, LONGEST = 40 };
-    for (int trial = 0; trial < 2000; trial++) {
-        uint8_t s[LONGEST], letters[TOKENS][8];
-        Bytes text[TOKENS], rest = {s, below(LONGEST)};
-        Added added[TOKENS];
-        Tokenizer t = {.vocab_size = TOKENS, .text = text, .kind = s, .added = added};
+    for (int trial = 0; trial < 300; trial++) {
+        uint8_t s[LONGEST], letters[256 + TOKENS][8], kind[256 + TOKENS] = {0};
+        float score[256 + TOKENS] = {0};
+        Bytes text[256 + TOKENS], rest = {s, below(LONGEST)};
+        Tokenizer t = {.vocab_size = 256 + TOKENS, .text = text, .kind = kind, .score = score};
         for (size_t i = 0; i < LONGEST; i++) s[i] = (uint8_t)('a' + below(2));
-        for (int id = 0; id < TOKENS; id++) {
-            text[id] = (Bytes){letters[id], 1 + below(7)};
-            for (size_t i = 0; i < text[id].n; i++) letters[id][i] = (uint8_t)('a' + below(2));
-            bool is_new = true;
-            for (int other = 0; other < id; other++) is_new &= !bytes_equal(text[id], text[other]);
-            if (is_new) t.added_start[letters[id][0]] = true, added[t.n_added++] = (Added){text[id], id};
+        for (int id = 0; id < 256 + TOKENS; id++) {
+            text[id] = (Bytes){letters[id], id < 256 ? 1 : 2 + below(6)};
+            letters[id][0] = (uint8_t)id;
+            for (size_t i = 0; i < text[id].n && id >= 256; i++) letters[id][i] = (uint8_t)('a' + below(2));
+            bool is_new = id >= 256;
+            for (int other = 256; other < id; other++) is_new &= !bytes_equal(text[id], text[other]);
+            if (is_new) kind[id] = ADDED;
         }
-        qsort(added, t.n_added, sizeof(Added), compare_bytes);
+        index_tokens(&t, "a test");
         size_t at = 0, from = 0;
         for (int found = 0; found >= 0; from = at += found >= 0 ? text[found].n : 0) {
             int expected = -1;
             size_t there = from;
             for (; there < rest.n; there++) {
-                for (size_t i = 0; i < t.n_added; i++) {
-                    Bytes a = added[i].text;
-                    bool is_there = a.n <= rest.n - there && !memcmp(a.p, s + there, a.n);
-                    if (is_there && (expected < 0 || a.n > text[expected].n)) expected = added[i].id;
+                for (int id = 256; id < t.vocab_size; id++) {
+                    Bytes a = text[id];
+                    bool is_there = kind[id] && a.n <= rest.n - there && !memcmp(a.p, s + there, a.n);
+                    if (is_there && (expected < 0 || a.n > text[expected].n)) expected = id;
                 }
                 if (expected >= 0) break;
             }
@@ -1301,7 +1308,7 @@ static int unit_tests(void) {
     test_large_vocabulary();
     test_surprise();
     test_penalties();
-    test_lookup();
+    test_draft();
     test_drafts();
     test_draft_that_overflows();
     test_numbers();
