@@ -3058,7 +3058,7 @@ static int list_end(const List *l) {
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
-        notice("list: stopped, %zu lines are written; to go on: tail -n +%zu, -s %llu", l->written,
+        notice("list: %zu lines are written; to go on: tail -n +%zu, -s %llu", l->written,
                l->written + 1, next);
     char answers[128] = "";
     if (l->app->mode <= GENERATE)
