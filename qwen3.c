@@ -3274,9 +3274,10 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-// Thinking, and how tokens are drawn, where the options do not say it: as the checkpoint asks for;
-// but as Qwen advises for answers without thinking, unless the checkpoint asks for greedy ones
-static void choose_sampling(App *app) {
+// How tokens are drawn, where the options do not say it: as the checkpoint asks for; but as Qwen
+// advises for answers without thinking, unless the checkpoint asks for greedy ones. And what is
+// written of them
+static void prepare_answers(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
     const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
@@ -3292,6 +3293,9 @@ static void choose_sampling(App *app) {
         .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
         .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
     };
+    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
+                           .began = true, .stop = bytes(o->stop ? o->stop : "")};
+    app->engine.answer.writer = &app->writer;
 }
 
 // Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
@@ -3325,18 +3329,10 @@ static void load(App *app) {
     e->max_new = o->n;
 }
 
-static void writer_init(App *app) {
-    const char *stop = app->options.stop;
-    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
-                           .began = true, .stop = stop ? bytes(stop) : (Bytes){0}};
-    app->engine.answer.writer = &app->writer;
-}
-
 static int run(App *app) {
     const char *system = app->options.system;
     load(app);
-    choose_sampling(app);
-    writer_init(app);
+    prepare_answers(app);
     const bool chat = app->mode == CHAT;
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (is_list(&app->options)) return run_list(app);

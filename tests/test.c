@@ -1366,7 +1366,7 @@ static int print_tokens(const Tokenizer *t) {
 
 static int print_prompt(App *app) {
     const Tokenizer *t = &app->engine.tokenizer;
-    choose_sampling(app);
+    prepare_answers(app);
     Conversation c = {0};
     Buffer text = {0};
     Ids ids = {0};
