@@ -34,7 +34,6 @@ SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-om
            -DNO_UNROLL -Wno-pass-failed  # clang: minutes over unrolled loops; none are vectorised
 
 qwen3: qwen3.c Makefile tests/.flags
-	@echo 'Compiling qwen3.c takes about 10 seconds.'
 	$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)
 
 # Changes when the compiler or its flags do, so that what they built is built again

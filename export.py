@@ -19,26 +19,25 @@ with one GGUF file, or a name on the Hugging Face hub: ORG/NAME such as Qwen/Qwe
 checkpoint or, where there are only GGUF files, the one in Q8_0; ORG/NAME:Q4_0 is the one of that
 kind, ORG/NAME/FILE.gguf that one. The address of a model's page will do, too. The program writes
 
-    OUT.bin              a header and the weights: norms in fp32, matrices quantized to 8 or 4 bits
-    OUT.bin.tokenizer    the vocabulary, Unicode tables, the chat format and sampling defaults
+    OUT.bin            a header and the weights: norms in fp32, matrices quantized to 8 or 4 bits
+    OUT.bin.tokenizer  the vocabulary, Unicode tables, the chat format and sampling defaults
 
 Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", with four bits
 "-q4.bin", in the current directory. OUT.bin may also come first, as the older export.py had it.
 
-    --bits 8|4           bits of a weight in the layers' matrices; the embedding and the classifier
-                         have 8. Four make half the file and nearly twice the speed, and cost
-                         quality. The default is 8, but 4 for a GGUF file whose layers are all in
-                         Q4_0 or all in IQ4_NL
-    --group-size N       weights per quantization scale: 32, 64, 128 or 256. The default is 64, or
-                         32 where 64 does not divide the model's dimensions, and 32 with four bits
-                         and for a GGUF file in Q8_0. Groups of Q8_0, Q4_0 and IQ4_NL are copied as
-                         they are; --bits or another size has them quantized again
-    --yarn FACTOR        extends the context by this factor (YaRN), as Qwen advises for texts longer
-                         than the model was trained on; short texts get slightly worse
-    --check              writes nothing; compares an existing OUT.bin and its tokenizer file with
-                         SOURCE. Prints each tensor's quantization error to stdout. The exit status
-                         is 1 if a value is not the one that an export gives, or anything else
-    --plot FILE.png      --check, and a plot of the errors (needs matplotlib)
+    --bits 8|4         bits of a weight in the layers' matrices; the embedding and the classifier
+                       have 8. Four make half the file and nearly twice the speed, and cost quality.
+                       The default is 8, but 4 for a GGUF file with all layers in Q4_0 or in IQ4_NL
+    --group-size N     weights per quantization scale: 32, 64, 128 or 256. The default is 64, but 32
+                       where 64 does not divide the model's dimensions, with four bits, and for a
+                       GGUF file in Q8_0. Groups of Q8_0, Q4_0 and IQ4_NL are copied as they are;
+                       --bits or another size has them quantized again
+    --yarn FACTOR      extends the context by this factor (YaRN), as Qwen advises for texts longer
+                       than the model was trained on; short texts get slightly worse
+    --check            writes nothing; compares an existing OUT.bin and its tokenizer file with
+                       SOURCE and prints each tensor's quantization error to stdout. The exit status
+                       is 1 if a value is not the one that an export gives, or anything else
+    --plot FILE.png    --check, and a plot of the errors (needs matplotlib)
 
 Memory use does not depend on the model's size. The two files appear under their names only when
 both are complete. A checkpoint that needs what qwen3.c does not have is refused with the reason.
@@ -79,7 +78,6 @@ import math
 import re
 import shlex
 import shutil
-import string
 import struct
 import subprocess
 import tempfile
@@ -88,7 +86,6 @@ import unicodedata
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Callable, Iterator, NamedTuple, NoReturn
@@ -137,6 +134,7 @@ class Source(NamedTuple):
 
 
 Room = tuple[Path, int]  # a folder, and the bytes that will come to it
+SUFFIXES = {8: ".bin", 4: "-q4.bin"}  # bits -> what OUT.bin's default name ends in
 
 
 def export(options: argparse.Namespace) -> None:
@@ -147,7 +145,7 @@ def export(options: argparse.Namespace) -> None:
     source = find_source(options.source, out.parent if out else Path())
     config, tokenizer = read_settings(source, options)
     bits = 4 if config.levels else 8
-    out = out or default_out(source.name, bits)
+    out = out or Path(source.name + SUFFIXES[bits])
     check_target(out)
     room = out.parent, layout(config)[-1].end + len(tokenizer)
     check_space([room])
@@ -155,7 +153,6 @@ def export(options: argparse.Namespace) -> None:
     with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
         write_at(tokenizer_part, tokenizer, 0)
         outputs = match_tensors(source, config, room)  # may download, so only now
-        note_second_quantization(outputs, config)
         write_model(model_part, config, outputs)
     say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {bits} bits in groups of "
         f"{config.group_size}) and {tokenizer_out.name} in {time.monotonic() - began:.1f} s, "
@@ -166,9 +163,9 @@ def read_settings(source: Source, options: argparse.Namespace) -> tuple[Config, 
     """All of a source but the weights: (config, contents of OUT.bin.tokenizer)."""
     where = source.file("config.json")
     with parsing(where):
-        config = read_config(source, options.bits, options.group_size, options.yarn)
-        if (matrices := config.n_layers * max(1, config.n_experts)) > MOST_TENSORS:
-            refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
+        config = read_config(source, options)
+    if (matrices := config.n_layers * max(1, config.n_experts)) > MOST_TENSORS:
+        refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
     with parsing(source.file("tokenizer.json")):
         return config, tokenizer_file(source, config.vocab_size)
 
@@ -183,20 +180,6 @@ def find_source(name: str, folder: Path | None) -> Source:
     if not (hub := HUB_NAME.fullmatch(name)):
         refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME")
     return read_hub(hub[1], hub[2] or hub[3] or "", folder)
-
-
-def note_second_quantization(outputs: list[Output], c: Config) -> None:
-    """Notes the loss if the source's weights are quantized and not copied as they are."""
-    again = {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
-             if not tensor.is_copied(output.bits, c)} - FLOAT_TYPES
-    if again:
-        notes.append(f"{', '.join(sorted(again))}: quantized again, in groups of {c.group_size}, "
-                     "which adds an error of 0.5 % of the weights' rms where they get 8 bits, of 6 "
-                     "to 9 % where they get 4; what the first quantization lost stays lost")
-
-
-def default_out(name: str, bits: int) -> Path:
-    return Path(name + (".bin" if bits == 8 else "-q4.bin"))
 
 
 def check_target(out: Path) -> None:
@@ -227,8 +210,7 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
             at_end.callback(part.unlink, missing_ok=True)
         yield [at_end.enter_context(open(part, "xb", buffering=0)) for part in parts]
         if __name__ == "__main__":
-            for number in signal.SIGINT, signal.SIGTERM:  # everything is written: too late for them
-                signal.signal(number, signal.SIG_IGN)
+            on_signals(lambda _: None)  # everything is written: too late
         for part, target in zip(parts, targets):
             os.replace(part, target)
 
@@ -237,6 +219,14 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
 
 hub_folders: dict[str, str] = {}  # folder in the hub's cache -> the model's name, for messages
 notes: list[str] = []  # warnings and hints, printed after success; after an error they are dropped
+
+# A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
+SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
+TENSORS_SIZE = 8 << 20  # bytes of the index, or of a shard's header
+TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a GGUF's metadata
+MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
+MOST_AROUND = 1000  # ids that a post-processor may put around a text
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class Refused(Exception):
@@ -264,15 +254,6 @@ def parsing(path: Path) -> Iterator[None]:
     except Exception as error:  # KeyError, TypeError, ..., and the tokenizers package's own
         refuse(path, "broken (download it again?)", "the structure of such a file",
                f"{type(error).__name__}: {error}")
-
-
-# A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
-SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
-TENSORS_SIZE = 8 << 20  # bytes of the index, or of the headers of all shards together
-TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a GGUF's metadata
-MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
-MOST_AROUND = 1000  # ids that a post-processor may put around a text
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -324,14 +305,13 @@ HUB_NAME = re.compile(r"(?:https?://[^/]+/)?([A-Za-z0-9][\w.-]*/[\w.-]+?(?<!\.gg
 WEIGHTS = re.compile(r"[^/]+\.safetensors")
 SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
             "chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json",
-            "vocab.json", "model.safetensors.index.json"]
+            "model.safetensors.index.json"]
 
 
 def read_hub(name: str, wanted: str, target: Path | None) -> Source:
     """Downloads a checkpoint's JSON files; its weights follow when its tensors are opened. If a
     kind or a file is wanted, or if there are only GGUF files, downloads one of these."""
-    # Only here: a slow import that a local source does not need
-    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache, utils
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache, utils  # slow: only here
     utils.logging.set_verbosity_error()  # an error is one line
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
@@ -341,43 +321,41 @@ def read_hub(name: str, wanted: str, target: Path | None) -> Source:
         cache = Path(constants.HF_HUB_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
         absent = (file for file in names if try_to_load_from_cache(name, file) is None)
-        check_space([(cache, sum(files[file] for file in absent)), *rooms])
+        check_space([(cache, sum(files.get(file, 0) for file in absent)), *rooms])
         with downloading(name):
-            folder = Path(snapshot_download(name, allow_patterns=names))
+            folder = Path(hub.snapshot_download(name, allow_patterns=names))
         hub_folders[str(folder)] = name
         return folder
 
-    files = hub_files(name)
+    hub = HfApi()
+    files = hub_files(hub, name)
     if parts := choose_gguf(name, list(files), wanted, default="Q8_0"):
         size = sum(files[part] for part in parts)  # OUT.bin will be about as large
         folder = fetch(parts, *([(target, size)] if target else []))
         source = read_gguf(folder / parts[0])
     else:
-        settings = [file for file in SETTINGS if file in files]
-        weights = list(filter(WEIGHTS.fullmatch, files))
-        folder = fetch(settings)
+        folder, needed = fetch(SETTINGS), [*SETTINGS, *filter(WEIGHTS.fullmatch, files)]
         source = read_folder(folder)._replace(
             name=name.partition("/")[2],
-            open_tensors=lambda *rooms: open_checkpoint(fetch(settings + weights, *rooms)))
+            open_tensors=lambda *rooms: open_checkpoint(fetch(needed, *rooms)))
     notes.append(f"the download stays in {folder.parents[1]}; to remove it, delete that folder or "
                  f"run `hf cache rm model/{name}` (before huggingface_hub 1: `huggingface-cli "
                  "delete-cache`)")
     return source
 
 
-def hub_files(name: str) -> dict[str, int]:
+def hub_files(hub: Any, name: str) -> dict[str, int]:
     """File -> size of a model on the hub. If the hub does not tell: what is in its cache."""
-    from huggingface_hub import HfApi, snapshot_download
     with downloading(name):
         try:
-            siblings = HfApi().model_info(name, files_metadata=True).siblings
-            files = {file.rfilename: file.size or 0 for file in siblings}
+            siblings = hub.model_info(name, files_metadata=True).siblings
+            return {file.rfilename: file.size or 0 for file in siblings
+                    if re.fullmatch(r"[\w./-]+", file.rfilename, re.ASCII)}
         except Exception:
             with suppress(Exception):  # [], as only the folder is asked for
-                folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[]))
+                folder = Path(hub.snapshot_download(name, local_files_only=True, allow_patterns=[]))
                 return {path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*")}
             raise
-    return {file: size for file, size in files.items() if re.fullmatch(r"[\w./-]+", file, re.ASCII)}
 
 
 @contextmanager
@@ -411,8 +389,7 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
             refuse(where, "a LoRA adapter", "a whole model: merge it into its base model first "
                    "(merge_and_unload() of peft)", "adapter_config.json")
         refuse(where, "not a checkpoint", "config.json or a GGUF file", first_few(sorted(files)))
-    if len(models) > 1:
-        wanted = wanted or default
+    wanted = wanted or (default if len(models) > 1 else "")
     ending = re.compile(rf"(.*[-._/])?{re.escape(wanted)}\.gguf", re.IGNORECASE)
     chosen = [parts for model, parts in models.items()
               if not wanted or wanted in (model, *parts) or ending.fullmatch(model)]
@@ -426,55 +403,52 @@ def read_folder(folder: Path) -> Source:
     if parts := choose_gguf(folder, [path.name for path in folder.iterdir()]):
         return read_gguf(folder / parts[0])
     path = folder / "tokenizer.json"
-    if not path.exists() and (folder / "vocab.json").exists():
-        refuse(path, "missing", "the fast tokenizer's file (transformers' AutoTokenizer makes it: "
-               "from_pretrained(), then save_pretrained())", "only vocab.json")
-    tokenizer_config = read_json(folder / "tokenizer_config.json", optional=True)
+    if not path.exists():
+        refuse(path, "missing", "the fast tokenizer's file (of vocab.json, transformers' "
+               "AutoTokenizer makes it: from_pretrained(), then save_pretrained())")
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
     return Source(
         path=folder, name=Path(os.path.abspath(folder)).name,
-        config=read_json(folder / "config.json"), tokenizer=read_json(path, most=TOKENIZER_SIZE),
-        tokenizer_config=tokenizer_config,
-        generation=read_json(folder / "generation_config.json", optional=True),
+        config=read_json(folder / "config.json"), tokenizer=read_json(path, TOKENIZER_SIZE),
+        tokenizer_config=tokenizer_config, generation=read_json(folder / "generation_config.json"),
         chat_template=chat_template(folder, tokenizer_config), embedding=is_embedding(folder),
         open_tensors=lambda *_: open_checkpoint(folder))
 
 
-def read_json(path: Path, optional: bool = False, most: int = SETTINGS_SIZE) -> dict:
-    if optional and not path.exists():
-        return {}
-    return parse_json(read_file(path, most), path)
+def read_json(path: Path, most: int = SETTINGS_SIZE, kind: type = dict) -> Any:
+    """The object or list in a file, which is empty if there is no such file."""
+    return parse_json(read_file(path, most), path, kind) if os.path.lexists(path) else kind()
 
 
-def parse_json(text: bytes, path: Path) -> dict:
+def parse_json(text: bytes, path: Path, kind: type = dict) -> Any:
     with parsing(path):
         value = json.loads(text)
-        if not isinstance(value, dict):
-            raise TypeError(f"{type(value).__name__}, not an object")
+        if not isinstance(value, kind):
+            raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
 def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[int]]:
     """The ids that tokenizer.json's post-processor puts before and after every text."""
-    head, tail, count = [], [], 0
+    ids: list[int | None] = [None]  # None: the text
     processor = tokenizer.get("post_processor") or {"type": "ByteLevel"}
     for step in processor["processors"] if processor["type"] == "Sequence" else [processor]:
         if step["type"] == "ByteLevel":  # puts nothing there
             continue
         supported(where, "post_processor", step["type"], "ByteLevel", "TemplateProcessing")
-        around: list[list[int]] = [[]]  # the ids before the text; a second list after it
+        inner, ids = ids, []
         for piece in step["single"]:
             token = piece.get("SpecialToken", {}).get("id")
             if piece.get("Sequence", {}).get("id") == "A":
-                around.append([])
-            elif token not in step["special_tokens"]:
-                refuse(where, "post_processor", "the text A and tokens that it lists", piece)
+                ids += inner
+            elif token in step["special_tokens"]:
+                ids += id_list(where, step["special_tokens"][token]["ids"])
             else:
-                around[-1] += (ids := id_list(where, step["special_tokens"][token]["ids"]))
-                if (count := count + len(ids)) > MOST_AROUND:
-                    refuse(where, "post_processor", f"at most {MOST_AROUND} ids", "more")
-        before, after = around
-        head, tail = before + head, tail + after
-    return head, tail
+                refuse(where, "post_processor", "the text A and tokens that it lists", piece)
+            if len(ids) > MOST_AROUND + 1:
+                refuse(where, "post_processor", f"at most {MOST_AROUND} ids", "more")
+    (text,) = (i for i, token in enumerate(ids) if token is None)  # ValueError if not once
+    return ids[:text], ids[text + 1:]
 
 
 def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
@@ -482,8 +456,8 @@ def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
     list of named ones), or chat_template.json."""
     if (path := folder / "chat_template.jinja").exists():
         return read_file(path).decode(errors="surrogateescape")
-    found = tokenizer_config.get("chat_template") or read_json(
-        folder / "chat_template.json", optional=True).get("chat_template")
+    found = (tokenizer_config.get("chat_template")
+             or read_json(folder / "chat_template.json").get("chat_template"))
     if isinstance(found, list):
         with parsing(folder / "tokenizer_config.json"):
             return {entry["name"]: entry["template"] for entry in found}.get("default")
@@ -494,11 +468,9 @@ def is_embedding(folder: Path) -> bool:
     """True if modules.json (sentence-transformers) makes one vector of a text with this model.
     Refuses any pooling but the last token's, the only one in qwen3.c, which always normalizes."""
     path = folder / "modules.json"
-    if not path.exists():
-        return False
     with parsing(path):
         modules = {module["type"].rpartition(".")[2]: module["path"]
-                   for module in json.loads(read_file(path))}
+                   for module in read_json(path, kind=list)}
     if "Pooling" not in modules:
         return False
     for module in modules:
@@ -537,16 +509,18 @@ class Config(NamedTuple):
     frequencies: tuple[float, ...] = ()  # of scaled rope: radians per position
 
 
-# What qwen3.c accepts: its names for the fields -> (lowest, highest). (It takes a vocab_size of
-# 2^30, but each token costs memory here.)
+ORIGINAL = "original_max_position_embeddings"  # of YaRN
+# What qwen3.c accepts of the JSON files' numbers: (lowest, highest). (It takes a vocab_size of
+# 2^30, but each token costs memory here.) For theta, the penalty and YaRN's terms: OTHER_LIMITS
 LIMITS = {
-    "dim": (1, 1 << 20), "hidden_dim": (1, 1 << 20), "n_layers": (1, 4096), "n_heads": (1, 4096),
-    "n_kv_heads": (1, 4096), "vocab_size": (1, 1 << 20), "max_seq_len": (1, 1 << 30),
-    "head_dim": (1, 4096), "n_experts": (0, 4096), "n_experts_used": (0, 4096),
-    "rope_theta": (1e-6, 1e12), "rms_norm_eps": (2.0 ** -126, 1e12), "penalty": (1e-6, 1e12),
-    "sampling temperature": (0.0, 1e6), "sampling top_p": (1e-45, 1.0),
-    "sampling top_k": (0, 2 ** 31 - 1),
-    "YaRN": (1e-6, 1e12), "YaRN original length": (1, 2 ** 31 - 1)}  # its other terms, that length
+    "hidden_size": (1, 1 << 20), "intermediate_size": (1, 1 << 20),
+    "moe_intermediate_size": (1, 1 << 20), "num_hidden_layers": (1, 4096),
+    "num_attention_heads": (1, 4096), "num_key_value_heads": (1, 4096), "vocab_size": (1, 1 << 20),
+    "max_position_embeddings": (1, 1 << 30), ORIGINAL: (1, 2 ** 31 - 1),
+    "head_dim": (1, 4096), "num_experts": (0, 4096), "num_local_experts": (0, 4096),
+    "num_experts_per_tok": (0, 4096), "rms_norm_eps": (2.0 ** -126, 1e12),
+    "temperature": (0.0, 1e6), "top_p": (1e-45, 1.0), "top_k": (0, 2 ** 31 - 1)}
+OTHER_LIMITS = 1e-6, 1e12
 
 QWEN2 = ["Qwen2ForCausalLM"]  # Qwen2 and Qwen2.5 have biases on q, k and v, and no QK-norm
 QWEN3 = ["Qwen3ForCausalLM"]
@@ -554,26 +528,24 @@ QWEN3_MOE = ["Qwen3MoeForCausalLM"]  # Qwen3 with a mixture of experts
 GROUP_SIZES = 32, 64, 128, 256
 
 
-def read_config(source: Source, bits: int | None = None, group_size: int | None = None,
-                yarn_factor: float | None = None) -> Config:
-    """The source's config.json, checked; the rest are the user's options."""
+def read_config(source: Source, options: argparse.Namespace) -> Config:
+    """The source's config.json, checked, with the user's options."""
     where, config = source.file("config.json"), source.config
     check_family(where, config)
     get = partial(number, where, config)
     qwen2 = config["architectures"] == QWEN2
     moe = config["architectures"] == QWEN3_MOE
     hidden_key = "moe_intermediate_size" if moe else "intermediate_size"
-    dim, hidden_dim = get("hidden_size", "dim"), get(hidden_key, "hidden_dim")
-    n_heads = get("num_attention_heads", "n_heads")
-    n_kv_heads = get("num_key_value_heads", "n_kv_heads", n_heads)
-    head_dim = get("head_dim", "head_dim", dim // n_heads if qwen2 else 128)
+    dim, hidden_dim, n_heads = map(get, ("hidden_size", hidden_key, "num_attention_heads"))
+    n_kv_heads = get("num_key_value_heads", n_heads)
+    head_dim = get("head_dim", dim // n_heads if qwen2 else 128)
     if n_heads % n_kv_heads:
         refuse(where, "num_key_value_heads", f"a divisor of {n_heads}", n_kv_heads)
     if head_dim % 2:
         refuse(where, "head_dim", "an even number", head_dim)
-    max_seq_len, theta, rope_factor, frequencies = read_rope(where, config, head_dim, yarn_factor)
-    bits = bits or (4 if source.levels else 8)
-    group_size = group_size or (32 if bits == 4 else source.group_size)
+    max_seq_len, theta, rope_factor, frequencies = read_rope(where, config, head_dim, options.yarn)
+    bits = options.bits or (4 if source.levels else 8)
+    group_size = options.group_size or (32 if bits == 4 else source.group_size)
     copied_levels = source.levels if group_size == 32 else ()
     levels = (copied_levels or LEVELS) if bits == 4 else ()
     widths = {"hidden_size": dim, hidden_key: hidden_dim,
@@ -584,20 +556,18 @@ def read_config(source: Source, bits: int | None = None, group_size: int | None 
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
     tied = config.get("tie_word_embeddings", False) is True
     return Config(
-        dim, hidden_dim, get("num_hidden_layers", "n_layers"), n_heads, n_kv_heads,
-        get("vocab_size", "vocab_size"), max_seq_len, head_dim,
+        dim, hidden_dim, get("num_hidden_layers"), n_heads, n_kv_heads, get("vocab_size"),
+        max_seq_len, head_dim,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
-        group_size=group_size, levels=levels,
-        rms_norm_eps=get("rms_norm_eps", "rms_norm_eps", 1e-6), rope_theta=theta,
-        rope_factor=rope_factor, frequencies=frequencies, qkv_bias=qwen2, no_qk_norm=qwen2,
-        **(read_experts(where, config) if moe else {}))
+        group_size=group_size, levels=levels, rms_norm_eps=get("rms_norm_eps", 1e-6),
+        rope_theta=theta, rope_factor=rope_factor, frequencies=frequencies, qkv_bias=qwen2,
+        no_qk_norm=qwen2, **(read_experts(where, config) if moe else {}))
 
 
 def read_experts(where: Path, config: dict) -> dict[str, int | bool]:
     """Config's fields about experts, of a mixture of experts' config.json."""
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5
-    n_experts = number(where, config, key, "n_experts")
-    used = number(where, config, "num_experts_per_tok", "n_experts_used")
+    n_experts, used = (number(where, config, name) for name in (key, "num_experts_per_tok"))
     if not 1 <= used <= n_experts:
         refuse(where, "num_experts_per_tok", f"from 1 to {key}, {n_experts}", used)
     norm = config.get("norm_topk_prob", False)
@@ -631,11 +601,10 @@ def check_family(where: Path, config: dict) -> None:
                "full attention in every layer", first_few(sorted(set(layer_types))))
 
 
-def number(where: Path, values: dict, key: str, name: str, default: float | None = None):
-    """values[key], or the default where it is absent or null: a number within LIMITS[name]."""
-    low, high = LIMITS[name]
-    kind = type(low)
-    value = values.get(key)
+def number(where: Path, values: dict, key: str, default: float | None = None):
+    """values[key], or the default where it is absent or null: a number within its LIMITS."""
+    low, high = LIMITS.get(key, OTHER_LIMITS)
+    kind, value = type(low), values.get(key)
     value = default if value is None else value
     if type(value) not in (int, kind) or not low <= value <= high:
         refuse(where, key, f"an integer from {low} to {high}" if kind is int else
@@ -648,25 +617,22 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
     and defaults; with --yarn, as Qwen's model cards change them for long texts."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # in transformers 5
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    max_seq_len = number(where, config, "max_position_embeddings", "max_seq_len")
+    max_seq_len = number(where, config, "max_position_embeddings")
     if yarn_factor:
         if rope_type != "default":
             refuse(where, "its rope is scaled already: leave --yarn out", "no scaling", rope_type)
         # Qwen3's 40960 positions are the 32768 that it was trained on and 8192 for the answer.
         original = 32768 if max_seq_len == 40960 else max_seq_len
-        rope_type, rope = "yarn", rope | {"factor": yarn_factor,
-                                          "original_max_position_embeddings": original}
-        max_seq_len = number(where, {"max_position_embeddings": int(yarn_factor * original)},
-                             "max_position_embeddings", "max_seq_len")
-    theta = number(where, config | rope, "rope_theta", "rope_theta", 10000.0)
+        rope_type, rope = "yarn", rope | {"factor": yarn_factor, ORIGINAL: original}
+        longer = {"max_position_embeddings": int(yarn_factor * original)}
+        max_seq_len = number(where, longer, "max_position_embeddings")
+    supported(where, "rope_type", rope_type, "default", "yarn")
+    theta = number(where, config | rope, "rope_theta", 10000.0)
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
     if rope_type == "yarn":
-        original = "original_max_position_embeddings"
-        if original in config:  # outside of rope_scaling it wins
-            rope = rope | {original: config[original]}
-        known |= {"factor", original, "truncate", "attention_factor", "beta_fast", "beta_slow",
+        known |= {"factor", ORIGINAL, "truncate", "attention_factor", "beta_fast", "beta_slow",
                   "mscale", "mscale_all_dim"}
-    supported(where, "rope_type", rope_type, "default", "yarn")
+        rope = rope | {key: config[key] for key in {ORIGINAL} & config.keys()}  # outside it wins
     if unknown := sorted(rope.keys() - known):
         refuse(where, f"rope scaling {rope_type}", f"no keys but {', '.join(sorted(known))}",
                first_few(unknown))
@@ -683,14 +649,13 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     where that uses tensors. Only the powers are rounded from fp64, to be the same everywhere."""
     rope = rope | {key: rope.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0: absent
     get = partial(number, where, rope)
-    original = get("original_max_position_embeddings", "YaRN original length", max_seq_len)
+    original = get(ORIGINAL, max_seq_len)
     # The factor must be there, but may be null.
-    factor = get("factor", "YaRN", max_seq_len / original if "factor" in rope else None)
+    factor = get("factor", max_seq_len / original if "factor" in rope else None)
     growth = 0.1 * math.log(max(factor, 1))
     attention_factor = growth + 1
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        mscale, all_dim = (get(key, "YaRN") for key in ("mscale", "mscale_all_dim"))
-        attention_factor = (growth * mscale + 1) / (growth * all_dim + 1)
+        attention_factor = (growth * get("mscale") + 1) / (growth * get("mscale_all_dim") + 1)
     elif rope.get("mscale") or rope.get("mscale_all_dim"):
         notes.append("mscale or mscale_all_dim alone has no effect, as in transformers")
     if type(truncate := rope.get("truncate", True)) is not bool:
@@ -699,7 +664,7 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     # Dimensions with more than beta_fast rotations in the original length keep their frequency,
     # those with fewer than beta_slow get frequency / factor; a linear ramp lies in between.
     low, high = (head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-                 for rotations in (get("beta_fast", "YaRN", 32), get("beta_slow", "YaRN", 1)))
+                 for rotations in (get("beta_fast", 32), get("beta_slow", 1)))
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -708,7 +673,7 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     exponents = np.arange(0, head_dim, 2, dtype="<f4") / head_dim
     powers = (theta ** exponents.astype(float)).astype("<f4")
     frequencies = 1 / (factor * powers) * (1 - (1 - ramp)) + 1 / powers * (1 - ramp)
-    return get("attention_factor", "YaRN", attention_factor), tuple(frequencies.tolist())
+    return get("attention_factor", attention_factor), tuple(frequencies.tolist())
 
 
 def header(c: Config) -> bytes:
@@ -716,65 +681,68 @@ def header(c: Config) -> bytes:
     theta, eps = (0 if np.float32(value) == np.float32(default) else value
                   for value, default in ((c.rope_theta, 1e6), (c.rms_norm_eps, 1e-6)))
     rope_scaling, layer_bits = 2 if c.frequencies else 0, 4 if c.levels else 0
-    to_group_size, to_no_topk_norm = c[:10], c[12:18]
-    return struct.pack("<I11i2fIf20x2I2i3I16b128x", 0x616A6331, 1, *to_group_size, theta, eps,
-                       rope_scaling, *to_no_topk_norm, layer_bits, 0, *(c.levels or [0] * 16))
+    return struct.pack("<I11i2fIf20x2I2i3I16b128x", 0x616A6331, 1, *c[:10], theta, eps,
+                       rope_scaling, *c[12:18], layer_bits, 0, *(c.levels or [0] * 16))
 
 
 # ---- Tensors: where each one lies in *.safetensors, and the order in which OUT.bin has them ------
 
+FREQUENCIES = "rope's frequencies"  # of scaled rope: the one tensor that is computed, not stored
 SCALE_SIZES = {32: 0, 8: 4, 4: 2}  # bits of a value -> bytes of its group's scale, a float
-
 # dtype -> (elements, bytes) of one block; a float type's block is one element
 BLOCK_SIZES = {kind.name: block for kind, block in gguf.GGML_QUANT_SIZES.items()}
 FLOAT_TYPES = {"BF16", "F16", "F32"}
 
 
-@dataclass
-class Tensor:
-    """A tensor in a safetensors or GGUF file, row-major. A range of its elements is given by start
-    and count in the flattened tensor, both multiples of the dtype's block."""
+class Tensor(NamedTuple):
+    """A tensor, or a range of one's elements, in a safetensors or GGUF file, row-major."""
     name: str
     file: BinaryIO
     offset: int  # of its first byte in the file
     dtype: str  # safetensors' name or ggml's; the float types have the same name in both
     shape: tuple[int, ...]
 
+    @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """The whole tensor as (start, count) of ranges of up to PIECE elements."""
-        return [(start, min(PIECE, self.size() - start)) for start in range(0, self.size(), PIECE)]
-
-    def byte_count(self, count: int) -> int:
+    @property
+    def nbytes(self) -> int:
         elements, size = BLOCK_SIZES[self.dtype]
-        return count // elements * size
+        return self.size // elements * size
 
-    def read_bytes(self, start: int, count: int) -> bytes:
-        """The range as it is stored."""
-        need = self.byte_count(count)
-        raw = os.pread(self.file.fileno(), need, self.offset + self.byte_count(start))
-        if len(raw) < need:
-            refuse(self.file.name, f"truncated in {self.name}", f"{need} bytes", len(raw))
+    def part(self, start: int, *shape: int) -> Tensor:
+        """A range of its elements, which begins and ends with a block of the dtype."""
+        elements, size = BLOCK_SIZES[self.dtype]
+        return self._replace(offset=self.offset + start // elements * size, shape=shape)
+
+    def pieces(self) -> list[Tensor]:
+        """The whole tensor as ranges of up to PIECE elements."""
+        return [self.part(start, min(PIECE, self.size - start))
+                for start in range(0, self.size, PIECE)]
+
+    def read_bytes(self) -> bytes:
+        raw = os.pread(self.file.fileno(), self.nbytes, self.offset)
+        if len(raw) < self.nbytes:
+            refuse(self.file.name, f"truncated in {self.name}", f"{self.nbytes} bytes", len(raw))
         return raw
 
-    def read_fp32(self, start: int, count: int) -> np.ndarray:
-        """The range as (count,) fp32, writable."""
-        raw = np.frombuffer(bytearray(self.read_bytes(start, count)), np.uint8)
+    def read_fp32(self) -> np.ndarray:
+        """(size,), writable."""
+        raw = np.frombuffer(bytearray(self.read_bytes()), np.uint8)
         return gguf.dequantize(raw, gguf.GGMLQuantizationType[self.dtype])
 
-    def encode(self, start: int, count: int, bits: int, c: Config) -> tuple[np.ndarray, np.ndarray]:
-        """The range as OUT.bin has it (see Output): (values, scales), no scales with 32 bits. What
+    def encode(self, bits: int, c: Config) -> tuple[np.ndarray, np.ndarray]:
+        """It as OUT.bin has it (see Output): (values, scales), no scales with 32 bits. What
         is_copied() is not quantized again: a GGUF block is an f16 scale, then its values."""
-        if self.is_copied(bits, c):
-            blocks = np.frombuffer(self.read_bytes(start, count),
-                                   [("scale", "<f2"), ("values", "u1", 4 * bits)])
-            self.check_finite(blocks["scale"])
-            return blocks["values"].ravel(), blocks["scale"].astype(f"<f{SCALE_SIZES[bits]}")
-        x = self.read_fp32(start, count)
-        self.check_finite(x)
+        if copied := self.is_copied(bits, c):
+            block = np.dtype([("scale", "<f2"), ("values", "u1", 4 * bits)])
+            blocks = np.frombuffer(self.read_bytes(), block)
+        x = blocks["scale"] if copied else self.read_fp32()
+        if not np.isfinite(x).all():
+            refuse(self.file.name, self.name, "finite numbers", "infinity or NaN")
+        if copied:
+            return blocks["values"].ravel(), x.astype(f"<f{SCALE_SIZES[bits]}")
         if bits == 32:
             return x, x[:0]
         if bits == 8:
@@ -788,54 +756,41 @@ class Tensor:
         same = {8: self.dtype == "Q8_0", 4: GGUF_LEVELS.get(self.dtype) == c.levels}
         return c.group_size == 32 and same.get(bits, False)
 
-    def check_finite(self, x: np.ndarray) -> None:
-        if not np.isfinite(x).all():
-            refuse(self.file.name, self.name, "finite numbers", "infinity or NaN")
-
 
 def open_checkpoint(folder: Path) -> dict[str, Tensor]:
     """name -> tensor, of model.safetensors or of the shards in model.safetensors.index.json."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return open_safetensors(single, TENSORS_SIZE)[0]
+        return open_safetensors(single)
     if not index.is_file():
         refuse(folder, "no weights", f"{single.name} or {index.name} (transformers' "
                "from_pretrained(), then save_pretrained() makes them)",
                first_few(sorted(path.name for path in folder.iterdir())))
     tensors: dict[str, Tensor] = {}
     with parsing(index):
-        shard_of, left = read_json(index, most=TENSORS_SIZE)["weight_map"], TENSORS_SIZE
-        for shard in sorted(set(shard_of.values())):
+        shard_of = read_json(index, TENSORS_SIZE)["weight_map"]
+        if len(shard_of) > MOST_TENSORS:
+            refuse(index, "too many tensors", f"at most {MOST_TENSORS}", "more")
+        names = sorted(shard_of, key=shard_of.__getitem__)
+        for shard, listed in itertools.groupby(names, key=shard_of.__getitem__):
             if Path(shard).name != shard or not (folder / shard).is_file():
                 refuse(folder / shard, "missing", f"this file of {index.name}: download it again")
-            more, used = open_safetensors(folder / shard, left)
-            left -= used
-            add_tensors(index, tensors, more)
-        found = {name: Path(tensor.file.name).name for name, tensor in tensors.items()}
-        if wrong := sorted({name for name, _ in shard_of.items() ^ found.items()}):
-            refuse(index, "its shards hold other tensors (download them again)",
-                   "those that it lists", f"a difference in {first_few(wrong)}")
+            found = open_safetensors(folder / shard)
+            if wrong := sorted(found.keys() ^ set(listed)):
+                refuse(index, "its shards hold other tensors (download them again)",
+                       "those that it lists", f"a difference in {first_few(wrong)}")
+            tensors |= found
     return tensors
 
 
-def add_tensors(where: Path, tensors: dict[str, Tensor], more: dict[str, Tensor]) -> None:
-    """Adds more tensors, of which none may be there already."""
-    if again := sorted(tensors.keys() & more.keys()):
-        refuse(where, "tensors", "each once", f"{first_few(again)} twice")
-    tensors |= more
-    if len(tensors) > MOST_TENSORS:
-        refuse(where, "too many tensors", f"at most {MOST_TENSORS}", "more")
-
-
-def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
-    """(name -> tensor, bytes of the header, which may be at most `most`) of one file. Its format:
-    u64 length of the header; the header, JSON {name: {dtype, shape, data_offsets: [begin, end)}};
-    the data, which the tensors fill without gap or overlap. (The safetensors package's numpy reader
-    does not know BF16.)"""
+def open_safetensors(path: Path) -> dict[str, Tensor]:
+    """name -> tensor, of one file. Its format: u64 length of the header; the header, JSON
+    {name: {dtype, shape, data_offsets: [begin, end)}}; the data, which the tensors fill without gap
+    or overlap. (The safetensors package's numpy reader does not know BF16.)"""
     file = open_file(path)
     file_size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
-    limit = min(file_size - 8, most)
+    limit = min(file_size - 8, TENSORS_SIZE)
     if not 2 <= length <= limit:
         refuse(path, "broken safetensors (download it again)",
                f"a header of 2 to {max(2, limit)} bytes", length)
@@ -848,21 +803,18 @@ def open_safetensors(path: Path, most: int) -> tuple[dict[str, Tensor], int]:
             begin, end = entry["data_offsets"]
             if len(shape) > 4 or any(type(n) is not int for n in (*shape, begin, end)):
                 refuse(path, f"shape or data_offsets of {name}", "up to 4 integers and 2", entry)
-            size = end - begin  # of other dtypes, which match_tensors() refuses
-            if dtype in FLOAT_TYPES:
-                size = math.prod(shape) * BLOCK_SIZES[dtype][1]
-            if begin != position or size < 0 or end - begin != size:
+            tensors[name] = tensor = Tensor(name, file, 8 + length + begin, dtype, shape)
+            size = tensor.nbytes if dtype in FLOAT_TYPES else abs(end - begin)  # refused later
+            if [begin, end] != [position, position + size]:
                 refuse(path, f"data_offsets of {name}", [position, position + size], [begin, end])
-            tensors[name] = Tensor(name, file, 8 + length + begin, dtype, shape)
             position = end
     if 8 + length + position != file_size:
         refuse(path, "truncated or oversized", f"{8 + length + position} bytes (download it again)",
                file_size)
-    return tensors, length
+    return tensors
 
 
-@dataclass
-class Output:
+class Output(NamedTuple):
     """A tensor of OUT.bin. With bits 32: fp32 values. With 8: int8 values, then an fp32 scale for
     each group. With 4: bytes of two codes, then an fp16 scale for each group."""
     bits: int  # of a value
@@ -871,16 +823,11 @@ class Output:
     values: int  # offset of the first value in OUT.bin
     scales: int  # offset of the first scale
     end: int  # offset of what follows
-    tensors: list[Tensor] = field(default_factory=list)  # the source, for each name
+    tensors: list[Tensor]  # the source, for each name; none in layout()
 
     @property
     def name(self) -> str:
         return self.tensors[0].name.replace(".experts.0.", ".experts.*.")
-
-    def pieces(self) -> list[tuple[Tensor, int, int, int]]:
-        """All ranges of it, as (source tensor, start and count in that, start in the output)."""
-        return [(tensor, start, count, i * tensor.size() + start)
-                for i, tensor in enumerate(self.tensors) for start, count in tensor.pieces()]
 
     def offsets(self, at: int, c: Config) -> tuple[int, int]:
         """Where a range from `at` on has its values and its scales in OUT.bin."""
@@ -888,13 +835,9 @@ class Output:
                 self.scales + at // c.group_size * SCALE_SIZES[self.bits])
 
 
-FREQUENCIES = "rope's frequencies"  # of scaled rope: the one tensor that is computed, not stored
-
-
 def layout(c: Config) -> list[Output]:
-    """The tensors of OUT.bin, in its order, without their source. Norms, routers and biases stay
-    fp32; matrices are (out, in) and quantized. In a name below, * is the number of a layer and # of
-    an expert."""
+    """The tensors of OUT.bin, in its order, without their source. Matrices are (out, in) and
+    quantized. In a name below, * is the number of a layer and # of an expert."""
     q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     bits = 4 if c.levels else 8
     mlp = "layers.*.mlp.experts.#" if c.n_experts else "layers.*.mlp"
@@ -926,7 +869,7 @@ def layout(c: Config) -> list[Output]:
             size = len(names) * math.prod(shape)
             scales = offset + size * bits // 8
             end = scales + size // c.group_size * SCALE_SIZES[bits]
-            outputs.append(Output(bits, names, tuple(shape), offset, scales, end))
+            outputs.append(Output(bits, names, tuple(shape), offset, scales, end, []))
             offset = end  # a multiple of 4, as a matrix has an even number of rows
     return outputs
 
@@ -956,35 +899,42 @@ def match_tensors(source: Source, c: Config, *rooms: Room) -> list[Output]:
         if tensor.shape != shape:
             refuse(where, f"shape of {tensor.name}", list(shape), list(tensor.shape))
         try:
-            tensor.read_fp32(0, min(256, tensor.size()))
+            tensor.part(0, min(256, tensor.size)).read_fp32()
         except (KeyError, NotImplementedError):
             refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
                    "the gguf package dequantizes", tensor.dtype)
-    return [replace(output, tensors=[found[name] for name in output.names]) for output in outputs]
+    return [output._replace(tensors=[found[name] for name in output.names]) for output in outputs]
 
 
 # ---- Weights: quantized to Q8_0 or four bits and written, piece by piece -------------------------
 
 PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy pass to the next
+# The 16 values of four bits before the scale: k-means on the weights of trained models
+LEVELS = (-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106)
+MOST_Q4 = 1 << 22  # the largest weight that LEVELS and an fp16 scale, up to 65504, surely reach
 
 
 def write_model(out: BinaryIO, c: Config, outputs: list[Output]) -> None:
-    """Writes OUT.bin: the header, then the tensors."""
-    def convert(output: Output, tensor: Tensor, start: int, count: int, at: int) -> int:
+    """Writes OUT.bin: the header, then the tensors. Notes what the quantization costs."""
+    def convert(output: Output, piece: Tensor, at: int) -> int:
         """Writes a range. Returns the number of groups that lose all of their value."""
-        values, scales = tensor.encode(start, count, output.bits, c)
+        values, scales = piece.encode(output.bits, c)
         for data, offset in zip((values, scales), output.offsets(at, c)):
             write_at(out, data, offset)
         if scales.all() or output.bits == 8:
             return 0
-        x = tensor.read_fp32(start, count).reshape(len(scales), -1)
+        x = piece.read_fp32().reshape(len(scales), -1)
         return np.count_nonzero(x[scales == 0].any(axis=1))
 
     write_at(out, header(c), 0)
-    lost = sum(sum(groups) for _, groups in in_pieces(convert, outputs))
-    if lost:
+    if again := {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
+                 if not tensor.is_copied(output.bits, c)} - FLOAT_TYPES:
+        notes.append(f"{', '.join(sorted(again))}: quantized again, in groups of {c.group_size}, "
+                     "which adds an error of 0.5 % of the weights' rms where they get 8 bits, of 6 "
+                     "to 9 % where they get 4; what the first quantization lost stays lost")
+    if lost := sum(sum(groups) for _, groups in in_pieces(convert, outputs)):
         notes.append(f"{lost} groups of {c.group_size} weights became zeros, as four bits hold "
-                     f"none below about {LEAST_Q4}; --bits 8 keeps them")
+                     "none below about 0.000004; --bits 8 keeps them")  # an fp16 scale is then 0
 
 
 def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -998,12 +948,6 @@ def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
     np.rint(x, out=x)
     np.clip(x, -127, 127, out=x)  # a subnormal scale is so coarse that x / scale may reach 190
     return x.astype(np.int8).ravel(), scale
-
-
-# The 16 values of four bits before the scale: k-means on the weights of trained models
-LEVELS = (-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106)
-LEAST_Q4 = "0.000004"  # a group of smaller weights may have a scale that rounds to 0 in fp16
-MOST_Q4 = 1 << 22  # the largest weight that LEVELS and an fp16 scale, up to 65504, surely reach
 
 
 def nearest(x: np.ndarray) -> np.ndarray:
@@ -1060,18 +1004,16 @@ def decode(values: np.ndarray, scales: np.ndarray, bits: int, c: Config) -> np.n
 
 
 def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
-    """Calls work(output, *piece) for each of its pieces, on several threads (numpy and the system
-    calls release the GIL), with a progress bar. Yields each output with its results."""
-    total = sum(tensor.byte_count(tensor.size()) for output in outputs for tensor in output.tensors)
+    """Yields each output with work(output, range of a source tensor, its start in the output) of
+    its ranges. Several threads do it, as numpy and the system calls release the GIL."""
+    total = sum(tensor.nbytes for output in outputs for tensor in output.tensors)
     with (ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
         for output in outputs:
-            pieces, results = output.pieces(), []
-            for piece, result in zip(pieces, pool.map(partial(work, output), *zip(*pieces))):
-                tensor, _, count, _ = piece
-                bar.update(tensor.byte_count(count))
-                results.append(result)
-            yield output, results
+            pieces = [piece for tensor in output.tensors for piece in tensor.pieces()]
+            starts = itertools.accumulate((piece.size for piece in pieces), initial=0)
+            yield output, list(pool.map(partial(work, output), pieces, starts))
+            bar.update(sum(piece.nbytes for piece in pieces))
 
 
 def write_at(file: BinaryIO, data: bytes | np.ndarray, offset: int) -> None:
@@ -1097,10 +1039,6 @@ class Vocabulary(NamedTuple):
     scores: dict[int, float]  # id -> merge score, of the tokens that a merge makes
     added: dict[str, tuple[int, bool]]  # text that no merge makes -> id, special (not printed)
     nfc: bool  # text is normalized to NFC first
-
-    def added_ids(self, text: str | None) -> list[int]:
-        """The id of the added token with this text, as a list of one or none."""
-        return [self.added[text][0]] if text in self.added else []
 
 
 def read_vocabulary(source: Source, vocab_size: int) -> Vocabulary:
@@ -1143,9 +1081,9 @@ def check_pipeline(where: Path, tokenizer: dict) -> bool:
 
 
 def read_added(where: Path, tokenizer: dict, settings: dict) -> dict[str, tuple[int, bool]]:
-    """text -> (id, special) of the added tokens, which are those in tokenizer.json. A token is
-    special if either file says so or if it has a role (eos_token, ...). One that only the settings,
-    tokenizer_config.json, have is refused: transformers would give it a new id."""
+    """text -> (id, special) of tokenizer.json's added tokens. One is special if either file says so
+    or if it has a role (eos_token, ...). One that only the settings, tokenizer_config.json, have is
+    refused: transformers would give it a new id."""
     listed = settings.get("added_tokens_decoder") or {}
     for token in [*tokenizer["added_tokens"], *listed.values()]:
         for flag in ("lstrip", "rstrip", "single_word", "normalized"):
@@ -1180,11 +1118,10 @@ def token_text(value: str | dict | None) -> str | None:
 def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dict[int, float]:
     """id -> -log(rank + 1) of the merge that makes the token: an earlier merge scores higher. As a
     token has one score, all merges that make it must follow each other in the list.
-
-    qwen3.c has no list of merges: it merges any two neighbours that together are a token, the best
-    score first. Both ways give the same ids if the package encodes the text of every token to that
-    token alone: two neighbours that form a token have come about just as within the token's own
-    text, where the list merges them last. Any other vocabulary is refused."""
+    qwen3.c has no list: it merges any two neighbours that together are a token, the best score
+    first. Both ways give the same ids if the package encodes the text of every token to that token
+    alone: two neighbours that form a token have come about just as within the token's own text,
+    where the list merges them last. Any other vocabulary is refused."""
     scores: dict[int, float] = {}
     previous = -1
     for rank, (left, right) in enumerate(merges):
@@ -1214,50 +1151,39 @@ CHARACTERS = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x40000), *range(0
 
 def unicode_sections(nfc: bool) -> dict[str, bytes]:
     """The tokenizer file's sections `clas`, `ccc ` and `deco`, the last two empty without NFC."""
-    return {"clas": u32(*runs(character_classes())),
-            "ccc ": u32(*runs(combining_classes() if nfc else {})),
-            "deco": u32(*(decompositions() if nfc else []))}
-
-
-def character_classes() -> dict[int, int]:
-    """Code point -> 1 for a letter, 2 for a number, 3 for a space."""
     splits = [pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
               for pattern in (r"\p{L}+", r"\p{N}+", r"\s+")]
-    return {ord(char): number for number, split in enumerate(splits, 1)
-            for piece, _ in split.pre_tokenize_str(CHARACTERS) for char in piece}
+    classes = {ord(char): number for number, split in enumerate(splits, 1)
+               for piece, _ in split.pre_tokenize_str(CHARACTERS) for char in piece}
+    sections = {"clas": u32(*runs(classes)), "ccc ": b"", "deco": b""}
+    if not nfc:
+        return sections
 
-
-def combining_classes() -> dict[int, int]:
-    """Code point -> canonical combining class, of the marks that NFD sorts by it."""
-    nfd = normalizers.NFD().normalize_str
+    # Canonical combining classes, of the marks that NFD sorts by it
+    decompose, compose = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
     low, high = "\u0334", "\u0345"  # marks of the lowest class, 1, and of the highest, 240
-    return {ord(char): unicodedata.combining(char) for char in CHARACTERS
-            if unicodedata.combining(char)
-            and char in (text := nfd(high + char + low))  # else it is decomposed before NFD sorts
-            and text != high + char + low}
+    marks = {ord(char): unicodedata.combining(char) for char in CHARACTERS
+             if unicodedata.combining(char)
+             and char in (text := decompose(high + char + low))  # else decomposed before the sort
+             and text != high + char + low}
 
-
-def decompositions() -> list[tuple[int, int, int, bool]]:
-    """(character, first, second or 0, composes): one step of its canonical decomposition. If it
-    composes, NFC puts the two together again. Hangul, which is arithmetic, is left out."""
-    nfd, nfc = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
+    # (character, first, second or 0, whether NFC composes it again): one step of a canonical
+    # decomposition. Hangul, which is arithmetic, is left out.
     steps = []
     for char in CHARACTERS:
         step = unicodedata.decomposition(char)  # "0041 0300"; "<compat> 0020" is none of NFD's
-        if step and step[0] != "<" and nfd(char) != char:
+        if step and step[0] != "<" and decompose(char) != char:
             first, second = [*(int(code, 16) for code in step.split()), 0][:2]
-            steps.append((ord(char), first, second, nfc(char) == char))
-    return steps
+            steps.append((ord(char), first, second, compose(char) == char))
+    return sections | {"ccc ": u32(*runs(marks)), "deco": u32(*steps)}
 
 
-def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
-    """(first, last, class) of each run of code points of one class, ascending."""
-    ranges: list[tuple[int, int, int]] = []
-    for code, number in sorted(classes.items()):
-        goes_on = ranges and ranges[-1][1:] == (code - 1, number)
-        first = ranges.pop()[0] if goes_on else code
-        ranges.append((first, code, number))
-    return ranges
+def runs(classes: dict[int, int]) -> np.ndarray:
+    """Rows of (first, last, class), one for each run of code points of one class, ascending."""
+    codes, numbers = np.array(sorted(classes.items())).T
+    last = np.flatnonzero((np.diff(codes, append=-1) != 1) | (np.diff(numbers, append=0) != 0))
+    first = [0, *last[:-1] + 1]
+    return np.stack([codes[first], codes[last], numbers[last]], axis=1)
 
 
 # ---- Chat: the checkpoint's Jinja template as twelve strings -------------------------------------
@@ -1265,6 +1191,7 @@ def runs(classes: dict[int, int]) -> list[tuple[int, int, int]]:
 # rendering the template with marked contents, and are used only if they give the same text as the
 # template on many trial conversations.
 
+TEMPLATE_SECONDS = 20  # Qwen's templates take 0.3
 Message = tuple[str, str]  # role, content
 Conversation = tuple[tuple[Message, ...], "bool | None"]  # thinking; None: opens no answer
 
@@ -1292,9 +1219,6 @@ class Pieces(NamedTuple):
                 content = content.rpartition(self.strip)[2].lstrip(self.trim)
             text += getattr(self, f"{role}_open") + content + getattr(self, f"{role}_close")
         return text + ("" if thinking is None else (self.answer_plain, self.answer_think)[thinking])
-
-
-TEMPLATE_SECONDS = 20  # Qwen's templates take 0.3
 
 
 def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | None:
@@ -1340,19 +1264,17 @@ def render_all(template: str, variables: dict, conversations: list) -> dict[Conv
 
 
 def template_process() -> None:
-    """The whole program of that process. Reads the arguments of render_all() from stdin, and writes
-    [texts, error] to stdout, as JSON. Runs the template as transformers does
-    (chat_template_utils.py, render_jinja_template)."""
+    """That process: the arguments of render_all() come by stdin and [texts, error] go to stdout, as
+    JSON. The template runs as in transformers (chat_template_utils.py, render_jinja_template)."""
     import json
     import sys
+    from contextlib import suppress
     sys.path += sys.argv[1:]
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-    try:
+    with suppress(ImportError, AttributeError, ValueError, OSError):  # Windows, macOS: no limit
         import resource
         resource.setrlimit(resource.RLIMIT_AS, (400_000_000, 400_000_000))
-    except (ImportError, AttributeError, ValueError, OSError):
-        pass  # Windows and macOS have no such limit
 
     def fail(message):
         raise TemplateError(message)
@@ -1360,8 +1282,7 @@ def template_process() -> None:
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
-    env.globals["raise_exception"] = fail
-    env.globals["strftime_now"] = lambda _: fail("it writes the date")
+    env.globals.update(raise_exception=fail, strftime_now=lambda _: fail("it writes the date"))
     source, variables, conversations = json.load(sys.stdin)
     texts, error = [], None
     try:
@@ -1382,16 +1303,13 @@ def template_process() -> None:
 SYSTEM, USER, ANSWER, NEXT = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
                               ("assistant", "ANSWERTEXT"), ("user", "NEXTTEXT"))
 THINK_END = "</think>"
-
-
-def with_answer(content: str) -> Conversation:
-    return (USER, ("assistant", content), NEXT), None
-
-
-ANSWERS = ["y", f"x{THINK_END}y", *(f"{THINK_END}{char}y" for char in string.whitespace)]
+TALK = USER, ANSWER, NEXT
+# Those of which a template that strips the thinking makes the text of TALK: character -> messages
+THOUGHT = {char: (USER, ("assistant", f"x{THINK_END}{char}{ANSWER[1]}"), NEXT)
+           for char in ["", *" \t\n\r\v\f"]}
 MARKED: list[Conversation] = [  # those from which find_pieces() finds the pieces
-    ((SYSTEM, USER, ANSWER, NEXT), None), ((USER, ANSWER), None), ((USER,), None),
-    ((USER,), False), ((USER,), True), *map(with_answer, ANSWERS)]
+    ((SYSTEM, *TALK), None), ((USER, ANSWER), None), ((USER,), None), ((USER,), False),
+    ((USER,), True), (TALK, None), *((messages, None) for messages in THOUGHT.values())]
 
 
 def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
@@ -1405,7 +1323,7 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
         return before + [rest]
 
     # Each gap is one piece or two in a row; where it is two, another gap is one of them.
-    first, after_system, before_answer, after_answer, user_close = gaps(SYSTEM, USER, ANSWER, NEXT)
+    first, after_system, before_answer, after_answer, user_close = gaps(SYSTEM, *TALK)
     assistant_open = before_answer.removeprefix(user_close)
     assistant_close = gaps(USER, ANSWER)[2]
     user_open = after_answer.removeprefix(assistant_close)
@@ -1414,15 +1332,10 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     plain, think = (gaps(USER, thinking=thinking)[1].removeprefix(user_close)
                     for thinking in (False, True))
 
-    def same(content: str) -> bool:
-        """The template makes "y" of this answer."""
-        return texts[with_answer(content)] == texts[with_answer("y")]
-
-    strip = THINK_END if same(f"x{THINK_END}y") else ""
-    trim = "".join(char for char in string.whitespace if strip and same(f"{THINK_END}{char}y"))
+    trim = [char for char, talk in THOUGHT.items() if texts[talk, None] == texts[TALK, None]]
     return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
                   after_system.removesuffix(user_open), user_open, user_close, assistant_open,
-                  assistant_close, plain, think, strip, trim)
+                  assistant_close, plain, think, THINK_END if trim else "", "".join(trim))
 
 
 def trial_conversations() -> list[Conversation]:
@@ -1462,7 +1375,7 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
         refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
     pieces = chat_pieces(source.chat_template, roles)
     mode = default_mode(source, pieces, vocab, stop_ids)
-    penalty = number(generation_json, source.generation, "repetition_penalty", "penalty", 1.0)
+    penalty = number(generation_json, source.generation, "repetition_penalty", 1.0)
     sections = {
         "adde": u32(*sorted(vocab.added.values())), **unicode_sections(vocab.nfc),
         "head": u32(head_ids), "tail": u32(tail_ids), "stop": u32(stop_ids),
@@ -1491,19 +1404,19 @@ def end_ids(source: Source, vocab: Vocabulary, eos_token: str | None) -> tuple[i
     """(bos, eos, all ids that end an answer). These are the ones in config.json and
     generation_config.json, and tokenizer_config.json's eos_token: in a base model the former have
     what ends a text, but only the latter may be what ends a turn of a chat."""
-    def ids(key: str) -> Iterator[list[int]]:
-        yield id_list(source.file("config.json"), source.config.get(key))
-        yield id_list(source.file("generation_config.json"), source.generation.get(key))
-
-    config_bos, generation_bos = ids("bos_token_id")
-    config_eos, generation_eos = ids("eos_token_id")
-    end_of_text = vocab.added_ids("<|endoftext|>")
+    config_bos, config_eos, generation_bos, generation_eos = (
+        id_list(source.file(name), values.get(key))
+        for name, values in (("config.json", source.config),
+                             ("generation_config.json", source.generation))
+        for key in ("bos_token_id", "eos_token_id"))
+    end_of_text, end_of_turn = ([vocab.added[text][0]] if text in vocab.added else []
+                                for text in ("<|endoftext|>", eos_token))
     bos = config_bos + generation_bos + end_of_text
     eos = config_eos + generation_eos + end_of_text
     if not bos or not eos:
         refuse(source.file("config.json"), "the ids of bos and eos are missing",
                "bos_token_id and eos_token_id, or a token <|endoftext|>", "neither")
-    stop_ids = generation_eos + config_eos + vocab.added_ids(eos_token) or end_of_text
+    stop_ids = generation_eos + config_eos + end_of_turn or end_of_text
     return bos[0], eos[0], list(dict.fromkeys(stop_ids))  # each once
 
 
@@ -1542,9 +1455,8 @@ def sampling(where: Path, generation: dict) -> bytes:
     if not given:
         return b""
     values = defaults | given
-    temperature, top_p, top_k = (number(where, values, key, f"sampling {key}")
-                                 for key in ("temperature", "top_p", "top_k"))
-    return struct.pack("<2fI", temperature if values["do_sample"] else 0.0, top_p, top_k)
+    temperature, *more = (number(where, values, key) for key in ("temperature", "top_p", "top_k"))
+    return struct.pack("<2fI", temperature if values["do_sample"] else 0.0, *more)
 
 
 # ---- GGUF: a file by llama.cpp's converter, turned back into Hugging Face's files ----------------
@@ -1554,7 +1466,6 @@ def sampling(where: Path, generation: dict) -> bytes:
 GGUF_STRING, GGUF_ARRAY = 8, 9  # types of metadata values; the rest are scalars:
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
                 12: "d"}  # type -> struct's letter
-LAST_TOKEN = int(gguf.PoolingType.LAST)  # the pooling of embedding models
 GGUF_LEVELS = {"Q4_0": tuple(range(-8, 8)), "IQ4_NL": gguf.quants.IQ4_NL.kvalues}
 GGUF_TENSORS = {
     "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
@@ -1564,10 +1475,6 @@ GGUF_TENSORS = {
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_down": "mlp.down_proj",
     "ffn_up": "mlp.up_proj", "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.#.gate_proj",
     "ffn_down_exps": "mlp.experts.#.down_proj", "ffn_up_exps": "mlp.experts.#.up_proj"}
-GGUF_ROPE = {
-    "type": "rope_type", "factor": "factor", "yarn_attn_factor": "attention_factor",
-    "original_context_length": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 GGUF_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                  "penalty_repeat": "repetition_penalty"}
 # Tokens that the converter marks as special because they look so; in Qwen's files they are not.
@@ -1577,7 +1484,14 @@ GGUF_NOT_SPECIAL = {f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_
 
 def read_gguf(path: Path) -> Source:
     with parsing(path):
-        metadata, tensors = open_gguf_parts(path)
+        tensors: dict[str, Tensor] = {}
+        metadata = open_gguf(path, tensors)
+        count = metadata.get("split.count", 1)
+        if count > 1 and "-00001-of-" not in path.name:
+            refuse(path, "one of several parts", f"the first, NAME-00001-of-{count:05}.gguf",
+                   path.name)
+        for i in range(2, count + 1):
+            open_gguf(path.with_name(path.name.replace("-00001-of-", f"-{i:05}-of-")), tensors)
         config = gguf_config(path, metadata, tensors)
         ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
         tokenizer = gguf_tokenizer(path, ggml)
@@ -1588,7 +1502,7 @@ def read_gguf(path: Path) -> Source:
         generation = {name: metadata.get(f"general.sampling.{key}")
                       for key, name in GGUF_SAMPLING.items()}
         pooling = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
-        supported(path, "pooling_type", pooling, 0, LAST_TOKEN)
+        supported(path, "pooling_type", pooling, 0, int(gguf.PoolingType.LAST))
         kinds = {tensor.dtype for tensor in tensors.values()}
         in_layers = {tensor.dtype for name, tensor in tensors.items() if "_proj.weight" in name}
         return Source(
@@ -1598,7 +1512,7 @@ def read_gguf(path: Path) -> Source:
             tokenizer_config={"bos_token": texts.get(bos), "eos_token": texts.get(eos)},
             generation=generation | {"eos_token_id": stop_ids},
             chat_template=metadata.get("tokenizer.chat_template"),
-            open_tensors=lambda *_: tensors, embedding=pooling == LAST_TOKEN,
+            open_tensors=lambda *_: tensors, embedding=pooling != 0,
             group_size=32 if "Q8_0" in kinds else None,
             levels=GGUF_LEVELS.get(in_layers.pop(), ()) if len(in_layers) == 1 else ())
 
@@ -1612,6 +1526,10 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
     dim, n_heads = model["embedding_length"], model["attention.head_count"]
     head_dim = model.get("attention.key_length", dim // n_heads)
     embedding, classifier = tensors["embed_tokens.weight"], tensors.get("lm_head.weight")
+    tied = classifier is None or (
+        (embedding.dtype, embedding.shape) == (classifier.dtype, classifier.shape)
+        and all(a.read_bytes() == b.read_bytes()
+                for a, b in zip(embedding.pieces(), classifier.pieces())))
     return {
         "architectures": families[family], "hidden_size": dim,
         "intermediate_size": model.get("feed_forward_length"),
@@ -1625,26 +1543,21 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> dict:
         "rms_norm_eps": model["attention.layer_norm_rms_epsilon"],
         "rope_theta": model.get("rope.freq_base"), "rope_scaling": gguf_rope(model),
         "partial_rotary_factor": model.get("rope.dimension_count", head_dim) / head_dim,
-        "tie_word_embeddings": classifier is None or same_values(embedding, classifier)}
+        "tie_word_embeddings": tied}
 
 
 def gguf_rope(model: dict) -> dict:
     """config.json's rope_scaling."""
-    scaling = {key.removeprefix("rope.scaling."): value for key, value in model.items()
-               if key.startswith("rope.scaling.") and value != "none"}
-    scaling.pop("finetuned", None)  # does not change what is computed
-    rope = {GGUF_ROPE.get(key, key): value for key, value in scaling.items()}
-    if "attention_factor" in rope:
-        # DeepSeek's attn_factor is 1 / default and undoes it in llama.cpp; transformers ignores it.
-        default = 0.1 * math.log(rope["factor"]) + 1
-        if abs(rope["attention_factor"] * default - 1) < 1e-3:
-            rope["attn_factor"] = rope.pop("attention_factor")
+    rope = {key.removeprefix("rope.scaling.").removeprefix("yarn_"): value
+            for key, value in model.items() if key.startswith("rope.scaling.") and value != "none"}
+    rope.pop("finetuned", None)  # does not change what is computed
+    if "original_context_length" in rope:
+        rope[ORIGINAL] = rope.pop("original_context_length")
+    # DeepSeek's attn_factor is 1 / default and undoes it in llama.cpp; transformers ignores it.
+    if "attn_factor" in rope:
+        if abs(rope["attn_factor"] * (0.1 * math.log(rope["factor"]) + 1) - 1) >= 1e-3:
+            rope["attention_factor"] = rope.pop("attn_factor")
     return rope
-
-
-def same_values(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
-        a.read_bytes(*piece) == b.read_bytes(*piece) for piece in a.pieces())
 
 
 def gguf_tokenizer(path: Path, ggml: dict) -> dict:
@@ -1672,89 +1585,70 @@ def gguf_tokenizer(path: Path, ggml: dict) -> dict:
                              for text, i in added.items()]}
 
 
-def open_gguf_parts(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(metadata, tensors) of a GGUF file. If it is the first of several parts, of all of them."""
-    metadata, tensors, used = open_gguf(path, TOKENIZER_SIZE)
-    count, left = metadata.get("split.count", 1), TOKENIZER_SIZE - used
-    if count > 1 and "-00001-of-" not in path.name:
-        refuse(path, "one of several parts", f"the first, NAME-00001-of-{count:05}.gguf", path.name)
-    for i in range(2, count + 1):
-        part = path.with_name(path.name.replace("-00001-of-", f"-{i:05}-of-"))
-        _, more, used = open_gguf(part, left)
-        left -= used
-        add_tensors(part, tensors, more)
-    return metadata, tensors
-
-
-def open_gguf(path: Path, most: int) -> tuple[dict, dict[str, Tensor], int]:
-    """(metadata, tensors by Hugging Face's name, bytes of both, at most `most`). The file holds:
+def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
+    """Returns the file's metadata, and adds its tensors, by Hugging Face's name. The file holds:
     "GGUF", u32 version, u64 number of tensors, u64 number of metadata values;
     each metadata value: string key, u32 type, value;
     each tensor: string name, u32 number of dimensions, u64 dimensions, innermost first, u32 dtype,
     u64 offset in the data; after padding, the data."""
-    cursor = GGUFCursor(open_file(path), most)
+    file, size = open_file(path), path.stat().st_size
     with parsing(path):
-        magic, version, n_tensors, n_values = cursor.unpack("4sI2Q")
+        magic, version, n_tensors, n_values = unpack(file, "4sI2Q")
         if magic != b"GGUF":
             refuse(path, "not supported", "a checkpoint's directory or a GGUF file",
                    f"a file that begins with {magic!r}")
         if version not in (2, 3):
             found = "a big-endian one" if version % 65536 == 0 else f"version {version}"
             refuse(path, "not supported", "a little-endian GGUF file of version 2 or 3", found)
-        metadata = {cursor.string(): cursor.value(*cursor.unpack("I")) for _ in range(n_values)}
-        tensors: dict[str, Tensor] = {}
-        for _ in range(n_tensors):
-            add_tensors(path, tensors, hf_tensors(path, cursor.tensor(path)))
-        used, size = cursor.file.tell(), path.stat().st_size
+        metadata = {gguf_string(file): gguf_value(file, *unpack(file, "I"))
+                    for _ in range(n_values)}
+        entries = [(gguf_string(file), unpack(file, f"{unpack(file, 'I')[0]}Q"),
+                    *unpack(file, "IQ")) for _ in range(n_tensors)]
         alignment = metadata.get("general.alignment", 32)
-        start = -(-used // alignment) * alignment  # of the data: rounded up
-        for tensor in tensors.values():
-            tensor.offset += start
-            end = tensor.offset + tensor.byte_count(tensor.size())
-            if end > size:
-                refuse(path, f"truncated in {tensor.name}", f"{end} bytes (download it again)",
-                       size)
-    return metadata, tensors, used
+        data = -(-file.tell() // alignment) * alignment  # rounded up
+        for name, shape, kind, offset in entries:
+            if len(shape) > 4 or len(name) > 64:  # ggml's limits, too
+                refuse(path, f"shape of {name}", "up to 4 dimensions and 64 letters of its name",
+                       f"{len(shape)} and {len(name)}")
+            dtype = gguf.GGMLQuantizationType(kind).name
+            if shape[0] % (elements := BLOCK_SIZES[dtype][0]):
+                refuse(path, f"rows of {name}", f"a multiple of {elements}", shape[0])
+            tensor = Tensor(name, file, data + offset, dtype, shape[::-1])
+            if (end := tensor.offset + tensor.nbytes) > size:
+                refuse(path, f"truncated in {name}", f"{end} bytes (download it again)", size)
+            more = hf_tensors(path, tensor)
+            if again := tensors.keys() & more.keys():
+                refuse(path, "tensors", "each once", f"{first_few(sorted(again))} twice")
+            tensors |= more
+            if len(tensors) > MOST_TENSORS:
+                refuse(path, "too many tensors", f"at most {MOST_TENSORS}", "more")
+    return metadata
 
 
-@dataclass
-class GGUFCursor:
-    """Reads a GGUF file's values one after the other. struct.error at the end of the file."""
-    file: BinaryIO
-    most: int  # bytes
+def unpack(file: BinaryIO, letters: str) -> tuple:
+    """The next values of a GGUF file, by struct's letters. struct.error at its end."""
+    size = struct.calcsize("<" + letters)
+    if file.tell() + size > TOKENIZER_SIZE:
+        raise ValueError(f"more than {TOKENIZER_SIZE} bytes of metadata")
+    return struct.unpack("<" + letters, file.read(size))
 
-    def unpack(self, letters: str) -> tuple:
-        """The next values, by struct's letters."""
-        size = struct.calcsize("<" + letters)
-        if self.file.tell() + size > self.most:
-            raise ValueError(f"more than {self.most} bytes of metadata")
-        return struct.unpack("<" + letters, self.file.read(size))
 
-    def string(self, errors: str = "strict") -> str:
-        return self.unpack(f"{self.unpack('Q')[0]}s")[0].decode(errors=errors)
+def gguf_string(file: BinaryIO) -> str:
+    (length,) = unpack(file, "Q")
+    (text,) = unpack(file, f"{length}s")
+    return text.decode(errors="surrogateescape")  # the template may hold what is no UTF-8
 
-    def value(self, kind: int) -> object:
-        """A metadata value of this type."""
-        if kind == GGUF_STRING:
-            return self.string("surrogateescape")  # the template may hold what is no UTF-8
-        if kind != GGUF_ARRAY:
-            return self.unpack(GGUF_SCALARS[kind])[0]
-        kind, count = self.unpack("IQ")
-        if kind in GGUF_SCALARS:
-            return list(self.unpack(f"{count}{GGUF_SCALARS[kind]}"))
-        return [self.value(kind) for _ in range(count)]
 
-    def tensor(self, path: Path) -> Tensor:
-        """A tensor's description; its offset is relative to the data."""
-        name, (n_dims,) = self.string(), self.unpack("I")
-        if n_dims > 4:
-            refuse(path, f"shape of {name}", "up to 4 dimensions", n_dims)
-        shape = self.unpack(f"{n_dims}Q")[::-1]
-        kind, offset = self.unpack("IQ")
-        dtype = gguf.GGMLQuantizationType(kind).name
-        if shape[-1] % BLOCK_SIZES[dtype][0]:
-            refuse(path, f"rows of {name}", f"a multiple of {BLOCK_SIZES[dtype][0]}", shape[-1])
-        return Tensor(name, self.file, offset, dtype, shape)
+def gguf_value(file: BinaryIO, kind: int) -> object:
+    """A metadata value of this type."""
+    if kind == GGUF_STRING:
+        return gguf_string(file)
+    if kind != GGUF_ARRAY:
+        return unpack(file, GGUF_SCALARS[kind])[0]
+    kind, count = unpack(file, "IQ")
+    if kind in GGUF_SCALARS:
+        return list(unpack(file, f"{count}{GGUF_SCALARS[kind]}"))
+    return [gguf_value(file, kind) for _ in range(count)]
 
 
 def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
@@ -1767,12 +1661,11 @@ def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
     if "#" not in name:
         return {name: tensor}
     n_experts, *shape = tensor.shape
-    most = LIMITS["n_experts"][1]
+    most = LIMITS["num_experts"][1]
     if n_experts > most or len(shape) != 2:
         refuse(path, f"shape of {tensor.name}", f"up to {most} experts' matrices", [*tensor.shape])
-    size = tensor.byte_count(math.prod(shape))
-    return {name.replace("#", str(i)): replace(tensor, offset=tensor.offset + i * size,
-                                               shape=tuple(shape)) for i in range(n_experts)}
+    return {name.replace("#", str(i)): tensor.part(i * math.prod(shape), *shape)
+            for i in range(n_experts)}
 
 
 # ---- --check and --plot: OUT.bin compared with SOURCE --------------------------------------------
@@ -1784,18 +1677,24 @@ def check(options: argparse.Namespace) -> None:
         refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...` or "
                "`pip install matplotlib`", "no such package")
     source = find_source(name, None)
-    out = out or next(filter(Path.exists, (default_out(source.name, bits) for bits in (8, 4))),
-                      default_out(source.name, 8))
+    eight, four = (Path(source.name + suffix) for suffix in SUFFIXES.values())
+    out = out or (four if four.exists() and not eight.exists() else eight)
     if not out.exists():
         refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
     with open_file(out) as file:
         found = file.read(256).ljust(256, b"\0")  # a short file is found out below
-        group_size, layer_bits = (int.from_bytes(found[at:at + 4], "little") for at in (0x2C, 0x68))
+        # From 0x2C, 0x38, 0x3C and 0x68
+        group_size, rope_scaling, factor, layer_bits = struct.unpack_from("<44xI8xIf40xI", found)
         supported(out, "group_size", group_size, *GROUP_SIZES)
+        supported(out, "rope_scaling (export it again)", rope_scaling, 0, 2)
         supported(out, "layer_bits", layer_bits, 0, 4)
         options.bits, options.group_size = layer_bits or 8, group_size
         config, tokenizer = read_settings(source, options)
-        check_yarn(out, config, found)
+        expected, actual = (f"cos and sin times {x:g}" if x else "no scaling"
+                            for x in (config.rope_factor, factor))
+        if expected != actual:  # --yarn is easily forgotten
+            refuse(out, "its scaling of rope (YaRN) is not what the source gives, --check needs "
+                   "the --yarn of the export", expected, actual)
         check_bytes(out, "the header", header(config), found)
         path = Path(f"{out}.tokenizer")
         check_bytes(path, "the file", tokenizer, read_file(path, most=2 * len(tokenizer)))
@@ -1811,18 +1710,6 @@ def check(options: argparse.Namespace) -> None:
         f"rms error at most {errors[worst]:.2g} %, in {worst}")
 
 
-def check_yarn(out: Path, c: Config, found: bytes) -> None:
-    """Refuses a header with another scaled rope than expected, as --yarn is easily forgotten."""
-    kind, factor = struct.unpack_from("<If", found, 0x38)
-    if kind == 1:
-        refuse(out, "in an older format", "rope_scaling 2: export it again", kind)
-    expected, actual = (f"cos and sin times {x:g}" if x else "no scaling"
-                        for x in (c.rope_factor, factor))
-    if expected != actual:
-        refuse(out, "its scaling of rope (YaRN) is not what the source gives, --check needs the "
-               "--yarn of the export", expected, actual)
-
-
 def check_bytes(path: Path, what: str, expected: bytes, found: bytes) -> None:
     """Refuses bytes that differ, and shows the first 32-bit word that does."""
     if found != expected:
@@ -1833,13 +1720,34 @@ def check_bytes(path: Path, what: str, expected: bytes, found: bytes) -> None:
 
 
 def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str, float]:
-    """Prints the table. Returns each matrix's rms error in % of the weights' rms."""
+    """Compares OUT.bin's tensors with what an export makes of the source, and prints the table.
+    Returns each matrix's rms error in % of the weights' rms."""
+    def compare(output: Output, piece: Tensor, at: int) -> tuple[float, float, float]:
+        """Of a range: (sum of squares, sum of squared errors, largest error in half steps)."""
+        parts = piece.encode(output.bits, c)
+        expected = decode(*parts, output.bits, c)
+        found = decode(*(np.frombuffer(os.pread(file.fileno(), part.nbytes, offset), part.dtype)
+                         for part, offset in zip(parts, output.offsets(at, c))), output.bits, c)
+        if (wrong := found != expected).any():
+            i = int(wrong.argmax())
+            expert = [len(output.tensors)] if len(output.tensors) > 1 else []
+            place = list(map(int, np.unravel_index(at + i, (*expert, *output.shape))))
+            refuse(file.name, f"{output.name} {place}", f"{expected[i]:.9g}", f"{found[i]:.9g}")
+        x = piece.read_fp32().astype(float)  # in fp64 no square is too large
+        error, largest = np.abs(x - found), 0.0
+        if output.bits < 32:
+            _, scales = parts
+            smallest = np.finfo(scales.dtype).smallest_subnormal  # a group's scale may round to 0
+            steps = np.abs(scales).clip(smallest) * np.float32(max(np.diff(c.levels or (0, 1))))
+            largest = 2 * float((error.reshape(len(steps), -1).max(axis=1) / steps).max())
+        return float(x @ x), float(error @ error), largest
+
     errors = {}
     uneven = " (4 bits: half of the widest step)" if c.levels else ""
     table = ["rms error    largest", f"(% of rms)  (half steps)  tensor{uneven}"]
-    for output, pieces in in_pieces(partial(compare_piece, file, c), outputs):
-        squares, differences, largest = zip(*pieces)
-        rms = 100 * math.sqrt(sum(differences) / (sum(squares) or 1))
+    for output, ranges in in_pieces(compare, outputs):
+        squares, squared_errors, largest = zip(*ranges)
+        rms = 100 * math.sqrt(sum(squared_errors) / (sum(squares) or 1))
         table.append(f"{rms:10.4f}  {max(largest):12.4f}  {output.name}")
         if output.bits < 32:
             errors[output.name] = rms
@@ -1853,33 +1761,9 @@ def check_tensors(file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str,
     return errors
 
 
-def compare_piece(out: BinaryIO, c: Config, output: Output, tensor: Tensor, start: int, count: int,
-                  at: int) -> tuple[float, float, float]:
-    """Compares a range of an output with what an export makes of the source. Returns its error:
-    (sum of squares, sum of squared differences, largest difference in half steps)."""
-    parts = tensor.encode(start, count, output.bits, c)
-    expected = decode(*parts, output.bits, c)
-    found = decode(*(np.frombuffer(os.pread(out.fileno(), part.nbytes, offset), part.dtype)
-                     for part, offset in zip(parts, output.offsets(at, c))), output.bits, c)
-    if (wrong := found != expected).any():
-        i = int(wrong.argmax())
-        expert = [len(output.tensors)] if len(output.tensors) > 1 else []
-        place = list(map(int, np.unravel_index(at + i, (*expert, *tensor.shape))))
-        refuse(out.name, f"{output.name} {place}", f"{expected[i]:.9g}", f"{found[i]:.9g}")
-    x = tensor.read_fp32(start, count).astype(float)  # in fp64 no square is too large
-    difference, largest = np.abs(x - found), 0.0
-    if output.bits < 32:
-        _, scales = parts
-        smallest = np.finfo(scales.dtype).smallest_subnormal  # a group's scale may round to 0
-        steps = np.abs(scales).clip(smallest) * np.float32(max(np.diff(c.levels or (0, 1))))
-        largest = 2 * float((difference.reshape(len(steps), -1).max(axis=1) / steps).max())
-    return float(x @ x), float(difference @ difference), largest
-
-
 def plot(path: Path, title: str, errors: dict[str, float]) -> None:
     """A line over the layers for each kind of matrix; a dashed level for one outside the layers."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
     axes = Figure(figsize=(9, 5), layout="constrained").subplots()
     kinds: dict[str, list[float]] = {}  # q_proj, ... -> errors by layer
     for name, rms in errors.items():
@@ -1891,7 +1775,7 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
     axes.set_title(title, parse_math=False)  # a $ in a name is a $
     axes.set(xlabel="layer", ylabel="rms error, % of the weights' rms",
              ylim=(max(0, axes.get_ylim()[0]), None))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.figure.legend(loc="outside right upper")
     axes.figure.savefig(path, dpi=150)
@@ -1925,17 +1809,16 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = usage_error  # type: ignore
     parser.add_argument("names", nargs="*")
-    sizes = " or ".join(map(str, GROUP_SIZES))
-    parser.add_argument("--bits", type=option(int, (8, 4).__contains__, "8 or 4"))
-    parser.add_argument("--group-size", type=option(int, GROUP_SIZES.__contains__, sizes))
-    parser.add_argument("--yarn", type=option(float, lambda x: 1 < x <= 64, "above 1, up to 64"))
+    for name, kind, good, expected in (
+            ("--bits", int, SUFFIXES.__contains__, "8 or 4"),
+            ("--group-size", int, GROUP_SIZES.__contains__, "32 or 64 or 128 or 256"),
+            ("--yarn", float, lambda factor: 1 < factor <= 64, "above 1, up to 64"),
+            ("--plot", Path, lambda path: path.suffix == ".png", "a name that ends in .png")):
+        parser.add_argument(name, type=partial(parse_value, kind, good, expected))
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
     options = parser.parse_intermixed_args(args)
     if not 1 <= len(options.names) <= 2 or "" in options.names:
         usage_error(f"usage: expected SOURCE [OUT.bin], found {len(options.names)} names")
-    if options.plot and options.plot.suffix != ".png":
-        usage_error(f"--plot: wrong name, expected one that ends in .png, found '{options.plot}'")
     options.check |= bool(options.plot)
     if options.check and (options.bits or options.group_size):
         usage_error(f"{'--bits' if options.bits else '--group-size'}: --check takes it from "
@@ -1948,14 +1831,12 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     return options
 
 
-def option(kind: type, good: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """An option's type: a good number of this kind, written as Python writes it."""
-    def parse(text: str) -> Any:
-        with suppress(ValueError):
-            if good(kind(text)) and (kind is float or text == str(kind(text))):
-                return kind(text)
-        raise argparse.ArgumentTypeError(f"wrong value, expected {expected}, found {text!r}")
-    return parse
+def parse_value(kind: type, good: Callable[[Any], bool], expected: str, text: str) -> Any:
+    """An option's good value of this kind; an integer must be written as Python writes it."""
+    with suppress(ValueError):
+        if good(kind(text)) and (kind is not int or text == str(kind(text))):
+            return kind(text)
+    raise argparse.ArgumentTypeError(f"wrong value, expected {expected}, found {text!r}")
 
 
 def usage_error(text: str) -> NoReturn:

@@ -112,7 +112,7 @@
    Part I, the model               Part II, the program       Part III, the machine
      Types, with their shapes        Errors and memory          Vector math
      Math                            The model file             Threads
-     One layer                       Added tokens, merging      The work of a layer
+     One layer                       Merging                    The work of a layer
      The whole model: forward()      The tokenizer file         SIMD primitives
      Matrix product and attention    Unicode                    Matrix products
      A mixture of experts            Drafts                     The KV cache and attention
@@ -136,7 +136,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 
 // ================================================================================================
 // PART I. THE MODEL
@@ -734,17 +733,15 @@ typedef struct {       // the text around the messages of a conversation: see re
     Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
 
-typedef struct { Bytes text; int id; } Added;
-
 typedef struct Tokenizer {
     int vocab_size;          // that of Config, of which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
+    size_t longest;          // the most bytes of a token
     int byte_token[256];
-    Added *added;            // (n_added) the added tokens, sorted by their bytes
-    size_t n_added;
     bool added_start[256];   // the bytes that added tokens begin with
+    size_t longest_added;    // the bytes of the longest one
     int end_of_text;         // <|endoftext|>
     int think, end_think;    // <think> and </think>, or -1
     Ids head, tail;          // put before and after every raw text
@@ -755,7 +752,7 @@ typedef struct Tokenizer {
     ChatFormat chat;
     bool has_classes;        // the file has the classes of characters
     // Part II only, for token_find, char_at and normalize:
-    uint32_t *table;         // (mask + 1) hash table of the ordinary tokens: id + 1, or 0 if free
+    uint32_t *table;         // (mask + 1) hash table of the tokens: id + 1, or 0 if free
     uint32_t mask;
     uint64_t secret;         // of the hash, odd: nobody can make a file whose tokens share slots
     uint16_t *chars;         // (N_CHARS) what each character is
@@ -834,16 +831,14 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
 }
 
 typedef struct Symbol Symbol;
-typedef struct Merge Merge;
 
 typedef struct {      // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
     Buffer plain;     // the text since the last added token, not encoded yet
     Buffer normal;    // its NFC
-    Symbol *symbols;  // Part II only, as are the next: the tokens of a piece
-    Merge *heap;      // their merges, a binary heap: heap[0] comes first
-    size_t symbols_cap, n_heap, heap_cap;
+    Symbol *symbols;  // Part II only: the tokens of a piece
+    size_t symbols_cap;
 } Encoder;
 
 // Part II: byte-pair encoding. Merges the pair with the highest score, of equal ones the leftmost,
@@ -906,7 +901,6 @@ static void encoder_free(Encoder *enc) {
     free(enc->plain.p);
     free(enc->normal.p);
     free(enc->symbols);
-    free(enc->heap);
 }
 
 // A raw text (in all modes but chat), as HF's tokenizer(text) encodes it: with added tokens, and
@@ -1269,17 +1263,16 @@ static Ending generate(Engine *e, Ids *drawn) {
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
-#include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
 
 // What Part III provides to Part II, on POSIX and Windows
-static void start_platform(int *argc, char ***argv);  // Windows: UTF-8 and bytes everywhere
-static void catch_signals(void);
+static void start_platform(int *argc, char ***argv);  // signals; Windows: UTF-8 and bytes
 static void start_threads(int count);
-static void progress_list(size_t texts, double all, size_t tokens, double seconds);
+// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`.
+static void progress_show(double start, double done, double all, const char *what, double tokens);
 static int cpu_count(void);                           // how many threads to start without -j
-static const char *simd_name(void);                   // the instruction set in use
+static const char *version(void);                     // a line, with the instruction set in use
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
 typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
@@ -1290,10 +1283,14 @@ static void write_stdout(Bytes text);                 // all of it, whatever sig
 static int file_open(const char *path);               // a descriptor to read, or -1; -: stdin
 static double file_size(int fd);                      // of a regular file, else 0
 static double memory_size(void);                      // that this process may use, in bytes
-static ssize_t read_some(int fd, void *p, size_t n);  // read(), but waits also if fd is nonblocking
+static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
 static bool input_ready(int fd);                      // there is something to read, or the end
 static bool stdin_has_data(void);                     // a pipe with data, or a file at its start
-static int terminal_line(void);                       // the most bytes of a line that is typed
+#ifdef __APPLE__
+enum { TERMINAL_LINE = 1023 };                        // the most bytes of a line that is typed
+#else
+enum { TERMINAL_LINE = 4095 };
+#endif
 typedef enum { NOTHING, PART, LINE } Waiting;
 static Waiting input_waits(void);                     // how much of a paste is still to be read
 
@@ -1351,7 +1348,7 @@ static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
 }
 
 static void buffer_add(Buffer *b, Bytes text) {
-    b->p = grow(b->p, &b->cap, b->n, text.n + 1, 1);  // + 1: p is not NULL after an empty text
+    b->p = grow(b->p, &b->cap, b->n, text.n | 1, 1);  // | 1: p is not NULL after an empty text
     if (text.n) memcpy(b->p + b->n, text.p, text.n);
     b->n += text.n;
 }
@@ -1377,8 +1374,8 @@ INLINE float as_float(uint32_t bits) {  // the float with these bits
 // format of the older qwen3.c (github.com/adriancable/qwen3.c), whose files still load: there the
 // header is zero from 0x30 on, so zero stands for what that format always has.
 //
-//   0x00  u32 magic 0x616A6331, i32 version 1
-//   0x08  the fields of the table below
+//   0x00  u32 magic 0x616A6331, u32 version 1
+//   0x08  the numbers that take_header takes, u32 or float
 //   0x70  with layer_bits 4, the 16 int8 levels, ascending; all else must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. Norms, routers,
@@ -1388,44 +1385,11 @@ INLINE float as_float(uint32_t bits) {  // the float with these bits
 // 16 bits for each group. (It has an even number of rows, so that the next matrix begins at a
 // multiple of 4 bytes.) Embedding models, which need no classifier, count as shared.
 
-typedef struct {
-    int offset;  // of its 4 bytes in the header
-    enum { I32, F32 } type;
-    const char *name;
-    size_t place;      // in Config
-    double low, high;  // the least and the greatest value
-    double zero;       // what a 0 in the file stands for
-} Field;
-
-#define FIELD(name) #name, offsetof(Config, name)
-
-static const Field fields[] = {
-    {0x08, I32, FIELD(dim), 1, 1 << 20, 0},
-    {0x0C, I32, FIELD(hidden_dim), 1, 1 << 20, 0},
-    {0x10, I32, FIELD(n_layers), 1, 4096, 0},
-    {0x14, I32, FIELD(n_heads), 1, 4096, 0},
-    {0x18, I32, FIELD(n_kv_heads), 1, 4096, 0},
-    {0x1C, I32, FIELD(vocab_size), 1, 1 << 30, 0},
-    {0x20, I32, FIELD(max_seq_len), 1, 1 << 30, 0},
-    {0x24, I32, FIELD(head_dim), 1, 4096, 0},
-    {0x28, I32, FIELD(shared_classifier), 0, 1, 0},
-    {0x2C, I32, FIELD(group_size), 32, 256, 0},
-    {0x30, F32, FIELD(rope_theta), 1e-6f, 1e12f, 1e6f},
-    {0x34, F32, FIELD(rms_norm_eps), FLT_MIN, 1e12f, 1e-6f},
-    {0x38, I32, FIELD(rope_scaling), INT_MIN, INT_MAX, 0},  // 0, or 2: there is rope_freq
-    {0x3C, F32, FIELD(rope_factor), 0, FLT_MAX, 0},
-    {0x54, I32, FIELD(qkv_bias), 0, 1, 0},
-    {0x58, I32, FIELD(no_qk_norm), 0, 1, 0},
-    {0x5C, I32, FIELD(n_experts), 0, 4096, 0},
-    {0x60, I32, FIELD(n_experts_used), 0, 4096, 0},
-    {0x64, I32, FIELD(no_topk_norm), 0, 1, 0},
-    {0x68, I32, FIELD(layer_bits), INT_MIN, INT_MAX, 0},    // 0, which means 8, or 4
-};
-
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
     const char *part;  // what is being read, for messages
     Bytes rest;
+    bool or_zero;      // numbers may also be 0
 } Cursor;
 
 #define die_bad(in, name, expected, ...) \
@@ -1442,10 +1406,21 @@ static const void *take(Cursor *in, uint64_t size) {
 
 static uint32_t take_u32(Cursor *in) { return (uint32_t)load_i32(take(in, 4)); }
 
-static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
-    in->part = what;
-    return take(in, count * sizeof(float));
+static double take_number(Cursor *in, const char *name, bool is_float, double low, double high) {
+    const uint32_t word = take_u32(in);
+    const double value = is_float ? as_float(word) : (double)word;
+    const char *zero = in->or_zero && low > 0 ? "0 or " : "";
+    const int digits = is_float ? 6 : 10;
+    if ((value >= low && value <= high) || (value == 0 && in->or_zero)) return value;
+    if (low == high)
+        die_bad(in, name, "%s%.0f, found %.0f; copy or export it again", zero, low, value);
+    die_bad(in, name, "%s%.*g to %.*g, found %.*g; copy or export it again", zero, digits, low,
+            digits, high, digits, value);
 }
+
+// Takes a number of this name into the struct that p points to.
+#define TAKE(p, name, low, high) \
+    p->name = take_number(in, #name, _Generic(p->name, float: true, default: false), low, high)
 
 // Something else than a .bin file, which export.py makes of the first n bytes of `source`.
 static void die_export(const char *file, const char *what, int n, const char *source) {
@@ -1463,10 +1438,55 @@ static void check_magic(const char *file, uint32_t magic) {
             "found 0x%08x", file, magic);
 }
 
-// Checks what the table of fields does not say. Here, layer_bits is still 0 or 4.
+static void take_zeros(Cursor *in, int at, int end) {  // offsets in the header
+    for (; at < end; at += 4) {
+        const uint32_t word = take_u32(in);
+        if (word != 0)
+            die("%s: unknown header field at 0x%02x, expected 0, found %u; was it made by a newer "
+                "export.py?", in->file, at, word);
+    }
+}
+
+static void take_header(Cursor *in, Config *c) {
+    in->part = "the header";
+    check_magic(in->file, take_u32(in));
+    take_number(in, "version", false, 1, 1);
+    TAKE(c, dim, 1, 1 << 20);
+    TAKE(c, hidden_dim, 1, 1 << 20);
+    TAKE(c, n_layers, 1, 4096);
+    TAKE(c, n_heads, 1, 4096);
+    TAKE(c, n_kv_heads, 1, 4096);
+    TAKE(c, vocab_size, 1, 1 << 30);
+    TAKE(c, max_seq_len, 1, 1 << 30);
+    TAKE(c, head_dim, 1, 4096);
+    TAKE(c, shared_classifier, 0, 1);
+    TAKE(c, group_size, 32, 256);
+    in->or_zero = true;  // from 0x30 on
+    TAKE(c, rope_theta, 1e-6f, 1e12f);
+    TAKE(c, rms_norm_eps, FLT_MIN, 1e12f);
+    TAKE(c, rope_scaling, 2, 2);
+    TAKE(c, rope_factor, 0, FLT_MAX);
+    take_zeros(in, 0x40, 0x54);
+    TAKE(c, qkv_bias, 0, 1);
+    TAKE(c, no_qk_norm, 0, 1);
+    TAKE(c, n_experts, 0, 4096);
+    TAKE(c, n_experts_used, 0, 4096);
+    TAKE(c, no_topk_norm, 0, 1);
+    TAKE(c, layer_bits, 4, 4);
+    take_zeros(in, 0x6C, 0x70);
+    if (c->layer_bits) memcpy(c->levels, take(in, sizeof(c->levels)), sizeof(c->levels));
+    take_zeros(in, c->layer_bits ? 0x80 : 0x70, 0x100);
+    if (c->rope_theta == 0) c->rope_theta = 1e6f;
+    if (c->rms_norm_eps == 0) c->rms_norm_eps = 1e-6f;
+    if (c->layer_bits == 0) c->layer_bits = 8;
+    c->q_dim = c->n_heads * c->head_dim;
+    c->kv_dim = c->n_kv_heads * c->head_dim;
+}
+
+// Checks what take_header did not.
 static void check_config(const Cursor *in, const Config *c) {
-    const int group = c->group_size, scaling = c->rope_scaling;
-    const int widest = max_int(c->dim, c->hidden_dim);
+    const int group = c->group_size, experts = c->n_experts, used = c->n_experts_used;
+    const int64_t widest = max_int(c->dim, c->hidden_dim);
 #define RULE(name, good, expected) \
     if (!(good)) die_bad(in, #name, expected ", found %.10g", (double)c->name)
     RULE(group_size, (group & (group - 1)) == 0, "32, 64, 128 or 256");
@@ -1475,77 +1495,40 @@ static void check_config(const Cursor *in, const Config *c) {
     RULE(head_dim, c->head_dim % 2 == 0, "an even number");
     RULE(n_kv_heads, c->n_heads % c->n_kv_heads == 0, "a divisor of n_heads");
     RULE(q_dim, c->q_dim % group == 0, "n_heads * head_dim to be a multiple of group_size");
-    RULE(rope_scaling, scaling == 0 || scaling == 2, "0 or 2 (export it again)");
-    RULE(rope_factor, (c->rope_factor > 0) == (scaling == 2), "> 0 with rope_scaling, else 0");
-    RULE(n_experts_used, c->n_experts_used <= c->n_experts, "at most n_experts");
-    RULE(n_experts_used, c->n_experts_used > 0 || c->n_experts == 0, "at least 1 of n_experts");
-    RULE(n_experts, c->n_experts * (int64_t)widest <= 1 << 30, "at most 2^30 rows in all experts");
-    RULE(no_topk_norm, c->no_topk_norm <= c->n_experts, "0 without experts");
-    RULE(layer_bits, c->layer_bits == 0 || c->layer_bits == 4, "0 (8 bits) or 4");
-    for (int i = 1; i < 16 && c->layer_bits; i++) {
+    RULE(rope_factor, !c->rope_factor == !c->rope_scaling, "> 0 with rope_scaling, else 0");
+    RULE(n_experts_used, used <= experts && !used == !experts, "1 to n_experts, or 0 without");
+    RULE(n_experts, experts * widest <= 1 << 30, "at most 2^30 rows in all experts");
+    RULE(no_topk_norm, c->no_topk_norm <= experts, "0 without experts");
+    for (int i = 1; i < 16 && c->layer_bits == 4; i++) {
         RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
     }
 }
 
-static void take_header(Cursor *in, Config *c) {
-    int32_t words[64];  // those that are known become 0
-    in->part = "the header";
-    if (in->rest.n >= 4) check_magic(in->file, load_i32(in->rest.p));
-    memcpy(words, take(in, sizeof(words)), sizeof(words));
-    if (words[1] != 1) die_bad(in, "version", "1, found %d", words[1]);
-    words[0] = words[1] = 0;
-    for (const Field *f = fields; f < fields + sizeof(fields) / sizeof(*fields); f++) {
-        int32_t *word = &words[f->offset / 4];
-        double value = f->type == F32 ? as_float(*word) : (double)*word;
-        if (value == 0) value = f->zero;
-        if (!(value >= f->low && value <= f->high)) {
-            const int digits = f->type == F32 ? 6 : 10;
-            die_bad(in, f->name, "%.*g to %.*g, found %.*g", digits, f->low, digits, f->high,
-                    digits, value);
-        }
-        if (f->type == F32) *(float *)((char *)c + f->place) = (float)value;
-        else *(int *)((char *)c + f->place) = (int)value;
-        *word = 0;
-    }
-    if (c->layer_bits) {
-        memcpy(c->levels, &words[0x70 / 4], sizeof(c->levels));
-        memset(&words[0x70 / 4], 0, sizeof(c->levels));
-    }
-    c->q_dim = c->n_heads * c->head_dim;
-    c->kv_dim = c->n_kv_heads * c->head_dim;
-    check_config(in, c);
-    if (c->layer_bits == 0) c->layer_bits = 8;
-    for (int i = 0; i < 64; i++) {
-        if (words[i] != 0)
-            die("%s: unknown header field at 0x%02x, expected 0, found %d; was it made by a newer "
-                "export.py?", in->file, 4 * i, words[i]);
-    }
+static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
+    in->part = what;
+    return count ? take(in, count * sizeof(float)) : NULL;
 }
 
 static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int bits,
                           const char *what) {
     const uint64_t count = (uint64_t)rows * cols, n_groups = count / c->group_size;
-    Matrix w = {.rows = rows, .cols = cols, .group = c->group_size, .bits = bits,
-                .levels = c->levels};
     in->part = what;
-    w.bytes = take(in, count * bits / 8);
-    w.scales = take(in, n_groups * (bits == 8 ? sizeof(float) : sizeof(uint16_t)));
-    return w;
+    const int8_t *bytes = take(in, count * bits / 8);
+    const void *scales = take(in, n_groups * (bits == 8 ? sizeof(float) : sizeof(uint16_t)));
+    return (Matrix){rows, cols, c->group_size, bits, bytes, scales, c->levels};
 }
 
 static void take_weights(Cursor *in, Config *c, Weights *w) {
-    const int n_experts = c->n_experts, experts = max_int(n_experts, 1), bits = c->layer_bits;
+    const int experts = max_int(c->n_experts, 1), bits = c->layer_bits;
     w->layers = alloc(c->n_layers, sizeof(Layer), "the layers");
 #define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]
     EACH_LAYER.rms_att = take_floats(in, c->dim, "rms_att");
     EACH_LAYER.rms_ffn = take_floats(in, c->dim, "rms_ffn");
     w->rms_final = take_floats(in, c->dim, "rms_final");
-    if (!c->no_qk_norm) {
-        EACH_LAYER.q_norm = take_floats(in, c->head_dim, "q_norm");
-        EACH_LAYER.k_norm = take_floats(in, c->head_dim, "k_norm");
-    }
-    if (n_experts) EACH_LAYER.router = take_floats(in, n_experts * c->dim, "router");
-    if (c->rope_scaling) c->rope_freq = take_floats(in, c->head_dim / 2, "rope_freq");
+    EACH_LAYER.q_norm = take_floats(in, c->no_qk_norm ? 0 : c->head_dim, "q_norm");
+    EACH_LAYER.k_norm = take_floats(in, c->no_qk_norm ? 0 : c->head_dim, "k_norm");
+    EACH_LAYER.router = take_floats(in, c->n_experts * c->dim, "router");
+    c->rope_freq = take_floats(in, c->rope_scaling ? c->head_dim / 2 : 0, "rope_freq");
     w->embedding = take_matrix(in, c, c->vocab_size, c->dim, 8, "the token embedding");
     EACH_LAYER.wq = take_matrix(in, c, c->q_dim, c->dim, bits, "wq");
     EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits, "wk");
@@ -1557,11 +1540,9 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w3");
     w->classifier = c->shared_classifier ? w->embedding
         : take_matrix(in, c, c->vocab_size, c->dim, 8, "the classifier");
-    if (c->qkv_bias) {
-        EACH_LAYER.bq = take_floats(in, c->q_dim, "bq");
-        EACH_LAYER.bk = take_floats(in, c->kv_dim, "bk");
-        EACH_LAYER.bv = take_floats(in, c->kv_dim, "bv");
-    }
+    EACH_LAYER.bq = take_floats(in, c->qkv_bias ? c->q_dim : 0, "bq");
+    EACH_LAYER.bk = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bk");
+    EACH_LAYER.bv = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bv");
 }
 
 // Maps the file; all weights stay there. They are not looked through, which could take a minute,
@@ -1569,12 +1550,13 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
 static void model_map(Model *m, const char *path) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
-    Cursor in = {path, NULL, file};
+    Cursor in = {path, NULL, file, false};
     take_header(&in, c);
+    check_config(&in, c);
     take_weights(&in, c, &m->weights);
     if (in.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - in.rest.n, file.n);
-    for (int j = 0; c->rope_scaling && j < c->head_dim / 2; j++) {
+    for (int j = 0; c->rope_freq && j < c->head_dim / 2; j++) {
         if (!(c->rope_freq[j] >= 0 && c->rope_freq[j] <= FLT_MAX))
             die_bad(&in, "rope_freq", "finite numbers from 0 on, found %g", c->rope_freq[j]);
     }
@@ -1585,102 +1567,55 @@ static void model_map(Model *m, const char *path) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Added tokens, and merging the tokens of a piece
+// Merging the tokens of a piece
 
-// The order of texts by their bytes, where a text comes before those that it begins: for qsort
-static int compare_bytes(const void *a, const void *b) {
-    const Bytes *x = a, *y = b;
-    const int order = memcmp(x->p, y->p, min_size(x->n, y->n));
-    return order ? order : (x->n > y->n) - (x->n < y->n);
-}
-
-// Added tokens are sorted: of all, the last one that does not come after the text has most of its
-// bytes in common with it. If these are not all that it has, the text's bytes after them do not
-// matter.
-static int added_at(const Tokenizer *tok, Bytes text) {
-    for (size_t low, high, same; text.n; text.n = same) {
-        for (low = 0, high = tok->n_added; low < high;) {
-            const size_t middle = (low + high) / 2;
-            if (compare_bytes(&tok->added[middle].text, &text) <= 0) low = middle + 1;
-            else high = middle;
-        }
-        if (low == 0) return -1;
-        const Added *last = &tok->added[low - 1];
-        for (same = 0; same < last->text.n && last->text.p[same] == text.p[same];) same++;
-        if (same == last->text.n) return last->id;
-    }
-    return -1;
-}
-
-struct Symbol {           // a token of a piece while it merges; known by where its bytes begin
+// A token of a piece while it merges, known by where its bytes begin. What it makes with the next
+// one plays for the highest score in a tournament: symbol i begins at leaf n + i of a tree, and at
+// node i < n the winners of nodes 2 i and 2 i + 1 meet. So the winner of node 1 merges next.
+struct Symbol {
     int id;
-    uint32_t prev, next;  // where its neighbours begin; next is 0 once it is part of another
+    uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once it has merged
+    int pair;             // the token that it and the next one are together, or -1
+    float score;          // of that, or -INFINITY
+    uint32_t winner;      // of the node with this index
 };
 
-struct Merge {            // two neighbours that are one token together
-    float score;
-    int id;               // that token
-    uint32_t begin, end;  // of its bytes
-};
-
-// Higher scores come first, of equal ones the leftmost.
-INLINE bool comes_before(Merge a, Merge b) {
-    return a.score != b.score ? a.score > b.score : a.begin < b.begin;
-}
-
-static void heap_push(Encoder *enc, Merge merge) {
-    enc->heap = grow(enc->heap, &enc->heap_cap, enc->n_heap, 1, sizeof(Merge));
-    size_t i = enc->n_heap++;
-    for (size_t parent; i > 0; i = parent) {
-        parent = (i - 1) / 2;
-        if (!comes_before(merge, enc->heap[parent])) break;
-        enc->heap[i] = enc->heap[parent];
+// Finds what the symbol at `begin` makes with the next one, and plays its matches up to node 1.
+static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
+    Symbol *s = enc->symbols, *left = &s[begin];
+    const uint32_t n = (uint32_t)piece.n;
+    left->pair = left->next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[left->next].next - begin});
+    left->score = left->pair < 0 ? -INFINITY : enc->tok->score[left->pair];
+    for (uint32_t node = (n + begin) / 2; node > 0; node /= 2) {
+        const uint32_t a = s[2 * node].winner, b = s[2 * node + 1].winner;
+        const bool a_wins = s[a].score == s[b].score ? a < b : s[a].score > s[b].score;
+        const uint32_t best = a_wins ? a : b;
+        if (best == s[node].winner && best != begin) break;  // nothing changes above
+        s[node].winner = best;
     }
-    enc->heap[i] = merge;
-}
-
-static Merge heap_pop(Encoder *enc) {
-    Merge *heap = enc->heap;
-    const Merge top = heap[0], moved = heap[--enc->n_heap];
-    size_t i = 0;
-    for (size_t child; (child = 2 * i + 1) < enc->n_heap; i = child) {
-        if (child + 1 < enc->n_heap && comes_before(heap[child + 1], heap[child])) child++;
-        if (!comes_before(heap[child], moved)) break;
-        heap[i] = heap[child];
-    }
-    heap[i] = moved;
-    return top;
-}
-
-// Puts the symbol at `begin` and the next one into the heap, if they are one token together.
-static void offer(Encoder *enc, Bytes piece, uint32_t begin) {
-    const uint32_t next = enc->symbols[begin].next, end = enc->symbols[next].next;
-    if (end == 0) return;  // next is the piece's end
-    const int id = token_find(enc->tok, (Bytes){piece.p + begin, end - begin});
-    if (id >= 0) heap_push(enc, (Merge){enc->tok->score[id], id, begin, end});
 }
 
 static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
-    Symbol *symbols = grow(enc->symbols, &enc->symbols_cap, 0, piece.n + 1, sizeof(Symbol));
-    enc->symbols = symbols;
+    Symbol *s = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(Symbol));
+    enc->symbols = s;
     for (uint32_t i = 0; i < n; i++) {
-        symbols[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1};
+        s[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1, -1, -INFINITY, 0};
+        s[n + i].winner = i;
     }
-    symbols[n] = (Symbol){0};
-    for (uint32_t i = 0; i < n && !interrupted; i++) offer(enc, piece, i);
-    while (enc->n_heap && !interrupted) {  // after Ctrl-C, no piece follows
-        const Merge merge = heap_pop(enc);
-        Symbol *left = &symbols[merge.begin], *right = &symbols[left->next];
-        // Out of date: one of the two is part of another token by now.
-        if (left->next == 0 || right->next != merge.end) continue;
-        *left = (Symbol){merge.id, left->prev, merge.end};
-        right->next = 0;
-        symbols[merge.end].prev = merge.begin;
-        if (merge.begin > 0) offer(enc, piece, left->prev);
-        offer(enc, piece, merge.begin);
+    for (uint32_t i = 0; i < n && !interrupted; i++) enter(enc, piece, i);
+    for (uint32_t i; s[i = s[1].winner].pair >= 0 && !interrupted;) {
+        const uint32_t merged = s[i].next, next = s[merged].next;
+        s[i].id = s[i].pair;
+        s[i].next = next;
+        s[merged].next = n;
+        if (next < n) s[next].prev = i;
+        if (i > 0) enter(enc, piece, s[i].prev);
+        enter(enc, piece, i);
+        enter(enc, piece, merged);
     }
-    for (uint32_t i = 0; i < n; i = symbols[i].next) ids_add(enc->out, symbols[i].id);
+    for (uint32_t i = 0; i < n; i = s[i].next) ids_add(enc->out, s[i].id);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1695,57 +1630,48 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
 // length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload (see
-// take_section). The Unicode data is that of HF's tokenizers package, so that
-// ids agree on every text.
+// the table of sections). The Unicode data is that of HF's tokenizers package, so that ids agree on
+// every text.
 
-static int take_int(Cursor *in, uint32_t most) {
-    const uint32_t value = take_u32(in);
-    if (value > most) die_bad(in, in->part, "at most %u, found %u", most, value);
-    return (int)value;
+static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
+enum { LONGEST_ADDED = 128 };            // bytes: added_at tries all lengths
+
+static Bytes take_text(Cursor *in) {
+    const uint32_t n = take_u32(in);
+    return (Bytes){take(in, n), n};
 }
 
-static float take_float(Cursor *in, float low, float high) {
-    const float value = as_float(take_u32(in));
-    if (!(value >= low && value <= high))
-        die_bad(in, in->part, "%g to %g, found %g", low, high, value);
-    return value;
+static uint32_t take_int(Cursor *in, uint32_t low, uint32_t high) {
+    return (uint32_t)take_number(in, in->part, false, low, high);
 }
-
-static int take_id(Cursor *in, const Tokenizer *tok) { return take_int(in, tok->vocab_size - 1); }
 
 static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
-    while (in->rest.n) ids_add(ids, take_id(in, tok));
-}
-
-static void added_insert(Tokenizer *tok, int id, bool special) {
-    tok->added[tok->n_added++] = (Added){tok->text[id], id};
-    tok->kind[id] = special ? ADDED | SPECIAL : ADDED;
-    tok->added_start[tok->text[id].p[0]] = true;
+    while (in->rest.n) ids_add(ids, take_int(in, 0, tok->vocab_size - 1));
 }
 
 // adde: u32 id, u32 special (not written in answers) for each added token, by id
 static void take_added(Cursor *in, Tokenizer *tok) {
-    for (int id, last = -1; in->rest.n; last = id) {
-        id = take_id(in, tok);
-        if (id <= last || tok->text[id].n == 0)
-            die_bad(in, in->part, "ascending ids of tokens with a text, found %d", id);
-        added_insert(tok, id, take_int(in, 1));
+    if (in->rest.n) memset(tok->kind, 0, tok->vocab_size);
+    for (uint32_t id, next = 0; in->rest.n; next = id + 1) {
+        id = take_int(in, next, tok->vocab_size - 1);
+        if (tok->text[id].n == 0 || tok->text[id].n > LONGEST_ADDED)
+            die_bad(in, in->part, "tokens of 1 to %d bytes, found %zu in token %u", LONGEST_ADDED,
+                    tok->text[id].n, id);
+        tok->kind[id] = take_int(in, 0, 1) ? ADDED | SPECIAL : ADDED;
     }
 }
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
-enum { BAD_BYTE = 0x110000, N_CHARS = BAD_BYTE + 256 };
-enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };  // the bits of Tokenizer.chars
+enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256 };
+// Tokenizer.chars: a class; more than that if NFC may change the character or the one before
+enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
 
-// Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest. ORs value << shift
-// and `bits` into Tokenizer.chars.
-static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift, int bits) {
+// Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest
+static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift) {
     for (uint32_t next = 0; in->rest.n;) {
-        uint32_t first = take_u32(in), last = take_u32(in), value = take_u32(in);
-        if (first < next || last < first || last >= BAD_BYTE || value < 1 || value > highest)
-            die_bad(in, in->part, "ascending ranges with 1 to %u, found %x to %x: %u", highest,
-                    first, last, value);
-        for (next = first; next <= last; next++) tok->chars[next] |= value << shift | bits;
+        const uint32_t first = take_int(in, next, LAST_CHAR);
+        const uint32_t last = take_int(in, first, LAST_CHAR), value = take_int(in, 1, highest);
+        for (next = first; next <= last; next++) tok->chars[next] |= value << shift;
     }
 }
 
@@ -1754,14 +1680,14 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift,
 // every c must be replaced.
 static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
                               bool composes) {
-    uint64_t parts = (uint64_t)first << 32 | second;
+    const uint64_t parts = (uint64_t)first << 32 | second;
     tok->decomposed[c] = parts;
     if (composes) tok->composed[tok->n_composed++] = (Mapping){parts, c};
     tok->chars[composes ? second : c] |= NFC_ACTIVE;
 }
 
 static int compare_u64(const void *a, const void *b) {
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
     return (x > y) - (x < y);
 }
 
@@ -1773,97 +1699,68 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
     if (in->rest.n == 0) return;
     tok->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
     tok->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
-    for (uint32_t next = 0; in->rest.n;) {
-        uint32_t c = take_u32(in), first = take_u32(in);
-        uint32_t second = take_u32(in), composes = take_u32(in);
-        if (c < next || c - FIRST_SYLLABLE < SYLLABLES || c >= BAD_BYTE || first >= BAD_BYTE ||
-            second >= BAD_BYTE || composes > 1)
-            die_bad(in, in->part, "ascending characters, found %x = %x + %x", c, first, second);
-        add_decomposition(tok, c, first, second, composes);
-        next = c + 1;
+    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
+        c = take_int(in, next, LAST_CHAR);
+        const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
+        add_decomposition(tok, c, first, second, take_int(in, 0, 1));
+        if (c - FIRST_SYLLABLE < SYLLABLES) die_bad(in, in->part, "no Hangul, found %u", c);
     }
     for (uint32_t i = 0; i < SYLLABLES; i++) {
-        uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
+        const uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
         if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
         else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
     }
     qsort(tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
 }
 
-// chat: 12 times u32 length and bytes. export.py finds them by rendering the chat template.
+static void take_classes(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, SPACE, 0); }
+static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC_SHIFT); }
+static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
+static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
+static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
+static void take_penalty(Cursor *in, Tokenizer *tok) { TAKE(tok, repetition, 1e-6f, 1e12f); }
+static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok, mode, 0, N_MODES - 1); }
+
+static void take_sampling(Cursor *in, Tokenizer *tok) {
+    TAKE(tok, temperature, 0, 1e6f);
+    TAKE(tok, top_p, 1e-45f, 1);
+    TAKE(tok, top_k, 0, INT_MAX);
+}
+
+// The texts that export.py finds by rendering the chat template
 static void take_chat(Cursor *in, Tokenizer *tok) {
     ChatFormat *f = &tok->chat;
-    Bytes *pieces[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
-                       &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
-                       &f->answer[0], &f->answer[1], &f->strip, &f->trim};
-    for (size_t i = 0; i < sizeof(pieces) / sizeof(*pieces); i++) {
-        pieces[i]->n = take_u32(in);
-        pieces[i]->p = take(in, pieces[i]->n);
-    }
+    Bytes *texts[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
+                      &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
+                      &f->answer[0], &f->answer[1], &f->strip, &f->trim};
+    for (size_t i = 0; i < sizeof(texts) / sizeof(*texts); i++) *texts[i] = take_text(in);
 }
 
-static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "stop", "samp",
-                               "repe", "mode", "chat"};
-
-static void take_section(Cursor *in, Tokenizer *tok, const char *tag) {
-    if (!strcmp(tag, "adde")) take_added(in, tok);
-    if (!strcmp(tag, "clas")) take_ranges(in, tok, SPACE, 0, 0);  // LETTER, NUMBER or SPACE
-    if (!strcmp(tag, "ccc ")) take_ranges(in, tok, 255, CCC_SHIFT, NFC_ACTIVE);  // combining
-    if (!strcmp(tag, "deco")) take_decompositions(in, tok);
-    if (!strcmp(tag, "head")) take_ids(in, tok, &tok->head);
-    if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->tail);
-    if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
-    if (!strcmp(tag, "samp")) {
-        tok->temperature = take_float(in, 0, 1e6f);
-        tok->top_p = take_float(in, 1e-45f, 1);
-        tok->top_k = take_int(in, INT_MAX);
-    }
-    if (!strcmp(tag, "repe")) tok->repetition = take_float(in, 1e-6f, 1e12f);
-    if (!strcmp(tag, "mode")) tok->mode = take_int(in, N_MODES - 1);
-    if (!strcmp(tag, "chat")) take_chat(in, tok);
-    tok->has_classes |= !strcmp(tag, "clas");
-}
+static const struct { char tag[5]; void (*take)(Cursor *in, Tokenizer *tok); } sections[] = {
+    {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_ccc}, {"deco", take_decompositions},
+    {"head", take_head}, {"tail", take_tail}, {"stop", take_stop}, {"samp", take_sampling},
+    {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat}};
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
-    enum { N_TAGS = sizeof(tags) / sizeof(*tags) };
+    enum { N = sizeof(sections) / sizeof(*sections) };
     in->part = "the extension";
     if (memcmp(take(in, 4), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
             in->file, tok->vocab_size - 1);
-    const uint32_t version = take_u32(in), length = take_u32(in);
-    if (version != 1) die_bad(in, "extension version", "1, found %u", version);
-    if (length != in->rest.n)
-        die_bad(in, "extension length", "%zu, found %u; copy or export it again", in->rest.n,
-                length);
-    for (bool seen[N_TAGS] = {false}; in->rest.n;) {
+    take_number(in, "extension version", false, 1, 1);
+    take_number(in, "extension length", false, in->rest.n - 4.0, in->rest.n - 4.0);
+    for (bool seen[N] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
-        const size_t n = take_u32(in);
         int i = 0;
-        while (i < N_TAGS && memcmp(tag, tags[i], 4) != 0) i++;
-        if (i == N_TAGS)
+        while (i < N && memcmp(tag, sections[i].tag, 4) != 0) i++;
+        if (i == N)
             die("%s: unknown section \"%.4s\"; was it made by a newer export.py?", in->file, tag);
-        if (seen[i]) die("%s: section %.4s is there twice", in->file, tag);
-        Cursor section = {in->file, tags[i], {take(in, n), n}};
-        take_section(&section, tok, tags[i]);
-        if (section.rest.n)
-            die_bad(in, tags[i], "%zu bytes, found %zu", n - section.rest.n, n);
+        if (seen[i]) die("%s: section %s is there twice", in->file, sections[i].tag);
         seen[i] = true;
-    }
-}
-
-static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-
-// The classes of characters and the added tokens, where the file does not have them
-static void set_defaults(Tokenizer *tok) {
-    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
-        const bool letter = c >= 128 || isalpha(c);
-        tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
-    }
-    const bool has_added = tok->n_added > 0;
-    for (int id = 0; id < tok->vocab_size && !has_added; id++) {
-        const Bytes s = tok->text[id];
-        const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
-        if (tok->score[id] <= ADDED_SCORE && s.n > 1) added_insert(tok, id, special);
+        Cursor section = {in->file, sections[i].tag, take_text(in), false};
+        sections[i].take(&section, tok);
+        if (section.rest.n)
+            die("%s: section %s has %zu bytes too many", in->file, section.part, section.rest.n);
     }
 }
 
@@ -1880,27 +1777,35 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text) {
     return &tok->table[slot];
 }
 
-static int token_find(const Tokenizer *tok, Bytes text) { return (int)*token_slot(tok, text) - 1; }
+// The token with exactly these bytes, if it is an added one or not, as asked; or -1
+static int find(const Tokenizer *tok, Bytes text, bool added) {
+    const int id = (int)*token_slot(tok, text) - 1;
+    return id >= 0 && !(tok->kind[id] & ADDED) == !added ? id : -1;
+}
 
-// The added token with this text, or -1
-static int added_find(const Tokenizer *tok, const char *text) {
-    const Added *added = bsearch(&(Bytes[]){bytes(text)}, tok->added, tok->n_added, sizeof(Added),
-                                 compare_bytes);
-    return added ? added->id : -1;
+static int token_find(const Tokenizer *tok, Bytes text) { return find(tok, text, false); }
+
+static int added_at(const Tokenizer *tok, Bytes text) {
+    int id = -1;
+    for (text.n = min_size(text.n, tok->longest_added); text.n > 0 && id < 0; text.n--) {
+        id = find(tok, text, true);
+    }
+    return id;
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
     const uint64_t varies = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // with each process
     tok->secret = varies * 0x9E3779B97F4A7C15u | 1;
-    uint32_t slots = 256;
-    while (slots < 2 * (uint32_t)tok->vocab_size) slots *= 2;
-    tok->table = alloc(slots, sizeof(*tok->table), "the tokenizer");
-    tok->mask = slots - 1;
+    tok->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
+    tok->table = alloc((size_t)tok->mask + 1, sizeof(*tok->table), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
-        const bool ordinary = s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE);
+        const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s);
-        if (ordinary && !(tok->kind[id] & ADDED) && *slot == 0) *slot = id + 1;
+        if (*slot == 0 && (added || s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE)))
+            *slot = id + 1;
+        if (added) tok->added_start[s.p[0]] = true;
+        if (added && s.n > tok->longest_added) tok->longest_added = s.n;
     }
     for (int i = 0; i < 256; i++) {
         tok->byte_token[i] = token_find(tok, (Bytes){(uint8_t[]){i}, 1});
@@ -1910,40 +1815,42 @@ static void index_tokens(Tokenizer *tok, const char *file) {
 }
 
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
-    Cursor in = {file, "the header", file_map(file)};
+    Cursor in = {file, "the header", file_map(file), false};
     *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
                        .repetition = 1};
     tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
     tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
     tok->kind = alloc(vocab_size, 1, "the tokenizer");
-    tok->added = alloc(vocab_size, sizeof(Added), "the tokenizer");
     tok->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
-    in.part = "bos id";
-    int bos = take_id(&in, tok);
-    in.part = "eos id";
-    int eos = take_id(&in, tok);
+    const int bos = (int)take_number(&in, "bos id", false, 0, vocab_size - 1);
+    const int eos = (int)take_number(&in, "eos id", false, 0, vocab_size - 1);
     in.part = "the tokens";
     for (int id = 0; id < vocab_size && in.rest.n; id++) {
         tok->score[id] = as_float(take_u32(&in));
         if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
-        tok->text[id].n = take_u32(&in);
-        tok->text[id].p = take(&in, tok->text[id].n);
+        const Bytes s = tok->text[id] = take_text(&in);
+        if (s.n > tok->longest) tok->longest = s.n;
+        if (tok->score[id] > ADDED_SCORE || s.n < 2 || s.n > LONGEST_ADDED) continue;
+        const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
+        tok->kind[id] = special ? ADDED | SPECIAL : ADDED;  // unless the file says which are
     }
     if (in.rest.n) take_extension(&in, tok);
-    set_defaults(tok);
-    qsort(tok->added, tok->n_added, sizeof(Added), compare_bytes);
+    tok->has_classes = tok->chars['a'] & CLASS_MASK;  // else something like them follows
+    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
+        const bool letter = c >= 128 || isalpha(c);
+        tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
+    }
     index_tokens(tok, file);
-    tok->think = added_find(tok, "<think>");
-    tok->end_think = added_find(tok, "</think>");
-    tok->end_of_text = added_find(tok, "<|endoftext|>");
+    tok->think = find(tok, bytes("<think>"), true);
+    tok->end_think = find(tok, bytes("</think>"), true);
+    tok->end_of_text = find(tok, bytes("<|endoftext|>"), true);
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
-        const int im_end = added_find(tok, "<|im_end|>");
         ids_add(&tok->stop, eos);
         ids_add(&tok->stop, tok->end_of_text);
-        if (im_end >= 0) ids_add(&tok->stop, im_end);
+        ids_add(&tok->stop, find(tok, bytes("<|im_end|>"), true));
     }
 }
 
@@ -1954,22 +1861,20 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
 static Char code_point_at(Bytes text, size_t at) {
     static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};  // of characters of n bytes
     const uint8_t *p = text.p + at;
-    int n = p[0] < 0x80 ? 1 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : 4;
-    uint32_t c = n == 1 ? p[0] : p[0] & (0x7F >> n);
-    bool bad = n > 1 && (p[0] < 0xC2 || p[0] > 0xF4 || text.n - at < (size_t)n);
-    for (int i = 1; i < n && !bad; i++) {
-        bad = (p[i] & 0xC0) != 0x80;
-        c = c << 6 | (p[i] & 0x3F);
-    }
-    if (bad || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000))
-        c = BAD_BYTE + p[0], n = 1;
+    const int n = p[0] < 0xC0 ? 1 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : 4;
+    uint32_t c = n == 1 ? p[0] : p[0] & (0xFF >> n);
+    int i = 1;
+    while (i < n && at + i < text.n && (p[i] & 0xC0) == 0x80) c = c << 6 | (p[i++] & 0x3F);
+    const bool stray = i < n || (n == 1 && c >= 0x80);
+    if (stray || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000))
+        return (Char){.c = BAD_BYTE + p[0], .n = 1};
     return (Char){.c = c, .n = n};
 }
 
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
     if (at >= text.n) return (Char){0, 0, END, false};
     const Char c = code_point_at(text, at);
-    return (Char){c.c, c.n, tok->chars[c.c] & CLASS_MASK, tok->chars[c.c] & NFC_ACTIVE};
+    return (Char){c.c, c.n, tok->chars[c.c] & CLASS_MASK, tok->chars[c.c] > CLASS_MASK};
 }
 
 // Appends c as UTF-8; a BAD_BYTE as its byte.
@@ -2015,19 +1920,18 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
     uint64_t *out = marks->p, *starter = NULL;
     int last = -1;  // ccc of the character before, -1 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
-        int ccc = (int)(marks->p[i] >> 56);
-        const Mapping *composed = NULL;
-        if (starter && last < ccc) {
-            uint64_t pair = (*starter & CODE_POINT) << 32 | (marks->p[i] & CODE_POINT);
-            composed = bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
-        }
+        const uint64_t c = marks->p[i] & CODE_POINT;
+        const int ccc = (int)(marks->p[i] >> 56);
+        const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
+        const Mapping *composed = last >= ccc ? NULL
+            : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
             *starter = composed->to;
-            continue;
+        } else {
+            if (ccc == 0) starter = out;
+            last = ccc == 0 ? -1 : ccc;
+            *out++ = marks->p[i];
         }
-        if (ccc == 0) starter = out;
-        last = ccc == 0 ? -1 : ccc;
-        *out++ = marks->p[i];
     }
     marks->n = out - marks->p;
 }
@@ -2036,71 +1940,53 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
 // normalized together with the one character before it, with which it may compose.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
-    size_t done = 0;    // `out` has NFC of the text up to here
-    size_t before = 0;  // where the last inactive character begins
-    for (size_t at = 0; at < text.n && !interrupted;) {
-        Char c = char_at(tok, text, at);
-        if (!c.active) {
-            before = at;
-            at += c.n;
-            continue;
-        }
-        buffer_add(out, (Bytes){text.p + done, before - done});
+    Char c;
+    for (size_t at = 0, run, end = 0; at < text.n && !interrupted; at = end) {
+        for (run = at; (c = char_at(tok, text, end)).n && !c.active; end += c.n) run = end;
+        buffer_add(out, (Bytes){text.p + at, run - at});
         chars.n = 0;
-        for (at = before; (c = char_at(tok, text, at)).n && (at == before || c.active);) {
+        for (end = run; (c = char_at(tok, text, end)).n && (end == run || c.active); end += c.n) {
             decompose(tok, &chars, c.c, 0);
-            at += c.n;
         }
         order_and_compose(tok, &chars);
         for (size_t i = 0; i < chars.n; i++) add_char(out, chars.p[i] & CODE_POINT);
-        done = before = at;
     }
-    buffer_add(out, bytes_from(text, done));
     free(chars.p);
 }
 
 // ------------------------------------------------------------------------------------------------
-// Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
-// code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
-// tokens that followed there are a draft of what comes next. One forward pass runs the last token
-// and its draft, and so reads the weights only once. advance() gives out its rows one by one, for
-// as long as sampling picks the draft's tokens; the first other token starts a new pass, which
-// overwrites the rest of the draft in the cache.
-//
-// A batch gives the same bits as single tokens, and random numbers are drawn only for rows that are
-// used. So drafts change the time and nothing else: the text is the same, not just its distribution
-// as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+// Drafts for advance(): prompt lookup decoding (Saxena 2023). An answer often repeats what the
+// context holds: code that it changes, text that it quotes. Where the last NGRAM tokens occurred
+// before, the tokens that followed there are a draft of what comes next. Random numbers are drawn
+// only for rows that are used. So drafts change the time and nothing else: the text is the same,
+// not just its distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
 // A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1 with
-// -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much,
-// every pass earns 1, and while this credit is negative there are no drafts: wrong ones take at
-// most 2 % of the time, also with experts, where a drafted token takes half the time of another.
+// -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much, every pass earns 1, and
+// while this credit is negative there are no drafts: wrong ones take at most 2 % of the time, also
+// with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Finds the latest earlier place where the last NGRAM of the n ids occur, and appends the `most`
-// ids that follow there; where it runs into what it appends, the draft repeats itself. Returns
-// `most`, or 0 if there is no such place.
-static int lookup(int *ids, size_t n, int most) {
-    for (size_t from = n - 1; most > 0 && from >= NGRAM; from--) {
-        if (memcmp(ids + from - NGRAM, ids + n - NGRAM, NGRAM * sizeof(int)) != 0) continue;
-        for (int i = 0; i < most; i++) ids[n + i] = ids[from + i];
-        return most;
-    }
-    return 0;
-}
-
-// Drafts what may follow the answer's count-th token, which stands after the text's tokens. Returns
-// how many tokens: the cache, the logits and max_new must have room for them.
-static int draft(Engine *e, int count, bool was_right) {
+// Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
+// as the cache and the logits have room: the ids that followed at the latest earlier place. Where
+// they run into what is drafted, the draft repeats itself.
+static void draft(Engine *e, int count) {
     const State *s = &e->model.state;
-    int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), s->logit_rows);
-    rows = min_int(rows, s->seq_len - (int)e->answer.text.ids.n);
-    if (e->max_new >= 0) rows = min_int(rows, e->max_new - count);
+    const size_t n = e->answer.text.ids.n + 1;
+    int *ids = e->answer.text.ids.p;
+    const bool was_right = e->draft.n && e->draft.row == e->draft.n;
+    const int room = min_int(s->logit_rows, s->seq_len - (int)n + 1);
+    const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
+    e->draft.n = e->draft.row = 0;
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (count < NGRAM || e->draft.credit < 0) return 0;
-    const int drafted = lookup(e->answer.text.ids.p, e->answer.text.ids.n + 1, rows - 1);
-    e->draft.credit -= DRAFT_COST * drafted;
-    return drafted;
+    if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
+    const int *last = ids + n - NGRAM;
+    size_t from = n - 1;
+    while (from >= NGRAM && memcmp(ids + from - NGRAM, last, NGRAM * sizeof(int)) != 0) from--;
+    if (from < NGRAM) return;
+    e->draft.n = rows - 1;
+    e->draft.credit -= DRAFT_COST * e->draft.n;
+    for (int i = 0; i < e->draft.n; i++) ids[n + i] = ids[from + i];
 }
 
 static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
@@ -2109,28 +1995,26 @@ static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
 // it, then spoils the rows before it (0 * infinity is no number): so the token runs again, alone.
 static bool run_draft(Engine *e) {
     Model *m = &e->model;
-    const Ids *cached = &e->answer.text.ids;
-    const int vocab_size = m->config.vocab_size;
-    for (int n = 1 + e->draft.n, row = 0;; n = 1, e->draft.n = 0) {
-        const int *ids = cached->p + cached->n;
-        if (!forward_text(m, &e->answer.text, ids, n, (int)cached->n, n)) return false;
-        const float *logits = classify(m, 0, n);
-        for (; row < n && isfinite(sum_double(logits, vocab_size)); row++) logits += vocab_size;
-        if (row == n || n == 1) return true;
-    }
+    Text *text = &e->answer.text;
+    const int n = 1 + e->draft.n, pos = (int)text->ids.n;
+    if (!forward_text(m, text, text->ids.p + pos, n, pos, n)) return false;
+    const float *logits = classify(m, 0, n);
+    if (n == 1 || isfinite(sum_double(logits, n * m->config.vocab_size))) return true;
+    e->draft.n = 0;
+    return run_draft(e);
 }
 
 static float *advance(Engine *e, int id, int count) {
-    Model *m = &e->model;
+    const Model *m = &e->model;
     Ids *cached = &e->answer.text.ids;
-    const bool was_drafted = e->draft.row < e->draft.n && cached->p[cached->n] == id;
-    cached->p[cached->n] = id;
+    int *next = &cached->p[cached->n];
+    const bool was_drafted = e->draft.row < e->draft.n && *next == id;
+    *next = id;
     if (was_drafted) {  // it has run already
         e->draft.credit += 2 * DRAFT_COST;
         e->draft.row++;
     } else {
-        e->draft.n = draft(e, count, e->draft.n && e->draft.row == e->draft.n);
-        e->draft.row = 0;
+        draft(e, count);
         if (!run_draft(e)) return NULL;
     }
     cached->n++;
@@ -2144,13 +2028,13 @@ static float *advance(Engine *e, int id, int count) {
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters that
-// are not `allowed` become U+FFFD, and so does a carriage return that no newline follows.
-static void add_printable(Buffer *out, Bytes text, const char *allowed) {
+// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters become
+// U+FFFD. Of those that make lines and columns, an answer keeps some: \n, \r\n and \t.
+static void add_printable(Buffer *out, Bytes text, bool answer) {
     for (size_t at = 0; at < text.n;) {
         const Char c = code_point_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
-        const bool kept = c.c && c.c < ' ' && strchr(allowed, c.c) && (c.c != '\r' || crlf);
+        const bool kept = answer && (c.c == '\n' || c.c == '\t' || crlf);
         const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c));
         buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
@@ -2164,14 +2048,13 @@ static void report(const char *fmt, ...) {
     Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
     va_list args;
     va_start(args, fmt);
-    const int n = min_int(vsnprintf(text, sizeof(text), fmt, args), sizeof(text) - 1);
+    const size_t n = min_size(vsnprintf(text, sizeof(text), fmt, args), sizeof(text) - 1);
     va_end(args);
-    if (n > 2 * HALF + 5) {
-        memcpy(text + HALF, " ... ", 5);
-        memmove(text + HALF + 5, text + n - HALF, HALF + 1);
-    }
+    const bool cut = n > 2 * HALF;
+    add_printable(&shown, (Bytes){(uint8_t *)text, cut ? HALF : n}, false);
+    if (cut) buffer_add(&shown, bytes(" ... "));
+    if (cut) add_printable(&shown, bytes(text + n - HALF), false);
     progress_end();
-    add_printable(&shown, bytes(text), "");
     fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
 }
 
@@ -2193,7 +2076,6 @@ static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the star
 struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
-    bool dim;       // thinking is dimmed there
     bool thinking;
     bool began;     // false from the end of thinking until a character other than a newline
     Buffer *to;     // of a list: the answer goes there, its thinking nowhere; NULL: to stdout
@@ -2208,12 +2090,12 @@ struct Writer {
 static size_t unfinished(Bytes text, bool terminal) {
     if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
-        for (int rest = 0x80; rest <= 0xBF; rest += 0x3F) {  // the least and the greatest bytes
-            uint8_t u[4] = {rest, rest, rest, rest};
-            memcpy(u, text.p + text.n - n, n);
-            const Char c = code_point_at((Bytes){u, 4}, 0);
-            if (c.c < BAD_BYTE && c.n > (int)n) return n;
-        }
+        const uint8_t *last = text.p + text.n - n;
+        const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // after E0 and F0, 0x80 would be overlong
+        uint8_t u[4] = {rest, rest, rest, rest};
+        memcpy(u, last, n);
+        const Char c = code_point_at((Bytes){u, 4}, 0);
+        if (c.c < BAD_BYTE && c.n > (int)n) return n;
     }
     return 0;
 }
@@ -2221,29 +2103,27 @@ static size_t unfinished(Bytes text, bool terminal) {
 // Writes what is held, except its last `keep` bytes. For a terminal, each piece is dimmed by
 // itself, in one write: no signal can leave the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
-    Bytes text = {out->held.p, out->held.n - keep};
-    const bool aside = out->thinking && !out->terminal;  // to stderr, or of a list nowhere
-    const bool dim = out->thinking && out->dim;
-    if (text.n && (out->terminal || (aside && !out->to))) {
-        Buffer *shown = &out->shown;
-        shown->n = 0;
-        if (dim) buffer_add(shown, bytes("\033[2m"));
-        add_printable(shown, text, "\n\r\t");
-        if (dim) buffer_add(shown, bytes("\033[0m"));
-        text = bytes_of(shown);
-    }
-    if (!aside && out->to) buffer_add(out->to, text);
-    else if (!aside) write_stdout(text);
-    else if (!out->to && !quiet) fwrite(text.p, 1, text.n, stderr);
-    buffer_cut(&out->held, out->held.n - keep);
+    const Bytes text = {out->held.p, out->held.n - keep};
+    const char *no_color = getenv("NO_COLOR");
+    const bool dim = out->terminal && out->thinking && !(no_color && *no_color);
+    Buffer *shown = &out->shown;
+    if (text.n == 0) return;
+    shown->n = 0;
+    if (dim) buffer_add(shown, bytes("\033[2m"));
+    add_printable(shown, text, true);
+    if (dim) buffer_add(shown, bytes("\033[0m"));
+    if (out->terminal) write_stdout(bytes_of(shown));
+    else if (out->thinking && !out->to && !quiet) fwrite(shown->p, 1, shown->n, stderr);
+    else if (!out->thinking && out->to) buffer_add(out->to, text);
+    else if (!out->thinking) write_stdout(text);
+    buffer_cut(&out->held, text.n);
 }
 
 static void writer_thinks(Writer *out, bool thinking) {
     if (!out->chat || out->thinking == thinking) return;
+    if (!thinking && !out->terminal) buffer_add(&out->held, bytes("\n"));
     writer_flush(out, 0);
-    if (!thinking && !out->terminal && !out->to && !quiet) fputc('\n', stderr);
-    out->thinking = thinking;
-    out->began = thinking;
+    out->thinking = out->began = thinking;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
@@ -2272,8 +2152,8 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
 }
 
 static void writer_end(Writer *out) {
-    writer_flush(out, 0);
     writer_thinks(out, false);
+    writer_flush(out, 0);
     out->began = true;
     if (!out->to && (out->chat || out->terminal)) write_stdout(bytes("\n"));
 }
@@ -2281,9 +2161,7 @@ static void writer_end(Writer *out) {
 // ------------------------------------------------------------------------------------------------
 // Conversation: a prompt and its answer, turns that fit into the context, messages from a terminal
 
-static const char *const mode_names[] = {
-    [CHAT] = "chat", [GENERATE] = "generate", [TOKENIZE] = "tokenize",
-    [PERPLEXITY] = "perplexity", [EMBED] = "embed"};
+static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
 
 typedef struct {  // as given on the command line
     const char *model, *text, *file, *system, *stop;  // NULL: not given
@@ -2298,16 +2176,6 @@ typedef struct {  // as given on the command line
 
 static bool is_list(const Options *o) { return o->list || o->json_list; }
 
-typedef struct {    // of a file
-    int fd;
-    const char *name;
-    Buffer data;    // bytes that were read
-    size_t end;     // the end of the last line
-    size_t seen;    // there is no newline from there up to here
-    bool skipping;  // this line has 2 GB or more, and was dropped up to here
-    bool too_long;  // the last line was such a one: this is just its end
-} Lines;
-
 typedef struct {
     Options options;
     Engine engine;
@@ -2317,8 +2185,8 @@ typedef struct {
     bool noticed;     // the notices have been given
     bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
-    Buffer input;     // the prompt, or the message being typed
-    Lines typed;      // of stdin
+    Buffer input;     // the prompt's text, or the message being typed
+    Ids prompt;
 } App;
 
 // Does the prompt itself open the thinking?
@@ -2327,13 +2195,20 @@ static bool begins_thinking(const App *app) {
     return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
-// Notices wait until the last check has passed, so that an error message stands alone.
+// What stderr says before the model runs: the prompt's ids, and the first time the notices, which
+// wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
-    if (app->noticed) return;
-    app->noticed = true;
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
     const bool chat = app->mode == CHAT, thinks = app->think || begins_thinking(app);
+    const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
+    if (o->verbose && app->mode != TOKENIZE && app->prompt.n) {
+        fputs("prompt ids:", stderr);
+        for (size_t i = 0; i < app->prompt.n; i++) fprintf(stderr, " %d", app->prompt.p[i]);
+        fputc('\n', stderr);
+    }
+    if (app->noticed) return;
+    app->noticed = true;
     if (!tok->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
@@ -2346,18 +2221,8 @@ static void give_notices(App *app) {
     if (app->mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
     if (chat && thinks && app->engine.answer.sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
-    const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
     if (!reads_stdin && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
-}
-
-// What stderr says before the model runs
-static void announce(App *app, const Ids *ids) {
-    give_notices(app);
-    if (!app->options.verbose || app->mode == TOKENIZE) return;
-    fputs("prompt ids:", stderr);
-    for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
-    fputc('\n', stderr);
 }
 
 // Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
@@ -2373,31 +2238,18 @@ static bool check_length(const App *app, const char *where, size_t tokens) {
     return tokens >= least && tokens <= most;
 }
 
-// After an answer that -x ended: takes back the tokens whose bytes were not written. If one of them
-// was written in part, the bytes that were written become the message's text.
-static void cut_answer(const App *app, Message *answer) {
-    const Tokenizer *tok = &app->engine.tokenizer;
-    for (size_t cut = app->writer.cut; cut > 0;) {
-        const int id = answer->ids.p[--answer->ids.n];
-        const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        const size_t lost = min_size(cut, text.n);
-        if (lost < text.n) buffer_add(&answer->text, (Bytes){text.p, text.n - lost});
-        cut -= lost;
-    }
-}
-
-// Runs a prompt and writes its answer; then notices and statistics. message: empty, gets the answer
-static void respond(App *app, const Ids *prompt, Message *message) {
+// Runs the prompt and writes its answer; then notices and statistics. message: empty, gets what was
+// written: if -x ended the answer, the tokens of which nothing was written are taken back, and the
+// beginning of one that was written in part becomes the message's text.
+static void respond(App *app, Message *message) {
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
+    const Tokenizer *tok = &e->tokenizer;
     const int seq_len = e->model.state.seq_len;
-    app->writer.cut = 0;
     const double start = now();
-    const bool ran = prefill(e, prompt);
+    const bool ran = prefill(e, &app->prompt);
     const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
-    // Decoding allocates nothing: there is room for every answer.
-    answer->p = grow(answer->p, &answer->cap, 0, seq_len + 1, sizeof(int));
     const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
     const double end = now();
     const char *where = app->writer.thinking ? " inside its thinking" : "";
@@ -2412,7 +2264,12 @@ static void respond(App *app, const Ids *prompt, Message *message) {
                 "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
                 done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
                 (unsigned long long)app->options.seed);
-    cut_answer(app, message);
+    for (size_t lost, *cut = &app->writer.cut; *cut > 0; *cut -= lost) {
+        const int id = answer->p[--answer->n];
+        const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
+        lost = min_size(*cut, text.n);
+        buffer_add(&message->text, (Bytes){text.p, text.n - lost});
+    }
 }
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
@@ -2423,66 +2280,51 @@ static Message *conversation_add(Conversation *talk, int role, Bytes text) {
     return message;
 }
 
-static void message_free(const Message *message) {
-    free(message->text.p);
-    free(message->ids.p);
-}
-
-// Removes `count` messages from number `first` on.
-static void conversation_drop(Conversation *talk, size_t first, size_t count) {
-    if (count == 0) return;  // so that talk->p is not NULL
-    for (size_t i = first; i < first + count; i++) message_free(&talk->p[i]);
-    memmove(talk->p + first, talk->p + first + count, (talk->n - first - count) * sizeof(Message));
-    talk->n -= count;
-}
-
-// Renders the conversation. If that leaves no room for an answer, the older half of the turns is
-// forgotten, again until there is room or only the last message is left (and the system message).
-// If even that is too long, nothing is forgotten.
-static void fit_conversation(App *app, Ids *ids) {
-    Conversation *talk = &app->conversation;
-    const size_t context = app->engine.model.state.seq_len, system = talk->p[0].role == SYSTEM;
-    size_t room = context / 4, first = system;
-    if (app->options.n >= 0 && (size_t)app->options.n < room) room = app->options.n;
-    for (;; first += (talk->n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
-        render(&app->engine.tokenizer, talk, first, app->think, ids);
-        if (ids->n + room <= context || first == talk->n - 1 || interrupted) break;
+// Removes messages first .. end - 1.
+static void conversation_drop(Conversation *talk, size_t first, size_t end) {
+    for (size_t i = first; i < end; i++) {
+        free(talk->p[i].text.p);
+        free(talk->p[i].ids.p);
     }
-    if (interrupted || ids->n > context) return;
-    if (first > system)
+    for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
+    talk->n -= end - first;
+}
+
+// Answers the conversation's last message. If the prompt leaves no room for an answer, the older
+// half of the turns is forgotten, again until there is room or only the last message is left (and
+// the system message). If even that is too long, nothing is forgotten. If there is no answer then,
+// or as Ctrl-C came first, the message is taken back.
+static void answer_last(App *app) {
+    Conversation *talk = &app->conversation;
+    const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
+    const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
+    size_t first = system;
+    for (;; first += (talk->n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
+        render(&app->engine.tokenizer, talk, first, app->think, &app->prompt);
+        if (app->prompt.n + room <= context || first == talk->n - 1 || interrupted) break;
+    }
+    const bool fits = !interrupted && check_length(app, "prompt", app->prompt.n);
+    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
+    if (fits && first > system) {
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
-    conversation_drop(talk, system, first - system);
-}
-
-// Answers the conversation's last message. False: there is no answer, as the conversation is too
-// long or Ctrl-C came first.
-static bool answer_last(App *app) {
-    Conversation *talk = &app->conversation;
-    Ids ids = {0};
-    fit_conversation(app, &ids);
-    const bool fits = !interrupted && check_length(app, "prompt", ids.n);
-    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
+        conversation_drop(talk, system, first);
+    }
     Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
     if (fits) {
-        announce(app, &ids);
+        give_notices(app);
         writer_thinks(&app->writer, begins_thinking(app));
-        respond(app, &ids, answer);
+        respond(app, answer);
     }
-    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
-    if (!answered) conversation_drop(talk, talk->n - 1, 1);
-    free(ids.p);
-    return answered;
-}
-
-// A user's message and the model's answer to it. Without an answer, the message is taken back.
-static void chat_turn(App *app, Bytes text) {
-    Conversation *talk = &app->conversation;
-    conversation_add(talk, USER, text);
-    if (answer_last(app)) return;
+    if (answer->ids.n > 0 || (fits && !interrupted)) return;
     if (interrupted && app->dialogue)
         notice("chat: stopped before its answer, the message is taken back");
-    conversation_drop(talk, talk->n - 1, 1);
+    conversation_drop(talk, talk->n - 2, talk->n);
+}
+
+static void chat_turn(App *app, Bytes text) {
+    conversation_add(&app->conversation, USER, text);
+    answer_last(app);
 }
 
 // Without one final newline, \n or \r\n
@@ -2491,61 +2333,72 @@ static Bytes chop(Bytes text) {
     return text;
 }
 
-typedef enum { A_LINE, NO_LINE, LATER } Found;
+enum { MOST_BYTES = INT_MAX - (1 << 17) };  // of a text: just below 2 GB
 
-// The next line, with its newline. NO_LINE: the end of input, or Ctrl-C. LATER: more has to come
-// first, and the caller does not wait.
-static Found next_line(Lines *in, Bytes *line, bool wait) {
+typedef struct {   // of a file
+    int fd;
+    const char *name;
+    Buffer data;   // bytes that were read
+    size_t end;    // of the last line
+} Lines;
+
+// The next line, with its newline. One that is too long loses its end, but is still longer than
+// MOST_BYTES. An empty one: more has to come first, and the caller does not wait. False: the end of
+// input, or Ctrl-C.
+static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
-    bool ended = false;
-    for (;;) {
-        data->p = grow(data->p, &data->cap, data->n, 65536, 1);
-        const uint8_t *newline = memchr(data->p + in->seen, '\n', data->n - in->seen);
-        in->seen = newline ? (size_t)(newline - data->p) + 1 : data->n;
-        *line = (Bytes){data->p + in->end, in->seen - in->end};
-        if (newline || (ended && (line->n || in->skipping))) {
-            in->end = in->seen;
-            in->too_long = in->skipping;
-            in->skipping = false;
-            return A_LINE;
-        }
-        if (ended) return NO_LINE;
-        if (!wait && !input_ready(in->fd)) return LATER;
-        if (line->n > INT_MAX - 65536) in->skipping = true, in->end = in->seen;
+    const uint8_t *newline = NULL;
+    ssize_t got = 1;
+    *line = (Bytes){0};
+    data->p = grow(data->p, &data->cap, data->n, 1, 1);  // not NULL
+    for (size_t seen = in->end; got > 0; got = interrupted ? -1 : read_more(in->fd, data)) {
+        newline = memchr(data->p + seen, '\n', data->n - seen);
+        if (newline) break;
+        if (!wait && !input_ready(in->fd)) return true;
         buffer_cut(data, in->end);
-        in->seen -= in->end;
         in->end = 0;
-        const ssize_t got = interrupted ? -1 : read_some(in->fd, data->p + data->n, 65536);
-        if (interrupted) in->end = data->n;  // what was typed before it is gone
-        if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
-        if (got < 0) return NO_LINE;
-        data->n += got;
-        ended = got == 0;
+        seen = data->n = min_size(data->n, MOST_BYTES + 3);  // three more: see chop
+    }
+    if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
+    if (got < 0) return false;
+    const size_t end = newline ? (size_t)(newline - data->p) + 1 : data->n;
+    *line = (Bytes){data->p + in->end, end - in->end};
+    in->end = end;
+    return line->n > 0;
+}
+
+// A scripted conversation: each line of stdin is a turn.
+static void run_script(App *app) {
+    Lines in = {.fd = STDIN_FILENO, .name = "stdin"};
+    for (Bytes line; !interrupted && next_line(&in, &line, true);) {
+        if (line.n > MOST_BYTES) die("stdin: a line is too long, expected less than 2 GB");
+        chat_turn(app, chop(line));
     }
 }
 
-// A message typed or pasted at a terminal, into app->input. Lines that arrive together are a paste,
-// which waits for Enter: at the end of its last line, or, if that line had a newline already, on
-// the empty line after it. False: the end of input, or Ctrl-C.
+// A message typed or pasted at a terminal, into app->input. It reads a line at a time. Lines that
+// arrive together are a paste, which waits for Enter: at the end of its last line, or, if that line
+// had a newline already, on the empty line after it. False: the end of input, or Ctrl-C.
 static bool read_message(App *app) {
     Buffer *message = &app->input;
-    Bytes line;
     bool cut = false;
     message->n = 0;
     fputs("> ", stderr);
-    for (Waiting before = NOTHING, after = NOTHING;; before = after) {
-        if (next_line(&app->typed, &line, true) != A_LINE) {
-            if (interrupted || message->n == 0) return false;
-            break;
-        }
-        cut |= chop(line).n >= (size_t)terminal_line();
-        buffer_add(message, line);
-        if (line.p[line.n - 1] != '\n') break;  // the end of input
-        after = app->typed.data.n > app->typed.end ? LINE : input_waits();
-        if (line.n > 1 && line.p[line.n - 2] == '\\') {
-            message->p[--message->n - 1] = '\n';  // without the backslash
+    for (Waiting before, after = NOTHING;;) {
+        const ssize_t got = interrupted ? -1 : read_more(STDIN_FILENO, message);
+        if (got < 0 && !interrupted) die("stdin: %s", strerror(errno));
+        if (got < 0 || message->n == 0) return false;
+        if (got == 0) break;  // the end of input
+        uint8_t *end = message->p + message->n;
+        if (end[-1] != '\n') continue;  // Ctrl-D in the middle of a line
+        cut |= got > TERMINAL_LINE;
+        before = after;
+        after = input_waits();
+        if (message->n > 1 && end[-2] == '\\') {
+            end[-2] = '\n';
+            message->n--;
         } else if (after == NOTHING) {
-            if (line.n == 1) message->n--;  // Enter alone just sends what is there
+            if (got == 1) message->n--;  // Enter alone just sends what is there
             if (before != LINE) break;
             if (!cut) fputs("(Enter sends) ", stderr);
         }
@@ -2553,7 +2406,7 @@ static bool read_message(App *app) {
     message->n = cut ? 0 : chop(bytes_of(message)).n;
     if (cut)
         report("input: the terminal cut a line at %d bytes; nothing was sent; /file PATH sends it",
-               terminal_line());
+               TERMINAL_LINE);
     return true;
 }
 
@@ -2561,88 +2414,80 @@ static const char commands[] =
     "/file PATH TEXT  send TEXT and the file, or the file alone\n"
     "/retry           take the last answer back and draw another\n"
     "/clear           forget the conversation, but not the system prompt\n"
-    "/help            show this\n"
     "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
     "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n";
 
-// Takes the last answer back and draws another; if that is stopped before its first token, the old
-// one stays.
-static void retry(App *app) {
-    Conversation *talk = &app->conversation;
-    if (talk->n < 2) {
-        notice("/retry: there is no answer yet");
-    } else if (app->engine.answer.sampler.temperature == 0) {
-        notice("/retry: -t 0 would draw the same answer again");
-    } else {
-        const Message old = talk->p[--talk->n];
-        if (answer_last(app)) message_free(&old);
-        else talk->p[talk->n++] = old;
-    }
+// Cuts the first word off a text, and the spaces after it. It ends at a space, or is quoted, as by
+// many terminals into which a file is dropped.
+static Bytes take_word(Bytes *text) {
+    const bool quoted = text->n && (*text->p == '"' || *text->p == '\'');
+    const uint8_t mark = quoted ? *text->p : ' ';
+    *text = bytes_from(*text, quoted);
+    const uint8_t *end = memchr(text->p, mark, text->n);
+    const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
+    size_t next = min_size(word.n + 1, text->n);
+    while (next < text->n && text->p[next] == ' ') next++;
+    *text = bytes_from(*text, next);
+    return word;
 }
 
-static Bytes skip_spaces(Bytes text) {
-    while (text.n && *text.p == ' ') text = bytes_from(text, 1);
-    return text;
-}
-
-// Sends "PATH TEXT" as TEXT, an empty line and the file's text. PATH ends at a space, or is quoted,
-// as by many terminals into which a file is dropped; ~/ is $HOME.
-static void send_file(App *app, Bytes words) {
-    words = skip_spaces(words);
-    const bool quoted = words.n && (*words.p == '"' || *words.p == '\'');
-    const bool tilde = words.n > 1 && words.p[0] == '~' && words.p[1] == '/' && getenv("HOME");
-    const uint8_t *name = words.p + (quoted || tilde), *last = words.p + words.n;
-    const uint8_t *end = name < last ? memchr(name, quoted ? *words.p : ' ', last - name) : NULL;
-    const int n = (int)((end ? end : last) - name);
+// Of what was typed, text is "PATH TEXT": sends TEXT, an empty line and the file's text. A PATH may
+// begin with ~/, which is $HOME.
+static void send_file(App *app, Bytes text) {
+    Buffer *message = &app->input;
+    const Bytes name = take_word(&text);
+    const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", n, (const char *)name);
-    Buffer message = {0};
-    const size_t rest = end ? (size_t)(end + 1 - words.p) : words.n;
-    buffer_add(&message, skip_spaces(bytes_from(words, rest)));
-    if (message.n) buffer_add(&message, bytes("\n\n"));
-    const size_t before = message.n;
+    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
+             (const char *)name.p + tilde);
+    buffer_cut(message, message->n - text.n);
+    if (message->n) buffer_add(message, bytes("\n\n"));
+    const size_t before = message->n;
     const char *error = NULL;
     if (!*path) error = "missing, expected /file PATH TEXT";
     else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
-    else error = file_read(&message, path);
-    if (!error && message.n == before) error = "empty, expected a text";
+    else error = file_read(message, path);
+    if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
-    else chat_turn(app, chop(bytes_of(&message)));
-    free(message.p);
+    else chat_turn(app, chop(bytes_of(message)));
 }
+
+static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
 
 // Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
 // and letters, only /think is a message. (The model's other switch, /no_think, is not letters
 // alone.) False: it ends the program.
-static bool run_message(App *app, Bytes text) {
-    Bytes line = text;
+static bool run_message(App *app) {
+    Conversation *talk = &app->conversation;
+    const Bytes text = bytes_of(&app->input);
+    Bytes rest = text, word = take_word(&rest);
     size_t letters = 1;
-    while (line.n && line.p[line.n - 1] == ' ') line.n--;
-    while (letters < line.n && isalpha(line.p[letters])) letters++;
-    static const char *const leaving[] = {"/bye", "/exit", "/quit", "exit", "quit"};
-    for (int i = 0; i < 5; i++) {
-        if (bytes_equal(line, bytes(leaving[i]))) return false;
-    }
+    if (word.p != text.p) word.n = 0;  // in quotes it is no command
+    while (letters < word.n && isalpha(word.p[letters])) letters++;
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    } else if (memchr(text.p, '\n', text.n)) {
+    } else if (is(word, "/file") && !memchr(text.p, '\n', text.n)) {
+        send_file(app, rest);
+    } else if (rest.n) {
         chat_turn(app, text);
-    } else if (bytes_equal(line, bytes("/help"))) {
+    } else if (is(word, "/help")) {
         fputs(commands, stderr);
-    } else if (bytes_equal(line, bytes("/retry"))) {
-        retry(app);
-    } else if (bytes_equal(line, bytes("/clear"))) {
-        Conversation *talk = &app->conversation;
-        const size_t system = talk->n && talk->p[0].role == SYSTEM;
-        conversation_drop(talk, system, talk->n - system);
-    } else if (bytes_equal(line, bytes("/file")) ||
-               (text.n > 5 && memcmp(text.p, "/file ", 6) == 0)) {
-        send_file(app, bytes_from(text, text.n > 5 ? 6 : 5));
-    } else if (line.n > 1 && *line.p == '/' && letters == line.n &&
-               !bytes_equal(line, bytes("/think"))) {
-        report("%.*s: no such command, /help shows them", (int)line.n, line.p);
+    } else if (is(word, "/retry") && talk->n < 2) {
+        notice("/retry: there is no answer yet");
+    } else if (is(word, "/retry") && app->engine.answer.sampler.temperature == 0) {
+        notice("/retry: -t 0 would draw the same answer again");
+    } else if (is(word, "/retry")) {
+        conversation_drop(talk, talk->n - 1, talk->n);
+        answer_last(app);
+    } else if (is(word, "/clear")) {
+        conversation_drop(talk, app->options.system != NULL, talk->n);
+    } else if (is(word, "/bye") || is(word, "/exit") || is(word, "/quit") || is(word, "exit") ||
+               is(word, "quit")) {
+        return false;
+    } else if (word.n > 1 && *word.p == '/' && letters == word.n && !is(word, "/think")) {
+        report("%.*s: no such command, /help shows them", (int)word.n, word.p);
     } else {
         chat_turn(app, text);
     }
@@ -2650,37 +2495,23 @@ static bool run_message(App *app, Bytes text) {
 }
 
 // A conversation at a terminal
-static int run_dialogue(App *app) {
+static void run_dialogue(App *app) {
     const char *thinking = app->think ? "on" : begins_thinking(app) ? "always" : "off";
-    bool warned = false;
     app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
            app->engine.model.state.seq_len, thinking);
-    for (;; interrupted = 0) {
+    for (bool warned = false;; interrupted = 0) {
         if (!read_message(app)) {
             fputc('\n', stderr);
-            if (!interrupted) return EXIT_SUCCESS;
-            if (warned) return EXIT_INTERRUPT;
-            warned = true;
+            if (!interrupted || warned) return;
             notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
+            warned = true;
         } else if (app->input.n > 0) {
             warned = false;
-            if (!run_message(app, bytes_of(&app->input))) return EXIT_SUCCESS;
+            if (!run_message(app)) return;
         }
     }
-}
-
-// A conversation with stdin: a terminal, or a script of one turn a line
-static int run_conversation(App *app) {
-    Bytes line;
-    app->typed.name = "stdin";
-    if (is_terminal(STDIN_FILENO)) return run_dialogue(app);
-    while (!interrupted && next_line(&app->typed, &line, true) == A_LINE) {
-        if (app->typed.too_long) die("stdin: a line is too long, expected less than 2 GB");
-        chat_turn(app, chop(line));
-    }
-    return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2720,20 +2551,19 @@ static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
     const State *s = &e->model.state;
     const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
     double sum = 0;
-    float *logits = NULL;
-    for (int at = 0, count; at < n && !interrupted; at += count) {
+    for (int at = 0, count; at < n; at += count) {
         const int pos = at % (s->seq_len - 1);
         count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
-        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) break;
+        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) return false;
         for (int i = 0; i < count; i++) {
             const int row = i % s->logit_rows;
-            if (row == 0) logits = classify(&e->model, i, min_int(s->logit_rows, count - i));
-            sum += surprise(logits + (size_t)row * vocab_size, vocab_size, ids->p[at + i + 1]);
+            if (row == 0) classify(&e->model, i, min_int(s->logit_rows, count - i));
+            float *logits = s->logits + (size_t)row * vocab_size;
+            sum += surprise(logits, vocab_size, ids->p[at + i + 1]);
         }
     }
-    if (!interrupted)
-        buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
-    return !interrupted && isfinite(sum);
+    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
+    return isfinite(sum);
 }
 
 // Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
@@ -2742,13 +2572,11 @@ static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)row * c->dim;
     const float *x = m->state.x + (size_t)row * c->dim;
-    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
     double squares = 0;
+    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
     for (int i = 0; i < c->dim; i++) squares += (double)h[i] * h[i];
-    double length = fmax(sqrt(squares), 1e-12);
-    for (int i = 0; i < c->dim && isfinite(squares); i++) {
-        buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
-    }
+    const double length = fmax(sqrt(squares), 1e-12);
+    for (int i = 0; i < c->dim; i++) buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
     buffer_add(line, bytes("]\n"));
     return isfinite(squares);
 }
@@ -2762,40 +2590,30 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 // Every mode but chat
 static void run_raw(App *app, Bytes text) {
     Engine *e = &app->engine;
-    const int context = e->model.state.seq_len;
-    Ids ids = {0};
-    Message answer = {0};
+    const Ids *ids = &app->prompt;
+    const size_t context = e->model.state.seq_len;
     Buffer lines = {0};
-    encode_text(app, text, &ids);
-    if (interrupted) {
-        free(ids.p);
-        return;
-    }
-    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids.n)) exit(EXIT_FAILURE);
-    announce(app, &ids);
-    if (app->mode == GENERATE) {
-        respond(app, &ids, &answer);
-    } else if (app->mode == EMBED) {
-        if (prefill(e, &ids) && !buffer_add_embedding(&lines, &e->model, 0)) die(BAD_VECTOR);
-    } else if (app->mode == PERPLEXITY) {
-        if (ids.n > (size_t)context)
-            notice("text: %zu tokens are scored in pieces of %d (-c)", ids.n, context);
-        progress_start(&e->model, ids.n - 1);
-        const bool good = buffer_add_perplexity(&lines, e, &ids);
+    encode_text(app, text, &app->prompt);
+    if (interrupted) return;
+    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids->n)) exit(EXIT_FAILURE);
+    give_notices(app);
+    if (app->mode == GENERATE) respond(app, &(Message){0});
+    if (app->mode == EMBED && prefill(e, ids) && !buffer_add_embedding(&lines, &e->model, 0))
+        die(BAD_VECTOR);
+    if (app->mode == PERPLEXITY) {
+        if (ids->n > context)
+            notice("text: %zu tokens are scored in pieces of %zu (-c)", ids->n, context);
+        progress_start(&e->model, ids->n - 1);
+        const bool good = buffer_add_perplexity(&lines, e, ids);
         progress_end();
         if (!good && !interrupted) die(NOT_FINITE);
-    } else if (!app->options.verbose) {
-        buffer_add_ids(&lines, &ids);
-    } else {
-        for (size_t i = 0; i < ids.n; i++) {
-            buffer_print(&lines, "%d ", ids.p[i]);
-            buffer_add_json(&lines, e->tokenizer.text[ids.p[i]]);
-        }
+    }
+    if (app->mode == TOKENIZE && !app->options.verbose) buffer_add_ids(&lines, ids);
+    for (size_t i = 0; app->mode == TOKENIZE && app->options.verbose && i < ids->n; i++) {
+        buffer_print(&lines, "%d ", ids->p[i]);
+        buffer_add_json(&lines, e->tokenizer.text[ids->p[i]]);
     }
     write_stdout(bytes_of(&lines));
-    free(lines.p);
-    free(ids.p);
-    message_free(&answer);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2806,9 +2624,6 @@ typedef struct {
     Bytes rest;            // what has not been read
     const char *expected;  // what was not found there: after an error nothing is taken any more
     Buffer text;           // the last string
-    Conversation *talk;    // gets the messages
-    bool first;            // there is no message yet, but perhaps that of -y
-    bool has_content;      // the last message
 } Json;
 
 static void json_need(Json *j, bool taken, const char *what) {
@@ -2822,121 +2637,114 @@ static bool json_take(Json *j, const char *word) {
     return true;
 }
 
-static bool json_token(Json *j, const char *word) {  // the same, after white space
-    while (json_take(j, " ") || json_take(j, "\t") || json_take(j, "\r") || json_take(j, "\n")) {}
+static bool json_any(Json *j, const char *set) {  // one or more bytes of a set
+    const size_t before = j->rest.n;
+    while (!j->expected && j->rest.n && memchr(set, *j->rest.p, strlen(set)))
+        j->rest = bytes_from(j->rest, 1);
+    return j->rest.n < before;
+}
+
+static bool json_token(Json *j, const char *word) {  // perhaps after white space
+    json_any(j, " \t\r\n");
     return json_take(j, word);
 }
 
-static int json_unit(Json *j) {  // \uXXXX, or -1
-    char digits[5] = {0};
-    if (j->rest.n < 6 || memcmp(j->rest.p, "\\u", 2) != 0) return -1;
-    memcpy(digits, j->rest.p + 2, 4);
-    if (strspn(digits, "0123456789abcdefABCDEF") != 4) return -1;
-    j->rest = bytes_from(j->rest, 6);
-    return (int)strtol(digits, NULL, 16);
-}
-
-static void json_escape(Json *j) {
+// What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
+static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    const char *name = j->rest.n > 1 ? memchr(names, j->rest.p[1], 8) : NULL;
-    int c = name ? meant[name - names] : json_unit(j);
-    if (name) j->rest = bytes_from(j->rest, 2);
-    json_need(j, c >= 0, "an escape, such as \\n or \\u00e9");
-    const Bytes after = j->rest;
-    const int low = c >= 0xD800 && c < 0xDC00 ? json_unit(j) : -1;  // a character in two halves
-    if (low >= 0xDC00 && low < 0xE000) c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
-    else j->rest = after;
-    add_char(&j->text, c < 0 || (c >= 0xD800 && c < 0xE000) ? 0xFFFD : c);
+    const bool escape = json_take(j, "\\"), unit = escape && json_take(j, "u");
+    const uint8_t c = j->rest.n ? *j->rest.p : 0;
+    const char *name = escape ? memchr(names, c, sizeof(names) - 1) : NULL;
+    char hex[5] = "";
+    if (unit) memcpy(hex, j->rest.p, min_size(j->rest.n, 4));
+    const bool good = unit ? strspn(hex, "0123456789abcdefABCDEF") == 4
+                      : escape ? name != NULL : c >= ' ';
+    json_need(j, good, "a string's character, or an escape as in \\n or \\u00e9");
+    if (good) j->rest = bytes_from(j->rest, unit ? 4 : 1);
+    return unit ? (int)strtol(hex, NULL, 16) : name ? meant[name - names] : BAD_BYTE + c;
 }
 
 static bool json_string(Json *j) {
     if (!json_token(j, "\"")) return false;
     j->text.n = 0;
-    while (!j->expected && !json_take(j, "\"")) {
-        const uint8_t c = j->rest.n ? *j->rest.p : 0;
-        json_need(j, c >= ' ', "the string's next character");
-        if (c == '\\') json_escape(j);
-        else if (c >= ' ') add_char(&j->text, BAD_BYTE + c), j->rest = bytes_from(j->rest, 1);
+    for (int c, before = 0; !j->expected && !json_take(j, "\""); before = c) {
+        c = json_char(j);
+        if (before >= 0xD800 && before < 0xDC00 && c >= 0xDC00 && c < 0xE000) {
+            c += 0x10000 + ((before - 0xD800) << 10) - 0xDC00;
+            j->text.n -= 3;  // the first half, which was alone
+        }
+        add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
     }
     return true;
 }
 
-static bool json_digits(Json *j) {
-    const size_t before = j->rest.n;
-    while (j->rest.n && isdigit(*j->rest.p)) j->rest = bytes_from(j->rest, 1);
-    return j->rest.n < before;
-}
-
 static bool json_number(Json *j) {
+    static const char digits[] = "0123456789";
     json_take(j, "-");
-    if (!json_take(j, "0") && !json_digits(j)) return false;
-    if (json_take(j, ".") && !json_digits(j)) return false;
+    if (!json_take(j, "0") && !json_any(j, digits)) return false;
+    if (json_take(j, ".") && !json_any(j, digits)) return false;
     if (!json_take(j, "e") && !json_take(j, "E")) return true;
     if (!json_take(j, "+")) json_take(j, "-");
-    return json_digits(j);
+    return json_any(j, digits);
 }
 
-// An object or an array, by its bracket, inside of `depth` others. Of each member of an object, the
-// key is read, and `value` reads what follows.
-static bool json_items(Json *j, const char *bracket, int depth, void (*value)(Json *, int)) {
-    enum { MOST_NESTING = 100 };
-    const bool object = *bracket == '{';
-    const char *end = object ? "}" : "]";
-    if (!json_token(j, bracket)) return false;
-    json_need(j, depth < MOST_NESTING, "at most 100 levels");
-    if (json_token(j, end)) return true;
-    do {
-        json_need(j, !object || json_string(j), "a string");
-        json_need(j, !object || json_token(j, ":"), ":");
-        value(j, depth + 1);
-    } while (json_token(j, ","));
-    json_need(j, json_token(j, end), object ? ", or }" : ", or ]");
-    return true;
+// Goes on to the next value of an array, or of an object, whose key is in j->text then. False: its
+// `end` comes first, and is taken.
+static bool json_next(Json *j, const char *end, bool first) {
+    if (json_token(j, end)) return false;
+    json_need(j, first || json_take(j, ","), *end == '}' ? ", or }" : ", or ]");
+    json_need(j, *end == ']' || (json_string(j) && json_token(j, ":")), "\"KEY\":");
+    return !j->expected;
 }
 
-static void json_value(Json *j, int depth) {
-    json_need(j, json_string(j) || json_items(j, "{", depth, json_value) ||
-                 json_items(j, "[", depth, json_value) || json_take(j, "true") ||
-                 json_take(j, "false") || json_take(j, "null") || json_number(j), "a value");
+// Takes a value, which must be there, inside of `depth` others. Is it a string?
+static bool json_value(Json *j, int depth) {
+    if (json_string(j)) return true;
+    const char *end = json_take(j, "{") ? "}" : json_take(j, "[") ? "]" : NULL;
+    json_need(j, !end || depth < 100, "at most 100 levels");
+    for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
+    json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
+                 json_number(j), "a value");
+    return false;
 }
 
 static bool json_is(const Json *j, const char *text) {
     return bytes_equal(bytes_of(&j->text), bytes(text));
 }
 
-static void json_member(Json *j, int depth) {  // of a message; of equal keys the last one counts
-    Message *message = &j->talk->p[j->talk->n - 1];
-    const bool role = json_is(j, "role"), content = json_is(j, "content");
-    const bool text = json_string(j);  // j->text had the key, now it has the value
-    if (!text) json_value(j, depth);
-    if (role)
-        message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
-                        : json_is(j, "assistant") ? ASSISTANT : -1;
-    if (content) {
-        j->has_content = text;
+// A message, which `talk` gets; returns its role. Of equal keys the last one counts.
+static int json_message(Json *j, Conversation *talk) {
+    Message *message = conversation_add(talk, -1, (Bytes){0});
+    bool has_content = false;
+    json_need(j, json_token(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
+    for (int i = 0; json_next(j, "}", i == 0); i++) {
+        const bool role = json_is(j, "role"), content = json_is(j, "content");
+        const bool text = json_value(j, 2);  // j->text had the key, now it has the value
+        if (role)
+            message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
+                            : json_is(j, "assistant") ? ASSISTANT : -1;
+        if (!content) continue;
+        has_content = text;
         message->text.n = 0;
         buffer_add(&message->text, bytes_of(&j->text));
     }
-}
-
-static void json_message(Json *j, int depth) {
-    const Message *message = conversation_add(j->talk, -1, (Bytes){0});
-    const bool object = json_items(j, "{", depth, json_member);
-    json_need(j, object, "a message, {\"role\": ..., \"content\": ...}");
     json_need(j, message->role >= 0, "a role: system, user or assistant");
-    json_need(j, j->has_content, "a content that is a string");
-    json_need(j, message->role != SYSTEM || j->first, "a system message only at the start");
-    if (message->role == SYSTEM) conversation_drop(j->talk, 0, j->talk->n - 1);  // that of -y
-    j->first = j->has_content = false;
+    json_need(j, has_content, "a content that is a string");
+    return message->role;
 }
 
-// A line: its string is in j->text, or its messages in j->talk.
-static void json_line(Json *j, bool chat) {
-    const bool messages = chat && json_items(j, "[", 0, json_message);
-    const bool asks = !messages || (j->talk->n && j->talk->p[j->talk->n - 1].role == USER);
-    json_need(j, messages || json_string(j),
-              chat ? "a string or an array of messages" : "a string");
-    json_need(j, asks, "a message of the user as the last one");
+// A line: a string, which is in j->text then, or messages, if `talk` is not NULL, which gets them.
+// A system message, which only the first one may be, replaces what was there.
+static void json_line(Json *j, Conversation *talk) {
+    const bool messages = talk && json_token(j, "[");
+    int role = messages ? -1 : USER;
+    for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
+        role = json_message(j, talk);
+        json_need(j, role != SYSTEM || i == 0, "a system message only at the start");
+        if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
+    }
+    json_need(j, messages || json_string(j), talk ? "a string or messages" : "a string");
+    json_need(j, role == USER, "a message of the user as the last one");
     json_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
 }
@@ -2947,8 +2755,8 @@ static void json_line(Json *j, bool chat) {
 // from pass to pass (continuous batching: Orca, OSDI 2022):
 //
 //   admit    While there are places and blocks, the next texts of the list are encoded and begin.
-//   pass     One forward(): the next token of each text that decodes, then as much of the prompts
-//            as fits into -b rows. So a long prompt does not hold up the other texts for long.
+//   pass     One forward(), with a row of each text at least; the first prompts have as many as
+//            fit into -b rows. So a long prompt does not hold up the other texts for long.
 //   sample   Each text whose last token has run draws the next one, with its own random numbers.
 //   write    A line goes out as soon as it and all lines before it are done.
 //
@@ -2957,336 +2765,291 @@ static void json_line(Json *j, bool chat) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like the last one that began, say with the same instruction, shares its blocks: each block counts
-// its users. Of the first block that is not the same to its end the text gets a copy. The text
-// waits until what it shares has run. If the last one that began has ended, it keeps its blocks
-// until the next one begins, so that there is something to share even if all answers are one
-// word. When no block is left, the
-// youngest text gives its blocks back, and later runs again up to the last token that it drew
-// (preemption by recomputation): its answer goes on as if nothing had happened.
+// like another, say with the same instruction, shares its blocks: each block counts its users. Of
+// the first block that is not the same to its end the text gets a copy. A text that has ended keeps
+// its blocks until they or its place are needed, so that there is something to share even if all
+// answers are one word. When no block is left, the youngest text gives its blocks back, and later
+// runs again up to the last token that it drew (preemption by recomputation).
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
-typedef struct {    // a text that runs
+typedef struct {    // for a text
     size_t number;  // of its line, from 0
+    Buffer *line;   // of the output, once it is done
     Ids ids;        // its tokens: the prompt's, then those that were drawn
     Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
     int n_blocks;   // in answer.text.blocks
-    size_t cached;  // tokens that were there when it began
-    bool ended;     // if it still has blocks, the next text may share them
-    int id;         // the last token drawn; -1: what the model gave is not finite
+    Ending ending;  // INTERRUPTED: what the model gave is not finite
     Writer writer;
     Ids drawn;
-    Buffer line;    // the answer so far
+    Buffer text;    // the answer so far, or a vector
 } Place;
 
 typedef struct {
     App *app;
     Lines in;
-    bool ended, failed;    // there are no more lines; a line was an error
-    size_t read, written;  // lines so far
-    Buffer lines[AHEAD];   // line i of the output is at i % AHEAD, empty until it is done. They do
-                           // not meet: read - written <= AHEAD
-    size_t ahead;          // bytes of these
-    // active: first those that run, then those that wait for their turn to begin, both in the
-    // list's order, then the free ones, of which the first has been free for the longest time.
+    bool together;          // passes run several texts, as in all modes but tokenize and perplexity
+    bool ended, failed;     // there are no more lines; a line was an error
+    size_t read, written;   // lines so far
+    Buffer lines[AHEAD];    // line i of the output is at i % AHEAD, empty until it is done
+    size_t ahead;           // bytes of these
+    // active: first those that run, then those that wait to begin, both in the list's order, then
+    // the free ones, of which the next line takes the one that has been free for the longest time.
+    // One is always left, so that there is something to share.
     Place places[PLACES + 1], *active[PLACES + 1];
-    int n_places;          // that may be in use; <= -b
-    int n_running;         // that run
-    int n_active;          // that run or wait
-    Place *last;           // the one that began last. A line never gets its place: lines are added
-                           // when no text waits, and then another place was free before it
-    Place *ready[PLACES];  // those whose last token has run; row i of x is that of ready[i]
-    int n_ready;           // <= n_running <= n_places, which is State.logit_rows for answers
-    int *users;            // (State.blocks) texts that have this block
-    int *unused, n_unused; // (State.blocks) those that nobody uses, the next one last
-    Json json;             // a line,
-    Conversation talk;     // and its messages; all modes but chat look at the last one only
-    size_t longest;        // no text of seq_len tokens has more bytes
+    int n_places, n_running, n_active;  // that may be in use (<= -b); that run; that run or wait
+    Place *ready[PLACES];   // those whose last token has run; row i of x is that of ready[i]
+    int n_ready;
+    int *users, n_unused;   // (State.blocks) texts that have this block; blocks that nobody has
+    char where[640];        // the line that was read last, for messages
+    Json json;
+    Conversation talk;      // its messages, or its text as one message
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
-    size_t endings[INTERRUPTED], thinking;  // answers by their end; that ended inside thinking
-    size_t pieces;         // texts that are scored in pieces
-    double start, size, consumed;  // the time; bytes of the file, if known, and of its lines so far
+    size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
+    size_t pieces;          // texts that are scored in pieces
+    double start, size, consumed;  // the time; bytes of the file, if known; of its lines so far
 } List;
 
-// The lines of the output
-
-static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD]; }
-
-static const char *where(const List *l, size_t number) {  // for messages
-    static char text[640];
-    snprintf(text, sizeof(text), "%.600s: line %zu", l->in.name, number + 1);
-    return text;
-}
-
-// A line is done: it is there, or what is wrong with its text has been said.
-static void line_done(List *l, size_t number, bool good) {
-    Buffer *line = line_of(l, number);
+// A line is there, or what is wrong with its text has been said. Writes it and those after it that
+// are done, if all before it are written.
+static void line_done(List *l, Buffer *line, bool good) {
     if (!good) line->n = 0, buffer_add(line, bytes("null\n"));
     l->failed |= !good;
     l->ahead += line->n;
-}
-
-static void write_lines(List *l) {
-    for (Buffer *line; (line = line_of(l, l->written))->n && !interrupted; l->written++) {
+    for (; (line = &l->lines[l->written % AHEAD])->n && !interrupted; l->written++) {
         if (l->app->writer.terminal) progress_end();
         write_stdout(bytes_of(line));
         l->ahead -= line->n;
         free(line->p);
         *line = (Buffer){0};
     }
-    const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
-    progress_list(l->written, all, l->rows, now() - l->start);
 }
 
-// The pool of blocks
-
-// A text has at most seq_len tokens (check_length, answer_add), so p->answer.text.blocks has room.
-static void take_block(List *l, Place *p, int block) {
-    l->users[block]++;
+static void take_block(List *l, Place *p, int block) {  // -1: the first that nobody has
+    if (block < 0) while (l->users[++block]) {}
+    l->n_unused -= l->users[block]++ == 0;
     p->answer.text.blocks[p->n_blocks++] = block;
 }
 
-// Takes all blocks from a text, which is done or has to begin again.
 static void drop_blocks(List *l, Place *p) {
     while (p->n_blocks > 0) {
         const int block = p->answer.text.blocks[--p->n_blocks];
-        if (--l->users[block] == 0) l->unused[l->n_unused++] = block;
+        l->n_unused += --l->users[block] == 0;
     }
     p->answer.text.ids.n = 0;
 }
 
-// The first text that waits gets the blocks for its tokens so far. Those that it shares count as
-// having run; its last token always runs, as that makes the first logits. False: it waits until
-// what it shares has run (less than a block is not worth waiting), or for blocks: beside those, one
-// is left for each text that runs, so that none has to give its blocks back at once.
+// Are there so many blocks that nobody has, once free places have lost theirs?
+static bool find_blocks(List *l, int n) {
+    for (int i = l->n_active; i <= l->n_places && l->n_unused < n; i++)
+        drop_blocks(l, l->active[i]);
+    return l->n_unused >= n;
+}
+
+// The first text that waits gets the blocks for its tokens so far. Those that it shares with the
+// text most like it count as having run; its last token always runs, as that makes the first
+// logits. False: it waits until what it could share has run (less than a block is not worth
+// waiting), or for blocks: beside its own, one is left for each text that runs, so that none has to
+// give its blocks back at once. If no text runs, all blocks are there, and any text begins.
 static bool begin(List *l) {
-    Place *p = l->active[l->n_running], *last = l->last;
+    Place *p = l->active[l->n_running], *like = p;
     const Ids *ids = &p->ids;
-    int *blocks = p->answer.text.blocks, *theirs = last->answer.text.blocks;
-    const int len = l->app->engine.model.state.block_len, n_blocks = ((int)ids->n + len - 1) / len;
-    const size_t run = last->answer.text.ids.n;
+    const size_t len = l->app->engine.model.state.block_len;
+    const int n_blocks = (int)((ids->n + len - 1) / len);
     size_t same = 0;
-    while (last->n_blocks && same + 1 < ids->n && same < last->ids.n &&
-           ids->p[same] == last->ids.p[same])
-        same++;
+    for (Place *other = l->places; other <= l->places + l->n_places; other++) {
+        size_t n = 0;
+        while (other->n_blocks && n + 1 < ids->n && n < other->ids.n &&
+               ids->p[n] == other->ids.p[n])
+            n++;
+        if (n > same) same = n, like = other;
+    }
+    const size_t run = like->answer.text.ids.n;  // a text that does not run any more has run all
     if (same >= run + len) return false;
     if (same > run) same = run;
-    const int spare = l->n_running + 1;
-    if (n_blocks - (int)same / len + spare > l->n_unused) {
-        if (l->n_running && (!last->ended || same >= (size_t)len)) return false;
-        drop_blocks(l, last);  // if no text runs, all are unused now: room for any text
-        same = 0;
-        if (l->n_running && n_blocks + spare > l->n_unused) return false;
+    const int *theirs = like->answer.text.blocks, whole = (int)(same / len);
+    for (int i = 0; i < whole; i++) take_block(l, p, theirs[i]);
+    if (!find_blocks(l, n_blocks - whole + l->n_running + 1) && l->n_running) {
+        drop_blocks(l, p);
+        return false;
     }
-    for (int i = 0; i < (int)same / len; i++) take_block(l, p, theirs[i]);
-    while (p->n_blocks < n_blocks) take_block(l, p, l->unused[--l->n_unused]);
-    if (same % len) cache_copy(&l->app->engine.model, blocks[same / len], theirs[same / len]);
-    l->cached += same - p->cached;  // of a text that begins again, only this time counts
-    p->answer.text.ids.n = p->cached = same;
-    if (last->ended) drop_blocks(l, last);
-    l->last = p;
+    while (p->n_blocks < n_blocks) take_block(l, p, -1);
+    // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
+    if (same % len)
+        cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
+    l->prompts += ids->n;
+    l->cached += same;
+    p->answer.text.ids.n = same;
     l->n_running++;
     return true;
 }
 
-// Makes sure that there is a block for a text's next token, by preemption if need be. False: it was
-// the youngest one. That never happens to a text that runs alone, as all blocks are its own then.
-static bool make_room(List *l, Place *p) {
-    if (p->answer.text.ids.n < (size_t)p->n_blocks * l->app->engine.model.state.block_len)
-        return true;
-    if (l->n_unused == 0 && l->last->ended) drop_blocks(l, l->last);
-    while (l->n_unused == 0) {
-        Place *youngest = l->active[--l->n_running];
-        drop_blocks(l, youngest);
-        if (youngest == p) return false;
-    }
-    take_block(l, p, l->unused[--l->n_unused]);
-    return true;
-}
-
-// Admit
-
-// Takes a line of -L apart. Returns false if it can't be used, which it says.
-static bool parse_line(List *l, Bytes line) {
-    Json *j = &l->json;
-    *j = (Json){.rest = line, .text = j->text, .talk = &l->talk, .first = true};
-    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
-    json_line(j, l->app->mode == CHAT);
-    if (j->expected)
-        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", where(l, l->read),
-               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
-               j->rest.n < 16 ? (int)j->rest.n : 16, j->rest.p);
-    return !j->expected;
-}
-
-// Encodes a line. Returns false if that can't be done, which it says.
-static bool encode_line(List *l, Bytes text, Ids *ids) {
+// Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
+static bool encode_line(List *l, Bytes line, Ids *ids) {
     const App *app = l->app;
     const Options *o = &app->options;
     const Model *m = &app->engine.model;
+    const Tokenizer *tok = &app->engine.tokenizer;
+    const bool chat = app->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
     Conversation *talk = &l->talk;
-    conversation_drop(talk, 0, talk->n);
-    if (app->mode == CHAT && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (l->in.too_long || text.n + before.n > INT_MAX - 65536) {
-        report("%s: too long, expected less than 2 GB", where(l, l->read));
+    Json *j = &l->json;
+    size_t size = 0;
+    if (line.n + before.n > MOST_BYTES) {
+        report("%s: too long, expected less than 2 GB", l->where);
         return false;
     }
-    if (o->json_list && !parse_line(l, text)) return false;
-    const bool messages = talk->n && talk->p[talk->n - 1].role == USER;  // not just that of -y
-    if (o->json_list) text = bytes_of(&l->json.text);
-    size_t size = messages ? 0 : text.n;
-    for (size_t i = 0; messages && i < talk->n; i++) {  // an earlier answer may lose its thinking
+    *j = (Json){.rest = line, .text = j->text};
+    conversation_drop(talk, 0, talk->n);
+    if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
+    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
+    if (o->json_list) json_line(j, chat ? talk : NULL);
+    if (j->expected) {
+        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
+               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
+               (int)min_size(j->rest.n, 16), j->rest.p);
+        return false;
+    }
+    if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
+        Buffer *text = &conversation_add(talk, USER, before)->text;
+        if (o->text) buffer_add(text, bytes("\n\n"));
+        buffer_add(text, o->json_list ? bytes_of(&j->text) : line);
+    }
+    for (size_t i = 0; i < talk->n; i++) {  // an earlier answer may lose its thinking
         if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
     }
-    if (size > l->longest) {
+    if (l->together && size / 4 > tok->longest * m->state.seq_len) {  // NFC leaves a quarter
         report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               where(l, l->read), m->state.seq_len, m->config.max_seq_len, size);
+               l->where, m->state.seq_len, m->config.max_seq_len, size);
         return false;
     }
-    if (!messages) {
-        Buffer *all = &conversation_add(talk, USER, before)->text;
-        if (o->text) buffer_add(all, bytes("\n\n"));
-        buffer_add(all, text);
-    }
     ids->n = 0;
-    if (app->mode == CHAT) render(&app->engine.tokenizer, talk, 0, app->think, ids);
+    if (chat) render(tok, talk, 0, app->think, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return true;
+    return !interrupted && (app->mode == TOKENIZE || check_length(app, l->where, ids->n));
 }
 
-// Makes the line of a perplexity. Returns false if that can't be done, which it says.
-static bool score_line(List *l, const Ids *ids, Buffer *out) {
-    l->pieces += ids->n > (size_t)l->app->engine.model.state.seq_len;
-    const bool good = buffer_add_perplexity(out, &l->app->engine, ids);
-    if (!good && !interrupted) report("%s: " NOT_FINITE, where(l, l->read));
-    return good;
-}
-
+// Reads a text, which gets a place or, if no pass is for it, its line at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
-    Place *p = l->active[l->n_active];  // a free one
-    if (l->read == 0) give_notices(app);
+    Place *p = l->active[l->n_active];
+    give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+    snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
+    drop_blocks(l, p);
     bool good = encode_line(l, chop(line), &p->ids);
-    if (interrupted) return;  // then these are not all ids
-    if (good && app->mode != TOKENIZE) good = check_length(app, where(l, l->read), p->ids.n);
-    if (good) l->prompts += p->ids.n;
-    if (good && app->mode == TOKENIZE) buffer_add_ids(line_of(l, l->read), &p->ids);
-    if (good && app->mode == PERPLEXITY) good = score_line(l, &p->ids, line_of(l, l->read));
     l->consumed += line.n;
     p->number = l->read++;
-    if (!good || app->mode == TOKENIZE || app->mode == PERPLEXITY) {
-        if (good) l->rows += p->ids.n;
-        line_done(l, p->number, good);
+    p->line = &l->lines[p->number % AHEAD];
+    if (good && l->together) {
+        p->text.n = 0;
+        p->answer.sampler.rng = app->options.seed + p->number;
+        answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+        writer_thinks(&p->writer, begins_thinking(app));
+        l->n_active++;
         return;
     }
-    p->ended = false;
-    p->line.n = p->cached = 0;
-    p->answer.sampler.rng = app->options.seed + p->number;
-    answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
-    writer_thinks(&p->writer, begins_thinking(app));
-    l->n_active++;
-}
-
-// Returns false when all is done, but true if there is just a line to write; then pass() has no
-// rows. While texts run, it does not wait for lines that have still to be made: a list may come
-// from another program.
-static bool admit(List *l) {
-    for (Bytes line; !interrupted;) {
-        while (l->n_running < l->n_active) {
-            if (!begin(l)) return true;
-        }
-        if (line_of(l, l->written)->n) return true;  // that is written first
-        if (l->ended) return l->n_active > 0;
-        if (l->n_active == l->n_places || l->read - l->written == AHEAD || l->ahead > AHEAD_BYTES)
-            return true;
-        const Found found = next_line(&l->in, &line, l->n_active == 0);
-        if (found == LATER) return true;
-        if (found == A_LINE) add_line(l, line);
-        l->ended = found == NO_LINE;
+    if (good) l->prompts += p->ids.n, l->rows += p->ids.n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(p->line, &p->ids);
+    if (good && app->mode == PERPLEXITY) {
+        l->pieces += p->ids.n > (size_t)app->engine.model.state.seq_len;
+        good = buffer_add_perplexity(p->line, &app->engine, &p->ids);
+        if (!good && !interrupted) report("%s: " NOT_FINITE, l->where);
     }
-    return false;
+    line_done(l, p->line, good);
 }
 
-// Pass: first the texts that decode, then the prompts. As n_places <= batch, each of the first has
-// its row, and if any prompt runs, the oldest one has a row at least. Returns false after Ctrl-C.
+// False: all is done, or Ctrl-C. Else some text runs, and while one does, this does not wait for
+// lines that have still to be made: a list may come from another program.
+static bool admit(List *l) {
+    for (Bytes line;;) {
+        const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
+        progress_show(l->start, l->written, all, "texts", l->rows);
+        if (l->ended || l->n_active == l->n_places || l->read - l->written == AHEAD ||
+            l->ahead > AHEAD_BYTES || interrupted)
+            break;
+        l->ended = !next_line(&l->in, &line, l->n_active == 0);
+        if (!l->ended && line.n == 0) break;  // it comes later
+        if (!l->ended) add_line(l, line);
+    }
+    while (l->n_running < l->n_active && begin(l)) {}
+    return l->n_active > 0 && !interrupted;
+}
+
+// Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks, but
+// a text that decodes may need another one. If there is none, the youngest text, perhaps this one,
+// gives its blocks back; it has no rows yet. That never happens to a text that runs alone, as all
+// blocks are its own then. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
-    for (int prompts = 0; prompts < 2; prompts++) {
-        for (int i = 0; i < l->n_running; i++) {
-            Place *p = l->active[i];
-            Text *text = &p->answer.text;
-            size_t *run = &text->ids.n;
-            const size_t left = p->ids.n - *run;
-            if (left == 0 || (left > 1 && !prompts)) continue;
-            // It takes blocks of later texts, which have no rows yet. A prompt has all it needs.
-            if (!make_room(l, p)) break;
-            for (; *run < p->ids.n && n < s->batch; (*run)++) {
-                s->rows[n++] = (Row){p->ids.p[*run], (int)*run, text, *run + 1 == p->ids.n};
-            }
-            if (*run == p->ids.n) l->ready[l->n_ready++] = p;
+    for (int i = 0; i < l->n_running; i++) {
+        Place *p = l->active[i];
+        Text *text = &p->answer.text;
+        const bool full = text->ids.n == (size_t)p->n_blocks * s->block_len;
+        while (full && !find_blocks(l, 1) && l->n_running > i)
+            drop_blocks(l, l->active[--l->n_running]);
+        if (l->n_running == i) break;
+        if (full) take_block(l, p, -1);
+        const int end = s->batch - (l->n_running - i - 1);
+        for (; text->ids.n < p->ids.n && n < end; text->ids.n++) {
+            const int pos = (int)text->ids.n;
+            s->rows[n++] = (Row){p->ids.p[pos], pos, text, pos + 1 == (int)p->ids.n};
         }
+        if (text->ids.n == p->ids.n) l->ready[l->n_ready++] = p;
     }
     l->rows += n;
-    return n == 0 || forward(&l->app->engine.model, n);
+    return forward(&l->app->engine.model, n);
 }
 
-// Sample
-
 static void sample_job(void *arg, int begin, int end) {
-    List *l = arg;
+    const List *l = arg;
     const Engine *e = &l->app->engine;
     const int vocab_size = e->tokenizer.vocab_size;
     for (int i = begin; i < end; i++) {
         Place *p = l->ready[i];
+        if (l->app->mode == EMBED) {
+            const bool good = buffer_add_embedding(&p->text, &e->model, i);
+            p->ending = good ? TURN_ENDED : INTERRUPTED;
+            continue;
+        }
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
-        if (l->app->mode != EMBED) p->id = sample(&p->answer.sampler, logits, vocab_size);
-        else p->id = buffer_add_embedding(line_of(l, p->number), &e->model, i) ? 0 : -1;
+        const int id = sample(&p->answer.sampler, logits, vocab_size);
+        if (id < 0) p->ending = INTERRUPTED;
+        else p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
+        if (p->ending == GOES_ON) ids_add(&p->ids, id);
     }
 }
 
-// What a text does with what was drawn for it
-static void step(List *l, Place *p) {
-    const Engine *e = &l->app->engine;
+// Writes the texts that have ended. Their places become the last of those that are free.
+static void write_ended(List *l) {
     const bool embeds = l->app->mode == EMBED;
-    Ending ending = TURN_ENDED;
-    if (p->id < 0) report("%s: %s", where(l, p->number), embeds ? BAD_VECTOR : NOT_FINITE);
-    else if (!embeds) ending = e->max_new ? answer_add(e, &p->answer, p->id) : LIMIT_REACHED;
-    if (ending == GOES_ON) {
-        ids_add(&p->ids, p->id);
-        return;
+    for (int i = 0, at; i < l->n_ready; i++) {
+        Place *p = l->ready[i];
+        if (p->ending == GOES_ON) continue;
+        if (p->ending == INTERRUPTED)
+            report("%s: line %zu: %s", l->in.name, p->number + 1, embeds ? BAD_VECTOR : NOT_FINITE);
+        l->endings[p->ending]++;
+        l->thinking += p->writer.thinking;
+        l->answers += p->drawn.n;
+        writer_end(&p->writer);
+        if (embeds) buffer_add(p->line, bytes_of(&p->text));
+        else buffer_add_json(p->line, bytes_of(&p->text));
+        line_done(l, p->line, p->ending != INTERRUPTED);
+        for (at = 0; l->active[at] != p; at++) {}
+        memmove(l->active + at, l->active + at + 1, (l->n_places - at) * sizeof(*l->active));
+        l->active[l->n_places] = p;
+        l->n_running--;
+        l->n_active--;
     }
-    l->endings[ending]++;
-    l->thinking += p->writer.thinking;
-    l->answers += p->drawn.n;
-    writer_end(&p->writer);
-    if (!embeds) buffer_add_json(line_of(l, p->number), bytes_of(&p->line));
-    line_done(l, p->number, p->id >= 0);
-    p->ended = true;
-    if (p != l->last) drop_blocks(l, p);
-    int i = 0;
-    while (l->active[i] != p) i++;
-    memmove(l->active + i, l->active + i + 1, (l->n_places - i) * sizeof(*l->active));
-    l->active[l->n_places] = p;
-    l->n_running--;
-    l->n_active--;
-}
-
-static void sample_all(List *l) {
-    if (l->n_ready && l->app->mode != EMBED) classify(&l->app->engine.model, 0, l->n_ready);
-    if (l->n_ready) parallel(sample_job, l, l->n_ready, 1);
-    for (int i = 0; i < l->n_ready; i++) step(l, l->ready[i]);
 }
 
 // Notices and statistics at the end
 static int list_end(const List *l) {
     const double seconds = now() - l->start + 1e-9, rate = l->answers / seconds;
-    const unsigned long long seed = l->app->options.seed;
+    const unsigned long long seed = l->app->options.seed, next = seed + l->written;
     const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     progress_end();
@@ -3294,68 +3057,56 @@ static int list_end(const List *l) {
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
-    if (interrupted) {
-        notice("list: stopped, %zu lines are written", l->written);
-        notice("list: to go on: tail -n +%zu, -s %llu", l->written + 1, seed + l->written);
-    }
-    if (!quiet) {
-        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
-                l->cached);
-        if (l->app->mode <= GENERATE)
-            fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
-                    rate < 999.95, rate, seed, seed + l->written - 1);
-        fputc('\n', stderr);
-    }
+    if (interrupted)
+        notice("list: %zu lines are written; to go on: tail -n +%zu, -s %llu", l->written,
+               l->written + 1, next);
+    char answers[128] = "";
+    if (l->app->mode <= GENERATE)
+        snprintf(answers, sizeof(answers), ", answers %zu tokens at %.*f/s, seeds %llu to %llu",
+                 l->answers, rate < 999.95, rate, seed, next - 1);
+    if (!quiet)
+        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)%s\n", l->written, l->prompts,
+                l->cached, answers);
     return interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
-}
-
-static void list_init(List *l, App *app) {
-    const Options *o = &app->options;
-    const State *s = &app->engine.model.state;
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
-    *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .longest = 1,
-                .start = now(), .n_places = max_int(min_int(PLACES, s->batch), 1)};
-    if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
-    l->size = file_size(l->in.fd);
-    l->last = &l->places[l->n_places];        // it has no blocks
-    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
-        Place *p = l->active[i] = &l->places[i];
-        p->answer = (Answer){.text.blocks = alloc(s->seq_len, sizeof(int), "the list"),
-                             .sampler = app->engine.answer.sampler, .writer = &p->writer,
-                             .drawn = &p->drawn};
-        p->answer.sampler.answered = alloc(tok->vocab_size, sizeof(bool), "the list");
-        p->answer.sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the list");
-        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->line,
-                             .stop = app->writer.stop};
-    }
-    for (int i = 0; i < tok->vocab_size; i++) {
-        if (tok->text[i].n > l->longest) l->longest = tok->text[i].n;
-    }
-    l->longest *= (size_t)s->seq_len * 4;  // NFC leaves at least a quarter of the bytes
-    if (app->mode == TOKENIZE || app->mode == PERPLEXITY) l->longest = SIZE_MAX;
-    l->users = alloc(s->blocks, sizeof(int), "the list");
-    l->unused = alloc(s->blocks, sizeof(int), "the list");
-    for (int i = s->blocks; i > 0; i--) l->unused[l->n_unused++] = i - 1;
 }
 
 static int run_list(App *app) {
     static List list;
-    list_init(&list, app);
-    stoppable = stop_at_once = true;
-    while (admit(&list) && pass(&list)) {
-        sample_all(&list);
-        write_lines(&list);
+    List *l = &list;
+    const Options *o = &app->options;
+    const State *s = &app->engine.model.state;
+    const int vocab_size = app->engine.tokenizer.vocab_size;
+    const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
+    *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .start = now(),
+                .together = app->mode != TOKENIZE && app->mode != PERPLEXITY,
+                .n_places = max_int(min_int(PLACES, s->batch), 1), .n_unused = s->blocks,
+                .users = alloc(s->blocks, sizeof(int), "the list")};
+    if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
+    l->size = file_size(l->in.fd);
+    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
+        Place *p = l->active[i] = &l->places[i];
+        p->answer = app->engine.answer;
+        p->answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
+        p->answer.sampler.answered = alloc(vocab_size, sizeof(bool), "the list");
+        p->answer.sampler.seen = alloc(vocab_size, sizeof(bool), "the list");
+        p->answer.writer = &p->writer;
+        p->answer.drawn = &p->drawn;
+        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->text,
+                             .stop = app->writer.stop};
     }
-    return list_end(&list);
+    stoppable = stop_at_once = true;
+    while (admit(l) && pass(l)) {
+        if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
+        parallel(sample_job, l, l->n_ready, 1);
+        write_ended(l);
+    }
+    return list_end(l);
 }
 
 // ------------------------------------------------------------------------------------------------
 // Options and main: what the command line says, and what it leads to
 
-static const char usage[] =  // after "qwen3 1.0 (SIMD"
-    "): runs Qwen3 language models\n"
-    "\n"
+static const char usage[] =  // after the line of --version
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
     "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
@@ -3388,91 +3139,48 @@ static const char usage[] =  // after "qwen3 1.0 (SIMD"
 
 typedef struct {
     char letter;
-    enum { STRING, INTEGER, REAL, SEED, MODE } type;
+    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
     size_t place;           // in Options
-    double low, high;       // the least and the greatest value; of a STRING the least length
+    double low, high;       // the least and the greatest value; of a TEXT, number of bytes
+    const char *expected;   // what the value should be; NULL: a number from low to high
     const char *others[2];  // what other programs call it
 } Option;
 
-#define OPTION(name) offsetof(Options, name)
+#define PLACE(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', STRING, OPTION(text), 0, 0, {"--prompt"}},
-    {'f', STRING, OPTION(file), 1, 0, {"--file"}},
-    {'l', STRING, OPTION(list), 1, 0, {NULL}},
-    {'L', STRING, OPTION(json_list), 1, 0, {NULL}},
-    {'m', MODE, OPTION(mode), 0, 0, {NULL}},
-    {'y', STRING, OPTION(system), 0, 0, {"--system-prompt", "--system"}},
-    {'r', INTEGER, OPTION(think), 0, 1, {NULL}},
-    {'t', REAL, OPTION(temperature), 0, 1000, {"--temp", "--temperature"}},
-    {'p', REAL, OPTION(top_p), 1e-30, 1, {"--top-p"}},
-    {'k', INTEGER, OPTION(top_k), 0, INT_MAX, {"--top-k"}},
-    {'a', REAL, OPTION(presence), 0, 2, {"--presence-penalty"}},
-    {'e', REAL, OPTION(repetition), 0.01, 100, {"--repeat-penalty"}},
-    {'x', STRING, OPTION(stop), 1, 0, {"--reverse-prompt"}},
-    {'s', SEED, OPTION(seed), 0, 0, {"--seed"}},
-    {'n', INTEGER, OPTION(n), -1, INT_MAX, {"--n-predict", "--predict"}},
-    {'c', INTEGER, OPTION(context), 0, INT_MAX, {"--ctx-size"}},
-    {'b', INTEGER, OPTION(batch), 1, 512, {"--batch-size"}},
-    {'j', INTEGER, OPTION(threads), 1, 1024, {"--threads"}},
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, {"--prompt"}},
+    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", {"--file"}},
+    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'m', MODE, PLACE(mode), 0, N_MODES - 1,
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", {NULL}},
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, {"--system-prompt", "--system"}},
+    {'r', INTEGER, PLACE(think), 0, 1, NULL, {NULL}},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, {"--temp", "--temperature"}},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", {"--top-p"}},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, {"--top-k"}},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, {"--presence-penalty"}},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, {"--repeat-penalty"}},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", {"--reverse-prompt"}},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", {"--seed"}},
+    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, {"--n-predict", "--predict"}},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, {"--ctx-size"}},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, {"--batch-size"}},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, {"--threads"}},
 };
 
-static void print_and_exit(const char *text) {
-    write_stdout(bytes("qwen3 1.0 ("));
-    write_stdout(bytes(simd_name()));
-    write_stdout(bytes(text));
-    exit(EXIT_SUCCESS);
-}
-
-// Sets an option, or ends the program if it can't have this value.
-static void set_option(Options *o, const Option *option, const char *value) {
-    void *place = (char *)o + option->place;
-    char range[64], *end = NULL;
-    const char *expected = NULL;  // what the value should be
-    errno = 0;
-    if (option->type == STRING) {
-        *(const char **)place = value;
-        if (strlen(value) < option->low)
-            expected = option->letter == 'x' ? "a text that is not empty" : "a file's name, or -";
-    } else if (option->type == MODE) {
-        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
-        if (o->mode == N_MODES)
-            expected = "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)";
-    } else if (option->type == SEED) {
-        o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
-        o->seeded = true;
-        if (end == value || *end || errno) expected = "a 64-bit integer";
-    } else {
-        const bool whole = option->type == INTEGER;
-        const double number = whole ? (double)strtoll(value, &end, 10) : strtof(value, &end);
-        snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
-        if (end == value || *end || !(number >= option->low && number <= option->high))
-            expected = option->letter != 'p' ? range
-                       : "top-p, above 0 and up to 1 (a prompt goes with -i)";
-        else if (whole) *(int *)place = (int)number;
-        else *(float *)place = (float)number;
-    }
-    if (expected)
-        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter, expected, value);
-}
-
-static const Option *option_named(const char *arg) {  // NULL: there is none, or it has no value
-    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
-        if (arg[0] == '-' && arg[1] == options[i].letter && !arg[2]) return &options[i];
-    }
-    return NULL;
-}
-
-// Ends the program because of an argument that is neither an option nor MODEL, and names the
-// likely mistake.
-static void die_of_argument(const char *arg, const char *model) {
+// The option that an argument is. If it is none, that ends the program, with the likely mistake.
+static const Option *option_named(const char *arg, const char *model) {
     const size_t n = strcspn(arg, "=");
     for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
         const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+        const bool begins = arg[0] == '-' && arg[1] == letter;
+        if (begins && !arg[2]) return &options[i / 2];
+        if (begins && isdigit((uint8_t)arg[2]))
+            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
         if (other && strlen(other) == n && !strncmp(arg, other, n))
             die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
-        if (arg[0] == '-' && arg[1] == letter && isdigit((uint8_t)arg[2]))
-            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
     }
     if (arg[0] == '-')
         die_usage("%s: unknown option, expected one that -h lists (MODEL without an option)", arg);
@@ -3480,61 +3188,82 @@ static void die_of_argument(const char *arg, const char *model) {
               "-i \"%.80s\"", arg, model, arg);
 }
 
+// Sets an option, or ends the program if it can't have this value.
+static void set_option(Options *o, const Option *option, const char *value) {
+    void *place = (char *)o + option->place;
+    char range[64], *end = NULL;
+    double number = strlen(value);
+    errno = 0;
+    if (option->type == TEXT) {
+        *(const char **)place = value;
+    } else if (option->type == MODE) {
+        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
+        number = o->mode;
+    } else if (option->type == INTEGER) {
+        number = strtoll(value, &end, 10);
+    } else if (option->type == REAL) {
+        number = *(float *)place = strtof(value, &end);
+    } else {
+        o->seed = strtoull(value, &end, 10);
+        o->seeded = true;
+    }
+    snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
+    const bool in_range = number >= option->low && number <= option->high;
+    if (!in_range || errno || end == value || (end && *end))
+        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
+                  option->expected ? option->expected : range, value);
+    if (option->type == INTEGER) *(int *)place = (int)number;
+}
+
 // Only chat and generate can begin without a text.
 static void check_text(const Options *o, int mode) {
-    if (mode > GENERATE && !o->text && !o->file && !is_list(o) && is_terminal(STDIN_FILENO))
+    if (mode > GENERATE && !o->text && !o->file && !is_list(o))
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
 }
 
 static Options parse_options(int argc, char **argv) {
-    struct timespec time;
-    clock_gettime(CLOCK_REALTIME, &time);
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -1,
                  .repetition = -1, .context = -1, .batch = 512, .threads = -1,
-                 .seed = ((uint64_t)time.tv_sec * 1000000000u + time.tv_nsec) / 1000 % 1000000};
+                 .seed = (uint64_t)(now() * 1e6) % 1000000};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
-        const Option *option = option_named(arg);
-        if (!strcmp(arg, "-h") || !strcmp(arg, "--help")) {
-            print_and_exit(usage);
-        } else if (!strcmp(arg, "--version")) {
-            print_and_exit(")\n");
+        const bool help = !strcmp(arg, "-h") || !strcmp(arg, "--help");
+        if (help || !strcmp(arg, "--version")) {
+            write_stdout(bytes(version()));
+            if (help) write_stdout(bytes(usage));
+            exit(EXIT_SUCCESS);
         } else if (!strcmp(arg, "-q")) {
             quiet = true;
         } else if (!strcmp(arg, "-v")) {
             o.verbose = true;
-        } else if (option) {
+        } else if (arg[0] != '-' && !o.model) {
+            o.model = arg;
+        } else {
+            const Option *option = option_named(arg, o.model);
             if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
             set_option(&o, option, argv[i]);
-        } else if (arg[0] == '-' || o.model) {
-            die_of_argument(arg, o.model);
-        } else {
-            o.model = arg;
         }
     }
     if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
         die_usage("-l, -L: a list, expected one of them, without -f and -v");
+    if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";
     check_text(&o, o.mode);
     return o;
 }
 
-// Reads the prompt from -i, -f or stdin. False: there is none, this is a conversation.
+// Reads the prompt. False: there is none, this is a conversation.
 static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
-    const bool terminal = is_terminal(STDIN_FILENO), chat = app->mode == CHAT;
-    const bool alone = !o->text && !o->file;
+    const bool chat = app->mode == CHAT, piped = o->file && !strcmp(o->file, "-");
     check_text(o, app->mode);
-    if (alone && (o->mode == CHAT || (chat && terminal))) return false;
-    if (alone && terminal) return true;  // generate from nothing
     if (o->text) buffer_add(text, bytes(o->text));
-    if (o->text && !o->file) return true;
+    if (!o->file) return o->text || !chat;  // generate can begin from nothing
     if (o->text) buffer_add(text, bytes("\n\n"));
-    const bool piped = alone || !strcmp(o->file, "-");
     const size_t before = text->n;
-    const char *error = file_read(text, piped ? "-" : o->file);
+    const char *error = file_read(text, o->file);
     if (error) die("%s: %s", piped ? "stdin" : o->file, error);
     if (chat && piped && text->n == before)
         die("stdin: empty, expected a prompt; has a command before the pipe failed?");
@@ -3542,26 +3271,18 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-// Thinking, and the sampling advice that depends on it
-static void choose_chat(App *app) {
-    Tokenizer *tok = &app->engine.tokenizer;
-    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
-    app->think = can_switch && app->options.think == 1;
-    // Qwen's advice for answers without thinking, unless the checkpoint asks for greedy ones
-    if (can_switch && !app->think && tok->temperature != 0) {
-        tok->temperature = 0.7f;
-        tok->top_p = 0.8f;
-        tok->top_k = 20;
-    }
-}
-
+// Thinking, and how tokens are drawn, where the options do not say it: as the checkpoint asks for;
+// but as Qwen advises for answers without thinking, unless the checkpoint asks for greedy ones
 static void choose_sampling(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
+    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
+    app->think = can_switch && o->think == 1;
+    const bool advised = app->mode == CHAT && can_switch && !app->think && tok->temperature != 0;
     app->engine.answer.sampler = (Sampler){
-        .temperature = o->temperature >= 0 ? o->temperature : tok->temperature,
-        .top_p = o->top_p >= 0 ? o->top_p : tok->top_p,
-        .top_k = o->top_k >= 0 ? o->top_k : tok->top_k,
+        .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
+        .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
+        .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
         .presence = o->presence,
         .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
         .rng = o->seed,
@@ -3570,16 +3291,13 @@ static void choose_sampling(App *app) {
     };
 }
 
-// Ends the program if MODEL is a directory, the name of a model on the hub, or missing.
+// Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
 static void check_model_path(const char *path) {
-    const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
-    const bool bin = end && !strcmp(end, ".bin"), local = strchr("./~", *path);
     const FileKind kind = file_kind(path);
+    const char *slash = strchr(path, '/');  // a name has one
+    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
-    if (kind == NO_FILE && slash && !strchr(slash + 1, '/') && !bin && !local)
-        die_export(path, "not a file", INT_MAX, path);
-    if (kind == NO_FILE)
-        die("%s: %s, expected a .bin file made by export.py", path, strerror(errno));
+    if (kind == NO_FILE && named) die_export(path, "not a file", INT_MAX, path);
 }
 
 static void load(App *app) {
@@ -3590,54 +3308,40 @@ static void load(App *app) {
     check_model_path(o->model);
     model_map(&e->model, o->model);
     snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
-    if (file_kind(tokenizer) == NO_FILE)
-        die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
     app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
-    int context = o->context > 0 ? o->context : c->max_seq_len;
-    if (o->context < 0) context = min_int(4096, c->max_seq_len);
-    if (context > c->max_seq_len)
-        die("-c: beyond the model, expected at most %d (export.py --yarn stretches it), found %d",
-            c->max_seq_len, context);
+    const int least = app->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
+    const int context = o->context > 0 ? o->context : o->context < 0 ? min_int(4096, most) : most;
+    if (context < least || context > most)
+        die("-c: expected %d to %d (export.py --yarn raises it), found %d", least, most, context);
     if (app->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-    enum { SCORED_ROWS = 16 };  // so many rows share one reading of the classifier's weights
-    int logit_rows = app->mode == PERPLEXITY ? SCORED_ROWS
-                     : app->mode == EMBED ? 0 : is_list(o) ? PLACES : 2 * draft_rows();
-    int batch = is_list(o) ? o->batch : min_int(o->batch, context);
-    if (app->mode == PERPLEXITY && context < 2)
-        die("-c: too short for a perplexity, expected at least 2, found %d", context);
-    state_init(&e->model, context, batch, min_int(logit_rows, batch),
-               is_list(o) && app->mode != PERPLEXITY ? min_int(PLACES, batch) : 1);
-    if (!is_list(o) || app->mode == PERPLEXITY) e->answer.text = whole_cache(&e->model.state);
+    const int places = min_int(PLACES, o->batch);  // logits that nobody needs take no memory
+    state_init(&e->model, context, o->batch, places, is_list(o) ? places : 1);
+    e->answer.text = whole_cache(&e->model.state);
     e->max_new = o->n;
 }
 
 static void writer_init(App *app) {
-    const bool terminal = is_terminal(STDOUT_FILENO);
     const char *stop = app->options.stop;
-    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = terminal, .began = true,
-                           .dim = terminal && !getenv("NO_COLOR"),
-                           .stop = stop ? bytes(stop) : (Bytes){0}};
-    Buffer *held = &app->writer.held, *shown = &app->writer.shown;
-    held->p = grow(held->p, &held->cap, 0, 1024, 1);  // decoding allocates nothing
-    shown->p = grow(shown->p, &shown->cap, 0, 4096, 1);
+    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
+                           .began = true, .stop = stop ? bytes(stop) : (Bytes){0}};
     app->engine.answer.writer = &app->writer;
 }
 
 static int run(App *app) {
     const char *system = app->options.system;
     load(app);
-    const bool chat = app->mode == CHAT;
-    if (chat) choose_chat(app);
     choose_sampling(app);
     writer_init(app);
+    const bool chat = app->mode == CHAT;
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
     stoppable = app->mode != TOKENIZE;
-    if (!single) return run_conversation(app);
-    if (chat) chat_turn(app, bytes_of(&app->input));
+    if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
+    else if (!single) run_script(app);
+    else if (chat) chat_turn(app, bytes_of(&app->input));
     else run_raw(app, bytes_of(&app->input));
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
@@ -3647,7 +3351,6 @@ int main(int argc, char **argv) {
     static App app;
     start_platform(&argc, &argv);
     app.options = parse_options(argc, argv);
-    catch_signals();
     return run(&app);
 }
 #endif
@@ -4169,7 +3872,7 @@ INLINE VecI add_pairs(VecI a, VecI b) {
 }
 #endif
 
-static const char *simd_name(void) { return SIMD; }
+static const char *version(void) { return "qwen3 1.0 (" SIMD ")\n"; }
 
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
@@ -4738,7 +4441,7 @@ static int pool_blocks(const Config *c, int seq_len, int texts) {
 
 static void cache_copy(const Model *m, int to, int from) {
     const size_t size = block_stride(&m->config);
-    memcpy(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
+    memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
 }
 
 // A text alone in the cache has its blocks in their order, and room for seq_len + 1 ids.
@@ -4786,72 +4489,89 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 }
 
 // ------------------------------------------------------------------------------------------------
-// Progress: what a terminal shows while a text takes longer than two seconds
+// Progress: what a terminal shows of a prompt or a list that takes longer than two seconds
 
-static struct {
-    size_t tokens, shown;  // that run; of these, the number on the terminal, 0: none
-    size_t done, total;    // tokens times layers
-    double start, drawn;   // when it began, and when the terminal last changed
+static struct Progress {
+    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
+    double start, drawn;          // when it began; when the line was last drawn, 0: there is none
 } progress;
 
 static void progress_start(const Model *m, size_t tokens) {
-    progress.tokens = tokens;
-    progress.done = 0;
-    progress.total = tokens * m->config.n_layers;
-    progress.start = progress.drawn = now();
+    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
 }
 
 // Clears the line, before an answer, a notice or an error begins.
 static void progress_end(void) {
-    if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = progress.total = 0;
+    if (progress.drawn > 0) fputs("\r\033[K", stderr);
+    progress.tokens = progress.drawn = 0;
 }
 
-// May the line change now, at most ten times per second? Then it shows n.
-static bool progress_due(double time, size_t n) {
-    if (quiet || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return false;
+// The time left is that at the rate so far. A prompt's is longer, as attention reads more and more.
+static void progress_show(double start, double done, double all, const char *what, double tokens) {
+    const double time = now(), seconds = time - start, rate = tokens / seconds;
+    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
     progress.drawn = time;
-    progress.shown = n;
-    return true;
-}
-
-// The time left is that of as many tokens as so far, and so the least: later ones take longer, as
-// attention reads more.
-static void progress_add(int n) {
-    progress.done += n;
-    if (progress.total == 0) return;
-    const double share = (double)progress.done / progress.total, time = now();
-    const double left = (time - progress.start) * (1 - share) / share;
-    const size_t count = (size_t)(share * progress.tokens);
-    const bool soon = !progress.shown && time - progress.start + left < 2;
-    if (count == progress.shown || soon || !progress_due(time, count)) return;
-    fprintf(stderr, "\r%zu of %zu tokens, at least %.0f s left\033[K", count, progress.tokens,
-            left);
-}
-
-// Of a list: `texts` of `all` (0: nobody knows) are done, after `tokens` in `seconds`.
-static void progress_list(size_t texts, double all, size_t tokens, double seconds) {
-    const double rate = tokens / seconds;
-    if (seconds < 1 || !progress_due(now(), 1)) return;
-    fprintf(stderr, "\r%zu", texts);
+    fprintf(stderr, "\r%.0f", done);
     if (all > 0) fprintf(stderr, " of %.0f", all);
-    fprintf(stderr, " texts, %.*f tokens/s", rate < 999.95, rate);
-    if (all > 0 && texts > 0) fprintf(stderr, ", %.0f s left", seconds * (all / texts - 1));
+    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
+    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
     fputs("\033[K", stderr);
+}
+
+static void progress_add(int n) {
+    if (progress.tokens == 0) return;
+    progress.done += n;
+    const size_t done = progress.done / progress.layers;
+    progress_show(progress.start, done, progress.tokens, "tokens", done);
 }
 
 // ------------------------------------------------------------------------------------------------
 // POSIX and Windows: everything that differs between systems
 
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
+// Before that, or if the one before had no effect for a second, it ends the program.
+static void on_interrupt(int signal) {
+    static volatile double first;
+    (void)signal;
+    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
+    if (!interrupted) first = now();
+    interrupted = 1;
+}
+
+// SIGILL: this CPU is older than the one that the program was built for. SIGBUS: a mapped file has
+// become shorter, or its disk fails. If several threads get here, only the first one reports.
+static void on_fatal(int signal) {
+    static atomic_flag said = ATOMIC_FLAG_INIT;
+    const char *text = signal == SIGILL
+        ? "qwen3: CPU: lacks an instruction of this build (" SIMD "); make portable is for all\n"
+        : "qwen3: model: can't be read any more; has its file been cut, or does its disk fail?\n";
+    while (atomic_flag_test_and_set(&said)) {}
+    (void)!write(STDERR_FILENO, text, strlen(text));
+    _exit(EXIT_FAILURE);
+}
+
+// Runs before main. It is one call only, so that it has no instruction that this CPU may lack.
+__attribute__((constructor)) static void catch_unknown_instructions(void) {
+    signal(SIGILL, on_fatal);
+}
+
 #ifdef _WIN32
 // POSIX as far as it is used here: what MinGW lacks, or has without UTF-8 or large files
 #define O_NONBLOCK 0
-#define poll(...) (void)0
 #define MAP_FAILED NULL
+#define poll(...) (void)0
+#define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
+#define stat_file(path, st) _wstat64(wide(path), st)
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
-#define write write_bytes
+#define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
 
 static wchar_t *wide(const char *path) {
@@ -4868,20 +4588,13 @@ static void *map_file(int fd) {
     return map ? MapViewOfFile(map, FILE_MAP_READ, 0, 0, 0) : MAP_FAILED;
 }
 
-static int write_bytes(int fd, const void *p, size_t n) {
-    int written = _write(fd, p, n < 1 << 20 ? n : 1 << 20);
-    if (written < 0 && GetFileType(handle(fd)) == FILE_TYPE_PIPE) errno = EPIPE;
-    return written;
-}
-
 // A console gives a line as UTF-16, which ends in \r\n, or at Ctrl-D or Ctrl-Z.
 static ssize_t read_bytes(int fd, void *p, size_t size) {
     static wchar_t text[8192];
     CONSOLE_READCONSOLE_CONTROL ends = {sizeof(ends), 0, 1 << 4 | 1 << 26, 0};
     DWORD n = 0;
-    if (!isatty(fd)) return _read(fd, p, size < 1 << 20 ? size : 1 << 20);
-    const DWORD room = size / 3 < 8192 ? size / 3 : 8192;
-    if (!ReadConsoleW(handle(fd), text, room, &n, &ends) || n == 0) {
+    if (!isatty(fd)) return _read(fd, p, size);
+    if (!ReadConsoleW(handle(fd), text, 8192, &n, &ends) || n == 0) {
         Sleep(100);  // Ctrl-C: its handler runs in a thread of its own
         errno = EINTR;
         return interrupted ? -1 : 0;
@@ -4892,9 +4605,8 @@ static ssize_t read_bytes(int fd, void *p, size_t size) {
 }
 
 static bool input_ready(int fd) {
-    DWORD n = 0;
-    return GetFileType(handle(fd)) != FILE_TYPE_PIPE ||
-           !PeekNamedPipe(handle(fd), NULL, 0, NULL, &n, NULL) || n > 0;
+    int n = 0;
+    return ioctl(fd, FIONREAD, &n) != 0 || n > 0;
 }
 
 static double memory_size(void) {
@@ -4916,129 +4628,105 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
     return waiting;
 }
 
-static FileKind file_kind(const char *path) {
-    const DWORD attributes = GetFileAttributesW(wide(path));
-    errno = ENOENT;
-    return attributes == INVALID_FILE_ATTRIBUTES ? NO_FILE
-           : attributes & FILE_ATTRIBUTE_DIRECTORY ? DIRECTORY : REGULAR_FILE;
-}
-
 static int cpu_count(void) {  // hardware threads; two of them may share a core
     DWORD_PTR mine, all;
     GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
     return __builtin_popcountll(mine);
 }
 
-// Makes the arguments UTF-8 (argv reuses the array that held the UTF-16 pointers), standard input
-// and output binary, and the console's output UTF-8.
+static BOOL WINAPI on_console_event(DWORD event) {
+    return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
+}
+
+// Makes the arguments UTF-8, standard input and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
-    static char text[3 * 32768], *arg = text;  // a command line has at most 32,767 characters
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
-    *argv = (char **)args;
+    *argv = alloc(*argc + 1, sizeof(char *), "the arguments");
     for (int i = 0; i < *argc; i++) {
-        int room = text + sizeof(text) - arg;
-        int n = WideCharToMultiByte(CP_UTF8, 0, args[i], -1, arg, room, NULL, NULL);
-        (*argv)[i] = arg;
-        arg += n;
+        const int most = 3 * (int)wcslen(args[i]) + 1;
+        (*argv)[i] = alloc(most, 1, "the arguments");
+        WideCharToMultiByte(CP_UTF8, 0, args[i], -1, (*argv)[i], most, NULL, NULL);
     }
     for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
     SetConsoleOutputCP(CP_UTF8);
     SetConsoleMode(handle(STDOUT_FILENO), ENABLE_PROCESSED_OUTPUT | ENABLE_WRAP_AT_EOL_OUTPUT |
                                           ENABLE_VIRTUAL_TERMINAL_PROCESSING);
+    SetConsoleCtrlHandler(on_console_event, TRUE);
 }
 #else
-#ifdef __linux__
-static const char *file_start(const char *path) {  // its first bytes, "" if there is no such file
-    static char text[4096];
+#define NO_READER EPIPE
+#define stat_file stat
+
+// Reads a file by fscanf. Returns how many values it has.
+static int scan_file(const char *path, const char *format, void *first, void *second) {
     FILE *f = fopen(path, "r");
-    text[f ? fread(text, 1, sizeof(text) - 1, f) : 0] = 0;
+    const int n = f ? fscanf(f, format, first, second) : 0;
     if (f) fclose(f);
-    return text;
+    return n;
 }
 
-static const char *cgroup_file(const char *name) {  // of this process's cgroup (version 2)
+// A limit of this process's cgroup (Linux, version 2), from a file with a number, or with "max" for
+// none. cpu.max has two, "QUOTA PERIOD": this is the number of cores.
+static double cgroup_limit(const char *name) {
     char group[4000] = "", path[4096];
-    sscanf(file_start("/proc/self/cgroup"), "0::%3999[^\n]", group);
+    double limit, period = 1;
+    scan_file("/proc/self/cgroup", "0::%3999[^\n]", group, NULL);
     snprintf(path, sizeof(path), "/sys/fs/cgroup%s/%s", group, name);
-    return file_start(path);
+    return scan_file(path, "%lf %lf", &limit, &period) > 0 ? limit / period : INFINITY;
 }
 
-// The CPU quota in cores, or INT_MAX. cpu.max is "QUOTA PERIOD", or "max PERIOD" for no limit.
-static int cgroup_cores(void) {
-    double quota, period;
-    const int n = sscanf(cgroup_file("cpu.max"), "%lf %lf", &quota, &period);
-    return n == 2 ? (int)ceil(quota / period) : INT_MAX;
-}
-
-// The cores of a set of CPUs. A core is known by the first of its CPUs.
+#ifdef __linux__
+// The cores of a set of CPUs. A core's second CPU counts if its first one is not in the set.
 static int physical_cores(const cpu_set_t *set) {
-    cpu_set_t cores;
-    CPU_ZERO(&cores);
+    int cores = 0;
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
         char path[96];
         int first = cpu;
         if (!CPU_ISSET(cpu, set)) continue;
         snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
                  cpu);
-        sscanf(file_start(path), "%d", &first);
-        CPU_SET(first, &cores);
+        scan_file(path, "%d", &first, NULL);
+        cores += first == cpu || !CPU_ISSET(first, set);
     }
-    return CPU_COUNT(&cores);
+    return cores;
 }
 #endif
 
 // Physical cores, as a second thread on a core gains nothing; on macOS the fast ones. Where the
 // system does not tell, hardware threads.
 static int cpu_count(void) {
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores(&set);
-    cores = min_int((int)cores, cgroup_cores());
 #elif defined(__APPLE__)
-    int fast = 0;
-    size_t size = sizeof(fast);
-    if (sysctlbyname("hw.perflevel0.physicalcpu", &fast, &size, NULL, 0) == 0) cores = fast;
+    sysctlbyname("hw.perflevel0.physicalcpu", &cores, &(size_t){sizeof(cores)}, NULL, 0);
 #endif
-    return cores > 0 ? (int)cores : 1;
+    return max_int((int)fmin(cores, ceil(cgroup_limit("cpu.max"))), 1);
 }
-
-static FileKind file_kind(const char *path) {
-    struct stat st;
-    if (stat(path, &st) != 0) return NO_FILE;
-    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
-}
-
-static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
 
 // The machine's memory, or less if this process has a limit: ulimit -v, its cgroup's
 static double memory_size(void) {
     double size = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     struct rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur < size) size = (double)limit.rlim_cur;
-#ifdef __linux__
-    double most;
-    if (sscanf(cgroup_file("memory.max"), "%lf", &most) == 1 && most < size) size = most;
-#endif
-    return size;
+    if (getrlimit(RLIMIT_AS, &limit) == 0) size = fmin(size, limit.rlim_cur);
+    return fmin(size, cgroup_limit("memory.max"));
 }
 
+static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
+
 // A pasted block's lines arrive within about 30 ms. Normally the terminal counts only whole lines;
-// what follows the last newline is counted only while ICANON is off. Signals are blocked meanwhile:
-// one that ended the program would leave the terminal that way.
+// what follows the last newline is counted only while ICANON is off. (So is Ctrl-D, which would be
+// lost then.) Signals are blocked meanwhile: one that ended the program would leave the terminal
+// that way.
 static Waiting input_waits(void) {
-    int waiting = 0;
-    bool ready = false;
-    for (int i = 0; i < 2; i++) {
-        if (i > 0) nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
-        ready = input_ready(STDIN_FILENO);
-        if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return LINE;
-    }
-    if (ready) return NOTHING;  // Ctrl-D, which would be lost while ICANON is off
-    struct termios cooked;
+    struct termios cooked, raw;
     sigset_t all, before;
-    if (tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;
-    struct termios raw = cooked;
+    int waiting = 0;
+    const bool ready = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 30) != 0;
+    if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return LINE;
+    if (ready || tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;  // ready: see above
+    raw = cooked;
     raw.c_lflag &= ~(tcflag_t)ICANON;
     sigfillset(&all);
     sigprocmask(SIG_BLOCK, &all, &before);
@@ -5049,40 +4737,20 @@ static Waiting input_waits(void) {
     return waiting > 0 ? PART : NOTHING;
 }
 
-static void start_platform(int *argc, char ***argv) { (void)argc, (void)argv; }
-#endif
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + t.tv_nsec * 1e-9;
+static void start_platform(int *argc, char ***argv) {
+    (void)argc, (void)argv;
+    signal(SIGBUS, on_fatal);
+    signal(SIGPIPE, SIG_IGN);
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);  // ends a read, too
 }
+#endif
 
 static bool is_terminal(int fd) { return isatty(fd); }
 
-static Bytes file_map(const char *path) {
-    int fd = open(path, O_RDONLY | O_NONBLOCK);  // does not wait for the writer of a named pipe
+static FileKind file_kind(const char *path) {
     struct stat st;
-    if (fd < 0 || fstat(fd, &st) != 0) die("%s: %s", path, strerror(errno));
-    if (!S_ISREG(st.st_mode)) die("%s: wrong kind of file, expected a regular file", path);
-    if (st.st_size == 0) die("%s: wrong size, expected a file with data, found 0 bytes", path);
-    void *p = mmap(NULL, st.st_size, PROT_READ, MAP_SHARED, fd, 0);
-    if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
-    close(fd);
-#ifdef MADV_HUGEPAGE
-    // Asks for pages of 2 MB, if the file system has them: fewer TLB misses. Not if memory may be
-    // too small for the model: an expert's matrix, often of less than 1 MB, would read more.
-    if (st.st_size < 0.75 * memory_size()) madvise(p, st.st_size, MADV_HUGEPAGE);
-#endif
-    return (Bytes){p, st.st_size};
-}
-
-static ssize_t read_some(int fd, void *p, size_t n) {
-    for (;;) {
-        ssize_t got = read(fd, p, n);
-        if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
-        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
-    }
+    if (stat_file(path, &st) != 0) return NO_FILE;
+    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
 }
 
 static int file_open(const char *path) {
@@ -5094,92 +4762,55 @@ static double file_size(int fd) {
     return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? (double)st.st_size : 0;
 }
 
-static const char *file_read(Buffer *b, const char *path) {
-    const char *error = NULL;
-    const int fd = file_open(path);
-    if (fd < 0) return strerror(errno);
-    for (ssize_t got = 1; got != 0 && !error;) {
-        b->p = grow(b->p, &b->cap, b->n, 65536, 1);
-        got = read_some(fd, b->p + b->n, b->cap - b->n);
-        if (got < 0) error = strerror(errno);
+static Bytes file_map(const char *path) {
+    const int fd = open(path, O_RDONLY | O_NONBLOCK);  // does not wait for a named pipe's writer
+    if (fd < 0) die("%s: %s, expected a file made by export.py", path, strerror(errno));
+    const size_t size = (size_t)file_size(fd);
+    if (size == 0) die("%s: can't be used, expected a regular file with data, found none", path);
+    void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
+    if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
+    close(fd);
+#ifdef MADV_HUGEPAGE  // of 2 MB, if the file system has them: fewer TLB misses. Not if memory may
+    // be too small for the model: an expert's matrix, often of less than 1 MB, would read more.
+    if (size < 0.75 * memory_size()) madvise(p, size, MADV_HUGEPAGE);
+#endif
+    return (Bytes){p, size};
+}
+
+static ssize_t read_more(int fd, Buffer *b) {
+    b->p = grow(b->p, &b->cap, b->n, 65536, 1);
+    for (;;) {
+        const ssize_t got = read(fd, b->p + b->n, 65536);
         if (got > 0) b->n += got;
-        if (b->n >= INT_MAX) error = "too long, expected less than 2 GB";
-    }
-    if (fd != STDIN_FILENO) close(fd);
-    return error;
-}
-
-static int terminal_line(void) {
-#ifdef __APPLE__
-    return MAX_CANON - 1;
-#else
-    return 4095;
-#endif
-}
-
-static void write_stdout(Bytes text) {
-    while (text.n) {
-        ssize_t n = write(STDOUT_FILENO, text.p, text.n);
-        if (n < 0 && errno == EPIPE) exit(EXIT_SUCCESS);  // the reader has seen enough
-        if (n < 0 && errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
-        else if (n < 0 && errno != EINTR) die("stdout: %s", strerror(errno));
-        if (n > 0) text = bytes_from(text, n);
+        if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
+        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
     }
 }
 
-// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
-// Before that, or if the one before had no effect for a second, it ends the program.
-static void on_interrupt(int signal) {
-    static volatile double first;
-    (void)signal;
-    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
-    if (!interrupted) first = now();
-    interrupted = 1;
+static const char *file_read(Buffer *b, const char *path) {
+    const int fd = file_open(path);
+    ssize_t got = fd < 0 ? -1 : 1;
+    while (got > 0 && b->n < INT_MAX) got = read_more(fd, b);
+    const char *error = got < 0 ? strerror(errno) : "too long, expected less than 2 GB";
+    if (fd > STDIN_FILENO) close(fd);
+    return got == 0 ? NULL : error;
 }
-
-// SIGILL: this CPU is older than the one that the program was built for. SIGBUS: a mapped file has
-// become shorter, or its disk fails. If several threads get here, only the first one reports.
-static void on_fatal(int signal) {
-    static const char cpu[] = "qwen3: CPU: lacks an instruction of this build, expected one like "
-        "the one it was built on (" SIMD "); make builds for this one, make portable for all\n";
-    static const char disk[] = "qwen3: model: can't be read any more, expected its files to stay "
-        "as they are, found them cut or their disk failing\n";
-    static atomic_flag said = ATOMIC_FLAG_INIT;
-    while (atomic_flag_test_and_set(&said)) {}
-    (void)!(signal == SIGILL ? write(STDERR_FILENO, cpu, sizeof(cpu) - 1)
-                             : write(STDERR_FILENO, disk, sizeof(disk) - 1));
-    _exit(EXIT_FAILURE);
-}
-
-// Runs before main. It is one call only, so that it has no instruction that this CPU may lack.
-__attribute__((constructor)) static void catch_unknown_instructions(void) {
-    signal(SIGILL, on_fatal);
-}
-
-#ifdef _WIN32
-static BOOL WINAPI on_console_event(DWORD event) {
-    return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
-}
-
-static void catch_signals(void) { SetConsoleCtrlHandler(on_console_event, TRUE); }
-#else
-static void catch_signals(void) {
-    signal(SIGBUS, on_fatal);
-    signal(SIGPIPE, SIG_IGN);
-    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);  // ends a read, too
-}
-#endif
 
 // It looks without reading or waiting. What a shell's `while read` loop goes through is a file that
 // is no longer at its start.
 static bool stdin_has_data(void) {
-    struct stat st;
     int waiting = 0;
-    if (fstat(STDIN_FILENO, &st) != 0) return false;
-    if (S_ISREG(st.st_mode)) return st.st_size > 0 && lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
-#ifdef _WIN32
-    return PeekNamedPipe(handle(STDIN_FILENO), NULL, 0, NULL, (DWORD *)&waiting, NULL) && waiting;
-#else
-    return S_ISFIFO(st.st_mode) && ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
-#endif
+    if (file_size(STDIN_FILENO) > 0) return lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
+    if (is_terminal(STDIN_FILENO)) return false;
+    return ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
+}
+
+static void write_stdout(Bytes text) {
+    while (text.n) {
+        const ssize_t n = write(STDOUT_FILENO, text.p, min_size(text.n, 1 << 20));
+        if (n >= 0) text = bytes_from(text, n);
+        else if (errno == NO_READER) exit(EXIT_SUCCESS);  // it has seen enough
+        else if (errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
+        else if (errno != EINTR) die("stdout: %s", strerror(errno));
+    }
 }

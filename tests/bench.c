@@ -575,7 +575,7 @@ int main(int argc, char **argv) {
     if (end && strcmp(end, ".bin") == 0) model_map(&m, argv[1]);
     else map_described(argc - 1, argv + 1);
     printf("qwen3 (%s): %d layers of %d with %d bits, vocabulary %d, group %d: %.0f MB a token, "
-           "%.1f million multiply-adds in its matmuls\n\n", simd_name(), g->n_layers, g->dim, g->layer_bits,
+           "%.1f million multiply-adds in its matmuls\n\n", SIMD, g->n_layers, g->dim, g->layer_bits,
            g->vocab_size, g->group_size, weight_bytes() / 1e6, token_products() / 1e6);
     if (plan == &many) {  // what bounds them
         const int pos = 1 + many.answer / 2;

@@ -767,17 +767,23 @@ static void test_penalties(void) {
 }
 
 // Naively: the ids that followed the last NGRAM ids at the latest earlier place, repeated if they end
-static void test_lookup(void) {
+static void test_draft(void) {
     for (int trial = 0; trial < 3000; trial++) {
-        int ids[80], n = 1 + below(60), most = below(20), from = n - 1;
+        int ids[80], n = NGRAM + below(60), most = below(2 * draft_rows()), from = n - 1;
+        const bool by_cache = below(2);         // what limits the draft
+        Engine e = {.answer.text.ids = {ids, n - 1, 80}, .draft = {1, 1, 0}};
+        e.model.state.logit_rows = by_cache ? 80 : most + 1;
+        e.model.state.seq_len = by_cache ? n + most : 100;
         for (int i = 0; i < n; i++) ids[i] = below(2);
         for (int i = n; i < 80; i++) ids[i] = -1;
         for (int same = 0; from >= NGRAM; from--) {
             for (same = 0; same < NGRAM && ids[from - 1 - same] == ids[n - 1 - same];) same++;
             if (same == NGRAM) break;
         }
-        int drafted = lookup(ids, n, most);
-        CHECK(drafted == (from >= NGRAM ? most : 0));
+        draft(&e, NGRAM);
+        const int drafted = e.draft.n;
+        CHECK(drafted == (from >= NGRAM ? most : 0) && e.draft.row == 0);
+        CHECK(e.draft.credit == 1 - drafted * DRAFT_COST);
         for (int i = 0; i < drafted; i++) CHECK(ids[n + i] == ids[from + i % (n - from)]);
         for (int i = n + drafted; i < 80; i++) CHECK(ids[i] == -1);
     }
@@ -876,7 +882,8 @@ static void test_drafts(void) {
     memset(e[1].answer.text.ids.p, 0, 100 * sizeof(int));
     int drafts = 0;
     for (int pass = 1; pass <= 5000; pass++) {
-        int drafted = draft(&e[1], 10, false);
+        draft(&e[1], 10);
+        const int drafted = e[1].draft.n;
         CHECK(drafted == 0 || drafted == draft_rows() - 1, "%d ids", drafted);
         CHECK(!drafted || (TILE_TOKENS > 1));
         drafts += drafted > 0;
@@ -964,10 +971,10 @@ static void test_printable(void) {
         {"\xC3", "\uFFFD"}, {"\xE2\x82(", "\uFFFD\uFFFD("}, {"\xED\xA0\x80", "\uFFFD\uFFFD\uFFFD"}};
     Buffer shown = {0};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++, shown.n = 0) {
-        add_printable(&shown, bytes(cases[i].text), "\n\r\t");
+        add_printable(&shown, bytes(cases[i].text), true);
         CHECK(bytes_equal(bytes(cases[i].shown), bytes_of(&shown)), "case %zu: %.*s", i, (int)shown.n, shown.p);
     }
-    add_printable(&shown, (Bytes){(uint8_t *)"\0\n", 2}, "");
+    add_printable(&shown, (Bytes){(uint8_t *)"\0\n", 2}, false);
     CHECK(shown.n == 6);
     free(shown.p);
 }
@@ -1023,29 +1030,30 @@ static void test_merging(void) {
 // the search.
 static void test_added(void) {
     enum { TOKENS = 12, LONGEST = 40 };
-    for (int trial = 0; trial < 2000; trial++) {
-        uint8_t s[LONGEST], letters[TOKENS][8];
-        Bytes text[TOKENS], rest = {s, below(LONGEST)};
-        Added added[TOKENS];
-        Tokenizer t = {.vocab_size = TOKENS, .text = text, .kind = s, .added = added};
+    for (int trial = 0; trial < 300; trial++) {
+        uint8_t s[LONGEST], letters[256 + TOKENS][8], kind[256 + TOKENS] = {0};
+        float score[256 + TOKENS] = {0};
+        Bytes text[256 + TOKENS], rest = {s, below(LONGEST)};
+        Tokenizer t = {.vocab_size = 256 + TOKENS, .text = text, .kind = kind, .score = score};
         for (size_t i = 0; i < LONGEST; i++) s[i] = (uint8_t)('a' + below(2));
-        for (int id = 0; id < TOKENS; id++) {
-            text[id] = (Bytes){letters[id], 1 + below(7)};
-            for (size_t i = 0; i < text[id].n; i++) letters[id][i] = (uint8_t)('a' + below(2));
-            bool is_new = true;
-            for (int other = 0; other < id; other++) is_new &= !bytes_equal(text[id], text[other]);
-            if (is_new) t.added_start[letters[id][0]] = true, added[t.n_added++] = (Added){text[id], id};
+        for (int id = 0; id < 256 + TOKENS; id++) {
+            text[id] = (Bytes){letters[id], id < 256 ? 1 : 2 + below(6)};
+            letters[id][0] = (uint8_t)id;
+            for (size_t i = 0; i < text[id].n && id >= 256; i++) letters[id][i] = (uint8_t)('a' + below(2));
+            bool is_new = id >= 256;
+            for (int other = 256; other < id; other++) is_new &= !bytes_equal(text[id], text[other]);
+            if (is_new) kind[id] = ADDED;
         }
-        qsort(added, t.n_added, sizeof(Added), compare_bytes);
+        index_tokens(&t, "a test");
         size_t at = 0, from = 0;
         for (int found = 0; found >= 0; from = at += found >= 0 ? text[found].n : 0) {
             int expected = -1;
             size_t there = from;
             for (; there < rest.n; there++) {
-                for (size_t i = 0; i < t.n_added; i++) {
-                    Bytes a = added[i].text;
-                    bool is_there = a.n <= rest.n - there && !memcmp(a.p, s + there, a.n);
-                    if (is_there && (expected < 0 || a.n > text[expected].n)) expected = added[i].id;
+                for (int id = 256; id < t.vocab_size; id++) {
+                    Bytes a = text[id];
+                    bool is_there = kind[id] && a.n <= rest.n - there && !memcmp(a.p, s + there, a.n);
+                    if (is_there && (expected < 0 || a.n > text[expected].n)) expected = id;
                 }
                 if (expected >= 0) break;
             }
@@ -1087,12 +1095,15 @@ static void test_cores(void) {
         {"0::/a\n", V2 "b/cpu.max", "700000 100000\n", INT_MAX}};
     char command[128];
     cpu_set_t set;
+    const int cpus = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         strcpy(root, "/tmp/qwen3-test-XXXXXX");
         if (!mkdtemp(root)) die("%s: %s", root, strerror(errno));
         put_file("/proc/self/cgroup", cases[i].group);
         if (cases[i].path) put_file(cases[i].path, cases[i].text);
-        CHECK(cgroup_cores() == cases[i].expected, "case %zu: %d", i, cgroup_cores());
+        const double limit = cgroup_limit("cpu.max");
+        CHECK(fmin(ceil(limit), INT_MAX) == cases[i].expected, "case %zu: %g", i, limit);
+        CHECK(cpu_count() == min_int(cpus, cases[i].expected), "case %zu: %d", i, cpu_count());
         put_file(V2 "memory.max", "max\n");
         CHECK(memory_size() > 1e8);
         put_file(V2 "memory.max", "12345678\n");
@@ -1114,7 +1125,7 @@ static void test_cores(void) {
         snprintf(command, sizeof(command), "rm -r %s", root);
         CHECK(system(command) == 0);
     }
-    CHECK(cgroup_cores() == INT_MAX, "no such root");
+    CHECK(cgroup_limit("cpu.max") == INFINITY, "no such root");
     root[0] = 0;
     CHECK(cpu_count() >= 1);
     if (sched_getaffinity(0, sizeof(set), &set) != 0) return;
@@ -1134,7 +1145,7 @@ static void test_forgetting_nothing(void) {
     Conversation talk = {0};
     conversation_drop(&talk, 0, 0);
     conversation_add(&talk, SYSTEM, bytes("s"));
-    conversation_drop(&talk, 1, 0);
+    conversation_drop(&talk, 1, 1);
     CHECK(talk.n == 1 && talk.p[0].role == SYSTEM);
     conversation_drop(&talk, 0, 1);
     CHECK(talk.n == 0);
@@ -1214,8 +1225,8 @@ static void test_json_messages(void) {
         {"[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"}]", NULL, 0}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         Conversation talk = {0};
-        Json j = {.rest = bytes(cases[i].line), .talk = &talk, .first = true};
-        json_line(&j, true);
+        Json j = {.rest = bytes(cases[i].line)};
+        json_line(&j, &talk);
         CHECK(!j.expected == !!cases[i].roles, "%s", cases[i].line);
         for (size_t k = 0; cases[i].roles && k < strlen(cases[i].roles); k++) {
             CHECK(k < talk.n && "sua"[talk.p[k].role] == cases[i].roles[k], "%s", cases[i].line);
@@ -1297,7 +1308,7 @@ static int unit_tests(void) {
     test_large_vocabulary();
     test_surprise();
     test_penalties();
-    test_lookup();
+    test_draft();
     test_drafts();
     test_draft_that_overflows();
     test_numbers();
@@ -1313,7 +1324,7 @@ static int unit_tests(void) {
 #ifdef __linux__
     test_cores();
 #endif
-    printf("tests/test (%s): %d checks, %d failures\n", simd_name(), checks, failures);
+    printf("tests/test (%s): %d checks, %d failures\n", SIMD, checks, failures);
     return failures > 0;
 }
 
@@ -1355,7 +1366,7 @@ static int print_tokens(const Tokenizer *t) {
 
 static int print_prompt(App *app) {
     const Tokenizer *t = &app->engine.tokenizer;
-    choose_chat(app);
+    choose_sampling(app);
     Conversation c = {0};
     Buffer text = {0};
     Ids ids = {0};
@@ -1381,7 +1392,6 @@ static int run_small_pool(int argc, char **argv) {  // argv: BLOCKS, and qwen3's
     static App app;
     most_blocks = atoi(argv[0]);
     app.options = parse_options(argc, argv);
-    catch_signals();
     return run(&app);
 }
 

@@ -33,11 +33,10 @@ def test_builds(arguments, tmp_path):
     assert not program.exists()
 
 
-def test_make_run_says_that_it_compiles(tmp_path):
-    """With another program in its place: once, unless the flags change."""
+def test_make_run_compiles_once(tmp_path):
+    """With another program in its place; and again when the flags change."""
     (tmp_path / "qwen3.c").write_text("int main(void) { return 0; }\n")
-    says = re.compile(r"\ACompiling qwen3.c takes about 10 seconds\.\n.* -o qwen3 .*\n"
-                      r"\./qwen3 tests/tiny/tiny.bin .*\n\Z")
+    says = re.compile(r"\A.* -o qwen3 .*\n\./qwen3 tests/tiny/tiny.bin .*\n\Z")
     assert says.match(build(tmp_path, "run"))
     assert re.fullmatch(r"\./qwen3 .*\n", build(tmp_path, "run"))
     assert says.match(build(tmp_path, "run", "CFLAGS=-O2"))

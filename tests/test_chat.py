@@ -296,6 +296,7 @@ def test_thinking_is_dimmed(tiny):
     assert b"I add" in b"".join(pieces) and b"2 + 3 is 5" in answer and b"\x1b" not in answer
     plain = shown(*run, NO_COLOR="1")
     assert b"\x1b" not in plain and b"I add" in plain
+    assert b"\x1b[2m" in shown(*run, NO_COLOR="")           # no-color.org: an empty one does not count
     assert b"\x1b" not in shown(tiny, "-t", 0, "-i", "What is 2 + 3?")
 
 
@@ -494,7 +495,8 @@ def test_file_command_that_fails(talk, tmp_path):
     say("/clear")
     for line, words in [("/file", b"/file PATH"), ("/file ", b"/file PATH"), ('/file ""', b"/file PATH"),
                         ("/file /none text", b"/none: No such file"), (f"/file {tmp_path}", b"directory"),
-                        (f"/file {tmp_path}/empty text", b"empty"),
+                        (f"/file {tmp_path}/empty text", b"empty"), ("/file - x", b"not a regular"),
+                        ("/file /dev/zero x", b"not a regular"),
                         ('/file "/no thing', b"/no thing: No such file")]:
         shown = say(line)
         assert words in shown and shown.startswith(b"qwen3: /file: ") and shown.count(b"\n") == 1, shown

@@ -239,7 +239,7 @@ def test_header_extensions(checkpoint, tmp_path, which):
     changes, fields = HEADERS[which]
     export.notes.clear()
     folder = checkpoint(**changes).save(tmp_path)
-    config = export.read_config(export.read_folder(folder))
+    config = export.read_config(export.read_folder(folder), export.parse_arguments(["in"]))
     theta, eps, kind, *values = fields
     yarn = dict(zip(("factor", "original", "beta_fast", "beta_slow", "attention_factor", "unrounded"),
                     values))

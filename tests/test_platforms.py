@@ -213,7 +213,7 @@ def test_windows_names(windows, tmp_path):
     result = run(windows, directory / "灯.bin", "-i", "a")
     assert result.returncode == 1 and result.stdout == b""
     assert result.stderr.decode() == (f"qwen3: {directory}/灯.bin: No such file or directory, expected "
-                                      "a .bin file made by export.py\n")
+                                      "a file made by export.py\n")
 
 
 @WINDOWS

@@ -427,7 +427,7 @@ def slow(tmp_path_factory, tokenizer):
 
 
 def show_progress(child):
-    """Held up again and again, until a prompt seems to take the two seconds after which this is shown."""
+    """Held up again and again, until a prompt has taken the two seconds after which this is shown."""
     while child.expect([r" left\x1b\[K", pexpect.TIMEOUT], timeout=0.1):
         child.kill(signal.SIGSTOP)
         time.sleep(1)

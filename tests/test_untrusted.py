@@ -173,8 +173,15 @@ def test_shapes_that_are_none(checkpoint, run, tmp_path, changes):
 
 def test_gguf_s_shape_of_many_numbers(run, tmp_path):
     head = struct.pack("<4sI2QQ1sI", b"GGUF", 3, 1, 0, 1, b"x", 400_000)
-    (tmp_path / "m.gguf").write_bytes(head + b"\xff" * 8 * 400_000)
-    refused(run("m.gguf"), "shape of x, expected up to 4 dimensions, found 400000")
+    (tmp_path / "m.gguf").write_bytes(head + b"\xff" * 8 * 400_000 + struct.pack("<IQ", 0, 0))
+    refused(run("m.gguf"), "shape of x, expected up to 4 dimensions.*found 400000")
+
+
+def test_gguf_s_long_names(run, tmp_path):
+    """Of many parts they would take all memory."""
+    tensor = struct.pack("<Q65s2I3Q", 65, b"x" * 65, 1, 0, 32, 0, 0)
+    (tmp_path / "m.gguf").write_bytes(struct.pack("<4sI2Q", b"GGUF", 3, 1, 0) + tensor)
+    refused(run("m.gguf"), "64 letters of its name, found 1 and 65")
 
 
 @pytest.mark.parametrize("path", ["../outside", "/tmp", "1_Pooling/../../outside", ".."])
@@ -274,27 +281,29 @@ def test_yarn_option_that_makes_the_context_too_long(checkpoint, run, tmp_path):
 
 FIXED = {"shared_classifier", "group_size", "rope_scaling", "rope_factor", "qkv_bias", "no_qk_norm",
          "no_topk_norm", "layer_bits", "mode"}  # export.py writes no others
+KEYS = {  # qwen3.c's name of a number -> the keys of the JSON files
+    "dim": ["hidden_size"], "hidden_dim": ["intermediate_size", "moe_intermediate_size"],
+    "n_layers": ["num_hidden_layers"], "n_heads": ["num_attention_heads"],
+    "n_kv_heads": ["num_key_value_heads"], "max_seq_len": ["max_position_embeddings"],
+    "n_experts": ["num_experts", "num_local_experts"], "n_experts_used": ["num_experts_per_tok"],
+    "repetition": ["repetition_penalty"]}
 
 
 def test_limits_are_those_of_qwen3():
-    """The header's fields stand in a table of qwen3.c, those of the tokenizer file in calls."""
+    """qwen3.c names each number that it takes from the header or the tokenizer file."""
     text = (ROOT / "qwen3.c").read_text()
     number = {"INT_MAX": 2 ** 31 - 1, "FLT_MIN": 2.0 ** -126, "1 << 20": 1 << 20,
               "1 << 30": 1 << 30}
     limits = {}
-    calls = [(name, *bounds.split(", ")) for name, bounds in
-             re.findall(r"tok->(\w+) = take_(?:int|float)\(in, ([^()]+)\)", text)]
-    named = {"temperature": "sampling temperature", "top_p": "sampling top_p", "top_k": "sampling top_k",
-             "repetition": "penalty"}
-    for name, *bounds in (
-            *re.findall(r"\{0x\w+, [IF]32, FIELD\((\w+)\), ([^,]+), ([^,]+), ", text),
-            *((named.get(name, name), *["0"][:2 - len(bounds)], *bounds) for name, *bounds in calls)):
+    for name, *bounds in re.findall(r"TAKE\(\w+, (\w+), ([^,]+), ([^,]+)\);", text):
         if name not in FIXED:
-            limits[name] = tuple(number[bound] if bound in number else float(bound.rstrip("f"))
-                                 for bound in bounds)
-    yarn = {name: limit for name, limit in export.LIMITS.items() if name.startswith("YaRN")}
+            found = tuple(number[bound] if bound in number else float(bound.rstrip("f"))
+                          for bound in bounds)
+            limits |= dict.fromkeys(KEYS.get(name, [name]), found)
     limits["vocab_size"] = (1, 1 << 20)  # qwen3 takes more, but export.py builds a table of it
-    assert limits | yarn == export.LIMITS  # of YaRN, export.py writes only what it computes
+    # The file has what YaRN's numbers make, not they themselves
+    limits["original_max_position_embeddings"] = export.LIMITS["original_max_position_embeddings"]
+    assert limits == {key: export.OTHER_LIMITS for key in limits} | export.LIMITS
 
 
 # ---------------------------------------------------------------------------- first mistakes
