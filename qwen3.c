@@ -269,8 +269,8 @@ typedef struct {
     int blocks, block_len;
     int passes;          // forward passes so far; only the tests read it
     // Part III only:
-    struct Routing *routing;      // which experts run for which tokens
-    struct Workspace *workspace;  // (threads)
+    struct Routing *routing;          // which experts run for which tokens
+    struct Workspace *workspace;      // (threads)
     struct AttentionTask *attention;  // (threads)
 } State;
 
@@ -3432,11 +3432,10 @@ INLINE float fast_exp(float x) {
 static float max_of(const float *x, int n) {
     int32_t max = INT32_MIN;
     for (int i = 0; i < n; i++) {
-        int32_t bits = load_i32(x + i);
-        bits ^= bits >> 31 & 0x7FFFFFFF;
-        max = bits > max ? bits : max;
+        const int32_t bits = load_i32(x + i);
+        max = max_int(max, bits ^ (bits >> 31 & INT32_MAX));
     }
-    return as_float(max ^ (max >> 31 & 0x7FFFFFFF));
+    return as_float(max ^ (max >> 31 & INT32_MAX));
 }
 
 // Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e means
@@ -3457,8 +3456,8 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
         int32_t max = 0;
         for (int i = 0; i < group; i++) max = max_int(max, load_i32(x + i) & INT32_MAX);  // of |x|
         const float largest = as_float(max);
-        const bool zeros = largest < FLT_MIN * 127;
-        const float inverse = zeros ? 0 : 127 / largest;
+        row.scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
+        const float inverse = row.scale[g] != 0 ? 127 / largest : 0;
         uint32_t sum = 0;
         for (int i = 0; i < group; i++) {
             float shifted = x[i] * inverse + ROUNDER;
@@ -3466,7 +3465,6 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
             q8[i] = (int8_t)rounded;
             sum += rounded;
         }
-        row.scale[g] = zeros ? 0 : largest / 127;
         row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;
     }
 }
@@ -3596,15 +3594,14 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
     struct Workspace *own; // of the thread that computes it
 } Matmul;
 
+static void matmul_rows(const Matmul *part);  // all of it, in the calling thread
+
 typedef struct Workspace {  // one thread's own buffers
     float *scratch;  // (batch, head_dim or 2 * group_size, whichever is more)
     void *panel;     // what a product keeps while it runs: see panel_bytes
 } Workspace;
 
 static float *scratch(const State *s) { return s->workspace[thread].scratch; }
-
-// A product with a matrix: dot_row of the given rows and tokens, in the calling thread
-static void matmul_rows(const Matmul *part);
 
 // out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n
 static void multiply(const State *s, float *out, int stride, const Matrix *w, int row, int rows,
@@ -4278,8 +4275,7 @@ typedef struct AttentionTask {
 // The span's block that holds position pos, or its last one: no later one is sure to exist. Its
 // keys come first, head_dim vectors, then its values.
 INLINE const VecF *block_of(const AttentionTask *task, int pos) {
-    const int in_span = min_int(pos, task->end - 1);
-    return (VecF *)cache_block(task->p, task->text, task->kv_head, in_span);
+    return (VecF *)cache_block(task->p, task->text, task->kv_head, min_int(pos, task->end - 1));
 }
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
