@@ -2880,8 +2880,7 @@ static bool begin(List *l) {
     // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
     if (same % len)
         cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
-    l->prompts += ids->n;
-    l->cached += same;
+    if (p->drawn.n == 0) l->cached += same;  // not of a text that begins again
     p->answer.text.ids.n = same;
     l->n_running++;
     return true;
@@ -2942,6 +2941,7 @@ static void add_line(List *l, Bytes line) {
     snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
     drop_blocks(l, p);
     bool good = encode_line(l, chop(line), &p->ids);
+    if (good) l->prompts += p->ids.n;
     l->consumed += line.n;
     p->number = l->read++;
     p->line = &l->lines[p->number % AHEAD];
@@ -2954,7 +2954,7 @@ static void add_line(List *l, Bytes line) {
         l->active[l->n_active++] = p;
         return;
     }
-    if (good) l->prompts += p->ids.n, l->rows += p->ids.n;
+    if (good) l->rows += p->ids.n;
     if (good && app->mode == TOKENIZE) buffer_add_ids(p->line, &p->ids);
     if (good && app->mode == PERPLEXITY) {
         l->pieces += p->ids.n > (size_t)app->engine.model.state.seq_len;
