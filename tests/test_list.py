@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import signal
+import struct
 import subprocess
 import threading
 import time
@@ -875,17 +876,18 @@ def test_not_too_far_ahead(start, stopping):
 def test_not_too_many_bytes_ahead(start, tokenizer, tmp_path):
     """Of 100 KB each, 16 MB of finished lines wait for the first text, which never ends; then no more is
     read."""
-    long, (a, b, end) = "~" * 100_000, (tokenizer.token_to_id(t) for t in ("a", "b", "<|im_end|>"))
-    data = json.loads(tokenizer.to_str())       # with a token of 100 KB, which b goes on with, and no more
-    added = len(data["model"]["vocab"]) + len(data["added_tokens"])
-    data["added_tokens"].append({**data["added_tokens"][-1], "id": added, "content": long, "special": False})
-    tall = type(tokenizer).from_str(json.dumps(data))
-    assert tall.token_to_id(long) == added
-    logits = np.zeros((added + 1, 3), np.float32)
-    logits[end, 0] = logits[a, 1] = logits[added, 2] = 12.7
-    model = export(make_table_model(tmp_path / "hf", tall, [a, b], logits, max_len=1_000_000), tmp_path / "model.bin")
+    long, (a, b, c, end) = b"~" * 100_000, map(tokenizer.token_to_id, ("a", "b", "Ġthe", "<|im_end|>"))
+    logits = np.zeros((tokenizer.get_vocab_size(), 4), np.float32)
+    logits[end, 0] = logits[a, 1] = logits[c, 2] = logits[end, 3] = 12.7    # a a a ..., and b c
+    folder = make_table_model(tmp_path / "hf", tokenizer, [a, b, c], logits, max_len=1_000_000)
+    model = export(folder, tmp_path / "model.bin")
+    path, at = tmp_path / "model.bin.tokenizer", 12
+    data = path.read_bytes()
+    for _ in range(c):
+        at += 8 + int.from_bytes(data[at + 4:at + 8], "little")
+    path.write_bytes(data[:at] + struct.pack("<fI", -1e6, len(long)) + long + data[at + 12:])   # 4 bytes: " the"
     text = b'"b"' + b" " * 4000 + b"\n"         # a token that takes its time on the way in
-    assert run_list(model, text, "-m", "generate", *GREEDY, "-q", kind="-L")[0] == [json_string(long.encode())]
+    assert run_list(model, text, "-m", "generate", *GREEDY, "-q", kind="-L")[0] == [json_string(long)]
     child = start(model, "-L", "-", *GREEDY, "-m", "generate", "-c", "0", "-q", "-j", "1")
     taken = 0
 
