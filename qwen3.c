@@ -2654,6 +2654,7 @@ static bool json_token(Json *j, const char *word) {  // perhaps after white spac
 // What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
+    const Bytes start = j->rest;
     const bool escape = json_take(j, "\\"), unit = escape && json_take(j, "u");
     const uint8_t c = j->rest.n ? *j->rest.p : 0;
     const char *name = escape ? memchr(names, c, sizeof(names) - 1) : NULL;
@@ -2662,7 +2663,7 @@ static int json_char(Json *j) {
     const bool good = unit ? strspn(hex, "0123456789abcdefABCDEF") == 4
                       : escape ? name != NULL : c >= ' ';
     json_need(j, good, "a string's character, or an escape as in \\n or \\u00e9");
-    if (good) j->rest = bytes_from(j->rest, unit ? 4 : 1);
+    j->rest = good ? bytes_from(j->rest, unit ? 4 : 1) : start;
     return unit ? (int)strtol(hex, NULL, 16) : name ? meant[name - names] : BAD_BYTE + c;
 }
 
@@ -2745,7 +2746,8 @@ static void json_line(Json *j, Conversation *talk) {
         json_need(j, role != SYSTEM || i == 0, "a system message only at the start");
         if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
     }
-    json_need(j, messages || json_string(j), talk ? "a string or messages" : "a string");
+    json_need(j, messages || json_string(j),
+              talk ? "a string or an array of messages" : "a string");
     json_need(j, role == USER, "a message of the user as the last one");
     json_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
@@ -3064,7 +3066,7 @@ static int list_end(const List *l) {
         notice("list: %zu lines are written; to go on: tail -n +%zu, -s %llu", l->written,
                l->written + 1, next);
     char answers[128] = "";
-    if (l->app->mode <= GENERATE)
+    if (l->app->mode <= GENERATE && l->written)
         snprintf(answers, sizeof(answers), ", answers %zu tokens at %.*f/s, seeds %llu to %llu",
                  l->answers, rate < 999.95, rate, seed, next - 1);
     if (!quiet)
