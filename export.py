@@ -147,8 +147,7 @@ def export(options: argparse.Namespace) -> None:
     bits = 4 if config.levels else 8
     out = out or Path(source.name + SUFFIXES[bits])
     check_target(out)
-    room = out.parent, layout(config)[-1].end + len(tokenizer)
-    check_space([room])
+    check_space([(out.parent, layout(config)[-1].end + len(tokenizer))])
     tokenizer_out = Path(f"{out}.tokenizer")
     with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
         write_at(tokenizer_part, tokenizer, 0)
