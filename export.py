@@ -147,7 +147,8 @@ def export(options: argparse.Namespace) -> None:
     bits = 4 if config.levels else 8
     out = out or Path(source.name + SUFFIXES[bits])
     check_target(out)
-    check_space([(out.parent, layout(config)[-1].end + len(tokenizer))])
+    room = out.parent, layout(config)[-1].end + len(tokenizer)
+    check_space([room])
     tokenizer_out = Path(f"{out}.tokenizer")
     with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
         write_at(tokenizer_part, tokenizer, 0)
@@ -512,13 +513,12 @@ ORIGINAL = "original_max_position_embeddings"  # of YaRN
 # What qwen3.c accepts of the JSON files' numbers: (lowest, highest). (It takes a vocab_size of
 # 2^30, but each token costs memory here.) For theta, the penalty and YaRN's terms: OTHER_LIMITS
 LIMITS = {
-    "hidden_size": (1, 1 << 20), "intermediate_size": (1, 1 << 20),
+    "hidden_size": (1, 1 << 20), "intermediate_size": (1, 1 << 20), "head_dim": (1, 4096),
     "moe_intermediate_size": (1, 1 << 20), "num_hidden_layers": (1, 4096),
     "num_attention_heads": (1, 4096), "num_key_value_heads": (1, 4096), "vocab_size": (1, 1 << 20),
-    "max_position_embeddings": (1, 1 << 30), ORIGINAL: (1, 2 ** 31 - 1),
-    "head_dim": (1, 4096), "num_experts": (0, 4096), "num_local_experts": (0, 4096),
-    "num_experts_per_tok": (0, 4096), "rms_norm_eps": (2.0 ** -126, 1e12),
-    "temperature": (0.0, 1e6), "top_p": (1e-45, 1.0), "top_k": (0, 2 ** 31 - 1)}
+    "max_position_embeddings": (1, 1 << 30), ORIGINAL: (1, 2 ** 31 - 1), "top_k": (0, 2 ** 31 - 1),
+    "num_experts": (0, 4096), "num_local_experts": (0, 4096), "num_experts_per_tok": (0, 4096),
+    "rms_norm_eps": (2.0 ** -126, 1e12), "temperature": (0.0, 1e6), "top_p": (1e-45, 1.0)}
 OTHER_LIMITS = 1e-6, 1e12
 
 QWEN2 = ["Qwen2ForCausalLM"]  # Qwen2 and Qwen2.5 have biases on q, k and v, and no QK-norm

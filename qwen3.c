@@ -1938,8 +1938,8 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
     marks->n = out - marks->p;
 }
 
-// Appends NFC(text). Text without active characters is copied. A run of active characters is
-// normalized together with the one character before it, with which it may compose.
+// Appends NFC(text). Inactive characters are copied, but for the last one before a run of active
+// characters (or the end), which is normalized with these, as it may compose with them.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
     Char c;
@@ -2282,21 +2282,23 @@ static Message *conversation_add(Conversation *talk, int role, Bytes text) {
     return message;
 }
 
+static void message_free(const Message *message) {
+    free(message->text.p);
+    free(message->ids.p);
+}
+
 // Removes messages first .. end - 1.
 static void conversation_drop(Conversation *talk, size_t first, size_t end) {
-    for (size_t i = first; i < end; i++) {
-        free(talk->p[i].text.p);
-        free(talk->p[i].ids.p);
-    }
+    for (size_t i = first; i < end; i++) message_free(&talk->p[i]);
     for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
     talk->n -= end - first;
 }
 
 // Answers the conversation's last message. If the prompt leaves no room for an answer, the older
 // half of the turns is forgotten, again until there is room or only the last message is left (and
-// the system message). If even that is too long, nothing is forgotten. If there is no answer then,
-// or as Ctrl-C came first, the message is taken back.
-static void answer_last(App *app) {
+// the system message). If even that is too long, nothing is forgotten. False: there is no answer,
+// for that reason or as Ctrl-C came first.
+static bool answer_last(App *app) {
     Conversation *talk = &app->conversation;
     const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
     const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
@@ -2318,15 +2320,18 @@ static void answer_last(App *app) {
         writer_thinks(&app->writer, begins_thinking(app));
         respond(app, answer);
     }
-    if (answer->ids.n > 0 || (fits && !interrupted)) return;
-    if (interrupted && app->dialogue)
-        notice("chat: stopped before its answer, the message is taken back");
-    conversation_drop(talk, talk->n - 2, talk->n);
+    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
+    if (!answered) conversation_drop(talk, talk->n - 1, talk->n);
+    return answered;
 }
 
 static void chat_turn(App *app, Bytes text) {
-    conversation_add(&app->conversation, USER, text);
-    answer_last(app);
+    Conversation *talk = &app->conversation;
+    conversation_add(talk, USER, text);
+    if (answer_last(app)) return;
+    if (interrupted && app->dialogue)
+        notice("chat: stopped before its answer, the message is taken back");
+    conversation_drop(talk, talk->n - 1, talk->n);
 }
 
 // Without one final newline, \n or \r\n
@@ -2416,6 +2421,7 @@ static const char commands[] =
     "/file PATH TEXT  send TEXT and the file, or the file alone\n"
     "/retry           take the last answer back and draw another\n"
     "/clear           forget the conversation, but not the system prompt\n"
+    "/help            show this\n"
     "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
     "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
@@ -2481,8 +2487,9 @@ static bool run_message(App *app) {
     } else if (is(word, "/retry") && app->engine.answer.sampler.temperature == 0) {
         notice("/retry: -t 0 would draw the same answer again");
     } else if (is(word, "/retry")) {
-        conversation_drop(talk, talk->n - 1, talk->n);
-        answer_last(app);
+        const Message old = talk->p[--talk->n];
+        if (!answer_last(app)) talk->p[talk->n++] = old;
+        else message_free(&old);
     } else if (is(word, "/clear")) {
         conversation_drop(talk, app->options.system != NULL, talk->n);
     } else if (is(word, "/bye") || is(word, "/exit") || is(word, "/quit") || is(word, "exit") ||
@@ -2784,6 +2791,7 @@ typedef struct {    // for a text
     Ids ids;        // its tokens: the prompt's, then those that were drawn
     Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
     int n_blocks;   // in answer.text.blocks
+    size_t cached;  // tokens that were there when it began
     Ending ending;  // INTERRUPTED: what the model gave is not finite
     Writer writer;
     Ids drawn;
@@ -2882,8 +2890,8 @@ static bool begin(List *l) {
     // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
     if (same % len)
         cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
-    if (p->drawn.n == 0) l->cached += same;  // not of a text that begins again
-    p->answer.text.ids.n = same;
+    l->cached += same - p->cached;  // of a text that begins again, only this time counts
+    p->answer.text.ids.n = p->cached = same;
     l->n_running++;
     return true;
 }
@@ -2948,7 +2956,7 @@ static void add_line(List *l, Bytes line) {
     p->number = l->read++;
     p->line = &l->lines[p->number % AHEAD];
     if (good && l->together) {
-        p->text.n = 0;
+        p->text.n = p->cached = 0;
         p->answer.sampler.rng = app->options.seed + p->number;
         answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
         writer_thinks(&p->writer, begins_thinking(app));
@@ -3112,6 +3120,8 @@ static int run_list(App *app) {
 // Options and main: what the command line says, and what it leads to
 
 static const char usage[] =  // after the line of --version
+    "Runs Qwen3 language models.\n"
+    "\n"
     "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
     "\n"
     "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
@@ -3209,12 +3219,13 @@ static void set_option(Options *o, const Option *option, const char *value) {
     } else if (option->type == REAL) {
         number = *(float *)place = strtof(value, &end);
     } else {
-        o->seed = strtoull(value, &end, 10);
+        o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
         o->seeded = true;
     }
     snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
     const bool in_range = number >= option->low && number <= option->high;
-    if (!in_range || errno || end == value || (end && *end))
+    const bool overflow = option->type == SEED && errno;
+    if (!in_range || overflow || end == value || (end && *end))
         die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
                   option->expected ? option->expected : range, value);
     if (option->type == INTEGER) *(int *)place = (int)number;
@@ -3317,6 +3328,8 @@ static void load(App *app) {
     check_model_path(o->model);
     model_map(&e->model, o->model);
     snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
+    if (file_kind(tokenizer) == NO_FILE)
+        die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
     app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
     const int least = app->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
@@ -4494,7 +4507,8 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 
 static struct Progress {
     size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
-    double start, drawn;          // when it began; when the line was last drawn, 0: there is none
+    double start, drawn;          // when it began; when a line was last drawn
+    bool shown;                   // the line is there
 } progress;
 
 static void progress_start(const Model *m, size_t tokens) {
@@ -4503,8 +4517,9 @@ static void progress_start(const Model *m, size_t tokens) {
 
 // Clears the line, before an answer, a notice or an error begins.
 static void progress_end(void) {
-    if (progress.drawn > 0) fputs("\r\033[K", stderr);
-    progress.tokens = progress.drawn = 0;
+    if (progress.shown) fputs("\r\033[K", stderr);
+    progress.shown = false;
+    progress.tokens = 0;
 }
 
 // The time left is that at the rate so far. A prompt's is longer, as attention reads more and more.
@@ -4512,6 +4527,7 @@ static void progress_show(double start, double done, double all, const char *wha
     const double time = now(), seconds = time - start, rate = tokens / seconds;
     if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
     progress.drawn = time;
+    progress.shown = true;
     fprintf(stderr, "\r%.0f", done);
     if (all > 0) fprintf(stderr, " of %.0f", all);
     fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
