@@ -1141,6 +1141,27 @@ static void test_cores(void) {
 #endif
 
 // A conversation of one message and no turns, or none at all: there is nothing to forget.
+// Ctrl-C before the new answer's first token: the old one stays.
+static void test_stopped_retry(void) {
+    static App app;
+    Conversation *talk = &app.conversation;
+    app.dialogue = quiet = true;
+    app.engine.model.state.seq_len = 100;
+    app.engine.answer.sampler.temperature = 1;
+    conversation_add(talk, USER, bytes("question"));
+    ids_add(&conversation_add(talk, ASSISTANT, bytes("answer"))->ids, 7);
+    buffer_add(&app.input, bytes("/retry"));
+    Bytes text[256];
+    for (int i = 0; i < 256; i++) text[i] = bytes("t");
+    app.engine.tokenizer.text = text;
+    app.engine.tokenizer.kind = (uint8_t[256]){0};
+    interrupted = 1;
+    CHECK(run_message(&app));
+    interrupted = quiet = 0;
+    CHECK(talk->n == 2 && bytes_equal(bytes_of(&talk->p[1].text), bytes("answer")));
+    CHECK(talk->p[1].ids.n == 1 && talk->p[1].ids.p[0] == 7);
+}
+
 static void test_forgetting_nothing(void) {
     Conversation talk = {0};
     conversation_drop(&talk, 0, 0);
@@ -1287,6 +1308,7 @@ static int unit_tests(void) {
         test_attention_not_finite();
     }
     start_threads(5);  // more than cores here or there: the order of things varies
+    test_stopped_retry();
     test_forgetting_nothing();
     test_exp();
     test_norm_softmax_silu();

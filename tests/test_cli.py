@@ -44,7 +44,7 @@ def test_bad_value(option, value):
     (), ("-i", "hi"), ("m.bin", "-x"), ("m.bin", "-e"), ("m.bin", "--frobnicate"), ("m.bin", "-i"), ("m.bin", "-t"),
     ("m.bin", "extra.bin"), ("m.bin", "-i", "hi", "extra"), ("-i",), ("m.bin", "-"),
     ("m.bin", "--help-me"), ("m.bin", "-qx"), ("m.bin", "-x", ""), ("m.bin", "-f", ""),
-    ("m.bin", "-q", "-v"), ("", "-i", "hi")], ids=" ".join)
+    ("m.bin", "-q", "-v"), ("", "-i", "hi"), ("m.bin", "-s", "-9223372036854775809")], ids=" ".join)
 def test_bad_usage(args):
     assert_error(qwen3(*args), 2)
 
@@ -53,7 +53,7 @@ def test_bad_usage(args):
     ("-s", "-9223372036854775808"), ("-s", "18446744073709551615"), ("-s", "0"), ("-p", "1"),
     ("-p", "1e-3"), ("-k", "0"), ("-k", "2147483647"), ("-a", "2"), ("-a", "0"), ("-t", "0"),
     ("-t", "1e3"), ("-b", "512"), ("-b", "1"), ("-c", "0"), ("-c", "512"), ("-r", "1"), ("-j", "1"),
-    ("-j", "5"), ("-n", "1"), ("-t", "1e-30"), ("-e", "1"), ("-e", "1.3"), ("-x", "a"), ("-x", "\n")])
+    ("-j", "5"), ("-n", "1"), ("-t", "1e-30"), ("-t", "1e-50"), ("-e", "1"), ("-e", "1.3"), ("-x", "a"), ("-x", "\n")])
 def test_good_value(small, option, value):
     assert output(small, "-m", "generate", "-i", "the", "-n", 3, "-q", option, value) is not None
 

@@ -148,3 +148,16 @@ def test_not_shown_when_fast(slow):
             return
         conclusive |= time.monotonic() - start < 2
     pytest.fail("it is shown") if conclusive else pytest.skip("this machine is too busy")
+
+
+@pytest.mark.slow
+def test_list_whose_lines_go_to_the_terminal(tiny, tmp_path):
+    """They erase the progress, which comes back ten times a second at most."""
+    (tmp_path / "list").write_bytes(b"hi there\n" * 3_000_000)
+    start, out = time.monotonic(), b""
+    child = pexpect.spawn(str(QWEN3), [str(tiny), "-m", "tokenize", "-l", str(tmp_path / "list")],
+                          env=environment(), timeout=300)
+    while data := child.read(1 << 20):
+        out += data
+    assert out.count(b"\n") >= 3_000_000
+    assert out.count(b" texts, ") < 10 * (time.monotonic() - start) + 10
