@@ -255,7 +255,7 @@ typedef struct {
     Row *rows;           // (batch)               row t of all that follows belongs to rows[t]
     float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at that position
     float *x;            // (batch, dim)          the residual stream
-    float *h;            // (batch, dim)          rmsnorm(x)
+    float *h;            // (batch, dim)          rmsnorm(x); with experts then their outputs' sum
     Quantized xq;        // (batch, dim)          Q8(h)
     float *q;            // (batch, q_dim)        the queries
     float *a;            // (batch, q_dim)        what attention finds for each query
@@ -264,7 +264,7 @@ typedef struct {
                          // (batch * n_experts_used, hidden_dim)
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
-    float *cache;        // blocks of block_len positions of one text each. A block has, for each
+    float *cache;        // blocks of block_len positions, see Text. A block has, for each
                          // layer and kv head, K and V (block_len, head_dim); Part III orders them
     int blocks, block_len;
     int passes;          // forward passes so far; only the tests read it
@@ -2791,7 +2791,7 @@ typedef struct {    // for a text
     Ids ids;        // its tokens: the prompt's, then those that were drawn
     Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
     int n_blocks;   // in answer.text.blocks
-    size_t cached;  // tokens that were there when it began
+    size_t cached;  // tokens of its prompt that were there when it began
     Ending ending;  // INTERRUPTED: what the model gave is not finite
     Writer writer;
     Ids drawn;
@@ -2852,7 +2852,8 @@ static void drop_blocks(List *l, Place *p) {
     p->answer.text.ids.n = 0;
 }
 
-// Are there so many blocks that nobody has, once free places have lost theirs?
+// Are there so many blocks that nobody has? Until there are, the free places lose theirs, first the
+// one that has been free for the longest time.
 static bool find_blocks(List *l, int n) {
     for (int i = l->n_places; i >= l->n_active && l->n_unused < n; i--)
         drop_blocks(l, l->active[i]);
@@ -2883,6 +2884,11 @@ static bool begin(List *l) {
     const int *theirs = like->answer.text.blocks, whole = (int)(same / len);
     for (int i = 0; i < whole; i++) take_block(l, p, theirs[i]);
     if (!find_blocks(l, n_blocks - whole + l->n_running + 1) && l->n_running) {
+        if (whole && !like->n_blocks) {  // it has just lost them: it keeps what p can share
+            like->n_blocks = whole;
+            like->ids.n = like->answer.text.ids.n = whole * len;
+            p->n_blocks = 0;
+        }
         drop_blocks(l, p);
         return false;
     }
@@ -2890,8 +2896,10 @@ static bool begin(List *l) {
     // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
     if (same % len)
         cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
-    l->cached += same - p->cached;  // of a text that begins again, only this time counts
-    p->answer.text.ids.n = p->cached = same;
+    l->cached -= p->cached;  // of a text that begins again, only this time counts
+    p->cached = min_size(same, ids->n - p->drawn.n);
+    l->cached += p->cached;
+    p->answer.text.ids.n = same;
     l->n_running++;
     return true;
 }
@@ -3503,7 +3511,8 @@ static void parallel(Job job, void *arg, int count, int chunk) {
 }
 #else
 static struct {
-    Job job;  // the loop that runs; it and the next three change only while left and active are 0
+    Job job;  // the loop that runs. It and the next three change only while left is 0 and no item
+              // runs; a thread reads them only after it has seen left > 0
     void *arg;
     int count, chunk;
     _Atomic int left;    // items that nobody has taken yet
@@ -3692,7 +3701,7 @@ static void score_expert(const Pass *p, int i) {
 static void choose_row(const Pass *p, int t) {
     const size_t dim = p->c->dim;
     const bool chosen = choose_experts(p->c, p->s->routing->share + (size_t)t * p->c->n_experts);
-    if (!chosen) p->s->x[t * dim] = NAN;  // reaches the logits, and the run ends
+    if (!chosen) p->s->x[t * dim] = NAN;  // reaches the logits, and the answer ends
     memset(p->s->h + t * dim, 0, dim * sizeof(float));
 }
 
@@ -4421,7 +4430,7 @@ static void attend_job(void *arg, int begin, int end) {
     }
 }
 
-// A thread takes the queries of whole rows and of a whole tile at least, if there are as many.
+// A thread takes at least as many queries as a row and as a tile have, if there are as many.
 static void attend_all(Pass *p) {
     const int per_kv = p->c->n_heads / p->c->n_kv_heads, n = p->n * per_kv;
     parallel(attend_job, p, n * p->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));

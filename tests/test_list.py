@@ -591,6 +591,21 @@ def test_shared_beginning(tiny):
     assert cached >= 99 * (tokens - 1)
 
 
+def test_cached_tokens_of_a_small_pool(tiny):
+    """A text that begins again shares what it drew, but only tokens of prompts count; one that can't begin yet
+    leaves the beginning that it will share where it is."""
+    run = (*GREEDY, "-m", "generate", "-n", 120, "-c", 128, "-j", 1)
+    _, prompts, cached, *_ = map(int, SUM.search(run_list(tiny, b"Once upon a time\n" * 4, *run, blocks=1)[1]).groups())
+    assert 0 < cached <= prompts - 4
+    r = random.Random(1)
+    other, common, more = (" ".join(r.choices("the fox dog tree house river old small red ran".split(), k=k))
+                           for k in (120, 40, 60))
+    data = f"{other}\n{common} one\n{common} {more}\n"
+    run = ("-m", "embed", "-c", 256, "-j", 1, "-b", 2)
+    match = re.search(rb"\((\d+) cached\)", run_list(tiny, data.encode(), *run, blocks=1)[1])
+    assert int(match[1]) >= 16, match
+
+
 def test_notices_with_counts(stopping, tiny, chain):
     data = b"a\nx\na\na\nx\n"
     _, error = run_list(stopping, data, "-m", "generate", *GREEDY, "-n", 4)
