@@ -2601,12 +2601,13 @@ static void run_raw(App *app, Bytes text) {
     Engine *e = &app->engine;
     const Ids *ids = &app->prompt;
     const size_t context = e->model.state.seq_len;
+    Message answer = {0};
     Buffer lines = {0};
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
     if (app->mode != TOKENIZE && !check_length(app, "prompt", ids->n)) exit(EXIT_FAILURE);
     give_notices(app);
-    if (app->mode == GENERATE) respond(app, &(Message){0});
+    if (app->mode == GENERATE) respond(app, &answer);
     if (app->mode == EMBED && prefill(e, ids) && !buffer_add_embedding(&lines, &e->model, 0))
         die(BAD_VECTOR);
     if (app->mode == PERPLEXITY) {
@@ -2623,6 +2624,8 @@ static void run_raw(App *app, Bytes text) {
         buffer_add_json(&lines, e->tokenizer.text[ids->p[i]]);
     }
     write_stdout(bytes_of(&lines));
+    free(lines.p);
+    message_free(&answer);
 }
 
 // ------------------------------------------------------------------------------------------------
