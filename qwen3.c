@@ -2381,6 +2381,7 @@ static void run_script(App *app) {
         if (line.n > MOST_BYTES) die("stdin: a line is too long, expected less than 2 GB");
         chat_turn(app, chop(line));
     }
+    free(in.data.p);
 }
 
 // A message typed or pasted at a terminal, into app->input. It reads a line at a time. Lines that
