@@ -136,6 +136,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 // ================================================================================================
 // PART I. THE MODEL
