@@ -1980,7 +1980,7 @@ static void draft(Engine *e, int count) {
     const bool was_right = e->draft.n && e->draft.row == e->draft.n;
     const int room = min_int(s->logit_rows, s->seq_len - (int)n + 1);
     const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
-    e->draft.n = e->draft.row = 0;
+    advance_start(e);
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
     if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
     const int *last = ids + n - NGRAM;
@@ -2113,7 +2113,7 @@ static void writer_flush(Writer *out, size_t keep) {
     if (text.n == 0) return;
     shown->n = 0;
     if (dim) buffer_add(shown, bytes("\033[2m"));
-    add_printable(shown, text, true);
+    if (out->terminal || (out->thinking && !out->to)) add_printable(shown, text, true);
     if (dim) buffer_add(shown, bytes("\033[0m"));
     if (out->terminal) write_stdout(bytes_of(shown));
     else if (out->thinking && !out->to && !quiet) fwrite(shown->p, 1, shown->n, stderr);
@@ -2724,7 +2724,7 @@ static bool json_value(Json *j, int depth) {
 }
 
 static bool json_is(const Json *j, const char *text) {
-    return bytes_equal(bytes_of(&j->text), bytes(text));
+    return is(bytes_of(&j->text), text);
 }
 
 // A message, which `talk` gets; returns its role. Of equal keys the last one counts.
@@ -3300,9 +3300,9 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-// How tokens are drawn, where the options do not say it: as the checkpoint asks for; but as Qwen
-// advises for answers without thinking, unless the checkpoint asks for greedy ones. And what is
-// written of them
+// Prepares the sampler and the writer. Where the options do not say how tokens are drawn, it is as
+// the checkpoint asks for; but as Qwen advises for answers without thinking, unless the checkpoint
+// asks for greedy ones.
 static void prepare_answers(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
