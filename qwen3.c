@@ -2690,17 +2690,15 @@ static bool json_token(Json *j, const char *word) {  // perhaps after white spac
 // What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    const Bytes start = j->rest;
-    const bool escape = json_take(j, "\\"), unit = escape && json_take(j, "u");
-    const uint8_t c = j->rest.n ? *j->rest.p : 0;
-    const char *name = escape ? memchr(names, c, sizeof(names) - 1) : NULL;
-    char hex[5] = "";
-    if (unit) memcpy(hex, j->rest.p, min_size(j->rest.n, 4));
-    const bool good = unit ? strspn(hex, "0123456789abcdefABCDEF") == 4
-                      : escape ? name != NULL : c >= ' ';
-    json_need(j, good, "a string's character, or an escape as in \\n or \\u00e9");
-    j->rest = good ? bytes_from(j->rest, unit ? 4 : 1) : start;
-    return unit ? (int)strtol(hex, NULL, 16) : name ? meant[name - names] : BAD_BYTE + c;
+    char s[7] = "";
+    memcpy(s, j->rest.p, min_size(j->rest.n, 6));
+    const bool escape = s[0] == '\\', plain = !escape && (uint8_t)s[0] >= ' ';
+    const bool unit = escape && s[1] == 'u' && strspn(s + 2, "0123456789abcdefABCDEF") == 4;
+    const char *name = escape && s[1] ? strchr(names, s[1]) : NULL;
+    json_need(j, plain || unit || name, "a string's character, or an escape as in \\n or \\u00e9");
+    j->rest = bytes_from(j->rest, unit ? 6 : name ? 2 : plain);
+    if (unit) return (int)strtol(s + 2, NULL, 16);
+    return name ? meant[name - names] : BAD_BYTE + (uint8_t)s[0];
 }
 
 static bool json_string(Json *j) {
@@ -2817,8 +2815,8 @@ enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an ea
 
 typedef struct {    // for a text
     size_t number;  // of its line, from 0
-    Answer answer;  // its text.ids: the prompt's, then those that were drawn
-    size_t run;     // so many of these have run
+    Answer answer;  // its text.ids are the prompt's, then those that were drawn,
+    size_t run;     // so many of which have run
     int n_blocks;   // in answer.text.blocks
     size_t cached;  // tokens of its prompt that were there when it began
     Ending ending;  // INTERRUPTED: what the model gave is not finite
@@ -2954,9 +2952,8 @@ static bool encode_line(List *l, Bytes line, Ids *ids) {
         if (o->text) buffer_add(text, bytes("\n\n"));
         buffer_add(text, o->json_list ? bytes_of(j.text) : line);
     }
-    for (size_t i = 0; i < talk->n; i++) {  // an earlier answer may lose its thinking
-        if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
-    }
+    for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
+        size += talk->p[i].role == ASSISTANT ? 0 : talk->p[i].text.n;
     if (l->together && size / 4 > tok->longest * m->state.seq_len)  // NFC leaves a quarter
         return refuse("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
                       l->where, m->state.seq_len, m->config.max_seq_len, size);
@@ -3091,11 +3088,9 @@ static int list_end(const List *l) {
     const unsigned long long seed = l->app->options.seed, next = seed + l->written;
     const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
-    char go_on[32] = "", answers[128] = "";
-    if (l->app->mode <= GENERATE) snprintf(go_on, sizeof(go_on), ", -s %llu", next);
-    if (*go_on && l->written)
-        snprintf(answers, sizeof(answers), ", answers %zu tokens at %.*f/s, seeds %llu to %llu",
-                 l->answers, rate < 999.95, rate, seed, next - 1);
+    const bool draws = l->app->mode <= GENERATE;
+    char go_on[32] = "";
+    if (draws) snprintf(go_on, sizeof(go_on), ", -s %llu", next);
     progress_end();
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
@@ -3105,8 +3100,12 @@ static int list_end(const List *l) {
         notice("list: %zu lines are written; to go on: tail -n +%zu%s", l->written,
                l->written + 1, go_on);
     if (!quiet)
-        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)%s\n", l->written, l->prompts,
-                l->cached, answers);
+        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
+                l->cached);
+    if (!quiet && draws && l->written)
+        fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
+                rate < 999.95, rate, seed, next - 1);
+    if (!quiet) fputc('\n', stderr);
     return interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }
 
