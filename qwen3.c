@@ -3051,8 +3051,8 @@ static void sample_job(void *arg, int begin, int end) {
         }
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
         const int id = sample(&p->answer.sampler, logits, vocab_size);
-        if (id < 0) p->ending = INTERRUPTED;
-        else p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
+        if (e->max_new == 0) p->ending = LIMIT_REACHED;
+        else p->ending = id < 0 ? INTERRUPTED : answer_add(e, &p->answer, id);
         if (p->ending == GOES_ON) ids_add(&p->answer.text.ids, id);
     }
 }
