@@ -4053,31 +4053,24 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     return __builtin_convertvector(sums, VecF) * scale;
 }
 
-// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (if that does
-// not come out even, the last ones overlap those before); then, transposed, added with a row in
-// each lane.
+// Token t, LANES rows, of which those before `row` have been done: the terms of their groups, LANES
+// at a time; then, transposed, added with a row in each lane.
 INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
-    const int count = rows * n_groups;
-    const size_t begin = (size_t)row * n_groups;
+    const int n_groups = w->cols / group, first = min_int(row, part->row_end - LANES);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const float *scale = quantized_row(part->x, t).scale;
-    VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
-    float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    for (int i = 0, g = 0; i < count; i += LANES) {
-        // In a small matrix `at` may be < 0: then in the rows before (see `whole` in matmul_rows),
-        // and in columns, which have at least LANES floats and are written later.
-        const int at = min_int(i, count - LANES);
-        if (at < i) g = (at + LANES * n_groups) % n_groups;
-        const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
-        memcpy(terms + at, &found, sizeof(found));
+    VecF *const columns = part->own->panel, sum = {0};  // (n_groups) of LANES rows
+    VecF *const terms = columns + n_groups;             // (LANES, n_groups) floats
+    for (int i = 0, g = 0; i < n_groups; i++) {
+        const size_t at = (size_t)first * n_groups + i * LANES;
+        terms[i] = group_terms(w, at, x, g, levels, group, bits);
         for (g += LANES; g >= n_groups;) g -= n_groups;  // cheaper than %
     }
     transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
-    put_rows(part, t, row, (float *)&sum, rows);
+    put_rows(part, t, row, (float *)&sum + row - first, first + LANES - row);
 }
 
 // The most tokens for which a matvec each is faster than panels for all, measured
@@ -4197,11 +4190,9 @@ INLINE void matvec_groups(const Matmul *part, const int group) {
 static void matmul_rows(const Matmul *part) {
     const Matrix *w = part->w;
     const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
-    // Rows 0 .. row_end - 1 have the groups of a vector: then matvec reads nothing before them.
-    const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;
     _Static_assert(FEW_TOKENS_8 <= FEW_TOKENS_4, "rings for all of them");
     if (part->n == 0) return;
-    if (!few || !whole) matmul_panels(part);
+    if (!few || part->row_end < LANES) matmul_panels(part);  // matvec needs LANES rows
     else if (w->group == 32) matvec_groups(part, 32);
     else if (w->group == 64) matvec_groups(part, 64);
     else if (w->group == 128) matvec_groups(part, 128);
