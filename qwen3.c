@@ -740,7 +740,6 @@ typedef struct Tokenizer {
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     size_t longest;          // the most bytes of a token
-    int byte_token[256];
     bool added_start[256];   // the bytes that added tokens begin with
     size_t longest_added;    // the bytes of the longest one
     int end_of_text;         // <|endoftext|>
@@ -775,8 +774,8 @@ static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 // Part II: appends a text in form NFC.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: the token with exactly these bytes, or -1. Added tokens do not count.
-static int token_find(const Tokenizer *tok, Bytes text);
+// Part II: the token with exactly these bytes, or -1: an added one, or one that is not
+static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // The end of the run of characters of one class that begins at `at`
 static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
@@ -873,16 +872,16 @@ static void encode_token(Encoder *enc, int id) {
 // <|im_end|>, stays plain text; so a user, whose text comes here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->plain, text); }
 
-// Part II: the longest added token that the text begins with, or -1
-static int added_at(const Tokenizer *tok, Bytes text);
-
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
 // to its offset. If there is none, returns -1, and *at is the end of the text.
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
     for (; *at < text.n && !interrupted; ++*at) {
         if (!tok->added_start[text.p[*at]]) continue;
-        const int id = added_at(tok, bytes_from(text, *at));
-        if (id >= 0) return id;
+        for (size_t n = tok->longest_added; n > 0; n--) {
+            if (n > text.n - *at) continue;
+            const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
+            if (id >= 0) return id;
+        }
     }
     return -1;
 }
@@ -1570,44 +1569,37 @@ static void model_map(Model *m, const char *path) {
 // ------------------------------------------------------------------------------------------------
 // Merging the tokens of a piece
 
-// A token of a piece while it merges, known by where its bytes begin. What it makes with the next
-// one plays for the highest score in a tournament: symbol i begins at leaf n + i of a tree, and at
-// node i < n the winners of nodes 2 i and 2 i + 1 meet. So the winner of node 1 merges next.
+// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
+// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
+// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
+// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
 struct Symbol {
-    int id;
     uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once it has merged
-    int pair;             // the token that it and the next one are together, or -1
-    float score;          // of that, or -INFINITY
-    uint32_t winner;      // of the node with this index
+    uint64_t node;
 };
 
-// Finds what the symbol at `begin` makes with the next one, and plays its matches up to node 1.
+// Finds what the symbol at `begin` makes with the next one.
 static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
-    Symbol *s = enc->symbols, *left = &s[begin];
-    const uint32_t n = (uint32_t)piece.n;
-    left->pair = left->next == n ? -1
-        : token_find(enc->tok, (Bytes){piece.p + begin, s[left->next].next - begin});
-    left->score = left->pair < 0 ? -INFINITY : enc->tok->score[left->pair];
-    for (uint32_t node = (n + begin) / 2; node > 0; node /= 2) {
-        const uint32_t a = s[2 * node].winner, b = s[2 * node + 1].winner;
-        const bool a_wins = s[a].score == s[b].score ? a < b : s[a].score > s[b].score;
-        const uint32_t best = a_wins ? a : b;
-        if (best == s[node].winner && best != begin) break;  // nothing changes above
-        s[node].winner = best;
+    Symbol *s = enc->symbols;
+    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
+    const int id = next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
+    const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
+    const uint32_t bits = (uint32_t)load_i32(&score);
+    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // as that of the floats
+    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
+    for (uint32_t i = n + begin; i > 1; i /= 2) {
+        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
     }
 }
 
 static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
     Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
-    for (uint32_t i = 0; i < n; i++) {
-        s[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1, -1, -INFINITY, 0};
-        s[n + i].winner = i;
-    }
+    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
     for (uint32_t i = 0; i < n && !interrupted; i++) enter(enc, piece, i);
-    for (uint32_t i; s[i = s[1].winner].pair >= 0 && !interrupted;) {
-        const uint32_t merged = s[i].next, next = s[merged].next;
-        s[i].id = s[i].pair;
+    while (s[1].node && !interrupted) {
+        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
         s[i].next = next;
         s[merged].next = n;
         if (next < n) s[next].prev = i;
@@ -1615,7 +1607,9 @@ static void encode_piece(Encoder *enc, Bytes piece) {
         enter(enc, piece, i);
         enter(enc, piece, merged);
     }
-    for (uint32_t i = 0; i < n; i = s[i].next) ids_add(enc->out, s[i].id);
+    for (uint32_t i = 0; i < n; i = s[i].next) {
+        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1634,7 +1628,7 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // every text.
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-enum { LONGEST_ADDED = 128 };            // bytes: added_at tries all lengths
+enum { LONGEST_ADDED = 128 };            // bytes: added_next tries all lengths
 
 static Bytes take_text(Cursor *in) {
     const uint32_t n = take_u32(in);
@@ -1764,8 +1758,8 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// The slot of the hash table that holds the token with these bytes, or is free for it. An added and
-// an ordinary token may have the same ones. FNV-1a with a secret factor; the slot comes from both
+// The slot of the hash table that holds the token with these bytes, or is free for it: an added and
+// an ordinary one may have the same bytes. FNV-1a with a secret factor; the slot comes from both
 // halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     uint64_t hash = tok->secret;
@@ -1779,21 +1773,8 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     return &tok->table[slot];
 }
 
-static int token_find(const Tokenizer *tok, Bytes text) {
-    return (int)*token_slot(tok, text, false) - 1;
-}
-
-// The added token with exactly these bytes, or -1
-static int added_find(const Tokenizer *tok, Bytes text) {
-    return (int)*token_slot(tok, text, true) - 1;
-}
-
-static int added_at(const Tokenizer *tok, Bytes text) {
-    int id = -1;
-    for (text.n = min_size(text.n, tok->longest_added); text.n > 0 && id < 0; text.n--) {
-        id = added_find(tok, text);
-    }
-    return id;
+static int token_find(const Tokenizer *tok, Bytes text, bool added) {
+    return (int)*token_slot(tok, text, added) - 1;
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
@@ -1811,8 +1792,7 @@ static void index_tokens(Tokenizer *tok, const char *file) {
         if (added && s.n > tok->longest_added) tok->longest_added = s.n;
     }
     for (int i = 0; i < 256; i++) {
-        tok->byte_token[i] = token_find(tok, (Bytes){(uint8_t[]){i}, 1});
-        if (tok->byte_token[i] < 0)
+        if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
             die("%s: no token for byte 0x%02x, expected all 256; is it another model's?", file, i);
     }
 }
@@ -1845,15 +1825,15 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
     index_tokens(tok, file);
-    tok->think = added_find(tok, bytes("<think>"));
-    tok->end_think = added_find(tok, bytes("</think>"));
-    tok->end_of_text = added_find(tok, bytes("<|endoftext|>"));
+    tok->think = token_find(tok, bytes("<think>"), true);
+    tok->end_think = token_find(tok, bytes("</think>"), true);
+    tok->end_of_text = token_find(tok, bytes("<|endoftext|>"), true);
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
         ids_add(&tok->stop, eos);
         ids_add(&tok->stop, tok->end_of_text);
-        ids_add(&tok->stop, added_find(tok, bytes("<|im_end|>")));
+        ids_add(&tok->stop, token_find(tok, bytes("<|im_end|>"), true));
     }
 }
 
