@@ -1143,15 +1143,15 @@ typedef struct Writer Writer;
 static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // Runs a drawn token through the model and appends it to the answer's text. Returns the logits of
-// the next token, or NULL after Ctrl-C. count: the answer's tokens with this one, for max_new. In
-// principle, with text = &e->answer.text and pos = text->ids.n, this is
+// the next token, or NULL after Ctrl-C. In principle, with text = &e->answer.text and
+// pos = text->ids.n, this is
 //   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
 // Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
 // guesses the next tokens, a draft, and runs them with id in one pass, a row each. As long as each
 // token that is drawn is the one that was guessed, its logits are there, without a pass. The first
 // other one begins a new pass, and what follows in the draft is overwritten. So the results are the
 // same. advance_start forgets the last answer's draft.
-static float *advance(Engine *e, int id, int count);
+static float *advance(Engine *e, int id);
 static void advance_start(Engine *e);
 
 // ------------------------------------------------------------------------------------------------
@@ -1248,7 +1248,7 @@ static Ending generate(Engine *e, Ids *drawn) {
         if (id < 0) die(NOT_FINITE);
         const Ending ending = answer_add(e, a, id);
         if (ending != GOES_ON) return ending;
-        logits = advance(e, id, (int)drawn->n);
+        logits = advance(e, id);
     }
     return INTERRUPTED;
 }
@@ -1950,10 +1950,12 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
-// as the cache and the logits have room: the ids that followed at the latest earlier place. Where
-// they run into what is drafted, the draft repeats itself.
-static void draft(Engine *e, int count) {
+static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
+
+// Drafts what may follow the token after the text's, as far as the cache and the logits have room:
+// the ids that followed at the latest earlier place. Where they run into what is drafted, the draft
+// repeats itself.
+static void draft(Engine *e) {
     const State *s = &e->model.state;
     const size_t n = e->answer.text.ids.n + 1;
     int *ids = e->answer.text.ids.p;
@@ -1962,17 +1964,14 @@ static void draft(Engine *e, int count) {
     const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
     advance_start(e);
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
-    const int *last = ids + n - NGRAM;
-    size_t from = n - 1;
-    while (from >= NGRAM && memcmp(ids + from - NGRAM, last, NGRAM * sizeof(int)) != 0) from--;
+    if (rows == 1 || e->draft.credit < 0) return;
+    size_t from = n - 1, size = NGRAM * sizeof(int);
+    while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
     e->draft.n = rows - 1;
     e->draft.credit -= DRAFT_COST * e->draft.n;
     for (int i = 0; i < e->draft.n; i++) ids[n + i] = ids[from + i];
 }
-
-static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
 
 // Runs the last token and its draft. A wrong draft may overflow, and its V, though nobody looks at
 // it, then spoils the rows before it (0 * infinity is no number): so the token runs again, alone.
@@ -1987,17 +1986,16 @@ static bool run_draft(Engine *e) {
     return run_draft(e);
 }
 
-static float *advance(Engine *e, int id, int count) {
+static float *advance(Engine *e, int id) {
     const Model *m = &e->model;
     Ids *cached = &e->answer.text.ids;
     int *next = &cached->p[cached->n];
-    const bool was_drafted = e->draft.row < e->draft.n && *next == id;
-    *next = id;
-    if (was_drafted) {  // it has run already
+    if (e->draft.row < e->draft.n && *next == id) {  // it has run already
         e->draft.credit += 2 * DRAFT_COST;
         e->draft.row++;
     } else {
-        draft(e, count);
+        *next = id;
+        draft(e);
         if (!run_draft(e)) return NULL;
     }
     cached->n++;
