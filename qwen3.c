@@ -1534,7 +1534,6 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits, "wk");
     EACH_LAYER.wv = take_matrix(in, c, c->kv_dim, c->dim, bits, "wv");
     EACH_LAYER.wo = take_matrix(in, c, c->dim, c->q_dim, bits, "wo");
-    // With experts, w1, w2 and w3 have the rows of all.
     EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w1");
     EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, bits, "w2");
     EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w3");
@@ -1778,16 +1777,14 @@ static int token_find(const Tokenizer *tok, Bytes text, bool added) {
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
-    const uint64_t varies = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // with each process
-    tok->secret = varies * 0x9E3779B97F4A7C15u | 1;
+    tok->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // nobody knows it before
     tok->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
     tok->table = alloc((size_t)tok->mask + 1, sizeof(*tok->table), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s, added);
-        if (*slot == 0 && (added || s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE)))
-            *slot = id + 1;
+        if (*slot == 0 && (added || s.n == 1 || tok->score[id] > ADDED_SCORE)) *slot = id + 1;
         if (added) tok->added_start[s.p[0]] = true;
         if (added && s.n > tok->longest_added) tok->longest_added = s.n;
     }
@@ -1901,18 +1898,18 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
     }
     uint64_t *out = marks->p, *starter = NULL;
-    int last = -1;  // ccc of the character before, -1 if that is the starter
+    int last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
         const uint64_t c = marks->p[i] & CODE_POINT;
         const int ccc = (int)(marks->p[i] >> 56);
         const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
-        const Mapping *composed = last >= ccc ? NULL
+        const Mapping *composed = last && last >= ccc ? NULL
             : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
             *starter = composed->to;
         } else {
             if (ccc == 0) starter = out;
-            last = ccc == 0 ? -1 : ccc;
+            last = ccc;
             *out++ = marks->p[i];
         }
     }
@@ -1952,9 +1949,8 @@ enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
 
-// Drafts what may follow the token after the text's, as far as the cache and the logits have room:
-// the ids that followed at the latest earlier place. Where they run into what is drafted, the draft
-// repeats itself.
+// Drafts what may follow the text and its next token, from the latest place where it fits, as far
+// as the cache and the logits have room. A draft that runs into itself repeats itself.
 static void draft(Engine *e) {
     const State *s = &e->model.state;
     const size_t n = e->answer.text.ids.n + 1;
