@@ -740,7 +740,6 @@ typedef struct Tokenizer {
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     size_t longest;          // the most bytes of a token
-    int byte_token[256];
     bool added_start[256];   // the bytes that added tokens begin with
     size_t longest_added;    // the bytes of the longest one
     int end_of_text;         // <|endoftext|>
@@ -775,8 +774,8 @@ static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 // Part II: appends a text in form NFC.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: the token with exactly these bytes, or -1. Added tokens do not count.
-static int token_find(const Tokenizer *tok, Bytes text);
+// Part II: the token with exactly these bytes, or -1: an added one, or one that is not
+static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // The end of the run of characters of one class that begins at `at`
 static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
@@ -873,16 +872,16 @@ static void encode_token(Encoder *enc, int id) {
 // <|im_end|>, stays plain text; so a user, whose text comes here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->plain, text); }
 
-// Part II: the longest added token that the text begins with, or -1
-static int added_at(const Tokenizer *tok, Bytes text);
-
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
 // to its offset. If there is none, returns -1, and *at is the end of the text.
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
     for (; *at < text.n && !interrupted; ++*at) {
         if (!tok->added_start[text.p[*at]]) continue;
-        const int id = added_at(tok, bytes_from(text, *at));
-        if (id >= 0) return id;
+        for (size_t n = tok->longest_added; n > 0; n--) {
+            if (n > text.n - *at) continue;
+            const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
+            if (id >= 0) return id;
+        }
     }
     return -1;
 }
@@ -1144,15 +1143,15 @@ typedef struct Writer Writer;
 static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // Runs a drawn token through the model and appends it to the answer's text. Returns the logits of
-// the next token, or NULL after Ctrl-C. count: the answer's tokens with this one, for max_new. In
-// principle, with text = &e->answer.text and pos = text->ids.n, this is
+// the next token, or NULL after Ctrl-C. In principle, with text = &e->answer.text and
+// pos = text->ids.n, this is
 //   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
 // Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
 // guesses the next tokens, a draft, and runs them with id in one pass, a row each. As long as each
 // token that is drawn is the one that was guessed, its logits are there, without a pass. The first
 // other one begins a new pass, and what follows in the draft is overwritten. So the results are the
 // same. advance_start forgets the last answer's draft.
-static float *advance(Engine *e, int id, int count);
+static float *advance(Engine *e, int id);
 static void advance_start(Engine *e);
 
 // ------------------------------------------------------------------------------------------------
@@ -1249,7 +1248,7 @@ static Ending generate(Engine *e, Ids *drawn) {
         if (id < 0) die(NOT_FINITE);
         const Ending ending = answer_add(e, a, id);
         if (ending != GOES_ON) return ending;
-        logits = advance(e, id, (int)drawn->n);
+        logits = advance(e, id);
     }
     return INTERRUPTED;
 }
@@ -1535,7 +1534,6 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits, "wk");
     EACH_LAYER.wv = take_matrix(in, c, c->kv_dim, c->dim, bits, "wv");
     EACH_LAYER.wo = take_matrix(in, c, c->dim, c->q_dim, bits, "wo");
-    // With experts, w1, w2 and w3 have the rows of all.
     EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w1");
     EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, bits, "w2");
     EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w3");
@@ -1570,44 +1568,37 @@ static void model_map(Model *m, const char *path) {
 // ------------------------------------------------------------------------------------------------
 // Merging the tokens of a piece
 
-// A token of a piece while it merges, known by where its bytes begin. What it makes with the next
-// one plays for the highest score in a tournament: symbol i begins at leaf n + i of a tree, and at
-// node i < n the winners of nodes 2 i and 2 i + 1 meet. So the winner of node 1 merges next.
+// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
+// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
+// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
+// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
 struct Symbol {
-    int id;
     uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once it has merged
-    int pair;             // the token that it and the next one are together, or -1
-    float score;          // of that, or -INFINITY
-    uint32_t winner;      // of the node with this index
+    uint64_t node;
 };
 
-// Finds what the symbol at `begin` makes with the next one, and plays its matches up to node 1.
+// Finds what the symbol at `begin` makes with the next one.
 static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
-    Symbol *s = enc->symbols, *left = &s[begin];
-    const uint32_t n = (uint32_t)piece.n;
-    left->pair = left->next == n ? -1
-        : token_find(enc->tok, (Bytes){piece.p + begin, s[left->next].next - begin});
-    left->score = left->pair < 0 ? -INFINITY : enc->tok->score[left->pair];
-    for (uint32_t node = (n + begin) / 2; node > 0; node /= 2) {
-        const uint32_t a = s[2 * node].winner, b = s[2 * node + 1].winner;
-        const bool a_wins = s[a].score == s[b].score ? a < b : s[a].score > s[b].score;
-        const uint32_t best = a_wins ? a : b;
-        if (best == s[node].winner && best != begin) break;  // nothing changes above
-        s[node].winner = best;
+    Symbol *s = enc->symbols;
+    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
+    const int id = next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
+    const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
+    const uint32_t bits = (uint32_t)load_i32(&score);
+    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // as that of the floats
+    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
+    for (uint32_t i = n + begin; i > 1; i /= 2) {
+        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
     }
 }
 
 static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
     Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
-    for (uint32_t i = 0; i < n; i++) {
-        s[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1, -1, -INFINITY, 0};
-        s[n + i].winner = i;
-    }
+    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
     for (uint32_t i = 0; i < n && !interrupted; i++) enter(enc, piece, i);
-    for (uint32_t i; s[i = s[1].winner].pair >= 0 && !interrupted;) {
-        const uint32_t merged = s[i].next, next = s[merged].next;
-        s[i].id = s[i].pair;
+    while (s[1].node && !interrupted) {
+        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
         s[i].next = next;
         s[merged].next = n;
         if (next < n) s[next].prev = i;
@@ -1615,7 +1606,9 @@ static void encode_piece(Encoder *enc, Bytes piece) {
         enter(enc, piece, i);
         enter(enc, piece, merged);
     }
-    for (uint32_t i = 0; i < n; i = s[i].next) ids_add(enc->out, s[i].id);
+    for (uint32_t i = 0; i < n; i = s[i].next) {
+        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1634,7 +1627,7 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // every text.
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-enum { LONGEST_ADDED = 128 };            // bytes: added_at tries all lengths
+enum { LONGEST_ADDED = 128 };            // bytes: added_next tries all lengths
 
 static Bytes take_text(Cursor *in) {
     const uint32_t n = take_u32(in);
@@ -1764,8 +1757,8 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// The slot of the hash table that holds the token with these bytes, or is free for it. An added and
-// an ordinary token may have the same ones. FNV-1a with a secret factor; the slot comes from both
+// The slot of the hash table that holds the token with these bytes, or is free for it: an added and
+// an ordinary one may have the same bytes. FNV-1a with a secret factor; the slot comes from both
 // halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     uint64_t hash = tok->secret;
@@ -1779,40 +1772,24 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     return &tok->table[slot];
 }
 
-static int token_find(const Tokenizer *tok, Bytes text) {
-    return (int)*token_slot(tok, text, false) - 1;
-}
-
-// The added token with exactly these bytes, or -1
-static int added_find(const Tokenizer *tok, Bytes text) {
-    return (int)*token_slot(tok, text, true) - 1;
-}
-
-static int added_at(const Tokenizer *tok, Bytes text) {
-    int id = -1;
-    for (text.n = min_size(text.n, tok->longest_added); text.n > 0 && id < 0; text.n--) {
-        id = added_find(tok, text);
-    }
-    return id;
+static int token_find(const Tokenizer *tok, Bytes text, bool added) {
+    return (int)*token_slot(tok, text, added) - 1;
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
-    const uint64_t varies = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // with each process
-    tok->secret = varies * 0x9E3779B97F4A7C15u | 1;
+    tok->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // nobody knows it before
     tok->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
     tok->table = alloc((size_t)tok->mask + 1, sizeof(*tok->table), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s, added);
-        if (*slot == 0 && (added || s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE)))
-            *slot = id + 1;
+        if (*slot == 0 && (added || s.n == 1 || tok->score[id] > ADDED_SCORE)) *slot = id + 1;
         if (added) tok->added_start[s.p[0]] = true;
         if (added && s.n > tok->longest_added) tok->longest_added = s.n;
     }
     for (int i = 0; i < 256; i++) {
-        tok->byte_token[i] = token_find(tok, (Bytes){(uint8_t[]){i}, 1});
-        if (tok->byte_token[i] < 0)
+        if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
             die("%s: no token for byte 0x%02x, expected all 256; is it another model's?", file, i);
     }
 }
@@ -1845,15 +1822,15 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
     index_tokens(tok, file);
-    tok->think = added_find(tok, bytes("<think>"));
-    tok->end_think = added_find(tok, bytes("</think>"));
-    tok->end_of_text = added_find(tok, bytes("<|endoftext|>"));
+    tok->think = token_find(tok, bytes("<think>"), true);
+    tok->end_think = token_find(tok, bytes("</think>"), true);
+    tok->end_of_text = token_find(tok, bytes("<|endoftext|>"), true);
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
         ids_add(&tok->stop, eos);
         ids_add(&tok->stop, tok->end_of_text);
-        ids_add(&tok->stop, added_find(tok, bytes("<|im_end|>")));
+        ids_add(&tok->stop, token_find(tok, bytes("<|im_end|>"), true));
     }
 }
 
@@ -1921,18 +1898,18 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
     }
     uint64_t *out = marks->p, *starter = NULL;
-    int last = -1;  // ccc of the character before, -1 if that is the starter
+    int last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
         const uint64_t c = marks->p[i] & CODE_POINT;
         const int ccc = (int)(marks->p[i] >> 56);
         const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
-        const Mapping *composed = last >= ccc ? NULL
+        const Mapping *composed = last && last >= ccc ? NULL
             : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
             *starter = composed->to;
         } else {
             if (ccc == 0) starter = out;
-            last = ccc == 0 ? -1 : ccc;
+            last = ccc;
             *out++ = marks->p[i];
         }
     }
@@ -1970,10 +1947,11 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
-// as the cache and the logits have room: the ids that followed at the latest earlier place. Where
-// they run into what is drafted, the draft repeats itself.
-static void draft(Engine *e, int count) {
+static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
+
+// Drafts what may follow the text and its next token, from the latest place where it fits, as far
+// as the cache and the logits have room. A draft that runs into itself repeats itself.
+static void draft(Engine *e) {
     const State *s = &e->model.state;
     const size_t n = e->answer.text.ids.n + 1;
     int *ids = e->answer.text.ids.p;
@@ -1982,17 +1960,14 @@ static void draft(Engine *e, int count) {
     const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
     advance_start(e);
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
-    const int *last = ids + n - NGRAM;
-    size_t from = n - 1;
-    while (from >= NGRAM && memcmp(ids + from - NGRAM, last, NGRAM * sizeof(int)) != 0) from--;
+    if (rows == 1 || e->draft.credit < 0) return;
+    size_t from = n - 1, size = NGRAM * sizeof(int);
+    while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
     e->draft.n = rows - 1;
     e->draft.credit -= DRAFT_COST * e->draft.n;
     for (int i = 0; i < e->draft.n; i++) ids[n + i] = ids[from + i];
 }
-
-static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
 
 // Runs the last token and its draft. A wrong draft may overflow, and its V, though nobody looks at
 // it, then spoils the rows before it (0 * infinity is no number): so the token runs again, alone.
@@ -2007,17 +1982,16 @@ static bool run_draft(Engine *e) {
     return run_draft(e);
 }
 
-static float *advance(Engine *e, int id, int count) {
+static float *advance(Engine *e, int id) {
     const Model *m = &e->model;
     Ids *cached = &e->answer.text.ids;
     int *next = &cached->p[cached->n];
-    const bool was_drafted = e->draft.row < e->draft.n && *next == id;
-    *next = id;
-    if (was_drafted) {  // it has run already
+    if (e->draft.row < e->draft.n && *next == id) {  // it has run already
         e->draft.credit += 2 * DRAFT_COST;
         e->draft.row++;
     } else {
-        draft(e, count);
+        *next = id;
+        draft(e);
         if (!run_draft(e)) return NULL;
     }
     cached->n++;

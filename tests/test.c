@@ -780,7 +780,7 @@ static void test_draft(void) {
             for (same = 0; same < NGRAM && ids[from - 1 - same] == ids[n - 1 - same];) same++;
             if (same == NGRAM) break;
         }
-        draft(&e, NGRAM);
+        draft(&e);
         const int drafted = e.draft.n;
         CHECK(drafted == (from >= NGRAM ? most : 0) && e.draft.row == 0);
         CHECK(e.draft.credit == 1 - drafted * DRAFT_COST);
@@ -882,7 +882,7 @@ static void test_drafts(void) {
     memset(e[1].answer.text.ids.p, 0, 100 * sizeof(int));
     int drafts = 0;
     for (int pass = 1; pass <= 5000; pass++) {
-        draft(&e[1], 10);
+        draft(&e[1]);
         const int drafted = e[1].draft.n;
         CHECK(drafted == 0 || drafted == draft_rows() - 1, "%d ids", drafted);
         CHECK(!drafted || (TILE_TOKENS > 1));
@@ -912,7 +912,7 @@ static void test_draft_that_overflows(void) {
         advance_start(&e);
         e.answer.text.ids.p[5] = BAD;  // what 1 2 3 4 5 was followed by
         e.draft.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
-        const float *logits = advance(&e, 5, NGRAM);
+        const float *logits = advance(&e, 5);
         CHECK(e.answer.text.ids.n == N + 1 && e.draft.n == 0 && isfinite(sum_double(logits, 77)));
         if (TILE_TOKENS > 1) CHECK(m->state.passes == 2 + drafting, "%d passes", m->state.passes);
         if (drafting) CHECK(!memcmp(expected, logits, sizeof(expected)));
