@@ -3387,11 +3387,9 @@ int main(int argc, char **argv) {
 // ================================================================================================
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <sys/stat.h>
-#ifndef NO_THREADS
-#include <pthread.h>
-#endif
 #ifdef _WIN32
 #include <windows.h>
 #else
@@ -3507,14 +3505,6 @@ static _Thread_local int thread;  // the number of the thread that reads it, fro
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-#ifdef NO_THREADS
-static void start_threads(int count) { (void)count; }
-
-static void parallel(Job job, void *arg, int count, int chunk) {
-    (void)chunk;
-    job(arg, 0, count);
-}
-#else
 static struct {
     Job job;  // the loop that runs. It and the next three change only while left is 0 and no item
               // runs; a thread reads them only after it has seen left > 0
@@ -3599,7 +3589,6 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     work();
     wait_until(&pool.active, false);
 }
-#endif
 
 static void each_job(void *arg, int begin, int end) {
     const Pass *p = arg;
@@ -4659,11 +4648,7 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
     return waiting;
 }
 
-static int cpu_count(void) {  // hardware threads; two of them may share a core
-    DWORD_PTR mine, all;
-    GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
-    return __builtin_popcountll(mine);
-}
+static int cpu_count(void) { return pthread_num_processors_np(); }  // hardware threads
 
 static BOOL WINAPI on_console_event(DWORD event) {
     return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
