@@ -4691,30 +4691,23 @@ static double cgroup_limit(const char *name) {
     return scan_file(path, "%lf %lf", &limit, &period) > 0 ? limit / period : INFINITY;
 }
 
-#ifdef __linux__
-// The cores of a set of CPUs. A core's second CPU counts if its first one is not in the set.
-static int physical_cores(const cpu_set_t *set) {
-    int cores = 0;
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        char path[96];
-        int first = cpu;
-        if (!CPU_ISSET(cpu, set)) continue;
-        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
-                 cpu);
-        scan_file(path, "%d", &first, NULL);
-        cores += first == cpu || !CPU_ISSET(first, set);
-    }
-    return cores;
-}
-#endif
-
-// Physical cores, as a second thread on a core gains nothing; on macOS the fast ones. Where the
-// system does not tell, hardware threads.
+// Physical cores, as a second thread on a core gains nothing: a core's second CPU counts only if its
+// first one is not ours. On macOS the fast cores. Where the system does not tell, all CPUs.
 static int cpu_count(void) {
     int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores(&set);
+    cpu_set_t ours;
+    const bool known = sched_getaffinity(0, sizeof(ours), &ours) == 0;
+    if (known) cores = 0;
+    for (int cpu = 0; known && cpu < CPU_SETSIZE; cpu++) {
+        char path[96];
+        int first = cpu;
+        if (!CPU_ISSET(cpu, &ours)) continue;
+        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
+                 cpu);
+        scan_file(path, "%d", &first, NULL);
+        cores += first == cpu || !CPU_ISSET(first, &ours);
+    }
 #elif defined(__APPLE__)
     sysctlbyname("hw.perflevel0.physicalcpu", &cores, &(size_t){sizeof(cores)}, NULL, 0);
 #endif
