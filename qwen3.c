@@ -117,8 +117,8 @@
      Matrix product and attention    Unicode                    Matrix products
      A mixture of experts            Drafts                     The KV cache and attention
      Text to tokens                  Writing                    The memory of a run
-     The chat format                 Conversation               Progress
-     The sampler                     The modes                  POSIX and Windows
+     The chat format                 Conversation               POSIX and Windows
+     The sampler                     The modes
      Generation                      JSON
                                      Many texts at once
                                      Options and main                                           */
@@ -1264,20 +1264,18 @@ static Ending generate(Engine *e, Ids *drawn) {
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 // What Part III provides to Part II, on POSIX and Windows
 static void start_platform(int *argc, char ***argv);  // signals; Windows: UTF-8 and bytes
 static void start_threads(int count);
-// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`.
-static void progress_show(double start, double done, double all, const char *what, double tokens);
 static int cpu_count(void);                           // how many threads to start without -j
 static const char *version(void);                     // a line, with the instruction set in use
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
-typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
-static FileKind file_kind(const char *path);
+static unsigned file_mode(const char *path);          // st_mode, or 0 if there is no such file
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
 static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
@@ -1309,9 +1307,8 @@ static int draft_rows(void);  // how many tokens run in about the time of one
 typedef void (*Job)(void *arg, int begin, int end);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
-static volatile sig_atomic_t stoppable;
-static volatile sig_atomic_t stop_at_once;  // but the second one does, however soon it comes
+// The seconds that the first Ctrl-C has to stop the answer, or -1: it ends the program
+static volatile sig_atomic_t patience = -1;
 
 // ------------------------------------------------------------------------------------------------
 // Errors and memory
@@ -2025,7 +2022,7 @@ static float *advance(Engine *e, int id, int count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
+// Writing: progress, messages, and an answer as it comes. No file and no model drives the terminal: see
 // add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
 // stdout holds just the answer.
 
@@ -2042,6 +2039,45 @@ static void add_printable(Buffer *out, Bytes text, bool answer) {
         buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
+}
+
+// What a terminal shows of a prompt or a list that takes longer than two seconds
+static struct Progress {
+    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
+    double start, drawn;          // when it began; when a line was last drawn
+    bool shown;                   // the line is there
+} progress;
+
+static void progress_start(const Model *m, size_t tokens) {
+    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
+}
+
+// Clears the line, before an answer, a notice or an error begins.
+static void progress_end(void) {
+    if (progress.shown) fputs("\r\033[K", stderr);
+    progress.shown = false;
+    progress.tokens = 0;
+}
+
+// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`. The time
+// left is that at the rate so far. A prompt's is longer, as attention reads more and more.
+static void progress_show(double start, double done, double all, const char *what, double tokens) {
+    const double time = now(), seconds = time - start, rate = tokens / seconds;
+    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
+    progress.drawn = time;
+    progress.shown = true;
+    fprintf(stderr, "\r%.0f", done);
+    if (all > 0) fprintf(stderr, " of %.0f", all);
+    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
+    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
+    fputs("\033[K", stderr);
+}
+
+static void progress_add(int n) {
+    if (progress.tokens == 0) return;
+    progress.done += n;
+    const size_t done = progress.done / progress.layers;
+    progress_show(progress.start, done, progress.tokens, "tokens", done);
 }
 
 static void report(const char *fmt, ...) {
@@ -2456,8 +2492,9 @@ static void send_file(App *app, Bytes text) {
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
     const char *error = NULL;
+    const unsigned mode = file_mode(path);
     if (!*path) error = "missing, expected /file PATH TEXT";
-    else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
+    else if ((mode && !S_ISREG(mode)) || !strcmp(path, "-")) error = "not a regular file";
     else error = file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
@@ -3120,7 +3157,7 @@ static int run_list(App *app) {
         p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->text,
                              .stop = app->writer.stop};
     }
-    stoppable = stop_at_once = true;
+    patience = 0;
     while (admit(l) && pass(l)) {
         if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
         parallel(sample_job, l, l->n_ready, 1);
@@ -3167,7 +3204,7 @@ static const char usage[] =  // after the line of --version
 
 typedef struct {
     char letter;
-    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
+    enum { TEXT, REAL, SEED, MODE, INTEGER } type;
     size_t place;           // in Options
     double low, high;       // the least and the greatest value; of a TEXT, number of bytes
     const char *expected;   // what the value should be; NULL: a number from low to high
@@ -3225,23 +3262,21 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == TEXT) {
         *(const char **)place = value;
     } else if (option->type == MODE) {
-        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
-        number = o->mode;
+        for (number = 0; number < N_MODES && strcmp(value, mode_names[(int)number]);) number++;
     } else if (option->type == INTEGER) {
         number = strtoll(value, &end, 10);
     } else if (option->type == REAL) {
-        number = *(float *)place = strtof(value, &end);
+        *(float *)place = (float)(number = strtod(value, &end));
     } else {
         o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
         o->seeded = true;
     }
     snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
     const bool in_range = number >= option->low && number <= option->high;
-    const bool overflow = option->type == SEED && errno;
-    if (!in_range || overflow || end == value || (end && *end))
+    if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
         die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
                   option->expected ? option->expected : range, value);
-    if (option->type == INTEGER) *(int *)place = (int)number;
+    if (option->type >= MODE) *(int *)place = (int)number;
 }
 
 // Only chat and generate can begin without a text.
@@ -3324,24 +3359,18 @@ static void prepare_answers(App *app) {
     app->engine.answer.writer = &app->writer;
 }
 
-// Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
-static void check_model_path(const char *path) {
-    const FileKind kind = file_kind(path);
-    const char *slash = strchr(path, '/');  // a name has one
-    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
-    if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
-    if (kind == NO_FILE && named) die_export(path, "not a file", INT_MAX, path);
-}
-
 static void load(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     const Config *c = &e->model.config;
+    const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
+    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     char tokenizer[4096];
-    check_model_path(o->model);
-    model_map(&e->model, o->model);
-    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
-    if (file_kind(tokenizer) == NO_FILE)
+    if (S_ISDIR(file_mode(path))) die_export(path, "a directory", INT_MAX, path);
+    if (named && !file_mode(path)) die_export(path, "not a file", INT_MAX, path);
+    model_map(&e->model, path);
+    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", path);
+    if (!file_mode(tokenizer))
         die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
     app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
@@ -3365,7 +3394,7 @@ static int run(App *app) {
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
-    stoppable = app->mode != TOKENIZE;
+    if (app->mode != TOKENIZE) patience = 1;
     if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
     else if (!single) run_script(app);
     else if (chat) chat_turn(app, bytes_of(&app->input));
@@ -3389,7 +3418,6 @@ int main(int argc, char **argv) {
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <sys/stat.h>
 #ifdef _WIN32
 #include <windows.h>
 #else
@@ -4506,46 +4534,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 }
 
 // ------------------------------------------------------------------------------------------------
-// Progress: what a terminal shows of a prompt or a list that takes longer than two seconds
-
-static struct Progress {
-    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
-    double start, drawn;          // when it began; when a line was last drawn
-    bool shown;                   // the line is there
-} progress;
-
-static void progress_start(const Model *m, size_t tokens) {
-    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
-}
-
-// Clears the line, before an answer, a notice or an error begins.
-static void progress_end(void) {
-    if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = false;
-    progress.tokens = 0;
-}
-
-// The time left is that at the rate so far. A prompt's is longer, as attention reads more and more.
-static void progress_show(double start, double done, double all, const char *what, double tokens) {
-    const double time = now(), seconds = time - start, rate = tokens / seconds;
-    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
-    progress.drawn = time;
-    progress.shown = true;
-    fprintf(stderr, "\r%.0f", done);
-    if (all > 0) fprintf(stderr, " of %.0f", all);
-    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
-    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
-    fputs("\033[K", stderr);
-}
-
-static void progress_add(int n) {
-    if (progress.tokens == 0) return;
-    progress.done += n;
-    const size_t done = progress.done / progress.layers;
-    progress_show(progress.start, done, progress.tokens, "tokens", done);
-}
-
-// ------------------------------------------------------------------------------------------------
 // POSIX and Windows: everything that differs between systems
 
 static double now(void) {
@@ -4554,12 +4542,12 @@ static double now(void) {
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
-// Before that, or if the one before had no effect for a second, it ends the program.
+// Ctrl-C stops an answer, or a conversation that waits for a message. Another one ends the program
+// if the first had no effect for `patience` seconds: two quick ones may be meant as one.
 static void on_interrupt(int signal) {
     static volatile double first;
     (void)signal;
-    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
+    if (patience < 0 || (interrupted && now() >= first + patience)) _exit(EXIT_INTERRUPT);
     if (!interrupted) first = now();
     interrupted = 1;
 }
@@ -4589,7 +4577,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define stat_file(path, st) _wstat64(wide(path), st)
+#define _stat64(path, st) _wstat64(wide(path), st)  // which stat is defined as
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
@@ -4671,7 +4659,6 @@ static void start_platform(int *argc, char ***argv) {
 }
 #else
 #define NO_READER EPIPE
-#define stat_file stat
 
 // Reads a file by fscanf. Returns how many values it has.
 static int scan_file(const char *path, const char *format, void *first, void *second) {
@@ -4756,10 +4743,9 @@ static void start_platform(int *argc, char ***argv) {
 
 static bool is_terminal(int fd) { return isatty(fd); }
 
-static FileKind file_kind(const char *path) {
+static unsigned file_mode(const char *path) {
     struct stat st;
-    if (stat_file(path, &st) != 0) return NO_FILE;
-    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
+    return stat(path, &st) == 0 ? st.st_mode : 0;
 }
 
 static int file_open(const char *path) {

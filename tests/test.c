@@ -1188,7 +1188,7 @@ static void test_forgetting_nothing(void) {
 
 // A second Ctrl-C ends the program only if the first had no effect for a second.
 static void test_double_interrupt(void) {
-    stoppable = 1;
+    patience = 1;
     on_interrupt(SIGINT);
     on_interrupt(SIGINT);
     CHECK(interrupted, "interrupted");
@@ -1202,7 +1202,8 @@ static void test_double_interrupt(void) {
     }
     CHECK(waitpid(child, &status, 0) == child && WEXITSTATUS(status) == EXIT_INTERRUPT, "%d", status);
 #endif
-    interrupted = stoppable = 0;
+    interrupted = 0;
+    patience = -1;
 }
 
 // A value of JSON in a line of its own, or not; if it is a string, its text
