@@ -1298,8 +1298,7 @@ static Waiting input_waits(void);                     // how much of a paste is 
 static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts);
 static Text whole_cache(const State *s);  // a text that may use all of the KV cache
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
-
-static int draft_rows(void);  // how many tokens run in about the time of one
+static int draft_rows(void);              // how many tokens run in about the time of one
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
 // `chunk`, and calls job(arg, begin, end) for each, on all threads. It returns when all are done.
@@ -3266,7 +3265,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     } else if (option->type == INTEGER) {
         number = strtoll(value, &end, 10);
     } else if (option->type == REAL) {
-        *(float *)place = (float)(number = strtod(value, &end));
+        number = strtod(value, &end);
     } else {
         o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
         o->seeded = true;
@@ -3276,6 +3275,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
         die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
                   option->expected ? option->expected : range, value);
+    if (option->type == REAL) *(float *)place = (float)number;
     if (option->type >= MODE) *(int *)place = (int)number;
 }
 
@@ -4573,7 +4573,6 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 // POSIX as far as it is used here: what MinGW lacks, or has without UTF-8 or large files
 #define O_NONBLOCK 0
 #define MAP_FAILED NULL
-#define poll(...) (void)0
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
@@ -4644,12 +4643,12 @@ static BOOL WINAPI on_console_event(DWORD event) {
 
 // Makes the arguments UTF-8, standard input and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
+    static char text[3 << 15], *at = text;  // a command line has less than 1 << 15 of UTF-16
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
     *argv = alloc(*argc + 1, sizeof(char *), "the arguments");
     for (int i = 0; i < *argc; i++) {
-        const int most = 3 * (int)wcslen(args[i]) + 1;
-        (*argv)[i] = alloc(most, 1, "the arguments");
-        WideCharToMultiByte(CP_UTF8, 0, args[i], -1, (*argv)[i], most, NULL, NULL);
+        (*argv)[i] = at;
+        at += WideCharToMultiByte(CP_UTF8, 0, args[i], -1, at, sizeof(text), NULL, NULL);
     }
     for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
     SetConsoleOutputCP(CP_UTF8);
@@ -4778,7 +4777,7 @@ static ssize_t read_more(int fd, Buffer *b) {
         const ssize_t got = read(fd, b->p + b->n, 65536);
         if (got > 0) b->n += got;
         if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
-        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
+        if (errno == EAGAIN) usleep(10000);  // in non-blocking mode
     }
 }
 
@@ -4805,7 +4804,7 @@ static void write_stdout(Bytes text) {
         const ssize_t n = write(STDOUT_FILENO, text.p, min_size(text.n, 1 << 20));
         if (n >= 0) text = bytes_from(text, n);
         else if (errno == NO_READER) exit(EXIT_SUCCESS);  // it has seen enough
-        else if (errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
+        else if (errno == EAGAIN) usleep(1000);
         else if (errno != EINTR) die("stdout: %s", strerror(errno));
     }
 }
