@@ -3251,8 +3251,9 @@ static const Option *option_named(const char *arg, const char *model) {
               "-i \"%.80s\"", arg, model, arg);
 }
 
-// Sets an option, or ends the program if it can't have this value.
+// Sets an option, or ends the program if it can't have this value, or has none.
 static void set_option(Options *o, const Option *option, const char *value) {
+    if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
     void *place = (char *)o + option->place;
     char range[64], *end = NULL;
     double number = strlen(value);
@@ -3295,17 +3296,11 @@ static Options parse_options(int argc, char **argv) {
             write_stdout(bytes(version()));
             if (help) write_stdout(bytes(usage));
             exit(EXIT_SUCCESS);
-        } else if (!strcmp(arg, "-q")) {
-            quiet = true;
-        } else if (!strcmp(arg, "-v")) {
-            o.verbose = true;
-        } else if (arg[0] != '-' && !o.model) {
-            o.model = arg;
-        } else {
-            const Option *option = option_named(arg, o.model);
-            if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
-            set_option(&o, option, argv[i]);
         }
+        if (!strcmp(arg, "-q")) quiet = true;
+        else if (!strcmp(arg, "-v")) o.verbose = true;
+        else if (arg[0] != '-' && !o.model) o.model = arg;
+        else set_option(&o, option_named(arg, o.model), argv[++i]);  // NULL after the last one
     }
     if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
