@@ -117,8 +117,8 @@
      Matrix product and attention    Unicode                    Matrix products
      A mixture of experts            Drafts                     The KV cache and attention
      Text to tokens                  Writing                    The memory of a run
-     The chat format                 Conversation               Progress
-     The sampler                     The modes                  POSIX and Windows
+     The chat format                 Conversation               POSIX and Windows
+     The sampler                     The modes
      Generation                      JSON
                                      Many texts at once
                                      Options and main                                           */
@@ -1263,20 +1263,18 @@ static Ending generate(Engine *e, Ids *drawn) {
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 // What Part III provides to Part II, on POSIX and Windows
 static void start_platform(int *argc, char ***argv);  // signals; Windows: UTF-8 and bytes
 static void start_threads(int count);
-// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`.
-static void progress_show(double start, double done, double all, const char *what, double tokens);
 static int cpu_count(void);                           // how many threads to start without -j
 static const char *version(void);                     // a line, with the instruction set in use
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
-typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
-static FileKind file_kind(const char *path);
+static unsigned file_mode(const char *path);          // st_mode, or 0 if there is no such file
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
 static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
@@ -1299,8 +1297,7 @@ static Waiting input_waits(void);                     // how much of a paste is 
 static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts);
 static Text whole_cache(const State *s);  // a text that may use all of the KV cache
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
-
-static int draft_rows(void);  // how many tokens run in about the time of one
+static int draft_rows(void);              // how many tokens run in about the time of one
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
 // `chunk`, and calls job(arg, begin, end) for each, on all threads. It returns when all are done.
@@ -1308,9 +1305,8 @@ static int draft_rows(void);  // how many tokens run in about the time of one
 typedef void (*Job)(void *arg, int begin, int end);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
-static volatile sig_atomic_t stoppable;
-static volatile sig_atomic_t stop_at_once;  // but the second one does, however soon it comes
+// The seconds that the first Ctrl-C has to stop the answer, or -1: it ends the program
+static volatile sig_atomic_t patience = -1;
 
 // ------------------------------------------------------------------------------------------------
 // Errors and memory
@@ -1999,7 +1995,7 @@ static float *advance(Engine *e, int id) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
+// Writing: progress, messages, an answer as it comes. No file and no model drives the terminal: see
 // add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
 // stdout holds just the answer.
 
@@ -2016,6 +2012,45 @@ static void add_printable(Buffer *out, Bytes text, bool answer) {
         buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
+}
+
+// What a terminal shows of a prompt or a list that takes longer than two seconds
+static struct Progress {
+    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
+    double start, drawn;          // when it began; when a line was last drawn
+    bool shown;                   // the line is there
+} progress;
+
+static void progress_start(const Model *m, size_t tokens) {
+    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
+}
+
+// Clears the line, before an answer, a notice or an error begins.
+static void progress_end(void) {
+    if (progress.shown) fputs("\r\033[K", stderr);
+    progress.shown = false;
+    progress.tokens = 0;
+}
+
+// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`. The time
+// left is that at the rate so far. A prompt's is longer, as attention reads more and more.
+static void progress_show(double start, double done, double all, const char *what, double tokens) {
+    const double time = now(), seconds = time - start, rate = tokens / seconds;
+    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
+    progress.drawn = time;
+    progress.shown = true;
+    fprintf(stderr, "\r%.0f", done);
+    if (all > 0) fprintf(stderr, " of %.0f", all);
+    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
+    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
+    fputs("\033[K", stderr);
+}
+
+static void progress_add(int n) {
+    if (progress.tokens == 0) return;
+    progress.done += n;
+    const size_t done = progress.done / progress.layers;
+    progress_show(progress.start, done, progress.tokens, "tokens", done);
 }
 
 static void report(const char *fmt, ...) {
@@ -2430,8 +2465,9 @@ static void send_file(App *app, Bytes text) {
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
     const char *error = NULL;
+    const unsigned mode = file_mode(path);
     if (!*path) error = "missing, expected /file PATH TEXT";
-    else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
+    else if ((mode && !S_ISREG(mode)) || !strcmp(path, "-")) error = "not a regular file";
     else error = file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
@@ -3094,7 +3130,7 @@ static int run_list(App *app) {
         p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->text,
                              .stop = app->writer.stop};
     }
-    stoppable = stop_at_once = true;
+    patience = 0;
     while (admit(l) && pass(l)) {
         if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
         parallel(sample_job, l, l->n_ready, 1);
@@ -3141,47 +3177,46 @@ static const char usage[] =  // after the line of --version
 
 typedef struct {
     char letter;
-    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
+    enum { TEXT, REAL, SEED, MODE, INTEGER } type;
     size_t place;           // in Options
     double low, high;       // the least and the greatest value; of a TEXT, number of bytes
     const char *expected;   // what the value should be; NULL: a number from low to high
-    const char *others[2];  // what other programs call it
+    const char *other;      // in what other programs call it
 } Option;
 
 #define PLACE(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, {"--prompt"}},
-    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", {"--file"}},
-    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", {NULL}},
-    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, "--prompt"},
+    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", "--file"},
+    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", NULL},
+    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", NULL},
     {'m', MODE, PLACE(mode), 0, N_MODES - 1,
-     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", {NULL}},
-    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, {"--system-prompt", "--system"}},
-    {'r', INTEGER, PLACE(think), 0, 1, NULL, {NULL}},
-    {'t', REAL, PLACE(temperature), 0, 1000, NULL, {"--temp", "--temperature"}},
-    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", {"--top-p"}},
-    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, {"--top-k"}},
-    {'a', REAL, PLACE(presence), 0, 2, NULL, {"--presence-penalty"}},
-    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, {"--repeat-penalty"}},
-    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", {"--reverse-prompt"}},
-    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", {"--seed"}},
-    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, {"--n-predict", "--predict"}},
-    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, {"--ctx-size"}},
-    {'b', INTEGER, PLACE(batch), 1, 512, NULL, {"--batch-size"}},
-    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, {"--threads"}},
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", NULL},
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, "--system"},
+    {'r', INTEGER, PLACE(think), 0, 1, NULL, NULL},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, "--temp"},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", "--top-p"},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, "--top-k"},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, "--presence-penalty"},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, "--repeat-penalty"},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", "--reverse-prompt"},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", "--seed"},
+    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, "-predict"},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, "--ctx-size"},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, "--batch-size"},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, "--threads"},
 };
 
 // The option that an argument is. If it is none, that ends the program, with the likely mistake.
 static const Option *option_named(const char *arg, const char *model) {
-    const size_t n = strcspn(arg, "=");
-    for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
-        const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
+        const char letter = options[i].letter, *other = options[i].other;
         const bool begins = arg[0] == '-' && arg[1] == letter;
-        if (begins && !arg[2]) return &options[i / 2];
+        if (begins && !arg[2]) return &options[i];
         if (begins && isdigit((uint8_t)arg[2]))
             die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
-        if (other && strlen(other) == n && !strncmp(arg, other, n))
+        if (other && !strncmp(arg, "--", 2) && strstr(arg, other))
             die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
     }
     if (arg[0] == '-')
@@ -3190,8 +3225,9 @@ static const Option *option_named(const char *arg, const char *model) {
               "-i \"%.80s\"", arg, model, arg);
 }
 
-// Sets an option, or ends the program if it can't have this value.
+// Sets an option, or ends the program if it can't have this value, or has none.
 static void set_option(Options *o, const Option *option, const char *value) {
+    if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
     void *place = (char *)o + option->place;
     char range[64], *end = NULL;
     double number = strlen(value);
@@ -3199,23 +3235,22 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == TEXT) {
         *(const char **)place = value;
     } else if (option->type == MODE) {
-        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
-        number = o->mode;
+        for (number = 0; number < N_MODES && strcmp(value, mode_names[(int)number]);) number++;
     } else if (option->type == INTEGER) {
         number = strtoll(value, &end, 10);
     } else if (option->type == REAL) {
-        number = *(float *)place = strtof(value, &end);
+        number = strtod(value, &end);
     } else {
         o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
         o->seeded = true;
     }
     snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
     const bool in_range = number >= option->low && number <= option->high;
-    const bool overflow = option->type == SEED && errno;
-    if (!in_range || overflow || end == value || (end && *end))
+    if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
         die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
                   option->expected ? option->expected : range, value);
-    if (option->type == INTEGER) *(int *)place = (int)number;
+    if (option->type == REAL) *(float *)place = (float)number;
+    if (option->type >= MODE) *(int *)place = (int)number;
 }
 
 // Only chat and generate can begin without a text.
@@ -3235,17 +3270,11 @@ static Options parse_options(int argc, char **argv) {
             write_stdout(bytes(version()));
             if (help) write_stdout(bytes(usage));
             exit(EXIT_SUCCESS);
-        } else if (!strcmp(arg, "-q")) {
-            quiet = true;
-        } else if (!strcmp(arg, "-v")) {
-            o.verbose = true;
-        } else if (arg[0] != '-' && !o.model) {
-            o.model = arg;
-        } else {
-            const Option *option = option_named(arg, o.model);
-            if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
-            set_option(&o, option, argv[i]);
         }
+        if (!strcmp(arg, "-q")) quiet = true;
+        else if (!strcmp(arg, "-v")) o.verbose = true;
+        else if (arg[0] != '-' && !o.model) o.model = arg;
+        else set_option(&o, option_named(arg, o.model), argv[++i]);  // NULL after the last one
     }
     if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
@@ -3298,24 +3327,18 @@ static void prepare_answers(App *app) {
     app->engine.answer.writer = &app->writer;
 }
 
-// Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
-static void check_model_path(const char *path) {
-    const FileKind kind = file_kind(path);
-    const char *slash = strchr(path, '/');  // a name has one
-    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
-    if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
-    if (kind == NO_FILE && named) die_export(path, "not a file", INT_MAX, path);
-}
-
 static void load(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     const Config *c = &e->model.config;
+    const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
+    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     char tokenizer[4096];
-    check_model_path(o->model);
-    model_map(&e->model, o->model);
-    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
-    if (file_kind(tokenizer) == NO_FILE)
+    if (S_ISDIR(file_mode(path))) die_export(path, "a directory", INT_MAX, path);
+    if (named && !file_mode(path)) die_export(path, "not a file", INT_MAX, path);
+    model_map(&e->model, path);
+    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", path);
+    if (!file_mode(tokenizer))
         die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
     app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
@@ -3339,7 +3362,7 @@ static int run(App *app) {
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
-    stoppable = app->mode != TOKENIZE;
+    if (app->mode != TOKENIZE) patience = 1;
     if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
     else if (!single) run_script(app);
     else if (chat) chat_turn(app, bytes_of(&app->input));
@@ -3361,11 +3384,8 @@ int main(int argc, char **argv) {
 // ================================================================================================
 
 #include <fcntl.h>
-#include <stdatomic.h>
-#include <sys/stat.h>
-#ifndef NO_THREADS
 #include <pthread.h>
-#endif
+#include <stdatomic.h>
 #ifdef _WIN32
 #include <windows.h>
 #else
@@ -3481,14 +3501,6 @@ static _Thread_local int thread;  // the number of the thread that reads it, fro
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-#ifdef NO_THREADS
-static void start_threads(int count) { (void)count; }
-
-static void parallel(Job job, void *arg, int count, int chunk) {
-    (void)chunk;
-    job(arg, 0, count);
-}
-#else
 static struct {
     Job job;  // the loop that runs. It and the next three change only while left is 0 and no item
               // runs; a thread reads them only after it has seen left > 0
@@ -3573,7 +3585,6 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     work();
     wait_until(&pool.active, false);
 }
-#endif
 
 static void each_job(void *arg, int begin, int end) {
     const Pass *p = arg;
@@ -4482,46 +4493,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 }
 
 // ------------------------------------------------------------------------------------------------
-// Progress: what a terminal shows of a prompt or a list that takes longer than two seconds
-
-static struct Progress {
-    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
-    double start, drawn;          // when it began; when a line was last drawn
-    bool shown;                   // the line is there
-} progress;
-
-static void progress_start(const Model *m, size_t tokens) {
-    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
-}
-
-// Clears the line, before an answer, a notice or an error begins.
-static void progress_end(void) {
-    if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = false;
-    progress.tokens = 0;
-}
-
-// The time left is that at the rate so far. A prompt's is longer, as attention reads more and more.
-static void progress_show(double start, double done, double all, const char *what, double tokens) {
-    const double time = now(), seconds = time - start, rate = tokens / seconds;
-    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
-    progress.drawn = time;
-    progress.shown = true;
-    fprintf(stderr, "\r%.0f", done);
-    if (all > 0) fprintf(stderr, " of %.0f", all);
-    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
-    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
-    fputs("\033[K", stderr);
-}
-
-static void progress_add(int n) {
-    if (progress.tokens == 0) return;
-    progress.done += n;
-    const size_t done = progress.done / progress.layers;
-    progress_show(progress.start, done, progress.tokens, "tokens", done);
-}
-
-// ------------------------------------------------------------------------------------------------
 // POSIX and Windows: everything that differs between systems
 
 static double now(void) {
@@ -4530,12 +4501,12 @@ static double now(void) {
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
-// Before that, or if the one before had no effect for a second, it ends the program.
+// Ctrl-C stops an answer, or a conversation that waits for a message. Another one ends the program
+// if the first had no effect for `patience` seconds: two quick ones may be meant as one.
 static void on_interrupt(int signal) {
     static volatile double first;
     (void)signal;
-    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
+    if (patience < 0 || (interrupted && now() >= first + patience)) _exit(EXIT_INTERRUPT);
     if (!interrupted) first = now();
     interrupted = 1;
 }
@@ -4561,11 +4532,10 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 // POSIX as far as it is used here: what MinGW lacks, or has without UTF-8 or large files
 #define O_NONBLOCK 0
 #define MAP_FAILED NULL
-#define poll(...) (void)0
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define stat_file(path, st) _wstat64(wide(path), st)
+#define _stat64(path, st) _wstat64(wide(path), st)  // which stat is defined as
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
@@ -4624,11 +4594,7 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
     return waiting;
 }
 
-static int cpu_count(void) {  // hardware threads; two of them may share a core
-    DWORD_PTR mine, all;
-    GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
-    return __builtin_popcountll(mine);
-}
+static int cpu_count(void) { return pthread_num_processors_np(); }  // hardware threads
 
 static BOOL WINAPI on_console_event(DWORD event) {
     return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
@@ -4636,12 +4602,12 @@ static BOOL WINAPI on_console_event(DWORD event) {
 
 // Makes the arguments UTF-8, standard input and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
+    static char text[3 << 15], *at = text;  // a command line has less than 1 << 15 of UTF-16
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
     *argv = alloc(*argc + 1, sizeof(char *), "the arguments");
     for (int i = 0; i < *argc; i++) {
-        const int most = 3 * (int)wcslen(args[i]) + 1;
-        (*argv)[i] = alloc(most, 1, "the arguments");
-        WideCharToMultiByte(CP_UTF8, 0, args[i], -1, (*argv)[i], most, NULL, NULL);
+        (*argv)[i] = at;
+        at += WideCharToMultiByte(CP_UTF8, 0, args[i], -1, at, sizeof(text), NULL, NULL);
     }
     for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
     SetConsoleOutputCP(CP_UTF8);
@@ -4651,7 +4617,6 @@ static void start_platform(int *argc, char ***argv) {
 }
 #else
 #define NO_READER EPIPE
-#define stat_file stat
 
 // Reads a file by fscanf. Returns how many values it has.
 static int scan_file(const char *path, const char *format, void *first, void *second) {
@@ -4671,30 +4636,23 @@ static double cgroup_limit(const char *name) {
     return scan_file(path, "%lf %lf", &limit, &period) > 0 ? limit / period : INFINITY;
 }
 
-#ifdef __linux__
-// The cores of a set of CPUs. A core's second CPU counts if its first one is not in the set.
-static int physical_cores(const cpu_set_t *set) {
-    int cores = 0;
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        char path[96];
-        int first = cpu;
-        if (!CPU_ISSET(cpu, set)) continue;
-        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
-                 cpu);
-        scan_file(path, "%d", &first, NULL);
-        cores += first == cpu || !CPU_ISSET(first, set);
-    }
-    return cores;
-}
-#endif
-
-// Physical cores, as a second thread on a core gains nothing; on macOS the fast ones. Where the
-// system does not tell, hardware threads.
+// Physical cores, as a second thread on a core gains nothing: a core's second CPU counts only if
+// its first one is not ours. On macOS the fast cores. Where the system does not tell, all CPUs.
 static int cpu_count(void) {
     int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores(&set);
+    cpu_set_t ours;
+    const bool known = sched_getaffinity(0, sizeof(ours), &ours) == 0;
+    if (known) cores = 0;
+    for (int cpu = 0; known && cpu < CPU_SETSIZE; cpu++) {
+        char path[96];
+        int first = cpu;
+        if (!CPU_ISSET(cpu, &ours)) continue;
+        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
+                 cpu);
+        scan_file(path, "%d", &first, NULL);
+        cores += first == cpu || !CPU_ISSET(first, &ours);
+    }
 #elif defined(__APPLE__)
     sysctlbyname("hw.perflevel0.physicalcpu", &cores, &(size_t){sizeof(cores)}, NULL, 0);
 #endif
@@ -4743,10 +4701,9 @@ static void start_platform(int *argc, char ***argv) {
 
 static bool is_terminal(int fd) { return isatty(fd); }
 
-static FileKind file_kind(const char *path) {
+static unsigned file_mode(const char *path) {
     struct stat st;
-    if (stat_file(path, &st) != 0) return NO_FILE;
-    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
+    return stat(path, &st) == 0 ? st.st_mode : 0;
 }
 
 static int file_open(const char *path) {
@@ -4779,7 +4736,7 @@ static ssize_t read_more(int fd, Buffer *b) {
         const ssize_t got = read(fd, b->p + b->n, 65536);
         if (got > 0) b->n += got;
         if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
-        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
+        if (errno == EAGAIN) usleep(10000);  // in non-blocking mode
     }
 }
 
@@ -4806,7 +4763,7 @@ static void write_stdout(Bytes text) {
         const ssize_t n = write(STDOUT_FILENO, text.p, min_size(text.n, 1 << 20));
         if (n >= 0) text = bytes_from(text, n);
         else if (errno == NO_READER) exit(EXIT_SUCCESS);  // it has seen enough
-        else if (errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
+        else if (errno == EAGAIN) usleep(1000);
         else if (errno != EINTR) die("stdout: %s", strerror(errno));
     }
 }
