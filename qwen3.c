@@ -2080,7 +2080,7 @@ struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
     bool thinking;
-    bool began;     // false from the end of thinking until a character other than a newline
+    bool between;   // it has thought, and only newlines, which just a terminal shows, came since
     Buffer *to;     // of a list: the answer goes there, its thinking nowhere; NULL: to stdout
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
@@ -2097,8 +2097,7 @@ static size_t unfinished(Bytes text, bool terminal) {
         const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // after E0 and F0, 0x80 would be overlong
         uint8_t u[4] = {rest, rest, rest, rest};
         memcpy(u, last, n);
-        const Char c = code_point_at((Bytes){u, 4}, 0);
-        if (c.c < BAD_BYTE && c.n > (int)n) return n;
+        if (code_point_at((Bytes){u, 4}, 0).n > (int)n) return n;
     }
     return 0;
 }
@@ -2126,20 +2125,19 @@ static void writer_thinks(Writer *out, bool thinking) {
     if (!out->chat || out->thinking == thinking) return;
     if (!thinking && !out->terminal) buffer_add(&out->held, bytes("\n"));
     writer_flush(out, 0);
-    out->thinking = out->began = thinking;
+    out->thinking = thinking;
+    out->between = !thinking;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     Buffer *held = &out->held;
+    Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
     if (id == tok->think) writer_thinks(out, true);
-    if (!(tok->kind[id] & SPECIAL)) buffer_add(held, tok->text[id]);
-    if (!out->began) {  // the newlines between thinking and answer: only a terminal shows them
-        size_t newlines = 0;
-        while (newlines < held->n && held->p[newlines] == '\n') newlines++;
-        if (out->terminal) writer_flush(out, held->n - newlines);
-        else buffer_cut(held, newlines);
-        out->began = held->n > 0;
+    for (; out->between && text.n && *text.p == '\n'; text = bytes_from(text, 1)) {
+        if (out->terminal) write_stdout(bytes("\n"));
     }
+    if (text.n) out->between = false;
+    buffer_add(held, text);
     const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
     size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin
     while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
@@ -2157,7 +2155,7 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
 static void writer_end(Writer *out) {
     writer_thinks(out, false);
     writer_flush(out, 0);
-    out->began = true;
+    out->between = false;
     if (!out->to && (out->chat || out->terminal)) write_stdout(bytes("\n"));
 }
 
@@ -3117,8 +3115,7 @@ static int run_list(App *app) {
         p->answer.sampler.seen = alloc(vocab_size, sizeof(bool), "the list");
         p->answer.writer = &p->writer;
         p->answer.drawn = &p->drawn;
-        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->text,
-                             .stop = app->writer.stop};
+        p->writer = (Writer){.chat = app->mode == CHAT, .to = &p->text, .stop = app->writer.stop};
     }
     stoppable = stop_at_once = true;
     while (admit(l) && pass(l)) {
@@ -3320,7 +3317,7 @@ static void prepare_answers(App *app) {
         .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
     };
     app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
-                           .began = true, .stop = bytes(o->stop ? o->stop : "")};
+                           .stop = bytes(o->stop ? o->stop : "")};
     app->engine.answer.writer = &app->writer;
 }
 
