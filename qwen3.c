@@ -2121,18 +2121,18 @@ static void writer_flush(Writer *out, size_t keep) {
     buffer_cut(&out->held, text.n);
 }
 
+// Thinking begins or ends, or an answer does.
 static void writer_thinks(Writer *out, bool thinking) {
-    if (!out->chat || out->thinking == thinking) return;
-    if (!thinking && !out->terminal) buffer_add(&out->held, bytes("\n"));
+    out->between = out->thinking && !thinking;
+    if (out->between && !out->terminal) buffer_add(&out->held, bytes("\n"));
     writer_flush(out, 0);
-    out->thinking = thinking;
-    out->between = !thinking;
+    out->thinking = thinking && out->chat;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     Buffer *held = &out->held;
     Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-    if (id == tok->think) writer_thinks(out, true);
+    if (id == tok->think && out->chat) writer_thinks(out, true);
     for (; out->between && text.n && *text.p == '\n'; text = bytes_from(text, 1)) {
         if (out->terminal) write_stdout(bytes("\n"));
     }
@@ -2148,14 +2148,12 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     }
     const size_t waits = unfinished((Bytes){held->p, at}, out->terminal || out->thinking);
     writer_flush(out, held->n - at + waits);
-    if (id == tok->end_think) writer_thinks(out, false);
+    if (id == tok->end_think && out->thinking) writer_thinks(out, false);
     return true;
 }
 
 static void writer_end(Writer *out) {
     writer_thinks(out, false);
-    writer_flush(out, 0);
-    out->between = false;
     if (!out->to && (out->chat || out->terminal)) write_stdout(bytes("\n"));
 }
 
@@ -2214,8 +2212,7 @@ static void give_notices(App *app) {
     if (!tok->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
-        notice("mode: %s, as this is not a chat model; -m chat overrides this",
-               mode_names[app->mode]);
+        notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[app->mode]);
     if (chat && o->think >= 0 && bytes_equal(tok->chat.answer[0], tok->chat.answer[1]))
         notice("-r: no effect, this model's thinking can't be switched");
     if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
@@ -2299,9 +2296,8 @@ static bool respond(App *app) {
 
 // Answers the conversation's last message; with `again` the one before, whose new answer takes the
 // old one's place. If the prompt leaves no room for an answer, the older half of the turns is
-// forgotten, again until there is room or only the question is left (and the system message). If
-// even that is too long, nothing is forgotten. False: there is no answer, for that reason or as
-// Ctrl-C came first.
+// forgotten, again until there is room or only the question is left; if even that is too long, no
+// turn is. False: there is no answer, for that reason or as Ctrl-C came first.
 static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};
@@ -2463,15 +2459,14 @@ static void send_file(App *app, Bytes text) {
 
 static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
 
-// Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
-// and letters, only /think is a message. (The model's other switch, /no_think, is not letters
-// alone.) False: it ends the program.
+// Sends what was typed, or runs it if it is a command: a line, not in quotes; only /file may have
+// something after it. Of lines that are just a slash and letters, only /think is a message. (The
+// model's other switch, /no_think, is not letters alone.) False: it ends the program.
 static bool run_message(App *app) {
     Conversation *talk = &app->conversation;
     const Bytes text = bytes_of(&app->input);
     Bytes rest = text, word = take_word(&rest);
     size_t letters = 1;
-    // A command is a line, without quotes; only /file may have something after it.
     const bool command = word.p == text.p && !memchr(text.p, '\n', text.n);
     if (!command || (rest.n && !is(word, "/file"))) word.n = 0;
     while (letters < word.n && isalpha(word.p[letters])) letters++;
@@ -2577,9 +2572,8 @@ static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
 static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)row * c->dim;
-    const float *x = m->state.x + (size_t)row * c->dim;
     double squares = 0;
-    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
+    rmsnorm(h, m->state.x + (size_t)row * c->dim, m->weights.rms_final, c->dim, c->rms_norm_eps);
     for (int i = 0; i < c->dim; i++) squares += (double)h[i] * h[i];
     const double length = fmax(sqrt(squares), 1e-12);
     for (int i = 0; i < c->dim; i++) buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
