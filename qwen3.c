@@ -2476,12 +2476,11 @@ static bool run_message(App *app) {
         send_file(app, rest);
     } else if (is(word, "/help")) {
         fputs(commands, stderr);
-    } else if (is(word, "/retry") && talk->n < 2) {
-        notice("/retry: there is no answer yet");
-    } else if (is(word, "/retry") && app->engine.answer.sampler.temperature == 0) {
-        notice("/retry: -t 0 would draw the same answer again");
     } else if (is(word, "/retry")) {
-        answer_last(app, true);
+        const bool greedy = app->engine.answer.sampler.temperature == 0;
+        if (talk->n < 2) notice("/retry: there is no answer yet");
+        else if (greedy) notice("/retry: -t 0 would draw the same answer again");
+        else answer_last(app, true);
     } else if (is(word, "/clear")) {
         conversation_drop(talk, app->options.system != NULL, talk->n);
     } else if (is(word, "/bye") || is(word, "/exit") || is(word, "/quit") || is(word, "exit") ||
