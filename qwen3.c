@@ -2089,7 +2089,7 @@ struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
     bool thinking;
-    bool began;     // false from the end of thinking until a character other than a newline
+    bool between;   // it has thought, and only newlines, which just a terminal shows, came since
     Buffer *to;     // of a list: the answer goes there, its thinking nowhere; NULL: to stdout
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
@@ -2106,8 +2106,7 @@ static size_t unfinished(Bytes text, bool terminal) {
         const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // after E0 and F0, 0x80 would be overlong
         uint8_t u[4] = {rest, rest, rest, rest};
         memcpy(u, last, n);
-        const Char c = code_point_at((Bytes){u, 4}, 0);
-        if (c.c < BAD_BYTE && c.n > (int)n) return n;
+        if (code_point_at((Bytes){u, 4}, 0).n > (int)n) return n;
     }
     return 0;
 }
@@ -2131,24 +2130,23 @@ static void writer_flush(Writer *out, size_t keep) {
     buffer_cut(&out->held, text.n);
 }
 
+// Thinking begins or ends, or an answer does.
 static void writer_thinks(Writer *out, bool thinking) {
-    if (!out->chat || out->thinking == thinking) return;
-    if (!thinking && !out->terminal) buffer_add(&out->held, bytes("\n"));
+    out->between = out->thinking && !thinking;
+    if (out->between && !out->terminal) buffer_add(&out->held, bytes("\n"));
     writer_flush(out, 0);
-    out->thinking = out->began = thinking;
+    out->thinking = thinking && out->chat;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     Buffer *held = &out->held;
-    if (id == tok->think) writer_thinks(out, true);
-    if (!(tok->kind[id] & SPECIAL)) buffer_add(held, tok->text[id]);
-    if (!out->began) {  // the newlines between thinking and answer: only a terminal shows them
-        size_t newlines = 0;
-        while (newlines < held->n && held->p[newlines] == '\n') newlines++;
-        if (out->terminal) writer_flush(out, held->n - newlines);
-        else buffer_cut(held, newlines);
-        out->began = held->n > 0;
+    Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
+    if (id == tok->think && out->chat) writer_thinks(out, true);
+    for (; out->between && text.n && *text.p == '\n'; text = bytes_from(text, 1)) {
+        if (out->terminal) write_stdout(bytes("\n"));
     }
+    if (text.n) out->between = false;
+    buffer_add(held, text);
     const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
     size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin
     while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
@@ -2159,14 +2157,12 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     }
     const size_t waits = unfinished((Bytes){held->p, at}, out->terminal || out->thinking);
     writer_flush(out, held->n - at + waits);
-    if (id == tok->end_think) writer_thinks(out, false);
+    if (id == tok->end_think && out->thinking) writer_thinks(out, false);
     return true;
 }
 
 static void writer_end(Writer *out) {
     writer_thinks(out, false);
-    writer_flush(out, 0);
-    out->began = true;
     if (!out->to && (out->chat || out->terminal)) write_stdout(bytes("\n"));
 }
 
@@ -2182,7 +2178,7 @@ typedef struct {  // as given on the command line
     float temperature, top_p, repetition;             // -1: not given
     float presence;
     int n, batch;                                     // n: -1 is no limit
-    uint64_t seed;
+    unsigned long long seed;
     bool seeded, verbose;                             // -s, -v
 } Options;
 
@@ -2212,6 +2208,7 @@ static bool begins_thinking(const App *app) {
 static void give_notices(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
+    const size_t context = app->engine.model.state.seq_len;
     const bool chat = app->mode == CHAT, thinks = app->think || begins_thinking(app);
     const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
     if (o->verbose && app->mode != TOKENIZE && app->prompt.n) {
@@ -2224,20 +2221,22 @@ static void give_notices(App *app) {
     if (!tok->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
-        notice("mode: %s, as this is not a chat model; -m chat overrides this",
-               mode_names[app->mode]);
+        notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[app->mode]);
     if (chat && o->think >= 0 && bytes_equal(tok->chat.answer[0], tok->chat.answer[1]))
         notice("-r: no effect, this model's thinking can't be switched");
     if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
     if (!chat && o->think >= 0) notice("-r: no effect, only -m chat thinks");
     if (app->mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
+    if (app->mode == PERPLEXITY && app->prompt.n > context)
+        notice("text: %zu tokens are scored in pieces of %zu (-c)", app->prompt.n, context);
     if (chat && thinks && app->engine.answer.sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
     if (!reads_stdin && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
-// Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
+// Can a text of so many tokens run? If it can't, that is said, and ends the program, unless this is
+// a list or a dialogue. A perplexity is scored in pieces.
 static bool check_length(const App *app, const char *where, size_t tokens) {
     const bool scores = app->mode == PERPLEXITY;
     const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
@@ -2247,98 +2246,95 @@ static bool check_length(const App *app, const char *where, size_t tokens) {
     if (tokens > most)
         report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
                app->engine.model.config.max_seq_len, tokens);
-    return tokens >= least && tokens <= most;
+    if (tokens >= least && tokens <= most) return true;
+    if (!app->dialogue && !is_list(&app->options)) exit(EXIT_FAILURE);
+    return false;
 }
 
-// Runs the prompt and writes its answer; then notices and statistics. message: empty, gets what was
-// written: if -x ended the answer, the tokens of which nothing was written are taken back, and the
-// beginning of one that was written in part becomes the message's text.
-static void respond(App *app, Message *message) {
+static Message *conversation_add(Conversation *talk, int role, Bytes text) {
+    talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
+    talk->p[talk->n] = (Message){.role = role};
+    buffer_add(&talk->p[talk->n].text, text);
+    return &talk->p[talk->n++];
+}
+
+// Removes messages first .. end - 1.
+static void conversation_drop(Conversation *talk, size_t first, size_t end) {
+    for (size_t i = first; i < end; i++) {
+        free(talk->p[i].text.p);
+        free(talk->p[i].ids.p);
+    }
+    for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
+    talk->n -= end - first;
+}
+
+// Runs the prompt and writes its answer, the conversation's next message; then notices and
+// statistics. If -x ended the answer, the tokens of which nothing was written are taken back, and
+// the beginning of one that was written in part becomes the message's text. False: Ctrl-C came
+// before the first token.
+static bool respond(App *app) {
+    Message *message = conversation_add(&app->conversation, ASSISTANT, (Bytes){0});
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
     const Tokenizer *tok = &e->tokenizer;
-    const int seq_len = e->model.state.seq_len;
     const double start = now();
     const bool ran = prefill(e, &app->prompt);
     const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
+    const double p = (done - e->reused) / (middle - start + 1e-9);
     const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
-    const double end = now();
+    const double a = answer->n / (now() - middle + 1e-9);
     const char *where = app->writer.thinking ? " inside its thinking" : "";
     writer_end(&app->writer);
     if (ending == LIMIT_REACHED) notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (ending == CONTEXT_ENDED)
-        notice("answer: ended%s by a full context of %d tokens (-c)", where, seq_len);
-    const double p = (done - e->reused) / (middle - start + 1e-9);
-    const double a = answer->n / (end - middle + 1e-9);
+        notice("answer: ended%s by a full context of %d tokens (-c)", where,
+               e->model.state.seq_len);
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
                 "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
-                (unsigned long long)app->options.seed);
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a, app->options.seed);
     for (size_t lost, *cut = &app->writer.cut; *cut > 0; *cut -= lost) {
         const int id = answer->p[--answer->n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
         lost = min_size(*cut, text.n);
         buffer_add(&message->text, (Bytes){text.p, text.n - lost});
     }
+    return ending != INTERRUPTED || answer->n > 0;
 }
 
-static Message *conversation_add(Conversation *talk, int role, Bytes text) {
-    talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
-    Message *message = &talk->p[talk->n++];
-    *message = (Message){.role = role};
-    buffer_add(&message->text, text);
-    return message;
-}
-
-static void message_free(const Message *message) {
-    free(message->text.p);
-    free(message->ids.p);
-}
-
-// Removes messages first .. end - 1.
-static void conversation_drop(Conversation *talk, size_t first, size_t end) {
-    for (size_t i = first; i < end; i++) message_free(&talk->p[i]);
-    for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
-    talk->n -= end - first;
-}
-
-// Answers the conversation's last message. If the prompt leaves no room for an answer, the older
-// half of the turns is forgotten, again until there is room or only the last message is left (and
-// the system message). If even that is too long, nothing is forgotten. False: there is no answer,
-// for that reason or as Ctrl-C came first.
-static bool answer_last(App *app) {
+// Answers the conversation's last message; with `again` the one before, whose new answer takes the
+// old one's place. If the prompt leaves no room for an answer, the older half of the turns is
+// forgotten, again until there is room or only the question is left; if even that is too long, no
+// turn is. False: there is no answer, for that reason or as Ctrl-C came first.
+static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
+    const Conversation asked = {talk->p, talk->n - again, 0};
     const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
     const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
     size_t first = system;
-    for (;; first += (talk->n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
-        render(&app->engine.tokenizer, talk, first, app->think, &app->prompt);
-        if (app->prompt.n + room <= context || first == talk->n - 1 || interrupted) break;
+    for (;; first += (asked.n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
+        render(&app->engine.tokenizer, &asked, first, app->think, &app->prompt);
+        if (app->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
-    const bool fits = !interrupted && check_length(app, "prompt", app->prompt.n);
-    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
-    if (fits && first > system) {
+    if (interrupted || !check_length(app, "prompt", app->prompt.n)) return false;
+    if (first > system)
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
-        conversation_drop(talk, system, first);
-    }
-    Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
-    if (fits) {
-        give_notices(app);
-        writer_thinks(&app->writer, begins_thinking(app));
-        respond(app, answer);
-    }
-    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
-    if (!answered) conversation_drop(talk, talk->n - 1, talk->n);
+    conversation_drop(talk, system, first);
+    give_notices(app);
+    writer_thinks(&app->writer, begins_thinking(app));
+    const bool answered = respond(app);
+    const size_t last = talk->n - 1;
+    if (!answered) conversation_drop(talk, last, talk->n);
+    else if (again) conversation_drop(talk, last - 1, last);
     return answered;
 }
 
 static void chat_turn(App *app, Bytes text) {
     Conversation *talk = &app->conversation;
     conversation_add(talk, USER, text);
-    if (answer_last(app)) return;
+    if (answer_last(app, false)) return;
     if (interrupted && app->dialogue)
         notice("chat: stopped before its answer, the message is taken back");
     conversation_drop(talk, talk->n - 1, talk->n);
@@ -2355,8 +2351,8 @@ enum { MOST_BYTES = INT_MAX - (1 << 17) };  // of a text: just below 2 GB
 typedef struct {   // of a file
     int fd;
     const char *name;
-    Buffer data;   // bytes that were read
-    size_t end;    // of the last line
+    Buffer data;   // the last line, and what was read after it
+    size_t end;    // of that line
 } Lines;
 
 // The next line, with its newline. One that is too long loses its end, but is still longer than
@@ -2364,23 +2360,22 @@ typedef struct {   // of a file
 // input, or Ctrl-C.
 static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
-    const uint8_t *newline = NULL;
-    ssize_t got = 1;
+    const uint8_t *newline;
+    size_t seen = 0;
     *line = (Bytes){0};
-    data->p = grow(data->p, &data->cap, data->n, 1, 1);  // not NULL
-    for (size_t seen = in->end; got > 0; got = interrupted ? -1 : read_more(in->fd, data)) {
-        newline = memchr(data->p + seen, '\n', data->n - seen);
-        if (newline) break;
+    buffer_cut(data, in->end);
+    in->end = 0;
+    buffer_add(data, *line);  // data->p is not NULL
+    while (!(newline = memchr(data->p + seen, '\n', data->n - seen))) {
         if (!wait && !input_ready(in->fd)) return true;
-        buffer_cut(data, in->end);
-        in->end = 0;
         seen = data->n = min_size(data->n, MOST_BYTES + 3);  // three more: see chop
+        const ssize_t got = interrupted ? -1 : read_more(in->fd, data);
+        if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
+        if (got < 0) return false;
+        if (got == 0) break;
     }
-    if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
-    if (got < 0) return false;
-    const size_t end = newline ? (size_t)(newline - data->p) + 1 : data->n;
-    *line = (Bytes){data->p + in->end, end - in->end};
-    in->end = end;
+    in->end = newline ? (size_t)(newline - data->p) + 1 : data->n;
+    *line = (Bytes){data->p, in->end};
     return line->n > 0;
 }
 
@@ -2417,8 +2412,8 @@ static bool read_message(App *app) {
             message->n--;
         } else if (after == NOTHING) {
             if (got == 1) message->n--;  // Enter alone just sends what is there
-            if (before != LINE) break;
-            if (!cut) fputs("(Enter sends) ", stderr);
+            if (before != LINE || cut) break;
+            fputs("(Enter sends) ", stderr);
         }
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
@@ -2446,9 +2441,8 @@ static Bytes take_word(Bytes *text) {
     *text = bytes_from(*text, quoted);
     const uint8_t *end = memchr(text->p, mark, text->n);
     const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
-    size_t next = min_size(word.n + 1, text->n);
-    while (next < text->n && text->p[next] == ' ') next++;
-    *text = bytes_from(*text, next);
+    *text = bytes_from(*text, min_size(word.n + 1, text->n));
+    while (text->n && *text->p == ' ') *text = bytes_from(*text, 1);
     return word;
 }
 
@@ -2464,11 +2458,10 @@ static void send_file(App *app, Bytes text) {
     buffer_cut(message, message->n - text.n);
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
-    const char *error = NULL;
     const unsigned mode = file_mode(path);
-    if (!*path) error = "missing, expected /file PATH TEXT";
-    else if ((mode && !S_ISREG(mode)) || !strcmp(path, "-")) error = "not a regular file";
-    else error = file_read(message, path);
+    const char *error = !*path ? "missing, expected /file PATH TEXT"
+        : (mode && !S_ISREG(mode)) || !strcmp(path, "-") ? "not a regular file"
+        : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
     else chat_turn(app, chop(bytes_of(message)));
@@ -2476,32 +2469,28 @@ static void send_file(App *app, Bytes text) {
 
 static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
 
-// Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
-// and letters, only /think is a message. (The model's other switch, /no_think, is not letters
-// alone.) False: it ends the program.
+// Sends what was typed, or runs it if it is a command: a line, not in quotes; only /file may have
+// something after it. Of lines that are just a slash and letters, only /think is a message. (The
+// model's other switch, /no_think, is not letters alone.) False: it ends the program.
 static bool run_message(App *app) {
     Conversation *talk = &app->conversation;
     const Bytes text = bytes_of(&app->input);
     Bytes rest = text, word = take_word(&rest);
     size_t letters = 1;
-    if (word.p != text.p) word.n = 0;  // in quotes it is no command
+    const bool command = word.p == text.p && !memchr(text.p, '\n', text.n);
+    if (!command || (rest.n && !is(word, "/file"))) word.n = 0;
     while (letters < word.n && isalpha(word.p[letters])) letters++;
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    } else if (is(word, "/file") && !memchr(text.p, '\n', text.n)) {
+    } else if (is(word, "/file")) {
         send_file(app, rest);
-    } else if (rest.n) {
-        chat_turn(app, text);
     } else if (is(word, "/help")) {
         fputs(commands, stderr);
-    } else if (is(word, "/retry") && talk->n < 2) {
-        notice("/retry: there is no answer yet");
-    } else if (is(word, "/retry") && app->engine.answer.sampler.temperature == 0) {
-        notice("/retry: -t 0 would draw the same answer again");
     } else if (is(word, "/retry")) {
-        const Message old = talk->p[--talk->n];
-        if (!answer_last(app)) talk->p[talk->n++] = old;
-        else message_free(&old);
+        const bool greedy = app->engine.answer.sampler.temperature == 0;
+        if (talk->n < 2) notice("/retry: there is no answer yet");
+        else if (greedy) notice("/retry: -t 0 would draw the same answer again");
+        else answer_last(app, true);
     } else if (is(word, "/clear")) {
         conversation_drop(talk, app->options.system != NULL, talk->n);
     } else if (is(word, "/bye") || is(word, "/exit") || is(word, "/quit") || is(word, "exit") ||
@@ -2592,9 +2581,8 @@ static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
 static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)row * c->dim;
-    const float *x = m->state.x + (size_t)row * c->dim;
     double squares = 0;
-    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
+    rmsnorm(h, m->state.x + (size_t)row * c->dim, m->weights.rms_final, c->dim, c->rms_norm_eps);
     for (int i = 0; i < c->dim; i++) squares += (double)h[i] * h[i];
     const double length = fmax(sqrt(squares), 1e-12);
     for (int i = 0; i < c->dim; i++) buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
@@ -2612,24 +2600,20 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 static void run_raw(App *app, Bytes text) {
     Engine *e = &app->engine;
     const Ids *ids = &app->prompt;
-    const size_t context = e->model.state.seq_len;
-    Message answer = {0};
     Buffer lines = {0};
+    bool finite = true;
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
-    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids->n)) exit(EXIT_FAILURE);
+    if (app->mode != TOKENIZE) check_length(app, "prompt", ids->n);
     give_notices(app);
-    if (app->mode == GENERATE) respond(app, &answer);
-    if (app->mode == EMBED && prefill(e, ids) && !buffer_add_embedding(&lines, &e->model, 0))
-        die(BAD_VECTOR);
+    if (app->mode == GENERATE) respond(app);
+    if (app->mode == EMBED) finite = prefill(e, ids) && buffer_add_embedding(&lines, &e->model, 0);
     if (app->mode == PERPLEXITY) {
-        if (ids->n > context)
-            notice("text: %zu tokens are scored in pieces of %zu (-c)", ids->n, context);
         progress_start(&e->model, ids->n - 1);
-        const bool good = buffer_add_perplexity(&lines, e, ids);
+        finite = buffer_add_perplexity(&lines, e, ids);
         progress_end();
-        if (!good && !interrupted) die(NOT_FINITE);
     }
+    if (!finite && !interrupted) die("%s", app->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
     if (app->mode == TOKENIZE && !app->options.verbose) buffer_add_ids(&lines, ids);
     for (size_t i = 0; app->mode == TOKENIZE && app->options.verbose && i < ids->n; i++) {
         buffer_print(&lines, "%d ", ids->p[i]);
@@ -2637,7 +2621,6 @@ static void run_raw(App *app, Bytes text) {
     }
     write_stdout(bytes_of(&lines));
     free(lines.p);
-    message_free(&answer);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2970,7 +2953,7 @@ static void add_line(List *l, Bytes line) {
     Place *p = l->active[l->n_active + 1];
     give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
-        fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+        fprintf(stderr, "seed %llu\n", app->options.seed);
     snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
     drop_blocks(l, p);
     bool good = encode_line(l, chop(line), &p->ids);
@@ -3127,8 +3110,7 @@ static int run_list(App *app) {
         p->answer.sampler.seen = alloc(vocab_size, sizeof(bool), "the list");
         p->answer.writer = &p->writer;
         p->answer.drawn = &p->drawn;
-        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->text,
-                             .stop = app->writer.stop};
+        p->writer = (Writer){.chat = app->mode == CHAT, .to = &p->text, .stop = app->writer.stop};
     }
     patience = 0;
     while (admit(l) && pass(l)) {
@@ -3323,7 +3305,7 @@ static void prepare_answers(App *app) {
         .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
     };
     app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
-                           .began = true, .stop = bytes(o->stop ? o->stop : "")};
+                           .stop = bytes(o->stop ? o->stop : "")};
     app->engine.answer.writer = &app->writer;
 }
 
