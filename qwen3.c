@@ -1217,10 +1217,10 @@ static bool is_stop(const Tokenizer *tok, int id) {
 }
 
 // The prompt is there, the answer begins.
-static void answer_start(Answer *a, const Tokenizer *tok, const int *prompt, size_t n) {
+static void answer_start(Answer *a, const Tokenizer *tok) {
     memset(a->sampler.answered, 0, tok->vocab_size * sizeof(bool));
     memset(a->sampler.seen, 0, tok->vocab_size * sizeof(bool));
-    for (size_t i = 0; i < n; i++) a->sampler.seen[prompt[i]] = true;
+    for (size_t i = 0; i < a->text.ids.n; i++) a->sampler.seen[a->text.ids.p[i]] = true;
     a->drawn->n = 0;
 }
 
@@ -1239,7 +1239,7 @@ static Ending answer_add(const Engine *e, Answer *a, int id) {
 static Ending generate(Engine *e, Ids *drawn) {
     Answer *a = &e->answer;
     a->drawn = drawn;
-    answer_start(a, &e->tokenizer, a->text.ids.p, a->text.ids.n);
+    answer_start(a, &e->tokenizer);
     advance_start(e);
     if (e->max_new == 0) return LIMIT_REACHED;
     float *logits = classify(&e->model, 0, 1);
@@ -2203,6 +2203,30 @@ static bool begins_thinking(const App *app) {
     return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
+// Prepares an answer, which goes to stdout, or of a list `to` somewhere else. Where the options do
+// not say how tokens are drawn, it is as the checkpoint asks for; but as Qwen advises for answers
+// without thinking, unless the checkpoint asks for greedy ones.
+static void prepare_answer(App *app, Answer *a, Writer *writer, Buffer *to) {
+    const Options *o = &app->options;
+    const Tokenizer *tok = &app->engine.tokenizer;
+    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
+    app->think = can_switch && o->think == 1;
+    const bool advised = app->mode == CHAT && can_switch && !app->think && tok->temperature != 0;
+    a->sampler = (Sampler){
+        .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
+        .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
+        .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
+        .presence = o->presence,
+        .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
+        .rng = o->seed,
+        .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+        .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+    };
+    *writer = (Writer){.chat = app->mode == CHAT, .terminal = !to && is_terminal(STDOUT_FILENO),
+                       .to = to, .stop = bytes(o->stop ? o->stop : "")};
+    a->writer = writer;
+}
+
 // What stderr says before the model runs: the prompt's ids, and the first time the notices, which
 // wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
@@ -2630,7 +2654,7 @@ static void run_raw(App *app, Bytes text) {
 typedef struct {
     Bytes rest;            // what has not been read
     const char *expected;  // what was not found there: after an error nothing is taken any more
-    Buffer text;           // the last string
+    Buffer *text;          // the last string
 } Json;
 
 static void json_need(Json *j, bool taken, const char *what) {
@@ -2659,29 +2683,27 @@ static bool json_token(Json *j, const char *word) {  // perhaps after white spac
 // What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    const Bytes start = j->rest;
-    const bool escape = json_take(j, "\\"), unit = escape && json_take(j, "u");
-    const uint8_t c = j->rest.n ? *j->rest.p : 0;
-    const char *name = escape ? memchr(names, c, sizeof(names) - 1) : NULL;
-    char hex[5] = "";
-    if (unit) memcpy(hex, j->rest.p, min_size(j->rest.n, 4));
-    const bool good = unit ? strspn(hex, "0123456789abcdefABCDEF") == 4
-                      : escape ? name != NULL : c >= ' ';
-    json_need(j, good, "a string's character, or an escape as in \\n or \\u00e9");
-    j->rest = good ? bytes_from(j->rest, unit ? 4 : 1) : start;
-    return unit ? (int)strtol(hex, NULL, 16) : name ? meant[name - names] : BAD_BYTE + c;
+    char s[7] = "";
+    memcpy(s, j->rest.p, min_size(j->rest.n, 6));
+    const bool escape = s[0] == '\\', plain = !escape && (uint8_t)s[0] >= ' ';
+    const bool unit = escape && s[1] == 'u' && strspn(s + 2, "0123456789abcdefABCDEF") == 4;
+    const char *name = escape && s[1] ? strchr(names, s[1]) : NULL;
+    json_need(j, plain || unit || name, "a string's character, or an escape as in \\n or \\u00e9");
+    j->rest = bytes_from(j->rest, unit ? 6 : name ? 2 : plain);
+    if (unit) return (int)strtol(s + 2, NULL, 16);
+    return name ? meant[name - names] : BAD_BYTE + (uint8_t)s[0];
 }
 
 static bool json_string(Json *j) {
     if (!json_token(j, "\"")) return false;
-    j->text.n = 0;
+    j->text->n = 0;
     for (int c, before = 0; !j->expected && !json_take(j, "\""); before = c) {
         c = json_char(j);
         if (before >= 0xD800 && before < 0xDC00 && c >= 0xDC00 && c < 0xE000) {
             c += 0x10000 + ((before - 0xD800) << 10) - 0xDC00;
-            j->text.n -= 3;  // the first half, which was alone
+            j->text->n -= 3;  // the first half, which was alone
         }
-        add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
+        add_char(j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
     }
     return true;
 }
@@ -2716,26 +2738,26 @@ static bool json_value(Json *j, int depth) {
     return false;
 }
 
-static bool json_is(const Json *j, const char *text) {
-    return is(bytes_of(&j->text), text);
-}
-
 // A message, which `talk` gets; returns its role. Of equal keys the last one counts.
 static int json_message(Json *j, Conversation *talk) {
     Message *message = conversation_add(talk, -1, (Bytes){0});
     bool has_content = false;
-    json_need(j, json_token(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
+    json_token(j, "");
+    const Bytes start = j->rest;
+    json_need(j, json_take(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
     for (int i = 0; json_next(j, "}", i == 0); i++) {
-        const bool role = json_is(j, "role"), content = json_is(j, "content");
+        const bool role = is(bytes_of(j->text), "role"), content = is(bytes_of(j->text), "content");
         const bool text = json_value(j, 2);  // j->text had the key, now it has the value
+        const Bytes value = text ? bytes_of(j->text) : (Bytes){0};
         if (role)
-            message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
-                            : json_is(j, "assistant") ? ASSISTANT : -1;
+            message->role = is(value, "system") ? SYSTEM : is(value, "user") ? USER
+                            : is(value, "assistant") ? ASSISTANT : -1;
         if (!content) continue;
         has_content = text;
         message->text.n = 0;
-        buffer_add(&message->text, bytes_of(&j->text));
+        buffer_add(&message->text, value);
     }
+    if (!j->expected && (message->role < 0 || !has_content)) j->rest = start;
     json_need(j, message->role >= 0, "a role: system, user or assistant");
     json_need(j, has_content, "a content that is a string");
     return message->role;
@@ -2775,19 +2797,19 @@ static void json_line(Json *j, Conversation *talk) {
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
 // like another, say with the same instruction, shares its blocks: each block counts its users. Of
-// the first block that is not the same to its end the text gets a copy. A text that has ended keeps
-// its blocks until they or its place are needed, so that there is something to share even if all
-// answers are one word. When no block is left, the youngest text gives its blocks back, and later
-// runs again up to the last token that it drew (preemption by recomputation).
+// the first block that is not the same to its end the text gets a copy. A text that does not run,
+// as it has ended or waits, keeps its blocks until they or its place are needed, so that there is
+// something to share even if all answers are one word. When no block is left, the youngest text
+// stops running, and later runs again up to the last token that it drew (preemption by
+// recomputation).
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
 typedef struct {    // for a text
     size_t number;  // of its line, from 0
-    Buffer *line;   // of the output, once it is done
-    Ids ids;        // its tokens: the prompt's, then those that were drawn
-    Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
+    Answer answer;  // its text.ids are the prompt's, then those that were drawn,
+    size_t run;     // so many of which have run
     int n_blocks;   // in answer.text.blocks
     size_t cached;  // tokens of its prompt that were there when it began
     Ending ending;  // INTERRUPTED: what the model gave is not finite
@@ -2813,8 +2835,6 @@ typedef struct {
     int n_ready;
     int *users, n_unused;   // (State.blocks) texts that have this block; blocks that nobody has
     char where[640];        // the line that was read last, for messages
-    Json json;
-    Conversation talk;      // its messages, or its text as one message
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
     size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
     size_t pieces;          // texts that are scored in pieces
@@ -2843,17 +2863,14 @@ static void take_block(List *l, Place *p, int block) {  // -1: the first that no
 }
 
 static void drop_blocks(List *l, Place *p) {
-    while (p->n_blocks > 0) {
-        const int block = p->answer.text.blocks[--p->n_blocks];
-        l->n_unused += --l->users[block] == 0;
-    }
-    p->answer.text.ids.n = 0;
+    while (p->n_blocks > 0) l->n_unused += --l->users[p->answer.text.blocks[--p->n_blocks]] == 0;
+    p->run = 0;
 }
 
-// Are there so many blocks that nobody has? Until there are, the free places lose theirs, first the
-// one that has been free for the longest time.
+// Are there so many blocks that nobody has? Until there are, the texts that do not run lose theirs:
+// first the one that ended the longest time ago, last the first one that waits.
 static bool find_blocks(List *l, int n) {
-    for (int i = l->n_places; i >= l->n_active && l->n_unused < n; i--)
+    for (int i = l->n_places; i >= l->n_running && l->n_unused < n; i--)
         drop_blocks(l, l->active[i]);
     return l->n_unused >= n;
 }
@@ -2865,82 +2882,74 @@ static bool find_blocks(List *l, int n) {
 // give its blocks back at once. If no text runs, all blocks are there, and any text begins.
 static bool begin(List *l) {
     Place *p = l->active[l->n_running], *like = p;
-    const Ids *ids = &p->ids;
+    const Ids *ids = &p->answer.text.ids;
     const size_t len = l->app->engine.model.state.block_len;
     const int n_blocks = (int)((ids->n + len - 1) / len);
-    size_t same = 0;
+    size_t same = p->run;
     for (Place *other = l->places; other <= l->places + l->n_places; other++) {
+        const Ids *its = &other->answer.text.ids;
         size_t n = 0;
-        while (other->n_blocks && n + 1 < ids->n && n < other->ids.n &&
-               ids->p[n] == other->ids.p[n])
-            n++;
-        if (n > same) same = n, like = other;
+        while (other->n_blocks && n + 1 < ids->n && n < its->n && ids->p[n] == its->p[n]) n++;
+        if (n > same && other != p) same = n, like = other;
     }
-    const size_t run = like->answer.text.ids.n;  // a text that does not run any more has run all
-    if (same >= run + len) return false;
-    if (same > run) same = run;
+    if (same >= like->run + len) return false;
+    same = min_size(same, like->run);
     const int *theirs = like->answer.text.blocks, whole = (int)(same / len);
-    for (int i = 0; i < whole; i++) take_block(l, p, theirs[i]);
-    if (!find_blocks(l, n_blocks - whole + l->n_running + 1) && l->n_running) {
-        if (whole && !like->n_blocks) {  // it has just lost them: it keeps what p can share
-            like->n_blocks = whole;
-            like->ids.n = like->answer.text.ids.n = whole * len;
-            p->n_blocks = 0;
-        }
+    if (like != p) {
         drop_blocks(l, p);
+        while (p->n_blocks < whole) take_block(l, p, theirs[p->n_blocks]);
+        p->run = whole * len;
+    }
+    l->n_running++;
+    if (!find_blocks(l, n_blocks - p->n_blocks + l->n_running) && l->n_running > 1) {
+        l->n_running--;
         return false;
     }
     while (p->n_blocks < n_blocks) take_block(l, p, -1);
     // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
     if (same % len)
         cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
+    p->run = same;
     l->cached -= p->cached;  // of a text that begins again, only this time counts
     p->cached = min_size(same, ids->n - p->drawn.n);
     l->cached += p->cached;
-    p->answer.text.ids.n = same;
-    l->n_running++;
     return true;
 }
 
+#define refuse(...) (report(__VA_ARGS__), false)
+
 // Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
 static bool encode_line(List *l, Bytes line, Ids *ids) {
-    const App *app = l->app;
+    App *app = l->app;
     const Options *o = &app->options;
     const Model *m = &app->engine.model;
     const Tokenizer *tok = &app->engine.tokenizer;
     const bool chat = app->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
-    Conversation *talk = &l->talk;
-    Json *j = &l->json;
+    Conversation *talk = &app->conversation;  // its messages, or its text as one
+    Json j = {.rest = line, .text = &app->input};
     size_t size = 0;
-    if (line.n + before.n > MOST_BYTES) {
-        report("%s: too long, expected less than 2 GB", l->where);
-        return false;
-    }
-    *j = (Json){.rest = line, .text = j->text};
+    if (line.n + before.n > MOST_BYTES)
+        return refuse("%s: too long, expected less than 2 GB", l->where);
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
-    if (o->json_list) json_line(j, chat ? talk : NULL);
-    if (j->expected) {
-        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
-               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
-               (int)min_size(j->rest.n, 16), j->rest.p);
-        return false;
-    }
+    if (l->read == 0) json_take(&j, "\uFEFF");  // a byte order mark
+    if (o->json_list) json_line(&j, chat ? talk : NULL);
+    const char *found = !j.rest.n ? "the end" : !*j.rest.p ? "a NUL" : "";
+    if (j.expected)
+        return refuse("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
+                      line.n - j.rest.n + 1, j.expected, found, (int)min_size(j.rest.n, 16),
+                      j.rest.p);
     if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
         Buffer *text = &conversation_add(talk, USER, before)->text;
         if (o->text) buffer_add(text, bytes("\n\n"));
-        buffer_add(text, o->json_list ? bytes_of(&j->text) : line);
+        buffer_add(text, o->json_list ? bytes_of(j.text) : line);
     }
-    for (size_t i = 0; i < talk->n; i++) {  // an earlier answer may lose its thinking
-        if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
-    }
-    if (l->together && size / 4 > tok->longest * m->state.seq_len) {  // NFC leaves a quarter
-        report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               l->where, m->state.seq_len, m->config.max_seq_len, size);
-        return false;
-    }
+    for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
+        size += talk->p[i].role == ASSISTANT ? 0 : talk->p[i].text.n;
+    if (l->together && size / 4 > tok->longest * m->state.seq_len)  // NFC leaves a quarter
+        return refuse("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
+                      l->where, m->state.seq_len, m->config.max_seq_len, size);
     ids->n = 0;
     if (chat) render(tok, talk, 0, app->think, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
@@ -2951,33 +2960,34 @@ static bool encode_line(List *l, Bytes line, Ids *ids) {
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Place *p = l->active[l->n_active + 1];
+    const Ids *ids = &p->answer.text.ids;
+    Buffer *out = &l->lines[l->read % AHEAD];
     give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", app->options.seed);
     snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
     drop_blocks(l, p);
-    bool good = encode_line(l, chop(line), &p->ids);
-    if (good) l->prompts += p->ids.n;
+    bool good = encode_line(l, chop(line), &p->answer.text.ids);
     l->consumed += line.n;
     p->number = l->read++;
-    p->line = &l->lines[p->number % AHEAD];
+    if (good) l->prompts += ids->n;
     if (good && l->together) {
         p->text.n = p->cached = 0;
         p->answer.sampler.rng = app->options.seed + p->number;
-        answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+        answer_start(&p->answer, &app->engine.tokenizer);
         writer_thinks(&p->writer, begins_thinking(app));
         l->active[l->n_active + 1] = l->active[l->n_active];
         l->active[l->n_active++] = p;
         return;
     }
-    if (good) l->rows += p->ids.n;
-    if (good && app->mode == TOKENIZE) buffer_add_ids(p->line, &p->ids);
+    if (good) l->rows += ids->n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(out, ids);
     if (good && app->mode == PERPLEXITY) {
-        l->pieces += p->ids.n > (size_t)app->engine.model.state.seq_len;
-        good = buffer_add_perplexity(p->line, &app->engine, &p->ids);
+        l->pieces += ids->n > (size_t)app->engine.model.state.seq_len;
+        good = buffer_add_perplexity(out, &app->engine, ids);
         if (!good && !interrupted) report("%s: " NOT_FINITE, l->where);
     }
-    line_done(l, p->line, good);
+    line_done(l, out, good);
 }
 
 // False: all is done, or Ctrl-C. Else some text runs, and while one does, this does not wait for
@@ -2990,8 +3000,8 @@ static bool admit(List *l) {
             l->ahead > AHEAD_BYTES || interrupted)
             break;
         l->ended = !next_line(&l->in, &line, l->n_active == 0);
-        if (!l->ended && line.n == 0) break;  // it comes later
-        if (!l->ended) add_line(l, line);
+        if (line.n == 0) break;  // the end, or it comes later
+        add_line(l, line);
     }
     while (l->n_running < l->n_active && begin(l)) {}
     return l->n_active > 0 && !interrupted;
@@ -2999,25 +3009,24 @@ static bool admit(List *l) {
 
 // Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks, but
 // a text that decodes may need another one. If there is none, the youngest text, perhaps this one,
-// gives its blocks back; it has no rows yet. That never happens to a text that runs alone, as all
+// does not run any more; it has no rows yet. That never happens to a text that runs alone, as all
 // blocks are its own then. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
     for (int i = 0; i < l->n_running; i++) {
         Place *p = l->active[i];
-        Text *text = &p->answer.text;
-        const bool full = text->ids.n == (size_t)p->n_blocks * s->block_len;
-        while (full && !find_blocks(l, 1) && l->n_running > i)
-            drop_blocks(l, l->active[--l->n_running]);
-        if (l->n_running == i) break;
+        const Text *text = &p->answer.text;
+        const bool full = p->run == (size_t)p->n_blocks * s->block_len;
+        while (full && !find_blocks(l, 1)) l->n_running--;
+        if (l->n_running <= i) break;
         if (full) take_block(l, p, -1);
         const int end = s->batch - (l->n_running - i - 1);
-        for (; text->ids.n < p->ids.n && n < end; text->ids.n++) {
-            const int pos = (int)text->ids.n;
-            s->rows[n++] = (Row){p->ids.p[pos], pos, text, pos + 1 == (int)p->ids.n};
+        for (; p->run < text->ids.n && n < end; p->run++) {
+            const bool last = p->run + 1 == text->ids.n;
+            s->rows[n++] = (Row){text->ids.p[p->run], (int)p->run, text, last};
         }
-        if (text->ids.n == p->ids.n) l->ready[l->n_ready++] = p;
+        if (p->run == text->ids.n) l->ready[l->n_ready++] = p;
     }
     l->rows += n;
     return forward(&l->app->engine.model, n);
@@ -3038,7 +3047,7 @@ static void sample_job(void *arg, int begin, int end) {
         const int id = sample(&p->answer.sampler, logits, vocab_size);
         if (id < 0) p->ending = INTERRUPTED;
         else p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
-        if (p->ending == GOES_ON) ids_add(&p->ids, id);
+        if (p->ending == GOES_ON) ids_add(&p->answer.text.ids, id);
     }
 }
 
@@ -3047,6 +3056,7 @@ static void write_ended(List *l) {
     const bool embeds = l->app->mode == EMBED;
     for (int i = 0, at; i < l->n_ready; i++) {
         Place *p = l->ready[i];
+        Buffer *line = &l->lines[p->number % AHEAD];
         if (p->ending == GOES_ON) continue;
         if (p->ending == INTERRUPTED)
             report("%s: line %zu: %s", l->in.name, p->number + 1, embeds ? BAD_VECTOR : NOT_FINITE);
@@ -3054,9 +3064,9 @@ static void write_ended(List *l) {
         l->thinking += p->writer.thinking;
         l->answers += p->drawn.n;
         writer_end(&p->writer);
-        if (embeds) buffer_add(p->line, bytes_of(&p->text));
-        else buffer_add_json(p->line, bytes_of(&p->text));
-        line_done(l, p->line, p->ending != INTERRUPTED);
+        if (embeds) buffer_add(line, bytes_of(&p->text));
+        else buffer_add_json(line, bytes_of(&p->text));
+        line_done(l, line, p->ending != INTERRUPTED);
         for (at = 0; l->active[at] != p; at++) {}
         l->n_running--;
         l->n_active--;
@@ -3071,21 +3081,24 @@ static int list_end(const List *l) {
     const unsigned long long seed = l->app->options.seed, next = seed + l->written;
     const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
+    const bool draws = l->app->mode <= GENERATE;
+    char go_on[32] = "";
+    if (draws) snprintf(go_on, sizeof(go_on), ", -s %llu", next);
     progress_end();
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
-        notice("list: %zu lines are written; to go on: tail -n +%zu, -s %llu", l->written,
-               l->written + 1, next);
-    char answers[128] = "";
-    if (l->app->mode <= GENERATE && l->written)
-        snprintf(answers, sizeof(answers), ", answers %zu tokens at %.*f/s, seeds %llu to %llu",
-                 l->answers, rate < 999.95, rate, seed, next - 1);
+        notice("list: %zu lines are written; to go on: tail -n +%zu%s", l->written,
+               l->written + 1, go_on);
     if (!quiet)
-        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)%s\n", l->written, l->prompts,
-                l->cached, answers);
+        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
+                l->cached);
+    if (!quiet && draws && l->written)
+        fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
+                rate < 999.95, rate, seed, next - 1);
+    if (!quiet) fputc('\n', stderr);
     return interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }
 
@@ -3094,7 +3107,6 @@ static int run_list(App *app) {
     List *l = &list;
     const Options *o = &app->options;
     const State *s = &app->engine.model.state;
-    const int vocab_size = app->engine.tokenizer.vocab_size;
     const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
     *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .start = now(),
                 .together = app->mode != TOKENIZE && app->mode != PERPLEXITY,
@@ -3104,13 +3116,9 @@ static int run_list(App *app) {
     l->size = file_size(l->in.fd);
     for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
         Place *p = l->active[i] = &l->places[i];
-        p->answer = app->engine.answer;
+        prepare_answer(app, &p->answer, &p->writer, &p->text);
         p->answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
-        p->answer.sampler.answered = alloc(vocab_size, sizeof(bool), "the list");
-        p->answer.sampler.seen = alloc(vocab_size, sizeof(bool), "the list");
-        p->answer.writer = &p->writer;
         p->answer.drawn = &p->drawn;
-        p->writer = (Writer){.chat = app->mode == CHAT, .to = &p->text, .stop = app->writer.stop};
     }
     patience = 0;
     while (admit(l) && pass(l)) {
@@ -3285,30 +3293,6 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-// Prepares the sampler and the writer. Where the options do not say how tokens are drawn, it is as
-// the checkpoint asks for; but as Qwen advises for answers without thinking, unless the checkpoint
-// asks for greedy ones.
-static void prepare_answers(App *app) {
-    const Options *o = &app->options;
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
-    app->think = can_switch && o->think == 1;
-    const bool advised = app->mode == CHAT && can_switch && !app->think && tok->temperature != 0;
-    app->engine.answer.sampler = (Sampler){
-        .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
-        .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
-        .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
-        .presence = o->presence,
-        .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
-        .rng = o->seed,
-        .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-        .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-    };
-    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
-                           .stop = bytes(o->stop ? o->stop : "")};
-    app->engine.answer.writer = &app->writer;
-}
-
 static void load(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
@@ -3339,7 +3323,7 @@ static void load(App *app) {
 static int run(App *app) {
     const char *system = app->options.system;
     load(app);
-    prepare_answers(app);
+    prepare_answer(app, &app->engine.answer, &app->writer, NULL);
     const bool chat = app->mode == CHAT;
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (is_list(&app->options)) return run_list(app);

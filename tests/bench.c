@@ -286,7 +286,7 @@ static double run_texts(int unused) {
     app = (App){.options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
                                                        "-s", "1", "-q"}),
                 .engine = {.model = m, .tokenizer = words, .max_new = list.answer}, .mode = GENERATE};
-    prepare_answers(&app);
+    prepare_answer(&app, &app.engine.answer, &app.writer, NULL);
     const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
     if (out < 0 || null < 0 || dup2(null, STDOUT_FILENO) < 0) die("/dev/null: %s", strerror(errno));
     run_list(&app);

@@ -1218,19 +1218,21 @@ static void test_json(void) {
                          "[1,]", "[,]", "[1 2]", "{", "{\"a\"", "{\"a\":", "{\"a\":1", "{\"a\":1,}", "{a:1}", "{1:1}", "01",
                          "1.", ".5", "+1", "1e", "1e+", "-", "--1", "truer", "tru", "nul", "\"a\" b", "[]]", "\"\\u 123\""};
     for (size_t i = 0; i < sizeof(good) / sizeof(*good); i++) {
-        Json j = {.rest = bytes(good[i].line)};
+        Buffer text = {0};
+        Json j = {.rest = bytes(good[i].line), .text = &text};
         json_value(&j, 0);
         json_token(&j, "");
         CHECK(!j.expected && j.rest.n == 0, "%s", good[i].line);
-        if (good[i].text) CHECK(bytes_equal(bytes_of(&j.text), bytes(good[i].text)), "%s", good[i].line);
-        free(j.text.p);
+        if (good[i].text) CHECK(bytes_equal(bytes_of(&text), bytes(good[i].text)), "%s", good[i].line);
+        free(text.p);
     }
     for (size_t i = 0; i < sizeof(bad) / sizeof(*bad); i++) {
-        Json j = {.rest = bytes(bad[i])};
+        Buffer text = {0};
+        Json j = {.rest = bytes(bad[i]), .text = &text};
         json_value(&j, 0);
         json_token(&j, "");
         CHECK(j.expected || j.rest.n, "%s", bad[i]);
-        free(j.text.p);
+        free(text.p);
     }
     for (int depth = 99; depth <= 101; depth++) {
         char line[203];
@@ -1260,7 +1262,8 @@ static void test_json_messages(void) {
         {"[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"}]", NULL, 0}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         Conversation talk = {0};
-        Json j = {.rest = bytes(cases[i].line)};
+        Buffer text = {0};
+        Json j = {.rest = bytes(cases[i].line), .text = &text};
         json_line(&j, &talk);
         CHECK(!j.expected == !!cases[i].roles, "%s", cases[i].line);
         for (size_t k = 0; cases[i].roles && k < strlen(cases[i].roles); k++) {
@@ -1270,7 +1273,7 @@ static void test_json_messages(void) {
             CHECK(bytes_equal(bytes_of(&talk.p[talk.n - 1].text), bytes(cases[i].last)), "%s", cases[i].line);
         conversation_drop(&talk, 0, talk.n);
         free(talk.p);
-        free(j.text.p);
+        free(text.p);
     }
 }
 
@@ -1402,7 +1405,7 @@ static int print_tokens(const Tokenizer *t) {
 
 static int print_prompt(App *app) {
     const Tokenizer *t = &app->engine.tokenizer;
-    prepare_answers(app);
+    prepare_answer(app, &app->engine.answer, &app->writer, NULL);
     Conversation c = {0};
     Buffer text = {0};
     Ids ids = {0};
