@@ -3433,9 +3433,9 @@ INLINE float choose(int32_t yes, float a, float b) {
 }
 
 // If |x| < 2^22, the float x + 1.5 * 2^23 has no bits left for a fraction. Read as an integer, it
-// is ROUNDER_BITS + x, with x rounded to the nearest integer (ties to even), also if x < 0.
+// is 0x4B400000 + x, with x rounded to the nearest integer (ties to even), also if x < 0; its low
+// byte is that of x.
 #define ROUNDER 12582912.0f
-enum { ROUNDER_BITS = 0x4B400000 };
 
 // exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
 // exp(0) is exactly 1. For x < -87.7 the result is 0, as n = -127 makes the exponent's bits 0.
@@ -3450,8 +3450,8 @@ INLINE float fast_exp(float x) {
     p = mul_add(p, r, 1.6666665459e-1f);
     p = mul_add(p, r, 5.0000001201e-1f);
     p = mul_add(p, r * r, r) + 1;
-    // The bits of `shifted` are ROUNDER_BITS + n. The shift by 23 drops ROUNDER_BITS and moves
-    // n + 127 into the exponent's place, which gives the float 2^n.
+    // The bits of `shifted` are 0x4B400000 + n. The shift by 23 drops the former and moves n + 127
+    // into the exponent's place, which gives the float 2^n.
     return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
 }
 
@@ -3486,14 +3486,13 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
         const float largest = as_float(max);
         row.scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
         const float inverse = row.scale[g] != 0 ? 127 / largest : 0;
-        uint32_t sum = 0;
+        int sum = 0;
         for (int i = 0; i < group; i++) {
-            float shifted = x[i] * inverse + ROUNDER;
-            uint32_t rounded = (uint32_t)load_i32(&shifted) - ROUNDER_BITS;
-            q8[i] = (int8_t)rounded;
-            sum += rounded;
+            const float shifted = x[i] * inverse + ROUNDER;
+            q8[i] = (int8_t)load_i32(&shifted);
+            sum += q8[i];
         }
-        row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;
+        row.bias_fix[g] = -128 * sum;
     }
 }
 
