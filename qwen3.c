@@ -4250,19 +4250,17 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
-static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
-    return (size_t)LANES * (c->head_dim + value_dim(c));
-}
-
-// Floats from a block to the next. The number of pairs (layer, kv head) is made odd: with an even
-// one, all blocks of a head would share a fraction of the L2 cache's sets.
-static size_t block_stride(const Config *c) {
-    return ((size_t)c->n_layers * c->n_kv_heads | 1) * block_floats(c);
+// Where a block has the keys of a pair (layer, kv head), in floats from the cache's start. Its number
+// of pairs is made odd: with an even one, all blocks of a head would share a fraction of the L2
+// cache's sets.
+static size_t block_at(const Config *c, size_t block, size_t pair) {
+    const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
+    return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
 }
 
 static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos) {
-    const size_t block = text->blocks[pos / LANES], head = p->l * p->c->n_kv_heads + kv_head;
-    return p->s->cache + block * block_stride(p->c) + head * block_floats(p->c);
+    const size_t pair = p->l * p->c->n_kv_heads + kv_head;
+    return p->s->cache + block_at(p->c, text->blocks[pos / LANES], pair);
 }
 
 static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
@@ -4461,13 +4459,13 @@ static int most_blocks = INT_MAX;  // tests make it small
 
 // The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
 static int pool_blocks(const Config *c, int seq_len, int texts) {
-    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
+    const double room = memory_size() / 4 / (block_at(c, 1, 0) * sizeof(float));
     const double one = round_up(seq_len, LANES) / LANES;
     return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
 static void cache_copy(const Model *m, int to, int from) {
-    const size_t size = block_stride(&m->config);
+    const size_t size = block_at(&m->config, 1, 0);
     memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
 }
 
@@ -4507,7 +4505,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
         s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
         s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }
-    const size_t size = block_stride(c) * sizeof(float);
+    const size_t size = block_at(c, 1, 0) * sizeof(float);
     s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
 #ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
     char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
