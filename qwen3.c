@@ -3393,9 +3393,9 @@ INLINE float choose(int32_t yes, float a, float b) {
 }
 
 // If |x| < 2^22, the float x + 1.5 * 2^23 has no bits left for a fraction. Read as an integer, it
-// is ROUNDER_BITS + x, with x rounded to the nearest integer (ties to even), also if x < 0.
+// is 0x4B400000 + x, with x rounded to the nearest integer (ties to even), also if x < 0; its low
+// byte is that of x.
 #define ROUNDER 12582912.0f
-enum { ROUNDER_BITS = 0x4B400000 };
 
 // exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
 // exp(0) is exactly 1. For x < -87.7 the result is 0, as n = -127 makes the exponent's bits 0.
@@ -3410,8 +3410,8 @@ INLINE float fast_exp(float x) {
     p = mul_add(p, r, 1.6666665459e-1f);
     p = mul_add(p, r, 5.0000001201e-1f);
     p = mul_add(p, r * r, r) + 1;
-    // The bits of `shifted` are ROUNDER_BITS + n. The shift by 23 drops ROUNDER_BITS and moves
-    // n + 127 into the exponent's place, which gives the float 2^n.
+    // The bits of `shifted` are 0x4B400000 + n. The shift by 23 drops the former and moves n + 127
+    // into the exponent's place, which gives the float 2^n.
     return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
 }
 
@@ -3446,14 +3446,13 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
         const float largest = as_float(max);
         row.scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
         const float inverse = row.scale[g] != 0 ? 127 / largest : 0;
-        uint32_t sum = 0;
+        int sum = 0;
         for (int i = 0; i < group; i++) {
-            float shifted = x[i] * inverse + ROUNDER;
-            uint32_t rounded = (uint32_t)load_i32(&shifted) - ROUNDER_BITS;
-            q8[i] = (int8_t)rounded;
-            sum += rounded;
+            const float shifted = x[i] * inverse + ROUNDER;
+            q8[i] = (int8_t)load_i32(&shifted);
+            sum += q8[i];
         }
-        row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;
+        row.bias_fix[g] = -128 * sum;
     }
 }
 
@@ -4193,19 +4192,17 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
-static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
-    return (size_t)LANES * (c->head_dim + value_dim(c));
-}
-
-// Floats from a block to the next. The number of pairs (layer, kv head) is made odd: with an even
-// one, all blocks of a head would share a fraction of the L2 cache's sets.
-static size_t block_stride(const Config *c) {
-    return ((size_t)c->n_layers * c->n_kv_heads | 1) * block_floats(c);
+// Where a block has the keys of a pair (layer, kv head), in floats from the cache's start. Its number
+// of pairs is made odd: with an even one, all blocks of a head would share a fraction of the L2
+// cache's sets.
+static size_t block_at(const Config *c, size_t block, size_t pair) {
+    const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
+    return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
 }
 
 static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos) {
-    const size_t block = text->blocks[pos / LANES], head = p->l * p->c->n_kv_heads + kv_head;
-    return p->s->cache + block * block_stride(p->c) + head * block_floats(p->c);
+    const size_t pair = p->l * p->c->n_kv_heads + kv_head;
+    return p->s->cache + block_at(p->c, text->blocks[pos / LANES], pair);
 }
 
 static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
@@ -4404,13 +4401,13 @@ static int most_blocks = INT_MAX;  // tests make it small
 
 // The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
 static int pool_blocks(const Config *c, int seq_len, int texts) {
-    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
+    const double room = memory_size() / 4 / (block_at(c, 1, 0) * sizeof(float));
     const double one = round_up(seq_len, LANES) / LANES;
     return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
 static void cache_copy(const Model *m, int to, int from) {
-    const size_t size = block_stride(&m->config);
+    const size_t size = block_at(&m->config, 1, 0);
     memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
 }
 
@@ -4450,7 +4447,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
         s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
         s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }
-    const size_t size = block_stride(c) * sizeof(float);
+    const size_t size = block_at(c, 1, 0) * sizeof(float);
     s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
 #ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
     char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));

@@ -1280,7 +1280,7 @@ static void test_json_messages(void) {
 // A cache for many texts has a quarter of the memory at most, and at least the blocks of one text.
 static void test_pool(void) {
     const Config c = {.n_layers = 2, .n_kv_heads = 1, .head_dim = 64};
-    const double room = memory_size() / 4 / (block_stride(&c) * sizeof(float));
+    const double room = memory_size() / 4 / (block_at(&c, 1, 0) * sizeof(float));
     CHECK(pool_blocks(&c, 10 * LANES - 1, 3) == 30);
     CHECK(pool_blocks(&c, INT_MAX / 64 * 63, 32) == max_int((int)room, INT_MAX / 64 * 63 / LANES + 1));
     most_blocks = 25;
