@@ -2375,8 +2375,8 @@ enum { MOST_BYTES = INT_MAX - (1 << 17) };  // of a text: just below 2 GB
 typedef struct {   // of a file
     int fd;
     const char *name;
-    Buffer data;   // the last line, and what was read after it
-    size_t end;    // of that line
+    Buffer data;   // bytes that were read
+    size_t end;    // of the last line
 } Lines;
 
 // The next line, with its newline. One that is too long loses its end, but is still longer than
@@ -2385,21 +2385,22 @@ typedef struct {   // of a file
 static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
     const uint8_t *newline;
-    size_t seen = 0;
+    size_t seen = in->end;
     *line = (Bytes){0};
-    buffer_cut(data, in->end);
-    in->end = 0;
     buffer_add(data, *line);  // data->p is not NULL
     while (!(newline = memchr(data->p + seen, '\n', data->n - seen))) {
         if (!wait && !input_ready(in->fd)) return true;
+        buffer_cut(data, in->end);
+        in->end = 0;
         seen = data->n = min_size(data->n, MOST_BYTES + 3);  // three more: see chop
         const ssize_t got = interrupted ? -1 : read_more(in->fd, data);
         if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
         if (got < 0) return false;
         if (got == 0) break;
     }
+    const size_t start = in->end;
     in->end = newline ? (size_t)(newline - data->p) + 1 : data->n;
-    *line = (Bytes){data->p, in->end};
+    *line = (Bytes){data->p + start, in->end - start};
     return line->n > 0;
 }
 
@@ -2484,7 +2485,7 @@ static void send_file(App *app, Bytes text) {
     const size_t before = message->n;
     const unsigned mode = file_mode(path);
     const char *error = !*path ? "missing, expected /file PATH TEXT"
-        : (mode && !S_ISREG(mode)) || !strcmp(path, "-") ? "not a regular file"
+        : (mode && !S_ISREG(mode) && !S_ISDIR(mode)) || !strcmp(path, "-") ? "not a regular file"
         : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
@@ -4495,6 +4496,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 // POSIX as far as it is used here: what MinGW lacks, or has without UTF-8 or large files
 #define O_NONBLOCK 0
 #define MAP_FAILED NULL
+#define poll(...) (void)0
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
@@ -4699,7 +4701,7 @@ static ssize_t read_more(int fd, Buffer *b) {
         const ssize_t got = read(fd, b->p + b->n, 65536);
         if (got > 0) b->n += got;
         if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
-        if (errno == EAGAIN) usleep(10000);  // in non-blocking mode
+        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
     }
 }
 
@@ -4726,7 +4728,7 @@ static void write_stdout(Bytes text) {
         const ssize_t n = write(STDOUT_FILENO, text.p, min_size(text.n, 1 << 20));
         if (n >= 0) text = bytes_from(text, n);
         else if (errno == NO_READER) exit(EXIT_SUCCESS);  // it has seen enough
-        else if (errno == EAGAIN) usleep(1000);
+        else if (errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
         else if (errno != EINTR) die("stdout: %s", strerror(errno));
     }
 }
