@@ -117,8 +117,8 @@
      Matrix product and attention    Unicode                    Matrix products
      A mixture of experts            Drafts                     The KV cache and attention
      Text to tokens                  Writing                    The memory of a run
-     The chat format                 Conversation               Progress
-     The sampler                     The modes                  POSIX and Windows
+     The chat format                 Conversation               POSIX and Windows
+     The sampler                     The modes
      Generation                      JSON
                                      Many texts at once
                                      Options and main                                           */
@@ -740,7 +740,6 @@ typedef struct Tokenizer {
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     size_t longest;          // the most bytes of a token
-    int byte_token[256];
     bool added_start[256];   // the bytes that added tokens begin with
     size_t longest_added;    // the bytes of the longest one
     int end_of_text;         // <|endoftext|>
@@ -775,8 +774,8 @@ static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 // Part II: appends a text in form NFC.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: the token with exactly these bytes, or -1. Added tokens do not count.
-static int token_find(const Tokenizer *tok, Bytes text);
+// Part II: the token with exactly these bytes, or -1: an added one, or one that is not
+static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // The end of the run of characters of one class that begins at `at`
 static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
@@ -873,16 +872,16 @@ static void encode_token(Encoder *enc, int id) {
 // <|im_end|>, stays plain text; so a user, whose text comes here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->plain, text); }
 
-// Part II: the longest added token that the text begins with, or -1
-static int added_at(const Tokenizer *tok, Bytes text);
-
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
 // to its offset. If there is none, returns -1, and *at is the end of the text.
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
     for (; *at < text.n && !interrupted; ++*at) {
         if (!tok->added_start[text.p[*at]]) continue;
-        const int id = added_at(tok, bytes_from(text, *at));
-        if (id >= 0) return id;
+        for (size_t n = tok->longest_added; n > 0; n--) {
+            if (n > text.n - *at) continue;
+            const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
+            if (id >= 0) return id;
+        }
     }
     return -1;
 }
@@ -1144,15 +1143,15 @@ typedef struct Writer Writer;
 static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // Runs a drawn token through the model and appends it to the answer's text. Returns the logits of
-// the next token, or NULL after Ctrl-C. count: the answer's tokens with this one, for max_new. In
-// principle, with text = &e->answer.text and pos = text->ids.n, this is
+// the next token, or NULL after Ctrl-C. In principle, with text = &e->answer.text and
+// pos = text->ids.n, this is
 //   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
 // Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
 // guesses the next tokens, a draft, and runs them with id in one pass, a row each. As long as each
 // token that is drawn is the one that was guessed, its logits are there, without a pass. The first
 // other one begins a new pass, and what follows in the draft is overwritten. So the results are the
 // same. advance_start forgets the last answer's draft.
-static float *advance(Engine *e, int id, int count);
+static float *advance(Engine *e, int id);
 static void advance_start(Engine *e);
 
 // ------------------------------------------------------------------------------------------------
@@ -1249,7 +1248,7 @@ static Ending generate(Engine *e, Ids *drawn) {
         if (id < 0) die(NOT_FINITE);
         const Ending ending = answer_add(e, a, id);
         if (ending != GOES_ON) return ending;
-        logits = advance(e, id, (int)drawn->n);
+        logits = advance(e, id);
     }
     return INTERRUPTED;
 }
@@ -1264,20 +1263,18 @@ static Ending generate(Engine *e, Ids *drawn) {
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 // What Part III provides to Part II, on POSIX and Windows
 static void start_platform(int *argc, char ***argv);  // signals; Windows: UTF-8 and bytes
 static void start_threads(int count);
-// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`.
-static void progress_show(double start, double done, double all, const char *what, double tokens);
 static int cpu_count(void);                           // how many threads to start without -j
 static const char *version(void);                     // a line, with the instruction set in use
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
-typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
-static FileKind file_kind(const char *path);
+static unsigned file_mode(const char *path);          // st_mode, or 0 if there is no such file
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
 static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
@@ -1300,8 +1297,7 @@ static Waiting input_waits(void);                     // how much of a paste is 
 static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts);
 static Text whole_cache(const State *s);  // a text that may use all of the KV cache
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
-
-static int draft_rows(void);  // how many tokens run in about the time of one
+static int draft_rows(void);              // how many tokens run in about the time of one
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
 // `chunk`, and calls job(arg, begin, end) for each, on all threads. It returns when all are done.
@@ -1309,9 +1305,8 @@ static int draft_rows(void);  // how many tokens run in about the time of one
 typedef void (*Job)(void *arg, int begin, int end);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
-static volatile sig_atomic_t stoppable;
-static volatile sig_atomic_t stop_at_once;  // but the second one does, however soon it comes
+// The seconds that the first Ctrl-C has to stop the answer, or -1: it ends the program
+static volatile sig_atomic_t patience = -1;
 
 // ------------------------------------------------------------------------------------------------
 // Errors and memory
@@ -1535,7 +1530,6 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits, "wk");
     EACH_LAYER.wv = take_matrix(in, c, c->kv_dim, c->dim, bits, "wv");
     EACH_LAYER.wo = take_matrix(in, c, c->dim, c->q_dim, bits, "wo");
-    // With experts, w1, w2 and w3 have the rows of all.
     EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w1");
     EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, bits, "w2");
     EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w3");
@@ -1570,44 +1564,37 @@ static void model_map(Model *m, const char *path) {
 // ------------------------------------------------------------------------------------------------
 // Merging the tokens of a piece
 
-// A token of a piece while it merges, known by where its bytes begin. What it makes with the next
-// one plays for the highest score in a tournament: symbol i begins at leaf n + i of a tree, and at
-// node i < n the winners of nodes 2 i and 2 i + 1 meet. So the winner of node 1 merges next.
+// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
+// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
+// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
+// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
 struct Symbol {
-    int id;
     uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once it has merged
-    int pair;             // the token that it and the next one are together, or -1
-    float score;          // of that, or -INFINITY
-    uint32_t winner;      // of the node with this index
+    uint64_t node;
 };
 
-// Finds what the symbol at `begin` makes with the next one, and plays its matches up to node 1.
+// Finds what the symbol at `begin` makes with the next one.
 static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
-    Symbol *s = enc->symbols, *left = &s[begin];
-    const uint32_t n = (uint32_t)piece.n;
-    left->pair = left->next == n ? -1
-        : token_find(enc->tok, (Bytes){piece.p + begin, s[left->next].next - begin});
-    left->score = left->pair < 0 ? -INFINITY : enc->tok->score[left->pair];
-    for (uint32_t node = (n + begin) / 2; node > 0; node /= 2) {
-        const uint32_t a = s[2 * node].winner, b = s[2 * node + 1].winner;
-        const bool a_wins = s[a].score == s[b].score ? a < b : s[a].score > s[b].score;
-        const uint32_t best = a_wins ? a : b;
-        if (best == s[node].winner && best != begin) break;  // nothing changes above
-        s[node].winner = best;
+    Symbol *s = enc->symbols;
+    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
+    const int id = next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
+    const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
+    const uint32_t bits = (uint32_t)load_i32(&score);
+    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // as that of the floats
+    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
+    for (uint32_t i = n + begin; i > 1; i /= 2) {
+        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
     }
 }
 
 static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
     Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
-    for (uint32_t i = 0; i < n; i++) {
-        s[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1, -1, -INFINITY, 0};
-        s[n + i].winner = i;
-    }
+    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
     for (uint32_t i = 0; i < n && !interrupted; i++) enter(enc, piece, i);
-    for (uint32_t i; s[i = s[1].winner].pair >= 0 && !interrupted;) {
-        const uint32_t merged = s[i].next, next = s[merged].next;
-        s[i].id = s[i].pair;
+    while (s[1].node && !interrupted) {
+        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
         s[i].next = next;
         s[merged].next = n;
         if (next < n) s[next].prev = i;
@@ -1615,7 +1602,9 @@ static void encode_piece(Encoder *enc, Bytes piece) {
         enter(enc, piece, i);
         enter(enc, piece, merged);
     }
-    for (uint32_t i = 0; i < n; i = s[i].next) ids_add(enc->out, s[i].id);
+    for (uint32_t i = 0; i < n; i = s[i].next) {
+        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1634,7 +1623,7 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // every text.
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-enum { LONGEST_ADDED = 128 };            // bytes: added_at tries all lengths
+enum { LONGEST_ADDED = 128 };            // bytes: added_next tries all lengths
 
 static Bytes take_text(Cursor *in) {
     const uint32_t n = take_u32(in);
@@ -1764,8 +1753,8 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// The slot of the hash table that holds the token with these bytes, or is free for it. An added and
-// an ordinary token may have the same ones. FNV-1a with a secret factor; the slot comes from both
+// The slot of the hash table that holds the token with these bytes, or is free for it: an added and
+// an ordinary one may have the same bytes. FNV-1a with a secret factor; the slot comes from both
 // halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     uint64_t hash = tok->secret;
@@ -1779,40 +1768,24 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     return &tok->table[slot];
 }
 
-static int token_find(const Tokenizer *tok, Bytes text) {
-    return (int)*token_slot(tok, text, false) - 1;
-}
-
-// The added token with exactly these bytes, or -1
-static int added_find(const Tokenizer *tok, Bytes text) {
-    return (int)*token_slot(tok, text, true) - 1;
-}
-
-static int added_at(const Tokenizer *tok, Bytes text) {
-    int id = -1;
-    for (text.n = min_size(text.n, tok->longest_added); text.n > 0 && id < 0; text.n--) {
-        id = added_find(tok, text);
-    }
-    return id;
+static int token_find(const Tokenizer *tok, Bytes text, bool added) {
+    return (int)*token_slot(tok, text, added) - 1;
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
-    const uint64_t varies = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // with each process
-    tok->secret = varies * 0x9E3779B97F4A7C15u | 1;
+    tok->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // nobody knows it before
     tok->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
     tok->table = alloc((size_t)tok->mask + 1, sizeof(*tok->table), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s, added);
-        if (*slot == 0 && (added || s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE)))
-            *slot = id + 1;
+        if (*slot == 0 && (added || s.n == 1 || tok->score[id] > ADDED_SCORE)) *slot = id + 1;
         if (added) tok->added_start[s.p[0]] = true;
         if (added && s.n > tok->longest_added) tok->longest_added = s.n;
     }
     for (int i = 0; i < 256; i++) {
-        tok->byte_token[i] = token_find(tok, (Bytes){(uint8_t[]){i}, 1});
-        if (tok->byte_token[i] < 0)
+        if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
             die("%s: no token for byte 0x%02x, expected all 256; is it another model's?", file, i);
     }
 }
@@ -1845,15 +1818,15 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
     index_tokens(tok, file);
-    tok->think = added_find(tok, bytes("<think>"));
-    tok->end_think = added_find(tok, bytes("</think>"));
-    tok->end_of_text = added_find(tok, bytes("<|endoftext|>"));
+    tok->think = token_find(tok, bytes("<think>"), true);
+    tok->end_think = token_find(tok, bytes("</think>"), true);
+    tok->end_of_text = token_find(tok, bytes("<|endoftext|>"), true);
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
         ids_add(&tok->stop, eos);
         ids_add(&tok->stop, tok->end_of_text);
-        ids_add(&tok->stop, added_find(tok, bytes("<|im_end|>")));
+        ids_add(&tok->stop, token_find(tok, bytes("<|im_end|>"), true));
     }
 }
 
@@ -1921,18 +1894,18 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
     }
     uint64_t *out = marks->p, *starter = NULL;
-    int last = -1;  // ccc of the character before, -1 if that is the starter
+    int last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
         const uint64_t c = marks->p[i] & CODE_POINT;
         const int ccc = (int)(marks->p[i] >> 56);
         const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
-        const Mapping *composed = last >= ccc ? NULL
+        const Mapping *composed = last && last >= ccc ? NULL
             : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
             *starter = composed->to;
         } else {
             if (ccc == 0) starter = out;
-            last = ccc == 0 ? -1 : ccc;
+            last = ccc;
             *out++ = marks->p[i];
         }
     }
@@ -1970,10 +1943,11 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
-// as the cache and the logits have room: the ids that followed at the latest earlier place. Where
-// they run into what is drafted, the draft repeats itself.
-static void draft(Engine *e, int count) {
+static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
+
+// Drafts what may follow the text and its next token, from the latest place where it fits, as far
+// as the cache and the logits have room. A draft that runs into itself repeats itself.
+static void draft(Engine *e) {
     const State *s = &e->model.state;
     const size_t n = e->answer.text.ids.n + 1;
     int *ids = e->answer.text.ids.p;
@@ -1982,17 +1956,14 @@ static void draft(Engine *e, int count) {
     const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
     advance_start(e);
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
-    const int *last = ids + n - NGRAM;
-    size_t from = n - 1;
-    while (from >= NGRAM && memcmp(ids + from - NGRAM, last, NGRAM * sizeof(int)) != 0) from--;
+    if (rows == 1 || e->draft.credit < 0) return;
+    size_t from = n - 1, size = NGRAM * sizeof(int);
+    while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
     e->draft.n = rows - 1;
     e->draft.credit -= DRAFT_COST * e->draft.n;
     for (int i = 0; i < e->draft.n; i++) ids[n + i] = ids[from + i];
 }
-
-static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
 
 // Runs the last token and its draft. A wrong draft may overflow, and its V, though nobody looks at
 // it, then spoils the rows before it (0 * infinity is no number): so the token runs again, alone.
@@ -2007,17 +1978,16 @@ static bool run_draft(Engine *e) {
     return run_draft(e);
 }
 
-static float *advance(Engine *e, int id, int count) {
+static float *advance(Engine *e, int id) {
     const Model *m = &e->model;
     Ids *cached = &e->answer.text.ids;
     int *next = &cached->p[cached->n];
-    const bool was_drafted = e->draft.row < e->draft.n && *next == id;
-    *next = id;
-    if (was_drafted) {  // it has run already
+    if (e->draft.row < e->draft.n && *next == id) {  // it has run already
         e->draft.credit += 2 * DRAFT_COST;
         e->draft.row++;
     } else {
-        draft(e, count);
+        *next = id;
+        draft(e);
         if (!run_draft(e)) return NULL;
     }
     cached->n++;
@@ -2025,7 +1995,7 @@ static float *advance(Engine *e, int id, int count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
+// Writing: progress, messages, an answer as it comes. No file and no model drives the terminal: see
 // add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
 // stdout holds just the answer.
 
@@ -2042,6 +2012,45 @@ static void add_printable(Buffer *out, Bytes text, bool answer) {
         buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
+}
+
+// What a terminal shows of a prompt or a list that takes longer than two seconds
+static struct Progress {
+    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
+    double start, drawn;          // when it began; when a line was last drawn
+    bool shown;                   // the line is there
+} progress;
+
+static void progress_start(const Model *m, size_t tokens) {
+    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
+}
+
+// Clears the line, before an answer, a notice or an error begins.
+static void progress_end(void) {
+    if (progress.shown) fputs("\r\033[K", stderr);
+    progress.shown = false;
+    progress.tokens = 0;
+}
+
+// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`. The time
+// left is that at the rate so far. A prompt's is longer, as attention reads more and more.
+static void progress_show(double start, double done, double all, const char *what, double tokens) {
+    const double time = now(), seconds = time - start, rate = tokens / seconds;
+    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
+    progress.drawn = time;
+    progress.shown = true;
+    fprintf(stderr, "\r%.0f", done);
+    if (all > 0) fprintf(stderr, " of %.0f", all);
+    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
+    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
+    fputs("\033[K", stderr);
+}
+
+static void progress_add(int n) {
+    if (progress.tokens == 0) return;
+    progress.done += n;
+    const size_t done = progress.done / progress.layers;
+    progress_show(progress.start, done, progress.tokens, "tokens", done);
 }
 
 static void report(const char *fmt, ...) {
@@ -2080,7 +2089,7 @@ struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
     bool thinking;
-    bool began;     // false from the end of thinking until a character other than a newline
+    bool between;   // it has thought, and only newlines, which just a terminal shows, came since
     Buffer *to;     // of a list: the answer goes there, its thinking nowhere; NULL: to stdout
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
@@ -2097,8 +2106,7 @@ static size_t unfinished(Bytes text, bool terminal) {
         const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // after E0 and F0, 0x80 would be overlong
         uint8_t u[4] = {rest, rest, rest, rest};
         memcpy(u, last, n);
-        const Char c = code_point_at((Bytes){u, 4}, 0);
-        if (c.c < BAD_BYTE && c.n > (int)n) return n;
+        if (code_point_at((Bytes){u, 4}, 0).n > (int)n) return n;
     }
     return 0;
 }
@@ -2122,24 +2130,23 @@ static void writer_flush(Writer *out, size_t keep) {
     buffer_cut(&out->held, text.n);
 }
 
+// Thinking begins or ends, or an answer does.
 static void writer_thinks(Writer *out, bool thinking) {
-    if (!out->chat || out->thinking == thinking) return;
-    if (!thinking && !out->terminal) buffer_add(&out->held, bytes("\n"));
+    out->between = out->thinking && !thinking;
+    if (out->between && !out->terminal) buffer_add(&out->held, bytes("\n"));
     writer_flush(out, 0);
-    out->thinking = out->began = thinking;
+    out->thinking = thinking && out->chat;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     Buffer *held = &out->held;
-    if (id == tok->think) writer_thinks(out, true);
-    if (!(tok->kind[id] & SPECIAL)) buffer_add(held, tok->text[id]);
-    if (!out->began) {  // the newlines between thinking and answer: only a terminal shows them
-        size_t newlines = 0;
-        while (newlines < held->n && held->p[newlines] == '\n') newlines++;
-        if (out->terminal) writer_flush(out, held->n - newlines);
-        else buffer_cut(held, newlines);
-        out->began = held->n > 0;
+    Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
+    if (id == tok->think && out->chat) writer_thinks(out, true);
+    for (; out->between && text.n && *text.p == '\n'; text = bytes_from(text, 1)) {
+        if (out->terminal) write_stdout(bytes("\n"));
     }
+    if (text.n) out->between = false;
+    buffer_add(held, text);
     const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
     size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin
     while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
@@ -2150,14 +2157,12 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     }
     const size_t waits = unfinished((Bytes){held->p, at}, out->terminal || out->thinking);
     writer_flush(out, held->n - at + waits);
-    if (id == tok->end_think) writer_thinks(out, false);
+    if (id == tok->end_think && out->thinking) writer_thinks(out, false);
     return true;
 }
 
 static void writer_end(Writer *out) {
     writer_thinks(out, false);
-    writer_flush(out, 0);
-    out->began = true;
     if (!out->to && (out->chat || out->terminal)) write_stdout(bytes("\n"));
 }
 
@@ -2173,7 +2178,7 @@ typedef struct {  // as given on the command line
     float temperature, top_p, repetition;             // -1: not given
     float presence;
     int n, batch;                                     // n: -1 is no limit
-    uint64_t seed;
+    unsigned long long seed;
     bool seeded, verbose;                             // -s, -v
 } Options;
 
@@ -2218,7 +2223,7 @@ static void prepare_answer(App *app, Answer *a, Writer *writer, Buffer *to) {
         .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
     };
     *writer = (Writer){.chat = app->mode == CHAT, .terminal = !to && is_terminal(STDOUT_FILENO),
-                       .began = true, .to = to, .stop = bytes(o->stop ? o->stop : "")};
+                       .to = to, .stop = bytes(o->stop ? o->stop : "")};
     a->writer = writer;
 }
 
@@ -2227,6 +2232,7 @@ static void prepare_answer(App *app, Answer *a, Writer *writer, Buffer *to) {
 static void give_notices(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
+    const size_t context = app->engine.model.state.seq_len;
     const bool chat = app->mode == CHAT, thinks = app->think || begins_thinking(app);
     const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
     if (o->verbose && app->mode != TOKENIZE && app->prompt.n) {
@@ -2239,20 +2245,22 @@ static void give_notices(App *app) {
     if (!tok->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
-        notice("mode: %s, as this is not a chat model; -m chat overrides this",
-               mode_names[app->mode]);
+        notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[app->mode]);
     if (chat && o->think >= 0 && bytes_equal(tok->chat.answer[0], tok->chat.answer[1]))
         notice("-r: no effect, this model's thinking can't be switched");
     if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
     if (!chat && o->think >= 0) notice("-r: no effect, only -m chat thinks");
     if (app->mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
+    if (app->mode == PERPLEXITY && app->prompt.n > context)
+        notice("text: %zu tokens are scored in pieces of %zu (-c)", app->prompt.n, context);
     if (chat && thinks && app->engine.answer.sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
     if (!reads_stdin && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
-// Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
+// Can a text of so many tokens run? If it can't, that is said, and ends the program, unless this is
+// a list or a dialogue. A perplexity is scored in pieces.
 static bool check_length(const App *app, const char *where, size_t tokens) {
     const bool scores = app->mode == PERPLEXITY;
     const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
@@ -2262,98 +2270,95 @@ static bool check_length(const App *app, const char *where, size_t tokens) {
     if (tokens > most)
         report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
                app->engine.model.config.max_seq_len, tokens);
-    return tokens >= least && tokens <= most;
+    if (tokens >= least && tokens <= most) return true;
+    if (!app->dialogue && !is_list(&app->options)) exit(EXIT_FAILURE);
+    return false;
 }
 
-// Runs the prompt and writes its answer; then notices and statistics. message: empty, gets what was
-// written: if -x ended the answer, the tokens of which nothing was written are taken back, and the
-// beginning of one that was written in part becomes the message's text.
-static void respond(App *app, Message *message) {
+static Message *conversation_add(Conversation *talk, int role, Bytes text) {
+    talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
+    talk->p[talk->n] = (Message){.role = role};
+    buffer_add(&talk->p[talk->n].text, text);
+    return &talk->p[talk->n++];
+}
+
+// Removes messages first .. end - 1.
+static void conversation_drop(Conversation *talk, size_t first, size_t end) {
+    for (size_t i = first; i < end; i++) {
+        free(talk->p[i].text.p);
+        free(talk->p[i].ids.p);
+    }
+    for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
+    talk->n -= end - first;
+}
+
+// Runs the prompt and writes its answer, the conversation's next message; then notices and
+// statistics. If -x ended the answer, the tokens of which nothing was written are taken back, and
+// the beginning of one that was written in part becomes the message's text. False: Ctrl-C came
+// before the first token.
+static bool respond(App *app) {
+    Message *message = conversation_add(&app->conversation, ASSISTANT, (Bytes){0});
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
     const Tokenizer *tok = &e->tokenizer;
-    const int seq_len = e->model.state.seq_len;
     const double start = now();
     const bool ran = prefill(e, &app->prompt);
     const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
+    const double p = (done - e->reused) / (middle - start + 1e-9);
     const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
-    const double end = now();
+    const double a = answer->n / (now() - middle + 1e-9);
     const char *where = app->writer.thinking ? " inside its thinking" : "";
     writer_end(&app->writer);
     if (ending == LIMIT_REACHED) notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (ending == CONTEXT_ENDED)
-        notice("answer: ended%s by a full context of %d tokens (-c)", where, seq_len);
-    const double p = (done - e->reused) / (middle - start + 1e-9);
-    const double a = answer->n / (end - middle + 1e-9);
+        notice("answer: ended%s by a full context of %d tokens (-c)", where,
+               e->model.state.seq_len);
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
                 "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
-                (unsigned long long)app->options.seed);
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a, app->options.seed);
     for (size_t lost, *cut = &app->writer.cut; *cut > 0; *cut -= lost) {
         const int id = answer->p[--answer->n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
         lost = min_size(*cut, text.n);
         buffer_add(&message->text, (Bytes){text.p, text.n - lost});
     }
+    return ending != INTERRUPTED || answer->n > 0;
 }
 
-static Message *conversation_add(Conversation *talk, int role, Bytes text) {
-    talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
-    Message *message = &talk->p[talk->n++];
-    *message = (Message){.role = role};
-    buffer_add(&message->text, text);
-    return message;
-}
-
-static void message_free(const Message *message) {
-    free(message->text.p);
-    free(message->ids.p);
-}
-
-// Removes messages first .. end - 1.
-static void conversation_drop(Conversation *talk, size_t first, size_t end) {
-    for (size_t i = first; i < end; i++) message_free(&talk->p[i]);
-    for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
-    talk->n -= end - first;
-}
-
-// Answers the conversation's last message. If the prompt leaves no room for an answer, the older
-// half of the turns is forgotten, again until there is room or only the last message is left (and
-// the system message). If even that is too long, nothing is forgotten. False: there is no answer,
-// for that reason or as Ctrl-C came first.
-static bool answer_last(App *app) {
+// Answers the conversation's last message; with `again` the one before, whose new answer takes the
+// old one's place. If the prompt leaves no room for an answer, the older half of the turns is
+// forgotten, again until there is room or only the question is left; if even that is too long, no
+// turn is. False: there is no answer, for that reason or as Ctrl-C came first.
+static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
+    const Conversation asked = {talk->p, talk->n - again, 0};
     const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
     const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
     size_t first = system;
-    for (;; first += (talk->n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
-        render(&app->engine.tokenizer, talk, first, app->think, &app->prompt);
-        if (app->prompt.n + room <= context || first == talk->n - 1 || interrupted) break;
+    for (;; first += (asked.n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
+        render(&app->engine.tokenizer, &asked, first, app->think, &app->prompt);
+        if (app->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
-    const bool fits = !interrupted && check_length(app, "prompt", app->prompt.n);
-    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
-    if (fits && first > system) {
+    if (interrupted || !check_length(app, "prompt", app->prompt.n)) return false;
+    if (first > system)
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
-        conversation_drop(talk, system, first);
-    }
-    Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
-    if (fits) {
-        give_notices(app);
-        writer_thinks(&app->writer, begins_thinking(app));
-        respond(app, answer);
-    }
-    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
-    if (!answered) conversation_drop(talk, talk->n - 1, talk->n);
+    conversation_drop(talk, system, first);
+    give_notices(app);
+    writer_thinks(&app->writer, begins_thinking(app));
+    const bool answered = respond(app);
+    const size_t last = talk->n - 1;
+    if (!answered) conversation_drop(talk, last, talk->n);
+    else if (again) conversation_drop(talk, last - 1, last);
     return answered;
 }
 
 static void chat_turn(App *app, Bytes text) {
     Conversation *talk = &app->conversation;
     conversation_add(talk, USER, text);
-    if (answer_last(app)) return;
+    if (answer_last(app, false)) return;
     if (interrupted && app->dialogue)
         notice("chat: stopped before its answer, the message is taken back");
     conversation_drop(talk, talk->n - 1, talk->n);
@@ -2379,23 +2384,23 @@ typedef struct {   // of a file
 // input, or Ctrl-C.
 static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
-    const uint8_t *newline = NULL;
-    ssize_t got = 1;
+    const uint8_t *newline;
+    size_t seen = in->end;
     *line = (Bytes){0};
-    data->p = grow(data->p, &data->cap, data->n, 1, 1);  // not NULL
-    for (size_t seen = in->end; got > 0; got = interrupted ? -1 : read_more(in->fd, data)) {
-        newline = memchr(data->p + seen, '\n', data->n - seen);
-        if (newline) break;
+    buffer_add(data, *line);  // data->p is not NULL
+    while (!(newline = memchr(data->p + seen, '\n', data->n - seen))) {
         if (!wait && !input_ready(in->fd)) return true;
         buffer_cut(data, in->end);
         in->end = 0;
         seen = data->n = min_size(data->n, MOST_BYTES + 3);  // three more: see chop
+        const ssize_t got = interrupted ? -1 : read_more(in->fd, data);
+        if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
+        if (got < 0) return false;
+        if (got == 0) break;
     }
-    if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
-    if (got < 0) return false;
-    const size_t end = newline ? (size_t)(newline - data->p) + 1 : data->n;
-    *line = (Bytes){data->p + in->end, end - in->end};
-    in->end = end;
+    const size_t start = in->end;
+    in->end = newline ? (size_t)(newline - data->p) + 1 : data->n;
+    *line = (Bytes){data->p + start, in->end - start};
     return line->n > 0;
 }
 
@@ -2432,8 +2437,8 @@ static bool read_message(App *app) {
             message->n--;
         } else if (after == NOTHING) {
             if (got == 1) message->n--;  // Enter alone just sends what is there
-            if (before != LINE) break;
-            if (!cut) fputs("(Enter sends) ", stderr);
+            if (before != LINE || cut) break;
+            fputs("(Enter sends) ", stderr);
         }
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
@@ -2461,9 +2466,8 @@ static Bytes take_word(Bytes *text) {
     *text = bytes_from(*text, quoted);
     const uint8_t *end = memchr(text->p, mark, text->n);
     const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
-    size_t next = min_size(word.n + 1, text->n);
-    while (next < text->n && text->p[next] == ' ') next++;
-    *text = bytes_from(*text, next);
+    *text = bytes_from(*text, min_size(word.n + 1, text->n));
+    while (text->n && *text->p == ' ') *text = bytes_from(*text, 1);
     return word;
 }
 
@@ -2479,10 +2483,10 @@ static void send_file(App *app, Bytes text) {
     buffer_cut(message, message->n - text.n);
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
-    const char *error = NULL;
-    if (!*path) error = "missing, expected /file PATH TEXT";
-    else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
-    else error = file_read(message, path);
+    const unsigned mode = file_mode(path);
+    const char *error = !*path ? "missing, expected /file PATH TEXT"
+        : (mode && !S_ISREG(mode) && !S_ISDIR(mode)) || !strcmp(path, "-") ? "not a regular file"
+        : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
     else chat_turn(app, chop(bytes_of(message)));
@@ -2490,32 +2494,28 @@ static void send_file(App *app, Bytes text) {
 
 static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
 
-// Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
-// and letters, only /think is a message. (The model's other switch, /no_think, is not letters
-// alone.) False: it ends the program.
+// Sends what was typed, or runs it if it is a command: a line, not in quotes; only /file may have
+// something after it. Of lines that are just a slash and letters, only /think is a message. (The
+// model's other switch, /no_think, is not letters alone.) False: it ends the program.
 static bool run_message(App *app) {
     Conversation *talk = &app->conversation;
     const Bytes text = bytes_of(&app->input);
     Bytes rest = text, word = take_word(&rest);
     size_t letters = 1;
-    if (word.p != text.p) word.n = 0;  // in quotes it is no command
+    const bool command = word.p == text.p && !memchr(text.p, '\n', text.n);
+    if (!command || (rest.n && !is(word, "/file"))) word.n = 0;
     while (letters < word.n && isalpha(word.p[letters])) letters++;
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    } else if (is(word, "/file") && !memchr(text.p, '\n', text.n)) {
+    } else if (is(word, "/file")) {
         send_file(app, rest);
-    } else if (rest.n) {
-        chat_turn(app, text);
     } else if (is(word, "/help")) {
         fputs(commands, stderr);
-    } else if (is(word, "/retry") && talk->n < 2) {
-        notice("/retry: there is no answer yet");
-    } else if (is(word, "/retry") && app->engine.answer.sampler.temperature == 0) {
-        notice("/retry: -t 0 would draw the same answer again");
     } else if (is(word, "/retry")) {
-        const Message old = talk->p[--talk->n];
-        if (!answer_last(app)) talk->p[talk->n++] = old;
-        else message_free(&old);
+        const bool greedy = app->engine.answer.sampler.temperature == 0;
+        if (talk->n < 2) notice("/retry: there is no answer yet");
+        else if (greedy) notice("/retry: -t 0 would draw the same answer again");
+        else answer_last(app, true);
     } else if (is(word, "/clear")) {
         conversation_drop(talk, app->options.system != NULL, talk->n);
     } else if (is(word, "/bye") || is(word, "/exit") || is(word, "/quit") || is(word, "exit") ||
@@ -2606,9 +2606,8 @@ static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
 static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)row * c->dim;
-    const float *x = m->state.x + (size_t)row * c->dim;
     double squares = 0;
-    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
+    rmsnorm(h, m->state.x + (size_t)row * c->dim, m->weights.rms_final, c->dim, c->rms_norm_eps);
     for (int i = 0; i < c->dim; i++) squares += (double)h[i] * h[i];
     const double length = fmax(sqrt(squares), 1e-12);
     for (int i = 0; i < c->dim; i++) buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
@@ -2626,24 +2625,20 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 static void run_raw(App *app, Bytes text) {
     Engine *e = &app->engine;
     const Ids *ids = &app->prompt;
-    const size_t context = e->model.state.seq_len;
-    Message answer = {0};
     Buffer lines = {0};
+    bool finite = true;
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
-    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids->n)) exit(EXIT_FAILURE);
+    if (app->mode != TOKENIZE) check_length(app, "prompt", ids->n);
     give_notices(app);
-    if (app->mode == GENERATE) respond(app, &answer);
-    if (app->mode == EMBED && prefill(e, ids) && !buffer_add_embedding(&lines, &e->model, 0))
-        die(BAD_VECTOR);
+    if (app->mode == GENERATE) respond(app);
+    if (app->mode == EMBED) finite = prefill(e, ids) && buffer_add_embedding(&lines, &e->model, 0);
     if (app->mode == PERPLEXITY) {
-        if (ids->n > context)
-            notice("text: %zu tokens are scored in pieces of %zu (-c)", ids->n, context);
         progress_start(&e->model, ids->n - 1);
-        const bool good = buffer_add_perplexity(&lines, e, ids);
+        finite = buffer_add_perplexity(&lines, e, ids);
         progress_end();
-        if (!good && !interrupted) die(NOT_FINITE);
     }
+    if (!finite && !interrupted) die("%s", app->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
     if (app->mode == TOKENIZE && !app->options.verbose) buffer_add_ids(&lines, ids);
     for (size_t i = 0; app->mode == TOKENIZE && app->options.verbose && i < ids->n; i++) {
         buffer_print(&lines, "%d ", ids->p[i]);
@@ -2651,7 +2646,6 @@ static void run_raw(App *app, Bytes text) {
     }
     write_stdout(bytes_of(&lines));
     free(lines.p);
-    message_free(&answer);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2970,7 +2964,7 @@ static void add_line(List *l, Bytes line) {
     Buffer *out = &l->lines[l->read % AHEAD];
     give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
-        fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+        fprintf(stderr, "seed %llu\n", app->options.seed);
     snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
     drop_blocks(l, p);
     bool good = encode_line(l, chop(line), &p->answer.text.ids);
@@ -3125,7 +3119,7 @@ static int run_list(App *app) {
         p->answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
         p->answer.drawn = &p->drawn;
     }
-    stoppable = stop_at_once = true;
+    patience = 0;
     while (admit(l) && pass(l)) {
         if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
         parallel(sample_job, l, l->n_ready, 1);
@@ -3172,47 +3166,46 @@ static const char usage[] =  // after the line of --version
 
 typedef struct {
     char letter;
-    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
+    enum { TEXT, REAL, SEED, MODE, INTEGER } type;
     size_t place;           // in Options
     double low, high;       // the least and the greatest value; of a TEXT, number of bytes
     const char *expected;   // what the value should be; NULL: a number from low to high
-    const char *others[2];  // what other programs call it
+    const char *other;      // in what other programs call it
 } Option;
 
 #define PLACE(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, {"--prompt"}},
-    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", {"--file"}},
-    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", {NULL}},
-    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, "--prompt"},
+    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", "--file"},
+    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", NULL},
+    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", NULL},
     {'m', MODE, PLACE(mode), 0, N_MODES - 1,
-     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", {NULL}},
-    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, {"--system-prompt", "--system"}},
-    {'r', INTEGER, PLACE(think), 0, 1, NULL, {NULL}},
-    {'t', REAL, PLACE(temperature), 0, 1000, NULL, {"--temp", "--temperature"}},
-    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", {"--top-p"}},
-    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, {"--top-k"}},
-    {'a', REAL, PLACE(presence), 0, 2, NULL, {"--presence-penalty"}},
-    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, {"--repeat-penalty"}},
-    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", {"--reverse-prompt"}},
-    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", {"--seed"}},
-    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, {"--n-predict", "--predict"}},
-    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, {"--ctx-size"}},
-    {'b', INTEGER, PLACE(batch), 1, 512, NULL, {"--batch-size"}},
-    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, {"--threads"}},
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", NULL},
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, "--system"},
+    {'r', INTEGER, PLACE(think), 0, 1, NULL, NULL},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, "--temp"},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", "--top-p"},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, "--top-k"},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, "--presence-penalty"},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, "--repeat-penalty"},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", "--reverse-prompt"},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", "--seed"},
+    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, "-predict"},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, "--ctx-size"},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, "--batch-size"},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, "--threads"},
 };
 
 // The option that an argument is. If it is none, that ends the program, with the likely mistake.
 static const Option *option_named(const char *arg, const char *model) {
-    const size_t n = strcspn(arg, "=");
-    for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
-        const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
+        const char letter = options[i].letter, *other = options[i].other;
         const bool begins = arg[0] == '-' && arg[1] == letter;
-        if (begins && !arg[2]) return &options[i / 2];
+        if (begins && !arg[2]) return &options[i];
         if (begins && isdigit((uint8_t)arg[2]))
             die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
-        if (other && strlen(other) == n && !strncmp(arg, other, n))
+        if (other && !strncmp(arg, "--", 2) && strstr(arg, other))
             die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
     }
     if (arg[0] == '-')
@@ -3221,8 +3214,9 @@ static const Option *option_named(const char *arg, const char *model) {
               "-i \"%.80s\"", arg, model, arg);
 }
 
-// Sets an option, or ends the program if it can't have this value.
+// Sets an option, or ends the program if it can't have this value, or has none.
 static void set_option(Options *o, const Option *option, const char *value) {
+    if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
     void *place = (char *)o + option->place;
     char range[64], *end = NULL;
     double number = strlen(value);
@@ -3230,23 +3224,22 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == TEXT) {
         *(const char **)place = value;
     } else if (option->type == MODE) {
-        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
-        number = o->mode;
+        for (number = 0; number < N_MODES && strcmp(value, mode_names[(int)number]);) number++;
     } else if (option->type == INTEGER) {
         number = strtoll(value, &end, 10);
     } else if (option->type == REAL) {
-        number = *(float *)place = strtof(value, &end);
+        number = strtod(value, &end);
     } else {
         o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
         o->seeded = true;
     }
     snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
     const bool in_range = number >= option->low && number <= option->high;
-    const bool overflow = option->type == SEED && errno;
-    if (!in_range || overflow || end == value || (end && *end))
+    if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
         die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
                   option->expected ? option->expected : range, value);
-    if (option->type == INTEGER) *(int *)place = (int)number;
+    if (option->type == REAL) *(float *)place = (float)number;
+    if (option->type >= MODE) *(int *)place = (int)number;
 }
 
 // Only chat and generate can begin without a text.
@@ -3266,17 +3259,11 @@ static Options parse_options(int argc, char **argv) {
             write_stdout(bytes(version()));
             if (help) write_stdout(bytes(usage));
             exit(EXIT_SUCCESS);
-        } else if (!strcmp(arg, "-q")) {
-            quiet = true;
-        } else if (!strcmp(arg, "-v")) {
-            o.verbose = true;
-        } else if (arg[0] != '-' && !o.model) {
-            o.model = arg;
-        } else {
-            const Option *option = option_named(arg, o.model);
-            if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
-            set_option(&o, option, argv[i]);
         }
+        if (!strcmp(arg, "-q")) quiet = true;
+        else if (!strcmp(arg, "-v")) o.verbose = true;
+        else if (arg[0] != '-' && !o.model) o.model = arg;
+        else set_option(&o, option_named(arg, o.model), argv[++i]);  // NULL after the last one
     }
     if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
@@ -3305,24 +3292,18 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-// Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
-static void check_model_path(const char *path) {
-    const FileKind kind = file_kind(path);
-    const char *slash = strchr(path, '/');  // a name has one
-    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
-    if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
-    if (kind == NO_FILE && named) die_export(path, "not a file", INT_MAX, path);
-}
-
 static void load(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     const Config *c = &e->model.config;
+    const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
+    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     char tokenizer[4096];
-    check_model_path(o->model);
-    model_map(&e->model, o->model);
-    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
-    if (file_kind(tokenizer) == NO_FILE)
+    if (S_ISDIR(file_mode(path))) die_export(path, "a directory", INT_MAX, path);
+    if (named && !file_mode(path)) die_export(path, "not a file", INT_MAX, path);
+    model_map(&e->model, path);
+    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", path);
+    if (!file_mode(tokenizer))
         die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
     app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
@@ -3346,7 +3327,7 @@ static int run(App *app) {
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
-    stoppable = app->mode != TOKENIZE;
+    if (app->mode != TOKENIZE) patience = 1;
     if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
     else if (!single) run_script(app);
     else if (chat) chat_turn(app, bytes_of(&app->input));
@@ -3368,11 +3349,8 @@ int main(int argc, char **argv) {
 // ================================================================================================
 
 #include <fcntl.h>
-#include <stdatomic.h>
-#include <sys/stat.h>
-#ifndef NO_THREADS
 #include <pthread.h>
-#endif
+#include <stdatomic.h>
 #ifdef _WIN32
 #include <windows.h>
 #else
@@ -3414,9 +3392,9 @@ INLINE float choose(int32_t yes, float a, float b) {
 }
 
 // If |x| < 2^22, the float x + 1.5 * 2^23 has no bits left for a fraction. Read as an integer, it
-// is ROUNDER_BITS + x, with x rounded to the nearest integer (ties to even), also if x < 0.
+// is 0x4B400000 + x, with x rounded to the nearest integer (ties to even), also if x < 0; its low
+// byte is that of x.
 #define ROUNDER 12582912.0f
-enum { ROUNDER_BITS = 0x4B400000 };
 
 // exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
 // exp(0) is exactly 1. For x < -87.7 the result is 0, as n = -127 makes the exponent's bits 0.
@@ -3431,8 +3409,8 @@ INLINE float fast_exp(float x) {
     p = mul_add(p, r, 1.6666665459e-1f);
     p = mul_add(p, r, 5.0000001201e-1f);
     p = mul_add(p, r * r, r) + 1;
-    // The bits of `shifted` are ROUNDER_BITS + n. The shift by 23 drops ROUNDER_BITS and moves
-    // n + 127 into the exponent's place, which gives the float 2^n.
+    // The bits of `shifted` are 0x4B400000 + n. The shift by 23 drops the former and moves n + 127
+    // into the exponent's place, which gives the float 2^n.
     return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
 }
 
@@ -3467,14 +3445,13 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
         const float largest = as_float(max);
         row.scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
         const float inverse = row.scale[g] != 0 ? 127 / largest : 0;
-        uint32_t sum = 0;
+        int sum = 0;
         for (int i = 0; i < group; i++) {
-            float shifted = x[i] * inverse + ROUNDER;
-            uint32_t rounded = (uint32_t)load_i32(&shifted) - ROUNDER_BITS;
-            q8[i] = (int8_t)rounded;
-            sum += rounded;
+            const float shifted = x[i] * inverse + ROUNDER;
+            q8[i] = (int8_t)load_i32(&shifted);
+            sum += q8[i];
         }
-        row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;
+        row.bias_fix[g] = -128 * sum;
     }
 }
 
@@ -3488,14 +3465,6 @@ static _Thread_local int thread;  // the number of the thread that reads it, fro
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-#ifdef NO_THREADS
-static void start_threads(int count) { (void)count; }
-
-static void parallel(Job job, void *arg, int count, int chunk) {
-    (void)chunk;
-    job(arg, 0, count);
-}
-#else
 static struct {
     Job job;  // the loop that runs. It and the next three change only while left is 0 and no item
               // runs; a thread reads them only after it has seen left > 0
@@ -3580,7 +3549,6 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     work();
     wait_until(&pool.active, false);
 }
-#endif
 
 static void each_job(void *arg, int begin, int end) {
     const Pass *p = arg;
@@ -4034,31 +4002,24 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     return __builtin_convertvector(sums, VecF) * scale;
 }
 
-// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (if that does
-// not come out even, the last ones overlap those before); then, transposed, added with a row in
-// each lane.
+// Token t, LANES rows, of which those before `row` have been done: the terms of their groups, LANES
+// at a time; then, transposed, added with a row in each lane.
 INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
-    const int count = rows * n_groups;
-    const size_t begin = (size_t)row * n_groups;
+    const int n_groups = w->cols / group, first = min_int(row, part->row_end - LANES);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const float *scale = quantized_row(part->x, t).scale;
-    VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
-    float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    for (int i = 0, g = 0; i < count; i += LANES) {
-        // In a small matrix `at` may be < 0: then in the rows before (see `whole` in matmul_rows),
-        // and in columns, which have at least LANES floats and are written later.
-        const int at = min_int(i, count - LANES);
-        if (at < i) g = (at + LANES * n_groups) % n_groups;
-        const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
-        memcpy(terms + at, &found, sizeof(found));
+    VecF *const columns = part->own->panel, sum = {0};  // (n_groups) of LANES rows
+    VecF *const terms = columns + n_groups;             // (LANES, n_groups) floats
+    for (int i = 0, g = 0; i < n_groups; i++) {
+        const size_t at = (size_t)first * n_groups + i * LANES;
+        terms[i] = group_terms(w, at, x, g, levels, group, bits);
         for (g += LANES; g >= n_groups;) g -= n_groups;  // cheaper than %
     }
     transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
-    put_rows(part, t, row, (float *)&sum, rows);
+    put_rows(part, t, row, (float *)&sum + row - first, first + LANES - row);
 }
 
 // The most tokens for which a matvec each is faster than panels for all, measured
@@ -4178,11 +4139,9 @@ INLINE void matvec_groups(const Matmul *part, const int group) {
 static void matmul_rows(const Matmul *part) {
     const Matrix *w = part->w;
     const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
-    // Rows 0 .. row_end - 1 have the groups of a vector: then matvec reads nothing before them.
-    const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;
     _Static_assert(FEW_TOKENS_8 <= FEW_TOKENS_4, "rings for all of them");
     if (part->n == 0) return;
-    if (!few || !whole) matmul_panels(part);
+    if (!few || part->row_end < LANES) matmul_panels(part);  // matvec needs LANES rows
     else if (w->group == 32) matvec_groups(part, 32);
     else if (w->group == 64) matvec_groups(part, 64);
     else if (w->group == 128) matvec_groups(part, 128);
@@ -4232,19 +4191,17 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
-static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
-    return (size_t)LANES * (c->head_dim + value_dim(c));
-}
-
-// Floats from a block to the next. The number of pairs (layer, kv head) is made odd: with an even
-// one, all blocks of a head would share a fraction of the L2 cache's sets.
-static size_t block_stride(const Config *c) {
-    return ((size_t)c->n_layers * c->n_kv_heads | 1) * block_floats(c);
+// Where a block has the keys of a pair (layer, kv head), in floats from the cache's start. Its number
+// of pairs is made odd: with an even one, all blocks of a head would share a fraction of the L2
+// cache's sets.
+static size_t block_at(const Config *c, size_t block, size_t pair) {
+    const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
+    return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
 }
 
 static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos) {
-    const size_t block = text->blocks[pos / LANES], head = p->l * p->c->n_kv_heads + kv_head;
-    return p->s->cache + block * block_stride(p->c) + head * block_floats(p->c);
+    const size_t pair = p->l * p->c->n_kv_heads + kv_head;
+    return p->s->cache + block_at(p->c, text->blocks[pos / LANES], pair);
 }
 
 static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
@@ -4443,13 +4400,13 @@ static int most_blocks = INT_MAX;  // tests make it small
 
 // The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
 static int pool_blocks(const Config *c, int seq_len, int texts) {
-    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
+    const double room = memory_size() / 4 / (block_at(c, 1, 0) * sizeof(float));
     const double one = round_up(seq_len, LANES) / LANES;
     return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
 static void cache_copy(const Model *m, int to, int from) {
-    const size_t size = block_stride(&m->config);
+    const size_t size = block_at(&m->config, 1, 0);
     memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
 }
 
@@ -4489,52 +4446,12 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
         s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
         s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }
-    const size_t size = block_stride(c) * sizeof(float);
+    const size_t size = block_at(c, 1, 0) * sizeof(float);
     s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
 #ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
     char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
     madvise(page, s->blocks * size, MADV_HUGEPAGE);
 #endif
-}
-
-// ------------------------------------------------------------------------------------------------
-// Progress: what a terminal shows of a prompt or a list that takes longer than two seconds
-
-static struct Progress {
-    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
-    double start, drawn;          // when it began; when a line was last drawn
-    bool shown;                   // the line is there
-} progress;
-
-static void progress_start(const Model *m, size_t tokens) {
-    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
-}
-
-// Clears the line, before an answer, a notice or an error begins.
-static void progress_end(void) {
-    if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = false;
-    progress.tokens = 0;
-}
-
-// The time left is that at the rate so far. A prompt's is longer, as attention reads more and more.
-static void progress_show(double start, double done, double all, const char *what, double tokens) {
-    const double time = now(), seconds = time - start, rate = tokens / seconds;
-    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
-    progress.drawn = time;
-    progress.shown = true;
-    fprintf(stderr, "\r%.0f", done);
-    if (all > 0) fprintf(stderr, " of %.0f", all);
-    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
-    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
-    fputs("\033[K", stderr);
-}
-
-static void progress_add(int n) {
-    if (progress.tokens == 0) return;
-    progress.done += n;
-    const size_t done = progress.done / progress.layers;
-    progress_show(progress.start, done, progress.tokens, "tokens", done);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4546,12 +4463,12 @@ static double now(void) {
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
-// Before that, or if the one before had no effect for a second, it ends the program.
+// Ctrl-C stops an answer, or a conversation that waits for a message. Another one ends the program
+// if the first had no effect for `patience` seconds: two quick ones may be meant as one.
 static void on_interrupt(int signal) {
     static volatile double first;
     (void)signal;
-    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
+    if (patience < 0 || (interrupted && now() >= first + patience)) _exit(EXIT_INTERRUPT);
     if (!interrupted) first = now();
     interrupted = 1;
 }
@@ -4581,7 +4498,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define stat_file(path, st) _wstat64(wide(path), st)
+#define _stat64(path, st) _wstat64(wide(path), st)  // which stat is defined as
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
@@ -4640,11 +4557,7 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
     return waiting;
 }
 
-static int cpu_count(void) {  // hardware threads; two of them may share a core
-    DWORD_PTR mine, all;
-    GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
-    return __builtin_popcountll(mine);
-}
+static int cpu_count(void) { return pthread_num_processors_np(); }  // hardware threads
 
 static BOOL WINAPI on_console_event(DWORD event) {
     return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
@@ -4652,12 +4565,12 @@ static BOOL WINAPI on_console_event(DWORD event) {
 
 // Makes the arguments UTF-8, standard input and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
+    static char text[3 << 15], *at = text;  // a command line has less than 1 << 15 of UTF-16
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
     *argv = alloc(*argc + 1, sizeof(char *), "the arguments");
     for (int i = 0; i < *argc; i++) {
-        const int most = 3 * (int)wcslen(args[i]) + 1;
-        (*argv)[i] = alloc(most, 1, "the arguments");
-        WideCharToMultiByte(CP_UTF8, 0, args[i], -1, (*argv)[i], most, NULL, NULL);
+        (*argv)[i] = at;
+        at += WideCharToMultiByte(CP_UTF8, 0, args[i], -1, at, sizeof(text), NULL, NULL);
     }
     for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
     SetConsoleOutputCP(CP_UTF8);
@@ -4667,7 +4580,6 @@ static void start_platform(int *argc, char ***argv) {
 }
 #else
 #define NO_READER EPIPE
-#define stat_file stat
 
 // Reads a file by fscanf. Returns how many values it has.
 static int scan_file(const char *path, const char *format, void *first, void *second) {
@@ -4687,30 +4599,23 @@ static double cgroup_limit(const char *name) {
     return scan_file(path, "%lf %lf", &limit, &period) > 0 ? limit / period : INFINITY;
 }
 
-#ifdef __linux__
-// The cores of a set of CPUs. A core's second CPU counts if its first one is not in the set.
-static int physical_cores(const cpu_set_t *set) {
-    int cores = 0;
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        char path[96];
-        int first = cpu;
-        if (!CPU_ISSET(cpu, set)) continue;
-        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
-                 cpu);
-        scan_file(path, "%d", &first, NULL);
-        cores += first == cpu || !CPU_ISSET(first, set);
-    }
-    return cores;
-}
-#endif
-
-// Physical cores, as a second thread on a core gains nothing; on macOS the fast ones. Where the
-// system does not tell, hardware threads.
+// Physical cores, as a second thread on a core gains nothing: a core's second CPU counts only if
+// its first one is not ours. On macOS the fast cores. Where the system does not tell, all CPUs.
 static int cpu_count(void) {
     int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores(&set);
+    cpu_set_t ours;
+    const bool known = sched_getaffinity(0, sizeof(ours), &ours) == 0;
+    if (known) cores = 0;
+    for (int cpu = 0; known && cpu < CPU_SETSIZE; cpu++) {
+        char path[96];
+        int first = cpu;
+        if (!CPU_ISSET(cpu, &ours)) continue;
+        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
+                 cpu);
+        scan_file(path, "%d", &first, NULL);
+        cores += first == cpu || !CPU_ISSET(first, &ours);
+    }
 #elif defined(__APPLE__)
     sysctlbyname("hw.perflevel0.physicalcpu", &cores, &(size_t){sizeof(cores)}, NULL, 0);
 #endif
@@ -4759,10 +4664,9 @@ static void start_platform(int *argc, char ***argv) {
 
 static bool is_terminal(int fd) { return isatty(fd); }
 
-static FileKind file_kind(const char *path) {
+static unsigned file_mode(const char *path) {
     struct stat st;
-    if (stat_file(path, &st) != 0) return NO_FILE;
-    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
+    return stat(path, &st) == 0 ? st.st_mode : 0;
 }
 
 static int file_open(const char *path) {
