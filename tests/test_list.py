@@ -457,6 +457,15 @@ def test_what_is_no_json(tiny):
     assert sorted(errors_of(error)) == [2 * i + 2 for i in range(len(bad))]
 
 
+@pytest.mark.parametrize("line, byte, found", [
+    (b'[%s, {"role": "tool", "content": "a"}]' % MESSAGE, 36, '{"role": "tool",'), (b'"a\0b"', 3, "a NUL"),
+    (b'[{"content": 1, "role": "user"} ]', 2, '{"content": 1, "'), (b'["a', 2, '"a'), (b'"a', 3, "the end"),
+    (b'"a\tb"', 3, '\ufffdb"'), (rb'"a\u12g4"', 3, r'\u12g4"')], ids=ascii)
+def test_what_is_found(tiny, line, byte, found):
+    _, error = run_list(tiny, line, "-q", kind="-L", status=1)
+    assert re.fullmatch(f"bad JSON at byte {byte}, expected .*, found {re.escape(found)}", errors_of(error)[1])
+
+
 @pytest.mark.parametrize("mode", ["generate", "tokenize", "perplexity", "embed"])
 def test_messages_are_for_chat(tiny, mode):
     lines, error = run_list(tiny, b'["a b"]\n[%s]\n"a b c"\n' % MESSAGE, "-m", mode, "-q",
@@ -770,7 +779,7 @@ def test_interrupt_while_a_line_is_encoded(start, tiny):
     child.send_signal(signal.SIGINT)
     out, error = child.communicate(timeout=300)
     assert child.returncode == 130 and out == b"", error
-    assert b"line 1:" not in error and b"0 lines are written" in error
+    assert b"line 1:" not in error and b"0 lines are written" in error and b"-s" not in error
 
 
 def test_interrupt_beats_an_error(start, stopping):
