@@ -2300,7 +2300,7 @@ static bool respond(App *app) {
 // turn is. False: there is no answer, for that reason or as Ctrl-C came first.
 static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
-    const Conversation asked = {talk->p, talk->n - again, 0};
+    const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question
     const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
     const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
     size_t first = system;
@@ -2442,10 +2442,10 @@ static Bytes take_word(Bytes *text) {
 static void send_file(App *app, Bytes text) {
     Buffer *message = &app->input;
     const Bytes name = take_word(&text);
-    const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
+    const char *home = name.n > 1 && !memcmp(name.p, "~/", 2) ? getenv("HOME") : NULL;
+    const Bytes rest = bytes_from(name, home != NULL);
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
-             (const char *)name.p + tilde);
+    snprintf(path, sizeof(path), "%s%.*s", home ? home : "", (int)rest.n, rest.p);
     buffer_cut(message, message->n - text.n);
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
