@@ -117,8 +117,8 @@
      Matrix product and attention    Unicode                    Matrix products
      A mixture of experts            Drafts                     The KV cache and attention
      Text to tokens                  Writing                    The memory of a run
-     The chat format                 Conversation               Progress
-     The sampler                     The modes                  POSIX and Windows
+     The chat format                 Conversation               POSIX and Windows
+     The sampler                     The modes
      Generation                      JSON
                                      Many texts at once
                                      Options and main                                           */
@@ -740,7 +740,6 @@ typedef struct Tokenizer {
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     size_t longest;          // the most bytes of a token
-    int byte_token[256];
     bool added_start[256];   // the bytes that added tokens begin with
     size_t longest_added;    // the bytes of the longest one
     int end_of_text;         // <|endoftext|>
@@ -775,8 +774,8 @@ static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 // Part II: appends a text in form NFC.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: the token with exactly these bytes, or -1. Added tokens do not count.
-static int token_find(const Tokenizer *tok, Bytes text);
+// Part II: the token with exactly these bytes, or -1: an added one, or one that is not
+static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // The end of the run of characters of one class that begins at `at`
 static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
@@ -873,16 +872,16 @@ static void encode_token(Encoder *enc, int id) {
 // <|im_end|>, stays plain text; so a user, whose text comes here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->plain, text); }
 
-// Part II: the longest added token that the text begins with, or -1
-static int added_at(const Tokenizer *tok, Bytes text);
-
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
 // to its offset. If there is none, returns -1, and *at is the end of the text.
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
     for (; *at < text.n && !interrupted; ++*at) {
         if (!tok->added_start[text.p[*at]]) continue;
-        const int id = added_at(tok, bytes_from(text, *at));
-        if (id >= 0) return id;
+        for (size_t n = tok->longest_added; n > 0; n--) {
+            if (n > text.n - *at) continue;
+            const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
+            if (id >= 0) return id;
+        }
     }
     return -1;
 }
@@ -1144,15 +1143,15 @@ typedef struct Writer Writer;
 static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // Runs a drawn token through the model and appends it to the answer's text. Returns the logits of
-// the next token, or NULL after Ctrl-C. count: the answer's tokens with this one, for max_new. In
-// principle, with text = &e->answer.text and pos = text->ids.n, this is
+// the next token, or NULL after Ctrl-C. In principle, with text = &e->answer.text and
+// pos = text->ids.n, this is
 //   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
 // Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
 // guesses the next tokens, a draft, and runs them with id in one pass, a row each. As long as each
 // token that is drawn is the one that was guessed, its logits are there, without a pass. The first
 // other one begins a new pass, and what follows in the draft is overwritten. So the results are the
 // same. advance_start forgets the last answer's draft.
-static float *advance(Engine *e, int id, int count);
+static float *advance(Engine *e, int id);
 static void advance_start(Engine *e);
 
 // ------------------------------------------------------------------------------------------------
@@ -1218,10 +1217,10 @@ static bool is_stop(const Tokenizer *tok, int id) {
 }
 
 // The prompt is there, the answer begins.
-static void answer_start(Answer *a, const Tokenizer *tok, const int *prompt, size_t n) {
+static void answer_start(Answer *a, const Tokenizer *tok) {
     memset(a->sampler.answered, 0, tok->vocab_size * sizeof(bool));
     memset(a->sampler.seen, 0, tok->vocab_size * sizeof(bool));
-    for (size_t i = 0; i < n; i++) a->sampler.seen[prompt[i]] = true;
+    for (size_t i = 0; i < a->text.ids.n; i++) a->sampler.seen[a->text.ids.p[i]] = true;
     a->drawn->n = 0;
 }
 
@@ -1240,7 +1239,7 @@ static Ending answer_add(const Engine *e, Answer *a, int id) {
 static Ending generate(Engine *e, Ids *drawn) {
     Answer *a = &e->answer;
     a->drawn = drawn;
-    answer_start(a, &e->tokenizer, a->text.ids.p, a->text.ids.n);
+    answer_start(a, &e->tokenizer);
     advance_start(e);
     if (e->max_new == 0) return LIMIT_REACHED;
     float *logits = classify(&e->model, 0, 1);
@@ -1249,7 +1248,7 @@ static Ending generate(Engine *e, Ids *drawn) {
         if (id < 0) die(NOT_FINITE);
         const Ending ending = answer_add(e, a, id);
         if (ending != GOES_ON) return ending;
-        logits = advance(e, id, (int)drawn->n);
+        logits = advance(e, id);
     }
     return INTERRUPTED;
 }
@@ -1264,20 +1263,18 @@ static Ending generate(Engine *e, Ids *drawn) {
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 // What Part III provides to Part II, on POSIX and Windows
 static void start_platform(int *argc, char ***argv);  // signals; Windows: UTF-8 and bytes
 static void start_threads(int count);
-// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`.
-static void progress_show(double start, double done, double all, const char *what, double tokens);
 static int cpu_count(void);                           // how many threads to start without -j
 static const char *version(void);                     // a line, with the instruction set in use
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
-typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
-static FileKind file_kind(const char *path);
+static unsigned file_mode(const char *path);          // st_mode, or 0 if there is no such file
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
 static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
@@ -1300,8 +1297,7 @@ static Waiting input_waits(void);                     // how much of a paste is 
 static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts);
 static Text whole_cache(const State *s);  // a text that may use all of the KV cache
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
-
-static int draft_rows(void);  // how many tokens run in about the time of one
+static int draft_rows(void);              // how many tokens run in about the time of one
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
 // `chunk`, and calls job(arg, begin, end) for each, on all threads. It returns when all are done.
@@ -1309,9 +1305,8 @@ static int draft_rows(void);  // how many tokens run in about the time of one
 typedef void (*Job)(void *arg, int begin, int end);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
-static volatile sig_atomic_t stoppable;
-static volatile sig_atomic_t stop_at_once;  // but the second one does, however soon it comes
+// The seconds that the first Ctrl-C has to stop the answer, or -1: it ends the program
+static volatile sig_atomic_t patience = -1;
 
 // ------------------------------------------------------------------------------------------------
 // Errors and memory
@@ -1535,7 +1530,6 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits, "wk");
     EACH_LAYER.wv = take_matrix(in, c, c->kv_dim, c->dim, bits, "wv");
     EACH_LAYER.wo = take_matrix(in, c, c->dim, c->q_dim, bits, "wo");
-    // With experts, w1, w2 and w3 have the rows of all.
     EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w1");
     EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, bits, "w2");
     EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w3");
@@ -1570,44 +1564,37 @@ static void model_map(Model *m, const char *path) {
 // ------------------------------------------------------------------------------------------------
 // Merging the tokens of a piece
 
-// A token of a piece while it merges, known by where its bytes begin. What it makes with the next
-// one plays for the highest score in a tournament: symbol i begins at leaf n + i of a tree, and at
-// node i < n the winners of nodes 2 i and 2 i + 1 meet. So the winner of node 1 merges next.
+// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
+// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
+// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
+// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
 struct Symbol {
-    int id;
     uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once it has merged
-    int pair;             // the token that it and the next one are together, or -1
-    float score;          // of that, or -INFINITY
-    uint32_t winner;      // of the node with this index
+    uint64_t node;
 };
 
-// Finds what the symbol at `begin` makes with the next one, and plays its matches up to node 1.
+// Finds what the symbol at `begin` makes with the next one.
 static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
-    Symbol *s = enc->symbols, *left = &s[begin];
-    const uint32_t n = (uint32_t)piece.n;
-    left->pair = left->next == n ? -1
-        : token_find(enc->tok, (Bytes){piece.p + begin, s[left->next].next - begin});
-    left->score = left->pair < 0 ? -INFINITY : enc->tok->score[left->pair];
-    for (uint32_t node = (n + begin) / 2; node > 0; node /= 2) {
-        const uint32_t a = s[2 * node].winner, b = s[2 * node + 1].winner;
-        const bool a_wins = s[a].score == s[b].score ? a < b : s[a].score > s[b].score;
-        const uint32_t best = a_wins ? a : b;
-        if (best == s[node].winner && best != begin) break;  // nothing changes above
-        s[node].winner = best;
+    Symbol *s = enc->symbols;
+    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
+    const int id = next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
+    const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
+    const uint32_t bits = (uint32_t)load_i32(&score);
+    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // as that of the floats
+    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
+    for (uint32_t i = n + begin; i > 1; i /= 2) {
+        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
     }
 }
 
 static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
     Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
-    for (uint32_t i = 0; i < n; i++) {
-        s[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1, -1, -INFINITY, 0};
-        s[n + i].winner = i;
-    }
+    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
     for (uint32_t i = 0; i < n && !interrupted; i++) enter(enc, piece, i);
-    for (uint32_t i; s[i = s[1].winner].pair >= 0 && !interrupted;) {
-        const uint32_t merged = s[i].next, next = s[merged].next;
-        s[i].id = s[i].pair;
+    while (s[1].node && !interrupted) {
+        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
         s[i].next = next;
         s[merged].next = n;
         if (next < n) s[next].prev = i;
@@ -1615,7 +1602,9 @@ static void encode_piece(Encoder *enc, Bytes piece) {
         enter(enc, piece, i);
         enter(enc, piece, merged);
     }
-    for (uint32_t i = 0; i < n; i = s[i].next) ids_add(enc->out, s[i].id);
+    for (uint32_t i = 0; i < n; i = s[i].next) {
+        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1634,7 +1623,7 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // every text.
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-enum { LONGEST_ADDED = 128 };            // bytes: added_at tries all lengths
+enum { LONGEST_ADDED = 128 };            // bytes: added_next tries all lengths
 
 static Bytes take_text(Cursor *in) {
     const uint32_t n = take_u32(in);
@@ -1764,8 +1753,8 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// The slot of the hash table that holds the token with these bytes, or is free for it. An added and
-// an ordinary token may have the same ones. FNV-1a with a secret factor; the slot comes from both
+// The slot of the hash table that holds the token with these bytes, or is free for it: an added and
+// an ordinary one may have the same bytes. FNV-1a with a secret factor; the slot comes from both
 // halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     uint64_t hash = tok->secret;
@@ -1779,40 +1768,24 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     return &tok->table[slot];
 }
 
-static int token_find(const Tokenizer *tok, Bytes text) {
-    return (int)*token_slot(tok, text, false) - 1;
-}
-
-// The added token with exactly these bytes, or -1
-static int added_find(const Tokenizer *tok, Bytes text) {
-    return (int)*token_slot(tok, text, true) - 1;
-}
-
-static int added_at(const Tokenizer *tok, Bytes text) {
-    int id = -1;
-    for (text.n = min_size(text.n, tok->longest_added); text.n > 0 && id < 0; text.n--) {
-        id = added_find(tok, text);
-    }
-    return id;
+static int token_find(const Tokenizer *tok, Bytes text, bool added) {
+    return (int)*token_slot(tok, text, added) - 1;
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
-    const uint64_t varies = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // with each process
-    tok->secret = varies * 0x9E3779B97F4A7C15u | 1;
+    tok->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // nobody knows it before
     tok->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
     tok->table = alloc((size_t)tok->mask + 1, sizeof(*tok->table), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s, added);
-        if (*slot == 0 && (added || s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE)))
-            *slot = id + 1;
+        if (*slot == 0 && (added || s.n == 1 || tok->score[id] > ADDED_SCORE)) *slot = id + 1;
         if (added) tok->added_start[s.p[0]] = true;
         if (added && s.n > tok->longest_added) tok->longest_added = s.n;
     }
     for (int i = 0; i < 256; i++) {
-        tok->byte_token[i] = token_find(tok, (Bytes){(uint8_t[]){i}, 1});
-        if (tok->byte_token[i] < 0)
+        if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
             die("%s: no token for byte 0x%02x, expected all 256; is it another model's?", file, i);
     }
 }
@@ -1845,15 +1818,15 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
     index_tokens(tok, file);
-    tok->think = added_find(tok, bytes("<think>"));
-    tok->end_think = added_find(tok, bytes("</think>"));
-    tok->end_of_text = added_find(tok, bytes("<|endoftext|>"));
+    tok->think = token_find(tok, bytes("<think>"), true);
+    tok->end_think = token_find(tok, bytes("</think>"), true);
+    tok->end_of_text = token_find(tok, bytes("<|endoftext|>"), true);
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
         ids_add(&tok->stop, eos);
         ids_add(&tok->stop, tok->end_of_text);
-        ids_add(&tok->stop, added_find(tok, bytes("<|im_end|>")));
+        ids_add(&tok->stop, token_find(tok, bytes("<|im_end|>"), true));
     }
 }
 
@@ -1921,18 +1894,18 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
     }
     uint64_t *out = marks->p, *starter = NULL;
-    int last = -1;  // ccc of the character before, -1 if that is the starter
+    int last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
         const uint64_t c = marks->p[i] & CODE_POINT;
         const int ccc = (int)(marks->p[i] >> 56);
         const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
-        const Mapping *composed = last >= ccc ? NULL
+        const Mapping *composed = last && last >= ccc ? NULL
             : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
             *starter = composed->to;
         } else {
             if (ccc == 0) starter = out;
-            last = ccc == 0 ? -1 : ccc;
+            last = ccc;
             *out++ = marks->p[i];
         }
     }
@@ -1970,10 +1943,11 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
-// as the cache and the logits have room: the ids that followed at the latest earlier place. Where
-// they run into what is drafted, the draft repeats itself.
-static void draft(Engine *e, int count) {
+static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
+
+// Drafts what may follow the text and its next token, from the latest place where it fits, as far
+// as the cache and the logits have room. A draft that runs into itself repeats itself.
+static void draft(Engine *e) {
     const State *s = &e->model.state;
     const size_t n = e->answer.text.ids.n + 1;
     int *ids = e->answer.text.ids.p;
@@ -1982,17 +1956,14 @@ static void draft(Engine *e, int count) {
     const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
     advance_start(e);
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
-    const int *last = ids + n - NGRAM;
-    size_t from = n - 1;
-    while (from >= NGRAM && memcmp(ids + from - NGRAM, last, NGRAM * sizeof(int)) != 0) from--;
+    if (rows == 1 || e->draft.credit < 0) return;
+    size_t from = n - 1, size = NGRAM * sizeof(int);
+    while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
     e->draft.n = rows - 1;
     e->draft.credit -= DRAFT_COST * e->draft.n;
     for (int i = 0; i < e->draft.n; i++) ids[n + i] = ids[from + i];
 }
-
-static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
 
 // Runs the last token and its draft. A wrong draft may overflow, and its V, though nobody looks at
 // it, then spoils the rows before it (0 * infinity is no number): so the token runs again, alone.
@@ -2007,17 +1978,16 @@ static bool run_draft(Engine *e) {
     return run_draft(e);
 }
 
-static float *advance(Engine *e, int id, int count) {
+static float *advance(Engine *e, int id) {
     const Model *m = &e->model;
     Ids *cached = &e->answer.text.ids;
     int *next = &cached->p[cached->n];
-    const bool was_drafted = e->draft.row < e->draft.n && *next == id;
-    *next = id;
-    if (was_drafted) {  // it has run already
+    if (e->draft.row < e->draft.n && *next == id) {  // it has run already
         e->draft.credit += 2 * DRAFT_COST;
         e->draft.row++;
     } else {
-        draft(e, count);
+        *next = id;
+        draft(e);
         if (!run_draft(e)) return NULL;
     }
     cached->n++;
@@ -2025,7 +1995,7 @@ static float *advance(Engine *e, int id, int count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
+// Writing: progress, messages, an answer as it comes. No file and no model drives the terminal: see
 // add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
 // stdout holds just the answer.
 
@@ -2042,6 +2012,45 @@ static void add_printable(Buffer *out, Bytes text, bool answer) {
         buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
+}
+
+// What a terminal shows of a prompt or a list that takes longer than two seconds
+static struct Progress {
+    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
+    double start, drawn;          // when it began; when a line was last drawn
+    bool shown;                   // the line is there
+} progress;
+
+static void progress_start(const Model *m, size_t tokens) {
+    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
+}
+
+// Clears the line, before an answer, a notice or an error begins.
+static void progress_end(void) {
+    if (progress.shown) fputs("\r\033[K", stderr);
+    progress.shown = false;
+    progress.tokens = 0;
+}
+
+// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`. The time
+// left is that at the rate so far. A prompt's is longer, as attention reads more and more.
+static void progress_show(double start, double done, double all, const char *what, double tokens) {
+    const double time = now(), seconds = time - start, rate = tokens / seconds;
+    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
+    progress.drawn = time;
+    progress.shown = true;
+    fprintf(stderr, "\r%.0f", done);
+    if (all > 0) fprintf(stderr, " of %.0f", all);
+    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
+    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
+    fputs("\033[K", stderr);
+}
+
+static void progress_add(int n) {
+    if (progress.tokens == 0) return;
+    progress.done += n;
+    const size_t done = progress.done / progress.layers;
+    progress_show(progress.start, done, progress.tokens, "tokens", done);
 }
 
 static void report(const char *fmt, ...) {
@@ -2194,6 +2203,30 @@ static bool begins_thinking(const App *app) {
     return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
+// Prepares an answer, which goes to stdout, or of a list `to` somewhere else. Where the options do
+// not say how tokens are drawn, it is as the checkpoint asks for; but as Qwen advises for answers
+// without thinking, unless the checkpoint asks for greedy ones.
+static void prepare_answer(App *app, Answer *a, Writer *writer, Buffer *to) {
+    const Options *o = &app->options;
+    const Tokenizer *tok = &app->engine.tokenizer;
+    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
+    app->think = can_switch && o->think == 1;
+    const bool advised = app->mode == CHAT && can_switch && !app->think && tok->temperature != 0;
+    a->sampler = (Sampler){
+        .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
+        .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
+        .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
+        .presence = o->presence,
+        .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
+        .rng = o->seed,
+        .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+        .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+    };
+    *writer = (Writer){.chat = app->mode == CHAT, .terminal = !to && is_terminal(STDOUT_FILENO),
+                       .to = to, .stop = bytes(o->stop ? o->stop : "")};
+    a->writer = writer;
+}
+
 // What stderr says before the model runs: the prompt's ids, and the first time the notices, which
 // wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
@@ -2342,8 +2375,8 @@ enum { MOST_BYTES = INT_MAX - (1 << 17) };  // of a text: just below 2 GB
 typedef struct {   // of a file
     int fd;
     const char *name;
-    Buffer data;   // the last line, and what was read after it
-    size_t end;    // of that line
+    Buffer data;   // bytes that were read
+    size_t end;    // of the last line
 } Lines;
 
 // The next line, with its newline. One that is too long loses its end, but is still longer than
@@ -2352,21 +2385,22 @@ typedef struct {   // of a file
 static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
     const uint8_t *newline;
-    size_t seen = 0;
+    size_t seen = in->end;
     *line = (Bytes){0};
-    buffer_cut(data, in->end);
-    in->end = 0;
     buffer_add(data, *line);  // data->p is not NULL
     while (!(newline = memchr(data->p + seen, '\n', data->n - seen))) {
         if (!wait && !input_ready(in->fd)) return true;
+        buffer_cut(data, in->end);
+        in->end = 0;
         seen = data->n = min_size(data->n, MOST_BYTES + 3);  // three more: see chop
         const ssize_t got = interrupted ? -1 : read_more(in->fd, data);
         if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
         if (got < 0) return false;
         if (got == 0) break;
     }
+    const size_t start = in->end;
     in->end = newline ? (size_t)(newline - data->p) + 1 : data->n;
-    *line = (Bytes){data->p, in->end};
+    *line = (Bytes){data->p + start, in->end - start};
     return line->n > 0;
 }
 
@@ -2449,8 +2483,9 @@ static void send_file(App *app, Bytes text) {
     buffer_cut(message, message->n - text.n);
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
+    const unsigned mode = file_mode(path);
     const char *error = !*path ? "missing, expected /file PATH TEXT"
-        : file_kind(path) == SPECIAL_FILE || !strcmp(path, "-") ? "not a regular file"
+        : (mode && !S_ISREG(mode) && !S_ISDIR(mode)) || !strcmp(path, "-") ? "not a regular file"
         : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
@@ -2620,7 +2655,7 @@ static void run_raw(App *app, Bytes text) {
 typedef struct {
     Bytes rest;            // what has not been read
     const char *expected;  // what was not found there: after an error nothing is taken any more
-    Buffer text;           // the last string
+    Buffer *text;          // the last string
 } Json;
 
 static void json_need(Json *j, bool taken, const char *what) {
@@ -2649,29 +2684,27 @@ static bool json_token(Json *j, const char *word) {  // perhaps after white spac
 // What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    const Bytes start = j->rest;
-    const bool escape = json_take(j, "\\"), unit = escape && json_take(j, "u");
-    const uint8_t c = j->rest.n ? *j->rest.p : 0;
-    const char *name = escape ? memchr(names, c, sizeof(names) - 1) : NULL;
-    char hex[5] = "";
-    if (unit) memcpy(hex, j->rest.p, min_size(j->rest.n, 4));
-    const bool good = unit ? strspn(hex, "0123456789abcdefABCDEF") == 4
-                      : escape ? name != NULL : c >= ' ';
-    json_need(j, good, "a string's character, or an escape as in \\n or \\u00e9");
-    j->rest = good ? bytes_from(j->rest, unit ? 4 : 1) : start;
-    return unit ? (int)strtol(hex, NULL, 16) : name ? meant[name - names] : BAD_BYTE + c;
+    char s[7] = "";
+    memcpy(s, j->rest.p, min_size(j->rest.n, 6));
+    const bool escape = s[0] == '\\', plain = !escape && (uint8_t)s[0] >= ' ';
+    const bool unit = escape && s[1] == 'u' && strspn(s + 2, "0123456789abcdefABCDEF") == 4;
+    const char *name = escape && s[1] ? strchr(names, s[1]) : NULL;
+    json_need(j, plain || unit || name, "a string's character, or an escape as in \\n or \\u00e9");
+    j->rest = bytes_from(j->rest, unit ? 6 : name ? 2 : plain);
+    if (unit) return (int)strtol(s + 2, NULL, 16);
+    return name ? meant[name - names] : BAD_BYTE + (uint8_t)s[0];
 }
 
 static bool json_string(Json *j) {
     if (!json_token(j, "\"")) return false;
-    j->text.n = 0;
+    j->text->n = 0;
     for (int c, before = 0; !j->expected && !json_take(j, "\""); before = c) {
         c = json_char(j);
         if (before >= 0xD800 && before < 0xDC00 && c >= 0xDC00 && c < 0xE000) {
             c += 0x10000 + ((before - 0xD800) << 10) - 0xDC00;
-            j->text.n -= 3;  // the first half, which was alone
+            j->text->n -= 3;  // the first half, which was alone
         }
-        add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
+        add_char(j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
     }
     return true;
 }
@@ -2706,26 +2739,26 @@ static bool json_value(Json *j, int depth) {
     return false;
 }
 
-static bool json_is(const Json *j, const char *text) {
-    return is(bytes_of(&j->text), text);
-}
-
 // A message, which `talk` gets; returns its role. Of equal keys the last one counts.
 static int json_message(Json *j, Conversation *talk) {
     Message *message = conversation_add(talk, -1, (Bytes){0});
     bool has_content = false;
-    json_need(j, json_token(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
+    json_token(j, "");
+    const Bytes start = j->rest;
+    json_need(j, json_take(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
     for (int i = 0; json_next(j, "}", i == 0); i++) {
-        const bool role = json_is(j, "role"), content = json_is(j, "content");
+        const bool role = is(bytes_of(j->text), "role"), content = is(bytes_of(j->text), "content");
         const bool text = json_value(j, 2);  // j->text had the key, now it has the value
+        const Bytes value = text ? bytes_of(j->text) : (Bytes){0};
         if (role)
-            message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
-                            : json_is(j, "assistant") ? ASSISTANT : -1;
+            message->role = is(value, "system") ? SYSTEM : is(value, "user") ? USER
+                            : is(value, "assistant") ? ASSISTANT : -1;
         if (!content) continue;
         has_content = text;
         message->text.n = 0;
-        buffer_add(&message->text, bytes_of(&j->text));
+        buffer_add(&message->text, value);
     }
+    if (!j->expected && (message->role < 0 || !has_content)) j->rest = start;
     json_need(j, message->role >= 0, "a role: system, user or assistant");
     json_need(j, has_content, "a content that is a string");
     return message->role;
@@ -2765,19 +2798,19 @@ static void json_line(Json *j, Conversation *talk) {
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
 // like another, say with the same instruction, shares its blocks: each block counts its users. Of
-// the first block that is not the same to its end the text gets a copy. A text that has ended keeps
-// its blocks until they or its place are needed, so that there is something to share even if all
-// answers are one word. When no block is left, the youngest text gives its blocks back, and later
-// runs again up to the last token that it drew (preemption by recomputation).
+// the first block that is not the same to its end the text gets a copy. A text that does not run,
+// as it has ended or waits, keeps its blocks until they or its place are needed, so that there is
+// something to share even if all answers are one word. When no block is left, the youngest text
+// stops running, and later runs again up to the last token that it drew (preemption by
+// recomputation).
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
 typedef struct {    // for a text
     size_t number;  // of its line, from 0
-    Buffer *line;   // of the output, once it is done
-    Ids ids;        // its tokens: the prompt's, then those that were drawn
-    Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
+    Answer answer;  // its text.ids are the prompt's, then those that were drawn,
+    size_t run;     // so many of which have run
     int n_blocks;   // in answer.text.blocks
     size_t cached;  // tokens of its prompt that were there when it began
     Ending ending;  // INTERRUPTED: what the model gave is not finite
@@ -2803,8 +2836,6 @@ typedef struct {
     int n_ready;
     int *users, n_unused;   // (State.blocks) texts that have this block; blocks that nobody has
     char where[640];        // the line that was read last, for messages
-    Json json;
-    Conversation talk;      // its messages, or its text as one message
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
     size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
     size_t pieces;          // texts that are scored in pieces
@@ -2833,17 +2864,14 @@ static void take_block(List *l, Place *p, int block) {  // -1: the first that no
 }
 
 static void drop_blocks(List *l, Place *p) {
-    while (p->n_blocks > 0) {
-        const int block = p->answer.text.blocks[--p->n_blocks];
-        l->n_unused += --l->users[block] == 0;
-    }
-    p->answer.text.ids.n = 0;
+    while (p->n_blocks > 0) l->n_unused += --l->users[p->answer.text.blocks[--p->n_blocks]] == 0;
+    p->run = 0;
 }
 
-// Are there so many blocks that nobody has? Until there are, the free places lose theirs, first the
-// one that has been free for the longest time.
+// Are there so many blocks that nobody has? Until there are, the texts that do not run lose theirs:
+// first the one that ended the longest time ago, last the first one that waits.
 static bool find_blocks(List *l, int n) {
-    for (int i = l->n_places; i >= l->n_active && l->n_unused < n; i--)
+    for (int i = l->n_places; i >= l->n_running && l->n_unused < n; i--)
         drop_blocks(l, l->active[i]);
     return l->n_unused >= n;
 }
@@ -2855,82 +2883,74 @@ static bool find_blocks(List *l, int n) {
 // give its blocks back at once. If no text runs, all blocks are there, and any text begins.
 static bool begin(List *l) {
     Place *p = l->active[l->n_running], *like = p;
-    const Ids *ids = &p->ids;
+    const Ids *ids = &p->answer.text.ids;
     const size_t len = l->app->engine.model.state.block_len;
     const int n_blocks = (int)((ids->n + len - 1) / len);
-    size_t same = 0;
+    size_t same = p->run;
     for (Place *other = l->places; other <= l->places + l->n_places; other++) {
+        const Ids *its = &other->answer.text.ids;
         size_t n = 0;
-        while (other->n_blocks && n + 1 < ids->n && n < other->ids.n &&
-               ids->p[n] == other->ids.p[n])
-            n++;
-        if (n > same) same = n, like = other;
+        while (other->n_blocks && n + 1 < ids->n && n < its->n && ids->p[n] == its->p[n]) n++;
+        if (n > same && other != p) same = n, like = other;
     }
-    const size_t run = like->answer.text.ids.n;  // a text that does not run any more has run all
-    if (same >= run + len) return false;
-    if (same > run) same = run;
+    if (same >= like->run + len) return false;
+    same = min_size(same, like->run);
     const int *theirs = like->answer.text.blocks, whole = (int)(same / len);
-    for (int i = 0; i < whole; i++) take_block(l, p, theirs[i]);
-    if (!find_blocks(l, n_blocks - whole + l->n_running + 1) && l->n_running) {
-        if (whole && !like->n_blocks) {  // it has just lost them: it keeps what p can share
-            like->n_blocks = whole;
-            like->ids.n = like->answer.text.ids.n = whole * len;
-            p->n_blocks = 0;
-        }
+    if (like != p) {
         drop_blocks(l, p);
+        while (p->n_blocks < whole) take_block(l, p, theirs[p->n_blocks]);
+        p->run = whole * len;
+    }
+    l->n_running++;
+    if (!find_blocks(l, n_blocks - p->n_blocks + l->n_running) && l->n_running > 1) {
+        l->n_running--;
         return false;
     }
     while (p->n_blocks < n_blocks) take_block(l, p, -1);
     // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
     if (same % len)
         cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
+    p->run = same;
     l->cached -= p->cached;  // of a text that begins again, only this time counts
     p->cached = min_size(same, ids->n - p->drawn.n);
     l->cached += p->cached;
-    p->answer.text.ids.n = same;
-    l->n_running++;
     return true;
 }
 
+#define refuse(...) (report(__VA_ARGS__), false)
+
 // Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
 static bool encode_line(List *l, Bytes line, Ids *ids) {
-    const App *app = l->app;
+    App *app = l->app;
     const Options *o = &app->options;
     const Model *m = &app->engine.model;
     const Tokenizer *tok = &app->engine.tokenizer;
     const bool chat = app->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
-    Conversation *talk = &l->talk;
-    Json *j = &l->json;
+    Conversation *talk = &app->conversation;  // its messages, or its text as one
+    Json j = {.rest = line, .text = &app->input};
     size_t size = 0;
-    if (line.n + before.n > MOST_BYTES) {
-        report("%s: too long, expected less than 2 GB", l->where);
-        return false;
-    }
-    *j = (Json){.rest = line, .text = j->text};
+    if (line.n + before.n > MOST_BYTES)
+        return refuse("%s: too long, expected less than 2 GB", l->where);
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
-    if (o->json_list) json_line(j, chat ? talk : NULL);
-    if (j->expected) {
-        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
-               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
-               (int)min_size(j->rest.n, 16), j->rest.p);
-        return false;
-    }
+    if (l->read == 0) json_take(&j, "\uFEFF");  // a byte order mark
+    if (o->json_list) json_line(&j, chat ? talk : NULL);
+    const char *found = !j.rest.n ? "the end" : !*j.rest.p ? "a NUL" : "";
+    if (j.expected)
+        return refuse("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
+                      line.n - j.rest.n + 1, j.expected, found, (int)min_size(j.rest.n, 16),
+                      j.rest.p);
     if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
         Buffer *text = &conversation_add(talk, USER, before)->text;
         if (o->text) buffer_add(text, bytes("\n\n"));
-        buffer_add(text, o->json_list ? bytes_of(&j->text) : line);
+        buffer_add(text, o->json_list ? bytes_of(j.text) : line);
     }
-    for (size_t i = 0; i < talk->n; i++) {  // an earlier answer may lose its thinking
-        if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
-    }
-    if (l->together && size / 4 > tok->longest * m->state.seq_len) {  // NFC leaves a quarter
-        report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               l->where, m->state.seq_len, m->config.max_seq_len, size);
-        return false;
-    }
+    for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
+        size += talk->p[i].role == ASSISTANT ? 0 : talk->p[i].text.n;
+    if (l->together && size / 4 > tok->longest * m->state.seq_len)  // NFC leaves a quarter
+        return refuse("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
+                      l->where, m->state.seq_len, m->config.max_seq_len, size);
     ids->n = 0;
     if (chat) render(tok, talk, 0, app->think, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
@@ -2941,33 +2961,34 @@ static bool encode_line(List *l, Bytes line, Ids *ids) {
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Place *p = l->active[l->n_active + 1];
+    const Ids *ids = &p->answer.text.ids;
+    Buffer *out = &l->lines[l->read % AHEAD];
     give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", app->options.seed);
     snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
     drop_blocks(l, p);
-    bool good = encode_line(l, chop(line), &p->ids);
-    if (good) l->prompts += p->ids.n;
+    bool good = encode_line(l, chop(line), &p->answer.text.ids);
     l->consumed += line.n;
     p->number = l->read++;
-    p->line = &l->lines[p->number % AHEAD];
+    if (good) l->prompts += ids->n;
     if (good && l->together) {
         p->text.n = p->cached = 0;
         p->answer.sampler.rng = app->options.seed + p->number;
-        answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+        answer_start(&p->answer, &app->engine.tokenizer);
         writer_thinks(&p->writer, begins_thinking(app));
         l->active[l->n_active + 1] = l->active[l->n_active];
         l->active[l->n_active++] = p;
         return;
     }
-    if (good) l->rows += p->ids.n;
-    if (good && app->mode == TOKENIZE) buffer_add_ids(p->line, &p->ids);
+    if (good) l->rows += ids->n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(out, ids);
     if (good && app->mode == PERPLEXITY) {
-        l->pieces += p->ids.n > (size_t)app->engine.model.state.seq_len;
-        good = buffer_add_perplexity(p->line, &app->engine, &p->ids);
+        l->pieces += ids->n > (size_t)app->engine.model.state.seq_len;
+        good = buffer_add_perplexity(out, &app->engine, ids);
         if (!good && !interrupted) report("%s: " NOT_FINITE, l->where);
     }
-    line_done(l, p->line, good);
+    line_done(l, out, good);
 }
 
 // False: all is done, or Ctrl-C. Else some text runs, and while one does, this does not wait for
@@ -2980,8 +3001,8 @@ static bool admit(List *l) {
             l->ahead > AHEAD_BYTES || interrupted)
             break;
         l->ended = !next_line(&l->in, &line, l->n_active == 0);
-        if (!l->ended && line.n == 0) break;  // it comes later
-        if (!l->ended) add_line(l, line);
+        if (line.n == 0) break;  // the end, or it comes later
+        add_line(l, line);
     }
     while (l->n_running < l->n_active && begin(l)) {}
     return l->n_active > 0 && !interrupted;
@@ -2989,25 +3010,24 @@ static bool admit(List *l) {
 
 // Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks, but
 // a text that decodes may need another one. If there is none, the youngest text, perhaps this one,
-// gives its blocks back; it has no rows yet. That never happens to a text that runs alone, as all
+// does not run any more; it has no rows yet. That never happens to a text that runs alone, as all
 // blocks are its own then. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
     for (int i = 0; i < l->n_running; i++) {
         Place *p = l->active[i];
-        Text *text = &p->answer.text;
-        const bool full = text->ids.n == (size_t)p->n_blocks * s->block_len;
-        while (full && !find_blocks(l, 1) && l->n_running > i)
-            drop_blocks(l, l->active[--l->n_running]);
-        if (l->n_running == i) break;
+        const Text *text = &p->answer.text;
+        const bool full = p->run == (size_t)p->n_blocks * s->block_len;
+        while (full && !find_blocks(l, 1)) l->n_running--;
+        if (l->n_running <= i) break;
         if (full) take_block(l, p, -1);
         const int end = s->batch - (l->n_running - i - 1);
-        for (; text->ids.n < p->ids.n && n < end; text->ids.n++) {
-            const int pos = (int)text->ids.n;
-            s->rows[n++] = (Row){p->ids.p[pos], pos, text, pos + 1 == (int)p->ids.n};
+        for (; p->run < text->ids.n && n < end; p->run++) {
+            const bool last = p->run + 1 == text->ids.n;
+            s->rows[n++] = (Row){text->ids.p[p->run], (int)p->run, text, last};
         }
-        if (text->ids.n == p->ids.n) l->ready[l->n_ready++] = p;
+        if (p->run == text->ids.n) l->ready[l->n_ready++] = p;
     }
     l->rows += n;
     return forward(&l->app->engine.model, n);
@@ -3028,7 +3048,7 @@ static void sample_job(void *arg, int begin, int end) {
         const int id = sample(&p->answer.sampler, logits, vocab_size);
         if (id < 0) p->ending = INTERRUPTED;
         else p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
-        if (p->ending == GOES_ON) ids_add(&p->ids, id);
+        if (p->ending == GOES_ON) ids_add(&p->answer.text.ids, id);
     }
 }
 
@@ -3037,6 +3057,7 @@ static void write_ended(List *l) {
     const bool embeds = l->app->mode == EMBED;
     for (int i = 0, at; i < l->n_ready; i++) {
         Place *p = l->ready[i];
+        Buffer *line = &l->lines[p->number % AHEAD];
         if (p->ending == GOES_ON) continue;
         if (p->ending == INTERRUPTED)
             report("%s: line %zu: %s", l->in.name, p->number + 1, embeds ? BAD_VECTOR : NOT_FINITE);
@@ -3044,9 +3065,9 @@ static void write_ended(List *l) {
         l->thinking += p->writer.thinking;
         l->answers += p->drawn.n;
         writer_end(&p->writer);
-        if (embeds) buffer_add(p->line, bytes_of(&p->text));
-        else buffer_add_json(p->line, bytes_of(&p->text));
-        line_done(l, p->line, p->ending != INTERRUPTED);
+        if (embeds) buffer_add(line, bytes_of(&p->text));
+        else buffer_add_json(line, bytes_of(&p->text));
+        line_done(l, line, p->ending != INTERRUPTED);
         for (at = 0; l->active[at] != p; at++) {}
         l->n_running--;
         l->n_active--;
@@ -3061,21 +3082,24 @@ static int list_end(const List *l) {
     const unsigned long long seed = l->app->options.seed, next = seed + l->written;
     const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
+    const bool draws = l->app->mode <= GENERATE;
+    char go_on[32] = "";
+    if (draws) snprintf(go_on, sizeof(go_on), ", -s %llu", next);
     progress_end();
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
-        notice("list: %zu lines are written; to go on: tail -n +%zu, -s %llu", l->written,
-               l->written + 1, next);
-    char answers[128] = "";
-    if (l->app->mode <= GENERATE && l->written)
-        snprintf(answers, sizeof(answers), ", answers %zu tokens at %.*f/s, seeds %llu to %llu",
-                 l->answers, rate < 999.95, rate, seed, next - 1);
+        notice("list: %zu lines are written; to go on: tail -n +%zu%s", l->written,
+               l->written + 1, go_on);
     if (!quiet)
-        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)%s\n", l->written, l->prompts,
-                l->cached, answers);
+        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
+                l->cached);
+    if (!quiet && draws && l->written)
+        fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
+                rate < 999.95, rate, seed, next - 1);
+    if (!quiet) fputc('\n', stderr);
     return interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }
 
@@ -3084,7 +3108,6 @@ static int run_list(App *app) {
     List *l = &list;
     const Options *o = &app->options;
     const State *s = &app->engine.model.state;
-    const int vocab_size = app->engine.tokenizer.vocab_size;
     const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
     *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .start = now(),
                 .together = app->mode != TOKENIZE && app->mode != PERPLEXITY,
@@ -3094,15 +3117,11 @@ static int run_list(App *app) {
     l->size = file_size(l->in.fd);
     for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
         Place *p = l->active[i] = &l->places[i];
-        p->answer = app->engine.answer;
+        prepare_answer(app, &p->answer, &p->writer, &p->text);
         p->answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
-        p->answer.sampler.answered = alloc(vocab_size, sizeof(bool), "the list");
-        p->answer.sampler.seen = alloc(vocab_size, sizeof(bool), "the list");
-        p->answer.writer = &p->writer;
         p->answer.drawn = &p->drawn;
-        p->writer = (Writer){.chat = app->mode == CHAT, .to = &p->text, .stop = app->writer.stop};
     }
-    stoppable = stop_at_once = true;
+    patience = 0;
     while (admit(l) && pass(l)) {
         if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
         parallel(sample_job, l, l->n_ready, 1);
@@ -3149,47 +3168,46 @@ static const char usage[] =  // after the line of --version
 
 typedef struct {
     char letter;
-    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
+    enum { TEXT, REAL, SEED, MODE, INTEGER } type;
     size_t place;           // in Options
     double low, high;       // the least and the greatest value; of a TEXT, number of bytes
     const char *expected;   // what the value should be; NULL: a number from low to high
-    const char *others[2];  // what other programs call it
+    const char *other;      // in what other programs call it
 } Option;
 
 #define PLACE(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, {"--prompt"}},
-    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", {"--file"}},
-    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", {NULL}},
-    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, "--prompt"},
+    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", "--file"},
+    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", NULL},
+    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", NULL},
     {'m', MODE, PLACE(mode), 0, N_MODES - 1,
-     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", {NULL}},
-    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, {"--system-prompt", "--system"}},
-    {'r', INTEGER, PLACE(think), 0, 1, NULL, {NULL}},
-    {'t', REAL, PLACE(temperature), 0, 1000, NULL, {"--temp", "--temperature"}},
-    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", {"--top-p"}},
-    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, {"--top-k"}},
-    {'a', REAL, PLACE(presence), 0, 2, NULL, {"--presence-penalty"}},
-    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, {"--repeat-penalty"}},
-    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", {"--reverse-prompt"}},
-    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", {"--seed"}},
-    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, {"--n-predict", "--predict"}},
-    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, {"--ctx-size"}},
-    {'b', INTEGER, PLACE(batch), 1, 512, NULL, {"--batch-size"}},
-    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, {"--threads"}},
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", NULL},
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, "--system"},
+    {'r', INTEGER, PLACE(think), 0, 1, NULL, NULL},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, "--temp"},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", "--top-p"},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, "--top-k"},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, "--presence-penalty"},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, "--repeat-penalty"},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", "--reverse-prompt"},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", "--seed"},
+    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, "-predict"},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, "--ctx-size"},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, "--batch-size"},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, "--threads"},
 };
 
 // The option that an argument is. If it is none, that ends the program, with the likely mistake.
 static const Option *option_named(const char *arg, const char *model) {
-    const size_t n = strcspn(arg, "=");
-    for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
-        const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
+        const char letter = options[i].letter, *other = options[i].other;
         const bool begins = arg[0] == '-' && arg[1] == letter;
-        if (begins && !arg[2]) return &options[i / 2];
+        if (begins && !arg[2]) return &options[i];
         if (begins && isdigit((uint8_t)arg[2]))
             die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
-        if (other && strlen(other) == n && !strncmp(arg, other, n))
+        if (other && !strncmp(arg, "--", 2) && strstr(arg, other))
             die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
     }
     if (arg[0] == '-')
@@ -3198,8 +3216,9 @@ static const Option *option_named(const char *arg, const char *model) {
               "-i \"%.80s\"", arg, model, arg);
 }
 
-// Sets an option, or ends the program if it can't have this value.
+// Sets an option, or ends the program if it can't have this value, or has none.
 static void set_option(Options *o, const Option *option, const char *value) {
+    if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
     void *place = (char *)o + option->place;
     char range[64], *end = NULL;
     double number = strlen(value);
@@ -3207,23 +3226,22 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == TEXT) {
         *(const char **)place = value;
     } else if (option->type == MODE) {
-        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
-        number = o->mode;
+        for (number = 0; number < N_MODES && strcmp(value, mode_names[(int)number]);) number++;
     } else if (option->type == INTEGER) {
         number = strtoll(value, &end, 10);
     } else if (option->type == REAL) {
-        number = *(float *)place = strtof(value, &end);
+        number = strtod(value, &end);
     } else {
         o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
         o->seeded = true;
     }
     snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
     const bool in_range = number >= option->low && number <= option->high;
-    const bool overflow = option->type == SEED && errno;
-    if (!in_range || overflow || end == value || (end && *end))
+    if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
         die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
                   option->expected ? option->expected : range, value);
-    if (option->type == INTEGER) *(int *)place = (int)number;
+    if (option->type == REAL) *(float *)place = (float)number;
+    if (option->type >= MODE) *(int *)place = (int)number;
 }
 
 // Only chat and generate can begin without a text.
@@ -3243,17 +3261,11 @@ static Options parse_options(int argc, char **argv) {
             write_stdout(bytes(version()));
             if (help) write_stdout(bytes(usage));
             exit(EXIT_SUCCESS);
-        } else if (!strcmp(arg, "-q")) {
-            quiet = true;
-        } else if (!strcmp(arg, "-v")) {
-            o.verbose = true;
-        } else if (arg[0] != '-' && !o.model) {
-            o.model = arg;
-        } else {
-            const Option *option = option_named(arg, o.model);
-            if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
-            set_option(&o, option, argv[i]);
         }
+        if (!strcmp(arg, "-q")) quiet = true;
+        else if (!strcmp(arg, "-v")) o.verbose = true;
+        else if (arg[0] != '-' && !o.model) o.model = arg;
+        else set_option(&o, option_named(arg, o.model), argv[++i]);  // NULL after the last one
     }
     if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
@@ -3282,48 +3294,18 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-// Prepares the sampler and the writer. Where the options do not say how tokens are drawn, it is as
-// the checkpoint asks for; but as Qwen advises for answers without thinking, unless the checkpoint
-// asks for greedy ones.
-static void prepare_answers(App *app) {
-    const Options *o = &app->options;
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
-    app->think = can_switch && o->think == 1;
-    const bool advised = app->mode == CHAT && can_switch && !app->think && tok->temperature != 0;
-    app->engine.answer.sampler = (Sampler){
-        .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
-        .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
-        .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
-        .presence = o->presence,
-        .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
-        .rng = o->seed,
-        .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-        .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-    };
-    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
-                           .stop = bytes(o->stop ? o->stop : "")};
-    app->engine.answer.writer = &app->writer;
-}
-
-// Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
-static void check_model_path(const char *path) {
-    const FileKind kind = file_kind(path);
-    const char *slash = strchr(path, '/');  // a name has one
-    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
-    if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
-    if (kind == NO_FILE && named) die_export(path, "not a file", INT_MAX, path);
-}
-
 static void load(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     const Config *c = &e->model.config;
+    const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
+    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     char tokenizer[4096];
-    check_model_path(o->model);
-    model_map(&e->model, o->model);
-    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
-    if (file_kind(tokenizer) == NO_FILE)
+    if (S_ISDIR(file_mode(path))) die_export(path, "a directory", INT_MAX, path);
+    if (named && !file_mode(path)) die_export(path, "not a file", INT_MAX, path);
+    model_map(&e->model, path);
+    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", path);
+    if (!file_mode(tokenizer))
         die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
     app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
@@ -3342,12 +3324,12 @@ static void load(App *app) {
 static int run(App *app) {
     const char *system = app->options.system;
     load(app);
-    prepare_answers(app);
+    prepare_answer(app, &app->engine.answer, &app->writer, NULL);
     const bool chat = app->mode == CHAT;
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
-    stoppable = app->mode != TOKENIZE;
+    if (app->mode != TOKENIZE) patience = 1;
     if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
     else if (!single) run_script(app);
     else if (chat) chat_turn(app, bytes_of(&app->input));
@@ -3369,11 +3351,8 @@ int main(int argc, char **argv) {
 // ================================================================================================
 
 #include <fcntl.h>
-#include <stdatomic.h>
-#include <sys/stat.h>
-#ifndef NO_THREADS
 #include <pthread.h>
-#endif
+#include <stdatomic.h>
 #ifdef _WIN32
 #include <windows.h>
 #else
@@ -3415,9 +3394,9 @@ INLINE float choose(int32_t yes, float a, float b) {
 }
 
 // If |x| < 2^22, the float x + 1.5 * 2^23 has no bits left for a fraction. Read as an integer, it
-// is ROUNDER_BITS + x, with x rounded to the nearest integer (ties to even), also if x < 0.
+// is 0x4B400000 + x, with x rounded to the nearest integer (ties to even), also if x < 0; its low
+// byte is that of x.
 #define ROUNDER 12582912.0f
-enum { ROUNDER_BITS = 0x4B400000 };
 
 // exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
 // exp(0) is exactly 1. For x < -87.7 the result is 0, as n = -127 makes the exponent's bits 0.
@@ -3432,8 +3411,8 @@ INLINE float fast_exp(float x) {
     p = mul_add(p, r, 1.6666665459e-1f);
     p = mul_add(p, r, 5.0000001201e-1f);
     p = mul_add(p, r * r, r) + 1;
-    // The bits of `shifted` are ROUNDER_BITS + n. The shift by 23 drops ROUNDER_BITS and moves
-    // n + 127 into the exponent's place, which gives the float 2^n.
+    // The bits of `shifted` are 0x4B400000 + n. The shift by 23 drops the former and moves n + 127
+    // into the exponent's place, which gives the float 2^n.
     return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
 }
 
@@ -3468,14 +3447,13 @@ static void quantize(const Quantized *out, int t, int at, const float *x, int n,
         const float largest = as_float(max);
         row.scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
         const float inverse = row.scale[g] != 0 ? 127 / largest : 0;
-        uint32_t sum = 0;
+        int sum = 0;
         for (int i = 0; i < group; i++) {
-            float shifted = x[i] * inverse + ROUNDER;
-            uint32_t rounded = (uint32_t)load_i32(&shifted) - ROUNDER_BITS;
-            q8[i] = (int8_t)rounded;
-            sum += rounded;
+            const float shifted = x[i] * inverse + ROUNDER;
+            q8[i] = (int8_t)load_i32(&shifted);
+            sum += q8[i];
         }
-        row.bias_fix[g] = isfinite(largest) ? -128 * (int32_t)sum : 0;
+        row.bias_fix[g] = -128 * sum;
     }
 }
 
@@ -3489,14 +3467,6 @@ static _Thread_local int thread;  // the number of the thread that reads it, fro
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-#ifdef NO_THREADS
-static void start_threads(int count) { (void)count; }
-
-static void parallel(Job job, void *arg, int count, int chunk) {
-    (void)chunk;
-    job(arg, 0, count);
-}
-#else
 static struct {
     Job job;  // the loop that runs. It and the next three change only while left is 0 and no item
               // runs; a thread reads them only after it has seen left > 0
@@ -3581,7 +3551,6 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     work();
     wait_until(&pool.active, false);
 }
-#endif
 
 static void each_job(void *arg, int begin, int end) {
     const Pass *p = arg;
@@ -4035,31 +4004,24 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     return __builtin_convertvector(sums, VecF) * scale;
 }
 
-// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (if that does
-// not come out even, the last ones overlap those before); then, transposed, added with a row in
-// each lane.
+// Token t, LANES rows, of which those before `row` have been done: the terms of their groups, LANES
+// at a time; then, transposed, added with a row in each lane.
 INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
-    const int count = rows * n_groups;
-    const size_t begin = (size_t)row * n_groups;
+    const int n_groups = w->cols / group, first = min_int(row, part->row_end - LANES);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const float *scale = quantized_row(part->x, t).scale;
-    VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
-    float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    for (int i = 0, g = 0; i < count; i += LANES) {
-        // In a small matrix `at` may be < 0: then in the rows before (see `whole` in matmul_rows),
-        // and in columns, which have at least LANES floats and are written later.
-        const int at = min_int(i, count - LANES);
-        if (at < i) g = (at + LANES * n_groups) % n_groups;
-        const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
-        memcpy(terms + at, &found, sizeof(found));
+    VecF *const columns = part->own->panel, sum = {0};  // (n_groups) of LANES rows
+    VecF *const terms = columns + n_groups;             // (LANES, n_groups) floats
+    for (int i = 0, g = 0; i < n_groups; i++) {
+        const size_t at = (size_t)first * n_groups + i * LANES;
+        terms[i] = group_terms(w, at, x, g, levels, group, bits);
         for (g += LANES; g >= n_groups;) g -= n_groups;  // cheaper than %
     }
     transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
-    put_rows(part, t, row, (float *)&sum, rows);
+    put_rows(part, t, row, (float *)&sum + row - first, first + LANES - row);
 }
 
 // The most tokens for which a matvec each is faster than panels for all, measured
@@ -4179,11 +4141,9 @@ INLINE void matvec_groups(const Matmul *part, const int group) {
 static void matmul_rows(const Matmul *part) {
     const Matrix *w = part->w;
     const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
-    // Rows 0 .. row_end - 1 have the groups of a vector: then matvec reads nothing before them.
-    const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;
     _Static_assert(FEW_TOKENS_8 <= FEW_TOKENS_4, "rings for all of them");
     if (part->n == 0) return;
-    if (!few || !whole) matmul_panels(part);
+    if (!few || part->row_end < LANES) matmul_panels(part);  // matvec needs LANES rows
     else if (w->group == 32) matvec_groups(part, 32);
     else if (w->group == 64) matvec_groups(part, 64);
     else if (w->group == 128) matvec_groups(part, 128);
@@ -4233,19 +4193,17 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
-static size_t block_floats(const Config *c) {  // of one layer's kv head in a block
-    return (size_t)LANES * (c->head_dim + value_dim(c));
-}
-
-// Floats from a block to the next. The number of pairs (layer, kv head) is made odd: with an even
-// one, all blocks of a head would share a fraction of the L2 cache's sets.
-static size_t block_stride(const Config *c) {
-    return ((size_t)c->n_layers * c->n_kv_heads | 1) * block_floats(c);
+// Where a block has the keys of a pair (layer, kv head), in floats from the cache's start. Its number
+// of pairs is made odd: with an even one, all blocks of a head would share a fraction of the L2
+// cache's sets.
+static size_t block_at(const Config *c, size_t block, size_t pair) {
+    const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
+    return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
 }
 
 static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos) {
-    const size_t block = text->blocks[pos / LANES], head = p->l * p->c->n_kv_heads + kv_head;
-    return p->s->cache + block * block_stride(p->c) + head * block_floats(p->c);
+    const size_t pair = p->l * p->c->n_kv_heads + kv_head;
+    return p->s->cache + block_at(p->c, text->blocks[pos / LANES], pair);
 }
 
 static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
@@ -4444,13 +4402,13 @@ static int most_blocks = INT_MAX;  // tests make it small
 
 // The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
 static int pool_blocks(const Config *c, int seq_len, int texts) {
-    const double room = memory_size() / 4 / (block_stride(c) * sizeof(float));
+    const double room = memory_size() / 4 / (block_at(c, 1, 0) * sizeof(float));
     const double one = round_up(seq_len, LANES) / LANES;
     return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
 static void cache_copy(const Model *m, int to, int from) {
-    const size_t size = block_stride(&m->config);
+    const size_t size = block_at(&m->config, 1, 0);
     memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
 }
 
@@ -4490,52 +4448,12 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
         s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
         s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
     }
-    const size_t size = block_stride(c) * sizeof(float);
+    const size_t size = block_at(c, 1, 0) * sizeof(float);
     s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
 #ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
     char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
     madvise(page, s->blocks * size, MADV_HUGEPAGE);
 #endif
-}
-
-// ------------------------------------------------------------------------------------------------
-// Progress: what a terminal shows of a prompt or a list that takes longer than two seconds
-
-static struct Progress {
-    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
-    double start, drawn;          // when it began; when a line was last drawn
-    bool shown;                   // the line is there
-} progress;
-
-static void progress_start(const Model *m, size_t tokens) {
-    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
-}
-
-// Clears the line, before an answer, a notice or an error begins.
-static void progress_end(void) {
-    if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = false;
-    progress.tokens = 0;
-}
-
-// The time left is that at the rate so far. A prompt's is longer, as attention reads more and more.
-static void progress_show(double start, double done, double all, const char *what, double tokens) {
-    const double time = now(), seconds = time - start, rate = tokens / seconds;
-    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
-    progress.drawn = time;
-    progress.shown = true;
-    fprintf(stderr, "\r%.0f", done);
-    if (all > 0) fprintf(stderr, " of %.0f", all);
-    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
-    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
-    fputs("\033[K", stderr);
-}
-
-static void progress_add(int n) {
-    if (progress.tokens == 0) return;
-    progress.done += n;
-    const size_t done = progress.done / progress.layers;
-    progress_show(progress.start, done, progress.tokens, "tokens", done);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4547,12 +4465,12 @@ static double now(void) {
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
-// Before that, or if the one before had no effect for a second, it ends the program.
+// Ctrl-C stops an answer, or a conversation that waits for a message. Another one ends the program
+// if the first had no effect for `patience` seconds: two quick ones may be meant as one.
 static void on_interrupt(int signal) {
     static volatile double first;
     (void)signal;
-    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
+    if (patience < 0 || (interrupted && now() >= first + patience)) _exit(EXIT_INTERRUPT);
     if (!interrupted) first = now();
     interrupted = 1;
 }
@@ -4582,7 +4500,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define stat_file(path, st) _wstat64(wide(path), st)
+#define _stat64(path, st) _wstat64(wide(path), st)  // which stat is defined as
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
@@ -4641,11 +4559,7 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
     return waiting;
 }
 
-static int cpu_count(void) {  // hardware threads; two of them may share a core
-    DWORD_PTR mine, all;
-    GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
-    return __builtin_popcountll(mine);
-}
+static int cpu_count(void) { return pthread_num_processors_np(); }  // hardware threads
 
 static BOOL WINAPI on_console_event(DWORD event) {
     return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
@@ -4653,12 +4567,12 @@ static BOOL WINAPI on_console_event(DWORD event) {
 
 // Makes the arguments UTF-8, standard input and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
+    static char text[3 << 15], *at = text;  // a command line has less than 1 << 15 of UTF-16
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
     *argv = alloc(*argc + 1, sizeof(char *), "the arguments");
     for (int i = 0; i < *argc; i++) {
-        const int most = 3 * (int)wcslen(args[i]) + 1;
-        (*argv)[i] = alloc(most, 1, "the arguments");
-        WideCharToMultiByte(CP_UTF8, 0, args[i], -1, (*argv)[i], most, NULL, NULL);
+        (*argv)[i] = at;
+        at += WideCharToMultiByte(CP_UTF8, 0, args[i], -1, at, sizeof(text), NULL, NULL);
     }
     for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
     SetConsoleOutputCP(CP_UTF8);
@@ -4668,7 +4582,6 @@ static void start_platform(int *argc, char ***argv) {
 }
 #else
 #define NO_READER EPIPE
-#define stat_file stat
 
 // Reads a file by fscanf. Returns how many values it has.
 static int scan_file(const char *path, const char *format, void *first, void *second) {
@@ -4688,30 +4601,23 @@ static double cgroup_limit(const char *name) {
     return scan_file(path, "%lf %lf", &limit, &period) > 0 ? limit / period : INFINITY;
 }
 
-#ifdef __linux__
-// The cores of a set of CPUs. A core's second CPU counts if its first one is not in the set.
-static int physical_cores(const cpu_set_t *set) {
-    int cores = 0;
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        char path[96];
-        int first = cpu;
-        if (!CPU_ISSET(cpu, set)) continue;
-        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
-                 cpu);
-        scan_file(path, "%d", &first, NULL);
-        cores += first == cpu || !CPU_ISSET(first, set);
-    }
-    return cores;
-}
-#endif
-
-// Physical cores, as a second thread on a core gains nothing; on macOS the fast ones. Where the
-// system does not tell, hardware threads.
+// Physical cores, as a second thread on a core gains nothing: a core's second CPU counts only if
+// its first one is not ours. On macOS the fast cores. Where the system does not tell, all CPUs.
 static int cpu_count(void) {
     int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores(&set);
+    cpu_set_t ours;
+    const bool known = sched_getaffinity(0, sizeof(ours), &ours) == 0;
+    if (known) cores = 0;
+    for (int cpu = 0; known && cpu < CPU_SETSIZE; cpu++) {
+        char path[96];
+        int first = cpu;
+        if (!CPU_ISSET(cpu, &ours)) continue;
+        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
+                 cpu);
+        scan_file(path, "%d", &first, NULL);
+        cores += first == cpu || !CPU_ISSET(first, &ours);
+    }
 #elif defined(__APPLE__)
     sysctlbyname("hw.perflevel0.physicalcpu", &cores, &(size_t){sizeof(cores)}, NULL, 0);
 #endif
@@ -4760,10 +4666,9 @@ static void start_platform(int *argc, char ***argv) {
 
 static bool is_terminal(int fd) { return isatty(fd); }
 
-static FileKind file_kind(const char *path) {
+static unsigned file_mode(const char *path) {
     struct stat st;
-    if (stat_file(path, &st) != 0) return NO_FILE;
-    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
+    return stat(path, &st) == 0 ? st.st_mode : 0;
 }
 
 static int file_open(const char *path) {

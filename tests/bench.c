@@ -286,7 +286,7 @@ static double run_texts(int unused) {
     app = (App){.options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
                                                        "-s", "1", "-q"}),
                 .engine = {.model = m, .tokenizer = words, .max_new = list.answer}, .mode = GENERATE};
-    prepare_answers(&app);
+    prepare_answer(&app, &app.engine.answer, &app.writer, NULL);
     const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
     if (out < 0 || null < 0 || dup2(null, STDOUT_FILENO) < 0) die("/dev/null: %s", strerror(errno));
     run_list(&app);
@@ -429,7 +429,7 @@ static double weight_bytes(void) {
 // Bytes that a token at position pos reads: the weights, the keys and values before it.
 static double token_bytes(int pos) {
     const Config *g = &m.config;
-    double kv = (double)g->n_layers * g->n_kv_heads * block_floats(g) * sizeof(float) / LANES;
+    double kv = (double)g->n_layers * g->n_kv_heads * block_at(g, 0, 1) * sizeof(float) / LANES;
     return weight_bytes() + pos * kv;
 }
 
@@ -593,7 +593,7 @@ int main(int argc, char **argv) {
     read_start = (const char *)m.weights.layers[0].rms_att;
     read_blocks = (int)(weight_bytes() / READ_BLOCK);
     // A prompt may be skipped, and pages that were never written are quick to read.
-    memset(m.state.cache, 0, (size_t)(m.state.seq_len / LANES) * block_stride(g) * sizeof(float));
+    memset(m.state.cache, 0, (size_t)(m.state.seq_len / LANES) * block_at(g, 1, 0) * sizeof(float));
     bench(plan, n_threads);
     if (cores > 1) bench(plan, 1);
     printf("\nmemory beside the mapped file: %.0f MB, of which the cache of %d positions: %.0f MB\n",

@@ -583,7 +583,7 @@ static void fuzz_session(Bytes in) {
     app.mode = o->mode < 0 ? CHAT : o->mode;
     if (app.mode == PERPLEXITY && e->model.state.seq_len < 2) return;  // load() refuses it
     bool chat = app.mode == CHAT;
-    prepare_answers(&app);
+    prepare_answer(&app, &app.engine.answer, &app.writer, NULL);
     if (chat && o->system) conversation_add(&app.conversation, SYSTEM, bytes(o->system));
     if (is_list(o)) {
         run_list(&app);
@@ -611,7 +611,7 @@ static void app_start(App *app, int argc, char **argv) {
     app->mode = app->options.mode;
     e->max_new = app->options.n;
     e->answer.text = whole_cache(&e->model.state);
-    prepare_answers(app);
+    prepare_answer(app, &app->engine.answer, &app->writer, NULL);
     n_written = 0;
 }
 
