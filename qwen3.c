@@ -2264,13 +2264,13 @@ static void give_notices(App *app) {
 static bool check_length(const App *app, const char *where, size_t tokens) {
     const bool scores = app->mode == PERPLEXITY;
     const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
+    if (app->mode == TOKENIZE || (tokens >= least && tokens <= most)) return true;
     if (tokens < least)
         report("%s: %s, expected %zu or more tokens, found %zu", where,
                tokens ? "too short" : "empty", least, tokens);
-    if (tokens > most)
+    else
         report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
                app->engine.model.config.max_seq_len, tokens);
-    if (tokens >= least && tokens <= most) return true;
     if (!app->dialogue && !is_list(&app->options)) exit(EXIT_FAILURE);
     return false;
 }
@@ -2333,7 +2333,7 @@ static bool respond(App *app) {
 // turn is. False: there is no answer, for that reason or as Ctrl-C came first.
 static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
-    const Conversation asked = {talk->p, talk->n - again, 0};
+    const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question
     const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
     const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
     size_t first = system;
@@ -2476,10 +2476,10 @@ static Bytes take_word(Bytes *text) {
 static void send_file(App *app, Bytes text) {
     Buffer *message = &app->input;
     const Bytes name = take_word(&text);
-    const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
+    const char *home = name.n > 1 && !memcmp(name.p, "~/", 2) ? getenv("HOME") : NULL;
+    const Bytes rest = bytes_from(name, home != NULL);
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
-             (const char *)name.p + tilde);
+    snprintf(path, sizeof(path), "%s%.*s", home ? home : "", (int)rest.n, rest.p);
     buffer_cut(message, message->n - text.n);
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
@@ -2629,7 +2629,7 @@ static void run_raw(App *app, Bytes text) {
     bool finite = true;
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
-    if (app->mode != TOKENIZE) check_length(app, "prompt", ids->n);
+    check_length(app, "prompt", ids->n);
     give_notices(app);
     if (app->mode == GENERATE) respond(app);
     if (app->mode == EMBED) finite = prefill(e, ids) && buffer_add_embedding(&lines, &e->model, 0);
@@ -2954,7 +2954,7 @@ static bool encode_line(List *l, Bytes line, Ids *ids) {
     ids->n = 0;
     if (chat) render(tok, talk, 0, app->think, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return !interrupted && (app->mode == TOKENIZE || check_length(app, l->where, ids->n));
+    return !interrupted && check_length(app, l->where, ids->n);
 }
 
 // Reads a text, which gets a place or, if no pass is for it, its line at once.
