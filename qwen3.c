@@ -3590,7 +3590,6 @@ static void start_threads(int count) {
         int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
         if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
                        strerror(error));
-        pthread_detach(id);
     }
 #ifndef _WIN32
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -4570,7 +4569,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define _stat64(path, st) _wstat64(wide(path), st)  // which stat is defined as
+#define _stat64(path, st) _wstat64(wide(path), st)  // MinGW's stat is _stat64
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
@@ -4798,7 +4797,7 @@ static void write_stdout(Bytes text) {
         const ssize_t n = write(STDOUT_FILENO, text.p, min_size(text.n, 1 << 20));
         if (n >= 0) text = bytes_from(text, n);
         else if (errno == NO_READER) exit(EXIT_SUCCESS);  // it has seen enough
-        else if (errno == EAGAIN) usleep(1000);
+        else if (errno == EAGAIN) usleep(1000);  // in non-blocking mode
         else if (errno != EINTR) die("stdout: %s", strerror(errno));
     }
 }
