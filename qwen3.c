@@ -2493,7 +2493,7 @@ static void send_file(App *app, Bytes text) {
     const char *error = NULL;
     const unsigned mode = file_mode(path);
     if (!*path) error = "missing, expected /file PATH TEXT";
-    else if ((mode && !S_ISREG(mode)) || !strcmp(path, "-")) error = "not a regular file";
+    else if (S_ISCHR(mode) || S_ISFIFO(mode) || !strcmp(path, "-")) error = "not a regular file";
     else error = file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
