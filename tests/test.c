@@ -791,7 +791,7 @@ static void test_draft(void) {
             for (same = 0; same < NGRAM && ids[from - 1 - same] == ids[n - 1 - same];) same++;
             if (same == NGRAM) break;
         }
-        draft(&e, NGRAM);
+        draft(&e);
         const int drafted = e.draft.n;
         CHECK(drafted == (from >= NGRAM ? most : 0) && e.draft.row == 0);
         CHECK(e.draft.credit == 1 - drafted * DRAFT_COST);
@@ -893,7 +893,7 @@ static void test_drafts(void) {
     memset(e[1].answer.text.ids.p, 0, 100 * sizeof(int));
     int drafts = 0;
     for (int pass = 1; pass <= 5000; pass++) {
-        draft(&e[1], 10);
+        draft(&e[1]);
         const int drafted = e[1].draft.n;
         CHECK(drafted == 0 || drafted == draft_rows() - 1, "%d ids", drafted);
         CHECK(!drafted || (TILE_TOKENS > 1));
@@ -923,7 +923,7 @@ static void test_draft_that_overflows(void) {
         advance_start(&e);
         e.answer.text.ids.p[5] = BAD;  // what 1 2 3 4 5 was followed by
         e.draft.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
-        const float *logits = advance(&e, 5, NGRAM);
+        const float *logits = advance(&e, 5);
         CHECK(e.answer.text.ids.n == N + 1 && e.draft.n == 0 && isfinite(sum_double(logits, 77)));
         if (TILE_TOKENS > 1) CHECK(m->state.passes == 2 + drafting, "%d passes", m->state.passes);
         if (drafting) CHECK(!memcmp(expected, logits, sizeof(expected)));
@@ -1218,19 +1218,21 @@ static void test_json(void) {
                          "[1,]", "[,]", "[1 2]", "{", "{\"a\"", "{\"a\":", "{\"a\":1", "{\"a\":1,}", "{a:1}", "{1:1}", "01",
                          "1.", ".5", "+1", "1e", "1e+", "-", "--1", "truer", "tru", "nul", "\"a\" b", "[]]", "\"\\u 123\""};
     for (size_t i = 0; i < sizeof(good) / sizeof(*good); i++) {
-        Json j = {.rest = bytes(good[i].line)};
+        Buffer text = {0};
+        Json j = {.rest = bytes(good[i].line), .text = &text};
         json_value(&j, 0);
         json_token(&j, "");
         CHECK(!j.expected && j.rest.n == 0, "%s", good[i].line);
-        if (good[i].text) CHECK(bytes_equal(bytes_of(&j.text), bytes(good[i].text)), "%s", good[i].line);
-        free(j.text.p);
+        if (good[i].text) CHECK(bytes_equal(bytes_of(&text), bytes(good[i].text)), "%s", good[i].line);
+        free(text.p);
     }
     for (size_t i = 0; i < sizeof(bad) / sizeof(*bad); i++) {
-        Json j = {.rest = bytes(bad[i])};
+        Buffer text = {0};
+        Json j = {.rest = bytes(bad[i]), .text = &text};
         json_value(&j, 0);
         json_token(&j, "");
         CHECK(j.expected || j.rest.n, "%s", bad[i]);
-        free(j.text.p);
+        free(text.p);
     }
     for (int depth = 99; depth <= 101; depth++) {
         char line[203];
@@ -1260,7 +1262,8 @@ static void test_json_messages(void) {
         {"[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"}]", NULL, 0}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         Conversation talk = {0};
-        Json j = {.rest = bytes(cases[i].line)};
+        Buffer text = {0};
+        Json j = {.rest = bytes(cases[i].line), .text = &text};
         json_line(&j, &talk);
         CHECK(!j.expected == !!cases[i].roles, "%s", cases[i].line);
         for (size_t k = 0; cases[i].roles && k < strlen(cases[i].roles); k++) {
@@ -1270,14 +1273,14 @@ static void test_json_messages(void) {
             CHECK(bytes_equal(bytes_of(&talk.p[talk.n - 1].text), bytes(cases[i].last)), "%s", cases[i].line);
         conversation_drop(&talk, 0, talk.n);
         free(talk.p);
-        free(j.text.p);
+        free(text.p);
     }
 }
 
 // A cache for many texts has a quarter of the memory at most, and at least the blocks of one text.
 static void test_pool(void) {
     const Config c = {.n_layers = 2, .n_kv_heads = 1, .head_dim = 64};
-    const double room = memory_size() / 4 / (block_stride(&c) * sizeof(float));
+    const double room = memory_size() / 4 / (block_at(&c, 1, 0) * sizeof(float));
     CHECK(pool_blocks(&c, 10 * LANES - 1, 3) == 30);
     CHECK(pool_blocks(&c, INT_MAX / 64 * 63, 32) == max_int((int)room, INT_MAX / 64 * 63 / LANES + 1));
     most_blocks = 25;
@@ -1402,7 +1405,7 @@ static int print_tokens(const Tokenizer *t) {
 
 static int print_prompt(App *app) {
     const Tokenizer *t = &app->engine.tokenizer;
-    prepare_answers(app);
+    prepare_answer(app, &app->engine.answer, &app->writer, NULL);
     Conversation c = {0};
     Buffer text = {0};
     Ids ids = {0};
