@@ -4718,8 +4718,7 @@ static const char *file_read(Buffer *b, const char *path) {
 static bool stdin_has_data(void) {
     int waiting = 0;
     if (file_size(STDIN_FILENO) > 0) return lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
-    if (is_terminal(STDIN_FILENO)) return false;
-    return ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
+    return !is_terminal(STDIN_FILENO) && !ioctl(STDIN_FILENO, FIONREAD, &waiting) && waiting > 0;
 }
 
 static void write_stdout(Bytes text) {
