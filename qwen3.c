@@ -2485,7 +2485,7 @@ static void send_file(App *app, Bytes text) {
     const size_t before = message->n;
     const unsigned mode = file_mode(path);
     const char *error = !*path ? "missing, expected /file PATH TEXT"
-        : (mode && !S_ISREG(mode) && !S_ISDIR(mode)) || !strcmp(path, "-") ? "not a regular file"
+        : S_ISCHR(mode) || S_ISFIFO(mode) || !strcmp(path, "-") ? "not a regular file"
         : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
@@ -3530,7 +3530,6 @@ static void start_threads(int count) {
         int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
         if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
                        strerror(error));
-        pthread_detach(id);
     }
 #ifndef _WIN32
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -4500,7 +4499,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define _stat64(path, st) _wstat64(wide(path), st)  // which stat is defined as
+#define _stat64(path, st) _wstat64(wide(path), st)  // MinGW's stat is _stat64
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
@@ -4719,8 +4718,7 @@ static const char *file_read(Buffer *b, const char *path) {
 static bool stdin_has_data(void) {
     int waiting = 0;
     if (file_size(STDIN_FILENO) > 0) return lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
-    if (is_terminal(STDIN_FILENO)) return false;
-    return ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
+    return !is_terminal(STDIN_FILENO) && !ioctl(STDIN_FILENO, FIONREAD, &waiting) && waiting > 0;
 }
 
 static void write_stdout(Bytes text) {
