@@ -2799,10 +2799,9 @@ static void json_line(Json *j, Conversation *talk) {
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
 // like another, say with the same instruction, shares its blocks: each block counts its users. Of
 // the first block that is not the same to its end the text gets a copy. A text that does not run,
-// as it has ended or waits, keeps its blocks until they or its place are needed, so that there is
+// as it has ended or waits, keeps its blocks until they or its place are needed: so there is
 // something to share even if all answers are one word. When no block is left, the youngest text
-// stops running, and later runs again up to the last token that it drew (preemption by
-// recomputation).
+// has to wait, and runs again up to the last token that it drew (preemption by recomputation).
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
@@ -2839,7 +2838,7 @@ typedef struct {
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
     size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
     size_t pieces;          // texts that are scored in pieces
-    double start, size, consumed;  // the time; bytes of the file, if known; of its lines so far
+    double start, consumed;  // the time; bytes of the lines so far
 } List;
 
 // A line is there, or what is wrong with its text has been said. Writes it and those after it that
@@ -2995,8 +2994,8 @@ static void add_line(List *l, Bytes line) {
 // lines that have still to be made: a list may come from another program.
 static bool admit(List *l) {
     for (Bytes line;;) {
-        const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
-        progress_show(l->start, l->written, all, "texts", l->rows);
+        const double lines = file_size(l->in.fd) * l->read / fmax(l->consumed, 1);  // about
+        progress_show(l->start, l->written, l->ended ? l->read : lines, "texts", l->rows);
         if (l->ended || l->n_active == l->n_places || l->read - l->written == AHEAD ||
             l->ahead > AHEAD_BYTES || interrupted)
             break;
@@ -3046,8 +3045,8 @@ static void sample_job(void *arg, int begin, int end) {
         }
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
         const int id = sample(&p->answer.sampler, logits, vocab_size);
-        if (id < 0) p->ending = INTERRUPTED;
-        else p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
+        if (e->max_new == 0) p->ending = LIMIT_REACHED;
+        else p->ending = id < 0 ? INTERRUPTED : answer_add(e, &p->answer, id);
         if (p->ending == GOES_ON) ids_add(&p->answer.text.ids, id);
     }
 }
@@ -3114,7 +3113,6 @@ static int run_list(App *app) {
                 .n_places = max_int(min_int(PLACES, s->batch), 1), .n_unused = s->blocks,
                 .users = alloc(s->blocks, sizeof(int), "the list")};
     if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
-    l->size = file_size(l->in.fd);
     for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
         Place *p = l->active[i] = &l->places[i];
         prepare_answer(app, &p->answer, &p->writer, &p->text);
