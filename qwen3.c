@@ -1897,12 +1897,11 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         for (stop = i; stop < marks->n && marks->p[stop] >> 56; stop++) {}
         qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
     }
-    uint64_t *out = marks->p, *starter = NULL;
-    int last = 0;  // ccc of the character before, 0 if that is the starter
+    uint64_t none = CODE_POINT, *starter = &none, *out = marks->p;  // no pair begins with `none`
+    uint64_t last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
-        const uint64_t c = marks->p[i] & CODE_POINT;
-        const int ccc = (int)(marks->p[i] >> 56);
-        const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
+        const uint64_t mark = marks->p[i], ccc = mark >> 56;
+        const uint64_t pair = (*starter & CODE_POINT) << 32 | (mark & CODE_POINT);
         const Mapping *composed = last && last >= ccc ? NULL
             : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
@@ -1910,7 +1909,7 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         } else {
             if (ccc == 0) starter = out;
             last = ccc;
-            *out++ = marks->p[i];
+            *out++ = mark;
         }
     }
     marks->n = out - marks->p;
