@@ -1428,11 +1428,10 @@ static void die_export(const char *file, const char *what, int n, const char *so
 }
 
 static void check_magic(const char *file, uint32_t magic) {
-    const char *slash = strrchr(file, '/'), *end = strrchr(file, '.');
+    const char *path = strchr(file, '/') ? file : "./", *end = strrchr(file, '.');
     if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (end && !strcmp(end, ".safetensors"))
-        die_export(file, "a part of a checkpoint", slash ? (int)(slash - file) : 1,
-                   slash ? file : ".");
+        die_export(file, "a part of a checkpoint", (int)(strrchr(path, '/') - path), path);
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
