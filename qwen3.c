@@ -1424,11 +1424,10 @@ static void die_export(const char *file, const char *what, int n, const char *so
 }
 
 static void check_magic(const char *file, uint32_t magic) {
-    const char *slash = strrchr(file, '/'), *end = strrchr(file, '.');
+    const char *path = strchr(file, '/') ? file : "./", *end = strrchr(file, '.');
     if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (end && !strcmp(end, ".safetensors"))
-        die_export(file, "a part of a checkpoint", slash ? (int)(slash - file) : 1,
-                   slash ? file : ".");
+        die_export(file, "a part of a checkpoint", (int)(strrchr(path, '/') - path), path);
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
@@ -1893,12 +1892,11 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         for (stop = i; stop < marks->n && marks->p[stop] >> 56; stop++) {}
         qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
     }
-    uint64_t *out = marks->p, *starter = NULL;
-    int last = 0;  // ccc of the character before, 0 if that is the starter
+    uint64_t none = CODE_POINT, *starter = &none, *out = marks->p;  // no pair begins with `none`
+    uint64_t last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
-        const uint64_t c = marks->p[i] & CODE_POINT;
-        const int ccc = (int)(marks->p[i] >> 56);
-        const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
+        const uint64_t mark = marks->p[i], ccc = mark >> 56;
+        const uint64_t pair = (*starter & CODE_POINT) << 32 | (mark & CODE_POINT);
         const Mapping *composed = last && last >= ccc ? NULL
             : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
@@ -1906,7 +1904,7 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         } else {
             if (ccc == 0) starter = out;
             last = ccc;
-            *out++ = marks->p[i];
+            *out++ = mark;
         }
     }
     marks->n = out - marks->p;
