@@ -272,7 +272,6 @@ typedef struct {
     // Part III only:
     struct Routing *routing;          // which experts run for which tokens
     struct Workspace *workspace;      // (threads)
-    struct AttentionTask *attention;  // (threads)
 } State;
 
 typedef struct {
@@ -3572,8 +3571,9 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 static void matmul_rows(const Matmul *part);  // all of it, in the calling thread
 
 typedef struct Workspace {  // one thread's own buffers
-    float *scratch;  // (batch, head_dim or 2 * group_size, whichever is more)
-    void *panel;     // what a product keeps while it runs: see panel_bytes
+    float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
+    void *panel;       // what a product keeps while it runs: see panel_bytes
+    float *attention;  // score, q and sum of an AttentionTask
 } Workspace;
 
 static float *scratch(const State *s) { return s->workspace[thread].scratch; }
@@ -4188,9 +4188,8 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
-// Where a block has the keys of a pair (layer, kv head), in floats from the cache's start. Its number
-// of pairs is made odd: with an even one, all blocks of a head would share a fraction of the L2
-// cache's sets.
+// Where in the cache the keys of a pair (layer, kv head) in a block begin. The number of pairs is
+// made odd: with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
 static size_t block_at(const Config *c, size_t block, size_t pair) {
     const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
     return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
@@ -4221,14 +4220,14 @@ enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
 
-typedef struct AttentionTask {
-    _Alignas(64) float score[ATT_TASK * SCORE_STRIDE];  // of the span, then the terms
+typedef struct {
+    float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms
     float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
     float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     const Pass *p;
     const Text *text;
     int kv_head;
-    int count, n;            // queries; rounded up to whole tiles, in which the last is repeated
+    int n;                   // queries, up to whole tiles: there the last one is repeated
     int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
@@ -4324,49 +4323,47 @@ INLINE void attend_span(AttentionTask *task, const int queries) {
     }
 }
 
-// Query i of all is query i % all of kv head i / all. Of those from i to end - 1, the task gets the
-// first ones that have the same kv head and text.
-static void task_init(AttentionTask *task, const Pass *p, int i, int end) {
+// Queries first .. first + count - 1 of a kv head, all of one text
+static void attend_task(const Pass *p, const Text *text, int kv_head, int first, int count) {
     const Config *c = p->c;
-    const Row *rows = p->s->rows;
-    const int per_kv = c->n_heads / c->n_kv_heads, all = p->n * per_kv, first = i % all;
-    const int most = min_int(min_int(end - i, all - first), ATT_TASK);
-    task->p = p;
-    task->text = rows[first / per_kv].text;
-    task->kv_head = i / all;
-    int count = 1;
-    while (count < most && rows[(first + count) / per_kv].text == task->text) count++;
-    task->count = count;
-    task->n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES);
-    for (int r = 0; r < task->n; r++) {
+    const int per_kv = c->n_heads / c->n_kv_heads, columns = value_dim(c);
+    float *score = p->s->workspace[thread].attention, *q = score + ATT_TASK * SCORE_STRIDE;
+    AttentionTask task = {.score = score, .q = q, .sum = q + ATT_TASK * c->head_dim,
+                          .p = p, .text = text, .kv_head = kv_head,
+                          .n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES)};
+    for (int r = 0; r < task.n; r++) {
         const int query = first + min_int(r, count - 1), t = query / per_kv;
-        const int head = task->kv_head * per_kv + query % per_kv;
+        const int head = kv_head * per_kv + query % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
-        for (int j = 0; j < c->head_dim; j++) task->q[j * ATT_TASK + r] = p->s->q[at + j];
-        task->out[r] = p->s->a + at;
-        task->len[r] = rows[t].pos + 1;
-        task->max[r] = -INFINITY;
-        task->total[r] = 0;
+        for (int j = 0; j < c->head_dim; j++) q[j * ATT_TASK + r] = p->s->q[at + j];
+        task.out[r] = p->s->a + at;
+        task.len[r] = p->s->rows[t].pos + 1;
+        task.max[r] = -INFINITY;
     }
-    memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
+    memset(task.sum, 0, (size_t)task.n * columns * sizeof(float));
+    while (task.end < task.len[task.n - 1]) {
+        task.start = task.end;
+        task.end = min_int(task.start + SPAN, task.len[task.n - 1]);
+        if (task.n < ATT_QUERIES) attend_span(&task, 2);
+        else attend_span(&task, ATT_QUERIES);
+    }
+    for (int r = 0; r < count; r++) {
+        const float *sum = task.sum + r * columns, inverse = 1 / task.total[r];
+        float *a = task.out[r];  // GCC does not vectorize a loop over task.out[r][j]
+        for (int j = 0; j < c->head_dim; j++) a[j] = sum[j] * inverse;
+    }
 }
 
+// Query i of all is query i % all of kv head i / all.
 static void attend_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    AttentionTask *task = &p->s->attention[thread];
-    for (int i = begin; i < end; i += task->count) {
-        task_init(task, p, i, end);
-        const int len = task->len[task->n - 1];
-        for (task->start = 0; task->start < len; task->start = task->end) {
-            task->end = min_int(task->start + SPAN, len);
-            if (task->n < ATT_QUERIES) attend_span(task, 2);
-            else attend_span(task, ATT_QUERIES);
-        }
-        for (int r = 0; r < task->count; r++) {
-            const float *sum = task->sum + r * value_dim(p->c), inverse = 1 / task->total[r];
-            float *a = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
-            for (int j = 0; j < p->c->head_dim; j++) a[j] = sum[j] * inverse;
-        }
+    const Row *rows = p->s->rows;
+    const int per_kv = p->c->n_heads / p->c->n_kv_heads, all = p->n * per_kv;
+    for (int i = begin, count; i < end; i += count) {
+        const int first = i % all, most = min_int(min_int(end - i, all - first), ATT_TASK);
+        const Text *text = rows[first / per_kv].text;
+        for (count = 1; count < most && rows[(first + count) / per_kv].text == text;) count++;
+        attend_task(p, text, i / all, first, count);
     }
 }
 
@@ -4421,6 +4418,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
+    const size_t task_floats = ATT_TASK * (SCORE_STRIDE + c->head_dim + value_dim(c));
     Routing *r = activations(1, sizeof(Routing));
     *s = (State){.seq_len = seq_len, .batch = batch, .rows = activations(n, sizeof(Row)),
                  .cos = floats(n * c->head_dim / 2), .sin = floats(n * c->head_dim / 2),
@@ -4436,12 +4434,10 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
                    .token = activations(chosen, sizeof(int)),
                    .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq};
     s->workspace = activations(n_threads, sizeof(Workspace));
-    s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
         s->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
-                                      activations(panel_bytes(widest, group), 1)};
-        s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
-        s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
+                                      activations(panel_bytes(widest, group), 1),
+                                      floats(task_floats)};
     }
     const size_t size = block_at(c, 1, 0) * sizeof(float);
     s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
