@@ -2413,7 +2413,8 @@ static void run_script(App *app) {
 
 // A message typed or pasted at a terminal, into app->input. It reads a line at a time. Lines that
 // arrive together are a paste, which waits for Enter: at the end of its last line, or, if that line
-// had a newline already, on the empty line after it. False: the end of input, or Ctrl-C.
+// had a newline already, on the empty line after it. A backslash at the end of a line whose
+// newline was typed joins the next one to it. False: the end of input, or Ctrl-C.
 static bool read_message(App *app) {
     Buffer *message = &app->input;
     bool cut = false;
@@ -2429,10 +2430,11 @@ static bool read_message(App *app) {
         cut |= got > TERMINAL_LINE;
         before = after;
         after = input_waits();
-        if (message->n > 1 && end[-2] == '\\') {
+        if (after != NOTHING) continue;
+        if (before != LINE && message->n > 1 && end[-2] == '\\') {
             end[-2] = '\n';
             message->n--;
-        } else if (after == NOTHING) {
+        } else {
             if (got == 1) message->n--;  // Enter alone just sends what is there
             if (before != LINE || cut) break;
             fputs("(Enter sends) ", stderr);
