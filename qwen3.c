@@ -236,8 +236,9 @@ typedef struct {
     size_t stride;      // from a record to the next, in floats
 } Quantized;
 
-typedef struct {   // a text whose beginning has run through the model
-    Ids ids;       // the tokens whose keys and values are in the KV cache
+typedef struct {   // a text that runs through the model
+    Ids ids;       // its tokens whose keys and values are in the KV cache; in a list (Part II) also
+                   // those that follow
     int *blocks;   // where they are: position pos is in block blocks[pos / block_len] of the cache
 } Text;
 
