@@ -236,8 +236,9 @@ typedef struct {
     size_t stride;      // from a record to the next, in floats
 } Quantized;
 
-typedef struct {   // a text whose beginning has run through the model
-    Ids ids;       // the tokens whose keys and values are in the KV cache
+typedef struct {   // a text that runs through the model
+    Ids ids;       // its tokens whose keys and values are in the KV cache; in a list (Part II) also
+                   // those that follow
     int *blocks;   // where they are: position pos is in block blocks[pos / block_len] of the cache
 } Text;
 
@@ -272,7 +273,6 @@ typedef struct {
     // Part III only:
     struct Routing *routing;          // which experts run for which tokens
     struct Workspace *workspace;      // (threads)
-    struct AttentionTask *attention;  // (threads)
 } State;
 
 typedef struct {
@@ -1424,11 +1424,10 @@ static void die_export(const char *file, const char *what, int n, const char *so
 }
 
 static void check_magic(const char *file, uint32_t magic) {
-    const char *slash = strrchr(file, '/'), *end = strrchr(file, '.');
+    const char *path = strchr(file, '/') ? file : "./", *end = strrchr(file, '.');
     if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (end && !strcmp(end, ".safetensors"))
-        die_export(file, "a part of a checkpoint", slash ? (int)(slash - file) : 1,
-                   slash ? file : ".");
+        die_export(file, "a part of a checkpoint", (int)(strrchr(path, '/') - path), path);
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
@@ -1893,12 +1892,11 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         for (stop = i; stop < marks->n && marks->p[stop] >> 56; stop++) {}
         qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
     }
-    uint64_t *out = marks->p, *starter = NULL;
-    int last = 0;  // ccc of the character before, 0 if that is the starter
+    uint64_t none = CODE_POINT, *starter = &none, *out = marks->p;  // no pair begins with `none`
+    uint64_t last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
-        const uint64_t c = marks->p[i] & CODE_POINT;
-        const int ccc = (int)(marks->p[i] >> 56);
-        const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
+        const uint64_t mark = marks->p[i], ccc = mark >> 56;
+        const uint64_t pair = (*starter & CODE_POINT) << 32 | (mark & CODE_POINT);
         const Mapping *composed = last && last >= ccc ? NULL
             : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
@@ -1906,7 +1904,7 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         } else {
             if (ccc == 0) starter = out;
             last = ccc;
-            *out++ = marks->p[i];
+            *out++ = mark;
         }
     }
     marks->n = out - marks->p;
@@ -2264,13 +2262,13 @@ static void give_notices(App *app) {
 static bool check_length(const App *app, const char *where, size_t tokens) {
     const bool scores = app->mode == PERPLEXITY;
     const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
+    if (app->mode == TOKENIZE || (tokens >= least && tokens <= most)) return true;
     if (tokens < least)
         report("%s: %s, expected %zu or more tokens, found %zu", where,
                tokens ? "too short" : "empty", least, tokens);
-    if (tokens > most)
+    else
         report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
                app->engine.model.config.max_seq_len, tokens);
-    if (tokens >= least && tokens <= most) return true;
     if (!app->dialogue && !is_list(&app->options)) exit(EXIT_FAILURE);
     return false;
 }
@@ -2333,7 +2331,7 @@ static bool respond(App *app) {
 // turn is. False: there is no answer, for that reason or as Ctrl-C came first.
 static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
-    const Conversation asked = {talk->p, talk->n - again, 0};
+    const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question
     const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
     const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
     size_t first = system;
@@ -2416,7 +2414,8 @@ static void run_script(App *app) {
 
 // A message typed or pasted at a terminal, into app->input. It reads a line at a time. Lines that
 // arrive together are a paste, which waits for Enter: at the end of its last line, or, if that line
-// had a newline already, on the empty line after it. False: the end of input, or Ctrl-C.
+// had a newline already, on the empty line after it. A backslash at the end of a line whose
+// newline was typed joins the next one to it. False: the end of input, or Ctrl-C.
 static bool read_message(App *app) {
     Buffer *message = &app->input;
     bool cut = false;
@@ -2432,10 +2431,11 @@ static bool read_message(App *app) {
         cut |= got > TERMINAL_LINE;
         before = after;
         after = input_waits();
-        if (message->n > 1 && end[-2] == '\\') {
+        if (after != NOTHING) continue;
+        if (before != LINE && message->n > 1 && end[-2] == '\\') {
             end[-2] = '\n';
             message->n--;
-        } else if (after == NOTHING) {
+        } else {
             if (got == 1) message->n--;  // Enter alone just sends what is there
             if (before != LINE || cut) break;
             fputs("(Enter sends) ", stderr);
@@ -2476,16 +2476,16 @@ static Bytes take_word(Bytes *text) {
 static void send_file(App *app, Bytes text) {
     Buffer *message = &app->input;
     const Bytes name = take_word(&text);
-    const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
+    const char *home = name.n > 1 && !memcmp(name.p, "~/", 2) ? getenv("HOME") : NULL;
+    const Bytes rest = bytes_from(name, home != NULL);
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
-             (const char *)name.p + tilde);
+    snprintf(path, sizeof(path), "%s%.*s", home ? home : "", (int)rest.n, rest.p);
     buffer_cut(message, message->n - text.n);
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
     const unsigned mode = file_mode(path);
     const char *error = !*path ? "missing, expected /file PATH TEXT"
-        : (mode && !S_ISREG(mode) && !S_ISDIR(mode)) || !strcmp(path, "-") ? "not a regular file"
+        : S_ISCHR(mode) || S_ISFIFO(mode) || !strcmp(path, "-") ? "not a regular file"
         : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
@@ -2629,7 +2629,7 @@ static void run_raw(App *app, Bytes text) {
     bool finite = true;
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
-    if (app->mode != TOKENIZE) check_length(app, "prompt", ids->n);
+    check_length(app, "prompt", ids->n);
     give_notices(app);
     if (app->mode == GENERATE) respond(app);
     if (app->mode == EMBED) finite = prefill(e, ids) && buffer_add_embedding(&lines, &e->model, 0);
@@ -2953,7 +2953,7 @@ static bool encode_line(List *l, Bytes line, Ids *ids) {
     ids->n = 0;
     if (chat) render(tok, talk, 0, app->think, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return !interrupted && (app->mode == TOKENIZE || check_length(app, l->where, ids->n));
+    return !interrupted && check_length(app, l->where, ids->n);
 }
 
 // Reads a text, which gets a place or, if no pass is for it, its line at once.
@@ -3528,7 +3528,6 @@ static void start_threads(int count) {
         int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
         if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
                        strerror(error));
-        pthread_detach(id);
     }
 #ifndef _WIN32
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -3575,8 +3574,9 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 static void matmul_rows(const Matmul *part);  // all of it, in the calling thread
 
 typedef struct Workspace {  // one thread's own buffers
-    float *scratch;  // (batch, head_dim or 2 * group_size, whichever is more)
-    void *panel;     // what a product keeps while it runs: see panel_bytes
+    float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
+    void *panel;       // what a product keeps while it runs: see panel_bytes
+    float *attention;  // score, q and sum of an AttentionTask
 } Workspace;
 
 static float *scratch(const State *s) { return s->workspace[thread].scratch; }
@@ -4191,9 +4191,8 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
-// Where a block has the keys of a pair (layer, kv head), in floats from the cache's start. Its number
-// of pairs is made odd: with an even one, all blocks of a head would share a fraction of the L2
-// cache's sets.
+// Where in the cache the keys of a pair (layer, kv head) in a block begin. The number of pairs is
+// made odd: with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
 static size_t block_at(const Config *c, size_t block, size_t pair) {
     const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
     return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
@@ -4224,14 +4223,14 @@ enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
 
-typedef struct AttentionTask {
-    _Alignas(64) float score[ATT_TASK * SCORE_STRIDE];  // of the span, then the terms
+typedef struct {
+    float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms
     float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
     float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     const Pass *p;
     const Text *text;
     int kv_head;
-    int count, n;            // queries; rounded up to whole tiles, in which the last is repeated
+    int n;                   // queries, up to whole tiles: there the last one is repeated
     int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
@@ -4327,49 +4326,47 @@ INLINE void attend_span(AttentionTask *task, const int queries) {
     }
 }
 
-// Query i of all is query i % all of kv head i / all. Of those from i to end - 1, the task gets the
-// first ones that have the same kv head and text.
-static void task_init(AttentionTask *task, const Pass *p, int i, int end) {
+// Queries first .. first + count - 1 of a kv head, all of one text
+static void attend_task(const Pass *p, const Text *text, int kv_head, int first, int count) {
     const Config *c = p->c;
-    const Row *rows = p->s->rows;
-    const int per_kv = c->n_heads / c->n_kv_heads, all = p->n * per_kv, first = i % all;
-    const int most = min_int(min_int(end - i, all - first), ATT_TASK);
-    task->p = p;
-    task->text = rows[first / per_kv].text;
-    task->kv_head = i / all;
-    int count = 1;
-    while (count < most && rows[(first + count) / per_kv].text == task->text) count++;
-    task->count = count;
-    task->n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES);
-    for (int r = 0; r < task->n; r++) {
+    const int per_kv = c->n_heads / c->n_kv_heads, columns = value_dim(c);
+    float *score = p->s->workspace[thread].attention, *q = score + ATT_TASK * SCORE_STRIDE;
+    AttentionTask task = {.score = score, .q = q, .sum = q + ATT_TASK * c->head_dim,
+                          .p = p, .text = text, .kv_head = kv_head,
+                          .n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES)};
+    for (int r = 0; r < task.n; r++) {
         const int query = first + min_int(r, count - 1), t = query / per_kv;
-        const int head = task->kv_head * per_kv + query % per_kv;
+        const int head = kv_head * per_kv + query % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
-        for (int j = 0; j < c->head_dim; j++) task->q[j * ATT_TASK + r] = p->s->q[at + j];
-        task->out[r] = p->s->a + at;
-        task->len[r] = rows[t].pos + 1;
-        task->max[r] = -INFINITY;
-        task->total[r] = 0;
+        for (int j = 0; j < c->head_dim; j++) q[j * ATT_TASK + r] = p->s->q[at + j];
+        task.out[r] = p->s->a + at;
+        task.len[r] = p->s->rows[t].pos + 1;
+        task.max[r] = -INFINITY;
     }
-    memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
+    memset(task.sum, 0, (size_t)task.n * columns * sizeof(float));
+    while (task.end < task.len[task.n - 1]) {
+        task.start = task.end;
+        task.end = min_int(task.start + SPAN, task.len[task.n - 1]);
+        if (task.n < ATT_QUERIES) attend_span(&task, 2);
+        else attend_span(&task, ATT_QUERIES);
+    }
+    for (int r = 0; r < count; r++) {
+        const float *sum = task.sum + r * columns, inverse = 1 / task.total[r];
+        float *a = task.out[r];  // GCC does not vectorize a loop over task.out[r][j]
+        for (int j = 0; j < c->head_dim; j++) a[j] = sum[j] * inverse;
+    }
 }
 
+// Query i of all is query i % all of kv head i / all.
 static void attend_job(void *arg, int begin, int end) {
     const Pass *p = arg;
-    AttentionTask *task = &p->s->attention[thread];
-    for (int i = begin; i < end; i += task->count) {
-        task_init(task, p, i, end);
-        const int len = task->len[task->n - 1];
-        for (task->start = 0; task->start < len; task->start = task->end) {
-            task->end = min_int(task->start + SPAN, len);
-            if (task->n < ATT_QUERIES) attend_span(task, 2);
-            else attend_span(task, ATT_QUERIES);
-        }
-        for (int r = 0; r < task->count; r++) {
-            const float *sum = task->sum + r * value_dim(p->c), inverse = 1 / task->total[r];
-            float *a = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
-            for (int j = 0; j < p->c->head_dim; j++) a[j] = sum[j] * inverse;
-        }
+    const Row *rows = p->s->rows;
+    const int per_kv = p->c->n_heads / p->c->n_kv_heads, all = p->n * per_kv;
+    for (int i = begin, count; i < end; i += count) {
+        const int first = i % all, most = min_int(min_int(end - i, all - first), ATT_TASK);
+        const Text *text = rows[first / per_kv].text;
+        for (count = 1; count < most && rows[(first + count) / per_kv].text == text;) count++;
+        attend_task(p, text, i / all, first, count);
     }
 }
 
@@ -4424,6 +4421,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
+    const size_t task_floats = ATT_TASK * (SCORE_STRIDE + c->head_dim + value_dim(c));
     Routing *r = activations(1, sizeof(Routing));
     *s = (State){.seq_len = seq_len, .batch = batch, .rows = activations(n, sizeof(Row)),
                  .cos = floats(n * c->head_dim / 2), .sin = floats(n * c->head_dim / 2),
@@ -4439,12 +4437,10 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
                    .token = activations(chosen, sizeof(int)),
                    .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq};
     s->workspace = activations(n_threads, sizeof(Workspace));
-    s->attention = activations(n_threads, sizeof(AttentionTask));
     for (int i = 0; i < n_threads; i++) {
         s->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
-                                      activations(panel_bytes(widest, group), 1)};
-        s->attention[i].q = floats((size_t)ATT_TASK * c->head_dim);
-        s->attention[i].sum = floats((size_t)ATT_TASK * value_dim(c));
+                                      activations(panel_bytes(widest, group), 1),
+                                      floats(task_floats)};
     }
     const size_t size = block_at(c, 1, 0) * sizeof(float);
     s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
@@ -4498,7 +4494,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define _stat64(path, st) _wstat64(wide(path), st)  // which stat is defined as
+#define _stat64(path, st) _wstat64(wide(path), st)  // MinGW's stat is _stat64
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
@@ -4717,8 +4713,7 @@ static const char *file_read(Buffer *b, const char *path) {
 static bool stdin_has_data(void) {
     int waiting = 0;
     if (file_size(STDIN_FILENO) > 0) return lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
-    if (is_terminal(STDIN_FILENO)) return false;
-    return ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
+    return !is_terminal(STDIN_FILENO) && !ioctl(STDIN_FILENO, FIONREAD, &waiting) && waiting > 0;
 }
 
 static void write_stdout(Bytes text) {

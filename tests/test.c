@@ -1019,7 +1019,9 @@ static void test_merging(void) {
         int letters = 1 + trial % 3;
         for (int id = 0; id < t.vocab_size; id++) {
             t.text[id] = (Bytes){text[id], id < 256 ? 1 : 2 + below(trial % 2 ? 3 : 6)};
-            t.score[id] = (float)-below(trial % 4 ? 100000 : 10);
+            t.score[id] = (float)-below(trial % 4 ? 100000 : 3);
+            if (trial % 4 == 1) t.score[id] = 50000 + t.score[id];      // of either sign
+            if (t.score[id] == 0 && below(2)) t.score[id] = -0.0f;      // equal to 0
             text[id][0] = (uint8_t)id;
             for (size_t i = 0; i < t.text[id].n && id >= 256; i++) text[id][i] = 'a' + below(letters);
             if (id >= 256 && trial % 5 == 0) t.score[id] = (float)(256 - id);

@@ -241,6 +241,14 @@ def test_several_lines_in_one_message(tiny):
         assert [ids] == prompts(qwen3(tiny, "-i", "My name\nis Anna.", "-v", "-n", 1))
 
 
+def test_a_paste_keeps_its_backslashes(talk, tiny):
+    """A shell's continued lines, a macro's: what is pasted is sent as it is."""
+    child, say = talk("-t", 0, "-v", "-n", 1)
+    child.send("a \\\nb \\\n")
+    child.expect_exact("(Enter sends) ")
+    assert prompt_ids(say("")) == prompts(qwen3(tiny, "-i", "a \\\nb \\", "-n", 1, "-v"))
+
+
 def test_end_of_input_after_a_backslash(tiny):
     """What was typed is sent, as if the line had ended without it."""
     child = spawn(tiny, "-t", 0, "-v")
