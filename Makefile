@@ -8,7 +8,6 @@
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
 # make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of nine targets
-# make THREADS=0  builds without threads
 CC ?= cc
 CFLAGS ?= -O3
 PREFIX ?= /usr/local
@@ -19,9 +18,7 @@ works = $(shell echo 'int i;' | $(CC) $(1) -x c -c -o /dev/null - 2>/dev/null &&
 NATIVE := $(or $(call works,-march=native),$(call works,-mcpu=native))
 # GCC makes plain loops of vectors of 256 bits, also where the CPU has 512.
 WIDE := $(call works,-mprefer-vector-width=512)
-ifneq ($(THREADS),0)
 THREAD_FLAG := $(call works,-pthread)
-endif
 # Windows: the threads are a library; GCC does not align what AVX keeps on the stack (its bug 54412)
 ifneq ($(findstring -w64-,$(shell $(CC) -dumpmachine)),)
 LDLIBS += -static -lpthread
@@ -29,7 +26,7 @@ WINDOWS := $(call works,-Xassembler -muse-unaligned-vector-move)
 endif
 # Results are the same everywhere: the compiler may not fuse a product with a sum.
 ALL_CFLAGS = $(CFLAGS) $(NATIVE) $(WIDE) -std=gnu11 -ffp-contract=off $(WARNINGS) \
-             $(or $(THREAD_FLAG),-DNO_THREADS) $(WINDOWS)
+             $(THREAD_FLAG) $(WINDOWS)
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
            -DNO_UNROLL -Wno-pass-failed  # clang: minutes over unrolled loops; none are vectorised
 
@@ -80,7 +77,7 @@ tests/render: tests/test
 	ln -sf test $@
 
 # Fuzzing with the sanitizers; libfuzzer is clang's way, which follows the coverage
-FUZZ_CFLAGS = $(ALL_CFLAGS) $(SANITIZE) -DTEST -DNO_THREADS -Wno-unused-function $(LDFLAGS)
+FUZZ_CFLAGS = $(ALL_CFLAGS) $(SANITIZE) -DTEST -Wno-unused-function $(LDFLAGS)
 tests/fuzz: tests/fuzz.c tests/naive.h qwen3.c Makefile tests/.flags
 	$(CC) $(FUZZ_CFLAGS) -o $@ $< $(LDLIBS)
 tests/libfuzzer: tests/fuzz.c tests/naive.h qwen3.c Makefile tests/.flags

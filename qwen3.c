@@ -117,8 +117,8 @@
      Matrix product and attention    Unicode                    Matrix products
      A mixture of experts            Drafts                     The KV cache and attention
      Text to tokens                  Writing                    The memory of a run
-     The chat format                 Conversation               Progress
-     The sampler                     The modes                  POSIX and Windows
+     The chat format                 Conversation               POSIX and Windows
+     The sampler                     The modes
      Generation                      JSON
                                      Many texts at once
                                      Options and main                                           */
@@ -739,7 +739,6 @@ typedef struct Tokenizer {
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     size_t longest;          // the most bytes of a token
-    int byte_token[256];
     bool added_start[256];   // the bytes that added tokens begin with
     size_t longest_added;    // the bytes of the longest one
     int end_of_text;         // <|endoftext|>
@@ -774,8 +773,8 @@ static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 // Part II: appends a text in form NFC.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: the token with exactly these bytes, or -1. Added tokens do not count.
-static int token_find(const Tokenizer *tok, Bytes text);
+// Part II: the token with exactly these bytes, or -1: an added one, or one that is not
+static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // The end of the run of characters of one class that begins at `at`
 static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
@@ -872,16 +871,16 @@ static void encode_token(Encoder *enc, int id) {
 // <|im_end|>, stays plain text; so a user, whose text comes here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->plain, text); }
 
-// Part II: the longest added token that the text begins with, or -1
-static int added_at(const Tokenizer *tok, Bytes text);
-
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
 // to its offset. If there is none, returns -1, and *at is the end of the text.
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
     for (; *at < text.n && !interrupted; ++*at) {
         if (!tok->added_start[text.p[*at]]) continue;
-        const int id = added_at(tok, bytes_from(text, *at));
-        if (id >= 0) return id;
+        for (size_t n = tok->longest_added; n > 0; n--) {
+            if (n > text.n - *at) continue;
+            const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
+            if (id >= 0) return id;
+        }
     }
     return -1;
 }
@@ -1143,15 +1142,15 @@ typedef struct Writer Writer;
 static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // Runs a drawn token through the model and appends it to the answer's text. Returns the logits of
-// the next token, or NULL after Ctrl-C. count: the answer's tokens with this one, for max_new. In
-// principle, with text = &e->answer.text and pos = text->ids.n, this is
+// the next token, or NULL after Ctrl-C. In principle, with text = &e->answer.text and
+// pos = text->ids.n, this is
 //   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
 // Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
 // guesses the next tokens, a draft, and runs them with id in one pass, a row each. As long as each
 // token that is drawn is the one that was guessed, its logits are there, without a pass. The first
 // other one begins a new pass, and what follows in the draft is overwritten. So the results are the
 // same. advance_start forgets the last answer's draft.
-static float *advance(Engine *e, int id, int count);
+static float *advance(Engine *e, int id);
 static void advance_start(Engine *e);
 
 // ------------------------------------------------------------------------------------------------
@@ -1217,10 +1216,10 @@ static bool is_stop(const Tokenizer *tok, int id) {
 }
 
 // The prompt is there, the answer begins.
-static void answer_start(Answer *a, const Tokenizer *tok, const int *prompt, size_t n) {
+static void answer_start(Answer *a, const Tokenizer *tok) {
     memset(a->sampler.answered, 0, tok->vocab_size * sizeof(bool));
     memset(a->sampler.seen, 0, tok->vocab_size * sizeof(bool));
-    for (size_t i = 0; i < n; i++) a->sampler.seen[prompt[i]] = true;
+    for (size_t i = 0; i < a->text.ids.n; i++) a->sampler.seen[a->text.ids.p[i]] = true;
     a->drawn->n = 0;
 }
 
@@ -1239,7 +1238,7 @@ static Ending answer_add(const Engine *e, Answer *a, int id) {
 static Ending generate(Engine *e, Ids *drawn) {
     Answer *a = &e->answer;
     a->drawn = drawn;
-    answer_start(a, &e->tokenizer, a->text.ids.p, a->text.ids.n);
+    answer_start(a, &e->tokenizer);
     advance_start(e);
     if (e->max_new == 0) return LIMIT_REACHED;
     float *logits = classify(&e->model, 0, 1);
@@ -1248,7 +1247,7 @@ static Ending generate(Engine *e, Ids *drawn) {
         if (id < 0) die(NOT_FINITE);
         const Ending ending = answer_add(e, a, id);
         if (ending != GOES_ON) return ending;
-        logits = advance(e, id, (int)drawn->n);
+        logits = advance(e, id);
     }
     return INTERRUPTED;
 }
@@ -1263,20 +1262,18 @@ static Ending generate(Engine *e, Ids *drawn) {
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 // What Part III provides to Part II, on POSIX and Windows
 static void start_platform(int *argc, char ***argv);  // signals; Windows: UTF-8 and bytes
 static void start_threads(int count);
-// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`.
-static void progress_show(double start, double done, double all, const char *what, double tokens);
 static int cpu_count(void);                           // how many threads to start without -j
 static const char *version(void);                     // a line, with the instruction set in use
 static double now(void);                              // seconds since some fixed point
 static bool is_terminal(int fd);
-typedef enum { NO_FILE, REGULAR_FILE, DIRECTORY, SPECIAL_FILE } FileKind;
-static FileKind file_kind(const char *path);
+static unsigned file_mode(const char *path);          // st_mode, or 0 if there is no such file
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
 static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
@@ -1299,8 +1296,7 @@ static Waiting input_waits(void);                     // how much of a paste is 
 static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts);
 static Text whole_cache(const State *s);  // a text that may use all of the KV cache
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
-
-static int draft_rows(void);  // how many tokens run in about the time of one
+static int draft_rows(void);              // how many tokens run in about the time of one
 
 // parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
 // `chunk`, and calls job(arg, begin, end) for each, on all threads. It returns when all are done.
@@ -1308,9 +1304,8 @@ static int draft_rows(void);  // how many tokens run in about the time of one
 typedef void (*Job)(void *arg, int begin, int end);
 static void parallel(Job job, void *arg, int count, int chunk);
 
-// For the signal handler: from now on the first Ctrl-C stops the answer, and not the program
-static volatile sig_atomic_t stoppable;
-static volatile sig_atomic_t stop_at_once;  // but the second one does, however soon it comes
+// The seconds that the first Ctrl-C has to stop the answer, or -1: it ends the program
+static volatile sig_atomic_t patience = -1;
 
 // ------------------------------------------------------------------------------------------------
 // Errors and memory
@@ -1428,11 +1423,10 @@ static void die_export(const char *file, const char *what, int n, const char *so
 }
 
 static void check_magic(const char *file, uint32_t magic) {
-    const char *slash = strrchr(file, '/'), *end = strrchr(file, '.');
+    const char *path = strchr(file, '/') ? file : "./", *end = strrchr(file, '.');
     if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (end && !strcmp(end, ".safetensors"))
-        die_export(file, "a part of a checkpoint", slash ? (int)(slash - file) : 1,
-                   slash ? file : ".");
+        die_export(file, "a part of a checkpoint", (int)(strrchr(path, '/') - path), path);
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
@@ -1534,7 +1528,6 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits, "wk");
     EACH_LAYER.wv = take_matrix(in, c, c->kv_dim, c->dim, bits, "wv");
     EACH_LAYER.wo = take_matrix(in, c, c->dim, c->q_dim, bits, "wo");
-    // With experts, w1, w2 and w3 have the rows of all.
     EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w1");
     EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, bits, "w2");
     EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w3");
@@ -1569,44 +1562,37 @@ static void model_map(Model *m, const char *path) {
 // ------------------------------------------------------------------------------------------------
 // Merging the tokens of a piece
 
-// A token of a piece while it merges, known by where its bytes begin. What it makes with the next
-// one plays for the highest score in a tournament: symbol i begins at leaf n + i of a tree, and at
-// node i < n the winners of nodes 2 i and 2 i + 1 meet. So the winner of node 1 merges next.
+// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
+// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
+// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
+// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
 struct Symbol {
-    int id;
     uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once it has merged
-    int pair;             // the token that it and the next one are together, or -1
-    float score;          // of that, or -INFINITY
-    uint32_t winner;      // of the node with this index
+    uint64_t node;
 };
 
-// Finds what the symbol at `begin` makes with the next one, and plays its matches up to node 1.
+// Finds what the symbol at `begin` makes with the next one.
 static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
-    Symbol *s = enc->symbols, *left = &s[begin];
-    const uint32_t n = (uint32_t)piece.n;
-    left->pair = left->next == n ? -1
-        : token_find(enc->tok, (Bytes){piece.p + begin, s[left->next].next - begin});
-    left->score = left->pair < 0 ? -INFINITY : enc->tok->score[left->pair];
-    for (uint32_t node = (n + begin) / 2; node > 0; node /= 2) {
-        const uint32_t a = s[2 * node].winner, b = s[2 * node + 1].winner;
-        const bool a_wins = s[a].score == s[b].score ? a < b : s[a].score > s[b].score;
-        const uint32_t best = a_wins ? a : b;
-        if (best == s[node].winner && best != begin) break;  // nothing changes above
-        s[node].winner = best;
+    Symbol *s = enc->symbols;
+    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
+    const int id = next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
+    const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
+    const uint32_t bits = (uint32_t)load_i32(&score);
+    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // as that of the floats
+    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
+    for (uint32_t i = n + begin; i > 1; i /= 2) {
+        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
     }
 }
 
 static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
     Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
-    for (uint32_t i = 0; i < n; i++) {
-        s[i] = (Symbol){enc->tok->byte_token[piece.p[i]], i - 1, i + 1, -1, -INFINITY, 0};
-        s[n + i].winner = i;
-    }
+    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
     for (uint32_t i = 0; i < n && !interrupted; i++) enter(enc, piece, i);
-    for (uint32_t i; s[i = s[1].winner].pair >= 0 && !interrupted;) {
-        const uint32_t merged = s[i].next, next = s[merged].next;
-        s[i].id = s[i].pair;
+    while (s[1].node && !interrupted) {
+        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
         s[i].next = next;
         s[merged].next = n;
         if (next < n) s[next].prev = i;
@@ -1614,7 +1600,9 @@ static void encode_piece(Encoder *enc, Bytes piece) {
         enter(enc, piece, i);
         enter(enc, piece, merged);
     }
-    for (uint32_t i = 0; i < n; i = s[i].next) ids_add(enc->out, s[i].id);
+    for (uint32_t i = 0; i < n; i = s[i].next) {
+        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1633,7 +1621,7 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // every text.
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-enum { LONGEST_ADDED = 128 };            // bytes: added_at tries all lengths
+enum { LONGEST_ADDED = 128 };            // bytes: added_next tries all lengths
 
 static Bytes take_text(Cursor *in) {
     const uint32_t n = take_u32(in);
@@ -1763,8 +1751,8 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// The slot of the hash table that holds the token with these bytes, or is free for it. An added and
-// an ordinary token may have the same ones. FNV-1a with a secret factor; the slot comes from both
+// The slot of the hash table that holds the token with these bytes, or is free for it: an added and
+// an ordinary one may have the same bytes. FNV-1a with a secret factor; the slot comes from both
 // halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     uint64_t hash = tok->secret;
@@ -1778,40 +1766,24 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     return &tok->table[slot];
 }
 
-static int token_find(const Tokenizer *tok, Bytes text) {
-    return (int)*token_slot(tok, text, false) - 1;
-}
-
-// The added token with exactly these bytes, or -1
-static int added_find(const Tokenizer *tok, Bytes text) {
-    return (int)*token_slot(tok, text, true) - 1;
-}
-
-static int added_at(const Tokenizer *tok, Bytes text) {
-    int id = -1;
-    for (text.n = min_size(text.n, tok->longest_added); text.n > 0 && id < 0; text.n--) {
-        id = added_find(tok, text);
-    }
-    return id;
+static int token_find(const Tokenizer *tok, Bytes text, bool added) {
+    return (int)*token_slot(tok, text, added) - 1;
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
-    const uint64_t varies = (uint64_t)(now() * 1e9) ^ (uintptr_t)tok->text;  // with each process
-    tok->secret = varies * 0x9E3779B97F4A7C15u | 1;
+    tok->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // nobody knows it before
     tok->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
     tok->table = alloc((size_t)tok->mask + 1, sizeof(*tok->table), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s, added);
-        if (*slot == 0 && (added || s.n == 1 || (s.n > 1 && tok->score[id] > ADDED_SCORE)))
-            *slot = id + 1;
+        if (*slot == 0 && (added || s.n == 1 || tok->score[id] > ADDED_SCORE)) *slot = id + 1;
         if (added) tok->added_start[s.p[0]] = true;
         if (added && s.n > tok->longest_added) tok->longest_added = s.n;
     }
     for (int i = 0; i < 256; i++) {
-        tok->byte_token[i] = token_find(tok, (Bytes){(uint8_t[]){i}, 1});
-        if (tok->byte_token[i] < 0)
+        if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
             die("%s: no token for byte 0x%02x, expected all 256; is it another model's?", file, i);
     }
 }
@@ -1844,15 +1816,15 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
     index_tokens(tok, file);
-    tok->think = added_find(tok, bytes("<think>"));
-    tok->end_think = added_find(tok, bytes("</think>"));
-    tok->end_of_text = added_find(tok, bytes("<|endoftext|>"));
+    tok->think = token_find(tok, bytes("<think>"), true);
+    tok->end_think = token_find(tok, bytes("</think>"), true);
+    tok->end_of_text = token_find(tok, bytes("<|endoftext|>"), true);
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
         ids_add(&tok->stop, eos);
         ids_add(&tok->stop, tok->end_of_text);
-        ids_add(&tok->stop, added_find(tok, bytes("<|im_end|>")));
+        ids_add(&tok->stop, token_find(tok, bytes("<|im_end|>"), true));
     }
 }
 
@@ -1919,20 +1891,19 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         for (stop = i; stop < marks->n && marks->p[stop] >> 56; stop++) {}
         qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
     }
-    uint64_t *out = marks->p, *starter = NULL;
-    int last = -1;  // ccc of the character before, -1 if that is the starter
+    uint64_t none = CODE_POINT, *starter = &none, *out = marks->p;  // no pair begins with `none`
+    uint64_t last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
-        const uint64_t c = marks->p[i] & CODE_POINT;
-        const int ccc = (int)(marks->p[i] >> 56);
-        const uint64_t pair = starter ? (*starter & CODE_POINT) << 32 | c : UINT64_MAX;
-        const Mapping *composed = last >= ccc ? NULL
+        const uint64_t mark = marks->p[i], ccc = mark >> 56;
+        const uint64_t pair = (*starter & CODE_POINT) << 32 | (mark & CODE_POINT);
+        const Mapping *composed = last && last >= ccc ? NULL
             : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
             *starter = composed->to;
         } else {
             if (ccc == 0) starter = out;
-            last = ccc == 0 ? -1 : ccc;
-            *out++ = marks->p[i];
+            last = ccc;
+            *out++ = mark;
         }
     }
     marks->n = out - marks->p;
@@ -1969,10 +1940,11 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // with experts, where a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Drafts what may follow the answer's count-th token, which stands after the text's tokens, as far
-// as the cache and the logits have room: the ids that followed at the latest earlier place. Where
-// they run into what is drafted, the draft repeats itself.
-static void draft(Engine *e, int count) {
+static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
+
+// Drafts what may follow the text and its next token, from the latest place where it fits, as far
+// as the cache and the logits have room. A draft that runs into itself repeats itself.
+static void draft(Engine *e) {
     const State *s = &e->model.state;
     const size_t n = e->answer.text.ids.n + 1;
     int *ids = e->answer.text.ids.p;
@@ -1981,17 +1953,14 @@ static void draft(Engine *e, int count) {
     const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
     advance_start(e);
     e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (rows == 1 || count < NGRAM || e->draft.credit < 0) return;
-    const int *last = ids + n - NGRAM;
-    size_t from = n - 1;
-    while (from >= NGRAM && memcmp(ids + from - NGRAM, last, NGRAM * sizeof(int)) != 0) from--;
+    if (rows == 1 || e->draft.credit < 0) return;
+    size_t from = n - 1, size = NGRAM * sizeof(int);
+    while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
     e->draft.n = rows - 1;
     e->draft.credit -= DRAFT_COST * e->draft.n;
     for (int i = 0; i < e->draft.n; i++) ids[n + i] = ids[from + i];
 }
-
-static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
 
 // Runs the last token and its draft. A wrong draft may overflow, and its V, though nobody looks at
 // it, then spoils the rows before it (0 * infinity is no number): so the token runs again, alone.
@@ -2006,17 +1975,16 @@ static bool run_draft(Engine *e) {
     return run_draft(e);
 }
 
-static float *advance(Engine *e, int id, int count) {
+static float *advance(Engine *e, int id) {
     const Model *m = &e->model;
     Ids *cached = &e->answer.text.ids;
     int *next = &cached->p[cached->n];
-    const bool was_drafted = e->draft.row < e->draft.n && *next == id;
-    *next = id;
-    if (was_drafted) {  // it has run already
+    if (e->draft.row < e->draft.n && *next == id) {  // it has run already
         e->draft.credit += 2 * DRAFT_COST;
         e->draft.row++;
     } else {
-        draft(e, count);
+        *next = id;
+        draft(e);
         if (!run_draft(e)) return NULL;
     }
     cached->n++;
@@ -2024,7 +1992,7 @@ static float *advance(Engine *e, int id, int count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Writing: messages, and an answer as it comes. No file and no model drives the terminal: see
+// Writing: progress, messages, an answer as it comes. No file and no model drives the terminal: see
 // add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
 // stdout holds just the answer.
 
@@ -2041,6 +2009,45 @@ static void add_printable(Buffer *out, Bytes text, bool answer) {
         buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
+}
+
+// What a terminal shows of a prompt or a list that takes longer than two seconds
+static struct Progress {
+    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
+    double start, drawn;          // when it began; when a line was last drawn
+    bool shown;                   // the line is there
+} progress;
+
+static void progress_start(const Model *m, size_t tokens) {
+    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
+}
+
+// Clears the line, before an answer, a notice or an error begins.
+static void progress_end(void) {
+    if (progress.shown) fputs("\r\033[K", stderr);
+    progress.shown = false;
+    progress.tokens = 0;
+}
+
+// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`. The time
+// left is that at the rate so far. A prompt's is longer, as attention reads more and more.
+static void progress_show(double start, double done, double all, const char *what, double tokens) {
+    const double time = now(), seconds = time - start, rate = tokens / seconds;
+    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
+    progress.drawn = time;
+    progress.shown = true;
+    fprintf(stderr, "\r%.0f", done);
+    if (all > 0) fprintf(stderr, " of %.0f", all);
+    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
+    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
+    fputs("\033[K", stderr);
+}
+
+static void progress_add(int n) {
+    if (progress.tokens == 0) return;
+    progress.done += n;
+    const size_t done = progress.done / progress.layers;
+    progress_show(progress.start, done, progress.tokens, "tokens", done);
 }
 
 static void report(const char *fmt, ...) {
@@ -2079,7 +2086,7 @@ struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
     bool thinking;
-    bool began;     // false from the end of thinking until a character other than a newline
+    bool between;   // it has thought, and only newlines, which just a terminal shows, came since
     Buffer *to;     // of a list: the answer goes there, its thinking nowhere; NULL: to stdout
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
@@ -2096,8 +2103,7 @@ static size_t unfinished(Bytes text, bool terminal) {
         const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // after E0 and F0, 0x80 would be overlong
         uint8_t u[4] = {rest, rest, rest, rest};
         memcpy(u, last, n);
-        const Char c = code_point_at((Bytes){u, 4}, 0);
-        if (c.c < BAD_BYTE && c.n > (int)n) return n;
+        if (code_point_at((Bytes){u, 4}, 0).n > (int)n) return n;
     }
     return 0;
 }
@@ -2121,24 +2127,23 @@ static void writer_flush(Writer *out, size_t keep) {
     buffer_cut(&out->held, text.n);
 }
 
+// Thinking begins or ends, or an answer does.
 static void writer_thinks(Writer *out, bool thinking) {
-    if (!out->chat || out->thinking == thinking) return;
-    if (!thinking && !out->terminal) buffer_add(&out->held, bytes("\n"));
+    out->between = out->thinking && !thinking;
+    if (out->between && !out->terminal) buffer_add(&out->held, bytes("\n"));
     writer_flush(out, 0);
-    out->thinking = out->began = thinking;
+    out->thinking = thinking && out->chat;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     Buffer *held = &out->held;
-    if (id == tok->think) writer_thinks(out, true);
-    if (!(tok->kind[id] & SPECIAL)) buffer_add(held, tok->text[id]);
-    if (!out->began) {  // the newlines between thinking and answer: only a terminal shows them
-        size_t newlines = 0;
-        while (newlines < held->n && held->p[newlines] == '\n') newlines++;
-        if (out->terminal) writer_flush(out, held->n - newlines);
-        else buffer_cut(held, newlines);
-        out->began = held->n > 0;
+    Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
+    if (id == tok->think && out->chat) writer_thinks(out, true);
+    for (; out->between && text.n && *text.p == '\n'; text = bytes_from(text, 1)) {
+        if (out->terminal) write_stdout(bytes("\n"));
     }
+    if (text.n) out->between = false;
+    buffer_add(held, text);
     const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
     size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin
     while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
@@ -2149,14 +2154,12 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     }
     const size_t waits = unfinished((Bytes){held->p, at}, out->terminal || out->thinking);
     writer_flush(out, held->n - at + waits);
-    if (id == tok->end_think) writer_thinks(out, false);
+    if (id == tok->end_think && out->thinking) writer_thinks(out, false);
     return true;
 }
 
 static void writer_end(Writer *out) {
     writer_thinks(out, false);
-    writer_flush(out, 0);
-    out->began = true;
     if (!out->to && (out->chat || out->terminal)) write_stdout(bytes("\n"));
 }
 
@@ -2172,7 +2175,7 @@ typedef struct {  // as given on the command line
     float temperature, top_p, repetition;             // -1: not given
     float presence;
     int n, batch;                                     // n: -1 is no limit
-    uint64_t seed;
+    unsigned long long seed;
     bool seeded, verbose;                             // -s, -v
 } Options;
 
@@ -2197,11 +2200,36 @@ static bool begins_thinking(const App *app) {
     return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
+// Prepares an answer, which goes to stdout, or of a list `to` somewhere else. Where the options do
+// not say how tokens are drawn, it is as the checkpoint asks for; but as Qwen advises for answers
+// without thinking, unless the checkpoint asks for greedy ones.
+static void prepare_answer(App *app, Answer *a, Writer *writer, Buffer *to) {
+    const Options *o = &app->options;
+    const Tokenizer *tok = &app->engine.tokenizer;
+    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
+    app->think = can_switch && o->think == 1;
+    const bool advised = app->mode == CHAT && can_switch && !app->think && tok->temperature != 0;
+    a->sampler = (Sampler){
+        .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
+        .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
+        .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
+        .presence = o->presence,
+        .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
+        .rng = o->seed,
+        .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+        .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+    };
+    *writer = (Writer){.chat = app->mode == CHAT, .terminal = !to && is_terminal(STDOUT_FILENO),
+                       .to = to, .stop = bytes(o->stop ? o->stop : "")};
+    a->writer = writer;
+}
+
 // What stderr says before the model runs: the prompt's ids, and the first time the notices, which
 // wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
+    const size_t context = app->engine.model.state.seq_len;
     const bool chat = app->mode == CHAT, thinks = app->think || begins_thinking(app);
     const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
     if (o->verbose && app->mode != TOKENIZE && app->prompt.n) {
@@ -2214,121 +2242,120 @@ static void give_notices(App *app) {
     if (!tok->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
-        notice("mode: %s, as this is not a chat model; -m chat overrides this",
-               mode_names[app->mode]);
+        notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[app->mode]);
     if (chat && o->think >= 0 && bytes_equal(tok->chat.answer[0], tok->chat.answer[1]))
         notice("-r: no effect, this model's thinking can't be switched");
     if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
     if (!chat && o->think >= 0) notice("-r: no effect, only -m chat thinks");
     if (app->mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
+    if (app->mode == PERPLEXITY && app->prompt.n > context)
+        notice("text: %zu tokens are scored in pieces of %zu (-c)", app->prompt.n, context);
     if (chat && thinks && app->engine.answer.sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
     if (!reads_stdin && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
-// Can a text of so many tokens run? Says so if it can't. A perplexity is scored in pieces.
+// Can a text of so many tokens run? If it can't, that is said, and ends the program, unless this is
+// a list or a dialogue. A perplexity is scored in pieces.
 static bool check_length(const App *app, const char *where, size_t tokens) {
     const bool scores = app->mode == PERPLEXITY;
     const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
+    if (app->mode == TOKENIZE || (tokens >= least && tokens <= most)) return true;
     if (tokens < least)
         report("%s: %s, expected %zu or more tokens, found %zu", where,
                tokens ? "too short" : "empty", least, tokens);
-    if (tokens > most)
+    else
         report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
                app->engine.model.config.max_seq_len, tokens);
-    return tokens >= least && tokens <= most;
+    if (!app->dialogue && !is_list(&app->options)) exit(EXIT_FAILURE);
+    return false;
 }
 
-// Runs the prompt and writes its answer; then notices and statistics. message: empty, gets what was
-// written: if -x ended the answer, the tokens of which nothing was written are taken back, and the
-// beginning of one that was written in part becomes the message's text.
-static void respond(App *app, Message *message) {
+static Message *conversation_add(Conversation *talk, int role, Bytes text) {
+    talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
+    talk->p[talk->n] = (Message){.role = role};
+    buffer_add(&talk->p[talk->n].text, text);
+    return &talk->p[talk->n++];
+}
+
+// Removes messages first .. end - 1.
+static void conversation_drop(Conversation *talk, size_t first, size_t end) {
+    for (size_t i = first; i < end; i++) {
+        free(talk->p[i].text.p);
+        free(talk->p[i].ids.p);
+    }
+    for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
+    talk->n -= end - first;
+}
+
+// Runs the prompt and writes its answer, the conversation's next message; then notices and
+// statistics. If -x ended the answer, the tokens of which nothing was written are taken back, and
+// the beginning of one that was written in part becomes the message's text. False: Ctrl-C came
+// before the first token.
+static bool respond(App *app) {
+    Message *message = conversation_add(&app->conversation, ASSISTANT, (Bytes){0});
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
     const Tokenizer *tok = &e->tokenizer;
-    const int seq_len = e->model.state.seq_len;
     const double start = now();
     const bool ran = prefill(e, &app->prompt);
     const double middle = now();
     const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
+    const double p = (done - e->reused) / (middle - start + 1e-9);
     const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
-    const double end = now();
+    const double a = answer->n / (now() - middle + 1e-9);
     const char *where = app->writer.thinking ? " inside its thinking" : "";
     writer_end(&app->writer);
     if (ending == LIMIT_REACHED) notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (ending == CONTEXT_ENDED)
-        notice("answer: ended%s by a full context of %d tokens (-c)", where, seq_len);
-    const double p = (done - e->reused) / (middle - start + 1e-9);
-    const double a = answer->n / (end - middle + 1e-9);
+        notice("answer: ended%s by a full context of %d tokens (-c)", where,
+               e->model.state.seq_len);
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
                 "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a,
-                (unsigned long long)app->options.seed);
+                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a, app->options.seed);
     for (size_t lost, *cut = &app->writer.cut; *cut > 0; *cut -= lost) {
         const int id = answer->p[--answer->n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
         lost = min_size(*cut, text.n);
         buffer_add(&message->text, (Bytes){text.p, text.n - lost});
     }
+    return ending != INTERRUPTED || answer->n > 0;
 }
 
-static Message *conversation_add(Conversation *talk, int role, Bytes text) {
-    talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
-    Message *message = &talk->p[talk->n++];
-    *message = (Message){.role = role};
-    buffer_add(&message->text, text);
-    return message;
-}
-
-static void message_free(const Message *message) {
-    free(message->text.p);
-    free(message->ids.p);
-}
-
-// Removes messages first .. end - 1.
-static void conversation_drop(Conversation *talk, size_t first, size_t end) {
-    for (size_t i = first; i < end; i++) message_free(&talk->p[i]);
-    for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
-    talk->n -= end - first;
-}
-
-// Answers the conversation's last message. If the prompt leaves no room for an answer, the older
-// half of the turns is forgotten, again until there is room or only the last message is left (and
-// the system message). If even that is too long, nothing is forgotten. False: there is no answer,
-// for that reason or as Ctrl-C came first.
-static bool answer_last(App *app) {
+// Answers the conversation's last message; with `again` the one before, whose new answer takes the
+// old one's place. If the prompt leaves no room for an answer, the older half of the turns is
+// forgotten, again until there is room or only the question is left; if even that is too long, no
+// turn is. False: there is no answer, for that reason or as Ctrl-C came first.
+static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
+    const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question
     const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
     const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
     size_t first = system;
-    for (;; first += (talk->n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
-        render(&app->engine.tokenizer, talk, first, app->think, &app->prompt);
-        if (app->prompt.n + room <= context || first == talk->n - 1 || interrupted) break;
+    for (;; first += (asked.n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
+        render(&app->engine.tokenizer, &asked, first, app->think, &app->prompt);
+        if (app->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
-    const bool fits = !interrupted && check_length(app, "prompt", app->prompt.n);
-    if (!fits && !interrupted && !app->dialogue) exit(EXIT_FAILURE);
-    if (fits && first > system) {
+    if (interrupted || !check_length(app, "prompt", app->prompt.n)) return false;
+    if (first > system)
         notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
                (first - system) / 2);
-        conversation_drop(talk, system, first);
-    }
-    Message *answer = conversation_add(talk, ASSISTANT, (Bytes){0});
-    if (fits) {
-        give_notices(app);
-        writer_thinks(&app->writer, begins_thinking(app));
-        respond(app, answer);
-    }
-    const bool answered = answer->ids.n > 0 || (fits && !interrupted);
-    if (!answered) conversation_drop(talk, talk->n - 1, talk->n);
+    conversation_drop(talk, system, first);
+    give_notices(app);
+    writer_thinks(&app->writer, begins_thinking(app));
+    const bool answered = respond(app);
+    const size_t last = talk->n - 1;
+    if (!answered) conversation_drop(talk, last, talk->n);
+    else if (again) conversation_drop(talk, last - 1, last);
     return answered;
 }
 
 static void chat_turn(App *app, Bytes text) {
     Conversation *talk = &app->conversation;
     conversation_add(talk, USER, text);
-    if (answer_last(app)) return;
+    if (answer_last(app, false)) return;
     if (interrupted && app->dialogue)
         notice("chat: stopped before its answer, the message is taken back");
     conversation_drop(talk, talk->n - 1, talk->n);
@@ -2354,23 +2381,23 @@ typedef struct {   // of a file
 // input, or Ctrl-C.
 static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
-    const uint8_t *newline = NULL;
-    ssize_t got = 1;
+    const uint8_t *newline;
+    size_t seen = in->end;
     *line = (Bytes){0};
-    data->p = grow(data->p, &data->cap, data->n, 1, 1);  // not NULL
-    for (size_t seen = in->end; got > 0; got = interrupted ? -1 : read_more(in->fd, data)) {
-        newline = memchr(data->p + seen, '\n', data->n - seen);
-        if (newline) break;
+    buffer_add(data, *line);  // data->p is not NULL
+    while (!(newline = memchr(data->p + seen, '\n', data->n - seen))) {
         if (!wait && !input_ready(in->fd)) return true;
         buffer_cut(data, in->end);
         in->end = 0;
         seen = data->n = min_size(data->n, MOST_BYTES + 3);  // three more: see chop
+        const ssize_t got = interrupted ? -1 : read_more(in->fd, data);
+        if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
+        if (got < 0) return false;
+        if (got == 0) break;
     }
-    if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
-    if (got < 0) return false;
-    const size_t end = newline ? (size_t)(newline - data->p) + 1 : data->n;
-    *line = (Bytes){data->p + in->end, end - in->end};
-    in->end = end;
+    const size_t start = in->end;
+    in->end = newline ? (size_t)(newline - data->p) + 1 : data->n;
+    *line = (Bytes){data->p + start, in->end - start};
     return line->n > 0;
 }
 
@@ -2407,8 +2434,8 @@ static bool read_message(App *app) {
             message->n--;
         } else if (after == NOTHING) {
             if (got == 1) message->n--;  // Enter alone just sends what is there
-            if (before != LINE) break;
-            if (!cut) fputs("(Enter sends) ", stderr);
+            if (before != LINE || cut) break;
+            fputs("(Enter sends) ", stderr);
         }
     }
     message->n = cut ? 0 : chop(bytes_of(message)).n;
@@ -2436,9 +2463,8 @@ static Bytes take_word(Bytes *text) {
     *text = bytes_from(*text, quoted);
     const uint8_t *end = memchr(text->p, mark, text->n);
     const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
-    size_t next = min_size(word.n + 1, text->n);
-    while (next < text->n && text->p[next] == ' ') next++;
-    *text = bytes_from(*text, next);
+    *text = bytes_from(*text, min_size(word.n + 1, text->n));
+    while (text->n && *text->p == ' ') *text = bytes_from(*text, 1);
     return word;
 }
 
@@ -2447,17 +2473,17 @@ static Bytes take_word(Bytes *text) {
 static void send_file(App *app, Bytes text) {
     Buffer *message = &app->input;
     const Bytes name = take_word(&text);
-    const bool tilde = name.n > 1 && !memcmp(name.p, "~/", 2) && getenv("HOME");
+    const char *home = name.n > 1 && !memcmp(name.p, "~/", 2) ? getenv("HOME") : NULL;
+    const Bytes rest = bytes_from(name, home != NULL);
     char path[8192];
-    snprintf(path, sizeof(path), "%s%.*s", tilde ? getenv("HOME") : "", (int)name.n - tilde,
-             (const char *)name.p + tilde);
+    snprintf(path, sizeof(path), "%s%.*s", home ? home : "", (int)rest.n, rest.p);
     buffer_cut(message, message->n - text.n);
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
-    const char *error = NULL;
-    if (!*path) error = "missing, expected /file PATH TEXT";
-    else if (file_kind(path) == SPECIAL_FILE || !strcmp(path, "-")) error = "not a regular file";
-    else error = file_read(message, path);
+    const unsigned mode = file_mode(path);
+    const char *error = !*path ? "missing, expected /file PATH TEXT"
+        : S_ISCHR(mode) || S_ISFIFO(mode) || !strcmp(path, "-") ? "not a regular file"
+        : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
     else chat_turn(app, chop(bytes_of(message)));
@@ -2465,32 +2491,28 @@ static void send_file(App *app, Bytes text) {
 
 static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
 
-// Sends what was typed, or runs it if it is a command: a line alone. Of those that are just a slash
-// and letters, only /think is a message. (The model's other switch, /no_think, is not letters
-// alone.) False: it ends the program.
+// Sends what was typed, or runs it if it is a command: a line, not in quotes; only /file may have
+// something after it. Of lines that are just a slash and letters, only /think is a message. (The
+// model's other switch, /no_think, is not letters alone.) False: it ends the program.
 static bool run_message(App *app) {
     Conversation *talk = &app->conversation;
     const Bytes text = bytes_of(&app->input);
     Bytes rest = text, word = take_word(&rest);
     size_t letters = 1;
-    if (word.p != text.p) word.n = 0;  // in quotes it is no command
+    const bool command = word.p == text.p && !memchr(text.p, '\n', text.n);
+    if (!command || (rest.n && !is(word, "/file"))) word.n = 0;
     while (letters < word.n && isalpha(word.p[letters])) letters++;
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    } else if (is(word, "/file") && !memchr(text.p, '\n', text.n)) {
+    } else if (is(word, "/file")) {
         send_file(app, rest);
-    } else if (rest.n) {
-        chat_turn(app, text);
     } else if (is(word, "/help")) {
         fputs(commands, stderr);
-    } else if (is(word, "/retry") && talk->n < 2) {
-        notice("/retry: there is no answer yet");
-    } else if (is(word, "/retry") && app->engine.answer.sampler.temperature == 0) {
-        notice("/retry: -t 0 would draw the same answer again");
     } else if (is(word, "/retry")) {
-        const Message old = talk->p[--talk->n];
-        if (!answer_last(app)) talk->p[talk->n++] = old;
-        else message_free(&old);
+        const bool greedy = app->engine.answer.sampler.temperature == 0;
+        if (talk->n < 2) notice("/retry: there is no answer yet");
+        else if (greedy) notice("/retry: -t 0 would draw the same answer again");
+        else answer_last(app, true);
     } else if (is(word, "/clear")) {
         conversation_drop(talk, app->options.system != NULL, talk->n);
     } else if (is(word, "/bye") || is(word, "/exit") || is(word, "/quit") || is(word, "exit") ||
@@ -2581,9 +2603,8 @@ static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
 static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
     const Config *c = &m->config;
     float *h = m->state.h + (size_t)row * c->dim;
-    const float *x = m->state.x + (size_t)row * c->dim;
     double squares = 0;
-    rmsnorm(h, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
+    rmsnorm(h, m->state.x + (size_t)row * c->dim, m->weights.rms_final, c->dim, c->rms_norm_eps);
     for (int i = 0; i < c->dim; i++) squares += (double)h[i] * h[i];
     const double length = fmax(sqrt(squares), 1e-12);
     for (int i = 0; i < c->dim; i++) buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
@@ -2601,24 +2622,20 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 static void run_raw(App *app, Bytes text) {
     Engine *e = &app->engine;
     const Ids *ids = &app->prompt;
-    const size_t context = e->model.state.seq_len;
-    Message answer = {0};
     Buffer lines = {0};
+    bool finite = true;
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
-    if (app->mode != TOKENIZE && !check_length(app, "prompt", ids->n)) exit(EXIT_FAILURE);
+    check_length(app, "prompt", ids->n);
     give_notices(app);
-    if (app->mode == GENERATE) respond(app, &answer);
-    if (app->mode == EMBED && prefill(e, ids) && !buffer_add_embedding(&lines, &e->model, 0))
-        die(BAD_VECTOR);
+    if (app->mode == GENERATE) respond(app);
+    if (app->mode == EMBED) finite = prefill(e, ids) && buffer_add_embedding(&lines, &e->model, 0);
     if (app->mode == PERPLEXITY) {
-        if (ids->n > context)
-            notice("text: %zu tokens are scored in pieces of %zu (-c)", ids->n, context);
         progress_start(&e->model, ids->n - 1);
-        const bool good = buffer_add_perplexity(&lines, e, ids);
+        finite = buffer_add_perplexity(&lines, e, ids);
         progress_end();
-        if (!good && !interrupted) die(NOT_FINITE);
     }
+    if (!finite && !interrupted) die("%s", app->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
     if (app->mode == TOKENIZE && !app->options.verbose) buffer_add_ids(&lines, ids);
     for (size_t i = 0; app->mode == TOKENIZE && app->options.verbose && i < ids->n; i++) {
         buffer_print(&lines, "%d ", ids->p[i]);
@@ -2626,7 +2643,6 @@ static void run_raw(App *app, Bytes text) {
     }
     write_stdout(bytes_of(&lines));
     free(lines.p);
-    message_free(&answer);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2636,7 +2652,7 @@ static void run_raw(App *app, Bytes text) {
 typedef struct {
     Bytes rest;            // what has not been read
     const char *expected;  // what was not found there: after an error nothing is taken any more
-    Buffer text;           // the last string
+    Buffer *text;          // the last string
 } Json;
 
 static void json_need(Json *j, bool taken, const char *what) {
@@ -2665,29 +2681,27 @@ static bool json_token(Json *j, const char *word) {  // perhaps after white spac
 // What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    const Bytes start = j->rest;
-    const bool escape = json_take(j, "\\"), unit = escape && json_take(j, "u");
-    const uint8_t c = j->rest.n ? *j->rest.p : 0;
-    const char *name = escape ? memchr(names, c, sizeof(names) - 1) : NULL;
-    char hex[5] = "";
-    if (unit) memcpy(hex, j->rest.p, min_size(j->rest.n, 4));
-    const bool good = unit ? strspn(hex, "0123456789abcdefABCDEF") == 4
-                      : escape ? name != NULL : c >= ' ';
-    json_need(j, good, "a string's character, or an escape as in \\n or \\u00e9");
-    j->rest = good ? bytes_from(j->rest, unit ? 4 : 1) : start;
-    return unit ? (int)strtol(hex, NULL, 16) : name ? meant[name - names] : BAD_BYTE + c;
+    char s[7] = "";
+    memcpy(s, j->rest.p, min_size(j->rest.n, 6));
+    const bool escape = s[0] == '\\', plain = !escape && (uint8_t)s[0] >= ' ';
+    const bool unit = escape && s[1] == 'u' && strspn(s + 2, "0123456789abcdefABCDEF") == 4;
+    const char *name = escape && s[1] ? strchr(names, s[1]) : NULL;
+    json_need(j, plain || unit || name, "a string's character, or an escape as in \\n or \\u00e9");
+    j->rest = bytes_from(j->rest, unit ? 6 : name ? 2 : plain);
+    if (unit) return (int)strtol(s + 2, NULL, 16);
+    return name ? meant[name - names] : BAD_BYTE + (uint8_t)s[0];
 }
 
 static bool json_string(Json *j) {
     if (!json_token(j, "\"")) return false;
-    j->text.n = 0;
+    j->text->n = 0;
     for (int c, before = 0; !j->expected && !json_take(j, "\""); before = c) {
         c = json_char(j);
         if (before >= 0xD800 && before < 0xDC00 && c >= 0xDC00 && c < 0xE000) {
             c += 0x10000 + ((before - 0xD800) << 10) - 0xDC00;
-            j->text.n -= 3;  // the first half, which was alone
+            j->text->n -= 3;  // the first half, which was alone
         }
-        add_char(&j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
+        add_char(j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
     }
     return true;
 }
@@ -2722,26 +2736,26 @@ static bool json_value(Json *j, int depth) {
     return false;
 }
 
-static bool json_is(const Json *j, const char *text) {
-    return is(bytes_of(&j->text), text);
-}
-
 // A message, which `talk` gets; returns its role. Of equal keys the last one counts.
 static int json_message(Json *j, Conversation *talk) {
     Message *message = conversation_add(talk, -1, (Bytes){0});
     bool has_content = false;
-    json_need(j, json_token(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
+    json_token(j, "");
+    const Bytes start = j->rest;
+    json_need(j, json_take(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
     for (int i = 0; json_next(j, "}", i == 0); i++) {
-        const bool role = json_is(j, "role"), content = json_is(j, "content");
+        const bool role = is(bytes_of(j->text), "role"), content = is(bytes_of(j->text), "content");
         const bool text = json_value(j, 2);  // j->text had the key, now it has the value
+        const Bytes value = text ? bytes_of(j->text) : (Bytes){0};
         if (role)
-            message->role = !text ? -1 : json_is(j, "system") ? SYSTEM : json_is(j, "user") ? USER
-                            : json_is(j, "assistant") ? ASSISTANT : -1;
+            message->role = is(value, "system") ? SYSTEM : is(value, "user") ? USER
+                            : is(value, "assistant") ? ASSISTANT : -1;
         if (!content) continue;
         has_content = text;
         message->text.n = 0;
-        buffer_add(&message->text, bytes_of(&j->text));
+        buffer_add(&message->text, value);
     }
+    if (!j->expected && (message->role < 0 || !has_content)) j->rest = start;
     json_need(j, message->role >= 0, "a role: system, user or assistant");
     json_need(j, has_content, "a content that is a string");
     return message->role;
@@ -2781,19 +2795,18 @@ static void json_line(Json *j, Conversation *talk) {
 // The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
 // like another, say with the same instruction, shares its blocks: each block counts its users. Of
-// the first block that is not the same to its end the text gets a copy. A text that has ended keeps
-// its blocks until they or its place are needed, so that there is something to share even if all
-// answers are one word. When no block is left, the youngest text gives its blocks back, and later
-// runs again up to the last token that it drew (preemption by recomputation).
+// the first block that is not the same to its end the text gets a copy. A text that does not run,
+// as it has ended or waits, keeps its blocks until they or its place are needed: so there is
+// something to share even if all answers are one word. When no block is left, the youngest text
+// has to wait, and runs again up to the last token that it drew (preemption by recomputation).
 
 enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
 typedef struct {    // for a text
     size_t number;  // of its line, from 0
-    Buffer *line;   // of the output, once it is done
-    Ids ids;        // its tokens: the prompt's, then those that were drawn
-    Answer answer;  // answer.text.ids.n of them have run (its ids.p is not used)
+    Answer answer;  // its text.ids are the prompt's, then those that were drawn,
+    size_t run;     // so many of which have run
     int n_blocks;   // in answer.text.blocks
     size_t cached;  // tokens of its prompt that were there when it began
     Ending ending;  // INTERRUPTED: what the model gave is not finite
@@ -2819,12 +2832,10 @@ typedef struct {
     int n_ready;
     int *users, n_unused;   // (State.blocks) texts that have this block; blocks that nobody has
     char where[640];        // the line that was read last, for messages
-    Json json;
-    Conversation talk;      // its messages, or its text as one message
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
     size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
     size_t pieces;          // texts that are scored in pieces
-    double start, size, consumed;  // the time; bytes of the file, if known; of its lines so far
+    double start, consumed;  // the time; bytes of the lines so far
 } List;
 
 // A line is there, or what is wrong with its text has been said. Writes it and those after it that
@@ -2849,17 +2860,14 @@ static void take_block(List *l, Place *p, int block) {  // -1: the first that no
 }
 
 static void drop_blocks(List *l, Place *p) {
-    while (p->n_blocks > 0) {
-        const int block = p->answer.text.blocks[--p->n_blocks];
-        l->n_unused += --l->users[block] == 0;
-    }
-    p->answer.text.ids.n = 0;
+    while (p->n_blocks > 0) l->n_unused += --l->users[p->answer.text.blocks[--p->n_blocks]] == 0;
+    p->run = 0;
 }
 
-// Are there so many blocks that nobody has? Until there are, the free places lose theirs, first the
-// one that has been free for the longest time.
+// Are there so many blocks that nobody has? Until there are, the texts that do not run lose theirs:
+// first the one that ended the longest time ago, last the first one that waits.
 static bool find_blocks(List *l, int n) {
-    for (int i = l->n_places; i >= l->n_active && l->n_unused < n; i--)
+    for (int i = l->n_places; i >= l->n_running && l->n_unused < n; i--)
         drop_blocks(l, l->active[i]);
     return l->n_unused >= n;
 }
@@ -2871,133 +2879,126 @@ static bool find_blocks(List *l, int n) {
 // give its blocks back at once. If no text runs, all blocks are there, and any text begins.
 static bool begin(List *l) {
     Place *p = l->active[l->n_running], *like = p;
-    const Ids *ids = &p->ids;
+    const Ids *ids = &p->answer.text.ids;
     const size_t len = l->app->engine.model.state.block_len;
     const int n_blocks = (int)((ids->n + len - 1) / len);
-    size_t same = 0;
+    size_t same = p->run;
     for (Place *other = l->places; other <= l->places + l->n_places; other++) {
+        const Ids *its = &other->answer.text.ids;
         size_t n = 0;
-        while (other->n_blocks && n + 1 < ids->n && n < other->ids.n &&
-               ids->p[n] == other->ids.p[n])
-            n++;
-        if (n > same) same = n, like = other;
+        while (other->n_blocks && n + 1 < ids->n && n < its->n && ids->p[n] == its->p[n]) n++;
+        if (n > same && other != p) same = n, like = other;
     }
-    const size_t run = like->answer.text.ids.n;  // a text that does not run any more has run all
-    if (same >= run + len) return false;
-    if (same > run) same = run;
+    if (same >= like->run + len) return false;
+    same = min_size(same, like->run);
     const int *theirs = like->answer.text.blocks, whole = (int)(same / len);
-    for (int i = 0; i < whole; i++) take_block(l, p, theirs[i]);
-    if (!find_blocks(l, n_blocks - whole + l->n_running + 1) && l->n_running) {
-        if (whole && !like->n_blocks) {  // it has just lost them: it keeps what p can share
-            like->n_blocks = whole;
-            like->ids.n = like->answer.text.ids.n = whole * len;
-            p->n_blocks = 0;
-        }
+    if (like != p) {
         drop_blocks(l, p);
+        while (p->n_blocks < whole) take_block(l, p, theirs[p->n_blocks]);
+        p->run = whole * len;
+    }
+    l->n_running++;
+    if (!find_blocks(l, n_blocks - p->n_blocks + l->n_running) && l->n_running > 1) {
+        l->n_running--;
         return false;
     }
     while (p->n_blocks < n_blocks) take_block(l, p, -1);
     // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
     if (same % len)
         cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
+    p->run = same;
     l->cached -= p->cached;  // of a text that begins again, only this time counts
     p->cached = min_size(same, ids->n - p->drawn.n);
     l->cached += p->cached;
-    p->answer.text.ids.n = same;
-    l->n_running++;
     return true;
 }
 
+#define refuse(...) (report(__VA_ARGS__), false)
+
 // Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
 static bool encode_line(List *l, Bytes line, Ids *ids) {
-    const App *app = l->app;
+    App *app = l->app;
     const Options *o = &app->options;
     const Model *m = &app->engine.model;
     const Tokenizer *tok = &app->engine.tokenizer;
     const bool chat = app->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
-    Conversation *talk = &l->talk;
-    Json *j = &l->json;
+    Conversation *talk = &app->conversation;  // its messages, or its text as one
+    Json j = {.rest = line, .text = &app->input};
     size_t size = 0;
-    if (line.n + before.n > MOST_BYTES) {
-        report("%s: too long, expected less than 2 GB", l->where);
-        return false;
-    }
-    *j = (Json){.rest = line, .text = j->text};
+    if (line.n + before.n > MOST_BYTES)
+        return refuse("%s: too long, expected less than 2 GB", l->where);
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (l->read == 0) json_take(j, "\uFEFF");  // a byte order mark
-    if (o->json_list) json_line(j, chat ? talk : NULL);
-    if (j->expected) {
-        report("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
-               line.n - j->rest.n + 1, j->expected, j->rest.n ? "" : "the end",
-               (int)min_size(j->rest.n, 16), j->rest.p);
-        return false;
-    }
+    if (l->read == 0) json_take(&j, "\uFEFF");  // a byte order mark
+    if (o->json_list) json_line(&j, chat ? talk : NULL);
+    const char *found = !j.rest.n ? "the end" : !*j.rest.p ? "a NUL" : "";
+    if (j.expected)
+        return refuse("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
+                      line.n - j.rest.n + 1, j.expected, found, (int)min_size(j.rest.n, 16),
+                      j.rest.p);
     if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
         Buffer *text = &conversation_add(talk, USER, before)->text;
         if (o->text) buffer_add(text, bytes("\n\n"));
-        buffer_add(text, o->json_list ? bytes_of(&j->text) : line);
+        buffer_add(text, o->json_list ? bytes_of(j.text) : line);
     }
-    for (size_t i = 0; i < talk->n; i++) {  // an earlier answer may lose its thinking
-        if (talk->p[i].role != ASSISTANT) size += talk->p[i].text.n;
-    }
-    if (l->together && size / 4 > tok->longest * m->state.seq_len) {  // NFC leaves a quarter
-        report("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-               l->where, m->state.seq_len, m->config.max_seq_len, size);
-        return false;
-    }
+    for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
+        size += talk->p[i].role == ASSISTANT ? 0 : talk->p[i].text.n;
+    if (l->together && size / 4 > tok->longest * m->state.seq_len)  // NFC leaves a quarter
+        return refuse("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
+                      l->where, m->state.seq_len, m->config.max_seq_len, size);
     ids->n = 0;
     if (chat) render(tok, talk, 0, app->think, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return !interrupted && (app->mode == TOKENIZE || check_length(app, l->where, ids->n));
+    return !interrupted && check_length(app, l->where, ids->n);
 }
 
 // Reads a text, which gets a place or, if no pass is for it, its line at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Place *p = l->active[l->n_active + 1];
+    const Ids *ids = &p->answer.text.ids;
+    Buffer *out = &l->lines[l->read % AHEAD];
     give_notices(app);
     if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
-        fprintf(stderr, "seed %llu\n", (unsigned long long)app->options.seed);
+        fprintf(stderr, "seed %llu\n", app->options.seed);
     snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
     drop_blocks(l, p);
-    bool good = encode_line(l, chop(line), &p->ids);
-    if (good) l->prompts += p->ids.n;
+    bool good = encode_line(l, chop(line), &p->answer.text.ids);
     l->consumed += line.n;
     p->number = l->read++;
-    p->line = &l->lines[p->number % AHEAD];
+    if (good) l->prompts += ids->n;
     if (good && l->together) {
         p->text.n = p->cached = 0;
         p->answer.sampler.rng = app->options.seed + p->number;
-        answer_start(&p->answer, &app->engine.tokenizer, p->ids.p, p->ids.n);
+        answer_start(&p->answer, &app->engine.tokenizer);
         writer_thinks(&p->writer, begins_thinking(app));
         l->active[l->n_active + 1] = l->active[l->n_active];
         l->active[l->n_active++] = p;
         return;
     }
-    if (good) l->rows += p->ids.n;
-    if (good && app->mode == TOKENIZE) buffer_add_ids(p->line, &p->ids);
+    if (good) l->rows += ids->n;
+    if (good && app->mode == TOKENIZE) buffer_add_ids(out, ids);
     if (good && app->mode == PERPLEXITY) {
-        l->pieces += p->ids.n > (size_t)app->engine.model.state.seq_len;
-        good = buffer_add_perplexity(p->line, &app->engine, &p->ids);
+        l->pieces += ids->n > (size_t)app->engine.model.state.seq_len;
+        good = buffer_add_perplexity(out, &app->engine, ids);
         if (!good && !interrupted) report("%s: " NOT_FINITE, l->where);
     }
-    line_done(l, p->line, good);
+    line_done(l, out, good);
 }
 
 // False: all is done, or Ctrl-C. Else some text runs, and while one does, this does not wait for
 // lines that have still to be made: a list may come from another program.
 static bool admit(List *l) {
     for (Bytes line;;) {
-        const double all = l->ended ? l->read : l->size * l->read / fmax(l->consumed, 1);
-        progress_show(l->start, l->written, all, "texts", l->rows);
+        const double lines = file_size(l->in.fd) * l->read / fmax(l->consumed, 1);  // about
+        progress_show(l->start, l->written, l->ended ? l->read : lines, "texts", l->rows);
         if (l->ended || l->n_active == l->n_places || l->read - l->written == AHEAD ||
             l->ahead > AHEAD_BYTES || interrupted)
             break;
         l->ended = !next_line(&l->in, &line, l->n_active == 0);
-        if (!l->ended && line.n == 0) break;  // it comes later
-        if (!l->ended) add_line(l, line);
+        if (line.n == 0) break;  // the end, or it comes later
+        add_line(l, line);
     }
     while (l->n_running < l->n_active && begin(l)) {}
     return l->n_active > 0 && !interrupted;
@@ -3005,25 +3006,24 @@ static bool admit(List *l) {
 
 // Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks, but
 // a text that decodes may need another one. If there is none, the youngest text, perhaps this one,
-// gives its blocks back; it has no rows yet. That never happens to a text that runs alone, as all
+// does not run any more; it has no rows yet. That never happens to a text that runs alone, as all
 // blocks are its own then. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
     int n = l->n_ready = 0;
     for (int i = 0; i < l->n_running; i++) {
         Place *p = l->active[i];
-        Text *text = &p->answer.text;
-        const bool full = text->ids.n == (size_t)p->n_blocks * s->block_len;
-        while (full && !find_blocks(l, 1) && l->n_running > i)
-            drop_blocks(l, l->active[--l->n_running]);
-        if (l->n_running == i) break;
+        const Text *text = &p->answer.text;
+        const bool full = p->run == (size_t)p->n_blocks * s->block_len;
+        while (full && !find_blocks(l, 1)) l->n_running--;
+        if (l->n_running <= i) break;
         if (full) take_block(l, p, -1);
         const int end = s->batch - (l->n_running - i - 1);
-        for (; text->ids.n < p->ids.n && n < end; text->ids.n++) {
-            const int pos = (int)text->ids.n;
-            s->rows[n++] = (Row){p->ids.p[pos], pos, text, pos + 1 == (int)p->ids.n};
+        for (; p->run < text->ids.n && n < end; p->run++) {
+            const bool last = p->run + 1 == text->ids.n;
+            s->rows[n++] = (Row){text->ids.p[p->run], (int)p->run, text, last};
         }
-        if (text->ids.n == p->ids.n) l->ready[l->n_ready++] = p;
+        if (p->run == text->ids.n) l->ready[l->n_ready++] = p;
     }
     l->rows += n;
     return forward(&l->app->engine.model, n);
@@ -3042,9 +3042,9 @@ static void sample_job(void *arg, int begin, int end) {
         }
         float *logits = e->model.state.logits + (size_t)i * vocab_size;
         const int id = sample(&p->answer.sampler, logits, vocab_size);
-        if (id < 0) p->ending = INTERRUPTED;
-        else p->ending = e->max_new ? answer_add(e, &p->answer, id) : LIMIT_REACHED;
-        if (p->ending == GOES_ON) ids_add(&p->ids, id);
+        if (e->max_new == 0) p->ending = LIMIT_REACHED;
+        else p->ending = id < 0 ? INTERRUPTED : answer_add(e, &p->answer, id);
+        if (p->ending == GOES_ON) ids_add(&p->answer.text.ids, id);
     }
 }
 
@@ -3053,6 +3053,7 @@ static void write_ended(List *l) {
     const bool embeds = l->app->mode == EMBED;
     for (int i = 0, at; i < l->n_ready; i++) {
         Place *p = l->ready[i];
+        Buffer *line = &l->lines[p->number % AHEAD];
         if (p->ending == GOES_ON) continue;
         if (p->ending == INTERRUPTED)
             report("%s: line %zu: %s", l->in.name, p->number + 1, embeds ? BAD_VECTOR : NOT_FINITE);
@@ -3060,9 +3061,9 @@ static void write_ended(List *l) {
         l->thinking += p->writer.thinking;
         l->answers += p->drawn.n;
         writer_end(&p->writer);
-        if (embeds) buffer_add(p->line, bytes_of(&p->text));
-        else buffer_add_json(p->line, bytes_of(&p->text));
-        line_done(l, p->line, p->ending != INTERRUPTED);
+        if (embeds) buffer_add(line, bytes_of(&p->text));
+        else buffer_add_json(line, bytes_of(&p->text));
+        line_done(l, line, p->ending != INTERRUPTED);
         for (at = 0; l->active[at] != p; at++) {}
         l->n_running--;
         l->n_active--;
@@ -3077,21 +3078,24 @@ static int list_end(const List *l) {
     const unsigned long long seed = l->app->options.seed, next = seed + l->written;
     const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
+    const bool draws = l->app->mode <= GENERATE;
+    char go_on[32] = "";
+    if (draws) snprintf(go_on, sizeof(go_on), ", -s %llu", next);
     progress_end();
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
-        notice("list: %zu lines are written; to go on: tail -n +%zu, -s %llu", l->written,
-               l->written + 1, next);
-    char answers[128] = "";
-    if (l->app->mode <= GENERATE && l->written)
-        snprintf(answers, sizeof(answers), ", answers %zu tokens at %.*f/s, seeds %llu to %llu",
-                 l->answers, rate < 999.95, rate, seed, next - 1);
+        notice("list: %zu lines are written; to go on: tail -n +%zu%s", l->written,
+               l->written + 1, go_on);
     if (!quiet)
-        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)%s\n", l->written, l->prompts,
-                l->cached, answers);
+        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
+                l->cached);
+    if (!quiet && draws && l->written)
+        fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
+                rate < 999.95, rate, seed, next - 1);
+    if (!quiet) fputc('\n', stderr);
     return interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }
 
@@ -3100,26 +3104,19 @@ static int run_list(App *app) {
     List *l = &list;
     const Options *o = &app->options;
     const State *s = &app->engine.model.state;
-    const int vocab_size = app->engine.tokenizer.vocab_size;
     const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
     *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .start = now(),
                 .together = app->mode != TOKENIZE && app->mode != PERPLEXITY,
                 .n_places = max_int(min_int(PLACES, s->batch), 1), .n_unused = s->blocks,
                 .users = alloc(s->blocks, sizeof(int), "the list")};
     if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
-    l->size = file_size(l->in.fd);
     for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
         Place *p = l->active[i] = &l->places[i];
-        p->answer = app->engine.answer;
+        prepare_answer(app, &p->answer, &p->writer, &p->text);
         p->answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
-        p->answer.sampler.answered = alloc(vocab_size, sizeof(bool), "the list");
-        p->answer.sampler.seen = alloc(vocab_size, sizeof(bool), "the list");
-        p->answer.writer = &p->writer;
         p->answer.drawn = &p->drawn;
-        p->writer = (Writer){.chat = app->mode == CHAT, .began = true, .to = &p->text,
-                             .stop = app->writer.stop};
     }
-    stoppable = stop_at_once = true;
+    patience = 0;
     while (admit(l) && pass(l)) {
         if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
         parallel(sample_job, l, l->n_ready, 1);
@@ -3166,47 +3163,46 @@ static const char usage[] =  // after the line of --version
 
 typedef struct {
     char letter;
-    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
+    enum { TEXT, REAL, SEED, MODE, INTEGER } type;
     size_t place;           // in Options
     double low, high;       // the least and the greatest value; of a TEXT, number of bytes
     const char *expected;   // what the value should be; NULL: a number from low to high
-    const char *others[2];  // what other programs call it
+    const char *other;      // in what other programs call it
 } Option;
 
 #define PLACE(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, {"--prompt"}},
-    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", {"--file"}},
-    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", {NULL}},
-    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, "--prompt"},
+    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", "--file"},
+    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", NULL},
+    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", NULL},
     {'m', MODE, PLACE(mode), 0, N_MODES - 1,
-     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", {NULL}},
-    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, {"--system-prompt", "--system"}},
-    {'r', INTEGER, PLACE(think), 0, 1, NULL, {NULL}},
-    {'t', REAL, PLACE(temperature), 0, 1000, NULL, {"--temp", "--temperature"}},
-    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", {"--top-p"}},
-    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, {"--top-k"}},
-    {'a', REAL, PLACE(presence), 0, 2, NULL, {"--presence-penalty"}},
-    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, {"--repeat-penalty"}},
-    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", {"--reverse-prompt"}},
-    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", {"--seed"}},
-    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, {"--n-predict", "--predict"}},
-    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, {"--ctx-size"}},
-    {'b', INTEGER, PLACE(batch), 1, 512, NULL, {"--batch-size"}},
-    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, {"--threads"}},
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", NULL},
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, "--system"},
+    {'r', INTEGER, PLACE(think), 0, 1, NULL, NULL},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, "--temp"},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", "--top-p"},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, "--top-k"},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, "--presence-penalty"},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, "--repeat-penalty"},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", "--reverse-prompt"},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", "--seed"},
+    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, "-predict"},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, "--ctx-size"},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, "--batch-size"},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, "--threads"},
 };
 
 // The option that an argument is. If it is none, that ends the program, with the likely mistake.
 static const Option *option_named(const char *arg, const char *model) {
-    const size_t n = strcspn(arg, "=");
-    for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
-        const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
+    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
+        const char letter = options[i].letter, *other = options[i].other;
         const bool begins = arg[0] == '-' && arg[1] == letter;
-        if (begins && !arg[2]) return &options[i / 2];
+        if (begins && !arg[2]) return &options[i];
         if (begins && isdigit((uint8_t)arg[2]))
             die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
-        if (other && strlen(other) == n && !strncmp(arg, other, n))
+        if (other && !strncmp(arg, "--", 2) && strstr(arg, other))
             die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
     }
     if (arg[0] == '-')
@@ -3215,8 +3211,9 @@ static const Option *option_named(const char *arg, const char *model) {
               "-i \"%.80s\"", arg, model, arg);
 }
 
-// Sets an option, or ends the program if it can't have this value.
+// Sets an option, or ends the program if it can't have this value, or has none.
 static void set_option(Options *o, const Option *option, const char *value) {
+    if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
     void *place = (char *)o + option->place;
     char range[64], *end = NULL;
     double number = strlen(value);
@@ -3224,23 +3221,22 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == TEXT) {
         *(const char **)place = value;
     } else if (option->type == MODE) {
-        for (o->mode = 0; o->mode < N_MODES && strcmp(value, mode_names[o->mode]);) o->mode++;
-        number = o->mode;
+        for (number = 0; number < N_MODES && strcmp(value, mode_names[(int)number]);) number++;
     } else if (option->type == INTEGER) {
         number = strtoll(value, &end, 10);
     } else if (option->type == REAL) {
-        number = *(float *)place = strtof(value, &end);
+        number = strtod(value, &end);
     } else {
         o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
         o->seeded = true;
     }
     snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
     const bool in_range = number >= option->low && number <= option->high;
-    const bool overflow = option->type == SEED && errno;
-    if (!in_range || overflow || end == value || (end && *end))
+    if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
         die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
                   option->expected ? option->expected : range, value);
-    if (option->type == INTEGER) *(int *)place = (int)number;
+    if (option->type == REAL) *(float *)place = (float)number;
+    if (option->type >= MODE) *(int *)place = (int)number;
 }
 
 // Only chat and generate can begin without a text.
@@ -3260,17 +3256,11 @@ static Options parse_options(int argc, char **argv) {
             write_stdout(bytes(version()));
             if (help) write_stdout(bytes(usage));
             exit(EXIT_SUCCESS);
-        } else if (!strcmp(arg, "-q")) {
-            quiet = true;
-        } else if (!strcmp(arg, "-v")) {
-            o.verbose = true;
-        } else if (arg[0] != '-' && !o.model) {
-            o.model = arg;
-        } else {
-            const Option *option = option_named(arg, o.model);
-            if (++i == argc) die_usage("%s: alone, expected a value after it", arg);
-            set_option(&o, option, argv[i]);
         }
+        if (!strcmp(arg, "-q")) quiet = true;
+        else if (!strcmp(arg, "-v")) o.verbose = true;
+        else if (arg[0] != '-' && !o.model) o.model = arg;
+        else set_option(&o, option_named(arg, o.model), argv[++i]);  // NULL after the last one
     }
     if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
@@ -3299,48 +3289,18 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-// Prepares the sampler and the writer. Where the options do not say how tokens are drawn, it is as
-// the checkpoint asks for; but as Qwen advises for answers without thinking, unless the checkpoint
-// asks for greedy ones.
-static void prepare_answers(App *app) {
-    const Options *o = &app->options;
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
-    app->think = can_switch && o->think == 1;
-    const bool advised = app->mode == CHAT && can_switch && !app->think && tok->temperature != 0;
-    app->engine.answer.sampler = (Sampler){
-        .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
-        .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
-        .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
-        .presence = o->presence,
-        .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
-        .rng = o->seed,
-        .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-        .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-    };
-    app->writer = (Writer){.chat = app->mode == CHAT, .terminal = is_terminal(STDOUT_FILENO),
-                           .began = true, .stop = bytes(o->stop ? o->stop : "")};
-    app->engine.answer.writer = &app->writer;
-}
-
-// Ends the program if MODEL is what export.py takes: a directory, or a model's name on the hub.
-static void check_model_path(const char *path) {
-    const FileKind kind = file_kind(path);
-    const char *slash = strchr(path, '/');  // a name has one
-    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
-    if (kind == DIRECTORY) die_export(path, "a directory", INT_MAX, path);
-    if (kind == NO_FILE && named) die_export(path, "not a file", INT_MAX, path);
-}
-
 static void load(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     const Config *c = &e->model.config;
+    const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
+    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     char tokenizer[4096];
-    check_model_path(o->model);
-    model_map(&e->model, o->model);
-    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", o->model);
-    if (file_kind(tokenizer) == NO_FILE)
+    if (S_ISDIR(file_mode(path))) die_export(path, "a directory", INT_MAX, path);
+    if (named && !file_mode(path)) die_export(path, "not a file", INT_MAX, path);
+    model_map(&e->model, path);
+    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", path);
+    if (!file_mode(tokenizer))
         die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
     app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
@@ -3359,12 +3319,12 @@ static void load(App *app) {
 static int run(App *app) {
     const char *system = app->options.system;
     load(app);
-    prepare_answers(app);
+    prepare_answer(app, &app->engine.answer, &app->writer, NULL);
     const bool chat = app->mode == CHAT;
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (is_list(&app->options)) return run_list(app);
     const bool single = read_prompt(app);
-    stoppable = app->mode != TOKENIZE;
+    if (app->mode != TOKENIZE) patience = 1;
     if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
     else if (!single) run_script(app);
     else if (chat) chat_turn(app, bytes_of(&app->input));
@@ -3386,11 +3346,8 @@ int main(int argc, char **argv) {
 // ================================================================================================
 
 #include <fcntl.h>
-#include <stdatomic.h>
-#include <sys/stat.h>
-#ifndef NO_THREADS
 #include <pthread.h>
-#endif
+#include <stdatomic.h>
 #ifdef _WIN32
 #include <windows.h>
 #else
@@ -3505,14 +3462,6 @@ static _Thread_local int thread;  // the number of the thread that reads it, fro
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-#ifdef NO_THREADS
-static void start_threads(int count) { (void)count; }
-
-static void parallel(Job job, void *arg, int count, int chunk) {
-    (void)chunk;
-    job(arg, 0, count);
-}
-#else
 static struct {
     Job job;  // the loop that runs. It and the next three change only while left is 0 and no item
               // runs; a thread reads them only after it has seen left > 0
@@ -3576,7 +3525,6 @@ static void start_threads(int count) {
         int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
         if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
                        strerror(error));
-        pthread_detach(id);
     }
 #ifndef _WIN32
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -3597,7 +3545,6 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     work();
     wait_until(&pool.active, false);
 }
-#endif
 
 static void each_job(void *arg, int begin, int end) {
     const Pass *p = arg;
@@ -4050,31 +3997,24 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     return __builtin_convertvector(sums, VecF) * scale;
 }
 
-// Token t, up to LANES rows from `row` on: the terms of their groups, LANES at a time (if that does
-// not come out even, the last ones overlap those before); then, transposed, added with a row in
-// each lane.
+// Token t, LANES rows, of which those before `row` have been done: the terms of their groups, LANES
+// at a time; then, transposed, added with a row in each lane.
 INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / group, rows = min_int(LANES, part->row_end - row);
-    const int count = rows * n_groups;
-    const size_t begin = (size_t)row * n_groups;
+    const int n_groups = w->cols / group, first = min_int(row, part->row_end - LANES);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const float *scale = quantized_row(part->x, t).scale;
-    VecF *const columns = part->own->panel, sum = {0};   // (n_groups) of LANES rows
-    float *const terms = (float *)(columns + n_groups);  // (LANES, n_groups)
-    for (int i = 0, g = 0; i < count; i += LANES) {
-        // In a small matrix `at` may be < 0: then in the rows before (see `whole` in matmul_rows),
-        // and in columns, which have at least LANES floats and are written later.
-        const int at = min_int(i, count - LANES);
-        if (at < i) g = (at + LANES * n_groups) % n_groups;
-        const VecF found = group_terms(w, begin + at, x, g, levels, group, bits);
-        memcpy(terms + at, &found, sizeof(found));
+    VecF *const columns = part->own->panel, sum = {0};  // (n_groups) of LANES rows
+    VecF *const terms = columns + n_groups;             // (LANES, n_groups) floats
+    for (int i = 0, g = 0; i < n_groups; i++) {
+        const size_t at = (size_t)first * n_groups + i * LANES;
+        terms[i] = group_terms(w, at, x, g, levels, group, bits);
         for (g += LANES; g >= n_groups;) g -= n_groups;  // cheaper than %
     }
     transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
     for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
-    put_rows(part, t, row, (float *)&sum, rows);
+    put_rows(part, t, row, (float *)&sum + row - first, first + LANES - row);
 }
 
 // The most tokens for which a matvec each is faster than panels for all, measured
@@ -4194,11 +4134,9 @@ INLINE void matvec_groups(const Matmul *part, const int group) {
 static void matmul_rows(const Matmul *part) {
     const Matrix *w = part->w;
     const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
-    // Rows 0 .. row_end - 1 have the groups of a vector: then matvec reads nothing before them.
-    const bool whole = (int64_t)part->row_end * (w->cols / w->group) >= LANES;
     _Static_assert(FEW_TOKENS_8 <= FEW_TOKENS_4, "rings for all of them");
     if (part->n == 0) return;
-    if (!few || !whole) matmul_panels(part);
+    if (!few || part->row_end < LANES) matmul_panels(part);  // matvec needs LANES rows
     else if (w->group == 32) matvec_groups(part, 32);
     else if (w->group == 64) matvec_groups(part, 64);
     else if (w->group == 128) matvec_groups(part, 128);
@@ -4508,46 +4446,6 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
 }
 
 // ------------------------------------------------------------------------------------------------
-// Progress: what a terminal shows of a prompt or a list that takes longer than two seconds
-
-static struct Progress {
-    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
-    double start, drawn;          // when it began; when a line was last drawn
-    bool shown;                   // the line is there
-} progress;
-
-static void progress_start(const Model *m, size_t tokens) {
-    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
-}
-
-// Clears the line, before an answer, a notice or an error begins.
-static void progress_end(void) {
-    if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = false;
-    progress.tokens = 0;
-}
-
-// The time left is that at the rate so far. A prompt's is longer, as attention reads more and more.
-static void progress_show(double start, double done, double all, const char *what, double tokens) {
-    const double time = now(), seconds = time - start, rate = tokens / seconds;
-    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
-    progress.drawn = time;
-    progress.shown = true;
-    fprintf(stderr, "\r%.0f", done);
-    if (all > 0) fprintf(stderr, " of %.0f", all);
-    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
-    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
-    fputs("\033[K", stderr);
-}
-
-static void progress_add(int n) {
-    if (progress.tokens == 0) return;
-    progress.done += n;
-    const size_t done = progress.done / progress.layers;
-    progress_show(progress.start, done, progress.tokens, "tokens", done);
-}
-
-// ------------------------------------------------------------------------------------------------
 // POSIX and Windows: everything that differs between systems
 
 static double now(void) {
@@ -4556,12 +4454,12 @@ static double now(void) {
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-// Once `stoppable` is set, Ctrl-C stops an answer, or a conversation that waits for a message.
-// Before that, or if the one before had no effect for a second, it ends the program.
+// Ctrl-C stops an answer, or a conversation that waits for a message. Another one ends the program
+// if the first had no effect for `patience` seconds: two quick ones may be meant as one.
 static void on_interrupt(int signal) {
     static volatile double first;
     (void)signal;
-    if (!stoppable || (interrupted && (stop_at_once || now() > first + 1))) _exit(EXIT_INTERRUPT);
+    if (patience < 0 || (interrupted && now() >= first + patience)) _exit(EXIT_INTERRUPT);
     if (!interrupted) first = now();
     interrupted = 1;
 }
@@ -4591,7 +4489,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define stat_file(path, st) _wstat64(wide(path), st)
+#define _stat64(path, st) _wstat64(wide(path), st)  // MinGW's stat is _stat64
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
@@ -4650,11 +4548,7 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
     return waiting;
 }
 
-static int cpu_count(void) {  // hardware threads; two of them may share a core
-    DWORD_PTR mine, all;
-    GetProcessAffinityMask(GetCurrentProcess(), &mine, &all);
-    return __builtin_popcountll(mine);
-}
+static int cpu_count(void) { return pthread_num_processors_np(); }  // hardware threads
 
 static BOOL WINAPI on_console_event(DWORD event) {
     return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
@@ -4662,12 +4556,12 @@ static BOOL WINAPI on_console_event(DWORD event) {
 
 // Makes the arguments UTF-8, standard input and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
+    static char text[3 << 15], *at = text;  // a command line has less than 1 << 15 of UTF-16
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
     *argv = alloc(*argc + 1, sizeof(char *), "the arguments");
     for (int i = 0; i < *argc; i++) {
-        const int most = 3 * (int)wcslen(args[i]) + 1;
-        (*argv)[i] = alloc(most, 1, "the arguments");
-        WideCharToMultiByte(CP_UTF8, 0, args[i], -1, (*argv)[i], most, NULL, NULL);
+        (*argv)[i] = at;
+        at += WideCharToMultiByte(CP_UTF8, 0, args[i], -1, at, sizeof(text), NULL, NULL);
     }
     for (int fd = 0; fd < 3; fd++) _setmode(fd, _O_BINARY);
     SetConsoleOutputCP(CP_UTF8);
@@ -4677,7 +4571,6 @@ static void start_platform(int *argc, char ***argv) {
 }
 #else
 #define NO_READER EPIPE
-#define stat_file stat
 
 // Reads a file by fscanf. Returns how many values it has.
 static int scan_file(const char *path, const char *format, void *first, void *second) {
@@ -4697,30 +4590,23 @@ static double cgroup_limit(const char *name) {
     return scan_file(path, "%lf %lf", &limit, &period) > 0 ? limit / period : INFINITY;
 }
 
-#ifdef __linux__
-// The cores of a set of CPUs. A core's second CPU counts if its first one is not in the set.
-static int physical_cores(const cpu_set_t *set) {
-    int cores = 0;
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        char path[96];
-        int first = cpu;
-        if (!CPU_ISSET(cpu, set)) continue;
-        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
-                 cpu);
-        scan_file(path, "%d", &first, NULL);
-        cores += first == cpu || !CPU_ISSET(first, set);
-    }
-    return cores;
-}
-#endif
-
-// Physical cores, as a second thread on a core gains nothing; on macOS the fast ones. Where the
-// system does not tell, hardware threads.
+// Physical cores, as a second thread on a core gains nothing: a core's second CPU counts only if
+// its first one is not ours. On macOS the fast cores. Where the system does not tell, all CPUs.
 static int cpu_count(void) {
     int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = physical_cores(&set);
+    cpu_set_t ours;
+    const bool known = sched_getaffinity(0, sizeof(ours), &ours) == 0;
+    if (known) cores = 0;
+    for (int cpu = 0; known && cpu < CPU_SETSIZE; cpu++) {
+        char path[96];
+        int first = cpu;
+        if (!CPU_ISSET(cpu, &ours)) continue;
+        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
+                 cpu);
+        scan_file(path, "%d", &first, NULL);
+        cores += first == cpu || !CPU_ISSET(first, &ours);
+    }
 #elif defined(__APPLE__)
     sysctlbyname("hw.perflevel0.physicalcpu", &cores, &(size_t){sizeof(cores)}, NULL, 0);
 #endif
@@ -4769,10 +4655,9 @@ static void start_platform(int *argc, char ***argv) {
 
 static bool is_terminal(int fd) { return isatty(fd); }
 
-static FileKind file_kind(const char *path) {
+static unsigned file_mode(const char *path) {
     struct stat st;
-    if (stat_file(path, &st) != 0) return NO_FILE;
-    return S_ISREG(st.st_mode) ? REGULAR_FILE : S_ISDIR(st.st_mode) ? DIRECTORY : SPECIAL_FILE;
+    return stat(path, &st) == 0 ? st.st_mode : 0;
 }
 
 static int file_open(const char *path) {
@@ -4823,8 +4708,7 @@ static const char *file_read(Buffer *b, const char *path) {
 static bool stdin_has_data(void) {
     int waiting = 0;
     if (file_size(STDIN_FILENO) > 0) return lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
-    if (is_terminal(STDIN_FILENO)) return false;
-    return ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0;
+    return !is_terminal(STDIN_FILENO) && !ioctl(STDIN_FILENO, FIONREAD, &waiting) && waiting > 0;
 }
 
 static void write_stdout(Bytes text) {

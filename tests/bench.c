@@ -20,7 +20,7 @@ typedef struct {
 static Model m;
 static Text text;
 static int ids[16384];
-static double patience = 1;  // less for a model that shows nothing but that everything runs
+static double effort = 1;  // less for a model that shows nothing but that everything runs
 
 // ---- The model
 
@@ -182,7 +182,7 @@ static double run_peak(int kind) {
     do {
         parallel(peak_job, &kind, PEAK_ITEMS, 1);
         work += (double)PEAK_ITEMS * PEAK_LOOPS * SUMS * (kind == INT8 ? 4 : 1) * LANES;
-    } while (now() - start < 0.2 * patience);
+    } while (now() - start < 0.2 * effort);
     return work;
 }
 
@@ -286,7 +286,7 @@ static double run_texts(int unused) {
     app = (App){.options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
                                                        "-s", "1", "-q"}),
                 .engine = {.model = m, .tokenizer = words, .max_new = list.answer}, .mode = GENERATE};
-    prepare_answers(&app);
+    prepare_answer(&app, &app.engine.answer, &app.writer, NULL);
     const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
     if (out < 0 || null < 0 || dup2(null, STDOUT_FILENO) < 0) die("/dev/null: %s", strerror(errno));
     run_list(&app);
@@ -344,7 +344,7 @@ static Rate measure(double (*run)(int), int arg, double seconds) {
     double rates[MOST_RUNS], start = now(), work = run(arg), first = now() - start;
     Rate r = {0};
     if (first > 2) rates[r.runs++] = work / first;
-    for (start = now(); r.runs < MOST_RUNS && (r.runs < 3 || now() - start < seconds * patience);) {
+    for (start = now(); r.runs < MOST_RUNS && (r.runs < 3 || now() - start < seconds * effort);) {
         if (r.runs > 0 && now() - start + first > 12) break;
         double before = now();
         work = run(arg);
@@ -566,8 +566,8 @@ int main(int argc, char **argv) {
     const char *help = "usage: tests/bench [curve|texts|decode] MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]], "
                        "SHAPE is 0.6b, 4b, 8b or 30b-a3b";
     if (argc > 1 && strcmp(argv[1], "curve") == 0) plan = &curve, argc--, argv++;
-    else if (argc > 1 && strcmp(argv[1], "texts") == 0) plan = &many, patience = 0.5, argc--, argv++;
-    else if (argc > 1 && strcmp(argv[1], "decode") == 0) plan = &decode, patience = 0.2, argc--, argv++;
+    else if (argc > 1 && strcmp(argv[1], "texts") == 0) plan = &many, effort = 0.5, argc--, argv++;
+    else if (argc > 1 && strcmp(argv[1], "decode") == 0) plan = &decode, effort = 0.2, argc--, argv++;
     if (argc < 2) die_usage("%s", help);
     if (strcmp(argv[1], "-h") == 0) return puts(help) == EOF;
     const char *end = strrchr(argv[1], '.');
@@ -582,7 +582,7 @@ int main(int argc, char **argv) {
                (token_products() + (double)g->vocab_size * g->dim) / 1e6, pos,
                (token_bytes(pos) - weight_bytes()) / 1e6);
     }
-    if (weight_bytes() < 5e6) patience = 0.02;
+    if (weight_bytes() < 5e6) effort = 0.02;
     printf("threads                            best    median         runs   of what the machine does\n");
     start_threads(cores);
     const int batch = parse_options(2, (char *[]){"", "MODEL"}).batch;

@@ -583,7 +583,7 @@ static void fuzz_session(Bytes in) {
     app.mode = o->mode < 0 ? CHAT : o->mode;
     if (app.mode == PERPLEXITY && e->model.state.seq_len < 2) return;  // load() refuses it
     bool chat = app.mode == CHAT;
-    prepare_answers(&app);
+    prepare_answer(&app, &app.engine.answer, &app.writer, NULL);
     if (chat && o->system) conversation_add(&app.conversation, SYSTEM, bytes(o->system));
     if (is_list(o)) {
         run_list(&app);
@@ -599,7 +599,7 @@ static void fuzz_session(Bytes in) {
     if (terminals & 2) CHECK(harmless(written, n_written));
     const Conversation *c = &app.conversation;  // user, assistant, user, ... after the system
     size_t system = c->n && c->p[0].role == SYSTEM;
-    for (size_t i = system; i < c->n; i++) CHECK(c->p[i].role == ((i - system) % 2 ? ASSISTANT : USER));
+    for (size_t i = system; chat && i < c->n; i++) CHECK(c->p[i].role == ((i - system) % 2 ? ASSISTANT : USER));
 }
 
 // ---- Target list: any bytes as a list of texts or of JSON; what a text gets is what it gets alone
@@ -611,7 +611,7 @@ static void app_start(App *app, int argc, char **argv) {
     app->mode = app->options.mode;
     e->max_new = app->options.n;
     e->answer.text = whole_cache(&e->model.state);
-    prepare_answers(app);
+    prepare_answer(app, &app->engine.answer, &app->writer, NULL);
     n_written = 0;
 }
 
@@ -838,7 +838,7 @@ static Buffer naive_printable(Bytes s) {
 static void fuzz_writer(Bytes in) {
     uint8_t flags = take_byte(&in);
     Bytes stop = take_up_to(&in, take_byte(&in) % 6);
-    Writer w = {.chat = flags & 1, .terminal = flags & 2, .began = true, .stop = stop};
+    Writer w = {.chat = flags & 1, .terminal = flags & 2, .stop = stop};
     if (flags & 4) unsetenv("NO_COLOR");
     else setenv("NO_COLOR", "1", true);
     Buffer all = {0}, answer = {0};             // drawn; and of a chat without a terminal, the answer

@@ -15,11 +15,11 @@ static void merge_naively(const Tokenizer *t, Bytes s, Ids *out) {
         size_t best = n;
         float score = 0;
         for (size_t i = 0; i + 1 < n; i++) {
-            int id = token_find(t, (Bytes){s.p + at[i], at[i + 2] - at[i]});
+            int id = token_find(t, (Bytes){s.p + at[i], at[i + 2] - at[i]}, false);
             if (id >= 0 && (best == n || t->score[id] > score)) best = i, score = t->score[id];
         }
         if (best == n) break;
         memmove(at + best + 1, at + best + 2, (--n - best) * sizeof(*at));
     }
-    for (size_t i = 0; i < n; i++) ids_add(out, token_find(t, (Bytes){s.p + at[i], at[i + 1] - at[i]}));
+    for (size_t i = 0; i < n; i++) ids_add(out, token_find(t, (Bytes){s.p + at[i], at[i + 1] - at[i]}, false));
 }

@@ -599,7 +599,7 @@ def test_decompositions_without_end(files, pairs):
 
 @pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 5000])
 def test_length_of_an_added_token(files, length):
-    """added_at tries all lengths, so there is a longest one; an older file may have any token. With
+    """added_next tries all lengths, so there is a longest one; an older file may have any token. With
     two bytes, an ordinary token has the same ones."""
     plain, parts = split_tokenizer(files().tokenizer_bytes)
     token = b"~" * length if length > 1 else b"\xff"

@@ -297,6 +297,8 @@ def test_not_finite(tiny, tokenizer, tmp_path):
         assert {i for i in (0, 7, 8, 39) if lines[i] == b"null"} == {0, 7, 8, 39}
         for i in (0, 7, 8, 39):
             assert re.search(rb"(?m)^qwen3: .*: line %d: .*finite" % (i + 1), result.stderr), result.stderr
+    for mode in "chat", "generate":             # an answer of no tokens needs no logits
+        check(model, [b"a z b", b"a b"], *GREEDY, "-n", 0, mode=mode)
 
 
 # -- the list's lines

@@ -89,7 +89,7 @@ def check_list(programs, directory):
 
 @pytest.mark.parametrize("arguments", [
     *[[f"CC={cc}", f"CFLAGS=-O{level}"] for cc in ("gcc", "clang") for level in range(4)],
-    ["CC=gcc", "THREADS=0"], ["CC=clang", "THREADS=0"], ["CC=musl-gcc", "LDFLAGS=-static"],
+    ["CC=musl-gcc", "LDFLAGS=-static"],
 ], ids=" ".join)
 def test_compiler(arguments, tmp_path):
     need(arguments[0][3:])
@@ -183,11 +183,6 @@ def windows(tmp_path_factory):
 def test_windows(windows, tmp_path):
     check(windows, "test_tiny.py")
     check_list(windows, tmp_path)
-
-
-def test_windows_without_threads(tmp_path):
-    need("x86_64-w64-mingw32-gcc")
-    build(tmp_path, "CC=x86_64-w64-mingw32-gcc", "THREADS=0")
 
 
 @pytest.mark.parametrize("text", ["Größe, 灯塔 🙂", 'a "quoted" b', "back\\slash\\", "2*3? *.md", "",

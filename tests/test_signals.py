@@ -293,8 +293,7 @@ def test_interrupt_is_the_main_threads(start, endless):
     assert child.stdout.readline() == b"aa\n"
     blocked = {task.name: int(re.search(r"SigBlk:\s+(\w+)", (task / "status").read_text())[1], 16)
                >> (signal.SIGINT - 1) & 1 for task in Path(f"/proc/{child.pid}/task").iterdir()}
-    if len(blocked) > 1:                                # else a build without threads
-        assert [name for name in blocked if not blocked[name]] == [str(child.pid)]
+    assert len(blocked) == 3 and [name for name in blocked if not blocked[name]] == [str(child.pid)]
     child.stdin.close()
     assert child.wait(300) == 0
 
