@@ -3675,16 +3675,14 @@ static void experts_output_job(void *arg, int begin, int end) {
     for (int k = 0; k < r->n_active; k++) {
         const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
         const Quantized hq = quantized_row(&s->hq, place);
-        for (int g = begin, groups; g < end; g += groups) {
-            groups = min_int(end - g, s->batch / n);  // as in swiglu_job
-            const int count = groups * group, at = g * group;
+        for (int at = begin * group; at < end * group; at += group) {
             float *out = scratch(s);
-            multiply(s, out, count, &p->w->w2, e * dim + at, count, &hq, n);
-            for (int j = 0; j < n; j++, out += count) {
+            multiply(s, out, group, &p->w->w2, e * dim + at, group, &hq, n);
+            for (int j = 0; j < n; j++, out += group) {
                 const int t = r->token[place + j];
                 const float share = r->share[(size_t)t * p->c->n_experts + e];
                 float *sum = s->h + (size_t)t * dim + at;
-                for (int i = 0; i < count; i++) sum[i] += share * out[i];
+                for (int i = 0; i < group; i++) sum[i] += share * out[i];
             }
         }
     }
