@@ -3917,8 +3917,7 @@ INLINE float *out_at(const Matmul *part, int t, int row) {
 }
 
 // Stores values, W[r] . x[t] for `count` rows r from `row` on, or adds them to what is there.
-INLINE void put_rows(const Matmul *part, int t, int row, const float *restrict values,
-                     const int count) {
+static void put_rows(const Matmul *part, int t, int row, const float *restrict values, int count) {
     float *restrict out = out_at(part, t, row);
     const bool add = part->add;
     for (int i = 0; i < count; i++) out[i] = add ? out[i] + values[i] : values[i];
@@ -4075,11 +4074,7 @@ static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
             }
         }
     }
-    for (int i = 0; i < n_tokens; i++) {
-        // A constant number is unrolled.
-        if (rows == PANEL_ROWS) put_rows(part, t + i, row, (float *)acc[i], PANEL_ROWS);
-        else put_rows(part, t + i, row, (float *)acc[i], rows);
-    }
+    for (int i = 0; i < n_tokens; i++) put_rows(part, t + i, row, (float *)acc[i], rows);
 }
 
 // Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups,
