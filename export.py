@@ -1384,7 +1384,7 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
         "repe": b"" if penalty == 1 else struct.pack("<f", penalty),
         "mode": b"" if mode == CHAT else u32([mode]),
         "chat": b"".join(length_and_bytes(piece.encode()) for piece in pieces or ())}
-    # Empty sections are left out, except two: without them an older qwen3.c says that NFC is missing.
+    # Empty sections are left out, but for two: without them older programs say that NFC is missing.
     extension = b"".join(tag.encode() + length_and_bytes(payload)
                          for tag, payload in sections.items() if payload or tag in ("ccc ", "deco"))
     records = b"".join(struct.pack("<f", vocab.scores.get(i, -1e6))

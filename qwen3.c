@@ -774,7 +774,7 @@ static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 // Part II: appends a text in form NFC.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: the token with exactly these bytes, or -1: an added one, or one that is not
+// Part II: the added token, or the ordinary one, with exactly these bytes, or -1
 static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // The end of the run of characters of one class that begins at `at`
@@ -837,7 +837,7 @@ typedef struct {      // text arrives in parts, some of which may hold added tok
     Ids *out;
     Buffer plain;     // the text since the last added token, not encoded yet
     Buffer normal;    // its NFC
-    Symbol *symbols;  // Part II only: the tokens of a piece
+    Symbol *symbols;  // Part II only: see encode_piece
     size_t symbols_cap;
 } Encoder;
 
@@ -1167,7 +1167,7 @@ static void advance_start(Engine *e);
 typedef enum { GOES_ON, TURN_ENDED, LIMIT_REACHED, CONTEXT_ENDED, INTERRUPTED } Ending;
 
 typedef struct {
-    Text text;        // the prompt, then the tokens of the answer that have run
+    Text text;        // the prompt, then the answer's tokens
     Sampler sampler;
     Writer *writer;   // where it goes
     Ids *drawn;       // its tokens
@@ -3434,8 +3434,8 @@ INLINE float half_float(uint16_t half) {
     return as_float((uint32_t)load_i32(&value) | sign | (bits >= 0x0F800000 ? 0x7F800000 : 0));
 }
 
-// The bits of floats that are not negative have the order of the floats. With an infinity, all
-// of q8 becomes 0 and the scale infinite; 0 * infinity is NaN.
+// The bits of floats that are not negative have the order of the floats. With an infinity the scale
+// is infinite, and all of q8 becomes 0, also there: 0 * infinity is a NaN whose low byte is 0.
 static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
     const Quantized row = quantized_row(out, t);
     for (int g = at / group; g < (at + n) / group; g++, x += group) {
@@ -3999,8 +3999,9 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     return __builtin_convertvector(sums, VecF) * scale;
 }
 
-// Token t, LANES rows, of which those before `row` have been done: the terms of their groups, LANES
-// at a time; then, transposed, added with a row in each lane.
+// Token t, the LANES rows from `row` on, or the last ones before row_end, of which only those from
+// `row` on are put: the terms of their groups, LANES at a time; then, transposed, added with a row
+// in each lane.
 INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
@@ -4186,6 +4187,7 @@ static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES);
 
 // Where in the cache the keys of a pair (layer, kv head) in a block begin. The number of pairs is
 // made odd: with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
+// Block 1 begins after the floats of block 0: so block_at(c, 1, 0) is a block's size.
 static size_t block_at(const Config *c, size_t block, size_t pair) {
     const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
     return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
@@ -4223,7 +4225,7 @@ typedef struct {
     const Pass *p;
     const Text *text;
     int kv_head;
-    int n;                   // queries, up to whole tiles: there the last one is repeated
+    int n;                   // queries, rounded up to whole tiles: the last one is repeated
     int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
@@ -4350,16 +4352,17 @@ static void attend_task(const Pass *p, const Text *text, int kv_head, int first,
     }
 }
 
-// Query i of all is query i % all of kv head i / all.
+// Query i of all is query i % per_head of kv head i / per_head.
 static void attend_job(void *arg, int begin, int end) {
     const Pass *p = arg;
     const Row *rows = p->s->rows;
-    const int per_kv = p->c->n_heads / p->c->n_kv_heads, all = p->n * per_kv;
+    const int per_kv = p->c->n_heads / p->c->n_kv_heads, per_head = p->n * per_kv;
     for (int i = begin, count; i < end; i += count) {
-        const int first = i % all, most = min_int(min_int(end - i, all - first), ATT_TASK);
+        const int first = i % per_head, left = min_int(end - i, per_head - first);
+        const int most = min_int(left, ATT_TASK);
         const Text *text = rows[first / per_kv].text;
         for (count = 1; count < most && rows[(first + count) / per_kv].text == text;) count++;
-        attend_task(p, text, i / all, first, count);
+        attend_task(p, text, i / per_head, first, count);
     }
 }
 
@@ -4370,7 +4373,7 @@ static void attend_all(Pass *p) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The memory of a run: everything that it needs is allocated here, once
+// The memory of a run: everything that a pass needs is allocated here, once
 
 static void *activations(size_t count, size_t size) {
     return alloc(count, size, "the activations (-b makes them smaller)");
@@ -4452,8 +4455,9 @@ static double now(void) {
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-// Ctrl-C stops an answer, or a conversation that waits for a message. Another one ends the program
-// if the first had no effect for `patience` seconds: two quick ones may be meant as one.
+// Ctrl-C stops an answer, or a conversation that waits for a message; while `patience` is -1, it
+// ends the program. So does another one if the first had no effect for `patience` seconds: two
+// quick ones may be meant as one.
 static void on_interrupt(int signal) {
     static volatile double first;
     (void)signal;
@@ -4487,7 +4491,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define _stat64(path, st) _wstat64(wide(path), st)  // MinGW's stat is _stat64
+#define stat_file(path, st) _wstat64(wide(path), (void *)(st))  // struct stat is _stat64's
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
@@ -4569,6 +4573,7 @@ static void start_platform(int *argc, char ***argv) {
 }
 #else
 #define NO_READER EPIPE
+#define stat_file stat
 
 // Reads a file by fscanf. Returns how many values it has.
 static int scan_file(const char *path, const char *format, void *first, void *second) {
@@ -4589,7 +4594,8 @@ static double cgroup_limit(const char *name) {
 }
 
 // Physical cores, as a second thread on a core gains nothing: a core's second CPU counts only if
-// its first one is not ours. On macOS the fast cores. Where the system does not tell, all CPUs.
+// its first one is not ours. On macOS the fast cores. Where the system does not tell, all CPUs. At
+// most what the cgroup may use.
 static int cpu_count(void) {
     int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
@@ -4631,7 +4637,7 @@ static Waiting input_waits(void) {
     int waiting = 0;
     const bool ready = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 30) != 0;
     if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0) return LINE;
-    if (ready || tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;  // ready: see above
+    if (ready || tcgetattr(STDIN_FILENO, &cooked) != 0) return NOTHING;  // ready: Ctrl-D
     raw = cooked;
     raw.c_lflag &= ~(tcflag_t)ICANON;
     sigfillset(&all);
@@ -4655,7 +4661,7 @@ static bool is_terminal(int fd) { return isatty(fd); }
 
 static unsigned file_mode(const char *path) {
     struct stat st;
-    return stat(path, &st) == 0 ? st.st_mode : 0;
+    return stat_file(path, &st) == 0 ? st.st_mode : 0;
 }
 
 static int file_open(const char *path) {

@@ -296,6 +296,13 @@ static void test_quantize(void) {
             CHECK(x.q8[group + i] == 0 && x.q8[2 * group + i] == 0);
         }
         quantize(&x, 1, 2 * group, in, group, group);  // the first group as row 1's last
+        in[2 * group + 5] = group % 64 ? INFINITY : -INFINITY;
+        quantize(&x, 0, 2 * group, in + 2 * group, group, group);
+        CHECK(isinf(x.scale[2]) && x.bias_fix[2] == 0);
+        for (int i = 0; i < group; i++) CHECK(x.q8[2 * group + i] == 0);
+        in[2 * group + 9] = NAN;
+        quantize(&x, 0, 2 * group, in + 2 * group, group, group);
+        CHECK(isnan(x.scale[2]));
         CHECK(memcmp(row.q8 + 2 * group, x.q8, group) == 0 && row.q8[group] == 0);
         CHECK(row.scale[2] == x.scale[0] && row.bias_fix[2] == x.bias_fix[0] && row.scale[1] == 0);
     }
@@ -362,6 +369,22 @@ static void test_matmul(void) {
             test_products(w, same);
         }
     }
+}
+
+// Fewer rows than a vector has lanes: nothing before the matrix is read, where a page is missing.
+static void test_few_rows(void) {
+#ifndef _WIN32
+    const size_t page = sysconf(_SC_PAGESIZE);
+    for (int rows = 1; rows < LANES; rows += LANES - 2) {
+        Matrix w = random_matrix(rows, 32, 32);
+        char *p = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        memcpy(p + page, w.bytes, rows * 32);
+        w.bytes = (int8_t *)p + page;
+        CHECK(mprotect(p, page, PROT_NONE) == 0);
+        test_products(w, w);
+        munmap(p, 2 * page);
+    }
+#endif
 }
 
 // A text of its own for each model: blocks in reverse order, so that nobody reads them as they lie
@@ -456,8 +479,7 @@ static void check_attention(Pass *p) {
     }
 }
 
-// Batches of 1 to 40 tokens. Several threads share the spans in rounds 4, 6 and 8, of 1, 27 and 2 tokens;
-// in round 7, of 40, if there are five, since it has too many tasks for three. One never shares.
+// Batches of 1 to 40 tokens, at the beginning, anywhere, at the end and across spans
 static void test_attention(void) {
     static const int head_dims[] = {24, 64, 88, WIDEST};  // also an odd number of vectors
     for (int i = 0; i < 4; i++) {
@@ -1335,6 +1357,7 @@ static int unit_tests(void) {
     test_half_float();
     test_quantize();
     test_matmul();
+    test_few_rows();
     test_attention();
     test_attention_not_finite();
     test_attention_one_hot();
