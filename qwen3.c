@@ -2485,7 +2485,7 @@ static void send_file(App *app, Bytes text) {
     const size_t before = message->n;
     const unsigned mode = file_mode(path);
     const char *error = !*path ? "missing, expected /file PATH TEXT"
-        : S_ISCHR(mode) || S_ISFIFO(mode) || !strcmp(path, "-") ? "not a regular file"
+        : (mode && !S_ISREG(mode) && !S_ISDIR(mode)) || !strcmp(path, "-") ? "not a regular file"
         : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
@@ -3170,42 +3170,43 @@ typedef struct {
     size_t place;           // in Options
     double low, high;       // the least and the greatest value; of a TEXT, number of bytes
     const char *expected;   // what the value should be; NULL: a number from low to high
-    const char *other;      // in what other programs call it
+    const char *others[2];  // what other programs call it
 } Option;
 
 #define PLACE(name) offsetof(Options, name)
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, "--prompt"},
-    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", "--file"},
-    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", NULL},
-    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", NULL},
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, {"--prompt"}},
+    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", {"--file"}},
+    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", {NULL}},
     {'m', MODE, PLACE(mode), 0, N_MODES - 1,
-     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", NULL},
-    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, "--system"},
-    {'r', INTEGER, PLACE(think), 0, 1, NULL, NULL},
-    {'t', REAL, PLACE(temperature), 0, 1000, NULL, "--temp"},
-    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", "--top-p"},
-    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, "--top-k"},
-    {'a', REAL, PLACE(presence), 0, 2, NULL, "--presence-penalty"},
-    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, "--repeat-penalty"},
-    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", "--reverse-prompt"},
-    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", "--seed"},
-    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, "-predict"},
-    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, "--ctx-size"},
-    {'b', INTEGER, PLACE(batch), 1, 512, NULL, "--batch-size"},
-    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, "--threads"},
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", {NULL}},
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, {"--system-prompt", "--system"}},
+    {'r', INTEGER, PLACE(think), 0, 1, NULL, {NULL}},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, {"--temp", "--temperature"}},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", {"--top-p"}},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, {"--top-k"}},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, {"--presence-penalty"}},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, {"--repeat-penalty"}},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", {"--reverse-prompt"}},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", {"--seed"}},
+    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, {"--n-predict", "--predict"}},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, {"--ctx-size"}},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, {"--batch-size"}},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, {"--threads"}},
 };
 
 // The option that an argument is. If it is none, that ends the program, with the likely mistake.
 static const Option *option_named(const char *arg, const char *model) {
-    for (size_t i = 0; i < sizeof(options) / sizeof(*options); i++) {
-        const char letter = options[i].letter, *other = options[i].other;
+    const size_t n = strcspn(arg, "=");
+    for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
+        const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
         const bool begins = arg[0] == '-' && arg[1] == letter;
-        if (begins && !arg[2]) return &options[i];
+        if (begins && !arg[2]) return &options[i / 2];
         if (begins && isdigit((uint8_t)arg[2]))
             die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
-        if (other && !strncmp(arg, "--", 2) && strstr(arg, other))
+        if (other && strlen(other) == n && !strncmp(arg, other, n))
             die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
     }
     if (arg[0] == '-')
