@@ -2038,7 +2038,7 @@ static void progress_show(double start, double done, double all, const char *wha
     progress.drawn = time;
     progress.shown = true;
     fprintf(stderr, "\r%.0f", done);
-    if (all > 0) fprintf(stderr, " of %.0f", all);
+    if (all > 0) fprintf(stderr, " of %s%.0f", all > floor(all) ? "about " : "", all);
     fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
     if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
     fputs("\033[K", stderr);
@@ -2775,7 +2775,8 @@ static void json_line(Json *j, Conversation *talk) {
         if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
     }
     json_need(j, messages || json_string(j),
-              talk ? "a string or an array of messages" : "a string");
+              talk ? "a string or an array of messages (-l: plain lines)"
+                   : "a string (-l: plain lines)");
     json_need(j, role == USER, "a message of the user as the last one");
     json_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
@@ -3082,16 +3083,17 @@ static int list_end(const List *l) {
     const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     const bool draws = l->app->mode <= GENERATE;
-    char go_on[32] = "";
-    if (draws) snprintf(go_on, sizeof(go_on), ", -s %llu", next);
+    char list[64];
+    const int n = snprintf(list, sizeof(list), "-%c -", l->app->options.list ? 'l' : 'L');
+    if (draws) snprintf(list + n, sizeof(list) - n, " -s %llu", next);
     progress_end();
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
-        notice("list: %zu lines are written; to go on: tail -n +%zu%s", l->written,
-               l->written + 1, go_on);
+        notice("list: %zu lines are written; to go on: tail -n +%zu, %s >>", l->written,
+               l->written + 1, list);
     if (!quiet)
         fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
                 l->cached);

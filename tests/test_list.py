@@ -765,7 +765,7 @@ def test_interrupt(start, tiny, long_list, signals):
     if signals == 1:
         assert out.endswith(b"\n")
         assert re.search(rb"(?m)^qwen3: .* %d lines are written" % n, error), error
-        assert re.search(rb"(?m)^qwen3: .*tail -n \+%d, -s %d$" % (n + 1, 3 + n), error), error
+        assert re.search(rb"(?m)^qwen3: .*tail -n \+%d, -l - -s %d >>$" % (n + 1, 3 + n), error), error
     tail = f"tail -n +{n + 1} {path} | {QUOTED_QWEN3} {tiny} -l - -s {3 + n} -n 30 -q"
     assert subprocess.check_output(["sh", "-c", tail]).split(b"\n")[:-1] == expected[n:]
 
