@@ -2187,7 +2187,6 @@ typedef struct {
     Engine engine;
     Writer writer;
     Mode mode;        // -m, or what the model is made for
-    bool think;       // -r 1, and the model's thinking can be switched
     bool noticed;     // the notices have been given
     bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
@@ -2195,21 +2194,29 @@ typedef struct {
     Ids prompt;
 } App;
 
+// Can the model's thinking be switched on and off?
+static bool can_switch(const Tokenizer *tok) {
+    return !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
+}
+
+static bool switched_on(const App *app) {  // by -r 1
+    return app->options.think == 1 && can_switch(&app->engine.tokenizer);
+}
+
 // Does the prompt itself open the thinking?
 static bool begins_thinking(const App *app) {
-    Bytes answer = app->engine.tokenizer.chat.answer[app->think];
+    Bytes answer = app->engine.tokenizer.chat.answer[switched_on(app)];
     return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
 // Prepares an answer, which goes to stdout, or of a list `to` somewhere else. Where the options do
 // not say how tokens are drawn, it is as the checkpoint asks for; but as Qwen advises for answers
 // without thinking, unless the checkpoint asks for greedy ones.
-static void prepare_answer(App *app, Answer *a, Writer *writer, Buffer *to) {
+static void prepare_answer(const App *app, Answer *a, Writer *writer, Buffer *to) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
-    const bool can_switch = !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
-    app->think = can_switch && o->think == 1;
-    const bool advised = app->mode == CHAT && can_switch && !app->think && tok->temperature != 0;
+    const bool advised = app->mode == CHAT && can_switch(tok) && !switched_on(app) &&
+                         tok->temperature != 0;
     a->sampler = (Sampler){
         .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
         .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
@@ -2231,7 +2238,7 @@ static void give_notices(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
     const size_t context = app->engine.model.state.seq_len;
-    const bool chat = app->mode == CHAT, thinks = app->think || begins_thinking(app);
+    const bool chat = app->mode == CHAT, thinks = switched_on(app) || begins_thinking(app);
     const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
     if (o->verbose && app->mode != TOKENIZE && app->prompt.n) {
         fputs("prompt ids:", stderr);
@@ -2244,7 +2251,7 @@ static void give_notices(App *app) {
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
         notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[app->mode]);
-    if (chat && o->think >= 0 && bytes_equal(tok->chat.answer[0], tok->chat.answer[1]))
+    if (chat && o->think >= 0 && !can_switch(tok))
         notice("-r: no effect, this model's thinking can't be switched");
     if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
     if (!chat && o->think >= 0) notice("-r: no effect, only -m chat thinks");
@@ -2336,7 +2343,7 @@ static bool answer_last(App *app, bool again) {
     const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
     size_t first = system;
     for (;; first += (asked.n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
-        render(&app->engine.tokenizer, &asked, first, app->think, &app->prompt);
+        render(&app->engine.tokenizer, &asked, first, switched_on(app), &app->prompt);
         if (app->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
     if (interrupted || !check_length(app, "prompt", app->prompt.n)) return false;
@@ -2531,7 +2538,7 @@ static bool run_message(App *app) {
 
 // A conversation at a terminal
 static void run_dialogue(App *app) {
-    const char *thinking = app->think ? "on" : begins_thinking(app) ? "always" : "off";
+    const char *thinking = switched_on(app) ? "on" : begins_thinking(app) ? "always" : "off";
     app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
@@ -2952,7 +2959,7 @@ static bool encode_line(List *l, Bytes line, Ids *ids) {
         return refuse("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
                       l->where, m->state.seq_len, m->config.max_seq_len, size);
     ids->n = 0;
-    if (chat) render(tok, talk, 0, app->think, ids);
+    if (chat) render(tok, talk, 0, switched_on(app), ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
     return !interrupted && check_length(app, l->where, ids->n);
 }

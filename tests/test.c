@@ -1447,7 +1447,7 @@ static int print_prompt(App *app) {
             conversation_add(&c, user ? USER : SYSTEM, s);
         }
     }
-    render(t, &c, 0, app->think, &ids);
+    render(t, &c, 0, switched_on(app), &ids);
     print_ids(&ids);
     return EXIT_SUCCESS;
 }
