@@ -2846,7 +2846,7 @@ typedef struct {
     size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
     size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
     size_t pieces;          // texts that are scored in pieces
-    double start, consumed;  // the time; bytes of the lines so far
+    double start, size, consumed;  // the time; bytes of the file, if known; of its lines so far
 } List;
 
 // A line is there, or what is wrong with its text has been said. Writes it and those after it that
@@ -3002,7 +3002,7 @@ static void add_line(List *l, Bytes line) {
 // lines that have still to be made: a list may come from another program.
 static bool admit(List *l) {
     for (Bytes line;;) {
-        const double lines = file_size(l->in.fd) * l->read / fmax(l->consumed, 1);  // about
+        const double lines = l->size * l->read / fmax(l->consumed, 1);  // about
         progress_show(l->start, l->written, l->ended ? l->read : lines, "texts", l->rows);
         if (l->ended || l->n_active == l->n_places || l->read - l->written == AHEAD ||
             l->ahead > AHEAD_BYTES || interrupted)
@@ -3122,6 +3122,7 @@ static int run_list(App *app) {
                 .n_places = max_int(min_int(PLACES, s->batch), 1), .n_unused = s->blocks,
                 .users = alloc(s->blocks, sizeof(int), "the list")};
     if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
+    l->size = file_size(l->in.fd);
     for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
         Place *p = l->active[i] = &l->places[i];
         prepare_answer(app, &p->answer, &p->writer, &p->text);
