@@ -3090,25 +3090,26 @@ static int list_end(const List *l) {
     const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     const bool draws = l->app->mode <= GENERATE;
-    char list[64];
-    const int n = snprintf(list, sizeof(list), "-%c -", l->app->options.list ? 'l' : 'L');
-    if (draws) snprintf(list + n, sizeof(list) - n, " -s %llu", next);
+    const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    char again[64];  // the options that run the rest
+    const int n = snprintf(again, sizeof(again), "-%c -", l->app->options.list ? 'l' : 'L');
+    if (draws) snprintf(again + n, sizeof(again) - n, " -s %llu", next);
     progress_end();
+    if (quiet) return status;
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
         notice("list: %zu lines are written; to go on: tail -n +%zu, %s >>", l->written,
-               l->written + 1, list);
-    if (!quiet)
-        fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
-                l->cached);
-    if (!quiet && draws && l->written)
+               l->written + 1, again);
+    fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
+            l->cached);
+    if (draws && l->written)
         fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
                 rate < 999.95, rate, seed, next - 1);
-    if (!quiet) fputc('\n', stderr);
-    return interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    fputc('\n', stderr);
+    return status;
 }
 
 static int run_list(App *app) {
@@ -3176,7 +3177,7 @@ static const char usage[] =  // after the line of --version
 
 typedef struct {
     char letter;
-    enum { TEXT, REAL, SEED, MODE, INTEGER } type;
+    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
     size_t place;           // in Options
     double low, high;       // the least and the greatest value; of a TEXT, number of bytes
     const char *expected;   // what the value should be; NULL: a number from low to high
@@ -3250,7 +3251,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
         die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
                   option->expected ? option->expected : range, value);
     if (option->type == REAL) *(float *)place = (float)number;
-    if (option->type >= MODE) *(int *)place = (int)number;
+    if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
 }
 
 // Only chat and generate can begin without a text.
@@ -3309,9 +3310,10 @@ static void load(App *app) {
     const Config *c = &e->model.config;
     const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
     bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
+    const unsigned mode = file_mode(path);
     char tokenizer[4096];
-    if (S_ISDIR(file_mode(path))) die_export(path, "a directory", INT_MAX, path);
-    if (named && !file_mode(path)) die_export(path, "not a file", INT_MAX, path);
+    if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
+    if (named && !mode) die_export(path, "not a file", INT_MAX, path);
     model_map(&e->model, path);
     snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", path);
     if (!file_mode(tokenizer))
