@@ -1572,7 +1572,7 @@ struct Symbol {
     uint64_t node;
 };
 
-// Finds what the symbol at `begin` makes with the next one.
+// Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
 static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
     Symbol *s = enc->symbols;
     const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
@@ -1580,7 +1580,7 @@ static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
         : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
     const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
     const uint32_t bits = (uint32_t)load_i32(&score);
-    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // as that of the floats
+    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with the score
     s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
     for (uint32_t i = n + begin; i > 1; i /= 2) {
         s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
@@ -1772,7 +1772,7 @@ static int token_find(const Tokenizer *tok, Bytes text, bool added) {
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
-    tok->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // nobody knows it before
+    tok->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // new in each run
     tok->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
     tok->table = alloc((size_t)tok->mask + 1, sizeof(*tok->table), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
@@ -2030,8 +2030,9 @@ static void progress_end(void) {
     progress.tokens = 0;
 }
 
-// Shows that `done` of all (0: nobody knows) are done, after so many tokens since `start`. The time
-// left is that at the rate so far. A prompt's is longer, as attention reads more and more.
+// Shows that `done` of all are done, after so many tokens since `start`. all: 0 if nobody knows; an
+// estimate is no whole number. The time left is that at the rate so far. A prompt's is longer, as
+// attention reads more and more.
 static void progress_show(double start, double done, double all, const char *what, double tokens) {
     const double time = now(), seconds = time - start, rate = tokens / seconds;
     if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
@@ -2128,7 +2129,7 @@ static void writer_flush(Writer *out, size_t keep) {
     buffer_cut(&out->held, text.n);
 }
 
-// Thinking begins or ends, or an answer does.
+// The writer's answer begins or ends, or its thinking does: what comes now is thinking, or not.
 static void writer_thinks(Writer *out, bool thinking) {
     out->between = out->thinking && !thinking;
     if (out->between && !out->terminal) buffer_add(&out->held, bytes("\n"));
@@ -2908,7 +2909,7 @@ static bool begin(List *l) {
         while (p->n_blocks < whole) take_block(l, p, theirs[p->n_blocks]);
         p->run = whole * len;
     }
-    l->n_running++;
+    l->n_running++;  // from now on find_blocks leaves p its blocks
     if (!find_blocks(l, n_blocks - p->n_blocks + l->n_running) && l->n_running > 1) {
         l->n_running--;
         return false;
@@ -2924,7 +2925,7 @@ static bool begin(List *l) {
     return true;
 }
 
-#define refuse(...) (report(__VA_ARGS__), false)
+#define refuse(...) (report(__VA_ARGS__), false)  // an error of one line
 
 // Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
 static bool encode_line(List *l, Bytes line, Ids *ids) {
@@ -4334,7 +4335,7 @@ INLINE void attend_span(AttentionTask *task, const int queries) {
     }
 }
 
-// Queries first .. first + count - 1 of a kv head, all of one text
+// Attention of queries first .. first + count - 1 of a kv head, all of one text
 static void attend_task(const Pass *p, const Text *text, int kv_head, int first, int count) {
     const Config *c = p->c;
     const int per_kv = c->n_heads / c->n_kv_heads, columns = value_dim(c);
@@ -4504,7 +4505,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
-#define stat_file(path, st) _wstat64(wide(path), (void *)(st))  // struct stat is _stat64's
+#define stat_file(path, st) _wstat64(wide(path), (void *)(st))  // of the same layout
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes

@@ -296,6 +296,8 @@ static void test_quantize(void) {
             CHECK(x.q8[group + i] == 0 && x.q8[2 * group + i] == 0);
         }
         quantize(&x, 1, 2 * group, in, group, group);  // the first group as row 1's last
+        CHECK(memcmp(row.q8 + 2 * group, x.q8, group) == 0 && row.q8[group] == 0);
+        CHECK(row.scale[2] == x.scale[0] && row.bias_fix[2] == x.bias_fix[0] && row.scale[1] == 0);
         in[2 * group + 5] = group % 64 ? INFINITY : -INFINITY;
         quantize(&x, 0, 2 * group, in + 2 * group, group, group);
         CHECK(isinf(x.scale[2]) && x.bias_fix[2] == 0);
@@ -303,8 +305,6 @@ static void test_quantize(void) {
         in[2 * group + 9] = NAN;
         quantize(&x, 0, 2 * group, in + 2 * group, group, group);
         CHECK(isnan(x.scale[2]));
-        CHECK(memcmp(row.q8 + 2 * group, x.q8, group) == 0 && row.q8[group] == 0);
-        CHECK(row.scale[2] == x.scale[0] && row.bias_fix[2] == x.bias_fix[0] && row.scale[1] == 0);
     }
 }
 
@@ -1177,7 +1177,6 @@ static void test_cores(void) {
 }
 #endif
 
-// A conversation of one message and no turns, or none at all: there is nothing to forget.
 // Ctrl-C before the new answer's first token: the old one stays.
 static void test_stopped_retry(void) {
     static App app;
@@ -1199,6 +1198,7 @@ static void test_stopped_retry(void) {
     CHECK(talk->p[1].ids.n == 1 && talk->p[1].ids.p[0] == 7);
 }
 
+// A conversation of one message and no turns, or none at all: there is nothing to forget.
 static void test_forgetting_nothing(void) {
     Conversation talk = {0};
     conversation_drop(&talk, 0, 0);
