@@ -1568,7 +1568,7 @@ static void model_map(Model *m, const char *path) {
 // the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
 // larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
 struct Symbol {
-    uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once it has merged
+    uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once prev took it
     uint64_t node;
 };
 
@@ -2096,10 +2096,10 @@ struct Writer {
     Buffer shown;   // as it goes to a terminal
 };
 
-// How many bytes at the end must wait for what follows: an unfinished UTF-8 character; on a
-// terminal also a carriage return, which is shown only before a newline
-static size_t unfinished(Bytes text, bool terminal) {
-    if (terminal && text.n && text.p[text.n - 1] == '\r') return 1;
+// How many bytes at the end must wait for what follows: an unfinished UTF-8 character; if
+// it goes through add_printable also a carriage return, which is kept only before a newline
+static size_t unfinished(Bytes text, bool printable) {
+    if (printable && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
         const uint8_t *last = text.p + text.n - n;
         const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // after E0 and F0, 0x80 would be overlong
@@ -2210,9 +2210,9 @@ static bool begins_thinking(const App *app) {
     return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
 }
 
-// Prepares an answer, which goes to stdout, or of a list `to` somewhere else. Where the options do
-// not say how tokens are drawn, it is as the checkpoint asks for; but as Qwen advises for answers
-// without thinking, unless the checkpoint asks for greedy ones.
+// Prepares an answer, which goes to stdout, or in a list into `to`. Where the options do
+// not say how tokens are drawn, it is as the checkpoint asks for; but with thinking switched
+// off as Qwen advises, unless the checkpoint asks for greedy answers.
 static void prepare_answer(const App *app, Answer *a, Writer *writer, Buffer *to) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
@@ -2876,7 +2876,7 @@ static void drop_blocks(List *l, Place *p) {
     p->run = 0;
 }
 
-// Are there so many blocks that nobody has? Until there are, the texts that do not run lose theirs:
+// Are n blocks unused? Until they are, the texts that do not run lose theirs:
 // first the one that ended the longest time ago, last the first one that waits.
 static bool find_blocks(List *l, int n) {
     for (int i = l->n_places; i >= l->n_running && l->n_unused < n; i--)
@@ -2915,7 +2915,7 @@ static bool begin(List *l) {
         return false;
     }
     while (p->n_blocks < n_blocks) take_block(l, p, -1);
-    // If `like` has just lost its blocks, these are perhaps the same one; nothing has run since.
+    // `like` may just have lost its block, even to p; what it holds is still there.
     if (same % len)
         cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
     p->run = same;
@@ -2925,7 +2925,7 @@ static bool begin(List *l) {
     return true;
 }
 
-#define refuse(...) (report(__VA_ARGS__), false)  // an error of one line
+#define refuse(...) (report(__VA_ARGS__), false)  // only this line fails
 
 // Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
 static bool encode_line(List *l, Bytes line, Ids *ids) {
@@ -2956,7 +2956,7 @@ static bool encode_line(List *l, Bytes line, Ids *ids) {
     }
     for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
         size += talk->p[i].role == ASSISTANT ? 0 : talk->p[i].text.n;
-    if (l->together && size / 4 > tok->longest * m->state.seq_len)  // NFC leaves a quarter
+    if (l->together && size / 4 > tok->longest * m->state.seq_len)  // NFC may quarter it
         return refuse("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
                       l->where, m->state.seq_len, m->config.max_seq_len, size);
     ids->n = 0;
@@ -2965,7 +2965,7 @@ static bool encode_line(List *l, Bytes line, Ids *ids) {
     return !interrupted && check_length(app, l->where, ids->n);
 }
 
-// Reads a text, which gets a place or, if no pass is for it, its line at once.
+// Reads a text: it gets a place or, if it is bad or texts do not run together, its line at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Place *p = l->active[l->n_active + 1];
@@ -3018,7 +3018,7 @@ static bool admit(List *l) {
 
 // Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks, but
 // a text that decodes may need another one. If there is none, the youngest text, perhaps this one,
-// does not run any more; it has no rows yet. That never happens to a text that runs alone, as all
+// has to wait; it has no rows yet. That never happens to a text that runs alone, as all
 // blocks are its own then. Returns false after Ctrl-C.
 static bool pass(List *l) {
     const State *s = &l->app->engine.model.state;
