@@ -2,20 +2,27 @@
 # make run        asks the tiny model of tests/ a question
 # make journey    shows how a token goes through the tiny model: TEXT="The capital of France is"
 # make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
+# make check      tests the functions of qwen3.c, without Python: seconds
 # make test       makes a virtual environment in tests/.venv and tests everything that is promised
 # make test-all   tests what takes longer: sanitizers, fuzzing, long tables, other compilers and systems
 # make bench      measures this build on this machine, with a synthetic model: MODEL=0.6b BITS=8
+# make plain      builds ./qwen3-plain from the definitions in Part I of qwen3.c: one thread, no SIMD
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
 # make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of nine targets
+# make release-x86-64-v3, -x86-64-avx512, -aarch64, -macos-arm64, -windows
+#                 builds release/qwen3-VERSION-...; make answer asks what was built there,
+#                 make sums adds export.py and SHA256SUMS, make notes TAG=... prints what is new
 CC ?= cc
-CFLAGS ?= -O3
 PREFIX ?= /usr/local
 WARNINGS = -Wall -Wextra
 LDLIBS = -lm
 
 works = $(shell echo 'int i;' | $(CC) $(1) -x c -c -o /dev/null - 2>/dev/null && echo $(1))
-NATIVE := $(or $(call works,-march=native),$(call works,-mcpu=native))
+THIS_CPU := $(or $(call works,-march=native),$(call works,-mcpu=native))
+# Who gives CFLAGS chooses the CPU, too, as packagers do: without -march there, it is any.
+NATIVE := $(if $(filter undefined,$(origin CFLAGS)),$(THIS_CPU))
+CFLAGS ?= -O3
 # GCC makes plain loops of vectors of 256 bits, also where the CPU has 512.
 WIDE := $(call works,-mprefer-vector-width=512)
 THREAD_FLAG := $(call works,-pthread)
@@ -24,18 +31,25 @@ ifneq ($(findstring -w64-,$(shell $(CC) -dumpmachine)),)
 LDLIBS += -static -lpthread
 WINDOWS := $(call works,-Xassembler -muse-unaligned-vector-move)
 endif
-# Results are the same everywhere: the compiler may not fuse a product with a sum.
-ALL_CFLAGS = $(CFLAGS) $(NATIVE) $(WIDE) -std=gnu11 -ffp-contract=off $(WARNINGS) \
+# Results are the same everywhere, whatever CFLAGS says: the compiler may not change the order of
+# sums, nor fuse a product with a sum. With -Ofast, GCC would also link code that makes denormals 0.
+EXACT = -std=gnu11 -ffp-contract=off
+INEXACT = -f%-math -f%-math-optimizations -f%-math-only
+ALL_CFLAGS = $(filter-out $(INEXACT),$(CFLAGS:-Ofast=-O3)) $(NATIVE) $(WIDE) $(EXACT) $(WARNINGS) \
              $(THREAD_FLAG) $(WINDOWS)
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
            -DNO_UNROLL -Wno-pass-failed  # clang: minutes over unrolled loops; none are vectorised
 
-qwen3: qwen3.c Makefile tests/.flags
+qwen3: qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)
 
 # Changes when the compiler or its flags do, so that what they built is built again
-tests/.flags: FORCE
+.flags: FORCE
 	@echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS)' | cmp -s - $@ || echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS)' > $@
+
+plain: qwen3-plain
+qwen3-plain: qwen3.c Makefile .flags
+	$(CC) $(ALL_CFLAGS) -g -DPLAIN $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)
 
 run: qwen3
 	./qwen3 tests/tiny/tiny.bin -t 0 -i "What is the capital of France?"
@@ -67,20 +81,18 @@ debug: CFLAGS = $(SANITIZE)
 debug: qwen3
 
 # C programs that include qwen3.c: test checks its functions and prints ids, bench measures it
-tests/test tests/bench: tests/%: tests/%.c tests/naive.h qwen3.c Makefile tests/.flags
+tests/test tests/bench: tests/%: tests/%.c tests/naive.h qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
-# In plain C, which is built in two seconds
-tests/journey: tests/journey.c qwen3.c Makefile tests/.flags
-	$(CC) $(filter-out $(NATIVE),$(ALL_CFLAGS)) -O1 -DTEST -Wno-unused-function $(LDFLAGS) \
-	  -o $@ $< $(LDLIBS)
+tests/journey: tests/journey.c qwen3.c Makefile .flags
+	$(CC) $(ALL_CFLAGS) -O1 -DPLAIN -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
 tests/render: tests/test
 	ln -sf test $@
 
 # Fuzzing with the sanitizers; libfuzzer is clang's way, which follows the coverage
 FUZZ_CFLAGS = $(ALL_CFLAGS) $(SANITIZE) -DTEST -Wno-unused-function $(LDFLAGS)
-tests/fuzz: tests/fuzz.c tests/naive.h qwen3.c Makefile tests/.flags
+tests/fuzz: tests/fuzz.c tests/naive.h qwen3.c Makefile .flags
 	$(CC) $(FUZZ_CFLAGS) -o $@ $< $(LDLIBS)
-tests/libfuzzer: tests/fuzz.c tests/naive.h qwen3.c Makefile tests/.flags
+tests/libfuzzer: tests/fuzz.c tests/naive.h qwen3.c Makefile .flags
 	clang $(FUZZ_CFLAGS) -fsanitize=fuzzer -DLIBFUZZER -o $@ $< $(LDLIBS)
 
 tests/tiny/tiny.bin:
@@ -90,24 +102,68 @@ PYTEST = tests/.venv/bin/python -m pytest -rs -o tmp_path_retention_count=1
 PARALLEL = -n auto --maxprocesses=4 --dist loadgroup
 
 # What the tests need is made side by side.
+ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j2
+endif
 tests/.venv: FORCE
 	python3 tests/setup_venv.py
 
-test: qwen3 tests/render tests/journey tests/.venv
+check: tests/test
+	tests/test
+
+test: qwen3 qwen3-plain tests/render tests/journey tests/.venv
 	tests/test
 	$(PYTEST) $(PARALLEL) -m "not slow" tests
 
-test-all: qwen3 tests/render tests/journey tests/bench tests/fuzz tests/.venv
+test-all: qwen3 qwen3-plain tests/render tests/journey tests/bench tests/fuzz tests/.venv
 	$(PYTEST) -m alone tests/test_build.py
 	$(PYTEST) $(PARALLEL) -m "slow and not alone" tests
+
+# What a release brings. Built with musl, a program runs on every Linux, and all of them have one C
+# library and so give the same bits. Debian's musl is for its own CPU: aarch64 is built on aarch64.
+VERSION = $(shell sed -n 's/^.define VERSION "\(.*\)".*/\1/p' qwen3.c)
+MUSL = musl-gcc
+LINUX = CC='$(MUSL)' LDFLAGS='-static -s'
+release-x86-64-v3: BUILD = $(LINUX) NATIVE=-march=x86-64-v3
+release-x86-64-avx512: BUILD = $(LINUX) NATIVE='-march=x86-64-v4 -mavx512vnni'
+release-aarch64: BUILD = $(LINUX) NATIVE=-march=armv8.2-a+dotprod
+release-macos-arm64: BUILD = CC=clang NATIVE=-mcpu=apple-m1
+release-windows: BUILD = CC=x86_64-w64-mingw32-gcc LDFLAGS=-s NATIVE=-march=x86-64-v3 EXE=.exe
+release-%: FORCE
+	$(MAKE) release/qwen3-$(VERSION)-$* $(BUILD)
+
+release/qwen3-%: FORCE
+	mkdir -p release
+	$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@$(EXE) qwen3.c $(LDLIBS)
+
+# Of each program in release/, started by RUN, say qemu-aarch64; or what its CPU lacks
+answer:
+	for program in release/qwen3-*; do \
+	  answer=$$($(RUN) $$program tests/tiny/tiny.bin -q -t 0 -i "What is the capital of France?" \
+	    2>&1); \
+	  echo "$$program: $$answer"; \
+	  case $$answer in \
+	  *"The capital of France is Paris." | *"CPU: lacks an instruction"*) ;; *) exit 1 ;; esac \
+	done
+
+sums:
+	install -m 644 export.py release
+	cd release && sha256sum export.py qwen3-* > SHA256SUMS
+
+# A release's text: its part of the changelog
+notes:
+	@test '$(TAG)' = 'v$(VERSION)' || { echo "TAG: expected v$(VERSION), found $(TAG)" >&2; exit 1; }
+	@awk '/^## / { ours = $$2 == "$(VERSION)"; next } ours { print; n++ } END { exit !n }' \
+	  .github/CHANGELOG.md
 
 FUZZ_SECONDS ?= 600
 fuzz: tests/fuzz tests/.venv
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) -s tests/test_fuzz.py
 
 clean:
-	rm -f qwen3 qwen3.exe tests/test tests/render tests/bench tests/journey tests/fuzz \
-	      tests/libfuzzer tests/.flags
+	rm -f qwen3 qwen3.exe qwen3-plain tests/test tests/render tests/bench tests/journey tests/fuzz \
+	      tests/libfuzzer .flags
+	rm -rf release
 
-.PHONY: run journey bench portable install uninstall debug test test-all fuzz clean FORCE
+.PHONY: plain run journey bench portable install uninstall debug check test test-all answer sums \
+        notes fuzz clean FORCE

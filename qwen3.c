@@ -2,74 +2,51 @@
 
      ./qwen3 model.bin -i "What is the capital of France?"
 
-   A token is a piece of text, often a word or a part of one, and has a number: its id. A language
-   model computes for every token of its vocabulary a score: how well would it come next? The
-   numbers that it computes this with, the weights, are learned: in training it had to predict each
-   next token of very much text, and they were changed little by little so that it did better. This
-   program only uses them. (export.py makes model.bin and its tokenizer file from a checkpoint, the
-   published files of a trained model.) It cuts a text into tokens (encode_raw, render), runs them
-   through the model (prefill, which calls forward), scores all tokens of the vocabulary (classify),
-   draws one of them (sample), writes it, runs it through the model as well (advance), and so on
-   until the answer ends (generate).
+   A token is a piece of text, often a word or a part of one. Its number is its id. A language model
+   computes for every token of its vocabulary a score: how well would it come next? It computes
+   with learned numbers, the weights: in training it predicted each next token of a great many
+   texts, and the weights were changed little by little until it did this well. This program only
+   uses them. (export.py makes model.bin and its tokenizer file from a checkpoint, the published
+   files of a trained model.) It cuts a text into tokens (encode_raw, render), runs them through the
+   model (forward), scores all tokens of the vocabulary (classify), draws one of them (sample),
+   writes it and appends it to the text. This token runs next, and so on until the answer ends.
 
-   Inside the model, each token of the text is a vector x (dim). (A name is followed by its shape in
-   parentheses.) It starts as the token's row of the embedding table, which has a learned row for
-   each token of the vocabulary. Each layer then adds two things to it: what attention finds in this
-   token and those before it, and what a feed-forward network (three matrices and a nonlinear
-   function) computes from the x that results. So x, the residual stream, is only ever added to, and
-   no layer has to pass on what those before it found. For attention, matrices make of each token a
+   Inside the model, each token of the text is a vector x (dim), the residual stream. (A name is
+   followed by its shape in parentheses.) x begins as the token's row of the embedding table. Each
+   layer then adds two things to it: what attention finds in this token and those before it, and
+   what a feed-forward network computes from the sum. For attention, matrices make of each token a
    query q (what it looks for), a key k (what it is found by) and a value v (what it gives to those
-   that find it). The dot products of its query with the keys of all positions up to its own are
-   turned into shares that add up to 1 (softmax, below); the result is the sum of the values, each
-   times its share. This happens n_heads times side by side: each head has its own part of q
-   (head_dim), and so weights the positions differently. The KV cache keeps, for each layer, the
-   keys K and values V of all earlier positions, a row each. These never change, as no token looks
-   at a later one: so each token runs once.
-
-     pos      the token's position
-     Wq h     a matrix times a vector
-     q . K    the dot products of q with the rows of K
-     u * v    the products of two vectors' elements, one by one
-
-   All W, rms_ and _norm are weights. eps and theta are given numbers, mostly 1e-6 and 1e6.
-
-   One layer is as follows. (Its name in HF is Qwen3DecoderLayer. HF, here and below, is Hugging
-   Face's Python library transformers, with which the tests compare the results.)
+   that find it). The dot products of its query with the keys of all positions up to its own become
+   shares that add up to 1 (softmax). The result is the sum of the values, each times its share.
+   This happens n_heads times side by side: each head has its own part of q (head_dim) and gives
+   other shares to the positions. The KV cache keeps, for each layer, the keys K and the values V of
+   all positions so far, a row each. They never change, as no token looks at a later one: so each
+   token runs once. One layer computes (HF's name for it is Qwen3DecoderLayer; HF, here and below,
+   is Hugging Face's Python library transformers, with which the tests compare the results)
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
-     q = rope(rmsnorm(q, q_norm), pos)        QK-norm, a head at a time: bounds q . k
+     q = rope(rmsnorm(q, q_norm), pos)        for each head; pos is the token's position
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
-                                              Without sqrt, q . K would grow with head_dim (as its
-                                              root: terms have either sign), and of large numbers
-                                              softmax gives nearly all to the largest.
-                                              n_heads / n_kv_heads query heads share a K and V, so
-                                              that the cache is smaller. All heads' a together are
-                                              (q_dim), n_heads * head_dim
-     x = x + Wo a
-     h = rmsnorm(x, rms_ffn)                  The size of h does not depend on that of x.
-     x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU, with silu(z) = z / (1 + exp(-z)); W1 and W3
-                                              are (hidden_dim, dim), W2 is (dim, hidden_dim). All
-                                              linear, they would be one matrix; so each of
-                                              hidden_dim features is let through or not.
+     x = x + Wo a                             a: that of all heads together (q_dim)
+     h = rmsnorm(x, rms_ffn)
+     x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU; silu(z) = z / (1 + exp(-z)); W1 and W3 are
+                                              (hidden_dim, dim), W2 is (dim, hidden_dim)
 
-   A mixture of experts has many experts, each with its own W1, W2 and W3, and a router Wr, which
-   chooses for each token the few that run: so a model has many weights, and a token needs few of
-   them. In place of its last line, a layer then computes
+   Wq h is a matrix times a vector, q . K are the dot products of q with the rows of K, u * v
+   multiplies element by element. All W, rms_ and _norm are weights; eps is mostly 1e-6.
 
-     p = softmax(Wr h)                        one p for each expert
-     S = the n_experts_used experts with the largest p
-     p = p / (sum of p over S)                so that the p of S add up to 1; some models skip this
-     x = x + sum of p[e] W2[e] (silu(W1[e] h) * (W3[e] h)) over e in S
-
-   rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle
-   pos * theta^(-2j / head_dim), and k in the same way, so that q . k depends on the two positions
-   only through their distance. Nothing else in attention knows about order: without rope, the same
-   keys and values in another order would give the same a. Each pair has a frequency of its own, as
-   one would not do: pair 0 turns by 1 radian a position, which tells neighbours apart, but is back
-   after some 6; the last pair turns almost theta times as slowly, which tells near from far.
+     Norm.    rmsnorm gives a vector of any magnitude about the same one, so x may grow from layer
+              to layer. The norms of q and k (QK-norm) bound q . k.
+     Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
+              sqrt(head_dim) times that of one product. Divided by this, heads of any width are
+              alike. (Of large numbers softmax gives nearly all to the largest.)
+     Sharing. n_heads / n_kv_heads query heads use the same K and V: so the cache is smaller.
+     Gate.    W1 is the gate: silu(W1 h) scales each of W3 h's features. Without it, W2 W3 would be
+              one matrix.
+     Order.   rope rotates q and k by angles that grow with pos: so q . k depends on the distance.
 
    After the last layer, the scores, called logits, are
 
@@ -79,56 +56,34 @@
    to. So an answer's first token comes from the last x of the prompt. The logits of the others are
    needed only to say how well the model predicts a given text (-m perplexity).
 
-   Qwen2 and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
-
-   A token needs all weights (of the experts, those of the chosen ones). For one token, reading them
-   from memory takes longer than the arithmetic. Hence batches and quantization. A batch is tokens
-   that run through each layer together, a row each, so that the weights are read once for all. They
-   may be neighbours in a prompt: a row needs no more of those before it than their k and v, which
-   each layer computes first for all rows. They may also belong to several texts, as rows meet in
-   attention only, and there each one sees just the K and V of its own text.
-
-   Quantized weights take fewer bytes, and all matrices but the router are quantized. With 8 bits, a
-   group of group_size (up to 256) consecutive weights of a row is stored as int8 values and one
-   float scale: a weight is its int8 times the scale. (A large weight makes the steps between values
-   coarse, but those of its group alone.) The layers' matrices may have 4 bits instead: the model
-   has a table of 16 int8 values, the levels, and a weight is stored as an index into it, its
-   group's scale as a float of 16 bits. Just before a quantized matrix is multiplied with a vector,
-   the vector is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot product
-   of a group of weights and a group of the vector is a sum of integers, at most 256 * 128 * 127 <
-   2^22, which is exact even as a float. It is then multiplied by the two scales. So rounding
-   happens to the weights, once, in export.py, to each vector, and to the sums of floats.
-
-   Equal bits: a text's results never depend on the number of threads, the cut into batches or other
-   texts beside it, as each sum of floats has one fixed order. They do depend on the build: CPUs
-   with an instruction for a * b + c (fma) round that once, others twice; and on the C library,
-   which has powf, cosf and sinf. Part I defines what Part III computes faster, with the same bits
-   but in one place: Part III's attention goes through a text in spans of 256 positions and joins
-   their softmaxes, so from position 256 on it rounds differently from attend, its definition (but
-   always in the same way).
-
-   To learn how a language model runs, read Part I: the model first, then text to tokens.
+   To learn how a language model runs, read Part I: it defines everything that is computed, one
+   token at a time, in plain C. `make plain` builds the program from that, for a debugger. Part III
+   computes the same bits with all threads and SIMD instructions, for many tokens at once. A new CPU
+   begins with `make plain` and then needs only "SIMD primitives".
 
    Part I, the model               Part II, the program       Part III, the machine
      Types, with their shapes        Errors and memory          Vector math
-     Math                            The model file             Threads
-     One layer                       Merging                    The work of a layer
-     The whole model: forward()      The tokenizer file         SIMD primitives
-     Matrix product and attention    Unicode                    Matrix products
-     A mixture of experts            Drafts                     The KV cache and attention
-     Text to tokens                  Writing                    The memory of a run
-     The chat format                 Conversation               POSIX and Windows
-     The sampler                     The modes
-     Generation                      JSON
-                                     Many texts at once
+     Math                            The model file             A machine for -DPLAIN
+     Quantization, matrix product    Merging                    Threads
+     Embedding and rope              The tokenizer file         A batch
+     Attention                       Unicode                    SIMD primitives
+     The feed-forward network        Drafts                     Matrix products
+     The whole model                 Writing                    The KV cache and attention
+     Text to tokens                  Many texts at once         The work of a layer
+     The chat format                 Conversation               The memory of a run
+     The sampler                     The modes                  POSIX and Windows
+     The main loop                   JSON
+                                     Lists
                                      Options and main                                           */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
 #endif
 
+#define VERSION "4.0"
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
+#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <signal.h>
@@ -184,24 +139,21 @@ typedef struct {
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
-    int rope_scaling;       // 0: none; 2: rope is scaled for longer texts, by the next two (1, in
-                            // files of the second edition, is refused: export.py makes new ones)
+    int rope_scaling;       // not 0: for longer texts rope is scaled, by the next two
     float rope_factor;      // on cos and sin
     const float *rope_freq; // (head_dim / 2) radians per position
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
     int no_qk_norm;         // 1: no QK-norm (Qwen2)
     int n_experts;          // 0: not a mixture of experts; HF num_experts
     int n_experts_used;     // by each token; HF num_experts_per_tok
-    int no_topk_norm;       // 1: p is not divided by its sum; HF norm_topk_prob = false
+    int no_topk_norm;       // 1: the shares of these do not add up to 1; HF norm_topk_prob = false
     int q_dim, kv_dim;      // n_heads * head_dim, n_kv_heads * head_dim
 } Config;
 
-// A quantized matrix: weight (r, i) is weight_q(r, i) * weight_scale(r, i / group), two functions
-// of the section Matrix product and attention.
+// A quantized matrix: see Quantization and the matrix product.
 typedef struct {
     int rows, cols, group, bits;
-    const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte. (Not
-                           // uint8_t: GCC 12 makes wrong code of dot_row with VNNI.)
+    const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte
     const void *scales;    // (rows, cols / group)     with 8 bits floats, with 4 half_floats
     const int8_t *levels;  // (16) with 4 bits         the int8 that a nibble stands for
 } Matrix;
@@ -227,52 +179,47 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-// Q8 of several vectors (cols). In memory, each is one record of 4 * stride bytes: its q8, then its
-// scales, then its bias_fix. The pointers are those of vector 0: see quantized_row.
-typedef struct {
-    int8_t *q8;         // (cols)          the int8 values
-    float *scale;       // (cols / group)
-    int32_t *bias_fix;  // (cols / group)  Part III only: see dot4
-    size_t stride;      // from a record to the next, in floats
-} Quantized;
+typedef struct {   // Q8 of a vector (cols)
+    int8_t *q8;    // (cols)          the int8 values
+    float *scale;  // (cols / group)
+} Q8;
 
-typedef struct {   // a text that runs through the model
-    Ids ids;       // its tokens whose keys and values are in the KV cache; in a list (Part II) also
-                   // those that follow
-    int *blocks;   // where they are: position pos is in block blocks[pos / block_len] of the cache
-} Text;
+typedef struct Text Text;  // a text that runs through the model: see The main loop
 
-typedef struct {       // a row of a batch: a token of a text
-    int token;         // the token's id
+typedef struct {       // a token of a text
+    int token;         // its id
     int pos;           // its position in the text
     const Text *text;
-    bool needed;       // x is needed after the last layer: see keep_needed
+    bool needed;       // x is needed after the last layer
 } Row;
 
-// Everything that changes while the model runs. A batch has consecutive tokens of one text, or such
-// parts of several texts one after the other. A long prompt is cut into batches.
+// Everything that changes while the model runs. A batch is up to `batch` tokens that forward()
+// runs, a row each: consecutive tokens of one text, or such parts of several texts one after the
+// other.
 typedef struct {
     int seq_len;         // the maximum number of positions of a text (option -c)
-    int batch;           // the maximum number of tokens in a batch
-    Row *rows;           // (batch)               row t of all that follows belongs to rows[t]
-    float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at that position
+    int batch;
+    Row *rows;           // (batch)
+    float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at a row's position
     float *x;            // (batch, dim)          the residual stream
-    float *h;            // (batch, dim)          rmsnorm(x); with experts then their outputs' sum
-    Quantized xq;        // (batch, dim)          Q8(h)
-    float *q;            // (batch, q_dim)        the queries
-    float *a;            // (batch, q_dim)        what attention finds for each query
-    Quantized aq;        // (batch, q_dim)        Q8(a)
-    Quantized hq;        // (batch, hidden_dim)   Q8(silu(W1 h) * (W3 h)); with experts
-                         // (batch * n_experts_used, hidden_dim)
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
-    float *cache;        // blocks of block_len positions, see Text. A block has, for each
-                         // layer and kv head, K and V (block_len, head_dim); Part III orders them
-    int blocks, block_len;
-    int passes;          // forward passes so far; only the tests read it
-    // Part III only:
-    struct Routing *routing;          // which experts run for which tokens
-    struct Workspace *workspace;      // (threads)
+    float *cache;        // keys and values, in an order that only key_at and value_at know
+    int blocks;          // of the cache, each for all layers and kv heads
+    int block_len;       // positions in a block: see Text
+    int passes;          // calls of forward so far; only the tests read it
+    // One token's, in the layer that runs:
+    float *h;            // (dim)          rmsnorm(x)
+    Q8 xq;               // (dim)          Q8(h)
+    float *q;            // (q_dim)        its queries
+    float *k, *v;        // (kv_dim)       its keys and values, which then go to the cache
+    float *a;            // (q_dim)        what attention finds for each query
+    Q8 aq;               // (q_dim)        Q8(a)
+    float *gate, *up;    // (hidden_dim)   W1 h, then silu(W1 h) * (W3 h); W3 h
+    Q8 hq;               // (hidden_dim)   Q8(silu(W1 h) * (W3 h))
+    float *term, *share; // (n_experts)    Wr h, then its exp; the share of each chosen expert
+    float *out, *y;      // (dim)          what is added to x; one expert's output
+    struct Batch *b;     // Part III only: the same for all rows
 } State;
 
 typedef struct {
@@ -281,28 +228,24 @@ typedef struct {
     State state;
 } Model;
 
-typedef struct Pass {   // a batch on its way through one layer
-    const Config *c;
-    const State *s;
-    int l;              // the layer's number
-    const Layer *w;     // and its weights
-    int n;              // rows in the batch
-    const float *norm;  // (dim) the weights of the norm that runs
-    void (*step)(const struct Pass *p, int i);  // what runs for each i: see each
-} Pass;
-
 // ------------------------------------------------------------------------------------------------
-// Math: what a layer computes on one vector. Compilers vectorize these loops, and those of the
-// functions that are only declared here (Part III).
+// Math: what a layer computes on one vector. Part III has what is only declared: it depends on the
+// CPU, or is written so that compilers vectorize it.
+//
+// Equal bits: each sum of floats has one order, which Part III keeps. So a text's results never
+// depend on the number of threads, the cut into batches or other texts beside it. They do depend on
+// the build, as only some CPUs have fma, and on the C library, which has powf, cosf and sinf.
 
-// a * b + c, rounded once in builds with fma. Nothing else is: the Makefile says -ffp-contract=off.
+// a * b + c, rounded once where the CPU has fma, else twice. Nothing else is fused: the Makefile
+// says -ffp-contract=off.
 static float mul_add(float a, float b, float c);
 
 // exp(x), with an error of at most 2 units in the last place; 0 for x < -87.7, exp(88) for x > 88
 static float fast_exp(float x);
 
-// The largest of x (n > 0)
+// The largest of x (n > 0); the largest |x|, or NaN if one is NaN
 static float max_of(const float *x, int n);
+static float max_abs(const float *x, int n);
 
 // The float with these 16 bits: 1 of sign, 5 of exponent, 10 of fraction (IEEE 754 half precision)
 static float half_float(uint16_t half);
@@ -322,15 +265,144 @@ INLINE float sum_of(const float *x, int n, const bool squared) {
     return sums[0];
 }
 
-// out = w * x / sqrt(mean(x^2) + eps), all (n): HF Qwen3RMSNorm
+// a . b, both (n), n a multiple of 16: the products are added in the order of sum_of.
+INLINE float dot_of(const float *a, const float *b, int n) {
+    float sums[16] = {0};
+    for (int i = 0; i < n; i += 16) {
+        for (int j = 0; j < 16; j++) sums[j] = mul_add(a[i + j], b[i + j], sums[j]);
+    }
+    return sum_of(sums, 16, false);
+}
+
+// out = w * x / sqrt(mean(x^2) + eps), all (n): HF Qwen3RMSNorm. Part III calls it as well.
 static void rmsnorm(float *out, const float *x, const float *w, int n, float eps) {
     float scale = 1 / sqrtf(sum_of(x, n, true) / n + eps);
     for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * scale);
 }
 
+// Replaces x (n) by exp(x - max) and returns the sum: dividing by it completes the softmax. max is
+// that of x. It cancels, but without it exp(x) could be infinite.
+static float softmax_terms(float *x, int n, float max) {
+    for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
+    return sum_of(x, n, false);
+}
+
 // gate = silu(gate) * up, all (n): HF Qwen3MLP
 static void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
+}
+
+// ------------------------------------------------------------------------------------------------
+// Quantization and the matrix product. A token needs all weights (of the experts, those of the
+// chosen ones), and for one token reading them from memory takes longer than the arithmetic. So
+// all matrices but the router are quantized: their weights take fewer bytes.
+//
+// With 8 bits, a group of group_size (up to 256) consecutive weights of a row is stored as int8
+// values and one float scale: a weight is its int8 times the scale. (A large weight makes the steps
+// between values coarse, but those of its group alone.) The layers' matrices may have 4 bits
+// instead: the model has a table of 16 int8 values, the levels, and a weight is stored as an index
+// into it, its group's scale as a float of 16 bits. Just before a vector is multiplied with a
+// matrix, it is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot product
+// of a group of weights and a group of the vector is a sum of integers, at most 256 * 128 * 127 <
+// 2^22, which is exact even as a float. It is then multiplied by the two scales. So rounding
+// happens to the weights, once, in export.py, to each vector, and to the sums of floats.
+
+// Weight i of group g, without its scale. Groups are numbered through the matrix, row after row.
+// With 4 bits, a group takes group / 2 bytes. Byte b holds two indices into levels: in its low
+// nibble that of weight b, in its high one that of weight b + group / 2.
+INLINE int weight_q(const Matrix *w, size_t g, int i) {
+    const int half = w->group / 2;
+    if (w->bits == 8) return w->bytes[g * w->group + i];
+    const int8_t *pairs = w->bytes + g * half;
+    return w->levels[i < half ? pairs[i] & 15 : pairs[i - half] >> 4 & 15];
+}
+
+// The scale of group g
+INLINE float weight_scale(const Matrix *w, size_t g) {
+    return w->bits == 8 ? ((const float *)w->scales)[g]
+                        : half_float(((const uint16_t *)w->scales)[g]);
+}
+
+// out = Q8(x), x (n). The scale of a group is max|x| / 127, and its values are x * (127 / max|x|),
+// rounded to the nearest integer, of two equally near ones to the even one (rintf). Where the scale
+// would be below the smallest normal number, all is 0. Where x has a NaN or infinity, that is the
+// scale, and the values are 0: so every product with the group is NaN.
+static void quantize(Q8 out, const float *x, int n, int group) {
+    for (int g = 0; g < n / group; g++, x += group) {
+        const float max = max_abs(x, group);
+        out.scale[g] = max < FLT_MIN * 127 ? 0 : max / 127;
+        const float inverse = out.scale[g] != 0 ? 127 / max : 0;
+        for (int i = 0; i < group; i++) {
+            out.q8[g * group + i] = isfinite(max) ? (int8_t)rintf(x[i] * inverse) : 0;
+        }
+    }
+}
+
+// W[r] . x: row r of W (rows, cols) times x (cols). The products of a group are added as integers,
+// the groups as floats, from the first to the last.
+static float dot_row(const Matrix *w, int r, Q8 x) {
+    const int n_groups = w->cols / w->group;
+    float sum = 0;
+    for (int g = 0; g < n_groups; g++) {
+        const size_t at = (size_t)r * n_groups + g;
+        int dot = 0;
+        for (int i = 0; i < w->group; i++) dot += weight_q(w, at, i) * x.q8[g * w->group + i];
+        sum = mul_add((float)dot * weight_scale(w, at), x.scale[g], sum);
+    }
+    return sum;
+}
+
+// out = W x, of W only the `rows` rows from `first` on
+static void matmul(float *out, const Matrix *w, int first, int rows, Q8 x) {
+    for (int i = 0; i < rows; i++) out[i] = dot_row(w, first + i, x);
+}
+
+static void add(float *x, const float *y, int n) {
+    for (int i = 0; i < n; i++) x[i] += y[i];
+}
+
+// h = rmsnorm(x, w), xq = Q8(h)
+static void norm(const Model *m, const float *x, const float *w) {
+    const Config *c = &m->config;
+    rmsnorm(m->state.h, x, w, c->dim, c->rms_norm_eps);
+    quantize(m->state.xq, m->state.h, c->dim, c->group_size);
+}
+
+// ------------------------------------------------------------------------------------------------
+// Embedding and rope. A token's way begins: from here on a token is row t of State.rows.
+//
+// rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle pos * theta^(-2j /
+// head_dim), and k in the same way. So q . k depends on the two positions only through their
+// distance. Nothing else in attention knows about order: without rope, the same keys and values in
+// another order would give the same a. theta is mostly 1e6. Pair 0 turns by 1 radian a position,
+// which tells neighbours apart, but after 6 positions it has gone round nearly once. The last pair
+// turns almost theta times as slowly, which tells near from far.
+
+// The frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is scaled, for
+// longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has others,
+// and a factor on cos and sin, which makes q . k larger. export.py computes them.
+static float rope_frequency(const Config *c, int j) {
+    return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
+}
+
+// Prepares row t: x, the token's row of the embedding table; and the cos and sin of the rope angles
+// of its position.
+static void embed(Model *m, int t) {
+    const Matrix *table = &m->weights.embedding;
+    const Config *c = &m->config;
+    const State *s = &m->state;
+    const Row *row = &s->rows[t];
+    const int dim = c->dim, group = c->group_size, half = c->head_dim / 2;
+    const float factor = c->rope_scaling ? c->rope_factor : 1;
+    for (int i = 0; i < dim; i++) {
+        const size_t g = (size_t)row->token * (dim / group) + i / group;
+        s->x[(size_t)t * dim + i] = weight_q(table, g, i % group) * weight_scale(table, g);
+    }
+    for (int j = 0; j < half; j++) {
+        const float angle = (float)row->pos * rope_frequency(c, j);
+        s->cos[(size_t)t * half + j] = cosf(angle) * factor;
+        s->sin[(size_t)t * half + j] = sinf(angle) * factor;
+    }
 }
 
 // Rotates each pair (x[j], x[j + half]) of one head x (2 * half) by the angle whose cos[j] and
@@ -343,356 +415,236 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// A view of x that begins at vector t
-INLINE Quantized quantized_row(const Quantized *x, int t) {
-    const size_t at = t * x->stride;
-    return (Quantized){x->q8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
+// ------------------------------------------------------------------------------------------------
+// Attention
+
+// The keys and values of kv head kv_head in layer l, of all positions of a text
+typedef struct {
+    const Model *m;
+    const Text *text;
+    int l, kv_head;
+} KvHead;
+
+// Where element j of the key, or of the value, of position pos is in the KV cache (Part III)
+static float *key_at(KvHead h, int pos, int j);
+static float *value_at(KvHead h, int pos, int j);
+
+static KvHead kv_head_of(const Model *m, int l, int t, int kv_head) {
+    return (KvHead){m, m->state.rows[t].text, l, kv_head};
 }
 
-// Q8(x): quantizes x (n) into columns at .. at + n - 1 of row t of out. For each group, the scale
-// is max|x| / 127, and a value is x * (127 / max|x|), rounded to the nearest integer. A group whose
-// scale would be below the smallest normal number becomes zeros. One with an infinity gets values 0
-// and an infinite scale, one with a NaN a scale of NaN: both make every product NaN.
-static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group);
+// x (head_dim), one head's q or k of row t, becomes rope(rmsnorm(x)); without weights, rope(x).
+static void norm_and_rope(const Model *m, int t, float *x, const float *norm_weight) {
+    const int head_dim = m->config.head_dim, half = head_dim / 2;
+    const size_t at = (size_t)t * half;
+    if (norm_weight) rmsnorm(x, x, norm_weight, head_dim, m->config.rms_norm_eps);
+    rope(x, m->state.cos + at, m->state.sin + at, half);
+}
+
+// q = rope(rmsnorm(Wq xq)), k = rope(rmsnorm(Wk xq)), v = Wv xq; k and v go to the KV cache. Qwen2
+// and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
+static void qkv(const Model *m, int l, int t) {
+    const Config *c = &m->config;
+    const State *s = &m->state;
+    const Layer *w = &m->weights.layers[l];
+    const int head_dim = c->head_dim, pos = s->rows[t].pos;
+    matmul(s->q, &w->wq, 0, c->q_dim, s->xq);
+    matmul(s->k, &w->wk, 0, c->kv_dim, s->xq);
+    matmul(s->v, &w->wv, 0, c->kv_dim, s->xq);
+    if (w->bq) {
+        add(s->q, w->bq, c->q_dim);
+        add(s->k, w->bk, c->kv_dim);
+        add(s->v, w->bv, c->kv_dim);
+    }
+    for (int i = 0; i < c->n_heads; i++) norm_and_rope(m, t, s->q + i * head_dim, w->q_norm);
+    for (int i = 0; i < c->n_kv_heads; i++) {
+        const KvHead h = kv_head_of(m, l, t, i);
+        float *k = s->k + i * head_dim, *v = s->v + i * head_dim;
+        norm_and_rope(m, t, k, w->k_norm);
+        for (int j = 0; j < head_dim; j++) *key_at(h, pos, j) = k[j];
+        for (int j = 0; j < head_dim; j++) *value_at(h, pos, j) = v[j];
+    }
+}
+
+// q . K[pos] / sqrt(head_dim), q (head_dim) of one query head
+static float attention_score(KvHead h, const float *q, int pos) {
+    const int head_dim = h.m->config.head_dim;
+    float dot = 0;
+    for (int j = 0; j < head_dim; j++) dot = mul_add(*key_at(h, pos, j), q[j], dot);
+    return dot * (1 / sqrtf((float)head_dim));
+}
+
+// Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with a (head_dim), K
+// and V (len, head_dim). n_heads / n_kv_heads neighbours among the query heads share a kv head,
+// which makes the cache smaller. The positions come in spans, so that `score` stays small. Two sums
+// are kept: of the terms (total), and of the terms times the values (a), both relative to the
+// largest score so far, as exp of a large score would be infinite. Where that grows, the factor
+// `keep` makes smaller what was summed before (online softmax).
+enum { SPAN = 256 };
+
+static void attend(const Model *m, int l, int t, int head) {
+    const Config *c = &m->config;
+    const KvHead h = kv_head_of(m, l, t, head / (c->n_heads / c->n_kv_heads));
+    const int head_dim = c->head_dim;
+    const int len = m->state.rows[t].pos + 1;  // causal: a token sees itself and those before it
+    const float *q = m->state.q + head * head_dim;
+    float *a = m->state.a + head * head_dim, score[SPAN], largest = -FLT_MAX, total = 0;
+    memset(a, 0, head_dim * sizeof(float));
+    for (int start = 0; start < len; start += SPAN) {
+        const int n = min_int(SPAN, len - start);
+        for (int i = 0; i < n; i++) score[i] = attention_score(h, q, start + i);
+        const float before = largest;
+        largest = fmaxf(largest, max_of(score, n));
+        const float keep = fast_exp(before - largest);
+        total = mul_add(total, keep, softmax_terms(score, n, largest));
+        for (int j = 0; j < head_dim; j++) {
+            float sum = 0;
+            for (int i = 0; i < n; i++) sum = mul_add(*value_at(h, start + i, j), score[i], sum);
+            a[j] = mul_add(a[j], keep, sum);
+        }
+    }
+    for (int j = 0; j < head_dim; j++) a[j] *= 1 / total;
+}
 
 // ------------------------------------------------------------------------------------------------
-// One layer: one function for each step. Most of them run on all threads. Part III provides what is
-// only declared here.
+// The feed-forward network, and a mixture of experts (HF Qwen3MoeSparseMoeBlock)
+//
+// A mixture of experts has many experts, each with its own W1, W2 and W3, and a router Wr. For each
+// token the router chooses the few experts that run: so a model has many weights, and a token needs
+// few of them. In place of x = x + W2 (silu(W1 h) * (W3 h)), a layer computes
+//
+//   share = softmax(Wr h)                    one number for each expert
+//   S = the n_experts_used experts with the largest shares
+//   share = share / (sum of share over S)    so that they add up to 1; some models skip this
+//   x = x + sum of share[e] W2[e] (silu(W1[e] h) * (W3[e] h)) over e in S
 
-// Calls step(p, i) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time. Returns
-// when all are done.
-typedef void (*Step)(const Pass *p, int i);
-static void each(Pass *p, Step step, int count, int chunk);
-
-// out = W x for n vectors, or out += W x: dot_row (see Matrix product and attention) of each row
-// and vector, on all threads. out (n, rows), W (rows, cols), x (n, cols)
-static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
-                   bool add);
-
-// From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
-static void norm_row(const Config *c, const State *s, const float *w, int from, int to) {
-    float *h = s->h + (size_t)to * c->dim;
-    rmsnorm(h, s->x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
-    quantize(&s->xq, to, 0, h, c->dim, c->group_size);
+// out = W2 Q8(silu(W1 xq) * (W3 xq)), with the matrices of expert e; e is 0 without experts
+static void feed_forward(const Model *m, const Layer *w, int e, float *out) {
+    const int dim = m->config.dim, hidden_dim = m->config.hidden_dim;
+    const State *s = &m->state;
+    matmul(s->gate, &w->w1, e * hidden_dim, hidden_dim, s->xq);
+    matmul(s->up, &w->w3, e * hidden_dim, hidden_dim, s->xq);
+    silu_times(s->gate, s->up, hidden_dim);
+    quantize(s->hq, s->gate, hidden_dim, m->config.group_size);
+    matmul(out, &w->w2, e * dim, dim, s->hq);
 }
 
-static void norm_step(const Pass *p, int t) { norm_row(p->c, p->s, p->norm, t, t); }
-
-// h = rmsnorm(x, w), xq = Q8(h)
-static void norm(Pass *p, const float *w) {
-    p->norm = w;
-    each(p, norm_step, p->n, 4);
-}
-
-// One head of W xq + bias, where W is Wq, Wk or Wv, for all rows. Row t's head_dim values go to
-// out + t * stride.
-static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
-                    int head);
-
-// Room for (batch, head_dim) floats that the calling thread has for itself
-static float *scratch(const State *s);
-
-// Where element j of the key, or of the value, of position pos of a text is in the KV cache, in p's
-// layer
-static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j);
-static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j);
-
-// qk (head_dim), one head's q or k of row t, becomes rope(rmsnorm(qk)). norm_weight is NULL in
-// models without QK-norm.
-static void norm_and_rope(const Pass *p, float *qk, const float *norm_weight, int t) {
-    const int head_dim = p->c->head_dim, half = head_dim / 2;
-    if (norm_weight) rmsnorm(qk, qk, norm_weight, head_dim, p->c->rms_norm_eps);
-    rope(qk, p->s->cos + (size_t)t * half, p->s->sin + (size_t)t * half, half);
-}
-
-static void q_head(const Pass *p, int head) {
-    const int q_dim = p->c->q_dim;
-    float *q = p->s->q + head * p->c->head_dim;
-    project(p, q, q_dim, &p->w->wq, p->w->bq, head);
-    for (int t = 0; t < p->n; t++) norm_and_rope(p, q + (size_t)t * q_dim, p->w->q_norm, t);
-}
-
-static void k_head(const Pass *p, int kv_head) {
-    const int head_dim = p->c->head_dim;
-    float *k = scratch(p->s);
-    project(p, k, head_dim, &p->w->wk, p->w->bk, kv_head);
-    for (int t = 0; t < p->n; t++, k += head_dim) {
-        const Row *row = &p->s->rows[t];
-        norm_and_rope(p, k, p->w->k_norm, t);
-        for (int j = 0; j < head_dim; j++) *key_at(p, row->text, kv_head, row->pos, j) = k[j];
+// Makes the share of each expert from term, Wr h, which is overwritten; both (n_experts). The
+// n_experts_used with the largest terms get one, of equal ones the first. Their exp are divided by
+// the sum of those chosen: the softmax's own sum, over all experts, would cancel. (With
+// no_topk_norm it is the divisor.) Returns false if the softmax is NaN, as term has a NaN or
+// infinity: then no expert runs, all of share is 0.
+static bool choose_experts(const Config *c, float *term, float *share) {
+    const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
+    float chosen = 0;
+    memset(share, 0, c->n_experts * sizeof(float));
+    if (isnan(all)) return false;
+    for (int i = 0; i < c->n_experts_used; i++) {
+        int best = 0;
+        for (int e = 1; e < c->n_experts; e++) best = term[e] > term[best] ? e : best;
+        share[best] = term[best];
+        chosen += term[best];
+        term[best] = -1;  // less than all terms: chosen once
     }
+    for (int e = 0; e < c->n_experts; e++) share[e] /= c->no_topk_norm ? all : chosen;
+    return true;
 }
 
-static void v_head(const Pass *p, int kv_head) {
-    const int head_dim = p->c->head_dim;
-    float *v = scratch(p->s);
-    project(p, v, head_dim, &p->w->wv, p->w->bv, kv_head);
-    for (int t = 0; t < p->n; t++, v += head_dim) {
-        const Row *row = &p->s->rows[t];
-        for (int j = 0; j < head_dim; j++) *value_at(p, row->text, kv_head, row->pos, j) = v[j];
+// out = the sum of the chosen experts' outputs, each times its share, in ascending order of e
+static void experts(const Model *m, const Layer *w) {
+    const int dim = m->config.dim, n_experts = m->config.n_experts;
+    const State *s = &m->state;
+    for (int e = 0; e < n_experts; e++) {
+        s->term[e] = dot_of(w->router + (size_t)e * dim, s->h, dim);
     }
-}
-
-// Head i of all: first those of k, then those of v, then those of q. One thread projects a head for
-// all rows and then finishes it, while it is in that core's caches.
-static void any_head(const Pass *p, int i) {
-    const int n_kv_heads = p->c->n_kv_heads;
-    if (i < n_kv_heads) k_head(p, i);
-    else if (i < 2 * n_kv_heads) v_head(p, i - n_kv_heads);
-    else q_head(p, i - 2 * n_kv_heads);
-}
-
-// Moves the rows that are needed after the last layer to the front, and forgets the others.
-static void keep_needed(Pass *p) {
-    const int dim = p->c->dim, half = p->c->head_dim / 2;
-    const State *s = p->s;
-    int n = 0;
-    for (int t = 0; t < p->n; t++) {
-        if (!s->rows[t].needed) continue;
-        s->rows[n] = s->rows[t];
-        memmove(s->x + (size_t)n * dim, s->x + (size_t)t * dim, dim * sizeof(float));
-        memmove(s->cos + (size_t)n * half, s->cos + (size_t)t * half, half * sizeof(float));
-        memmove(s->sin + (size_t)n * half, s->sin + (size_t)t * half, half * sizeof(float));
-        memmove(quantized_row(&s->xq, n).q8, quantized_row(&s->xq, t).q8, s->xq.stride * 4);
-        n++;
+    const bool chosen = choose_experts(&m->config, s->term, s->share);
+    memset(s->out, 0, dim * sizeof(float));
+    for (int e = 0; e < n_experts; e++) {
+        if (s->share[e] == 0) continue;
+        feed_forward(m, w, e, s->y);
+        for (int i = 0; i < dim; i++) s->out[i] += s->share[e] * s->y[i];
     }
-    p->n = n;
+    if (!chosen) s->out[0] = NAN;  // reaches the logits, and the answer ends
 }
-
-// q = rope(rmsnorm(Wq xq)), k = rope(rmsnorm(Wk xq)), v = Wv xq; k and v go to the KV cache. Other
-// tokens read a token only through its k and v. So in the last layer all rows store these, but
-// everything else runs only for the rows that are needed, perhaps none.
-static void qkv(Pass *p) {
-    const Config *c = p->c;
-    const bool last = p->l == c->n_layers - 1;
-    each(p, any_head, 2 * c->n_kv_heads + (last ? 0 : c->n_heads), 1);
-    if (!last) return;
-    keep_needed(p);
-    each(p, q_head, c->n_heads, 1);
-}
-
-// attend (see Matrix product and attention), for all query heads of all rows
-static void attend_all(Pass *p);
-
-static void quantize_a(const Pass *p, int t) {
-    const int q_dim = p->c->q_dim;
-    quantize(&p->s->aq, t, 0, p->s->a + (size_t)t * q_dim, q_dim, p->c->group_size);
-}
-
-// aq = Q8(a), a = softmax(q . K / sqrt(head_dim)) V
-static void attention(Pass *p) {
-    attend_all(p);
-    each(p, quantize_a, p->n, 4);
-}
-
-// x = x + W y
-static void matmul_add(const Pass *p, const Matrix *w, const Quantized *y) {
-    matmul(p->s, p->s->x, w, y, p->n, true);
-}
-
-// hq = Q8(silu(W1 xq) * (W3 xq)); in Part III, some columns at a time
-static void swiglu(Pass *p);
-
-// x = x + sum of p[e] W2[e] Q8(silu(W1[e] xq) * (W3[e] xq)) over the experts e that choose_experts
-// (below) chooses
-static void experts(Pass *p);
 
 // ------------------------------------------------------------------------------------------------
 // The whole model: the layers one after the other, then the scores
 
-// The int8 of weight (r, i), and the scale of group g of row r: see Matrix product and attention.
-static int weight_q(const Matrix *w, int r, int i, int group);
-static float weight_scale(const Matrix *w, int r, int g, int group);
-
-// The frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is scaled, for
-// longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has others,
-// and a factor on cos and sin, which makes q . k larger. export.py computes them.
-static float rope_frequency(const Config *c, int j) {
-    return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
-}
-
-// Prepares row t of a batch: x, the token's row of the embedding table; and the cos and sin of the
-// rope angles of its position.
-static void embed(Model *m, int t) {
-    const Matrix *table = &m->weights.embedding;
+// Layer l for row t
+static void layer(const Model *m, int l, int t) {
     const Config *c = &m->config;
     const State *s = &m->state;
-    const int token = s->rows[t].token, pos = s->rows[t].pos;
-    const int dim = c->dim, group = c->group_size, half = c->head_dim / 2;
-    const float factor = c->rope_scaling ? c->rope_factor : 1;
-    for (int i = 0; i < dim; i++) {
-        const float scale = weight_scale(table, token, i / group, group);
-        s->x[(size_t)t * dim + i] = weight_q(table, token, i, group) * scale;
+    const Layer *w = &m->weights.layers[l];
+    float *x = s->x + (size_t)t * c->dim;
+
+    norm(m, x, w->rms_att);              // h = rmsnorm(x), xq = Q8(h)
+    qkv(m, l, t);                        // q = rope(rmsnorm(Wq xq)); k, v go to the cache
+    for (int head = 0; head < c->n_heads; head++) {
+        attend(m, l, t, head);           // a = softmax(q . K / sqrt(head_dim)) V
     }
-    for (int j = 0; j < half; j++) {
-        const float angle = (float)pos * rope_frequency(c, j);
-        s->cos[(size_t)t * half + j] = cosf(angle) * factor;
-        s->sin[(size_t)t * half + j] = sinf(angle) * factor;
-    }
+    quantize(s->aq, s->a, c->q_dim, c->group_size);
+    matmul(s->out, &w->wo, 0, c->dim, s->aq);
+    add(x, s->out, c->dim);              // x = x + Wo aq
+
+    norm(m, x, w->rms_ffn);              // h = rmsnorm(x), xq = Q8(h)
+    if (w->router) experts(m, w);        // out = the sum of share[e] times expert e's output
+    else feed_forward(m, w, 0, s->out);  // out = W2 Q8(silu(W1 xq) * (W3 xq))
+    add(x, s->out, c->dim);              // x = x + out
 }
 
-// The progress display of a long text. progress_start: `tokens` tokens are about to run.
-// progress_add: n have finished one more layer. progress_end clears it.
-static void progress_start(const Model *m, size_t tokens);
-static void progress_add(int n);
-static void progress_end(void);
+// logits (vocab_size) = Wcls Q8(rmsnorm(x, rms_final)) for row t
+static void scores(const Model *m, int t, float *logits) {
+    norm(m, m->state.x + (size_t)t * m->config.dim, m->weights.rms_final);
+    matmul(logits, &m->weights.classifier, 0, m->config.vocab_size, m->state.xq);
+}
+
+// layer(m, l, t) for t = 0, 1 .. n - 1 (Part III): with -DPLAIN just so, else for all rows at once,
+// to read the weights once. Rows of one text may be neighbours: a row needs only the k and v of
+// those before it in this layer. Rows of several texts meet nowhere: each sees its own K and V.
+static void layer_all(Model *m, int l, int n);
+
+// scores(m, first + i, logits + i * vocab_size) for i = 0 .. count - 1, count <= logit_rows, where
+// logits is State.logits, which it returns (Part III, the other place where -DPLAIN differs).
+static float *classify(Model *m, int first, int count);
 
 // Runs State.rows 0 .. n - 1, n <= batch. The rows of a text stand together, in order; the cache
-// must hold the positions before them, and afterwards holds these as well. Then the first rows of x
-// are the last layer's output of those rows that are needed. Returns false after Ctrl-C.
+// must hold the positions before them, and afterwards holds these as well. Then the rows that are
+// needed come first, and x is the last layer's output. Returns false after Ctrl-C.
 static bool forward(Model *m, int n) {
-    State *s = &m->state;
-    Pass p = {.c = &m->config, .s = s, .n = n};
-    s->passes++;
-    for (int t = 0; t < n; t++) embed(m, t);
-
-    for (p.l = 0; p.l < m->config.n_layers; p.l++) {
-        if (interrupted) return false;
-        p.w = &m->weights.layers[p.l];
-        norm(&p, p.w->rms_att);            // xq = Q8(rmsnorm(x))
-        qkv(&p);                           // q = rope(rmsnorm(Wq xq)); k, v go to the cache
-        attention(&p);                     // aq = Q8(softmax(q . K / sqrt(head_dim)) V)
-        matmul_add(&p, &p.w->wo, &s->aq);  // x = x + Wo aq
-
-        norm(&p, p.w->rms_ffn);            // xq = Q8(rmsnorm(x))
-        if (p.w->router) {
-            experts(&p);                       // x = x + the outputs of the chosen experts
-        } else {
-            swiglu(&p);                        // hq = Q8(silu(W1 xq) * (W3 xq))
-            matmul_add(&p, &p.w->w2, &s->hq);  // x = x + W2 hq
-        }
-        progress_add(n);
-    }
-    return true;
-}
-
-// Runs n tokens of one text from position pos on. The last `needed` of them are needed.
-static bool forward_text(Model *m, const Text *text, const int *tokens, int n, int pos,
-                         int needed) {
-    for (int t = 0; t < n; t++) {
-        m->state.rows[t] = (Row){tokens[t], pos + t, text, t >= n - needed};
-    }
-    return forward(m, n);
-}
-
-// Computes logits (count, vocab_size) = Wcls Q8(rmsnorm(x, rms_final)) for rows first ..
-// first + count - 1 of x; count is at most logit_rows. Overwrites h and xq.
-static float *classify(Model *m, int first, int count) {
     const State *s = &m->state;
-    for (int t = 0; t < count; t++) norm_row(&m->config, s, m->weights.rms_final, first + t, t);
-    matmul(s, s->logits, &m->weights.classifier, &s->xq, count, false);
-    return s->logits;
-}
-
-// ------------------------------------------------------------------------------------------------
-// Matrix product and attention, in plain C: dot_row defines what Part III's matmul computes, attend
-// what attend_all does. These two are faster, as they work on several sums at once, each in the
-// order that it has here (but for attend_all's spans, see the top). dot_row runs in tests only,
-// attend also in `make journey`.
-
-// The int8 of weight (r, i). With 4 bits, a group takes group / 2 bytes. Byte b holds two indices
-// into levels: in its low nibble that of the group's weight b, in its high one that of weight b +
-// group / 2. group equals w->group; callers pass it as a constant, so that the compiler can unroll.
-INLINE int weight_q(const Matrix *w, int r, int i, const int group) {
-    const size_t at = (size_t)r * w->cols + i;
-    if (w->bits == 8) return w->bytes[at];
-    const int j = i % group, half = group / 2;               // j: the place in the group
-    const uint8_t pair = w->bytes[(at - j) / 2 + j % half];  // (at - j) / 2: its first byte
-    return w->levels[j < half ? pair & 15 : pair >> 4];
-}
-
-INLINE float weight_scale(const Matrix *w, int r, int g, const int group) {
-    const size_t at = (size_t)r * (w->cols / group) + g;
-    return w->bits == 8 ? ((const float *)w->scales)[at]
-                        : half_float(((const uint16_t *)w->scales)[at]);
-}
-
-// W[r] . x[t]: row r of W, vector t of x. The products of a group are added as integers, the groups
-// as floats, from the first to the last.
-INLINE float dot_row(const Matrix *w, int r, const Quantized *x, int t, const int group) {
-    const Quantized x_row = quantized_row(x, t);
-    float sum = 0;
-    for (int g = 0; g < w->cols / group; g++) {
-        int32_t dot = 0;
-        for (int i = g * group; i < (g + 1) * group; i++) {
-            dot += weight_q(w, r, i, group) * x_row.q8[i];
-        }
-        sum = mul_add((float)dot * weight_scale(w, r, g, group), x_row.scale[g], sum);
+    const size_t dim = m->config.dim;
+    m->state.passes++;
+    for (int t = 0; t < n; t++) embed(m, t);
+    for (int l = 0; l < m->config.n_layers; l++) {
+        if (interrupted) return false;
+        layer_all(m, l, n);
     }
-    return sum;
-}
-
-// Replaces x (n) by exp(x - max), where max is max_of(x, n), and returns the sum; dividing by it
-// completes the softmax: exp(max) cancels, and without it exp(x) could be infinite.
-static float softmax_terms(float *x, int n, float max) {
-    for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
-    return sum_of(x, n, false);
-}
-
-// Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with q and a
-// (head_dim), K and V (len, head_dim). score (seq_len) is overwritten.
-INLINE void attend(const Pass *p, int t, int head, float *score) {
-    const Config *c = p->c;
-    const State *s = p->s;
-    const int kv_head = head / (c->n_heads / c->n_kv_heads);
-    const Text *text = s->rows[t].text;
-    const int len = s->rows[t].pos + 1;  // causal: a token sees itself and those before it
-    const float *q = s->q + (size_t)t * c->q_dim + head * c->head_dim;
-    float *a = s->a + (size_t)t * c->q_dim + head * c->head_dim;
-    for (int i = 0; i < len; i++) {
-        float dot = 0;
-        for (int j = 0; j < c->head_dim; j++) {
-            dot = mul_add(*key_at(p, text, kv_head, i, j), q[j], dot);
-        }
-        score[i] = dot * (1 / sqrtf((float)c->head_dim));
+    for (int t = 0, to = 0; t < n; t++) {
+        if (!s->rows[t].needed) continue;
+        s->rows[to] = s->rows[t];
+        memmove(s->x + to++ * dim, s->x + t * dim, dim * sizeof(float));
     }
-    const float total = softmax_terms(score, len, max_of(score, len));
-    for (int j = 0; j < c->head_dim; j++) {
-        float sum = 0;
-        for (int i = 0; i < len; i++) {
-            sum = mul_add(*value_at(p, text, kv_head, i, j), score[i], sum);
-        }
-        a[j] = sum * (1 / total);
-    }
-}
-
-// ------------------------------------------------------------------------------------------------
-// A mixture of experts (HF Qwen3MoeSparseMoeBlock). The tokens of a batch choose different experts.
-// An expert runs for all tokens that chose it together, so that its weights are read once: that is
-// in Part III, which adds p[e] times the output of each expert e in ascending order of e.
-
-// share (n_experts), Wr h of one token, becomes p of the n_experts_used experts with the largest p
-// (of equal ones the first) and 0 of all others. Returns false if the softmax is NaN (an
-// element is infinity or NaN): then the token has no experts, all of share is 0.
-static bool choose_experts(const Config *c, float *share) {
-    const float all = softmax_terms(share, c->n_experts, max_of(share, c->n_experts));
-    float chosen = 0;
-    if (isnan(all)) {
-        memset(share, 0, c->n_experts * sizeof(float));
-        return false;
-    }
-    for (int i = 0; i < c->n_experts_used; i++) {
-        int best = 0;
-        for (int e = 1; e < c->n_experts; e++) best = share[e] > share[best] ? e : best;
-        chosen += share[best];
-        share[best] = -share[best];  // the sign marks it as chosen; a p that is 0 adds nothing
-    }
-    const float divisor = c->no_topk_norm ? all : chosen;
-    for (int e = 0; e < c->n_experts; e++) share[e] = share[e] < 0 ? -share[e] / divisor : 0;
     return true;
 }
+
+// parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
+// `chunk`, and calls job(arg, begin, end) for each, on all threads (Part III). It returns when all
+// are done. Only the main thread calls it, never inside a job.
+typedef void (*Job)(void *arg, int begin, int end);
+static void parallel(Job job, void *arg, int count, int chunk);
 
 // ------------------------------------------------------------------------------------------------
 // Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, a token each, which
 // tell the model what no text can: here begins a message. (In what a user writes in a chat, their
 // spelling is plain text.) Between them it is normalized: in Unicode's form NFC, e and a combining
 // accent (U+0301) become one character (U+00E9), so that both spellings get the same ids. Then a
-// regular expression cuts it into pieces, mostly words: "Hello, world" becomes "Hello", "," and "
-// world". Then byte-pair encoding: each byte of a piece begins as a token of its own; as long as
-// two neighbours together are a token of the vocabulary, the pair whose token has the highest score
-// is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. (This score is the merge's
-// priority, and none of the model's scores.) Vocabulary and scores were made before training, from
-// the most frequent pairs of its text: the model only knows texts that are cut in this way.
+// regular expression cuts it into pieces, mostly words with the space before them: "Hello, world"
+// becomes "Hello" "," " world". Then byte-pair encoding: each byte of a piece begins as a token of
+// its own; as long as two neighbours together are a token of the vocabulary, the pair whose token
+// has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. (This score
+// is the merge's priority, and none of the model's scores.) Vocabulary and scores were made before
+// training, from the most frequent pairs of its text: the model only knows texts that are cut in
+// this way.
 
 typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
     const uint8_t *p;
@@ -707,6 +659,8 @@ typedef struct {  // bytes that grow
 static void buffer_add(Buffer *b, Bytes text);
 static void ids_add(Ids *ids, int id);
 
+static size_t find_last(Bytes text, Bytes part);  // the offset after its last occurrence, or 0
+
 static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
 static Bytes bytes_of(const Buffer *b) { return (Bytes){b->p, b->n}; }
 
@@ -714,22 +668,25 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
     return (Bytes){start ? b.p + start : b.p, b.n - start};
 }
 
+INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
+
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum {           // bits of Tokenizer.kind
     ADDED = 1,   // an added token, found before the text is cut into pieces
     SPECIAL = 2  // not written in answers
 };
-enum { SYSTEM, USER, ASSISTANT };
+enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
-typedef struct { uint64_t from, to; } Mapping;  // in tables sorted by `from`
+enum { LONGEST_ADDED = 128 };  // bytes of an added token
 
 typedef struct {       // the text around the messages of a conversation: see render
     Bytes start;       // before all else
     Bytes no_system;   // then, if the first message is not a system message
     Bytes open[3];     // before a message, by role
     Bytes close[3];    // after it
-    Bytes answer[2];   // where the model's answer begins: thinking (see chatml) off, on
+    Bytes answer[2];   // where the model's answer begins: thinking off (mostly an empty <think>
+                       // block), on
     Bytes strip;       // </think>: everything up to the last one is cut from an earlier answer
     Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
@@ -741,7 +698,7 @@ typedef struct Tokenizer {
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     size_t longest;          // the most bytes of a token
     bool added_start[256];   // the bytes that added tokens begin with
-    size_t longest_added;    // the bytes of the longest one
+    bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     int end_of_text;         // <|endoftext|>
     int think, end_think;    // <think> and </think>, or -1
     Ids head, tail;          // put before and after every raw text
@@ -750,15 +707,9 @@ typedef struct Tokenizer {
     int top_k;
     Mode mode;               // what the model is made for
     ChatFormat chat;
-    bool has_classes;        // the file has the classes of characters
-    // Part II only, for token_find, char_at and normalize:
-    uint32_t *table;         // (mask + 1) hash table of the tokens: id + 1, or 0 if free
-    uint32_t mask;
-    uint64_t secret;         // of the hash, odd: nobody can make a file whose tokens share slots
-    uint16_t *chars;         // (N_CHARS) what each character is
-    uint64_t *decomposed;    // (N_CHARS) canonical decompositions: first << 32 | second, or 0
-    Mapping *composed;       // (n_composed) and back, for those that NFC composes again
-    size_t n_composed;
+    bool has_classes;        // the file has the classes of characters (older ones: ASCII's alone),
+    bool has_nfc;            // and what normalize needs (else a text is taken as it is)
+    struct Tables *tables;   // Part II only, for token_find, char_at and normalize
 } Tokenizer;
 
 typedef struct {  // one character of a text
@@ -848,14 +799,14 @@ static void encode_piece(Encoder *enc, Bytes piece);
 // Encodes the plain text that has arrived.
 static void encode_flush(Encoder *enc) {
     Bytes text = bytes_of(&enc->plain);
-    if (enc->tok->decomposed) {  // the file has the data for NFC
+    if (enc->tok->has_nfc) {
         enc->normal.n = 0;
         normalize(enc->tok, &enc->normal, text);
         text = bytes_of(&enc->normal);
     }
     // NFC may have made it longer. A byte makes at most one token, so all counts fit into an int.
     if (text.n + enc->out->n >= INT_MAX) die("text: too long, expected less than 2 GB");
-    while (text.n && !interrupted) {  // then ids are missing, but forward stops as well
+    while (text.n && !interrupted) {  // after Ctrl-C ids are missing, but forward stops as well
         size_t n = piece_length(enc->tok, text);
         encode_piece(enc, (Bytes){text.p, n});
         text = bytes_from(text, n);
@@ -872,19 +823,9 @@ static void encode_token(Encoder *enc, int id) {
 // <|im_end|>, stays plain text; so a user, whose text comes here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->plain, text); }
 
-// Returns the first added token at or after *at, the longest if several begin there, and sets *at
-// to its offset. If there is none, returns -1, and *at is the end of the text.
-static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
-    for (; *at < text.n && !interrupted; ++*at) {
-        if (!tok->added_start[text.p[*at]]) continue;
-        for (size_t n = tok->longest_added; n > 0; n--) {
-            if (n > text.n - *at) continue;
-            const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
-            if (id >= 0) return id;
-        }
-    }
-    return -1;
-}
+// Part II: returns the first added token at or after *at, the longest if several begin there, and
+// sets *at to its offset. If there is none, returns -1, and *at is the end of the text.
+static int added_next(const Tokenizer *tok, Bytes text, size_t *at);
 
 // Adds text in which spelled-out added tokens are recognized and become single tokens.
 static void encode_marked(Encoder *enc, Bytes text) {
@@ -903,15 +844,21 @@ static void encoder_free(Encoder *enc) {
     free(enc->symbols);
 }
 
+// Appends the ids of a text, in which the spelling of added tokens counts if `marked` is true.
+static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out) {
+    Encoder enc = {.tok = tok, .out = out};
+    if (marked) encode_marked(&enc, text);
+    else encode_plain(&enc, text);
+    encode_flush(&enc);
+    encoder_free(&enc);
+}
+
 // A raw text (in all modes but chat), as HF's tokenizer(text) encodes it: with added tokens, and
 // with what its post-processor puts around every text.
 static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
-    Encoder enc = {.tok = tok, .out = out};
     for (size_t i = 0; i < tok->head.n; i++) ids_add(out, tok->head.p[i]);
-    encode_marked(&enc, text);
-    encode_flush(&enc);
+    encode_part(tok, text, true, out);
     for (size_t i = 0; i < tok->tail.n; i++) ids_add(out, tok->tail.p[i]);
-    encoder_free(&enc);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -920,10 +867,11 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // each turn is all messages in that form, up to where the model's answer begins, for example
 //   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
 //   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
-// (one after the other). The model goes on from there, and ends its answer with <|im_end|>.
+// (one after the other). The model goes on from there: perhaps with its thinking, <think>, what it
+// considers, </think>, then with the answer, and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
-// anew; prefill then skips the beginning that the cache holds already. (Where a <think> block, even
+// anew; the beginning that the cache holds already does not run again. (Where a <think> block, even
 // an empty one, preceded the last answer, the next turn leaves it out, as the template does. The
 // tokens behind it then have other positions and see other tokens, so they run again.)
 
@@ -940,48 +888,27 @@ typedef struct {
     size_t n, cap;
 } Conversation;
 
-// ChatML, which all Qwen models speak: for files without a chat format. Some models think before
-// they answer: they write how they get there, between <think> and </think>. Where the vocabulary
-// has these tokens, an empty block turns thinking off.
-static ChatFormat chatml(bool has_think) {
-    Bytes end = bytes("<|im_end|>\n"), answer = bytes("<|im_start|>assistant\n");
-    Bytes no_think = bytes("<|im_start|>assistant\n<think>\n\n</think>\n\n");
-    return (ChatFormat){
-        .open = {bytes("<|im_start|>system\n"), bytes("<|im_start|>user\n"), answer},
-        .close = {end, end, end},
-        .answer = {has_think ? no_think : answer, answer},
-        .strip = bytes("</think>"), .trim = bytes("\n")};
-}
-
-// The offset just after the last occurrence of `part` in `text`, or 0 if there is none
-static size_t find_last(Bytes text, Bytes part) {
-    for (size_t end = text.n; part.n && end >= part.n; end--) {
-        if (memcmp(text.p + end - part.n, part.p, part.n) == 0) return end;
-    }
-    return 0;
-}
-
-// Adds an answer of an earlier turn, without its thinking. Like the chat template, it works on the
-// text: the answer's text is encoded again, and its ids can differ from those that the model drew.
-// Only added tokens keep their ids.
+// Adds an answer of an earlier turn without its thinking: all up to the last </think>, and the
+// newlines after it, even where that is the middle of a token. The rest is encoded again, as by the
+// chat template: its ids can differ from those that were drawn. Added tokens keep theirs.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     Buffer all = {0};
     for (size_t i = 0; i < ids->n; i++) buffer_add(&all, enc->tok->text[ids->p[i]]);
     buffer_add(&all, bytes_of(&message->text));
     Bytes text = bytes_of(&all);
-    size_t start = find_last(text, f->strip), at = 0;  // bytes to skip; bytes before token i
-    while (start && start < text.n && f->trim.n && memchr(f->trim.p, text.p[start], f->trim.n))
-        start++;
+    size_t done = find_last(text, f->strip), end = 0;  // bytes left out or added; end of token i
+    while (done && done < text.n && f->trim.n && memchr(f->trim.p, text.p[done], f->trim.n)) done++;
     for (size_t i = 0; i < ids->n; i++) {
-        int id = ids->p[i];
-        Bytes token = enc->tok->text[id];
-        size_t cut = at < start ? start - at : 0;  // bytes of this token to skip
-        if (cut == 0 && enc->tok->kind[id] & ADDED) encode_token(enc, id);
-        else if (cut < token.n) encode_plain(enc, bytes_from(token, cut));
-        at += token.n;
+        const int id = ids->p[i];
+        const bool whole = end >= done;
+        end += enc->tok->text[id].n;
+        if (end <= done) continue;
+        if (whole && enc->tok->kind[id] & ADDED) encode_token(enc, id);
+        else encode_plain(enc, (Bytes){text.p + done, end - done});
+        done = end;
     }
-    if (start < text.n) encode_plain(enc, bytes_from(text, start > at ? start : at));
+    encode_plain(enc, bytes_from(text, done));  // message->text
     free(all.p);
 }
 
@@ -1011,15 +938,14 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
-// HF's order. (The likeliest token each time makes texts dull, which repeat themselves; so one is
-// drawn.) The last two cut off the very many unlikely tokens, one of which would else be drawn now
-// and then. Tokens are ordered by probability, equal ones by id. Nothing is sorted: each step
-// is a loop over the whole vocabulary that compilers vectorize, so the time hardly depends on the
-// distribution.
+// HF's order. (The likeliest token each time would make a dull text that repeats itself.) Top-k and
+// top-p cut off the very many unlikely tokens: else one of them would be drawn now and then. Tokens
+// are ordered by probability, of equal ones the lower id first. Nothing is sorted: each step is a
+// loop over the vocabulary that compilers vectorize, so the time hardly depends on the
+// distribution. A new field of Sampler needs a row in Part II's table of options as well.
 
 typedef struct {
-    float temperature;  // divides the logits: below 1 likely tokens become still likelier, above 1
-                        // less likely; 0: always the most likely one
+    float temperature;  // divides the logits: < 1 makes likely tokens still likelier; 0: the best
     float top_p;        // keep the smallest set that reaches this probability, the nucleus
     int top_k;          // keep the k most likely tokens, 0: all
     float presence;     // subtracted from the logits of tokens that are in the answer
@@ -1116,8 +1042,9 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
 // Draws the next token by its logits (n), which are overwritten; -1 if they are not finite. Nucleus
 // sampling (top_p must be > 0) needs no sorting. Let the total be the sum of all p before the first
 // draw. Draw a token. If the tokens likelier than it sum to less than top_p * total, it is in the
-// nucleus: return it. Else discard it and all less likely tokens, and draw again. No token of the
-// nucleus is discarded before the draw that counts, so their proportions stay right.
+// nucleus: return it. Else discard it and all less likely tokens, none of them in the nucleus, and
+// draw again. So all of the nucleus takes part in each draw. The draw that counts is the first that
+// hits the nucleus, and there each token's chance is its part of the nucleus.
 static int sample(Sampler *sampler, float *logits, int n) {
     penalize(sampler, logits, n);
     if (!isfinite(sum_double(logits, n))) return -1;
@@ -1135,78 +1062,140 @@ static int sample(Sampler *sampler, float *logits, int n) {
     }
 }
 
-typedef struct Engine Engine;
+// log(sum(exp(logits))), logits (n), which are overwritten. A token's logit less this is the
+// logarithm of its probability.
+static double log_sum_exp(float *logits, int n) {
+    const float max = max_of(logits, n);
+    likelihoods(logits, n, max, 1);
+    return log(sum_double(logits, n)) + max;
+}
+
 typedef struct Writer Writer;
 
 // Writes a token's text. Returns false if the option -x TEXT ends the answer here: as soon as TEXT
 // comes, nothing from it on is written.
 static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
-// Runs a drawn token through the model and appends it to the answer's text. Returns the logits of
-// the next token, or NULL after Ctrl-C. In principle, with text = &e->answer.text and
-// pos = text->ids.n, this is
-//   forward_text(m, text, &id, 1, pos, 1); ids_add(&text->ids, id); return classify(m, 0, 1);
-// Part II adds a kind of speculative decoding, which is faster: where the text repeats itself, it
-// guesses the next tokens, a draft, and runs them with id in one pass, a row each. As long as each
-// token that is drawn is the one that was guessed, its logits are there, without a pass. The first
-// other one begins a new pass, and what follows in the draft is overwritten. So the results are the
-// same. advance_start forgets the last answer's draft.
-static float *advance(Engine *e, int id);
-static void advance_start(Engine *e);
-
 // ------------------------------------------------------------------------------------------------
-// Generation: one loop for chat and for raw text. (Part II has a second one, which runs the answers
-// of many texts together.) An answer is (respond in Part II)
+// The main loop. A text is its ids, of which the first `run` have run. A pass runs ids that have
+// not run, of all texts, as many as fit into a batch. Once all ids of a text have run, the logits
+// of the last one say what may follow: an id is drawn, written and appended, and runs in the next
+// pass. So the ids of a prompt and those of an answer are treated alike, and a conversation's turn
+// is no different from a line of a list. An answer is (respond in Part II)
+//
 //   render(tok, conversation, 0, think, &ids);  the prompt; a raw text: encode_raw(tok, text, &ids)
-//   prefill(e, &ids);                           runs it, but for what the cache holds
-//   generate(e, &drawn);                        draws, writes and runs one token after the other
+//   Text *t = add_text(e, &ids);                it waits until there is room in the cache
+//   while (t->ending == GOES_ON && run_pass(e)) draw_all(e);
+//
+// Of a text that is scored all ids are there, but only the first `known` are taken as given. For
+// each later one, the logits of the id before it say how likely it was. So a prompt and its answer
+// that is drawn have known = all ids; a perplexity has known = 1.
 
 #define NOT_FINITE "model: the logits are not finite; is the file damaged?"
 #define BAD_VECTOR "model: the vector is not finite; is the file damaged?"
 
-typedef enum { GOES_ON, TURN_ENDED, LIMIT_REACHED, CONTEXT_ENDED, INTERRUPTED } Ending;
+enum { PLACES = 32 };  // texts that run together
 
-typedef struct {
-    Text text;        // the prompt, then the answer's tokens
+typedef enum {
+    GOES_ON, TURN_ENDED, LIMIT_REACHED, CONTEXT_ENDED, INTERRUPTED,
+    FAILED             // the logits, or an embedding, are not finite
+} Ending;
+
+struct Text {
+    Ids ids;           // its tokens, those of the prompt first
+    size_t run;        // so many have run: their keys and values are in the KV cache,
+    int *blocks;       // those of position pos in block blocks[pos / block_len]
+    size_t known;      // so many are given or drawn; what follows is scored if it is there
+    int rows;          // that it has in this pass
+    int first, needed; // its first row of logits, and how many rows of logits it has
+    int guesses;       // so many behind ids.n are guessed, and run, too (Part II: Drafts)
+    double score;      // the sum of -log(probability) of the ids that were scored so far
+    Ending ending;
     Sampler sampler;
-    Writer *writer;   // where it goes
-    Ids *drawn;       // its tokens
-} Answer;
-
-struct Engine {
-    Model model;
-    Tokenizer tokenizer;
-    int max_new;      // the maximum number of tokens in an answer, -1: no limit
-    Answer answer;    // of the conversation. Its text is allocated once, with room for seq_len + 1
-                      // ids (the one more is for advance)
-    size_t reused;    // how many of the prompt's tokens were there already
-    struct {          // Part II only: see advance
-        int n, row;   // drafted tokens in the last forward pass; the row whose logits are in use
-        int credit;   // what drafts may still cost
-    } draft;
+    Writer *writer;    // where it goes
+    size_t prompt;     // tokens of the prompt
+    bool chooses;      // once its ids have run, given answers are scored
+    // Part II only:
+    struct Request *request;
+    int part;          // which of its request's texts this is
+    size_t cached;     // tokens of the prompt that were there when it began
+    size_t before;     // so many had run when it had to wait
+    int n_blocks;      // that it has
+    int drafted;       // ids that were guessed before this pass
+    int thought;       // tokens that were drawn since <think>
+    bool closed;       // its thinking was too long and was ended by -r N
+    Buffer out;        // the answer of a text in a list, or an embedding
 };
 
-// Runs a prompt of 1 .. seq_len tokens through the model, except for the beginning that the cache
-// holds already; its last token always runs, as that makes the first logits: it is the first row of
-// x then. Returns false after Ctrl-C.
-static bool prefill(Engine *e, const Ids *prompt) {
-    Ids *cached = &e->answer.text.ids;
-    size_t same = 0;
-    while (same < cached->n && same + 1 < prompt->n && cached->p[same] == prompt->p[same]) same++;
-    e->reused = cached->n = same;
-    // All ids are copied at once, but they count as cached only when their batch has run.
-    memcpy(cached->p, prompt->p, prompt->n * sizeof(int));
-    progress_start(&e->model, prompt->n - same);
-    bool running = true;
-    while (running && cached->n < prompt->n) {
-        const int n = min_int(e->model.state.batch, (int)(prompt->n - cached->n));
-        const bool last = cached->n + n == prompt->n;
-        running = forward_text(&e->model, &e->answer.text, prompt->p + cached->n, n,
-                               (int)cached->n, last);
-        if (running) cached->n += n;
+typedef struct {
+    Model model;
+    Tokenizer tokenizer;
+    Mode mode;         // -m, or what the model is made for
+    int max_new;       // the maximum number of tokens in an answer, -1: no limit
+    Text *active[PLACES + 1];  // first the n_running texts that run
+    int n_running;
+    int needed;        // rows of logits in this pass
+    double *scores;    // (logit_rows) of the id after each row, if it is there
+    size_t rows;       // tokens that ran so far
+    // Part II only: see Many texts at once
+    Text places[PLACES + 1];
+    int n_active, n_places;
+    size_t cached, drawn;  // tokens of prompts that did not need to run; of answers
+    size_t again;      // that ran again, as their text had had to wait
+    int *users;        // (State.blocks) how many texts have this block
+    int n_unused;      // blocks that no text has
+    int credit;        // what drafts may still cost
+    bool thinks, may_think;  // the prompt opens the thinking; it does, or the model may
+    int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
+    Ids closing;       // what ends thinking that has reached it
+    Ids blank;         // what follows </think> before given answers
+    struct Choice *choices;  // given answers (-o)
+    int n_choices;
+    size_t longest;    // tokens of the longest one
+} Engine;
+
+// Makes the last row's x an embedding: the answer of a text that is not continued. (Part II)
+static void embed_text(const Engine *e, Text *t);
+
+// Chooses the texts that run, n_running <= batch and <= logit_rows, and sees to it that the cache
+// has room for their ids. Guesses ids where this may save a pass. (Part II)
+static void schedule(Engine *e);
+
+// Makes the rows of the next pass and returns how many they are. Each text that runs gets one at
+// least, the first texts as many as fit. A row needs logits if the id after it is not known: so of
+// a prompt's rows only the last does. The last id of a text that is scored need not run.
+static int make_rows(Engine *e) {
+    const State *s = &e->model.state;
+    int n = 0;
+    e->needed = 0;
+    for (int i = 0; i < e->n_running; i++) {
+        Text *t = e->active[i];
+        const size_t end = t->known < t->ids.n ? t->ids.n - 1 : t->ids.n + t->guesses;
+        const int later = e->n_running - 1 - i;  // a row is kept for each text that follows
+        const int start = n;
+        t->first = e->needed;
+        for (size_t pos = t->run; pos < end; pos++) {
+            const bool needed = pos + 1 >= t->known;
+            if (n + later == s->batch || e->needed + later == s->logit_rows) break;
+            s->rows[n++] = (Row){t->ids.p[pos], (int)pos, t, needed};
+            e->needed += needed;
+        }
+        t->rows = n - start;
+        t->needed = e->needed - t->first;
     }
-    progress_end();
-    return running;
+    return n;
+}
+
+// Runs the next rows of all texts. Returns false if no text runs, or after Ctrl-C.
+static bool run_pass(Engine *e) {
+    schedule(e);
+    const int n = make_rows(e);
+    if (n == 0 || !forward(&e->model, n)) return false;
+    for (int i = 0; i < e->n_running; i++) {
+        e->active[i]->run += e->active[i]->rows - e->active[i]->guesses;  // they count in draw
+    }
+    e->rows += n;
+    return true;
 }
 
 static bool is_stop(const Tokenizer *tok, int id) {
@@ -1216,41 +1205,95 @@ static bool is_stop(const Tokenizer *tok, int id) {
     return false;
 }
 
-// The prompt is there, the answer begins.
-static void answer_start(Answer *a, const Tokenizer *tok) {
-    memset(a->sampler.answered, 0, tok->vocab_size * sizeof(bool));
-    memset(a->sampler.seen, 0, tok->vocab_size * sizeof(bool));
-    for (size_t i = 0; i < a->text.ids.n; i++) a->sampler.seen[a->text.ids.p[i]] = true;
-    a->drawn->n = 0;
-}
-
-// Adds a drawn token to an answer and writes it. Says whether this is the answer's end.
-static Ending answer_add(const Engine *e, Answer *a, int id) {
+// Appends an id to its text and writes it. Returns whether this is the answer's end.
+static Ending append_id(const Engine *e, Text *t, int id) {
+    Ids *ids = &t->ids;
     if (is_stop(&e->tokenizer, id)) return TURN_ENDED;
-    ids_add(a->drawn, id);
-    a->sampler.answered[id] = a->sampler.seen[id] = true;
-    if (!writer_token(a->writer, &e->tokenizer, id)) return TURN_ENDED;
-    if (a->drawn->n == (size_t)e->max_new) return LIMIT_REACHED;  // -1 is never equal
-    const bool room = a->text.ids.n < (size_t)e->model.state.seq_len;  // to run it
-    return room ? GOES_ON : CONTEXT_ENDED;
+    ids_add(ids, id);
+    t->known = ids->n;
+    t->sampler.answered[id] = t->sampler.seen[id] = true;
+    if (!writer_token(t->writer, &e->tokenizer, id)) return TURN_ENDED;
+    if (ids->n - t->prompt == (size_t)e->max_new) return LIMIT_REACHED;  // -1 is never equal
+    return ids->n <= (size_t)e->model.state.seq_len ? GOES_ON : CONTEXT_ENDED;  // room to run it
 }
 
-// Writes the continuation of a prompt that the cache holds; `drawn` gets its tokens.
-static Ending generate(Engine *e, Ids *drawn) {
-    Answer *a = &e->answer;
-    a->drawn = drawn;
-    answer_start(a, &e->tokenizer);
-    advance_start(e);
-    if (e->max_new == 0) return LIMIT_REACHED;
-    float *logits = classify(&e->model, 0, 1);
-    while (logits && !interrupted) {
-        const int id = sample(&a->sampler, logits, e->tokenizer.vocab_size);
-        if (id < 0) die(NOT_FINITE);
-        const Ending ending = answer_add(e, a, id);
-        if (ending != GOES_ON) return ending;
-        logits = advance(e, id);
+// append_id, and ids that the program itself puts behind the end of thinking (Part II)
+static Ending take_drawn(const Engine *e, Text *t, int id);
+
+// Scores the given answers of a text, all of whose ids have run, instead of drawing one. (Part II)
+static void score_choices(const Engine *e, Text *t);
+
+static float *logits_of(const Engine *e, int row) {
+    return e->model.state.logits + (size_t)row * e->tokenizer.vocab_size;
+}
+
+// Draws the id that follows a text, all of whose ids have run. If an id was guessed there, its row
+// has run, too; and if it is the one that is drawn, the row's logits give the id after it, and so
+// on. If not, the drawn id takes the place of the guess, and its keys and values will take that of
+// the guess's in the cache. So guesses save passes and change no id.
+static void draw(const Engine *e, Text *t) {
+    if (e->max_new == 0) t->ending = LIMIT_REACHED;
+    for (int row = t->first; t->ending == GOES_ON && !interrupted; row++) {
+        const size_t n = t->ids.n;
+        const int guess = t->guesses > 0 ? t->ids.p[n] : -1;
+        const int id = sample(&t->sampler, logits_of(e, row), e->tokenizer.vocab_size);
+        t->ending = id < 0 ? FAILED : take_drawn(e, t, id);
+        const bool alone = t->ids.n == n + 1;  // the program has put nothing behind it
+        if (id != guess || !alone || t->ending != GOES_ON) break;
+        t->guesses--;
+        t->run++;
     }
-    return INTERRUPTED;
+}
+
+// Adds up the scores of the ids that are there, in their order.
+static void add_scores(const Engine *e, Text *t) {
+    for (int i = 0; i < t->needed; i++) t->score += e->scores[t->first + i];
+    t->known += t->needed;
+    if (!isfinite(t->score)) t->ending = FAILED;
+    else if (t->known == t->ids.n) t->ending = TURN_ENDED;
+}
+
+enum { ANY_STOP = -1 };  // a scored text's last id may be this: any of the tokens that end it
+
+static double logit_of(const Tokenizer *tok, const float *logits, int id) {
+    double max = -INFINITY, sum = 0;
+    if (id != ANY_STOP) return logits[id];
+    for (size_t i = 0; i < tok->stop.n; i++) max = fmax(max, logits[tok->stop.p[i]]);
+    for (size_t i = 0; i < tok->stop.n; i++) sum += exp(logits[tok->stop.p[i]] - max);
+    return max + log(sum);
+}
+
+// scores[i] = -log(probability) of the id after row i, if it is there
+static void score_rows(void *arg, int begin, int end) {
+    const Engine *e = arg;
+    for (int i = begin; i < end; i++) {
+        const Row *row = &e->model.state.rows[i];
+        const Ids *ids = &row->text->ids;
+        const size_t next = row->pos + 1;
+        if (next >= ids->n) continue;
+        const double logit = logit_of(&e->tokenizer, logits_of(e, i), ids->p[next]);
+        e->scores[i] = log_sum_exp(logits_of(e, i), e->tokenizer.vocab_size) - logit;
+    }
+}
+
+static void draw_texts(void *arg, int begin, int end) {
+    const Engine *e = arg;
+    for (int i = begin; i < end; i++) {
+        Text *t = e->active[i];
+        if (t->needed == 0) continue;
+        if (e->mode == EMBED) embed_text(e, t);
+        else if (t->known < t->ids.n) add_scores(e, t);
+        else if (t->chooses) score_choices(e, t);
+        else draw(e, t);
+    }
+}
+
+// After a pass: each text whose known ids have all run gets the next one, or its scores.
+static void draw_all(Engine *e) {
+    if (e->needed == 0) return;
+    if (e->mode != EMBED) classify(&e->model, 0, e->needed);
+    parallel(score_rows, e, e->needed, 1);
+    parallel(draw_texts, e, e->n_running, 1);
 }
 
 // ================================================================================================
@@ -1259,8 +1302,8 @@ static Ending generate(Engine *e, Ids *drawn) {
 
 #include <ctype.h>
 #include <errno.h>
-#include <float.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <sys/stat.h>
@@ -1278,7 +1321,9 @@ static unsigned file_mode(const char *path);          // st_mode, or 0 if there 
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
 static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
-static int file_open(const char *path);               // a descriptor to read, or -1; -: stdin
+static const char *stdout_name = "stdout";            // for messages
+static int file_open(const char *path, bool append);  // a descriptor to read, or -1; -: stdin
+static bool file_lock(int fd, bool alone);            // false: another one has it (alone)
 static double file_size(int fd);                      // of a regular file, else 0
 static double memory_size(void);                      // that this process may use, in bytes
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
@@ -1295,15 +1340,9 @@ static Waiting input_waits(void);                     // how much of a paste is 
 // Allocates all for passes of at most `batch` tokens, logit_rows rows of logits, and a cache
 // of so many texts of up to seq_len positions (or as many as memory allows, but at least one)
 static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts);
-static Text whole_cache(const State *s);  // a text that may use all of the KV cache
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
+static double position_size(const Config *c);              // bytes of all its keys and values
 static int draft_rows(void);              // how many tokens run in about the time of one
-
-// parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
-// `chunk`, and calls job(arg, begin, end) for each, on all threads. It returns when all are done.
-// Only the main thread calls it, never inside a job.
-typedef void (*Job)(void *arg, int begin, int end);
-static void parallel(Job job, void *arg, int count, int chunk);
 
 // The seconds that the first Ctrl-C has to stop the answer, or -1: it ends the program
 static volatile sig_atomic_t patience = -1;
@@ -1326,11 +1365,18 @@ __attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...);
 #define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))  // an error in the command line
 #define notice(...) (quiet ? (void)0 : report(__VA_ARGS__))     // worth knowing, but not an error
 
-// Returns memory for `count` zeroed elements, aligned to 64 bytes. It is never freed. Pages that
-// are never touched take no memory.
+static atomic_flag dying = ATOMIC_FLAG_INIT;  // a thread reports the error that ends the program
+
+// Several threads may get here at once: the first one reports, the others wait until the end.
+static void die_memory(const char *what, double size) {
+    while (atomic_flag_test_and_set(&dying)) {}
+    die("memory: not enough for %s, expected %.0f MB", what, size / 1e6);
+}
+
+// Memory for `count` zeroed elements, aligned to 64 bytes, never freed. Untouched pages take none.
 static void *alloc(size_t count, size_t size, const char *what) {
     char *p = count < (SIZE_MAX - 64) / size ? calloc(count * size + 64, 1) : NULL;
-    if (!p) die("memory: not enough for %s, expected %.0f MB", what, count * (double)size / 1e6);
+    if (!p) die_memory(what, count * (double)size);
     return p + (-(uintptr_t)p & 63);
 }
 
@@ -1339,7 +1385,7 @@ static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
     if (n + more <= *cap) return p;
     *cap = n + more > 2 * *cap ? n + more : 2 * *cap;
     p = realloc(p, *cap * size);
-    if (!p) die("memory: not enough for text, expected %.0f MB", *cap * (double)size / 1e6);
+    if (!p) die_memory("text", *cap * (double)size);
     return p;
 }
 
@@ -1359,10 +1405,16 @@ static bool bytes_equal(Bytes a, Bytes b) {
 }
 
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
-INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 INLINE float as_float(uint32_t bits) {  // the float with these bits
     return (union { uint32_t bits; float value; }){bits}.value;
+}
+
+static size_t find_last(Bytes text, Bytes part) {
+    for (size_t end = text.n; part.n && end >= part.n; end--) {
+        if (memcmp(text.p + end - part.n, part.p, part.n) == 0) return end;
+    }
+    return 0;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1385,6 +1437,7 @@ typedef struct {  // takes a file apart from front to back, and never reads past
     const char *file;
     const char *part;  // what is being read, for messages
     Bytes rest;
+    const char *hint;  // what to do if something is wrong
     bool or_zero;      // numbers may also be 0
 } Cursor;
 
@@ -1393,8 +1446,8 @@ typedef struct {  // takes a file apart from front to back, and never reads past
 
 static const void *take(Cursor *in, uint64_t size) {
     if (size > in->rest.n)
-        die("%s: ends inside %s, expected %llu more bytes, found %zu; copy or export it again",
-            in->file, in->part, (unsigned long long)size, in->rest.n);
+        die("%s: ends inside %s, expected %llu more bytes, found %zu; %s", in->file, in->part,
+            (unsigned long long)size, in->rest.n, in->hint);
     const void *p = in->rest.p;
     in->rest = bytes_from(in->rest, size);
     return p;
@@ -1408,10 +1461,15 @@ static double take_number(Cursor *in, const char *name, bool is_float, double lo
     const char *zero = in->or_zero && low > 0 ? "0 or " : "";
     const int digits = is_float ? 6 : 10;
     if ((value >= low && value <= high) || (value == 0 && in->or_zero)) return value;
-    if (low == high)
-        die_bad(in, name, "%s%.0f, found %.0f; copy or export it again", zero, low, value);
-    die_bad(in, name, "%s%.*g to %.*g, found %.*g; copy or export it again", zero, digits, low,
-            digits, high, digits, value);
+    if (low == high) die_bad(in, name, "%s%.0f, found %.0f; %s", zero, low, value, in->hint);
+    die_bad(in, name, "%s%.*g to %.*g, found %.*g; %s", zero, digits, low, digits, high, digits,
+            value, in->hint);
+}
+
+static void take_version(Cursor *in) {
+    const uint32_t version = take_u32(in);
+    if (version != 1)
+        die_bad(in, "version", "1, found %u; was it made by a newer export.py?", version);
 }
 
 // Takes a number of this name into the struct that p points to.
@@ -1445,7 +1503,7 @@ static void take_zeros(Cursor *in, int at, int end) {  // offsets in the header
 static void take_header(Cursor *in, Config *c) {
     in->part = "the header";
     check_magic(in->file, take_u32(in));
-    take_number(in, "version", false, 1, 1);
+    take_version(in);
     TAKE(c, dim, 1, 1 << 20);
     TAKE(c, hidden_dim, 1, 1 << 20);
     TAKE(c, n_layers, 1, 4096);
@@ -1544,7 +1602,7 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
 static void model_map(Model *m, const char *path) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
-    Cursor in = {path, NULL, file, false};
+    Cursor in = {path, NULL, file, "copy or export it again", false};
     take_header(&in, c);
     check_config(&in, c);
     take_weights(&in, c, &m->weights);
@@ -1573,7 +1631,7 @@ struct Symbol {
 };
 
 // Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
-static void enter(Encoder *enc, Bytes piece, uint32_t begin) {
+static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
     Symbol *s = enc->symbols;
     const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
     const int id = next == n ? -1
@@ -1591,15 +1649,15 @@ static void encode_piece(Encoder *enc, Bytes piece) {
     const uint32_t n = (uint32_t)piece.n;
     Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
     for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
-    for (uint32_t i = 0; i < n && !interrupted; i++) enter(enc, piece, i);
+    for (uint32_t i = 0; i < n && !interrupted; i++) enter_symbol(enc, piece, i);
     while (s[1].node && !interrupted) {
         const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
         s[i].next = next;
         s[merged].next = n;
         if (next < n) s[next].prev = i;
-        if (i > 0) enter(enc, piece, s[i].prev);
-        enter(enc, piece, i);
-        enter(enc, piece, merged);
+        if (i > 0) enter_symbol(enc, piece, s[i].prev);
+        enter_symbol(enc, piece, i);
+        enter_symbol(enc, piece, merged);
     }
     for (uint32_t i = 0; i < n; i = s[i].next) {
         ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
@@ -1617,12 +1675,25 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 //
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
-// length of the rest, then sections, each at most once: a tag of 4 bytes, u32 length, payload (see
-// the table of sections). The Unicode data is that of HF's tokenizers package, so that ids agree on
-// every text.
+// length of the rest, then `sections`, each at most once: a tag of 4 bytes, u32 length, payload.
+// The Unicode data is that of HF's tokenizers package, so that ids agree on every text.
+
+typedef struct { uint64_t from, to; } Mapping;  // in tables sorted by `from`
+
+typedef struct Tables {
+    uint32_t *table;       // (mask + 1) hash table of the tokens: id + 1, or 0 if free
+    uint32_t mask;
+    uint64_t secret;       // of the hash, odd: nobody can make a file whose tokens share slots
+    uint16_t *chars;       // (N_CHARS) what each character is
+    uint64_t *decomposed;  // (N_CHARS) canonical decompositions: first << 32 | second, or 0
+    Mapping *composed;     // (n_composed) and back, for those that NFC composes again
+    size_t n_composed;
+} Tables;
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-enum { LONGEST_ADDED = 128 };            // bytes: added_next tries all lengths
+// What a file may ask for, so that none takes all time or memory: bytes of a token and of
+// ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
+enum { LONGEST = 1024, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
 
 static Bytes take_text(Cursor *in) {
     const uint32_t n = take_u32(in);
@@ -1634,6 +1705,8 @@ static uint32_t take_int(Cursor *in, uint32_t low, uint32_t high) {
 }
 
 static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
+    if (in->rest.n > 4 * MOST_IDS)
+        die_bad(in, in->part, "at most %d ids, found %zu", MOST_IDS, in->rest.n / 4);
     while (in->rest.n) ids_add(ids, take_int(in, 0, tok->vocab_size - 1));
 }
 
@@ -1651,7 +1724,7 @@ static void take_added(Cursor *in, Tokenizer *tok) {
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
 enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256 };
-// Tokenizer.chars: a class; more than that if NFC may change the character or the one before
+// Tables.chars: a class; more than that if NFC may change the character or the one before
 enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
 
 // Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest
@@ -1659,7 +1732,7 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift)
     for (uint32_t next = 0; in->rest.n;) {
         const uint32_t first = take_int(in, next, LAST_CHAR);
         const uint32_t last = take_int(in, first, LAST_CHAR), value = take_int(in, 1, highest);
-        for (next = first; next <= last; next++) tok->chars[next] |= value << shift;
+        for (next = first; next <= last; next++) tok->tables->chars[next] |= value << shift;
     }
 }
 
@@ -1669,9 +1742,18 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift)
 static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
                               bool composes) {
     const uint64_t parts = (uint64_t)first << 32 | second;
-    tok->decomposed[c] = parts;
-    if (composes) tok->composed[tok->n_composed++] = (Mapping){parts, c};
-    tok->chars[composes ? second : c] |= NFC_ACTIVE;
+    tok->tables->decomposed[c] = parts;
+    if (composes) tok->tables->composed[tok->tables->n_composed++] = (Mapping){parts, c};
+    tok->tables->chars[composes ? second : c] |= NFC_ACTIVE;
+}
+
+// How many characters c decomposes into, or more than MOST_PARTS if these are more than that
+static int count_parts(const Tokenizer *tok, uint32_t c, int steps) {
+    const uint64_t parts = tok->tables->decomposed[c];
+    if (!parts) return 1;
+    if (steps == 8) return MOST_PARTS + 1;  // perhaps without end
+    const int n = count_parts(tok, parts >> 32, steps + 1);
+    return n > MOST_PARTS || !(uint32_t)parts ? n : n + count_parts(tok, parts, steps + 1);
 }
 
 static int compare_u64(const void *a, const void *b) {
@@ -1685,8 +1767,9 @@ static int compare_u64(const void *a, const void *b) {
 static void take_decompositions(Cursor *in, Tokenizer *tok) {
     enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
     if (in->rest.n == 0) return;
-    tok->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
-    tok->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
+    tok->has_nfc = true;
+    tok->tables->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
+    tok->tables->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
     for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
         c = take_int(in, next, LAST_CHAR);
         const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
@@ -1698,14 +1781,31 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
         if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
         else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
     }
-    qsort(tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
+    qsort(tok->tables->composed, tok->tables->n_composed, sizeof(Mapping), compare_u64);
+    for (uint32_t c = 0; c <= LAST_CHAR; c++) {
+        if (count_parts(tok, c, 0) > MOST_PARTS)
+            die_bad(in, in->part, "at most %d characters of each, found more of U+%04X",
+                    MOST_PARTS, c);
+    }
 }
 
 static void take_classes(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, SPACE, 0); }
 static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC_SHIFT); }
 static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
 static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
-static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
+
+// Each id once, as given answers add up the probabilities of all
+static void add_stop(Tokenizer *tok, int id) {
+    if (id >= 0 && !is_stop(tok, id)) ids_add(&tok->stop, id);
+}
+
+static void take_stop(Cursor *in, Tokenizer *tok) {
+    Ids ids = {0};
+    take_ids(in, tok, &ids);
+    for (size_t i = 0; i < ids.n; i++) add_stop(tok, ids.p[i]);
+    free(ids.p);
+}
+
 static void take_penalty(Cursor *in, Tokenizer *tok) { TAKE(tok, repetition, 1e-6f, 1e12f); }
 static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok, mode, 0, N_MODES - 1); }
 
@@ -1722,6 +1822,8 @@ static void take_chat(Cursor *in, Tokenizer *tok) {
                       &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
                       &f->answer[0], &f->answer[1], &f->strip, &f->trim};
     for (size_t i = 0; i < sizeof(texts) / sizeof(*texts); i++) *texts[i] = take_text(in);
+    if (f->strip.n > LONGEST_STRIP)
+        die_bad(in, in->part, "strip of at most %d bytes, found %zu", LONGEST_STRIP, f->strip.n);
 }
 
 static const struct { char tag[5]; void (*take)(Cursor *in, Tokenizer *tok); } sections[] = {
@@ -1732,10 +1834,11 @@ static const struct { char tag[5]; void (*take)(Cursor *in, Tokenizer *tok); } s
 static void take_extension(Cursor *in, Tokenizer *tok) {
     enum { N = sizeof(sections) / sizeof(*sections) };
     in->part = "the extension";
+    in->hint = "copy or export it again";
     if (memcmp(take(in, 4), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
             in->file, tok->vocab_size - 1);
-    take_number(in, "extension version", false, 1, 1);
+    take_version(in);
     take_number(in, "extension length", false, in->rest.n - 4.0, in->rest.n - 4.0);
     for (bool seen[N] = {false}; in->rest.n;) {
         const char *tag = take(in, 4);
@@ -1745,7 +1848,7 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
             die("%s: unknown section \"%.4s\"; was it made by a newer export.py?", in->file, tag);
         if (seen[i]) die("%s: section %s is there twice", in->file, sections[i].tag);
         seen[i] = true;
-        Cursor section = {in->file, sections[i].tag, take_text(in), false};
+        Cursor section = {in->file, sections[i].tag, take_text(in), in->hint, false};
         sections[i].take(&section, tok);
         if (section.rest.n)
             die("%s: section %s has %zu bytes too many", in->file, section.part, section.rest.n);
@@ -1756,32 +1859,44 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
 // an ordinary one may have the same bytes. FNV-1a with a secret factor; the slot comes from both
 // halves of a last product (as in wyhash).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
-    uint64_t hash = tok->secret;
-    for (size_t i = 0; i < text.n; i++) hash = (hash ^ text.p[i]) * tok->secret;
-    __uint128_t folded = (__uint128_t)hash * tok->secret;
-    uint32_t slot = (uint32_t)(folded ^ folded >> 64) & tok->mask;
-    for (; tok->table[slot]; slot = (slot + 1) & tok->mask) {
-        const uint32_t id = tok->table[slot] - 1;
+    uint64_t hash = tok->tables->secret;
+    for (size_t i = 0; i < text.n; i++) hash = (hash ^ text.p[i]) * tok->tables->secret;
+    __uint128_t folded = (__uint128_t)hash * tok->tables->secret;
+    uint32_t slot = (uint32_t)(folded ^ folded >> 64) & tok->tables->mask;
+    for (; tok->tables->table[slot]; slot = (slot + 1) & tok->tables->mask) {
+        const uint32_t id = tok->tables->table[slot] - 1;
         if (bytes_equal(tok->text[id], text) && !(tok->kind[id] & ADDED) == !added) break;
     }
-    return &tok->table[slot];
+    return &tok->tables->table[slot];
 }
 
 static int token_find(const Tokenizer *tok, Bytes text, bool added) {
     return (int)*token_slot(tok, text, added) - 1;
 }
 
+static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
+    for (; *at < text.n && !interrupted; ++*at) {
+        if (!tok->added_start[text.p[*at]]) continue;
+        for (size_t n = min_size(LONGEST_ADDED, text.n - *at); n > 0; n--) {
+            if (!tok->added_length[n]) continue;
+            const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
+            if (id >= 0) return id;
+        }
+    }
+    return -1;
+}
+
 static void index_tokens(Tokenizer *tok, const char *file) {
-    tok->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // new in each run
-    tok->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
-    tok->table = alloc((size_t)tok->mask + 1, sizeof(*tok->table), "the tokenizer");
+    tok->tables->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // new in each run
+    tok->tables->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
+    tok->tables->table = alloc((size_t)tok->tables->mask + 1, sizeof(uint32_t), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s, added);
         if (*slot == 0 && (added || s.n == 1 || tok->score[id] > ADDED_SCORE)) *slot = id + 1;
         if (added) tok->added_start[s.p[0]] = true;
-        if (added && s.n > tok->longest_added) tok->longest_added = s.n;
+        if (added) tok->added_length[s.n] = true;
     }
     for (int i = 0; i < 256; i++) {
         if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
@@ -1789,14 +1904,27 @@ static void index_tokens(Tokenizer *tok, const char *file) {
     }
 }
 
+// ChatML, which all Qwen models speak: for files without a chat format. Where the vocabulary has
+// <think> and </think>, an empty block turns thinking off.
+static ChatFormat chatml(bool has_think) {
+    Bytes end = bytes("<|im_end|>\n"), answer = bytes("<|im_start|>assistant\n");
+    Bytes no_think = bytes("<|im_start|>assistant\n<think>\n\n</think>\n\n");
+    return (ChatFormat){
+        .open = {bytes("<|im_start|>system\n"), bytes("<|im_start|>user\n"), answer},
+        .close = {end, end, end},
+        .answer = {has_think ? no_think : answer, answer},
+        .strip = bytes("</think>"), .trim = bytes("\n")};
+}
+
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
-    Cursor in = {file, "the header", file_map(file), false};
+    Cursor in = {file, "the header", file_map(file), "is it another model's, or cut?", false};
     *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
                        .repetition = 1};
     tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
     tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
     tok->kind = alloc(vocab_size, 1, "the tokenizer");
-    tok->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
+    tok->tables = alloc(1, sizeof(Tables), "the tokenizer");
+    tok->tables->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
     const int bos = take_number(&in, "bos id", false, 0, vocab_size - 1);
     const int eos = take_number(&in, "eos id", false, 0, vocab_size - 1);
@@ -1805,16 +1933,19 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         tok->score[id] = as_float(take_u32(&in));
         if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
         const Bytes s = tok->text[id] = take_text(&in);
+        if (s.n > LONGEST)
+            die("%s: bad length of token %d, expected at most %d bytes, found %zu; %s", file, id,
+                LONGEST, s.n, in.hint);
         if (s.n > tok->longest) tok->longest = s.n;
         if (tok->score[id] > ADDED_SCORE || s.n < 2 || s.n > LONGEST_ADDED) continue;
         const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
         tok->kind[id] = special ? ADDED | SPECIAL : ADDED;  // unless the file says which are
     }
     if (in.rest.n) take_extension(&in, tok);
-    tok->has_classes = tok->chars['a'] & CLASS_MASK;  // else something like them follows
+    tok->has_classes = tok->tables->chars['a'] & CLASS_MASK;  // else something like them follows
     for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
         const bool letter = c >= 128 || isalpha(c);
-        tok->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
+        tok->tables->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
     index_tokens(tok, file);
     tok->think = token_find(tok, bytes("<think>"), true);
@@ -1823,9 +1954,9 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
-        ids_add(&tok->stop, eos);
-        ids_add(&tok->stop, tok->end_of_text);
-        ids_add(&tok->stop, token_find(tok, bytes("<|im_end|>"), true));
+        add_stop(tok, eos);
+        add_stop(tok, tok->end_of_text);
+        add_stop(tok, token_find(tok, bytes("<|im_end|>"), true));
     }
 }
 
@@ -1849,7 +1980,8 @@ static Char code_point_at(Bytes text, size_t at) {
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
     if (at >= text.n) return (Char){0, 0, END, false};
     const Char c = code_point_at(text, at);
-    return (Char){c.c, c.n, tok->chars[c.c] & CLASS_MASK, tok->chars[c.c] > CLASS_MASK};
+    const uint16_t kind = tok->tables->chars[c.c];
+    return (Char){c.c, c.n, kind & CLASS_MASK, kind > CLASS_MASK};
 }
 
 // Appends c as UTF-8; a BAD_BYTE as its byte.
@@ -1869,15 +2001,12 @@ typedef struct {
 
 enum { CODE_POINT = 0xFFFFFF };
 
-// Appends the full canonical decomposition of c. Unicode needs at most 4 levels, but an untrusted
-// file could recurse without end.
-static void decompose(const Tokenizer *tok, Marks *out, uint32_t c, int steps) {
-    const uint64_t parts = tok->decomposed[c], ccc = tok->chars[c] >> CCC_SHIFT;
-    if (steps > 8)
-        die("tokenizer: bad section deco, expected at most 8 levels, found more at U+%04X", c);
+// Appends the full canonical decomposition of c.
+static void decompose(const Tokenizer *tok, Marks *out, uint32_t c) {
+    const uint64_t parts = tok->tables->decomposed[c], ccc = tok->tables->chars[c] >> CCC_SHIFT;
     if (parts) {
-        decompose(tok, out, parts >> 32, steps + 1);
-        if ((uint32_t)parts) decompose(tok, out, (uint32_t)parts, steps + 1);
+        decompose(tok, out, parts >> 32);
+        if ((uint32_t)parts) decompose(tok, out, (uint32_t)parts);
     } else {
         out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
         out->p[out->n] = ccc << 56 | (uint64_t)out->n << 24 | c;
@@ -1888,6 +2017,7 @@ static void decompose(const Tokenizer *tok, Marks *out, uint32_t c, int steps) {
 // Sorts each run of marks (ccc > 0) by ccc, stably. Then each character composes with the last
 // starter (ccc 0) before it, unless a character between the two has the same ccc or a higher one.
 static void order_and_compose(const Tokenizer *tok, Marks *marks) {
+    const Tables *tables = tok->tables;
     for (size_t i = 0, stop; i < marks->n; i = stop + 1) {
         for (stop = i; stop < marks->n && marks->p[stop] >> 56; stop++) {}
         qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
@@ -1898,7 +2028,7 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
         const uint64_t mark = marks->p[i], ccc = mark >> 56;
         const uint64_t pair = (*starter & CODE_POINT) << 32 | (mark & CODE_POINT);
         const Mapping *composed = last && last >= ccc ? NULL
-            : bsearch(&pair, tok->composed, tok->n_composed, sizeof(Mapping), compare_u64);
+            : bsearch(&pair, tables->composed, tables->n_composed, sizeof(Mapping), compare_u64);
         if (composed) {
             *starter = composed->to;
         } else {
@@ -1920,7 +2050,7 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
         buffer_add(out, (Bytes){text.p + at, run - at});
         chars.n = 0;
         for (end = run; (c = char_at(tok, text, end)).n && (end == run || c.active); end += c.n) {
-            decompose(tok, &chars, c.c, 0);
+            decompose(tok, &chars, c.c);
         }
         order_and_compose(tok, &chars);
         for (size_t i = 0; i < chars.n; i++) add_char(out, chars.p[i] & CODE_POINT);
@@ -1929,73 +2059,210 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Drafts for advance(): prompt lookup decoding (Saxena 2023). An answer often repeats what the
-// context holds: code that it changes, text that it quotes. Where the last NGRAM tokens occurred
-// before, the tokens that followed there are a draft of what comes next. Random numbers are drawn
-// only for rows that are used. So drafts change the time and nothing else: the text is the same,
-// not just its distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+// Many texts at once. To decode a token, a CPU reads all weights; they serve a token of each of 32
+// texts just as well. So texts run together, and come and go from pass to pass (continuous
+// batching: Orca, OSDI 2022). No row sees another text, and a batch gives the same bits as single
+// tokens: each answer is the one that its text gets alone. A conversation has one text at a time.
 //
-// A pass has draft_rows() tokens, twice as many after a draft that was right to its end, and 1 with
-// -b 1. A drafted token costs DRAFT_COST, a right one earns twice as much, every pass earns 1, and
-// while this credit is negative there are no drafts: wrong ones take at most 2 % of the time, also
-// with experts, where a drafted token takes half the time of another.
+// The cache is a pool of blocks, which a text takes as it grows (a paged KV cache: vLLM, arXiv
+// 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
+// like another shares its blocks (prefix sharing): each block counts its users. The block in which
+// the two begin to differ is copied. A conversation's turn begins like the last one, texts of a
+// list often have the same instruction. A text that does not run keeps its blocks until they or its
+// place are needed: so texts of short answers share, too. When no block is left, the youngest text
+// has to wait, and later runs again up to the last id that it drew (preemption by recomputation).
+//
+//   active:  0            n_running         n_active               n_places
+//            | run        | wait to run     | free                        |
+//            | first come ...     last come | ended last ... ended first  |
+//                                                                         ^ the next text's place
+//
+// From right to left, the texts that do not run lose their blocks when others need them. One place
+// more than n_places exists, so that the text that ended last is always there to be shared.
+
+static void take_block(Engine *e, Text *t, int block) {
+    e->n_unused -= e->users[block]++ == 0;
+    t->blocks[t->n_blocks++] = block;
+}
+
+static void take_unused_block(Engine *e, Text *t) {
+    int block = 0;
+    while (e->users[block]) block++;
+    take_block(e, t, block);
+}
+
+static void drop_blocks(Engine *e, Text *t) {
+    while (t->n_blocks > 0) e->n_unused += --e->users[t->blocks[--t->n_blocks]] == 0;
+    t->run = 0;
+}
+
+// Takes blocks from the texts that do not run, until n are unused. Returns whether that many are.
+static bool free_blocks(Engine *e, int n) {
+    for (int i = e->n_places; i >= e->n_running && e->n_unused < n; i--)
+        drop_blocks(e, e->active[i]);
+    return e->n_unused >= n;
+}
+
+// How many blocks a text lacks for its ids and `more`. The last id may lie behind the context.
+static int lacking_blocks(const Engine *e, const Text *t, int more) {
+    const State *s = &e->model.state;
+    const size_t n = min_size(t->ids.n + more, s->seq_len);
+    return (int)((n + s->block_len - 1) / s->block_len) - t->n_blocks;
+}
+
+// How many of a text's first ids another one has as well, and has run or will run. The last known
+// id does not count: it always runs, as its logits are needed.
+static size_t ids_in_common(const Text *t, const Text *other) {
+    const int *ids = t->ids.p, *its = other->ids.p;
+    const size_t end = other->ending == GOES_ON ? other->ids.n : other->run;
+    size_t n = 0;
+    if (t == other) return t->run;
+    while (other->n_blocks && n + 1 < t->known && n < end && ids[n] == its[n]) n++;
+    return n;
+}
+
+// The text that shares the most with t, perhaps t itself, whose blocks may still be there
+static Text *find_alike(Engine *e, Text *t) {
+    Text *best = t;
+    for (Text *other = e->places; other <= e->places + e->n_places; other++) {
+        if (ids_in_common(t, other) > ids_in_common(t, best)) best = other;
+    }
+    return best;
+}
+
+// Starts the first text that waits: the ids that it shares count as having run. Returns false if it
+// goes on waiting. Beside the blocks that it lacks, one has to be left for each text that runs, as
+// it may soon need one. A text that runs alone may have them all.
+static bool start_text(Engine *e) {
+    Text *t = e->active[e->n_running], *alike = find_alike(e, t);
+    const size_t len = e->model.state.block_len, same = ids_in_common(t, alike);
+    if (same >= alike->run + len) return false;  // it waits: a block or more of these will run soon
+    const size_t run = min_size(same, alike->run), whole = run / len;
+    const int *theirs = alike->blocks;
+    if (alike != t) {
+        drop_blocks(e, t);
+        while (t->n_blocks < (int)whole) take_block(e, t, theirs[t->n_blocks]);
+        t->run = whole * len;
+    }
+    e->n_running++;  // it keeps what it has
+    if (!free_blocks(e, lacking_blocks(e, t, 0) + e->n_running) && e->n_running > 1) {
+        e->n_running--;
+        return false;                            // it waits for blocks
+    }
+    while (lacking_blocks(e, t, 0) > 0) take_unused_block(e, t);
+    // free_blocks may have taken the block from `alike`, but nothing has overwritten it.
+    if (run % len) cache_copy(&e->model, t->blocks[whole], theirs[whole]);
+    t->run = run;
+    if (t->before > run) e->again += t->before - run;
+    if (t->before == 0) t->cached = min_size(run, t->prompt);
+    t->before = 0;
+    return true;
+}
+
+static void start_texts(Engine *e) {
+    while (e->n_running < e->n_active && start_text(e)) {}
+}
+
+// A new text, which waits to run, takes the place of the one that ended the longest time ago. The
+// first `known` of its ids are given; the others will be scored.
+static Text *add_text(Engine *e, const int *ids, size_t n, size_t known) {
+    Text *t = e->active[e->n_places], **free = e->active + e->n_active++;
+    const size_t vocab_size = e->tokenizer.vocab_size;
+    Ids its = t->ids;
+    memmove(free + 1, free, (e->active + e->n_places - free) * sizeof(*free));
+    *free = t;
+    drop_blocks(e, t);
+    its.p = grow(its.p, &its.cap, n, e->model.state.seq_len + 1, sizeof(int));
+    its.n = n;
+    memcpy(its.p, ids, n * sizeof(int));
+    *t = (Text){.ids = its, .known = known, .prompt = n, .blocks = t->blocks,
+                .sampler = t->sampler, .writer = t->writer, .out = {t->out.p, 0, t->out.cap}};
+    memset(t->sampler.answered, 0, vocab_size * sizeof(bool));
+    memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
+    for (size_t i = 0; i < known; i++) t->sampler.seen[ids[i]] = true;
+    return t;
+}
+
+// A text has ended, or is stopped: its place is free. What has run stays there.
+static void remove_text(Engine *e, Text *t) {
+    int at = 0;
+    if (t->ending == GOES_ON) t->ending = INTERRUPTED;
+    while (e->active[at] != t) at++;
+    e->n_running -= at < e->n_running;
+    e->n_active--;
+    memmove(e->active + at, e->active + at + 1, (e->n_active - at) * sizeof(*e->active));
+    e->active[e->n_active] = t;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
+// code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
+// tokens that followed there are a draft of what comes next. Random numbers are drawn only for rows
+// that are used. So drafts change the time and nothing else: the text is the same, not just its
+// distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
+//
+// A pass has draft_rows() rows, which the texts share; a text gets twice as many after a draft that
+// was right to its end. With -b 1, or while a prompt runs, there are none. A drafted token costs
+// DRAFT_COST, a right one earns twice as much, every pass earns 1, and while this credit is
+// negative there are no drafts: wrong ones take at most 2 % of the time, also with experts, where a
+// drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-static void advance_start(Engine *e) { e->draft.n = e->draft.row = 0; }
-
-// Drafts what may follow the text and its next token, from the latest place where it fits, as far
-// as the cache and the logits have room. A draft that runs into itself repeats itself.
-static void draft(Engine *e) {
+// Guesses what may follow a text, up to `most` ids, from the latest place where its end fits, as
+// far as the context and unused blocks reach. A draft that runs into itself repeats itself.
+static void draft_text(Engine *e, Text *t, int most) {
     const State *s = &e->model.state;
-    const size_t n = e->answer.text.ids.n + 1;
-    int *ids = e->answer.text.ids.p;
-    const bool was_right = e->draft.n && e->draft.row == e->draft.n;
-    const int room = min_int(s->logit_rows, s->seq_len - (int)n + 1);
-    const int rows = min_int(was_right ? 2 * draft_rows() : draft_rows(), room);
-    advance_start(e);
-    e->draft.credit = min_int(e->draft.credit + 1, MOST_CREDIT);
-    if (rows == 1 || e->draft.credit < 0) return;
-    size_t from = n - 1, size = NGRAM * sizeof(int);
+    int *ids = t->ids.p;
+    const size_t n = t->ids.n, size = NGRAM * sizeof(int);
+    const size_t blocks = (size_t)(t->n_blocks + e->n_unused) * s->block_len;
+    size_t from = n - 1;
+    most = min_int(most, (int)(min_size(s->seq_len, blocks) - n));
+    if (most < 1 || e->credit < 0) return;
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
-    e->draft.n = rows - 1;
-    e->draft.credit -= DRAFT_COST * e->draft.n;
-    for (int i = 0; i < e->draft.n; i++) ids[n + i] = ids[from + i];
+    e->credit -= DRAFT_COST * most;
+    t->guesses = t->drafted = most;
+    for (int i = 0; i < most; i++) ids[n + i] = ids[from + i];
+    while (lacking_blocks(e, t, most) > 0) take_unused_block(e, t);
 }
 
-// Runs the last token and its draft. A wrong draft may overflow, and its V, though nobody looks at
-// it, then spoils the rows before it (0 * infinity is no number): so the token runs again, alone.
-static bool run_draft(Engine *e) {
-    Model *m = &e->model;
-    Text *text = &e->answer.text;
-    const int n = 1 + e->draft.n, pos = (int)text->ids.n;
-    if (!forward_text(m, text, text->ids.p + pos, n, pos, n)) return false;
-    const float *logits = classify(m, 0, n);
-    if (n == 1 || isfinite(sum_double(logits, n * m->config.vocab_size))) return true;
-    e->draft.n = 0;
-    return run_draft(e);
-}
-
-static float *advance(Engine *e, int id) {
-    const Model *m = &e->model;
-    Ids *cached = &e->answer.text.ids;
-    int *next = &cached->p[cached->n];
-    if (e->draft.row < e->draft.n && *next == id) {  // it has run already
-        e->draft.credit += 2 * DRAFT_COST;
-        e->draft.row++;
-    } else {
-        *next = id;
-        draft(e);
-        if (!run_draft(e)) return NULL;
+// Drafts for all texts, if each of them decodes: it has one id that has not run.
+static void draft_texts(Engine *e) {
+    bool decodes = e->mode <= GENERATE;
+    e->credit = min_int(e->credit + 1, MOST_CREDIT);
+    for (int i = 0; i < e->n_running; i++) {
+        const Text *t = e->active[i];
+        decodes &= t->run + 1 == t->ids.n && t->known == t->ids.n && !t->chooses;
     }
-    cached->n++;
-    return m->state.logits + (size_t)e->draft.row * m->config.vocab_size;
+    for (int i = 0; i < e->n_running; i++) {
+        Text *t = e->active[i];
+        const int right = t->drafted - t->guesses;
+        const bool all = right > 0 && t->guesses == 0;
+        e->credit += 2 * DRAFT_COST * right;
+        t->guesses = t->drafted = 0;
+        const int rows = min_int((1 + all) * draft_rows(), e->model.state.logit_rows);
+        if (decodes) draft_text(e, t, rows / e->n_running - 1);
+    }
+}
+
+// A prompt has its blocks, but an answer may need another one. If there is none, the youngest text,
+// perhaps this one, has to wait. A text that runs alone never has to, as it may take all blocks.
+static void schedule(Engine *e) {
+    start_texts(e);
+    for (int i = 0; i < e->n_running; i++) {
+        Text *t = e->active[i];
+        while (i < e->n_running && !free_blocks(e, lacking_blocks(e, t, 0))) {
+            Text *last = e->active[--e->n_running];
+            last->before = last->run;
+        }
+        while (i < e->n_running && lacking_blocks(e, t, 0) > 0) take_unused_block(e, t);
+    }
+    draft_texts(e);
 }
 
 // ------------------------------------------------------------------------------------------------
 // Writing: progress, messages, an answer as it comes. No file and no model drives the terminal: see
-// add_printable. In chat, thinking is dimmed on a terminal; elsewhere it goes to stderr, so that
-// stdout holds just the answer.
+// add_printable. A terminal shows a chat's thinking dimmed; elsewhere it goes to stderr.
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
@@ -2014,14 +2281,11 @@ static void add_printable(Buffer *out, Bytes text, bool answer) {
 
 // What a terminal shows of a prompt or a list that takes longer than two seconds
 static struct Progress {
-    size_t tokens, layers, done;  // to run; of the model; tokens times layers that ran
-    double start, drawn;          // when it began; when a line was last drawn
-    bool shown;                   // the line is there
+    size_t tokens;        // of a prompt that runs, or 0
+    size_t layers, done;  // of the model; tokens times layers that ran
+    double start, drawn;  // when it began; when a line was last drawn
+    bool shown;           // the line is there
 } progress;
-
-static void progress_start(const Model *m, size_t tokens) {
-    progress = (struct Progress){.tokens = tokens, .layers = m->config.n_layers, .start = now()};
-}
 
 // Clears the line, before an answer, a notice or an error begins.
 static void progress_end(void) {
@@ -2030,41 +2294,37 @@ static void progress_end(void) {
     progress.tokens = 0;
 }
 
-// Shows that `done` of all are done, after so many tokens since `start`. all: 0 if nobody knows; an
-// estimate is no whole number. The time left is that at the rate so far. A prompt's is longer, as
-// attention reads more and more.
-static void progress_show(double start, double done, double all, const char *what, double tokens) {
-    const double time = now(), seconds = time - start, rate = tokens / seconds;
+// Shows what is done, about `tokens` tokens so far, which is `part` of the work, 0 if nobody knows:
+// the rest has the same rate. (A prompt's takes longer, as attention reads more and more.)
+static void progress_show(double tokens, double part, const char *done) {
+    const double time = now(), seconds = time - progress.start, rate = tokens / seconds;
     if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
     progress.drawn = time;
     progress.shown = true;
-    fprintf(stderr, "\r%.0f", done);
-    if (all > 0) fprintf(stderr, " of %s%.0f", all > floor(all) ? "about " : "", all);
-    fprintf(stderr, " %s, %.*f tokens/s", what, rate < 999.95, rate);
-    if (all > 0 && done > 0) fprintf(stderr, ", %.0f s left", seconds * (all / done - 1));
+    fprintf(stderr, "\r%s, %.*f tokens/s", done, rate < 999.95, rate);
+    if (part > 0) fprintf(stderr, ", %.0f s left", seconds * (1 / part - 1));
     fputs("\033[K", stderr);
 }
 
 static void progress_add(int n) {
+    char text[64];
     if (progress.tokens == 0) return;
     progress.done += n;
-    const size_t done = progress.done / progress.layers;
-    progress_show(progress.start, done, progress.tokens, "tokens", done);
+    const size_t done = progress.done / progress.layers, all = progress.tokens;
+    snprintf(text, sizeof(text), "%zu of %zu tokens", done, all);
+    if (done == all) progress_end();
+    else progress_show(done, (double)done / all, text);
 }
 
 static void report(const char *fmt, ...) {
-    enum { HALF = 500 };  // a longer message loses its middle: what is wrong stands at an end
-    static char text[1 << 18];
-    uint8_t line[6 * HALF + 16];
+    char text[1 << 13];  // two paths and what is wrong; a longer message loses its end
+    uint8_t line[3 * sizeof(text) + 1];
     Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
     va_list args;
     va_start(args, fmt);
-    const size_t n = min_size(vsnprintf(text, sizeof(text), fmt, args), sizeof(text) - 1);
+    vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
-    const bool cut = n > 2 * HALF;
-    add_printable(&shown, (Bytes){(uint8_t *)text, cut ? HALF : n}, false);
-    if (cut) buffer_add(&shown, bytes(" ... "));
-    if (cut) add_printable(&shown, bytes(text + n - HALF), false);
+    add_printable(&shown, bytes(text), false);
     progress_end();
     fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
 }
@@ -2166,19 +2426,240 @@ static void writer_end(Writer *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// Requests: an answer, an embedding, or a score, which may be that of several texts. A text longer
+// than the context is scored in pieces, each of which begins with the last id of the one before.
+//
+// Given answers (-o): how likely is it that the answer begins with each of several TEXTs? The
+// prompt's last logits give the probability of the first id of each. For the other ids of a TEXT,
+// the prompt and the TEXT are a text that is scored from there and shares the prompt's blocks.
+// Where another TEXT begins with a TEXT, the answer also has to end after it: so at most one comes
+// true, and probabilities can be added up. A model's thinking becomes a part of the prompt.
+
+typedef struct Choice {  // a given answer
+    Bytes text;
+    Ids ids;             // with ANY_STOP at the end, if another one begins with it
+    size_t n;            // ids without ANY_STOP
+} Choice;
+
+typedef struct Request {
+    Ids ids;             // the prompt
+    uint64_t rng;        // of its first random number
+    int texts, begun;    // how many texts it has; the next one to be added
+    int running;         // how many were added and have not ended
+    double *scores;      // (texts, or n_choices) -log of their probabilities
+    Text first;          // its first text, as it ended, if it has one or given answers
+    Ending ending;       // of its texts
+    // Of a list only:
+    size_t number;       // of its line, from 0
+    Buffer line;         // of the output, empty until it is done
+} Request;
+
+// From Qwen3's technical report, section 4.3
+static const char closing[] = "\n\nConsidering the limited time by the user, I have to give the "
+    "solution based on the thinking directly now.\n</think>\n\n";
+
+static bool begins_with(const Ids *a, const Ids *b) {
+    return a->n >= b->n && memcmp(a->p, b->p, b->n * sizeof(int)) == 0;
+}
+
+static void encode_choices(Engine *e) {
+    if (e->n_choices == 0) return;
+    for (Choice *c = e->choices; c < e->choices + e->n_choices; c++) {
+        encode_part(&e->tokenizer, c->text, e->mode == GENERATE, &c->ids);
+        c->n = c->ids.n;
+        if (c->n > e->longest) e->longest = c->n;
+    }
+    for (Choice *c = e->choices, *end = c + e->n_choices; c < end; c++) {
+        bool begins = false;  // another one
+        for (Choice *other = e->choices; other < end; other++) {
+            if (other == c || !begins_with(&other->ids, &c->ids)) continue;
+            if (other->n == c->n) die("-o: two answers have the same tokens: %.*s, %.*s",
+                                      (int)c->text.n, c->text.p, (int)other->text.n, other->text.p);
+            begins = true;
+        }
+        if (begins) ids_add(&c->ids, ANY_STOP);
+    }
+}
+
+// Appends ids that nobody drew. Before given answers they all come, whatever -n says.
+static Ending append_ids(const Engine *e, Text *t, const Ids *ids) {
+    Ending ending = GOES_ON;
+    for (size_t i = 0; i < ids->n && (ending == GOES_ON || e->n_choices); i++)
+        ending = append_id(e, t, ids->p[i]);
+    return ending;
+}
+
+// From now on, all ids of a text are the prompt of the given answers.
+static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
+    append_ids(e, t, ids);
+    t->chooses = true;
+    return GOES_ON;
+}
+
+// Is there no room for more thinking, as the closing text, the longest TEXT and a row have to fit?
+static bool is_full(const Engine *e, const Text *t) {
+    return t->ids.n + e->closing.n + e->longest + 1 >= (size_t)e->model.state.seq_len;
+}
+
+static Ending take_drawn(const Engine *e, Text *t, int id) {
+    const bool chooses = e->n_choices > 0, opens = id == e->tokenizer.think;
+    const bool thought = t->writer->thinking;
+    if (chooses && !thought && !opens) {  // no thinking: this id is dropped, and the last row runs
+        t->run--;                         // again, as drawing has overwritten its logits
+        return end_thinking(e, t, &(Ids){0});
+    }
+    const size_t n = t->ids.n;
+    const Ending ending = append_id(e, t, id);
+    if (thought && !t->writer->thinking)
+        return chooses ? end_thinking(e, t, &e->blank) : ending;
+    if (thought) t->thought += (int)(t->ids.n - n);  // a stop id is not appended
+    if (chooses ? t->thought < e->budget && ending == GOES_ON && !is_full(e, t)
+                : !thought || t->thought != e->budget || ending != GOES_ON) return ending;
+    t->closed = true;
+    return chooses ? end_thinking(e, t, &e->closing) : append_ids(e, t, &e->closing);
+}
+
+// The next choice from number i on that has several ids
+static int skip_short(const Engine *e, int i) {
+    while (i < e->n_choices && e->choices[i].ids.n == 1) i++;
+    return i;
+}
+
+static void score_choices(const Engine *e, Text *t) {
+    double *scores = t->request->scores;
+    float *logits = logits_of(e, t->first);
+    t->ending = isfinite(sum_double(logits, e->tokenizer.vocab_size)) ? TURN_ENDED : FAILED;
+    for (int i = 0; i < e->n_choices; i++) scores[i] = -logits[e->choices[i].ids.p[0]];
+    const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
+    for (int i = 0; i < e->n_choices; i++) scores[i] += all;
+}
+
+static void start_request(const Engine *e, Request *r) {
+    const size_t most = e->model.state.seq_len - 1;  // ids to score in a piece
+    const size_t n = r->ids.n - 1;                   // and in all
+    r->texts = e->mode == PERPLEXITY ? (int)((n + most - 1) / most) : 1;
+    const int scores = max_int(r->texts, e->n_choices);
+    r->scores = grow(NULL, &(size_t){0}, 0, scores, sizeof(double));
+    memset(r->scores, 0, scores * sizeof(double));
+}
+
+// The prompt, or a piece of it, or the prompt and a given answer
+static Text *add_next_text(Engine *e, Request *r) {
+    const bool piece = e->mode == PERPLEXITY, choice = e->n_choices && r->begun > 0;
+    const size_t most = e->model.state.seq_len, start = piece ? r->begun * (most - 1) : 0;
+    const size_t prompt = r->ids.n;
+    const Ids none = {0}, *more = choice ? &e->choices[r->begun - 1].ids : &none;
+    for (size_t i = 0; i < more->n; i++) ids_add(&r->ids, more->p[i]);
+    const size_t n = piece ? min_size(prompt - start, most) : r->ids.n;
+    Text *t = add_text(e, r->ids.p + start, n, piece ? 1 : choice ? prompt + 1 : n);
+    r->ids.n = prompt;
+    t->request = r;
+    t->part = r->begun - choice;
+    r->begun = choice ? 1 + skip_short(e, r->begun) : r->begun + 1;
+    r->running++;
+    if (piece || choice) return t;
+    t->sampler.rng = r->rng;
+    writer_thinks(t->writer, e->thinks);
+    if (e->n_choices && (!e->may_think || e->max_new == 0 || is_full(e, t)))
+        end_thinking(e, t, e->thinks ? &e->closing : &none);
+    return t;
+}
+
+static Text *find_ended(const Engine *e) {
+    for (int i = 0; i < e->n_running; i++) {
+        if (e->active[i]->ending != GOES_ON) return e->active[i];
+    }
+    return NULL;
+}
+
+// The next given answer takes the place of one that ended, or of the prompt, whose blocks so stay.
+static void begin_choice(const Engine *e, Request *r, Text *t) {
+    const Ids *more = &e->choices[r->begun - 1].ids;
+    Ids ids = {t->ids.p, r->ids.n, t->ids.cap};
+    for (size_t i = 0; i < more->n; i++) ids_add(&ids, more->p[i]);
+    const size_t run = min_size(t->run, r->ids.n);
+    *t = (Text){.ids = ids, .run = run, .cached = run, .known = r->ids.n + 1, .prompt = ids.n,
+                .blocks = t->blocks, .n_blocks = t->n_blocks, .sampler = t->sampler,
+                .writer = t->writer, .out = t->out, .request = r, .part = r->begun - 1};
+    r->begun = 1 + skip_short(e, r->begun);
+}
+
+// Keeps the score of a text that has ended. After the prompt of given answers these come, if they
+// have several ids; else its place is free. Returns whether its request is done.
+static bool end_text(Engine *e, Text *t) {
+    Request *r = t->request;
+    r->scores[t->part] += t->score;
+    if (r->ending != FAILED) r->ending = t->ending;
+    if (r->texts == 1) {
+        r->first = *t;
+        e->cached += t->cached;
+        e->drawn += t->ids.n - t->prompt;
+    }
+    if (r->texts == 1 && e->n_choices && r->ending == TURN_ENDED) {
+        r->ids = (Ids){0};
+        for (size_t i = 0; i < t->ids.n; i++) ids_add(&r->ids, t->ids.p[i]);
+        for (int i = 0; i < e->n_choices; i++) e->drawn += e->choices[i].n;
+        r->texts += e->n_choices;
+        r->begun += skip_short(e, 0);
+    }
+    if (e->n_choices && r->begun < r->texts) {
+        begin_choice(e, r, t);
+        return false;
+    }
+    remove_text(e, t);
+    r->running--;
+    return r->running == 0 && r->begun == r->texts;
+}
+
+// The numbers of the given answers, the likeliest first. One's probability among all is exp(first
+// score - its own) / *sum, that of all exp(-first score) * *sum. The TEXTs' order changes no bit.
+static int *rank_choices(const Engine *e, const double *scores, double *sum) {
+    int *all = grow(NULL, &(size_t){0}, 0, e->n_choices, sizeof(*all));
+    *all = 0;
+    for (int i = 0, at; i < e->n_choices; i++) {
+        for (at = i; at > 0 && scores[i] < scores[all[at - 1]]; at--) all[at] = all[at - 1];
+        all[at] = i;
+    }
+    *sum = 0;
+    for (int i = 0; i < e->n_choices; i++) *sum += exp(scores[*all] - scores[all[i]]);
+    return all;
+}
+
+// Writes the likeliest one, and to stderr how likely all are.
+static void writer_choose(Writer *out, const Engine *e, const Request *r) {
+    double sum, *scores = r->scores;
+    int *all = rank_choices(e, scores, &sum);
+    Buffer line = {0};
+    buffer_add(&out->held, e->choices[*all].text);
+    writer_end(out);
+    for (int i = 0; i < e->n_choices; i++) {
+        buffer_add(&line, bytes(i ? ", " : "qwen3: choices: "));
+        add_printable(&line, e->choices[all[i]].text, false);
+        buffer_print(&line, " %.6f", exp(scores[*all] - scores[all[i]]) / sum);
+    }
+    buffer_print(&line, " (%.6f of all answers)\n", exp(-scores[*all]) * sum);
+    if (!quiet) fwrite(line.p, 1, line.n, stderr);
+    free(all);
+    free(line.p);
+}
+
+// ------------------------------------------------------------------------------------------------
 // Conversation: a prompt and its answer, turns that fit into the context, messages from a terminal
 
 static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
 
 typedef struct {  // as given on the command line
     const char *model, *text, *file, *system, *stop;  // NULL: not given
-    const char *list, *json_list;                     // -l and -L
+    const char *list, *json_list, *out;               // -l, -L and -w
+    const char *answers;                              // -o
     int mode, think, top_k, context, threads;         // -1: not given
     float temperature, top_p, repetition;             // -1: not given
     float presence;
     int n, batch;                                     // n: -1 is no limit
     unsigned long long seed;
     bool seeded, verbose;                             // -s, -v
+    Choice *choices;                                  // (n_choices) the TEXTs of -o
+    int n_choices;
 } Options;
 
 static bool is_list(const Options *o) { return o->list || o->json_list; }
@@ -2186,13 +2667,12 @@ static bool is_list(const Options *o) { return o->list || o->json_list; }
 typedef struct {
     Options options;
     Engine engine;
-    Writer writer;
-    Mode mode;        // -m, or what the model is made for
     bool noticed;     // the notices have been given
     bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
     Buffer input;     // the prompt's text, or the message being typed
     Ids prompt;
+    uint64_t rng;     // of the conversation's next answer
 } App;
 
 // Can the model's thinking be switched on and off?
@@ -2200,37 +2680,54 @@ static bool can_switch(const Tokenizer *tok) {
     return !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
 }
 
-static bool switched_on(const App *app) {  // by -r 1
-    return app->options.think == 1 && can_switch(&app->engine.tokenizer);
+static bool switched_on(const App *app) {  // by -r
+    return app->options.think > 0 && can_switch(&app->engine.tokenizer);
 }
 
-// Does the prompt itself open the thinking?
-static bool begins_thinking(const App *app) {
-    Bytes answer = app->engine.tokenizer.chat.answer[switched_on(app)];
-    return find_last(answer, bytes("<think>")) > find_last(answer, bytes("</think>"));
+// Finds who may open the thinking, the prompt or the model. A chat format that cuts thinking off
+// earlier answers is that of a model that thinks.
+static void find_thinking(App *app) {
+    Engine *e = &app->engine;
+    const ChatFormat *f = &e->tokenizer.chat;
+    const Bytes answer = f->answer[switched_on(app)];
+    const size_t open = find_last(answer, bytes("<think>"));
+    const size_t close = find_last(answer, bytes("</think>"));
+    const bool model = !open && !close && e->tokenizer.think >= 0 && f->strip.n;
+    e->thinks = e->mode == CHAT && open > close;
+    e->may_think = e->thinks || (e->mode == CHAT && model);
 }
 
-// Prepares an answer, which goes to stdout, or in a list into `to`. Where the options do
-// not say how tokens are drawn, it is as the checkpoint asks for; but with thinking switched
-// off as Qwen advises, unless the checkpoint asks for greedy answers.
-static void prepare_answer(const App *app, Answer *a, Writer *writer, Buffer *to) {
+// Prepares the places for texts; what is never touched takes no memory. Answers go to stdout, or in
+// a list into `out`. Where the options do not say how tokens are drawn, it is as the checkpoint
+// asks for; but with thinking switched off as Qwen advises, unless it asks for greedy answers.
+static void prepare_places(App *app) {
     const Options *o = &app->options;
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const bool advised = app->mode == CHAT && can_switch(tok) && !switched_on(app) &&
-                         tok->temperature != 0;
-    a->sampler = (Sampler){
-        .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
-        .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
-        .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
-        .presence = o->presence,
-        .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
-        .rng = o->seed,
-        .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-        .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-    };
-    *writer = (Writer){.chat = app->mode == CHAT, .terminal = !to && is_terminal(STDOUT_FILENO),
-                       .to = to, .stop = bytes(o->stop ? o->stop : "")};
-    a->writer = writer;
+    Engine *e = &app->engine;
+    const State *s = &e->model.state;
+    const Tokenizer *tok = &e->tokenizer;
+    const bool list = is_list(o), chat = e->mode == CHAT;
+    const bool advised = chat && can_switch(tok) && !switched_on(app) && tok->temperature != 0;
+    app->rng = o->seed;
+    e->n_places = list || o->n_choices ? max_int(min_int(PLACES, s->batch), 1) : 1;
+    e->n_unused = s->blocks;
+    e->users = alloc(s->blocks, sizeof(int), "the texts");
+    e->scores = alloc(s->logit_rows, sizeof(double), "the texts");
+    for (int i = 0; i <= e->n_places; i++) {
+        Text *t = e->active[i] = &e->places[i];
+        t->blocks = alloc(s->seq_len, sizeof(int), "the texts");
+        t->sampler = (Sampler){
+            .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
+            .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
+            .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
+            .presence = o->presence,
+            .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
+            .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+            .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+        };
+        t->writer = alloc(1, sizeof(Writer), "the texts");
+        *t->writer = (Writer){.chat = chat, .terminal = !list && is_terminal(STDOUT_FILENO),
+                              .to = list ? &t->out : NULL, .stop = bytes(o->stop ? o->stop : "")};
+    }
 }
 
 // What stderr says before the model runs: the prompt's ids, and the first time the notices, which
@@ -2239,9 +2736,10 @@ static void give_notices(App *app) {
     const Options *o = &app->options;
     const Tokenizer *tok = &app->engine.tokenizer;
     const size_t context = app->engine.model.state.seq_len;
-    const bool chat = app->mode == CHAT, thinks = switched_on(app) || begins_thinking(app);
+    const Mode mode = app->engine.mode;
+    const bool chat = mode == CHAT, thinks = switched_on(app) || app->engine.thinks;
     const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
-    if (o->verbose && app->mode != TOKENIZE && app->prompt.n) {
+    if (o->verbose && mode != TOKENIZE && app->prompt.n) {
         fputs("prompt ids:", stderr);
         for (size_t i = 0; i < app->prompt.n; i++) fprintf(stderr, " %d", app->prompt.p[i]);
         fputc('\n', stderr);
@@ -2251,34 +2749,57 @@ static void give_notices(App *app) {
     if (!tok->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
-        notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[app->mode]);
-    if (chat && o->think >= 0 && !can_switch(tok))
+        notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[mode]);
+    if (chat && o->think >= 0 && !can_switch(tok) && !(o->think > 1 && app->engine.may_think))
         notice("-r: no effect, this model's thinking can't be switched");
     if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
     if (!chat && o->think >= 0) notice("-r: no effect, only -m chat thinks");
-    if (app->mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
-    if (app->mode == PERPLEXITY && app->prompt.n > context)
+    if (mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
+    if (mode > GENERATE && o->n >= 0) notice("-n: no effect, only an answer has new tokens");
+    if (mode <= GENERATE && o->stop && strstr(o->stop, "\\n"))
+        notice("-x: these are a backslash and an n, for a newline: -x $'\\n'");
+    if (mode == PERPLEXITY && app->prompt.n > context)
         notice("text: %zu tokens are scored in pieces of %zu (-c)", app->prompt.n, context);
-    if (chat && thinks && app->engine.answer.sampler.temperature == 0)
+    if (chat && thinks && app->engine.places->sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
     if (!reads_stdin && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
-// Can a text of so many tokens run? If it can't, that is said, and ends the program, unless this is
-// a list or a dialogue. A perplexity is scored in pieces.
-static bool check_length(const App *app, const char *where, size_t tokens) {
-    const bool scores = app->mode == PERPLEXITY;
-    const size_t least = scores ? 2 : 1, most = scores ? INT_MAX : app->engine.model.state.seq_len;
-    if (app->mode == TOKENIZE || (tokens >= least && tokens <= most)) return true;
-    if (tokens < least)
-        report("%s: %s, expected %zu or more tokens, found %zu", where,
-               tokens ? "too short" : "empty", least, tokens);
+// The longest prompt. Behind it, given answers need room, and the end of thinking before them.
+static int most_tokens(const Engine *e) {
+    const size_t closing = e->n_choices && e->may_think ? e->closing.n + 1 : 0;
+    return max_int(0, e->model.state.seq_len - (int)(e->longest + closing));
+}
+
+// What is wrong with a text of so many bytes and n tokens (or of more bytes than a text can have),
+// or NULL. A perplexity is scored in pieces.
+static const char *wrong_length(const App *app, size_t size, size_t n, const char *unit) {
+    static char what[160];
+    const Engine *e = &app->engine;
+    const bool scored = e->mode == PERPLEXITY;
+    const int context = e->model.state.seq_len, all = e->model.config.max_seq_len;
+    const size_t least = scored ? 2 : 1, most = scored ? INT_MAX : most_tokens(e);
+    char hint[64] = "-c can't be larger";
+    if (e->mode == TOKENIZE) return NULL;
+    if (size == 0 && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
+    if (n >= least && n <= most) return NULL;
+    if (context < all) snprintf(hint, sizeof(hint), "-c, up to %d", all);
+    if (n < least)
+        snprintf(what, sizeof(what), "%s, expected %zu or more tokens, found %zu",
+                 n ? "too short" : "empty", least, n);
     else
-        report("%s: too long, expected at most %zu tokens (-c, up to %d), found %zu", where, most,
-               app->engine.model.config.max_seq_len, tokens);
-    if (!app->dialogue && !is_list(&app->options)) exit(EXIT_FAILURE);
-    return false;
+        snprintf(what, sizeof(what), "too long, expected at most %zu tokens (%s), found %zu%s",
+                 most, hint, n, unit);
+    return what;
+}
+
+// Can the prompt run? If it can't, that is said, and ends the program, unless this is a dialogue.
+static bool check_length(const App *app, size_t size) {
+    const char *error = wrong_length(app, size, app->prompt.n, "");
+    if (error) report("prompt: %s", error);
+    if (error && !app->dialogue) exit(EXIT_FAILURE);
+    return !error;
 }
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
@@ -2298,62 +2819,104 @@ static void conversation_drop(Conversation *talk, size_t first, size_t end) {
     talk->n -= end - first;
 }
 
+// Is anything drawn? Given answers are not, but thinking before them is.
+static bool draws_ids(const Engine *e) {
+    return e->mode <= GENERATE && (!e->n_choices || e->may_think);
+}
+
+// Runs a request alone, to its end or Ctrl-C. Returns the time when the whole prompt had run.
+static double run_request(App *app, Request *r) {
+    Engine *e = &app->engine;
+    double ran = 0;
+    start_request(e, r);
+    const Text *t = add_next_text(e, r);
+    start_texts(e);
+    progress = (struct Progress){.tokens = t->ids.n - t->run - (e->mode == PERPLEXITY),
+                                 .layers = e->model.config.n_layers, .start = now()};
+    for (bool done = false; !done && run_pass(e);) {
+        if (ran == 0 && e->needed) ran = now();
+        draw_all(e);
+        for (Text *ended; (ended = find_ended(e));) done = end_text(e, ended);
+        while (r->begun < r->texts && e->n_active < e->n_places) add_next_text(e, r);
+    }
+    progress_end();
+    if (r->running > 0) r->ending = INTERRUPTED;
+    if (r->running > 0 && r->texts == 1) r->first = *t;
+    if (r->ending == FAILED) die("%s", e->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
+    while (e->n_active > 0) remove_text(e, e->active[0]);
+    return ran ? ran : now();
+}
+
 // Runs the prompt and writes its answer, the conversation's next message; then notices and
-// statistics. If -x ended the answer, the tokens of which nothing was written are taken back, and
-// the beginning of one that was written in part becomes the message's text. False: Ctrl-C came
-// before the first token.
+// statistics. If -x ended the answer, tokens of which nothing was written are taken back, and the
+// beginning of one that was written in part becomes the message's text. False: Ctrl-C came first.
 static bool respond(App *app) {
     Message *message = conversation_add(&app->conversation, ASSISTANT, (Bytes){0});
     Ids *answer = &message->ids;
     Engine *e = &app->engine;
     const Tokenizer *tok = &e->tokenizer;
     const double start = now();
-    const bool ran = prefill(e, &app->prompt);
-    const double middle = now();
-    const size_t done = e->answer.text.ids.n;  // after Ctrl-C not the whole prompt
-    const double p = (done - e->reused) / (middle - start + 1e-9);
-    const Ending ending = ran ? generate(e, answer) : INTERRUPTED;
-    const double a = answer->n / (now() - middle + 1e-9);
-    const char *where = app->writer.thinking ? " inside its thinking" : "";
-    writer_end(&app->writer);
-    if (ending == LIMIT_REACHED) notice("answer: ended%s by -n after %zu tokens", where, answer->n);
-    if (ending == CONTEXT_ENDED)
+    Request r = {.ids = app->prompt, .rng = app->rng};
+    const double middle = run_request(app, &r);
+    const Text *t = &r.first;
+    Writer *out = t->writer;
+    app->rng = t->sampler.rng;
+    const int *ids = r.texts > 1 ? r.ids.p : t->ids.p;  // its place may be another text's by now
+    for (size_t i = t->prompt; i < t->ids.n; i++) ids_add(answer, ids[i]);
+    const size_t done = min_size(t->run, t->prompt);  // after Ctrl-C not the whole prompt
+    const size_t drawn = e->n_choices ? e->drawn : answer->n;
+    const double p = (done - t->cached) / (middle - start + 1e-9);
+    const double g = drawn / (now() - middle + 1e-9);
+    const char *where = out->thinking ? " inside its thinking" : "";
+    char seed[32] = "";
+    if (e->n_choices && r.ending == TURN_ENDED) writer_choose(out, e, &r);
+    else writer_end(out);
+    if (t->closed) notice("answer: its thinking was ended after %d tokens", t->thought);
+    if (r.ending == LIMIT_REACHED)
+        notice("answer: ended%s by -n after %zu tokens", where, answer->n);
+    if (r.ending == CONTEXT_ENDED)
         notice("answer: ended%s by a full context of %d tokens (-c)", where,
                e->model.state.seq_len);
+    if (draws_ids(e)) snprintf(seed, sizeof(seed), ", seed %llu", app->options.seed);
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
-                "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s, seed %llu\n",
-                done, p < 999.95, p, e->reused, answer->n, a < 999.95, a, app->options.seed);
-    for (size_t lost, *cut = &app->writer.cut; *cut > 0; *cut -= lost) {
+                "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
+                p < 999.95, p, t->cached, drawn, g < 999.95, g, seed);
+    for (size_t lost, *cut = &out->cut; *cut > 0; *cut -= lost) {
         const int id = answer->p[--answer->n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
         lost = min_size(*cut, text.n);
         buffer_add(&message->text, (Bytes){text.p, text.n - lost});
     }
-    return ending != INTERRUPTED || answer->n > 0;
+    free(r.scores);
+    if (r.ids.p != app->prompt.p) free(r.ids.p);  // with its thinking, before given answers
+    return r.ending != INTERRUPTED || answer->n > 0;
 }
 
 // Answers the conversation's last message; with `again` the one before, whose new answer takes the
-// old one's place. If the prompt leaves no room for an answer, the older half of the turns is
-// forgotten, again until there is room or only the question is left; if even that is too long, no
-// turn is. False: there is no answer, for that reason or as Ctrl-C came first.
+// old one's place. If the prompt leaves no room for an answer (an eighth of the context), the older
+// half of the turns is forgotten, again until there is room or only the question is left; if even
+// that is too long, no turn is. False: there is no answer, for that reason or as Ctrl-C came first.
 static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question
     const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
-    const size_t room = min_size(context / 4, (size_t)app->options.n);  // of -1: the largest number
+    const size_t reserve = min_size(context / 8, 1024);
+    const size_t room = min_size(reserve, (size_t)app->options.n);  // of -1: the largest number
+    const size_t most = app->engine.model.config.max_seq_len;
     size_t first = system;
     for (;; first += (asked.n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
         render(&app->engine.tokenizer, &asked, first, switched_on(app), &app->prompt);
         if (app->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
-    if (interrupted || !check_length(app, "prompt", app->prompt.n)) return false;
+    const size_t size = asked.p[asked.n - 1].text.n;  // of the question
+    if (interrupted || !check_length(app, size)) return false;
     if (first > system)
-        notice("context: no room in %zu tokens (-c), forgotten turns: %zu", context,
-               (first - system) / 2);
+        notice("context: full (%zu tokens), forgotten turns: %zu of %zu%s", context,
+               (first - system) / 2, (asked.n - system + 1) / 2,
+               context < most ? "; -c keeps more" : "");
     conversation_drop(talk, system, first);
     give_notices(app);
-    writer_thinks(&app->writer, begins_thinking(app));
     const bool answered = respond(app);
     const size_t last = talk->n - 1;
     if (!answered) conversation_drop(talk, last, talk->n);
@@ -2378,11 +2941,22 @@ static Bytes chop(Bytes text) {
 
 enum { MOST_BYTES = INT_MAX - (1 << 17) };  // of a text: just below 2 GB
 
+// A file may begin with U+FEFF, the byte order mark. Drops it; returns NULL, or what is wrong.
+static const char *drop_mark(Bytes *file) {
+    const uint8_t *p = file->p;
+    if (file->n > 1 && (p[0] ^ p[1]) == 1 && (p[0] & p[1]) == 0xFE)
+        return "UTF-16, expected UTF-8 (iconv -f UTF-16 -t UTF-8; PowerShell: -Encoding utf8)";
+    *file = bytes_from(*file, file->n > 2 && !memcmp(p, "\uFEFF", 3) ? 3 : 0);
+    return NULL;
+}
+
 typedef struct {   // of a file
     int fd;
     const char *name;
     Buffer data;   // bytes that were read
     size_t end;    // of the last line
+    bool begun;    // a line was taken
+    bool ended;    // the end of input has come, even if a file or a terminal has more later
 } Lines;
 
 // The next line, with its newline. One that is too long loses its end, but is still longer than
@@ -2399,14 +2973,17 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
         buffer_cut(data, in->end);
         in->end = 0;
         seen = data->n = min_size(data->n, MOST_BYTES + 3);  // three more: see chop
-        const ssize_t got = interrupted ? -1 : read_more(in->fd, data);
+        const ssize_t got = in->ended ? 0 : read_more(in->fd, data);
         if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
         if (got < 0) return false;
-        if (got == 0) break;
+        if ((in->ended = got == 0)) break;
     }
     const size_t start = in->end;
     in->end = newline ? (size_t)(newline - data->p) + 1 : data->n;
     *line = (Bytes){data->p + start, in->end - start};
+    const char *error = in->begun ? NULL : drop_mark(line);
+    if (error) die("%s: %s", in->name, error);
+    in->begun = true;
     return line->n > 0;
 }
 
@@ -2430,7 +3007,7 @@ static bool read_message(App *app) {
     message->n = 0;
     fputs("> ", stderr);
     for (Waiting before, after = NOTHING;;) {
-        const ssize_t got = interrupted ? -1 : read_more(STDIN_FILENO, message);
+        const ssize_t got = read_more(STDIN_FILENO, message);
         if (got < 0 && !interrupted) die("stdin: %s", strerror(errno));
         if (got < 0 || message->n == 0) return false;
         if (got == 0) break;  // the end of input
@@ -2479,8 +3056,7 @@ static Bytes take_word(Bytes *text) {
     return word;
 }
 
-// Of what was typed, text is "PATH TEXT": sends TEXT, an empty line and the file's text. A PATH may
-// begin with ~/, which is $HOME.
+// Of what was typed, `text` is "PATH TEXT": sends TEXT, an empty line and the file. ~/ is $HOME.
 static void send_file(App *app, Bytes text) {
     Buffer *message = &app->input;
     const Bytes name = take_word(&text);
@@ -2500,36 +3076,42 @@ static void send_file(App *app, Bytes text) {
     else chat_turn(app, chop(bytes_of(message)));
 }
 
-static bool is(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
+static bool bytes_are(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
 
 // Sends what was typed, or runs it if it is a command: a line, not in quotes; only /file may have
-// something after it. Of lines that are just a slash and letters, only /think is a message. (The
-// model's other switch, /no_think, is not letters alone.) False: it ends the program.
+// something after it. Of lines that begin with a slash and letters alone, only those with /think
+// are messages. (The model's other switch, /no_think, is not letters alone.) False: it ends the
+// program.
 static bool run_message(App *app) {
+    static const char *const alone[6] = {"/help", "/retry", "/clear", "/bye", "/exit", "/quit"};
     Conversation *talk = &app->conversation;
     const Bytes text = bytes_of(&app->input);
     Bytes rest = text, word = take_word(&rest);
     size_t letters = 1;
+    bool more = false;  // than a command can have
     const bool command = word.p == text.p && !memchr(text.p, '\n', text.n);
-    if (!command || (rest.n && !is(word, "/file"))) word.n = 0;
+    if (!command || (rest.n && *word.p != '/')) word.n = 0;
     while (letters < word.n && isalpha(word.p[letters])) letters++;
+    for (int i = 0; i < 6; i++) more |= rest.n && bytes_are(word, alone[i]);
     if (memchr(text.p, '\033', text.n)) {
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    } else if (is(word, "/file")) {
+    } else if (more) {
+        report("%.*s takes no text, nothing was sent", (int)word.n, word.p);
+    } else if (bytes_are(word, "/file")) {
         send_file(app, rest);
-    } else if (is(word, "/help")) {
+    } else if (bytes_are(word, "/help")) {
         fputs(commands, stderr);
-    } else if (is(word, "/retry")) {
-        const bool greedy = app->engine.answer.sampler.temperature == 0;
+    } else if (bytes_are(word, "/retry")) {
+        const bool greedy = app->engine.places->sampler.temperature == 0;
         if (talk->n < 2) notice("/retry: there is no answer yet");
         else if (greedy) notice("/retry: -t 0 would draw the same answer again");
         else answer_last(app, true);
-    } else if (is(word, "/clear")) {
+    } else if (bytes_are(word, "/clear")) {
         conversation_drop(talk, app->options.system != NULL, talk->n);
-    } else if (is(word, "/bye") || is(word, "/exit") || is(word, "/quit") || is(word, "exit") ||
-               is(word, "quit")) {
+    } else if (bytes_are(word, "/bye") || bytes_are(word, "/exit") || bytes_are(word, "/quit") ||
+               bytes_are(word, "exit") || bytes_are(word, "quit")) {
         return false;
-    } else if (word.n > 1 && *word.p == '/' && letters == word.n && !is(word, "/think")) {
+    } else if (word.n > 1 && *word.p == '/' && letters == word.n && !bytes_are(word, "/think")) {
         report("%.*s: no such command, /help shows them", (int)word.n, word.p);
     } else {
         chat_turn(app, text);
@@ -2539,11 +3121,11 @@ static bool run_message(App *app) {
 
 // A conversation at a terminal
 static void run_dialogue(App *app) {
-    const char *thinking = switched_on(app) ? "on" : begins_thinking(app) ? "always" : "off";
+    const char *thinks = switched_on(app) ? "on" : app->engine.thinks ? "always" : "off";
     app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
-           app->engine.model.state.seq_len, thinking);
+           app->engine.model.state.seq_len, thinks);
     for (bool warned = false;; interrupted = 0) {
         if (!read_message(app)) {
             fputc('\n', stderr);
@@ -2560,13 +3142,7 @@ static void run_dialogue(App *app) {
 // ------------------------------------------------------------------------------------------------
 // The modes that take a text as it is
 
-// Appends ids, separated by spaces, and a newline.
-static void buffer_add_ids(Buffer *b, const Ids *ids) {
-    for (size_t i = 0; i < ids->n; i++) buffer_print(b, i ? " %d" : "%d", ids->p[i]);
-    buffer_add(b, bytes("\n"));
-}
-
-// Appends a text as a JSON string, and a newline. What is not UTF-8 is \ufffd.
+// Appends a text as a JSON string. What is not UTF-8 is \ufffd.
 static void buffer_add_json(Buffer *b, Bytes text) {
     buffer_add(b, bytes("\""));
     for (size_t at = 0; at < text.n;) {
@@ -2577,115 +3153,157 @@ static void buffer_add_json(Buffer *b, Bytes text) {
         else buffer_add(b, (Bytes){text.p + at, c.n});
         at += c.n;
     }
-    buffer_add(b, bytes("\"\n"));
+    buffer_add(b, bytes("\""));
 }
 
-// -log of the probability of token id by its logits (n), which are overwritten
-static double surprise(float *logits, int n, int id) {
-    float max = max_of(logits, n), logit = logits[id];
-    likelihoods(logits, n, max, 1);
-    return log(sum_double(logits, n)) + max - logit;
+static void buffer_add_ids(Buffer *b, const Ids *ids, bool array) {
+    buffer_add(b, bytes(array ? "[" : ""));
+    for (size_t i = 0; i < ids->n; i++)
+        buffer_print(b, "%s%d", i == 0 ? "" : array ? "," : " ", ids->p[i]);
+    buffer_add(b, bytes(array ? "]" : ""));
 }
 
-// Appends a line. The surprises of all tokens but the first are added up one by one: batches do not
-// change the last digits. A text longer than the context is scored in pieces, each of which begins
-// with the last token of the piece before. False after Ctrl-C, or if the sum is not finite.
-static bool buffer_add_perplexity(Buffer *line, Engine *e, const Ids *ids) {
-    const State *s = &e->model.state;
-    const int n = (int)ids->n - 1, vocab_size = e->tokenizer.vocab_size;
-    double sum = 0;
-    for (int at = 0, count; at < n; at += count) {
-        const int pos = at % (s->seq_len - 1);
-        count = min_int(min_int(s->batch, s->seq_len - 1 - pos), n - at);
-        if (!forward_text(&e->model, &e->answer.text, ids->p + at, count, pos, count)) return false;
-        for (int i = 0; i < count; i++) {
-            const int row = i % s->logit_rows;
-            if (row == 0) classify(&e->model, i, min_int(s->logit_rows, count - i));
-            float *logits = s->logits + (size_t)row * vocab_size;
-            sum += surprise(logits, vocab_size, ids->p[at + i + 1]);
-        }
+// How likely the given answers are: the likeliest one and other members of an object
+static void buffer_add_choices(Buffer *out, const Engine *e, const Request *r) {
+    double sum, *scores = r->scores;
+    int *all = rank_choices(e, scores, &sum);
+    buffer_add_json(out, e->choices[*all].text);
+    for (int i = 0; i < e->n_choices; i++) {
+        buffer_add(out, bytes(i ? "," : ",\"p\":{"));
+        buffer_add_json(out, e->choices[i].text);
+        buffer_print(out, ":%.6f", exp(scores[*all] - scores[i]) / sum);
     }
-    buffer_print(line, "tokens %d nll %.6f ppl %.4f\n", n, sum / n, exp(sum / n));
-    return isfinite(sum);
+    buffer_print(out, "},\"mass\":%.6f", exp(-scores[*all]) * sum);
+    free(all);
 }
 
-// Appends a line: the hidden state (dim) of row i of x after the final norm, L2-normalized, as a
-// JSON array. False if it is not finite.
-static bool buffer_add_embedding(Buffer *line, const Model *m, int row) {
-    const Config *c = &m->config;
-    float *h = m->state.h + (size_t)row * c->dim;
+static void buffer_add_score(Buffer *out, const Request *r, bool object) {
+    const size_t n = r->ids.n - 1;
+    double sum = 0;
+    for (int i = 0; i < r->texts; i++) sum += r->scores[i];
+    const double ppl = object ? fmin(exp(sum / n), DBL_MAX) : exp(sum / n);
+    buffer_print(out, object ? "%zu,\"nll\":%.6f,\"ppl\":%.4f" : "tokens %zu nll %.6f ppl %.4f", n,
+                 sum / n, ppl);
+}
+
+// The members that a result adds to an object of a list: by mode, then those of given answers
+static const char *const members[N_MODES + 1][5] = {
+    [CHAT] = {"answer", "end", "error"}, [GENERATE] = {"answer", "end", "error"},
+    [EMBED] = {"vector", "error"},       [PERPLEXITY] = {"tokens", "nll", "ppl", "error"},
+    [TOKENIZE] = {"ids", "error"},       [N_MODES] = {"choice", "p", "mass", "error"},
+};
+
+static int result_kind(const Engine *e) { return e->n_choices ? N_MODES : (int)e->mode; }
+
+// Ends a line by its result or error. A line that has begun is an object: these become members.
+static void add_result(Buffer *line, const Engine *e, const Request *r, const char *error) {
+    static const char *const ends[] = {
+        [TURN_ENDED] = "stop", [LIMIT_REACHED] = "length", [CONTEXT_ENDED] = "context"};
+    const int kind = result_kind(e);
+    if (kind == N_MODES && line->n == 0 && !error) buffer_add(line, bytes("{"));
+    const bool object = line->n > 0;
+    if (object) buffer_print(line, "\"%s\":", members[kind][0]);
+    if (error) buffer_add(line, bytes("null"));
+    else if (kind == N_MODES) buffer_add_choices(line, e, r);
+    else if (kind == EMBED) buffer_add(line, bytes_of(&r->first.out));
+    else if (kind == TOKENIZE) buffer_add_ids(line, &r->ids, object);
+    else if (kind == PERPLEXITY) buffer_add_score(line, r, object);
+    else buffer_add_json(line, bytes_of(&r->first.out));
+    if (object && error) {
+        buffer_add(line, bytes(",\"error\":"));
+        buffer_add_json(line, bytes(error));
+    } else if (object && kind <= GENERATE) {
+        buffer_print(line, ",\"end\":\"%s\"", ends[r->ending]);
+    }
+    buffer_add(line, bytes(object ? "}\n" : "\n"));
+}
+
+// The answer is the last row's x after the final norm, L2-normalized, as a JSON array.
+static void embed_text(const Engine *e, Text *t) {
+    const Config *c = &e->model.config;
+    float *x = e->model.state.x + (size_t)t->first * c->dim;
     double squares = 0;
-    rmsnorm(h, m->state.x + (size_t)row * c->dim, m->weights.rms_final, c->dim, c->rms_norm_eps);
-    for (int i = 0; i < c->dim; i++) squares += (double)h[i] * h[i];
+    rmsnorm(x, x, e->model.weights.rms_final, c->dim, c->rms_norm_eps);
+    for (int i = 0; i < c->dim; i++) squares += (double)x[i] * x[i];
     const double length = fmax(sqrt(squares), 1e-12);
-    for (int i = 0; i < c->dim; i++) buffer_print(line, "%s%.9g", i ? ", " : "[", h[i] / length);
-    buffer_add(line, bytes("]\n"));
-    return isfinite(squares);
+    for (int i = 0; i < c->dim; i++) buffer_print(&t->out, "%s%.9g", i ? ", " : "[", x[i] / length);
+    buffer_add(&t->out, bytes("]"));
+    t->ending = isfinite(squares) ? TURN_ENDED : FAILED;
 }
 
 // The prompt of every mode but chat
 static void encode_text(const App *app, Bytes text, Ids *ids) {
-    encode_raw(&app->engine.tokenizer, text, ids);
-    if (app->mode == GENERATE && ids->n == 0) ids_add(ids, app->engine.tokenizer.end_of_text);
+    const Engine *e = &app->engine;
+    encode_raw(&e->tokenizer, text, ids);
+    if (e->mode == GENERATE && ids->n == 0) ids_add(ids, e->tokenizer.end_of_text);
 }
 
 // Every mode but chat
 static void run_raw(App *app, Bytes text) {
-    Engine *e = &app->engine;
+    const Tokenizer *tok = &app->engine.tokenizer;
+    const Mode mode = app->engine.mode;
     const Ids *ids = &app->prompt;
+    const bool each = mode == TOKENIZE && app->options.verbose;  // a line for each token
     Buffer lines = {0};
-    bool finite = true;
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
-    check_length(app, "prompt", ids->n);
+    check_length(app, text.n);
     give_notices(app);
-    if (app->mode == GENERATE) respond(app);
-    if (app->mode == EMBED) finite = prefill(e, ids) && buffer_add_embedding(&lines, &e->model, 0);
-    if (app->mode == PERPLEXITY) {
-        progress_start(&e->model, ids->n - 1);
-        finite = buffer_add_perplexity(&lines, e, ids);
-        progress_end();
+    if (mode == GENERATE) {
+        respond(app);
+    } else if (!each) {
+        Request r = {.ids = *ids, .ending = TURN_ENDED};
+        if (mode != TOKENIZE) run_request(app, &r);
+        if (r.ending == TURN_ENDED) add_result(&lines, &app->engine, &r, NULL);
+        free(r.scores);
     }
-    if (!finite && !interrupted) die("%s", app->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
-    if (app->mode == TOKENIZE && !app->options.verbose) buffer_add_ids(&lines, ids);
-    for (size_t i = 0; app->mode == TOKENIZE && app->options.verbose && i < ids->n; i++) {
+    for (size_t i = 0; each && i < ids->n; i++) {
         buffer_print(&lines, "%d ", ids->p[i]);
-        buffer_add_json(&lines, e->tokenizer.text[ids->p[i]]);
+        buffer_add_json(&lines, tok->text[ids->p[i]]);
+        buffer_add(&lines, bytes("\n"));
     }
     write_stdout(bytes_of(&lines));
     free(lines.p);
 }
 
 // ------------------------------------------------------------------------------------------------
-// JSON (RFC 8259), as far as a line has it: a string, or messages, which may hold anything else.
-// Functions that return bool take what they are named after, if it is next.
+// JSON (RFC 8259). Each json_take...() returns true and moves past something if that comes next.
 
 typedef struct {
-    Bytes rest;            // what has not been read
-    const char *expected;  // what was not found there: after an error nothing is taken any more
-    Buffer *text;          // the last string
+    Bytes rest;             // what has not been read
+    const char *expected;   // what was not found there: after an error nothing is taken any more
+    const char *wrong;      // what the error is in; NULL: the line is no JSON
+    Buffer *text;           // the last string
+    const uint8_t *string;  // where it begins
+    const char *added;      // a name of a member that the mode adds
 } Json;
 
 static void json_need(Json *j, bool taken, const char *what) {
     if (!taken && !j->expected) j->expected = what;
 }
 
-static bool json_take(Json *j, const char *word) {
-    const size_t n = strlen(word);
-    if (j->expected || j->rest.n < n || memcmp(j->rest.p, word, n) != 0) return false;
-    j->rest = bytes_from(j->rest, n);
-    return true;
+static void json_mean(Json *j, bool good, const char *wrong, const char *expected) {
+    if (!good && !j->expected) j->wrong = wrong;
+    json_need(j, good, expected);
 }
 
-static bool json_any(Json *j, const char *set) {  // one or more bytes of a set
+// If a word is cut by the end, the end is what comes next.
+static bool json_take(Json *j, const char *word) {
+    const size_t n = strlen(word), there = min_size(n, j->rest.n);
+    if (j->expected || !there || memcmp(j->rest.p, word, there) != 0) return false;
+    j->rest = bytes_from(j->rest, there);
+    return there == n;
+}
+
+static bool json_take_any(Json *j, const char *set) {  // one or more bytes of a set
     const size_t before = j->rest.n;
     while (!j->expected && j->rest.n && memchr(set, *j->rest.p, strlen(set)))
         j->rest = bytes_from(j->rest, 1);
     return j->rest.n < before;
 }
 
-static bool json_token(Json *j, const char *word) {  // perhaps after white space
-    json_any(j, " \t\r\n");
+static bool json_take_token(Json *j, const char *word) {  // perhaps after white space
+    json_take_any(j, " \t\r\n");
     return json_take(j, word);
 }
 
@@ -2693,18 +3311,22 @@ static bool json_token(Json *j, const char *word) {  // perhaps after white spac
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
     char s[7] = "";
-    memcpy(s, j->rest.p, min_size(j->rest.n, 6));
+    const size_t n = min_size(j->rest.n, 6);
+    memcpy(s, j->rest.p, n);
     const bool escape = s[0] == '\\', plain = !escape && (uint8_t)s[0] >= ' ';
-    const bool unit = escape && s[1] == 'u' && strspn(s + 2, "0123456789abcdefABCDEF") == 4;
+    const size_t digits = escape && s[1] == 'u' ? strspn(s + 2, "0123456789abcdefABCDEF") : 0;
     const char *name = escape && s[1] ? strchr(names, s[1]) : NULL;
+    const bool unit = digits == 4, cut = escape && (n == 1 || (n == digits + 2 && s[1] == 'u'));
     json_need(j, plain || unit || name, "a string's character, or an escape as in \\n or \\u00e9");
-    j->rest = bytes_from(j->rest, unit ? 6 : name ? 2 : plain);
+    j->rest = bytes_from(j->rest, unit || cut ? n : name ? 2 : plain);
     if (unit) return (int)strtol(s + 2, NULL, 16);
     return name ? meant[name - names] : BAD_BYTE + (uint8_t)s[0];
 }
 
-static bool json_string(Json *j) {
-    if (!json_token(j, "\"")) return false;
+static bool json_take_string(Json *j) {
+    json_take_any(j, " \t\r\n");
+    j->string = j->rest.p;
+    if (!json_take(j, "\"")) return false;
     j->text->n = 0;
     for (int c, before = 0; !j->expected && !json_take(j, "\""); before = c) {
         c = json_char(j);
@@ -2717,424 +3339,401 @@ static bool json_string(Json *j) {
     return true;
 }
 
-static bool json_number(Json *j) {
+static bool json_take_number(Json *j) {
     static const char digits[] = "0123456789";
     json_take(j, "-");
-    if (!json_take(j, "0") && !json_any(j, digits)) return false;
-    if (json_take(j, ".") && !json_any(j, digits)) return false;
+    if (!json_take(j, "0") && !json_take_any(j, digits)) return false;
+    if (json_take(j, ".") && !json_take_any(j, digits)) return false;
     if (!json_take(j, "e") && !json_take(j, "E")) return true;
     if (!json_take(j, "+")) json_take(j, "-");
-    return json_any(j, digits);
+    return json_take_any(j, digits);
 }
 
 // Goes on to the next value of an array, or of an object, whose key is in j->text then. False: its
 // `end` comes first, and is taken.
 static bool json_next(Json *j, const char *end, bool first) {
-    if (json_token(j, end)) return false;
+    if (json_take_token(j, end)) return false;
     json_need(j, first || json_take(j, ","), *end == '}' ? ", or }" : ", or ]");
-    json_need(j, *end == ']' || (json_string(j) && json_token(j, ":")), "\"KEY\":");
+    json_need(j, *end == ']' || (json_take_string(j) && json_take_token(j, ":")), "\"KEY\":");
     return !j->expected;
 }
 
-// Takes a value, which must be there, inside of `depth` others. Is it a string?
+// Moves past a value, which must be there, inside of `depth` others. Is it a string?
 static bool json_value(Json *j, int depth) {
-    if (json_string(j)) return true;
+    if (json_take_string(j)) return true;
     const char *end = json_take(j, "{") ? "}" : json_take(j, "[") ? "]" : NULL;
     json_need(j, !end || depth < 100, "at most 100 levels");
     for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
     json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
-                 json_number(j), "a value");
+                 json_take_number(j), "a value");
     return false;
 }
 
-// A message, which `talk` gets; returns its role. Of equal keys the last one counts.
-static int json_message(Json *j, Conversation *talk) {
-    Message *message = conversation_add(talk, -1, (Bytes){0});
-    bool has_content = false;
-    json_token(j, "");
-    const Bytes start = j->rest;
-    json_need(j, json_take(j, "{"), "a message, {\"role\": ..., \"content\": ...}");
-    for (int i = 0; json_next(j, "}", i == 0); i++) {
-        const bool role = is(bytes_of(j->text), "role"), content = is(bytes_of(j->text), "content");
-        const bool text = json_value(j, 2);  // j->text had the key, now it has the value
-        const Bytes value = text ? bytes_of(j->text) : (Bytes){0};
-        if (role)
-            message->role = is(value, "system") ? SYSTEM : is(value, "user") ? USER
-                            : is(value, "assistant") ? ASSISTANT : -1;
-        if (!content) continue;
-        has_content = text;
-        message->text.n = 0;
-        buffer_add(&message->text, value);
+// Goes to the value of an object's last member of this name. If there is none, nothing is left.
+static Json json_member(Json object, const char *name) {
+    Json found = {.text = object.text};
+    json_take_token(&object, "{");
+    for (int i = 0; json_next(&object, "}", i == 0); i++) {
+        const bool same = bytes_are(bytes_of(object.text), name);
+        json_take_token(&object, "");
+        if (same) found = object;
+        json_value(&object, 1);
     }
-    if (!j->expected && (message->role < 0 || !has_content)) j->rest = start;
-    json_need(j, message->role >= 0, "a role: system, user or assistant");
-    json_need(j, has_content, "a content that is a string");
-    return message->role;
+    return found;
 }
 
-// A line: a string, which is in j->text then, or messages, if `talk` is not NULL, which gets them.
-// A system message, which only the first one may be, replaces what was there.
-static void json_line(Json *j, Conversation *talk) {
-    const bool messages = talk && json_token(j, "[");
+// Adds a message to `talk` and returns its role.
+static int json_message(Json *j, Conversation *talk) {
+    static const char *const roles[] = {"system", "user", "assistant"};  // as in their enum
+    Json name = json_member(*j, "role"), content = json_member(*j, "content");
+    int role = json_take_string(&name) ? ASSISTANT : -1;
+    while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
+    json_take_token(j, "");
+    json_need(j, *j->rest.p == '{', "a message, {\"role\": ..., \"content\": ...}");
+    json_mean(j, role >= 0, "role", "system, user or assistant");
+    json_mean(j, json_take_string(&content), "content", "a string");
+    conversation_add(talk, role, bytes_of(j->text));
+    json_value(j, 0);
+    return role;
+}
+
+// Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
+static void json_object(Json *j, int kind, Buffer *out) {
+    const Bytes text = json_member(*j, "text").rest, talk = json_member(*j, "messages").rest;
+    Json all = *j;
+    json_take(&all, "{");
+    buffer_add(out, bytes("{"));
+    for (int i = 0; json_next(&all, "}", i == 0); i++) {
+        const uint8_t *member = all.string;
+        const Bytes name = bytes_of(j->text);
+        const char *const *added = members[kind];
+        while (*added && !bytes_are(name, *added)) added++;
+        const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
+        if (*added) j->added = *added;
+        json_value(&all, 1);
+        if (kept) buffer_add(out, (Bytes){member, all.rest.p - member});
+        if (kept) buffer_add(out, bytes(","));
+    }
+    json_need(j, text.n ? !talk.n && *text.p == '"' : talk.n && *talk.p == '[',
+              "one of \"text\": \"...\" and, in chat, \"messages\": [...]");
+    if (!j->expected) j->rest = text.n ? text : talk;
+}
+
+// Parses one line. A string goes to j->text; an array of messages goes to `talk`, unless that is
+// NULL. Their system message, which is the first one, replaces that of `talk`. See json_object.
+static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
+    const Json start = *j;
+    json_value(j, 0);
+    json_take_token(j, "");
+    json_need(j, j->rest.n == 0, "the end of the line");
+    if (j->expected) return;
+    *j = start;
+    j->wrong = "text or messages";
+    json_take_token(j, "");
+    if (*j->rest.p == '{') json_object(j, kind, out);
+    const bool messages = talk && json_take(j, "[");
     int role = messages ? -1 : USER;
     for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
         role = json_message(j, talk);
-        json_need(j, role != SYSTEM || i == 0, "a system message only at the start");
+        json_mean(j, role != SYSTEM || i == 0, "role", "a system message only at the start");
         if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
     }
-    json_need(j, messages || json_string(j),
-              talk ? "a string or an array of messages (-l: plain lines)"
-                   : "a string (-l: plain lines)");
-    json_need(j, role == USER, "a message of the user as the last one");
-    json_token(j, "");
-    json_need(j, j->rest.n == 0, "the end of the line");
+    json_need(j, messages || json_take_string(j),
+              talk ? "a string, an array of messages or an object (-l: plain lines)"
+                   : "a string or an object (-l: plain lines)");
+    json_mean(j, role == USER, "role", "a message of the user as the last one");
 }
 
 // ------------------------------------------------------------------------------------------------
-// Many texts at once: -l and -L. To decode a token, a CPU reads all weights; they serve a token of
-// each of 32 texts just as well. So a pass runs the next token of many texts, and texts come and go
-// from pass to pass (continuous batching: Orca, OSDI 2022):
-//
-//   admit    While there are places and blocks, the next texts of the list are encoded and begin.
-//   pass     One forward(), with a row of each text at least; the first prompts have as many as
-//            fit into -b rows. So a long prompt does not hold up the other texts for long.
-//   sample   Each text whose last token has run draws the next one, with its own random numbers.
-//   write    A line goes out as soon as it and all lines before it are done.
-//
-// No row sees another text, and a batch gives the same bits as single tokens. So each answer is the
-// one that its text gets alone.
-//
-// The cache is a pool of blocks, which a text takes as it grows (a paged cache: vLLM, arXiv
-// 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like another, say with the same instruction, shares its blocks: each block counts its users. Of
-// the first block that is not the same to its end the text gets a copy. A text that does not run,
-// as it has ended or waits, keeps its blocks until they or its place are needed: so there is
-// something to share even if all answers are one word. When no block is left, the youngest text
-// has to wait, and runs again up to the last token that it drew (preemption by recomputation).
+// Lists: -l and -L. Many texts run together, each of which is a line of the list. A line of the
+// output goes out as soon as it and all lines before it are done.
 
-enum { PLACES = 32 };                           // texts that run together
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
-
-typedef struct {    // for a text
-    size_t number;  // of its line, from 0
-    Answer answer;  // its text.ids are the prompt's, then those that were drawn,
-    size_t run;     // so many of which have run
-    int n_blocks;   // in answer.text.blocks
-    size_t cached;  // tokens of its prompt that were there when it began
-    Ending ending;  // INTERRUPTED: what the model gave is not finite
-    Writer writer;
-    Ids drawn;
-    Buffer text;    // the answer so far, or a vector
-} Place;
 
 typedef struct {
     App *app;
+    Engine *e;              // the app's
     Lines in;
-    bool together;          // passes run several texts, as in all modes but tokenize and perplexity
+    bool terminal;          // stdout is one
     bool ended, failed;     // there are no more lines; a line was an error
-    size_t read, written;   // lines so far
-    Buffer lines[AHEAD];    // line i of the output is at i % AHEAD, empty until it is done
-    size_t ahead;           // bytes of these
-    // active: first those that run, then those that wait to begin, both in the list's order, then
-    // the free ones, that which ended last first. The next line takes the second of these, so that
-    // there is always something to share; one place is more than may be in use.
-    Place places[PLACES + 1], *active[PLACES + 1];
-    int n_places, n_running, n_active;  // that may be in use (<= -b); that run; that run or wait
-    Place *ready[PLACES];   // those whose last token has run; row i of x is that of ready[i]
-    int n_ready;
-    int *users, n_unused;   // (State.blocks) texts that have this block; blocks that nobody has
-    char where[640];        // the line that was read last, for messages
-    size_t rows, prompts, cached, answers;  // tokens: that have run; of prompts; shared; drawn
-    size_t endings[INTERRUPTED + 1], thinking;  // answers by their end; that ended inside thinking
+    size_t read, done, written;  // lines so far
+    Request requests[AHEAD];  // that of line i is at i % AHEAD; done, its line has its newline
+    size_t prompts;         // their tokens
+    size_t endings[FAILED + 1], thinking;  // answers by their end; that ended inside thinking
+    size_t closed;          // thinkings that -r N ended
     size_t pieces;          // texts that are scored in pieces
-    double start, size, consumed;  // the time; bytes of the file, if known; of its lines so far
+    double size, consumed;  // bytes of the file, if known; of its lines so far
+    size_t there;           // of -w: lines that FILE had
+    Buffer last, cut;       // the last one; what follows it without a newline
 } List;
 
-// A line is there, or what is wrong with its text has been said. Writes it and those after it that
-// are done, if all before it are written.
-static void line_done(List *l, Buffer *line, bool good) {
-    if (!good) line->n = 0, buffer_add(line, bytes("null\n"));
-    l->failed |= !good;
-    l->ahead += line->n;
-    for (; (line = &l->lines[l->written % AHEAD])->n && !interrupted; l->written++) {
-        if (l->app->writer.terminal) progress_end();
-        write_stdout(bytes_of(line));
-        l->ahead -= line->n;
-        free(line->p);
-        *line = (Buffer){0};
+static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n'; }
+
+// A request is done, or can't run. Writes all done lines that follow those that are written.
+static void end_line(List *l, Request *r, const char *error) {
+    if (error) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
+    l->failed |= error != NULL;
+    l->done++;
+    add_result(&r->line, l->e, r, error);
+    for (; !interrupted; l->written++) {
+        Buffer shown = {0};
+        r = &l->requests[l->written % AHEAD];
+        if (!has_newline(bytes_of(&r->line))) break;
+        if (l->terminal) progress_end();
+        if (l->terminal) add_printable(&shown, bytes_of(&r->line), true);
+        write_stdout(bytes_of(l->terminal ? &shown : &r->line));
+        free(shown.p);
+        free(r->line.p);
+        free(r->scores);
+        free(r->ids.p);
+        *r = (Request){0};
     }
 }
 
-static void take_block(List *l, Place *p, int block) {  // -1: the first that nobody has
-    if (block < 0) while (l->users[++block]) {}
-    l->n_unused -= l->users[block]++ == 0;
-    p->answer.text.blocks[p->n_blocks++] = block;
-}
-
-static void drop_blocks(List *l, Place *p) {
-    while (p->n_blocks > 0) l->n_unused += --l->users[p->answer.text.blocks[--p->n_blocks]] == 0;
-    p->run = 0;
-}
-
-// Are n blocks unused? Until they are, the texts that do not run lose theirs:
-// first the one that ended the longest time ago, last the first one that waits.
-static bool find_blocks(List *l, int n) {
-    for (int i = l->n_places; i >= l->n_running && l->n_unused < n; i--)
-        drop_blocks(l, l->active[i]);
-    return l->n_unused >= n;
-}
-
-// The first text that waits gets the blocks for its tokens so far. Those that it shares with the
-// text most like it count as having run; its last token always runs, as that makes the first
-// logits. False: it waits until what it could share has run (less than a block is not worth
-// waiting), or for blocks: beside its own, one is left for each text that runs, so that none has to
-// give its blocks back at once. If no text runs, all blocks are there, and any text begins.
-static bool begin(List *l) {
-    Place *p = l->active[l->n_running], *like = p;
-    const Ids *ids = &p->answer.text.ids;
-    const size_t len = l->app->engine.model.state.block_len;
-    const int n_blocks = (int)((ids->n + len - 1) / len);
-    size_t same = p->run;
-    for (Place *other = l->places; other <= l->places + l->n_places; other++) {
-        const Ids *its = &other->answer.text.ids;
-        size_t n = 0;
-        while (other->n_blocks && n + 1 < ids->n && n < its->n && ids->p[n] == its->p[n]) n++;
-        if (n > same && other != p) same = n, like = other;
-    }
-    if (same >= like->run + len) return false;
-    same = min_size(same, like->run);
-    const int *theirs = like->answer.text.blocks, whole = (int)(same / len);
-    if (like != p) {
-        drop_blocks(l, p);
-        while (p->n_blocks < whole) take_block(l, p, theirs[p->n_blocks]);
-        p->run = whole * len;
-    }
-    l->n_running++;  // from now on find_blocks leaves p its blocks
-    if (!find_blocks(l, n_blocks - p->n_blocks + l->n_running) && l->n_running > 1) {
-        l->n_running--;
-        return false;
-    }
-    while (p->n_blocks < n_blocks) take_block(l, p, -1);
-    // `like` may just have lost its block, even to p; what it holds is still there.
-    if (same % len)
-        cache_copy(&l->app->engine.model, p->answer.text.blocks[whole], theirs[whole]);
-    p->run = same;
-    l->cached -= p->cached;  // of a text that begins again, only this time counts
-    p->cached = min_size(same, ids->n - p->drawn.n);
-    l->cached += p->cached;
-    return true;
-}
-
-#define refuse(...) (report(__VA_ARGS__), false)  // only this line fails
-
-// Encodes a line. False: it can't run, which it says, or this is Ctrl-C and these are not all ids.
-static bool encode_line(List *l, Bytes line, Ids *ids) {
+// Encodes a line. Of an object, the members that it keeps go to `out`. Returns what is wrong with
+// the line, or NULL; after Ctrl-C these may not be all ids.
+static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
+    static char what[256];
     App *app = l->app;
+    const Engine *e = l->e;
     const Options *o = &app->options;
-    const Model *m = &app->engine.model;
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const bool chat = app->mode == CHAT;
+    const bool chat = e->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
     Conversation *talk = &app->conversation;  // its messages, or its text as one
     Json j = {.rest = line, .text = &app->input};
-    size_t size = 0;
-    if (line.n + before.n > MOST_BYTES)
-        return refuse("%s: too long, expected less than 2 GB", l->where);
+    size_t size = 0, own = 1;  // own: bytes of a line that is a text
+    if (line.n + before.n > MOST_BYTES) return "too long, expected less than 2 GB";
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (l->read == 0) json_take(&j, "\uFEFF");  // a byte order mark
-    if (o->json_list) json_line(&j, chat ? talk : NULL);
+    const bool blank = o->json_list && (json_take_token(&j, ""), j.rest.n == 0);
+    if (o->json_list) json_line(&j, chat ? talk : NULL, result_kind(e), out);
     const char *found = !j.rest.n ? "the end" : !*j.rest.p ? "a NUL" : "";
-    if (j.expected)
-        return refuse("%s: bad JSON at byte %zu, expected %s, found %s%.*s", l->where,
-                      line.n - j.rest.n + 1, j.expected, found, (int)min_size(j.rest.n, 16),
-                      j.rest.p);
+    const bool inside = !blank && !j.rest.n && !j.wrong;  // the line ends inside its value
+    if (j.added)
+        snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
+                 "away: jq 'del(.%s)' -c", j.added, j.added);
+    else if (j.expected)
+        snprintf(what, sizeof(what), "bad %s at byte %td, expected %s, found %s%.*s%s",
+                 j.wrong ? j.wrong : "JSON", j.rest.p - line.p + 1, j.expected, found,
+                 (int)min_size(j.rest.n, 16), j.rest.p,
+                 inside ? " (one value a line: jq -c . makes that)" : "");
+    if (j.added || j.expected) return what;
     if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
         Buffer *text = &conversation_add(talk, USER, before)->text;
         if (o->text) buffer_add(text, bytes("\n\n"));
-        buffer_add(text, o->json_list ? bytes_of(j.text) : line);
+        const Bytes its = o->json_list ? bytes_of(j.text) : line;
+        buffer_add(text, its);
+        own = its.n;
     }
     for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
         size += talk->p[i].role == ASSISTANT ? 0 : talk->p[i].text.n;
-    if (l->together && size / 4 > tok->longest * m->state.seq_len)  // NFC may quarter it
-        return refuse("%s: too long, expected at most %d tokens (-c, up to %d), found %zu bytes",
-                      l->where, m->state.seq_len, m->config.max_seq_len, size);
+    if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&
+        size / 4 > e->tokenizer.longest * e->model.state.seq_len)  // NFC may quarter it
+        return wrong_length(app, size, size, " bytes");
     ids->n = 0;
-    if (chat) render(tok, talk, 0, switched_on(app), ids);
+    if (chat) render(&e->tokenizer, talk, 0, switched_on(app), ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return !interrupted && check_length(app, l->where, ids->n);
+    return interrupted ? NULL : wrong_length(app, own, ids->n, "");
 }
 
-// Reads a text: it gets a place or, if it is bad or texts do not run together, its line at once.
+// Adds texts of requests that were read, as many as there are places.
+static void add_texts(List *l) {
+    for (size_t i = l->written; i < l->read; i++) {
+        Request *r = &l->requests[i % AHEAD];
+        while (r->begun < r->texts && l->e->n_active < l->e->n_places) add_next_text(l->e, r);
+        if (r->begun < r->texts) return;
+        free(r->ids.p);
+        r->ids = (Ids){.n = r->ids.n};  // the number of tokens is needed later
+    }
+}
+
+// Reads a line: its texts wait to run, or it is done at once, as it is bad or just tokenized.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
-    Place *p = l->active[l->n_active + 1];
-    const Ids *ids = &p->answer.text.ids;
-    Buffer *out = &l->lines[l->read % AHEAD];
+    Request *r = &l->requests[l->read % AHEAD];
     give_notices(app);
-    if (l->read == 0 && app->mode <= GENERATE && !quiet && !app->options.seeded)
+    if (l->read == l->there && draws_ids(l->e) && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", app->options.seed);
-    snprintf(l->where, sizeof(l->where), "%.600s: line %zu", l->in.name, l->read + 1);
-    drop_blocks(l, p);
-    bool good = encode_line(l, chop(line), &p->answer.text.ids);
+    r->number = l->read;
+    r->rng = app->options.seed + r->number;
+    const char *error = encode_line(l, chop(line), &r->ids, &r->line);
+    if (interrupted) return;
+    l->read++;
     l->consumed += line.n;
-    p->number = l->read++;
-    if (good) l->prompts += ids->n;
-    if (good && l->together) {
-        p->text.n = p->cached = 0;
-        p->answer.sampler.rng = app->options.seed + p->number;
-        answer_start(&p->answer, &app->engine.tokenizer);
-        writer_thinks(&p->writer, begins_thinking(app));
-        l->active[l->n_active + 1] = l->active[l->n_active];
-        l->active[l->n_active++] = p;
+    if (!error) l->prompts += r->ids.n;
+    if (error || l->e->mode == TOKENIZE) {
+        end_line(l, r, error);
         return;
     }
-    if (good) l->rows += ids->n;
-    if (good && app->mode == TOKENIZE) buffer_add_ids(out, ids);
-    if (good && app->mode == PERPLEXITY) {
-        l->pieces += ids->n > (size_t)app->engine.model.state.seq_len;
-        good = buffer_add_perplexity(out, &app->engine, ids);
-        if (!good && !interrupted) report("%s: " NOT_FINITE, l->where);
-    }
-    line_done(l, out, good);
+    start_request(l->e, r);
+    l->pieces += r->texts > 1;
+    add_texts(l);
 }
 
-// False: all is done, or Ctrl-C. Else some text runs, and while one does, this does not wait for
-// lines that have still to be made: a list may come from another program.
-static bool admit(List *l) {
+// Shows the progress. The work that is done: texts, and of those that run the tokens, in texts of
+// as many tokens as those that have ended had.
+static void show_texts(const List *l) {
+    const Engine *e = l->e;
+    const double lines = l->ended ? l->read : floor(l->size * l->read / fmax(l->consumed, 1));
+    const double all = fmax(lines - l->there, 0);
+    double running = 0;  // their tokens so far
+    char of_all[64] = "", text[128];
+    for (int i = 0; i < e->n_active; i++)
+        running += fmax(0, (double)e->active[i]->run - e->active[i]->cached);
+    const double work = l->done + l->done * running / fmax(e->rows - running, 1);
+    const double part = l->done && all > 0 ? fmin(work / all, 1) : 0;
+    if (all > 0)
+        snprintf(of_all, sizeof(of_all), " of %s%.0f", l->ended ? "" : "about ", all);
+    snprintf(text, sizeof(text), "%zu%s texts, %d running", l->done, of_all, e->n_running);
+    progress_show(e->rows, part, text);
+}
+
+// Reads lines while there are places. While texts run, it does not wait for lines that have still
+// to be made: a list may come from another program. False: all is done, or Ctrl-C.
+static bool admit_lines(List *l) {
     for (Bytes line;;) {
-        const double lines = l->size * l->read / fmax(l->consumed, 1);  // about
-        progress_show(l->start, l->written, l->ended ? l->read : lines, "texts", l->rows);
-        if (l->ended || l->n_active == l->n_places || l->read - l->written == AHEAD ||
-            l->ahead > AHEAD_BYTES || interrupted)
+        size_t ahead = 0;  // bytes of lines that wait for an earlier one
+        for (size_t i = l->written; i < l->read; i++) ahead += l->requests[i % AHEAD].line.n;
+        show_texts(l);
+        add_texts(l);
+        if (l->ended || l->e->n_active == l->e->n_places || l->read - l->written == AHEAD ||
+            ahead > AHEAD_BYTES || interrupted)
             break;
-        l->ended = !next_line(&l->in, &line, l->n_active == 0);
+        l->ended = !next_line(&l->in, &line, l->e->n_active == 0);
         if (line.n == 0) break;  // the end, or it comes later
         add_line(l, line);
     }
-    while (l->n_running < l->n_active && begin(l)) {}
-    return l->n_active > 0 && !interrupted;
+    return l->e->n_active > 0 && !interrupted;
 }
 
-// Each text that runs has a row; there are enough, as n_places <= -b. A prompt has its blocks, but
-// a text that decodes may need another one. If there is none, the youngest text, perhaps this one,
-// has to wait; it has no rows yet. That never happens to a text that runs alone, as all
-// blocks are its own then. Returns false after Ctrl-C.
-static bool pass(List *l) {
-    const State *s = &l->app->engine.model.state;
-    int n = l->n_ready = 0;
-    for (int i = 0; i < l->n_running; i++) {
-        Place *p = l->active[i];
-        const Text *text = &p->answer.text;
-        const bool full = p->run == (size_t)p->n_blocks * s->block_len;
-        while (full && !find_blocks(l, 1)) l->n_running--;
-        if (l->n_running <= i) break;
-        if (full) take_block(l, p, -1);
-        const int end = s->batch - (l->n_running - i - 1);
-        for (; p->run < text->ids.n && n < end; p->run++) {
-            const bool last = p->run + 1 == text->ids.n;
-            s->rows[n++] = (Row){text->ids.p[p->run], (int)p->run, text, last};
-        }
-        if (p->run == text->ids.n) l->ready[l->n_ready++] = p;
-    }
-    l->rows += n;
-    return forward(&l->app->engine.model, n);
-}
-
-static void sample_job(void *arg, int begin, int end) {
-    const List *l = arg;
-    const Engine *e = &l->app->engine;
-    const int vocab_size = e->tokenizer.vocab_size;
-    for (int i = begin; i < end; i++) {
-        Place *p = l->ready[i];
-        if (l->app->mode == EMBED) {
-            const bool good = buffer_add_embedding(&p->text, &e->model, i);
-            p->ending = good ? TURN_ENDED : INTERRUPTED;
-            continue;
-        }
-        float *logits = e->model.state.logits + (size_t)i * vocab_size;
-        const int id = sample(&p->answer.sampler, logits, vocab_size);
-        if (e->max_new == 0) p->ending = LIMIT_REACHED;
-        else p->ending = id < 0 ? INTERRUPTED : answer_add(e, &p->answer, id);
-        if (p->ending == GOES_ON) ids_add(&p->answer.text.ids, id);
-    }
-}
-
-// Writes the texts that have ended. Their places become the first of those that are free.
+// The lines of the texts that have ended
 static void write_ended(List *l) {
-    const bool embeds = l->app->mode == EMBED;
-    for (int i = 0, at; i < l->n_ready; i++) {
-        Place *p = l->ready[i];
-        Buffer *line = &l->lines[p->number % AHEAD];
-        if (p->ending == GOES_ON) continue;
-        if (p->ending == INTERRUPTED)
-            report("%s: line %zu: %s", l->in.name, p->number + 1, embeds ? BAD_VECTOR : NOT_FINITE);
-        l->endings[p->ending]++;
-        l->thinking += p->writer.thinking;
-        l->answers += p->drawn.n;
-        writer_end(&p->writer);
-        if (embeds) buffer_add(line, bytes_of(&p->text));
-        else buffer_add_json(line, bytes_of(&p->text));
-        line_done(l, line, p->ending != INTERRUPTED);
-        for (at = 0; l->active[at] != p; at++) {}
-        l->n_running--;
-        l->n_active--;
-        memmove(l->active + at, l->active + at + 1, (l->n_active - at) * sizeof(*l->active));
-        l->active[l->n_active] = p;
+    for (Text *t; (t = find_ended(l->e));) {
+        Request *r = t->request;
+        const bool thinking = t->writer->thinking;
+        writer_end(t->writer);
+        l->closed += t->closed;
+        if (!end_text(l->e, t)) continue;
+        l->endings[r->ending]++;
+        l->thinking += thinking;
+        end_line(l, r, r->ending != FAILED ? NULL : l->e->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
     }
+}
+
+// Could a list with results of this kind have written a line, or the beginning of one that was cut?
+static bool looks_written(int kind, Bytes line) {
+    static const struct { const char *begin, *rest; } looks[] = {  // rest: NULL is JSON
+        [N_MODES] = {"{", NULL},
+        [CHAT] = {"\"", NULL}, [GENERATE] = {"\"", NULL}, [EMBED] = {"[", NULL},
+        [TOKENIZE] = {"", "0123456789 "}, [PERPLEXITY] = {"tokens ", "tokens nlp 0123456789.inf-"}};
+    const bool object = *line.p == '{', null = *line.p == 'n', whole = has_newline(line);
+    const char *begin = null ? "null" : object ? "{" : looks[kind].begin, *rest = looks[kind].rest;
+    Buffer text = {0};
+    Json j = {.rest = chop(line), .text = &text};
+    const Json start = j;
+    if (memcmp(line.p, begin, min_size(j.rest.n, strlen(begin))) != 0) return false;
+    if (rest && !object && !null) json_take_any(&j, rest);
+    else json_value(&j, 0);
+    const bool added = !object || j.expected || json_member(start, members[kind][0]).rest.n > 0;
+    free(text.p);
+    return added && j.rest.n == 0 && !(whole && j.expected);
+}
+
+// Opens the list; with -w FILE in the place of stdout, of which it finds the last lines.
+static List *open_list(App *app) {
+    static List list;
+    const Options *o = &app->options;
+    const char *name = o->list ? o->list : o->json_list, *file = o->out;
+    const unsigned type = file ? file_mode(file) : 0;
+    List *l = &list;
+    *l = (List){.app = app, .e = &app->engine, .terminal = !file && is_terminal(STDOUT_FILENO)};
+    l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin"};
+    if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
+    l->size = file_size(l->in.fd);
+    if (!file) return l;
+    if (type && !S_ISREG(type)) die("%s: not a regular file, expected one or a new name", file);
+    Lines in = {.fd = file_open(file, true), .name = file};
+    if (in.fd < 0) die("%s: %s", file, strerror(errno));
+    if (!file_lock(in.fd, true)) die("%s: in use by another run, expected another FILE", file);
+    if (!file_lock(l->in.fd, false)) die("%s: is the list, expected another FILE", file);
+    for (Bytes line; next_line(&in, &line, true); l->there += has_newline(line)) {
+        Buffer *end = has_newline(line) ? &l->last : &l->cut;
+        if (line.n > MOST_BYTES) die("%s: a line is too long, expected less than 2 GB", file);
+        end->n = 0;
+        buffer_add(end, line);
+    }
+    free(in.data.p);
+    if (dup2(in.fd, STDOUT_FILENO) < 0) die("%s: %s", file, strerror(errno));
+    stdout_name = file;
+    return l;
+}
+
+// Skips the lines whose results FILE has, and takes off its cut line. False: nothing is left to do.
+static bool skip_lines(List *l) {
+    const char *file = l->app->options.out;
+    const size_t there = l->there, cut = l->cut.n;
+    size_t n = 0;
+    if (there + cut == 0) return true;
+    if ((there && !looks_written(result_kind(l->e), bytes_of(&l->last))) ||
+        (cut && !looks_written(result_kind(l->e), bytes_of(&l->cut))))
+        die("%s: does not end as this list's lines do, expected another FILE", file);
+    for (Bytes line; n <= there && next_line(&l->in, &line, true); n++) {
+        if (n < there) l->consumed += line.n;
+        else l->in.end -= line.n;  // it comes again
+    }
+    if (n < there + (cut > 0))
+        die("%s: has more lines than the list, expected at most %zu", file, n);
+    if (n == there)
+        notice("%s: has all %zu lines; another FILE, or none, makes a new run", file, n);
+    if (n == there) return false;
+    if (cut && ftruncate(STDOUT_FILENO, (off_t)(file_size(STDOUT_FILENO) - cut)) != 0)
+        die("%s: %s", file, strerror(errno));
+    l->read = l->written = there;
+    notice("%s: %zu lines are there, goes on with line %zu", file, there, there + 1);
+    return true;
 }
 
 // Notices and statistics at the end
 static int list_end(const List *l) {
-    const double seconds = now() - l->start + 1e-9, rate = l->answers / seconds;
-    const unsigned long long seed = l->app->options.seed, next = seed + l->written;
-    const int context = l->app->engine.model.state.seq_len, most = l->app->options.n;
+    const Options *o = &l->app->options;
+    const double seconds = now() - progress.start + 1e-9;
+    const double rate = (l->prompts - l->e->cached + l->e->drawn) / seconds;
+    const unsigned long long first = o->seed + l->there, next = o->seed + l->written;
+    const int context = l->app->engine.model.state.seq_len, most = o->n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
-    const bool draws = l->app->mode <= GENERATE;
+    const bool answers = l->e->mode <= GENERATE, draws = draws_ids(l->e);
     const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
-    char again[64];  // the options that run the rest
-    const int n = snprintf(again, sizeof(again), "-%c -", l->app->options.list ? 'l' : 'L');
-    if (draws) snprintf(again + n, sizeof(again) - n, " -s %llu", next);
+    char seed[48] = "";  // which the same command would not have
+    if (draws && !o->seeded && l->e->places->sampler.temperature != 0)
+        snprintf(seed, sizeof(seed), "%s -s %llu", o->out ? " with" : " and", o->seed);
     progress_end();
     if (quiet) return status;
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
+    if (l->closed) notice("answers: their thinking was ended (-r): %zu", l->closed);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
-        notice("list: %zu lines are written; to go on: tail -n +%zu, %s >>", l->written,
-               l->written + 1, again);
-    fprintf(stderr, "%zu texts, prompts %zu tokens (%zu cached)", l->written, l->prompts,
-            l->cached);
-    if (draws && l->written)
-        fprintf(stderr, ", answers %zu tokens at %.*f/s, seeds %llu to %llu", l->answers,
-                rate < 999.95, rate, seed, next - 1);
+        notice("list: %zu lines are written; the same command%s%s goes on%s", l->written,
+               o->out ? "" : " with -w FILE for > FILE", seed,
+               l->size ? "" : ", if the pipe gives the same lines again");
+    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached", l->written - l->there,
+            seconds, l->prompts, l->e->cached);
+    if (l->e->again) fprintf(stderr, ", %zu computed again", l->e->again);
+    fputs(")", stderr);
+    if (answers) fprintf(stderr, ", answers %zu tokens", l->e->drawn);
+    fprintf(stderr, ", %.*f tokens/s", rate < 999.95, rate);
+    if (draws && l->written > l->there) fprintf(stderr, ", seeds %llu to %llu", first, next - 1);
     fputc('\n', stderr);
     return status;
 }
 
-static int run_list(App *app) {
-    static List list;
-    List *l = &list;
-    const Options *o = &app->options;
-    const State *s = &app->engine.model.state;
-    const char *file = o->list ? o->list : o->json_list, *name = strcmp(file, "-") ? file : "stdin";
-    *l = (List){.app = app, .in = {.fd = file_open(file), .name = name}, .start = now(),
-                .together = app->mode != TOKENIZE && app->mode != PERPLEXITY,
-                .n_places = max_int(min_int(PLACES, s->batch), 1), .n_unused = s->blocks,
-                .users = alloc(s->blocks, sizeof(int), "the list")};
-    if (l->in.fd < 0) die("%s: %s", name, strerror(errno));
-    l->size = file_size(l->in.fd);
-    for (int i = 0; i <= l->n_places; i++) {  // what is never touched takes no memory
-        Place *p = l->active[i] = &l->places[i];
-        prepare_answer(app, &p->answer, &p->writer, &p->text);
-        p->answer.text.blocks = alloc(s->seq_len, sizeof(int), "the list");
-        p->answer.drawn = &p->drawn;
-    }
+static int run_list(List *l) {
+    progress = (struct Progress){.start = now()};
+    if (!skip_lines(l)) return EXIT_SUCCESS;
     patience = 0;
-    while (admit(l) && pass(l)) {
-        if (l->n_ready && app->mode != EMBED) classify(&app->engine.model, 0, l->n_ready);
-        parallel(sample_job, l, l->n_ready, 1);
+    while (admit_lines(l) && run_pass(l->e)) {
+        draw_all(l->e);
         write_ended(l);
     }
     return list_end(l);
@@ -3151,11 +3750,14 @@ static const char usage[] =  // after the line of --version
     "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
     "  -f FILE    the prompt is FILE's text (- is stdin), after -i and an empty line\n"
     "  -l FILE    a list: each line of FILE (- is stdin) is a text, each answer a line\n"
-    "  -L FILE    the same, where a line is JSON: a text, or an array of messages\n"
+    "  -L FILE    the same, where a line is JSON: a text, an array of messages, or an\n"
+    "             object with \"text\" or \"messages\", which comes back with the answer\n"
+    "  -w FILE    the list's answers go to FILE; after a cut the same command goes on\n"
     "  -m MODE    chat, generate (raw completion), embed, tokenize or perplexity\n"
     "             [what the model is made for: mostly chat]\n"
     "  -y TEXT    system prompt (chat) [none]\n"
-    "  -r 0|1     thinking off or on, for models that can switch (chat) [0]\n"
+    "  -r 0|1|N   thinking off, on, or on for at most N tokens (chat) [0]\n"
+    "  -o TEXT|TEXT...  how likely each of these answers is; the likeliest is written\n"
     "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; without thinking 0.7]\n"
     "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's; without thinking 0.8]\n"
     "  -k INT     top-k, 0 is off [the checkpoint's; without thinking 20]\n"
@@ -3164,7 +3766,8 @@ static const char usage[] =  // after the line of --version
     "  -x TEXT    end the answer before TEXT (chat, generate) [none]\n"
     "  -s INT     random seed, 64 bits [from the clock, below 1000000]\n"
     "  -n INT     at most so many new tokens per answer, -1 is no limit [-1]\n"
-    "  -c INT     context in tokens, 0 is the model's [4096, or the model's if less]\n"
+    "  -c INT     context in tokens, 0 is the model's [what a quarter of the memory\n"
+    "             holds, at least 4096, at most the model's; perplexity 4096]\n"
     "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q         nothing on stderr but errors\n"
@@ -3186,16 +3789,19 @@ typedef struct {
 } Option;
 
 #define PLACE(name) offsetof(Options, name)
+enum { LONGEST_PATH = 4000 };
 
 static const Option options[] = {  // those with a value
     {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, {"--prompt"}},
-    {'f', TEXT, PLACE(file), 1, INT_MAX, "a file's name, or -", {"--file"}},
-    {'l', TEXT, PLACE(list), 1, INT_MAX, "a file's name, or -", {NULL}},
-    {'L', TEXT, PLACE(json_list), 1, INT_MAX, "a file's name, or -", {NULL}},
+    {'f', TEXT, PLACE(file), 1, LONGEST_PATH, "a file's name, or -", {"--file"}},
+    {'l', TEXT, PLACE(list), 1, LONGEST_PATH, "a file's name, or -", {"--json"}},
+    {'L', TEXT, PLACE(json_list), 1, LONGEST_PATH, "a file's name, or -", {NULL}},
+    {'w', TEXT, PLACE(out), 1, LONGEST_PATH, "a file's name", {NULL}},
     {'m', MODE, PLACE(mode), 0, N_MODES - 1,
      "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", {NULL}},
     {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, {"--system-prompt", "--system"}},
-    {'r', INTEGER, PLACE(think), 0, 1, NULL, {NULL}},
+    {'r', INTEGER, PLACE(think), 0, INT_MAX, NULL, {NULL}},
+    {'o', TEXT, PLACE(answers), 0, INT_MAX, NULL, {NULL}},
     {'t', REAL, PLACE(temperature), 0, 1000, NULL, {"--temp", "--temperature"}},
     {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", {"--top-p"}},
     {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, {"--top-k"}},
@@ -3217,12 +3823,18 @@ static const Option *option_named(const char *arg, const char *model) {
         const bool begins = arg[0] == '-' && arg[1] == letter;
         if (begins && !arg[2]) return &options[i / 2];
         if (begins && isdigit((uint8_t)arg[2]))
-            die_usage("%s: unknown option, expected a space: -%c %s", arg, letter, arg + 2);
+            die_usage("%.80s: unknown option, expected a space: -%c %.80s", arg, letter, arg + 2);
         if (other && strlen(other) == n && !strncmp(arg, other, n))
-            die_usage("%s: unknown option, expected -%c; -h lists all", arg, letter);
+            die_usage("%.80s: unknown option, expected -%c; -h lists all", arg, letter);
     }
     if (arg[0] == '-')
-        die_usage("%s: unknown option, expected one that -h lists (MODEL without an option)", arg);
+        die_usage("%.80s: unknown option, expected one that -h lists%s", arg,
+                  !strncmp(arg, "-ng", 3) ? " (all runs on the CPU)"
+                  : strstr(arg, "-model") ? " (MODEL without an option)" : "");
+    if (!strcmp(model, "run"))
+        die_usage("run: unexpected, there are no commands: qwen3 MODEL (a .bin file)");
+    if (strlen(arg) > 4 && !strcmp(arg + strlen(arg) - 4, ".bin"))
+        die_usage("%.80s: a second model, expected one, found \"%.99s\" before it", arg, model);
     die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
               "-i \"%.80s\"", arg, model, arg);
 }
@@ -3249,15 +3861,40 @@ static void set_option(Options *o, const Option *option, const char *value) {
     snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
     const bool in_range = number >= option->low && number <= option->high;
     if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
-        die_usage("-%c: bad value, expected %s, found \"%s\"", option->letter,
+        die_usage("-%c: bad value, expected %s, found \"%.80s\"", option->letter,
                   option->expected ? option->expected : range, value);
     if (option->type == REAL) *(float *)place = (float)number;
     if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
 }
 
-// Only chat and generate can begin without a text.
+// The TEXTs of -o
+static void split_answers(Options *o) {
+    size_t cap = 0;
+    for (const char *text = o->answers; text; o->n_choices++) {
+        const size_t n = strcspn(text, "|");
+        const Bytes choice = {(const uint8_t *)text, n};
+        if (n == 0) die_usage("-o: an empty answer, expected TEXT|TEXT...");
+        for (int i = 0; i < o->n_choices; i++) {
+            if (bytes_equal(o->choices[i].text, choice))
+                die_usage("-o: the answer %.*s twice, expected different ones", (int)n, text);
+        }
+        o->choices = grow(o->choices, &cap, o->n_choices, 1, sizeof(Choice));
+        o->choices[o->n_choices] = (Choice){.text = choice};
+        text = text[n] ? text + n + 1 : NULL;
+    }
+    if (o->n_choices == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
+}
+
+static void check_answers(const Options *o) {
+    if (o->mode > GENERATE) die_usage("-o: -m %s has no answers", mode_names[o->mode]);
+    if (o->stop) die_usage("-o, -x: both given, expected one of them");
+    if (!o->text && !o->file && !is_list(o))
+        die_usage("-o: a conversation, expected -i TEXT, -f FILE, a list or a pipe");
+}
+
+// Only chat can begin without a text.
 static void check_text(const Options *o, int mode) {
-    if (mode > GENERATE && !o->text && !o->file && !is_list(o))
+    if (mode > CHAT && !o->text && !o->file && !is_list(o))
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
 }
 
@@ -3265,25 +3902,34 @@ static Options parse_options(int argc, char **argv) {
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -1,
                  .repetition = -1, .context = -1, .batch = 512, .threads = -1,
                  .seed = (uint64_t)(now() * 1e6) % 1000000};
+    int given[256] = {0};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
-        const bool help = !strcmp(arg, "-h") || !strcmp(arg, "--help");
+        const bool help = !strcmp(arg, "-h") || !strcmp(arg, "--help") || !strcmp(arg, "-help");
         if (help || !strcmp(arg, "--version")) {
             write_stdout(bytes(version()));
             if (help) write_stdout(bytes(usage));
             exit(EXIT_SUCCESS);
         }
+        if (arg[0] == '-' && arg[1] && !arg[2] && given[(uint8_t)arg[1]]++)
+            die_usage("%s: given twice, expected once", arg);
         if (!strcmp(arg, "-q")) quiet = true;
         else if (!strcmp(arg, "-v")) o.verbose = true;
         else if (arg[0] != '-' && !o.model) o.model = arg;
         else set_option(&o, option_named(arg, o.model), argv[++i]);  // NULL after the last one
     }
-    if (!o.model || !*o.model) die_usage("MODEL: missing, expected a .bin file; -h shows more");
+    if (!o.model || !*o.model || strlen(o.model) > LONGEST_PATH)
+        die_usage("MODEL: %s, expected a .bin file; -h shows more",
+                  o.model && *o.model ? "too long" : "missing");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
     if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
         die_usage("-l, -L: a list, expected one of them, without -f and -v");
+    if (o.out && (!is_list(&o) || !strcmp(o.out, "-")))
+        die_usage("-w: expected a file's name, and -l or -L");
     if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";
     check_text(&o, o.mode);
+    split_answers(&o);
+    if (o.n_choices) check_answers(&o);
     return o;
 }
 
@@ -3291,10 +3937,10 @@ static Options parse_options(int argc, char **argv) {
 static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
-    const bool chat = app->mode == CHAT, piped = o->file && !strcmp(o->file, "-");
-    check_text(o, app->mode);
+    const bool chat = app->engine.mode == CHAT, piped = o->file && !strcmp(o->file, "-");
+    check_text(o, app->engine.mode);
     if (o->text) buffer_add(text, bytes(o->text));
-    if (!o->file) return o->text || !chat;  // generate can begin from nothing
+    if (!o->file) return o->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
     const size_t before = text->n;
     const char *error = file_read(text, o->file);
@@ -3305,7 +3951,7 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-static void load(App *app) {
+static void load_model(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     const Config *c = &e->model.config;
@@ -3320,28 +3966,41 @@ static void load(App *app) {
     if (!file_mode(tokenizer))
         die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
     tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
-    app->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
-    const int least = app->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
-    const int context = o->context > 0 ? o->context : o->context < 0 ? min_int(4096, most) : most;
+    e->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
+    const int least = e->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
+    const double room = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
+    const int fitting = (int)fmax(fmin(room, INT_MAX) / 1024, 4) * 1024;
+    const int usual = o->context < 0 ? min_int(fitting, most) : most;
+    const int context = o->context > 0 ? o->context : usual;
     if (context < least || context > most)
         die("-c: expected %d to %d (export.py --yarn raises it), found %d", least, most, context);
-    if (app->mode == TOKENIZE) return;
+    if (e->mode == EMBED && o->n_choices)
+        die_usage("-o: %s is an embedding model, expected one that answers", path);
+    if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-    const int places = min_int(PLACES, o->batch);  // logits that nobody needs take no memory
-    state_init(&e->model, context, o->batch, places, is_list(o) ? places : 1);
-    e->answer.text = whole_cache(&e->model.state);
+    // Logits that nobody needs take no memory. What is scored needs those of many rows.
+    const int rows = min_int(e->mode == PERPLEXITY ? 128 : PLACES, o->batch);
+    state_init(&e->model, context, o->batch, rows, is_list(o) ? min_int(PLACES, o->batch) : 1);
     e->max_new = o->n;
+    e->choices = o->choices;
+    e->n_choices = o->n_choices;
+    e->budget = o->think > 1 ? o->think : INT_MAX;
+    find_thinking(app);
+    encode_part(&e->tokenizer, bytes(closing), true, &e->closing);
+    encode_part(&e->tokenizer, bytes("\n\n"), true, &e->blank);
+    encode_choices(e);
 }
 
-static int run(App *app) {
+static int run_mode(App *app) {
     const char *system = app->options.system;
-    load(app);
-    prepare_answer(app, &app->engine.answer, &app->writer, NULL);
-    const bool chat = app->mode == CHAT;
+    List *list = is_list(&app->options) ? open_list(app) : NULL;
+    load_model(app);
+    prepare_places(app);
+    const bool chat = app->engine.mode == CHAT;
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
-    if (is_list(&app->options)) return run_list(app);
+    if (list) return run_list(list);
     const bool single = read_prompt(app);
-    if (app->mode != TOKENIZE) patience = 1;
+    if (app->engine.mode != TOKENIZE) patience = 1;
     if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
     else if (!single) run_script(app);
     else if (chat) chat_turn(app, bytes_of(&app->input));
@@ -3354,7 +4013,7 @@ int main(int argc, char **argv) {
     static App app;
     start_platform(&argc, &argv);
     app.options = parse_options(argc, argv);
-    return run(&app);
+    return run_mode(&app);
 }
 #endif
 
@@ -3364,15 +4023,16 @@ int main(int argc, char **argv) {
 
 #include <fcntl.h>
 #include <pthread.h>
-#include <stdatomic.h>
 #ifdef _WIN32
 #include <windows.h>
 #else
 #include <poll.h>
 #include <sched.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/select.h>
 #include <termios.h>
 #endif
 #ifdef __APPLE__
@@ -3406,8 +4066,7 @@ INLINE float choose(int32_t yes, float a, float b) {
 }
 
 // If |x| < 2^22, the float x + 1.5 * 2^23 has no bits left for a fraction. Read as an integer, it
-// is 0x4B400000 + x, with x rounded to the nearest integer (ties to even), also if x < 0; its low
-// byte is that of x.
+// is 0x4B400000 + x, with x rounded to the nearest integer (ties to even), also if x < 0.
 #define ROUNDER 12582912.0f
 
 // exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
@@ -3439,6 +4098,12 @@ static float max_of(const float *x, int n) {
     return as_float(max ^ (max >> 31 & INT32_MAX));
 }
 
+static float max_abs(const float *x, int n) {
+    int32_t max = 0;
+    for (int i = 0; i < n; i++) max = max_int(max, load_i32(x + i) & INT32_MAX);
+    return as_float(max);
+}
+
 // Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e means
 // 2^(e - 15), and there it is read as 2^(e - 127): hence the factor 2^112. The highest exponent, of
 // infinity and NaN, becomes a float's highest.
@@ -3448,31 +4113,58 @@ INLINE float half_float(uint16_t half) {
     return as_float((uint32_t)load_i32(&value) | sign | (bits >= 0x0F800000 ? 0x7F800000 : 0));
 }
 
-// The bits of floats that are not negative have the order of the floats. With an infinity the scale
-// is infinite, and all of q8 becomes 0, also there: 0 * infinity is a NaN whose low byte is 0.
-static void quantize(const Quantized *out, int t, int at, const float *x, int n, int group) {
-    const Quantized row = quantized_row(out, t);
-    for (int g = at / group; g < (at + n) / group; g++, x += group) {
-        int8_t *q8 = row.q8 + (size_t)g * group;
-        int32_t max = 0;
-        for (int i = 0; i < group; i++) max = max_int(max, load_i32(x + i) & INT32_MAX);  // of |x|
-        const float largest = as_float(max);
-        row.scale[g] = largest < FLT_MIN * 127 ? 0 : largest / 127;
-        const float inverse = row.scale[g] != 0 ? 127 / largest : 0;
-        int sum = 0;
-        for (int i = 0; i < group; i++) {
-            const float shifted = x[i] * inverse + ROUNDER;
-            q8[i] = (int8_t)load_i32(&shifted);
-            sum += q8[i];
-        }
-        row.bias_fix[g] = -128 * sum;
-    }
+static void *activations(size_t count, size_t size) {
+    return alloc(count, size, "the activations (-b makes them smaller)");
 }
 
+static float *floats(size_t count) { return activations(count, sizeof(float)); }
+
+#ifdef PLAIN
 // ------------------------------------------------------------------------------------------------
-// Threads: a pool that runs one loop at a time. An idle worker spins for a moment and then sleeps,
-// so that it takes no CPU time from other programs. Who takes which share varies; the results do
-// not.
+// A machine for -DPLAIN: Part I as it stands, in one thread
+
+#define SIMD "-DPLAIN"
+enum { BLOCK_LEN = 16 };
+
+static void start_threads(int count) { (void)count; }
+static int draft_rows(void) { return 1; }
+static struct Batch *batch_init(const Config *c, int n) { return (void)c, (void)n, NULL; }
+
+static void parallel(Job job, void *arg, int count, int chunk) {
+    (void)chunk;
+    job(arg, 0, count);
+}
+
+static void layer_all(Model *m, int l, int n) {
+    for (int t = 0; t < n; t++) layer(m, l, t);
+    progress_add(n);
+}
+
+static float *classify(Model *m, int first, int count) {
+    float *logits = m->state.logits;
+    for (int i = 0; i < count; i++, logits += m->config.vocab_size) scores(m, first + i, logits);
+    return m->state.logits;
+}
+
+// A block of the cache: (n_layers, n_kv_heads, BLOCK_LEN, head_dim) keys, then as many values
+static size_t block_size(const Config *c) {
+    return (size_t)2 * c->n_layers * c->n_kv_heads * BLOCK_LEN * c->head_dim;
+}
+
+static float *key_at(KvHead h, int pos, int j) {
+    const Config *c = &h.m->config;
+    const size_t row = (size_t)(h.l * c->n_kv_heads + h.kv_head) * BLOCK_LEN + pos % BLOCK_LEN;
+    float *block = h.m->state.cache + h.text->blocks[pos / BLOCK_LEN] * block_size(c);
+    return block + row * c->head_dim + j;
+}
+
+static float *value_at(KvHead h, int pos, int j) {
+    return key_at(h, pos, j) + block_size(&h.m->config) / 2;
+}
+#else
+// ------------------------------------------------------------------------------------------------
+// Threads: a pool that runs one loop at a time. An idle worker spins for a moment, then sleeps: it
+// takes no CPU time from other programs. Who takes which share varies; the results do not.
 
 static int n_threads = 1;
 static _Thread_local int thread;  // the number of the thread that reads it, from 0 on
@@ -3509,7 +4201,7 @@ static void wake_up(void) {  // after a change: no sleeper misses it, as `lock` 
 // Takes shares of the loop until none is left. Guided scheduling: a share is 7/8 of what a thread
 // would get if all took the same, so shares become smaller and all threads end together. A thread
 // counts itself as active before it reads the rest of the pool, so that this stays as it is.
-static void work(void) {
+static void take_shares(void) {
     atomic_fetch_add(&pool.active, 1);
     for (int left = atomic_load(&pool.left); left > 0;) {
         const int fair = max_int(left * 7 / (8 * n_threads), 1), begin = pool.count - left;
@@ -3524,7 +4216,7 @@ static void work(void) {
 static void *worker(void *arg) {
     for (thread = (int)(intptr_t)arg;;) {
         wait_until(&pool.left, true);
-        work();
+        take_shares();
     }
     return NULL;
 }
@@ -3559,22 +4251,27 @@ static void parallel(Job job, void *arg, int count, int chunk) {
     pool.chunk = chunk;
     atomic_store(&pool.left, count);
     wake_up();
-    work();
+    take_shares();
     wait_until(&pool.active, false);
 }
 
-static void each_job(void *arg, int begin, int end) {
-    const Pass *p = arg;
-    for (int i = begin; i < end; i++) p->step(p, i);
-}
-
-static void each(Pass *p, Step step, int count, int chunk) {
-    p->step = step;
-    parallel(each_job, p, count, chunk);
-}
-
 // ------------------------------------------------------------------------------------------------
-// The work of a layer: heads, SwiGLU and experts, each thread some rows of a matrix at a time
+// A batch: all rows on their way through a layer
+
+// Q8 of several vectors (cols). In memory, each is one record of 4 * stride bytes: its q8, then its
+// scales, then its bias_fix. The pointers are those of vector 0: see quantized_row.
+typedef struct {
+    int8_t *q8;         // (cols)          the int8 values
+    float *scale;       // (cols / group)
+    int32_t *bias_fix;  // (cols / group)  see dot4
+    size_t stride;      // from a record to the next, in floats
+} Quantized;
+
+typedef struct {       // one thread's own buffers
+    float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
+    void *panel;       // what a product keeps while it runs: see panel_bytes
+    float *attention;  // score, q and sum of an AttentionTask
+} Workspace;
 
 typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
     const Matrix *w;       // (rows, cols)
@@ -3582,147 +4279,65 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
     float *out;            // the result's place: out[t * stride + r - row_begin]
     int stride, row_begin, row_end, n;
     bool add;              // out += instead of out =
-    struct Workspace *own; // of the thread that computes it
+    Workspace *own;        // of the thread that computes it
 } Matmul;
-
-static void matmul_rows(const Matmul *part);  // all of it, in the calling thread
-
-typedef struct Workspace {  // one thread's own buffers
-    float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
-    void *panel;       // what a product keeps while it runs: see panel_bytes
-    float *attention;  // score, q and sum of an AttentionTask
-} Workspace;
-
-static float *scratch(const State *s) { return s->workspace[thread].scratch; }
-
-// out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n
-static void multiply(const State *s, float *out, int stride, const Matrix *w, int row, int rows,
-                     const Quantized *x, int n) {
-    matmul_rows(&(Matmul){.w = w, .x = x, .out = out, .stride = stride, .row_begin = row,
-                          .row_end = row + rows, .n = n, .own = &s->workspace[thread]});
-}
-
-static void project(const Pass *p, float *out, int stride, const Matrix *w, const float *bias,
-                    int head) {
-    const int head_dim = p->c->head_dim, row = head * head_dim;
-    multiply(p->s, out, stride, w, row, head_dim, &p->s->xq, p->n);
-    for (int t = 0; bias && t < p->n; t++) {
-        for (int j = 0; j < head_dim; j++) out[(size_t)t * stride + j] += bias[row + j];
-    }
-}
 
 // Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and 7,
 // and token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, and place is 0 2 5 6.
 // A model without experts has expert 0 alone, which runs for all tokens.
-typedef struct Routing {
-    float *share;  // (batch, n_experts)  first Wr h; then p of the chosen experts, 0 for the others
+typedef struct {
+    float *term, *share;  // (batch, n_experts)  see choose_experts
     int n_active;  // how many experts were chosen by at least one token of the batch
     int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
-    int *place;    // (n_experts + 1)     row i of State.hq belongs to expert[k] if i is in
+    int *place;    // (n_experts + 1)     row i of Batch.hq belongs to expert[k] if i is in
                    //                     place[k] .. place[k + 1] - 1,
     int *token;    // (batch * n_experts_used)       and to token[i]
-    Quantized xq;  // (batch * n_experts_used, dim)  row i is State.xq of token[i]
+    Quantized xq;  // (batch * n_experts_used, dim)  row i is Batch.xq of token[i]
 } Routing;
 
-// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. `scratch` is
-// small, to stay in the CPU's caches: for W1 h and W3 h of n tokens it has room for batch / n
-// groups, so each round computes at most that many.
-static void swiglu_job(void *arg, int begin, int end) {
-    const Pass *p = arg;
-    const State *s = p->s;
-    const Routing *r = s->routing;
-    const int group = p->c->group_size, n_groups = p->c->hidden_dim / group;
-    for (int i = begin, count; i < end; i += count) {
-        const int k = i / n_groups, g = i % n_groups, place = r->place[k];
-        const int n = r->place[k + 1] - place, row = (r->expert[k] * n_groups + g) * group;
-        const Quantized x = quantized_row(&r->xq, place);
-        count = min_int(min_int(end - i, n_groups - g), s->batch / max_int(n, 1));
-        const int cols = count * group;
-        float *gate = scratch(s), *up = gate + n * cols;
-        multiply(s, gate, cols, &p->w->w1, row, cols, &x, n);
-        multiply(s, up, cols, &p->w->w3, row, cols, &x, n);
-        for (int t = 0; t < n; t++, gate += cols, up += cols) {
-            silu_times(gate, up, cols);
-            quantize(&s->hq, place + t, g * group, gate, cols, group);
-        }
-    }
+typedef struct Batch {
+    const Model *m;
+    const Config *c;
+    const State *s;
+    int l;                 // the layer's number
+    const Layer *w;        // and its weights
+    int n;                 // rows
+    const float *norm;     // (dim)                the weights of the norm that runs
+    void (*step)(const struct Batch *b, int i);  // what run_each() runs
+    float *h;              // (batch, dim)         rmsnorm(x); with experts then their outputs' sum
+    Quantized xq;          // (batch, dim)         Q8(h)
+    float *q, *a;          // (batch, q_dim)
+    Quantized aq;          // (batch, q_dim)       Q8(a)
+    Quantized hq;          // (batch * max(n_experts_used, 1), hidden_dim)
+    Routing routing;
+    Workspace *workspace;  // (threads)
+} Batch;
+
+static Batch *start_layer(const Model *m, int l, int n) {
+    Batch *b = m->state.b;
+    b->m = m, b->c = &m->config, b->s = &m->state;
+    b->l = l, b->w = &m->weights.layers[l];
+    b->n = n;
+    return b;
 }
 
-static void swiglu(Pass *p) {
-    Routing *r = p->s->routing;
-    if (!p->w->router) r->place[1] = p->n;
-    parallel(swiglu_job, p, r->n_active * (p->c->hidden_dim / p->c->group_size), 1);
+static void step_job(void *arg, int begin, int end) {
+    const Batch *b = arg;
+    for (int i = begin; i < end; i++) b->step(b, i);
 }
 
-// share[t][e] = Wr[e] . h[t], its terms added in the order of sum_of
-static void score_expert(const Pass *p, int i) {
-    const int dim = p->c->dim, t = i / p->c->n_experts, e = i % p->c->n_experts;
-    const float *w = p->w->router + (size_t)e * dim, *h = p->s->h + (size_t)t * dim;
-    float sums[16] = {0};
-    for (int j = 0; j < dim; j += 16) {
-        for (int k = 0; k < 16; k++) sums[k] = mul_add(w[j + k], h[j + k], sums[k]);
-    }
-    p->s->routing->share[i] = sum_of(sums, 16, false);
+// Calls step(b, i) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time.
+static void run_each(Batch *b, void (*step)(const Batch *b, int i), int count, int chunk) {
+    b->step = step;
+    parallel(step_job, b, count, chunk);
 }
 
-// share becomes p; row t of h, which nobody needs any more, the sum of the experts' outputs so far
-static void choose_row(const Pass *p, int t) {
-    const size_t dim = p->c->dim;
-    const bool chosen = choose_experts(p->c, p->s->routing->share + (size_t)t * p->c->n_experts);
-    if (!chosen) p->s->x[t * dim] = NAN;  // reaches the logits, and the answer ends
-    memset(p->s->h + t * dim, 0, dim * sizeof(float));
-}
+static float *scratch(const Batch *b) { return b->workspace[thread].scratch; }
 
-static void gather_row(const Pass *p, int i) {  // a whole vector: q8, scale and bias_fix
-    const Routing *r = p->s->routing;
-    const Quantized from = quantized_row(&p->s->xq, r->token[i]), to = quantized_row(&r->xq, i);
-    memcpy(to.q8, from.q8, to.stride * 4);
-}
-
-// Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
-// to an element, in ascending order, so that the result does not depend on the threads.
-static void experts_output_job(void *arg, int begin, int end) {
-    const Pass *p = arg;
-    const State *s = p->s;
-    const Routing *r = s->routing;
-    const int dim = p->c->dim, group = p->c->group_size;
-    for (int k = 0; k < r->n_active; k++) {
-        const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
-        const Quantized hq = quantized_row(&s->hq, place);
-        for (int at = begin * group; at < end * group; at += group) {
-            float *out = scratch(s);
-            multiply(s, out, group, &p->w->w2, e * dim + at, group, &hq, n);
-            for (int j = 0; j < n; j++, out += group) {
-                const int t = r->token[place + j];
-                const float share = r->share[(size_t)t * p->c->n_experts + e];
-                float *sum = s->h + (size_t)t * dim + at;
-                for (int i = 0; i < group; i++) sum[i] += share * out[i];
-            }
-        }
-    }
-    for (int t = 0; t < p->n; t++) {
-        float *x = s->x + (size_t)t * dim, *sum = s->h + (size_t)t * dim;
-        for (int i = begin * group; i < end * group; i++) x[i] += sum[i];
-    }
-}
-
-static void experts(Pass *p) {
-    const int n_experts = p->c->n_experts;
-    Routing *r = p->s->routing;
-    each(p, score_expert, p->n * n_experts, 8);
-    each(p, choose_row, p->n, 4);
-    r->n_active = 0;
-    for (int e = 0, n = 0; e < n_experts; e++) {
-        for (int t = 0; t < p->n; t++) {
-            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
-        }
-        if (n == r->place[r->n_active]) continue;  // nobody chose e
-        r->expert[r->n_active++] = e;
-        r->place[r->n_active] = n;
-    }
-    each(p, gather_row, r->place[r->n_active], 16);
-    swiglu(p);
-    parallel(experts_output_job, p, p->c->dim / p->c->group_size, 1);
+// A view of x that begins at vector t
+INLINE Quantized quantized_row(const Quantized *x, int t) {
+    const size_t at = t * x->stride;
+    return (Quantized){x->q8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3767,7 +4382,7 @@ enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
 enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #endif
 
-enum { PANEL_ROWS = TILE_VECS * LANES };
+enum { PANEL_ROWS = TILE_VECS * LANES, BLOCK_LEN = LANES };
 enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
 
 // UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
@@ -3838,30 +4453,23 @@ INLINE VecI pick_levels(VecI table, VecI n) {
 #if defined(USE_AVX512)
 #define ZIP(a, b, i) SHUFFLE(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, \
     i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23)
+#define EVERY_SECOND(a, b, i) SHUFFLE(a, b, i, i + 2, i + 4, i + 6, i + 8, i + 10, i + 12, i + 14, \
+    i + 16, i + 18, i + 20, i + 22, i + 24, i + 26, i + 28, i + 30)
 #elif defined(USE_AVX2)
 #define ZIP(a, b, i) SHUFFLE(a, b, i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11)
 #else
 #define ZIP(a, b, i) SHUFFLE(a, b, i, i + 4, i + 1, i + 5)
+#define EVERY_SECOND(a, b, i) SHUFFLE(a, b, i, i + 2, i + 4, i + 6)
 #endif
 INLINE VecI zip_low(VecI a, VecI b) { return ZIP(a, b, 0); }
 INLINE VecI zip_high(VecI a, VecI b) { return ZIP(a, b, LANES / 2); }
-
-#if defined(USE_AVX512)
 INLINE VecI add_pairs(VecI a, VecI b) {
-    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-#elif defined(USE_AVX2)
-INLINE VecI add_pairs(VecI a, VecI b) {
+#if defined(USE_AVX2)  // fewer instructions than GCC makes of a shuffle
     return (VecI)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xD8);
-}
 #else
-INLINE VecI add_pairs(VecI a, VecI b) {
-    return SHUFFLE(a, b, 0, 2, 4, 6) + SHUFFLE(a, b, 1, 3, 5, 7);
-}
+    return EVERY_SECOND(a, b, 0) + EVERY_SECOND(a, b, 1);
 #endif
-
-static const char *version(void) { return "qwen3 1.0 (" SIMD ")\n"; }
+}
 
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
@@ -3888,15 +4496,25 @@ INLINE VecF load_halves(const uint16_t *p) {
 // ------------------------------------------------------------------------------------------------
 // Matrix products: out = x W^T, as dot_row defines each element. A term is a group's exact dot
 // product times the weights' scale; an element is the sum of its terms, each times x's scale.
+// (Matrix.bytes is no uint8_t: GCC 12 makes wrong code with VNNI.)
 //
 // For a few tokens, reading the weights takes the time: matvec_rows takes them as they lie, as one
 // sequence of groups, and makes LANES terms at a time. For more tokens, arithmetic takes the time:
-// matmul_panels transposes a panel of rows, so that each lane is a row, and multiplies it with all
-// tokens, tile by tile.
+// matmul_panels transposes a panel of rows: each lane is a row. Tiles multiply it with all tokens.
 
-// Transposes LANES rows of `words`, a (rows, cols) array of 4-byte words: lane r of out[i * stride]
-// is word i of row `row` + r, ^ flip. Past the end the last row is repeated; its results are
-// discarded.
+// Q8(x), x (n), into columns at .. at + n - 1 of row t of out
+static void quantize_row(const Quantized *out, int t, int at, const float *x, int n, int group) {
+    const Quantized row = quantized_row(out, t);
+    quantize((Q8){row.q8 + at, row.scale + at / group}, x, n, group);
+    for (int g = at / group; W_BIAS != 0 && g < (at + n) / group; g++) {
+        int sum = 0;
+        for (int i = 0; i < group; i++) sum += row.q8[g * group + i];
+        row.bias_fix[g] = -W_BIAS * sum;
+    }
+}
+
+// Transposes LANES rows of `words`, (rows, cols) words of 4 bytes: lane r of out[i * stride] is
+// word i of row `row` + r, ^ flip. Past the end the last row is repeated; results are discarded.
 static void transpose_rows(VecI *out, int stride, const void *words, int rows, int cols, int row,
                            int32_t flip) {
     const char *source[LANES];
@@ -3979,9 +4597,8 @@ INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int gr
 // so many bytes ahead, and their scales. 113 cache lines are the best of those tried.
 enum { BYTES_AHEAD = 7232 };
 
-// The terms of LANES groups: of w from its group `first` on, of x from its group g on. dots[v]
-// holds the partial sums of one group, or of several that are smaller than a vector, side by side;
-// sum_each makes a lane of each group.
+// The terms of LANES groups, from group `first` of w and group g of x on. dots[v] holds the partial
+// sums of one group, or of several small ones side by side; sum_each makes a lane of each group.
 INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, VecI levels,
                         const int group, const int bits) {
     const int size = group * bits / 8, share = max_int(size, sizeof(VecI));
@@ -4014,8 +4631,7 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
 }
 
 // Token t, the LANES rows from `row` on, or the last ones before row_end, of which only those from
-// `row` on are put: the terms of their groups, LANES at a time; then, transposed, added with a row
-// in each lane.
+// `row` on are put: their terms, LANES at a time; then, transposed, added with a row in each lane.
 INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
@@ -4062,8 +4678,7 @@ static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
     const Quantized x = quantized_row(part->x, t);
     const int8_t *xq = x.q8;
     VecF acc[TILE_TOKENS][TILE_VECS] = {0};
-    // What is added to is prefetched: rows of out, 4 KB apart in the 0.6B, share a few sets of a
-    // cache, so that they leave it early.
+    // What is added to leaves the caches early: rows, 4 KB apart in the 0.6B, share a few sets.
     for (int i = 0; part->add && i < n_tokens; i++) {
         __builtin_prefetch(out_at(part, t + i, row));
         __builtin_prefetch(out_at(part, t + i, row + PANEL_ROWS - 1));
@@ -4096,7 +4711,7 @@ static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, cons
 // TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles go to the end of wq, and from there become
 // twice as many vectors of levels. These never reach the nibbles that are still to be read.
 static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
-    const int group = w->group, n_groups = w->cols / group, half = group / 8;
+    const int n_groups = w->cols / w->group, half = w->group / 8;
     const int words = w->cols * w->bits / 32;
     const VecI levels = w->bits == 4 ? level_table(w->levels) : splat(0);
     float *scales = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups)
@@ -4112,7 +4727,7 @@ static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
         for (int r = 0; r < LANES; r++) {
             const int from_row = min_int(row + r, w->rows - 1);
             for (int g = 0; g < n_groups; g++) {
-                scales[r * n_groups + g] = weight_scale(w, from_row, g, group);
+                scales[r * n_groups + g] = weight_scale(w, (size_t)from_row * n_groups + g);
             }
         }
         transpose_rows((VecI *)w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
@@ -4156,6 +4771,13 @@ static void matmul_rows(const Matmul *part) {
     else matvec_groups(part, 256);
 }
 
+// out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n
+static void multiply(const Batch *b, float *out, int stride, const Matrix *w, int row, int rows,
+                     const Quantized *x, int n) {
+    matmul_rows(&(Matmul){.w = w, .x = x, .out = out, .stride = stride, .row_begin = row,
+                          .row_end = row + rows, .n = n, .own = &b->workspace[thread]});
+}
+
 // The size of Workspace.panel for matrices of up to so many columns: see matmul_panels (wq,
 // w_scale, scales) and matvec_rows (columns, terms and a ring for each token)
 static size_t panel_bytes(int cols, int group) {
@@ -4174,10 +4796,11 @@ static void matmul_job(void *arg, int begin, int end) {
     matmul_rows(&part);
 }
 
-static void matmul(const State *s, float *out, const Matrix *w, const Quantized *x, int n,
-                   bool add) {
+// out = W x, or out += W x, for n vectors, on all threads: x (n, cols), out (n, rows)
+static void matmul_all(const Batch *b, float *out, const Matrix *w, const Quantized *x, int n,
+                       bool add) {
     Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .n = n, .add = add,
-                  .own = s->workspace};
+                  .own = b->workspace};
     parallel(matmul_job, &all, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
 }
 
@@ -4186,9 +4809,8 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // ------------------------------------------------------------------------------------------------
 // The KV cache and attention
 //
-// The cache is a pool of blocks of LANES positions (the floats of a SIMD vector). Text.blocks says
-// which of them hold a text's positions (a paged cache, arXiv 2309.06180). A block has all layers
-// and kv heads, so memory is touched only as positions come into use. It has, for each of them,
+// The cache is a pool of blocks of LANES positions (the floats of a SIMD vector). A block has all
+// layers and kv heads, so memory is touched only as positions come into use. It has, for each,
 //
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
@@ -4201,34 +4823,34 @@ static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES);
 
 // Where in the cache the keys of a pair (layer, kv head) in a block begin. The number of pairs is
 // made odd: with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
-// Block 1 begins after the floats of block 0: so block_at(c, 1, 0) is a block's size.
 static size_t block_at(const Config *c, size_t block, size_t pair) {
     const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
     return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
 }
 
-static float *cache_block(const Pass *p, const Text *text, int kv_head, int pos) {
-    const size_t pair = p->l * p->c->n_kv_heads + kv_head;
-    return p->s->cache + block_at(p->c, text->blocks[pos / LANES], pair);
+static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
+
+static float *cache_block(KvHead h, int pos) {
+    const size_t pair = h.l * h.m->config.n_kv_heads + h.kv_head;
+    return h.m->state.cache + block_at(&h.m->config, h.text->blocks[pos / LANES], pair);
 }
 
-static float *key_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    return cache_block(p, text, kv_head, pos) + j * LANES + pos % LANES;
+static float *key_at(KvHead h, int pos, int j) {
+    return cache_block(h, pos) + j * LANES + pos % LANES;
 }
 
-static float *value_at(const Pass *p, const Text *text, int kv_head, int pos, int j) {
-    const int vector = p->c->head_dim + j / LANES * LANES + pos % LANES;
-    return cache_block(p, text, kv_head, pos) + vector * LANES + j % LANES;
+static float *value_at(KvHead h, int pos, int j) {
+    const int vector = h.m->config.head_dim + j / LANES * LANES + pos % LANES;
+    return cache_block(h, pos) + vector * LANES + j % LANES;
 }
 
 // A query of attention is one query head of one row. It goes through the positions in spans and
-// keeps the scores of one span only, as in FlashAttention (arXiv 2205.14135): each span has a
-// softmax relative to the largest score there, which span_softmax joins with those before. The
-// queries of a kv head are those of all query heads that share it, row by row. A task is up to
+// keeps the scores of one span only, as attend() does, and as in FlashAttention (arXiv 2205.14135).
+// The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
 // come to L2 once. A tile is ATT_QUERIES of them, or 2 in a task of few, as in decoding, by 2
 // vectors, of positions for the scores, of columns for the values; its sums stay in registers.
-enum { SPAN = 256, ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
+enum { ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
 
@@ -4236,28 +4858,27 @@ typedef struct {
     float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms
     float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
     float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
-    const Pass *p;
-    const Text *text;
-    int kv_head;
+    const Config *c;
+    KvHead kv;               // whose keys and values they all see
     int n;                   // queries, rounded up to whole tiles: the last one is repeated
     int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
-    float max[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
-    float keep[ATT_TASK], take[ATT_TASK];  // factors on what was summed before, on this span's sum
+    float largest[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
+    float keep[ATT_TASK];    // the factor on what was summed before
 } AttentionTask;
 
 // The span's block that holds position pos, or its last one: no later one is sure to exist. Its
 // keys come first, head_dim vectors, then its values.
 INLINE const VecF *block_of(const AttentionTask *task, int pos) {
-    return (VecF *)cache_block(task->p, task->text, task->kv_head, min_int(pos, task->end - 1));
+    return (VecF *)cache_block(task->kv, min_int(pos, task->end - 1));
 }
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
 // pos on; what comes after the span's end is overwritten later. The CPU can't foresee where the
 // next two blocks are, so the first tile prefetches them for all.
 INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
-    const int head_dim = task->p->c->head_dim;
+    const int head_dim = task->c->head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
@@ -4276,18 +4897,21 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
     }
 }
 
-// sum = keep * sum + take * (the span's terms times values), for `queries` queries from r on and
-// two vectors of columns from vector j on. Prefetches not the next block but the one after it: the
-// next may be needed before its prefetch has come.
+// sum = keep * sum + (the span's terms times values), for `queries` queries from r on and two
+// vectors of columns from vector j on. The tile stops where its first query does: this query's term
+// of a later position is 0, but 0 times infinity or NaN is NaN. Each query sums the rest of its
+// positions, fewer than the tile has queries, alone. The prefetch takes not the next block but the
+// one after it: the next may be needed before its prefetch has come.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries) {
-    const int vectors = value_dim(task->p->c) / LANES, first = task->p->c->head_dim + j * LANES;
-    const int end = min_int(task->end, task->len[r + queries - 1]);
+    const int vectors = value_dim(task->c) / LANES, first = task->c->head_dim + j * LANES;
+    const int common = max_int(min_int(task->end, task->len[r]), task->start);
     const float *term = task->score + r * SCORE_STRIDE;
-    VecF *all = (VecF *)task->sum + r * vectors + j, sum[ATT_QUERIES][2] = {0};
-    for (int pos = task->start; pos < end; pos += LANES) {
+    VecF *all = (VecF *)task->sum + r * vectors + j;
+    VecF sum[ATT_QUERIES][2] = {0}, copy[ATT_QUERIES][2];
+    for (int pos = task->start; pos < common; pos += LANES) {
         const VecF *values = block_of(task, pos) + first;
         const VecF *next = block_of(task, pos + 2 * LANES) + first;
-        for (int k = 0; k < min_int(LANES, end - pos); k++, term++) {
+        for (int k = 0; k < min_int(LANES, common - pos); k++, term++) {
             for (int v = 0; v < 2 && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
@@ -4297,28 +4921,38 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
             }
         }
     }
-    UNROLL for (int i = 0; i < queries; i++, all += vectors) {
-        const VecF keep = splat_f(task->keep[r + i]), take = splat_f(task->take[r + i]);
-        UNROLL for (int v = 0; v < 2; v++) all[v] = mul_add_v(all[v], keep, sum[i][v] * take);
+    // clang keeps `sum` in registers only if no index of it is a variable.
+    UNROLL for (int i = 0; i < queries; i++) {
+        UNROLL for (int v = 0; v < 2; v++) copy[i][v] = sum[i][v];
+    }
+    for (int i = 0; i < queries; i++, all += vectors, term += SCORE_STRIDE) {
+        const VecF keep = splat_f(task->keep[r + i]);
+        const int end = min_int(task->end, task->len[r + i]);
+        VecF own[2] = {copy[i][0], copy[i][1]};
+        for (int pos = common; pos < end; pos++) {
+            const VecF *values = block_of(task, pos) + first + pos % LANES;
+            const VecF weight = splat_f(term[pos - common]);
+            UNROLL for (int v = 0; v < 2; v++) {
+                own[v] = mul_add_v(values[v * LANES], weight, own[v]);
+            }
+        }
+        UNROLL for (int v = 0; v < 2; v++) all[v] = mul_add_v(all[v], keep, own[v]);
     }
 }
 
-// Each query's scores become the terms exp(score - max). Positions after its own get -INFINITY, so
-// that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If a query
-// sees nothing of the span (or all scores overflow), max is -FLT_MAX instead, as -INFINITY -
-// -INFINITY is NaN. What was summed before and what the span adds become relative to the larger
-// max, by the factors keep and take.
+// Each query's scores become the terms exp(score - largest). Positions after its own get -INFINITY,
+// so that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If all
+// scores overflow, `largest` stays -FLT_MAX, as -INFINITY - -INFINITY is NaN.
 static void span_softmax(AttentionTask *task) {
-    const int width = round_up(task->end - task->start, 16);
+    const int width = (task->end - task->start + 15) / 16 * 16;
     float *score = task->score;
     for (int r = 0; r < task->n; r++, score += SCORE_STRIDE) {
         for (int i = max_int(task->len[r] - task->start, 0); i < width; i++) score[i] = -INFINITY;
-        const float max = fmaxf(max_of(score, width), -FLT_MAX), larger = fmaxf(max, task->max[r]);
-        const float total = softmax_terms(score, width, max);
-        task->keep[r] = fast_exp(task->max[r] - larger);
-        task->take[r] = fast_exp(max - larger);
-        task->total[r] = mul_add(task->total[r], task->keep[r], total * task->take[r]);
-        task->max[r] = larger;
+        const float before = task->largest[r], largest = fmaxf(before, max_of(score, width));
+        task->keep[r] = fast_exp(before - largest);
+        const float total = softmax_terms(score, width, largest);
+        task->total[r] = mul_add(task->total[r], task->keep[r], total);
+        task->largest[r] = largest;
     }
 }
 
@@ -4330,27 +4964,27 @@ INLINE void attend_span(AttentionTask *task, const int queries) {
         }
     }
     span_softmax(task);
-    for (int j = 0; j < value_dim(task->p->c) / LANES; j += 2) {
+    for (int j = 0; j < value_dim(task->c) / LANES; j += 2) {
         for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries);
     }
 }
 
 // Attention of queries first .. first + count - 1 of a kv head, all of one text
-static void attend_task(const Pass *p, const Text *text, int kv_head, int first, int count) {
-    const Config *c = p->c;
+static void attend_task(const Batch *b, int kv_head, int first, int count) {
+    const Config *c = b->c;
     const int per_kv = c->n_heads / c->n_kv_heads, columns = value_dim(c);
-    float *score = p->s->workspace[thread].attention, *q = score + ATT_TASK * SCORE_STRIDE;
+    float *score = b->workspace[thread].attention, *q = score + ATT_TASK * SCORE_STRIDE;
     AttentionTask task = {.score = score, .q = q, .sum = q + ATT_TASK * c->head_dim,
-                          .p = p, .text = text, .kv_head = kv_head,
+                          .c = c, .kv = kv_head_of(b->m, b->l, first / per_kv, kv_head),
                           .n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES)};
     for (int r = 0; r < task.n; r++) {
         const int query = first + min_int(r, count - 1), t = query / per_kv;
         const int head = kv_head * per_kv + query % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
-        for (int j = 0; j < c->head_dim; j++) q[j * ATT_TASK + r] = p->s->q[at + j];
-        task.out[r] = p->s->a + at;
-        task.len[r] = p->s->rows[t].pos + 1;
-        task.max[r] = -INFINITY;
+        for (int j = 0; j < c->head_dim; j++) q[j * ATT_TASK + r] = b->q[at + j];
+        task.out[r] = b->a + at;
+        task.len[r] = b->s->rows[t].pos + 1;
+        task.largest[r] = -FLT_MAX;
     }
     memset(task.sum, 0, (size_t)task.n * columns * sizeof(float));
     while (task.end < task.len[task.n - 1]) {
@@ -4368,32 +5002,212 @@ static void attend_task(const Pass *p, const Text *text, int kv_head, int first,
 
 // Query i of all is query i % per_head of kv head i / per_head.
 static void attend_job(void *arg, int begin, int end) {
-    const Pass *p = arg;
-    const Row *rows = p->s->rows;
-    const int per_kv = p->c->n_heads / p->c->n_kv_heads, per_head = p->n * per_kv;
+    const Batch *b = arg;
+    const Row *rows = b->s->rows;
+    const int per_kv = b->c->n_heads / b->c->n_kv_heads, per_head = b->n * per_kv;
     for (int i = begin, count; i < end; i += count) {
         const int first = i % per_head, left = min_int(end - i, per_head - first);
         const int most = min_int(left, ATT_TASK);
         const Text *text = rows[first / per_kv].text;
         for (count = 1; count < most && rows[(first + count) / per_kv].text == text;) count++;
-        attend_task(p, text, i / per_head, first, count);
+        attend_task(b, i / per_head, first, count);
     }
 }
 
-// A thread takes at least as many queries as a row and as a tile have, if there are as many.
-static void attend_all(Pass *p) {
-    const int per_kv = p->c->n_heads / p->c->n_kv_heads, n = p->n * per_kv;
-    parallel(attend_job, p, n * p->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
+// attend() for all query heads of all rows. A thread takes at least as many queries as a row and as
+// a tile have, if there are as many.
+static void attend_all(Batch *b) {
+    const int per_kv = b->c->n_heads / b->c->n_kv_heads, n = b->n * per_kv;
+    parallel(attend_job, b, n * b->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
 }
 
 // ------------------------------------------------------------------------------------------------
-// The memory of a run: everything that a pass needs is allocated here, once
+// The work of a layer, for all rows: the bits of layer() in Part I, as each sum has its order.
+//
+// Heads, SwiGLU and experts: each thread computes some rows of a matrix at a time for all rows of
+// the batch, so that the weights are read once, and goes on while the result is in its caches.
 
-static void *activations(size_t count, size_t size) {
-    return alloc(count, size, "the activations (-b makes them smaller)");
+// From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
+static void norm_row(const Model *m, const float *w, int from, int to) {
+    const Config *c = &m->config;
+    float *h = m->state.b->h + (size_t)to * c->dim;
+    rmsnorm(h, m->state.x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
+    quantize_row(&m->state.b->xq, to, 0, h, c->dim, c->group_size);
 }
 
-static float *floats(size_t count) { return activations(count, sizeof(float)); }
+static void norm_step(const Batch *b, int t) { norm_row(b->m, b->norm, t, t); }
+
+static void norm_all(Batch *b, const float *w) {
+    b->norm = w;
+    run_each(b, norm_step, b->n, 4);
+}
+
+// Head i of all, for all rows: first those of k, then those of v, then those of q.
+static void head_step(const Batch *b, int i) {
+    const Config *c = b->c;
+    const int head_dim = c->head_dim, n = c->n_kv_heads, kind = min_int(i / n, 2);
+    const bool k = kind == 0, v = kind == 1;
+    const int head = i - kind * n, stride = k || v ? head_dim : c->q_dim;
+    const Matrix *w = k ? &b->w->wk : v ? &b->w->wv : &b->w->wq;
+    const float *bias = k ? b->w->bk : v ? b->w->bv : b->w->bq;
+    float *out = k || v ? scratch(b) : b->q + head * head_dim;
+    multiply(b, out, stride, w, head * head_dim, head_dim, &b->xq, b->n);
+    for (int t = 0; t < b->n; t++, out += stride) {
+        const KvHead h = kv_head_of(b->m, b->l, t, head);
+        const int pos = b->s->rows[t].pos;
+        if (bias) add(out, bias + head * head_dim, head_dim);
+        if (!v) norm_and_rope(b->m, t, out, k ? b->w->k_norm : b->w->q_norm);
+        for (int j = 0; k && j < head_dim; j++) *key_at(h, pos, j) = out[j];
+        for (int j = 0; v && j < head_dim; j++) *value_at(h, pos, j) = out[j];
+    }
+}
+
+// Other tokens read a token only through its k and v. So in the last layer, only the rows that are
+// needed go on after these are stored, perhaps none: they move to the front.
+static void keep_needed(Batch *b) {
+    const size_t dim = b->c->dim, q_dim = b->c->q_dim;
+    const State *s = b->s;
+    const int n = b->n;
+    b->n = 0;
+    for (int t = 0; t < n; t++) {
+        const Row row = s->rows[t];
+        s->rows[t].needed = false;
+        if (!row.needed) continue;
+        s->rows[b->n] = row;
+        memmove(s->x + b->n * dim, s->x + t * dim, dim * sizeof(float));
+        memmove(b->q + b->n++ * q_dim, b->q + t * q_dim, q_dim * sizeof(float));
+    }
+}
+
+static void quantize_a(const Batch *b, int t) {
+    const int q_dim = b->c->q_dim;
+    quantize_row(&b->aq, t, 0, b->a + (size_t)t * q_dim, q_dim, b->c->group_size);
+}
+
+// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. `scratch` is
+// small, for the CPU's caches: a round has room for W1 h and W3 h of n tokens, batch / n groups.
+static void swiglu_job(void *arg, int begin, int end) {
+    const Batch *b = arg;
+    const Routing *r = &b->routing;
+    const int group = b->c->group_size, n_groups = b->c->hidden_dim / group;
+    for (int i = begin, count; i < end; i += count) {
+        const int k = i / n_groups, g = i % n_groups, place = r->place[k];
+        const int n = r->place[k + 1] - place, row = (r->expert[k] * n_groups + g) * group;
+        const Quantized x = quantized_row(&r->xq, place);
+        count = min_int(min_int(end - i, n_groups - g), b->s->batch / max_int(n, 1));
+        const int cols = count * group;
+        float *gate = scratch(b), *up = gate + n * cols;
+        multiply(b, gate, cols, &b->w->w1, row, cols, &x, n);
+        multiply(b, up, cols, &b->w->w3, row, cols, &x, n);
+        for (int t = 0; t < n; t++, gate += cols, up += cols) {
+            silu_times(gate, up, cols);
+            quantize_row(&b->hq, place + t, g * group, gate, cols, group);
+        }
+    }
+}
+
+// hq = Q8(silu(W1 xq) * (W3 xq)), some columns at a time
+static void swiglu_all(Batch *b) {
+    Routing *r = &b->routing;
+    if (!b->w->router) r->place[1] = b->n;
+    parallel(swiglu_job, b, r->n_active * (b->c->hidden_dim / b->c->group_size), 1);
+}
+
+static void score_expert(const Batch *b, int i) {
+    const int dim = b->c->dim, t = i / b->c->n_experts, e = i % b->c->n_experts;
+    b->routing.term[i] = dot_of(b->w->router + (size_t)e * dim, b->h + (size_t)t * dim, dim);
+}
+
+// Row t of h, which nobody needs any more, becomes the sum of the experts' outputs so far.
+static void choose_row(const Batch *b, int t) {
+    const Routing *r = &b->routing;
+    const size_t at = (size_t)t * b->c->n_experts;
+    float *h = b->h + (size_t)t * b->c->dim;
+    memset(h, 0, b->c->dim * sizeof(float));
+    if (!choose_experts(b->c, r->term + at, r->share + at)) h[0] = NAN;
+}
+
+static void gather_row(const Batch *b, int i) {  // a whole vector: q8, scale and bias_fix
+    const Routing *r = &b->routing;
+    const Quantized from = quantized_row(&b->xq, r->token[i]), to = quantized_row(&r->xq, i);
+    memcpy(to.q8, from.q8, to.stride * 4);
+}
+
+// Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
+// to an element, in ascending order, so that the result does not depend on the threads.
+static void experts_output_job(void *arg, int begin, int end) {
+    const Batch *b = arg;
+    const Routing *r = &b->routing;
+    const int dim = b->c->dim, group = b->c->group_size;
+    for (int k = 0; k < r->n_active; k++) {
+        const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
+        const Quantized hq = quantized_row(&b->hq, place);
+        for (int at = begin * group; at < end * group; at += group) {
+            float *out = scratch(b);
+            multiply(b, out, group, &b->w->w2, e * dim + at, group, &hq, n);
+            for (int j = 0; j < n; j++, out += group) {
+                const int t = r->token[place + j];
+                const float share = r->share[(size_t)t * b->c->n_experts + e];
+                float *sum = b->h + (size_t)t * dim + at;
+                for (int i = 0; i < group; i++) sum[i] += share * out[i];
+            }
+        }
+    }
+    for (int t = 0; t < b->n; t++) {
+        const size_t at = (size_t)t * dim + begin * group;
+        add(b->s->x + at, b->h + at, (end - begin) * group);
+    }
+}
+
+// An expert runs for all tokens that chose it together, so that its weights are read once.
+static void experts_all(Batch *b) {
+    const int n_experts = b->c->n_experts;
+    Routing *r = &b->routing;
+    run_each(b, score_expert, b->n * n_experts, 8);
+    run_each(b, choose_row, b->n, 4);
+    r->n_active = 0;
+    for (int e = 0, n = 0; e < n_experts; e++) {
+        for (int t = 0; t < b->n; t++) {
+            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
+        }
+        if (n == r->place[r->n_active]) continue;  // nobody chose e
+        r->expert[r->n_active++] = e;
+        r->place[r->n_active] = n;
+    }
+    run_each(b, gather_row, r->place[r->n_active], 16);
+    swiglu_all(b);
+    parallel(experts_output_job, b, b->c->dim / b->c->group_size, 1);
+}
+
+static void layer_all(Model *m, int l, int n) {
+    Batch *b = start_layer(m, l, n);
+    const Layer *w = b->w;
+    (void)layer, (void)scores;  // define what this and classify() compute
+    norm_all(b, w->rms_att);
+    run_each(b, head_step, b->c->n_heads + 2 * b->c->n_kv_heads, 1);
+    if (l == b->c->n_layers - 1) keep_needed(b);
+    attend_all(b);
+    run_each(b, quantize_a, b->n, 4);
+    matmul_all(b, m->state.x, &w->wo, &b->aq, b->n, true);
+    norm_all(b, w->rms_ffn);
+    if (w->router) {
+        experts_all(b);
+    } else {
+        swiglu_all(b);
+        matmul_all(b, m->state.x, &w->w2, &b->hq, b->n, true);
+    }
+    progress_add(n);
+}
+
+static float *classify(Model *m, int first, int count) {
+    const State *s = &m->state;
+    for (int t = 0; t < count; t++) norm_row(m, m->weights.rms_final, first + t, t);
+    matmul_all(s->b, s->logits, &m->weights.classifier, &s->b->xq, count, false);
+    return s->logits;
+}
+
+// ------------------------------------------------------------------------------------------------
+// The memory of a batch
 
 // Spare rows follow, because the last tile of a product may read past the n rows.
 static Quantized quantized_init(size_t n, int cols, int group) {
@@ -4403,56 +5217,74 @@ static Quantized quantized_init(size_t n, int cols, int group) {
     return (Quantized){(int8_t *)p, (float *)p + words, p + words + n_groups, stride};
 }
 
-static int most_blocks = INT_MAX;  // tests make it small
-
-// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
-static int pool_blocks(const Config *c, int seq_len, int texts) {
-    const double room = memory_size() / 4 / (block_at(c, 1, 0) * sizeof(float));
-    const double one = round_up(seq_len, LANES) / LANES;
-    return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
-}
-
-static void cache_copy(const Model *m, int to, int from) {
-    const size_t size = block_at(&m->config, 1, 0);
-    memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
-}
-
-// A text alone in the cache has its blocks in their order, and room for seq_len + 1 ids.
-static Text whole_cache(const State *s) {
-    Text text = {.blocks = alloc(s->blocks, sizeof(int), "the prompt")};
-    text.ids.p = alloc((size_t)s->seq_len + 1, sizeof(int), "the prompt");
-    for (int i = 0; i < s->blocks; i++) text.blocks[i] = i;
-    return text;
-}
-
-static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts) {
-    const Config *c = &m->config;
-    State *s = &m->state;
+static Batch *batch_init(const Config *c, int batch) {
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
     const size_t task_floats = ATT_TASK * (SCORE_STRIDE + c->head_dim + value_dim(c));
-    Routing *r = activations(1, sizeof(Routing));
-    *s = (State){.seq_len = seq_len, .batch = batch, .rows = activations(n, sizeof(Row)),
-                 .cos = floats(n * c->head_dim / 2), .sin = floats(n * c->head_dim / 2),
-                 .x = floats(n * c->dim), .h = floats(n * c->dim),
-                 .q = floats(n * c->q_dim), .a = floats(n * c->q_dim),
+    Batch *b = activations(1, sizeof(Batch));
+    *b = (Batch){.h = floats(n * c->dim), .q = floats(n * c->q_dim), .a = floats(n * c->q_dim),
                  .xq = quantized_init(n, c->dim, group), .aq = quantized_init(n, c->q_dim, group),
                  .hq = quantized_init(chosen, c->hidden_dim, group),
-                 .logits = floats((size_t)logit_rows * c->vocab_size), .logit_rows = logit_rows,
-                 .blocks = pool_blocks(c, seq_len, texts), .block_len = LANES, .routing = r};
-    *r = (Routing){.share = floats(n * n_experts), .n_active = 1,
-                   .expert = activations(n_experts, sizeof(int)),
-                   .place = activations(n_experts + 1, sizeof(int)),
-                   .token = activations(chosen, sizeof(int)),
-                   .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : s->xq};
-    s->workspace = activations(n_threads, sizeof(Workspace));
+                 .workspace = activations(n_threads, sizeof(Workspace))};
+    b->routing = (Routing){.term = floats(n * n_experts), .share = floats(n * n_experts),
+                           .n_active = 1,
+                           .expert = activations(n_experts, sizeof(int)),
+                           .place = activations(n_experts + 1, sizeof(int)),
+                           .token = activations(chosen, sizeof(int)),
+                           .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : b->xq};
     for (int i = 0; i < n_threads; i++) {
-        s->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
+        b->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
                                       activations(panel_bytes(widest, group), 1),
                                       floats(task_floats)};
     }
-    const size_t size = block_at(c, 1, 0) * sizeof(float);
+    return b;
+}
+#endif
+
+// ------------------------------------------------------------------------------------------------
+// The memory of a run: everything that a pass needs is allocated here, once
+
+static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
+
+static int most_blocks = INT_MAX;  // tests make it small
+
+static double position_size(const Config *c) {
+    return block_size(c) * sizeof(float) / (double)BLOCK_LEN;
+}
+
+// The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
+static int pool_blocks(const Config *c, int seq_len, int texts) {
+    const double room = memory_size() / 4 / position_size(c) / BLOCK_LEN;
+    const double one = (seq_len + BLOCK_LEN - 1) / BLOCK_LEN;
+    return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
+}
+
+static void cache_copy(const Model *m, int to, int from) {
+    const size_t size = block_size(&m->config);
+    memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
+}
+
+static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }
+
+static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts) {
+    const Config *c = &m->config;
+    State *s = &m->state;
+    const int group = c->group_size;
+    const size_t n = batch;
+    *s = (State){.seq_len = seq_len, .batch = batch, .rows = activations(n, sizeof(Row)),
+                 .cos = floats(n * c->head_dim / 2), .sin = floats(n * c->head_dim / 2),
+                 .x = floats(n * c->dim), .logits = floats((size_t)logit_rows * c->vocab_size),
+                 .logit_rows = logit_rows,
+                 .blocks = pool_blocks(c, seq_len, texts), .block_len = BLOCK_LEN,
+                 .h = floats(c->dim), .xq = q8_init(c->dim, group), .q = floats(c->q_dim),
+                 .k = floats(c->kv_dim), .v = floats(c->kv_dim), .a = floats(c->q_dim),
+                 .aq = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim),
+                 .up = floats(c->hidden_dim), .hq = q8_init(c->hidden_dim, group),
+                 .term = floats(c->n_experts), .share = floats(c->n_experts), .out = floats(c->dim),
+                 .y = floats(c->dim)};
+    s->b = batch_init(c, batch);
+    const size_t size = block_size(c) * sizeof(float);
     s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
 #ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
     char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
@@ -4480,14 +5312,12 @@ static void on_interrupt(int signal) {
     interrupted = 1;
 }
 
-// SIGILL: this CPU is older than the one that the program was built for. SIGBUS: a mapped file has
-// become shorter, or its disk fails. If several threads get here, only the first one reports.
+// SIGILL: this CPU is older than the program's. SIGBUS: a mapped file was cut, or its disk fails.
 static void on_fatal(int signal) {
-    static atomic_flag said = ATOMIC_FLAG_INIT;
     const char *text = signal == SIGILL
         ? "qwen3: CPU: lacks an instruction of this build (" SIMD "); make portable is for all\n"
         : "qwen3: model: can't be read any more; has its file been cut, or does its disk fail?\n";
-    while (atomic_flag_test_and_set(&said)) {}
+    while (atomic_flag_test_and_set(&dying)) {}
     (void)!write(STDERR_FILENO, text, strlen(text));
     _exit(EXIT_FAILURE);
 }
@@ -4502,9 +5332,10 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define O_NONBLOCK 0
 #define MAP_FAILED NULL
 #define poll(...) (void)0
+#define wait_for_input(fd) (void)(fd)
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
-#define open(path, flags) _wopen(wide(path), (flags) | _O_BINARY)
+#define open(path, flags, mode) _wopen(wide(path), (flags) | _O_BINARY, (mode) & 0600)
 #define stat_file(path, st) _wstat64(wide(path), (void *)(st))  // of the same layout
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
 #define NO_READER EINVAL  // what write() says of a pipe
@@ -4543,6 +5374,12 @@ static ssize_t read_bytes(int fd, void *p, size_t size) {
 static bool input_ready(int fd) {
     int n = 0;
     return ioctl(fd, FIONREAD, &n) != 0 || n > 0;
+}
+
+static bool file_lock(int fd, bool alone) {  // no byte that is there, as nobody could read that
+    OVERLAPPED at = {.OffsetHigh = INT32_MAX};
+    const DWORD how = LOCKFILE_FAIL_IMMEDIATELY | (alone ? LOCKFILE_EXCLUSIVE_LOCK : 0);
+    return LockFileEx(handle(fd), how, 0, 1, 0, &at) || GetLastError() != ERROR_LOCK_VIOLATION;
 }
 
 static double memory_size(void) {
@@ -4597,19 +5434,23 @@ static int scan_file(const char *path, const char *format, void *first, void *se
     return n;
 }
 
-// A limit of this process's cgroup (Linux, version 2), from a file with a number, or with "max" for
-// none. cpu.max has two, "QUOTA PERIOD": this is the number of cores.
+// The least limit of this process's cgroup and of those that it is in (Linux, version 2), from
+// files with a number, or "max" for none. cpu.max has two, "QUOTA PERIOD": cores are their ratio.
 static double cgroup_limit(const char *name) {
     char group[4000] = "", path[4096];
-    double limit, period = 1;
+    double least = INFINITY;
     scan_file("/proc/self/cgroup", "0::%3999[^\n]", group, NULL);
-    snprintf(path, sizeof(path), "/sys/fs/cgroup%s/%s", group, name);
-    return scan_file(path, "%lf %lf", &limit, &period) > 0 ? limit / period : INFINITY;
+    for (size_t n = strlen(group) + 1; n-- > 0;) {
+        double limit, period = 1;
+        if (group[n] && group[n] != '/') continue;
+        snprintf(path, sizeof(path), "/sys/fs/cgroup%.*s/%s", (int)n, group, name);
+        if (scan_file(path, "%lf %lf", &limit, &period) > 0) least = fmin(least, limit / period);
+    }
+    return least;
 }
 
 // Physical cores, as a second thread on a core gains nothing: a core's second CPU counts only if
-// its first one is not ours. On macOS the fast cores. Where the system does not tell, all CPUs. At
-// most what the cgroup may use.
+// its first is not ours. On macOS the fast ones, else all CPUs. At most what the cgroup may use.
 static int cpu_count(void) {
     int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
@@ -4639,12 +5480,31 @@ static double memory_size(void) {
     return fmin(size, cgroup_limit("memory.max"));
 }
 
+// A file system that has no locks has none to break.
+static bool file_lock(int fd, bool alone) {
+    return flock(fd, (alone ? LOCK_EX : LOCK_SH) | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+}
+
 static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
+
+// Waits for something to read, or the end, or Ctrl-C. A Ctrl-C that comes just before the wait is
+// blocked until the wait has begun: else it would go unnoticed until something is there to read.
+static void wait_for_input(int fd) {
+    sigset_t interrupt, before;
+    fd_set set;
+    if (fd >= FD_SETSIZE) return;
+    FD_ZERO(&set);
+    FD_SET(fd, &set);
+    sigemptyset(&interrupt);
+    sigaddset(&interrupt, SIGINT);
+    sigprocmask(SIG_BLOCK, &interrupt, &before);
+    if (!interrupted) pselect(fd + 1, &set, NULL, NULL, NULL, &before);
+    sigprocmask(SIG_SETMASK, &before, NULL);
+}
 
 // A pasted block's lines arrive within about 30 ms. Normally the terminal counts only whole lines;
 // what follows the last newline is counted only while ICANON is off. (So is Ctrl-D, which would be
-// lost then.) Signals are blocked meanwhile: one that ended the program would leave the terminal
-// that way.
+// lost then.) Signals are blocked meanwhile: one that ended the program would leave it off.
 static Waiting input_waits(void) {
     struct termios cooked, raw;
     sigset_t all, before;
@@ -4667,6 +5527,7 @@ static void start_platform(int *argc, char ***argv) {
     (void)argc, (void)argv;
     signal(SIGBUS, on_fatal);
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);  // ulimit -f: the write fails
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);  // ends a read, too
 }
 #endif
@@ -4678,8 +5539,9 @@ static unsigned file_mode(const char *path) {
     return stat_file(path, &st) == 0 ? st.st_mode : 0;
 }
 
-static int file_open(const char *path) {
-    return strcmp(path, "-") == 0 ? STDIN_FILENO : open(path, O_RDONLY);
+static int file_open(const char *path, bool append) {
+    if (append) return open(path, O_RDWR | O_CREAT | O_APPEND, 0666);
+    return strcmp(path, "-") == 0 ? STDIN_FILENO : open(path, O_RDONLY, 0);
 }
 
 static double file_size(int fd) {
@@ -4688,7 +5550,7 @@ static double file_size(int fd) {
 }
 
 static Bytes file_map(const char *path) {
-    const int fd = open(path, O_RDONLY | O_NONBLOCK);  // does not wait for a named pipe's writer
+    const int fd = open(path, O_RDONLY | O_NONBLOCK, 0);  // does not wait for a named pipe's writer
     if (fd < 0) die("%s: %s, expected a file made by export.py", path, strerror(errno));
     const size_t size = (size_t)file_size(fd);
     if (size == 0) die("%s: can't be used, expected a regular file with data, found none", path);
@@ -4705,24 +5567,29 @@ static Bytes file_map(const char *path) {
 static ssize_t read_more(int fd, Buffer *b) {
     b->p = grow(b->p, &b->cap, b->n, 65536, 1);
     for (;;) {
-        const ssize_t got = read(fd, b->p + b->n, 65536);
+        wait_for_input(fd);
+        const ssize_t got = interrupted ? -1 : read(fd, b->p + b->n, 65536);
         if (got > 0) b->n += got;
         if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
-        if (errno == EAGAIN) poll(&(struct pollfd){fd, POLLIN, 0}, 1, -1);  // in non-blocking mode
     }
 }
 
 static const char *file_read(Buffer *b, const char *path) {
-    const int fd = file_open(path);
+    const int fd = file_open(path, false);
+    const size_t start = b->n;
     ssize_t got = fd < 0 ? -1 : 1;
     while (got > 0 && b->n < INT_MAX) got = read_more(fd, b);
     const char *error = got < 0 ? strerror(errno) : "too long, expected less than 2 GB";
     if (fd > STDIN_FILENO) close(fd);
-    return got == 0 ? NULL : error;
+    if (got != 0) return error;
+    Bytes text = {b->p + start, b->n - start};
+    error = drop_mark(&text);
+    if (text.n) memmove(b->p + start, text.p, text.n);
+    b->n = start + text.n;
+    return error;
 }
 
-// It looks without reading or waiting. What a shell's `while read` loop goes through is a file that
-// is no longer at its start.
+// It neither reads nor waits. A file that a shell's `while read` loop reads is not at its start.
 static bool stdin_has_data(void) {
     int waiting = 0;
     if (file_size(STDIN_FILENO) > 0) return lseek(STDIN_FILENO, 0, SEEK_CUR) == 0;
@@ -4735,6 +5602,6 @@ static void write_stdout(Bytes text) {
         if (n >= 0) text = bytes_from(text, n);
         else if (errno == NO_READER) exit(EXIT_SUCCESS);  // it has seen enough
         else if (errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
-        else if (errno != EINTR) die("stdout: %s", strerror(errno));
+        else if (errno != EINTR) die("%s: %s", stdout_name, strerror(errno));
     }
 }

@@ -1,8 +1,8 @@
 // How fast this build is on this machine, and how near to what the machine can do.
 //   tests/bench MODEL.bin
 //   tests/bench SHAPE [BITS [GROUP [LAYERS]]]     make bench MODEL=30b-a3b BITS=4 LAYERS=8
-//   tests/bench curve SHAPE ...                   at many lengths, for pictures.py; takes minutes
-//   tests/bench texts SHAPE ...                   many texts together, for pictures.py; takes minutes
+//   tests/bench curve SHAPE ...                   at many lengths; takes minutes
+//   tests/bench texts SHAPE ...                   many texts together; takes minutes
 //   tests/bench decode SHAPE ...                  only decoding, in seconds, to compare two builds
 // A SHAPE is the name of a synthetic model in a temporary file: see `shapes`. GROUP 0 is export.py's,
 // LAYERS 0 the model's.
@@ -10,6 +10,7 @@
 // registers), decoding by the memory (the rate at which
 // it can be read). These are measured beside them: machines change their speed.
 #include "../qwen3.c"
+#include "naive.h"
 #include <sys/resource.h>
 
 typedef struct {
@@ -285,11 +286,11 @@ static double run_texts(int unused) {
     (void)unused;
     app = (App){.options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
                                                        "-s", "1", "-q"}),
-                .engine = {.model = m, .tokenizer = words, .max_new = list.answer}, .mode = GENERATE};
-    prepare_answer(&app, &app.engine.answer, &app.writer, NULL);
+                .engine = {.model = m, .tokenizer = words, .mode = GENERATE, .max_new = list.answer}};
+    prepare_places(&app);
     const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
     if (out < 0 || null < 0 || dup2(null, STDOUT_FILENO) < 0) die("/dev/null: %s", strerror(errno));
-    run_list(&app);
+    run_list(open_list(&app));
     dup2(out, STDOUT_FILENO);
     close(out), close(null);
     return (double)list.texts * list.answer;

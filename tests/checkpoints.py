@@ -337,3 +337,11 @@ def make_table_model(directory, tokenizer, states, logits, dim=64, **kwargs):
     return make_checkpoint(directory, tokenizer, dim=dim, hidden_dim=64, n_layers=1, n_heads=2,
                            n_kv_heads=1, head_dim=32, tied=False, weights=weights, dtype="F32",
                            **kwargs)
+
+
+def make_embedding(directory):
+    """Turns a saved checkpoint into an embedding model's, as sentence-transformers lays it out."""
+    (directory / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]')
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true}')
+    return directory

@@ -27,8 +27,8 @@ import numpy as np  # noqa: E402
 import pexpect  # noqa: E402
 import pytest  # noqa: E402
 import reference  # noqa: E402
-from checkpoints import (ADDED, CHATML, HYBRID, SENTENCES, make_checkpoint, make_table_model,  # noqa: E402, F401
-                         random_weights, train_tokenizer)  # noqa: F401
+from checkpoints import (ADDED, CHATML, HYBRID, SENTENCES, Checkpoint, make_checkpoint,  # noqa: E402, F401
+                         make_table_model, random_weights, train_tokenizer)  # noqa: F401
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -103,7 +103,8 @@ def waiting(fd):
     return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-SYSTEM_CALLS = {"x86_64": {"read": "0", "write": "1"}, "aarch64": {"read": "63", "write": "64"}}
+SYSTEM_CALLS = {"x86_64": {"read": ("0", "270"), "write": ("1",)},         # 270, 72: pselect, before a read
+                "aarch64": {"read": ("63", "72"), "write": ("64",)}}
 
 
 def wait_for_call(pid, name):
@@ -112,12 +113,12 @@ def wait_for_call(pid, name):
         return Path(f"/proc/{pid}/syscall").read_text().split()[0]
 
     try:
-        number = SYSTEM_CALLS[os.uname().machine][name]
+        numbers = SYSTEM_CALLS[os.uname().machine][name]
         current()
     except (KeyError, OSError):
         time.sleep(0.5)
     else:
-        wait_until(lambda: current() == number)
+        wait_until(lambda: current() in numbers)
 
 
 def settle(child):
@@ -154,8 +155,9 @@ def output(*args, stdin=b"", **kwargs):
 
 
 def tokenize(model, text):
-    """The ids of a text (bytes), through stdin."""
-    out = output(model, "-m", "tokenize", "-q", stdin=text)
+    """The ids of a text (bytes), through stdin. A byte order mark before it is dropped, so that it may begin with
+    any bytes."""
+    out = output(model, "-m", "tokenize", "-q", stdin=b"\xef\xbb\xbf" + text)
     assert out.endswith(b"\n") and out.count(b"\n") == 1
     return [int(word) for word in out.split()]
 
@@ -215,6 +217,37 @@ def export(source, out, *args):
     return Path(out)
 
 
+def export_process(*args, measure=False, env={}, **how):
+    """export.py in a process of its own; env are changes of the environment. With `measure` its last
+    line on stdout is its CPU time in seconds and its peak memory in bytes. It writes no bytecode:
+    Python would keep what a limit has cut, and fail from then on."""
+    command = [str(ROOT / "export.py"), *map(_argument, args)]
+    code = (f"import os, runpy, sys; sys.argv = {command!r}\n"
+            "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+            "finally: print(sum(os.times()[:4]), 1024 * int(open('/proc/self/status').read()\n"
+            "                                               .split('VmHWM:')[1].split()[0]))")
+    # not getrusage: its maximum includes the process that this one was forked from
+    return subprocess.run([sys.executable, *(["-c", code] if measure else command)],
+                          text=True, stdin=subprocess.DEVNULL, **{
+                              "capture_output": "stdout" not in how, "timeout": 300, **how,
+                              "env": environment(PYTHONDONTWRITEBYTECODE="1", **env)})
+
+
+measures = pytest.mark.skipif(not LINUX, reason="no /proc for the peak of memory")
+
+
+def refused(result, *patterns):
+    """export.py's result, (status, lines on stderr) or a process: one line that names everything
+    asked for, exit status 1."""
+    if isinstance(result, subprocess.CompletedProcess):
+        result = result.returncode, result.stderr.splitlines()
+    status, err = result
+    assert status == 1 and len(err) == 1, (status, err)
+    assert err[0].startswith("export.py: ") and "expected" in err[0] and "found" in err[0], err
+    for pattern in patterns:
+        assert re.search(pattern, err[0]), (pattern, err[0])
+
+
 def copy_model(model, directory, extension=True):
     """The model's two files once more, to be changed; without the extension as older exports wrote
     the tokenizer file."""
@@ -266,6 +299,28 @@ def records(mode, *args, texts):
 def tokenizer():
     """The trained tokenizer, a tokenizers.Tokenizer: 256 bytes, 220 merges, 26 added tokens."""
     return train_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_json(tokenizer) -> str:
+    return tokenizer.to_str()
+
+
+@pytest.fixture
+def checkpoint(tokenizer_json):
+    """checkpoint(...) is a Checkpoint, for tests to spoil."""
+    return lambda *args, **config: Checkpoint(tokenizer_json, *args, **config)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """run(arguments) is run_export() in tmp_path: (exit status, lines of stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args):
+        status, errors = run_export(*args)
+        return status, errors.splitlines()
+    return call
 
 
 # -- models that many tests use

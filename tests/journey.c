@@ -9,13 +9,14 @@ enum { MOST_TOKENS = 4096, HEADS_PER_LINE = 4 };
 static App app;  // the program's state, as main() of qwen3.c has it
 static Model *const m = &app.engine.model;
 static Ids ids;
+static Text text;
 
 // A token's text as a JSON string, good until the next call
 static const char *piece(int id) {
     static Buffer line;
     line.n = 0;
     buffer_add_json(&line, app.engine.tokenizer.text[id]);
-    line.p[line.n - 1] = 0;  // instead of the newline
+    buffer_add(&line, (Bytes){(uint8_t *)"", 1});
     return (char *)line.p;
 }
 
@@ -37,19 +38,19 @@ static void print_next(const char *format, int count) {
 }
 
 // For each head of layer l the last token's largest share, and the position and token that it goes to.
-// After forward() State.q still holds the last layer's queries and the cache its keys, so that
-// attend() can repeat its attention.
+// After forward() State.q still holds the last token's queries and the cache the layer's keys.
 static void print_attention(int l) {
     static float score[MOST_TOKENS];
-    const Pass p = {.c = &m->config, .s = &m->state, .l = l};
     const int n = (int)ids.n, n_heads = m->config.n_heads;
     for (int head = 0; head < n_heads; head++) {
-        attend(&p, n - 1, head, score);
+        const KvHead h = {m, &text, l, head / (n_heads / m->config.n_kv_heads)};
+        const float *q = m->state.q + head * m->config.head_dim;
+        for (int i = 0; i < n; i++) score[i] = attention_score(h, q, i);
+        const float total = softmax_terms(score, n, max_of(score, n));
         const int best = argmax(score, n);
         const bool ends = head == n_heads - 1 || head % HEADS_PER_LINE == HEADS_PER_LINE - 1;
         if (head && head % HEADS_PER_LINE == 0) printf("\n%25s", "");
-        printf("  %.2f %d %-*s", score[best] / sum_of(score, n, false), best, ends ? 0 : 10,
-               piece(ids.p[best]));
+        printf("  %.2f %d %-*s", score[best] / total, best, ends ? 0 : 10, piece(ids.p[best]));
     }
 }
 
@@ -58,17 +59,20 @@ int main(int argc, char **argv) {
     if (argc != 2 && argc != 3) die_usage("usage: tests/journey [MODEL.bin] TEXT");
     app.options = (Options){.model = argc == 3 ? argv[1] : "tests/tiny/tiny.bin", .mode = GENERATE,
                             .context = -1, .batch = MOST_TOKENS};
-    load(&app);
+    load_model(&app);
     encode_raw(&app.engine.tokenizer, bytes(argv[argc - 1]), &ids);
     const int n = (int)ids.n, n_layers = m->config.n_layers;
     if (n < 1 || n > m->state.batch)
         die("TEXT: expected 1 to %d tokens, found %d", m->state.batch, n);
+    text.blocks = alloc(m->state.blocks, sizeof(int), "the text");
+    for (int i = 0; i < m->state.blocks; i++) text.blocks[i] = i;
     print_tokens();
     printf("\nlayers |x|  next           "
            "share, position and token that each head attends to most\n");
     for (int l = 0; l <= n_layers; l++) {
         m->config.n_layers = l;
-        forward_text(m, &app.engine.answer.text, ids.p, n, 0, n);
+        for (int t = 0; t < n; t++) m->state.rows[t] = (Row){ids.p[t], t, &text, true};
+        forward(m, n);
         const float *x = m->state.x + (size_t)(n - 1) * m->config.dim;
         printf("%3d %6.2f", l, sqrtf(sum_of(x, m->config.dim, true)));
         print_next(l == 0 ? "  %.2f %s" : "  %.2f %-8s", 1);

@@ -23,3 +23,16 @@ static void merge_naively(const Tokenizer *t, Bytes s, Ids *out) {
     }
     for (size_t i = 0; i < n; i++) ids_add(out, token_find(t, (Bytes){s.p + at[i], at[i + 1] - at[i]}, false));
 }
+
+// A text alone in the cache has its blocks in their order.
+static Text whole_cache(const State *s) {
+    Text text = {.blocks = alloc(s->blocks, sizeof(int), "a test")};
+    for (int i = 0; i < s->blocks; i++) text.blocks[i] = i;
+    return text;
+}
+
+// Runs n tokens of one text from position pos on. The last `needed` of them are needed.
+static bool forward_text(Model *m, const Text *text, const int *tokens, int n, int pos, int needed) {
+    for (int t = 0; t < n; t++) m->state.rows[t] = (Row){tokens[t], pos + t, text, t >= n - needed};
+    return forward(m, n);
+}

@@ -8,14 +8,24 @@
 //                                          system, user and assistant (in which added tokens count)
 //
 // tests/test list BLOCKS MODEL ...         runs qwen3 MODEL ... with at most so many blocks in its cache, if
-//                                          that is enough for a text
+//                                          that is enough for a text; without -q says how many rows ran
 //
 // A record is "KIND BYTES\n", that many bytes, and a newline that may be missing.
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
 #ifndef _WIN32
+#include <sys/select.h>
 #include <sys/wait.h>
+
+// Ctrl-C just before each wait: pselect has to let it in.
+static int press_ctrl_c;
+static int interrupted_pselect(int n, fd_set *in, fd_set *out, fd_set *err, const struct timespec *time,
+                               const sigset_t *mask) {
+    if (press_ctrl_c) raise(SIGINT);
+    return pselect(n, in, out, err, time, mask);
+}
+#define pselect interrupted_pselect
 #endif
 
 static char root[64];  // where the system's files are
@@ -284,27 +294,32 @@ static void test_quantize(void) {
         float *in = random_floats(cols);
         memset(in + group, 0, group * sizeof(float));        // zeros: scale 0
         for (int i = 0; i < group; i++) in[2 * group + i] *= 1e-42f;  // too small for a scale
-        quantize(&x, 0, 0, in, cols, group);
+        quantize_row(&x, 0, 0, in, cols, group);
         float max = 0;
         int sum = 0;
         for (int i = 0; i < group; i++) max = fmaxf(max, fabsf(in[i]));
         for (int i = 0; i < group; i++) sum += x.q8[i];
-        CHECK(x.bias_fix[0] == -128 * sum && x.bias_fix[1] == 0 && x.bias_fix[2] == 0);
+        CHECK(x.bias_fix[0] == -W_BIAS * sum && x.bias_fix[1] == 0 && x.bias_fix[2] == 0);
         CHECK(x.scale[0] == max / 127 && x.scale[1] == 0 && x.scale[2] == 0);
         for (int i = 0; i < group; i++) {
             CHECK(fabs(x.q8[i] * (double)x.scale[0] - in[i]) <= x.scale[0] * 0.5001);
             CHECK(x.q8[group + i] == 0 && x.q8[2 * group + i] == 0);
         }
-        quantize(&x, 1, 2 * group, in, group, group);  // the first group as row 1's last
+        const Q8 plain = q8_init(cols, group);
+        quantize(plain, in, cols, group);
+        CHECK(!memcmp(plain.q8, x.q8, cols) && !memcmp(plain.scale, x.scale, 3 * sizeof(float)));
+        quantize_row(&x, 1, 2 * group, in, group, group);  // the first group as row 1's last
         CHECK(memcmp(row.q8 + 2 * group, x.q8, group) == 0 && row.q8[group] == 0);
         CHECK(row.scale[2] == x.scale[0] && row.bias_fix[2] == x.bias_fix[0] && row.scale[1] == 0);
         in[2 * group + 5] = group % 64 ? INFINITY : -INFINITY;
-        quantize(&x, 0, 2 * group, in + 2 * group, group, group);
-        CHECK(isinf(x.scale[2]) && x.bias_fix[2] == 0);
-        for (int i = 0; i < group; i++) CHECK(x.q8[2 * group + i] == 0);
+        quantize_row(&x, 0, 2 * group, in + 2 * group, group, group);
+        quantize(plain, in, cols, group);
+        CHECK(isinf(x.scale[2]) && isinf(plain.scale[2]) && x.bias_fix[2] == 0);
+        for (int i = 2 * group; i < cols; i++) CHECK(x.q8[i] == 0 && plain.q8[i] == 0);
         in[2 * group + 9] = NAN;
-        quantize(&x, 0, 2 * group, in + 2 * group, group, group);
-        CHECK(isnan(x.scale[2]));
+        quantize_row(&x, 0, 2 * group, in + 2 * group, group, group);
+        quantize(plain, in, cols, group);
+        CHECK(isnan(x.scale[2]) && isnan(plain.scale[2]));
     }
 }
 
@@ -317,7 +332,7 @@ static void test_products(Matrix w, Matrix same) {
     Workspace own = {.panel = alloc(panel_bytes(cols, group), 1, "")};
     Quantized x = quantized_init(n, cols, group);
     memset(own.panel, 0xFF, panel_bytes(cols, group));  // NaN
-    for (int t = 0; t < n; t++) quantize(&x, t, 0, in + t * cols, cols, group);
+    for (int t = 0; t < n; t++) quantize_row(&x, t, 0, in + t * cols, cols, group);
     for (int i = 0; i < TILE_TOKENS * (cols / group); i++) {  // past the last token
         quantized_row(&x, n + i / (cols / group)).scale[i % (cols / group)] = NAN;
     }
@@ -342,14 +357,16 @@ static void test_products(Matrix w, Matrix same) {
         for (int r = 0; r < rows; r++) {
             double sum = 0, size = 0;
             for (int i = 0; i < cols; i++) {
-                double a = weight_q(&same, r, i, group) * (double)weight_scale(&same, r, i / group, group);
+                const size_t g = (size_t)r * (cols / group) + i / group;
+                double a = weight_q(&same, g, i % group) * (double)weight_scale(&same, g);
                 double b = token.q8[i] * (double)token.scale[i / group];
                 sum += a * b;
                 size += fabs(a * b);
             }
-            float value = dot_row(&w, r, &x, t, group);
+            const Q8 vector = {token.q8, token.scale};
+            float value = dot_row(&w, r, vector);
             CHECK(fabs(value - sum) < 1e-6 * size, "group %d", group);
-            CHECK(value == dot_row(&same, r, &x, t, group), "group %d", group);
+            CHECK(value == dot_row(&same, r, vector), "group %d", group);
             CHECK(one[t * rows + r] == value, "group %d, row %d", group, r);
             float expected = t == 0 ? 0 : t == 1 ? 2 * value : value;
             CHECK(all[t * rows + r] == expected, "group %d, row %d", group, r);
@@ -395,86 +412,66 @@ static Text *scattered(const State *s) {
     return text;
 }
 
-// Store a key or a value (head_dim) of row t in layer p->l.
-static void put_key(const Pass *p, int t, int kv_head, const float *k) {
-    const Row *row = &p->s->rows[t];
-    for (int j = 0; j < p->c->head_dim; j++) *key_at(p, row->text, kv_head, row->pos, j) = k[j];
+// Store a key or a value (head_dim) of row t in layer b->l.
+static void put_key(const Batch *b, int t, int kv_head, const float *k) {
+    const Row *row = &b->s->rows[t];
+    const KvHead h = kv_head_of(b->m, b->l, t, kv_head);
+    for (int j = 0; j < b->c->head_dim; j++) *key_at(h, row->pos, j) = k[j];
 }
 
-static void put_value(const Pass *p, int t, int kv_head, const float *v) {
-    const Row *row = &p->s->rows[t];
-    for (int j = 0; j < p->c->head_dim; j++) *value_at(p, row->text, kv_head, row->pos, j) = v[j];
+static void put_value(const Batch *b, int t, int kv_head, const float *v) {
+    const Row *row = &b->s->rows[t];
+    const KvHead h = kv_head_of(b->m, b->l, t, kv_head);
+    for (int j = 0; j < b->c->head_dim; j++) *value_at(h, row->pos, j) = v[j];
 }
 
-// Random keys and values (head_dim) of layer p->l at the first n positions
-static void fill_cache(const Pass *p, const Text *text, int n) {
-    const Config *c = p->c;
-    Row *row = p->s->rows;
+// Random keys and values (head_dim) of layer b->l at the first n positions
+static void fill_cache(const Batch *b, const Text *text, int n) {
+    const Config *c = b->c;
+    Row *row = b->s->rows;
     for (int pos = 0; pos < n; pos++) {
         *row = (Row){.pos = pos, .text = text};
         for (int h = 0; h < c->n_kv_heads; h++) {
             float *x = random_floats(2 * c->head_dim);
-            put_key(p, 0, h, x);
-            put_value(p, 0, h, x + c->head_dim);
+            put_key(b, 0, h, x);
+            put_value(b, 0, h, x + c->head_dim);
             for (int j = 0; j < c->head_dim; j++) {
-                CHECK(*key_at(p, text, h, pos, j) == x[j]);
-                CHECK(*value_at(p, text, h, pos, j) == x[c->head_dim + j]);
+                CHECK(*key_at(kv_head_of(b->m, b->l, 0, h), pos, j) == x[j]);
+                CHECK(*value_at(kv_head_of(b->m, b->l, 0, h), pos, j) == x[c->head_dim + j]);
             }
         }
     }
 }
 
-// attend(), span by span, as the kernel does it: a (head_dim) for one query head of token t
-static void attend_by_spans(const Pass *p, int t, int head, float *a) {
-    const Config *c = p->c;
-    const State *s = p->s;
-    const int kv_head = head / (c->n_heads / c->n_kv_heads), len = s->rows[t].pos + 1;
-    const float *q = s->q + t * c->q_dim + head * c->head_dim;
-    const Text *text = s->rows[t].text;
-    float score[SPAN], max_of_all = -INFINITY, total_of_all = 0;
-    memset(a, 0, c->head_dim * sizeof(float));
-    for (int start = 0, n; start < len; start += n) {
-        n = min_int(SPAN, len - start);
-        for (int i = 0; i < n; i++) {
-            float dot = 0;
-            for (int j = 0; j < c->head_dim; j++)
-                dot = mul_add(*key_at(p, text, kv_head, start + i, j), q[j], dot);
-            score[i] = dot * (1 / sqrtf((float)c->head_dim));
-        }
-        const float max = fmaxf(max_of(score, n), -FLT_MAX), total = softmax_terms(score, n, max);
-        const float larger = fmaxf(max_of_all, max);
-        const float keep = fast_exp(max_of_all - larger), take = fast_exp(max - larger);
-        total_of_all = mul_add(total_of_all, keep, total * take);
-        max_of_all = larger;
-        for (int j = 0; j < c->head_dim; j++) {
-            float sum = 0;
-            for (int i = 0; i < n; i++)
-                sum = mul_add(*value_at(p, text, kv_head, start + i, j), score[i], sum);
-            a[j] = mul_add(a[j], keep, sum * take);
-        }
+// attend() against doubles, without spans
+static void check_attend(const Model *m, int l, int t, int head) {
+    const int head_dim = m->config.head_dim, len = m->state.rows[t].pos + 1;
+    double p[POSITIONS], total = 0, largest = -INFINITY;
+    for (int i = 0; i < len; i++) {
+        p[i] = attention_score(kv_head_of(m, l, t, head / 2), m->state.q + head * head_dim, i);
+        largest = fmax(largest, p[i]);
     }
-    for (int j = 0; j < c->head_dim; j++) a[j] *= 1 / total_of_all;
+    for (int i = 0; i < len; i++) total += p[i] = exp(p[i] - largest);
+    for (int j = 0; j < head_dim; j++) {
+        double sum = 0;
+        for (int i = 0; i < len; i++) sum += p[i] * *value_at(kv_head_of(m, l, t, head / 2), i, j);
+        const float found = m->state.a[head * head_dim + j];
+        CHECK(fabs(found - sum / total) <= 1e-5, "token %d, head %d, column %d", t, head, j);
+    }
 }
 
-// attend_all() against attend_by_spans(), bit for bit, and against attend(): bit for bit up to SPAN
-// positions, within 1e-5 beyond
-static void check_attention(Pass *p) {
-    const Config *c = p->c;
-    const State *s = p->s;
-    const int size = p->n * c->q_dim;
-    float score[POSITIONS], spans[WIDEST], *all = random_floats(size);
-    attend_all(p);
-    memcpy(all, s->a, size * sizeof(float));
-    for (int t = 0; t < p->n; t++) {
+// attend_all() against attend(), bit for bit
+static void check_attention(Batch *b) {
+    const Config *c = b->c;
+    const size_t size = c->head_dim * sizeof(float);
+    attend_all(b);
+    for (int t = 0; t < b->n; t++) {
+        memcpy(b->s->q, b->q + t * c->q_dim, c->q_dim * sizeof(float));
         for (int h = 0; h < c->n_heads; h++) {
-            const int at = t * c->q_dim + h * c->head_dim;
-            attend(p, t, h, score);
-            attend_by_spans(p, t, h, spans);
-            const size_t bytes_of_head = c->head_dim * sizeof(float);
-            CHECK(!memcmp(all + at, spans, bytes_of_head), "token %d, head %d", t, h);
-            if (s->rows[t].pos < SPAN) CHECK(!memcmp(all + at, s->a + at, bytes_of_head), "token %d", t);
-            for (int j = at; j < at + c->head_dim; j++)
-                CHECK(fabsf(s->a[j] - all[j]) <= 1e-5f, "token %d, head %d, column %d", t, h, j - at);
+            const int at = h * c->head_dim;
+            attend(b->m, b->l, t, h);
+            CHECK(!memcmp(b->a + t * c->q_dim + at, b->s->a + at, size), "token %d, head %d", t, h);
+            check_attend(b->m, b->l, t, h);
         }
     }
 }
@@ -485,18 +482,18 @@ static void test_attention(void) {
     for (int i = 0; i < 4; i++) {
         Model m = random_model(32, head_dims[i], 40, QWEN3);
         State *s = &m.state;
-        Pass p = {.c = &m.config, .s = &m.state, .l = 1};
+        Batch *b = start_layer(&m, 1, 0);
         const Text *text = scattered(s);
-        fill_cache(&p, text, POSITIONS);
+        fill_cache(b, text, POSITIONS);
         for (int round = 0; round < 10; round++) {
-            p.n = round == 8 ? 2 : 1 + round % 4 * 13;
-            int start = below(round < 4 ? 101 - p.n : POSITIONS + 1 - p.n);
+            b->n = round == 8 ? 2 : 1 + round % 4 * 13;
+            int start = below(round < 4 ? 101 - b->n : POSITIONS + 1 - b->n);
             if (round == 4 || (round >= 6 && round <= 8)) start = 2 * SPAN + 1;
             if (round == 5) start = SPAN - 6;  // across spans
-            for (int t = 0; t < p.n; t++) s->rows[t] = (Row){.pos = start + t, .text = text};
-            s->q = random_floats(p.n * m.config.q_dim);
-            for (int j = 0; j < p.n * m.config.q_dim; j++) s->q[j] *= 5;
-            check_attention(&p);
+            for (int t = 0; t < b->n; t++) s->rows[t] = (Row){.pos = start + t, .text = text};
+            b->q = random_floats(b->n * m.config.q_dim);
+            for (int j = 0; j < b->n * m.config.q_dim; j++) b->q[j] *= 5;
+            check_attention(b);
         }
     }
 }
@@ -506,21 +503,53 @@ static void test_attention_not_finite(void) {
     for (int round = 0; round < 2; round++) {
         Model m = random_model(64, 32, 40, QWEN3);
         State *s = &m.state;
-        Pass p = {.c = &m.config, .s = &m.state, .n = 1};
+        Batch *b = start_layer(&m, 0, 1);
         float huge[32], nan[32];
         const Text *text = scattered(s);
-        fill_cache(&p, text, POSITIONS);
+        fill_cache(b, text, POSITIONS);
         for (int j = 0; j < 32; j++) huge[j] = -3e38f, nan[j] = NAN;
-        for (int i = 0; i < SPAN; i++) s->rows[0].pos = i + round * SPAN, put_key(&p, 0, 0, huge);
+        for (int i = 0; i < SPAN; i++) s->rows[0].pos = i + round * SPAN, put_key(b, 0, 0, huge);
         s->rows[0].pos = round * SPAN + 10;
-        put_key(&p, 0, 1, nan);
+        put_key(b, 0, 1, nan);
         s->rows[0].pos = POSITIONS - 1;
-        for (int i = 0; i < m.config.q_dim; i++) s->q[i] = 5;
-        attend_all(&p);
+        for (int i = 0; i < m.config.q_dim; i++) b->q[i] = s->q[i] = 5;
+        attend_all(b);
         for (int h = 0; h < 4; h++) {
-            float score[POSITIONS], found = s->a[h * 32];
-            attend(&p, 0, h, score);
-            CHECK(h < 2 ? fabsf(found - s->a[h * 32]) <= 1e-5f : isnan(found), "head %d: %g", h, found);
+            const float found = b->a[h * 32];
+            attend(&m, 0, 0, h);
+            CHECK(h < 2 ? found == s->a[h * 32] : isnan(found) && isnan(s->a[h * 32]), "head %d: %g", h, found);
+        }
+    }
+}
+
+// Row `bad` of a batch has a key and values that are not finite. The rows before it, in its block and
+// in its tile, do not see them; the rest of its block and the next hold such positions as well.
+static void test_attention_reads_nothing_later(void) {
+    static const float values[] = {NAN, INFINITY, -INFINITY};
+    for (int trial = 0; trial < 100; trial++) {
+        static float finite[40 * 4 * WIDEST];
+        Model m = random_model(32, trial % 2 ? 40 : 64, 40, QWEN3);
+        const Text *text = scattered(&m.state);
+        const int n = 1 + below(40), start = trial % 3 ? below(300) : SPAN - below(n);
+        const int bad = below(n + 1), q_dim = m.config.q_dim;
+        Batch *b = start_layer(&m, 0, n);
+        float huge[WIDEST];
+        for (int j = 0; j < WIDEST; j++) huge[j] = values[(trial + j * (trial % 5 == 0)) % 3];
+        fill_cache(b, text, POSITIONS);
+        memcpy(b->q, random_floats(n * q_dim), n * q_dim * sizeof(float));
+        for (int t = 0; t < n; t++) m.state.rows[t] = (Row){.pos = start + t, .text = text};
+        attend_all(b);
+        memcpy(finite, b->a, n * q_dim * sizeof(float));
+        for (int pos = start + bad; pos < start + n + 2 * LANES; pos += pos < start + n ? n : 1) {
+            m.state.rows[0].pos = pos;
+            for (int h = 0; h < 2; h++) put_key(b, 0, h, huge), put_value(b, 0, h, huge);
+        }
+        m.state.rows[0].pos = start;
+        attend_all(b);
+        for (int t = 0; t < n; t++) {
+            CHECK(memcmp(b->a + t * q_dim, finite + t * q_dim, q_dim * sizeof(float)) == 0 || t >= bad,
+                  "trial %d: row %d of %d, not finite from %d on", trial, t, n, bad);
+            CHECK(t < bad || !isfinite(b->a[t * q_dim]), "trial %d: row %d", trial, t);
         }
     }
 }
@@ -530,21 +559,21 @@ static void test_attention_one_hot(void) {
     Model m = random_model(64, 32, 40, QWEN3);
     State *s = &m.state;
     const Config *c = &m.config;
-    Pass p = {.c = c, .s = s, .l = 1, .n = 3};
+    Batch *b = start_layer(&m, 1, 3);
     const Text *text = scattered(s);
-    fill_cache(&p, text, 40);
+    fill_cache(b, text, 40);
     int wanted[3 * 4];  // by tokens and heads
     for (int i = 0; i < 3 * c->n_heads; i++) {
         s->rows[i / c->n_heads] = (Row){.pos = 37 + i / c->n_heads, .text = text};
         wanted[i] = below(38 + i / c->n_heads);
         for (int j = 0; j < c->head_dim; j++)
-            s->q[i * c->head_dim + j] = 400 * *key_at(&p, text, i % c->n_heads / 2, wanted[i], j);
+            b->q[i * c->head_dim + j] = 400 * *key_at(kv_head_of(&m, b->l, 0, i % c->n_heads / 2), wanted[i], j);
     }
-    attend_all(&p);
+    attend_all(b);
     for (int i = 0; i < 3 * c->n_heads; i++) {
         for (int j = 0; j < c->head_dim; j++) {
-            float expected = *value_at(&p, text, i % c->n_heads / 2, wanted[i], j);
-            CHECK(fabsf(s->a[i * c->head_dim + j] - expected) < 0.01f, "row %d, column %d", i, j);
+            float expected = *value_at(kv_head_of(&m, b->l, 0, i % c->n_heads / 2), wanted[i], j);
+            CHECK(fabsf(b->a[i * c->head_dim + j] - expected) < 0.01f, "row %d, column %d", i, j);
         }
     }
 }
@@ -574,56 +603,60 @@ static void test_batches(void) {
     }
 }
 
-// A mixture of experts, bit for bit as the definition of the product gives it, token by token; the
-// choice by sorting, the first of equal ones first
-static void test_experts(void) {
-    for (int no_topk_norm = 0; no_topk_norm < 2; no_topk_norm++) {
-        Model m = random_model(32, 32, 20, EXPERTS);
-        Config *c = &m.config;
-        State *s = &m.state;
-        const Layer *w = &m.weights.layers[1];
-        Pass p = {.c = c, .s = s, .l = 1, .w = w, .n = 20};
-        c->no_topk_norm = no_topk_norm;
-        float *x = random_floats(p.n * c->dim), *h = random_floats(c->dim), *up = random_floats(c->hidden_dim);
-        float *gate = random_floats(c->hidden_dim), *sum = random_floats(c->dim);
-        Quantized hq = quantized_init(1, c->hidden_dim, 32);
-        memcpy(s->x, x, p.n * c->dim * sizeof(float));
-        norm(&p, w->rms_ffn);
-        experts(&p);
-        for (int t = 0; t < p.n; t++) {
-            double likely[7], total = 0, chosen = 0;
-            int order[7], n_before = 0;
-            rmsnorm(h, x + t * c->dim, w->rms_ffn, c->dim, c->rms_norm_eps);
-            for (int e = 0; e < 7; e++) {
-                likely[e] = 0;
-                for (int i = 0; i < c->dim; i++) likely[e] += (double)h[i] * w->router[e * c->dim + i];
-                total += likely[e] = exp(likely[e]);
-                int at = e;  // insertion sort, stable
-                for (; at > 0 && likely[order[at - 1]] < likely[e] * (1 - 1e-6); at--) order[at] = order[at - 1];
-                order[at] = e;
+// Layers of all kinds of models, bit for bit as layer() defines them; the cache, too; then the logits
+static void test_layers(void) {
+    for (int kind = QWEN3; kind <= EXPERTS; kind++) {
+        for (int n = 1; n <= 40; n += 13) {
+            Model m = random_model(32, kind == QWEN2 ? 48 : 64, 40, kind), plain = m;
+            const Config *c = &m.config;
+            const Text *text = scattered(&m.state);
+            state_init(&plain, POSITIONS, 40, 40, 1);
+            Batch *b = start_layer(&m, 0, 0);
+            for (b->l = 0; b->l < 2; b->l++) fill_cache(b, text, 300);
+            memcpy(plain.state.cache, m.state.cache, m.state.blocks * block_size(c) * sizeof(float));
+            for (int t = 0; t < n; t++) {
+                m.state.rows[t] = plain.state.rows[t] = (Row){below(77), 250 + t, text, true};
+                embed(&m, t);
+                embed(&plain, t);
             }
-            for (int i = 0; i < 3; i++) chosen += likely[order[i]];
-            memset(sum, 0, c->dim * sizeof(float));
-            for (int e = 0; e < 7; e++) {
-                const float share = s->routing->share[t * 7 + e];
-                const bool yes = e == order[0] || e == order[1] || e == order[2];
-                const double expected = !yes ? 0 : likely[e] / (no_topk_norm ? total : chosen);
-                CHECK(fabs(share - expected) < 1e-4 * expected + 1e-30, "token %d, expert %d", t, e);
-                n_before += share > 0;
-                if (share == 0) continue;
-                for (int i = 0; i < c->hidden_dim; i++) {
-                    gate[i] = dot_row(&w->w1, e * c->hidden_dim + i, &s->xq, t, 32);
-                    up[i] = dot_row(&w->w3, e * c->hidden_dim + i, &s->xq, t, 32);
-                }
-                silu_times(gate, up, c->hidden_dim);
-                quantize(&hq, 0, 0, gate, c->hidden_dim, 32);
-                for (int i = 0; i < c->dim; i++) sum[i] += share * dot_row(&w->w2, e * c->dim + i, &hq, 0, 32);
+            for (int l = 0; l < 2; l++) {
+                layer_all(&m, l, n);
+                for (int t = 0; t < n; t++) layer(&plain, l, t);
+                CHECK(!memcmp(m.state.x, plain.state.x, n * c->dim * sizeof(float)), "kind %d, layer %d", kind, l);
             }
-            CHECK(n_before == 3);
-            for (int i = 0; i < c->dim; i++) {
-                CHECK(s->x[t * c->dim + i] == x[t * c->dim + i] + sum[i], "token %d, element %d", t, i);
+            CHECK(!memcmp(m.state.cache, plain.state.cache, m.state.blocks * block_size(c) * sizeof(float)));
+            const float *logits = classify(&m, 0, n);
+            for (int t = 0; t < n; t++, logits += 77) {
+                scores(&plain, t, plain.state.logits);
+                CHECK(!memcmp(logits, plain.state.logits, 77 * sizeof(float)), "kind %d, row %d", kind, t);
             }
         }
+    }
+}
+
+// The choice of experts by sorting, the first of equal ones first
+static void test_choose_experts(void) {
+    for (int trial = 0; trial < 400; trial++) {
+        const Config c = {.n_experts = 7, .n_experts_used = 3, .no_topk_norm = trial % 2};
+        float *p = random_floats(7), share[7];
+        double likely[7], total = 0, chosen = 0;
+        int order[7], n_before = 0;
+        p[5] = p[2];
+        for (int e = 0; e < 7; e++) {
+            total += likely[e] = exp(p[e]);
+            int at = e;  // insertion sort, stable
+            for (; at > 0 && likely[order[at - 1]] < likely[e] * (1 - 1e-6); at--) order[at] = order[at - 1];
+            order[at] = e;
+        }
+        for (int i = 0; i < 3; i++) chosen += likely[order[i]];
+        CHECK(choose_experts(&c, p, share));
+        for (int e = 0; e < 7; e++) {
+            const bool yes = e == order[0] || e == order[1] || e == order[2];
+            const double expected = !yes ? 0 : likely[e] / (c.no_topk_norm ? total : chosen);
+            CHECK(fabs(share[e] - expected) < 1e-4 * expected + 1e-30, "expert %d", e);
+            n_before += share[e] > 0;
+        }
+        CHECK(n_before == 3);
     }
 }
 
@@ -631,20 +664,20 @@ static void test_experts(void) {
 static void test_experts_not_finite(void) {
     const float bad[] = {NAN, -NAN, INFINITY};
     for (int i = 0; i < 3 * 7; i++) {
-        float *share = random_floats(7);
+        float *term = random_floats(7), share[7];
         const Config c = {.n_experts = 7, .n_experts_used = 3};
-        share[i % 7] = bad[i / 7];
-        CHECK(!choose_experts(&c, share), "%d", i);
+        term[i % 7] = bad[i / 7];
+        CHECK(!choose_experts(&c, term, share), "%d", i);
         for (int e = 0; e < 7; e++) CHECK(share[e] == 0);
     }
     Model m = random_model(32, 32, 20, EXPERTS);
-    Pass p = {.c = &m.config, .s = &m.state, .w = &m.weights.layers[0], .n = 20};
+    Batch *b = start_layer(&m, 0, 20);
     memcpy(m.state.x, random_floats(20 * m.config.dim), 20 * m.config.dim * sizeof(float));
     m.state.x[5 * m.config.dim + 3] = -INFINITY;
-    norm(&p, p.w->rms_ffn);
-    experts(&p);
+    norm_all(b, b->w->rms_ffn);
+    experts_all(b);
     for (int t = 0; t < 20; t++) CHECK(isfinite(m.state.x[t * m.config.dim]) == (t != 5), "token %d", t);
-    CHECK(m.state.routing->place[m.state.routing->n_active] == 19 * 3);
+    CHECK(b->routing.place[b->routing.n_active] == 19 * 3);
 }
 
 static void count_job(void *arg, int begin, int end) {
@@ -782,7 +815,7 @@ static void test_surprise(void) {
         for (int i = 0; i < N; i++) logits[i] = (float)(shift + spread * uniform());
         int id = below(N);
         for (int i = 0; i < N; i++) sum += exp(logits[i] - (double)logits[id]);
-        double found = surprise(logits, N, id);
+        const double logit = logits[id], found = log_sum_exp(logits, N) - logit;
         CHECK(fabs(found - log(sum)) < 1e-6 * (1 + log(sum)), "%.9g, not %.9g", found, log(sum));
     }
 }
@@ -803,22 +836,42 @@ static void test_penalties(void) {
 static void test_draft(void) {
     for (int trial = 0; trial < 3000; trial++) {
         int ids[80], n = NGRAM + below(60), most = below(2 * draft_rows()), from = n - 1;
-        const bool by_cache = below(2);         // what limits the draft
-        Engine e = {.answer.text.ids = {ids, n - 1, 80}, .draft = {1, 1, 0}};
-        e.model.state.logit_rows = by_cache ? 80 : most + 1;
-        e.model.state.seq_len = by_cache ? n + most : 100;
+        int users[80] = {0}, blocks[80], limit = below(3);  // what limits the draft
+        Engine e = {.users = users, .n_unused = limit == 1 ? most : 80 - n};
+        Text a = {.ids = {ids, n, 80}, .blocks = blocks};
+        e.model.state.block_len = 1;
+        e.model.state.seq_len = limit == 0 ? n + most : 80;
         for (int i = 0; i < n; i++) ids[i] = below(2);
+        e.n_unused += n;
+        while (a.n_blocks < n) take_unused_block(&e, &a);
         for (int i = n; i < 80; i++) ids[i] = -1;
         for (int same = 0; from >= NGRAM; from--) {
             for (same = 0; same < NGRAM && ids[from - 1 - same] == ids[n - 1 - same];) same++;
             if (same == NGRAM) break;
         }
-        draft(&e);
-        const int drafted = e.draft.n;
-        CHECK(drafted == (from >= NGRAM ? most : 0) && e.draft.row == 0);
-        CHECK(e.draft.credit == 1 - drafted * DRAFT_COST);
-        for (int i = 0; i < drafted; i++) CHECK(ids[n + i] == ids[from + i % (n - from)]);
-        for (int i = n + drafted; i < 80; i++) CHECK(ids[i] == -1);
+        draft_text(&e, &a, limit == 2 ? min_int(most, 80 - n) : 80);
+        if (limit == 2) most = min_int(most, 80 - n);
+        if (limit == 1) most = min_int(most, 80 - n);
+        CHECK(a.guesses == (from >= NGRAM ? most : 0), "%d guesses, not %d", a.guesses, most);
+        CHECK(e.credit == -a.guesses * DRAFT_COST && a.n_blocks == n + a.guesses);
+        for (int i = 0; i < a.guesses; i++) CHECK(ids[n + i] == ids[from + i % (n - from)]);
+        for (int i = n + a.guesses; i < 80; i++) CHECK(ids[i] == -1);
+    }
+}
+
+// An engine for one text at a time
+static void start_engine(Engine *e, const Sampler *sampler) {
+    static Writer writer;
+    writer.held.p = grow(writer.held.p, &writer.held.cap, 0, 100, 1);
+    e->n_places = 1;
+    e->n_running = e->n_active = 0;
+    e->n_unused = e->model.state.blocks;
+    e->users = alloc(e->model.state.blocks, sizeof(int), "a test");
+    for (int i = 0; i < 2; i++) {
+        e->active[i] = &e->places[i];
+        e->places[i] = (Text){.sampler = *sampler, .writer = &writer};
+        e->places[i].blocks = alloc(200, sizeof(int), "a test");
+        e->places[i].ids.p = grow(NULL, &e->places[i].ids.cap, 0, 200, sizeof(int));
     }
 }
 
@@ -827,48 +880,49 @@ typedef struct {
     Ending ending[2];
     size_t reused[2];
     uint64_t rng;
-    int passes;
+    int passes[2];
 } Answers;
 
 // Two turns, the second goes on from the first.
 static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt) {
-    Answers a = {0};
+    Answers all = {.rng = sampler->rng};
     Ids ids = {0};
-    e->answer.text.ids.n = 0;
-    e->draft.credit = 0;  // one draft: what comes after it has to be earned
-    e->answer.sampler = *sampler;
+    e->credit = 0;  // one draft: what comes after it has to be earned
+    for (int i = 0; i < 2; i++) {
+        drop_blocks(e, &e->places[i]);
+        e->places[i].sampler = *sampler;
+    }
+    CHECK(e->n_unused == e->model.state.blocks);
     for (int turn = 0; turn < 2; turn++) {
-        Ids *answer = &a.ids[turn];
         for (size_t i = 0; i < prompt->n; i++) ids_add(&ids, prompt->p[i]);
-        CHECK(prefill(e, &ids));
-        a.reused[turn] = e->reused;
-        a.passes -= e->model.state.passes;
-        answer->p = grow(answer->p, &answer->cap, 0, 101, sizeof(int));
-        int before = allocations;
-        a.ending[turn] = generate(e, answer);
-        a.passes += e->model.state.passes;
+        Text *a = add_text(e, ids.p, ids.n, ids.n);
+        a->sampler.rng = all.rng;
+        all.passes[turn] = -1;  // but the prompt's
+        const int before = allocations;
+        for (; a->ending == GOES_ON && run_pass(e); draw_all(e)) all.passes[turn] += a->needed > 0;
         CHECK(allocations == before, "%d while decoding", allocations - before);
-        for (size_t i = 0; i < e->answer.text.ids.n; i++) ids_add(&a.cached[turn], e->answer.text.ids.p[i]);
-        for (size_t i = 0; i < answer->n; i++) ids_add(&ids, answer->p[i]);
+        all.reused[turn] = a->cached;
+        all.ending[turn] = a->ending;
+        all.rng = a->sampler.rng;
+        remove_text(e, a);
+        for (size_t i = 0; i < a->run; i++) ids_add(&all.cached[turn], a->ids.p[i]);
+        for (size_t i = a->prompt; i < a->ids.n; i++) ids_add(&all.ids[turn], a->ids.p[i]);
+        for (size_t i = a->prompt; i < a->ids.n; i++) ids_add(&ids, a->ids.p[i]);
         if (ids.n + prompt->n > (size_t)e->model.state.seq_len) break;
     }
-    a.rng = e->answer.sampler.rng;
     free(ids.p);
-    return a;
+    return all;
 }
 
 // Drafts change the number of forward passes, and nothing else: the answers, how they end, what is
 // left in the cache for the next turn, and the random numbers used are those of single steps.
 static void test_drafts(void) {
-    Writer writer = {0};
-    writer.held.p = grow(NULL, &writer.held.cap, 0, 100, 1);
-    Engine e[2] = {{.answer.writer = &writer}, {.answer.writer = &writer}};
-    int passes[2] = {0}, endings[4] = {0};
+    static Engine e[2];
+    int passes[2] = {0}, endings[FAILED + 1] = {0};
     for (int k = 0; k < 2; k++) {
         rng = 77;
         e[k].model = random_model(32, 8, k ? 16 : 1, false);
         int vocab_size = e[k].model.config.vocab_size;
-        e[k].answer.text = whole_cache(&e[k].model.state);
         e[k].tokenizer = (Tokenizer){.vocab_size = vocab_size, .think = -1, .end_think = -1,
                                      .text = alloc(vocab_size, sizeof(Bytes), "a test"),
                                      .kind = alloc(vocab_size, 1, "a test")};
@@ -877,6 +931,7 @@ static void test_drafts(void) {
     Sampler sampler = random_sampler(0, 1, 0);
     sampler.answered = alloc(77, sizeof(bool), "a test");
     sampler.seen = alloc(77, sizeof(bool), "a test");
+    for (int k = 0; k < 2; k++) start_engine(&e[k], &sampler);
     for (int trial = 0; trial < 200; trial++) {
         int prompt_ids[20], stop = below(77);
         Ids prompt = {prompt_ids, 1 + below(20), 20};
@@ -893,7 +948,7 @@ static void test_drafts(void) {
             e[k].model.state.seq_len = seq_len;
             e[k].tokenizer.stop = (Ids){&stop, trial % 3 == 0, 1};
             a[k] = answer_twice(&e[k], &sampler, &prompt);
-            passes[k] += a[k].passes;
+            passes[k] += a[k].passes[0] + a[k].passes[1];
         }
         CHECK(a[0].rng == a[1].rng, "trial %d", trial);
         for (int turn = 0; turn < 2; turn++) {
@@ -908,31 +963,31 @@ static void test_drafts(void) {
     CHECK(endings[TURN_ENDED] && endings[LIMIT_REACHED] && endings[CONTEXT_ENDED]);
     if (TILE_TOKENS > 1) CHECK(passes[1] < passes[0] * 0.85, "%d passes, not %d", passes[1], passes[0]);
     else CHECK(passes[1] == passes[0]);
-    e[1].draft.credit = 0;  // drafts that are always wrong: one in DRAFT_COST passes for each token
+    e[1].credit = 0;  // drafts that are always wrong: one in DRAFT_COST passes for each token
     e[1].max_new = -1;
     e[1].model.state.seq_len = 100;
-    e[1].answer.text.ids.n = 50;
-    memset(e[1].answer.text.ids.p, 0, 100 * sizeof(int));
-    int drafts = 0;
+    int zeros[50] = {0}, drafts = 0;
+    Text *a = add_text(&e[1], zeros, 50, 50);
+    start_texts(&e[1]);
+    a->run = 49;
     for (int pass = 1; pass <= 5000; pass++) {
-        draft(&e[1]);
-        const int drafted = e[1].draft.n;
-        CHECK(drafted == 0 || drafted == draft_rows() - 1, "%d ids", drafted);
-        CHECK(!drafted || (TILE_TOKENS > 1));
-        drafts += drafted > 0;
+        schedule(&e[1]);
+        CHECK(a->guesses == 0 || a->guesses == draft_rows() - 1, "%d ids", a->guesses);
+        CHECK(!a->guesses || (TILE_TOKENS > 1));
+        drafts += a->guesses > 0;
     }
     const int passes_each = DRAFT_COST * (draft_rows() - 1);
     if (TILE_TOKENS > 1) CHECK(drafts == 1 + 5000 / passes_each, "%d drafts", drafts);
 }
 
-// A draft that overflows (its V is infinite) changes nothing: the token runs again without it.
+// A draft that overflows (its V is infinite) changes nothing: its token's row sees no later one.
 static void test_draft_that_overflows(void) {
     enum { BAD = 70, N = 12 };
     float expected[77];
     for (int drafting = 0; drafting < 2; drafting++) {
         int context[N] = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4};
-        Engine e = {.max_new = -1};
-        Ids prompt = {context, N, N};
+        static Engine e;
+        e = (Engine){.max_new = -1};
         rng = 5;
         Model *m = &e.model;
         *m = random_model(32, 8, 16, QWEN3);
@@ -940,14 +995,22 @@ static void test_draft_that_overflows(void) {
         for (int id = 0; id < 77; id++) column[2 * id] = id == BAD ? 1 : 0;     // the first group of x
         for (int row = 0; row < m->config.kv_dim; row++) wv[2 * row] = 3e38f;   // which only V reads so
         m->state.logit_rows = min_int(16, 2 * draft_rows());
-        e.answer.text = whole_cache(&m->state);
-        CHECK(prefill(&e, &prompt));
-        advance_start(&e);
-        e.answer.text.ids.p[5] = BAD;  // what 1 2 3 4 5 was followed by
-        e.draft.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
-        const float *logits = advance(&e, 5);
-        CHECK(e.answer.text.ids.n == N + 1 && e.draft.n == 0 && isfinite(sum_double(logits, 77)));
-        if (TILE_TOKENS > 1) CHECK(m->state.passes == 2 + drafting, "%d passes", m->state.passes);
+        Writer writer = {0};
+        e.tokenizer = (Tokenizer){.vocab_size = 77, .think = -1, .end_think = -1,
+                                  .text = (Bytes[77]){{0}}, .kind = (uint8_t[77]){0}};
+        Sampler sampler = {.answered = (bool[77]){0}, .seen = (bool[77]){0}, .repetition = 1};
+        start_engine(&e, &sampler);
+        Text *a = add_text(&e, context, N, N);
+        a->writer = &writer;
+        CHECK(run_pass(&e) && a->needed == 1);
+        CHECK(append_id(&e, a, 5) == GOES_ON);
+        a->ids.p[5] = BAD;  // what 1 2 3 4 5 was followed by
+        e.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
+        CHECK(run_pass(&e) && (a->drafted > 0) == (drafting && TILE_TOKENS > 1));
+        draw_all(&e);  // with temperature 0: the logits stay as they are
+        const float *logits = m->state.logits;
+        CHECK(a->run == N + 1 && a->ids.n == N + 2 && isfinite(sum_double(logits, 77)));
+        CHECK(m->state.passes == 2);
         if (drafting) CHECK(!memcmp(expected, logits, sizeof(expected)));
         memcpy(expected, logits, sizeof(expected));
     }
@@ -1013,7 +1076,8 @@ static void test_printable(void) {
 }
 
 static void test_utf8(void) {
-    Tokenizer t = {.chars = alloc(N_CHARS, sizeof(uint16_t), "")};
+    Tables tables = {.chars = alloc(N_CHARS, sizeof(uint16_t), "")};
+    Tokenizer t = {.tables = &tables};
     Buffer b = {0};
     for (uint32_t c = 0; c < N_CHARS; c++) {
         if ((c >= 0xD800 && c < 0xE000) || (c >= BAD_BYTE && c < BAD_BYTE + 128)) continue;
@@ -1036,7 +1100,7 @@ static void test_merging(void) {
     Ids ids = {0}, expected = {0};
     Encoder e = {.out = &ids};
     for (int trial = 0; trial < 300; trial++) {
-        Tokenizer t = {.vocab_size = 256 + MERGES, .text = alloc(256 + MERGES, sizeof(Bytes), ""),
+        Tokenizer t = {.tables = &(Tables){0}, .vocab_size = 256 + MERGES, .text = alloc(256 + MERGES, sizeof(Bytes), ""),
                        .score = alloc(256 + MERGES, 4, ""), .kind = alloc(256 + MERGES, 1, "")};
         int letters = 1 + trial % 3;
         for (int id = 0; id < t.vocab_size; id++) {
@@ -1069,7 +1133,7 @@ static void test_added(void) {
         uint8_t s[LONGEST], letters[256 + TOKENS][8], kind[256 + TOKENS] = {0};
         float score[256 + TOKENS] = {0};
         Bytes text[256 + TOKENS], rest = {s, below(LONGEST)};
-        Tokenizer t = {.vocab_size = 256 + TOKENS, .text = text, .kind = kind, .score = score};
+        Tokenizer t = {.tables = &(Tables){0}, .vocab_size = 256 + TOKENS, .text = text, .kind = kind, .score = score};
         for (size_t i = 0; i < LONGEST; i++) s[i] = (uint8_t)('a' + below(2));
         for (int id = 0; id < 256 + TOKENS; id++) {
             text[id] = (Bytes){letters[id], id < 256 ? 1 : 2 + below(6)};
@@ -1127,6 +1191,9 @@ static void test_cores(void) {
         {"0::/\n", V2 "cpu.max", "200001 100000\n", 3},
         {"0::/\n", V2 "cpu.max", "1000 100000\n", 1},
         {"0::/a/b c/d\n", V2 "a/b c/d/cpu.max", "700000 100000\n", 7},
+        {"0::/a/b c/d\n", V2 "a/b c/cpu.max", "300000 100000\n", 3},  // of a group that this one is in
+        {"0::/a/b c/d\n", V2 "a/cpu.max", "100000 100000\n", 1},
+        {"0::/a/b\n", V2 "a/bc/cpu.max", "100000 100000\n", INT_MAX},
         {"0::/a\n", V2 "b/cpu.max", "700000 100000\n", INT_MAX}};
     char command[128];
     cpu_set_t set;
@@ -1142,7 +1209,9 @@ static void test_cores(void) {
         put_file(V2 "memory.max", "max\n");
         CHECK(memory_size() > 1e8);
         put_file(V2 "memory.max", "12345678\n");
-        CHECK((memory_size() == 12345678) == !strcmp(cases[i].group, "0::/\n"), "case %zu", i);
+        CHECK(memory_size() == 12345678, "case %zu", i);
+        put_file(V2 "a/memory.max", "2345678\n");
+        CHECK((memory_size() == 2345678) == !strncmp(cases[i].group, "0::/a", 5), "case %zu", i);
         made_up = &set;
         CPU_ZERO(&set);
         for (int cpu = 0; cpu < 9; cpu++) CPU_SET(cpu, &set);
@@ -1183,7 +1252,7 @@ static void test_stopped_retry(void) {
     Conversation *talk = &app.conversation;
     app.dialogue = quiet = true;
     app.engine.model.state.seq_len = 100;
-    app.engine.answer.sampler.temperature = 1;
+    app.engine.places->sampler.temperature = 1;
     conversation_add(talk, USER, bytes("question"));
     ids_add(&conversation_add(talk, ASSISTANT, bytes("answer"))->ids, 7);
     buffer_add(&app.input, bytes("/retry"));
@@ -1245,7 +1314,7 @@ static void test_json(void) {
         Buffer text = {0};
         Json j = {.rest = bytes(good[i].line), .text = &text};
         json_value(&j, 0);
-        json_token(&j, "");
+        json_take_token(&j, "");
         CHECK(!j.expected && j.rest.n == 0, "%s", good[i].line);
         if (good[i].text) CHECK(bytes_equal(bytes_of(&text), bytes(good[i].text)), "%s", good[i].line);
         free(text.p);
@@ -1254,7 +1323,7 @@ static void test_json(void) {
         Buffer text = {0};
         Json j = {.rest = bytes(bad[i]), .text = &text};
         json_value(&j, 0);
-        json_token(&j, "");
+        json_take_token(&j, "");
         CHECK(j.expected || j.rest.n, "%s", bad[i]);
         free(text.p);
     }
@@ -1286,9 +1355,9 @@ static void test_json_messages(void) {
         {"[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"}]", NULL, 0}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         Conversation talk = {0};
-        Buffer text = {0};
+        Buffer text = {0}, members_of = {0};
         Json j = {.rest = bytes(cases[i].line), .text = &text};
-        json_line(&j, &talk);
+        json_line(&j, &talk, CHAT, &members_of);
         CHECK(!j.expected == !!cases[i].roles, "%s", cases[i].line);
         for (size_t k = 0; cases[i].roles && k < strlen(cases[i].roles); k++) {
             CHECK(k < talk.n && "sua"[talk.p[k].role] == cases[i].roles[k], "%s", cases[i].line);
@@ -1313,6 +1382,47 @@ static void test_pool(void) {
     most_blocks = INT_MAX;
 }
 
+// The end of input is the end, though a file has more later, which would be taken for lines: the rest of the last
+// one, cut off, and others.
+static void test_a_file_that_grows(void) {
+    FILE *f = tmpfile();
+    Lines in = {.fd = f ? fileno(f) : -1, .name = "a file"};
+    Bytes line;
+    if (!f) die("tmpfile: %s", strerror(errno));
+    fputs("one\nt", f);
+    fflush(f);
+    lseek(in.fd, 0, SEEK_SET);
+    CHECK(next_line(&in, &line, true) && bytes_are(line, "one\n"));
+    CHECK(next_line(&in, &line, true) && bytes_are(line, "t"));
+    fputs("wo\nthree\n", f);
+    fflush(f);
+    lseek(in.fd, 5, SEEK_SET);
+    CHECK(!next_line(&in, &line, true) && line.n == 0);
+    CHECK(!next_line(&in, &line, false) && line.n == 0);
+    free(in.data.p);
+    fclose(f);
+}
+
+#ifndef _WIN32
+// A Ctrl-C between the look at `interrupted` and the wait for input ends the wait.
+static void test_ctrl_c_before_a_wait(void) {
+    int ends[2];
+    Buffer b = {0};
+    if (pipe(ends) != 0) die("pipe: %s", strerror(errno));
+    patience = 100;
+    press_ctrl_c = 1;
+    alarm(60);  // ends the tests if it waits
+    CHECK(read_more(ends[0], &b) == -1 && interrupted);
+    alarm(0);
+    press_ctrl_c = 0;
+    interrupted = 0;
+    patience = -1;
+    close(ends[0]);
+    close(ends[1]);
+    free(b.p);
+}
+#endif
+
 static void test_not_finite(void) {
     Sampler s = random_sampler(1, 1, 0);
     CHECK(sample(&s, (float[]){1, NAN, 2}, 3) == -1 && sample(&s, (float[]){1, INFINITY, 2}, 3) == -1);
@@ -1325,7 +1435,8 @@ static void test_too_many_tokens(void) {
         const pid_t child = fork();
         int status = 0;
         if (child == 0) {
-            Tokenizer t = {.chars = alloc(N_CHARS, sizeof(uint16_t), "")};
+            Tables tables = {.chars = alloc(N_CHARS, sizeof(uint16_t), "")};
+            Tokenizer t = {.tables = &tables};
             Ids ids = {.n = (size_t)INT_MAX - 5 + more};
             Encoder enc = {.tok = &t, .out = &ids};
             interrupted = 1;  // nothing is cut into pieces
@@ -1339,9 +1450,103 @@ static void test_too_many_tokens(void) {
 #endif
 }
 
+// Several threads may be short of memory at once: one message, and one of them ends the program.
+#ifdef __linux__  // macOS has no barriers
+static void *die_together(void *barrier) {
+    pthread_barrier_wait(barrier);
+    die_memory("a test", 1e6);
+    return NULL;
+}
+
+static void test_dying_together(void) {
+    for (int trial = 0; trial < 20; trial++) {
+        int ends[2], status = 0;
+        char text[4096] = "";
+        if (pipe(ends) != 0) die("pipe: %s", strerror(errno));
+        const pid_t child = fork();
+        if (child == 0) {
+            pthread_barrier_t barrier;
+            pthread_t thread;
+            dup2(ends[1], STDERR_FILENO);
+            pthread_barrier_init(&barrier, NULL, 8);
+            for (int i = 0; i < 7; i++) pthread_create(&thread, NULL, die_together, &barrier);
+            die_together(&barrier);
+        }
+        close(ends[1]);
+        for (ssize_t n = 0, got; (got = read(ends[0], text + n, sizeof(text) - 1 - n)) > 0;) n += got;
+        close(ends[0]);
+        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 1, "%d", status);
+        CHECK(!strcmp(text, "qwen3: memory: not enough for a test, expected 1 MB\n"), "%s", text);
+    }
+}
+#endif
+
+// What a list shows after ten seconds. Each text that has ended took 100 tokens; those that run count by theirs,
+// but for those that were cached. Before one has ended, nobody knows how long the rest takes.
+#ifndef _WIN32
+static void test_progress_of_a_list(void) {
+    static Engine e;
+    static List l = {.e = &e, .ended = true};
+    static const struct { int done, active, run; const char *shown; } cases[] = {
+        {4, 6, 50, "4 of 10 texts, 5 running, @ tokens/s, 4 s left"},
+        {4, 6, 0, "4 of 10 texts, 5 running, @ tokens/s, 15 s left"},
+        {0, 10, 99, "0 of 10 texts, 9 running, @ tokens/s"}};
+    const int ours = posix_openpt(O_RDWR | O_NOCTTY), saved = dup(STDERR_FILENO);
+    const char *name = ours >= 0 && !grantpt(ours) && !unlockpt(ours) ? ptsname(ours) : NULL;
+    const int theirs = name ? open(name, O_RDWR | O_NOCTTY) : -1;
+    if (theirs < 0) return;  // a system without terminals
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        char text[200] = "", expected[200];
+        l.read = 10;
+        l.done = cases[i].done;
+        e.n_active = cases[i].active;
+        e.n_running = e.n_active - 1;
+        e.rows = cases[i].done * 100 + cases[i].active * cases[i].run;
+        for (int k = 0; k < e.n_active; k++) {
+            e.active[k] = &e.places[k];
+            e.places[k].run = cases[i].run + 30;
+            e.places[k].cached = 30;
+        }
+        progress = (struct Progress){.start = now() - 10};
+        dup2(theirs, STDERR_FILENO);
+        show_texts(&l);
+        dup2(saved, STDERR_FILENO);
+        CHECK(read(ours, text, sizeof(text) - 1) > 0);
+        const char *rate = strstr(text, "running, "), *end = strstr(text, " tokens/s");
+        CHECK(rate && end, "case %zu: %s", i, text);
+        if (!rate || !end) continue;
+        const char *at = strchr(cases[i].shown, '@') + 1;
+        CHECK(fabs(atof(rate + 9) * 10 - (double)e.rows) < 0.1 * (double)e.rows, "case %zu: %s", i, text);
+        snprintf(expected, sizeof(expected), "\r%.*s%.*s%s\033[K", (int)(at - 1 - cases[i].shown), cases[i].shown,
+                 (int)(end - rate - 9), rate + 9, at);
+        CHECK(!strcmp(text, expected), "case %zu: %s", i, text + 1);
+    }
+    progress = (struct Progress){0};
+    close(theirs);
+    close(ours);
+    close(saved);
+}
+#endif
+
+// Of 2^30 ids, of which a hole in a file can be: row 31 of the logits is behind 2^31 floats.
+static void test_far_logits(void) {
+    static Engine e;
+    static float logits;
+    e.model.state.logits = &logits;
+    e.tokenizer.vocab_size = 1 << 30;
+    CHECK((uintptr_t)logits_of(&e, 31) - (uintptr_t)&logits == 4 * 31ull << 30);
+}
+
 static int unit_tests(void) {
     test_double_interrupt();  // forks, so before there are threads
     test_too_many_tokens();   // too
+#ifdef __linux__
+    test_dying_together();    // too
+#endif
+    test_far_logits();
+#ifndef _WIN32
+    test_progress_of_a_list();
+#endif
     // How attention is shared depends on the number of threads, which can only grow.
     for (int threads = 1; threads <= 3; threads += 2) {
         start_threads(threads);
@@ -1360,9 +1565,11 @@ static int unit_tests(void) {
     test_few_rows();
     test_attention();
     test_attention_not_finite();
+    test_attention_reads_nothing_later();
     test_attention_one_hot();
     test_batches();
-    test_experts();
+    test_layers();
+    test_choose_experts();
     test_experts_not_finite();
     test_parallel();
     test_rope();
@@ -1384,6 +1591,10 @@ static int unit_tests(void) {
     test_json();
     test_json_messages();
     test_pool();
+    test_a_file_that_grows();
+#ifndef _WIN32
+    test_ctrl_c_before_a_wait();
+#endif
     test_not_finite();
 #ifdef __linux__
     test_cores();
@@ -1409,7 +1620,8 @@ static bool next_record(char kind[16], Buffer *text) {
 
 static void print_ids(const Ids *ids) {
     Buffer line = {0};
-    buffer_add_ids(&line, ids);
+    buffer_add_ids(&line, ids, false);
+    buffer_add(&line, bytes("\n"));
     write_stdout((Bytes){line.p, line.n});
     free(line.p);
 }
@@ -1430,7 +1642,6 @@ static int print_tokens(const Tokenizer *t) {
 
 static int print_prompt(App *app) {
     const Tokenizer *t = &app->engine.tokenizer;
-    prepare_answer(app, &app->engine.answer, &app->writer, NULL);
     Conversation c = {0};
     Buffer text = {0};
     Ids ids = {0};
@@ -1456,7 +1667,9 @@ static int run_small_pool(int argc, char **argv) {  // argv: BLOCKS, and qwen3's
     static App app;
     most_blocks = atoi(argv[0]);
     app.options = parse_options(argc, argv);
-    return run(&app);
+    const int status = run_mode(&app);
+    if (!quiet) fprintf(stderr, "%zu rows\n", app.engine.rows);
+    return status;
 }
 
 int main(int argc, char **argv) {
@@ -1471,6 +1684,6 @@ int main(int argc, char **argv) {
     static App app;
     app.options = (Options){.model = argv[1], .mode = TOKENIZE, .context = -1, .think = rendering && *argv[2] == '1'};
     quiet = rendering;
-    load(&app);
+    load_model(&app);
     return rendering ? print_prompt(&app) : print_tokens(&app.engine.tokenizer);
 }

@@ -42,6 +42,48 @@ def test_make_run_compiles_once(tmp_path):
     assert says.match(build(tmp_path, "run", "CFLAGS=-O2"))
 
 
+@pytest.fixture
+def sources(tmp_path):
+    """A folder with what `make` needs, and nothing else."""
+    for name in ("Makefile", "qwen3.c"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def test_cflags_choose_the_cpu(sources):
+    """Without them it is this machine's; NATIVE chooses, too."""
+    def command(*arguments, **env):
+        run = subprocess.run(["make", "-s", "-n", *arguments], cwd=sources, capture_output=True, text=True,
+                             env=environment(**env))
+        assert run.returncode == 0 and run.stderr == "", run.stderr
+        return run.stdout
+
+    assert "=native" in command() and " -O3 " in command()
+    for given in command("CFLAGS=-O2 -march=x"), command(CFLAGS="-O2 -march=x"):
+        assert "=native" not in given and " -O2 -march=x " in given and "-O3" not in given
+    assert " -O2 -march=y " in command("CFLAGS=-O2", "NATIVE=-march=y")
+
+
+@pytest.mark.slow
+def test_cflags_change_no_bits(sources):
+    """What may change the order of sums, or what rounds, is taken back: the program is the same."""
+    built = []
+    for flags in ("-O3", "-Ofast -ffast-math -funsafe-math-optimizations -fassociative-math -ffp-contract=fast "
+                         "-std=c99"):
+        made = subprocess.run(["make", "-s", f"CFLAGS={flags}"], cwd=sources, capture_output=True, text=True,
+                              env=environment())
+        assert made.returncode == 0, made.stderr             # clang warns of options that are taken back
+        built.append((sources / "qwen3").read_bytes())
+    assert built[0] == built[1]
+
+
+def test_make_needs_no_tests(sources):
+    """Only the sources, to build and to install."""
+    made = subprocess.run(["make", "-s", "CFLAGS=-O0", "install", f"PREFIX={sources}/to"], cwd=sources,
+                          capture_output=True, text=True, env=environment())
+    assert made.returncode == 0 and made.stderr == "" and (sources / "to/bin/qwen3").exists(), made.stderr
+
+
 def functions(directory, *arguments):
     """What tests/test says, built so; the test is skipped where that can't be."""
     run = subprocess.run("echo 'int main(void) { return 0; }' | ${CC:-cc} -x c "
@@ -61,7 +103,7 @@ def functions(directory, *arguments):
 @pytest.mark.slow
 def test_functions_under_the_thread_sanitizer(tmp_path):
     functions(tmp_path, "CFLAGS=-O1 -g -fsanitize=thread -fno-sanitize-recover=all -DNO_UNROLL "
-                        "-Wno-pass-failed")
+                        "-Wno-pass-failed", "NATIVE=$(THIS_CPU)")
 
 
 SETS = {"-march=x86-64-v3": "AVX2", "-march=x86-64-v3 -mavxvnni": "AVX-VNNI",
@@ -117,7 +159,8 @@ def test_install(tmp_path):
     make("install")
     program = tmp_path / "to here/opt/q/bin/qwen3"
     run = subprocess.run([program, "--version"], capture_output=True, text=True)
-    assert run.returncode == 0 and re.fullmatch(r"qwen3 \d+\.\d+ \([\w -]+\)\n", run.stdout)
+    number, = re.findall(r'^#define VERSION "(\d+\.\d+)"$', (ROOT / "qwen3.c").read_text(), re.M)
+    assert run.returncode == 0 and re.fullmatch(rf"qwen3 {number} \([\w -]+\)\n", run.stdout)
     make("uninstall")
     assert program.parent.exists() and not program.exists()
 
@@ -198,7 +241,7 @@ def test_compile_time(arch, tmp_path):
     need_architecture(arch)
     first = subprocess.run(["git", "show", "dda7460:qwen3.c"], cwd=ROOT, capture_output=True)
     if first.returncode:
-        pytest.skip("the first edition is not in this clone's history")
+        pytest.skip("needs dda7460, the first edition: git fetch --unshallow in a shallow clone")
     (tmp_path / "first.c").write_bytes(first.stdout)
 
     def seconds(source):

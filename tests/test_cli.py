@@ -11,6 +11,7 @@ import pytest
 from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, environment, export, finish,
                       make_checkpoint, make_table_model, output, perplexity, qwen3, spawn, tokenize)
 from reference import Model
+from test_faults import needs_address_space
 
 FULL = "/dev/full"
 needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason=f"no {FULL}")
@@ -20,7 +21,7 @@ needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason=f"no {FULL}")
 
 @pytest.mark.parametrize("option, value", [
     ("-m", "train"), ("-m", ""), ("-m", "chatx"),
-    ("-r", "2"), ("-r", "yes"), ("-r", ""), ("-r", "-1"),
+    ("-r", "1.5"), ("-r", "yes"), ("-r", ""), ("-r", "-1"),
     ("-t", "-0.1"), ("-t", "warm"), ("-t", "nan"), ("-t", "inf"), ("-t", ""), ("-t", "1x"),
     ("-p", "0"), ("-p", "1.01"), ("-p", "-1"), ("-p", "nan"), ("-p", "x"), ("-p", ""),
     ("-k", "-1"), ("-k", "1.5"), ("-k", "x"), ("-k", ""), ("-k", "99999999999999999999"),
@@ -55,7 +56,8 @@ def test_bad_usage(args):
     ("-t", "1e3"), ("-b", "512"), ("-b", "1"), ("-c", "0"), ("-c", "512"), ("-r", "1"), ("-j", "1"),
     ("-j", "5"), ("-n", "1"), ("-t", "1e-30"), ("-t", "1e-50"), ("-e", "1"), ("-e", "0.01"), ("-e", "100"), ("-x", "a"), ("-x", "\n")])
 def test_good_value(small, option, value):
-    assert output(small, "-m", "generate", "-i", "the", "-n", 3, "-q", option, value) is not None
+    length = () if option == "-n" else ("-n", 3)
+    assert output(small, "-m", "generate", "-i", "the", *length, "-q", option, value) is not None
 
 
 def test_options_before_and_after_the_model(small):
@@ -64,12 +66,25 @@ def test_options_before_and_after_the_model(small):
     assert output("-i", "hello", "-m", "tokenize", small) == expected
 
 
-@pytest.mark.parametrize("option", ["-h", "--version"])
+@pytest.mark.parametrize("option, value", [
+    ("-i", "a"), ("-f", "-"), ("-l", "-"), ("-L", "-"), ("-m", "chat"), ("-y", "a"), ("-r", "0"), ("-t", "0"),
+    ("-p", "1"), ("-k", "1"), ("-a", "1"), ("-e", "1"), ("-x", "a"), ("-s", "1"), ("-n", "1"), ("-c", "0"),
+    ("-b", "1"), ("-j", "1"), ("-q", None), ("-v", None)])
+def test_an_option_given_twice(option, value):
+    """Whatever its values, and wherever it stands. What looks like an option may be a value."""
+    args = [option] if value is None else [option, value]
+    assert_error(qwen3("no such model.bin", *args, *args), 2, f"{option}: given twice")
+    assert_error(qwen3(*args, "no such model.bin", *args), 2, f"{option}: given twice")
+    if value is not None and option != "-i":
+        assert_error(qwen3("no such model.bin", "-i", option, *args), 1)
+
+
+@pytest.mark.parametrize("option", ["-h", "--help", "-help", "--version"])
 def test_help_and_version(option):
     for args in ((option,), ("no such model.bin", option)):
         result = qwen3(*args)
         assert result.returncode == 0 and result.stderr == b"" and result.stdout.endswith(b"\n")
-    assert option == "-h" or result.stdout.count(b"\n") == 1
+    assert option != "--version" or result.stdout.count(b"\n") == 1
 
 
 def test_help_names_every_option():
@@ -94,7 +109,9 @@ def test_help_into_a_full_disk():
     (("M", "-n10"), ["-n10", "-n 10"]), (("-n10", "M"), ["-n10", "-n 10"]),
     (("M", "-p", "0"), ["above 0 and up to 1"]), (("-m", "model.bin", "-i", "x"), ["MODEL goes without -m"]),
     (("-m", "models/M", "-i", "x"), ["MODEL goes without -m"]),
-    (("run", "M"), ["M: ", 'MODEL is "run"']), (("M", "-i", "a", "b"), ["b: ", "in quotes"]),
+    (("run", "M"), ["run: ", "no commands", "qwen3 MODEL"]), (("M", "-i", "a", "b"), ["b: ", "in quotes"]),
+    (("M.bin", "N.bin"), ["N.bin: a second model", '"M.bin"']),
+    (("M", "-ngl", "99"), ["-ngl: unknown option", "all runs on the CPU"]), (("M", "--json"), ["expected -l"]),
     *[(("M", other, "1"), [other, f"expected {option}"]) for other, option in (
         ("--temp", "-t"), ("--temperature", "-t"), ("--top-p", "-p"), ("--top-k", "-k"), ("--seed", "-s"),
         ("--prompt", "-i"), ("--threads", "-j"), ("--ctx-size", "-c"), ("--n-predict", "-n"),
@@ -131,7 +148,7 @@ def test_likely_first_models(tmp_path):
 # -- where the prompt comes from (tokenize shows it exactly)
 
 TEXTS = [b"hello", b"hello\n", b"hello\r\n", b"\n", b" \t hello  \n\n", b"a\0b", b"\0", b"",
-         b"caf\xc3\xa9", b"\xff\xfe"]
+         b"caf\xc3\xa9", b"\xff", b"\xfe\xfd", b"a\xff\xfe", b" \xef\xbb\xbf", b"\xef\xbb"]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
@@ -145,6 +162,53 @@ def test_file_and_pipe_are_taken_exactly(small, tokenizer, tmp_path, text):
         assert output(*run, "-i", text) == output(*run, "-f", tmp_path / "text")
     if text.isascii():
         assert ids == tokenizer.encode(text.decode()).ids
+
+
+def test_byte_order_marks(small, tmp_path):
+    """Of UTF-8: dropped at the start of a file, a pipe or a list, once. Of UTF-16: an error. An argument is taken
+    as it is."""
+    run, mark = (small, "-m", "tokenize", "-q"), b"\xef\xbb\xbf"
+    text, line, marked = (output(*run, "-i", t) for t in (b"hello\nx\n", b"hello", mark + b"hello"))
+    assert marked != line
+    (tmp_path / "text").write_bytes(mark + b"hello\nx\n")
+    for args in ((), ("-f", "-"), ("-f", tmp_path / "text")):
+        assert output(*run, *args, stdin=mark + b"hello\nx\n") == text
+    assert output(*run, "-i", "a", "-f", tmp_path / "text") == output(*run, "-i", "a\n\nhello\nx\n")
+    assert output(*run, stdin=mark * 2 + b"hello") == marked
+    assert output(*run, "-l", "-", stdin=mark + b"hello\n" + mark + b"hello\nhello") == line + marked + line
+    assert output(*run, "-L", "-", stdin=mark + b'"hello"\n"hello"') == line * 2
+    assert qwen3(*run, "-l", "-", stdin=mark).stdout == output(*run, "-L", "-", stdin=mark) == b""
+    chat = (small, "-m", "chat", "-t", 0, "-n", 3, "-q")
+    assert output(*chat, stdin=mark + b"a b\n") == output(*chat, stdin=b"a b\n")
+    for data in (b"\xff\xfeh\0\n\0", b"\xfe\xff\0h\0\n", b"\xff\xfe"):
+        (tmp_path / "text").write_bytes(data)
+        for args in ((), ("-f", "-"), ("-f", tmp_path / "text"), ("-l", "-"), ("-L", "-"), ("-m", "chat")):
+            args = (small, "-q", *args) if args[:1] == ("-m",) else (*run, *args)
+            assert_error(qwen3(*args, stdin=data), 1, "text" if args[-1] == tmp_path / "text" else "stdin",
+                         "UTF-16", "UTF-8")
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", b"\r\n"], ids=ascii)
+def test_a_text_of_no_bytes(small, embedding, tmp_path, text):
+    """An error in chat and embed, where else it is a prompt. Chat drops a file's last newline."""
+    (tmp_path / "text").write_bytes(text)
+    for model, mode in ((small, "chat"), (small, "embed"), (embedding, "embed")):
+        for args in ((), ("-f", "-"), ("-f", tmp_path / "text"), ("-i", "a", "-f", tmp_path / "text"), ("-i", text)):
+            if mode == "chat" and not args:
+                continue                                # -m chat: a conversation
+            result = qwen3(model, "-m", mode, "-n", 1, "-q", *args, stdin=text)
+            if args[:2] == ("-i", "a") or text and (mode == "embed" or args[:1] == ("-i",)):
+                assert result.returncode == 0, result
+            else:
+                assert_error(result, 1, "empty, expected a ")
+    if text == b"":
+        assert_error(qwen3(small, "-i", "a", "-f", "-"), 1, "stdin: empty")
+        assert_error(qwen3(small, "-q"), 1, "stdin: empty, expected a prompt; has a command before the pipe failed?")
+        for mode, status in (("generate", 0), ("tokenize", 0), ("perplexity", 1)):
+            assert qwen3(small, "-m", mode, "-n", 1, "-i", "").returncode == status
+            assert qwen3(small, "-m", mode, "-n", 1).returncode == status
+    script = qwen3(small, "-m", "chat", "-n", 1, "-q", stdin=b"a b\n" + text + b"c d\n")
+    assert script.returncode == (text != b"") and (b"empty" in script.stderr) == (text != b"")
 
 
 def test_text_and_file(small, tmp_path):
@@ -213,10 +277,73 @@ def test_missing_prompt_file(small):
     assert_error(qwen3(small, "-f", "/"), 1, "/")
 
 
-@pytest.mark.parametrize("mode", ["tokenize", "perplexity", "embed"])
+@pytest.mark.parametrize("mode", ["tokenize", "perplexity", "embed", "generate"])
 def test_terminal_without_prompt(small, mode):
     child = spawn(small, "-m", mode)
-    assert finish(child) == 2 and child.before.startswith(b"qwen3: ")
+    assert finish(child) == 2 and child.before.startswith(b"qwen3: ") and b"expected -i TEXT" in child.before
+
+
+def test_base_model_on_a_terminal(tokenizer, tmp_path):
+    """It is no chat model: what it would be asked is missing. A pipe of no bytes is a text."""
+    model = export(make_checkpoint(tmp_path / "hf", tokenizer, template=None), tmp_path / "model.bin")
+    child = spawn(model)
+    assert finish(child) == 2 and b"-m generate: no text, expected -i TEXT" in child.before
+    assert qwen3(model, "-n", 1).returncode == 0
+
+
+@needs_address_space
+def test_default_context(tokenizer, tmp_path):
+    """As many tokens as a quarter of the memory holds: a multiple of 1,024, at least 4,096, at most the model's.
+    Perplexity's pieces don't depend on it."""
+    model, short = (export(make_checkpoint(tmp_path / str(n), tokenizer, max_len=n), tmp_path / f"{n}.bin")
+                    for n in (1_000_000, 5000))
+
+    def context(megabytes, *options, model=model):
+        child = pexpect.spawn("sh", ["-c", f"ulimit -v {megabytes * 1024}; exec {QUOTED_QWEN3} {model} -j 1 "
+                                     + " ".join(options)], env=environment(TERM="xterm"), timeout=300)
+        child.expect(r": context (\d+), thinking off, /help shows the commands\r\n> ")
+        tokens = int(child.match[1])
+        child.sendline("/bye")
+        assert finish(child) == 0
+        return tokens
+
+    for megabytes in 300, 600:
+        quarter = megabytes * 2**20 / 4                 # 1,024 bytes a token, or 1,280 with what aligns them
+        assert quarter / 1280 - 1024 < context(megabytes) <= quarter / 1024
+        assert context(megabytes) % 1024 == 0
+    assert context(300, model=short) == 5000
+    assert context(300, "-c", "1000") == 1000
+    large = export(make_checkpoint(tmp_path / "large", tokenizer, max_len=1_000_000, n_layers=20, n_kv_heads=4),
+                   tmp_path / "large.bin")
+    assert context(200, model=large) == 4096            # 20 KB a token
+    scored = qwen3(model, "-m", "perplexity", "-i", "7" * 5000)
+    assert b"text: 5000 tokens are scored in pieces of 4096 (-c)" in scored.stderr
+
+
+@pytest.mark.parametrize("mode", ["embed", "tokenize", "perplexity"])
+def test_n_elsewhere_is_a_notice(small, mode):
+    notice = b"qwen3: -n: no effect, only an answer has new tokens\n"
+    result = qwen3(small, "-m", mode, "-i", "hello there", "-n", 3)
+    assert result.returncode == 0 and result.stderr.count(notice) == 1
+    assert notice not in qwen3(small, "-m", mode, "-i", "hello there").stderr
+    assert qwen3(small, "-m", mode, "-i", "hello there", "-n", 3, "-q").stderr == b""
+    assert notice not in qwen3(small, "-m", "chat", "-i", "hello there", "-n", 3).stderr
+
+
+@pytest.mark.parametrize("mode", ["chat", "generate"])
+def test_stop_text_of_a_backslash_and_an_n(small, mode):
+    """As a shell gives it for '\\n': it is sought as it is, but named."""
+    notice = b"qwen3: -x: these are a backslash and an n, for a newline: -x $'\\n'\n"
+    for stop, expected in (("\\n", 1), (". \\n", 1), ("\n", 0), ("n", 0), ("\\", 0)):
+        result = qwen3(small, "-m", mode, "-i", "x", "-n", 1, "-x", stop)
+        assert result.returncode == 0 and result.stderr.count(notice) == expected, (stop, result.stderr)
+
+
+def test_the_hint_of_what_is_too_long(small):
+    """-c where it helps, and only there."""
+    for mode in "chat", "generate", "embed":
+        assert_error(qwen3(small, "-m", mode, "-i", "7" * 700), 1, "at most 512 tokens (-c can't be larger), found 7")
+        assert_error(qwen3(small, "-m", mode, "-i", "7" * 90, "-c", 64), 1, "at most 64 tokens (-c, up to 512), found ")
 
 
 # -- special tokens
@@ -283,14 +410,14 @@ def test_lines_fit_into_80_columns():
     assert len(notices) >= 15
     for parts, arguments in notices:
         text = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', parts)).replace('\\"', '"').replace("\\\\", "\\")
-        if "/file: %s" in text:                         # as long as the path that was typed
+        if "/file: %s" in text or "goes on" in text:    # with a path that was typed, or what to do
             continue
         text = text.replace("%s", "generate").replace("%zu", "262144").replace("%d", "262144")
         assert len("qwen3: " + text) <= 80, text
     commands = source[source.index("char commands[]"):source.index("static Bytes take_word")]
     assert max(len(eval(line)) for line in re.findall(r'"(?:[^"\\]|\\.)*"', commands)) <= 81
     format, = re.findall(r'"(prompt %zu .*?)\\n"', source)
-    text = format.replace("%zu", "4096").replace("%.*f", "22000").replace("%llu", "999999")
+    text = format.replace("%zu", "4096").replace("%.*f", "22000").replace("%s", ", seed 999999")
     assert len(text) <= 80, text
 
 
@@ -386,7 +513,7 @@ def embedding(tmp_path_factory, tokenizer):
     return export(hf, directory / "model.bin")
 
 
-@pytest.mark.parametrize("text", [b"", b"the wind\n", b"a\0b", b" caf\xc3\xa9 \xff"], ids=ascii)
+@pytest.mark.parametrize("text", [b"the wind\n", b"a\0b", b" caf\xc3\xa9 \xff"], ids=ascii)
 def test_embed(embedding, tmp_path, text):
     model, ids = Model.from_bin(embedding), tokenize(embedding, text)
     line = output(embedding, "-q", stdin=text)

@@ -24,8 +24,9 @@ from conftest import (HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, ass
 from test_faults import needs_address_space
 from test_signals import needs_small_pipes, small_pipe
 
-SUM = re.compile((rf"(\d+) texts?, prompts (\d+) tokens \((\d+) cached\), answers (\d+) tokens at {RATE}, "
-                  r"seeds (\d+) to (\d+)\n").encode())
+TOKENS = RATE.replace("/s", " tokens/s")
+SUM = re.compile((r"(\d+) texts? in [\d.]+ s, prompts (\d+) tokens \((\d+) cached(?:, \d+ computed again)?\), "
+                  rf"answers (\d+) tokens, {TOKENS}, seeds (\d+) to (\d+)\n").encode())
 GREEDY = ("-t", "0")
 WORDS = ("the old lighthouse keeper wind harvest It's 1999-12-31 Größe naïve 灯塔 🙂 f(n) \t  capital of "
          "France? What is your name <|im_end|> <think> \"quoted\" back\\slash e\u0301 ~~~ Tell me a story").split(" ")
@@ -92,7 +93,7 @@ def check(model, texts, *args, mode="chat", seed=None, prefix=None, before=(), *
     """The list's lines are those of single runs. `before`: options of the list alone."""
     expected = []
     for i, text in enumerate(texts):
-        whole = text if prefix is None else prefix + b"\n\n" + text
+        whole = text if prefix is None or not text and mode in ("chat", "embed") else prefix + b"\n\n" + text
         expected.append(alone(model, whole, *args, mode=mode, seed=None if seed is None else seed + i))
     options = ["-m", mode, *args, *before, *([] if seed is None else ["-s", seed]),
                *([] if prefix is None else ["-i", prefix])]
@@ -276,27 +277,36 @@ def test_order(stopping):
     assert lines == [json_string(b"a" * 3000), *[b'""'] * 50, json_string(b"a" * 3000), b'""']
 
 
-def test_not_finite(tiny, tokenizer, tmp_path):
-    """One text's logits are not: it has no answer, all others have theirs."""
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_not_finite(tokenizer, tmp_path, bad):
+    """One text's logits are not: it has no answer, all others have theirs, also those that begin like
+    it or come before it in the same block of the cache."""
     model = export(make_checkpoint(tmp_path / "hf", tokenizer, tied=False), tmp_path / "model.bin")
     data = bytearray(model.read_bytes())        # the scale of z's embedding
     norms = 4 * (2 * 2 * 64 + 64 + 2 * 2 * 32)
     scale = 256 + norms + tokenizer.get_vocab_size() * 64 + tokenizer.token_to_id("z") * 4
     assert abs(np.frombuffer(data[scale:scale + 4], "<f4")[0]) < 1
-    data[scale:scale + 4] = np.array(np.nan, "<f4").tobytes()
+    data[scale:scale + 4] = np.array(bad, "<f4").tobytes()
     model.write_bytes(data)
     texts = [text.replace(b"z", b"y") for text in make_texts(40, seed=1, longest=10)]
+    nulls = {0, 7, 8, 13, 17, 20, 39}
     for i in (0, 7, 8, 39):
         texts[i] = b"a z b"
+    for i, end in enumerate((b"z b", b" Y", b" X", b"", b"zY", b" Z")):
+        texts[13 + i] = b"a common beginning of all" + end
+    for i, end in enumerate((b"zebra", b"a", b"")):
+        texts[20 + i] = b"What is the capital of France, " * 3 + end
     for mode in "chat", "generate", "perplexity", "embed":
         result = qwen3(model, "-m", mode, "-l", "-", "-q", "-n", 9, *GREEDY,
                        stdin=b"".join(text + b"\n" for text in texts))
         lines = result.stdout.split(b"\n")[:-1]
         expected = [alone(model, text, *GREEDY, "-n", 9, mode=mode) for text in texts]
-        assert lines == expected and result.returncode == 1
-        assert {i for i in (0, 7, 8, 39) if lines[i] == b"null"} == {0, 7, 8, 39}
-        for i in (0, 7, 8, 39):
+        assert [i for i in range(40) if lines[i] != expected[i]] == [] and result.returncode == 1
+        assert {i for i in nulls if lines[i] == b"null"} == nulls and lines[14] != b"null"
+        for i in nulls:
             assert re.search(rb"(?m)^qwen3: .*: line %d: .*finite" % (i + 1), result.stderr), result.stderr
+        for batch in (1, 3, 7, 200):             # the cut into batches does not show
+            assert alone(model, texts[14], "-b", batch, *GREEDY, "-n", 9, mode=mode) == expected[14]
     for mode in "chat", "generate":             # an answer of no tokens needs no logits
         check(model, [b"a z b", b"a b"], *GREEDY, "-n", 0, mode=mode)
 
@@ -426,7 +436,7 @@ def test_json_of_texts(small):
 NO_JSON = [b"", b" ", b"\t\r", b"abc", b'"abc', b'abc"', b'"abc" x', b'"a""b"', b"'a'", b'"a",', rb'"\x"',
            rb'"\u12"', rb'"\u12g4"', rb'"\u"', b'"\\', rb'"\u 123"', rb'"\u+123"', b"nul", b'"a"\0', b"\0", b"[", b"{", b"]",
            b'\xef\xbb\xbf"a"', b'\xc2\xa0"a"', b'\x0b"a"']
-NO_TEXT = [b"1", b"-0.5e3", b"null", b"true", b"false", b"{}", b'{"role": "user", "content": "a"}', b'{"a": [1]}']
+NO_TEXT = [b"1", b"-0.5e3", b"null", b"true", b"false", b" 1 "]
 MESSAGE = b'{"role": "user", "content": "a"}'
 NO_MESSAGES = [b"[]", b'["a"]', b"[1]", b"[[]]", b"[null]", b"[{}]", b'[{"role": "user"}]', b'[{"content": "a"}]',
                b'[{"role": "tool", "content": "a"}]', b'[{"role": "User", "content": "a"}]',
@@ -458,12 +468,25 @@ def test_what_is_no_json(tiny):
 
 
 @pytest.mark.parametrize("line, byte, found", [
-    (b'[%s, {"role": "tool", "content": "a"}]' % MESSAGE, 36, '{"role": "tool",'), (b'"a\0b"', 3, "a NUL"),
-    (b'[{"content": 1, "role": "user"} ]', 2, '{"content": 1, "'), (b'["a', 2, '"a'), (b'"a', 3, "the end"),
+    (b'"a\0b"', 3, "a NUL"), (b" ", 2, "the end"),
+    *[(line, len(line) + 1, "the end (one value a line: jq -c . makes that)") for line in (
+        b'"a', b'["a', b"[tru", b"[", b'[{"role": "user", "content": "a"},', b'[{"role": "user",', b'[{"role":', b'[{"role": "us')],
     (b'"a\tb"', 3, '\ufffdb"'), (rb'"a\u12g4"', 3, r'\u12g4"')], ids=ascii)
 def test_what_is_found(tiny, line, byte, found):
-    _, error = run_list(tiny, line, "-q", kind="-L", status=1)
+    _, error = run_list(tiny, line + b"\n", "-q", kind="-L", status=1)
     assert re.fullmatch(f"bad JSON at byte {byte}, expected .*, found {re.escape(found)}", errors_of(error)[1])
+
+
+@pytest.mark.parametrize("line, what, byte, found", [
+    (b'[%s, {"role": "tool", "content": "a"}]' % MESSAGE, "role", 36, '{"role": "tool",'),
+    (b'[{"content": 1, "role": "user"} ]', "content", 2, '{"content": 1, "'),
+    (b'[{"role": "user"}]', "content", 2, '{"role": "user"}'), (b"[{}]", "role", 2, "{}]"),
+    (b'[%s, {"role": "system", "content": "a"}]' % MESSAGE, "role", 70, "]"),
+    (b'[{"role": "assistant", "content": "a"}]', "role", 40, "the end")], ids=ascii)
+def test_messages_that_are_json(tiny, line, what, byte, found):
+    """What is wrong with them is named as what it is."""
+    _, error = run_list(tiny, line, "-q", kind="-L", status=1)
+    assert re.fullmatch(f"bad {what} at byte {byte}, expected .*, found {re.escape(found)}", errors_of(error)[1])
 
 
 @pytest.mark.parametrize("mode", ["generate", "tokenize", "perplexity", "embed"])
@@ -556,8 +579,9 @@ def test_a_conversation_that_is_too_long(tiny):
     talks = [turn * n + [{"role": "user", "content": "Hello"}] for n in range(6)]
     lines, error = run_list(tiny, b"".join(json.dumps(t).encode() + b"\n" for t in talks), "-c", 128, "-n", 1,
                             "-q", *GREEDY, kind="-L", status=1)
-    assert [line == b"null" for line in lines] == [False] * 3 + [True] * 3 or b"null" in lines[2:]
-    assert all("too long" in what for what in errors_of(error).values())
+    found = errors_of(error)
+    assert [line == b"null" for line in lines] == [i + 1 in found for i in range(6)]
+    assert 1 not in found and 6 in found and all("too long" in what for what in found.values())
 
 
 def test_a_message_that_is_too_long(tiny):
@@ -607,7 +631,7 @@ def test_cached_tokens_of_a_small_pool(tiny):
     leaves the beginning that it will share where it is."""
     run = (*GREEDY, "-m", "generate", "-n", 120, "-c", 128, "-j", 1)
     _, prompts, cached, *_ = map(int, SUM.search(run_list(tiny, b"Once upon a time\n" * 4, *run, blocks=1)[1]).groups())
-    assert 0 < cached <= prompts - 4
+    assert cached <= prompts - 4
     r = random.Random(1)
     other, common, more = (" ".join(r.choices("the fox dog tree house river old small red ran".split(), k=k))
                            for k in (120, 40, 60))
@@ -615,6 +639,48 @@ def test_cached_tokens_of_a_small_pool(tiny):
     run = ("-m", "embed", "-c", 256, "-j", 1, "-b", 2)
     match = re.search(rb"\((\d+) cached\)", run_list(tiny, data.encode(), *run, blocks=1)[1])
     assert int(match[1]) >= 16, match
+
+
+def test_texts_one_at_a_time(start, tiny):
+    """Over a pipe, with two instructions by turns: the place that ended the longest time ago is the next text's,
+    so that each instruction is still there to be shared."""
+    instructions = [" ".join(random.Random(i).choices(WORDS, k=40)) for i in range(2)]
+    least = min(len(tokenize(tiny, text.encode())) for text in instructions)
+    child = start(tiny, "-l", "-", "-m", "embed")
+    for i in range(20):
+        child.stdin.write(f"{instructions[i % 2]} {i}\n".encode())
+        child.stdin.flush()
+        assert child.stdout.readline().startswith(b"[")
+    child.stdin.close()
+    assert child.wait(300) == 0
+    cached = int(re.search(rb"\((\d+) cached\)", child.stderr.read())[1])
+    assert cached >= 18 * (least - 2), (cached, least)
+
+
+@pytest.mark.parametrize("blocks", [1, 1000])
+def test_what_is_computed_again(tiny, blocks):
+    """Every row is one of a prompt that was not cached, one of an answer but for its last token, or is computed
+    again after its text had to wait. (So hot, nothing is worth a guess.)"""
+    data = b"".join(text + b"\n" for text in make_texts(60, seed=7, longest=20) if text)
+    run = ("-t", 20, "-k", 0, "-p", 1, "-s", 1, "-n", 100, "-c", 300)
+    _, error = run_list(tiny, data, *run, blocks=blocks)
+    n, prompts, cached, answers, *_ = map(int, SUM.search(error).groups())
+    again = int((re.search(rb", (\d+) computed again\)", error) or [0, 0])[1])
+    limited = sum(map(int, re.findall(rb"ended by [^\n]*: (\d+)\n", error)))    # by -n, or by a full context
+    rows = int(re.search(rb"(\d+) rows", error)[1])
+    assert again == rows - (prompts - cached + answers - limited), error
+    assert (again > 100) == (blocks == 1), error
+
+
+def test_rate(tiny):
+    """Of all tokens but the cached ones: what the time went to"""
+    data = b"".join(text + b" x\n" for text in make_texts(300, seed=7, longest=150))
+    for mode in "chat", "embed", "perplexity":
+        _, error = run_list(tiny, data, "-m", mode, *["-n", 2] * (mode == "chat"))
+        found = re.search(rb"\d+ texts in ([\d.]+) s, prompts (\d+) tokens \((\d+) cached\)(?:, answers (\d+) tokens)?, "
+                          rb"([\d.]+) tokens/s(?:, seeds \d+ to \d+)?\n$", error)
+        seconds, prompts, cached, answers, rate = (float(group or 0) for group in found.groups())
+        assert seconds - 0.06 < (prompts - cached + answers) / rate < seconds + 0.06, error
 
 
 def test_notices_with_counts(stopping, tiny, chain):
@@ -659,9 +725,9 @@ def test_progress(stopping, tmp_path, source):
     script = (f"exec {QUOTED_QWEN3} {stopping} -l {path} -m generate -t 0 -n 100 -s 1 -j 1 "
               f"> {tmp_path}/out")
     child = pexpect.spawn("sh", ["-c", script], timeout=300, env=environment(TERM="xterm"), dimensions=(24, 80))
-    shown = rb"\r\d+ of 100000 texts, [\d.]+ tokens/s, [^\r\n]*\d+ s left\x1b\[K"
+    shown = rb"\r\d+ of about 100000 texts, 32 running, [\d.]+ tokens/s, \d+ s left\x1b\[K"
     if source == "pipe":
-        shown = rb"\r\d+ texts, [\d.]+ tokens/s\x1b\[K"
+        shown = rb"\r\d+ texts, 32 running, [\d.]+ tokens/s\x1b\[K"
     for _ in range(100):                        # held up until it takes so long that it is shown
         if child.expect([shown, pexpect.TIMEOUT], timeout=0.2) == 0:
             break
@@ -684,7 +750,7 @@ def test_progress_of_perplexities(tiny, tmp_path):
     child = pexpect.spawn("sh", ["-c", script], timeout=300, env=environment(TERM="xterm"), dimensions=(24, 80))
     rates = []
     while sum(rate > 0 for rate in rates) < 2 and len(rates) < 100:     # on a slow machine, none yet
-        child.expect(rb"\r\d+ of 50000 texts, ([\d.]+) tokens/s, \d+ s left\x1b\[K")
+        child.expect(rb"\r\d+ of about 50000 texts, \d+ running, ([\d.]+) tokens/s(, \d+ s left)?\x1b\[K")
         rates.append(float(child.match[1]))
         assert child.before == b""
     assert rates[-1] > 0
@@ -748,8 +814,9 @@ def test_input_that_does_not_block(start, tiny):
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_interrupt(start, tiny, long_list, signals):
-    """The line that is being written is finished; the message says how to go on, which gives the rest."""
+def test_interrupt(start, tiny, long_list, tmp_path, signals):
+    """The line that is being written is finished; the message says how to go on, which gives the rest (tmp_path
+    has what stdout had)."""
     path, expected = long_list
     ours, theirs = small_pipe()                 # that it is not done while this process is held up
     child = start(tiny, "-l", path, "-s", "3", "-n", "30", stdout=theirs)
@@ -765,9 +832,10 @@ def test_interrupt(start, tiny, long_list, signals):
     if signals == 1:
         assert out.endswith(b"\n")
         assert re.search(rb"(?m)^qwen3: .* %d lines are written" % n, error), error
-        assert re.search(rb"(?m)^qwen3: .*tail -n \+%d, -l - -s %d >>$" % (n + 1, 3 + n), error), error
-    tail = f"tail -n +{n + 1} {path} | {QUOTED_QWEN3} {tiny} -l - -s {3 + n} -n 30 -q"
-    assert subprocess.check_output(["sh", "-c", tail]).split(b"\n")[:-1] == expected[n:]
+        assert re.search(rb"(?m)^qwen3: .* are written; the same command with -w FILE for > FILE goes on$", error), error
+    (tmp_path / "out").write_bytes(out)
+    output(tiny, "-l", path, "-s", 3, "-n", 30, "-w", tmp_path / "out")
+    assert (tmp_path / "out").read_bytes().split(b"\n")[:-1] == expected
 
 
 def test_interrupt_while_a_line_is_encoded(start, tiny):
@@ -788,7 +856,7 @@ def test_interrupt_beats_an_error(start, stopping):
     assert child.stdout.readline() == b"null\n" and child.stdout.readline() == b'"aaaaaaaaa"\n'
     child.send_signal(signal.SIGINT)            # it waits for the list
     out, error = child.communicate(timeout=300)
-    assert child.returncode == 130 and out == b"" and b"tail -n +3" in error
+    assert child.returncode == 130 and out == b"" and b"2 lines are written" in error
 
 
 @needs_small_pipes
@@ -848,8 +916,8 @@ def test_full_disk(tiny, long_list, tmp_path):
                               stderr=subprocess.PIPE, env=environment(), timeout=300,
                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
     lines = whole_lines((tmp_path / "out").read_bytes())
-    assert done.returncode in (1, -signal.SIGXFSZ) and 10 < len(lines) < 600
-    assert lines == expected[:len(lines)]
+    assert done.returncode == 1 and re.fullmatch(rb"qwen3: stdout: [^\n]*\n", done.stderr), done
+    assert 10 < len(lines) < 600 and lines == expected[:len(lines)]
 
 
 def test_resumed(tiny, long_list):
@@ -858,6 +926,22 @@ def test_resumed(tiny, long_list):
     for k in 2, 417, 600, 601:
         rest = b"".join(path.read_bytes().splitlines(keepends=True)[k - 1:])
         assert run_list(tiny, rest, "-s", 3 + k - 1, "-n", 30, "-q")[0] == expected[k - 1:]
+
+
+@pytest.mark.slow
+def test_in_parts(tiny, tmp_path):
+    """On several machines, or here by GNU parallel: the parts' lines are those of one run."""
+    version = subprocess.run("parallel --version", shell=True, capture_output=True, text=True).stdout
+    if not version.startswith("GNU parallel"):
+        pytest.skip("GNU parallel is not installed")
+    path = write_list(tmp_path / "texts.txt", [text + b" x" for text in make_texts(95, seed=6)])
+    options = f"{tiny} -c 512 -n 30 -t 1 -q -l -"
+    whole, _ = run_list(tiny, path.read_bytes(), *options.split()[1:-2], "-s", 7)
+    parts = subprocess.run(["parallel", "--pipe", "-N", "10", "-k", "-j", "2",
+                            f"{QUOTED_QWEN3} {options} -s $((7 + 10 * ({{#}} - 1)))"],
+                           stdin=path.open(), capture_output=True, env=environment(HOME=str(tmp_path)))
+    assert parts.returncode == 0, parts.stderr
+    assert parts.stdout.split(b"\n")[:-1] == whole and len(set(whole)) > 20
 
 
 # -- bounded memory
@@ -902,16 +986,23 @@ def test_not_too_far_ahead(start, stopping):
 def test_not_too_many_bytes_ahead(start, tokenizer, tmp_path):
     """Of 100 KB each, 16 MB of finished lines wait for the first text, which never ends; then no more is
     read."""
-    long, (a, b, c, end) = b"~" * 100_000, map(tokenizer.token_to_id, ("a", "b", "Ġthe", "<|im_end|>"))
-    logits = np.zeros((tokenizer.get_vocab_size(), 4), np.float32)
-    logits[end, 0] = logits[a, 1] = logits[c, 2] = logits[end, 3] = 12.7    # a a a ..., and b c
-    folder = make_table_model(tmp_path / "hf", tokenizer, [a, b, c], logits, max_len=1_000_000)
+    long, (a, b, end) = b"~" * 100_000, map(tokenizer.token_to_id, ("a", "b", "<|im_end|>"))
+    parts = range(300, 400)                                 # tokens that get 1,000 bytes each
+    logits = np.zeros((tokenizer.get_vocab_size(), 3 + len(parts)), np.float32)
+    logits[end, 0] = logits[a, 1] = 12.7                    # a a a ..., and b, then the parts
+    for i, token in enumerate([*parts, end]):
+        logits[token, 2 + i] = 12.7
+    folder = make_table_model(tmp_path / "hf", tokenizer, [a, b, *parts], logits, dim=128, max_len=1_000_000)
     model = export(folder, tmp_path / "model.bin")
     path, at = tmp_path / "model.bin.tokenizer", 12
     data = path.read_bytes()
-    for _ in range(c):
-        at += 8 + int.from_bytes(data[at + 4:at + 8], "little")
-    path.write_bytes(data[:at] + struct.pack("<fI", -1e6, len(long)) + long + data[at + 12:])   # 4 bytes: " the"
+    for token in range(parts.stop):
+        n = int.from_bytes(data[at + 4:at + 8], "little")
+        if token in parts:
+            data = data[:at] + struct.pack("<fI", -1e6, 1000) + long[:1000] + data[at + 8 + n:]
+            n = 1000
+        at += 8 + n
+    path.write_bytes(data)
     text = b'"b"' + b" " * 4000 + b"\n"         # a token that takes its time on the way in
     assert run_list(model, text, "-m", "generate", *GREEDY, "-q", kind="-L")[0] == [json_string(long)]
     child = start(model, "-L", "-", *GREEDY, "-m", "generate", "-c", "0", "-q", "-j", "1")
@@ -944,7 +1035,7 @@ def test_memory_of_many_texts(tiny, tmp_path, mode):
     for times in 1, 100:
         path = write_list(tmp_path / "list", texts * times)
         status, most = peak([tiny, "-l", path, "-m", mode, *["-n", 2] * (mode == "chat")], subprocess.DEVNULL)
-        assert status == (mode == "embed" and b"null" in alone(tiny, b"", mode=mode))
+        assert status == (mode != "tokenize")        # some texts are empty
         peaks.append(most)
     assert peaks[1] < peaks[0] + 4e6, peaks
 

@@ -1,6 +1,7 @@
 """qwen3.c by other compilers, with sanitizers, on other CPUs and systems. qemu-user stands in for the
 CPU, wine for Windows; what is not installed is skipped.
 """
+import hashlib
 import json
 import os
 import pty
@@ -88,9 +89,9 @@ def check_list(programs, directory):
 # -- compilers
 
 @pytest.mark.parametrize("arguments", [
-    *[[f"CC={cc}", f"CFLAGS=-O{level}"] for cc in ("gcc", "clang") for level in range(4)],
+    *[[f"CC={cc}", f"CFLAGS=-O{level}", "NATIVE=$(THIS_CPU)"] for cc in ("gcc", "clang") for level in range(4)],
     ["CC=musl-gcc", "LDFLAGS=-static"],
-], ids=" ".join)
+], ids=lambda arguments: " ".join(arguments[:2]))
 def test_compiler(arguments, tmp_path):
     need(arguments[0][3:])
     build(tmp_path, *arguments, *PROGRAMS)
@@ -108,9 +109,10 @@ def test_refused(command):
     assert '"qwen3.c needs a 64-bit little-endian machine' in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize("files", [BLACK_BOX, ["test_list.py"]], ids=["one text", "a list"])
+@pytest.mark.parametrize("files", [BLACK_BOX, ["test_list.py", "test_choices.py", "test_rows.py"]],
+                         ids=["one text", "a list"])
 def test_sanitizers(tmp_path, files):
-    build(tmp_path, "CFLAGS=$(SANITIZE)", *PROGRAMS)
+    build(tmp_path, "CFLAGS=$(SANITIZE)", "NATIVE=$(THIS_CPU)", *PROGRAMS)
     check(tmp_path, *files)
 
 
@@ -127,7 +129,7 @@ def test_x86_64(cpu, tmp_path):
         need("qemu-x86_64")
     build(tmp_path, f"NATIVE=-march={cpu}", *PROGRAMS)
     runner = [] if native else ["qemu-x86_64", "-cpu", "max"]
-    check(under(tmp_path, *runner), "test_tiny.py", "test_model.py")
+    check(under(tmp_path, *runner), "test_tiny.py", "test_model.py", "test_list.py::test_not_finite")
 
 
 @pytest.mark.parametrize("compiler", ["aarch64-linux-gnu-gcc", "clang --target=aarch64-linux-gnu"])
@@ -238,6 +240,36 @@ def test_windows_exit(windows):
     nul = subprocess.run([windows / "qwen3", TINY / "tiny.bin", "-m", "tokenize"], timeout=300,
                          stdin=subprocess.DEVNULL, capture_output=True, env=environment())
     assert nul.returncode == 0 and nul.stdout == b"\n"
+
+
+# -- what a release brings
+
+@pytest.mark.parametrize("name, compiler, runner", [
+    ("x86-64-v3", "musl-gcc", None), ("x86-64-avx512", "musl-gcc", None),
+    ("aarch64", "aarch64-linux-gnu-gcc", "qemu-aarch64"),       # with another C library than the release
+    pytest.param("windows", "x86_64-w64-mingw32-gcc", "wine64", marks=WINDOWS)])
+def test_release(name, compiler, runner, tmp_path):
+    """It answers, or says that this CPU lacks something; on Linux it needs no library."""
+    wine = shutil.which("wine64") or shutil.which("/usr/lib/wine/wine64")
+    need(compiler, *([wine or runner] if runner == "wine64" else [runner] if runner else []))
+    if not runner and os.uname().machine != "x86_64":
+        pytest.skip("no x86-64")
+    build(tmp_path, f"release-{name}", *[f"MUSL={compiler}"] * (runner != "wine64"))
+    program, = (tmp_path / "release").iterdir()
+    assert re.fullmatch(rf"qwen3-\d+\.\d+-{name}(\.exe)?", program.name)
+    if runner != "wine64" and shutil.which("readelf"):
+        assert "INTERP" not in subprocess.run(["readelf", "-lW", program], capture_output=True, text=True).stdout
+    (tmp_path / "tests/tiny").symlink_to(TINY)
+    shutil.copy(ROOT / "export.py", tmp_path)
+    start = {None: "", "wine64": f"env WINEPREFIX={tmp_path}/wine WINEDEBUG=-all {wine}"}.get(runner, runner)
+    said = build(tmp_path, "-s", "answer", f"RUN={start}")
+    if "CPU: lacks an instruction" in said:
+        pytest.skip(said)
+    assert said.endswith(f"{program.name}: {ANSWER.decode()}") or runner == "wine64" and ANSWER.decode() in said
+    build(tmp_path, "-s", "sums")
+    sums = (tmp_path / "release/SHA256SUMS").read_text()
+    assert sums.splitlines() == [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
+                                 for path in (tmp_path / "export.py", program)]
 
 
 def write_model(path, dim, hidden_dim, n_layers, max_seq_len, before=None, after=None):

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from itertools import groupby
 from pathlib import Path
 
@@ -21,10 +22,11 @@ import export
 import pexpect
 import pytest
 import test_gguf
+from checkpoints import Checkpoint, make_embedding
 from conftest import QWEN3, ROOT, TESTS, TINY, environment, finish, run_export
-from test_export import Checkpoint, tokenizer_json  # noqa: F401 (a fixture)
 
-READMES = [ROOT / "README.md", TESTS / "README.md", TINY / "README.md"]
+CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"
+READMES = [ROOT / "README.md", TESTS / "README.md", CONTRIBUTING, TINY / "README.md"]
 PYTHON = shlex.quote(sys.executable)
 
 # What runs in place of a program, as shell script. make shows what it would do, as other tests use
@@ -35,16 +37,20 @@ SUBSTITUTES = {
     "python3": f'exec {PYTHON} -S "$@"',                # without packages, as a system's
     "rlwrap": 'exec "$@"',
     "uv": f'''test "$1" = run && shift
+test "$1" = --with && shift 2
 case "$1" in
     tests/tiny/*) exec {PYTHON} -m ast "$1" ;;
+    python) shift; exec {PYTHON} "$@" ;;
     *) exec {PYTHON} "$@" ;;
 esac''',
 }
 
 
 def blocks(text):
-    """The commands of each code block, one string each."""
-    for block in re.findall(r"^```\w*\n(.*?)^```$|(?<=\n\n)((?: {4}[^\n]*\n)+)", text, re.M | re.S):
+    """The commands of each code block that is no `text`, one string each."""
+    for language, *block in re.findall(r"^```(\w*)\n(.*?)^```$|(?<=\n\n)((?: {4}[^\n]*\n)+)", text, re.M | re.S):
+        if language == "text":
+            continue
         block = block[0] or textwrap.dedent(block[1])
         shown = re.findall(r"^\$ (.*\n)", block, re.M)
         commands = [""]
@@ -79,7 +85,7 @@ def is_command(code):
 
 def is_missing(command):
     """Does it need a program that is not everywhere, nor here?"""
-    return bool(re.search(r"\bjq\b", command)) and not shutil.which("jq")
+    return any(re.search(rf"\b{name}\b", command) and not shutil.which(name) for name in ("jq", "parallel"))
 
 
 BLOCKS = [commands for path in READMES for commands in blocks(path.read_text())]
@@ -93,6 +99,7 @@ def as_it_runs(command):
     for name in re.findall(r"\b([A-Z_]+)=", command) if "make" in command else ():
         assert re.search(rf"\$\({name}\)|\$\${name}\b", (ROOT / "Makefile").read_text()), name
     command = re.sub(r"\bMODEL\.bin\b", "Qwen3-0.6B.bin", re.sub(r"\bTEXT\b(?!=)", "text", command))
+    command = command.replace("-c 4096", "-c 1024").replace("--sshlogin one,two --wd . ", "")  # the tiny model, here
     command = re.sub(r"\btests/\.venv/bin/python\b", lambda _: PYTHON, command)
     return re.sub(r"^(tests/(?:test|bench))\b.*", r"make \1", command)
 
@@ -104,6 +111,7 @@ def folder(tmp_path, tokenizer_json, monkeypatch):  # noqa: F811
     for name in ("qwen3.c", "export.py", "Makefile", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "qwen3").symlink_to(QWEN3)
+    (tmp_path / "qwen3-plain").symlink_to(ROOT / "qwen3-plain")
     for name in ("outside", "bin", "Qwen"):
         (tmp_path / name).mkdir()
     for suffix in (".bin", ".bin.tokenizer"):
@@ -112,10 +120,7 @@ def folder(tmp_path, tokenizer_json, monkeypatch):  # noqa: F811
     for name in set(re.findall(r"(?:export\.py Qwen/|\./qwen3 )(Qwen3-[\w.-]+?)(?:\.bin)?\s", read + "\n")):
         model = shutil.copytree(TINY / "model", tmp_path / "Qwen" / name)
         if "Embedding" in name:
-            (model / "modules.json").write_text(json.dumps(
-                [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]))
-            (model / "1_Pooling").mkdir()
-            (model / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true}')
+            make_embedding(model)
     checkpoint = Checkpoint(tokenizer_json)
     for name in set(re.findall(r"export\.py ([\w.-]+\.gguf)", read)):
         test_gguf.write(tmp_path / name, test_gguf.values(checkpoint),
@@ -123,7 +128,7 @@ def folder(tmp_path, tokenizer_json, monkeypatch):  # noqa: F811
     for name in set(re.findall(r" -[fl] (\w+\.txt)|jq -R.* (\w+\.txt)", read)):
         (tmp_path / "".join(name)).write_text("Once upon a time.\nWho are you?\n")
     for name in set(re.findall(r" (\w+\.jsonl) \|", read)):
-        (tmp_path / name).write_text('{"id": 1, "messages": [{"role": "user", "content": "Who are you?"}]}\n' * 2)
+        (tmp_path / name).write_text('{"id": 1, "text": "Who are you?"}\n' * 2)
     for name, script in SUBSTITUTES.items():
         path = tmp_path / "bin" / name
         path.write_text(f"#!/bin/sh\n{script}\n")
@@ -173,34 +178,53 @@ def test_block(commands, folder):
     for model in set(re.findall(r"\./qwen3 (\S+)\.bin", text)):
         if not Path(f"{model}.bin").exists() and "export.py " not in text:      # made in an earlier block
             assert run_export(f"Qwen/{model}")[0] == 0
-    if "wc -l < answers.jsonl" in text:         # of a list that was interrupted
-        classify, = (command for block in BLOCKS for command in block if command.endswith("> answers.jsonl\n"))
-        run_all([classify], folder)
-        all_answers = Path("answers.jsonl").read_bytes()
-        Path("answers.jsonl").write_bytes(all_answers[:all_answers.index(b"\n") + 3])
     before = set(folder.iterdir())
     stdout = run_all(commands, folder)
     written = set(folder.iterdir()) - before
     assert stdout or written
     assert all(path.stat().st_size for path in written)
-    if "wc -l < answers.jsonl" in text:
-        assert Path("whole.jsonl").read_bytes() == all_answers and all_answers.count(b"\n") == 2
-    if "vectors.jsonl" in text:
-        vectors = [json.loads(line) for line in Path("vectors.jsonl").read_text().splitlines()]
-        assert [sum(x * x for x in vector) for vector in vectors] == pytest.approx([1, 1])
-        assert abs(sum(map(operator.mul, *vectors))) < 1
+    if not is_missing("jq") and "jq " in text:
+        check_recipes(text, stdout.decode(errors="replace"))
+
+
+def rows(name):
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+
+def check_recipes(text, stdout):
+    """What the recipes with jq write for the folder's files."""
+    if "labels.jsonl" in text:
+        lines = stdout.splitlines()
+        labels = Counter(row["choice"] for row in rows("labels.jsonl"))
+        assert sum(labels.values()) == 2
+        assert [line.split() for line in lines[:len(labels)]] == [[str(labels[name]), name] for name in sorted(labels)]
+        means = [float(line) for line in lines if re.fullmatch(r"\d\.\d+", line)]
+        assert len(means) == 2 and all(1 < mean < 5 for mean in means)
+        assert [(row["id"], row["end"]) for row in rows("replies.jsonl")] == [(1, "stop")] * 2
+        assert {row["file"] for row in rows("summaries.jsonl")} == {path.name for path in Path().glob("*.txt")}
+        answers = Path("answers.jsonl").read_bytes()
+        command = next(line for line in text.splitlines() if "-w answers.jsonl" in line)
+        Path("answers.jsonl").write_bytes(answers[:answers.index(b"\n") + 3])
+        subprocess.run(as_it_runs(command), shell=True, check=True, stderr=subprocess.DEVNULL)
+        assert Path("answers.jsonl").read_bytes() == answers and answers.count(b"\n") == 2
+    if "documents.jsonl" in text:
+        documents, queries, pairs = map(rows, ("documents.jsonl", "queries.jsonl", "pairs.jsonl"))
+        assert [sum(x * x for x in row["vector"]) for row in documents + queries] == pytest.approx([1] * 4)
+        products = {(query["query"], document["document"]): sum(map(operator.mul, query["vector"], document["vector"]))
+                    for query in queries for document in documents}
+        assert {(row["query"], row["document"]): row["score"] for row in pairs} == pytest.approx(products)
+        judged = [line.split("\t") for line in stdout.splitlines() if "\t" in line]
+        assert {tuple(row[1:]) for row in judged} == products.keys()
+        likely = [float(row[0]) for row in judged]
+        assert likely == sorted(likely, reverse=True) and 0 < likely[-1] < likely[0] < 1
+        assert "Your name is Ann.\n" in stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_inline_command(command, folder):
     if is_missing(command):
         pytest.skip("a program is not installed")
-    if "answers.jsonl" in command:
-        Path("answers.jsonl").write_text('"yes"\n')
-    if "Query:" in command:                             # a list of queries for an embedding model
-        *_, line = map(json.loads, run_all([command], folder).splitlines())
-        assert line == "Instruct: TASK\nQuery:Who are you?"
-    if command.endswith("./qwen3 Qwen3-0.6B.bin"):      # a conversation
+    if re.search(r"\./qwen3 \S+\.bin$", command):      # a conversation
         child = pexpect.spawn("sh", ["-c", command], cwd=str(folder), timeout=300,
                               env=substituted(folder) | {"TERM": "xterm"})
         child.expect("> ")
@@ -220,7 +244,7 @@ def test_inline_command(command, folder):
 
 def test_other_code_is_no_command():
     """What has several words: options, lines of a conversation, messages; the tiny model's questions."""
-    others = inline_code("\n\n".join(path.read_text() for path in READMES[:2]))
+    others = inline_code("\n\n".join(path.read_text() for path in READMES[:3]))
     others = [code for code in others if " " in code and not is_command(code)]
     assert not [code for code in others if not re.match(r"-|/|qwen3: |export.py --check$", code)]
 
@@ -232,7 +256,7 @@ def test_options_are_those_of_the_help():
             assert re.search(rf"^ +{code.split()[0]} ", help_texts, re.M), code
 
 
-@pytest.mark.parametrize("path", READMES[:2], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", READMES[:3], ids=lambda path: path.parent.name)
 def test_what_is_named_is_there(path):
     """Files by links or inline code, functions and types by inline code."""
     text = path.read_text()
@@ -241,9 +265,21 @@ def test_what_is_named_is_there(path):
         assert link.startswith("https://") or (path.parent / link).exists(), link
     for code in inline_code(text):
         if re.fullmatch(r"[\w/]+\.(?:c|h|md|py|txt)|tests/\w+/?", code):
-            assert code == "tests/test" or any((place / code).exists() for place in (ROOT, TESTS)), code
+            places = ROOT, TESTS, ROOT / ".github"
+            assert code == "tests/test" or any((place / code).exists() for place in places), code
         elif re.fullmatch(r"[a-z]+_[a-z_]+|[A-Z][a-z]\w+", code):
             assert re.search(rf"\b{code}\b", sources), code
+
+
+def test_budgets():
+    """Of lines, as CONTRIBUTING.md has them; its parts of qwen3.c add up."""
+    text = CONTRIBUTING.read_text()
+    budgets = {name: int(lines.replace(",", "")) for name, lines in re.findall(r"^\| `([\w.]+)` \| ([\d,]+) \|$", text, re.M)}
+    assert budgets.keys() == {"qwen3.c", "export.py", "README.md"}
+    for name, most in budgets.items():
+        assert (ROOT / name).read_bytes().count(b"\n") <= most, name
+    parts = re.search(r"Part I has ([\d,]+), Part II ([\d,]+) and Part III ([\d,]+)\.", text).groups()
+    assert sum(int(lines.replace(",", "")) for lines in parts) == budgets["qwen3.c"]
 
 
 def test_make_run():
@@ -255,13 +291,22 @@ def test_make_run():
         "The capital of France is Paris."
 
 
+def test_conversation():
+    """What it shows: `> ` and a turn, its answer."""
+    shown = re.search(r"^```text\n(.*?)^```$", READMES[0].read_text(), re.M | re.S)[1].splitlines()
+    turns, answers = shown[::2], shown[1::2]
+    assert len(turns) == 3 and all(turn.startswith("> ") for turn in turns)
+    chat = subprocess.run([QWEN3, TINY / "tiny.bin", "-m", "chat", "-t", "0"], capture_output=True, text=True,
+                          input="".join(turn[2:] + "\n" for turn in turns))
+    assert chat.stdout.splitlines() == answers
+
+
 # Of the models in the README's table: dim, hidden_dim, n_layers, n_heads, n_kv_heads, whether the
 # classifier is the embedding, n_experts, n_experts_used. The first two checkpoints store it twice.
 SHAPES = {
     "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True, 0, 0), "Qwen3-1.7B": (2048, 6144, 28, 16, 8, True, 0, 0),
     "Qwen3-4B": (2560, 9728, 36, 32, 8, True, 0, 0), "Qwen3-8B": (4096, 12288, 36, 32, 8, False, 0, 0),
     "Qwen3-14B": (5120, 17408, 40, 40, 8, False, 0, 0),
-    "Qwen3-32B": (5120, 25600, 64, 64, 8, False, 0, 0),
     "Qwen3-30B-A3B-Instruct-2507": (2048, 768, 48, 32, 4, False, 128, 8)}
 VOCABULARY, HEAD = 151936, 128
 
@@ -270,9 +315,11 @@ def model_bytes(shape, bits, of_a_token=False):
     """Bytes of OUT.bin, or those that a token reads, by the list of tensors that export.py writes."""
     dim, hidden_dim, n_layers, n_heads, n_kv_heads, shared, n_experts, used = shape
     group = 32 if bits == 4 else 64
-    config = export.Config(dim, hidden_dim, n_layers, n_heads, n_kv_heads, VOCABULARY, 4096, HEAD, shared,
-                           group, 1e6, 1e-6, 0, False, False, n_experts, used,
-                           levels=export.LEVELS if bits == 4 else ())
+    config = export.Config(**dict.fromkeys(export.Config._fields, 0) | {
+        "dim": dim, "hidden_dim": hidden_dim, "n_layers": n_layers, "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads, "vocab_size": VOCABULARY, "head_dim": HEAD, "shared_classifier": shared,
+        "group_size": group, "n_experts": n_experts, "n_experts_used": used,
+        "layer_bits": 4 if bits == 4 else 0})
     size = 256
     for output in export.layout(config):
         if of_a_token and output.names == ["embed_tokens.weight"] and not shared:

@@ -474,7 +474,8 @@ def test_message_stopped_before_its_answer(slow):
 # -- export.py
 
 @pytest.mark.parametrize("number, status", [
-    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)], ids=["INT", "TERM"])
+    (signal.SIGINT, 130), (signal.SIGHUP, 129), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+    ids=["INT", "HUP", "TERM"])
 def test_export(tokenizer, tmp_path, number, status):
     """While it writes: nothing is left. At any other time: all or nothing."""
     hf = make_checkpoint(tmp_path / "hf", tokenizer, dim=1024, pad_to=20000)

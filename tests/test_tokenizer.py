@@ -255,7 +255,7 @@ def test_plain_file_with_fewer_tokens_than_rows(tmp_path, tokenizer):
     file.write_bytes(data[:at])
     text = "The old lighthouse <think>\n\n didn't"
     assert_same(tokenize(path, text.encode()), tokenizer, text)
-    assert output(path, "-m", "generate", "-i", "the", "-n", 30, "-t", 2, "-k", 0, "-p", 1, "-q")
+    assert output(path, "-m", "generate", "-i", "the", "-n", 30, "-t", 2, "-k", 0, "-p", 1, "-q", "-s", 1)
 
 
 def test_other_scores_of_the_same_order(small, tmp_path, tokenizer):
@@ -304,6 +304,22 @@ def test_many_added_tokens(small, tmp_path):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert len(ids) == 900_001 and ids[:3] == [*b"<|0"] and ids[-1] == 256 + 42
     assert after.ru_utime - before.ru_utime < 10        # about 0.1; each token at each place: minutes
+
+
+def test_lengths_of_added_tokens(small, tmp_path):
+    """One as long as they may be, and a text of its beginnings: only lengths that there are are tried."""
+    path = copy_model(small, tmp_path, extension=False)
+    data = path.with_name("model.bin.tokenizer").read_bytes()
+    at = 12
+    for _ in range(tokenizer_size := struct.unpack_from("<i", path.read_bytes(), 0x1C)[0] - 1):
+        at += 8 + struct.unpack_from("<I", data, at + 4)[0]
+    token = b"~" * 127 + b"!"
+    path.with_name("model.bin.tokenizer").write_bytes(data[:at] + struct.pack("<fI", -1e6, 128) + token)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ids = tokenize(path, b"~ " * 20 + b"~" * 5_000_000 + b"!")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ids[-1] == tokenizer_size
+    assert after.ru_utime - before.ru_utime < 10        # about 1; each length at each place: 40
 
 
 @pytest.mark.parametrize("where", ["head", "tail"])

@@ -1,0 +1,227 @@
+"""Given answers (-o) and a budget for thinking (-r N): probabilities are those of the definition, computed from
+-m perplexity; the same bytes alone, in lists, with any -b and -j."""
+import json
+import math
+import re
+
+import pytest
+import test_list
+from checkpoints import make_embedding
+from conftest import (assert_error, copy_model, export, join_tokenizer, make_checkpoint, output, perplexity, qwen3,
+                      split_tokenizer, tokenize)
+from reference import Model
+
+PROMPT = "Tell me a story of the old lighthouse"
+STOPS = ("<|im_end|>", "<|endoftext|>")
+ANSWERS = [[" and", " keeper"], ["1", "10", "2"], [" the wind and the harvest of the sea", " a", "."],
+           ["Größe", "灯塔 🙂", '"quoted\\"', "é"], [f"number {chr(97 + i)}" for i in range(20)]]
+
+
+def run_list(model, texts, answers, *args, kind="-l"):
+    data = b"".join(text.encode() + b"\n" for text in texts)
+    return output(model, kind, "-", "-q", "-o", "|".join(answers), *args, stdin=data).split(b"\n")[:-1]
+
+
+def log_sum(model, text):
+    n, nll, _ = perplexity(model, stdin=text.encode())
+    return -n * nll
+
+
+def defined(model, prompt, answers):
+    """(p, mass) by the definition, or None where the ids of prompt and TEXT are not those of the whole."""
+    before, ids = log_sum(model, prompt), {t: tokenize(model, t.encode()) for t in answers}
+    start, logs = tokenize(model, prompt.encode()), []
+    for text in answers:
+        if tokenize(model, (prompt + text).encode()) != start + ids[text]:
+            return None
+        score = log_sum(model, prompt + text)
+        if any(other != ids[text] and other[:len(ids[text])] == ids[text] for other in ids.values()):
+            score += math.log(sum(math.exp(log_sum(model, prompt + text + stop) - score) for stop in STOPS))
+        logs.append(score - before)
+    mass = sum(map(math.exp, logs))
+    return [math.exp(score - max(logs)) / sum(math.exp(x - max(logs)) for x in logs) for score in logs], mass
+
+
+@pytest.fixture(scope="module", params=["tiny", "Qwen2", "experts", "four bits"])
+def model(request, tmp_path_factory, tokenizer, tiny):
+    if request.param == "tiny":
+        return tiny
+    how = {"Qwen2": dict(qwen2=True, head_dim=16), "experts": dict(n_experts=8, hidden_dim=64), "four bits": {}}
+    directory = tmp_path_factory.mktemp("choices")
+    return export(make_checkpoint(directory / "hf", tokenizer, **how[request.param]), directory / "model.bin",
+                  *["--bits", "4"] * (request.param == "four bits"))
+
+
+def test_definition(model):
+    tried = 0
+    for answers in ANSWERS:
+        expected = defined(model, PROMPT, answers)
+        if expected:
+            tried += 1
+            line = json.loads(run_list(model, [PROMPT], answers, "-m", "generate")[0])
+            p, mass = expected
+            assert list(line["p"]) == answers
+            assert list(line["p"].values()) == pytest.approx(p, abs=2e-4)
+            assert abs(line["mass"] - mass) < 2e-6 + 1e-3 * mass
+            assert line["p"][line["choice"]] == max(line["p"].values())
+    assert tried > 1
+
+
+@pytest.mark.parametrize("n", [1, 7, 40, pytest.param(300, marks=pytest.mark.slow)])
+def test_same_bytes(tiny, n):
+    texts = [f"Tell me {'a story ' * (i % 9)}{i}" for i in range(n)]
+    lines = run_list(tiny, texts, ANSWERS[1])
+    assert len(lines) == n
+    for options in (("-b", 1), ("-b", 3), ("-b", 512), ("-j", 1), ("-j", 2)):
+        assert run_list(tiny, texts, ANSWERS[1], *options) == lines
+    for text, line in list(zip(texts, lines))[:5]:
+        assert run_list(tiny, [text], ANSWERS[1]) == [line]
+    for line, other in zip(lines, run_list(tiny, texts, ANSWERS[1][::-1])):
+        assert json.loads(line)["p"] == json.loads(other)["p"]
+        assert json.loads(line)["mass"] == json.loads(other)["mass"]
+
+
+def test_one_text(tiny):
+    result = qwen3(tiny, "-i", "Tell me a story", "-o", "yes|no")
+    line = json.loads(run_list(tiny, ["Tell me a story"], ["yes", "no"])[0])
+    found = re.match(rb"qwen3: choices: (\w+) ([\d.]+), (\w+) ([\d.]+) \(([\d.]+) of all answers\)\n", result.stderr)
+    assert result.stdout == line["choice"].encode() + b"\n" and found, result
+    assert {found[1].decode(): float(found[2]), found[3].decode(): float(found[4])} == line["p"]
+    assert float(found[2]) >= float(found[4]) and float(found[5]) == line["mass"]
+    assert b"seed" not in result.stderr
+    assert qwen3(tiny, "-i", "Tell me a story", "-o", "yes|no", "-q").stderr == b""
+
+
+def test_seeds_are_said_where_something_is_drawn(tiny):
+    """Given answers are not drawn, thinking before them is."""
+    for options, drawn in (((), False), (("-r", 1), True)):
+        said = qwen3(tiny, "-l", "-", "-o", "yes|no", *options, stdin=b"Hello\n").stderr
+        assert (b"seed" in said) == drawn and b"answers " in said, said
+
+
+def test_objects(tiny):
+    line = run_list(tiny, ['{"id":7,"text":"Tell me a story"}'], ["yes", "no"], kind="-L")[0]
+    assert json.loads(line) == {"id": 7, **json.loads(run_list(tiny, ["Tell me a story"], ["yes", "no"])[0])}
+
+
+@pytest.mark.parametrize("args", [
+    ("-o", "yes"), ("-o", "yes|"), ("-o", "yes|yes"), ("-o", "yes|no", "-m", "embed"),
+    ("-o", "yes|no", "-m", "tokenize"), ("-o", "yes|no", "-m", "perplexity"), ("-o", "yes|no", "-x", "a")],
+    ids=" ".join)
+def test_refused_before_the_model_is_opened(args):
+    assert_error(qwen3("no such model.bin", "-i", "a", *args), 2)
+
+
+CLOSING = b"Considering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
+
+
+def test_thinking_budget(tiny):
+    """The closing text comes when N tokens were drawn without </think>, and only then."""
+    args = (tiny, "-t", 0, "-i", "What is my name?", "-r")
+    assert CLOSING not in qwen3(*args, 1).stderr
+    thought = len(tokenize(tiny, b"The user did not say a name."))
+    cut, whole = qwen3(*args, 3), qwen3(*args, thought + 4)
+    assert CLOSING in cut.stderr and cut.stdout.endswith(b"\n") and len(cut.stdout) > 1
+    assert CLOSING not in whole.stderr and whole.stdout == qwen3(*args, 1).stdout
+
+
+@pytest.mark.parametrize("options", [("-r", 1), ("-r", 3), ("-r", 1, "-n", 3)], ids=str)
+def test_thinking_comes_first(tiny, options):
+    """Answers are scored behind thinking, drawn with the text's seed: alone as in a list, for any -b and -j."""
+    texts = ["What is my name?", "What is 3 + 4?", "What is the capital of France?"] * 3
+    lines = run_list(tiny, texts, ["7", "Paris", "The"], *options, "-s", 5)
+    assert lines == run_list(tiny, texts, ["7", "Paris", "The"], *options, "-s", 5, "-b", 3, "-j", 1)
+    assert lines != run_list(tiny, texts, ["7", "Paris", "The"])
+    for i, text in enumerate(texts[:3]):
+        assert run_list(tiny, [text], ["7", "Paris", "The"], *options, "-s", 5 + i) == [lines[i]]
+
+
+def test_prompts_run_once(tiny):
+    """All but the rows that are shared, and those of the given answers, even where many prompts end at once."""
+    texts = [" ".join(f"{chr(97 + (i * i + j * j) % 26)}{i}" for j in range(40)) for i in range(64)]
+    for answers in ("a|b|c", "the wind and|the sea of|the harvest and", " a| the wind and"):
+        lines, error = test_list.run_list(tiny, "\n".join(texts).encode(), "-m", "generate", "-c", 400, "-o", answers,
+                                          blocks=100_000)
+        prompts, cached, more = map(int, re.search(rb"prompts (\d+) tokens \((\d+) cached\), answers (\d+)",
+                                                   error).groups())
+        rows = int(re.search(rb"(\d+) rows", error)[1])
+        assert prompts - cached <= rows <= prompts - cached + more, error
+        assert run_list(tiny, texts, answers.split("|"), "-m", "generate", "-b", 1) == lines
+
+
+def test_one_text_with_more_answers_than_places(tiny):
+    """Behind thinking: what its place held is another's by then."""
+    answers = "|".join(f"the {word} and" for word in "wind sea harvest story keeper light house name town day".split())
+    args = (tiny, "-r", 1, "-t", 0, "-s", 1, "-i", "What is my name?", "-o", answers)
+    results = [qwen3(*args, "-b", batch) for batch in (1, 3, 512)]
+    assert len({result.stdout for result in results}) == 1 and results[0].returncode == 0
+    said = {re.sub(rb"at [\d.]+/s", b"", result.stderr) for result in results}
+    assert len(said) == 1, said
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_stop_ids_count_once(tiny, tmp_path, old):
+    """Where a TEXT begins another one, all ids that end an answer are added up: each once, though a file names some
+    twice, as those without our sections do."""
+    model = copy_model(tiny, tmp_path, extension=not old)
+    tokenizer = model.with_name("model.bin.tokenizer")
+    if not old:
+        plain, sections = split_tokenizer(tokenizer.read_bytes())
+        sections[b"stop"] *= 2
+        tokenizer.write_bytes(join_tokenizer(plain, sections.items()))
+    answers = ["The capital of France is Paris.", "The capital of France is Paris. It", "Hello"]
+    options = ["-m", "chat", "-r", 0] if not old else ["-m", "chat"]
+    line = json.loads(run_list(model, ["What is the capital of France?"], answers, *options)[0])
+    assert 0.5 < line["mass"] <= 1, line
+
+
+JUDGE = 'Say if the document answers the query. The answer is "yes" or "no".'
+
+
+def test_reranker(tmp_path, tokenizer):
+    """p.yes is the score of Qwen3-Reranker's model card: of the two logits behind the rendered pair, the softmax. The
+    template is that card's prefix and suffix."""
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}")
+    hf = make_checkpoint(tmp_path / "hf", tokenizer, template=template, n_layers=3)
+    model, reference = export(hf, tmp_path / "reranker.bin"), Model.from_checkpoint(hf)
+    pairs = [f"<Instruct>: Find it\n<Query>: {query}\n<Document>: {document}"
+             for query in ("Who?", "How far is the sea?") for document in ("Me.", "The sea is two miles from here.")]
+    lines = run_list(model, [json.dumps(pair) for pair in pairs], ["a", "n"], "-y", JUDGE, kind="-L")
+    yes, no = (tokenizer.encode(text).ids[0] for text in ("a", "n"))
+    scores = []
+    for pair, line in zip(pairs, lines):
+        ids = tokenizer.encode(f"<|im_start|>system\n{JUDGE}<|im_end|>\n<|im_start|>user\n{pair}<|im_end|>\n"
+                               "<|im_start|>assistant\n<think>\n\n</think>\n\n").ids
+        logits = reference.logits(ids)[-1].astype(float)
+        scores.append(1 / (1 + math.exp(logits[no] - logits[yes])))
+        assert json.loads(line)["p"]["a"] == pytest.approx(scores[-1], abs=0.02)
+    assert max(scores) - min(scores) > 0.1
+
+
+def test_fill_in_the_middle(tiny):
+    """Its three marks are control tokens in the raw modes, and in chat a user's text."""
+    text = b"<|fim_prefix|>def add(a, b):<|fim_suffix|>    return total<|fim_middle|>"
+    marks = [tokenize(tiny, mark) for mark in (b"<|fim_prefix|>", b"<|fim_suffix|>", b"<|fim_middle|>")]
+    assert all(len(ids) == 1 for ids in marks)
+    ids = tokenize(tiny, text)
+    assert ids[0] == marks[0][0] and marks[1][0] in ids and ids[-1] == marks[2][0]
+    prompt = rb"prompt %d tokens" % len(ids)
+    assert re.search(prompt, qwen3(tiny, "-m", "generate", "-n", 5, stdin=text).stderr)
+    assert len(ids) + 20 < int(re.search(rb"prompt (\d+) tokens", qwen3(tiny, "-n", 5, "-i", text.decode()).stderr)[1])
+
+
+def test_refused_once_the_model_is_known(tiny, tmp_path, tokenizer):
+    """An embedding model answers nothing; two TEXTs of the same ids can't be told apart."""
+    hf = make_embedding(make_checkpoint(tmp_path / "hf", tokenizer))
+    assert_error(qwen3(export(hf, tmp_path / "embedding.bin"), "-i", "a", "-o", "yes|no"), 2, "-o")
+    # A letter and its mark, composed and not: NFC makes them one.
+    assert_error(qwen3(tiny, "-i", "a", "-o", "\u00e9|e\u0301"), 1)
+
+
+def test_other_errors(tiny):
+    """An answer that does not fit into the context: that line's null."""
+    data = b"Hello\n" + b"a b c d " * 20 + b"\n"
+    result = qwen3(tiny, "-c", 64, "-l", "-", "-o", "yes|no", stdin=data)
+    assert result.returncode == 1 and result.stdout.endswith(b"}\nnull\n"), result
+    assert re.search(rb"(?m)^qwen3: .*: line 2: ", result.stderr)

@@ -1,0 +1,113 @@
+"""`make plain`: Part I of qwen3.c alone gives the bytes of the fast program: chat, lists, perplexities, embeddings,
+given answers; with and without fma; also where weights, sums and logits are not finite."""
+import subprocess
+
+import numpy as np
+import pytest
+from conftest import QWEN3, ROOT, build, environment, export, export_py, make_checkpoint
+
+SHAPES = {"Qwen3": dict(n_layers=3), "Qwen2": dict(qwen2=True, head_dim=16), "untied": dict(tied=False, seed=3),
+          "experts": dict(n_experts=8, hidden_dim=64, n_experts_used=3, seed=4),
+          "groups of 32": dict(dim=96, hidden_dim=160, n_heads=6, head_dim=16, seed=5)}
+LONG = " ".join(f"Line {i}: the {i % 7} keepers of {i * i} lighthouses sang." for i in range(40))     # over 256 tokens
+TEXTS = ["Once upon a time", "What is the capital of France?", "zebra", "a common beginning of all",
+         "a common beginning of allz", LONG[:300], LONG[:300] + "z"]
+LIST = "".join(text + "\n" for text in TEXTS).encode()
+RUNS = [
+    (["-i", LONG, "-n", "30", "-s", "1"], b""),
+    (["-i", LONG, "-m", "generate", "-n", "20", "-t", "0"], b""),
+    (["-m", "perplexity"], LONG.encode()),
+    (["-m", "chat", "-n", "12", "-s", "2", "-e", "1.1"], b"Who are you?\nAnd who am I?\n"),
+    (["-l", "-", "-s", "3", "-n", "9"], LIST),
+    (["-l", "-", "-m", "perplexity"], LIST),
+    (["-l", "-", "-m", "embed"], LIST),
+    (["-l", "-", "-o", "yes|no|not at all"], LIST),
+]
+
+
+def said(program, model, args, stdin):
+    """stdout, exit status, and what stderr says of errors."""
+    done = subprocess.run([program, model, "-q", "-c", "512", *args], input=stdin, capture_output=True,
+                          env=environment(), timeout=600)
+    return done.stdout, done.returncode, done.stderr
+
+
+def compare(plain, fast, model):
+    for args, stdin in RUNS:
+        assert said(plain, model, args, stdin) == said(fast, model, args, stdin), args
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tokenizer):
+    made = {}
+
+    def get(name, bits):
+        if (name, bits) not in made:
+            directory = tmp_path_factory.mktemp("plain")
+            made[name, bits] = export(make_checkpoint(directory / "hf", tokenizer, **SHAPES[name]),
+                                      directory / "model.bin", "--bits", bits)
+        return made[name, bits]
+    return get
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", SHAPES)
+def test_same_bytes(model, name, bits):
+    compare(ROOT / "qwen3-plain", QWEN3, model(name, bits))
+
+
+def tensors(name, bits, vocab_size):
+    """(name, offset of its scales or fp32 values, end) of each of the model's tensors, by export.py's layout."""
+    shape = dict(dim=64, hidden_dim=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, tied=True, n_experts=0,
+                 n_experts_used=0) | SHAPES[name]
+    qwen2, tied = shape.pop("qwen2", False), shape.pop("tied")
+    shape.pop("seed", None)
+    group = 32 if bits == 4 or any(n % 64 for n in (shape["dim"], shape["hidden_dim"])) else 64
+    config = export_py.Config(**dict.fromkeys(export_py.Config._fields, 0) | shape | dict(
+        vocab_size=vocab_size, shared_classifier=tied, group_size=group, no_qk_norm=qwen2, qkv_bias=qwen2,
+        layer_bits=bits % 8))
+    return config, [(tensor.names[0], tensor.bits, tensor.scales if tensor.bits < 32 else tensor.values, tensor.end)
+                    for tensor in export_py.layout(config)]
+
+
+SPOILED = ["input_layernorm", "post_attention", "norm.weight", "q_norm", "embed_tokens", "q_proj.weight", "k_proj.weight",
+           "v_proj.weight", "o_proj", "gate_proj", "down_proj", "up_proj", "lm_head", "q_proj.bias", "v_proj.bias", "mlp.gate.weight"]
+
+
+def spoil(model, path, config, table, value, z):
+    """For each kind of tensor a copy of the model in which one scale, or one fp32 value, is `value`: for the embedding
+    that of z. (8 bits: a scale is a float.)"""
+    rng = np.random.default_rng(1)
+    data = model.read_bytes()
+    assert len(data) == table[-1][3]
+    for kind in SPOILED:
+        of_kind = [row for row in table if kind in row[0]]
+        if not of_kind:
+            continue
+        name, bits, start, end = of_kind[len(of_kind) // 2]
+        at = start + 4 * (z * config.dim // config.group_size if kind == "embed_tokens"
+                          else int(rng.integers((end - start) // 4)))
+        path.write_bytes(data[:at] + np.array(value, "<f4").tobytes() + data[at + 4:])
+        path.with_name(path.name + ".tokenizer").write_bytes(model.with_name(model.name + ".tokenizer").read_bytes())
+        yield kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, -1e30], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_same_bytes_if_not_finite(model, name, value, tokenizer, tmp_path):
+    config, table = tensors(name, 8, tokenizer.get_vocab_size())
+    kinds = []
+    for kind in spoil(model(name, 8), tmp_path / "model.bin", config, table, value, tokenizer.token_to_id("z")):
+        kinds.append(kind)
+        compare(ROOT / "qwen3-plain", QWEN3, tmp_path / "model.bin")
+    assert len(kinds) > 9
+
+
+@pytest.mark.slow
+def test_same_bytes_without_fma(model, tmp_path):
+    """Both built for any CPU: no fma, no SIMD in the fast one."""
+    build(tmp_path, "NATIVE=", "qwen3", "qwen3-plain")
+    for name in SHAPES:
+        compare(tmp_path / "qwen3-plain", tmp_path / "qwen3", model(name, 8))
+        compare(tmp_path / "qwen3-plain", tmp_path / "qwen3", model(name, 4))

@@ -1,0 +1,358 @@
+"""Lists of objects (-L): rows keep their columns. And -w FILE: the same command again goes on where a list was
+cut, as if nothing had happened, and writes nothing into a file that is another's."""
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import QUOTED_QWEN3, QWEN3, assert_error, environment, finish, output, qwen3, spawn, wait_until
+from test_faults import needs_address_space
+from test_list import GREEDY, WORDS, alone, errors_of, run_list, stopping, write_list  # noqa: F401
+
+MODES = {"chat": ["answer", "end"], "generate": ["answer", "end"], "embed": ["vector"],
+         "perplexity": ["tokens", "nll", "ppl"], "tokenize": ["ids"]}
+
+
+def options(mode):
+    return ["-m", mode, "-q", *[*GREEDY, "-n", "20"] * (mode in ("chat", "generate"))]
+
+
+def added(mode, line, end="stop"):
+    """The members that a mode adds, made from the line of the text alone."""
+    if mode in ("chat", "generate"):
+        return b'"answer":%s,"end":"%s"' % (line, end.encode())
+    if mode == "embed":
+        return b'"vector":' + line
+    if mode == "tokenize":
+        return b'"ids":[%s]' % line.replace(b" ", b",")
+    return b'"tokens":%s,"nll":%s,"ppl":%s' % tuple(line.split()[1::2])
+
+
+# -- objects
+
+KEPT = [b'"id":7', b'"id" :\t7 ', b'"a":"\\u00e9\xc3\xa9\\ud83d"', b'"a":"\xff\x80"', b'"x":[1, {"text":2,"answer":[]} ]',
+        b'"":null', b'"n":-0.0e+400', b'"n":123456789012345678901234567890', b'"Answer":true', b'"text ":"no"',
+        b'"id":1,"id":2', b'"p":{"messages":[]}', b'"s":"\x7f\xc2\x9b"', b'"e":"}"']
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_columns(tiny, mode):
+    """All other members, byte for byte and in their order; white space between them goes."""
+    text = b"What is the capital of France?"
+    tail = added(mode, alone(tiny, text, *options(mode)[3:], mode=mode))
+    data, expected = b"", []
+    for kept in [*KEPT, b""]:
+        own = b'"text":"%s"' % text
+        both = [kept, own] if kept else [own]
+        for members in (both, both[::-1]):
+            data += b" { " + b" ,\t".join(members) + b" } \r\n"
+            expected.append(b"{%s%s}" % (kept.strip() + b"," if kept else b"", tail))
+    lines, _ = run_list(tiny, data, *options(mode), kind="-L")
+    assert [(a, b) for a, b in zip(lines, expected) if a != b] == [] and len(lines) == len(expected)
+    for line in lines:
+        found = json.loads(line.decode("utf-8", "replace"))
+        assert list(found)[-len(MODES[mode]):] == MODES[mode]
+
+
+def test_objects_among_other_lines(tiny):
+    """Each is what its text or its messages get in a line of their own, with the same seed."""
+    r, lines, bare = random.Random(1), [], []
+    for i in range(60):
+        text = " ".join(r.choices(WORDS, k=r.randrange(1, 12)))
+        talk = [{"role": "assistant", "content": "no"}, {"role": "user", "content": text}]
+        value = r.choice((text, talk))
+        bare.append(json.dumps(value))
+        row = {"i": i, "messages" if value is talk else "text": value, "z": [text]}
+        lines.append(json.dumps(row) if i % 3 else bare[-1])
+    for extra in (), ("-y", "Be kind.", "-i", "Say:"), ("-r", "1"):
+        how = ("-s", 9, "-n", 12, "-q", *extra)
+        plain = run_list(tiny, "\n".join(bare).encode(), *how, kind="-L")[0]
+        got = run_list(tiny, "\n".join(lines).encode(), *how, kind="-L")[0]
+        for i, line in enumerate(got):
+            if i % 3:
+                row, given = json.loads(line), json.loads(lines[i])
+                assert list(row) == ["i", "z", "answer", "end"] and row["z"] == given["z"]
+                assert row["answer"] == json.loads(plain[i])
+            else:
+                assert line == plain[i]
+
+
+def test_ends(stopping):  # noqa: F811
+    data = b'{"text":"a"}\n{"text":"x"}\n'
+    lines, _ = run_list(stopping, data, "-m", "generate", *GREEDY, "-n", 3, "-q", kind="-L")
+    assert lines == [b'{"answer":"aaa","end":"length"}', b'{"answer":"","end":"stop"}']
+    lines, _ = run_list(stopping, data, "-m", "generate", *GREEDY, "-c", 3, "-q", kind="-L")
+    assert lines == [b'{"answer":"aaa","end":"context"}', b'{"answer":"","end":"stop"}']
+    lines, _ = run_list(stopping, data, "-m", "generate", *GREEDY, "-x", "aa", "-q", kind="-L")
+    assert lines[0] == b'{"answer":"","end":"stop"}'
+
+
+HELLO = b'"text":"Hello"'
+TALK = b'"messages":[{"role":"user","content":"Hello"}]'
+GOOD = [HELLO, TALK, b'"text":1,"text":[],%s' % HELLO, b'"messages":"x",%s' % TALK, rb'"t\u0065xt":"Hello"']
+BAD = [(b"", b""), (b'"id":1', b'"id":1,'), (b'"text":1,"b":[ ]', b'"b":[ ],'), (b'"text":null', b""),
+       (b'"text":[{"role":"user","content":"Hello"}],"c":0', b'"c":0,'), (b'"messages":"Hello"', b""),
+       (b"%s,%s" % (HELLO, TALK), b""), (b'%s,"text":{},"d":1' % HELLO, b'"d":1,'), (b'"messages":[],"x":1', b'"x":1,'),
+       (b'"messages":[{"role":"tool","content":""}],"x":1', b'"x":1,'), (b'"messages":[1],"x":1', b'"x":1,'),
+       (b'"x":1,"messages":[{"role":"user"}]', b'"x":1,'), (b'"text":"%s","x":1' % (b"word " * 900), b'"x":1,'),
+       (b'"text":"%s","x":1' % (b"word " * 90_000), b'"x":1,')]
+
+
+def test_bad_objects(tiny):
+    """It has its members and what is wrong, as stderr says it; others have their answers."""
+    good = b'{"answer":%s,"end":"stop"}' % alone(tiny, b"Hello", *GREEDY)
+    rows = [*GOOD, *(members for members, _ in BAD)]
+    data = b"".join(b"{%s}\n" % row for row in rows)
+    lines, error = run_list(tiny, data, *GREEDY, "-c", 500, "-q", kind="-L", status=1)
+    assert lines[:len(GOOD)] == [good] * len(GOOD)
+    said = errors_of(error)
+    assert sorted(said) == [len(GOOD) + 1 + i for i in range(len(BAD))]
+    for i, (_, kept) in enumerate(BAD):
+        what = said[len(GOOD) + 1 + i]
+        assert lines[len(GOOD) + i] == b'{%s"answer":null,"error":%s}' % (kept, json.dumps(what).encode())
+    for mode in "embed", "tokenize", "generate", "perplexity":      # messages are for chat
+        lines, error = run_list(tiny, b'{"a":1,%s}\n' % TALK, "-m", mode, "-q", kind="-L", status=1)
+        row = json.loads(lines[0])
+        assert list(row) == ["a", MODES[mode][0], "error"] and row["error"] == errors_of(error)[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_added_names(tiny, mode):
+    """The member that is there already goes, and stderr says how to take it out of the list."""
+    for name in [*MODES[mode], "error"]:
+        escaped = "".join(f"\\u{ord(c):04x}" for c in name)
+        for written in name, escaped:
+            row = b'{"a":1,"%s":"old","b":2,"text":"Hello there"}' % written.encode()
+            lines, error = run_list(tiny, row, *options(mode), kind="-L", status=1)
+            what = errors_of(error)[1]
+            assert f'"{name}"' in what and f"jq 'del(.{name})'" in what
+            first = MODES[mode][0].encode()
+            assert lines == [b'{"a":1,"b":2,"%s":null,"error":%s}' % (first, json.dumps(what).encode())]
+    for name in set(sum(MODES.values(), [])) - set(MODES[mode]):    # another mode's
+        lines, _ = run_list(tiny, b'{"%s":0,"text":"Hello there"}' % name.encode(), *options(mode), kind="-L")
+        assert lines[0].startswith(b'{"%s":0,' % name.encode())
+
+
+NO_JSON = [b'{%s' % HELLO, b'{%s]' % HELLO, b'{%s,}' % HELLO, b'{"a":01,%s}' % HELLO, b'{"a":"\\x",%s}' % HELLO,
+           b'{"a":"\t",%s}' % HELLO, b'{%s} x' % HELLO, b'{"a":nul,%s}' % HELLO, b'{a:1,%s}' % HELLO,
+           b'{"a":%s%s,%s}' % (b"[" * 10_000, b"]" * 10_000, HELLO), b'{"a":%s,%s}' % (b'{"b":' * 10_000, HELLO),
+           b'{"a":%s%s,%s}' % (b"[" * 100, b"]" * 100, HELLO)]
+
+
+def test_what_is_no_json(tiny):
+    """Nothing of it comes back."""
+    lines, error = run_list(tiny, b"\n".join(NO_JSON), *GREEDY, "-q", kind="-L", status=1)
+    assert lines == [b"null"] * len(NO_JSON) and sorted(errors_of(error)) == [*range(1, len(NO_JSON) + 1)]
+    deep = b'"a":%s%s' % (b"[" * 99, b"]" * 99)
+    lines, _ = run_list(tiny, b"{%s,%s}" % (deep, HELLO), *GREEDY, "-q", kind="-L")
+    assert lines[0].startswith(b"{%s," % deep)
+
+
+@pytest.mark.parametrize("megabytes", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_large_members(tiny, megabytes):
+    """One string, and as many small values as fit."""
+    size = megabytes << 20
+    rows = [b'"a":"%s"' % (b"x" * size), b'"a":[%s1]' % (b"1," * (size // 2))]
+    lines, _ = run_list(tiny, b"".join(b"{%s,%s}\n" % (row, HELLO) for row in rows), *GREEDY, "-q", kind="-L")
+    tail = b'"answer":%s,"end":"stop"}' % alone(tiny, b"Hello", *GREEDY)
+    assert all(line == b"{%s,%s" % (row, tail) for line, row in zip(lines, rows)) and len(lines) == 2
+
+
+@needs_address_space
+def test_members_count_in_what_is_ahead(tiny, tmp_path):
+    """Of texts that run, too: 32 of them with 8 MB each do not fit into 200 MB."""
+    with open(tmp_path / "list", "wb") as file:
+        for _ in range(36):
+            file.write(b'{"a":"%s",%s}\n' % (b"x" * 8_000_000, HELLO))
+    script = f"ulimit -v 200000; exec {QUOTED_QWEN3} {tiny} -L {tmp_path}/list -t 0 -n 3 -q -j 1 | wc -l"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, timeout=300, env=environment())
+    assert done.stdout.split() == [b"36"] and done.stderr == b"", done
+
+
+def test_members_on_a_terminal(tiny, tmp_path):
+    """They can't drive it."""
+    path = write_list(tmp_path / "list", [b'{"a":"\x7f\xc2\x9b\xff\xc3\xa9",%s}' % HELLO])
+    child = spawn(tiny, "-L", path, *GREEDY, "-q")
+    assert finish(child) == 0
+    assert '{"a":"\ufffd\ufffd\ufffdé","answer":"Hello'.encode() in child.before
+
+
+# -- -w FILE
+
+ROWS = [b'{"id":1,"text":"What is the capital of France?"}', b'"Hello"', b"no", b'{"id":2,"answer":1}',
+        b'{"id":[3, "\\u00e9"],"text":"Who are you?","x":-1.5e3,"t":true,"n":null}', b'"What is your name?"',
+        b'{"id":4}', b'"Tell me a story"']
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["-l", "-L"])
+def test_goes_on_at_any_byte(small, tiny, tmp_path, mode, kind):
+    """Whatever the end of FILE, the whole is what an uninterrupted run writes; so at each byte of it."""
+    model = small if mode in ("tokenize", "perplexity", "embed") else tiny
+    args = [model, "-m", mode, "-q", *["-s", "5", "-n", "5"] * (mode in ("chat", "generate"))]
+    path, out = write_list(tmp_path / "list", ROWS), tmp_path / "out"
+    expected = qwen3(*args, kind, path).stdout
+    status = {n: qwen3(*args, kind, write_list(tmp_path / "rest", ROWS[n:])).returncode for n in range(len(ROWS))}
+    cuts = range(len(expected))
+    if len(cuts) > 60:
+        cuts = sorted({0, 1, len(cuts) - 1, *random.Random(mode + kind).sample(cuts, 50)})
+    for cut in cuts:
+        out.write_bytes(expected[:cut])
+        result = qwen3(*args, kind, path, "-w", out)
+        assert result.stdout == b"" and out.read_bytes() == expected, (cut, result)
+        assert result.returncode == status[expected[:cut].count(b"\n")]
+
+
+def test_a_new_file(tiny, tmp_path):
+    path, out = write_list(tmp_path / "list", [b"Hello", b"Who are you?"]), tmp_path / "out"
+    result = qwen3(tiny, "-l", path, "-w", out, *GREEDY)
+    assert result.returncode == 0 and result.stdout == b"" and b"qwen3:" not in result.stderr
+    assert out.read_bytes() == output(tiny, "-l", path, *GREEDY)
+    os.umask(mask := os.umask(0))
+    assert out.stat().st_mode & 0o777 == 0o666 & ~mask
+    result = qwen3(tiny, "-l", path, "-w", out, *GREEDY)            # all is there
+    assert result.returncode == 0 and re.fullmatch(rb"qwen3: .*out: [^\n]*another FILE[^\n]*\n", result.stderr), result
+    assert qwen3(tiny, "-l", path, "-w", out, *GREEDY, "-q").stderr == b""
+    assert qwen3(tiny, "-l", "/dev/null", "-w", tmp_path / "none", *GREEDY, "-q").returncode == 0
+    assert out.read_bytes().count(b"\n") == 2 and (tmp_path / "none").read_bytes() == b""
+
+
+def test_what_it_says(tiny, tmp_path):
+    """Lines, statistics, seeds, exit status: FILE's null is no error of this run."""
+    path, out = write_list(tmp_path / "list", [b'"Hello"'] * 5), tmp_path / "out"
+    out.write_bytes(b'"a"\nnull\n"cu')
+    result = qwen3(tiny, "-L", path, "-w", out, "-n", 3)
+    assert result.returncode == 0
+    assert re.search(rb"(?m)^qwen3: .*out: 2 lines are there, goes on with line 3$", result.stderr), result.stderr
+    seed = int(re.search(rb"(?m)^seed (\d+)$", result.stderr)[1])
+    assert re.search(rb"(?m)^3 texts in .* seeds %d to %d$" % (seed + 2, seed + 4), result.stderr), result.stderr
+    lines = run_list(tiny, b"Hello\n" * 5, "-n", 3, "-s", seed, "-q")[0]
+    assert out.read_bytes().splitlines() == [b'"a"', b"null", *lines[2:]]
+
+
+LEFT_ALONE = {
+    "chat": [b"buy milk", b"buy milk\n", b'"a"\nbuy milk\n', b'"a"\nbuy', b"[1, 2]\n", b"1 2\n", b'{"a":1}\n', b'{"a":1}',
+             b"\n", b'"a"\n\n', b"nul\n", b"nulx", b'"a\n', b'"a" "b', b"{\n", b'"a"\n"\\x', b'"a"\n"\t', b'{"error":"x"}\n',
+             b"tokens 2 nll 1.000000 ppl 2.7183\n", b'"a"x\n', b"trux", b'{"vector":[1]}\n', b"\xff\xd8\xff\xe0", b"\0"],
+    "embed": [b'"a"\n', b'"a', b"1\n", b'{"answer":"a"}\n', b"[1"[:1] + b"x"],
+    "tokenize": [b"a\n", b"1 b", b'"a"\n', b"1,2\n", b'{"answer":"a"}\n', b"tokens"],
+    "perplexity": [b"1 2\n", b"token x", b'"a"\n', b"listen to it\n", b"[1]\n", b"null x", b"notes\n"]}
+
+
+@pytest.mark.parametrize("mode", LEFT_ALONE)
+def test_what_is_anothers(small, tmp_path, mode):
+    """Not written, not cut, by no byte."""
+    path, out = write_list(tmp_path / "list", [b"Hello there"] * 5), tmp_path / "notes.txt"
+    for data in LEFT_ALONE[mode]:
+        out.write_bytes(data)
+        result = qwen3(small, "-m", mode, "-l", path, "-w", out)
+        assert_error(result, 1, out)
+        assert out.read_bytes() == data, data
+
+
+def test_more_lines_than_the_list(small, tmp_path):
+    path, out = write_list(tmp_path / "list", [b"a", b"b"]), tmp_path / "out"
+    for data in b"1\n2\n3\n", b"1\n2\n3", b"1\n" * 5000:
+        out.write_bytes(data)
+        assert_error(qwen3(small, "-m", "tokenize", "-l", path, "-w", out), 1, out, "more lines")
+        assert out.read_bytes() == data
+
+
+def test_bad_files(tiny, tmp_path):
+    """Found before the model is opened (there is none); the list's own file by any name."""
+    path, none = write_list(tmp_path / "list", [b'"a"', b'"b"']), tmp_path / "no such model.bin"
+    os.link(path, tmp_path / "linked")
+    os.symlink(path, tmp_path / "link")
+    os.mkfifo(tmp_path / "fifo")
+    for out in tmp_path, tmp_path / "none/out", tmp_path / "fifo", "/dev/null", path, tmp_path / "linked", tmp_path / "link":
+        assert_error(qwen3(none, "-L", path, "-w", out), 1, out)
+    with open(path, "rb") as stdin:
+        done = subprocess.run([QWEN3, none, "-L", "-", "-w", path], stdin=stdin, capture_output=True, env=environment())
+    assert_error(done, 1, path)
+    assert path.read_bytes() == b'"a"\n"b"\n'
+    for args in ("-w", "x"), ("-w", "x", "-i", "a"), ("-l", path, "-w", "-"), ("-l", path, "-w", ""), ("-l", path, "-w"):
+        assert_error(qwen3(none, *args), 2, "-w")
+
+
+def test_two_runs_at_once(start, stopping, tmp_path):  # noqa: F811
+    """The second is refused, whatever it would do; once the first has ended it goes on."""
+    out = tmp_path / "out"
+    args = (stopping, "-l", "-", "-m", "generate", *GREEDY, "-n", "3", "-w", out)
+    child = start(*args)
+    child.stdin.write(b"a\n")
+    wait_until(lambda: out.exists() and out.read_bytes() == b'"aaa"\n')
+    for _ in range(2):
+        assert_error(qwen3(*args, stdin=b"a\na\n"), 1, out)
+    child.kill()
+    child.wait()
+    assert qwen3(*args, stdin=b"a\nx\n").returncode == 0 and out.read_bytes() == b'"aaa"\n""\n'
+
+
+@pytest.mark.parametrize("seed", [(), ("-s", "3"), GREEDY])
+def test_interrupted(start, tiny, tmp_path, seed):
+    """The notice says how the same command goes on: with the seed, where it was the clock's."""
+    path, out = write_list(tmp_path / "list", [b"Tell me a story", b"Hello", b"Who are you?"] * 300), tmp_path / "out"
+    child = start(tiny, "-l", path, "-w", out, "-n", "20", *seed)
+    wait_until(lambda: out.exists() and out.stat().st_size > 2000)
+    child.send_signal(signal.SIGINT)
+    _, error = child.communicate(timeout=300)
+    there = out.read_bytes()
+    said = re.search(rb"(?m)^qwen3: list: (\d+) lines are written; the same command(?: with (-s) (\d+))? goes on$", error)
+    assert child.returncode == 130 and there.endswith(b"\n") and int(said[1]) == there.count(b"\n"), error
+    assert (said[2] is None) == bool(seed)
+    seed = seed or (said[2], said[3])
+    assert qwen3(tiny, "-l", path, "-w", out, "-n", 20, *seed).returncode == 0
+    assert out.read_bytes() == output(tiny, "-l", path, "-n", 20, *seed)
+
+
+def test_a_full_disk(tiny, tmp_path):
+    """The message names FILE; with room, the same command goes on."""
+    path, out = write_list(tmp_path / "list", [b"Tell me a story", b"Hello"] * 200), tmp_path / "out"
+    args = [str(QWEN3), str(tiny), "-l", str(path), "-w", str(out), "-s", "3", "-n", "9", "-q"]
+
+    def limited():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    done = subprocess.run(args, capture_output=True, env=environment(), preexec_fn=limited)
+    assert_error(done, 1, out)
+    assert 2000 < out.stat().st_size <= 3000
+    assert subprocess.run(args, env=environment()).returncode == 0
+    assert out.read_bytes() == output(tiny, "-l", path, "-s", 3, "-n", 9, "-q")
+
+
+def hostile_rows(n):
+    """Strings, messages and objects; each 13th is an error of some kind."""
+    r, bad = random.Random(n), itertools.cycle([b"", b"[", b"{}", b'{"id":1,"answer":2}', b"5", b'{"text":[]}'])
+    for i in range(n):
+        text = json.dumps(" ".join(r.choices(WORDS, k=r.randrange(1, 6)))).encode()
+        yield next(bad) if i % 13 == 5 else (
+            text, b'{"id":%d,"text":%s,"w":"\\ud83d"}' % (i, text), b'{"id":%d, "text":%s}' % (i, text),
+            b'{"messages":[{"role":"user","content":%s}],"x":[%d]}' % (text, i))[r.randrange(4)]
+
+
+@pytest.mark.parametrize("n, kills", [(600, 3), pytest.param(10_000, 20, marks=pytest.mark.slow)])
+def test_killed_again_and_again(start, tiny, tmp_path, n, kills):
+    """Run again each time, it is byte for byte what an uninterrupted run writes."""
+    path, out = write_list(tmp_path / "list", hostile_rows(n)), tmp_path / "out"
+    args = (tiny, "-L", path, "-s", "7", "-n", "12", "-c", "256", "-q")
+    whole = qwen3(*args)
+    r, size, killed = random.Random(kills), 0, 0
+    for _ in range(kills):
+        child = start(*args, "-w", out, stderr=subprocess.DEVNULL)
+        size += len(whole.stdout) // (kills + 1)
+        wait_until(lambda: child.poll() is not None or (out.exists() and out.stat().st_size >= size))
+        time.sleep(r.random() * 0.003)
+        child.kill()
+        killed += child.wait() == -signal.SIGKILL
+        done = out.read_bytes()
+        assert whole.stdout.startswith(done)
+        if r.random() < 0.5:                    # as if the disk had lost the end
+            out.write_bytes(done[:len(done) - r.randrange(40)])
+    result = qwen3(*args, "-w", out)
+    assert out.read_bytes() == whole.stdout and result.returncode == whole.returncode == 1 and killed > kills / 2

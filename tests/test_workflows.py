@@ -1,0 +1,91 @@
+"""GitHub's workflows fit their schema; what they name is there, and what they run is pinned."""
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT, environment
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+each_workflow = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+
+
+def jobs(path):
+    """(name, job, its matrix as a list of dicts) of a workflow's jobs."""
+    for name, job in yaml.safe_load(path.read_text())["jobs"].items():
+        yield name, job, job.get("strategy", {}).get("matrix", {}).get("include", [{}])
+
+
+def scripts(path):
+    """Of each step with a script, this with the matrix's values; also where env hands them over."""
+    for _, job, matrix in jobs(path):
+        for step in job["steps"]:
+            for row in matrix if "run" in step else ():
+                values = {f"${{{{ matrix.{key} }}}}": value for key, value in row.items()}
+                env = {key: values.get(value, value) for key, value in job.get("env", {}).items()}
+                yield re.sub(r"\$(\w+)", lambda name: str(env.get(name[1], name[0])), step["run"])
+
+
+@each_workflow
+def test_schema(path):
+    pytest.importorskip("check_jsonschema")
+    run = subprocess.run([sys.executable, "-m", "check_jsonschema", "--builtin-schema",
+                          "vendor.github-workflows", path], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@each_workflow
+def test_jobs(path):
+    """Each ends some day, has no more rights than it says, and needs jobs and values that exist; an
+    action is a commit."""
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {}
+    for _, job, matrix in jobs(path):
+        assert job["timeout-minutes"] and job["permissions"].keys() == {"contents"}
+        assert job.get("needs", "draft") in workflow["jobs"] | {"draft": None}
+        text = yaml.safe_dump(job)
+        used = set(re.findall(r"\bmatrix\.(\w+)", text))
+        assert used <= set().union(*matrix) and set().union(*matrix) <= used
+        assert not [step for step in job["steps"] if "${{" in step.get("run", "")]      # by env instead
+        actions = [step["uses"] for step in job["steps"] if "uses" in step]
+        assert actions and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in actions)
+
+
+@each_workflow
+def test_scripts(path):
+    """They are shell, and make knows their targets."""
+    targets = set()
+    for script in scripts(path):
+        shell = subprocess.run(["bash", "-n", "-c", script], capture_output=True, text=True)
+        assert shell.returncode == 0, shell.stderr
+        targets |= set(re.findall(r"^make( -s)?((?: [^ \n]+)*)$", re.sub(r' (&&|>) .*|"', "", script), re.M))
+    assert targets
+    for quiet, arguments in targets:
+        made = subprocess.run(["make", "-n", *arguments.split()], cwd=ROOT, capture_output=True, text=True,
+                              env=environment())
+        assert made.returncode == 0, made.stderr
+
+
+def test_a_release_has_notes():
+    """The changelog's newest part is this version's, and goes to the release alone."""
+    version, = re.findall(r'^#define VERSION "(.*)"$', (ROOT / "qwen3.c").read_text(), re.M)
+    changelog = (ROOT / ".github/CHANGELOG.md").read_text()
+    newest, older = re.findall(r"^## (\d\S*)", changelog, re.M)[:2]
+    assert newest == version
+
+    def notes(tag):
+        return subprocess.run(["make", "-s", "notes", f"TAG={tag}"], cwd=ROOT, capture_output=True, text=True,
+                              env=environment())
+
+    said = notes(f"v{version}")
+    assert said.returncode == 0 and said.stdout.strip() in changelog and "## " not in said.stdout, said
+    refused = notes(f"v{older}")
+    assert refused.returncode != 0 and refused.stdout == "" and f"expected v{version}" in refused.stderr
+
+
+def test_the_release_is_what_make_builds():
+    """Of each kind that the Makefile knows one program, built and, where its runner can, asked."""
+    kinds = re.findall(r"^release-([\w-]+): BUILD", (ROOT / "Makefile").read_text(), re.M)
+    (matrix,) = (matrix for name, _, matrix in jobs(ROOT / ".github/workflows/release.yml") if name == "build")
+    assert sorted(row["name"] for row in matrix) == sorted(kinds)
