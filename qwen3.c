@@ -1109,15 +1109,14 @@ struct Text {
     int rows;          // that it has in this pass
     int first, needed; // its first row of logits, and how many rows of logits it has
     int guesses;       // so many behind ids.n are guessed, and run, too (Part II: Drafts)
-    double score;      // the sum of -log(probability) of the ids that were scored so far
+    double *score;     // the sum of -log(probability) of the ids that were scored so far
     Ending ending;
     Sampler sampler;
     Writer *writer;    // where it goes
     size_t prompt;     // tokens of the prompt
-    bool chooses;      // once its ids have run, given answers are scored
+    size_t chooses;    // not 0: once so many ids have run, given answers are scored
     // Part II only:
     struct Request *request;
-    int part;          // which of its request's texts this is
     size_t cached;     // tokens of the prompt that were there when it began
     size_t before;     // so many had run when it had to wait
     int n_blocks;      // that it has
@@ -1151,6 +1150,7 @@ typedef struct {
     Ids blank;         // what follows </think> before given answers
     struct Choice *choices;  // given answers (-o)
     int n_choices;
+    Ids longer;        // numbers of those that have several ids
     size_t longest;    // tokens of the longest one
 } Engine;
 
@@ -1247,9 +1247,9 @@ static void draw(const Engine *e, Text *t) {
 
 // Adds up the scores of the ids that are there, in their order.
 static void add_scores(const Engine *e, Text *t) {
-    for (int i = 0; i < t->needed; i++) t->score += e->scores[t->first + i];
+    for (int i = 0; i < t->needed; i++) *t->score += e->scores[t->first + i];
     t->known += t->needed;
-    if (!isfinite(t->score)) t->ending = FAILED;
+    if (!isfinite(*t->score)) t->ending = FAILED;
     else if (t->known == t->ids.n) t->ending = TURN_ENDED;
 }
 
@@ -2163,9 +2163,8 @@ static void start_texts(Engine *e) {
     while (e->n_running < e->n_active && start_text(e)) {}
 }
 
-// A new text, which waits to run, takes the place of the one that ended the longest time ago. The
-// first `known` of its ids are given; the others will be scored.
-static Text *add_text(Engine *e, const int *ids, size_t n, size_t known) {
+// A new text, which waits to run, takes the place of the one that ended the longest time ago.
+static Text *add_text(Engine *e, const int *ids, size_t n) {
     Text *t = e->active[e->n_places], **free = e->active + e->n_active++;
     const size_t vocab_size = e->tokenizer.vocab_size;
     Ids its = t->ids;
@@ -2175,11 +2174,11 @@ static Text *add_text(Engine *e, const int *ids, size_t n, size_t known) {
     its.p = grow(its.p, &its.cap, n, e->model.state.seq_len + 1, sizeof(int));
     its.n = n;
     memcpy(its.p, ids, n * sizeof(int));
-    *t = (Text){.ids = its, .known = known, .prompt = n, .blocks = t->blocks,
-                .sampler = t->sampler, .writer = t->writer, .out = {t->out.p, 0, t->out.cap}};
+    *t = (Text){.ids = its, .known = n, .prompt = n, .blocks = t->blocks, .sampler = t->sampler,
+                .writer = t->writer, .out = {t->out.p, 0, t->out.cap}};
     memset(t->sampler.answered, 0, vocab_size * sizeof(bool));
     memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
-    for (size_t i = 0; i < known; i++) t->sampler.seen[ids[i]] = true;
+    for (size_t i = 0; i < n; i++) t->sampler.seen[ids[i]] = true;
     return t;
 }
 
@@ -2444,10 +2443,10 @@ typedef struct Choice {  // a given answer
 typedef struct Request {
     Ids ids;             // the prompt
     uint64_t rng;        // of its first random number
-    int texts, begun;    // how many texts it has; the next one to be added
-    int running;         // how many were added and have not ended
+    int texts;           // how many it has,
+    int begun, ended;    // how many of them were added, how many have ended
     double *scores;      // (texts, or n_choices) -log of their probabilities
-    Text first;          // its first text, as it ended, if it has one or given answers
+    Text *prompt;        // that of the prompt
     Ending ending;       // of its texts
     // Of a list only:
     size_t number;       // of its line, from 0
@@ -2478,21 +2477,18 @@ static void encode_choices(Engine *e) {
             begins = true;
         }
         if (begins) ids_add(&c->ids, ANY_STOP);
+        if (c->ids.n > 1) ids_add(&e->longer, (int)(c - e->choices));
     }
 }
 
-// Appends ids that nobody drew. Before given answers they all come, whatever -n says.
-static Ending append_ids(const Engine *e, Text *t, const Ids *ids) {
+// Ends a text's thinking by ids that nobody drew. Where answers are given, they all come, whatever
+// -n says, and now all ids of the text are the prompt of these answers.
+static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
     Ending ending = GOES_ON;
     for (size_t i = 0; i < ids->n && (ending == GOES_ON || e->n_choices); i++)
         ending = append_id(e, t, ids->p[i]);
-    return ending;
-}
-
-// From now on, all ids of a text are the prompt of the given answers.
-static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
-    append_ids(e, t, ids);
-    t->chooses = true;
+    if (e->n_choices == 0) return ending;
+    t->chooses = t->ids.n;
     return GOES_ON;
 }
 
@@ -2502,27 +2498,20 @@ static bool is_full(const Engine *e, const Text *t) {
 }
 
 static Ending take_drawn(const Engine *e, Text *t, int id) {
-    const bool chooses = e->n_choices > 0, opens = id == e->tokenizer.think;
-    const bool thought = t->writer->thinking;
-    if (chooses && !thought && !opens) {  // no thinking: this id is dropped, and the last row runs
-        t->run--;                         // again, as drawing has overwritten its logits
+    const bool chooses = e->n_choices > 0, thought = t->writer->thinking;
+    if (chooses && !thought && id != e->tokenizer.think) {  // no thinking: this id is dropped, and
+        t->run--;               // the last row runs again, as drawing has overwritten its logits
         return end_thinking(e, t, &(Ids){0});
     }
-    const size_t n = t->ids.n;
     const Ending ending = append_id(e, t, id);
-    if (thought && !t->writer->thinking)
-        return chooses ? end_thinking(e, t, &e->blank) : ending;
-    if (thought) t->thought += (int)(t->ids.n - n);  // a stop id is not appended
-    if (chooses ? t->thought < e->budget && ending == GOES_ON && !is_full(e, t)
-                : !thought || t->thought != e->budget || ending != GOES_ON) return ending;
+    if (!t->writer->thinking) return thought && chooses ? end_thinking(e, t, &e->blank) : ending;
+    const bool counts = thought && ending != TURN_ENDED;  // <think> does not, nor does a stop token
+    t->thought += counts;
+    const bool spent = counts && t->thought == e->budget && ending == GOES_ON;
+    const bool must_end = chooses && (ending != GOES_ON || is_full(e, t));
+    if (!spent && !must_end) return ending;
     t->closed = true;
-    return chooses ? end_thinking(e, t, &e->closing) : append_ids(e, t, &e->closing);
-}
-
-// The next choice from number i on that has several ids
-static int skip_short(const Engine *e, int i) {
-    while (i < e->n_choices && e->choices[i].ids.n == 1) i++;
-    return i;
+    return end_thinking(e, t, &e->closing);
 }
 
 static void score_choices(const Engine *e, Text *t) {
@@ -2543,26 +2532,43 @@ static void start_request(const Engine *e, Request *r) {
     memset(r->scores, 0, scores * sizeof(double));
 }
 
-// The prompt, or a piece of it, or the prompt and a given answer
-static Text *add_next_text(Engine *e, Request *r) {
-    const bool piece = e->mode == PERPLEXITY, choice = e->n_choices && r->begun > 0;
-    const size_t most = e->model.state.seq_len, start = piece ? r->begun * (most - 1) : 0;
-    const size_t prompt = r->ids.n;
-    const Ids none = {0}, *more = choice ? &e->choices[r->begun - 1].ids : &none;
-    for (size_t i = 0; i < more->n; i++) ids_add(&r->ids, more->p[i]);
-    const size_t n = piece ? min_size(prompt - start, most) : r->ids.n;
-    Text *t = add_text(e, r->ids.p + start, n, piece ? 1 : choice ? prompt + 1 : n);
-    r->ids.n = prompt;
+// Adds the prompt, or its next piece.
+static void add_prompt(Engine *e, Request *r) {
+    const size_t most = e->model.state.seq_len, start = r->begun * (most - 1);
+    Text *t = add_text(e, r->ids.p + start, min_size(r->ids.n - start, most));
     t->request = r;
-    t->part = r->begun - choice;
-    r->begun = choice ? 1 + skip_short(e, r->begun) : r->begun + 1;
-    r->running++;
-    if (piece || choice) return t;
+    t->score = r->scores + r->begun++;
     t->sampler.rng = r->rng;
+    r->prompt = t;
+    if (e->mode == PERPLEXITY) t->known = 1;
     writer_thinks(t->writer, e->thinks);
     if (e->n_choices && (!e->may_think || e->max_new == 0 || is_full(e, t)))
-        end_thinking(e, t, e->thinks ? &e->closing : &none);
-    return t;
+        end_thinking(e, t, e->thinks ? &e->closing : &(Ids){0});
+}
+
+// The next given answer with several ids takes the place of the prompt, or of such an answer: so
+// the blocks of what lies before it stay. Without one, t is NULL, it gets a place.
+static void add_choice(Engine *e, Request *r, Text *t) {
+    const int i = e->longer.p[r->begun++ - 1];
+    const Ids *more = &e->choices[i].ids;
+    const size_t n = r->prompt->chooses;
+    if (!t) t = add_text(e, r->prompt->ids.p, n);
+    t->ids.n = n;
+    for (size_t k = 0; k < more->n; k++) ids_add(&t->ids, more->p[k]);
+    t->run = min_size(t->run, n);
+    t->known = n + 1;
+    t->ending = GOES_ON;
+    t->request = r;
+    t->score = r->scores + i;
+}
+
+// Adds texts of a request, as many as there are places. Returns whether these are all.
+static bool add_texts(Engine *e, Request *r) {
+    while (r->begun < r->texts && e->n_active < e->n_places) {
+        if (r->begun > 0 && e->n_choices) add_choice(e, r, NULL);
+        else add_prompt(e, r);
+    }
+    return r->begun == r->texts;
 }
 
 static Text *find_ended(const Engine *e) {
@@ -2572,43 +2578,26 @@ static Text *find_ended(const Engine *e) {
     return NULL;
 }
 
-// The next given answer takes the place of one that ended, or of the prompt, whose blocks so stay.
-static void begin_choice(const Engine *e, Request *r, Text *t) {
-    const Ids *more = &e->choices[r->begun - 1].ids;
-    Ids ids = {t->ids.p, r->ids.n, t->ids.cap};
-    for (size_t i = 0; i < more->n; i++) ids_add(&ids, more->p[i]);
-    const size_t run = min_size(t->run, r->ids.n);
-    *t = (Text){.ids = ids, .run = run, .cached = run, .known = r->ids.n + 1, .prompt = ids.n,
-                .blocks = t->blocks, .n_blocks = t->n_blocks, .sampler = t->sampler,
-                .writer = t->writer, .out = t->out, .request = r, .part = r->begun - 1};
-    r->begun = 1 + skip_short(e, r->begun);
-}
-
-// Keeps the score of a text that has ended. After the prompt of given answers these come, if they
-// have several ids; else its place is free. Returns whether its request is done.
+// A text has ended. After the prompt of given answers these come, if they have several ids; else
+// its place is free. Returns whether its request is done.
 static bool end_text(Engine *e, Text *t) {
     Request *r = t->request;
-    r->scores[t->part] += t->score;
     if (r->ending != FAILED) r->ending = t->ending;
     if (r->texts == 1) {
-        r->first = *t;
         e->cached += t->cached;
         e->drawn += t->ids.n - t->prompt;
     }
     if (r->texts == 1 && e->n_choices && r->ending == TURN_ENDED) {
-        r->ids = (Ids){0};
-        for (size_t i = 0; i < t->ids.n; i++) ids_add(&r->ids, t->ids.p[i]);
         for (int i = 0; i < e->n_choices; i++) e->drawn += e->choices[i].n;
-        r->texts += e->n_choices;
-        r->begun += skip_short(e, 0);
+        r->texts += (int)e->longer.n;
     }
+    r->ended++;
     if (e->n_choices && r->begun < r->texts) {
-        begin_choice(e, r, t);
+        add_choice(e, r, t);
         return false;
     }
     remove_text(e, t);
-    r->running--;
-    return r->running == 0 && r->begun == r->texts;
+    return r->ended == r->texts;
 }
 
 // The numbers of the given answers, the likeliest first. One's probability among all is exp(first
@@ -2829,19 +2818,19 @@ static double run_request(App *app, Request *r) {
     Engine *e = &app->engine;
     double ran = 0;
     start_request(e, r);
-    const Text *t = add_next_text(e, r);
+    add_texts(e, r);
     start_texts(e);
-    progress = (struct Progress){.tokens = t->ids.n - t->run - (e->mode == PERPLEXITY),
+    const size_t n = e->mode == PERPLEXITY ? r->ids.n - 1 : r->prompt->ids.n;  // rows
+    progress = (struct Progress){.tokens = n - r->prompt->run,
                                  .layers = e->model.config.n_layers, .start = now()};
-    for (bool done = false; !done && run_pass(e);) {
+    while (r->ended < r->texts && run_pass(e)) {
         if (ran == 0 && e->needed) ran = now();
         draw_all(e);
-        for (Text *ended; (ended = find_ended(e));) done = end_text(e, ended);
-        while (r->begun < r->texts && e->n_active < e->n_places) add_next_text(e, r);
+        for (Text *ended; (ended = find_ended(e));) end_text(e, ended);
+        add_texts(e, r);
     }
     progress_end();
-    if (r->running > 0) r->ending = INTERRUPTED;
-    if (r->running > 0 && r->texts == 1) r->first = *t;
+    if (r->ended < r->texts) r->ending = INTERRUPTED;
     if (r->ending == FAILED) die("%s", e->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
     while (e->n_active > 0) remove_text(e, e->active[0]);
     return ran ? ran : now();
@@ -2858,12 +2847,11 @@ static bool respond(App *app) {
     const double start = now();
     Request r = {.ids = app->prompt, .rng = app->rng};
     const double middle = run_request(app, &r);
-    const Text *t = &r.first;
+    const Text *t = r.prompt;
     Writer *out = t->writer;
     app->rng = t->sampler.rng;
-    const int *ids = r.texts > 1 ? r.ids.p : t->ids.p;  // its place may be another text's by now
-    for (size_t i = t->prompt; i < t->ids.n; i++) ids_add(answer, ids[i]);
-    const size_t done = min_size(t->run, t->prompt);  // after Ctrl-C not the whole prompt
+    for (size_t i = t->prompt; i < t->ids.n; i++) ids_add(answer, t->ids.p[i]);
+    const size_t done = t->ending == INTERRUPTED ? min_size(t->run, t->prompt) : t->prompt;
     const size_t drawn = e->n_choices ? e->drawn : answer->n;
     const double p = (done - t->cached) / (middle - start + 1e-9);
     const double g = drawn / (now() - middle + 1e-9);
@@ -2889,7 +2877,6 @@ static bool respond(App *app) {
         buffer_add(&message->text, (Bytes){text.p, text.n - lost});
     }
     free(r.scores);
-    if (r.ids.p != app->prompt.p) free(r.ids.p);  // with its thinking, before given answers
     return r.ending != INTERRUPTED || answer->n > 0;
 }
 
@@ -3205,10 +3192,10 @@ static void add_result(Buffer *line, const Engine *e, const Request *r, const ch
     if (object) buffer_print(line, "\"%s\":", members[kind][0]);
     if (error) buffer_add(line, bytes("null"));
     else if (kind == N_MODES) buffer_add_choices(line, e, r);
-    else if (kind == EMBED) buffer_add(line, bytes_of(&r->first.out));
+    else if (kind == EMBED) buffer_add(line, bytes_of(&r->prompt->out));
     else if (kind == TOKENIZE) buffer_add_ids(line, &r->ids, object);
     else if (kind == PERPLEXITY) buffer_add_score(line, r, object);
-    else buffer_add_json(line, bytes_of(&r->first.out));
+    else buffer_add_json(line, bytes_of(&r->prompt->out));
     if (object && error) {
         buffer_add(line, bytes(",\"error\":"));
         buffer_add_json(line, bytes(error));
@@ -3537,11 +3524,10 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
 }
 
 // Adds texts of requests that were read, as many as there are places.
-static void add_texts(List *l) {
+static void add_requests(List *l) {
     for (size_t i = l->written; i < l->read; i++) {
         Request *r = &l->requests[i % AHEAD];
-        while (r->begun < r->texts && l->e->n_active < l->e->n_places) add_next_text(l->e, r);
-        if (r->begun < r->texts) return;
+        if (!add_texts(l->e, r)) return;
         free(r->ids.p);
         r->ids = (Ids){.n = r->ids.n};  // the number of tokens is needed later
     }
@@ -3567,7 +3553,7 @@ static void add_line(List *l, Bytes line) {
     }
     start_request(l->e, r);
     l->pieces += r->texts > 1;
-    add_texts(l);
+    add_requests(l);
 }
 
 // Shows the progress. The work that is done: texts, and of those that run the tokens, in texts of
@@ -3595,7 +3581,7 @@ static bool admit_lines(List *l) {
         size_t ahead = 0;  // bytes of lines that wait for an earlier one
         for (size_t i = l->written; i < l->read; i++) ahead += l->requests[i % AHEAD].line.n;
         show_texts(l);
-        add_texts(l);
+        add_requests(l);
         if (l->ended || l->e->n_active == l->e->n_places || l->read - l->written == AHEAD ||
             ahead > AHEAD_BYTES || interrupted)
             break;
@@ -3612,7 +3598,7 @@ static void write_ended(List *l) {
         Request *r = t->request;
         const bool thinking = t->writer->thinking;
         writer_end(t->writer);
-        l->closed += t->closed;
+        l->closed += r->ended == 0 && t->closed;
         if (!end_text(l->e, t)) continue;
         l->endings[r->ending]++;
         l->thinking += thinking;

@@ -343,7 +343,10 @@ static void fuzz_model(Bytes in) {
     app.engine.mode = PERPLEXITY;
     prepare_places(&app);
     if (n > 1) {
-        Text *a = add_text(&app.engine, ids, n, 1);
+        double score = 0;
+        Text *a = add_text(&app.engine, ids, n);
+        a->known = 1;
+        a->score = &score;
         while (a->ending == GOES_ON && run_pass(&app.engine)) draw_all(&app.engine);
         CHECK(a->ending == FAILED || (a->ending == TURN_ENDED && a->known == (size_t)n));
     }

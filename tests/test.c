@@ -895,7 +895,7 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
     CHECK(e->n_unused == e->model.state.blocks);
     for (int turn = 0; turn < 2; turn++) {
         for (size_t i = 0; i < prompt->n; i++) ids_add(&ids, prompt->p[i]);
-        Text *a = add_text(e, ids.p, ids.n, ids.n);
+        Text *a = add_text(e, ids.p, ids.n);
         a->sampler.rng = all.rng;
         all.passes[turn] = -1;  // but the prompt's
         const int before = allocations;
@@ -967,7 +967,7 @@ static void test_drafts(void) {
     e[1].max_new = -1;
     e[1].model.state.seq_len = 100;
     int zeros[50] = {0}, drafts = 0;
-    Text *a = add_text(&e[1], zeros, 50, 50);
+    Text *a = add_text(&e[1], zeros, 50);
     start_texts(&e[1]);
     a->run = 49;
     for (int pass = 1; pass <= 5000; pass++) {
@@ -1000,7 +1000,7 @@ static void test_draft_that_overflows(void) {
                                   .text = (Bytes[77]){{0}}, .kind = (uint8_t[77]){0}};
         Sampler sampler = {.answered = (bool[77]){0}, .seen = (bool[77]){0}, .repetition = 1};
         start_engine(&e, &sampler);
-        Text *a = add_text(&e, context, N, N);
+        Text *a = add_text(&e, context, N);
         a->writer = &writer;
         CHECK(run_pass(&e) && a->needed == 1);
         CHECK(append_id(&e, a, 5) == GOES_ON);
