@@ -2085,47 +2085,42 @@ static void take_block(Engine *e, Text *t, int block) {
     t->blocks[t->n_blocks++] = block;
 }
 
-static void take_unused_block(Engine *e, Text *t) {
-    int block = 0;
-    while (e->users[block]) block++;
-    take_block(e, t, block);
-}
-
 static void drop_blocks(Engine *e, Text *t) {
     while (t->n_blocks > 0) e->n_unused += --e->users[t->blocks[--t->n_blocks]] == 0;
     t->run = 0;
 }
 
-// Takes blocks from the texts that do not run, until n are unused. Returns whether that many are.
-static bool free_blocks(Engine *e, int n) {
-    for (int i = e->n_places; i >= e->n_running && e->n_unused < n; i--)
-        drop_blocks(e, e->active[i]);
-    return e->n_unused >= n;
-}
-
-// How many blocks a text lacks for its ids and `more`. The last id may lie behind the context.
-static int lacking_blocks(const Engine *e, const Text *t, int more) {
+// Gives a text the blocks that it lacks for its ids and `more`, if `spare` others stay unused. Texts
+// that do not run lose theirs for it. Returns false if there are too few.
+static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     const State *s = &e->model.state;
-    const size_t n = min_size(t->ids.n + more, s->seq_len);
-    return (int)((n + s->block_len - 1) / s->block_len) - t->n_blocks;
+    const size_t n = min_size(t->ids.n + more, s->seq_len);  // the last id may lie behind it
+    int lacks = (int)((n + s->block_len - 1) / s->block_len) - t->n_blocks;
+    for (int i = e->n_places; i >= e->n_running && e->n_unused < lacks + spare; i--)
+        drop_blocks(e, e->active[i]);
+    if (e->n_unused < lacks + spare) return false;
+    for (int block = 0; lacks > 0; block++) {
+        if (e->users[block]) continue;
+        take_block(e, t, block);
+        lacks--;
+    }
+    return true;
 }
 
-// How many of a text's first ids another one has as well, and has run or will run. The last known
-// id does not count: it always runs, as its logits are needed.
-static size_t ids_in_common(const Text *t, const Text *other) {
-    const int *ids = t->ids.p, *its = other->ids.p;
-    const size_t end = other->ending == GOES_ON ? other->ids.n : other->run;
-    size_t n = 0;
-    if (t == other) return t->run;
-    while (other->n_blocks && n + 1 < t->known && n < end && ids[n] == its[n]) n++;
-    return n;
-}
-
-// The text that shares the most with t, perhaps t itself, whose blocks may still be there
-static Text *find_alike(Engine *e, Text *t) {
+// The text that has the most of t's first ids, and has run or will run them; perhaps t itself, whose
+// blocks may still be there. The last known id does not count: its logits are needed, so it runs.
+static Text *find_alike(Engine *e, Text *t, size_t *same) {
     Text *best = t;
+    *same = t->run;
     for (Text *other = e->places; other <= e->places + e->n_places; other++) {
-        if (ids_in_common(t, other) > ids_in_common(t, best)) best = other;
+        const size_t there = other->ending == GOES_ON ? other->ids.n : other->run;
+        const size_t end = min_size(there, t->known - 1);
+        size_t n = 0;
+        if (other == t || other->n_blocks == 0) continue;
+        while (n < end && t->ids.p[n] == other->ids.p[n]) n++;
+        if (n <= *same) continue;
+        best = other;
+        *same = n;
     }
     return best;
 }
@@ -2134,8 +2129,10 @@ static Text *find_alike(Engine *e, Text *t) {
 // goes on waiting. Beside the blocks that it lacks, one has to be left for each text that runs, as
 // it may soon need one. A text that runs alone may have them all.
 static bool start_text(Engine *e) {
-    Text *t = e->active[e->n_running], *alike = find_alike(e, t);
-    const size_t len = e->model.state.block_len, same = ids_in_common(t, alike);
+    Text *t = e->active[e->n_running];
+    size_t same;
+    const Text *alike = find_alike(e, t, &same);
+    const size_t len = e->model.state.block_len;
     if (same >= alike->run + len) return false;  // it waits: a block or more of these will run soon
     const size_t run = min_size(same, alike->run), whole = run / len;
     const int *theirs = alike->blocks;
@@ -2145,16 +2142,15 @@ static bool start_text(Engine *e) {
         t->run = whole * len;
     }
     e->n_running++;  // it keeps what it has
-    if (!free_blocks(e, lacking_blocks(e, t, 0) + e->n_running) && e->n_running > 1) {
+    if (!take_blocks(e, t, 0, e->n_running) && (e->n_running > 1 || !take_blocks(e, t, 0, 0))) {
         e->n_running--;
         return false;                            // it waits for blocks
     }
-    while (lacking_blocks(e, t, 0) > 0) take_unused_block(e, t);
-    // free_blocks may have taken the block from `alike`, but nothing has overwritten it.
+    // take_blocks may have taken the block from `alike`, but nothing has overwritten it.
     if (run % len) cache_copy(&e->model, t->blocks[whole], theirs[whole]);
     t->run = run;
     if (t->before > run) e->again += t->before - run;
-    if (t->before == 0) t->cached = min_size(run, t->prompt);
+    if (t->before == 0) t->cached = run;
     t->before = 0;
     return true;
 }
@@ -2222,7 +2218,7 @@ static void draft_text(Engine *e, Text *t, int most) {
     e->credit -= DRAFT_COST * most;
     t->guesses = t->drafted = most;
     for (int i = 0; i < most; i++) ids[n + i] = ids[from + i];
-    while (lacking_blocks(e, t, most) > 0) take_unused_block(e, t);
+    take_blocks(e, t, most, 0);
 }
 
 // Drafts for all texts, if each of them decodes: it has one id that has not run.
@@ -2250,11 +2246,10 @@ static void schedule(Engine *e) {
     start_texts(e);
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->active[i];
-        while (i < e->n_running && !free_blocks(e, lacking_blocks(e, t, 0))) {
+        while (i < e->n_running && !take_blocks(e, t, 0, 0)) {
             Text *last = e->active[--e->n_running];
             last->before = last->run;
         }
-        while (i < e->n_running && lacking_blocks(e, t, 0) > 0) take_unused_block(e, t);
     }
     draft_texts(e);
 }

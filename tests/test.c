@@ -843,7 +843,7 @@ static void test_draft(void) {
         e.model.state.seq_len = limit == 0 ? n + most : 80;
         for (int i = 0; i < n; i++) ids[i] = below(2);
         e.n_unused += n;
-        while (a.n_blocks < n) take_unused_block(&e, &a);
+        take_blocks(&e, &a, 0, 0);
         for (int i = n; i < 80; i++) ids[i] = -1;
         for (int same = 0; from >= NGRAM; from--) {
             for (same = 0; same < NGRAM && ids[from - 1 - same] == ids[n - 1 - same];) same++;
