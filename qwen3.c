@@ -1106,8 +1106,8 @@ struct Text {
     size_t run;        // so many have run: their keys and values are in the KV cache,
     int *blocks;       // those of position pos in block blocks[pos / block_len]
     size_t known;      // so many are given or drawn; what follows is scored if it is there
-    int rows;          // that it has in this pass
-    int first, needed; // its first row of logits, and how many rows of logits it has
+    int rows;          // ids that run in this pass
+    int first;         // its first row of logits
     int guesses;       // so many behind ids.n are guessed, and run, too (Part II: Drafts)
     double *score;     // the sum of -log(probability) of the ids that were scored so far
     Ending ending;
@@ -1172,16 +1172,15 @@ static int make_rows(Engine *e) {
         Text *t = e->active[i];
         const size_t end = t->known < t->ids.n ? t->ids.n - 1 : t->ids.n + t->guesses;
         const int later = e->n_running - 1 - i;  // a row is kept for each text that follows
-        const int start = n;
         t->first = e->needed;
+        t->rows = 0;
         for (size_t pos = t->run; pos < end; pos++) {
             const bool needed = pos + 1 >= t->known;
             if (n + later == s->batch || e->needed + later == s->logit_rows) break;
             s->rows[n++] = (Row){t->ids.p[pos], (int)pos, t, needed};
             e->needed += needed;
+            t->rows += pos < t->ids.n;  // a guess counts in draw
         }
-        t->rows = n - start;
-        t->needed = e->needed - t->first;
     }
     return n;
 }
@@ -1191,9 +1190,7 @@ static bool run_pass(Engine *e) {
     schedule(e);
     const int n = make_rows(e);
     if (n == 0 || !forward(&e->model, n)) return false;
-    for (int i = 0; i < e->n_running; i++) {
-        e->active[i]->run += e->active[i]->rows - e->active[i]->guesses;  // they count in draw
-    }
+    for (int i = 0; i < e->n_running; i++) e->active[i]->run += e->active[i]->rows;
     e->rows += n;
     return true;
 }
@@ -1247,8 +1244,7 @@ static void draw(const Engine *e, Text *t) {
 
 // Adds up the scores of the ids that are there, in their order.
 static void add_scores(const Engine *e, Text *t) {
-    for (int i = 0; i < t->needed; i++) *t->score += e->scores[t->first + i];
-    t->known += t->needed;
+    for (int row = t->first; t->known <= t->run; t->known++) *t->score += e->scores[row++];
     if (!isfinite(*t->score)) t->ending = FAILED;
     else if (t->known == t->ids.n) t->ending = TURN_ENDED;
 }
@@ -1280,7 +1276,7 @@ static void draw_texts(void *arg, int begin, int end) {
     const Engine *e = arg;
     for (int i = begin; i < end; i++) {
         Text *t = e->active[i];
-        if (t->needed == 0) continue;
+        if (t->run < t->known) continue;
         if (e->mode == EMBED) embed_text(e, t);
         else if (t->known < t->ids.n) add_scores(e, t);
         else if (t->chooses) score_choices(e, t);

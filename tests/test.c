@@ -899,7 +899,7 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
         a->sampler.rng = all.rng;
         all.passes[turn] = -1;  // but the prompt's
         const int before = allocations;
-        for (; a->ending == GOES_ON && run_pass(e); draw_all(e)) all.passes[turn] += a->needed > 0;
+        for (; a->ending == GOES_ON && run_pass(e); draw_all(e)) all.passes[turn] += e->needed > 0;
         CHECK(allocations == before, "%d while decoding", allocations - before);
         all.reused[turn] = a->cached;
         all.ending[turn] = a->ending;
@@ -1002,7 +1002,7 @@ static void test_draft_that_overflows(void) {
         start_engine(&e, &sampler);
         Text *a = add_text(&e, context, N);
         a->writer = &writer;
-        CHECK(run_pass(&e) && a->needed == 1);
+        CHECK(run_pass(&e) && e.needed == 1);
         CHECK(append_id(&e, a, 5) == GOES_ON);
         a->ids.p[5] = BAD;  // what 1 2 3 4 5 was followed by
         e.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
