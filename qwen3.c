@@ -1080,19 +1080,17 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 // The main loop. A text is its ids, of which the first `run` have run. A pass runs ids that have
 // not run, of all texts, as many as fit into a batch. Once all ids of a text have run, the logits
 // of the last one say what may follow: an id is drawn, written and appended, and runs in the next
-// pass. So the ids of a prompt and those of an answer are treated alike, and a conversation's turn
-// is no different from a line of a list. An answer is (respond in Part II)
+// pass. So the ids of a prompt and those of an answer are treated alike. A line of a list is a
+// text, and so is a turn of a conversation. Of its ids, only those run that the cache does not hold
+// already from the turn before. An answer is (respond in Part II)
 //
 //   render(tok, conversation, 0, think, &ids);  the prompt; a raw text: encode_raw(tok, text, &ids)
-//   Text *t = add_text(e, &ids);                it waits until there is room in the cache
+//   Text *t = add_text(e, ids.p, ids.n);        it waits until there is room in the cache
 //   while (t->ending == GOES_ON && run_pass(e)) draw_all(e);
 //
 // Of a text that is scored all ids are there, but only the first `known` are taken as given. For
 // each later one, the logits of the id before it say how likely it was. So a prompt and its answer
 // that is drawn have known = all ids; a perplexity has known = 1.
-
-#define NOT_FINITE "model: the logits are not finite; is the file damaged?"
-#define BAD_VECTOR "model: the vector is not finite; is the file damaged?"
 
 enum { PLACES = 32 };  // texts that run together
 
@@ -2224,14 +2222,13 @@ static void draft_texts(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         const Text *t = e->active[i];
         decodes &= t->run + 1 == t->ids.n && t->known == t->ids.n && !t->chooses;
+        e->credit += 2 * DRAFT_COST * (t->drafted - t->guesses);
     }
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->active[i];
-        const int right = t->drafted - t->guesses;
-        const bool all = right > 0 && t->guesses == 0;
-        e->credit += 2 * DRAFT_COST * right;
+        const bool right = t->drafted > 0 && t->guesses == 0;  // to its end
+        const int rows = min_int((1 + right) * draft_rows(), e->model.state.logit_rows);
         t->guesses = t->drafted = 0;
-        const int rows = min_int((1 + all) * draft_rows(), e->model.state.logit_rows);
         if (decodes) draft_text(e, t, rows / e->n_running - 1);
     }
 }
@@ -2444,6 +2441,9 @@ typedef struct Request {
     Buffer line;         // of the output, empty until it is done
 } Request;
 
+#define NOT_FINITE "model: the logits are not finite; is the file damaged?"
+#define BAD_VECTOR "model: the vector is not finite; is the file damaged?"
+
 // From Qwen3's technical report, section 4.3
 static const char closing[] = "\n\nConsidering the limited time by the user, I have to give the "
     "solution based on the thinking directly now.\n</think>\n\n";
@@ -2453,7 +2453,6 @@ static bool begins_with(const Ids *a, const Ids *b) {
 }
 
 static void encode_choices(Engine *e) {
-    if (e->n_choices == 0) return;
     for (Choice *c = e->choices; c < e->choices + e->n_choices; c++) {
         encode_part(&e->tokenizer, c->text, e->mode == GENERATE, &c->ids);
         c->n = c->ids.n;
@@ -2575,12 +2574,11 @@ static bool end_text(Engine *e, Text *t) {
     Request *r = t->request;
     if (r->ending != FAILED) r->ending = t->ending;
     if (r->texts == 1) {
+        const bool ended = t->ending == TURN_ENDED;
         e->cached += t->cached;
         e->drawn += t->ids.n - t->prompt;
-    }
-    if (r->texts == 1 && e->n_choices && r->ending == TURN_ENDED) {
-        for (int i = 0; i < e->n_choices; i++) e->drawn += e->choices[i].n;
-        r->texts += (int)e->longer.n;
+        for (int i = 0; ended && i < e->n_choices; i++) e->drawn += e->choices[i].n;
+        r->texts += ended ? (int)e->longer.n : 0;
     }
     r->ended++;
     if (e->n_choices && r->begun < r->texts) {
