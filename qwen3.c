@@ -1247,15 +1247,8 @@ static void add_scores(const Engine *e, Text *t) {
     else if (t->known == t->ids.n) t->ending = TURN_ENDED;
 }
 
-enum { ANY_STOP = -1 };  // a scored text's last id may be this: any of the tokens that end it
-
-static double logit_of(const Tokenizer *tok, const float *logits, int id) {
-    double max = -INFINITY, sum = 0;
-    if (id != ANY_STOP) return logits[id];
-    for (size_t i = 0; i < tok->stop.n; i++) max = fmax(max, logits[tok->stop.p[i]]);
-    for (size_t i = 0; i < tok->stop.n; i++) sum += exp(logits[tok->stop.p[i]] - max);
-    return max + log(sum);
-}
+// logits[id], or what stands for the end of a given answer (Part II)
+static double logit_of(const Tokenizer *tok, const float *logits, int id);
 
 // scores[i] = -log(probability) of the id after row i, if it is there
 static void score_rows(void *arg, int begin, int end) {
@@ -2084,8 +2077,8 @@ static void drop_blocks(Engine *e, Text *t) {
     t->run = 0;
 }
 
-// Gives a text the blocks that it lacks for its ids and `more`, if `spare` others stay unused. Texts
-// that do not run lose theirs for it. Returns false if there are too few.
+// Gives a text the blocks that it lacks for its ids and `more`, if `spare` others stay unused. For
+// that, texts that do not run lose theirs. Returns false if there are too few.
 static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     const State *s = &e->model.state;
     const size_t n = min_size(t->ids.n + more, s->seq_len);  // the last id may lie behind it
@@ -2101,8 +2094,9 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return true;
 }
 
-// The text that has the most of t's first ids, and has run or will run them; perhaps t itself, whose
-// blocks may still be there. The last known id does not count: its logits are needed, so it runs.
+// The text that has the most first ids in common with t, *same, and has run or will run them. It may
+// be t itself, whose blocks may still be there. The last known id does not count: it always runs, as
+// its logits are needed.
 static Text *find_alike(Engine *e, Text *t, size_t *same) {
     Text *best = t;
     *same = t->run;
@@ -2447,6 +2441,16 @@ typedef struct Request {
 // From Qwen3's technical report, section 4.3
 static const char closing[] = "\n\nConsidering the limited time by the user, I have to give the "
     "solution based on the thinking directly now.\n</think>\n\n";
+
+enum { ANY_STOP = -1 };  // the last id of a given answer: any of the tokens that end an answer
+
+static double logit_of(const Tokenizer *tok, const float *logits, int id) {
+    double max = -INFINITY, sum = 0;
+    if (id != ANY_STOP) return logits[id];
+    for (size_t i = 0; i < tok->stop.n; i++) max = fmax(max, logits[tok->stop.p[i]]);
+    for (size_t i = 0; i < tok->stop.n; i++) sum += exp(logits[tok->stop.p[i]] - max);
+    return max + log(sum);
+}
 
 static bool begins_with(const Ids *a, const Ids *b) {
     return a->n >= b->n && memcmp(a->p, b->p, b->n * sizeof(int)) == 0;

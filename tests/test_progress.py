@@ -36,11 +36,11 @@ def run(*args, **how):
     return result
 
 
-def run_once(model, *args, tokens=TOKENS, batch=4, terminal=True, holds=1000):
+def run_once(model, *args, tokens=TOKENS, batch=4, terminal=True, holds=1000, context="0"):
     ours, theirs = pty.openpty() if terminal else os.pipe()
     prompt = model.with_name("prompt.txt")
     prompt.write_bytes(b"7" * tokens)                     # a token each
-    command = [QWEN3, model, "-f", prompt, "-c", "0", "-j", "1", "-b", str(batch), "-n", "3", *args]
+    command = [QWEN3, model, "-f", prompt, "-c", context, "-j", "1", "-b", str(batch), "-n", "3", *args]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=theirs, env=environment(), start_new_session=True)
     os.close(theirs)
@@ -126,6 +126,15 @@ def test_perplexity(slow):
     status, out, text = run(slow, "-m", "perplexity")
     assert status == 0 and out.startswith(b"tokens 5999 nll")
     assert check(text, TOKENS - 1) == b""
+
+
+@pytest.mark.slow
+def test_pieces(slow):
+    """A text that is scored in pieces: the counts go on from piece to piece."""
+    status, out, text = run(slow, "-m", "perplexity", context="1000")
+    assert status == 0 and out.startswith(b"tokens 5999 nll")
+    assert any(int(done) > 1000 for done, _, _ in SHOWN.findall(text))
+    check(text, TOKENS - 1)
 
 
 @pytest.mark.parametrize("args, terminal", [
