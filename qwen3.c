@@ -2094,9 +2094,9 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return true;
 }
 
-// The text that has the most first ids in common with t, *same, and has run or will run them. It may
-// be t itself, whose blocks may still be there. The last known id does not count: it always runs, as
-// its logits are needed.
+// The text that has the most first ids, *same, in common with t, and has run or will run them. It
+// may be t itself, whose blocks may still be there. The last known id does not count: it always
+// runs, as its logits are needed.
 static Text *find_alike(Engine *e, Text *t, size_t *same) {
     Text *best = t;
     *same = t->run;
