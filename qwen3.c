@@ -888,27 +888,34 @@ typedef struct {
     size_t n, cap;
 } Conversation;
 
-// Adds an answer of an earlier turn without its thinking: all up to the last </think>, and the
-// newlines after it, even where that is the middle of a token. The rest is encoded again, as by the
-// chat template: its ids can differ from those that were drawn. Added tokens keep theirs.
+// How many bytes of an answer are its thinking: those up to the last </think>, and the newlines
+// after it
+static size_t thinking_length(const ChatFormat *f, Bytes text) {
+    size_t n = find_last(text, f->strip);
+    while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
+    return n;
+}
+
+// Adds an answer of an earlier turn without its thinking. Of the tokens "</think>" "\n\nYes"
+// "<tool_call>", 10 bytes are left out, up to the middle of the second one. "Yes" is encoded again
+// as plain text, as by the chat template: its ids can differ from those that were drawn. Added
+// tokens that the model drew, like <tool_call>, stay what they are.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
+    const Bytes rest = bytes_of(&message->text);
     Buffer all = {0};
     for (size_t i = 0; i < ids->n; i++) buffer_add(&all, enc->tok->text[ids->p[i]]);
-    buffer_add(&all, bytes_of(&message->text));
-    Bytes text = bytes_of(&all);
-    size_t done = find_last(text, f->strip), end = 0;  // bytes left out or added; end of token i
-    while (done && done < text.n && f->trim.n && memchr(f->trim.p, text.p[done], f->trim.n)) done++;
+    buffer_add(&all, rest);
+    size_t left = thinking_length(f, bytes_of(&all));  // bytes that are still to be left out
     for (size_t i = 0; i < ids->n; i++) {
         const int id = ids->p[i];
-        const bool whole = end >= done;
-        end += enc->tok->text[id].n;
-        if (end <= done) continue;
-        if (whole && enc->tok->kind[id] & ADDED) encode_token(enc, id);
-        else encode_plain(enc, (Bytes){text.p + done, end - done});
-        done = end;
+        const Bytes text = enc->tok->text[id];
+        const size_t cut = min_size(left, text.n);
+        left -= cut;
+        if (cut == 0 && enc->tok->kind[id] & ADDED) encode_token(enc, id);
+        else encode_plain(enc, bytes_from(text, cut));
     }
-    encode_plain(enc, bytes_from(text, done));  // message->text
+    encode_plain(enc, bytes_from(rest, left));
     free(all.p);
 }
 
@@ -994,26 +1001,21 @@ static void keep_likelier(float *p, int n, int id) {
     for (int i = id; i < n; i++) p[i] = load_i32(p + i) > bits ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0. Bisection on the bits finds a threshold that at least k values
-// reach: exactly k, or more only if several are equal there.
+// Sets all p but the k largest to 0. A threshold is found bit by bit, from the highest on: a bit is
+// set if at least k values still reach it. In the end exactly k do, or more if several are equal.
 static void keep_top_k(float *p, int n, int k) {
-    // Invariant: fewer than k values are >= high; `kept` values, at least k, are >= low.
-    int32_t low = 0, high = INT32_MAX;
-    int kept = n;
-    while (kept > k && high - low > 1) {
-        int32_t middle = low + (high - low) / 2;
+    int32_t threshold = 0;
+    int kept = n;  // so many values reach it
+    for (int32_t bit = 1 << 30; kept > k && bit > 0; bit /= 2) {
         int count = 0;
-        for (int i = 0; i < n; i++) count += load_i32(p + i) >= middle;
-        if (count < k) {
-            high = middle;
-        } else {
-            low = middle;
-            kept = count;
-        }
+        for (int i = 0; i < n; i++) count += load_i32(p + i) >= (threshold | bit);
+        if (count < k) continue;
+        threshold |= bit;
+        kept = count;
     }
-    for (int i = 0; i < n; i++) p[i] = load_i32(p + i) >= low ? p[i] : 0;
-    for (int i = n - 1; kept > k; i--) {  // too many equal ones: the lowest ids stay
-        if (load_i32(p + i) != low) continue;
+    for (int i = 0; i < n; i++) p[i] = load_i32(p + i) >= threshold ? p[i] : 0;
+    for (int i = n - 1; kept > k; i--) {  // of equal ones the lowest ids stay
+        if (load_i32(p + i) != threshold) continue;
         p[i] = 0;
         kept--;
     }
