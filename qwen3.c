@@ -671,14 +671,9 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-enum {           // bits of Tokenizer.kind
-    ADDED = 1,   // an added token, found before the text is cut into pieces
-    SPECIAL = 2  // not written in answers
-};
+enum { ADDED = 1, SPECIAL = 2 };  // bits of Tokenizer.kind: an added token; not written in answers
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
-
-enum { LONGEST_ADDED = 128 };  // bytes of an added token
 
 typedef struct {       // the text around the messages of a conversation: see render
     Bytes start;       // before all else
@@ -696,9 +691,6 @@ typedef struct Tokenizer {
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
-    size_t longest;          // the most bytes of a token
-    bool added_start[256];   // the bytes that added tokens begin with
-    bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     int end_of_text;         // <|endoftext|>
     int think, end_think;    // <think> and </think>, or -1
     Ids head, tail;          // put before and after every raw text
@@ -707,9 +699,7 @@ typedef struct Tokenizer {
     int top_k;
     Mode mode;               // what the model is made for
     ChatFormat chat;
-    bool has_classes;        // the file has the classes of characters (older ones: ASCII's alone),
-    bool has_nfc;            // and what normalize needs (else a text is taken as it is)
-    struct Tables *tables;   // Part II only, for token_find, char_at and normalize
+    struct Tables *tables;   // Part II only, for token_find, added_next, char_at and normalize
 } Tokenizer;
 
 typedef struct {  // one character of a text
@@ -722,7 +712,7 @@ typedef struct {  // one character of a text
 // Part II: the character at offset `at` of a text; at the text's end, 0 bytes of class END
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 
-// Part II: appends a text in form NFC.
+// Part II: appends a text in form NFC; as it is, if an older tokenizer file has no data for that
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
 // Part II: the added token, or the ordinary one, with exactly these bytes, or -1
@@ -787,7 +777,6 @@ typedef struct {      // text arrives in parts, some of which may hold added tok
     const Tokenizer *tok;
     Ids *out;
     Buffer plain;     // the text since the last added token, not encoded yet
-    Buffer normal;    // its NFC
     Symbol *symbols;  // Part II only: see encode_piece
     size_t symbols_cap;
 } Encoder;
@@ -796,21 +785,18 @@ typedef struct {      // text arrives in parts, some of which may hold added tok
 // until no two neighbours of the piece make a token; then appends its tokens to enc->out.
 static void encode_piece(Encoder *enc, Bytes piece);
 
-// Encodes the plain text that has arrived.
+// Encodes the plain text that has arrived. A byte makes at most one token: so all counts fit into
+// an int. After Ctrl-C ids are missing, but forward stops as well.
 static void encode_flush(Encoder *enc) {
-    Bytes text = bytes_of(&enc->plain);
-    if (enc->tok->has_nfc) {
-        enc->normal.n = 0;
-        normalize(enc->tok, &enc->normal, text);
-        text = bytes_of(&enc->normal);
-    }
-    // NFC may have made it longer. A byte makes at most one token, so all counts fit into an int.
-    if (text.n + enc->out->n >= INT_MAX) die("text: too long, expected less than 2 GB");
-    while (text.n && !interrupted) {  // after Ctrl-C ids are missing, but forward stops as well
-        size_t n = piece_length(enc->tok, text);
+    Buffer normal = {0};
+    normalize(enc->tok, &normal, bytes_of(&enc->plain));
+    if (normal.n + enc->out->n >= INT_MAX) die("text: too long, expected less than 2 GB");
+    for (Bytes text = bytes_of(&normal); text.n && !interrupted;) {
+        const size_t n = piece_length(enc->tok, text);
         encode_piece(enc, (Bytes){text.p, n});
         text = bytes_from(text, n);
     }
+    free(normal.p);
     enc->plain.n = 0;
 }
 
@@ -838,9 +824,9 @@ static void encode_marked(Encoder *enc, Bytes text) {
     encode_plain(enc, bytes_from(text, done));
 }
 
-static void encoder_free(Encoder *enc) {
+static void encode_end(Encoder *enc) {
+    encode_flush(enc);
     free(enc->plain.p);
-    free(enc->normal.p);
     free(enc->symbols);
 }
 
@@ -849,8 +835,7 @@ static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out)
     Encoder enc = {.tok = tok, .out = out};
     if (marked) encode_marked(&enc, text);
     else encode_plain(&enc, text);
-    encode_flush(&enc);
-    encoder_free(&enc);
+    encode_end(&enc);
 }
 
 // A raw text (in all modes but chat), as HF's tokenizer(text) encodes it: with added tokens, and
@@ -939,8 +924,7 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
         encode_marked(&enc, f->close[message->role]);
     }
     encode_marked(&enc, f->answer[think]);
-    encode_flush(&enc);
-    encoder_free(&enc);
+    encode_end(&enc);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1682,20 +1666,26 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 
 typedef struct { uint64_t from, to; } Mapping;  // in tables sorted by `from`
 
+// What a file may ask for, so that none takes all time or memory: bytes of a token, of an added
+// token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
+enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
+
 typedef struct Tables {
     uint32_t *table;       // (mask + 1) hash table of the tokens: id + 1, or 0 if free
     uint32_t mask;
     uint64_t secret;       // of the hash, odd: nobody can make a file whose tokens share slots
+    size_t longest;        // the most bytes of a token
+    bool added_start[256]; // the bytes that added tokens begin with
+    bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
+    bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
     uint16_t *chars;       // (N_CHARS) what each character is
-    uint64_t *decomposed;  // (N_CHARS) canonical decompositions: first << 32 | second, or 0
+    uint64_t *decomposed;  // (N_CHARS) canonical decompositions: first << 32 | second, or 0; NULL
+                           // if the file has none: then normalize leaves a text as it is
     Mapping *composed;     // (n_composed) and back, for those that NFC composes again
     size_t n_composed;
 } Tables;
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-// What a file may ask for, so that none takes all time or memory: bytes of a token and of
-// ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
-enum { LONGEST = 1024, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
 
 static Bytes take_text(Cursor *in) {
     const uint32_t n = take_u32(in);
@@ -1769,7 +1759,6 @@ static int compare_u64(const void *a, const void *b) {
 static void take_decompositions(Cursor *in, Tokenizer *tok) {
     enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
     if (in->rest.n == 0) return;
-    tok->has_nfc = true;
     tok->tables->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
     tok->tables->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
     for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
@@ -1878,9 +1867,9 @@ static int token_find(const Tokenizer *tok, Bytes text, bool added) {
 
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
     for (; *at < text.n && !interrupted; ++*at) {
-        if (!tok->added_start[text.p[*at]]) continue;
+        if (!tok->tables->added_start[text.p[*at]]) continue;
         for (size_t n = min_size(LONGEST_ADDED, text.n - *at); n > 0; n--) {
-            if (!tok->added_length[n]) continue;
+            if (!tok->tables->added_length[n]) continue;
             const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
             if (id >= 0) return id;
         }
@@ -1897,8 +1886,8 @@ static void index_tokens(Tokenizer *tok, const char *file) {
         const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s, added);
         if (*slot == 0 && (added || s.n == 1 || tok->score[id] > ADDED_SCORE)) *slot = id + 1;
-        if (added) tok->added_start[s.p[0]] = true;
-        if (added) tok->added_length[s.n] = true;
+        if (added) tok->tables->added_start[s.p[0]] = true;
+        if (added) tok->tables->added_length[s.n] = true;
     }
     for (int i = 0; i < 256; i++) {
         if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
@@ -1938,14 +1927,14 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         if (s.n > LONGEST)
             die("%s: bad length of token %d, expected at most %d bytes, found %zu; %s", file, id,
                 LONGEST, s.n, in.hint);
-        if (s.n > tok->longest) tok->longest = s.n;
+        if (s.n > tok->tables->longest) tok->tables->longest = s.n;
         if (tok->score[id] > ADDED_SCORE || s.n < 2 || s.n > LONGEST_ADDED) continue;
         const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
         tok->kind[id] = special ? ADDED | SPECIAL : ADDED;  // unless the file says which are
     }
     if (in.rest.n) take_extension(&in, tok);
-    tok->has_classes = tok->tables->chars['a'] & CLASS_MASK;  // else something like them follows
-    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
+    tok->tables->has_classes = tok->tables->chars['a'] & CLASS_MASK;  // else something like them
+    for (uint32_t c = 0; c < BAD_BYTE && !tok->tables->has_classes; c++) {
         const bool letter = c >= 128 || isalpha(c);
         tok->tables->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
@@ -2047,6 +2036,10 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
     Char c;
+    if (!tok->tables->decomposed) {
+        buffer_add(out, text);
+        return;
+    }
     for (size_t at = 0, run, end = 0; at < text.n && !interrupted; at = end) {
         for (run = at; (c = char_at(tok, text, end)).n && !c.active; end += c.n) run = end;
         buffer_add(out, (Bytes){text.p + at, run - at});
@@ -2748,7 +2741,7 @@ static void give_notices(App *app) {
     }
     if (app->noticed) return;
     app->noticed = true;
-    if (!tok->has_classes)
+    if (!tok->tables->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
         notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[mode]);
@@ -3530,7 +3523,7 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
     for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
         size += talk->p[i].role == ASSISTANT ? 0 : talk->p[i].text.n;
     if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&
-        size / 4 > e->tokenizer.longest * e->model.state.seq_len)  // NFC may quarter it
+        size / 4 > e->tokenizer.tables->longest * e->model.state.seq_len)  // NFC may quarter it
         return wrong_length(app, size, size, " bytes");
     ids->n = 0;
     if (chat) render(&e->tokenizer, talk, 0, switched_on(app), ids);

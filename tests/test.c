@@ -1260,6 +1260,7 @@ static void test_stopped_retry(void) {
     for (int i = 0; i < 256; i++) text[i] = bytes("t");
     app.engine.tokenizer.text = text;
     app.engine.tokenizer.kind = (uint8_t[256]){0};
+    app.engine.tokenizer.tables = &(Tables){0};
     interrupted = 1;
     CHECK(run_message(&app));
     interrupted = quiet = 0;
