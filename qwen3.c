@@ -106,18 +106,8 @@ static void report(const char *fmt, ...);
 
 #define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))  // a file, memory or model error
 
-typedef struct {  // token ids that grow
-    int *p;
-    size_t n, cap;
-} Ids;
-
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
-
-INLINE int32_t load_i32(const void *p) {  // the 4 bytes at any address p
-    int32_t value;
-    memcpy(&value, p, 4);
-    return value;
-}
+INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------------------------------------
 // Types, with their shapes: (rows, cols) = (out, in), as torch.nn.Linear stores its weight. Names
@@ -193,12 +183,11 @@ typedef struct {       // a token of a text
     bool needed;       // x is needed after the last layer
 } Row;
 
-// Everything that changes while the model runs. A batch is up to `batch` tokens that forward()
-// runs, a row each: consecutive tokens of one text, or such parts of several texts one after the
-// other.
+// Everything that changes while the model runs. forward() runs a batch of rows, a token each:
+// consecutive tokens of one text, or such parts of several texts, one after the other.
 typedef struct {
     int seq_len;         // the maximum number of positions of a text (option -c)
-    int batch;
+    int batch;           // the maximum number of rows
     Row *rows;           // (batch)
     float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at a row's position
     float *x;            // (batch, dim)          the residual stream
@@ -207,13 +196,11 @@ typedef struct {
     float *cache;        // keys and values, in an order that only key_at and value_at know
     int blocks;          // of the cache, each for all layers and kv heads
     int block_len;       // positions in a block: see Text
-    int passes;          // calls of forward so far; only the tests read it
     // One token's, in the layer that runs:
     float *h;            // (dim)          rmsnorm(x)
     Q8 xq;               // (dim)          Q8(h)
-    float *q;            // (q_dim)        its queries
-    float *k, *v;        // (kv_dim)       its keys and values, which then go to the cache
-    float *a;            // (q_dim)        what attention finds for each query
+    float *q, *a;        // (q_dim)        its queries; what attention finds for each
+    float *k, *v;        // (kv_dim)       its keys and values: they then go to the cache
     Q8 aq;               // (q_dim)        Q8(a)
     float *gate, *up;    // (hidden_dim)   W1 h, then silu(W1 h) * (W3 h); W3 h
     Q8 hq;               // (hidden_dim)   Q8(silu(W1 h) * (W3 h))
@@ -293,19 +280,16 @@ static void silu_times(float *gate, const float *up, int n) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Quantization and the matrix product. A token needs all weights (of the experts, those of the
-// chosen ones), and for one token reading them from memory takes longer than the arithmetic. So
-// all matrices but the router are quantized: their weights take fewer bytes.
+// Quantization and the matrix product. For one token, reading the weights from memory takes longer
+// than the arithmetic. So all matrices but the router are quantized: their weights take fewer bytes.
 //
 // With 8 bits, a group of group_size (up to 256) consecutive weights of a row is stored as int8
 // values and one float scale: a weight is its int8 times the scale. (A large weight makes the steps
 // between values coarse, but those of its group alone.) The layers' matrices may have 4 bits
-// instead: the model has a table of 16 int8 values, the levels, and a weight is stored as an index
-// into it, its group's scale as a float of 16 bits. Just before a vector is multiplied with a
-// matrix, it is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot product
-// of a group of weights and a group of the vector is a sum of integers, at most 256 * 128 * 127 <
-// 2^22, which is exact even as a float. It is then multiplied by the two scales. So rounding
-// happens to the weights, once, in export.py, to each vector, and to the sums of floats.
+// instead: then a weight is an index into a table of 16 int8 values, the model's levels, and a
+// scale has 16 bits. Just before a vector is multiplied with a matrix, it is quantized, too, always
+// to 8 bits: Q8(h). So the dot product of a group of weights and a group of the vector is a sum of
+// integers, at most 256 * 128 * 127 < 2^22: exact, even as a float. The two scales multiply it.
 
 // Weight i of group g, without its scale. Groups are numbered through the matrix, row after row.
 // With 4 bits, a group takes group / 2 bytes. Byte b holds two indices into levels: in its low
@@ -317,7 +301,6 @@ INLINE int weight_q(const Matrix *w, size_t g, int i) {
     return w->levels[i < half ? pairs[i] & 15 : pairs[i - half] >> 4 & 15];
 }
 
-// The scale of group g
 INLINE float weight_scale(const Matrix *w, size_t g) {
     return w->bits == 8 ? ((const float *)w->scales)[g]
                         : half_float(((const uint16_t *)w->scales)[g]);
@@ -475,11 +458,10 @@ static float attention_score(KvHead h, const float *q, int pos) {
 }
 
 // Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with a (head_dim), K
-// and V (len, head_dim). n_heads / n_kv_heads neighbours among the query heads share a kv head,
-// which makes the cache smaller. The positions come in spans, so that `score` stays small. Two sums
-// are kept: of the terms (total), and of the terms times the values (a), both relative to the
-// largest score so far, as exp of a large score would be infinite. Where that grows, the factor
-// `keep` makes smaller what was summed before (online softmax).
+// and V (len, head_dim). The positions come in spans, so that `score` stays small. Two sums grow:
+// of the terms (total), and of the terms times the values (a). Both are relative to the largest
+// score so far, as exp of a large score would be infinite. Where a span has a larger one, the
+// factor `keep` makes smaller what was summed before (online softmax).
 enum { SPAN = 256 };
 
 static void attend(const Model *m, int l, int t, int head) {
@@ -613,7 +595,6 @@ static float *classify(Model *m, int first, int count);
 static bool forward(Model *m, int n) {
     const State *s = &m->state;
     const size_t dim = m->config.dim;
-    m->state.passes++;
     for (int t = 0; t < n; t++) embed(m, t);
     for (int l = 0; l < m->config.n_layers; l++) {
         if (interrupted) return false;
@@ -627,9 +608,8 @@ static bool forward(Model *m, int n) {
     return true;
 }
 
-// parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
-// `chunk`, and calls job(arg, begin, end) for each, on all threads (Part III). It returns when all
-// are done. Only the main thread calls it, never inside a job.
+// Calls job(arg, begin, end) for ranges of 0 .. count - 1, on all threads, and returns when all are
+// done (Part III). A range begins at a multiple of `chunk`. Jobs themselves never call parallel().
 typedef void (*Job)(void *arg, int begin, int end);
 static void parallel(Job job, void *arg, int count, int chunk);
 
@@ -656,9 +636,13 @@ typedef struct {  // bytes that grow
     size_t n, cap;
 } Buffer;
 
+typedef struct {  // token ids that grow
+    int *p;
+    size_t n, cap;
+} Ids;
+
 static void buffer_add(Buffer *b, Bytes text);
 static void ids_add(Ids *ids, int id);
-
 static size_t find_last(Bytes text, Bytes part);  // the offset after its last occurrence, or 0
 
 static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
@@ -667,8 +651,6 @@ static Bytes bytes_of(const Buffer *b) { return (Bytes){b->p, b->n}; }
 static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` is 0
     return (Bytes){start ? b.p + start : b.p, b.n - start};
 }
-
-INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum { ADDED = 1, SPECIAL = 2 };  // bits of Tokenizer.kind: an added token; not written in answers
@@ -693,13 +675,13 @@ typedef struct Tokenizer {
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     int end_of_text;         // <|endoftext|>
     int think, end_think;    // <think> and </think>, or -1
-    Ids head, tail;          // put before and after every raw text
+    Ids head, tail;          // what HF's post-processor puts before and after every raw text
     Ids stop;                // each ends an answer
     float temperature, top_p, repetition;  // the checkpoint's advice: see Sampler
     int top_k;
     Mode mode;               // what the model is made for
     ChatFormat chat;
-    struct Tables *tables;   // Part II only, for token_find, added_next, char_at and normalize
+    struct Tables *tables;   // Part II only: how tokens are found, the classes of characters, NFC
 } Tokenizer;
 
 typedef struct {  // one character of a text
@@ -711,12 +693,6 @@ typedef struct {  // one character of a text
 
 // Part II: the character at offset `at` of a text; at the text's end, 0 bytes of class END
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
-
-// Part II: appends a text in form NFC; as it is, if an older tokenizer file has no data for that
-static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
-
-// Part II: the added token, or the ordinary one, with exactly these bytes, or -1
-static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // The end of the run of characters of one class that begins at `at`
 static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
@@ -771,15 +747,16 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
     return end;                                                                      // 4
 }
 
-typedef struct Symbol Symbol;
-
-typedef struct {      // text arrives in parts, some of which may hold added tokens
+typedef struct {             // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
-    Buffer plain;     // the text since the last added token, not encoded yet
-    Symbol *symbols;  // Part II only: see encode_piece
+    Buffer plain;            // the text since the last added token, not encoded yet
+    struct Symbol *symbols;  // Part II only: see encode_piece
     size_t symbols_cap;
 } Encoder;
+
+// Part II: appends the text in form NFC; as it is, if an older tokenizer file has no data for that.
+static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
 // Part II: byte-pair encoding. Merges the pair with the highest score, of equal ones the leftmost,
 // until no two neighbours of the piece make a token; then appends its tokens to enc->out.
@@ -838,8 +815,7 @@ static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out)
     encode_end(&enc);
 }
 
-// A raw text (in all modes but chat), as HF's tokenizer(text) encodes it: with added tokens, and
-// with what its post-processor puts around every text.
+// A raw text (in all modes but chat), as HF's tokenizer(text) encodes it
 static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
     for (size_t i = 0; i < tok->head.n; i++) ids_add(out, tok->head.p[i]);
     encode_part(tok, text, true, out);
@@ -945,6 +921,12 @@ typedef struct {
     bool *seen;         // (vocab_size) is in the prompt or the answer
     uint64_t rng;
 } Sampler;
+
+INLINE int32_t load_i32(const void *p) {  // the 4 bytes at any address p
+    int32_t value;
+    memcpy(&value, p, 4);
+    return value;
+}
 
 // One of 2^53 numbers in [0, 1): splitmix64
 static double random_next(uint64_t *state) {
@@ -1611,10 +1593,12 @@ static void model_map(Model *m, const char *path) {
 // symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
 // the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
 // larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
-struct Symbol {
+typedef struct Symbol {
     uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once prev took it
     uint64_t node;
-};
+} Symbol;
+
+static int token_find(const Tokenizer *tok, Bytes text, bool added);  // or -1
 
 // Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
 static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
@@ -1861,6 +1845,7 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     return &tok->tables->table[slot];
 }
 
+// The added token, or the ordinary one, with exactly these bytes, or -1
 static int token_find(const Tokenizer *tok, Bytes text, bool added) {
     return (int)*token_slot(tok, text, added) - 1;
 }
