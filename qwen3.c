@@ -281,7 +281,7 @@ static void silu_times(float *gate, const float *up, int n) {
 
 // ------------------------------------------------------------------------------------------------
 // Quantization and the matrix product. For one token, reading the weights from memory takes longer
-// than the arithmetic. So all matrices but the router are quantized: their weights take fewer bytes.
+// than the arithmetic. So all matrices but the router are quantized: they take fewer bytes.
 //
 // With 8 bits, a group of group_size (up to 256) consecutive weights of a row is stored as int8
 // values and one float scale: a weight is its int8 times the scale. (A large weight makes the steps
