@@ -106,18 +106,8 @@ static void report(const char *fmt, ...);
 
 #define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))  // a file, memory or model error
 
-typedef struct {  // token ids that grow
-    int *p;
-    size_t n, cap;
-} Ids;
-
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
-
-INLINE int32_t load_i32(const void *p) {  // the 4 bytes at any address p
-    int32_t value;
-    memcpy(&value, p, 4);
-    return value;
-}
+INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------------------------------------
 // Types, with their shapes: (rows, cols) = (out, in), as torch.nn.Linear stores its weight. Names
@@ -193,12 +183,11 @@ typedef struct {       // a token of a text
     bool needed;       // x is needed after the last layer
 } Row;
 
-// Everything that changes while the model runs. A batch is up to `batch` tokens that forward()
-// runs, a row each: consecutive tokens of one text, or such parts of several texts one after the
-// other.
+// Everything that changes while the model runs. forward() runs a batch of rows, a token each:
+// consecutive tokens of one text, or such parts of several texts, one after the other.
 typedef struct {
     int seq_len;         // the maximum number of positions of a text (option -c)
-    int batch;
+    int batch;           // the maximum number of rows
     Row *rows;           // (batch)
     float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at a row's position
     float *x;            // (batch, dim)          the residual stream
@@ -207,13 +196,11 @@ typedef struct {
     float *cache;        // keys and values, in an order that only key_at and value_at know
     int blocks;          // of the cache, each for all layers and kv heads
     int block_len;       // positions in a block: see Text
-    int passes;          // calls of forward so far; only the tests read it
     // One token's, in the layer that runs:
     float *h;            // (dim)          rmsnorm(x)
     Q8 xq;               // (dim)          Q8(h)
-    float *q;            // (q_dim)        its queries
-    float *k, *v;        // (kv_dim)       its keys and values, which then go to the cache
-    float *a;            // (q_dim)        what attention finds for each query
+    float *q, *a;        // (q_dim)        its queries; what attention finds for each
+    float *k, *v;        // (kv_dim)       its keys and values: they then go to the cache
     Q8 aq;               // (q_dim)        Q8(a)
     float *gate, *up;    // (hidden_dim)   W1 h, then silu(W1 h) * (W3 h); W3 h
     Q8 hq;               // (hidden_dim)   Q8(silu(W1 h) * (W3 h))
@@ -293,19 +280,16 @@ static void silu_times(float *gate, const float *up, int n) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Quantization and the matrix product. A token needs all weights (of the experts, those of the
-// chosen ones), and for one token reading them from memory takes longer than the arithmetic. So
-// all matrices but the router are quantized: their weights take fewer bytes.
+// Quantization and the matrix product. For one token, reading the weights from memory takes longer
+// than the arithmetic. So all matrices but the router are quantized: they take fewer bytes.
 //
 // With 8 bits, a group of group_size (up to 256) consecutive weights of a row is stored as int8
 // values and one float scale: a weight is its int8 times the scale. (A large weight makes the steps
 // between values coarse, but those of its group alone.) The layers' matrices may have 4 bits
-// instead: the model has a table of 16 int8 values, the levels, and a weight is stored as an index
-// into it, its group's scale as a float of 16 bits. Just before a vector is multiplied with a
-// matrix, it is quantized, too, always to 8 bits, which the code writes Q8(h). So the dot product
-// of a group of weights and a group of the vector is a sum of integers, at most 256 * 128 * 127 <
-// 2^22, which is exact even as a float. It is then multiplied by the two scales. So rounding
-// happens to the weights, once, in export.py, to each vector, and to the sums of floats.
+// instead: then a weight is an index into a table of 16 int8 values, the model's levels, and a
+// scale has 16 bits. Just before a vector is multiplied with a matrix, it is quantized, too, always
+// to 8 bits: Q8(h). So the dot product of a group of weights and a group of the vector is a sum of
+// integers, at most 256 * 128 * 127 < 2^22: exact, even as a float. The two scales multiply it.
 
 // Weight i of group g, without its scale. Groups are numbered through the matrix, row after row.
 // With 4 bits, a group takes group / 2 bytes. Byte b holds two indices into levels: in its low
@@ -317,7 +301,6 @@ INLINE int weight_q(const Matrix *w, size_t g, int i) {
     return w->levels[i < half ? pairs[i] & 15 : pairs[i - half] >> 4 & 15];
 }
 
-// The scale of group g
 INLINE float weight_scale(const Matrix *w, size_t g) {
     return w->bits == 8 ? ((const float *)w->scales)[g]
                         : half_float(((const uint16_t *)w->scales)[g]);
@@ -475,11 +458,10 @@ static float attention_score(KvHead h, const float *q, int pos) {
 }
 
 // Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with a (head_dim), K
-// and V (len, head_dim). n_heads / n_kv_heads neighbours among the query heads share a kv head,
-// which makes the cache smaller. The positions come in spans, so that `score` stays small. Two sums
-// are kept: of the terms (total), and of the terms times the values (a), both relative to the
-// largest score so far, as exp of a large score would be infinite. Where that grows, the factor
-// `keep` makes smaller what was summed before (online softmax).
+// and V (len, head_dim). The positions come in spans, so that `score` stays small. Two sums grow:
+// of the terms (total), and of the terms times the values (a). Both are relative to the largest
+// score so far, as exp of a large score would be infinite. Where a span has a larger one, the
+// factor `keep` makes smaller what was summed before (online softmax).
 enum { SPAN = 256 };
 
 static void attend(const Model *m, int l, int t, int head) {
@@ -613,7 +595,6 @@ static float *classify(Model *m, int first, int count);
 static bool forward(Model *m, int n) {
     const State *s = &m->state;
     const size_t dim = m->config.dim;
-    m->state.passes++;
     for (int t = 0; t < n; t++) embed(m, t);
     for (int l = 0; l < m->config.n_layers; l++) {
         if (interrupted) return false;
@@ -627,9 +608,8 @@ static bool forward(Model *m, int n) {
     return true;
 }
 
-// parallel(job, arg, count, chunk) cuts 0 .. count - 1 into ranges that begin at multiples of
-// `chunk`, and calls job(arg, begin, end) for each, on all threads (Part III). It returns when all
-// are done. Only the main thread calls it, never inside a job.
+// Calls job(arg, begin, end) for ranges of 0 .. count - 1, on all threads, and returns when all are
+// done (Part III). A range begins at a multiple of `chunk`. Jobs themselves never call parallel().
 typedef void (*Job)(void *arg, int begin, int end);
 static void parallel(Job job, void *arg, int count, int chunk);
 
@@ -656,9 +636,13 @@ typedef struct {  // bytes that grow
     size_t n, cap;
 } Buffer;
 
+typedef struct {  // token ids that grow
+    int *p;
+    size_t n, cap;
+} Ids;
+
 static void buffer_add(Buffer *b, Bytes text);
 static void ids_add(Ids *ids, int id);
-
 static size_t find_last(Bytes text, Bytes part);  // the offset after its last occurrence, or 0
 
 static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
@@ -668,17 +652,10 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
     return (Bytes){start ? b.p + start : b.p, b.n - start};
 }
 
-INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
-
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-enum {           // bits of Tokenizer.kind
-    ADDED = 1,   // an added token, found before the text is cut into pieces
-    SPECIAL = 2  // not written in answers
-};
+enum { ADDED = 1, SPECIAL = 2 };  // bits of Tokenizer.kind: an added token; not written in answers
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
-
-enum { LONGEST_ADDED = 128 };  // bytes of an added token
 
 typedef struct {       // the text around the messages of a conversation: see render
     Bytes start;       // before all else
@@ -696,20 +673,15 @@ typedef struct Tokenizer {
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
-    size_t longest;          // the most bytes of a token
-    bool added_start[256];   // the bytes that added tokens begin with
-    bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     int end_of_text;         // <|endoftext|>
     int think, end_think;    // <think> and </think>, or -1
-    Ids head, tail;          // put before and after every raw text
+    Ids head, tail;          // what HF's post-processor puts before and after every raw text
     Ids stop;                // each ends an answer
     float temperature, top_p, repetition;  // the checkpoint's advice: see Sampler
     int top_k;
     Mode mode;               // what the model is made for
     ChatFormat chat;
-    bool has_classes;        // the file has the classes of characters (older ones: ASCII's alone),
-    bool has_nfc;            // and what normalize needs (else a text is taken as it is)
-    struct Tables *tables;   // Part II only, for token_find, char_at and normalize
+    struct Tables *tables;   // Part II only: how tokens are found, the classes of characters, NFC
 } Tokenizer;
 
 typedef struct {  // one character of a text
@@ -721,12 +693,6 @@ typedef struct {  // one character of a text
 
 // Part II: the character at offset `at` of a text; at the text's end, 0 bytes of class END
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
-
-// Part II: appends a text in form NFC.
-static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
-
-// Part II: the added token, or the ordinary one, with exactly these bytes, or -1
-static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // The end of the run of characters of one class that begins at `at`
 static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
@@ -781,36 +747,33 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
     return end;                                                                      // 4
 }
 
-typedef struct Symbol Symbol;
-
-typedef struct {      // text arrives in parts, some of which may hold added tokens
+typedef struct {             // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
-    Buffer plain;     // the text since the last added token, not encoded yet
-    Buffer normal;    // its NFC
-    Symbol *symbols;  // Part II only: see encode_piece
+    Buffer plain;            // the text since the last added token, not encoded yet
+    struct Symbol *symbols;  // Part II only: see encode_piece
     size_t symbols_cap;
 } Encoder;
+
+// Part II: appends the text in form NFC; as it is, if an older tokenizer file has no data for that.
+static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
 // Part II: byte-pair encoding. Merges the pair with the highest score, of equal ones the leftmost,
 // until no two neighbours of the piece make a token; then appends its tokens to enc->out.
 static void encode_piece(Encoder *enc, Bytes piece);
 
-// Encodes the plain text that has arrived.
+// Encodes the plain text that has arrived. A byte makes at most one token: so all counts fit into
+// an int. After Ctrl-C ids are missing, but forward stops as well.
 static void encode_flush(Encoder *enc) {
-    Bytes text = bytes_of(&enc->plain);
-    if (enc->tok->has_nfc) {
-        enc->normal.n = 0;
-        normalize(enc->tok, &enc->normal, text);
-        text = bytes_of(&enc->normal);
-    }
-    // NFC may have made it longer. A byte makes at most one token, so all counts fit into an int.
-    if (text.n + enc->out->n >= INT_MAX) die("text: too long, expected less than 2 GB");
-    while (text.n && !interrupted) {  // after Ctrl-C ids are missing, but forward stops as well
-        size_t n = piece_length(enc->tok, text);
+    Buffer normal = {0};
+    normalize(enc->tok, &normal, bytes_of(&enc->plain));
+    if (normal.n + enc->out->n >= INT_MAX) die("text: too long, expected less than 2 GB");
+    for (Bytes text = bytes_of(&normal); text.n && !interrupted;) {
+        const size_t n = piece_length(enc->tok, text);
         encode_piece(enc, (Bytes){text.p, n});
         text = bytes_from(text, n);
     }
+    free(normal.p);
     enc->plain.n = 0;
 }
 
@@ -838,9 +801,9 @@ static void encode_marked(Encoder *enc, Bytes text) {
     encode_plain(enc, bytes_from(text, done));
 }
 
-static void encoder_free(Encoder *enc) {
+static void encode_end(Encoder *enc) {
+    encode_flush(enc);
     free(enc->plain.p);
-    free(enc->normal.p);
     free(enc->symbols);
 }
 
@@ -849,12 +812,10 @@ static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out)
     Encoder enc = {.tok = tok, .out = out};
     if (marked) encode_marked(&enc, text);
     else encode_plain(&enc, text);
-    encode_flush(&enc);
-    encoder_free(&enc);
+    encode_end(&enc);
 }
 
-// A raw text (in all modes but chat), as HF's tokenizer(text) encodes it: with added tokens, and
-// with what its post-processor puts around every text.
+// A raw text (in all modes but chat), as HF's tokenizer(text) encodes it
 static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
     for (size_t i = 0; i < tok->head.n; i++) ids_add(out, tok->head.p[i]);
     encode_part(tok, text, true, out);
@@ -888,27 +849,34 @@ typedef struct {
     size_t n, cap;
 } Conversation;
 
-// Adds an answer of an earlier turn without its thinking: all up to the last </think>, and the
-// newlines after it, even where that is the middle of a token. The rest is encoded again, as by the
-// chat template: its ids can differ from those that were drawn. Added tokens keep theirs.
+// How many bytes of an answer are its thinking: those up to the last </think>, and the newlines
+// after it
+static size_t thinking_length(const ChatFormat *f, Bytes text) {
+    size_t n = find_last(text, f->strip);
+    while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
+    return n;
+}
+
+// Adds an answer of an earlier turn without its thinking. Of the tokens "</think>" "\n\nYes"
+// "<tool_call>", 10 bytes are left out, up to the middle of the second one. "Yes" is encoded again
+// as plain text, as by the chat template: its ids can differ from those that were drawn. Added
+// tokens that the model drew, like <tool_call>, stay what they are.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
+    const Bytes rest = bytes_of(&message->text);
     Buffer all = {0};
     for (size_t i = 0; i < ids->n; i++) buffer_add(&all, enc->tok->text[ids->p[i]]);
-    buffer_add(&all, bytes_of(&message->text));
-    Bytes text = bytes_of(&all);
-    size_t done = find_last(text, f->strip), end = 0;  // bytes left out or added; end of token i
-    while (done && done < text.n && f->trim.n && memchr(f->trim.p, text.p[done], f->trim.n)) done++;
+    buffer_add(&all, rest);
+    size_t left = thinking_length(f, bytes_of(&all));  // bytes that are still to be left out
     for (size_t i = 0; i < ids->n; i++) {
         const int id = ids->p[i];
-        const bool whole = end >= done;
-        end += enc->tok->text[id].n;
-        if (end <= done) continue;
-        if (whole && enc->tok->kind[id] & ADDED) encode_token(enc, id);
-        else encode_plain(enc, (Bytes){text.p + done, end - done});
-        done = end;
+        const Bytes text = enc->tok->text[id];
+        const size_t cut = min_size(left, text.n);
+        left -= cut;
+        if (cut == 0 && enc->tok->kind[id] & ADDED) encode_token(enc, id);
+        else encode_plain(enc, bytes_from(text, cut));
     }
-    encode_plain(enc, bytes_from(text, done));  // message->text
+    encode_plain(enc, bytes_from(rest, left));
     free(all.p);
 }
 
@@ -932,8 +900,7 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
         encode_marked(&enc, f->close[message->role]);
     }
     encode_marked(&enc, f->answer[think]);
-    encode_flush(&enc);
-    encoder_free(&enc);
+    encode_end(&enc);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -954,6 +921,12 @@ typedef struct {
     bool *seen;         // (vocab_size) is in the prompt or the answer
     uint64_t rng;
 } Sampler;
+
+INLINE int32_t load_i32(const void *p) {  // the 4 bytes at any address p
+    int32_t value;
+    memcpy(&value, p, 4);
+    return value;
+}
 
 // One of 2^53 numbers in [0, 1): splitmix64
 static double random_next(uint64_t *state) {
@@ -994,26 +967,21 @@ static void keep_likelier(float *p, int n, int id) {
     for (int i = id; i < n; i++) p[i] = load_i32(p + i) > bits ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0. Bisection on the bits finds a threshold that at least k values
-// reach: exactly k, or more only if several are equal there.
+// Sets all p but the k largest to 0. A threshold is found bit by bit, from the highest on: a bit is
+// set if at least k values still reach it. In the end exactly k do, or more if several are equal.
 static void keep_top_k(float *p, int n, int k) {
-    // Invariant: fewer than k values are >= high; `kept` values, at least k, are >= low.
-    int32_t low = 0, high = INT32_MAX;
-    int kept = n;
-    while (kept > k && high - low > 1) {
-        int32_t middle = low + (high - low) / 2;
+    int32_t threshold = 0;
+    int kept = n;  // so many values reach it
+    for (int32_t bit = 1 << 30; kept > k && bit > 0; bit /= 2) {
         int count = 0;
-        for (int i = 0; i < n; i++) count += load_i32(p + i) >= middle;
-        if (count < k) {
-            high = middle;
-        } else {
-            low = middle;
-            kept = count;
-        }
+        for (int i = 0; i < n; i++) count += load_i32(p + i) >= (threshold | bit);
+        if (count < k) continue;
+        threshold |= bit;
+        kept = count;
     }
-    for (int i = 0; i < n; i++) p[i] = load_i32(p + i) >= low ? p[i] : 0;
-    for (int i = n - 1; kept > k; i--) {  // too many equal ones: the lowest ids stay
-        if (load_i32(p + i) != low) continue;
+    for (int i = 0; i < n; i++) p[i] = load_i32(p + i) >= threshold ? p[i] : 0;
+    for (int i = n - 1; kept > k; i--) {  // of equal ones the lowest ids stay
+        if (load_i32(p + i) != threshold) continue;
         p[i] = 0;
         kept--;
     }
@@ -1612,10 +1580,12 @@ static void model_map(Model *m, const char *path) {
 // symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
 // the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
 // larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
-struct Symbol {
+typedef struct Symbol {
     uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once prev took it
     uint64_t node;
-};
+} Symbol;
+
+static int token_find(const Tokenizer *tok, Bytes text, bool added);  // or -1
 
 // Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
 static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
@@ -1667,20 +1637,26 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 
 typedef struct { uint64_t from, to; } Mapping;  // in tables sorted by `from`
 
+// What a file may ask for, so that none takes all time or memory: bytes of a token, of an added
+// token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
+enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
+
 typedef struct Tables {
     uint32_t *table;       // (mask + 1) hash table of the tokens: id + 1, or 0 if free
     uint32_t mask;
     uint64_t secret;       // of the hash, odd: nobody can make a file whose tokens share slots
+    size_t longest;        // the most bytes of a token
+    bool added_start[256]; // the bytes that added tokens begin with
+    bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
+    bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
     uint16_t *chars;       // (N_CHARS) what each character is
-    uint64_t *decomposed;  // (N_CHARS) canonical decompositions: first << 32 | second, or 0
+    uint64_t *decomposed;  // (N_CHARS) canonical decompositions: first << 32 | second, or 0; NULL
+                           // if the file has none: then normalize leaves a text as it is
     Mapping *composed;     // (n_composed) and back, for those that NFC composes again
     size_t n_composed;
 } Tables;
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
-// What a file may ask for, so that none takes all time or memory: bytes of a token and of
-// ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
-enum { LONGEST = 1024, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
 
 static Bytes take_text(Cursor *in) {
     const uint32_t n = take_u32(in);
@@ -1754,7 +1730,6 @@ static int compare_u64(const void *a, const void *b) {
 static void take_decompositions(Cursor *in, Tokenizer *tok) {
     enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
     if (in->rest.n == 0) return;
-    tok->has_nfc = true;
     tok->tables->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
     tok->tables->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
     for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
@@ -1857,15 +1832,16 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     return &tok->tables->table[slot];
 }
 
+// The added token, or the ordinary one, with exactly these bytes, or -1
 static int token_find(const Tokenizer *tok, Bytes text, bool added) {
     return (int)*token_slot(tok, text, added) - 1;
 }
 
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
     for (; *at < text.n && !interrupted; ++*at) {
-        if (!tok->added_start[text.p[*at]]) continue;
+        if (!tok->tables->added_start[text.p[*at]]) continue;
         for (size_t n = min_size(LONGEST_ADDED, text.n - *at); n > 0; n--) {
-            if (!tok->added_length[n]) continue;
+            if (!tok->tables->added_length[n]) continue;
             const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
             if (id >= 0) return id;
         }
@@ -1882,8 +1858,8 @@ static void index_tokens(Tokenizer *tok, const char *file) {
         const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s, added);
         if (*slot == 0 && (added || s.n == 1 || tok->score[id] > ADDED_SCORE)) *slot = id + 1;
-        if (added) tok->added_start[s.p[0]] = true;
-        if (added) tok->added_length[s.n] = true;
+        if (added) tok->tables->added_start[s.p[0]] = true;
+        if (added) tok->tables->added_length[s.n] = true;
     }
     for (int i = 0; i < 256; i++) {
         if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
@@ -1923,14 +1899,14 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
         if (s.n > LONGEST)
             die("%s: bad length of token %d, expected at most %d bytes, found %zu; %s", file, id,
                 LONGEST, s.n, in.hint);
-        if (s.n > tok->longest) tok->longest = s.n;
+        if (s.n > tok->tables->longest) tok->tables->longest = s.n;
         if (tok->score[id] > ADDED_SCORE || s.n < 2 || s.n > LONGEST_ADDED) continue;
         const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
         tok->kind[id] = special ? ADDED | SPECIAL : ADDED;  // unless the file says which are
     }
     if (in.rest.n) take_extension(&in, tok);
-    tok->has_classes = tok->tables->chars['a'] & CLASS_MASK;  // else something like them follows
-    for (uint32_t c = 0; c < BAD_BYTE && !tok->has_classes; c++) {
+    tok->tables->has_classes = tok->tables->chars['a'] & CLASS_MASK;  // else something like them
+    for (uint32_t c = 0; c < BAD_BYTE && !tok->tables->has_classes; c++) {
         const bool letter = c >= 128 || isalpha(c);
         tok->tables->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
     }
@@ -2032,6 +2008,10 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
     Char c;
+    if (!tok->tables->decomposed) {
+        buffer_add(out, text);
+        return;
+    }
     for (size_t at = 0, run, end = 0; at < text.n && !interrupted; at = end) {
         for (run = at; (c = char_at(tok, text, end)).n && !c.active; end += c.n) run = end;
         buffer_add(out, (Bytes){text.p + at, run - at});
@@ -2728,7 +2708,7 @@ static void give_notices(App *app) {
     }
     if (app->noticed) return;
     app->noticed = true;
-    if (!tok->has_classes)
+    if (!tok->tables->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
         notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[mode]);
@@ -3508,7 +3488,7 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
     for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
         size += talk->p[i].role == ASSISTANT ? 0 : talk->p[i].text.n;
     if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&
-        size / 4 > e->tokenizer.longest * e->model.state.seq_len)  // NFC may quarter it
+        size / 4 > e->tokenizer.tables->longest * e->model.state.seq_len)  // NFC may quarter it
         return wrong_length(app, size, size, " bytes");
     ids->n = 0;
     if (chat) render(&e->tokenizer, talk, 0, switched_on(app), ids);

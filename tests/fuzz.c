@@ -448,20 +448,12 @@ static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
     return out;
 }
 
-static void encode(const Tokenizer *t, Bytes s, bool marked, Ids *out) {
-    Encoder e = {.tok = t, .out = out};
-    if (marked) encode_marked(&e, s);
-    else encode_plain(&e, s);
-    encode_flush(&e);
-    encoder_free(&e);
-}
-
 static void fuzz_text(Bytes in) {
     const Tokenizer *t = &tiny;
     size_t cut = take_byte(&in);
     Ids ids = {0}, again = {0};
     Buffer normal = {0}, twice = {0};
-    encode(t, in, false, &ids);
+    encode_part(t, in, false, &ids);
     Buffer text = decoded(t, &ids), slow = slow_nfc(t, in);
     Bytes whole = {text.p, text.n};
     // ids say NFC(text), and NFC is what it is done slowly, and done twice
@@ -478,7 +470,7 @@ static void fuzz_text(Bytes in) {
     }
     if (!active) CHECK(bytes_equal(whole, in));
     // the same ids from NFC(text), and from the text in two parts
-    encode(t, whole, false, &again);
+    encode_part(t, whole, false, &again);
     CHECK(same_ids(&ids, &again));
     again.n = 0;
     Encoder e = {.tok = t, .out = &again};
@@ -498,13 +490,13 @@ static void fuzz_text(Bytes in) {
     CHECK(same_ids(&ids, &again));
     // added tokens cut the text: each part by itself
     ids.n = again.n = 0;
-    encode(t, in, true, &ids);
+    encode_part(t, in, true, &ids);
     size_t at = 0, from = 0;
     for (int id; (id = added_next(t, in, &at)) >= 0; from = at += t->text[id].n) {
-        encode(t, (Bytes){in.p + from, at - from}, false, &again);
+        encode_part(t, (Bytes){in.p + from, at - from}, false, &again);
         ids_add(&again, id);
     }
-    encode(t, bytes_from(in, from), false, &again);
+    encode_part(t, bytes_from(in, from), false, &again);
     CHECK(same_ids(&ids, &again));
 }
 
@@ -542,7 +534,7 @@ static void fuzz_chat(Bytes in) {
         Message *m = conversation_add(&c, role, role == ASSISTANT ? (Bytes){0} : text);
         if (role == ASSISTANT) {
             said_ids.n = 0;
-            encode(&t, text, true, &said_ids);
+            encode_part(&t, text, true, &said_ids);
             for (size_t k = 0; k < said_ids.n; k++) ids_add(&m->ids, said_ids.p[k]);
             added_in_answers += count_added(&t, &said_ids);
         }

@@ -1010,7 +1010,6 @@ static void test_draft_that_overflows(void) {
         draw_all(&e);  // with temperature 0: the logits stay as they are
         const float *logits = m->state.logits;
         CHECK(a->run == N + 1 && a->ids.n == N + 2 && isfinite(sum_double(logits, 77)));
-        CHECK(m->state.passes == 2);
         if (drafting) CHECK(!memcmp(expected, logits, sizeof(expected)));
         memcpy(expected, logits, sizeof(expected));
     }
@@ -1260,6 +1259,7 @@ static void test_stopped_retry(void) {
     for (int i = 0; i < 256; i++) text[i] = bytes("t");
     app.engine.tokenizer.text = text;
     app.engine.tokenizer.kind = (uint8_t[256]){0};
+    app.engine.tokenizer.tables = &(Tables){0};
     interrupted = 1;
     CHECK(run_message(&app));
     interrupted = quiet = 0;
