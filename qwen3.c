@@ -2314,7 +2314,6 @@ struct Writer {
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
     Buffer held;    // text that is not written yet
-    Buffer shown;   // as it goes to a terminal
 };
 
 // How many bytes at the end must wait for what follows: an unfinished UTF-8 character; if
@@ -2337,17 +2336,17 @@ static void writer_flush(Writer *out, size_t keep) {
     const Bytes text = {out->held.p, out->held.n - keep};
     const char *no_color = getenv("NO_COLOR");
     const bool dim = out->terminal && out->thinking && !(no_color && *no_color);
-    Buffer *shown = &out->shown;
+    Buffer shown = {0};
     if (text.n == 0) return;
-    shown->n = 0;
-    if (dim) buffer_add(shown, bytes("\033[2m"));
-    if (out->terminal || (out->thinking && !out->to)) add_printable(shown, text, true);
-    if (dim) buffer_add(shown, bytes("\033[0m"));
-    if (out->terminal) write_stdout(bytes_of(shown));
-    else if (out->thinking && !out->to && !quiet) fwrite(shown->p, 1, shown->n, stderr);
+    if (dim) buffer_add(&shown, bytes("\033[2m"));
+    if (out->terminal || (out->thinking && !out->to)) add_printable(&shown, text, true);
+    if (dim) buffer_add(&shown, bytes("\033[0m"));
+    if (out->terminal) write_stdout(bytes_of(&shown));
+    else if (out->thinking && !quiet) fwrite(shown.p, 1, shown.n, stderr);
     else if (!out->thinking && out->to) buffer_add(out->to, text);
     else if (!out->thinking) write_stdout(text);
     buffer_cut(&out->held, text.n);
+    free(shown.p);
 }
 
 // The writer's answer begins or ends, or its thinking does: what comes now is thinking, or not.
@@ -2629,6 +2628,8 @@ static bool is_list(const Options *o) { return o->list || o->json_list; }
 typedef struct {
     Options options;
     Engine engine;
+    bool can_switch;  // thinking can be switched on and off,
+    bool switched_on; // and is on: -r
     bool noticed;     // the notices have been given
     bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
@@ -2637,21 +2638,14 @@ typedef struct {
     uint64_t rng;     // of the conversation's next answer
 } App;
 
-// Can the model's thinking be switched on and off?
-static bool can_switch(const Tokenizer *tok) {
-    return !bytes_equal(tok->chat.answer[0], tok->chat.answer[1]);
-}
-
-static bool switched_on(const App *app) {  // by -r
-    return app->options.think > 0 && can_switch(&app->engine.tokenizer);
-}
-
-// Finds who may open the thinking, the prompt or the model. A chat format that cuts thinking off
-// earlier answers is that of a model that thinks.
+// Finds whether -r has an effect, and who may open the thinking, the prompt or the model. A chat
+// format that cuts thinking off earlier answers is that of a model that thinks.
 static void find_thinking(App *app) {
     Engine *e = &app->engine;
     const ChatFormat *f = &e->tokenizer.chat;
-    const Bytes answer = f->answer[switched_on(app)];
+    app->can_switch = !bytes_equal(f->answer[0], f->answer[1]);
+    app->switched_on = app->can_switch && app->options.think > 0;
+    const Bytes answer = f->answer[app->switched_on];
     const size_t open = find_last(answer, bytes("<think>"));
     const size_t close = find_last(answer, bytes("</think>"));
     const bool model = !open && !close && e->tokenizer.think >= 0 && f->strip.n;
@@ -2668,7 +2662,7 @@ static void prepare_places(App *app) {
     const State *s = &e->model.state;
     const Tokenizer *tok = &e->tokenizer;
     const bool list = is_list(o), chat = e->mode == CHAT;
-    const bool advised = chat && can_switch(tok) && !switched_on(app) && tok->temperature != 0;
+    const bool advised = chat && app->can_switch && !app->switched_on && tok->temperature != 0;
     app->rng = o->seed;
     e->n_places = list || o->n_choices ? max_int(min_int(PLACES, s->batch), 1) : 1;
     e->n_unused = s->blocks;
@@ -2696,10 +2690,10 @@ static void prepare_places(App *app) {
 // wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
     const Options *o = &app->options;
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const size_t context = app->engine.model.state.seq_len;
-    const Mode mode = app->engine.mode;
-    const bool chat = mode == CHAT, thinks = switched_on(app) || app->engine.thinks;
+    const Engine *e = &app->engine;
+    const size_t context = e->model.state.seq_len;
+    const Mode mode = e->mode;
+    const bool chat = mode == CHAT;
     const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
     if (o->verbose && mode != TOKENIZE && app->prompt.n) {
         fputs("prompt ids:", stderr);
@@ -2708,11 +2702,11 @@ static void give_notices(App *app) {
     }
     if (app->noticed) return;
     app->noticed = true;
-    if (!tok->tables->has_classes)
+    if (!e->tokenizer.tables->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
         notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[mode]);
-    if (chat && o->think >= 0 && !can_switch(tok) && !(o->think > 1 && app->engine.may_think))
+    if (chat && o->think >= 0 && !app->can_switch && !(o->think > 1 && e->may_think))
         notice("-r: no effect, this model's thinking can't be switched");
     if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
     if (!chat && o->think >= 0) notice("-r: no effect, only -m chat thinks");
@@ -2722,31 +2716,28 @@ static void give_notices(App *app) {
         notice("-x: these are a backslash and an n, for a newline: -x $'\\n'");
     if (mode == PERPLEXITY && app->prompt.n > context)
         notice("text: %zu tokens are scored in pieces of %zu (-c)", app->prompt.n, context);
-    if (chat && thinks && app->engine.places->sampler.temperature == 0)
+    if (chat && (app->switched_on || e->thinks) && e->places->sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
     if (!reads_stdin && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
-// The longest prompt. Behind it, given answers need room, and the end of thinking before them.
-static int most_tokens(const Engine *e) {
-    const size_t closing = e->n_choices && e->may_think ? e->closing.n + 1 : 0;
-    return max_int(0, e->model.state.seq_len - (int)(e->longest + closing));
-}
-
 // What is wrong with a text of so many bytes and n tokens (or of more bytes than a text can have),
-// or NULL. A perplexity is scored in pieces.
+// or NULL. A perplexity is scored in pieces. Given answers need room behind the prompt, and the end
+// of thinking before them.
 static const char *wrong_length(const App *app, size_t size, size_t n, const char *unit) {
     static char what[160];
     const Engine *e = &app->engine;
     const bool scored = e->mode == PERPLEXITY;
-    const int context = e->model.state.seq_len, all = e->model.config.max_seq_len;
-    const size_t least = scored ? 2 : 1, most = scored ? INT_MAX : most_tokens(e);
+    const size_t context = e->model.state.seq_len, all = e->model.config.max_seq_len;
+    const size_t behind = e->longest + (e->n_choices && e->may_think ? e->closing.n + 1 : 0);
+    const size_t least = scored ? 2 : 1;
+    const size_t most = scored ? INT_MAX : context - min_size(context, behind);
     char hint[64] = "-c can't be larger";
     if (e->mode == TOKENIZE) return NULL;
     if (size == 0 && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
     if (n >= least && n <= most) return NULL;
-    if (context < all) snprintf(hint, sizeof(hint), "-c, up to %d", all);
+    if (context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
     if (n < least)
         snprintf(what, sizeof(what), "%s, expected %zu or more tokens, found %zu",
                  n ? "too short" : "empty", least, n);
@@ -2866,7 +2857,7 @@ static bool answer_last(App *app, bool again) {
     const size_t most = app->engine.model.config.max_seq_len;
     size_t first = system;
     for (;; first += (asked.n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
-        render(&app->engine.tokenizer, &asked, first, switched_on(app), &app->prompt);
+        render(&app->engine.tokenizer, &asked, first, app->switched_on, &app->prompt);
         if (app->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
     const size_t size = asked.p[asked.n - 1].text.n;  // of the question
@@ -3038,50 +3029,42 @@ static void send_file(App *app, Bytes text) {
 
 static bool bytes_are(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
 
-// Sends what was typed, or runs it if it is a command: a line, not in quotes; only /file may have
-// something after it. Of lines that begin with a slash and letters alone, only those with /think
-// are messages. (The model's other switch, /no_think, is not letters alone.) False: it ends the
-// program.
+// Sends what was typed, or runs it if it is a command: one line, whose first word, not in quotes, is
+// a slash and letters, or exit or quit alone. (The model's own switches are messages: /think, and
+// /no_think, which is not letters alone.) False: it ends the program.
 static bool run_message(App *app) {
-    static const char *const alone[6] = {"/help", "/retry", "/clear", "/bye", "/exit", "/quit"};
+    static const char *const names[] = {"/help", "/retry", "/clear",
+                                        "/bye", "/exit", "/quit", "exit", "quit"};
+    enum { HELP, RETRY, CLEAR, LEAVE, N_NAMES = 8 };
     Conversation *talk = &app->conversation;
     const Bytes text = bytes_of(&app->input);
     Bytes rest = text, word = take_word(&rest);
+    int name = 0;
     size_t letters = 1;
-    bool more = false;  // than a command can have
-    const bool command = word.p == text.p && !memchr(text.p, '\n', text.n);
-    if (!command || (rest.n && *word.p != '/')) word.n = 0;
+    while (name < N_NAMES && !bytes_are(word, names[name])) name++;
     while (letters < word.n && isalpha(word.p[letters])) letters++;
-    for (int i = 0; i < 6; i++) more |= rest.n && bytes_are(word, alone[i]);
-    if (memchr(text.p, '\033', text.n)) {
+    const bool known = name < N_NAMES, line = !memchr(text.p, '\n', text.n) && word.p == text.p;
+    const bool slash = word.n > 1 && *word.p == '/' && letters == word.n;
+    const bool command = slash ? !bytes_are(word, "/think") : known && rest.n == 0;
+    if (memchr(text.p, '\033', text.n))
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    } else if (more) {
-        report("%.*s takes no text, nothing was sent", (int)word.n, word.p);
-    } else if (bytes_are(word, "/file")) {
-        send_file(app, rest);
-    } else if (bytes_are(word, "/help")) {
-        fputs(commands, stderr);
-    } else if (bytes_are(word, "/retry")) {
-        const bool greedy = app->engine.places->sampler.temperature == 0;
-        if (talk->n < 2) notice("/retry: there is no answer yet");
-        else if (greedy) notice("/retry: -t 0 would draw the same answer again");
-        else answer_last(app, true);
-    } else if (bytes_are(word, "/clear")) {
-        conversation_drop(talk, app->options.system != NULL, talk->n);
-    } else if (bytes_are(word, "/bye") || bytes_are(word, "/exit") || bytes_are(word, "/quit") ||
-               bytes_are(word, "exit") || bytes_are(word, "quit")) {
-        return false;
-    } else if (word.n > 1 && *word.p == '/' && letters == word.n && !bytes_are(word, "/think")) {
-        report("%.*s: no such command, /help shows them", (int)word.n, word.p);
-    } else {
-        chat_turn(app, text);
-    }
+    else if (!line || !command) chat_turn(app, text);
+    else if (bytes_are(word, "/file")) send_file(app, rest);
+    else if (!known) report("%.*s: no such command, /help shows them", (int)word.n, word.p);
+    else if (rest.n) report("%.*s takes no text, nothing was sent", (int)word.n, word.p);
+    else if (name == HELP) fputs(commands, stderr);
+    else if (name == CLEAR) conversation_drop(talk, app->options.system != NULL, talk->n);
+    else if (name >= LEAVE) return false;
+    else if (talk->n < 2) notice("/retry: there is no answer yet");
+    else if (app->engine.places->sampler.temperature == 0)
+        notice("/retry: -t 0 would draw the same answer again");
+    else answer_last(app, true);
     return true;
 }
 
 // A conversation at a terminal
 static void run_dialogue(App *app) {
-    const char *thinks = switched_on(app) ? "on" : app->engine.thinks ? "always" : "off";
+    const char *thinks = app->switched_on ? "on" : app->engine.thinks ? "always" : "off";
     app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
@@ -3200,30 +3183,29 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 
 // Every mode but chat
 static void run_raw(App *app, Bytes text) {
-    const Tokenizer *tok = &app->engine.tokenizer;
-    const Mode mode = app->engine.mode;
-    const Ids *ids = &app->prompt;
-    const bool each = mode == TOKENIZE && app->options.verbose;  // a line for each token
+    const Engine *e = &app->engine;
+    Request r = {.ending = TURN_ENDED};
     Buffer lines = {0};
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
     check_length(app, text.n);
     give_notices(app);
-    if (mode == GENERATE) {
+    r.ids = app->prompt;
+    if (e->mode == GENERATE) {
         respond(app);
-    } else if (!each) {
-        Request r = {.ids = *ids, .ending = TURN_ENDED};
-        if (mode != TOKENIZE) run_request(app, &r);
-        if (r.ending == TURN_ENDED) add_result(&lines, &app->engine, &r, NULL);
-        free(r.scores);
-    }
-    for (size_t i = 0; each && i < ids->n; i++) {
-        buffer_print(&lines, "%d ", ids->p[i]);
-        buffer_add_json(&lines, tok->text[ids->p[i]]);
-        buffer_add(&lines, bytes("\n"));
+    } else if (e->mode == TOKENIZE && app->options.verbose) {
+        for (size_t i = 0; i < r.ids.n; i++) {
+            buffer_print(&lines, "%d ", r.ids.p[i]);
+            buffer_add_json(&lines, e->tokenizer.text[r.ids.p[i]]);
+            buffer_add(&lines, bytes("\n"));
+        }
+    } else {
+        if (e->mode != TOKENIZE) run_request(app, &r);
+        if (r.ending == TURN_ENDED) add_result(&lines, e, &r, NULL);
     }
     write_stdout(bytes_of(&lines));
     free(lines.p);
+    free(r.scores);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3491,7 +3473,7 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
         size / 4 > e->tokenizer.tables->longest * e->model.state.seq_len)  // NFC may quarter it
         return wrong_length(app, size, size, " bytes");
     ids->n = 0;
-    if (chat) render(&e->tokenizer, talk, 0, switched_on(app), ids);
+    if (chat) render(&e->tokenizer, talk, 0, app->switched_on, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
     return interrupted ? NULL : wrong_length(app, own, ids->n, "");
 }

@@ -1661,7 +1661,8 @@ static int print_prompt(App *app) {
             conversation_add(&c, user ? USER : SYSTEM, s);
         }
     }
-    render(t, &c, 0, switched_on(app), &ids);
+    find_thinking(app);
+    render(t, &c, 0, app->switched_on, &ids);
     print_ids(&ids);
     return EXIT_SUCCESS;
 }
