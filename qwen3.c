@@ -63,16 +63,16 @@
 
    Part I, the model               Part II, the program       Part III, the machine
      Types, with their shapes        Errors and memory          Vector math
-     Math                            The model file             A machine for -DPLAIN
-     Quantization, matrix product    Merging                    Threads
-     Embedding and rope              The tokenizer file         A batch
-     Attention                       Unicode                    SIMD primitives
-     The feed-forward network        Drafts                     Matrix products
-     The whole model                 Writing                    The KV cache and attention
-     Text to tokens                  Many texts at once         The work of a layer
-     The chat format                 Conversation               The memory of a run
-     The sampler                     The modes                  POSIX and Windows
-     The main loop                   JSON
+     Math                            The model file             SIMD primitives
+     Quantization, matrix product    Merging                    The KV cache
+     Embedding and rope              The tokenizer file         A machine for -DPLAIN
+     Attention                       Unicode                    Threads
+     The feed-forward network        Drafts                     A batch
+     The whole model                 Writing                    Matrix products
+     Text to tokens                  Many texts at once         Attention
+     The chat format                 Conversation               The work of a layer
+     The sampler                     The modes                  The memory of a run
+     The main loop                   JSON                       POSIX and Windows
                                      Lists
                                      Options and main                                           */
 
@@ -4060,12 +4060,205 @@ static void *activations(size_t count, size_t size) {
 
 static float *floats(size_t count) { return activations(count, sizeof(float)); }
 
+// ------------------------------------------------------------------------------------------------
+// SIMD primitives: a new instruction set provides these constants and functions. Elsewhere, only
+// mul_add knows the CPU: it must be fused exactly where mul_add_v is. A vector is LANES floats or
+// int32s, LANES is 4, 8 or 16 (an extension of GCC and clang: + - * and so on work lane by lane).
+// tests/test.c has a portable version of each, as its definition.
+//
+//   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
+//   mul_add_v(a, b, c)   mul_add in each lane
+//   zip_low, zip_high    a0 b0 a1 b1 ... of the first, or of the second, halves of a and b
+//   add_pairs(a, b)      a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...
+//   pick_levels(t, n)    byte n % 16 of t, which repeats the same 16 bytes, for each byte of n
+//   load_halves(p)       LANES floats of 16 bits from p on
+//
+// Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
+// instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
+// -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
+//
+// A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
+// into the registers. Plain C has vectors of 4, which every compiler makes for its CPU.
+
+#if defined(X86_SIMD) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#define USE_AVX512
+#define SIMD "AVX-512 VNNI"
+enum { LANES = 16, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 128 };
+#elif defined(X86_SIMD)
+#define USE_AVX2
+#ifdef __AVXVNNI__
+#define SIMD "AVX-VNNI"
+enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 6, W_BIAS = 128 };
+#else
+#define SIMD "AVX2"
+enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
+#endif
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define USE_NEON
+#define SIMD "NEON dotprod"
+enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
+#else
+#define SIMD "plain C"
+enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
+#endif
+
+enum { PANEL_ROWS = TILE_VECS * LANES };
+enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
+
+// UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
+#if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
+#define UNROLL
+#elif defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));
+typedef int32_t VecI __attribute__((vector_size(4 * LANES), may_alias));
+
+#if defined(USE_AVX512)
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {
+    return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+}
+INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    return (VecI)_mm512_shuffle_epi8((__m512i)table, (__m512i)n & _mm512_set1_epi8(15));
+}
+#elif defined(USE_AVX2)
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {
+#ifdef __AVXVNNI__
+    return (VecI)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
+#else
+    // w x = |w| (sign(w) x), as the first operand has no sign. Two products fit into an int16.
+    __m256i u = _mm256_abs_epi8((__m256i)w), s = _mm256_sign_epi8((__m256i)x, (__m256i)w);
+    __m256i pairs = _mm256_maddubs_epi16(u, s);
+    return acc + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    return (VecI)_mm256_shuffle_epi8((__m256i)table, (__m256i)n & _mm256_set1_epi8(15));
+}
+#elif defined(USE_NEON)
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {
+    return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
+}
+INLINE VecF mul_add_v(VecF a, VecF b, VecF c) {
+    return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+INLINE VecI pick_levels(VecI table, VecI n) {
+    return (VecI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)n & vdupq_n_u8(15));
+}
+#else
+typedef int16_t Vec16 __attribute__((vector_size(4 * LANES), may_alias));
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {  // two products fit into an int16
+    const Vec16 a = (Vec16)w, b = (Vec16)x;
+    const VecI pairs = (VecI)((a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8));
+    return acc + (pairs << 16 >> 16) + (pairs >> 16);
+}
+INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return a * b + c; }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    uint8_t *at = (uint8_t *)&n;
+    for (size_t i = 0; i < sizeof(n); i++) at[i] = ((uint8_t *)&table)[at[i] & 15];
+    return n;
+}
+#endif
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (VecI){__VA_ARGS__})
+#endif
+#if defined(USE_AVX512)
+#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, \
+    i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23)
+#define EVERY_SECOND(a, b, i) SHUFFLE(a, b, i, i + 2, i + 4, i + 6, i + 8, i + 10, i + 12, i + 14, \
+    i + 16, i + 18, i + 20, i + 22, i + 24, i + 26, i + 28, i + 30)
+#elif defined(USE_AVX2)
+#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11)
+#else
+#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 4, i + 1, i + 5)
+#define EVERY_SECOND(a, b, i) SHUFFLE(a, b, i, i + 2, i + 4, i + 6)
+#endif
+INLINE VecI zip_low(VecI a, VecI b) { return ZIP(a, b, 0); }
+INLINE VecI zip_high(VecI a, VecI b) { return ZIP(a, b, LANES / 2); }
+INLINE VecI add_pairs(VecI a, VecI b) {
+#if defined(USE_AVX2)  // fewer instructions than GCC makes of a shuffle
+    return (VecI)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xD8);
+#else
+    return EVERY_SECOND(a, b, 0) + EVERY_SECOND(a, b, 1);
+#endif
+}
+
+INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
+
+INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
+
+INLINE VecI load_vector(const void *p) {
+    VecI value;
+    memcpy(&value, p, sizeof(value));
+    return value;
+}
+
+INLINE VecF load_halves(const uint16_t *p) {
+#if defined(USE_AVX512)
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(USE_AVX2)
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(USE_NEON)
+    return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#else
+    return (VecF){half_float(p[0]), half_float(p[1]), half_float(p[2]), half_float(p[3])};
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------
+// The KV cache
+//
+// The cache is a pool of blocks of LANES positions (the floats of a SIMD vector). A block has all
+// layers and kv heads, so memory is touched only as positions come into use. It has, for each,
+//
+//   keys    (head_dim, LANES positions)
+//   values  (value_dim / LANES, LANES positions, LANES columns)
+//
+// so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
+// a tile of attention reads keys from front to back, its values as one unbroken part of each block.
+
+INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+// Columns of the values: head_dim, and zeros up to whole tiles
+static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
+
+// Where in the cache the keys of a pair (layer, kv head) in a block begin. The number of pairs is
+// made odd: with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
+static size_t block_at(const Config *c, size_t block, size_t pair) {
+    const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
+    return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
+}
+
+static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
+
+static float *cache_block(KvHead h, int pos) {
+    const size_t pair = h.l * h.m->config.n_kv_heads + h.kv_head;
+    return h.m->state.cache + block_at(&h.m->config, h.text->blocks[pos / LANES], pair);
+}
+
+static float *key_at(KvHead h, int pos, int j) {
+    return cache_block(h, pos) + j * LANES + pos % LANES;
+}
+
+static float *value_at(KvHead h, int pos, int j) {
+    const int vector = h.m->config.head_dim + j / LANES * LANES + pos % LANES;
+    return cache_block(h, pos) + vector * LANES + j % LANES;
+}
+
 #ifdef PLAIN
 // ------------------------------------------------------------------------------------------------
 // A machine for -DPLAIN: Part I as it stands, in one thread
 
+#undef SIMD
 #define SIMD "-DPLAIN"
-enum { BLOCK_LEN = 16 };
 
 static void start_threads(int count) { (void)count; }
 static int draft_rows(void) { return 1; }
@@ -4086,22 +4279,6 @@ static float *classify(Model *m, int first, int count) {
     for (int i = 0; i < count; i++, logits += m->config.vocab_size) scores(m, first + i, logits);
     return m->state.logits;
 }
-
-// A block of the cache: (n_layers, n_kv_heads, BLOCK_LEN, head_dim) keys, then as many values
-static size_t block_size(const Config *c) {
-    return (size_t)2 * c->n_layers * c->n_kv_heads * BLOCK_LEN * c->head_dim;
-}
-
-static float *key_at(KvHead h, int pos, int j) {
-    const Config *c = &h.m->config;
-    const size_t row = (size_t)(h.l * c->n_kv_heads + h.kv_head) * BLOCK_LEN + pos % BLOCK_LEN;
-    float *block = h.m->state.cache + h.text->blocks[pos / BLOCK_LEN] * block_size(c);
-    return block + row * c->head_dim + j;
-}
-
-static float *value_at(KvHead h, int pos, int j) {
-    return key_at(h, pos, j) + block_size(&h.m->config) / 2;
-}
 #else
 // ------------------------------------------------------------------------------------------------
 // Threads: a pool that runs one loop at a time. An idle worker spins for a moment, then sleeps: it
@@ -4109,8 +4286,6 @@ static float *value_at(KvHead h, int pos, int j) {
 
 static int n_threads = 1;
 static _Thread_local int thread;  // the number of the thread that reads it, from 0 on
-
-INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 static struct {
     Job job;  // the loop that runs. It and the next three change only while left is 0 and no item
@@ -4279,159 +4454,6 @@ static float *scratch(const Batch *b) { return b->workspace[thread].scratch; }
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->q8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
-}
-
-// ------------------------------------------------------------------------------------------------
-// SIMD primitives: a new instruction set provides these constants and functions. Elsewhere, only
-// mul_add knows the CPU: it must be fused exactly where mul_add_v is. A vector is LANES floats or
-// int32s, LANES is 4, 8 or 16 (an extension of GCC and clang: + - * and so on work lane by lane).
-// tests/test.c has a portable version of each, as its definition.
-//
-//   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
-//   mul_add_v(a, b, c)   mul_add in each lane
-//   zip_low, zip_high    a0 b0 a1 b1 ... of the first, or of the second, halves of a and b
-//   add_pairs(a, b)      a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...
-//   pick_levels(t, n)    byte n % 16 of t, which repeats the same 16 bytes, for each byte of n
-//   load_halves(p)       LANES floats of 16 bits from p on
-//
-// Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
-// instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
-// -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
-//
-// A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
-// into the registers. Plain C has vectors of 4, which every compiler makes for its CPU.
-
-#if defined(X86_SIMD) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
-#define USE_AVX512
-#define SIMD "AVX-512 VNNI"
-enum { LANES = 16, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 128 };
-#elif defined(X86_SIMD)
-#define USE_AVX2
-#ifdef __AVXVNNI__
-#define SIMD "AVX-VNNI"
-enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 6, W_BIAS = 128 };
-#else
-#define SIMD "AVX2"
-enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
-#endif
-#elif defined(__ARM_FEATURE_DOTPROD)
-#define USE_NEON
-#define SIMD "NEON dotprod"
-enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
-#else
-#define SIMD "plain C"
-enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
-#endif
-
-enum { PANEL_ROWS = TILE_VECS * LANES, BLOCK_LEN = LANES };
-enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
-
-// UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
-#if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
-#define UNROLL
-#elif defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-
-typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));
-typedef int32_t VecI __attribute__((vector_size(4 * LANES), may_alias));
-
-#if defined(USE_AVX512)
-INLINE VecI dot4(VecI acc, VecI w, VecI x) {
-    return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
-}
-INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE VecI pick_levels(VecI table, VecI n) {
-    return (VecI)_mm512_shuffle_epi8((__m512i)table, (__m512i)n & _mm512_set1_epi8(15));
-}
-#elif defined(USE_AVX2)
-INLINE VecI dot4(VecI acc, VecI w, VecI x) {
-#ifdef __AVXVNNI__
-    return (VecI)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
-#else
-    // w x = |w| (sign(w) x), as the first operand has no sign. Two products fit into an int16.
-    __m256i u = _mm256_abs_epi8((__m256i)w), s = _mm256_sign_epi8((__m256i)x, (__m256i)w);
-    __m256i pairs = _mm256_maddubs_epi16(u, s);
-    return acc + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
-}
-INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE VecI pick_levels(VecI table, VecI n) {
-    return (VecI)_mm256_shuffle_epi8((__m256i)table, (__m256i)n & _mm256_set1_epi8(15));
-}
-#elif defined(USE_NEON)
-INLINE VecI dot4(VecI acc, VecI w, VecI x) {
-    return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
-}
-INLINE VecF mul_add_v(VecF a, VecF b, VecF c) {
-    return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-}
-INLINE VecI pick_levels(VecI table, VecI n) {
-    return (VecI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)n & vdupq_n_u8(15));
-}
-#else
-typedef int16_t Vec16 __attribute__((vector_size(4 * LANES), may_alias));
-INLINE VecI dot4(VecI acc, VecI w, VecI x) {  // two products fit into an int16
-    const Vec16 a = (Vec16)w, b = (Vec16)x;
-    const VecI pairs = (VecI)((a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8));
-    return acc + (pairs << 16 >> 16) + (pairs >> 16);
-}
-INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return a * b + c; }
-INLINE VecI pick_levels(VecI table, VecI n) {
-    uint8_t *at = (uint8_t *)&n;
-    for (size_t i = 0; i < sizeof(n); i++) at[i] = ((uint8_t *)&table)[at[i] & 15];
-    return n;
-}
-#endif
-
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (VecI){__VA_ARGS__})
-#endif
-#if defined(USE_AVX512)
-#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, \
-    i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23)
-#define EVERY_SECOND(a, b, i) SHUFFLE(a, b, i, i + 2, i + 4, i + 6, i + 8, i + 10, i + 12, i + 14, \
-    i + 16, i + 18, i + 20, i + 22, i + 24, i + 26, i + 28, i + 30)
-#elif defined(USE_AVX2)
-#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11)
-#else
-#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 4, i + 1, i + 5)
-#define EVERY_SECOND(a, b, i) SHUFFLE(a, b, i, i + 2, i + 4, i + 6)
-#endif
-INLINE VecI zip_low(VecI a, VecI b) { return ZIP(a, b, 0); }
-INLINE VecI zip_high(VecI a, VecI b) { return ZIP(a, b, LANES / 2); }
-INLINE VecI add_pairs(VecI a, VecI b) {
-#if defined(USE_AVX2)  // fewer instructions than GCC makes of a shuffle
-    return (VecI)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xD8);
-#else
-    return EVERY_SECOND(a, b, 0) + EVERY_SECOND(a, b, 1);
-#endif
-}
-
-INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
-
-INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
-
-INLINE VecI load_vector(const void *p) {
-    VecI value;
-    memcpy(&value, p, sizeof(value));
-    return value;
-}
-
-INLINE VecF load_halves(const uint16_t *p) {
-#if defined(USE_AVX512)
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-#elif defined(USE_AVX2)
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-#elif defined(USE_NEON)
-    return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
-#else
-    return (VecF){half_float(p[0]), half_float(p[1]), half_float(p[2]), half_float(p[3])};
-#endif
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4748,43 +4770,8 @@ static void matmul_all(const Batch *b, float *out, const Matrix *w, const Quanti
 static int draft_rows(void) { return TILE_TOKENS; }
 
 // ------------------------------------------------------------------------------------------------
-// The KV cache and attention
+// Attention
 //
-// The cache is a pool of blocks of LANES positions (the floats of a SIMD vector). A block has all
-// layers and kv heads, so memory is touched only as positions come into use. It has, for each,
-//
-//   keys    (head_dim, LANES positions)
-//   values  (value_dim / LANES, LANES positions, LANES columns)
-//
-// so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
-// a tile (below) reads its keys from front to back, its values as one unbroken part of each block.
-
-// Columns of the values: head_dim, and zeros up to whole tiles
-static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
-
-// Where in the cache the keys of a pair (layer, kv head) in a block begin. The number of pairs is
-// made odd: with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
-static size_t block_at(const Config *c, size_t block, size_t pair) {
-    const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
-    return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
-}
-
-static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
-
-static float *cache_block(KvHead h, int pos) {
-    const size_t pair = h.l * h.m->config.n_kv_heads + h.kv_head;
-    return h.m->state.cache + block_at(&h.m->config, h.text->blocks[pos / LANES], pair);
-}
-
-static float *key_at(KvHead h, int pos, int j) {
-    return cache_block(h, pos) + j * LANES + pos % LANES;
-}
-
-static float *value_at(KvHead h, int pos, int j) {
-    const int vector = h.m->config.head_dim + j / LANES * LANES + pos % LANES;
-    return cache_block(h, pos) + vector * LANES + j % LANES;
-}
-
 // A query of attention is one query head of one row. It goes through the positions in spans and
 // keeps the scores of one span only, as attend() does, and as in FlashAttention (arXiv 2205.14135).
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
@@ -5191,13 +5178,13 @@ static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 static int most_blocks = INT_MAX;  // tests make it small
 
 static double position_size(const Config *c) {
-    return block_size(c) * sizeof(float) / (double)BLOCK_LEN;
+    return block_size(c) * sizeof(float) / (double)LANES;
 }
 
 // The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
 static int pool_blocks(const Config *c, int seq_len, int texts) {
-    const double room = memory_size() / 4 / position_size(c) / BLOCK_LEN;
-    const double one = (seq_len + BLOCK_LEN - 1) / BLOCK_LEN;
+    const double room = memory_size() / 4 / position_size(c) / LANES;
+    const double one = (seq_len + LANES - 1) / LANES;
     return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
@@ -5217,7 +5204,7 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
                  .cos = floats(n * c->head_dim / 2), .sin = floats(n * c->head_dim / 2),
                  .x = floats(n * c->dim), .logits = floats((size_t)logit_rows * c->vocab_size),
                  .logit_rows = logit_rows,
-                 .blocks = pool_blocks(c, seq_len, texts), .block_len = BLOCK_LEN,
+                 .blocks = pool_blocks(c, seq_len, texts), .block_len = LANES,
                  .h = floats(c->dim), .xq = q8_init(c->dim, group), .q = floats(c->q_dim),
                  .k = floats(c->kv_dim), .v = floats(c->kv_dim), .a = floats(c->q_dim),
                  .aq = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim),
