@@ -67,14 +67,15 @@
      Quantization, matrix product    Merging                    The KV cache
      Embedding and rope              The tokenizer file         A machine for -DPLAIN
      Attention                       Unicode                    Threads
-     The feed-forward network        Drafts                     A batch
-     The whole model                 Writing                    Matrix products
-     Text to tokens                  Many texts at once         Attention
-     The chat format                 Conversation               The work of a layer
-     The sampler                     The modes                  The memory of a run
-     The main loop                   JSON                       POSIX and Windows
+     The feed-forward network        Many texts at once         A batch
+     The whole model                 Drafts                     Matrix products
+     Text to tokens                  Writing                    Attention
+     The chat format                 Requests                   The work of a layer
+     The sampler                     Conversation               The memory of a run
+     The main loop                   The modes                  POSIX and Windows
+                                     JSON
                                      Lists
-                                     Options and main                                           */
+                                     Options and main                                            */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
