@@ -36,17 +36,19 @@
                                               (hidden_dim, dim), W2 is (dim, hidden_dim)
 
    Wq h is a matrix times a vector, q . K are the dot products of q with the rows of K, u * v
-   multiplies element by element. All W, rms_ and _norm are weights; eps is mostly 1e-6.
+   multiplies element by element. All W, rms_ and _norm are weights; eps is mostly 1e-6. Before it
+   is multiplied with a matrix, a vector is rounded to 8 bits, which the code writes Q8(h).
 
-     Norm.    rmsnorm gives a vector of any magnitude about the same one, so x may grow from layer
-              to layer. The norms of q and k (QK-norm) bound q . k.
+     Norm.    rmsnorm brings vectors of any magnitude to about the same, so x may grow from layer to
+              layer. The norms of q and k (QK-norm) bound q . k.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Divided by this, heads of any width are
-              alike. (Of large numbers softmax gives nearly all to the largest.)
+              alike. Else softmax would give nearly all to one position.
      Sharing. n_heads / n_kv_heads query heads use the same K and V: so the cache is smaller.
-     Gate.    W1 is the gate: silu(W1 h) scales each of W3 h's features. Without it, W2 W3 would be
-              one matrix.
-     Order.   rope rotates q and k by angles that grow with pos: so q . k depends on the distance.
+     Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, W2 W3 would be one
+              matrix.
+     Order.   rope rotates pairs of elements of q and k by angles that grow with pos: so q . k
+              depends on the distance of the two positions.
 
    After the last layer, the scores, called logits, are
 
@@ -125,7 +127,7 @@ typedef struct {
     int max_seq_len;        // positions the model was made for; HF max_position_embeddings
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
-    int group_size;         // values that share a scale; divides dim, q_dim and hidden_dim
+    int group_size;         // see Quantization; divides dim, q_dim and hidden_dim
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
@@ -170,8 +172,8 @@ typedef struct {
     Matrix classifier;       // (vocab_size, dim)             lm_head, Wcls
 } Weights;
 
-typedef struct {   // Q8 of a vector (cols)
-    int8_t *q8;    // (cols)          the int8 values
+typedef struct {   // a vector (cols) as int8 values, and a scale for each group: see Quantization
+    int8_t *q8;    // (cols)
     float *scale;  // (cols / group)
 } Q8;
 
@@ -269,7 +271,7 @@ static void rmsnorm(float *out, const float *x, const float *w, int n, float eps
 }
 
 // Replaces x (n) by exp(x - max) and returns the sum: dividing by it completes the softmax. max is
-// that of x. It cancels, but without it exp(x) could be infinite.
+// at least that of x. It cancels, but without it exp(x) could be infinite.
 static float softmax_terms(float *x, int n, float max) {
     for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
     return sum_of(x, n, false);
@@ -289,7 +291,7 @@ static void silu_times(float *gate, const float *up, int n) {
 // between values coarse, but those of its group alone.) The layers' matrices may have 4 bits
 // instead: then a weight is an index into a table of 16 int8 values, the model's levels, and a
 // scale has 16 bits. Just before a vector is multiplied with a matrix, it is quantized, too, always
-// to 8 bits: Q8(h). So the dot product of a group of weights and a group of the vector is a sum of
+// to 8 bits. So the dot product of a group of weights and a group of the vector is a sum of
 // integers, at most 256 * 128 * 127 < 2^22: exact, even as a float. The two scales multiply it.
 
 // Weight i of group g, without its scale. Groups are numbered through the matrix, row after row.
@@ -459,7 +461,7 @@ static float attention_score(KvHead h, const float *q, int pos) {
 }
 
 // Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with a (head_dim), K
-// and V (len, head_dim). The positions come in spans, so that `score` stays small. Two sums grow:
+// and V (len, head_dim). The positions come in spans: so the array `score` is short. Two sums grow:
 // of the terms (total), and of the terms times the values (a). Both are relative to the largest
 // score so far, as exp of a large score would be infinite. Where a span has a larger one, the
 // factor `keep` makes smaller what was summed before (online softmax).
@@ -582,8 +584,8 @@ static void scores(const Model *m, int t, float *logits) {
 }
 
 // layer(m, l, t) for t = 0, 1 .. n - 1 (Part III): with -DPLAIN just so, else for all rows at once,
-// to read the weights once. Rows of one text may be neighbours: a row needs only the k and v of
-// those before it in this layer. Rows of several texts meet nowhere: each sees its own K and V.
+// to read the weights once. Tokens of one text can run together: in layer l, a row needs the k and
+// v of the rows before it in layer l, not their last x. Texts meet nowhere: each has its own K and V.
 static void layer_all(Model *m, int l, int n);
 
 // scores(m, first + i, logits + i * vocab_size) for i = 0 .. count - 1, count <= logit_rows, where
@@ -591,8 +593,8 @@ static void layer_all(Model *m, int l, int n);
 static float *classify(Model *m, int first, int count);
 
 // Runs State.rows 0 .. n - 1, n <= batch. The rows of a text stand together, in order; the cache
-// must hold the positions before them, and afterwards holds these as well. Then the rows that are
-// needed come first, and x is the last layer's output. Returns false after Ctrl-C.
+// must hold the positions before them, and afterwards holds these as well. In the end the rows that
+// are needed, with their x after the last layer, are moved to the front. False: Ctrl-C came.
 static bool forward(Model *m, int n) {
     const State *s = &m->state;
     const size_t dim = m->config.dim;
@@ -608,11 +610,6 @@ static bool forward(Model *m, int n) {
     }
     return true;
 }
-
-// Calls job(arg, begin, end) for ranges of 0 .. count - 1, on all threads, and returns when all are
-// done (Part III). A range begins at a multiple of `chunk`. Jobs themselves never call parallel().
-typedef void (*Job)(void *arg, int begin, int end);
-static void parallel(Job job, void *arg, int count, int chunk);
 
 // ------------------------------------------------------------------------------------------------
 // Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, a token each, which
@@ -733,7 +730,7 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
 //   2   [^\r\n\p{L}\p{N}]?\p{L}+           letters, after at most one other character
 //   3   \p{N}                              one numeric character
 //   4   [ ]?[^\s\p{L}\p{N}]+[\r\n]*        others, with one space before and all newlines after
-//   5-7 \s*[\r\n]+  or  \s+(?!\S)  or  \s+
+//   5-7 \s*[\r\n]+  or  \s+(?!\S)  or  \s+   white space: see space_length
 static size_t piece_length(const Tokenizer *tok, Bytes text) {
     size_t end = contraction(text);
     if (end) return end;                                                             // 1
@@ -1053,13 +1050,14 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 // text, and so is a turn of a conversation. Of its ids, only those run that the cache does not hold
 // already from the turn before. An answer is (respond in Part II)
 //
-//   render(tok, conversation, 0, think, &ids);  the prompt; a raw text: encode_raw(tok, text, &ids)
-//   Text *t = add_text(e, ids.p, ids.n);        it waits until there is room in the cache
+//   render(tok, conversation, 0, think, &ids);  // the prompt; of a raw text by encode_raw
+//   Text *t = add_text(e, ids.p, ids.n);        // it waits until there is room in the cache
 //   while (t->ending == GOES_ON && run_pass(e)) draw_all(e);
 //
-// Of a text that is scored all ids are there, but only the first `known` are taken as given. For
-// each later one, the logits of the id before it say how likely it was. So a prompt and its answer
-// that is drawn have known = all ids; a perplexity has known = 1.
+// Some texts are scored: all ids are there, but only the first `known` are taken as given. For each
+// later one, the logits of the id before it say how likely it was. A perplexity, exp(mean of
+// -log(probability)), has known = 1; a given answer (option -o), known = its prompt. A prompt and
+// its answer that is drawn have known = all ids.
 
 enum { PLACES = 32 };  // texts that run together
 
@@ -1070,13 +1068,13 @@ typedef enum {
 
 struct Text {
     Ids ids;           // its tokens, those of the prompt first
-    size_t run;        // so many have run: their keys and values are in the KV cache,
-    int *blocks;       // those of position pos in block blocks[pos / block_len]
-    size_t known;      // so many are given or drawn; what follows is scored if it is there
+    size_t run;        // so many have run: their keys and values are in the KV cache
+    int *blocks;       // its blocks of the cache: position pos is in blocks[pos / block_len]
+    size_t known;      // so many are given, drawn, or scored by now; what follows is to be scored
     int rows;          // ids that run in this pass
     int first;         // its first row of logits
     int guesses;       // so many behind ids.n are guessed, and run, too (Part II: Drafts)
-    double *score;     // the sum of -log(probability) of the ids that were scored so far
+    double *score;     // where the sum of -log(probability) of its scored ids goes
     Ending ending;
     Sampler sampler;
     Writer *writer;    // where it goes
@@ -1194,7 +1192,8 @@ static float *logits_of(const Engine *e, int row) {
 // Draws the id that follows a text, all of whose ids have run. If an id was guessed there, its row
 // has run, too; and if it is the one that is drawn, the row's logits give the id after it, and so
 // on. If not, the drawn id takes the place of the guess, and its keys and values will take that of
-// the guess's in the cache. So guesses save passes and change no id.
+// the guess's in the cache; schedule() forgets the guesses after it. So guesses save passes and
+// change no id.
 static void draw(const Engine *e, Text *t) {
     if (e->max_new == 0) t->ending = LIMIT_REACHED;
     for (int row = t->first; t->ending == GOES_ON && !interrupted; row++) {
@@ -1243,6 +1242,11 @@ static void draw_texts(void *arg, int begin, int end) {
         else draw(e, t);
     }
 }
+
+// Calls job(arg, begin, end) for ranges of 0 .. count - 1, on all threads, and returns when all are
+// done (Part III). A range begins at a multiple of `chunk`. Jobs themselves never call parallel().
+typedef void (*Job)(void *arg, int begin, int end);
+static void parallel(Job job, void *arg, int count, int chunk);
 
 // After a pass: each text whose known ids have all run gets the next one, or its scores.
 static void draw_all(Engine *e) {
@@ -3030,9 +3034,9 @@ static void send_file(App *app, Bytes text) {
 
 static bool bytes_are(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
 
-// Sends what was typed, or runs it if it is a command: one line, whose first word, not in quotes, is
-// a slash and letters, or exit or quit alone. (The model's own switches are messages: /think, and
-// /no_think, which is not letters alone.) False: it ends the program.
+// Sends what was typed, or runs it if it is a command: one line, whose first word, not in quotes,
+// is a slash and letters, or exit or quit alone. (The model's own switches are messages: /think,
+// and /no_think, which is not letters alone.) False: it ends the program.
 static bool run_message(App *app) {
     static const char *const names[] = {"/help", "/retry", "/clear",
                                         "/bye", "/exit", "/quit", "exit", "quit"};
