@@ -585,7 +585,7 @@ static void scores(const Model *m, int t, float *logits) {
 
 // layer(m, l, t) for t = 0, 1 .. n - 1 (Part III): with -DPLAIN just so, else for all rows at once,
 // to read the weights once. Tokens of one text can run together: in layer l, a row needs the k and
-// v of the rows before it in layer l, not their last x. Texts meet nowhere: each has its own K and V.
+// v of the rows before it in layer l, not their last x. Texts never meet: each has its own K and V.
 static void layer_all(Model *m, int l, int n);
 
 // scores(m, first + i, logits + i * vocab_size) for i = 0 .. count - 1, count <= logit_rows, where
