@@ -2441,6 +2441,7 @@ static bool begins_with(const Ids *a, const Ids *b) {
 }
 
 static void encode_choices(Engine *e) {
+    if (e->n_choices == 0) return;  // `choices` is NULL
     for (Choice *c = e->choices; c < e->choices + e->n_choices; c++) {
         encode_part(&e->tokenizer, c->text, e->mode == GENERATE, &c->ids);
         c->n = c->ids.n;
