@@ -1756,19 +1756,7 @@ static void take_classes(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, SPAC
 static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC_SHIFT); }
 static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
 static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
-
-// Each id once, as given answers add up the probabilities of all
-static void add_stop(Tokenizer *tok, int id) {
-    if (id >= 0 && !is_stop(tok, id)) ids_add(&tok->stop, id);
-}
-
-static void take_stop(Cursor *in, Tokenizer *tok) {
-    Ids ids = {0};
-    take_ids(in, tok, &ids);
-    for (size_t i = 0; i < ids.n; i++) add_stop(tok, ids.p[i]);
-    free(ids.p);
-}
-
+static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
 static void take_penalty(Cursor *in, Tokenizer *tok) { TAKE(tok, repetition, 1e-6f, 1e12f); }
 static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok, mode, 0, N_MODES - 1); }
 
@@ -1918,9 +1906,14 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
-        add_stop(tok, eos);
-        add_stop(tok, tok->end_of_text);
-        add_stop(tok, token_find(tok, bytes("<|im_end|>"), true));
+        ids_add(&tok->stop, eos);
+        ids_add(&tok->stop, tok->end_of_text);
+        ids_add(&tok->stop, token_find(tok, bytes("<|im_end|>"), true));
+    }
+    const Ids stop = tok->stop;  // each once, as given answers add up the probabilities of all
+    tok->stop.n = 0;
+    for (size_t i = 0; i < stop.n; i++) {
+        if (stop.p[i] >= 0 && !is_stop(tok, stop.p[i])) ids_add(&tok->stop, stop.p[i]);
     }
 }
 
