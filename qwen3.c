@@ -1636,8 +1636,6 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // length of the rest, then `sections`, each at most once: a tag of 4 bytes, u32 length, payload.
 // The Unicode data is that of HF's tokenizers package, so that ids agree on every text.
 
-typedef struct { uint64_t from, to; } Mapping;  // in tables sorted by `from`
-
 // What a file may ask for, so that none takes all time or memory: bytes of a token, of an added
 // token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
 enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
@@ -1651,9 +1649,10 @@ typedef struct Tables {
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
     uint16_t *chars;       // (N_CHARS) what each character is
-    uint64_t *decomposed;  // (N_CHARS) canonical decompositions: first << 32 | second, or 0; NULL
+    uint64_t *decomposed;  // (N_CHARS) canonical decompositions: first << 21 | second, or 0; NULL
                            // if the file has none: then normalize leaves a text as it is
-    Mapping *composed;     // (n_composed) and back, for those that NFC composes again
+    uint64_t *composed;    // (n_composed) and back, for those that NFC composes again, sorted:
+                           // first << 42 | second << 21 | what the two become
     size_t n_composed;
 } Tables;
 
@@ -1687,7 +1686,7 @@ static void take_added(Cursor *in, Tokenizer *tok) {
 }
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
-enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256 };
+enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CODE_POINT = (1 << 21) - 1 };
 // Tables.chars: a class; more than that if NFC may change the character or the one before
 enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
 
@@ -1705,23 +1704,24 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift)
 // every c must be replaced.
 static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
                               bool composes) {
-    const uint64_t parts = (uint64_t)first << 32 | second;
+    const uint64_t parts = (uint64_t)first << 21 | second;
     tok->tables->decomposed[c] = parts;
-    if (composes) tok->tables->composed[tok->tables->n_composed++] = (Mapping){parts, c};
+    if (composes) tok->tables->composed[tok->tables->n_composed++] = parts << 21 | c;
     tok->tables->chars[composes ? second : c] |= NFC_ACTIVE;
 }
 
-// How many characters c decomposes into, or more than MOST_PARTS if these are more than that
+// How many characters c decomposes into; more than MOST_PARTS if 8 steps do not end
 static int count_parts(const Tokenizer *tok, uint32_t c, int steps) {
-    const uint64_t parts = tok->tables->decomposed[c];
+    const uint64_t parts = tok->tables->decomposed[c], second = parts & CODE_POINT;
     if (!parts) return 1;
-    if (steps == 8) return MOST_PARTS + 1;  // perhaps without end
-    const int n = count_parts(tok, parts >> 32, steps + 1);
-    return n > MOST_PARTS || !(uint32_t)parts ? n : n + count_parts(tok, parts, steps + 1);
+    if (steps == 8) return MOST_PARTS + 1;
+    return count_parts(tok, parts >> 21, steps + 1)
+        + (second ? count_parts(tok, second, steps + 1) : 0);
 }
 
-static int compare_u64(const void *a, const void *b) {
-    const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+// Compares what stands above a code point.
+static int compare_keys(const void *a, const void *b) {
+    const uint64_t x = *(const uint64_t *)a >> 21, y = *(const uint64_t *)b >> 21;
     return (x > y) - (x < y);
 }
 
@@ -1732,7 +1732,7 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
     enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
     if (in->rest.n == 0) return;
     tok->tables->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
-    tok->tables->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
+    tok->tables->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(uint64_t), "the tokenizer");
     for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
         c = take_int(in, next, LAST_CHAR);
         const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
@@ -1744,7 +1744,7 @@ static void take_decompositions(Cursor *in, Tokenizer *tok) {
         if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
         else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
     }
-    qsort(tok->tables->composed, tok->tables->n_composed, sizeof(Mapping), compare_u64);
+    qsort(tok->tables->composed, tok->tables->n_composed, sizeof(uint64_t), compare_keys);
     for (uint32_t c = 0; c <= LAST_CHAR; c++) {
         if (count_parts(tok, c, 0) > MOST_PARTS)
             die_bad(in, in->part, "at most %d characters of each, found more of U+%04X",
@@ -1950,23 +1950,20 @@ static void add_char(Buffer *b, uint32_t c) {
     buffer_add(b, (Bytes){u, n});
 }
 
-// Characters to be put in order: combining class (ccc) << 56 | place << 24 | code point
-typedef struct {
-    uint64_t *p;
+typedef struct {  // characters to be put in order
+    uint64_t *p;  // combining class (ccc) << 56 | place << 21 | code point
     size_t n, cap;
 } Marks;
-
-enum { CODE_POINT = 0xFFFFFF };
 
 // Appends the full canonical decomposition of c.
 static void decompose(const Tokenizer *tok, Marks *out, uint32_t c) {
     const uint64_t parts = tok->tables->decomposed[c], ccc = tok->tables->chars[c] >> CCC_SHIFT;
     if (parts) {
-        decompose(tok, out, parts >> 32);
-        if ((uint32_t)parts) decompose(tok, out, (uint32_t)parts);
+        decompose(tok, out, parts >> 21);
+        if (parts & CODE_POINT) decompose(tok, out, parts & CODE_POINT);
     } else {
         out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
-        out->p[out->n] = ccc << 56 | (uint64_t)out->n << 24 | c;
+        out->p[out->n] = ccc << 56 | (uint64_t)out->n << 21 | c;
         out->n++;
     }
 }
@@ -1977,17 +1974,17 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
     const Tables *tables = tok->tables;
     for (size_t i = 0, stop; i < marks->n; i = stop + 1) {
         for (stop = i; stop < marks->n && marks->p[stop] >> 56; stop++) {}
-        qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
+        qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_keys);
     }
     uint64_t none = CODE_POINT, *starter = &none, *out = marks->p;  // no pair begins with `none`
     uint64_t last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
         const uint64_t mark = marks->p[i], ccc = mark >> 56;
-        const uint64_t pair = (*starter & CODE_POINT) << 32 | (mark & CODE_POINT);
-        const Mapping *composed = last && last >= ccc ? NULL
-            : bsearch(&pair, tables->composed, tables->n_composed, sizeof(Mapping), compare_u64);
+        const uint64_t pair = (*starter & CODE_POINT) << 42 | (mark & CODE_POINT) << 21;
+        const uint64_t *composed = last && last >= ccc ? NULL
+            : bsearch(&pair, tables->composed, tables->n_composed, sizeof(pair), compare_keys);
         if (composed) {
-            *starter = composed->to;
+            *starter = *composed & CODE_POINT;
         } else {
             if (ccc == 0) starter = out;
             last = ccc;
