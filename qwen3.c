@@ -1640,6 +1640,11 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
 enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
 
+// Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
+enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CODE_POINT = (1 << 21) - 1 };
+// Tables.chars: a class; more than that if NFC may change the character or the one before
+enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
+
 typedef struct Tables {
     uint32_t *table;       // (mask + 1) hash table of the tokens: id + 1, or 0 if free
     uint32_t mask;
@@ -1648,12 +1653,11 @@ typedef struct Tables {
     bool added_start[256]; // the bytes that added tokens begin with
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
-    uint16_t *chars;       // (N_CHARS) what each character is
-    uint64_t *decomposed;  // (N_CHARS) canonical decompositions: first << 21 | second, or 0; NULL
-                           // if the file has none: then normalize leaves a text as it is
+    uint16_t chars[N_CHARS];       // what each character is
+    uint64_t decomposed[N_CHARS];  // canonical decompositions: first << 21 | second, or 0
     uint64_t *composed;    // (n_composed) and back, for those that NFC composes again, sorted:
                            // first << 42 | second << 21 | what the two become
-    size_t n_composed;
+    size_t n_composed;     // 0: the file has no such data, and a text stays as it is
 } Tables;
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
@@ -1684,11 +1688,6 @@ static void take_added(Cursor *in, Tokenizer *tok) {
         tok->kind[id] = take_int(in, 0, 1) ? ADDED | SPECIAL : ADDED;
     }
 }
-
-// Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
-enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CODE_POINT = (1 << 21) - 1 };
-// Tables.chars: a class; more than that if NFC may change the character or the one before
-enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
 
 // Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest
 static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift) {
@@ -1731,7 +1730,6 @@ static int compare_keys(const void *a, const void *b) {
 static void take_decompositions(Cursor *in, Tokenizer *tok) {
     enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
     if (in->rest.n == 0) return;
-    tok->tables->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
     tok->tables->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(uint64_t), "the tokenizer");
     for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
         c = take_int(in, next, LAST_CHAR);
@@ -1876,7 +1874,6 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
     tok->kind = alloc(vocab_size, 1, "the tokenizer");
     tok->tables = alloc(1, sizeof(Tables), "the tokenizer");
-    tok->tables->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
     const int bos = take_number(&in, "bos id", false, 0, vocab_size - 1);
     const int eos = take_number(&in, "eos id", false, 0, vocab_size - 1);
@@ -1999,7 +1996,7 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
     Char c;
-    if (!tok->tables->decomposed) {
+    if (tok->tables->n_composed == 0) {
         buffer_add(out, text);
         return;
     }
