@@ -64,8 +64,8 @@
    Part I, the model               Part II, the program       Part III, the machine
      Types, with their shapes        Errors and memory          Vector math
      Math                            The model file             SIMD primitives
-     Quantization, matrix product    Merging                    The KV cache
-     Embedding and rope              The tokenizer file         A machine for -DPLAIN
+     Quantization, matrix product    The tokenizer file         The KV cache
+     Embedding and rope              Merging                    A machine for -DPLAIN
      Attention                       Unicode                    Threads
      The feed-forward network        Many texts at once         A batch
      The whole model                 Drafts                     Matrix products
@@ -1575,54 +1575,6 @@ static void model_map(Model *m, const char *path) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Merging the tokens of a piece
-
-// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
-// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
-// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
-// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
-typedef struct Symbol {
-    uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once prev took it
-    uint64_t node;
-} Symbol;
-
-static int token_find(const Tokenizer *tok, Bytes text, bool added);  // or -1
-
-// Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
-static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
-    Symbol *s = enc->symbols;
-    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
-    const int id = next == n ? -1
-        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
-    const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
-    const uint32_t bits = (uint32_t)load_i32(&score);
-    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with the score
-    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
-    for (uint32_t i = n + begin; i > 1; i /= 2) {
-        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
-    }
-}
-
-static void encode_piece(Encoder *enc, Bytes piece) {
-    const uint32_t n = (uint32_t)piece.n;
-    Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
-    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
-    for (uint32_t i = 0; i < n && !interrupted; i++) enter_symbol(enc, piece, i);
-    while (s[1].node && !interrupted) {
-        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
-        s[i].next = next;
-        s[merged].next = n;
-        if (next < n) s[next].prev = i;
-        if (i > 0) enter_symbol(enc, piece, s[i].prev);
-        enter_symbol(enc, piece, i);
-        enter_symbol(enc, piece, merged);
-    }
-    for (uint32_t i = 0; i < n; i = s[i].next) {
-        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
-    }
-}
-
-// ------------------------------------------------------------------------------------------------
 // The tokenizer file, model.bin.tokenizer: u32 max_token_length (not used: some files count
 // characters), u32 bos id (used where there is no <|endoftext|>), u32 eos id; then for each token
 // from id 0 on
@@ -1655,8 +1607,8 @@ typedef struct Tables {
     bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
     uint16_t chars[N_CHARS];       // what each character is
     uint64_t decomposed[N_CHARS];  // canonical decompositions: first << 21 | second, or 0
-    uint64_t *composed;    // (n_composed) and back, for those that NFC composes again, sorted:
-                           // first << 42 | second << 21 | what the two become
+    uint64_t composed[N_CHARS];    // and back, for those that NFC composes again, sorted: first << 42
+                                   // | second << 21 | what the two become
     size_t n_composed;     // 0: the file has no such data, and a text stays as it is
 } Tables;
 
@@ -1730,7 +1682,6 @@ static int compare_keys(const void *a, const void *b) {
 static void take_decompositions(Cursor *in, Tokenizer *tok) {
     enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
     if (in->rest.n == 0) return;
-    tok->tables->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(uint64_t), "the tokenizer");
     for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
         c = take_int(in, next, LAST_CHAR);
         const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
@@ -1911,6 +1862,52 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     tok->stop.n = 0;
     for (size_t i = 0; i < stop.n; i++) {
         if (stop.p[i] >= 0 && !is_stop(tok, stop.p[i])) ids_add(&tok->stop, stop.p[i]);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// Merging the tokens of a piece
+
+// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
+// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
+// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
+// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
+typedef struct Symbol {
+    uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once prev took it
+    uint64_t node;
+} Symbol;
+
+// Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
+static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
+    Symbol *s = enc->symbols;
+    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
+    const int id = next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
+    const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
+    const uint32_t bits = (uint32_t)load_i32(&score);
+    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with the score
+    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
+    for (uint32_t i = n + begin; i > 1; i /= 2) {
+        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
+    }
+}
+
+static void encode_piece(Encoder *enc, Bytes piece) {
+    const uint32_t n = (uint32_t)piece.n;
+    Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
+    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
+    for (uint32_t i = 0; i < n && !interrupted; i++) enter_symbol(enc, piece, i);
+    while (s[1].node && !interrupted) {
+        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
+        s[i].next = next;
+        s[merged].next = n;
+        if (next < n) s[next].prev = i;
+        if (i > 0) enter_symbol(enc, piece, s[i].prev);
+        enter_symbol(enc, piece, i);
+        enter_symbol(enc, piece, merged);
+    }
+    for (uint32_t i = 0; i < n; i = s[i].next) {
+        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
     }
 }
 

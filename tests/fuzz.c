@@ -83,7 +83,7 @@ static void *fuzz_realloc(void *p, size_t size) {
 // Tables for all of Unicode that few pages of are touched. These pages are zeroed after each input,
 // in a tenth of the time that it takes to have a new block; a page after it can't be touched.
 static struct { uint8_t *p; bool used; } table;
-enum { TABLE_SIZE = 1 << 24, GUARD = 1 << 16 };
+enum { TABLE_SIZE = 1 << 25, GUARD = 1 << 16 };
 
 static void table_clear(void) {
     if (!table.p) {
