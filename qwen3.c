@@ -1589,8 +1589,10 @@ static void model_map(Model *m, const char *path) {
 // The Unicode data is that of HF's tokenizers package, so that ids agree on every text.
 
 // What a file may ask for, so that none takes all time or memory: bytes of a token, of an added
-// token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
-enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
+// token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into,
+// and steps until then
+enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4,
+       MOST_STEPS = 8 };
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
 enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CODE_POINT = (1 << 21) - 1 };
@@ -1607,8 +1609,8 @@ typedef struct Tables {
     bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
     uint16_t chars[N_CHARS];       // what each character is
     uint64_t decomposed[N_CHARS];  // canonical decompositions: first << 21 | second, or 0
-    uint64_t composed[N_CHARS];    // and back, for those that NFC composes again, sorted: first << 42
-                                   // | second << 21 | what the two become
+    uint64_t composed[N_CHARS];    // and back, sorted, for those that NFC composes again:
+                                   // first << 42 | second << 21 | what the two become
     size_t n_composed;     // 0: the file has no such data, and a text stays as it is
 } Tables;
 
@@ -1650,57 +1652,7 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift)
     }
 }
 
-// c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
-// the pair composes again, NFC leaves c alone, and only a text with `second` needs work; otherwise
-// every c must be replaced.
-static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
-                              bool composes) {
-    const uint64_t parts = (uint64_t)first << 21 | second;
-    tok->tables->decomposed[c] = parts;
-    if (composes) tok->tables->composed[tok->tables->n_composed++] = parts << 21 | c;
-    tok->tables->chars[composes ? second : c] |= NFC_ACTIVE;
-}
-
-// How many characters c decomposes into; more than MOST_PARTS if 8 steps do not end
-static int count_parts(const Tokenizer *tok, uint32_t c, int steps) {
-    const uint64_t parts = tok->tables->decomposed[c], second = parts & CODE_POINT;
-    if (!parts) return 1;
-    if (steps == 8) return MOST_PARTS + 1;
-    return count_parts(tok, parts >> 21, steps + 1)
-        + (second ? count_parts(tok, second, steps + 1) : 0);
-}
-
-// Compares what stands above a code point.
-static int compare_keys(const void *a, const void *b) {
-    const uint64_t x = *(const uint64_t *)a >> 21, y = *(const uint64_t *)b >> 21;
-    return (x > y) - (x < y);
-}
-
-// deco: canonical decompositions, u32 character, u32 first, u32 second or 0, u32 composes, by
-// character. Those of Hangul syllables (a lead, a vowel and perhaps a tail) are not there: they
-// follow from their numbers (Unicode Standard, section 3.12).
-static void take_decompositions(Cursor *in, Tokenizer *tok) {
-    enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
-    if (in->rest.n == 0) return;
-    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
-        c = take_int(in, next, LAST_CHAR);
-        const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
-        add_decomposition(tok, c, first, second, take_int(in, 0, 1));
-        if (c - FIRST_SYLLABLE < SYLLABLES) die_bad(in, in->part, "no Hangul, found %u", c);
-    }
-    for (uint32_t i = 0; i < SYLLABLES; i++) {
-        const uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
-        if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
-        else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
-    }
-    qsort(tok->tables->composed, tok->tables->n_composed, sizeof(uint64_t), compare_keys);
-    for (uint32_t c = 0; c <= LAST_CHAR; c++) {
-        if (count_parts(tok, c, 0) > MOST_PARTS)
-            die_bad(in, in->part, "at most %d characters of each, found more of U+%04X",
-                    MOST_PARTS, c);
-    }
-}
-
+static void take_decompositions(Cursor *in, Tokenizer *tok);  // deco: see Unicode
 static void take_classes(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, SPACE, 0); }
 static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC_SHIFT); }
 static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
@@ -1949,17 +1901,63 @@ typedef struct {  // characters to be put in order
     size_t n, cap;
 } Marks;
 
-// Appends the full canonical decomposition of c.
-static void decompose(const Tokenizer *tok, Marks *out, uint32_t c) {
-    const uint64_t parts = tok->tables->decomposed[c], ccc = tok->tables->chars[c] >> CCC_SHIFT;
-    if (parts) {
-        decompose(tok, out, parts >> 21);
-        if (parts & CODE_POINT) decompose(tok, out, parts & CODE_POINT);
-    } else {
-        out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
-        out->p[out->n] = ccc << 56 | (uint64_t)out->n << 21 | c;
-        out->n++;
+// Compares what stands above a code point.
+static int compare_keys(const void *a, const void *b) {
+    const uint64_t x = *(const uint64_t *)a >> 21, y = *(const uint64_t *)b >> 21;
+    return (x > y) - (x < y);
+}
+
+// Appends the full canonical decomposition of c. Returns false if `steps` do not reach its end.
+static bool decompose(const Tokenizer *tok, Marks *out, uint32_t c, int steps) {
+    const uint64_t parts = tok->tables->decomposed[c], second = parts & CODE_POINT;
+    if (parts)
+        return steps > 0 && decompose(tok, out, parts >> 21, steps - 1)
+            && (second == 0 || decompose(tok, out, second, steps - 1));
+    const uint64_t ccc = tok->tables->chars[c] >> CCC_SHIFT;
+    out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
+    out->p[out->n] = ccc << 56 | out->n << 21 | c;
+    out->n++;
+    return true;
+}
+
+// c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
+// the pair composes again, NFC leaves c alone, and only a text with `second` needs work; otherwise
+// every c must be replaced.
+static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
+                              bool composes) {
+    const uint64_t parts = (uint64_t)first << 21 | second;
+    tok->tables->decomposed[c] = parts;
+    if (composes) tok->tables->composed[tok->tables->n_composed++] = parts << 21 | c;
+    tok->tables->chars[composes ? second : c] |= NFC_ACTIVE;
+}
+
+// deco: canonical decompositions, u32 character, u32 first, u32 second or 0, u32 composes, by
+// character. Those of Hangul syllables (a lead, a vowel and perhaps a tail) are not there: they
+// follow from their numbers (Unicode Standard, section 3.12).
+static void take_decompositions(Cursor *in, Tokenizer *tok) {
+    enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
+    if (in->rest.n == 0) return;
+    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
+        c = take_int(in, next, LAST_CHAR);
+        const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
+        add_decomposition(tok, c, first, second, take_int(in, 0, 1));
+        if (c - FIRST_SYLLABLE < SYLLABLES) die_bad(in, in->part, "no Hangul, found %u", c);
     }
+    for (uint32_t i = 0; i < SYLLABLES; i++) {
+        const uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
+        if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
+        else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
+    }
+    qsort(tok->tables->composed, tok->tables->n_composed, sizeof(uint64_t), compare_keys);
+    Marks parts = {0};
+    for (uint32_t c = 0; c <= LAST_CHAR; c++) {
+        if (!tok->tables->decomposed[c]) continue;
+        parts.n = 0;
+        if (!decompose(tok, &parts, c, MOST_STEPS) || parts.n > MOST_PARTS)
+            die_bad(in, in->part, "at most %d characters of each, found more of U+%04X",
+                    MOST_PARTS, c);
+    }
+    free(parts.p);
 }
 
 // Sorts each run of marks (ccc > 0) by ccc, stably. Then each character composes with the last
@@ -2002,7 +2000,7 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
         buffer_add(out, (Bytes){text.p + at, run - at});
         chars.n = 0;
         for (end = run; (c = char_at(tok, text, end)).n && (end == run || c.active); end += c.n) {
-            decompose(tok, &chars, c.c);
+            decompose(tok, &chars, c.c, MOST_STEPS);
         }
         order_and_compose(tok, &chars);
         for (size_t i = 0; i < chars.n; i++) add_char(out, chars.p[i] & CODE_POINT);

@@ -440,7 +440,7 @@ static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
     Buffer out = {0};
     for (size_t at = 0; at < s.n;) {
         Char c = char_at(t, s, at);
-        decompose(t, &chars, c.c);
+        decompose(t, &chars, c.c, MOST_STEPS);
         at += c.n;
     }
     order_and_compose(t, &chars);
