@@ -1457,7 +1457,6 @@ static void take_zeros(Cursor *in, int at, int end) {  // offsets in the header
 }
 
 static void take_header(Cursor *in, Config *c) {
-    in->part = "the header";
     check_magic(in->file, take_u32(in));
     take_version(in);
     TAKE(c, dim, 1, 1 << 20);
@@ -1558,7 +1557,7 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
 static void model_map(Model *m, const char *path) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
-    Cursor in = {path, NULL, file, "copy or export it again", false};
+    Cursor in = {path, "the header", file, "copy or export it again", false};
     take_header(&in, c);
     check_config(&in, c);
     take_weights(&in, c, &m->weights);
