@@ -66,8 +66,8 @@
    Part I, the model               Part II, the program       Part III, the machine
      Types, with their shapes        Errors and memory          Vector math
      Math                            The model file             SIMD primitives
-     Quantization, matrix product    Merging                    The KV cache
-     Embedding and rope              The tokenizer file         A machine for -DPLAIN
+     Quantization, matrix product    The tokenizer file         The KV cache
+     Embedding and rope              Merging                    A machine for -DPLAIN
      Attention                       Unicode                    Threads
      The feed-forward network        Many texts at once         A batch
      The whole model                 Drafts                     Matrix products
@@ -1461,7 +1461,6 @@ static void take_zeros(Cursor *in, int at, int end) {  // offsets in the header
 }
 
 static void take_header(Cursor *in, Config *c) {
-    in->part = "the header";
     check_magic(in->file, take_u32(in));
     take_version(in);
     TAKE(c, dim, 1, 1 << 20);
@@ -1562,7 +1561,7 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
 static void model_map(Model *m, const char *path) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
-    Cursor in = {path, NULL, file, "copy or export it again", false};
+    Cursor in = {path, "the header", file, "copy or export it again", false};
     take_header(&in, c);
     check_config(&in, c);
     take_weights(&in, c, &m->weights);
@@ -1575,54 +1574,6 @@ static void model_map(Model *m, const char *path) {
     for (int l = 0; l < c->n_layers && c->n_experts; l++) {
         if (!isfinite(sum_double(m->weights.layers[l].router, c->n_experts * c->dim)))
             die("%s: bad router of layer %d, expected finite numbers, found others", path, l);
-    }
-}
-
-// ------------------------------------------------------------------------------------------------
-// Merging the tokens of a piece
-
-// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
-// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
-// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
-// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
-typedef struct Symbol {
-    uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once prev took it
-    uint64_t node;
-} Symbol;
-
-static int token_find(const Tokenizer *tok, Bytes text, bool added);  // or -1
-
-// Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
-static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
-    Symbol *s = enc->symbols;
-    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
-    const int id = next == n ? -1
-        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
-    const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
-    const uint32_t bits = (uint32_t)load_i32(&score);
-    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with the score
-    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
-    for (uint32_t i = n + begin; i > 1; i /= 2) {
-        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
-    }
-}
-
-static void encode_piece(Encoder *enc, Bytes piece) {
-    const uint32_t n = (uint32_t)piece.n;
-    Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
-    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
-    for (uint32_t i = 0; i < n && !interrupted; i++) enter_symbol(enc, piece, i);
-    while (s[1].node && !interrupted) {
-        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
-        s[i].next = next;
-        s[merged].next = n;
-        if (next < n) s[next].prev = i;
-        if (i > 0) enter_symbol(enc, piece, s[i].prev);
-        enter_symbol(enc, piece, i);
-        enter_symbol(enc, piece, merged);
-    }
-    for (uint32_t i = 0; i < n; i = s[i].next) {
-        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
     }
 }
 
@@ -1640,11 +1591,16 @@ static void encode_piece(Encoder *enc, Bytes piece) {
 // length of the rest, then `sections`, each at most once: a tag of 4 bytes, u32 length, payload.
 // The Unicode data is that of HF's tokenizers package, so that ids agree on every text.
 
-typedef struct { uint64_t from, to; } Mapping;  // in tables sorted by `from`
-
 // What a file may ask for, so that none takes all time or memory: bytes of a token, of an added
-// token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
-enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
+// token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into,
+// and steps until then
+enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4,
+       MOST_STEPS = 8 };
+
+// Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
+enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CODE_POINT = (1 << 21) - 1 };
+// Tables.chars: a class; more than that if NFC may change the character or the one before
+enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
 
 typedef struct Tables {
     uint32_t *table;       // (mask + 1) hash table of the tokens: id + 1, or 0 if free
@@ -1654,11 +1610,11 @@ typedef struct Tables {
     bool added_start[256]; // the bytes that added tokens begin with
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
-    uint16_t *chars;       // (N_CHARS) what each character is
-    uint64_t *decomposed;  // (N_CHARS) canonical decompositions: first << 32 | second, or 0; NULL
-                           // if the file has none: then normalize leaves a text as it is
-    Mapping *composed;     // (n_composed) and back, for those that NFC composes again
-    size_t n_composed;
+    uint16_t chars[N_CHARS];       // what each character is
+    uint64_t decomposed[N_CHARS];  // canonical decompositions: first << 21 | second, or 0
+    uint64_t composed[N_CHARS];    // and back, sorted, for those that NFC composes again:
+                                   // first << 42 | second << 21 | what the two become
+    size_t n_composed;     // 0: the file has no such data, and a text stays as it is
 } Tables;
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
@@ -1690,11 +1646,6 @@ static void take_added(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
-enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256 };
-// Tables.chars: a class; more than that if NFC may change the character or the one before
-enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
-
 // Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest
 static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift) {
     for (uint32_t next = 0; in->rest.n;) {
@@ -1704,75 +1655,12 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift)
     }
 }
 
-// c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
-// the pair composes again, NFC leaves c alone, and only a text with `second` needs work; otherwise
-// every c must be replaced.
-static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
-                              bool composes) {
-    const uint64_t parts = (uint64_t)first << 32 | second;
-    tok->tables->decomposed[c] = parts;
-    if (composes) tok->tables->composed[tok->tables->n_composed++] = (Mapping){parts, c};
-    tok->tables->chars[composes ? second : c] |= NFC_ACTIVE;
-}
-
-// How many characters c decomposes into, or more than MOST_PARTS if these are more than that
-static int count_parts(const Tokenizer *tok, uint32_t c, int steps) {
-    const uint64_t parts = tok->tables->decomposed[c];
-    if (!parts) return 1;
-    if (steps == 8) return MOST_PARTS + 1;  // perhaps without end
-    const int n = count_parts(tok, parts >> 32, steps + 1);
-    return n > MOST_PARTS || !(uint32_t)parts ? n : n + count_parts(tok, parts, steps + 1);
-}
-
-static int compare_u64(const void *a, const void *b) {
-    const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return (x > y) - (x < y);
-}
-
-// deco: canonical decompositions, u32 character, u32 first, u32 second or 0, u32 composes, by
-// character. Those of Hangul syllables (a lead, a vowel and perhaps a tail) are not there: they
-// follow from their numbers (Unicode Standard, section 3.12).
-static void take_decompositions(Cursor *in, Tokenizer *tok) {
-    enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
-    if (in->rest.n == 0) return;
-    tok->tables->decomposed = alloc(N_CHARS, sizeof(uint64_t), "the tokenizer");
-    tok->tables->composed = alloc(in->rest.n / 16 + SYLLABLES, sizeof(Mapping), "the tokenizer");
-    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
-        c = take_int(in, next, LAST_CHAR);
-        const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
-        add_decomposition(tok, c, first, second, take_int(in, 0, 1));
-        if (c - FIRST_SYLLABLE < SYLLABLES) die_bad(in, in->part, "no Hangul, found %u", c);
-    }
-    for (uint32_t i = 0; i < SYLLABLES; i++) {
-        const uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
-        if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
-        else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
-    }
-    qsort(tok->tables->composed, tok->tables->n_composed, sizeof(Mapping), compare_u64);
-    for (uint32_t c = 0; c <= LAST_CHAR; c++) {
-        if (count_parts(tok, c, 0) > MOST_PARTS)
-            die_bad(in, in->part, "at most %d characters of each, found more of U+%04X",
-                    MOST_PARTS, c);
-    }
-}
-
+static void take_decompositions(Cursor *in, Tokenizer *tok);  // deco: see Unicode
 static void take_classes(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, SPACE, 0); }
 static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC_SHIFT); }
 static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
 static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
-
-// Each id once, as given answers add up the probabilities of all
-static void add_stop(Tokenizer *tok, int id) {
-    if (id >= 0 && !is_stop(tok, id)) ids_add(&tok->stop, id);
-}
-
-static void take_stop(Cursor *in, Tokenizer *tok) {
-    Ids ids = {0};
-    take_ids(in, tok, &ids);
-    for (size_t i = 0; i < ids.n; i++) add_stop(tok, ids.p[i]);
-    free(ids.p);
-}
-
+static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
 static void take_penalty(Cursor *in, Tokenizer *tok) { TAKE(tok, repetition, 1e-6f, 1e12f); }
 static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok, mode, 0, N_MODES - 1); }
 
@@ -1892,7 +1780,6 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
     tok->kind = alloc(vocab_size, 1, "the tokenizer");
     tok->tables = alloc(1, sizeof(Tables), "the tokenizer");
-    tok->tables->chars = alloc(N_CHARS, sizeof(uint16_t), "the tokenizer");
     take_u32(&in);  // max_token_length
     const int bos = take_number(&in, "bos id", false, 0, vocab_size - 1);
     const int eos = take_number(&in, "eos id", false, 0, vocab_size - 1);
@@ -1922,9 +1809,60 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     if (tok->end_of_text < 0) tok->end_of_text = bos;
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
     if (tok->stop.n == 0) {
-        add_stop(tok, eos);
-        add_stop(tok, tok->end_of_text);
-        add_stop(tok, token_find(tok, bytes("<|im_end|>"), true));
+        ids_add(&tok->stop, eos);
+        ids_add(&tok->stop, tok->end_of_text);
+        ids_add(&tok->stop, token_find(tok, bytes("<|im_end|>"), true));
+    }
+    const Ids stop = tok->stop;  // each once, as given answers add up the probabilities of all
+    tok->stop.n = 0;
+    for (size_t i = 0; i < stop.n; i++) {
+        if (stop.p[i] >= 0 && !is_stop(tok, stop.p[i])) ids_add(&tok->stop, stop.p[i]);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// Merging the tokens of a piece
+
+// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
+// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
+// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
+// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
+typedef struct Symbol {
+    uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once prev took it
+    uint64_t node;
+} Symbol;
+
+// Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
+static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
+    Symbol *s = enc->symbols;
+    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
+    const int id = next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
+    const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
+    const uint32_t bits = (uint32_t)load_i32(&score);
+    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with the score
+    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
+    for (uint32_t i = n + begin; i > 1; i /= 2) {
+        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
+    }
+}
+
+static void encode_piece(Encoder *enc, Bytes piece) {
+    const uint32_t n = (uint32_t)piece.n;
+    Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
+    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
+    for (uint32_t i = 0; i < n && !interrupted; i++) enter_symbol(enc, piece, i);
+    while (s[1].node && !interrupted) {
+        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
+        s[i].next = next;
+        s[merged].next = n;
+        if (next < n) s[next].prev = i;
+        if (i > 0) enter_symbol(enc, piece, s[i].prev);
+        enter_symbol(enc, piece, i);
+        enter_symbol(enc, piece, merged);
+    }
+    for (uint32_t i = 0; i < n; i = s[i].next) {
+        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
     }
 }
 
@@ -1961,25 +1899,68 @@ static void add_char(Buffer *b, uint32_t c) {
     buffer_add(b, (Bytes){u, n});
 }
 
-// Characters to be put in order: combining class (ccc) << 56 | place << 24 | code point
-typedef struct {
-    uint64_t *p;
+typedef struct {  // characters to be put in order
+    uint64_t *p;  // combining class (ccc) << 56 | place << 21 | code point
     size_t n, cap;
 } Marks;
 
-enum { CODE_POINT = 0xFFFFFF };
+// Compares what stands above a code point.
+static int compare_keys(const void *a, const void *b) {
+    const uint64_t x = *(const uint64_t *)a >> 21, y = *(const uint64_t *)b >> 21;
+    return (x > y) - (x < y);
+}
 
-// Appends the full canonical decomposition of c.
-static void decompose(const Tokenizer *tok, Marks *out, uint32_t c) {
-    const uint64_t parts = tok->tables->decomposed[c], ccc = tok->tables->chars[c] >> CCC_SHIFT;
-    if (parts) {
-        decompose(tok, out, parts >> 32);
-        if ((uint32_t)parts) decompose(tok, out, (uint32_t)parts);
-    } else {
-        out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
-        out->p[out->n] = ccc << 56 | (uint64_t)out->n << 24 | c;
-        out->n++;
+// Appends the full canonical decomposition of c. Returns false if `steps` do not reach its end.
+static bool decompose(const Tokenizer *tok, Marks *out, uint32_t c, int steps) {
+    const uint64_t parts = tok->tables->decomposed[c], second = parts & CODE_POINT;
+    if (parts)
+        return steps > 0 && decompose(tok, out, parts >> 21, steps - 1)
+            && (second == 0 || decompose(tok, out, second, steps - 1));
+    const uint64_t ccc = tok->tables->chars[c] >> CCC_SHIFT;
+    out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
+    out->p[out->n] = ccc << 56 | out->n << 21 | c;
+    out->n++;
+    return true;
+}
+
+// c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
+// the pair composes again, NFC leaves c alone, and only a text with `second` needs work; otherwise
+// every c must be replaced.
+static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
+                              bool composes) {
+    const uint64_t parts = (uint64_t)first << 21 | second;
+    tok->tables->decomposed[c] = parts;
+    if (composes) tok->tables->composed[tok->tables->n_composed++] = parts << 21 | c;
+    tok->tables->chars[composes ? second : c] |= NFC_ACTIVE;
+}
+
+// deco: canonical decompositions, u32 character, u32 first, u32 second or 0, u32 composes, by
+// character. Those of Hangul syllables (a lead, a vowel and perhaps a tail) are not there: they
+// follow from their numbers (Unicode Standard, section 3.12).
+static void take_decompositions(Cursor *in, Tokenizer *tok) {
+    enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
+    if (in->rest.n == 0) return;
+    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
+        c = take_int(in, next, LAST_CHAR);
+        const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
+        add_decomposition(tok, c, first, second, take_int(in, 0, 1));
+        if (c - FIRST_SYLLABLE < SYLLABLES) die_bad(in, in->part, "no Hangul, found %u", c);
     }
+    for (uint32_t i = 0; i < SYLLABLES; i++) {
+        const uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
+        if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
+        else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
+    }
+    qsort(tok->tables->composed, tok->tables->n_composed, sizeof(uint64_t), compare_keys);
+    Marks parts = {0};
+    for (uint32_t c = 0; c <= LAST_CHAR; c++) {
+        if (!tok->tables->decomposed[c]) continue;
+        parts.n = 0;
+        if (!decompose(tok, &parts, c, MOST_STEPS) || parts.n > MOST_PARTS)
+            die_bad(in, in->part, "at most %d characters of each, found more of U+%04X",
+                    MOST_PARTS, c);
+    }
+    free(parts.p);
 }
 
 // Sorts each run of marks (ccc > 0) by ccc, stably. Then each character composes with the last
@@ -1988,17 +1969,17 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
     const Tables *tables = tok->tables;
     for (size_t i = 0, stop; i < marks->n; i = stop + 1) {
         for (stop = i; stop < marks->n && marks->p[stop] >> 56; stop++) {}
-        qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_u64);
+        qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_keys);
     }
     uint64_t none = CODE_POINT, *starter = &none, *out = marks->p;  // no pair begins with `none`
     uint64_t last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
         const uint64_t mark = marks->p[i], ccc = mark >> 56;
-        const uint64_t pair = (*starter & CODE_POINT) << 32 | (mark & CODE_POINT);
-        const Mapping *composed = last && last >= ccc ? NULL
-            : bsearch(&pair, tables->composed, tables->n_composed, sizeof(Mapping), compare_u64);
+        const uint64_t pair = (*starter & CODE_POINT) << 42 | (mark & CODE_POINT) << 21;
+        const uint64_t *composed = last && last >= ccc ? NULL
+            : bsearch(&pair, tables->composed, tables->n_composed, sizeof(pair), compare_keys);
         if (composed) {
-            *starter = composed->to;
+            *starter = *composed & CODE_POINT;
         } else {
             if (ccc == 0) starter = out;
             last = ccc;
@@ -2013,7 +1994,7 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
     Char c;
-    if (!tok->tables->decomposed) {
+    if (tok->tables->n_composed == 0) {
         buffer_add(out, text);
         return;
     }
@@ -2022,7 +2003,7 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
         buffer_add(out, (Bytes){text.p + at, run - at});
         chars.n = 0;
         for (end = run; (c = char_at(tok, text, end)).n && (end == run || c.active); end += c.n) {
-            decompose(tok, &chars, c.c);
+            decompose(tok, &chars, c.c, MOST_STEPS);
         }
         order_and_compose(tok, &chars);
         for (size_t i = 0; i < chars.n; i++) add_char(out, chars.p[i] & CODE_POINT);

@@ -80,10 +80,10 @@ static void *fuzz_realloc(void *p, size_t size) {
     return blocks[i - 1] = realloc(p, size);
 }
 
-// A table for all of Unicode that few pages of are touched. These pages are zeroed after each input,
+// Tables for all of Unicode that few pages of are touched. These pages are zeroed after each input,
 // in a tenth of the time that it takes to have a new block; a page after it can't be touched.
 static struct { uint8_t *p; bool used; } table;
-enum { TABLE_SIZE = 1 << 22, GUARD = 1 << 16 };
+enum { TABLE_SIZE = 1 << 25, GUARD = 1 << 16 };
 
 static void table_clear(void) {
     if (!table.p) {
@@ -440,7 +440,7 @@ static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
     Buffer out = {0};
     for (size_t at = 0; at < s.n;) {
         Char c = char_at(t, s, at);
-        decompose(t, &chars, c.c);
+        decompose(t, &chars, c.c, MOST_STEPS);
         at += c.n;
     }
     order_and_compose(t, &chars);

@@ -1075,8 +1075,7 @@ static void test_printable(void) {
 }
 
 static void test_utf8(void) {
-    Tables tables = {.chars = alloc(N_CHARS, sizeof(uint16_t), "")};
-    Tokenizer t = {.tables = &tables};
+    Tokenizer t = {.tables = alloc(1, sizeof(Tables), "")};
     Buffer b = {0};
     for (uint32_t c = 0; c < N_CHARS; c++) {
         if ((c >= 0xD800 && c < 0xE000) || (c >= BAD_BYTE && c < BAD_BYTE + 128)) continue;
@@ -1098,8 +1097,9 @@ static void test_merging(void) {
     uint8_t text[256 + MERGES][8], s[LONGEST];
     Ids ids = {0}, expected = {0};
     Encoder e = {.out = &ids};
+    Tables *tables = alloc(1, sizeof(Tables), "");
     for (int trial = 0; trial < 300; trial++) {
-        Tokenizer t = {.tables = &(Tables){0}, .vocab_size = 256 + MERGES, .text = alloc(256 + MERGES, sizeof(Bytes), ""),
+        Tokenizer t = {.tables = tables, .vocab_size = 256 + MERGES, .text = alloc(256 + MERGES, sizeof(Bytes), ""),
                        .score = alloc(256 + MERGES, 4, ""), .kind = alloc(256 + MERGES, 1, "")};
         int letters = 1 + trial % 3;
         for (int id = 0; id < t.vocab_size; id++) {
@@ -1128,11 +1128,12 @@ static void test_merging(void) {
 // the search.
 static void test_added(void) {
     enum { TOKENS = 12, LONGEST = 40 };
+    Tables *tables = alloc(1, sizeof(Tables), "");
     for (int trial = 0; trial < 300; trial++) {
         uint8_t s[LONGEST], letters[256 + TOKENS][8], kind[256 + TOKENS] = {0};
         float score[256 + TOKENS] = {0};
         Bytes text[256 + TOKENS], rest = {s, below(LONGEST)};
-        Tokenizer t = {.tables = &(Tables){0}, .vocab_size = 256 + TOKENS, .text = text, .kind = kind, .score = score};
+        Tokenizer t = {.tables = tables, .vocab_size = 256 + TOKENS, .text = text, .kind = kind, .score = score};
         for (size_t i = 0; i < LONGEST; i++) s[i] = (uint8_t)('a' + below(2));
         for (int id = 0; id < 256 + TOKENS; id++) {
             text[id] = (Bytes){letters[id], id < 256 ? 1 : 2 + below(6)};
@@ -1259,7 +1260,7 @@ static void test_stopped_retry(void) {
     for (int i = 0; i < 256; i++) text[i] = bytes("t");
     app.engine.tokenizer.text = text;
     app.engine.tokenizer.kind = (uint8_t[256]){0};
-    app.engine.tokenizer.tables = &(Tables){0};
+    app.engine.tokenizer.tables = alloc(1, sizeof(Tables), "");
     interrupted = 1;
     CHECK(run_message(&app));
     interrupted = quiet = 0;
@@ -1435,8 +1436,7 @@ static void test_too_many_tokens(void) {
         const pid_t child = fork();
         int status = 0;
         if (child == 0) {
-            Tables tables = {.chars = alloc(N_CHARS, sizeof(uint16_t), "")};
-            Tokenizer t = {.tables = &tables};
+            Tokenizer t = {.tables = alloc(1, sizeof(Tables), "")};
             Ids ids = {.n = (size_t)INT_MAX - 5 + more};
             Encoder enc = {.tok = &t, .out = &ids};
             interrupted = 1;  // nothing is cut into pieces
