@@ -3479,16 +3479,6 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
     return interrupted ? NULL : wrong_length(app, own, ids->n, "");
 }
 
-// Adds texts of requests that were read, as many as there are places.
-static void add_requests(List *l) {
-    for (size_t i = l->written; i < l->read; i++) {
-        Request *r = &l->requests[i % AHEAD];
-        if (!add_texts(l->e, r)) return;
-        free(r->ids.p);
-        r->ids = (Ids){.n = r->ids.n};  // the number of tokens is needed later
-    }
-}
-
 // Reads a line: its texts wait to run, or it is done at once, as it is bad or just tokenized.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
@@ -3505,11 +3495,10 @@ static void add_line(List *l, Bytes line) {
     if (!error) l->prompts += r->ids.n;
     if (error || l->e->mode == TOKENIZE) {
         end_line(l, r, error);
-        return;
+    } else {
+        start_request(l->e, r);
+        l->pieces += r->texts > 1;
     }
-    start_request(l->e, r);
-    l->pieces += r->texts > 1;
-    add_requests(l);
 }
 
 // Shows the progress. The work that is done: texts, and of those that run the tokens, in texts of
@@ -3530,14 +3519,20 @@ static void show_texts(const List *l) {
     progress_show(e->rows, part, text);
 }
 
-// Reads lines while there are places. While texts run, it does not wait for lines that have still
-// to be made: a list may come from another program. False: all is done, or Ctrl-C.
+// Reads lines and adds their texts while there are places. While texts run, it does not wait for
+// lines that have still to be made: a list may come from another program. False: all is done, or
+// Ctrl-C.
 static bool admit_lines(List *l) {
     for (Bytes line;;) {
         size_t ahead = 0;  // bytes of lines that wait for an earlier one
-        for (size_t i = l->written; i < l->read; i++) ahead += l->requests[i % AHEAD].line.n;
         show_texts(l);
-        add_requests(l);
+        for (size_t i = l->written; i < l->read; i++) {
+            Request *r = &l->requests[i % AHEAD];
+            ahead += r->line.n;
+            if (!add_texts(l->e, r)) continue;  // there are too few places
+            free(r->ids.p);
+            r->ids = (Ids){.n = r->ids.n};      // the number of tokens is needed later
+        }
         if (l->ended || l->e->n_active == l->e->n_places || l->read - l->written == AHEAD ||
             ahead > AHEAD_BYTES || interrupted)
             break;
