@@ -3301,15 +3301,14 @@ static bool json_next(Json *j, const char *end, bool first) {
     return !j->expected;
 }
 
-// Moves past a value, which must be there, inside of `depth` others. Is it a string?
-static bool json_value(Json *j, int depth) {
-    if (json_take_string(j)) return true;
+// Moves past a value, which must be there, inside of `depth` others.
+static void json_value(Json *j, int depth) {
+    if (json_take_string(j)) return;
     const char *end = json_take(j, "{") ? "}" : json_take(j, "[") ? "]" : NULL;
     json_need(j, !end || depth < 100, "at most 100 levels");
     for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
     json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
                  json_take_number(j), "a value");
-    return false;
 }
 
 // Goes to the value of an object's last member of this name. If there is none, nothing is left.
@@ -3397,7 +3396,6 @@ typedef struct {
     App *app;
     Engine *e;              // the app's
     Lines in;
-    bool terminal;          // stdout is one
     bool ended, failed;     // there are no more lines; a line was an error
     size_t read, done, written;  // lines so far
     Request requests[AHEAD];  // that of line i is at i % AHEAD; done, its line has its newline
@@ -3414,6 +3412,7 @@ static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n
 
 // A request is done, or can't run. Writes all done lines that follow those that are written.
 static void end_line(List *l, Request *r, const char *error) {
+    const bool terminal = is_terminal(STDOUT_FILENO);
     if (error) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
     l->failed |= error != NULL;
     l->done++;
@@ -3422,9 +3421,9 @@ static void end_line(List *l, Request *r, const char *error) {
         Buffer shown = {0};
         r = &l->requests[l->written % AHEAD];
         if (!has_newline(bytes_of(&r->line))) break;
-        if (l->terminal) progress_end();
-        if (l->terminal) add_printable(&shown, bytes_of(&r->line), true);
-        write_stdout(bytes_of(l->terminal ? &shown : &r->line));
+        if (terminal) progress_end();
+        if (terminal) add_printable(&shown, bytes_of(&r->line), true);
+        write_stdout(bytes_of(terminal ? &shown : &r->line));
         free(shown.p);
         free(r->line.p);
         free(r->scores);
@@ -3583,7 +3582,7 @@ static List *open_list(App *app) {
     const char *name = o->list ? o->list : o->json_list, *file = o->out;
     const unsigned type = file ? file_mode(file) : 0;
     List *l = &list;
-    *l = (List){.app = app, .e = &app->engine, .terminal = !file && is_terminal(STDOUT_FILENO)};
+    *l = (List){.app = app, .e = &app->engine};
     l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin"};
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
     l->size = file_size(l->in.fd);
@@ -3804,7 +3803,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
 }
 
-// The TEXTs of -o
+// The TEXTs of -o, if it is given
 static void split_answers(Options *o) {
     size_t cap = 0;
     for (const char *text = o->answers; text; o->n_choices++) {
@@ -3819,10 +3818,8 @@ static void split_answers(Options *o) {
         o->choices[o->n_choices] = (Choice){.text = choice};
         text = text[n] ? text + n + 1 : NULL;
     }
+    if (o->n_choices == 0) return;
     if (o->n_choices == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
-}
-
-static void check_answers(const Options *o) {
     if (o->mode > GENERATE) die_usage("-o: -m %s has no answers", mode_names[o->mode]);
     if (o->stop) die_usage("-o, -x: both given, expected one of them");
     if (!o->text && !o->file && !is_list(o))
@@ -3866,7 +3863,6 @@ static Options parse_options(int argc, char **argv) {
     if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";
     check_text(&o, o.mode);
     split_answers(&o);
-    if (o.n_choices) check_answers(&o);
     return o;
 }
 
