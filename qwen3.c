@@ -3214,33 +3214,37 @@ static void run_raw(App *app, Bytes text) {
 
 typedef struct {
     Bytes rest;             // what has not been read
-    const char *expected;   // what was not found there: after an error nothing is taken any more
-    const char *wrong;      // what the error is in; NULL: the line is no JSON
+    size_t n;               // bytes of the whole line
+    const char *error;      // or NULL: after an error nothing is taken any more
     Buffer *text;           // the last string
     const uint8_t *string;  // where it begins
-    const char *added;      // a name of a member that the mode adds
 } Json;
 
-static void json_need(Json *j, bool taken, const char *what) {
-    if (!taken && !j->expected) j->expected = what;
+// Unless `good`, what comes next is an error: `part` of the line is bad; NULL: it is no JSON.
+static void json_check(Json *j, bool good, const char *part, const char *expected) {
+    static char what[256];
+    if (good || j->error) return;
+    const char *found = !j->rest.n ? "the end" : !*j->rest.p ? "a NUL" : "";
+    const char *hint = j->rest.n || part ? "" : " (one value a line: jq -c . makes that)";
+    snprintf(what, sizeof(what), "bad %s at byte %zu, expected %s, found %s%.*s%s",
+             part ? part : "JSON", j->n - j->rest.n + 1, expected, found,
+             (int)min_size(j->rest.n, 16), j->rest.p, hint);
+    j->error = what;
 }
 
-static void json_mean(Json *j, bool good, const char *wrong, const char *expected) {
-    if (!good && !j->expected) j->wrong = wrong;
-    json_need(j, good, expected);
-}
+static void json_need(Json *j, bool taken, const char *what) { json_check(j, taken, NULL, what); }
 
 // If a word is cut by the end, the end is what comes next.
 static bool json_take(Json *j, const char *word) {
     const size_t n = strlen(word), there = min_size(n, j->rest.n);
-    if (j->expected || !there || memcmp(j->rest.p, word, there) != 0) return false;
+    if (j->error || !there || memcmp(j->rest.p, word, there) != 0) return false;
     j->rest = bytes_from(j->rest, there);
     return there == n;
 }
 
 static bool json_take_any(Json *j, const char *set) {  // one or more bytes of a set
     const size_t before = j->rest.n;
-    while (!j->expected && j->rest.n && memchr(set, *j->rest.p, strlen(set)))
+    while (!j->error && j->rest.n && memchr(set, *j->rest.p, strlen(set)))
         j->rest = bytes_from(j->rest, 1);
     return j->rest.n < before;
 }
@@ -3260,8 +3264,8 @@ static int json_char(Json *j) {
     const size_t digits = escape && s[1] == 'u' ? strspn(s + 2, "0123456789abcdefABCDEF") : 0;
     const char *name = escape && s[1] ? strchr(names, s[1]) : NULL;
     const bool unit = digits == 4, cut = escape && (n == 1 || (n == digits + 2 && s[1] == 'u'));
-    json_need(j, plain || unit || name, "a string's character, or an escape as in \\n or \\u00e9");
     j->rest = bytes_from(j->rest, unit || cut ? n : name ? 2 : plain);
+    json_need(j, plain || unit || name, "a string's character, or an escape as in \\n or \\u00e9");
     if (unit) return (int)strtol(s + 2, NULL, 16);
     return name ? meant[name - names] : BAD_BYTE + (uint8_t)s[0];
 }
@@ -3271,7 +3275,7 @@ static bool json_take_string(Json *j) {
     j->string = j->rest.p;
     if (!json_take(j, "\"")) return false;
     j->text->n = 0;
-    for (int c, before = 0; !j->expected && !json_take(j, "\""); before = c) {
+    for (int c, before = 0; !j->error && !json_take(j, "\""); before = c) {
         c = json_char(j);
         if (before >= 0xD800 && before < 0xDC00 && c >= 0xDC00 && c < 0xE000) {
             c += 0x10000 + ((before - 0xD800) << 10) - 0xDC00;
@@ -3298,7 +3302,7 @@ static bool json_next(Json *j, const char *end, bool first) {
     if (json_take_token(j, end)) return false;
     json_need(j, first || json_take(j, ","), *end == '}' ? ", or }" : ", or ]");
     json_need(j, *end == ']' || (json_take_string(j) && json_take_token(j, ":")), "\"KEY\":");
-    return !j->expected;
+    return !j->error;
 }
 
 // Moves past a value, which must be there, inside of `depth` others.
@@ -3331,9 +3335,10 @@ static int json_message(Json *j, Conversation *talk) {
     int role = json_take_string(&name) ? ASSISTANT : -1;
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
     json_take_token(j, "");
-    json_need(j, *j->rest.p == '{', "a message, {\"role\": ..., \"content\": ...}");
-    json_mean(j, role >= 0, "role", "system, user or assistant");
-    json_mean(j, json_take_string(&content), "content", "a string");
+    json_check(j, *j->rest.p == '{', "text or messages",
+               "a message, {\"role\": ..., \"content\": ...}");
+    json_check(j, role >= 0, "role", "system, user or assistant");
+    json_check(j, json_take_string(&content), "content", "a string");
     conversation_add(talk, role, bytes_of(j->text));
     json_value(j, 0);
     return role;
@@ -3341,6 +3346,7 @@ static int json_message(Json *j, Conversation *talk) {
 
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
 static void json_object(Json *j, int kind, Buffer *out) {
+    static char what[128];
     const Bytes text = json_member(*j, "text").rest, talk = json_member(*j, "messages").rest;
     Json all = *j;
     json_take(&all, "{");
@@ -3351,39 +3357,43 @@ static void json_object(Json *j, int kind, Buffer *out) {
         const char *const *added = members[kind];
         while (*added && !bytes_are(name, *added)) added++;
         const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
-        if (*added) j->added = *added;
+        if (*added) {
+            snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
+                     "away: jq 'del(.%s)' -c", *added, *added);
+            j->error = what;
+        }
         json_value(&all, 1);
         if (kept) buffer_add(out, (Bytes){member, all.rest.p - member});
         if (kept) buffer_add(out, bytes(","));
     }
-    json_need(j, text.n ? !talk.n && *text.p == '"' : talk.n && *talk.p == '[',
-              "one of \"text\": \"...\" and, in chat, \"messages\": [...]");
-    if (!j->expected) j->rest = text.n ? text : talk;
+    json_check(j, text.n ? !talk.n && *text.p == '"' : talk.n && *talk.p == '[', "text or messages",
+               "one of \"text\": \"...\" and, in chat, \"messages\": [...]");
+    if (!j->error) j->rest = text.n ? text : talk;
 }
 
 // Parses one line. A string goes to j->text; an array of messages goes to `talk`, unless that is
 // NULL. Their system message, which is the first one, replaces that of `talk`. See json_object.
 static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
+    json_take_token(j, "");
+    json_check(j, j->rest.n > 0, "JSON", "a value");
     const Json start = *j;
     json_value(j, 0);
     json_take_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
-    if (j->expected) return;
+    if (j->error) return;
     *j = start;
-    j->wrong = "text or messages";
-    json_take_token(j, "");
     if (*j->rest.p == '{') json_object(j, kind, out);
     const bool messages = talk && json_take(j, "[");
     int role = messages ? -1 : USER;
     for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
         role = json_message(j, talk);
-        json_mean(j, role != SYSTEM || i == 0, "role", "a system message only at the start");
+        json_check(j, role != SYSTEM || i == 0, "role", "a system message only at the start");
         if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
     }
-    json_need(j, messages || json_take_string(j),
-              talk ? "a string, an array of messages or an object (-l: plain lines)"
-                   : "a string or an object (-l: plain lines)");
-    json_mean(j, role == USER, "role", "a message of the user as the last one");
+    json_check(j, messages || json_take_string(j), "text or messages",
+               talk ? "a string, an array of messages or an object (-l: plain lines)"
+                    : "a string or an object (-l: plain lines)");
+    json_check(j, role == USER, "role", "a message of the user as the last one");
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3435,31 +3445,19 @@ static void end_line(List *l, Request *r, const char *error) {
 // Encodes a line. Of an object, the members that it keeps go to `out`. Returns what is wrong with
 // the line, or NULL; after Ctrl-C these may not be all ids.
 static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
-    static char what[256];
     App *app = l->app;
     const Engine *e = l->e;
     const Options *o = &app->options;
     const bool chat = e->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
     Conversation *talk = &app->conversation;  // its messages, or its text as one
-    Json j = {.rest = line, .text = &app->input};
+    Json j = {.rest = line, .n = line.n, .text = &app->input};
     size_t size = 0, own = 1;  // own: bytes of a line that is a text
     if (line.n + before.n > MOST_BYTES) return "too long, expected less than 2 GB";
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    const bool blank = o->json_list && (json_take_token(&j, ""), j.rest.n == 0);
     if (o->json_list) json_line(&j, chat ? talk : NULL, result_kind(e), out);
-    const char *found = !j.rest.n ? "the end" : !*j.rest.p ? "a NUL" : "";
-    const bool inside = !blank && !j.rest.n && !j.wrong;  // the line ends inside its value
-    if (j.added)
-        snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
-                 "away: jq 'del(.%s)' -c", j.added, j.added);
-    else if (j.expected)
-        snprintf(what, sizeof(what), "bad %s at byte %td, expected %s, found %s%.*s%s",
-                 j.wrong ? j.wrong : "JSON", j.rest.p - line.p + 1, j.expected, found,
-                 (int)min_size(j.rest.n, 16), j.rest.p,
-                 inside ? " (one value a line: jq -c . makes that)" : "");
-    if (j.added || j.expected) return what;
+    if (j.error) return j.error;
     if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
         Buffer *text = &conversation_add(talk, USER, before)->text;
         if (o->text) buffer_add(text, bytes("\n\n"));
@@ -3570,9 +3568,9 @@ static bool looks_written(int kind, Bytes line) {
     if (memcmp(line.p, begin, min_size(j.rest.n, strlen(begin))) != 0) return false;
     if (rest && !object && !null) json_take_any(&j, rest);
     else json_value(&j, 0);
-    const bool added = !object || j.expected || json_member(start, members[kind][0]).rest.n > 0;
+    const bool added = !object || j.error || json_member(start, members[kind][0]).rest.n > 0;
     free(text.p);
-    return added && j.rest.n == 0 && !(whole && j.expected);
+    return added && j.rest.n == 0 && !(whole && j.error);
 }
 
 // Opens the list; with -w FILE in the place of stdout, of which it finds the last lines.
