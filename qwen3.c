@@ -3302,6 +3302,7 @@ static bool json_next(Json *j, const char *end, bool first) {
     if (json_take_token(j, end)) return false;
     json_need(j, first || json_take(j, ","), *end == '}' ? ", or }" : ", or ]");
     json_need(j, *end == ']' || (json_take_string(j) && json_take_token(j, ":")), "\"KEY\":");
+    json_take_token(j, "");
     return !j->error;
 }
 
@@ -3320,9 +3321,7 @@ static Json json_member(Json object, const char *name) {
     Json found = {.text = object.text};
     json_take_token(&object, "{");
     for (int i = 0; json_next(&object, "}", i == 0); i++) {
-        const bool same = bytes_are(bytes_of(object.text), name);
-        json_take_token(&object, "");
-        if (same) found = object;
+        if (bytes_are(bytes_of(object.text), name)) found = object;
         json_value(&object, 1);
     }
     return found;
@@ -3334,7 +3333,6 @@ static int json_message(Json *j, Conversation *talk) {
     Json name = json_member(*j, "role"), content = json_member(*j, "content");
     int role = json_take_string(&name) ? ASSISTANT : -1;
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
-    json_take_token(j, "");
     json_check(j, *j->rest.p == '{', "text or messages",
                "a message, {\"role\": ..., \"content\": ...}");
     json_check(j, role >= 0, "role", "system, user or assistant");
@@ -3397,8 +3395,7 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Lists: -l and -L. Many texts run together, each of which is a line of the list. A line of the
-// output goes out as soon as it and all lines before it are done.
+// Lists: -l and -L. Many texts run together: each is a line of the list, its answer of the output.
 
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
@@ -3470,7 +3467,6 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
     if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&
         size / 4 > e->tokenizer.tables->longest * e->model.state.seq_len)  // NFC may quarter it
         return wrong_length(app, size, size, " bytes");
-    ids->n = 0;
     if (chat) render(&e->tokenizer, talk, 0, app->switched_on, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
     return interrupted ? NULL : wrong_length(app, own, ids->n, "");
@@ -3517,8 +3513,7 @@ static void show_texts(const List *l) {
 }
 
 // Reads lines and adds their texts while there are places. While texts run, it does not wait for
-// lines that have still to be made: a list may come from another program. False: all is done, or
-// Ctrl-C.
+// lines that another program has still to write. False: all is done, or Ctrl-C.
 static bool admit_lines(List *l) {
     for (Bytes line;;) {
         size_t ahead = 0;  // bytes of lines that wait for an earlier one
