@@ -3373,7 +3373,7 @@ static void json_object(Json *j, int kind, Buffer *out) {
 // NULL. Their system message, which is the first one, replaces that of `talk`. See json_object.
 static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     json_take_token(j, "");
-    json_check(j, j->rest.n > 0, "JSON", "a value");
+    json_check(j, j->rest.n > 0, "JSON", "a value");  // a blank line gets no hint
     const Json start = *j;
     json_value(j, 0);
     json_take_token(j, "");
@@ -3796,7 +3796,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
 }
 
-// The TEXTs of -o, if it is given
+// Finds the TEXTs of -o, if it is given, and checks whether it can have an effect.
 static void split_answers(Options *o) {
     size_t cap = 0;
     for (const char *text = o->answers; text; o->n_choices++) {
