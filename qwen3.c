@@ -3200,33 +3200,37 @@ static void run_raw(App *app, Bytes text) {
 
 typedef struct {
     Bytes rest;             // what has not been read
-    const char *expected;   // what was not found there: after an error nothing is taken any more
-    const char *wrong;      // what the error is in; NULL: the line is no JSON
+    size_t n;               // bytes of the whole line
+    const char *error;      // or NULL: after an error nothing is taken any more
     Buffer *text;           // the last string
     const uint8_t *string;  // where it begins
-    const char *added;      // a name of a member that the mode adds
 } Json;
 
-static void json_need(Json *j, bool taken, const char *what) {
-    if (!taken && !j->expected) j->expected = what;
+// Unless `good`, what comes next is an error: `part` of the line is bad; NULL: it is no JSON.
+static void json_check(Json *j, bool good, const char *part, const char *expected) {
+    static char what[256];
+    if (good || j->error) return;
+    const char *found = !j->rest.n ? "the end" : !*j->rest.p ? "a NUL" : "";
+    const char *hint = j->rest.n || part ? "" : " (one value a line: jq -c . makes that)";
+    snprintf(what, sizeof(what), "bad %s at byte %zu, expected %s, found %s%.*s%s",
+             part ? part : "JSON", j->n - j->rest.n + 1, expected, found,
+             (int)min_size(j->rest.n, 16), j->rest.p, hint);
+    j->error = what;
 }
 
-static void json_mean(Json *j, bool good, const char *wrong, const char *expected) {
-    if (!good && !j->expected) j->wrong = wrong;
-    json_need(j, good, expected);
-}
+static void json_need(Json *j, bool taken, const char *what) { json_check(j, taken, NULL, what); }
 
 // If a word is cut by the end, the end is what comes next.
 static bool json_take(Json *j, const char *word) {
     const size_t n = strlen(word), there = min_size(n, j->rest.n);
-    if (j->expected || !there || memcmp(j->rest.p, word, there) != 0) return false;
+    if (j->error || !there || memcmp(j->rest.p, word, there) != 0) return false;
     j->rest = bytes_from(j->rest, there);
     return there == n;
 }
 
 static bool json_take_any(Json *j, const char *set) {  // one or more bytes of a set
     const size_t before = j->rest.n;
-    while (!j->expected && j->rest.n && memchr(set, *j->rest.p, strlen(set)))
+    while (!j->error && j->rest.n && memchr(set, *j->rest.p, strlen(set)))
         j->rest = bytes_from(j->rest, 1);
     return j->rest.n < before;
 }
@@ -3246,8 +3250,8 @@ static int json_char(Json *j) {
     const size_t digits = escape && s[1] == 'u' ? strspn(s + 2, "0123456789abcdefABCDEF") : 0;
     const char *name = escape && s[1] ? strchr(names, s[1]) : NULL;
     const bool unit = digits == 4, cut = escape && (n == 1 || (n == digits + 2 && s[1] == 'u'));
-    json_need(j, plain || unit || name, "a string's character, or an escape as in \\n or \\u00e9");
     j->rest = bytes_from(j->rest, unit || cut ? n : name ? 2 : plain);
+    json_need(j, plain || unit || name, "a string's character, or an escape as in \\n or \\u00e9");
     if (unit) return (int)strtol(s + 2, NULL, 16);
     return name ? meant[name - names] : BAD_BYTE + (uint8_t)s[0];
 }
@@ -3257,7 +3261,7 @@ static bool json_take_string(Json *j) {
     j->string = j->rest.p;
     if (!json_take(j, "\"")) return false;
     j->text->n = 0;
-    for (int c, before = 0; !j->expected && !json_take(j, "\""); before = c) {
+    for (int c, before = 0; !j->error && !json_take(j, "\""); before = c) {
         c = json_char(j);
         if (before >= 0xD800 && before < 0xDC00 && c >= 0xDC00 && c < 0xE000) {
             c += 0x10000 + ((before - 0xD800) << 10) - 0xDC00;
@@ -3284,18 +3288,18 @@ static bool json_next(Json *j, const char *end, bool first) {
     if (json_take_token(j, end)) return false;
     json_need(j, first || json_take(j, ","), *end == '}' ? ", or }" : ", or ]");
     json_need(j, *end == ']' || (json_take_string(j) && json_take_token(j, ":")), "\"KEY\":");
-    return !j->expected;
+    json_take_token(j, "");
+    return !j->error;
 }
 
-// Moves past a value, which must be there, inside of `depth` others. Is it a string?
-static bool json_value(Json *j, int depth) {
-    if (json_take_string(j)) return true;
+// Moves past a value, which must be there, inside of `depth` others.
+static void json_value(Json *j, int depth) {
+    if (json_take_string(j)) return;
     const char *end = json_take(j, "{") ? "}" : json_take(j, "[") ? "]" : NULL;
     json_need(j, !end || depth < 100, "at most 100 levels");
     for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
     json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
                  json_take_number(j), "a value");
-    return false;
 }
 
 // Goes to the value of an object's last member of this name. If there is none, nothing is left.
@@ -3303,9 +3307,7 @@ static Json json_member(Json object, const char *name) {
     Json found = {.text = object.text};
     json_take_token(&object, "{");
     for (int i = 0; json_next(&object, "}", i == 0); i++) {
-        const bool same = bytes_are(bytes_of(object.text), name);
-        json_take_token(&object, "");
-        if (same) found = object;
+        if (bytes_are(bytes_of(object.text), name)) found = object;
         json_value(&object, 1);
     }
     return found;
@@ -3317,10 +3319,10 @@ static int json_message(Json *j, Conversation *talk) {
     Json name = json_member(*j, "role"), content = json_member(*j, "content");
     int role = json_take_string(&name) ? ASSISTANT : -1;
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
-    json_take_token(j, "");
-    json_need(j, *j->rest.p == '{', "a message, {\"role\": ..., \"content\": ...}");
-    json_mean(j, role >= 0, "role", "system, user or assistant");
-    json_mean(j, json_take_string(&content), "content", "a string");
+    json_check(j, *j->rest.p == '{', "text or messages",
+               "a message, {\"role\": ..., \"content\": ...}");
+    json_check(j, role >= 0, "role", "system, user or assistant");
+    json_check(j, json_take_string(&content), "content", "a string");
     conversation_add(talk, role, bytes_of(j->text));
     json_value(j, 0);
     return role;
@@ -3328,6 +3330,7 @@ static int json_message(Json *j, Conversation *talk) {
 
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
 static void json_object(Json *j, int kind, Buffer *out) {
+    static char what[128];
     const Bytes text = json_member(*j, "text").rest, talk = json_member(*j, "messages").rest;
     Json all = *j;
     json_take(&all, "{");
@@ -3338,44 +3341,47 @@ static void json_object(Json *j, int kind, Buffer *out) {
         const char *const *added = members[kind];
         while (*added && !bytes_are(name, *added)) added++;
         const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
-        if (*added) j->added = *added;
+        if (*added) {
+            snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
+                     "away: jq 'del(.%s)' -c", *added, *added);
+            j->error = what;
+        }
         json_value(&all, 1);
         if (kept) buffer_add(out, (Bytes){member, all.rest.p - member});
         if (kept) buffer_add(out, bytes(","));
     }
-    json_need(j, text.n ? !talk.n && *text.p == '"' : talk.n && *talk.p == '[',
-              "one of \"text\": \"...\" and, in chat, \"messages\": [...]");
-    if (!j->expected) j->rest = text.n ? text : talk;
+    json_check(j, text.n ? !talk.n && *text.p == '"' : talk.n && *talk.p == '[', "text or messages",
+               "one of \"text\": \"...\" and, in chat, \"messages\": [...]");
+    if (!j->error) j->rest = text.n ? text : talk;
 }
 
 // Parses one line. A string goes to j->text; an array of messages goes to `talk`, unless that is
 // NULL. Their system message, which is the first one, replaces that of `talk`. See json_object.
 static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
+    json_take_token(j, "");
+    json_check(j, j->rest.n > 0, "JSON", "a value");  // a blank line gets no hint
     const Json start = *j;
     json_value(j, 0);
     json_take_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
-    if (j->expected) return;
+    if (j->error) return;
     *j = start;
-    j->wrong = "text or messages";
-    json_take_token(j, "");
     if (*j->rest.p == '{') json_object(j, kind, out);
     const bool messages = talk && json_take(j, "[");
     int role = messages ? -1 : USER;
     for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
         role = json_message(j, talk);
-        json_mean(j, role != SYSTEM || i == 0, "role", "a system message only at the start");
+        json_check(j, role != SYSTEM || i == 0, "role", "a system message only at the start");
         if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
     }
-    json_need(j, messages || json_take_string(j),
-              talk ? "a string, an array of messages or an object (-l: plain lines)"
-                   : "a string or an object (-l: plain lines)");
-    json_mean(j, role == USER, "role", "a message of the user as the last one");
+    json_check(j, messages || json_take_string(j), "text or messages",
+               talk ? "a string, an array of messages or an object (-l: plain lines)"
+                    : "a string or an object (-l: plain lines)");
+    json_check(j, role == USER, "role", "a message of the user as the last one");
 }
 
 // ------------------------------------------------------------------------------------------------
-// Lists: -l and -L. Many texts run together, each of which is a line of the list. A line of the
-// output goes out as soon as it and all lines before it are done.
+// Lists: -l and -L. Many texts run together: each is a line of the list, its answer of the output.
 
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
@@ -3383,7 +3389,6 @@ typedef struct {
     App *app;
     Engine *e;              // the app's
     Lines in;
-    bool terminal;          // stdout is one
     bool ended, failed;     // there are no more lines; a line was an error
     size_t read, done, written;  // lines so far
     Request requests[AHEAD];  // that of line i is at i % AHEAD; done, its line has its newline
@@ -3400,6 +3405,7 @@ static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n
 
 // A request is done, or can't run. Writes all done lines that follow those that are written.
 static void end_line(List *l, Request *r, const char *error) {
+    const bool terminal = is_terminal(STDOUT_FILENO);
     if (error) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
     l->failed |= error != NULL;
     l->done++;
@@ -3408,9 +3414,9 @@ static void end_line(List *l, Request *r, const char *error) {
         Buffer shown = {0};
         r = &l->requests[l->written % AHEAD];
         if (!has_newline(bytes_of(&r->line))) break;
-        if (l->terminal) progress_end();
-        if (l->terminal) add_printable(&shown, bytes_of(&r->line), true);
-        write_stdout(bytes_of(l->terminal ? &shown : &r->line));
+        if (terminal) progress_end();
+        if (terminal) add_printable(&shown, bytes_of(&r->line), true);
+        write_stdout(bytes_of(terminal ? &shown : &r->line));
         free(shown.p);
         free(r->line.p);
         free(r->scores);
@@ -3422,31 +3428,19 @@ static void end_line(List *l, Request *r, const char *error) {
 // Encodes a line. Of an object, the members that it keeps go to `out`. Returns what is wrong with
 // the line, or NULL; after Ctrl-C these may not be all ids.
 static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
-    static char what[256];
     App *app = l->app;
     const Engine *e = l->e;
     const Options *o = &app->options;
     const bool chat = e->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
     Conversation *talk = &app->conversation;  // its messages, or its text as one
-    Json j = {.rest = line, .text = &app->input};
+    Json j = {.rest = line, .n = line.n, .text = &app->input};
     size_t size = 0, own = 1;  // own: bytes of a line that is a text
     if (line.n + before.n > MOST_BYTES) return "too long, expected less than 2 GB";
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    const bool blank = o->json_list && (json_take_token(&j, ""), j.rest.n == 0);
     if (o->json_list) json_line(&j, chat ? talk : NULL, result_kind(e), out);
-    const char *found = !j.rest.n ? "the end" : !*j.rest.p ? "a NUL" : "";
-    const bool inside = !blank && !j.rest.n && !j.wrong;  // the line ends inside its value
-    if (j.added)
-        snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
-                 "away: jq 'del(.%s)' -c", j.added, j.added);
-    else if (j.expected)
-        snprintf(what, sizeof(what), "bad %s at byte %td, expected %s, found %s%.*s%s",
-                 j.wrong ? j.wrong : "JSON", j.rest.p - line.p + 1, j.expected, found,
-                 (int)min_size(j.rest.n, 16), j.rest.p,
-                 inside ? " (one value a line: jq -c . makes that)" : "");
-    if (j.added || j.expected) return what;
+    if (j.error) return j.error;
     if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
         Buffer *text = &conversation_add(talk, USER, before)->text;
         if (o->text) buffer_add(text, bytes("\n\n"));
@@ -3459,20 +3453,9 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
     if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&
         size / 4 > e->tokenizer.tables->longest * e->model.state.seq_len)  // NFC may quarter it
         return wrong_length(app, size, size, " bytes");
-    ids->n = 0;
     if (chat) render(&e->tokenizer, talk, 0, app->switched_on, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
     return interrupted ? NULL : wrong_length(app, own, ids->n, "");
-}
-
-// Adds texts of requests that were read, as many as there are places.
-static void add_requests(List *l) {
-    for (size_t i = l->written; i < l->read; i++) {
-        Request *r = &l->requests[i % AHEAD];
-        if (!add_texts(l->e, r)) return;
-        free(r->ids.p);
-        r->ids = (Ids){.n = r->ids.n};  // the number of tokens is needed later
-    }
 }
 
 // Reads a line: its texts wait to run, or it is done at once, as it is bad or just tokenized.
@@ -3491,11 +3474,10 @@ static void add_line(List *l, Bytes line) {
     if (!error) l->prompts += r->ids.n;
     if (error || l->e->mode == TOKENIZE) {
         end_line(l, r, error);
-        return;
+    } else {
+        start_request(l->e, r);
+        l->pieces += r->texts > 1;
     }
-    start_request(l->e, r);
-    l->pieces += r->texts > 1;
-    add_requests(l);
 }
 
 // Shows the progress. The work that is done: texts, and of those that run the tokens, in texts of
@@ -3516,14 +3498,19 @@ static void show_texts(const List *l) {
     progress_show(e->rows, part, text);
 }
 
-// Reads lines while there are places. While texts run, it does not wait for lines that have still
-// to be made: a list may come from another program. False: all is done, or Ctrl-C.
+// Reads lines and adds their texts while there are places. While texts run, it does not wait for
+// lines that another program has still to write. False: all is done, or Ctrl-C.
 static bool admit_lines(List *l) {
     for (Bytes line;;) {
         size_t ahead = 0;  // bytes of lines that wait for an earlier one
-        for (size_t i = l->written; i < l->read; i++) ahead += l->requests[i % AHEAD].line.n;
         show_texts(l);
-        add_requests(l);
+        for (size_t i = l->written; i < l->read; i++) {
+            Request *r = &l->requests[i % AHEAD];
+            ahead += r->line.n;
+            if (!add_texts(l->e, r)) continue;  // there are too few places
+            free(r->ids.p);
+            r->ids = (Ids){.n = r->ids.n};      // the number of tokens is needed later
+        }
         if (l->ended || l->e->n_active == l->e->n_places || l->read - l->written == AHEAD ||
             ahead > AHEAD_BYTES || interrupted)
             break;
@@ -3562,9 +3549,9 @@ static bool looks_written(int kind, Bytes line) {
     if (memcmp(line.p, begin, min_size(j.rest.n, strlen(begin))) != 0) return false;
     if (rest && !object && !null) json_take_any(&j, rest);
     else json_value(&j, 0);
-    const bool added = !object || j.expected || json_member(start, members[kind][0]).rest.n > 0;
+    const bool added = !object || j.error || json_member(start, members[kind][0]).rest.n > 0;
     free(text.p);
-    return added && j.rest.n == 0 && !(whole && j.expected);
+    return added && j.rest.n == 0 && !(whole && j.error);
 }
 
 // Opens the list; with -w FILE in the place of stdout, of which it finds the last lines.
@@ -3574,7 +3561,7 @@ static List *open_list(App *app) {
     const char *name = o->list ? o->list : o->json_list, *file = o->out;
     const unsigned type = file ? file_mode(file) : 0;
     List *l = &list;
-    *l = (List){.app = app, .e = &app->engine, .terminal = !file && is_terminal(STDOUT_FILENO)};
+    *l = (List){.app = app, .e = &app->engine};
     l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin"};
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
     l->size = file_size(l->in.fd);
@@ -3795,7 +3782,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
 }
 
-// The TEXTs of -o
+// Finds the TEXTs of -o, if it is given, and checks whether it can have an effect.
 static void split_answers(Options *o) {
     size_t cap = 0;
     for (const char *text = o->answers; text; o->n_choices++) {
@@ -3810,10 +3797,8 @@ static void split_answers(Options *o) {
         o->choices[o->n_choices] = (Choice){.text = choice};
         text = text[n] ? text + n + 1 : NULL;
     }
+    if (o->n_choices == 0) return;
     if (o->n_choices == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
-}
-
-static void check_answers(const Options *o) {
     if (o->mode > GENERATE) die_usage("-o: -m %s has no answers", mode_names[o->mode]);
     if (o->stop) die_usage("-o, -x: both given, expected one of them");
     if (!o->text && !o->file && !is_list(o))
@@ -3857,7 +3842,6 @@ static Options parse_options(int argc, char **argv) {
     if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";
     check_text(&o, o.mode);
     split_answers(&o);
-    if (o.n_choices) check_answers(&o);
     return o;
 }
 

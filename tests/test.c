@@ -1316,7 +1316,7 @@ static void test_json(void) {
         Json j = {.rest = bytes(good[i].line), .text = &text};
         json_value(&j, 0);
         json_take_token(&j, "");
-        CHECK(!j.expected && j.rest.n == 0, "%s", good[i].line);
+        CHECK(!j.error && j.rest.n == 0, "%s", good[i].line);
         if (good[i].text) CHECK(bytes_equal(bytes_of(&text), bytes(good[i].text)), "%s", good[i].line);
         free(text.p);
     }
@@ -1325,7 +1325,7 @@ static void test_json(void) {
         Json j = {.rest = bytes(bad[i]), .text = &text};
         json_value(&j, 0);
         json_take_token(&j, "");
-        CHECK(j.expected || j.rest.n, "%s", bad[i]);
+        CHECK(j.error || j.rest.n, "%s", bad[i]);
         free(text.p);
     }
     for (int depth = 99; depth <= 101; depth++) {
@@ -1335,7 +1335,7 @@ static void test_json(void) {
         line[2 * depth] = 0;
         Json j = {.rest = bytes(line)};
         json_value(&j, 0);
-        CHECK(!j.expected == (depth <= 100), "%d levels", depth);
+        CHECK(!j.error == (depth <= 100), "%d levels", depth);
     }
 }
 
@@ -1359,7 +1359,7 @@ static void test_json_messages(void) {
         Buffer text = {0}, members_of = {0};
         Json j = {.rest = bytes(cases[i].line), .text = &text};
         json_line(&j, &talk, CHAT, &members_of);
-        CHECK(!j.expected == !!cases[i].roles, "%s", cases[i].line);
+        CHECK(!j.error == !!cases[i].roles, "%s", cases[i].line);
         for (size_t k = 0; cases[i].roles && k < strlen(cases[i].roles); k++) {
             CHECK(k < talk.n && "sua"[talk.p[k].role] == cases[i].roles[k], "%s", cases[i].line);
         }
