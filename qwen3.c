@@ -2328,7 +2328,7 @@ static void writer_flush(Writer *out, size_t keep) {
     if (out->terminal || (out->thinking && !out->to)) add_printable(&shown, text, true);
     if (dim) buffer_add(&shown, bytes("\033[0m"));
     if (out->terminal) write_stdout(bytes_of(&shown));
-    else if (out->thinking && !quiet) fwrite(shown.p, 1, shown.n, stderr);
+    else if (out->thinking && !out->to && !quiet) fwrite(shown.p, 1, shown.n, stderr);
     else if (!out->thinking && out->to) buffer_add(out->to, text);
     else if (!out->thinking) write_stdout(text);
     buffer_cut(&out->held, text.n);
@@ -3010,7 +3010,8 @@ static void send_file(App *app, Bytes text) {
         : (mode && !S_ISREG(mode) && !S_ISDIR(mode)) || !strcmp(path, "-") ? "not a regular file"
         : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
-    if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
+    if (interrupted) notice("/file: stopped, nothing was sent");
+    else if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
     else chat_turn(app, chop(bytes_of(message)));
 }
 

@@ -1479,6 +1479,27 @@ static void test_dying_together(void) {
         CHECK(!strcmp(text, "qwen3: memory: not enough for a test, expected 1 MB\n"), "%s", text);
     }
 }
+
+// Ctrl-C while /file reads
+static void test_file_stopped(void) {
+    static App app;
+    char text[200] = "";
+    int ends[2];
+    const int saved = dup(STDERR_FILENO);
+    CHECK(pipe(ends) == 0);
+    buffer_add(&app.input, bytes("/file tests/test.c"));
+    interrupted = 1;
+    dup2(ends[1], STDERR_FILENO);
+    send_file(&app, bytes_from(bytes_of(&app.input), 6));
+    dup2(saved, STDERR_FILENO);
+    interrupted = 0;
+    close(ends[1]);
+    CHECK(read(ends[0], text, sizeof(text) - 1) > 0);
+    CHECK(!strcmp(text, "qwen3: /file: stopped, nothing was sent\n"), "%s", text);
+    close(ends[0]);
+    close(saved);
+    free(app.input.p);
+}
 #endif
 
 // What a list shows after ten seconds. Each text that has ended took 100 tokens; those that run count by theirs,
@@ -1548,6 +1569,7 @@ static int unit_tests(void) {
 #endif
     test_far_logits();
 #ifndef _WIN32
+    test_file_stopped();
     test_progress_of_a_list();
 #endif
     // How attention is shared depends on the number of threads, which can only grow.
