@@ -183,7 +183,7 @@ typedef struct {       // a token of a text
     int token;         // its id
     int pos;           // its position in the text
     const Text *text;
-    bool needed;       // x is needed after the last layer
+    bool needed;       // x is needed after the last layer, for logits or an embedding
 } Row;
 
 // Everything that changes while the model runs. forward() runs a batch of rows, a token each:
@@ -197,8 +197,8 @@ typedef struct {
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
     float *cache;        // keys and values, in an order that only key_at and value_at know
-    int blocks;          // of the cache, each for all layers and kv heads
-    int block_len;       // positions in a block: see Text
+    int blocks;          // of the cache: a block has keys and values, for all layers and kv heads,
+    int block_len;       // of so many positions; texts that begin alike share blocks
     // One token's, in the layer that runs:
     float *h;            // (dim)          rmsnorm(x)
     Q8 xq;               // (dim)          Q8(h)
@@ -230,10 +230,11 @@ typedef struct {
 // says -ffp-contract=off.
 static float mul_add(float a, float b, float c);
 
-// exp(x), with an error of at most 2 units in the last place; 0 for x < -87.7, exp(88) for x > 88
+// exp(x), with an error of at most 2 units in the last place; 0 for x < -87.7, exp(88) for x > 88,
+// NaN for NaN
 static float fast_exp(float x);
 
-// The largest of x (n > 0); the largest |x|, or NaN if one is NaN
+// The largest of x (n > 0; anything if one is NaN); the largest |x|, or NaN if one is NaN
 static float max_of(const float *x, int n);
 static float max_abs(const float *x, int n);
 
@@ -480,8 +481,8 @@ static void attend(const Model *m, int l, int t, int head) {
         for (int i = 0; i < n; i++) score[i] = attention_score(h, q, start + i);
         const float before = largest;
         largest = fmaxf(largest, max_of(score, n));
-        const float keep = fast_exp(before - largest);
-        total = mul_add(total, keep, softmax_terms(score, n, largest));
+        const float keep = fast_exp(before - largest);                   // 0 in the first span
+        total = mul_add(total, keep, softmax_terms(score, n, largest));  // score: now the terms
         for (int j = 0; j < head_dim; j++) {
             float sum = 0;
             for (int i = 0; i < n; i++) sum = mul_add(*value_at(h, start + i, j), score[i], sum);
@@ -514,11 +515,11 @@ static void feed_forward(const Model *m, const Layer *w, int e, float *out) {
     matmul(out, &w->w2, e * dim, dim, s->hq);
 }
 
-// Makes the share of each expert from term, Wr h, which is overwritten; both (n_experts). The
-// n_experts_used with the largest terms get one, of equal ones the first. Their exp are divided by
-// the sum of those chosen: the softmax's own sum, over all experts, would cancel. (With
-// no_topk_norm it is the divisor.) Returns false if the softmax is NaN, as term has a NaN or
-// infinity: then no expert runs, all of share is 0.
+// Makes the share of each expert from term, Wr h, which is overwritten by its exp; both
+// (n_experts). The n_experts_used largest, of equal ones the first, divided by their sum, are
+// shares. (The softmax's own sum, over all experts, would cancel; with no_topk_norm it is the
+// divisor.) Returns false if term has a NaN or +infinity, which makes the softmax NaN: then no
+// expert runs, all of share is 0.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -585,7 +586,7 @@ static void scores(const Model *m, int t, float *logits) {
 
 // layer(m, l, t) for t = 0, 1 .. n - 1 (Part III): with -DPLAIN just so, else for all rows at once,
 // to read the weights once. Tokens of one text can run together: in layer l, a row needs the k and
-// v of the rows before it in layer l, not their last x. Texts never meet: each has its own K and V.
+// v of the rows before it in layer l, no later x of theirs. Texts never meet: each has its own K, V.
 static void layer_all(Model *m, int l, int n);
 
 // scores(m, first + i, logits + i * vocab_size) for i = 0 .. count - 1, count <= logit_rows, where
@@ -651,7 +652,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-enum { ADDED = 1, SPECIAL = 2 };  // bits of Tokenizer.kind: an added token; not written in answers
+enum { ADDED = 1, SPECIAL = 2 };  // bits of Tokenizer.kind; SPECIAL: not written in answers
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
@@ -781,7 +782,8 @@ static void encode_token(Encoder *enc, int id) {
 }
 
 // Adds plain text, which encode_flush will encode. An added token spelled out in it, such as
-// <|im_end|>, stays plain text; so a user, whose text comes here, can't forge the chat format.
+// <|im_end|>, stays plain text, as merging never makes an added token. So a user, whose text comes
+// here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->plain, text); }
 
 // Part II: returns the first added token at or after *at, the longest if several begin there, and
@@ -837,9 +839,8 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // of an answer: the tokens that the model drew
-    Buffer text;  // of other messages: what the user gave. Of an answer, what follows its ids: the
-                  // beginning of a token that the option -x cut; or all of it, if the conversation
-                  // comes from a file (-L)
+    Buffer text;  // all of a message that was not drawn; of a drawn answer, what the option -x left
+                  // of its last token
 } Message;
 
 typedef struct {
@@ -965,8 +966,8 @@ static void keep_likelier(float *p, int n, int id) {
     for (int i = id; i < n; i++) p[i] = load_i32(p + i) > bits ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0. A threshold is found bit by bit, from the highest on: a bit is
-// set if at least k values still reach it. In the end exactly k do, or more if several are equal.
+// Sets all p but the k largest to 0. Finds a threshold that k values reach (are >= it), or more if
+// several are equal: bit by bit, from the highest on, a bit is set if k or more still reach it.
 static void keep_top_k(float *p, int n, int k) {
     int32_t threshold = 0;
     int kept = n;  // so many values reach it
@@ -1054,10 +1055,11 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 //   Text *t = add_text(e, ids.p, ids.n);        // it waits until there is room in the cache
 //   while (t->ending == GOES_ON && run_pass(e)) draw_all(e);
 //
-// Some texts are scored: all ids are there, but only the first `known` are taken as given. For each
+// Some texts are scored: all ids are there, but only the first `known` need no score. For each
 // later one, the logits of the id before it say how likely it was. A perplexity, exp(mean of
-// -log(probability)), has known = 1; a given answer (option -o), known = its prompt. A prompt and
-// its answer that is drawn have known = all ids.
+// -log(probability)), begins with known = 1, as nothing is before the first id. With option -o,
+// answers are given: the prompt's last logits score the first id of each (score_choices); then an
+// answer of several ids is a text with known = prompt + 1. In all other texts known = all ids.
 
 enum { PLACES = 32 };  // texts that run together
 
@@ -1070,7 +1072,7 @@ struct Text {
     Ids ids;           // its tokens, those of the prompt first
     size_t run;        // so many have run: their keys and values are in the KV cache
     int *blocks;       // its blocks of the cache: position pos is in blocks[pos / block_len]
-    size_t known;      // so many are given, drawn, or scored by now; what follows is to be scored
+    size_t known;      // so many need no score (any more); what follows is to be scored
     int rows;          // ids that run in this pass
     int first;         // its first row of logits
     int guesses;       // so many behind ids.n are guessed, and run, too (Part II: Drafts)
@@ -1099,7 +1101,7 @@ typedef struct {
     Text *active[PLACES + 1];  // first the n_running texts that run
     int n_running;
     int needed;        // rows of logits in this pass
-    double *scores;    // (logit_rows) of the id after each row, if it is there
+    double *scores;    // (logit_rows) -log(probability) of the id after each row, if it is there
     size_t rows;       // tokens that ran so far
     // Part II only: see Many texts at once
     Text places[PLACES + 1];
@@ -1123,7 +1125,7 @@ typedef struct {
 static void embed_text(const Engine *e, Text *t);
 
 // Chooses the texts that run, n_running <= batch and <= logit_rows, and sees to it that the cache
-// has room for their ids. Guesses ids where this may save a pass. (Part II)
+// has room for their ids. Guesses ids where this may save a pass, as many as fit into it. (Part II)
 static void schedule(Engine *e);
 
 // Makes the rows of the next pass and returns how many they are. Each text that runs gets one at
@@ -1208,7 +1210,7 @@ static void draw(const Engine *e, Text *t) {
     }
 }
 
-// Adds up the scores of the ids that are there, in their order.
+// `run` ids have run, so ids known .. run have scores now: adds these, in their order.
 static void add_scores(const Engine *e, Text *t) {
     for (int row = t->first; t->known <= t->run; t->known++) *t->score += e->scores[row++];
     if (!isfinite(*t->score)) t->ending = FAILED;
@@ -1218,7 +1220,8 @@ static void add_scores(const Engine *e, Text *t) {
 // logits[id], or what stands for the end of a given answer (Part II)
 static double logit_of(const Tokenizer *tok, const float *logits, int id);
 
-// scores[i] = -log(probability) of the id after row i, if it is there
+// scores[i] = -log(probability) of the id after row i, if it is there. (forward() has moved the
+// rows that are needed to the front: row i has logits i.)
 static void score_rows(void *arg, int begin, int end) {
     const Engine *e = arg;
     for (int i = begin; i < end; i++) {
