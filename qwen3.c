@@ -1288,6 +1288,7 @@ static const char *stdout_name = "stdout";            // for messages
 static int file_open(const char *path, bool append);  // a descriptor to read, or -1; -: stdin
 static bool file_lock(int fd, bool alone);            // false: another one has it (alone)
 static double file_size(int fd);                      // of a regular file, else 0
+static bool same_file(int a, int b);                  // two descriptors of one regular file
 static double memory_size(void);                      // that this process may use, in bytes
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
 static bool input_ready(int fd);                      // there is something to read, or the end
@@ -3569,6 +3570,8 @@ static List *open_list(App *app) {
     l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin"};
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
     l->size = file_size(l->in.fd);
+    if (!file && same_file(l->in.fd, STDOUT_FILENO))
+        die("%s: is the list and stdout, expected another FILE", l->in.name);
     if (!file) return l;
     if (type && !S_ISREG(type)) die("%s: not a regular file, expected one or a new name", file);
     Lines in = {.fd = file_open(file, true), .name = file};
@@ -3874,14 +3877,16 @@ static void load_model(App *app) {
     const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
     bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     const unsigned mode = file_mode(path);
-    char tokenizer[4096];
+    char file[4096];
+    snprintf(file, sizeof(file), "%s.bin", path);
+    if (!S_ISREG(mode) && file_mode(file)) die("%s: no model, expected %s", path, file);
     if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
     if (named && !mode) die_export(path, "not a file", INT_MAX, path);
     model_map(&e->model, path);
-    snprintf(tokenizer, sizeof(tokenizer), "%s.tokenizer", path);
-    if (!file_mode(tokenizer))
-        die("%s: missing, expected beside the model, where export.py writes it", tokenizer);
-    tokenizer_load(&e->tokenizer, tokenizer, c->vocab_size);
+    snprintf(file, sizeof(file), "%s.tokenizer", path);
+    if (!file_mode(file))
+        die("%s: missing, expected beside the model, where export.py writes it", file);
+    tokenizer_load(&e->tokenizer, file, c->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
     const int least = e->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
     const double room = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
@@ -5450,6 +5455,12 @@ static int file_open(const char *path, bool append) {
 static double file_size(int fd) {
     struct stat st;
     return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? (double)st.st_size : 0;
+}
+
+static bool same_file(int a, int b) {  // Windows' fstat has no inode
+    struct stat x, y;
+    return file_size(a) > 0 && fstat(a, &x) == 0 && fstat(b, &y) == 0 && x.st_ino != 0 &&
+           x.st_ino == y.st_ino && x.st_dev == y.st_dev;
 }
 
 static Bytes file_map(const char *path) {

@@ -139,6 +139,11 @@ def test_likely_first_models(tmp_path):
             ("Qwen/Qwen3-0.6B", "export.py Qwen/Qwen3-0.6B"),
             ("Qwen/Qwen3-0.6B-GGUF:Q4_0", "export.py Qwen/Qwen3-0.6B-GGUF:Q4_0")]:
         assert_error(run(path), 1, command)
+    (tmp_path / "Qwen3-0.6B.bin").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.bin").write_bytes(b"")
+    for path in "Qwen3-0.6B", "folder":
+        assert_error(run(path), 1, f"{path}: no model, expected {path}.bin\n")
     for path in ("none.bin", "Qwen/none.bin", "./a/b", "a/b/c", "/Qwen/x"):
         result = run(path)
         assert_error(result, 1)

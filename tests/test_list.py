@@ -363,6 +363,21 @@ def test_bad_list(small, tmp_path):
             assert_error(qwen3(small, kind, path, "-n", 1), 1, path)
 
 
+@pytest.mark.parametrize("kind", ["-l", "-L"])
+@pytest.mark.parametrize("piped", [False, True])
+def test_a_list_that_is_its_own_output(small, tmp_path, kind, piped):
+    """It would read its answers, and never end."""
+    path = tmp_path / "list"
+    path.write_text('"a"\n' * 40)
+    with path.open("rb") as read, path.open("ab") as written:
+        result = subprocess.run([QWEN3, small, kind, "-" if piped else path, "-n", "1"], stdin=read, timeout=60,
+                                stdout=written, stderr=subprocess.PIPE)
+    name = "stdin" if piped else path
+    assert result.returncode == 1, result
+    assert result.stderr.decode() == f"qwen3: {name}: is the list and stdout, expected another FILE\n"
+    assert path.read_text() == '"a"\n' * 40
+
+
 def errors_of(error, name=b"stdin"):
     """{line: what}, of a stderr that is nothing else."""
     found = {}
