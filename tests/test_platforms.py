@@ -56,11 +56,14 @@ def check(programs, *files):
                             capture_output=True, timeout=300, env=environment())
     assert answer.returncode == 0 and answer.stdout == ANSWER, answer
     if files:
-        tests = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files],
-            cwd=TESTS, capture_output=True, text=True, timeout=3600,
-            env=environment(QWEN3=str(programs / "qwen3"),
-                            ASAN_OPTIONS="allocator_may_return_null=1"))  # as malloc does
+        for _ in range(2):                        # wine itself fails once in 10,000 starts, silently
+            tests = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files],
+                cwd=TESTS, capture_output=True, text=True, timeout=3600,
+                env=environment(QWEN3=str(programs / "qwen3"),
+                                ASAN_OPTIONS="allocator_may_return_null=1"))  # as malloc does
+            if "returncode=1, stdout=b'', stderr=b''" not in tests.stdout:    # our errors have a line
+                break
         assert tests.returncode == 0 and " passed" in tests.stdout, tests.stdout[-4000:]
         print(tests.stdout.splitlines()[-1])
 
@@ -323,8 +326,8 @@ def test_windows_ctrl_c(windows, tmp_path):
                           env=environment()) as process:
         assert process.stdout.read(20) == b"!" * 20
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == 130 and set(out) == {ord("!")} and err.count(b"\n") == 1
+        out, err = process.communicate(timeout=300)    # without what read() has taken beyond its 20
+    assert process.returncode == 130 and set(out) <= {ord("!")} and err.count(b"\n") == 1
 
 
 @WINDOWS

@@ -99,7 +99,7 @@ def test_prompt_of_large_batches(slow):
 def test_time_left(tokenizer, tmp_path):
     """As long as for the tokens so far, each: less than it takes, where attention makes later ones
     slower (of this model, nearly all of the time), and not much less."""
-    model = export(make_checkpoint(tmp_path / "hf", tokenizer, n_layers=6, n_heads=8, max_len=12000),
+    model = export(make_checkpoint(tmp_path / "hf", tokenizer, n_layers=18, n_heads=8, max_len=12000),
                    tmp_path / "model.bin")
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes(b"7" * 11000)
@@ -113,7 +113,7 @@ def test_time_left(tokenizer, tmp_path):
             if 3000 < int(child.match[1]) < 6000:
                 expected.append(time.monotonic() - start + int(child.match[2]))
         took = time.monotonic() - start
-        if took < 5:
+        if not expected:
             pytest.skip("this machine is too fast")
         ratios.append(sorted(expected)[len(expected) // 2] / took)
         if 0.3 < ratios[-1] < 1.2:
