@@ -140,29 +140,38 @@ typedef struct {
     int n_experts;          // 0: not a mixture of experts; HF num_experts
     int n_experts_used;     // by each token; HF num_experts_per_tok
     int no_topk_norm;       // 1: the shares of these do not add up to 1; HF norm_topk_prob = false
-    int q_dim, kv_dim;      // n_heads * head_dim, n_kv_heads * head_dim
+    int q_dim;              // n_heads * head_dim
+    int kv_dim;             // n_kv_heads * head_dim
 } Config;
 
 // A quantized matrix: see Quantization and the matrix product.
 typedef struct {
-    int rows, cols, group, bits;
+    int rows;
+    int cols;
+    int group;             // consecutive weights of a row that have one scale
+    int bits;              // of a weight, 8 or 4
     const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte
     const void *scales;    // (rows, cols / group)     with 8 bits floats, with 4 half_floats
     const int8_t *levels;  // (16) with 4 bits         the int8 that a nibble stands for
 } Matrix;
 
 typedef struct {
-    const float *rms_att, *rms_ffn;  // (dim)                 {input,post_attention}_layernorm
-    const float *q_norm, *k_norm;    // (head_dim) or NULL    self_attn.{q,k}_norm
-    const float *bq;                 // (q_dim) or NULL       self_attn.q_proj.bias
-    const float *bk, *bv;            // (kv_dim) or NULL      self_attn.{k,v}_proj.bias
-    Matrix wq;                       // (q_dim, dim)          self_attn.q_proj
-    Matrix wk, wv;                   // (kv_dim, dim)         self_attn.{k,v}_proj
-    Matrix wo;                       // (dim, q_dim)          self_attn.o_proj
-    Matrix w1, w3;                   // (hidden_dim, dim)     mlp.{gate,up}_proj
-    Matrix w2;                       // (dim, hidden_dim)     mlp.down_proj
+    const float *rms_att;  // (dim)                       input_layernorm
+    const float *rms_ffn;  // (dim)                       post_attention_layernorm
+    const float *q_norm;   // (head_dim) or NULL          self_attn.q_norm
+    const float *k_norm;   // (head_dim) or NULL          self_attn.k_norm
+    const float *bq;       // (q_dim) or NULL             self_attn.q_proj.bias
+    const float *bk;       // (kv_dim) or NULL            self_attn.k_proj.bias
+    const float *bv;       // (kv_dim) or NULL            self_attn.v_proj.bias
+    Matrix wq;             // (q_dim, dim)                self_attn.q_proj
+    Matrix wk;             // (kv_dim, dim)               self_attn.k_proj
+    Matrix wv;             // (kv_dim, dim)               self_attn.v_proj
+    Matrix wo;             // (dim, q_dim)                self_attn.o_proj
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
-    const float *router;             // (n_experts, dim) or NULL    mlp.gate
+    Matrix w1;             // (hidden_dim, dim)           mlp.gate_proj
+    Matrix w3;             // (hidden_dim, dim)           mlp.up_proj
+    Matrix w2;             // (dim, hidden_dim)           mlp.down_proj
+    const float *router;   // (n_experts, dim) or NULL    mlp.gate
 } Layer;
 
 typedef struct {
@@ -192,7 +201,8 @@ typedef struct {
     int seq_len;         // the maximum number of positions of a text (option -c)
     int batch;           // the maximum number of rows
     Row *rows;           // (batch)
-    float *cos, *sin;    // (batch, head_dim / 2) of the angles of rope at a row's position
+    float *cos;          // (batch, head_dim / 2) of the angles of rope at a row's position
+    float *sin;          // (batch, head_dim / 2)
     float *x;            // (batch, dim)          the residual stream
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
@@ -202,13 +212,18 @@ typedef struct {
     // One token's, in the layer that runs:
     float *h;            // (dim)          rmsnorm(x)
     Q8 xq;               // (dim)          Q8(h)
-    float *q, *a;        // (q_dim)        its queries; what attention finds for each
-    float *k, *v;        // (kv_dim)       its keys and values: they then go to the cache
+    float *q;            // (q_dim)        its queries
+    float *k;            // (kv_dim)       its keys and
+    float *v;            // (kv_dim)       values: they then go to the cache
+    float *a;            // (q_dim)        what attention finds for each query
     Q8 aq;               // (q_dim)        Q8(a)
-    float *gate, *up;    // (hidden_dim)   W1 h, then silu(W1 h) * (W3 h); W3 h
+    float *gate;         // (hidden_dim)   W1 h, then silu(W1 h) * (W3 h)
+    float *up;           // (hidden_dim)   W3 h
     Q8 hq;               // (hidden_dim)   Q8(silu(W1 h) * (W3 h))
-    float *term, *share; // (n_experts)    Wr h, then its exp; the share of each chosen expert
-    float *out, *y;      // (dim)          what is added to x; one expert's output
+    float *term;         // (n_experts)    Wr h, then its exp
+    float *share;        // (n_experts)    the share of each chosen expert
+    float *out;          // (dim)          what is added to x
+    float *y;            // (dim)          one expert's output
     struct Batch *b;     // Part III only: the same for all rows
 } State;
 
@@ -409,7 +424,8 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
 typedef struct {
     const Model *m;
     const Text *text;
-    int l, kv_head;
+    int l;
+    int kv_head;
 } KvHead;
 
 // Where element j of the key, or of the value, of position pos is in the KV cache (Part III)
@@ -632,12 +648,14 @@ typedef struct {  // a view of bytes that something else owns. Texts are never N
 
 typedef struct {  // bytes that grow
     uint8_t *p;
-    size_t n, cap;
+    size_t n;
+    size_t cap;  // for so many p has room
 } Buffer;
 
 typedef struct {  // token ids that grow
     int *p;
-    size_t n, cap;
+    size_t n;
+    size_t cap;  // for so many p has room
 } Ids;
 
 static void buffer_add(Buffer *b, Bytes text);
@@ -673,10 +691,14 @@ typedef struct Tokenizer {
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     int end_of_text;         // <|endoftext|>
-    int think, end_think;    // <think> and </think>, or -1
-    Ids head, tail;          // what HF's post-processor puts before and after every raw text
+    int think;               // <think>, or -1
+    int end_think;           // </think>, or -1
+    Ids head;                // what HF's post-processor puts before every raw text
+    Ids tail;                // and after it
     Ids stop;                // each ends an answer
-    float temperature, top_p, repetition;  // the checkpoint's advice: see Sampler
+    float temperature;       // the checkpoint's advice, this and the next three: see Sampler
+    float top_p;
+    float repetition;
     int top_k;
     Mode mode;               // what the model is made for
     ChatFormat chat;
@@ -845,7 +867,8 @@ typedef struct {
 
 typedef struct {
     Message *p;
-    size_t n, cap;
+    size_t n;
+    size_t cap;  // for so many p has room
 } Conversation;
 
 // How many bytes of an answer are its thinking: those up to the last </think>, and the newlines
@@ -1105,13 +1128,16 @@ typedef struct {
     size_t rows;       // tokens that ran so far
     // Part II only: see Many texts at once
     Text places[PLACES + 1];
-    int n_active, n_places;
-    size_t cached, drawn;  // tokens of prompts that did not need to run; of answers
+    int n_active;      // texts that run or wait
+    int n_places;      // the maximum number of these
+    size_t cached;     // tokens of prompts that did not need to run
+    size_t drawn;      // tokens of answers
     size_t again;      // that ran again, as their text had had to wait
     int *users;        // (State.blocks) how many texts have this block
     int n_unused;      // blocks that no text has
     int credit;        // what drafts may still cost
-    bool thinks, may_think;  // the prompt opens the thinking; it does, or the model may
+    bool thinks;       // the prompt opens the thinking
+    bool may_think;    // it does, or the model may
     int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
     Ids closing;       // what ends thinking that has reached it
     Ids blank;         // what follows </think> before given answers
@@ -1832,7 +1858,8 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
 // the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
 // larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
 typedef struct Symbol {
-    uint32_t prev, next;  // where its neighbours begin; next is n at the end, or once prev took it
+    uint32_t prev;  // where the one before it begins
+    uint32_t next;  // where the one after it begins; n at the end, or once prev took it
     uint64_t node;
 } Symbol;
 
@@ -1905,7 +1932,8 @@ static void add_char(Buffer *b, uint32_t c) {
 
 typedef struct {  // characters to be put in order
     uint64_t *p;  // combining class (ccc) << 56 | place << 21 | code point
-    size_t n, cap;
+    size_t n;
+    size_t cap;  // for so many p has room
 } Marks;
 
 // Compares what stands above a code point.
@@ -2233,8 +2261,10 @@ static void add_printable(Buffer *out, Bytes text, bool answer) {
 // What a terminal shows of a prompt or a list that takes longer than two seconds
 static struct Progress {
     size_t tokens;        // of a prompt that runs, or 0
-    size_t layers, done;  // of the model; tokens times layers that ran
-    double start, drawn;  // when it began; when a line was last drawn
+    size_t layers;        // of the model
+    size_t done;          // tokens times layers that ran
+    double start;         // when it began
+    double drawn;         // when a line was last drawn
     bool shown;           // the line is there
 } progress;
 
@@ -2395,7 +2425,8 @@ typedef struct Request {
     Ids ids;             // the prompt
     uint64_t rng;        // of its first random number
     int texts;           // how many it has,
-    int begun, ended;    // how many of them were added, how many have ended
+    int begun;           // how many of them were added,
+    int ended;           // how many of these have ended
     double *scores;      // (texts, or n_choices) -log of their probabilities
     Text *prompt;        // that of the prompt
     Ending ending;       // of its texts
@@ -2601,17 +2632,31 @@ static void writer_choose(Writer *out, const Engine *e, const Request *r) {
 static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
 
 typedef struct {  // as given on the command line
-    const char *model, *text, *file, *system, *stop;  // NULL: not given
-    const char *list, *json_list, *out;               // -l, -L and -w
-    const char *answers;                              // -o
-    int mode, think, top_k, context, threads;         // -1: not given
-    float temperature, top_p, repetition;             // -1: not given
-    float presence;
-    int n, batch;                                     // n: -1 is no limit
-    unsigned long long seed;
-    bool seeded, verbose;                             // -s, -v
-    Choice *choices;                                  // (n_choices) the TEXTs of -o
+    const char *model;     // a string is NULL if it was not given, a number without a default -1
+    const char *text;      // -i
+    const char *file;      // -f
+    const char *list;      // -l
+    const char *json_list; // -L
+    const char *out;       // -w
+    const char *system;    // -y
+    const char *stop;      // -x
+    const char *answers;   // -o
+    Choice *choices;       // (n_choices) the TEXTs of -o
     int n_choices;
+    int mode;
+    int think;
+    int n;                 // -1: no limit
+    int context;
+    int threads;
+    int batch;
+    float temperature;
+    int top_k;
+    float top_p;
+    float repetition;
+    float presence;
+    unsigned long long seed;
+    bool seeded;           // -s was given
+    bool verbose;
 } Options;
 
 static bool is_list(const Options *o) { return o->list || o->json_list; }
@@ -2765,7 +2810,7 @@ static void conversation_drop(Conversation *talk, size_t first, size_t end) {
 
 // Is anything drawn? Given answers are not, but thinking before them is.
 static bool draws_ids(const Engine *e) {
-    return e->mode <= GENERATE && (!e->n_choices || e->may_think);
+    return e->mode <= GENERATE && (!e->n_choices || (e->may_think && e->max_new));
 }
 
 // Runs a request alone, to its end or Ctrl-C. Returns the time when the whole prompt had run.
@@ -3394,16 +3439,22 @@ typedef struct {
     App *app;
     Engine *e;              // the app's
     Lines in;
-    bool ended, failed;     // there are no more lines; a line was an error
-    size_t read, done, written;  // lines so far
+    bool ended;             // there are no more lines
+    bool failed;            // a line was an error
+    size_t read;            // lines so far: read,
+    size_t done;            // answered or known to be wrong,
+    size_t written;         // and written
     Request requests[AHEAD];  // that of line i is at i % AHEAD; done, its line has its newline
     size_t prompts;         // their tokens
-    size_t endings[FAILED + 1], thinking;  // answers by their end; that ended inside thinking
+    size_t endings[FAILED + 1];  // answers by their end
+    size_t thinking;        // that ended inside thinking
     size_t closed;          // thinkings that -r N ended
     size_t pieces;          // texts that are scored in pieces
-    double size, consumed;  // bytes of the file, if known; of its lines so far
+    double size;            // bytes of the file, if known
+    double consumed;        // of its lines so far
     size_t there;           // of -w: lines that FILE had
-    Buffer last, cut;       // the last one; what follows it without a newline
+    Buffer last;            // the last one
+    Buffer cut;             // what follows it without a newline
 } List;
 
 static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n'; }
@@ -3705,7 +3756,8 @@ typedef struct {
     char letter;
     enum { TEXT, MODE, INTEGER, REAL, SEED } type;
     size_t place;           // in Options
-    double low, high;       // the least and the greatest value; of a TEXT, number of bytes
+    double low;             // the least value; of a TEXT, number of bytes
+    double high;            // the greatest
     const char *expected;   // what the value should be; NULL: a number from low to high
     const char *others[2];  // what other programs call it
 } Option;
@@ -4271,7 +4323,8 @@ static struct {
     Job job;  // the loop that runs. It and the next three change only while left is 0 and no item
               // runs; a thread reads them only after it has seen left > 0
     void *arg;
-    int count, chunk;
+    int count;
+    int chunk;
     _Atomic int left;    // items that nobody has taken yet
     _Atomic int active;  // threads that look for items, or run some
     pthread_mutex_t lock;
@@ -4373,7 +4426,10 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
     const Matrix *w;       // (rows, cols)
     const Quantized *x;    // (n, cols)
     float *out;            // the result's place: out[t * stride + r - row_begin]
-    int stride, row_begin, row_end, n;
+    int stride;
+    int row_begin;
+    int row_end;
+    int n;
     bool add;              // out += instead of out =
     Workspace *own;        // of the thread that computes it
 } Matmul;
@@ -4382,7 +4438,8 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 // and token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, and place is 0 2 5 6.
 // A model without experts has expert 0 alone, which runs for all tokens.
 typedef struct {
-    float *term, *share;  // (batch, n_experts)  see choose_experts
+    float *term;   // (batch, n_experts)  see choose_experts
+    float *share;  // (batch, n_experts)
     int n_active;  // how many experts were chosen by at least one token of the batch
     int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
     int *place;    // (n_experts + 1)     row i of Batch.hq belongs to expert[k] if i is in
@@ -4402,7 +4459,8 @@ typedef struct Batch {
     void (*step)(const struct Batch *b, int i);  // what run_each() runs
     float *h;              // (batch, dim)         rmsnorm(x); with experts then their outputs' sum
     Quantized xq;          // (batch, dim)         Q8(h)
-    float *q, *a;          // (batch, q_dim)
+    float *q;              // (batch, q_dim)
+    float *a;              // (batch, q_dim)
     Quantized aq;          // (batch, q_dim)       Q8(a)
     Quantized hq;          // (batch * max(n_experts_used, 1), hidden_dim)
     Routing routing;
@@ -4516,7 +4574,8 @@ INLINE VecI sum_each(VecI *a, const int n) {
 // x as a ring: after its last group come the first LANES ones again. So LANES groups of weights,
 // which may go on in the next row, always meet as many neighbours of x.
 typedef struct {
-    int8_t *low, *high;  // 8 bits: the groups of q8, nothing. 4 bits: their first, second halves
+    int8_t *low;   // 8 bits: the groups of q8; 4 bits: their first halves
+    int8_t *high;  // 4 bits: their second halves
     int32_t *bias_fix;
 } Ring;
 
@@ -4769,10 +4828,12 @@ typedef struct {
     const Config *c;
     KvHead kv;               // whose keys and values they all see
     int n;                   // queries, rounded up to whole tiles: the last one is repeated
-    int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
+    int start;               // the span: positions start .. end - 1, start a multiple of SPAN
+    int end;
     float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
-    float largest[ATT_TASK], total[ATT_TASK];  // the largest score so far; the sum of the terms
+    float largest[ATT_TASK]; // the largest score so far
+    float total[ATT_TASK];   // the sum of the terms
     float keep[ATT_TASK];    // the factor on what was summed before
 } AttentionTask;
 

@@ -271,6 +271,16 @@ def test_what_is_named_is_there(path):
             assert re.search(rf"\b{code}\b", sources), code
 
 
+def test_places_to_change_are_there():
+    """Each name in the table of what to change is defined in a source, or in tests/test.c as `_plain`."""
+    table = CONTRIBUTING.read_text().split("## Changing the programs")[1].split("\n## ")[0]
+    places = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ")][1:]
+    sources = "".join((ROOT / file).read_text() for file in ("qwen3.c", "export.py", "tests/test.c"))
+    for code in inline_code(" ".join(places)):
+        defined = rf"^(?:(?:static|INLINE) .*\b\w*{code}[(\[]|struct {code} |}} {code};|def {code}\(|{code} = )"
+        assert "." in code or re.search(defined, sources, re.M), code
+
+
 def test_budgets():
     """Of lines, as CONTRIBUTING.md has them; its parts of qwen3.c add up."""
     text = CONTRIBUTING.read_text()
