@@ -42,7 +42,7 @@
      Norm.    rmsnorm brings vectors of any magnitude to about the same, so x may grow from layer to
               layer. The norms of q and k (QK-norm) bound q . k.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
-              sqrt(head_dim) times that of one product. Divided by this, heads of any width are
+              sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax would give nearly all to one position.
      Sharing. n_heads / n_kv_heads query heads use the same K and V: so the cache is smaller.
      Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, W2 W3 would be one
@@ -55,13 +55,13 @@
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
    softmax(logits) is the probability, by the model, that each token follows the one that x belongs
-   to. So an answer's first token comes from the last x of the prompt. The logits of the others are
+   to. So an answer's first token comes from the last x of the prompt. Logits from earlier x are
    needed only to say how well the model predicts a given text (-m perplexity).
 
    To learn how a language model runs, read Part I: it defines everything that is computed, one
-   token at a time, in plain C. `make plain` builds the program from that, for a debugger. Part III
-   computes the same bits with all threads and SIMD instructions, for many tokens at once. A new CPU
-   begins with `make plain` and then needs only "SIMD primitives".
+   token at a time, in plain C. `make plain` builds a program that computes so, for a debugger.
+   Part III computes the same bits with all threads and SIMD instructions, for many tokens at once.
+   A port to a new CPU begins with `make plain` and then needs only "SIMD primitives".
 
    Part I, the model               Part II, the program       Part III, the machine
      Types, with their shapes        Errors and memory          Vector math
@@ -151,7 +151,7 @@ typedef struct {
     int group;             // consecutive weights of a row that have one scale
     int bits;              // of a weight, 8 or 4
     const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte
-    const void *scales;    // (rows, cols / group)     with 8 bits floats, with 4 half_floats
+    const void *scales;    // (rows, cols / group)     8 bits: float; 4: see half_float
     const int8_t *levels;  // (16) with 4 bits         the int8 that a nibble stands for
 } Matrix;
 
@@ -192,11 +192,11 @@ typedef struct {       // a token of a text
     int token;         // its id
     int pos;           // its position in the text
     const Text *text;
-    bool needed;       // x is needed after the last layer, for logits or an embedding
+    bool needed;       // x is needed after the last layer: for logits, or by embed_text
 } Row;
 
-// Everything that changes while the model runs. forward() runs a batch of rows, a token each:
-// consecutive tokens of one text, or such parts of several texts, one after the other.
+// Everything that changes while the model runs. forward() runs a batch of rows, a token each. The
+// rows of a text are consecutive tokens; those of the next text come after them.
 typedef struct {
     int seq_len;         // the maximum number of positions of a text (option -c)
     int batch;           // the maximum number of rows
@@ -207,8 +207,8 @@ typedef struct {
     float *logits;       // (logit_rows, vocab_size)
     int logit_rows;      // the maximum number of rows that one call of classify scores
     float *cache;        // keys and values, in an order that only key_at and value_at know
-    int blocks;          // of the cache: a block has keys and values, for all layers and kv heads,
-    int block_len;       // of so many positions; texts that begin alike share blocks
+    int blocks;          // of the cache; texts that begin alike share blocks
+    int block_len;       // positions whose keys and values, of all layers, are in a block
     // One token's, in the layer that runs:
     float *h;            // (dim)          rmsnorm(x)
     Q8 xq;               // (dim)          Q8(h)
@@ -287,7 +287,7 @@ static void rmsnorm(float *out, const float *x, const float *w, int n, float eps
 }
 
 // Replaces x (n) by exp(x - max) and returns the sum: dividing by it completes the softmax. max is
-// at least that of x. It cancels, but without it exp(x) could be infinite.
+// at least that of x. The factor exp(-max) cancels, but keeps each term from overflow.
 static float softmax_terms(float *x, int n, float max) {
     for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
     return sum_of(x, n, false);
@@ -306,8 +306,8 @@ static void silu_times(float *gate, const float *up, int n) {
 // values and one float scale: a weight is its int8 times the scale. (A large weight makes the steps
 // between values coarse, but those of its group alone.) The layers' matrices may have 4 bits
 // instead: then a weight is an index into a table of 16 int8 values, the model's levels, and a
-// scale has 16 bits. Just before a vector is multiplied with a matrix, it is quantized, too, always
-// to 8 bits. So the dot product of a group of weights and a group of the vector is a sum of
+// scale has 16 bits. Just before a vector is multiplied with such a matrix, it is quantized, too,
+// always to 8 bits. So the dot product of a group of weights and a group of the vector is a sum of
 // integers, at most 256 * 128 * 127 < 2^22: exact, even as a float. The two scales multiply it.
 
 // Weight i of group g, without its scale. Groups are numbered through the matrix, row after row.
@@ -354,7 +354,7 @@ static float dot_row(const Matrix *w, int r, Q8 x) {
     return sum;
 }
 
-// out = W x, of W only the `rows` rows from `first` on
+// out = W x, where W is rows first .. first + rows - 1 of the matrix
 static void matmul(float *out, const Matrix *w, int first, int rows, Q8 x) {
     for (int i = 0; i < rows; i++) out[i] = dot_row(w, first + i, x);
 }
@@ -381,8 +381,8 @@ static void norm(const Model *m, const float *x, const float *w) {
 // turns almost theta times as slowly, which tells near from far.
 
 // The frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is scaled, for
-// longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has others,
-// and a factor on cos and sin, which makes q . k larger. export.py computes them.
+// longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has other
+// frequencies and a factor on cos and sin, which makes q . k larger. export.py computes them.
 static float rope_frequency(const Config *c, int j) {
     return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
 }
@@ -445,7 +445,7 @@ static void norm_and_rope(const Model *m, int t, float *x, const float *norm_wei
 }
 
 // q = rope(rmsnorm(Wq xq)), k = rope(rmsnorm(Wk xq)), v = Wv xq; k and v go to the KV cache. Qwen2
-// and Qwen2.5 have no QK-norm, but biases: q = Wq h + bq, k = Wk h + bk, v = Wv h + bv.
+// and Qwen2.5 have no QK-norm, but biases: q = rope(Wq xq + bq), and so on.
 static void qkv(const Model *m, int l, int t) {
     const Config *c = &m->config;
     const State *s = &m->state;
@@ -531,11 +531,11 @@ static void feed_forward(const Model *m, const Layer *w, int e, float *out) {
     matmul(out, &w->w2, e * dim, dim, s->hq);
 }
 
-// Makes the share of each expert from term, Wr h, which is overwritten by its exp; both
-// (n_experts). The n_experts_used largest, of equal ones the first, divided by their sum, are
-// shares. (The softmax's own sum, over all experts, would cancel; with no_topk_norm it is the
-// divisor.) Returns false if term has a NaN or +infinity, which makes the softmax NaN: then no
-// expert runs, all of share is 0.
+// Makes the share of each expert from term, Wr h, which is overwritten; both (n_experts). Each of
+// the n_experts_used largest (of equal ones the first) gets its exp, divided by their sum. (The
+// softmax's own sum, over all experts, would cancel; with no_topk_norm it is the divisor.) Returns
+// false if term has a NaN or +infinity, which makes the softmax NaN: then no expert runs, all of
+// share is 0.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -602,11 +602,11 @@ static void scores(const Model *m, int t, float *logits) {
 
 // layer(m, l, t) for t = 0, 1 .. n - 1 (Part III): with -DPLAIN just so, else for all rows at once,
 // to read the weights once. Tokens of one text can run together: in layer l, a row needs the k and
-// v of the rows before it in layer l, no later x of theirs. Texts never meet: each has its own K, V.
+// v of the rows before it in layer l, which stand in the cache by then, and nothing of other texts.
 static void layer_all(Model *m, int l, int n);
 
 // scores(m, first + i, logits + i * vocab_size) for i = 0 .. count - 1, count <= logit_rows, where
-// logits is State.logits, which it returns (Part III, the other place where -DPLAIN differs).
+// logits is State.logits. Returns it. (Part III, the other place where -DPLAIN differs)
 static float *classify(Model *m, int first, int count);
 
 // Runs State.rows 0 .. n - 1, n <= batch. The rows of a text stand together, in order; the cache
@@ -630,16 +630,16 @@ static bool forward(Model *m, int n) {
 
 // ------------------------------------------------------------------------------------------------
 // Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, a token each, which
-// tell the model what no text can: here begins a message. (In what a user writes in a chat, their
-// spelling is plain text.) Between them it is normalized: in Unicode's form NFC, e and a combining
+// tell the model what no text can: here begins a message. (If a user spells one out in a chat, that
+// is plain text.) Between them it is normalized: in Unicode's form NFC, e and a combining
 // accent (U+0301) become one character (U+00E9), so that both spellings get the same ids. Then a
 // regular expression cuts it into pieces, mostly words with the space before them: "Hello, world"
 // becomes "Hello" "," " world". Then byte-pair encoding: each byte of a piece begins as a token of
 // its own; as long as two neighbours together are a token of the vocabulary, the pair whose token
 // has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. (This score
 // is the merge's priority, and none of the model's scores.) Vocabulary and scores were made before
-// training, from the most frequent pairs of its text: the model only knows texts that are cut in
-// this way.
+// training, from the most frequent pairs of the training texts: the model only knows texts that are
+// cut in this way.
 
 typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
     const uint8_t *p;
@@ -649,13 +649,13 @@ typedef struct {  // a view of bytes that something else owns. Texts are never N
 typedef struct {  // bytes that grow
     uint8_t *p;
     size_t n;
-    size_t cap;  // for so many p has room
+    size_t cap;  // p has room for so many
 } Buffer;
 
 typedef struct {  // token ids that grow
     int *p;
     size_t n;
-    size_t cap;  // for so many p has room
+    size_t cap;  // p has room for so many
 } Ids;
 
 static void buffer_add(Buffer *b, Bytes text);
@@ -674,25 +674,25 @@ enum { ADDED = 1, SPECIAL = 2 };  // bits of Tokenizer.kind; SPECIAL: not writte
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
-typedef struct {       // the text around the messages of a conversation: see render
+typedef struct {       // the text around the messages of a conversation: see The chat format
     Bytes start;       // before all else
     Bytes no_system;   // then, if the first message is not a system message
     Bytes open[3];     // before a message, by role
     Bytes close[3];    // after it
-    Bytes answer[2];   // where the model's answer begins: thinking off (mostly an empty <think>
-                       // block), on
+    Bytes answer[2];   // where the model's answer begins: without thinking before it (mostly an
+                       // empty <think> block), with it
     Bytes strip;       // </think>: everything up to the last one is cut from an earlier answer
     Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
 
 typedef struct Tokenizer {
-    int vocab_size;          // that of Config, of which tokenizer_load gets it
+    int vocab_size;          // that of Config, from which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *score;            // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     int end_of_text;         // <|endoftext|>
-    int think;               // <think>, or -1
-    int end_think;           // </think>, or -1
+    int think;               // <think>, which begins a model's thinking, or -1
+    int end_think;           // </think>, which ends it, or -1
     Ids head;                // what HF's post-processor puts before every raw text
     Ids tail;                // and after it
     Ids stop;                // each ends an answer
@@ -850,7 +850,7 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // each turn is all messages in that form, up to where the model's answer begins, for example
 //   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
 //   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
-// (one after the other). The model goes on from there: perhaps with its thinking, <think>, what it
+// (without line breaks). The model goes on from there: perhaps with its thinking, <think>, what it
 // considers, </think>, then with the answer, and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
@@ -861,14 +861,14 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // of an answer: the tokens that the model drew
-    Buffer text;  // all of a message that was not drawn; of a drawn answer, what the option -x left
-                  // of its last token
+    Buffer text;  // of all other messages; of an answer that the option -x TEXT ended in the middle
+                  // of a token, the part of the token that stands before TEXT
 } Message;
 
 typedef struct {
     Message *p;
     size_t n;
-    size_t cap;  // for so many p has room
+    size_t cap;  // p has room for so many
 } Conversation;
 
 // How many bytes of an answer are its thinking: those up to the last </think>, and the newlines
@@ -879,10 +879,11 @@ static size_t thinking_length(const ChatFormat *f, Bytes text) {
     return n;
 }
 
-// Adds an answer of an earlier turn without its thinking. Of the tokens "</think>" "\n\nYes"
-// "<tool_call>", 10 bytes are left out, up to the middle of the second one. "Yes" is encoded again
-// as plain text, as by the chat template: its ids can differ from those that were drawn. Added
-// tokens that the model drew, like <tool_call>, stay what they are.
+// Adds an answer of an earlier turn without its thinking: of the tokens "</think>" "\n\n" "Yes"
+// "<tool_call>", without the first 10 bytes (these may end inside a token). The rest is encoded
+// anew, as by the chat template: "Yes" as plain text, whose ids can differ from those that were
+// drawn. For added tokens, such as <tool_call>, the drawn ids are needed: these stay tokens, while
+// an answer that spells one out is plain text.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     const Bytes rest = bytes_of(&message->text);
@@ -903,7 +904,7 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
 }
 
 // The ids of a conversation, up to where the model's answer begins. Messages before number `first`
-// are left out, but for a system message: so a conversation that has grown longer than the context
+// are left out, except a system message: so a conversation that has grown longer than the context
 // forgets its first turns.
 static void render(const Tokenizer *tok, const Conversation *conversation, size_t first, bool think,
                    Ids *out) {
@@ -1029,12 +1030,12 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
     for (int i = 0; i < n && presence != 0; i++) logits[i] -= sampler->answered[i] ? presence : 0;
 }
 
-// Draws the next token by its logits (n), which are overwritten; -1 if they are not finite. Nucleus
-// sampling (top_p must be > 0) needs no sorting. Let the total be the sum of all p before the first
-// draw. Draw a token. If the tokens likelier than it sum to less than top_p * total, it is in the
-// nucleus: return it. Else discard it and all less likely tokens, none of them in the nucleus, and
-// draw again. So all of the nucleus takes part in each draw. The draw that counts is the first that
-// hits the nucleus, and there each token's chance is its part of the nucleus.
+// Draws the next token by its logits (n), which are overwritten; -1 if they are not finite. A token
+// is in the nucleus if all likelier ones sum to less than top_p (> 0) times the sum of all: of p =
+// 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Drawing from it needs no sorting. Draw from
+// all tokens: the third, say. The likelier ones sum to 0.8, so neither it nor a less likely token
+// is in the nucleus: their p become 0. Draw again, until the drawn token is in it. As no draw
+// leaves out a token of the nucleus, each has its part of the nucleus as its chance.
 static int sample(Sampler *sampler, float *logits, int n) {
     penalize(sampler, logits, n);
     if (!isfinite(sum_double(logits, n))) return -1;
@@ -1072,17 +1073,18 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 // of the last one say what may follow: an id is drawn, written and appended, and runs in the next
 // pass. So the ids of a prompt and those of an answer are treated alike. A line of a list is a
 // text, and so is a turn of a conversation. Of its ids, only those run that the cache does not hold
-// already from the turn before. An answer is (respond in Part II)
+// already from the turn before. In short, an answer is made thus (respond, in Part II):
 //
 //   render(tok, conversation, 0, think, &ids);  // the prompt; of a raw text by encode_raw
 //   Text *t = add_text(e, ids.p, ids.n);        // it waits until there is room in the cache
 //   while (t->ending == GOES_ON && run_pass(e)) draw_all(e);
 //
-// Some texts are scored: all ids are there, but only the first `known` need no score. For each
-// later one, the logits of the id before it say how likely it was. A perplexity, exp(mean of
-// -log(probability)), begins with known = 1, as nothing is before the first id. With option -o,
-// answers are given: the prompt's last logits score the first id of each (score_choices); then an
-// answer of several ids is a text with known = prompt + 1. In all other texts known = all ids.
+// Some texts are not continued but scored: how likely is each id, from number `known` on? That the
+// logits of the id before it say. A perplexity, exp(mean of -log(probability)), begins with known =
+// 1, as nothing is before the first id. With the option -o the user gives several answers, to be
+// compared: the prompt's last logits score the first id of each (score_choices); then each answer
+// of several ids runs as a text, prompt and answer, with known = prompt + 1. A text from which ids
+// are drawn has known = all ids.
 
 enum { PLACES = 32 };  // texts that run together
 
@@ -1095,14 +1097,14 @@ struct Text {
     Ids ids;           // its tokens, those of the prompt first
     size_t run;        // so many have run: their keys and values are in the KV cache
     int *blocks;       // its blocks of the cache: position pos is in blocks[pos / block_len]
-    size_t known;      // so many need no score (any more); what follows is to be scored
-    int rows;          // ids that run in this pass
+    size_t known;      // ids from this number on are still to be scored, or to be drawn
+    int rows;          // ids that run in this pass, without guesses
     int first;         // its first row of logits
     int guesses;       // so many behind ids.n are guessed, and run, too (Part II: Drafts)
     double *score;     // where the sum of -log(probability) of its scored ids goes
     Ending ending;
     Sampler sampler;
-    Writer *writer;    // where it goes
+    Writer *writer;    // where the answer goes
     size_t prompt;     // tokens of the prompt
     size_t chooses;    // not 0: once so many ids have run, given answers are scored
     // Part II only:
@@ -1143,11 +1145,11 @@ typedef struct {
     Ids blank;         // what follows </think> before given answers
     struct Choice *choices;  // given answers (-o)
     int n_choices;
-    Ids longer;        // numbers of those that have several ids
+    Ids longer;        // numbers of the choices that have several ids
     size_t longest;    // tokens of the longest one
 } Engine;
 
-// Makes the last row's x an embedding: the answer of a text that is not continued. (Part II)
+// -m embed: makes the last row's x an embedding, a vector by which texts are compared. (Part II)
 static void embed_text(const Engine *e, Text *t);
 
 // Chooses the texts that run, n_running <= batch and <= logit_rows, and sees to it that the cache
@@ -1155,8 +1157,8 @@ static void embed_text(const Engine *e, Text *t);
 static void schedule(Engine *e);
 
 // Makes the rows of the next pass and returns how many they are. Each text that runs gets one at
-// least, the first texts as many as fit. A row needs logits if the id after it is not known: so of
-// a prompt's rows only the last does. The last id of a text that is scored need not run.
+// least, the first texts as many as fit. A row needs logits if the id after it is to be drawn or
+// scored: so of a prompt's rows only the last does. A scored text's last id need not run.
 static int make_rows(Engine *e) {
     const State *s = &e->model.state;
     int n = 0;
@@ -1195,7 +1197,8 @@ static bool is_stop(const Tokenizer *tok, int id) {
     return false;
 }
 
-// Appends an id to its text and writes it. Returns whether this is the answer's end.
+// Appends an id to its text and writes it, unless it is a stop id. Returns how the answer ends, or
+// GOES_ON.
 static Ending append_id(const Engine *e, Text *t, int id) {
     Ids *ids = &t->ids;
     if (is_stop(&e->tokenizer, id)) return TURN_ENDED;
@@ -1219,9 +1222,9 @@ static float *logits_of(const Engine *e, int row) {
 
 // Draws the id that follows a text, all of whose ids have run. If an id was guessed there, its row
 // has run, too; and if it is the one that is drawn, the row's logits give the id after it, and so
-// on. If not, the drawn id takes the place of the guess, and its keys and values will take that of
-// the guess's in the cache; schedule() forgets the guesses after it. So guesses save passes and
-// change no id.
+// on. If not, the drawn id takes the place of the guess, and later its keys and values replace
+// those of the guess in the cache; schedule() forgets the guesses after it. So guesses save passes
+// and change no id.
 static void draw(const Engine *e, Text *t) {
     if (e->max_new == 0) t->ending = LIMIT_REACHED;
     for (int row = t->first; t->ending == GOES_ON && !interrupted; row++) {
@@ -1933,7 +1936,7 @@ static void add_char(Buffer *b, uint32_t c) {
 typedef struct {  // characters to be put in order
     uint64_t *p;  // combining class (ccc) << 56 | place << 21 | code point
     size_t n;
-    size_t cap;  // for so many p has room
+    size_t cap;  // p has room for so many
 } Marks;
 
 // Compares what stands above a code point.
@@ -3922,6 +3925,20 @@ static bool read_prompt(App *app) {
     return true;
 }
 
+// Takes what the options say of answers, and finds its ids.
+static void prepare_answers(App *app) {
+    const Options *o = &app->options;
+    Engine *e = &app->engine;
+    e->max_new = o->n;
+    e->choices = o->choices;
+    e->n_choices = o->n_choices;
+    e->budget = o->think > 1 ? o->think : INT_MAX;
+    find_thinking(app);
+    encode_part(&e->tokenizer, bytes(closing), true, &e->closing);
+    encode_part(&e->tokenizer, bytes("\n\n"), true, &e->blank);
+    encode_choices(e);
+}
+
 static void load_model(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
@@ -3954,14 +3971,7 @@ static void load_model(App *app) {
     // Logits that nobody needs take no memory. What is scored needs those of many rows.
     const int rows = min_int(e->mode == PERPLEXITY ? 128 : PLACES, o->batch);
     state_init(&e->model, context, o->batch, rows, is_list(o) ? min_int(PLACES, o->batch) : 1);
-    e->max_new = o->n;
-    e->choices = o->choices;
-    e->n_choices = o->n_choices;
-    e->budget = o->think > 1 ? o->think : INT_MAX;
-    find_thinking(app);
-    encode_part(&e->tokenizer, bytes(closing), true, &e->closing);
-    encode_part(&e->tokenizer, bytes("\n\n"), true, &e->blank);
-    encode_choices(e);
+    prepare_answers(app);
 }
 
 static int run_mode(App *app) {
@@ -4877,11 +4887,12 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
     const float *term = task->score + r * SCORE_STRIDE;
     VecF *all = (VecF *)task->sum + r * vectors + j;
     VecF sum[ATT_QUERIES][2] = {0}, copy[ATT_QUERIES][2];
-    for (int pos = task->start; pos < common; pos += LANES) {
-        const VecF *values = block_of(task, pos) + first;
-        const VecF *next = block_of(task, pos + 2 * LANES) + first;
+    const VecF *values = block_of(task, task->start) + first, *later;
+    const VecF *next = block_of(task, task->start + LANES) + first;
+    for (int pos = task->start; pos < common; pos += LANES, values = next, next = later) {
+        later = block_of(task, pos + 2 * LANES) + first;
         for (int k = 0; k < min_int(LANES, common - pos); k++, term++) {
-            for (int v = 0; v < 2 && r == 0; v++) __builtin_prefetch(next + v * LANES + k);
+            for (int v = 0; v < 2 && r == 0; v++) __builtin_prefetch(later + v * LANES + k);
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
                 UNROLL for (int v = 0; v < 2; v++) {

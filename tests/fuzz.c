@@ -612,9 +612,8 @@ static void app_start(App *app, int argc, char **argv) {
     Engine *e = &app->engine;
     *app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .tokenizer = tiny}};
     e->mode = app->options.mode;
-    e->max_new = app->options.n;
     e->model.state.logit_rows = min_int(e->model.state.batch, e->model.state.logit_rows);
-    find_thinking(app);
+    prepare_answers(app);
     prepare_places(app);
     n_written = 0;
 }
@@ -645,7 +644,7 @@ static Buffer list_of_strings(Bytes in) {
     return out;
 }
 
-// The line that this text has alone, of the same options without -l
+// The line that this text has alone, of the same options without -l; with -o its beginning
 static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
     static App app;
     Buffer whole = {0}, line = {0};
@@ -656,8 +655,10 @@ static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
     if (app.engine.mode == CHAT) chat_turn(&app, bytes_of(&whole));
     else run_raw(&app, bytes_of(&whole));
     const Bytes out = rest(written, n_written);
+    if (app.engine.n_choices) buffer_add(&line, bytes("{\"choice\":"));
     if (app.engine.mode > GENERATE) buffer_add(&line, out);
-    else buffer_add_json(&line, rest(out.p, out.n - (app.engine.mode == CHAT))), buffer_add(&line, bytes("\n"));
+    else buffer_add_json(&line, rest(out.p, out.n - (app.engine.mode == CHAT)));
+    buffer_add(&line, bytes(app.engine.n_choices ? ",\"p\":{" : app.engine.mode > GENERATE ? "" : "\n"));
     return line;
 }
 
@@ -701,9 +702,11 @@ static void fuzz_list(Bytes in) {
     }
     char seed[16], *argv[24] = {"qwen3", "m.bin", "-s", seed, "-q"};
     int argc = 5;
+    const bool given = edges & 16 && flags % 5 < 2;
     char *options[] = {"-m", modes[flags % 5], "-n", lengths[more % 6], "-b", batches[cache >> 6],
-                       flags & 8 ? "-y" : NULL, "Be brief.", flags & 16 ? "-x" : NULL, "e", flags & 32 ? "-r" : NULL, "1",
-                       flags & 64 ? "-t" : NULL, "0"};
+                       flags & 8 ? "-y" : NULL, "Be brief.", flags & 16 && !given ? "-x" : NULL, "e",
+                       flags & 32 ? "-r" : NULL, edges & 32 ? "3" : "1", flags & 64 ? "-t" : NULL, "0",
+                       given ? "-o" : NULL, edges & 4 ? "e|t|o|\"|a\xcc\x81" : "e1|t2|o3|\"4|e15"};
     for (size_t i = 0; i < sizeof(options) / sizeof(*options); i += 2) {
         if (options[i]) argv[argc++] = options[i], argv[argc++] = options[i + 1];
     }
@@ -744,6 +747,7 @@ static void fuzz_list(Bytes in) {
     if (edges & 8) list_stopped(list_argc, argv, seed, data, rest(result, n), 1 + edges / 8 % 8 * 20 + cache);
     // up to 4 texts alone; what is JSON after mutation is not known here
     toy.state.batch = batch;
+    if (given) argv[argc++] = "-i", argv[argc++] = "";  // no conversation
     Bytes texts = in, answers = rest(result, n);
     for (int i = 0; i < 4 && answers.n && (made || !json); i++) {
         Bytes text = take_until(&texts, '\n'), answer = take_until(&answers, '\n');
@@ -753,6 +757,7 @@ static void fuzz_list(Bytes in) {
         snprintf(seed, sizeof(seed), "%d", 7 + i);
         Buffer alone = line_alone(argc, argv, prefix, text);
         answer.n++;                             // with its newline
+        if (given) CHECK(answer.n > alone.n), answer.n = alone.n;
         CHECK(bytes_equal(bytes_of(&alone), answer));
     }
     toy.state.blocks = blocks;
@@ -1036,6 +1041,7 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     SEED("session", "\x20m.bin\0-m\0chat\0-x\0" "a\0-e\0" "2\0\0one\n/bye\ntwo"),
     SEED("session", "\0m.bin\0-m\0generate\0-x\0\n\0-i\0go\0\0"),
     SEED("session", "\2m.bin\0-l\0-\0-i\0x\0-n\0" "2\0\0one\ntwo\n"),
+    SEED("session", "\2m.bin\0-o\0yes|no|yes!\0-i\0x\0-r\0" "4\0-m\0chat\0\0"),
     SEED("list", "\0\x12\x40\0" "Hello\nWhat is 3 + 4?\n\nthe old lighthouse\nthe old light\nthe old lightship"),
     SEED("list", "\1\x35\x88\x08" "a\r\n\0b\xff\n\n x x x x x x x x x x x x x x x x x x x x\nab\nab"),
     SEED("list", "\2\xa1\xc1\xc8" "one text\none\none text more\n\xe7\x81\xaf"),
@@ -1058,6 +1064,10 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     // more lines ahead than may wait for the first
     SEED("list", "\x83\x65\xe0\x07" "Hello\nthe old\nthe old light"),
     SEED("list", "\x82\x2f\xa0\x4f" "\"Hello\"\n\"the old\"\nHello\n\"a\""),
+    // given answers, alone and behind thinking, which has little room
+    SEED("list", "\0\x12\x40\x10" "Hello\nthe old lighthouse\nthe old light\nthe old lightship\n\nthe old"),
+    SEED("list", "\x60\x15\xc8\x30" "Hello\nthe old lighthouse keeper, and so on and on\nHello\na"),
+    SEED("list", "\1\x2f\x78\xd8" "the old\nthe\n\nthe old lighthouse\nthe old"),
     SEED("sample", "\0\x46\5\xf0\1\x80\x90\xa0\x70\x80\x81\xa1\xa1\x40"),
     SEED("sample", "\6\x46\5\xf0\1\0\0\x80\x7f\0\0\x80\x3f\0\0\x80\x3f"),
     SEED("writer", "\7\0\3<a>\6think>\2b\n\7/think>\2\nc"),
