@@ -234,8 +234,8 @@ typedef struct {
 } Model;
 
 // ------------------------------------------------------------------------------------------------
-// Math: what a layer computes on one vector. Part III has what is only declared: it depends on the
-// CPU, or is written so that compilers vectorize it.
+// Math: what a layer computes on one vector. What is only declared is in Part III, Vector math: it
+// depends on the CPU, or is written so that compilers vectorize it.
 //
 // Equal bits: each sum of floats has one order, which Part III keeps. So a text's results never
 // depend on the number of threads, the cut into batches or other texts beside it. They do depend on
@@ -3352,7 +3352,7 @@ static void json_value(Json *j, int depth) {
     json_need(j, !end || depth < 100, "at most 100 levels");
     for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
     json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
-                 json_take_number(j), "a value");
+                 json_take_number(j), depth ? "a value" : "a value (-l: plain lines)");
 }
 
 // Goes to the value of an object's last member of this name. If there is none, nothing is left.

@@ -492,6 +492,13 @@ def test_what_is_found(tiny, line, byte, found):
     assert re.fullmatch(f"bad JSON at byte {byte}, expected .*, found {re.escape(found)}", errors_of(error)[1])
 
 
+def test_what_may_be_plain_text(tiny):
+    lines = b"hello there\n[1, hello]\n"
+    errors = errors_of(run_list(tiny, lines, "-q", kind="-L", status=1)[1])
+    assert errors == {1: "bad JSON at byte 1, expected a value (-l: plain lines), found hello there",
+                      2: "bad JSON at byte 5, expected a value, found hello]"}
+
+
 @pytest.mark.parametrize("line, what, byte, found", [
     (b'[%s, {"role": "tool", "content": "a"}]' % MESSAGE, "role", 36, '{"role": "tool",'),
     (b'[{"content": 1, "role": "user"} ]', "content", 2, '{"content": 1, "'),
