@@ -377,8 +377,8 @@ static void norm(const Model *m, const float *x, const float *w) {
 // head_dim), and k in the same way. So q . k depends on the two positions only through their
 // distance. Nothing else in attention knows about order: without rope, the same keys and values in
 // another order would give the same a. theta is mostly 1e6. Pair 0 turns by 1 radian a position,
-// which tells neighbours apart, but after 6 positions it has gone round nearly once. The last pair
-// turns almost theta times as slowly, which tells near from far.
+// and tells neighbours apart, but after 6 positions it has gone round nearly once. The last pair
+// turns almost theta times as slowly and tells near from far.
 
 // The frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is scaled, for
 // longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has other
@@ -2185,8 +2185,8 @@ static void remove_text(Engine *e, Text *t) {
 // that are used. So drafts change the time and nothing else: the text is the same, not just its
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// A pass has draft_rows() rows, which the texts share; a text gets twice as many after a draft that
-// was right to its end. With -b 1, or while a prompt runs, there are none. A drafted token costs
+// All texts of a pass share its draft_rows() rows; a text gets twice as many after a draft that was
+// right to its end. With -b 1, or while a prompt runs, there are none. A drafted token costs
 // DRAFT_COST, a right one earns twice as much, every pass earns 1, and while this credit is
 // negative there are no drafts: wrong ones take at most 2 % of the time, also with experts, where a
 // drafted token takes half the time of another.
@@ -2278,8 +2278,8 @@ static void progress_end(void) {
     progress.tokens = 0;
 }
 
-// Shows what is done, about `tokens` tokens so far, which is `part` of the work, 0 if nobody knows:
-// the rest has the same rate. (A prompt's takes longer, as attention reads more and more.)
+// Shows what is done: about `tokens` tokens so far. They are `part` of the work (0: nobody knows),
+// whose rest counts with the same rate. (A prompt's takes longer: attention reads more and more.)
 static void progress_show(double tokens, double part, const char *done) {
     const double time = now(), seconds = time - progress.start, rate = tokens / seconds;
     if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
@@ -2332,15 +2332,15 @@ struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
     bool thinking;
-    bool between;   // it has thought, and only newlines, which just a terminal shows, came since
+    bool between;   // it has thought, and only newlines came since: only a terminal shows these
     Buffer *to;     // of a list: the answer goes there, its thinking nowhere; NULL: to stdout
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
     Buffer held;    // text that is not written yet
 };
 
-// How many bytes at the end must wait for what follows: an unfinished UTF-8 character; if
-// it goes through add_printable also a carriage return, which is kept only before a newline
+// How many bytes at the end must wait for what follows: an unfinished UTF-8 character; if it goes
+// through add_printable also a carriage return, as only one before a newline is kept
 static size_t unfinished(Bytes text, bool printable) {
     if (printable && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
@@ -2409,7 +2409,7 @@ static void writer_end(Writer *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Requests: an answer, an embedding, or a score, which may be that of several texts. A text longer
+// Requests: an answer, an embedding, or a score, also one of several texts together. A text longer
 // than the context is scored in pieces, each of which begins with the last id of the one before.
 //
 // Given answers (-o): how likely is it that the answer begins with each of several TEXTs? The
@@ -2725,7 +2725,7 @@ static void prepare_places(App *app) {
     }
 }
 
-// What stderr says before the model runs: the prompt's ids, and the first time the notices, which
+// What stderr says before the model runs: the prompt's ids, and the first time the notices. These
 // wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
     const Options *o = &app->options;
@@ -2988,7 +2988,7 @@ static void run_script(App *app) {
 }
 
 // A message typed or pasted at a terminal, into app->input. It reads a line at a time. Lines that
-// arrive together are a paste, which waits for Enter: at the end of its last line, or, if that line
+// arrive together are a paste. It waits for Enter: at the end of its last line, or, if that line
 // had a newline already, on the empty line after it. A backslash at the end of a line whose
 // newline was typed joins the next one to it. False: the end of input, or Ctrl-C.
 static bool read_message(App *app) {
@@ -3318,7 +3318,7 @@ static bool json_take_string(Json *j) {
         c = json_char(j);
         if (before >= 0xD800 && before < 0xDC00 && c >= 0xDC00 && c < 0xE000) {
             c += 0x10000 + ((before - 0xD800) << 10) - 0xDC00;
-            j->text->n -= 3;  // the first half, which was alone
+            j->text->n -= 3;  // the first half, taken for a whole
         }
         add_char(j->text, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
     }
@@ -3613,7 +3613,7 @@ static bool looks_written(int kind, Bytes line) {
     return added && j.rest.n == 0 && !(whole && j.error);
 }
 
-// Opens the list; with -w FILE in the place of stdout, of which it finds the last lines.
+// Opens the list. With -w, FILE takes the place of stdout, and its last lines are found.
 static List *open_list(App *app) {
     static List list;
     const Options *o = &app->options;
@@ -4066,7 +4066,7 @@ INLINE float fast_exp(float x) {
     p = mul_add(p, r, 5.0000001201e-1f);
     p = mul_add(p, r * r, r) + 1;
     // The bits of `shifted` are 0x4B400000 + n. The shift by 23 drops the former and moves n + 127
-    // into the exponent's place, which gives the float 2^n.
+    // into the exponent's place: the float is 2^n.
     return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
 }
 
@@ -4642,8 +4642,8 @@ INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, Vec
     return __builtin_convertvector(sums, VecF) * scale;
 }
 
-// Token t, the LANES rows from `row` on, or the last ones before row_end, of which only those from
-// `row` on are put: their terms, LANES at a time; then, transposed, added with a row in each lane.
+// Token t, the LANES rows from `row` on, or the last ones before row_end: then only those from
+// `row` on are put. Makes their terms, LANES at a time, transposes them, adds a row's in each lane.
 INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
                    const int bits) {
     const Matrix *w = part->w;
