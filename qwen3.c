@@ -208,13 +208,13 @@ typedef struct {
     int logit_rows;      // the maximum number of rows that one call of classify scores
     float *cache;        // keys and values, in an order that only key_at and value_at know
     int blocks;          // of the cache; texts that begin alike share blocks
-    int block_len;       // positions whose keys and values, of all layers, are in a block
+    int block_len;       // positions of a block: it has their keys and values in all layers
     // One token's, in the layer that runs:
     float *h;            // (dim)          rmsnorm(x)
     Q8 xq;               // (dim)          Q8(h)
     float *q;            // (q_dim)        its queries
-    float *k;            // (kv_dim)       its keys and
-    float *v;            // (kv_dim)       values: they then go to the cache
+    float *k;            // (kv_dim)       its keys: they go to the cache
+    float *v;            // (kv_dim)       its values: so do they
     float *a;            // (q_dim)        what attention finds for each query
     Q8 aq;               // (q_dim)        Q8(a)
     float *gate;         // (hidden_dim)   W1 h, then silu(W1 h) * (W3 h)
@@ -532,8 +532,8 @@ static void feed_forward(const Model *m, const Layer *w, int e, float *out) {
 }
 
 // Makes the share of each expert from term, Wr h, which is overwritten; both (n_experts). Each of
-// the n_experts_used largest (of equal ones the first) gets its exp, divided by their sum. (The
-// softmax's own sum, over all experts, would cancel; with no_topk_norm it is the divisor.) Returns
+// the n_experts_used largest (of equal ones the first) gets its exp, divided by the sum of theirs.
+// (The sum over all experts, as in a softmax, would cancel. With no_topk_norm it divides.) Returns
 // false if term has a NaN or +infinity, which makes the softmax NaN: then no expert runs, all of
 // share is 0.
 static bool choose_experts(const Config *c, float *term, float *share) {
@@ -860,8 +860,8 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
-    Ids ids;      // of an answer: the tokens that the model drew
-    Buffer text;  // of all other messages; of an answer that the option -x TEXT ended in the middle
+    Ids ids;      // of an answer that the model drew: its tokens
+    Buffer text;  // of any other message; if the option -x TEXT ended a drawn answer in the middle
                   // of a token, the part of the token that stands before TEXT
 } Message;
 
@@ -880,10 +880,10 @@ static size_t thinking_length(const ChatFormat *f, Bytes text) {
 }
 
 // Adds an answer of an earlier turn without its thinking: of the tokens "</think>" "\n\n" "Yes"
-// "<tool_call>", without the first 10 bytes (these may end inside a token). The rest is encoded
-// anew, as by the chat template: "Yes" as plain text, whose ids can differ from those that were
-// drawn. For added tokens, such as <tool_call>, the drawn ids are needed: these stay tokens, while
-// an answer that spells one out is plain text.
+// "<tool_call>", the first 10 bytes are left out. (They may end inside a token.) The rest is
+// encoded anew, as by the chat template: "Yes" as plain text, whose ids can differ from those that
+// were drawn. For added tokens, such as <tool_call>, the drawn ids are needed: these stay tokens,
+// while an answer that spells one out is plain text.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     const Bytes rest = bytes_of(&message->text);
@@ -1079,12 +1079,12 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 //   Text *t = add_text(e, ids.p, ids.n);        // it waits until there is room in the cache
 //   while (t->ending == GOES_ON && run_pass(e)) draw_all(e);
 //
-// Some texts are not continued but scored: how likely is each id, from number `known` on? That the
-// logits of the id before it say. A perplexity, exp(mean of -log(probability)), begins with known =
-// 1, as nothing is before the first id. With the option -o the user gives several answers, to be
-// compared: the prompt's last logits score the first id of each (score_choices); then each answer
-// of several ids runs as a text, prompt and answer, with known = prompt + 1. A text from which ids
-// are drawn has known = all ids.
+// Some texts are not continued but scored: how likely is each id, from number `known` on? The
+// logits of the id before it tell. A perplexity, exp(mean of -log(probability)), begins with
+// known = 1, as nothing is before the first id. With the option -o the user gives several answers,
+// to be compared: the prompt's last logits score the first id of each (score_choices); then each
+// answer of several ids runs as a text, prompt and answer, with known = prompt + 1. A text from
+// which ids are drawn has known = all ids.
 
 enum { PLACES = 32 };  // texts that run together
 
@@ -2634,8 +2634,8 @@ static void writer_choose(Writer *out, const Engine *e, const Request *r) {
 
 static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
 
-typedef struct {  // as given on the command line
-    const char *model;     // a string is NULL if it was not given, a number without a default -1
+typedef struct {  // of the command line. Not given: NULL, or -1 of a number without a default
+    const char *model;
     const char *text;      // -i
     const char *file;      // -f
     const char *list;      // -l
@@ -2811,7 +2811,7 @@ static void conversation_drop(Conversation *talk, size_t first, size_t end) {
     talk->n -= end - first;
 }
 
-// Is anything drawn? Given answers are not, but thinking before them is.
+// Is anything drawn? Given answers are not, but thinking before them is, unless -n is 0.
 static bool draws_ids(const Engine *e) {
     return e->mode <= GENERATE && (!e->n_choices || (e->may_think && e->max_new));
 }
@@ -3450,13 +3450,13 @@ typedef struct {
     Request requests[AHEAD];  // that of line i is at i % AHEAD; done, its line has its newline
     size_t prompts;         // their tokens
     size_t endings[FAILED + 1];  // answers by their end
-    size_t thinking;        // that ended inside thinking
+    size_t thinking;        // answers that ended inside thinking
     size_t closed;          // thinkings that -r N ended
     size_t pieces;          // texts that are scored in pieces
     double size;            // bytes of the file, if known
-    double consumed;        // of its lines so far
+    double consumed;        // bytes of its lines so far
     size_t there;           // of -w: lines that FILE had
-    Buffer last;            // the last one
+    Buffer last;            // the last of them
     Buffer cut;             // what follows it without a newline
 } List;
 
@@ -3925,7 +3925,7 @@ static bool read_prompt(App *app) {
     return true;
 }
 
-// Takes what the options say of answers, and finds its ids.
+// Sets what the options say of answers: their length, their thinking, given ones.
 static void prepare_answers(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;

@@ -655,10 +655,14 @@ static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
     if (app.engine.mode == CHAT) chat_turn(&app, bytes_of(&whole));
     else run_raw(&app, bytes_of(&whole));
     const Bytes out = rest(written, n_written);
-    if (app.engine.n_choices) buffer_add(&line, bytes("{\"choice\":"));
-    if (app.engine.mode > GENERATE) buffer_add(&line, out);
-    else buffer_add_json(&line, rest(out.p, out.n - (app.engine.mode == CHAT)));
-    buffer_add(&line, bytes(app.engine.n_choices ? ",\"p\":{" : app.engine.mode > GENERATE ? "" : "\n"));
+    const bool given = app.engine.n_choices > 0;
+    if (app.engine.mode > GENERATE) {
+        buffer_add(&line, out);
+        return line;
+    }
+    if (given) buffer_add(&line, bytes("{\"choice\":"));
+    buffer_add_json(&line, rest(out.p, out.n - (app.engine.mode == CHAT)));
+    buffer_add(&line, bytes(given ? ",\"p\":{" : "\n"));
     return line;
 }
 

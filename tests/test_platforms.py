@@ -56,13 +56,13 @@ def check(programs, *files):
                             capture_output=True, timeout=300, env=environment())
     assert answer.returncode == 0 and answer.stdout == ANSWER, answer
     if files:
-        for _ in range(2):                        # wine itself fails once in 10,000 starts, silently
+        for _ in range(2):                        # wine has failed to start a program, without a word
             tests = subprocess.run(
                 [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files],
                 cwd=TESTS, capture_output=True, text=True, timeout=3600,
                 env=environment(QWEN3=str(programs / "qwen3"),
                                 ASAN_OPTIONS="allocator_may_return_null=1"))  # as malloc does
-            if "returncode=1, stdout=b'', stderr=b''" not in tests.stdout:    # our errors have a line
+            if "returncode=1, stdout=b'', stderr=b''" not in tests.stdout:    # the program's own errors say why
                 break
         assert tests.returncode == 0 and " passed" in tests.stdout, tests.stdout[-4000:]
         print(tests.stdout.splitlines()[-1])

@@ -152,7 +152,7 @@ def test_edges(small, tokenizer, text):
 
 
 def timed(model, text):
-    """Its ids, and the CPU time of this process. (RUSAGE_CHILDREN has that of all children that ended.)"""
+    """The text's ids, and the CPU seconds of this one process. (RUSAGE_CHILDREN counts all that ended.)"""
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
         stdin.write(text)
         stdin.seek(0)
