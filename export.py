@@ -128,7 +128,7 @@ def export(options: argparse.Namespace) -> None:
     config = read_config(source, options)
     tokenizer = tokenizer_file(source, config.vocab_size)
     bits = config.layer_bits or 8
-    out = out or Path(source.name + SUFFIXES[bits])
+    out = options.out = out or Path(source.name + SUFFIXES[bits])  # for messages
     check_target(out)
     tokenizer_out = Path(f"{out}.tokenizer")
     room = out.parent, layout(config)[-1].end + len(tokenizer)
@@ -404,10 +404,11 @@ class Tensor(NamedTuple):
         elements, size = BLOCK_SIZES[self.dtype]
         return self._replace(offset=self.offset + start // elements * size, shape=shape)
 
-    def pieces(self) -> Iterator[Tensor]:
-        """The whole tensor as ranges of up to PIECE elements."""
-        return (self.part(start, min(PIECE, self.size - start))
-                for start in range(0, self.size, PIECE))
+    def pieces(self, unit: int = 1) -> Iterator[Tensor]:
+        """The whole tensor as ranges of up to PIECE elements, of whole units but for the last."""
+        step = max(PIECE // unit, 1) * unit
+        return (self.part(start, min(step, self.size - start))
+                for start in range(0, self.size, step))
 
     def read_bytes(self) -> bytes:
         """Opens the file each time: there may be more shards than a process may have open."""
@@ -479,8 +480,10 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
     if not path.exists():
         refuse(path, "missing", "the file that transformers' AutoTokenizer saves of vocab.json")
     tokenizer_config = read_json(folder / "tokenizer_config.json")
+    here = Path(os.path.abspath(folder))
+    cached = re.search(r"/models--.+?--([^/]+)/snapshots/[0-9a-f]+$", str(here))
     return Source(
-        path=folder, name=Path(os.path.abspath(folder)).name, family=family, config=config,
+        path=folder, name=cached[1] if cached else here.name, family=family, config=config,
         tokenizer=read_json(path, TOKENIZER_SIZE), tokenizer_config=tokenizer_config,
         generation=read_json(folder / "generation_config.json"),
         chat_template=chat_template(folder, tokenizer_config), embedding=is_embedding(folder),
@@ -603,6 +606,7 @@ HUB_NAME = re.compile(r"(?:https?://[^/]+/|(?:hf|huggingface)\.co/)?"
                       r"([A-Za-z0-9][\w.-]*/[\w.-]+?(?<!\.gguf))"
                       r"(?::([\w-]+)|(?:/(?:(?:tree|blob|resolve)/main/?)?([\w./-]+\.gguf)?)?)"
                       r"(?:[?#].*)?", re.ASCII)
+PROJECTOR = re.compile(r"(^|/)mmproj[^/]*$")  # what Qwen3-VL sees with, beside its text part
 NO_NETWORK = {"ConnectionError", "Timeout", "TransportError", "LocalEntryNotFoundError"}
 
 
@@ -671,7 +675,7 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
     of the only one, or the one of the default kind; [] if the files are a checkpoint's."""
     models: dict[str, list[str]] = {}  # name without the number of a part -> the parts
     for file in sorted(files):
-        if file.endswith(".gguf"):
+        if file.endswith(".gguf") and not PROJECTOR.search(file):
             models.setdefault(re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
     if not wanted and (not models or any(map(WEIGHTS.fullmatch, files))):
         if "config.json" in files:
@@ -892,7 +896,8 @@ HEADER = {
     "shared_classifier": (0x28, "I"), "group_size": (0x2C, "I"), "rope_theta": (0x30, "f"),
     "rms_norm_eps": (0x34, "f"), "rope_scaling": (0x38, "I"), "rope_factor": (0x3C, "f"),
     "qkv_bias": (0x54, "I"), "no_qk_norm": (0x58, "I"), "n_experts": (0x5C, "I"),
-    "n_experts_used": (0x60, "I"), "no_topk_norm": (0x64, "I"), "layer_bits": (0x68, "I")}
+    "n_experts_used": (0x60, "I"), "no_topk_norm": (0x64, "I"), "layer_bits": (0x68, "I"),
+    "eight_bits": (0x6C, "I"), "panels": (0x80, "I")}
 # levels: the 16 of four bits, else none. frequencies: of scaled rope, radians per position
 Config = namedtuple("Config", [*HEADER, "levels", "frequencies"])
 
@@ -951,7 +956,8 @@ def read_config(source: Source, options: argparse.Namespace) -> Config:
         group_size=group_size, rope_theta=theta, rms_norm_eps=eps,
         rope_scaling=2 if frequencies else 0, rope_factor=rope_factor, qkv_bias=family.qwen2,
         no_qk_norm=family.qwen2, n_experts=n_experts, n_experts_used=used,
-        no_topk_norm=not topk_norm, layer_bits=4 if levels else 0, levels=levels,
+        no_topk_norm=not topk_norm, layer_bits=4 if levels else 0, panels=1, levels=levels,
+        eight_bits=EIGHT_BITS[family.qwen2] if levels == LEVELS else 0,
         frequencies=frequencies)
 
 
@@ -1287,6 +1293,7 @@ def template_process() -> None:
     """That process: the arguments of render_all() come by stdin and [texts, error] go to stdout, as
     JSON. The template runs as in transformers (chat_template_utils.py, render_jinja_template)."""
     import json
+    import re
     import resource
     import sys
     from contextlib import suppress
@@ -1299,11 +1306,14 @@ def template_process() -> None:
     def fail(message):
         raise TemplateError(message)
 
+    source, variables, conversations = json.load(sys.stdin)
+    # transformers' block {% generation %}, which marks what is trained on, prints what it holds.
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    source = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", source)
+    source = re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", source)
     env.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
     env.globals.update(raise_exception=fail, strftime_now=lambda _: fail("it writes the date"))
-    source, variables, conversations = json.load(sys.stdin)
     texts, error = [], None
     try:
         template = env.from_string(source)
@@ -1482,6 +1492,7 @@ def sampling(where: Path, generation: dict) -> bytes:
 # ---- Outputs: the tensors in the order in which OUT.bin has them --------------------------------
 
 FREQUENCIES = "rope's frequencies"  # of scaled rope: the one tensor that is computed, not stored
+PANEL = 16  # rows of a matrix whose 32-bit words alternate in OUT.bin; the last panel has zeros
 SCALE_SIZES = {32: 0, 8: 4, 4: 2}  # bits of a value -> bytes of its group's scale, a float
 
 
@@ -1505,7 +1516,9 @@ class Output(NamedTuple):
 def layout(c: Config) -> list[Output]:
     """The tensors of OUT.bin, in its order, without their source. Matrices are (out, in) and
     quantized. In a name below, * is the number of a layer and # of an expert."""
-    q_dim, kv_dim, bits = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.layer_bits or 8
+    q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    q, k, v, o, gate, down, up = (8 if c.eight_bits >> i & 1 else c.layer_bits or 8
+                                  for i in range(7))
     mlp = "layers.*.mlp.experts.#" if c.n_experts else "layers.*.mlp"
     rows = [  # (is it there, bits, name, shape)
         (True, 32, "layers.*.input_layernorm.weight", c.dim),
@@ -1516,13 +1529,13 @@ def layout(c: Config) -> list[Output]:
         (c.n_experts, 32, "layers.*.mlp.gate.weight", c.n_experts, c.dim),
         (c.frequencies, 32, FREQUENCIES, c.head_dim // 2),
         (True, 8, "embed_tokens.weight", c.vocab_size, c.dim),
-        (True, bits, "layers.*.self_attn.q_proj.weight", q_dim, c.dim),
-        (True, bits, "layers.*.self_attn.k_proj.weight", kv_dim, c.dim),
-        (True, bits, "layers.*.self_attn.v_proj.weight", kv_dim, c.dim),
-        (True, bits, "layers.*.self_attn.o_proj.weight", c.dim, q_dim),
-        (True, bits, f"{mlp}.gate_proj.weight", c.hidden_dim, c.dim),
-        (True, bits, f"{mlp}.down_proj.weight", c.dim, c.hidden_dim),
-        (True, bits, f"{mlp}.up_proj.weight", c.hidden_dim, c.dim),
+        (True, q, "layers.*.self_attn.q_proj.weight", q_dim, c.dim),
+        (True, k, "layers.*.self_attn.k_proj.weight", kv_dim, c.dim),
+        (True, v, "layers.*.self_attn.v_proj.weight", kv_dim, c.dim),
+        (True, o, "layers.*.self_attn.o_proj.weight", c.dim, q_dim),
+        (True, gate, f"{mlp}.gate_proj.weight", c.hidden_dim, c.dim),
+        (True, down, f"{mlp}.down_proj.weight", c.dim, c.hidden_dim),
+        (True, up, f"{mlp}.up_proj.weight", c.hidden_dim, c.dim),
         (not c.shared_classifier, 8, "lm_head.weight", c.vocab_size, c.dim),
         (c.qkv_bias, 32, "layers.*.self_attn.q_proj.bias", q_dim),
         (c.qkv_bias, 32, "layers.*.self_attn.k_proj.bias", kv_dim),
@@ -1533,10 +1546,12 @@ def layout(c: Config) -> list[Output]:
             names = [name.replace("*", str(layer)).replace("#", str(expert))
                      for expert in range(c.n_experts if "#" in name else 1)]
             size = len(names) * math.prod(shape)
+            if bits < 32:  # a matrix: whole panels
+                size += -len(names) * shape[0] % PANEL * shape[1]
             scales = offset + size * bits // 8
             end = scales + size // c.group_size * SCALE_SIZES[bits]
             outputs.append(Output(bits, names, tuple(shape), offset, scales, end, []))
-            offset = end  # a multiple of 4, as a matrix has an even number of rows
+            offset = end
     return outputs
 
 
@@ -1566,13 +1581,29 @@ def match_tensors(source: Source, c: Config, *rooms: Room) -> tuple[Config, list
         except (KeyError, NotImplementedError):
             refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
                    "the gguf package dequantizes", dtype)
-    embedding, classifier = (found.get(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
-    if is_gguf and not c.shared_classifier and embedding.dtype == classifier.dtype and all(
-            a.read_bytes() == b.read_bytes()
-            for a, b in zip(embedding.pieces(), classifier.pieces())):
+    pair = [found.get(f"{name}.weight") for name in ("embed_tokens", "lm_head")]
+    if is_gguf and not c.shared_classifier and are_same(*pair):
         c = c._replace(shared_classifier=True)
+        found = found | {"embed_tokens.weight": max(pair, key=lambda tensor: tensor.nbytes)}
+        if pair[0].dtype != pair[1].dtype:
+            notes.append(f"the classifier ({pair[1].dtype}) is the embedding ({pair[0].dtype}): "
+                         "written once, from the more precise one")
     return c, [output._replace(tensors=[found[name] for name in output.names])
                for output in layout(c)]
+
+
+def are_same(a: Tensor, b: Tensor) -> bool:
+    """True if two tensors are one. Of one tensor a GGUF file may have two quantizations, such as the
+    embedding in Q5_0 and the classifier in Q8_0: then in each 32nd piece the difference's rms is
+    less than a third of the weights'. That of unrelated tensors is more than the weights' rms."""
+    pieces = zip(a.pieces(), b.pieces())
+    if {a.dtype, b.dtype} <= FLOAT_TYPES.keys():
+        return a.dtype == b.dtype and all(x.read_bytes() == y.read_bytes() for x, y in pieces)
+    for piece in itertools.islice(pieces, 0, None, 32):
+        x, y = (part.read_fp32().astype(float) for part in piece)
+        if not (x - y) @ (x - y) <= 0.1 * (y @ y):  # nor if one is NaN
+            return False
+    return True
 
 
 # ---- Weights: quantized to Q8_0 or four bits and written, piece by piece -------------------------
@@ -1580,14 +1611,30 @@ def match_tensors(source: Source, c: Config, *rooms: Room) -> tuple[Config, list
 PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy pass to the next
 # The 16 values of four bits, by k-means on trained models' weights
 LEVELS = (-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106)
+# With four bits, the matrices that have eight, as bits 0 to 6 for q k v o gate down up: v (Qwen3); k
+# and v (Qwen2, which has no QK-norm). They are small, and their errors reach several query heads:
+# this takes a quarter to a half of what four bits cost, for 1 to 4 % of the file.
+EIGHT_BITS = 0b100, 0b110
 MOST_Q4 = 1 << 22  # the largest weight that LEVELS and an fp16 scale, up to 65504, surely reach
+
+
+def in_panels(parts: tuple[np.ndarray, np.ndarray], output: Output) -> list[np.ndarray]:
+    """What Tensor.encode() gives for rows of a matrix, as OUT.bin has it: in each panel word 0 of
+    each row (32 bits of values, or a scale), then word 1, and so on. Others stay as they are."""
+    if output.bits == 32:
+        return list(parts)
+    rows = parts[0].size * 8 // output.bits // output.shape[1]
+    words = (parts[0].view("<u4").reshape(rows, -1), parts[1].reshape(rows, -1))
+    return [np.pad(x, ((0, -rows % PANEL), (0, 0))).reshape(-1, PANEL, x.shape[1])
+            .transpose(0, 2, 1).ravel() for x in words]
 
 
 def write_model(out: BinaryIO, c: Config, outputs: list[Output]) -> None:
     """Writes OUT.bin: the header, then the tensors. Notes what a second quantization costs."""
     def convert(output: Output, piece: Tensor, at: int) -> None:
-        for data, offset in zip(piece.encode(output.bits, c), output.offsets(at, c)):
-            write_at(out, data, offset)
+        data = in_panels(piece.encode(output.bits, c), output)
+        for part, offset in zip(data, output.offsets(at, c)):
+            write_at(out, part, offset)
 
     write_at(out, header(c), 0)
     if again := {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
@@ -1668,7 +1715,8 @@ def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, l
     with (ThreadPoolExecutor(min(64, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
         for output in outputs:
-            pieces = (piece for tensor in output.tensors for piece in tensor.pieces())
+            unit = PANEL * output.shape[1] if output.bits < 32 else 1
+            pieces = (piece for tensor in output.tensors for piece in tensor.pieces(unit))
             at, results = 0, []
             while batch := list(itertools.islice(pieces, 1024)):  # of trillions in a sparse file
                 starts = list(itertools.accumulate((piece.size for piece in batch), initial=at))
@@ -1738,7 +1786,7 @@ def check_tensors(path: Path, file: BinaryIO, c: Config, outputs: list[Output]) 
     def compare(output: Output, piece: Tensor, at: int) -> tuple[float, float]:
         """Of a range: (sum of squares, sum of squared errors)."""
         parts = piece.encode(output.bits, c)
-        for part, offset in zip(parts, output.offsets(at, c)):
+        for part, offset in zip(in_panels(parts, output), output.offsets(at, c)):
             found = os.pread(file.fileno(), part.nbytes, offset)
             check_bytes(path, piece.name, part.tobytes(), found, offset)
         x = piece.read_fp32().astype(float)  # in fp64 no square is too large

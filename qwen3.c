@@ -2,27 +2,27 @@
 
      ./qwen3 model.bin -i "What is the capital of France?"
 
-   A token is a piece of text, often a word or a part of one. Its number is its id. A language model
-   computes for every token of its vocabulary a score: how well would it come next? It computes
-   with learned numbers, the weights: in training it predicted each next token of a great many
-   texts, and the weights were changed little by little until it did this well. This program only
-   uses them. (export.py makes model.bin and its tokenizer file from a checkpoint, the published
-   files of a trained model.) It cuts a text into tokens (encode_raw, render), runs them through the
-   model (forward), scores all tokens of the vocabulary (classify), draws one of them (sample),
-   writes it and appends it to the text. This token runs next, and so on until the answer ends.
+   A token is a piece of text, often a word or a part of one. All tokens that a model knows are its
+   vocabulary, and a token's number there is its id. A language model computes how likely each of
+   them is to come next in a text. It computes with learned numbers, the weights: in training it
+   predicted each next token of a great many texts, and the weights were changed little by little
+   until it did this well. This program only uses them. It cuts a text, the prompt, into tokens
+   (encode_raw, render) and runs each through all layers (forward). Then it computes a number for
+   each token of the vocabulary (compute_logits), draws one token by them (sample), writes it and
+   appends it to the text. This token runs next, and so on until the answer ends (run_text).
 
    Inside the model, each token of the text is a vector x (dim), the residual stream. (A name is
    followed by its shape in parentheses.) x begins as the token's row of the embedding table. Each
    layer then adds two things to it: what attention finds in this token and those before it, and
-   what a feed-forward network computes from the sum. For attention, matrices make of each token a
-   query q (what it looks for), a key k (what it is found by) and a value v (what it gives to those
-   that find it). The dot products of its query with the keys of all positions up to its own become
-   shares that add up to 1 (softmax). The result is the sum of the values, each times its share.
-   This happens n_heads times side by side: each head has its own part of q (head_dim) and gives
-   other shares to the positions. The KV cache keeps, for each layer, the keys K and the values V of
-   all positions so far, a row each. They never change, as no token looks at a later one: so each
-   token runs once. One layer computes (HF's name for it is Qwen3DecoderLayer; HF, here and below,
-   is Hugging Face's Python library transformers, with which the tests compare the results)
+   what a feed-forward network computes from x with that added. For attention, matrices make of
+   each token a query q, what it looks for; a key k, what it is found by; and a value v, what it
+   gives to those that find it. The dot products of its query with the keys of all positions up to
+   its own become shares that add up to 1 (softmax). The result is the sum of the values, each
+   times its share. One such attention is a head. A layer has n_heads of them side by side: each
+   has its own part of q (head_dim) and gives other shares to the positions. A token's x, k and v
+   depend only on it and on the tokens before it. So they stay right when tokens are appended, and
+   each token runs once: the KV cache keeps, for each layer and kv head, the keys K and the values
+   V of all positions so far, (positions, head_dim). One layer computes
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
@@ -35,46 +35,55 @@
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU; silu(z) = z / (1 + exp(-z)); W1 and W3 are
                                               (hidden_dim, dim), W2 is (dim, hidden_dim)
 
-   Wq h is a matrix times a vector, q . K are the dot products of q with the rows of K, u * v
-   multiplies element by element. All W, rms_ and _norm are weights; eps is mostly 1e-6. Before it
-   is multiplied with a matrix, a vector is rounded to 8 bits, which the code writes Q8(h).
+   Wq h is a matrix times a vector. q . K are the dot products of q with the rows of K; shares times
+   V is the sum of the rows of V, each times its share. u * v multiplies element by element. All W,
+   rms_ and _norm are weights; eps is mostly 1e-6. Before it is multiplied with a matrix, a vector
+   is rounded to 8 bits (quantize; comments write Q8(h)). In Qwen3-0.6B, dim is 1024 and hidden_dim
+   3072. It has 28 layers, each with 16 query heads and 8 kv heads of head_dim 128. Its vocabulary
+   has 151,936 tokens.
 
      Norm.    rmsnorm brings vectors of any magnitude to about the same, so x may grow from layer to
               layer. The norms of q and k (QK-norm) bound q . k.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax would give nearly all to one position.
-     Sharing. n_heads / n_kv_heads query heads use the same K and V: so the cache is smaller.
+     Sharing. n_heads / n_kv_heads query heads use the same K and V, which makes the cache smaller
+              (grouped-query attention).
      Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, W2 W3 would be one
               matrix.
      Order.   rope rotates pairs of elements of q and k by angles that grow with pos: so q . k
               depends on the distance of the two positions.
 
-   After the last layer, the scores, called logits, are
+   After the last layer come the logits,
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
-   softmax(logits) is the probability, by the model, that each token follows the one that x belongs
+   softmax(logits) is how likely the model takes each token to be to follow the one that x belongs
    to. So an answer's first token comes from the last x of the prompt. Logits from earlier x are
    needed only to say how well the model predicts a given text (-m perplexity).
 
-   To learn how a language model runs, read Part I: it defines everything that is computed, one
-   token at a time, in plain C. `make plain` builds a program that computes so, for a debugger.
-   Part III computes the same bits with all threads and SIMD instructions, for many tokens at once.
-   A port to a new CPU begins with `make plain` and then needs only "SIMD primitives".
+   To learn how a language model runs, read Part I. It is the whole definition, in plain C: one
+   text, one token at a time, from the text's bytes to the answer's. (Only merging, Unicode, and
+   where the cache puts things are elsewhere.) Part II, the program, runs many texts together, in
+   passes of many tokens. Part III, the machine, computes a pass with all threads and SIMD
+   instructions. Both give the bits of Part I in less time. `make plain` builds a program that
+   computes as Part I does, for a debugger; the tests compare the two. A port to a new CPU begins
+   with `make plain` and then needs only "SIMD primitives".
 
    Part I, the model               Part II, the program       Part III, the machine
      Types, with their shapes        Errors and memory          Vector math
      Math                            The model file             SIMD primitives
      Quantization, matrix product    The tokenizer file         The KV cache
-     Embedding and rope              Merging                    A machine for -DPLAIN
-     Attention                       Unicode                    Threads
-     The feed-forward network        Many texts at once         A batch
-     The whole model                 Drafts                     Matrix products
-     Text to tokens                  Writing                    Attention
-     The chat format                 Requests                   The work of a layer
-     The sampler                     Conversation               The memory of a run
-     The main loop                   The modes                  POSIX and Windows
+     Embedding and rope              Merging                    Threads
+     Attention                       Unicode                    A batch
+     The feed-forward network        Texts                      Matrix products
+     The whole model                 Many texts at once         Attention
+     Text to tokens                  Drafts                     The work of a layer
+     The chat format                 A pass                     The memory of a run
+     The sampler                     Writing                    POSIX and Windows
+     The main loop                   Requests
+                                     Conversation
+                                     The modes
                                      JSON
                                      Lists
                                      Options and main                                            */
@@ -113,8 +122,9 @@ INLINE int min_int(int a, int b) { return a < b ? a : b; }
 INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------------------------------------
-// Types, with their shapes: (rows, cols) = (out, in), as torch.nn.Linear stores its weight. Names
-// on the right are those of HF's tensors.
+// Types, with their shapes: (rows, cols) = (out, in). Skim them and come back: each name is
+// explained where it is used. HF, here and below, is Hugging Face's Python library transformers,
+// with which the tests compare the results. Names on the right are those of its tensors.
 
 typedef struct {
     int dim;                // width of the residual stream; HF hidden_size
@@ -129,6 +139,8 @@ typedef struct {
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
     int group_size;         // see Quantization; divides dim, q_dim and hidden_dim
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
+    int eight_bits;         // with layer_bits 4: bit i is set if matrix i of wq wk wv wo w1 w2 w3 has 8
+    int panels;             // 1: the file has the matrices in panels, as Matrix does
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
@@ -139,7 +151,8 @@ typedef struct {
     int no_qk_norm;         // 1: no QK-norm (Qwen2)
     int n_experts;          // 0: not a mixture of experts; HF num_experts
     int n_experts_used;     // by each token; HF num_experts_per_tok
-    int no_topk_norm;       // 1: the shares of these do not add up to 1; HF norm_topk_prob = false
+    int no_topk_norm;       // 1: their shares are those among all experts, so they add
+                            // up to less than 1; HF norm_topk_prob = false
     int q_dim;              // n_heads * head_dim
     int kv_dim;             // n_kv_heads * head_dim
 } Config;
@@ -151,7 +164,8 @@ typedef struct {
     int group;             // consecutive weights of a row that have one scale
     int bits;              // of a weight, 8 or 4
     const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte
-    const void *scales;    // (rows, cols / group)     8 bits: float; 4: see half_float
+    const void *scales;    // (rows, cols / group)     8 bits: float; 4: see half_float. The order
+                           // of both in memory is that of panels: see weight_q
     const int8_t *levels;  // (16) with 4 bits         the int8 that a nibble stands for
 } Matrix;
 
@@ -186,45 +200,36 @@ typedef struct {   // a vector (cols) as int8 values, and a scale for each group
     float *scale;  // (cols / group)
 } Q8;
 
-typedef struct Text Text;  // a text that runs through the model: see The main loop
-
-typedef struct {       // a token of a text
-    int token;         // its id
-    int pos;           // its position in the text
-    const Text *text;
-    bool needed;       // x is needed after the last layer: for logits, or by embed_text
-} Row;
-
-// Everything that changes while the model runs. forward() runs a batch of rows, a token each. The
-// rows of a text are consecutive tokens; those of the next text come after them.
+// Everything that changes while the model runs. Its vectors are those of one token: here Part I's
+// functions take what they need and leave what they compute.
 typedef struct {
-    int seq_len;         // the maximum number of positions of a text (option -c)
-    int batch;           // the maximum number of rows
-    Row *rows;           // (batch)
-    float *cos;          // (batch, head_dim / 2) of the angles of rope at a row's position
-    float *sin;          // (batch, head_dim / 2)
-    float *x;            // (batch, dim)          the residual stream
-    float *logits;       // (logit_rows, vocab_size)
-    int logit_rows;      // the maximum number of rows that one call of classify scores
-    float *cache;        // keys and values, in an order that only key_at and value_at know
-    int blocks;          // of the cache; texts that begin alike share blocks
-    int block_len;       // positions of a block: it has their keys and values in all layers
-    // One token's, in the layer that runs:
-    float *h;            // (dim)          rmsnorm(x)
-    Q8 xq;               // (dim)          Q8(h)
-    float *q;            // (q_dim)        its queries
-    float *k;            // (kv_dim)       its keys: they go to the cache
-    float *v;            // (kv_dim)       its values: so do they
-    float *a;            // (q_dim)        what attention finds for each query
-    Q8 aq;               // (q_dim)        Q8(a)
-    float *gate;         // (hidden_dim)   W1 h, then silu(W1 h) * (W3 h)
-    float *up;           // (hidden_dim)   W3 h
-    Q8 hq;               // (hidden_dim)   Q8(silu(W1 h) * (W3 h))
-    float *term;         // (n_experts)    Wr h, then its exp
-    float *share;        // (n_experts)    the share of each chosen expert
-    float *out;          // (dim)          what is added to x
-    float *y;            // (dim)          one expert's output
-    struct Batch *b;     // Part III only: the same for all rows
+    float *x;          // (dim)           the residual stream
+    float *cos;        // (head_dim / 2)  of the angles of rope at the token's position
+    float *sin;        // (head_dim / 2)
+    float *h;          // (dim)           rmsnorm(x)
+    Q8 xq;             // (dim)           Q8(h)
+    float *q;          // (q_dim)         its queries
+    float *k;          // (kv_dim)        its keys: they go to the cache
+    float *v;          // (kv_dim)        its values: so do they
+    float *a;          // (q_dim)         what attention finds for each query
+    Q8 aq;             // (q_dim)         Q8(a)
+    float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
+    float *up;         // (hidden_dim)    W3 h
+    Q8 hq;             // (hidden_dim)    Q8(silu(W1 h) * (W3 h))
+    float *term;       // (n_experts)     Wr h, then its exp
+    float *share;      // (n_experts)     the share of each chosen expert
+    float *y;          // (dim)           one expert's output
+    float *out;        // (dim)           what is added to x
+    float *logits;     // (vocab_size)
+    int seq_len;       // the most positions of a text (option -c)
+    float *cache;      // keys and values, in an order that only key_at and value_at know
+    int *block_table;  // which parts of it hold the text's positions: see The KV cache, Part III
+    // Parts II and III only: the cache of many texts, and passes of many tokens
+    int blocks;        // of the cache
+    int block_len;     // positions of a block: it has their keys and values in all layers
+    int batch;         // the most tokens of a pass (option -b)
+    int logit_rows;    // the most tokens of a pass that get logits
+    struct Pass *pass;
 } State;
 
 typedef struct {
@@ -280,7 +285,7 @@ INLINE float dot_of(const float *a, const float *b, int n) {
     return sum_of(sums, 16, false);
 }
 
-// out = w * x / sqrt(mean(x^2) + eps), all (n): HF Qwen3RMSNorm. Part III calls it as well.
+// out = w * x / sqrt(mean(x^2) + eps), all (n): HF Qwen3RMSNorm
 static void rmsnorm(float *out, const float *x, const float *w, int n, float eps) {
     float scale = 1 / sqrtf(sum_of(x, n, true) / n + eps);
     for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * scale);
@@ -310,19 +315,26 @@ static void silu_times(float *gate, const float *up, int n) {
 // always to 8 bits. So the dot product of a group of weights and a group of the vector is a sum of
 // integers, at most 256 * 128 * 127 < 2^22: exact, even as a float. The two scales multiply it.
 
-// Weight i of group g, without its scale. Groups are numbered through the matrix, row after row.
-// With 4 bits, a group takes group / 2 bytes. Byte b holds two indices into levels: in its low
-// nibble that of weight b, in its high one that of weight b + group / 2.
-INLINE int weight_q(const Matrix *w, size_t g, int i) {
-    const int half = w->group / 2;
-    if (w->bits == 8) return w->bytes[g * w->group + i];
-    const int8_t *pairs = w->bytes + g * half;
-    return w->levels[i < half ? pairs[i] & 15 : pairs[i - half] >> 4 & 15];
+// Weight i of row r, without its scale. A row is a sequence of words of 4 bytes. With 8 bits these
+// are its weights. With 4 bits, a group takes group / 2 bytes. Byte b holds two indices into
+// levels: in its low nibble that of weight b, in its high one that of weight b + group / 2. In
+// memory a matrix is a sequence of panels of 16 rows: word 0 of each row, then word 1 of each, and
+// so on. So SIMD instructions, which compute 4 to 16 rows at once, find their words side by side.
+enum { PANEL = 16 };
+
+INLINE int weight_q(const Matrix *w, int r, int i) {
+    const int half = w->group / 2, g = i / w->group, j = i % w->group;
+    const int b = w->bits == 8 ? i : g * half + j % half;
+    const size_t word = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + b / 4;
+    const int8_t byte = w->bytes[(word * PANEL + r % PANEL) * 4 + b % 4];
+    return w->bits == 8 ? byte : w->levels[(j < half ? byte : byte >> 4) & 15];
 }
 
-INLINE float weight_scale(const Matrix *w, size_t g) {
-    return w->bits == 8 ? ((const float *)w->scales)[g]
-                        : half_float(((const uint16_t *)w->scales)[g]);
+// The scale of group g of row r: in a panel, 16 of group 0, 16 of group 1, and so on
+INLINE float weight_scale(const Matrix *w, int r, int g) {
+    const size_t at = ((size_t)(r / PANEL) * (w->cols / w->group) + g) * PANEL + r % PANEL;
+    return w->bits == 8 ? ((const float *)w->scales)[at]
+                        : half_float(((const uint16_t *)w->scales)[at]);
 }
 
 // out = Q8(x), x (n). The scale of a group is max|x| / 127, and its values are x * (127 / max|x|),
@@ -343,13 +355,11 @@ static void quantize(Q8 out, const float *x, int n, int group) {
 // W[r] . x: row r of W (rows, cols) times x (cols). The products of a group are added as integers,
 // the groups as floats, from the first to the last.
 static float dot_row(const Matrix *w, int r, Q8 x) {
-    const int n_groups = w->cols / w->group;
     float sum = 0;
-    for (int g = 0; g < n_groups; g++) {
-        const size_t at = (size_t)r * n_groups + g;
+    for (int g = 0; g < w->cols / w->group; g++) {
         int dot = 0;
-        for (int i = 0; i < w->group; i++) dot += weight_q(w, at, i) * x.q8[g * w->group + i];
-        sum = mul_add((float)dot * weight_scale(w, at), x.scale[g], sum);
+        for (int i = g * w->group; i < (g + 1) * w->group; i++) dot += weight_q(w, r, i) * x.q8[i];
+        sum = mul_add((float)dot * weight_scale(w, r, g), x.scale[g], sum);
     }
     return sum;
 }
@@ -363,15 +373,8 @@ static void add(float *x, const float *y, int n) {
     for (int i = 0; i < n; i++) x[i] += y[i];
 }
 
-// h = rmsnorm(x, w), xq = Q8(h)
-static void norm(const Model *m, const float *x, const float *w) {
-    const Config *c = &m->config;
-    rmsnorm(m->state.h, x, w, c->dim, c->rms_norm_eps);
-    quantize(m->state.xq, m->state.h, c->dim, c->group_size);
-}
-
 // ------------------------------------------------------------------------------------------------
-// Embedding and rope. A token's way begins: from here on a token is row t of State.rows.
+// Embedding and rope: a token's way begins.
 //
 // rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle pos * theta^(-2j /
 // head_dim), and k in the same way. So q . k depends on the two positions only through their
@@ -382,33 +385,24 @@ static void norm(const Model *m, const float *x, const float *w) {
 
 // The frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is scaled, for
 // longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has other
-// frequencies and a factor on cos and sin, which makes q . k larger. export.py computes them.
+// frequencies: the slow pairs turn slower still, so that they do not go round further than in
+// training. It also has a factor on cos and sin, which makes q . k larger, as a softmax over more
+// positions would else be flatter. export.py computes them.
 static float rope_frequency(const Config *c, int j) {
     return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
 }
 
-// Prepares row t: x, the token's row of the embedding table; and the cos and sin of the rope angles
-// of its position.
-static void embed(Model *m, int t) {
-    const Matrix *table = &m->weights.embedding;
-    const Config *c = &m->config;
-    const State *s = &m->state;
-    const Row *row = &s->rows[t];
-    const int dim = c->dim, group = c->group_size, half = c->head_dim / 2;
+// cos and sin (head_dim / 2) of the angles at a position
+static void rope_angles(const Config *c, int pos, float *cos, float *sin) {
     const float factor = c->rope_scaling ? c->rope_factor : 1;
-    for (int i = 0; i < dim; i++) {
-        const size_t g = (size_t)row->token * (dim / group) + i / group;
-        s->x[(size_t)t * dim + i] = weight_q(table, g, i % group) * weight_scale(table, g);
-    }
-    for (int j = 0; j < half; j++) {
-        const float angle = (float)row->pos * rope_frequency(c, j);
-        s->cos[(size_t)t * half + j] = cosf(angle) * factor;
-        s->sin[(size_t)t * half + j] = sinf(angle) * factor;
+    for (int j = 0; j < c->head_dim / 2; j++) {
+        const float angle = (float)pos * rope_frequency(c, j);
+        cos[j] = cosf(angle) * factor;
+        sin[j] = sinf(angle) * factor;
     }
 }
 
-// Rotates each pair (x[j], x[j + half]) of one head x (2 * half) by the angle whose cos[j] and
-// sin[j] embed() has computed from the position: HF apply_rotary_pos_emb
+// Rotates each pair (x[j], x[j + half]) of one head x (2 * half): HF apply_rotary_pos_emb
 static void rope(float *x, const float *cos, const float *sin, int half) {
     for (int j = 0; j < half; j++) {
         float a = x[j], b = x[j + half];
@@ -417,91 +411,100 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------
-// Attention
-
-// The keys and values of kv head kv_head in layer l, of all positions of a text
-typedef struct {
-    const Model *m;
-    const Text *text;
-    int l;
-    int kv_head;
-} KvHead;
-
-// Where element j of the key, or of the value, of position pos is in the KV cache (Part III)
-static float *key_at(KvHead h, int pos, int j);
-static float *value_at(KvHead h, int pos, int j);
-
-static KvHead kv_head_of(const Model *m, int l, int t, int kv_head) {
-    return (KvHead){m, m->state.rows[t].text, l, kv_head};
+// x (dim) = the token's row of the embedding table
+static void embed(const Model *m, int token, float *x) {
+    const Matrix *table = &m->weights.embedding;
+    for (int i = 0; i < table->cols; i++) {
+        x[i] = weight_q(table, token, i) * weight_scale(table, token, i / table->group);
+    }
 }
 
-// x (head_dim), one head's q or k of row t, becomes rope(rmsnorm(x)); without weights, rope(x).
-static void norm_and_rope(const Model *m, int t, float *x, const float *norm_weight) {
-    const int head_dim = m->config.head_dim, half = head_dim / 2;
-    const size_t at = (size_t)t * half;
-    if (norm_weight) rmsnorm(x, x, norm_weight, head_dim, m->config.rms_norm_eps);
-    rope(x, m->state.cos + at, m->state.sin + at, half);
+// ------------------------------------------------------------------------------------------------
+// Attention. The functions from here on take a token's vectors from State and put what they compute
+// there: where a comment says h, it is m->state.h.
+
+// Where element j of the key, or of the value, of a position is in the KV cache (Part III), for kv
+// head kv_head of layer l
+static float *key_at(const Model *m, int l, int kv_head, int pos, int j);
+static float *value_at(const Model *m, int l, int kv_head, int pos, int j);
+
+// h = rmsnorm(x, w), xq = Q8(h)
+static void norm(Model *m, const float *w) {
+    const Config *c = &m->config;
+    State *s = &m->state;
+    rmsnorm(s->h, s->x, w, c->dim, c->rms_norm_eps);
+    quantize(s->xq, s->h, c->dim, c->group_size);
+}
+
+// x (head_dim), one head's q or k, becomes rope(rmsnorm(x)); without weights w, rope(x).
+static void norm_and_rope(const Config *c, float *x, const float *w, const float *cos,
+                          const float *sin) {
+    if (w) rmsnorm(x, x, w, c->head_dim, c->rms_norm_eps);
+    rope(x, cos, sin, c->head_dim / 2);
 }
 
 // q = rope(rmsnorm(Wq xq)), k = rope(rmsnorm(Wk xq)), v = Wv xq; k and v go to the KV cache. Qwen2
 // and Qwen2.5 have no QK-norm, but biases: q = rope(Wq xq + bq), and so on.
-static void qkv(const Model *m, int l, int t) {
+static void qkv(Model *m, int l, int pos) {
     const Config *c = &m->config;
-    const State *s = &m->state;
-    const Layer *w = &m->weights.layers[l];
-    const int head_dim = c->head_dim, pos = s->rows[t].pos;
-    matmul(s->q, &w->wq, 0, c->q_dim, s->xq);
-    matmul(s->k, &w->wk, 0, c->kv_dim, s->xq);
-    matmul(s->v, &w->wv, 0, c->kv_dim, s->xq);
-    if (w->bq) {
-        add(s->q, w->bq, c->q_dim);
-        add(s->k, w->bk, c->kv_dim);
-        add(s->v, w->bv, c->kv_dim);
+    const Layer *layer = &m->weights.layers[l];
+    State *s = &m->state;
+    const int head_dim = c->head_dim;
+    matmul(s->q, &layer->wq, 0, c->q_dim, s->xq);
+    matmul(s->k, &layer->wk, 0, c->kv_dim, s->xq);
+    matmul(s->v, &layer->wv, 0, c->kv_dim, s->xq);
+    if (layer->bq) {
+        add(s->q, layer->bq, c->q_dim);
+        add(s->k, layer->bk, c->kv_dim);
+        add(s->v, layer->bv, c->kv_dim);
     }
-    for (int i = 0; i < c->n_heads; i++) norm_and_rope(m, t, s->q + i * head_dim, w->q_norm);
+    for (int i = 0; i < c->n_heads; i++) {
+        norm_and_rope(c, s->q + i * head_dim, layer->q_norm, s->cos, s->sin);
+    }
     for (int i = 0; i < c->n_kv_heads; i++) {
-        const KvHead h = kv_head_of(m, l, t, i);
         float *k = s->k + i * head_dim, *v = s->v + i * head_dim;
-        norm_and_rope(m, t, k, w->k_norm);
-        for (int j = 0; j < head_dim; j++) *key_at(h, pos, j) = k[j];
-        for (int j = 0; j < head_dim; j++) *value_at(h, pos, j) = v[j];
+        norm_and_rope(c, k, layer->k_norm, s->cos, s->sin);
+        for (int j = 0; j < head_dim; j++) *key_at(m, l, i, pos, j) = k[j];
+        for (int j = 0; j < head_dim; j++) *value_at(m, l, i, pos, j) = v[j];
     }
 }
 
 // q . K[pos] / sqrt(head_dim), q (head_dim) of one query head
-static float attention_score(KvHead h, const float *q, int pos) {
-    const int head_dim = h.m->config.head_dim;
+static float attention_score(const Model *m, int l, int kv_head, const float *q, int pos) {
+    const int head_dim = m->config.head_dim;
     float dot = 0;
-    for (int j = 0; j < head_dim; j++) dot = mul_add(*key_at(h, pos, j), q[j], dot);
+    for (int j = 0; j < head_dim; j++) dot = mul_add(*key_at(m, l, kv_head, pos, j), q[j], dot);
     return dot * (1 / sqrtf((float)head_dim));
 }
 
-// Attention of one query head of row t: a = softmax(q . K / sqrt(head_dim)) V with a (head_dim), K
-// and V (len, head_dim). The positions come in spans: so the array `score` is short. Two sums grow:
-// of the terms (total), and of the terms times the values (a). Both are relative to the largest
-// score so far, as exp of a large score would be infinite. Where a span has a larger one, the
-// factor `keep` makes smaller what was summed before (online softmax).
+// Attention of one query head: a = softmax(q . K / sqrt(head_dim)) V, where K and V (pos + 1,
+// head_dim) are the keys and values of all positions up to the token's own: a token sees itself and
+// those before it, and none behind it (causal). The positions come in spans, so that the array
+// `score` is short. With M the largest score so far, `total` sums exp(score - M), and a sums
+// exp(score - M) times the value, as exp(score) could be infinite. Where a span raises M, both are
+// first multiplied by keep = exp(old M - new M) (online softmax). Last, a is divided by total.
 enum { SPAN = 256 };
 
-static void attend(const Model *m, int l, int t, int head) {
+static void attend(Model *m, int l, int head, int pos) {
     const Config *c = &m->config;
-    const KvHead h = kv_head_of(m, l, t, head / (c->n_heads / c->n_kv_heads));
-    const int head_dim = c->head_dim;
-    const int len = m->state.rows[t].pos + 1;  // causal: a token sees itself and those before it
+    const int head_dim = c->head_dim, kv_head = head / (c->n_heads / c->n_kv_heads);
     const float *q = m->state.q + head * head_dim;
-    float *a = m->state.a + head * head_dim, score[SPAN], largest = -FLT_MAX, total = 0;
+    float *a = m->state.a + head * head_dim;
+    float score[SPAN], largest = -FLT_MAX, total = 0;
     memset(a, 0, head_dim * sizeof(float));
-    for (int start = 0; start < len; start += SPAN) {
-        const int n = min_int(SPAN, len - start);
-        for (int i = 0; i < n; i++) score[i] = attention_score(h, q, start + i);
+    for (int start = 0; start <= pos; start += SPAN) {
+        const int n = min_int(SPAN, pos + 1 - start);
+        for (int i = 0; i < n; i++) score[i] = attention_score(m, l, kv_head, q, start + i);
         const float before = largest;
         largest = fmaxf(largest, max_of(score, n));
-        const float keep = fast_exp(before - largest);                   // 0 in the first span
-        total = mul_add(total, keep, softmax_terms(score, n, largest));  // score: now the terms
+        const float keep = fast_exp(before - largest);        // 0 in the first span
+        const float sum = softmax_terms(score, n, largest);   // score[i] = exp(score[i] - largest)
+        total = mul_add(total, keep, sum);
         for (int j = 0; j < head_dim; j++) {
             float sum = 0;
-            for (int i = 0; i < n; i++) sum = mul_add(*value_at(h, start + i, j), score[i], sum);
+            for (int i = 0; i < n; i++) {
+                sum = mul_add(*value_at(m, l, kv_head, start + i, j), score[i], sum);
+            }
             a[j] = mul_add(a[j], keep, sum);
         }
     }
@@ -518,24 +521,23 @@ static void attend(const Model *m, int l, int t, int head) {
 //   share = softmax(Wr h)                    one number for each expert
 //   S = the n_experts_used experts with the largest shares
 //   share = share / (sum of share over S)    so that they add up to 1; some models skip this
-//   x = x + sum of share[e] W2[e] (silu(W1[e] h) * (W3[e] h)) over e in S
+//   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over i in S
 
-// out = W2 Q8(silu(W1 xq) * (W3 xq)), with the matrices of expert e; e is 0 without experts
-static void feed_forward(const Model *m, const Layer *w, int e, float *out) {
+// out (dim) = W2 Q8(silu(W1 xq) * (W3 xq)), with the matrices of an expert; 0 without experts
+static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
     const int dim = m->config.dim, hidden_dim = m->config.hidden_dim;
-    const State *s = &m->state;
-    matmul(s->gate, &w->w1, e * hidden_dim, hidden_dim, s->xq);
-    matmul(s->up, &w->w3, e * hidden_dim, hidden_dim, s->xq);
+    State *s = &m->state;
+    matmul(s->gate, &layer->w1, expert * hidden_dim, hidden_dim, s->xq);
+    matmul(s->up, &layer->w3, expert * hidden_dim, hidden_dim, s->xq);
     silu_times(s->gate, s->up, hidden_dim);
     quantize(s->hq, s->gate, hidden_dim, m->config.group_size);
-    matmul(out, &w->w2, e * dim, dim, s->hq);
+    matmul(out, &layer->w2, expert * dim, dim, s->hq);
 }
 
-// Makes the share of each expert from term, Wr h, which is overwritten; both (n_experts). Each of
-// the n_experts_used largest (of equal ones the first) gets its exp, divided by the sum of theirs.
-// (The sum over all experts, as in a softmax, would cancel. With no_topk_norm it divides.) Returns
-// false if term has a NaN or +infinity, which makes the softmax NaN: then no expert runs, all of
-// share is 0.
+// share[i] = exp(term[i]) / (sum of exp(term) over the chosen) for the n_experts_used largest terms
+// (of equal ones the first), else 0; both (n_experts). term is Wr h, and is overwritten. The
+// softmax's own sum, over all experts, cancels; but with no_topk_norm it is the divisor. Returns
+// false, with all shares 0, if the softmax is NaN, as a term is NaN or +infinity.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -552,80 +554,65 @@ static bool choose_experts(const Config *c, float *term, float *share) {
     return true;
 }
 
-// out = the sum of the chosen experts' outputs, each times its share, in ascending order of e
-static void experts(const Model *m, const Layer *w) {
+// out = the sum of the chosen experts' outputs, each times its share, in ascending order
+static void experts(Model *m, const Layer *layer) {
     const int dim = m->config.dim, n_experts = m->config.n_experts;
-    const State *s = &m->state;
+    State *s = &m->state;
     for (int e = 0; e < n_experts; e++) {
-        s->term[e] = dot_of(w->router + (size_t)e * dim, s->h, dim);
+        s->term[e] = dot_of(layer->router + (size_t)e * dim, s->h, dim);
     }
     const bool chosen = choose_experts(&m->config, s->term, s->share);
     memset(s->out, 0, dim * sizeof(float));
     for (int e = 0; e < n_experts; e++) {
         if (s->share[e] == 0) continue;
-        feed_forward(m, w, e, s->y);
+        feed_forward(m, layer, e, s->y);
         for (int i = 0; i < dim; i++) s->out[i] += s->share[e] * s->y[i];
     }
     if (!chosen) s->out[0] = NAN;  // reaches the logits, and the answer ends
 }
 
 // ------------------------------------------------------------------------------------------------
-// The whole model: the layers one after the other, then the scores
+// The whole model, for one token. Part III computes the same bits for many tokens at once.
 
-// Layer l for row t
-static void layer(const Model *m, int l, int t) {
+// Layer l: x of the token at this position becomes x + attention, then x + feed-forward.
+static void run_layer(Model *m, int l, int pos) {
     const Config *c = &m->config;
-    const State *s = &m->state;
-    const Layer *w = &m->weights.layers[l];
-    float *x = s->x + (size_t)t * c->dim;
+    const Layer *layer = &m->weights.layers[l];
+    State *s = &m->state;
 
-    norm(m, x, w->rms_att);              // h = rmsnorm(x), xq = Q8(h)
-    qkv(m, l, t);                        // q = rope(rmsnorm(Wq xq)); k, v go to the cache
+    norm(m, layer->rms_att);                  // h = rmsnorm(x), xq = Q8(h)
+    qkv(m, l, pos);                           // q = rope(rmsnorm(Wq xq)); k, v go to the cache
     for (int head = 0; head < c->n_heads; head++) {
-        attend(m, l, t, head);           // a = softmax(q . K / sqrt(head_dim)) V
+        attend(m, l, head, pos);              // a = softmax(q . K / sqrt(head_dim)) V
     }
     quantize(s->aq, s->a, c->q_dim, c->group_size);
-    matmul(s->out, &w->wo, 0, c->dim, s->aq);
-    add(x, s->out, c->dim);              // x = x + Wo aq
+    matmul(s->out, &layer->wo, 0, c->dim, s->aq);
+    add(s->x, s->out, c->dim);                // x = x + Wo aq
 
-    norm(m, x, w->rms_ffn);              // h = rmsnorm(x), xq = Q8(h)
-    if (w->router) experts(m, w);        // out = the sum of share[e] times expert e's output
-    else feed_forward(m, w, 0, s->out);  // out = W2 Q8(silu(W1 xq) * (W3 xq))
-    add(x, s->out, c->dim);              // x = x + out
+    norm(m, layer->rms_ffn);                  // h = rmsnorm(x), xq = Q8(h)
+    if (layer->router) experts(m, layer);     // out = the sum of share[i] times expert i's output
+    else feed_forward(m, layer, 0, s->out);   // out = W2 Q8(silu(W1 xq) * (W3 xq))
+    add(s->x, s->out, c->dim);                // x = x + out
 }
 
-// logits (vocab_size) = Wcls Q8(rmsnorm(x, rms_final)) for row t
-static void scores(const Model *m, int t, float *logits) {
-    norm(m, m->state.x + (size_t)t * m->config.dim, m->weights.rms_final);
-    matmul(logits, &m->weights.classifier, 0, m->config.vocab_size, m->state.xq);
-}
-
-// layer(m, l, t) for t = 0, 1 .. n - 1 (Part III): with -DPLAIN just so, else for all rows at once,
-// to read the weights once. Tokens of one text can run together: in layer l, a row needs the k and
-// v of the rows before it in layer l, which stand in the cache by then, and nothing of other texts.
-static void layer_all(Model *m, int l, int n);
-
-// scores(m, first + i, logits + i * vocab_size) for i = 0 .. count - 1, count <= logit_rows, where
-// logits is State.logits. Returns it. (Part III, the other place where -DPLAIN differs)
-static float *classify(Model *m, int first, int count);
-
-// Runs State.rows 0 .. n - 1, n <= batch. The rows of a text stand together, in order; the cache
-// must hold the positions before them, and afterwards holds these as well. In the end the rows that
-// are needed, with their x after the last layer, are moved to the front. False: Ctrl-C came.
-static bool forward(Model *m, int n) {
-    const State *s = &m->state;
-    const size_t dim = m->config.dim;
-    for (int t = 0; t < n; t++) embed(m, t);
+// Runs a token of a text through all layers: then x is its last residual stream, and the cache has
+// its keys and values. The tokens before it must have run. False: Ctrl-C came.
+static bool forward(Model *m, int token, int pos) {
+    embed(m, token, m->state.x);
+    rope_angles(&m->config, pos, m->state.cos, m->state.sin);
     for (int l = 0; l < m->config.n_layers; l++) {
         if (interrupted) return false;
-        layer_all(m, l, n);
-    }
-    for (int t = 0, to = 0; t < n; t++) {
-        if (!s->rows[t].needed) continue;
-        s->rows[to] = s->rows[t];
-        memmove(s->x + to++ * dim, s->x + t * dim, dim * sizeof(float));
+        run_layer(m, l, pos);
     }
     return true;
+}
+
+// Returns logits (vocab_size) = Wcls Q8(rmsnorm(x, rms_final)), of the token that has run last.
+static float *compute_logits(Model *m) {
+    State *s = &m->state;
+    norm(m, m->weights.rms_final);
+    matmul(s->logits, &m->weights.classifier, 0, m->config.vocab_size, s->xq);
+    return s->logits;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -636,10 +623,9 @@ static bool forward(Model *m, int n) {
 // regular expression cuts it into pieces, mostly words with the space before them: "Hello, world"
 // becomes "Hello" "," " world". Then byte-pair encoding: each byte of a piece begins as a token of
 // its own; as long as two neighbours together are a token of the vocabulary, the pair whose token
-// has the highest score is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. (This score
-// is the merge's priority, and none of the model's scores.) Vocabulary and scores were made before
-// training, from the most frequent pairs of the training texts: the model only knows texts that are
-// cut in this way.
+// has the highest priority is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. Both
+// vocabulary and priorities were made before training, from the most frequent pairs of the training
+// texts: the model only knows texts that are cut in this way.
 
 typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
     const uint8_t *p;
@@ -688,7 +674,7 @@ typedef struct {       // the text around the messages of a conversation: see Th
 typedef struct Tokenizer {
     int vocab_size;          // that of Config, from which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
-    float *score;            // (vocab_size) of the merge that makes the token: higher ones first
+    float *priority;         // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     int end_of_text;         // <|endoftext|>
     int think;               // <think>, which begins a model's thinking, or -1
@@ -779,7 +765,7 @@ typedef struct {             // text arrives in parts, some of which may hold ad
 // Part II: appends the text in form NFC; as it is, if an older tokenizer file has no data for that.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: byte-pair encoding. Merges the pair with the highest score, of equal ones the leftmost,
+// Part II: byte-pair encoding. Merges the pair of the highest priority, of equal ones the leftmost,
 // until no two neighbours of the piece make a token; then appends its tokens to enc->out.
 static void encode_piece(Encoder *enc, Bytes piece);
 
@@ -983,7 +969,8 @@ static void likelihoods(float *logits, int n, float max, float temperature) {
     for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
 }
 
-// Sets p of token id and of all less likely ones to 0. (p >= 0: bits have the order of the floats.)
+// Sets p of token id and of all less likely ones to 0. (As p >= 0, its bits have the order of the
+// floats, and compilers vectorize a comparison of ints.)
 static void keep_likelier(float *p, int n, int id) {
     const int32_t bits = load_i32(p + id);
     for (int i = 0; i < id; i++) p[i] = load_i32(p + i) >= bits ? p[i] : 0;
@@ -1035,7 +1022,8 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
 // 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Drawing from it needs no sorting. Draw from
 // all tokens: the third, say. The likelier ones sum to 0.8, so neither it nor a less likely token
 // is in the nucleus: their p become 0. Draw again, until the drawn token is in it. As no draw
-// leaves out a token of the nucleus, each has its part of the nucleus as its chance.
+// leaves out a token of the nucleus, the p of its tokens never change: so whichever draw hits the
+// nucleus, hits each of them with its share of it.
 static int sample(Sampler *sampler, float *logits, int n) {
     penalize(sampler, logits, n);
     if (!isfinite(sum_double(logits, n))) return -1;
@@ -1068,127 +1056,43 @@ typedef struct Writer Writer;
 static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // ------------------------------------------------------------------------------------------------
-// The main loop. A text is its ids, of which the first `run` have run. A pass runs ids that have
-// not run, of all texts, as many as fit into a batch. Once all ids of a text have run, the logits
-// of the last one say what may follow: an id is drawn, written and appended, and runs in the next
-// pass. So the ids of a prompt and those of an answer are treated alike. A line of a list is a
-// text, and so is a turn of a conversation. Of its ids, only those run that the cache does not hold
-// already from the turn before. In short, an answer is made thus (respond, in Part II):
+// The main loop. A text is its ids, of which the first `run` have run. Its ids run one after the
+// other, from the prompt's first on. As long as the next id is known, its logits are of no use.
+// From number `known` on they are:
+//
+//   an answer        known = the prompt's length. The next id is drawn from the logits, written and
+//                    appended. So it runs next, and so on until the answer ends.
+//   a perplexity     known = 1, as nothing is before id 0. All ids are there already. The logits
+//                    say how likely each was: their -log(probability) is summed.
+//   a given answer   (-o) prompt and answer, known = the prompt's length: the answer is scored.
+//   an embedding     once the last id has run, x is the answer, a vector.
+//
+// Part II runs many texts together in one pass, and guesses ids: the same ids and the same sums in
+// less time. -DPLAIN runs this loop instead. In short, an answer is made thus (Part II, respond):
 //
 //   render(tok, conversation, 0, think, &ids);  // the prompt; of a raw text by encode_raw
-//   Text *t = add_text(e, ids.p, ids.n);        // it waits until there is room in the cache
-//   while (t->ending == GOES_ON && run_pass(e)) draw_all(e);
-//
-// Some texts are not continued but scored: how likely is each id, from number `known` on? The
-// logits of the id before it tell. A perplexity, exp(mean of -log(probability)), begins with
-// known = 1, as nothing is before the first id. With the option -o the user gives several answers,
-// to be compared: the prompt's last logits score the first id of each (score_choices); then each
-// answer of several ids runs as a text, prompt and answer, with known = prompt + 1. A text from
-// which ids are drawn has known = all ids.
-
-enum { PLACES = 32 };  // texts that run together
+//   Text *text = add_text(e, ids.p, ids.n);
+//   run_text(&e->model, &e->tokenizer, text);
 
 typedef enum {
     GOES_ON, TURN_ENDED, LIMIT_REACHED, CONTEXT_ENDED, INTERRUPTED,
     FAILED             // the logits, or an embedding, are not finite
 } Ending;
 
-struct Text {
+typedef struct Text {
     Ids ids;           // its tokens, those of the prompt first
     size_t run;        // so many have run: their keys and values are in the KV cache
-    int *blocks;       // its blocks of the cache: position pos is in blocks[pos / block_len]
-    size_t known;      // ids from this number on are still to be scored, or to be drawn
-    int rows;          // ids that run in this pass, without guesses
-    int first;         // its first row of logits
-    int guesses;       // so many behind ids.n are guessed, and run, too (Part II: Drafts)
-    double *score;     // where the sum of -log(probability) of its scored ids goes
+    size_t known;      // the first id that is not given: if it is there, it is scored, else drawn
+    size_t prompt;     // tokens of the prompt
+    size_t limit;      // an answer ends at so many ids (option -n)
+    size_t context;    // so many positions fit into the cache (option -c)
+    bool embeds;       // no id is drawn: x becomes an embedding
+    double nll;        // the sum of -log(probability) of its scored ids (negative log-likelihood)
     Ending ending;
     Sampler sampler;
     Writer *writer;    // where the answer goes
-    size_t prompt;     // tokens of the prompt
-    size_t chooses;    // not 0: once so many ids have run, given answers are scored
-    // Part II only:
-    struct Request *request;
-    size_t cached;     // tokens of the prompt that were there when it began
-    size_t before;     // so many had run when it had to wait
-    int n_blocks;      // that it has
-    int drafted;       // ids that were guessed before this pass
-    int thought;       // tokens that were drawn since <think>
-    bool closed;       // its thinking was too long and was ended by -r N
-    Buffer out;        // the answer of a text in a list, or an embedding
-};
-
-typedef struct {
-    Model model;
-    Tokenizer tokenizer;
-    Mode mode;         // -m, or what the model is made for
-    int max_new;       // the maximum number of tokens in an answer, -1: no limit
-    Text *active[PLACES + 1];  // first the n_running texts that run
-    int n_running;
-    int needed;        // rows of logits in this pass
-    double *scores;    // (logit_rows) -log(probability) of the id after each row, if it is there
-    size_t rows;       // tokens that ran so far
-    // Part II only: see Many texts at once
-    Text places[PLACES + 1];
-    int n_active;      // texts that run or wait
-    int n_places;      // the maximum number of these
-    size_t cached;     // tokens of prompts that did not need to run
-    size_t drawn;      // tokens of answers
-    size_t again;      // that ran again, as their text had had to wait
-    int *users;        // (State.blocks) how many texts have this block
-    int n_unused;      // blocks that no text has
-    int credit;        // what drafts may still cost
-    bool thinks;       // the prompt opens the thinking
-    bool may_think;    // it does, or the model may
-    int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
-    Ids closing;       // what ends thinking that has reached it
-    Ids blank;         // what follows </think> before given answers
-    struct Choice *choices;  // given answers (-o)
-    int n_choices;
-    Ids longer;        // numbers of the choices that have several ids
-    size_t longest;    // tokens of the longest one
-} Engine;
-
-// -m embed: makes the last row's x an embedding, a vector by which texts are compared. (Part II)
-static void embed_text(const Engine *e, Text *t);
-
-// Chooses the texts that run, n_running <= batch and <= logit_rows, and sees to it that the cache
-// has room for their ids. Guesses ids where this may save a pass, as many as fit into it. (Part II)
-static void schedule(Engine *e);
-
-// Makes the rows of the next pass and returns how many they are. Each text that runs gets one at
-// least, the first texts as many as fit. A row needs logits if the id after it is to be drawn or
-// scored: so of a prompt's rows only the last does. A scored text's last id need not run.
-static int make_rows(Engine *e) {
-    const State *s = &e->model.state;
-    int n = 0;
-    e->needed = 0;
-    for (int i = 0; i < e->n_running; i++) {
-        Text *t = e->active[i];
-        const size_t end = t->known < t->ids.n ? t->ids.n - 1 : t->ids.n + t->guesses;
-        const int later = e->n_running - 1 - i;  // a row is kept for each text that follows
-        t->first = e->needed;
-        t->rows = 0;
-        for (size_t pos = t->run; pos < end; pos++) {
-            const bool needed = pos + 1 >= t->known;
-            if (n + later == s->batch || e->needed + later == s->logit_rows) break;
-            s->rows[n++] = (Row){t->ids.p[pos], (int)pos, t, needed};
-            e->needed += needed;
-            t->rows += pos < t->ids.n;  // a guess counts in draw
-        }
-    }
-    return n;
-}
-
-// Runs the next rows of all texts. Returns false if no text runs, or after Ctrl-C.
-static bool run_pass(Engine *e) {
-    schedule(e);
-    const int n = make_rows(e);
-    if (n == 0 || !forward(&e->model, n)) return false;
-    for (int i = 0; i < e->n_running; i++) e->active[i]->run += e->active[i]->rows;
-    e->rows += n;
-    return true;
-}
+    struct Slot *slot; // Part II only: its part in a pass of many texts
+} Text;
 
 static bool is_stop(const Tokenizer *tok, int id) {
     for (size_t i = 0; i < tok->stop.n; i++) {
@@ -1199,93 +1103,74 @@ static bool is_stop(const Tokenizer *tok, int id) {
 
 // Appends an id to its text and writes it, unless it is a stop id. Returns how the answer ends, or
 // GOES_ON.
-static Ending append_id(const Engine *e, Text *t, int id) {
-    Ids *ids = &t->ids;
-    if (is_stop(&e->tokenizer, id)) return TURN_ENDED;
+static Ending append_id(const Tokenizer *tok, Text *text, int id) {
+    Ids *ids = &text->ids;
+    if (is_stop(tok, id)) return TURN_ENDED;
     ids_add(ids, id);
-    t->known = ids->n;
-    t->sampler.answered[id] = t->sampler.seen[id] = true;
-    if (!writer_token(t->writer, &e->tokenizer, id)) return TURN_ENDED;
-    if (ids->n - t->prompt == (size_t)e->max_new) return LIMIT_REACHED;  // -1 is never equal
-    return ids->n <= (size_t)e->model.state.seq_len ? GOES_ON : CONTEXT_ENDED;  // room to run it
+    text->known = ids->n;
+    text->sampler.answered[id] = text->sampler.seen[id] = true;
+    if (!writer_token(text->writer, tok, id)) return TURN_ENDED;
+    if (ids->n == text->limit) return LIMIT_REACHED;
+    return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // there is room to run it
 }
 
-// append_id, and ids that the program itself puts behind the end of thinking (Part II)
-static Ending take_drawn(const Engine *e, Text *t, int id);
+// append_id. But if thinking gets longer than -r N, this ends it: it appends ids that nobody drew.
+// And with -o, where thinking ends the answers that are to be scored begin. (Part II)
+static Ending take_drawn(const Tokenizer *tok, Text *text, int id);
 
-// Scores the given answers of a text, all of whose ids have run, instead of drawing one. (Part II)
-static void score_choices(const Engine *e, Text *t);
-
-static float *logits_of(const Engine *e, int row) {
-    return e->model.state.logits + (size_t)row * e->tokenizer.vocab_size;
-}
-
-// Draws the id that follows a text, all of whose ids have run. If an id was guessed there, its row
-// has run, too; and if it is the one that is drawn, the row's logits give the id after it, and so
-// on. If not, the drawn id takes the place of the guess, and later its keys and values replace
-// those of the guess in the cache; schedule() forgets the guesses after it. So guesses save passes
-// and change no id.
-static void draw(const Engine *e, Text *t) {
-    if (e->max_new == 0) t->ending = LIMIT_REACHED;
-    for (int row = t->first; t->ending == GOES_ON && !interrupted; row++) {
-        const size_t n = t->ids.n;
-        const int guess = t->guesses > 0 ? t->ids.p[n] : -1;
-        const int id = sample(&t->sampler, logits_of(e, row), e->tokenizer.vocab_size);
-        t->ending = id < 0 ? FAILED : take_drawn(e, t, id);
-        const bool alone = t->ids.n == n + 1;  // the program has put nothing behind it
-        if (id != guess || !alone || t->ending != GOES_ON) break;
-        t->guesses--;
-        t->run++;
+// Draws the id that follows, by the logits of the text's last id; they are overwritten.
+static void draw_next(const Tokenizer *tok, Text *text, float *logits) {
+    if (text->ids.n == text->limit) {  // -n 0
+        text->ending = LIMIT_REACHED;
+        return;
     }
+    const int id = sample(&text->sampler, logits, tok->vocab_size);
+    text->ending = id < 0 ? FAILED : take_drawn(tok, text, id);
 }
 
-// `run` ids have run, so ids known .. run have scores now: adds these, in their order.
-static void add_scores(const Engine *e, Text *t) {
-    for (int row = t->first; t->known <= t->run; t->known++) *t->score += e->scores[row++];
-    if (!isfinite(*t->score)) t->ending = FAILED;
-    else if (t->known == t->ids.n) t->ending = TURN_ENDED;
+enum { ANY_STOP = -1 };  // the last id of some given answers: any of the ids that end an answer
+
+// The logit of an id. That of ANY_STOP is log(sum(exp(logit))) of the stop ids, as probabilities of
+// several ids add up.
+static double logit_of(const Tokenizer *tok, const float *logits, int id) {
+    double max = -INFINITY, sum = 0;
+    if (id != ANY_STOP) return logits[id];
+    for (size_t i = 0; i < tok->stop.n; i++) max = fmax(max, logits[tok->stop.p[i]]);
+    for (size_t i = 0; i < tok->stop.n; i++) sum += exp(logits[tok->stop.p[i]] - max);
+    return max + log(sum);
 }
 
-// logits[id], or what stands for the end of a given answer (Part II)
-static double logit_of(const Tokenizer *tok, const float *logits, int id);
+// -log(probability) of an id, by the logits of the id before it; they are overwritten.
+static double nll_of(const Tokenizer *tok, float *logits, int id) {
+    const double logit = logit_of(tok, logits, id);
+    return log_sum_exp(logits, tok->vocab_size) - logit;
+}
 
-// scores[i] = -log(probability) of the id after row i, if it is there. (forward() has moved the
-// rows that are needed to the front: row i has logits i.)
-static void score_rows(void *arg, int begin, int end) {
-    const Engine *e = arg;
-    for (int i = begin; i < end; i++) {
-        const Row *row = &e->model.state.rows[i];
-        const Ids *ids = &row->text->ids;
-        const size_t next = row->pos + 1;
-        if (next >= ids->n) continue;
-        const double logit = logit_of(&e->tokenizer, logits_of(e, i), ids->p[next]);
-        e->scores[i] = log_sum_exp(logits_of(e, i), e->tokenizer.vocab_size) - logit;
+// Id number `known` has this -log(probability).
+static void add_nll(Text *text, double nll) {
+    text->nll += nll;
+    text->known++;
+    if (!isfinite(text->nll)) text->ending = FAILED;
+    else if (text->known == text->ids.n) text->ending = TURN_ENDED;
+}
+
+// -m embed: makes of x (dim) a vector by which texts are compared. (Part II)
+static void embed_text(const Model *m, Text *text, float *x);
+
+// Runs a text to its end, one token at a time. After Ctrl-C it has not ended.
+static void run_text(Model *m, const Tokenizer *tok, Text *text) {
+    const Ids *ids = &text->ids;
+    while (text->ending == GOES_ON && forward(m, ids->p[text->run], (int)text->run)) {
+        text->run++;
+        if (text->run < text->known) continue;  // the next id is given
+        if (text->embeds) {
+            embed_text(m, text, m->state.x);
+            continue;
+        }
+        float *logits = compute_logits(m);
+        if (text->known < ids->n) add_nll(text, nll_of(tok, logits, ids->p[text->known]));
+        else draw_next(tok, text, logits);
     }
-}
-
-static void draw_texts(void *arg, int begin, int end) {
-    const Engine *e = arg;
-    for (int i = begin; i < end; i++) {
-        Text *t = e->active[i];
-        if (t->run < t->known) continue;
-        if (e->mode == EMBED) embed_text(e, t);
-        else if (t->known < t->ids.n) add_scores(e, t);
-        else if (t->chooses) score_choices(e, t);
-        else draw(e, t);
-    }
-}
-
-// Calls job(arg, begin, end) for ranges of 0 .. count - 1, on all threads, and returns when all are
-// done (Part III). A range begins at a multiple of `chunk`. Jobs themselves never call parallel().
-typedef void (*Job)(void *arg, int begin, int end);
-static void parallel(Job job, void *arg, int count, int chunk);
-
-// After a pass: each text whose known ids have all run gets the next one, or its scores.
-static void draw_all(Engine *e) {
-    if (e->needed == 0) return;
-    if (e->mode != EMBED) classify(&e->model, 0, e->needed);
-    parallel(score_rows, e, e->needed, 1);
-    parallel(draw_texts, e, e->n_running, 1);
 }
 
 // ================================================================================================
@@ -1333,9 +1218,46 @@ static Waiting input_waits(void);                     // how much of a paste is 
 // Allocates all for passes of at most `batch` tokens, logit_rows rows of logits, and a cache
 // of so many texts of up to seq_len positions (or as many as memory allows, but at least one)
 static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts);
-static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
 static double position_size(const Config *c);              // bytes of all its keys and values
+
+// What Part III provides to Part II: many tokens at once
+#ifndef PLAIN
+typedef struct {       // a token of a text, in a pass
+    int token;         // its id
+    int pos;           // its position in the text
+    const int *blocks; // the text's blocks of the cache: position pos is in blocks[pos / block_len]
+    bool needed;       // x is needed after the last layer: for logits or an embedding
+    const Text *text;
+} Row;
+
+// A pass runs rows, a token each. The rows of a text are consecutive tokens; those of the next text
+// come after them.
+typedef struct Pass {
+    Row *rows;         // (batch)
+    float *cos;        // (batch, head_dim / 2)  as in State, for each row
+    float *sin;        // (batch, head_dim / 2)
+    float *x;          // (batch, dim)
+    float *logits;     // (logit_rows, vocab_size)
+    struct Batch *b;   // Part III only
+} Pass;
+
+// forward() for Pass.rows 0 .. n - 1, n <= batch: the same bits. In a layer, a row needs the k and
+// v of the rows before it, which stand in the cache by then, and nothing of other texts. The cache
+// must hold the positions before them. In the end the rows that are needed, with their x after the
+// last layer, are moved to the front: so classify finds them side by side. False: Ctrl-C came.
+static bool forward_rows(Model *m, int n);
+
+// compute_logits() for rows first .. first + count - 1, count <= logit_rows. Returns Pass.logits,
+// whose row i has those of row first + i.
+static float *classify(Model *m, int first, int count);
+
+// Calls job(arg, begin, end) for ranges of 0 .. count - 1, on all threads, and returns when all are
+// done. A range begins at a multiple of `chunk`. Jobs themselves never call parallel().
+typedef void (*Job)(void *arg, int begin, int end);
+static void parallel(Job job, void *arg, int count, int chunk);
 static int draft_rows(void);              // how many tokens run in about the time of one
+static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
+#endif
 
 // The seconds that the first Ctrl-C has to stop the answer, or -1: it ends the program
 static volatile sig_atomic_t patience = -1;
@@ -1398,6 +1320,7 @@ static bool bytes_equal(Bytes a, Bytes b) {
 }
 
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
+INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 INLINE float as_float(uint32_t bits) {  // the float with these bits
     return (union { uint32_t bits; float value; }){bits}.value;
@@ -1420,11 +1343,11 @@ static size_t find_last(Bytes text, Bytes part) {
 //   0x70  with layer_bits 4, the 16 int8 levels, ascending; all else must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. Norms, routers,
-// frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values row by
-// row, then a float scale for each group_size consecutive values: scale = max|w| / 127,
-// q = round(w / scale). With 4 bits it is all its pairs of nibbles (see weight_q), then a float of
-// 16 bits for each group. (It has an even number of rows, so that the next matrix begins at a
-// multiple of 4 bytes.) Embedding models, which need no classifier, count as shared.
+// frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values, then a
+// float scale for each group_size consecutive values of a row: scale = max|w| / 127,
+// q = round(w / scale). With 4 bits it is all its pairs of nibbles, then a float of 16 bits for
+// each group. Both are in panels of 16 rows: see weight_q. Embedding models, which need no
+// classifier, count as shared.
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
@@ -1518,9 +1441,11 @@ static void take_header(Cursor *in, Config *c) {
     TAKE(c, n_experts_used, 0, 4096);
     TAKE(c, no_topk_norm, 0, 1);
     TAKE(c, layer_bits, 4, 4);
-    take_zeros(in, 0x6C, 0x70);
+    TAKE(c, eight_bits, 0, 127);
     if (c->layer_bits) memcpy(c->levels, take(in, sizeof(c->levels)), sizeof(c->levels));
-    take_zeros(in, c->layer_bits ? 0x80 : 0x70, 0x100);
+    else take_zeros(in, 0x70, 0x80);
+    TAKE(c, panels, 1, 1);
+    take_zeros(in, 0x84, 0x100);
     if (c->rope_theta == 0) c->rope_theta = 1e6f;
     if (c->rms_norm_eps == 0) c->rms_norm_eps = 1e-6f;
     if (c->layer_bits == 0) c->layer_bits = 8;
@@ -1544,6 +1469,7 @@ static void check_config(const Cursor *in, const Config *c) {
     RULE(n_experts_used, used <= experts && !used == !experts, "1 to n_experts, or 0 without");
     RULE(n_experts, experts * widest <= 1 << 30, "at most 2^30 rows in all experts");
     RULE(no_topk_norm, c->no_topk_norm <= experts, "0 without experts");
+    RULE(eight_bits, !c->eight_bits || c->layer_bits == 4, "0 without four bits");
     for (int i = 1; i < 16 && c->layer_bits == 4; i++) {
         RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
     }
@@ -1554,17 +1480,32 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return count ? take(in, count * sizeof(float)) : NULL;
 }
 
+// All values of a matrix, `size` bytes each, n in a row. Files of the base format have one row
+// after the other: these are put into panels in memory.
+static const void *take_panels(Cursor *in, const Config *c, int rows, size_t n, size_t size) {
+    const size_t all = round_up(rows, PANEL) * n;
+    if (c->panels) return take(in, all * size);
+    const char *from = take(in, rows * n * size);
+    char *panels = alloc(all, size, "the weights; exported again, it would need none");
+    for (int r = 0; r < rows; r++) {
+        for (size_t i = 0; i < n; i++, from += size)
+            memcpy(panels + ((r / PANEL * n + i) * PANEL + r % PANEL) * size, from, size);
+    }
+    return panels;
+}
+
 static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int bits,
                           const char *what) {
-    const uint64_t count = (uint64_t)rows * cols, n_groups = count / c->group_size;
     in->part = what;
-    const int8_t *bytes = take(in, count * bits / 8);
-    const void *scales = take(in, n_groups * (bits == 8 ? sizeof(float) : sizeof(uint16_t)));
+    const int8_t *bytes = take_panels(in, c, rows, cols * bits / 32, 4);
+    const void *scales = take_panels(in, c, rows, cols / c->group_size, bits / 2);
     return (Matrix){rows, cols, c->group_size, bits, bytes, scales, c->levels};
 }
 
 static void take_weights(Cursor *in, Config *c, Weights *w) {
-    const int experts = max_int(c->n_experts, 1), bits = c->layer_bits;
+    const int experts = max_int(c->n_experts, 1);
+    int bits[7];  // of wq wk wv wo w1 w2 w3
+    for (int i = 0; i < 7; i++) bits[i] = c->eight_bits >> i & 1 ? 8 : c->layer_bits;
     w->layers = alloc(c->n_layers, sizeof(Layer), "the layers");
 #define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]
     EACH_LAYER.rms_att = take_floats(in, c->dim, "rms_att");
@@ -1575,13 +1516,13 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.router = take_floats(in, c->n_experts * c->dim, "router");
     c->rope_freq = take_floats(in, c->rope_scaling ? c->head_dim / 2 : 0, "rope_freq");
     w->embedding = take_matrix(in, c, c->vocab_size, c->dim, 8, "the token embedding");
-    EACH_LAYER.wq = take_matrix(in, c, c->q_dim, c->dim, bits, "wq");
-    EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits, "wk");
-    EACH_LAYER.wv = take_matrix(in, c, c->kv_dim, c->dim, bits, "wv");
-    EACH_LAYER.wo = take_matrix(in, c, c->dim, c->q_dim, bits, "wo");
-    EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w1");
-    EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, bits, "w2");
-    EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits, "w3");
+    EACH_LAYER.wq = take_matrix(in, c, c->q_dim, c->dim, bits[0], "wq");
+    EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits[1], "wk");
+    EACH_LAYER.wv = take_matrix(in, c, c->kv_dim, c->dim, bits[2], "wv");
+    EACH_LAYER.wo = take_matrix(in, c, c->dim, c->q_dim, bits[3], "wo");
+    EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits[4], "w1");
+    EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, bits[5], "w2");
+    EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits[6], "w3");
     w->classifier = c->shared_classifier ? w->embedding
         : take_matrix(in, c, c->vocab_size, c->dim, 8, "the classifier");
     EACH_LAYER.bq = take_floats(in, c->qkv_bias ? c->q_dim : 0, "bq");
@@ -1783,7 +1724,7 @@ static void index_tokens(Tokenizer *tok, const char *file) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s, added);
-        if (*slot == 0 && (added || s.n == 1 || tok->score[id] > ADDED_SCORE)) *slot = id + 1;
+        if (*slot == 0 && (added || s.n == 1 || tok->priority[id] > ADDED_SCORE)) *slot = id + 1;
         if (added) tok->tables->added_start[s.p[0]] = true;
         if (added) tok->tables->added_length[s.n] = true;
     }
@@ -1810,7 +1751,7 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
                        .repetition = 1};
     tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
-    tok->score = alloc(vocab_size, sizeof(float), "the tokenizer");
+    tok->priority = alloc(vocab_size, sizeof(float), "the tokenizer");
     tok->kind = alloc(vocab_size, 1, "the tokenizer");
     tok->tables = alloc(1, sizeof(Tables), "the tokenizer");
     take_u32(&in);  // max_token_length
@@ -1818,14 +1759,14 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     const int eos = take_number(&in, "eos id", false, 0, vocab_size - 1);
     in.part = "the tokens";
     for (int id = 0; id < vocab_size && in.rest.n; id++) {
-        tok->score[id] = as_float(take_u32(&in));
-        if (isnan(tok->score[id])) die("%s: bad score of token %d, expected a number", file, id);
+        tok->priority[id] = as_float(take_u32(&in));
+        if (isnan(tok->priority[id])) die("%s: bad score of token %d, expected a number", file, id);
         const Bytes s = tok->text[id] = take_text(&in);
         if (s.n > LONGEST)
             die("%s: bad length of token %d, expected at most %d bytes, found %zu; %s", file, id,
                 LONGEST, s.n, in.hint);
         if (s.n > tok->tables->longest) tok->tables->longest = s.n;
-        if (tok->score[id] > ADDED_SCORE || s.n < 2 || s.n > LONGEST_ADDED) continue;
+        if (tok->priority[id] > ADDED_SCORE || s.n < 2 || s.n > LONGEST_ADDED) continue;
         const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
         tok->kind[id] = special ? ADDED | SPECIAL : ADDED;  // unless the file says which are
     }
@@ -1872,9 +1813,9 @@ static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
     const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
     const int id = next == n ? -1
         : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
-    const float score = id < 0 ? 0 : enc->tok->score[id] + 0.0f;  // + 0: never -0
-    const uint32_t bits = (uint32_t)load_i32(&score);
-    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with the score
+    const float priority = id < 0 ? 0 : enc->tok->priority[id] + 0.0f;  // + 0: never -0
+    const uint32_t bits = (uint32_t)load_i32(&priority);
+    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with it
     s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
     for (uint32_t i = n + begin; i > 1; i /= 2) {
         s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
@@ -2047,6 +1988,114 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// Texts: what the program runs, in places
+
+enum { PLACES = 32 };  // texts that run together
+
+typedef struct Slot {  // of a text
+    const struct Engine *engine;
+    struct Request *request;
+    int number;        // of the text in its request
+    Buffer out;        // the answer of a text in a list, or an embedding
+    size_t cached;     // tokens of the prompt that were in the cache when it began
+    // Many texts at once only:
+    int *blocks;       // its blocks of the cache: position pos is in blocks[pos / block_len]
+    int n_blocks;      // that it has
+    size_t before;     // so many ids had run when it had to wait
+    int rows;          // ids that run in this pass, without guesses
+    int first;         // the first of its needed rows, once these have moved to the front
+    int guesses;       // ids.p[ids.n] and on are so many guesses, which run, too: see Drafts
+    int drafted;       // ids that were guessed before this pass
+} Slot;
+
+typedef struct Engine {
+    Model model;
+    Tokenizer tokenizer;
+    Mode mode;         // -m, or what the model is made for
+    int max_new;       // the maximum number of tokens in an answer, -1: no limit
+    Text places[PLACES + 1];
+    Slot slots[PLACES + 1];
+    Text *active[PLACES + 1];  // first the n_running texts that run
+    int n_running;
+    int n_active;      // texts that run or wait
+    int n_places;      // the maximum number of these
+    size_t n_rows;     // tokens that ran so far
+    size_t cached;     // tokens of prompts that did not need to run
+    size_t drawn;      // tokens of answers
+    size_t again;      // tokens that ran again, as their text had had to wait
+    double prompt_end; // when the first logits were there, or 0
+    bool thinks;       // the prompt opens the thinking
+    bool may_think;    // it does, or the model may
+    int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
+    Ids closing;       // what ends thinking that has reached it
+    Ids blank;         // what follows </think> before given answers
+    struct Choice *choices;  // given answers (-o)
+    int n_choices;
+    size_t longest;    // tokens of the longest one
+    // Many texts at once only:
+    int needed;        // rows of this pass that get logits
+    double *nll;       // (logit_rows) -log(probability) of the id after each, if it is there
+    int *users;        // (State.blocks) how many texts have this block
+    int n_unused;      // blocks that no text has
+    int credit;        // what drafts may still cost
+} Engine;
+
+static void drop_blocks(Engine *e, Text *t);
+static void cut_text(Engine *e, Text *t, size_t n);  // back to its first n ids; these have run
+static void start_texts(Engine *e);  // of those that wait, those that can run now
+
+// Runs all texts that run a step further; with -DPLAIN the first one to its end. Returns false if
+// none runs, or after Ctrl-C.
+static bool run_pass(Engine *e);
+
+// A new text, which waits to run, takes the place of the one that ended the longest time ago.
+static Text *add_text(Engine *e, const int *ids, size_t n) {
+    Text *t = e->active[e->n_places], **free = e->active + e->n_active++;
+    const size_t vocab_size = e->tokenizer.vocab_size, context = e->model.state.seq_len;
+    Ids its = t->ids;
+    Slot *slot = t->slot;
+    memmove(free + 1, free, (e->active + e->n_places - free) * sizeof(*free));
+    *free = t;
+    drop_blocks(e, t);
+    its.p = grow(its.p, &its.cap, n, context + 1, sizeof(int));
+    its.n = n;
+    memcpy(its.p, ids, n * sizeof(int));
+    *slot = (Slot){.engine = e, .blocks = slot->blocks, .out = {slot->out.p, 0, slot->out.cap}};
+    *t = (Text){.ids = its, .known = n, .prompt = n, .context = context,
+                .limit = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
+                .sampler = t->sampler, .writer = t->writer, .slot = slot};
+    memset(t->sampler.answered, 0, vocab_size * sizeof(bool));
+    memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
+    for (size_t i = 0; i < n; i++) t->sampler.seen[ids[i]] = true;
+    return t;
+}
+
+// A text has ended, or is stopped: its place is free. What has run stays there.
+static void remove_text(Engine *e, Text *t) {
+    int at = 0;
+    if (t->ending == GOES_ON) t->ending = INTERRUPTED;
+    while (e->active[at] != t) at++;
+    e->n_running -= at < e->n_running;
+    e->n_active--;
+    memmove(e->active + at, e->active + at + 1, (e->n_active - at) * sizeof(*e->active));
+    e->active[e->n_active] = t;
+}
+
+#ifdef PLAIN
+static void drop_blocks(Engine *e, Text *t) { (void)e, (void)t; }
+static void cut_text(Engine *e, Text *t, size_t n) { (void)e, t->ids.n = n, t->run = 0; }
+static void start_texts(Engine *e) { (void)e; }
+
+static bool run_pass(Engine *e) {
+    Text *t = e->active[0];
+    if (e->n_active == 0) return false;
+    e->n_running = 1;
+    run_text(&e->model, &e->tokenizer, t);
+    e->n_rows += t->run;
+    return t->ending != GOES_ON;
+}
+#else
+// ------------------------------------------------------------------------------------------------
 // Many texts at once. To decode a token, a CPU reads all weights; they serve a token of each of 32
 // texts just as well. So texts run together, and come and go from pass to pass (continuous
 // batching: Orca, OSDI 2022). No row sees another text, and a batch gives the same bits as single
@@ -2054,11 +2103,12 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged KV cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like another shares its blocks (prefix sharing): each block counts its users. The block in which
-// the two begin to differ is copied. A conversation's turn begins like the last one, texts of a
-// list often have the same instruction. A text that does not run keeps its blocks until they or its
-// place are needed: so texts of short answers share, too. When no block is left, the youngest text
-// has to wait, and later runs again up to the last id that it drew (preemption by recomputation).
+// like another shares its blocks (prefix sharing): each block counts its users. What has run in a
+// block is never written again while it has other users. So the block in which two texts begin to
+// differ is copied. A conversation's turn begins like the last one, texts of a list often have the
+// same instruction. A text that does not run keeps its blocks until they or its place are needed:
+// so texts of short answers share, too. When no block is left, the youngest text has to wait, and
+// later runs again up to the last id that it drew (preemption by recomputation).
 //
 //   active:  0            n_running         n_active               n_places
 //            | run        | wait to run     | free                        |
@@ -2070,12 +2120,27 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 
 static void take_block(Engine *e, Text *t, int block) {
     e->n_unused -= e->users[block]++ == 0;
-    t->blocks[t->n_blocks++] = block;
+    t->slot->blocks[t->slot->n_blocks++] = block;
 }
 
 static void drop_blocks(Engine *e, Text *t) {
-    while (t->n_blocks > 0) e->n_unused += --e->users[t->blocks[--t->n_blocks]] == 0;
+    Slot *slot = t->slot;
+    while (slot->n_blocks > 0) e->n_unused += --e->users[slot->blocks[--slot->n_blocks]] == 0;
     t->run = 0;
+}
+
+// The blocks that it keeps lie before n or have no other users: these will be written from n on. If
+// that takes away ids that have run, they run again.
+static void cut_text(Engine *e, Text *t, size_t n) {
+    const size_t len = e->model.state.block_len;
+    Slot *slot = t->slot;
+    for (size_t last; slot->n_blocks * len > n; slot->n_blocks--) {
+        last = slot->n_blocks - 1;
+        if (last * len < n && e->users[slot->blocks[last]] == 1) break;
+        e->n_unused += --e->users[slot->blocks[last]] == 0;
+    }
+    t->ids.n = n;
+    t->run = min_size(n, slot->n_blocks * len);
 }
 
 // Gives a text the blocks that it lacks for its ids and `more`, if `spare` others stay unused. For
@@ -2083,7 +2148,7 @@ static void drop_blocks(Engine *e, Text *t) {
 static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     const State *s = &e->model.state;
     const size_t n = min_size(t->ids.n + more, s->seq_len);  // the last id may lie behind it
-    int lacks = (int)((n + s->block_len - 1) / s->block_len) - t->n_blocks;
+    int lacks = (int)((n + s->block_len - 1) / s->block_len) - t->slot->n_blocks;
     for (int i = e->n_places; i >= e->n_running && e->n_unused < lacks + spare; i--)
         drop_blocks(e, e->active[i]);
     if (e->n_unused < lacks + spare) return false;
@@ -2105,7 +2170,7 @@ static Text *find_alike(Engine *e, Text *t, size_t *same) {
         const size_t there = other->ending == GOES_ON ? other->ids.n : other->run;
         const size_t end = min_size(there, t->known - 1);
         size_t n = 0;
-        if (other == t || other->n_blocks == 0) continue;
+        if (other == t || other->slot->n_blocks == 0) continue;
         while (n < end && t->ids.p[n] == other->ids.p[n]) n++;
         if (n <= *same) continue;
         best = other;
@@ -2124,10 +2189,10 @@ static bool start_text(Engine *e) {
     const size_t len = e->model.state.block_len;
     if (same >= alike->run + len) return false;  // it waits: a block or more of these will run soon
     const size_t run = min_size(same, alike->run), whole = run / len;
-    const int *theirs = alike->blocks;
+    const int *theirs = alike->slot->blocks;
     if (alike != t) {
         drop_blocks(e, t);
-        while (t->n_blocks < (int)whole) take_block(e, t, theirs[t->n_blocks]);
+        while (t->slot->n_blocks < (int)whole) take_block(e, t, theirs[t->slot->n_blocks]);
         t->run = whole * len;
     }
     e->n_running++;  // it keeps what it has
@@ -2136,46 +2201,16 @@ static bool start_text(Engine *e) {
         return false;                            // it waits for blocks
     }
     // take_blocks may have taken the block from `alike`, but nothing has overwritten it.
-    if (run % len) cache_copy(&e->model, t->blocks[whole], theirs[whole]);
+    if (run % len) cache_copy(&e->model, t->slot->blocks[whole], theirs[whole]);
     t->run = run;
-    if (t->before > run) e->again += t->before - run;
-    if (t->before == 0) t->cached = run;
-    t->before = 0;
+    if (t->slot->before > run) e->again += t->slot->before - run;
+    if (t->slot->before == 0) t->slot->cached = run;
+    t->slot->before = 0;
     return true;
 }
 
 static void start_texts(Engine *e) {
     while (e->n_running < e->n_active && start_text(e)) {}
-}
-
-// A new text, which waits to run, takes the place of the one that ended the longest time ago.
-static Text *add_text(Engine *e, const int *ids, size_t n) {
-    Text *t = e->active[e->n_places], **free = e->active + e->n_active++;
-    const size_t vocab_size = e->tokenizer.vocab_size;
-    Ids its = t->ids;
-    memmove(free + 1, free, (e->active + e->n_places - free) * sizeof(*free));
-    *free = t;
-    drop_blocks(e, t);
-    its.p = grow(its.p, &its.cap, n, e->model.state.seq_len + 1, sizeof(int));
-    its.n = n;
-    memcpy(its.p, ids, n * sizeof(int));
-    *t = (Text){.ids = its, .known = n, .prompt = n, .blocks = t->blocks, .sampler = t->sampler,
-                .writer = t->writer, .out = {t->out.p, 0, t->out.cap}};
-    memset(t->sampler.answered, 0, vocab_size * sizeof(bool));
-    memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
-    for (size_t i = 0; i < n; i++) t->sampler.seen[ids[i]] = true;
-    return t;
-}
-
-// A text has ended, or is stopped: its place is free. What has run stays there.
-static void remove_text(Engine *e, Text *t) {
-    int at = 0;
-    if (t->ending == GOES_ON) t->ending = INTERRUPTED;
-    while (e->active[at] != t) at++;
-    e->n_running -= at < e->n_running;
-    e->n_active--;
-    memmove(e->active + at, e->active + at + 1, (e->n_active - at) * sizeof(*e->active));
-    e->active[e->n_active] = t;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2198,14 +2233,14 @@ static void draft_text(Engine *e, Text *t, int most) {
     const State *s = &e->model.state;
     int *ids = t->ids.p;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int);
-    const size_t blocks = (size_t)(t->n_blocks + e->n_unused) * s->block_len;
+    const size_t blocks = (size_t)(t->slot->n_blocks + e->n_unused) * s->block_len;
     size_t from = n - 1;
     most = min_int(most, (int)(min_size(s->seq_len, blocks) - n));
     if (most < 1 || e->credit < 0) return;
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
     e->credit -= DRAFT_COST * most;
-    t->guesses = t->drafted = most;
+    t->slot->guesses = t->slot->drafted = most;
     for (int i = 0; i < most; i++) ids[n + i] = ids[from + i];
     take_blocks(e, t, most, 0);
 }
@@ -2216,14 +2251,14 @@ static void draft_texts(Engine *e) {
     e->credit = min_int(e->credit + 1, MOST_CREDIT);
     for (int i = 0; i < e->n_running; i++) {
         const Text *t = e->active[i];
-        decodes &= t->run + 1 == t->ids.n && t->known == t->ids.n && !t->chooses;
-        e->credit += 2 * DRAFT_COST * (t->drafted - t->guesses);
+        decodes &= t->run + 1 == t->ids.n && t->known == t->ids.n;
+        e->credit += 2 * DRAFT_COST * (t->slot->drafted - t->slot->guesses);
     }
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->active[i];
-        const bool right = t->drafted > 0 && t->guesses == 0;  // to its end
+        const bool right = t->slot->drafted > 0 && t->slot->guesses == 0;  // to its end
         const int rows = min_int((1 + right) * draft_rows(), e->model.state.logit_rows);
-        t->guesses = t->drafted = 0;
+        t->slot->guesses = t->slot->drafted = 0;
         if (decodes) draft_text(e, t, rows / e->n_running - 1);
     }
 }
@@ -2236,11 +2271,115 @@ static void schedule(Engine *e) {
         Text *t = e->active[i];
         while (i < e->n_running && !take_blocks(e, t, 0, 0)) {
             Text *last = e->active[--e->n_running];
-            last->before = last->run;
+            last->slot->before = last->run;
         }
     }
     draft_texts(e);
 }
+
+// ------------------------------------------------------------------------------------------------
+// A pass: the ids that have not run, of all texts, as many as fit
+
+// Makes the rows of the next pass and returns how many they are. Each text that runs gets one at
+// least, the first texts as many as fit. A row needs logits if the id after it is to be drawn or
+// scored: so of a prompt's rows only the last does. A scored text's last id need not run.
+static int make_rows(Engine *e) {
+    const State *s = &e->model.state;
+    int n = 0;
+    e->needed = 0;
+    for (int i = 0; i < e->n_running; i++) {
+        Text *t = e->active[i];
+        Slot *slot = t->slot;
+        const size_t end = t->known < t->ids.n ? t->ids.n - 1 : t->ids.n + slot->guesses;
+        const int later = e->n_running - 1 - i;  // a row is kept for each text that follows
+        slot->first = e->needed;
+        slot->rows = 0;
+        for (size_t pos = t->run; pos < end; pos++) {
+            const bool needed = pos + 1 >= t->known;
+            if (n + later == s->batch || e->needed + later == s->logit_rows) break;
+            s->pass->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->blocks, needed, t};
+            e->needed += needed;
+            slot->rows += pos < t->ids.n;  // a right guess is added to `run` by draw_texts
+        }
+    }
+    return n;
+}
+
+static bool forward_texts(Engine *e) {
+    schedule(e);
+    const int n = make_rows(e);
+    if (n == 0 || !forward_rows(&e->model, n)) return false;
+    for (int i = 0; i < e->n_running; i++) e->active[i]->run += e->active[i]->slot->rows;
+    e->n_rows += n;
+    if (e->needed && e->prompt_end == 0) e->prompt_end = now();
+    return true;
+}
+
+static float *logits_of(const Engine *e, int row) {
+    return e->model.state.pass->logits + (size_t)row * e->tokenizer.vocab_size;
+}
+
+// nll_of the id after a row. Of given answers, the row before them serves all (Requests).
+static double score_row(const Engine *e, const Row *row, float *logits);
+
+// nll[i] of the id after row i, if it is there. (forward_rows has moved the needed rows to the
+// front.) A row of a text that is drawn is left alone: draw() needs its logits.
+static void score_rows(void *arg, int begin, int end) {
+    const Engine *e = arg;
+    for (int i = begin; i < end; i++) {
+        const Row *row = &e->model.state.pass->rows[i];
+        const bool there = (size_t)row->pos + 1 < row->text->ids.n;
+        if (there) e->nll[i] = score_row(e, row, logits_of(e, i));
+    }
+}
+
+// Draws the next id. If an id was guessed there, its row has run, too (schedule guesses no more
+// than fit); and if it is the one that is drawn, the row's logits give the id after it, and so on.
+// If not, the drawn id takes the place of the guess, and later its keys and values replace those of
+// the guess in the cache; schedule() forgets the guesses after it. So guesses save passes and
+// change no id.
+static void draw(const Engine *e, Text *t) {
+    Slot *slot = t->slot;
+    for (int row = slot->first; t->ending == GOES_ON && !interrupted; row++) {
+        const size_t n = t->ids.n;
+        const int guess = slot->guesses > 0 ? t->ids.p[n] : -1;
+        draw_next(&e->tokenizer, t, logits_of(e, row));
+        const bool alone = t->ids.n == n + 1 && t->known == n + 1;  // nothing was put behind it
+        if (!alone || t->ids.p[n] != guess || t->ending != GOES_ON) break;
+        slot->guesses--;
+        t->run++;
+    }
+}
+
+// The body of run_text's loop, for each text that needs more than its row
+static void draw_texts(void *arg, int begin, int end) {
+    const Engine *e = arg;
+    const Model *m = &e->model;
+    for (int i = begin; i < end; i++) {
+        Text *t = e->active[i];
+        int row = t->slot->first;
+        if (t->run < t->known) continue;
+        if (t->embeds) embed_text(m, t, m->state.pass->x + (size_t)row * m->config.dim);
+        else if (t->known == t->ids.n) draw(e, t);
+        else while (t->known <= t->run) add_nll(t, e->nll[row++]);
+    }
+}
+
+// After a pass: each text whose known ids have all run gets the next one, or its scores.
+static void draw_all(Engine *e) {
+    if (e->needed == 0) return;
+    if (e->mode != EMBED) classify(&e->model, 0, e->needed);
+    if (e->mode != EMBED) parallel(score_rows, e, e->needed, 1);
+    parallel(draw_texts, e, e->n_running, 1);
+}
+
+static bool run_pass(Engine *e) {
+    (void)run_text;  // defines what this computes
+    if (!forward_texts(e)) return false;
+    draw_all(e);
+    return true;
+}
+#endif
 
 // ------------------------------------------------------------------------------------------------
 // Writing: progress, messages, an answer as it comes. No file and no model drives the terminal: see
@@ -2290,6 +2429,7 @@ static void progress_show(double tokens, double part, const char *done) {
     fputs("\033[K", stderr);
 }
 
+#ifndef PLAIN
 static void progress_add(int n) {
     char text[64];
     if (progress.tokens == 0) return;
@@ -2299,6 +2439,7 @@ static void progress_add(int n) {
     if (done == all) progress_end();
     else progress_show(done, (double)done / all, text);
 }
+#endif
 
 static void report(const char *fmt, ...) {
     char text[1 << 13];  // two paths and what is wrong; a longer message loses its end
@@ -2413,10 +2554,12 @@ static void writer_end(Writer *out) {
 // than the context is scored in pieces, each of which begins with the last id of the one before.
 //
 // Given answers (-o): how likely is it that the answer begins with each of several TEXTs? The
-// prompt's last logits give the probability of the first id of each. For the other ids of a TEXT,
-// the prompt and the TEXT are a text that is scored from there and shares the prompt's blocks.
-// Where another TEXT begins with a TEXT, the answer also has to end after it: so at most one comes
-// true, and probabilities can be added up. A model's thinking becomes a part of the prompt.
+// prompt with a TEXT is a text, of which the TEXT is scored; all of these share the prompt's
+// blocks. Where another TEXT begins with a TEXT, the answer also has to end after it: so at most
+// one comes true, and probabilities can be added up. A model's thinking is drawn by the first of
+// these texts, whose TEXT follows it; then it is a part of the prompt of all. The logits before the
+// first text's TEXT are those before all others: so they give the first id of each its nll, and a
+// TEXT of one id needs no text of its own. (With -DPLAIN each is a text that runs from id 0 on.)
 
 typedef struct Choice {  // a given answer
     Bytes text;
@@ -2426,12 +2569,17 @@ typedef struct Choice {  // a given answer
 
 typedef struct Request {
     Ids ids;             // the prompt
+    Ids start;           // what the given answers follow: prompt and thinking; empty until it ends
     uint64_t rng;        // of its first random number
     int texts;           // how many it has,
     int begun;           // how many of them were added,
     int ended;           // how many of these have ended
-    double *scores;      // (texts, or n_choices) -log of their probabilities
-    Text *prompt;        // that of the prompt
+    double *nll;         // (texts) -log of their probabilities
+    bool scored;         // of given answers: nll has that of the first id of each
+    Text *first;         // the first one
+    size_t cached;       // tokens of its prompt that did not need to run
+    int thought;         // tokens that were drawn since <think>
+    bool closed;         // the thinking was too long and was ended by -r N
     Ending ending;       // of its texts
     // Of a list only:
     size_t number;       // of its line, from 0
@@ -2444,16 +2592,6 @@ typedef struct Request {
 // From Qwen3's technical report, section 4.3
 static const char closing[] = "\n\nConsidering the limited time by the user, I have to give the "
     "solution based on the thinking directly now.\n</think>\n\n";
-
-enum { ANY_STOP = -1 };  // the last id of a given answer: any of the tokens that end an answer
-
-static double logit_of(const Tokenizer *tok, const float *logits, int id) {
-    double max = -INFINITY, sum = 0;
-    if (id != ANY_STOP) return logits[id];
-    for (size_t i = 0; i < tok->stop.n; i++) max = fmax(max, logits[tok->stop.p[i]]);
-    for (size_t i = 0; i < tok->stop.n; i++) sum += exp(logits[tok->stop.p[i]] - max);
-    return max + log(sum);
-}
 
 static bool begins_with(const Ids *a, const Ids *b) {
     return a->n >= b->n && memcmp(a->p, b->p, b->n * sizeof(int)) == 0;
@@ -2475,18 +2613,29 @@ static void encode_choices(Engine *e) {
             begins = true;
         }
         if (begins) ids_add(&c->ids, ANY_STOP);
-        if (c->ids.n > 1) ids_add(&e->longer, (int)(c - e->choices));
     }
+}
+
+// The text is what its given answer follows: adds that, to be scored.
+static void add_choice(const Engine *e, Text *t) {
+    const Request *r = t->slot->request;
+    const int i = t->slot->number;
+    const Ids *ids = &e->choices[i].ids;
+    t->known = t->ids.n + r->scored;
+    t->nll = r->scored ? r->nll[i] : 0;
+    for (size_t k = 0; k < ids->n; k++) ids_add(&t->ids, ids->p[k]);
 }
 
 // Ends a text's thinking by ids that nobody drew. Where answers are given, they all come, whatever
 // -n says, and now all ids of the text are the prompt of these answers.
 static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
+    Ids *start = &t->slot->request->start;
     Ending ending = GOES_ON;
     for (size_t i = 0; i < ids->n && (ending == GOES_ON || e->n_choices); i++)
-        ending = append_id(e, t, ids->p[i]);
+        ending = append_id(&e->tokenizer, t, ids->p[i]);
     if (e->n_choices == 0) return ending;
-    t->chooses = t->ids.n;
+    for (size_t i = 0; i < t->ids.n; i++) ids_add(start, t->ids.p[i]);
+    add_choice(e, t);
     return GOES_ON;
 }
 
@@ -2495,76 +2644,80 @@ static bool is_full(const Engine *e, const Text *t) {
     return t->ids.n + e->closing.n + e->longest + 1 >= (size_t)e->model.state.seq_len;
 }
 
-static Ending take_drawn(const Engine *e, Text *t, int id) {
+static Ending take_drawn(const Tokenizer *tok, Text *t, int id) {
+    const Engine *e = t->slot->engine;
+    Request *r = t->slot->request;
     const bool chooses = e->n_choices > 0, thought = t->writer->thinking;
-    if (chooses && !thought && id != e->tokenizer.think) {  // no thinking: this id is dropped, and
-        t->run--;               // the last row runs again, as drawing has overwritten its logits
+    if (chooses && !thought && id != tok->think) {  // no thinking: this id is dropped, and the last
+        t->run--;                  // one runs again, as drawing has overwritten its logits
         return end_thinking(e, t, &(Ids){0});
     }
-    const Ending ending = append_id(e, t, id);
+    const Ending ending = append_id(tok, t, id);
     if (!t->writer->thinking) return thought && chooses ? end_thinking(e, t, &e->blank) : ending;
     const bool counts = thought && ending != TURN_ENDED;  // <think> does not, nor does a stop token
-    t->thought += counts;
-    const bool spent = counts && t->thought == e->budget && ending == GOES_ON;
+    if (counts) r->thought++;
+    const bool spent = counts && r->thought == e->budget && ending == GOES_ON;
     const bool must_end = chooses && (ending != GOES_ON || is_full(e, t));
     if (!spent && !must_end) return ending;
-    t->closed = true;
+    r->closed = true;
     return end_thinking(e, t, &e->closing);
-}
-
-static void score_choices(const Engine *e, Text *t) {
-    double *scores = t->request->scores;
-    float *logits = logits_of(e, t->first);
-    t->ending = isfinite(sum_double(logits, e->tokenizer.vocab_size)) ? TURN_ENDED : FAILED;
-    for (int i = 0; i < e->n_choices; i++) scores[i] = -logits[e->choices[i].ids.p[0]];
-    const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
-    for (int i = 0; i < e->n_choices; i++) scores[i] += all;
 }
 
 static void start_request(const Engine *e, Request *r) {
     const size_t most = e->model.state.seq_len - 1;  // ids to score in a piece
     const size_t n = r->ids.n - 1;                   // and in all
-    r->texts = e->mode == PERPLEXITY ? (int)((n + most - 1) / most) : 1;
-    const int scores = max_int(r->texts, e->n_choices);
-    r->scores = grow(NULL, &(size_t){0}, 0, scores, sizeof(double));
-    memset(r->scores, 0, scores * sizeof(double));
+    r->texts = e->mode == PERPLEXITY ? (int)((n + most - 1) / most) : max_int(e->n_choices, 1);
+    r->nll = grow(NULL, &(size_t){0}, 0, r->texts, sizeof(double));
 }
 
-// Adds the prompt, or its next piece.
-static void add_prompt(Engine *e, Request *r) {
-    const size_t most = e->model.state.seq_len, start = r->begun * (most - 1);
-    Text *t = add_text(e, r->ids.p + start, min_size(r->ids.n - start, most));
-    t->request = r;
-    t->score = r->scores + r->begun++;
+#ifndef PLAIN
+static double score_row(const Engine *e, const Row *row, float *logits) {
+    Request *r = row->text->slot->request;
+    const int id = row->text->ids.p[row->pos + 1];
+    const bool first = e->n_choices && row->text->slot->number == 0;
+    if (!first || (size_t)row->pos + 1 != r->start.n) return nll_of(&e->tokenizer, logits, id);
+    for (int i = 0; i < e->n_choices; i++) r->nll[i] = -logits[e->choices[i].ids.p[0]];
+    const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
+    for (int i = 0; i < e->n_choices; i++) r->nll[i] += all;
+    r->scored = true;
+    return r->nll[0];
+}
+#endif
+
+// Adds the next text: the prompt, its next piece, or what a given answer follows, and this.
+static void add_next(Engine *e, Request *r) {
+    const bool scores = e->mode == PERPLEXITY, follows = r->begun > 0 && !scores;
+    const Ids *ids = follows ? &r->start : &r->ids;
+    const size_t most = e->model.state.seq_len, start = scores ? r->begun * (most - 1) : 0;
+    Text *t = add_text(e, ids->p + start, min_size(ids->n - start, most));
+    if (r->begun == 0) r->first = t;
+    t->slot->request = r;
+    t->slot->number = r->begun++;
     t->sampler.rng = r->rng;
-    r->prompt = t;
-    if (e->mode == PERPLEXITY) t->known = 1;
-    writer_thinks(t->writer, e->thinks);
-    if (e->n_choices && (!e->may_think || e->max_new == 0 || is_full(e, t)))
+    if (scores) t->known = 1;
+    writer_thinks(t->writer, e->thinks && !follows);
+    if (follows) add_choice(e, t);
+    else if (e->n_choices && (!e->may_think || e->max_new == 0 || is_full(e, t)))
         end_thinking(e, t, e->thinks ? &e->closing : &(Ids){0});
 }
 
-// The next given answer with several ids takes the place of the prompt, or of such an answer: so
-// the blocks of what lies before it stay. Without one, t is NULL, it gets a place.
-static void add_choice(Engine *e, Request *r, Text *t) {
-    const int i = e->longer.p[r->begun++ - 1];
-    const Ids *more = &e->choices[i].ids;
-    const size_t n = r->prompt->chooses;
-    if (!t) t = add_text(e, r->prompt->ids.p, n);
-    t->ids.n = n;
-    for (size_t k = 0; k < more->n; k++) ids_add(&t->ids, more->p[k]);
-    t->run = min_size(t->run, n);
-    t->known = n + 1;
-    t->ending = GOES_ON;
-    t->request = r;
-    t->score = r->scores + i;
+// Is text i a given answer of one id, which needs to run no more?
+static bool is_scored(const Engine *e, const Request *r, int i) {
+    return r->scored && i > 0 && e->choices[i].ids.n == 1;
 }
 
-// Adds texts of a request, as many as there are places. Returns whether these are all.
+// Returns the number of the next text that has to run.
+static int skip_scored(const Engine *e, Request *r) {
+    while (r->begun < r->texts && is_scored(e, r, r->begun)) r->begun++;
+    return r->begun;
+}
+
+// Adds texts of a request, as many as there are places: of given answers the first, and the others
+// once it has run up to its TEXT. Returns whether these are all.
 static bool add_texts(Engine *e, Request *r) {
-    while (r->begun < r->texts && e->n_active < e->n_places) {
-        if (r->begun > 0 && e->n_choices) add_choice(e, r, NULL);
-        else add_prompt(e, r);
+    while (skip_scored(e, r) < r->texts && e->n_active < e->n_places) {
+        if (e->n_choices && r->begun > 0 && !r->scored && r->ended == 0) break;
+        add_next(e, r);
     }
     return r->begun == r->texts;
 }
@@ -2576,21 +2729,31 @@ static Text *find_ended(const Engine *e) {
     return NULL;
 }
 
-// A text has ended. After the prompt of given answers these come, if they have several ids; else
-// its place is free. Returns whether its request is done.
+// A text has ended. The next given answer takes its place, so that the blocks of what both follow
+// stay; else the place is free. Returns whether its request is done.
 static bool end_text(Engine *e, Text *t) {
-    Request *r = t->request;
+    Request *r = t->slot->request;
     if (r->ending != FAILED) r->ending = t->ending;
-    if (r->texts == 1) {
-        const bool ended = t->ending == TURN_ENDED;
-        e->cached += t->cached;
-        e->drawn += t->ids.n - t->prompt;
-        for (int i = 0; ended && i < e->n_choices; i++) e->drawn += e->choices[i].n;
-        r->texts += ended ? (int)e->longer.n : 0;
+    if (t->slot->number == 0) {
+        r->cached = t->slot->cached;
+        e->cached += r->cached;
     }
+    r->nll[t->slot->number] = t->nll;
+    e->drawn += t->ids.n - t->prompt - (t->ids.p[t->ids.n - 1] == ANY_STOP);
     r->ended++;
-    if (e->n_choices && r->begun < r->texts) {
-        add_choice(e, r, t);
+    if (e->n_choices && r->start.n == 0) r->texts = 1;  // it failed inside its thinking
+    for (int i = 1; i < r->texts && t->slot->number == 0; i++) {
+        if (!is_scored(e, r, i)) continue;
+        if (!isfinite(r->nll[i])) r->ending = FAILED;
+        e->drawn++;
+        r->ended++;
+    }
+    if (e->n_choices && skip_scored(e, r) < r->texts) {
+        cut_text(e, t, r->start.n);
+        t->prompt = t->ids.n;
+        t->ending = GOES_ON;
+        t->slot->number = r->begun++;
+        add_choice(e, t);
         return false;
     }
     remove_text(e, t);
@@ -2598,32 +2761,32 @@ static bool end_text(Engine *e, Text *t) {
 }
 
 // The numbers of the given answers, the likeliest first. One's probability among all is exp(first
-// score - its own) / *sum, that of all exp(-first score) * *sum. The TEXTs' order changes no bit.
-static int *rank_choices(const Engine *e, const double *scores, double *sum) {
+// nll - its own) / *sum, that of all exp(-first nll) * *sum. The TEXTs' order changes no bit.
+static int *rank_choices(const Engine *e, const double *nll, double *sum) {
     int *all = grow(NULL, &(size_t){0}, 0, e->n_choices, sizeof(*all));
     *all = 0;
     for (int i = 0, at; i < e->n_choices; i++) {
-        for (at = i; at > 0 && scores[i] < scores[all[at - 1]]; at--) all[at] = all[at - 1];
+        for (at = i; at > 0 && nll[i] < nll[all[at - 1]]; at--) all[at] = all[at - 1];
         all[at] = i;
     }
     *sum = 0;
-    for (int i = 0; i < e->n_choices; i++) *sum += exp(scores[*all] - scores[all[i]]);
+    for (int i = 0; i < e->n_choices; i++) *sum += exp(nll[*all] - nll[all[i]]);
     return all;
 }
 
 // Writes the likeliest one, and to stderr how likely all are.
 static void writer_choose(Writer *out, const Engine *e, const Request *r) {
-    double sum, *scores = r->scores;
-    int *all = rank_choices(e, scores, &sum);
+    double sum, *nll = r->nll;
+    int *all = rank_choices(e, nll, &sum);
     Buffer line = {0};
     buffer_add(&out->held, e->choices[*all].text);
     writer_end(out);
     for (int i = 0; i < e->n_choices; i++) {
         buffer_add(&line, bytes(i ? ", " : "qwen3: choices: "));
         add_printable(&line, e->choices[all[i]].text, false);
-        buffer_print(&line, " %.6f", exp(scores[*all] - scores[all[i]]) / sum);
+        buffer_print(&line, " %.6f", exp(nll[*all] - nll[all[i]]) / sum);
     }
-    buffer_print(&line, " (%.6f of all answers)\n", exp(-scores[*all]) * sum);
+    buffer_print(&line, " (%.6f of all answers)\n", exp(-nll[*all]) * sum);
     if (!quiet) fwrite(line.p, 1, line.n, stderr);
     free(all);
     free(line.p);
@@ -2706,10 +2869,11 @@ static void prepare_places(App *app) {
     e->n_places = list || o->n_choices ? max_int(min_int(PLACES, s->batch), 1) : 1;
     e->n_unused = s->blocks;
     e->users = alloc(s->blocks, sizeof(int), "the texts");
-    e->scores = alloc(s->logit_rows, sizeof(double), "the texts");
+    e->nll = alloc(s->logit_rows, sizeof(double), "the texts");
     for (int i = 0; i <= e->n_places; i++) {
         Text *t = e->active[i] = &e->places[i];
-        t->blocks = alloc(s->seq_len, sizeof(int), "the texts");
+        t->slot = &e->slots[i];
+        t->slot->blocks = alloc(s->seq_len, sizeof(int), "the texts");
         t->sampler = (Sampler){
             .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
             .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
@@ -2721,7 +2885,8 @@ static void prepare_places(App *app) {
         };
         t->writer = alloc(1, sizeof(Writer), "the texts");
         *t->writer = (Writer){.chat = chat, .terminal = !list && is_terminal(STDOUT_FILENO),
-                              .to = list ? &t->out : NULL, .stop = bytes(o->stop ? o->stop : "")};
+                              .to = list ? &t->slot->out : NULL,
+                              .stop = bytes(o->stop ? o->stop : "")};
     }
 }
 
@@ -2819,24 +2984,23 @@ static bool draws_ids(const Engine *e) {
 // Runs a request alone, to its end or Ctrl-C. Returns the time when the whole prompt had run.
 static double run_request(App *app, Request *r) {
     Engine *e = &app->engine;
-    double ran = 0;
+    e->prompt_end = 0;
     start_request(e, r);
     add_texts(e, r);
     start_texts(e);
-    const size_t n = e->mode == PERPLEXITY ? r->ids.n - 1 : r->prompt->ids.n;  // rows
-    progress = (struct Progress){.tokens = n - r->prompt->run,
+    const size_t n = e->mode == PERPLEXITY ? r->ids.n - 1 : r->first->known;  // rows
+    progress = (struct Progress){.tokens = n - r->first->run,
                                  .layers = e->model.config.n_layers, .start = now()};
     while (r->ended < r->texts && run_pass(e)) {
-        if (ran == 0 && e->needed) ran = now();
-        draw_all(e);
         for (Text *ended; (ended = find_ended(e));) end_text(e, ended);
         add_texts(e, r);
     }
     progress_end();
     if (r->ended < r->texts) r->ending = INTERRUPTED;
+    if (r->ended == 0) r->cached = r->first->slot->cached;
     if (r->ending == FAILED) die("%s", e->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
     while (e->n_active > 0) remove_text(e, e->active[0]);
-    return ran ? ran : now();
+    return e->prompt_end != 0 ? e->prompt_end : now();
 }
 
 // Runs the prompt and writes its answer, the conversation's next message; then notices and
@@ -2850,19 +3014,19 @@ static bool respond(App *app) {
     const double start = now();
     Request r = {.ids = app->prompt, .rng = app->rng};
     const double middle = run_request(app, &r);
-    const Text *t = r.prompt;
+    const Text *t = r.first;
     Writer *out = t->writer;
     app->rng = t->sampler.rng;
     for (size_t i = t->prompt; i < t->ids.n; i++) ids_add(answer, t->ids.p[i]);
-    const size_t done = t->ending == INTERRUPTED ? min_size(t->run, t->prompt) : t->prompt;
+    const size_t done = t->ending == INTERRUPTED ? min_size(t->run, r.ids.n) : r.ids.n;
     const size_t drawn = e->n_choices ? e->drawn : answer->n;
-    const double p = (done - t->cached) / (middle - start + 1e-9);
+    const double p = (done - r.cached) / (middle - start + 1e-9);
     const double g = drawn / (now() - middle + 1e-9);
     const char *where = out->thinking ? " inside its thinking" : "";
     char seed[32] = "";
     if (e->n_choices && r.ending == TURN_ENDED) writer_choose(out, e, &r);
     else writer_end(out);
-    if (t->closed) notice("answer: its thinking was ended after %d tokens", t->thought);
+    if (r.closed) notice("answer: its thinking was ended after %d tokens", r.thought);
     if (r.ending == LIMIT_REACHED)
         notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (r.ending == CONTEXT_ENDED)
@@ -2872,14 +3036,15 @@ static bool respond(App *app) {
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
                 "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
-                p < 999.95, p, t->cached, drawn, g < 999.95, g, seed);
+                p < 999.95, p, r.cached, drawn, g < 999.95, g, seed);
     for (size_t lost, *cut = &out->cut; *cut > 0; *cut -= lost) {
         const int id = answer->p[--answer->n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
         lost = min_size(*cut, text.n);
         buffer_add(&message->text, (Bytes){text.p, text.n - lost});
     }
-    free(r.scores);
+    free(r.nll);
+    free(r.start.p);
     return r.ending != INTERRUPTED || answer->n > 0;
 }
 
@@ -3148,22 +3313,22 @@ static void buffer_add_ids(Buffer *b, const Ids *ids, bool array) {
 
 // How likely the given answers are: the likeliest one and other members of an object
 static void buffer_add_choices(Buffer *out, const Engine *e, const Request *r) {
-    double sum, *scores = r->scores;
-    int *all = rank_choices(e, scores, &sum);
+    double sum, *nll = r->nll;
+    int *all = rank_choices(e, nll, &sum);
     buffer_add_json(out, e->choices[*all].text);
     for (int i = 0; i < e->n_choices; i++) {
         buffer_add(out, bytes(i ? "," : ",\"p\":{"));
         buffer_add_json(out, e->choices[i].text);
-        buffer_print(out, ":%.6f", exp(scores[*all] - scores[i]) / sum);
+        buffer_print(out, ":%.6f", exp(nll[*all] - nll[i]) / sum);
     }
-    buffer_print(out, "},\"mass\":%.6f", exp(-scores[*all]) * sum);
+    buffer_print(out, "},\"mass\":%.6f", exp(-nll[*all]) * sum);
     free(all);
 }
 
 static void buffer_add_score(Buffer *out, const Request *r, bool object) {
     const size_t n = r->ids.n - 1;
     double sum = 0;
-    for (int i = 0; i < r->texts; i++) sum += r->scores[i];
+    for (int i = 0; i < r->texts; i++) sum += r->nll[i];
     const double ppl = object ? fmin(exp(sum / n), DBL_MAX) : exp(sum / n);
     buffer_print(out, object ? "%zu,\"nll\":%.6f,\"ppl\":%.4f" : "tokens %zu nll %.6f ppl %.4f", n,
                  sum / n, ppl);
@@ -3188,10 +3353,10 @@ static void add_result(Buffer *line, const Engine *e, const Request *r, const ch
     if (object) buffer_print(line, "\"%s\":", members[kind][0]);
     if (error) buffer_add(line, bytes("null"));
     else if (kind == N_MODES) buffer_add_choices(line, e, r);
-    else if (kind == EMBED) buffer_add(line, bytes_of(&r->prompt->out));
+    else if (kind == EMBED) buffer_add(line, bytes_of(&r->first->slot->out));
     else if (kind == TOKENIZE) buffer_add_ids(line, &r->ids, object);
     else if (kind == PERPLEXITY) buffer_add_score(line, r, object);
-    else buffer_add_json(line, bytes_of(&r->prompt->out));
+    else buffer_add_json(line, bytes_of(&r->first->slot->out));
     if (object && error) {
         buffer_add(line, bytes(",\"error\":"));
         buffer_add_json(line, bytes(error));
@@ -3201,16 +3366,16 @@ static void add_result(Buffer *line, const Engine *e, const Request *r, const ch
     buffer_add(line, bytes(object ? "}\n" : "\n"));
 }
 
-// The answer is the last row's x after the final norm, L2-normalized, as a JSON array.
-static void embed_text(const Engine *e, Text *t) {
-    const Config *c = &e->model.config;
-    float *x = e->model.state.x + (size_t)t->first * c->dim;
+// The answer is x after the final norm, L2-normalized, as a JSON array.
+static void embed_text(const Model *m, Text *t, float *x) {
+    const Config *c = &m->config;
+    Buffer *out = &t->slot->out;
     double squares = 0;
-    rmsnorm(x, x, e->model.weights.rms_final, c->dim, c->rms_norm_eps);
+    rmsnorm(x, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
     for (int i = 0; i < c->dim; i++) squares += (double)x[i] * x[i];
     const double length = fmax(sqrt(squares), 1e-12);
-    for (int i = 0; i < c->dim; i++) buffer_print(&t->out, "%s%.9g", i ? ", " : "[", x[i] / length);
-    buffer_add(&t->out, bytes("]"));
+    for (int i = 0; i < c->dim; i++) buffer_print(out, "%s%.9g", i ? ", " : "[", x[i] / length);
+    buffer_add(out, bytes("]"));
     t->ending = isfinite(squares) ? TURN_ENDED : FAILED;
 }
 
@@ -3245,7 +3410,7 @@ static void run_raw(App *app, Bytes text) {
     }
     write_stdout(bytes_of(&lines));
     free(lines.p);
-    free(r.scores);
+    free(r.nll);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3478,8 +3643,9 @@ static void end_line(List *l, Request *r, const char *error) {
         write_stdout(bytes_of(terminal ? &shown : &r->line));
         free(shown.p);
         free(r->line.p);
-        free(r->scores);
+        free(r->nll);
         free(r->ids.p);
+        free(r->start.p);
         *r = (Request){0};
     }
 }
@@ -3535,7 +3701,7 @@ static void add_line(List *l, Bytes line) {
         end_line(l, r, error);
     } else {
         start_request(l->e, r);
-        l->pieces += r->texts > 1;
+        l->pieces += l->e->mode == PERPLEXITY && r->texts > 1;
     }
 }
 
@@ -3548,13 +3714,13 @@ static void show_texts(const List *l) {
     double running = 0;  // their tokens so far
     char of_all[64] = "", text[128];
     for (int i = 0; i < e->n_active; i++)
-        running += fmax(0, (double)e->active[i]->run - e->active[i]->cached);
-    const double work = l->done + l->done * running / fmax(e->rows - running, 1);
+        running += fmax(0, (double)e->active[i]->run - e->active[i]->slot->cached);
+    const double work = l->done + l->done * running / fmax(e->n_rows - running, 1);
     const double part = l->done && all > 0 ? fmin(work / all, 1) : 0;
     if (all > 0)
         snprintf(of_all, sizeof(of_all), " of %s%.0f", l->ended ? "" : "about ", all);
     snprintf(text, sizeof(text), "%zu%s texts, %d running", l->done, of_all, e->n_running);
-    progress_show(e->rows, part, text);
+    progress_show(e->n_rows, part, text);
 }
 
 // Reads lines and adds their texts while there are places. While texts run, it does not wait for
@@ -3583,10 +3749,10 @@ static bool admit_lines(List *l) {
 // The lines of the texts that have ended
 static void write_ended(List *l) {
     for (Text *t; (t = find_ended(l->e));) {
-        Request *r = t->request;
+        Request *r = t->slot->request;
         const bool thinking = t->writer->thinking;
         writer_end(t->writer);
-        l->closed += r->ended == 0 && t->closed;
+        l->closed += r->ended == 0 && r->closed;
         if (!end_text(l->e, t)) continue;
         l->endings[r->ending]++;
         l->thinking += thinking;
@@ -3708,10 +3874,7 @@ static int run_list(List *l) {
     progress = (struct Progress){.start = now()};
     if (!skip_lines(l)) return EXIT_SUCCESS;
     patience = 0;
-    while (admit_lines(l) && run_pass(l->e)) {
-        draw_all(l->e);
-        write_ended(l);
-    }
+    while (admit_lines(l) && run_pass(l->e)) write_ended(l);
     return list_end(l);
 }
 
@@ -4110,8 +4273,6 @@ static float *floats(size_t count) { return activations(count, sizeof(float)); }
 //
 //   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
 //   mul_add_v(a, b, c)   mul_add in each lane
-//   zip_low, zip_high    a0 b0 a1 b1 ... of the first, or of the second, halves of a and b
-//   add_pairs(a, b)      a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...
 //   pick_levels(t, n)    byte n % 16 of t, which repeats the same 16 bytes, for each byte of n
 //   load_halves(p)       LANES floats of 16 bits from p on
 //
@@ -4119,8 +4280,8 @@ static float *floats(size_t count) { return activations(count, sizeof(float)); }
 // instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
 //
-// A tile of a matrix product is TILE_VECS vectors of rows by TILE_TOKENS tokens, as many as fit
-// into the registers. Plain C has vectors of 4, which every compiler makes for its CPU.
+// A tile of a matrix product is TILE_VECS vectors of rows by up to TILE_TOKENS tokens, as many as
+// fit into the registers. Plain C has vectors of 4, which every compiler makes for its CPU.
 
 #if defined(X86_SIMD) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 #define USE_AVX512
@@ -4144,7 +4305,6 @@ enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
 enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
 #endif
 
-enum { PANEL_ROWS = TILE_VECS * LANES };
 enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
 
 // UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
@@ -4207,32 +4367,6 @@ INLINE VecI pick_levels(VecI table, VecI n) {
 }
 #endif
 
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (VecI){__VA_ARGS__})
-#endif
-#if defined(USE_AVX512)
-#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, \
-    i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23)
-#define EVERY_SECOND(a, b, i) SHUFFLE(a, b, i, i + 2, i + 4, i + 6, i + 8, i + 10, i + 12, i + 14, \
-    i + 16, i + 18, i + 20, i + 22, i + 24, i + 26, i + 28, i + 30)
-#elif defined(USE_AVX2)
-#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11)
-#else
-#define ZIP(a, b, i) SHUFFLE(a, b, i, i + 4, i + 1, i + 5)
-#define EVERY_SECOND(a, b, i) SHUFFLE(a, b, i, i + 2, i + 4, i + 6)
-#endif
-INLINE VecI zip_low(VecI a, VecI b) { return ZIP(a, b, 0); }
-INLINE VecI zip_high(VecI a, VecI b) { return ZIP(a, b, LANES / 2); }
-INLINE VecI add_pairs(VecI a, VecI b) {
-#if defined(USE_AVX2)  // fewer instructions than GCC makes of a shuffle
-    return (VecI)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xD8);
-#else
-    return EVERY_SECOND(a, b, 0) + EVERY_SECOND(a, b, 1);
-#endif
-}
-
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
 
 INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
@@ -4267,8 +4401,6 @@ INLINE VecF load_halves(const uint16_t *p) {
 // so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
 // a tile of attention reads keys from front to back, its values as one unbroken part of each block.
 
-INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
-
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
@@ -4281,46 +4413,40 @@ static size_t block_at(const Config *c, size_t block, size_t pair) {
 
 static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
 
-static float *cache_block(KvHead h, int pos) {
-    const size_t pair = h.l * h.m->config.n_kv_heads + h.kv_head;
-    return h.m->state.cache + block_at(&h.m->config, h.text->blocks[pos / LANES], pair);
+typedef struct {        // the keys and values of a text in one kv head of a layer
+    const Model *m;
+    const int *blocks;  // the text's
+    int l;
+    int kv_head;
+} KvHead;
+
+static float *cache_block(KvHead kv, int pos) {
+    const size_t pair = (size_t)kv.l * kv.m->config.n_kv_heads + kv.kv_head;
+    return kv.m->state.cache + block_at(&kv.m->config, kv.blocks[pos / LANES], pair);
 }
 
-static float *key_at(KvHead h, int pos, int j) {
-    return cache_block(h, pos) + j * LANES + pos % LANES;
+static float *key_in(KvHead kv, int pos, int j) {
+    return cache_block(kv, pos) + j * LANES + pos % LANES;
 }
 
-static float *value_at(KvHead h, int pos, int j) {
-    const int vector = h.m->config.head_dim + j / LANES * LANES + pos % LANES;
-    return cache_block(h, pos) + vector * LANES + j % LANES;
+static float *value_in(KvHead kv, int pos, int j) {
+    const int vector = kv.m->config.head_dim + j / LANES * LANES + pos % LANES;
+    return cache_block(kv, pos) + vector * LANES + j % LANES;
+}
+
+static float *key_at(const Model *m, int l, int kv_head, int pos, int j) {
+    return key_in((KvHead){m, m->state.block_table, l, kv_head}, pos, j);
+}
+
+static float *value_at(const Model *m, int l, int kv_head, int pos, int j) {
+    return value_in((KvHead){m, m->state.block_table, l, kv_head}, pos, j);
 }
 
 #ifdef PLAIN
-// ------------------------------------------------------------------------------------------------
-// A machine for -DPLAIN: Part I as it stands, in one thread
-
 #undef SIMD
 #define SIMD "-DPLAIN"
 
 static void start_threads(int count) { (void)count; }
-static int draft_rows(void) { return 1; }
-static struct Batch *batch_init(const Config *c, int n) { return (void)c, (void)n, NULL; }
-
-static void parallel(Job job, void *arg, int count, int chunk) {
-    (void)chunk;
-    job(arg, 0, count);
-}
-
-static void layer_all(Model *m, int l, int n) {
-    for (int t = 0; t < n; t++) layer(m, l, t);
-    progress_add(n);
-}
-
-static float *classify(Model *m, int first, int count) {
-    float *logits = m->state.logits;
-    for (int i = 0; i < count; i++, logits += m->config.vocab_size) scores(m, first + i, logits);
-    return m->state.logits;
-}
 #else
 // ------------------------------------------------------------------------------------------------
 // Threads: a pool that runs one loop at a time. An idle worker spins for a moment, then sleeps: it
@@ -4428,7 +4554,7 @@ typedef struct {
 
 typedef struct {       // one thread's own buffers
     float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
-    void *panel;       // what a product keeps while it runs: see panel_bytes
+    int8_t *panel;     // (UNIT, cols), and their scales: see unpack_unit
     float *attention;  // score, q and sum of an AttentionTask
 } Workspace;
 
@@ -4462,6 +4588,7 @@ typedef struct Batch {
     const Model *m;
     const Config *c;
     const State *s;
+    const Pass *p;
     int l;                 // the layer's number
     const Layer *w;        // and its weights
     int n;                 // rows
@@ -4478,8 +4605,8 @@ typedef struct Batch {
 } Batch;
 
 static Batch *start_layer(const Model *m, int l, int n) {
-    Batch *b = m->state.b;
-    b->m = m, b->c = &m->config, b->s = &m->state;
+    Batch *b = m->state.pass->b;
+    b->m = m, b->c = &m->config, b->s = &m->state, b->p = m->state.pass;
     b->l = l, b->w = &m->weights.layers[l];
     b->n = n;
     return b;
@@ -4496,6 +4623,10 @@ static void run_each(Batch *b, void (*step)(const Batch *b, int i), int count, i
     parallel(step_job, b, count, chunk);
 }
 
+static KvHead kv_head_of(const Model *m, int l, int t, int kv_head) {  // of row t
+    return (KvHead){m, m->state.pass->rows[t].blocks, l, kv_head};
+}
+
 static float *scratch(const Batch *b) { return b->workspace[thread].scratch; }
 
 // A view of x that begins at vector t
@@ -4509,9 +4640,13 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 // product times the weights' scale; an element is the sum of its terms, each times x's scale.
 // (Matrix.bytes is no uint8_t: GCC 12 makes wrong code with VNNI.)
 //
-// For a few tokens, reading the weights takes the time: matvec_rows takes them as they lie, as one
-// sequence of groups, and makes LANES terms at a time. For more tokens, arithmetic takes the time:
-// matmul_panels transposes a panel of rows: each lane is a row. Tiles multiply it with all tokens.
+// A tile is a strip of rows, one in each lane of TILE_VECS vectors, times a few tokens. A panel has
+// the weights in the order in which a tile needs them. For one token, reading them takes the time.
+// For many, a strip comes from memory once, and is in the core's caches for all other tiles.
+
+enum { STRIP = TILE_VECS * LANES };  // rows
+enum { FEW_VECS = TILE_VECS * LANES > (int)PANEL ? TILE_VECS : PANEL / LANES };  // few tokens
+enum { UNIT = 32 };                  // rows, whole strips and panels: the least that a thread takes
 
 // Q8(x), x (n), into columns at .. at + n - 1 of row t of out
 static void quantize_row(const Quantized *out, int t, int at, const float *x, int n, int group) {
@@ -4524,263 +4659,158 @@ static void quantize_row(const Quantized *out, int t, int at, const float *x, in
     }
 }
 
-// Transposes LANES rows of `words`, (rows, cols) words of 4 bytes: lane r of out[i * stride] is
-// word i of row `row` + r, ^ flip. Past the end the last row is repeated; results are discarded.
-static void transpose_rows(VecI *out, int stride, const void *words, int rows, int cols, int row,
-                           int32_t flip) {
-    const char *source[LANES];
-    for (int r = 0; r < LANES; r++) {
-        source[r] = (const char *)words + (size_t)min_int(row + r, rows - 1) * cols * 4;
-    }
-    int i = 0;
-    for (; i + LANES <= cols; i += LANES) {
-        VecI a[LANES], b[LANES];
-        UNROLL for (int r = 0; r < LANES; r++) memcpy(&a[r], source[r] + 4 * (size_t)i, sizeof(*a));
-        // A perfect shuffle rotates the bits of a word's number, r * LANES + column, by one. After
-        // log2(LANES) of them row and column have changed places.
-        UNROLL for (int n = LANES; n > 1; n /= 2) {
-            UNROLL for (int r = 0; r < LANES / 2; r++) {
-                b[2 * r] = zip_low(a[r], a[r + LANES / 2]);
-                b[2 * r + 1] = zip_high(a[r], a[r + LANES / 2]);
-            }
-            UNROLL for (int r = 0; r < LANES; r++) a[r] = b[r];
-        }
-        UNROLL for (int r = 0; r < LANES; r++) out[(i + r) * stride] = a[r] ^ splat(flip);
-    }
-    for (; i < cols; i++) {
-        for (int r = 0; r < LANES; r++) {
-            out[i * stride][r] = load_i32(source[r] + 4 * (size_t)i) ^ flip;
-        }
-    }
-}
-
-// Where W[row] . x[t] goes
-INLINE float *out_at(const Matmul *part, int t, int row) {
-    return part->out + (size_t)t * part->stride + row - part->row_begin;
-}
-
-// Stores values, W[r] . x[t] for `count` rows r from `row` on, or adds them to what is there.
-static void put_rows(const Matmul *part, int t, int row, const float *restrict values, int count) {
-    float *restrict out = out_at(part, t, row);
-    const bool add = part->add;
-    for (int i = 0; i < count; i++) out[i] = add ? out[i] + values[i] : values[i];
-}
-
 INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
     VecI table = {0};
     for (size_t i = 0; i < sizeof(table); i += 16) memcpy((char *)&table + i, levels, 16);
     return table ^ splat(FLIP);
 }
 
-// Lane i becomes the sum of lanes i * n .. i * n + n - 1 of the n vectors of a, laid end to end. n
-// is a power of two; a is overwritten.
-INLINE VecI sum_each(VecI *a, const int n) {
-    UNROLL for (int left = n / 2; left > 0; left /= 2) {
-        UNROLL for (int i = 0; i < left; i++) a[i] = add_pairs(a[2 * i], a[2 * i + 1]);
+// Stores values, W[r] . x[t] for LANES rows r from `row` on, or adds them to what is there. Rows
+// that do not belong to the part are left out.
+INLINE void put_rows(const Matmul *part, int t, int row, VecF values) {
+    float *out = part->out + (size_t)t * part->stride + row - part->row_begin;
+    const int begin = max_int(part->row_begin - row, 0), end = min_int(part->row_end - row, LANES);
+    if (part->add) {
+        for (int i = begin; i < end; i++) out[i] += ((float *)&values)[i];
+    } else if (end - begin == LANES) {
+        memcpy(out, &values, sizeof(values));
+    } else {
+        for (int i = begin; i < end; i++) out[i] = ((float *)&values)[i];
     }
-    return a[0];
 }
 
-// x as a ring: after its last group come the first LANES ones again. So LANES groups of weights,
-// which may go on in the next row, always meet as many neighbours of x.
-typedef struct {
-    int8_t *low;   // 8 bits: the groups of q8; 4 bits: their first halves
-    int8_t *high;  // 4 bits: their second halves
-    int32_t *bias_fix;
-} Ring;
-
-INLINE size_t ring_bytes(int n_groups, int group) {
-    return (size_t)(n_groups + LANES) * (group + sizeof(int32_t));
-}
-
-INLINE Ring make_ring(int8_t *at, const Quantized *x, int n_groups, const int group,
-                      const int bits) {
-    const int size = group * bits / 8, n = n_groups + LANES;  // bytes of a group's part in low
-    const Ring ring = {at, at + n * size, (int32_t *)(at + n * group)};
-    for (int g = 0, i = 0; g < n; g++, i = i + 1 < n_groups ? i + 1 : 0) {
-        memcpy(ring.low + g * size, x->q8 + i * group, size);
-        memcpy(ring.high + g * size, x->q8 + i * group + size, group - size);
-        ring.bias_fix[g] = x->bias_fix[i];
-    }
-    return ring;
-}
-
-// The CPU's prefetcher stops at the end of a page, so group_terms prefetches the weights that lie
-// so many bytes ahead, and their scales. 113 cache lines are the best of those tried.
+// The CPU's prefetcher stops at the end of a page, so a tile for few tokens prefetches the weights
+// that lie so many bytes ahead.
 enum { BYTES_AHEAD = 7232 };
 
-// The terms of LANES groups, from group `first` of w and group g of x on. dots[v] holds the partial
-// sums of one group, or of several small ones side by side; sum_each makes a lane of each group.
-INLINE VecF group_terms(const Matrix *w, size_t first, const Ring *x, int g, VecI levels,
-                        const int group, const int bits) {
-    const int size = group * bits / 8, share = max_int(size, sizeof(VecI));
-    const int n_dots = LANES * size / share, scale_size = bits / 2;  // of a scale: 4 or 2 bytes
-    const int8_t *bytes = w->bytes + first * size;
-    const uint8_t *scales = (const uint8_t *)w->scales + first * scale_size;
-    const int8_t *low = x->low + g * size, *high = x->high + g * size;
-    VecI dots[LANES];
-    __builtin_prefetch(scales + BYTES_AHEAD / size * scale_size);
-    UNROLL for (int v = 0; v < n_dots; v++) {
-        VecI dot = splat(0);
-        UNROLL for (int i = v * share; i < (v + 1) * share; i += sizeof(VecI)) {
-            const VecI b = load_vector(bytes + i);
-            if (i % 64 == 0) __builtin_prefetch(bytes + i + BYTES_AHEAD, 0, 2);  // to L2
-            if (bits == 8) {
-                dot = dot4(dot, b ^ splat(FLIP), load_vector(low + i));
-            } else {
-                dot = dot4(dot, pick_levels(levels, b), load_vector(low + i));
-                dot = dot4(dot, pick_levels(levels, b >> 4), load_vector(high + i));
-            }
-        }
-        dots[v] = dot;
-        __asm__ volatile("");  // keeps GCC from moving all prefetches to the front
-    }
-    VecI sums = sum_each(dots, n_dots);
-    if (W_BIAS) sums += load_vector(x->bias_fix + g);
-    const VecF scale = bits == 8 ? (VecF)load_vector(scales)
-                                 : load_halves((const uint16_t *)scales);
-    return __builtin_convertvector(sums, VecF) * scale;
-}
-
-// Token t, the LANES rows from `row` on, or the last ones before row_end: then only those from
-// `row` on are put. Makes their terms, LANES at a time, transposes them, adds a row's in each lane.
-INLINE void matvec(const Matmul *part, const Ring *x, int t, int row, const int group,
-                   const int bits) {
+// Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. (Rows of x from
+// n on may hold anything, and vectors of rows after the matrix's last repeat that: neither is
+// stored.)
+INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, const int vecs,
+                        const int bits, const bool flipped) {
     const Matrix *w = part->w;
-    const int n_groups = w->cols / group, first = min_int(row, part->row_end - LANES);
-    const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
-    const float *scale = quantized_row(part->x, t).scale;
-    VecF *const columns = part->own->panel, sum = {0};  // (n_groups) of LANES rows
-    VecF *const terms = columns + n_groups;             // (LANES, n_groups) floats
-    for (int i = 0, g = 0; i < n_groups; i++) {
-        const size_t at = (size_t)first * n_groups + i * LANES;
-        terms[i] = group_terms(w, at, x, g, levels, group, bits);
-        for (g += LANES; g >= n_groups;) g -= n_groups;  // cheaper than %
-    }
-    transpose_rows((VecI *)columns, 1, terms, LANES, n_groups, 0, 0);
-    for (int g = 0; g < n_groups; g++) sum = mul_add_v(columns[g], splat_f(scale[g]), sum);
-    put_rows(part, t, row, (float *)&sum + row - first, first + LANES - row);
-}
-
-// The most tokens for which a matvec each is faster than panels for all, measured
-enum { FEW_TOKENS_8 = 3, FEW_TOKENS_4 = 6 };
-
-// LANES rows are read from memory for the first token, from the cache for the others.
-INLINE void matvec_rows(const Matmul *part, const int group, const int bits) {
-    const int n_groups = part->w->cols / group;
-    int8_t *at = (int8_t *)((VecF *)part->own->panel + 2 * n_groups);  // after columns and terms
-    Ring rings[FEW_TOKENS_4];
-    for (int t = 0; t < part->n; t++, at += ring_bytes(n_groups, group)) {
-        const Quantized x = quantized_row(part->x, t);
-        rings[t] = make_ring(at, &x, n_groups, group, bits);
-    }
-    for (int r = part->row_begin; r < part->row_end; r += LANES) {
-        for (int t = 0; t < part->n; t++) matvec(part, &rings[t], t, r, group, bits);
-    }
-}
-
-// Multiplies PANEL_ROWS rows from `row` on with TILE_TOKENS tokens from t on. wq (cols / 4,
-// TILE_VECS) and w_scale (n_groups, TILE_VECS) are the transposed rows. Rows of x from n on may
-// hold anything; their results are discarded.
-static void matmul_tile(const Matmul *part, int t, int row, const VecI *wq, const VecF *w_scale) {
-    const int group = part->w->group, n_groups = part->w->cols / group;
-    const int rows = min_int(PANEL_ROWS, part->row_end - row);
-    const int n_tokens = min_int(TILE_TOKENS, part->n - t);
+    const int group = w->group, n_groups = w->cols / group, last = (w->rows - 1) / LANES * LANES;
     const size_t stride = part->x->stride;
     const Quantized x = quantized_row(part->x, t);
-    const int8_t *xq = x.q8;
-    VecF acc[TILE_TOKENS][TILE_VECS] = {0};
-    // What is added to leaves the caches early: rows, 4 KB apart in the 0.6B, share a few sets.
-    for (int i = 0; part->add && i < n_tokens; i++) {
-        __builtin_prefetch(out_at(part, t + i, row));
-        __builtin_prefetch(out_at(part, t + i, row + PANEL_ROWS - 1));
+    const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
+    const char *words[FEW_VECS], *scales[FEW_VECS];
+    VecF acc[TILE_TOKENS][FEW_VECS] = {0};
+    UNROLL for (int v = 0; v < vecs; v++) {
+        const int r = min_int(row + v * LANES, last);
+        const size_t panel = r / PANEL * PANEL, lane = r % PANEL;
+        words[v] = (const char *)w->bytes + panel * w->cols * bits / 8 + lane * 4;
+        scales[v] = (const char *)w->scales + (panel * n_groups + lane) * bits / 2;
     }
-    for (int g = 0; g < n_groups; g++, w_scale += TILE_VECS) {
-        VecI sum[TILE_TOKENS][TILE_VECS];
-        UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
+    // What is added to leaves the caches early: rows, 4 KB apart in the 0.6B, share a few sets.
+    for (int i = 0; part->add && i < tokens && t + i < part->n; i++) {
+        const float *out = part->out + (size_t)(t + i) * part->stride + row - part->row_begin;
+        __builtin_prefetch(out);
+        __builtin_prefetch(out + vecs * LANES - 1);
+    }
+    for (int g = 0; g < n_groups; g++) {
+        const int8_t *xq = x.q8 + g * group;
+        VecI sum[TILE_TOKENS][FEW_VECS];
+        UNROLL for (int i = 0; i < tokens; i++) {
             const VecI start = splat(W_BIAS ? x.bias_fix[i * stride + g] : 0);
-            UNROLL for (int v = 0; v < TILE_VECS; v++) sum[i][v] = start;
+            UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = start;
         }
-        for (int k = 0; k < group / 4; k++, xq += 4, wq += TILE_VECS) {
-            UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
-                const VecI four = splat(load_i32(xq + i * stride * 4));
-                UNROLL for (int v = 0; v < TILE_VECS; v++) {
-                    sum[i][v] = dot4(sum[i][v], wq[v], four);
+        for (int k = 0; k < group * bits / 32; k++, xq += 4) {
+            VecI low[FEW_VECS], high[FEW_VECS];
+            UNROLL for (int v = 0; v < vecs; v++, words[v - 1] += PANEL * 4) {
+                const VecI b = load_vector(words[v]);
+                low[v] = b ^ splat(flipped ? 0 : FLIP);
+                if (bits == 4) low[v] = pick_levels(levels, b);
+                if (bits == 4) high[v] = pick_levels(levels, b >> 4);
+                if (tokens < TILE_TOKENS) __builtin_prefetch(words[v] + BYTES_AHEAD, 0, 2);
+            }
+            UNROLL for (int i = 0; i < tokens; i++) {
+                const int8_t *four = xq + i * stride * 4;
+                const VecI a = splat(load_i32(four)), b = splat(load_i32(four + group / 2));
+                UNROLL for (int v = 0; v < vecs; v++) {
+                    sum[i][v] = dot4(sum[i][v], low[v], a);
+                    if (bits == 4) sum[i][v] = dot4(sum[i][v], high[v], b);
                 }
             }
         }
-        UNROLL for (int i = 0; i < TILE_TOKENS; i++) {
-            UNROLL for (int v = 0; v < TILE_VECS; v++) {
-                const VecF term = __builtin_convertvector(sum[i][v], VecF) * w_scale[v];
+        UNROLL for (int v = 0; v < vecs; v++, scales[v - 1] += PANEL * bits / 2) {
+            const VecF scale = bits == 8 ? (VecF)load_vector(scales[v])
+                                         : load_halves((const uint16_t *)scales[v]);
+            if (tokens < TILE_TOKENS) __builtin_prefetch(scales[v] + BYTES_AHEAD / 16);
+            UNROLL for (int i = 0; i < tokens; i++) {
+                const VecF term = __builtin_convertvector(sum[i][v], VecF) * scale;
                 acc[i][v] = mul_add_v(term, splat_f(x.scale[i * stride + g]), acc[i][v]);
             }
         }
     }
-    for (int i = 0; i < n_tokens; i++) put_rows(part, t + i, row, (float *)acc[i], rows);
+    UNROLL for (int i = 0; i < tokens; i++) {
+        for (int v = 0; v < vecs && t + i < part->n; v++)
+            put_rows(part, t + i, row + v * LANES, acc[i][v]);
+    }
 }
 
-// Transposes PANEL_ROWS rows from `row` on: wq (cols / 4, TILE_VECS), w_scale (n_groups,
-// TILE_VECS). With 4 bits, (cols / 8) vectors of nibbles go to the end of wq, and from there become
-// twice as many vectors of levels. These never reach the nibbles that are still to be read.
-static void transpose_panel(const Matrix *w, VecI *wq, VecF *w_scale, int row) {
-    const int n_groups = w->cols / w->group, half = w->group / 8;
-    const int words = w->cols * w->bits / 32;
+// A unit of rows and a few tokens: the number of those of a tile is a constant. Up to three meet
+// whole panels, whose weights come from memory.
+INLINE void matmul_few(const Matmul *part, int row, int end, const int bits) {
+    const int n = part->n, step = n > 3 ? STRIP : FEW_VECS * LANES;
+    for (; row < end; row += step) {
+        if (n == 1) matmul_tile(part, 0, row, 1, FEW_VECS, bits, false);
+        else if (n == 2) matmul_tile(part, 0, row, 2, FEW_VECS, bits, false);
+        else if (n == 3) matmul_tile(part, 0, row, 3, FEW_VECS, bits, false);
+        else for (int t = 0; t < n; t += TILE_TOKENS)
+            matmul_tile(part, t, row, TILE_TOKENS, TILE_VECS, bits, false);
+    }
+}
+
+// The unit of rows from `row` on, a multiple of PANEL, as a matrix of 8 bits, ^ FLIP: for many
+// tokens, this is done once.
+static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
+    enum { STEP = PANEL / LANES };              // vectors of a word of a panel's rows
+    const int n_groups = w->cols / w->group, half = w->group / 8;  // words of half a group
+    const int rows = min_int(UNIT, round_up(w->rows - row, PANEL)), words = w->cols * w->bits / 32;
+    const int8_t *from = w->bytes + (size_t)row * words * 4;
+    float *scales = (float *)(at + UNIT * w->cols);
     const VecI levels = w->bits == 4 ? level_table(w->levels) : splat(0);
-    float *scales = (float *)(w_scale + n_groups * TILE_VECS);  // (LANES, n_groups)
-    for (int v = 0; v < TILE_VECS; v++, row += LANES, wq++, w_scale++) {
-        VecI *from = wq + (w->cols / 4 - words) * TILE_VECS;
-        transpose_rows(from, TILE_VECS, w->bytes, w->rows, words, row, w->bits == 8 ? FLIP : 0);
-        for (int i = 0; i < words && w->bits == 4; i++) {
-            const VecI nibbles = from[i * TILE_VECS];
-            VecI *to = wq + (i + i / half * half) * TILE_VECS;  // half: vectors of half a group
-            to[0] = pick_levels(levels, nibbles);
-            to[half * TILE_VECS] = pick_levels(levels, nibbles >> 4);
+    for (int k = 0; k < rows / PANEL * words; k++) {
+        VecI *to = (VecI *)at + (w->bits == 8 ? k : k + k / half * half) * STEP;
+        for (int v = 0; v < STEP; v++, to++, from += sizeof(VecI)) {
+            const VecI b = load_vector(from);
+            to[0] = b ^ splat(FLIP);
+            if (w->bits == 4) to[0] = pick_levels(levels, b);
+            if (w->bits == 4) to[half * STEP] = pick_levels(levels, b >> 4);
         }
-        for (int r = 0; r < LANES; r++) {
-            const int from_row = min_int(row + r, w->rows - 1);
-            for (int g = 0; g < n_groups; g++) {
-                scales[r * n_groups + g] = weight_scale(w, (size_t)from_row * n_groups + g);
-            }
-        }
-        transpose_rows((VecI *)w_scale, TILE_VECS, scales, LANES, n_groups, 0, 0);
     }
+    for (int r = 0; r < rows; r += PANEL) {
+        for (int i = 0; i < PANEL * n_groups; i++)
+            scales[r * n_groups + i] = weight_scale(w, row + r + i % PANEL, i / PANEL);
+    }
+    return (Matrix){rows, w->cols, w->group, 8, at, scales, NULL};
 }
 
-// PANEL_ROWS rows times all tokens, while the rows are in this core's caches; then the next rows,
-// of which each tile has prefetched an equal share.
-static void matmul_panels(const Matmul *part) {
-    const Matrix *w = part->w;
-    const int tiles = (part->n + TILE_TOKENS - 1) / TILE_TOKENS;  // n > 0
-    const size_t row_bytes = (size_t)w->cols * w->bits / 8, share = PANEL_ROWS * row_bytes / tiles;
-    VecI *wq = part->own->panel;
-    VecF *w_scale = (VecF *)wq + w->cols / 4 * TILE_VECS;
-    for (int row = part->row_begin; row < part->row_end; row += PANEL_ROWS) {
-        const int8_t *next = w->bytes + (row + PANEL_ROWS) * row_bytes;
-        transpose_panel(w, wq, w_scale, row);
-        for (int t = 0; t < part->n; t += TILE_TOKENS) {
+// A unit of rows and many tokens: each tile prefetches an equal share of the next unit.
+static void matmul_unit(const Matmul *part, int row, int end) {
+    const Matrix *w = part->w, unit = unpack_unit(w, row, part->own->panel);
+    const size_t row_bytes = (size_t)w->cols * w->bits / 8;
+    const size_t share = STRIP * row_bytes / ((part->n + TILE_TOKENS - 1) / TILE_TOKENS);
+    const int8_t *next = w->bytes + (row + UNIT) * row_bytes;
+    Matmul all = *part;
+    all.w = &unit;
+    all.row_begin -= row;
+    all.row_end = end - row;
+    for (int r = max_int(all.row_begin / LANES * LANES, 0); r < all.row_end; r += STRIP) {
+        for (int t = 0; t < part->n; t += TILE_TOKENS, next += share) {
             for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
-            next += share;
-            matmul_tile(part, t, row, wq, w_scale);
+            matmul_tile(&all, t, r, TILE_TOKENS, TILE_VECS, 8, true);
         }
     }
-}
-
-// The group size and the number of bits are constants in matvec_rows: twice as fast.
-INLINE void matvec_groups(const Matmul *part, const int group) {
-    if (part->w->bits == 4) matvec_rows(part, group, 4);
-    else matvec_rows(part, group, 8);
 }
 
 static void matmul_rows(const Matmul *part) {
-    const Matrix *w = part->w;
-    const bool few = part->n <= (w->bits == 4 ? FEW_TOKENS_4 : FEW_TOKENS_8);
-    _Static_assert(FEW_TOKENS_8 <= FEW_TOKENS_4, "rings for all of them");
-    if (part->n == 0) return;
-    if (!few || part->row_end < LANES) matmul_panels(part);  // matvec needs LANES rows
-    else if (w->group == 32) matvec_groups(part, 32);
-    else if (w->group == 64) matvec_groups(part, 64);
-    else if (w->group == 128) matvec_groups(part, 128);
-    else matvec_groups(part, 256);
+    for (int row = part->row_begin / PANEL * PANEL; part->n && row < part->row_end; row += UNIT) {
+        const int end = min_int(row + UNIT, part->row_end);
+        if (part->n > 2 * TILE_TOKENS) matmul_unit(part, row, end);
+        else if (part->w->bits == 8) matmul_few(part, row, end, 8);
+        else matmul_few(part, row, end, 4);
+    }
 }
 
 // out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n
@@ -4790,19 +4820,10 @@ static void multiply(const Batch *b, float *out, int stride, const Matrix *w, in
                           .row_end = row + rows, .n = n, .own = &b->workspace[thread]});
 }
 
-// The size of Workspace.panel for matrices of up to so many columns: see matmul_panels (wq,
-// w_scale, scales) and matvec_rows (columns, terms and a ring for each token)
-static size_t panel_bytes(int cols, int group) {
-    const int n_groups = cols / group;
-    const size_t panels = ((size_t)TILE_VECS * (cols / 4 + n_groups) + n_groups) * sizeof(VecI);
-    const size_t few = 2 * n_groups * sizeof(VecI) + FEW_TOKENS_4 * ring_bytes(n_groups, group);
-    return panels > few ? panels : few;
-}
-
 static void matmul_job(void *arg, int begin, int end) {
     Matmul part = *(const Matmul *)arg;
-    part.row_begin = begin * PANEL_ROWS;
-    part.row_end = min_int(end * PANEL_ROWS, part.w->rows);
+    part.row_begin = begin * UNIT;
+    part.row_end = min_int(end * UNIT, part.w->rows);
     part.out += part.row_begin;
     part.own += thread;
     matmul_rows(&part);
@@ -4813,7 +4834,7 @@ static void matmul_all(const Batch *b, float *out, const Matrix *w, const Quanti
                        bool add) {
     Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .n = n, .add = add,
                   .own = b->workspace};
-    parallel(matmul_job, &all, (w->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1);
+    parallel(matmul_job, &all, (w->rows + UNIT - 1) / UNIT, 1);
 }
 
 static int draft_rows(void) { return TILE_TOKENS; }
@@ -4963,7 +4984,7 @@ static void attend_task(const Batch *b, int kv_head, int first, int count) {
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
         for (int j = 0; j < c->head_dim; j++) q[j * ATT_TASK + r] = b->q[at + j];
         task.out[r] = b->a + at;
-        task.len[r] = b->s->rows[t].pos + 1;
+        task.len[r] = b->p->rows[t].pos + 1;
         task.largest[r] = -FLT_MAX;
     }
     memset(task.sum, 0, (size_t)task.n * columns * sizeof(float));
@@ -4983,13 +5004,13 @@ static void attend_task(const Batch *b, int kv_head, int first, int count) {
 // Query i of all is query i % per_head of kv head i / per_head.
 static void attend_job(void *arg, int begin, int end) {
     const Batch *b = arg;
-    const Row *rows = b->s->rows;
+    const Row *rows = b->p->rows;
     const int per_kv = b->c->n_heads / b->c->n_kv_heads, per_head = b->n * per_kv;
     for (int i = begin, count; i < end; i += count) {
         const int first = i % per_head, left = min_int(end - i, per_head - first);
         const int most = min_int(left, ATT_TASK);
-        const Text *text = rows[first / per_kv].text;
-        for (count = 1; count < most && rows[(first + count) / per_kv].text == text;) count++;
+        const int *blocks = rows[first / per_kv].blocks;
+        for (count = 1; count < most && rows[(first + count) / per_kv].blocks == blocks;) count++;
         attend_task(b, i / per_head, first, count);
     }
 }
@@ -5010,9 +5031,10 @@ static void attend_all(Batch *b) {
 // From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
 static void norm_row(const Model *m, const float *w, int from, int to) {
     const Config *c = &m->config;
-    float *h = m->state.b->h + (size_t)to * c->dim;
-    rmsnorm(h, m->state.x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
-    quantize_row(&m->state.b->xq, to, 0, h, c->dim, c->group_size);
+    const Pass *p = m->state.pass;
+    float *h = p->b->h + (size_t)to * c->dim;
+    rmsnorm(h, p->x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
+    quantize_row(&p->b->xq, to, 0, h, c->dim, c->group_size);
 }
 
 static void norm_step(const Batch *b, int t) { norm_row(b->m, b->norm, t, t); }
@@ -5027,18 +5049,20 @@ static void head_step(const Batch *b, int i) {
     const Config *c = b->c;
     const int head_dim = c->head_dim, n = c->n_kv_heads, kind = min_int(i / n, 2);
     const bool k = kind == 0, v = kind == 1;
+    const size_t half = head_dim / 2;
     const int head = i - kind * n, stride = k || v ? head_dim : c->q_dim;
     const Matrix *w = k ? &b->w->wk : v ? &b->w->wv : &b->w->wq;
     const float *bias = k ? b->w->bk : v ? b->w->bv : b->w->bq;
     float *out = k || v ? scratch(b) : b->q + head * head_dim;
     multiply(b, out, stride, w, head * head_dim, head_dim, &b->xq, b->n);
     for (int t = 0; t < b->n; t++, out += stride) {
-        const KvHead h = kv_head_of(b->m, b->l, t, head);
-        const int pos = b->s->rows[t].pos;
+        const KvHead kv = kv_head_of(b->m, b->l, t, head);
+        const int pos = b->p->rows[t].pos;
+        const float *cos = b->p->cos + t * half, *sin = b->p->sin + t * half;
         if (bias) add(out, bias + head * head_dim, head_dim);
-        if (!v) norm_and_rope(b->m, t, out, k ? b->w->k_norm : b->w->q_norm);
-        for (int j = 0; k && j < head_dim; j++) *key_at(h, pos, j) = out[j];
-        for (int j = 0; v && j < head_dim; j++) *value_at(h, pos, j) = out[j];
+        if (!v) norm_and_rope(c, out, k ? b->w->k_norm : b->w->q_norm, cos, sin);
+        for (int j = 0; k && j < head_dim; j++) *key_in(kv, pos, j) = out[j];
+        for (int j = 0; v && j < head_dim; j++) *value_in(kv, pos, j) = out[j];
     }
 }
 
@@ -5046,15 +5070,13 @@ static void head_step(const Batch *b, int i) {
 // needed go on after these are stored, perhaps none: they move to the front.
 static void keep_needed(Batch *b) {
     const size_t dim = b->c->dim, q_dim = b->c->q_dim;
-    const State *s = b->s;
+    const Pass *p = b->p;
     const int n = b->n;
     b->n = 0;
     for (int t = 0; t < n; t++) {
-        const Row row = s->rows[t];
-        s->rows[t].needed = false;
-        if (!row.needed) continue;
-        s->rows[b->n] = row;
-        memmove(s->x + b->n * dim, s->x + t * dim, dim * sizeof(float));
+        if (!p->rows[t].needed) continue;
+        p->rows[b->n] = p->rows[t];
+        memmove(p->x + b->n * dim, p->x + t * dim, dim * sizeof(float));
         memmove(b->q + b->n++ * q_dim, b->q + t * q_dim, q_dim * sizeof(float));
     }
 }
@@ -5135,7 +5157,7 @@ static void experts_output_job(void *arg, int begin, int end) {
     }
     for (int t = 0; t < b->n; t++) {
         const size_t at = (size_t)t * dim + begin * group;
-        add(b->s->x + at, b->h + at, (end - begin) * group);
+        add(b->p->x + at, b->h + at, (end - begin) * group);
     }
 }
 
@@ -5162,28 +5184,42 @@ static void experts_all(Batch *b) {
 static void layer_all(Model *m, int l, int n) {
     Batch *b = start_layer(m, l, n);
     const Layer *w = b->w;
-    (void)layer, (void)scores;  // define what this and classify() compute
     norm_all(b, w->rms_att);
     run_each(b, head_step, b->c->n_heads + 2 * b->c->n_kv_heads, 1);
     if (l == b->c->n_layers - 1) keep_needed(b);
     attend_all(b);
     run_each(b, quantize_a, b->n, 4);
-    matmul_all(b, m->state.x, &w->wo, &b->aq, b->n, true);
+    matmul_all(b, b->p->x, &w->wo, &b->aq, b->n, true);
     norm_all(b, w->rms_ffn);
     if (w->router) {
         experts_all(b);
     } else {
         swiglu_all(b);
-        matmul_all(b, m->state.x, &w->w2, &b->hq, b->n, true);
+        matmul_all(b, b->p->x, &w->w2, &b->hq, b->n, true);
     }
     progress_add(n);
 }
 
+static bool forward_rows(Model *m, int n) {
+    const Config *c = &m->config;
+    const Pass *p = m->state.pass;
+    for (int t = 0; t < n; t++) {
+        const size_t angles = (size_t)t * (c->head_dim / 2);
+        embed(m, p->rows[t].token, p->x + (size_t)t * c->dim);
+        rope_angles(c, p->rows[t].pos, p->cos + angles, p->sin + angles);
+    }
+    for (int l = 0; l < c->n_layers; l++) {
+        if (interrupted) return false;
+        layer_all(m, l, n);
+    }
+    return true;
+}
+
 static float *classify(Model *m, int first, int count) {
-    const State *s = &m->state;
+    const Pass *p = m->state.pass;
     for (int t = 0; t < count; t++) norm_row(m, m->weights.rms_final, first + t, t);
-    matmul_all(s->b, s->logits, &m->weights.classifier, &s->b->xq, count, false);
-    return s->logits;
+    matmul_all(p->b, p->logits, &m->weights.classifier, &p->b->xq, count, false);
+    return p->logits;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -5215,10 +5251,19 @@ static Batch *batch_init(const Config *c, int batch) {
                            .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : b->xq};
     for (int i = 0; i < n_threads; i++) {
         b->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
-                                      activations(panel_bytes(widest, group), 1),
+                                      activations(UNIT, widest + widest / group * sizeof(float)),
                                       floats(task_floats)};
     }
     return b;
+}
+
+static Pass *pass_init(const Config *c, int batch, int logit_rows) {
+    const size_t n = batch, half = c->head_dim / 2;
+    Pass *p = activations(1, sizeof(Pass));
+    *p = (Pass){.rows = activations(n, sizeof(Row)), .cos = floats(n * half),
+                .sin = floats(n * half), .x = floats(n * c->dim),
+                .logits = floats((size_t)logit_rows * c->vocab_size), .b = batch_init(c, batch)};
+    return p;
 }
 #endif
 
@@ -5240,10 +5285,12 @@ static int pool_blocks(const Config *c, int seq_len, int texts) {
     return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
+#ifndef PLAIN
 static void cache_copy(const Model *m, int to, int from) {
     const size_t size = block_size(&m->config);
     memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
 }
+#endif
 
 static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }
 
@@ -5251,19 +5298,21 @@ static void state_init(Model *m, int seq_len, int batch, int logit_rows, int tex
     const Config *c = &m->config;
     State *s = &m->state;
     const int group = c->group_size;
-    const size_t n = batch;
-    *s = (State){.seq_len = seq_len, .batch = batch, .rows = activations(n, sizeof(Row)),
-                 .cos = floats(n * c->head_dim / 2), .sin = floats(n * c->head_dim / 2),
-                 .x = floats(n * c->dim), .logits = floats((size_t)logit_rows * c->vocab_size),
-                 .logit_rows = logit_rows,
-                 .blocks = pool_blocks(c, seq_len, texts), .block_len = LANES,
+    const int half = c->head_dim / 2, text_blocks = (seq_len + LANES - 1) / LANES;
+    *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half),
                  .h = floats(c->dim), .xq = q8_init(c->dim, group), .q = floats(c->q_dim),
                  .k = floats(c->kv_dim), .v = floats(c->kv_dim), .a = floats(c->q_dim),
                  .aq = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim),
                  .up = floats(c->hidden_dim), .hq = q8_init(c->hidden_dim, group),
-                 .term = floats(c->n_experts), .share = floats(c->n_experts), .out = floats(c->dim),
-                 .y = floats(c->dim)};
-    s->b = batch_init(c, batch);
+                 .term = floats(c->n_experts), .share = floats(c->n_experts), .y = floats(c->dim),
+                 .out = floats(c->dim), .logits = floats(c->vocab_size), .seq_len = seq_len,
+                 .block_table = activations(text_blocks, sizeof(int)),
+                 .blocks = pool_blocks(c, seq_len, texts), .block_len = LANES, .batch = batch,
+                 .logit_rows = logit_rows};
+    for (int i = 0; i < text_blocks; i++) s->block_table[i] = i;
+#ifndef PLAIN
+    s->pass = pass_init(c, batch, logit_rows);
+#endif
     const size_t size = block_size(c) * sizeof(float);
     s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
 #ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses

@@ -19,7 +19,7 @@ typedef struct {
 } Rate;
 
 static Model m;
-static Text text;
+static int *text;
 static int ids[16384];
 static double effort = 1;  // less for a model that shows nothing but that everything runs
 
@@ -62,6 +62,7 @@ static void put_matrix(FILE *f, int64_t rows, int64_t cols, int group, int bits,
         scales[i] = row_length * (1 + i % 7 / 7.0f) / (110 * sqrtf(cols));
         halves[i] = (uint16_t)((load_i32(scales + i) >> 13) - (112 << 10));
     }
+    rows = (rows + PANEL - 1) / PANEL * PANEL;
     for (int64_t left = rows * cols * bits / 8; left > 0; left -= sizeof(block)) {
         for (size_t i = 0; i < 8192; i++) {  // SplitMix64's first steps
             const uint64_t z = rng += 0x9E3779B97F4A7C15u;
@@ -110,6 +111,7 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
     header[4] = layers;
     header[11] = group;
     memcpy(header + 0x5C / 4, &s->n_experts, 2 * sizeof(int32_t));
+    header[0x6C / 4] = 1;
     if (bits == 4) header[0x68 / 4] = 4, memcpy(header + 0x70 / 4, levels, 16);
     put(f, header, sizeof(header));
     put_ones(f, (int64_t)layers * 2 * dim + dim + (int64_t)layers * 2 * s->head_dim);
@@ -231,7 +233,7 @@ static double run_read(int kernel) {
 static double run_prompt(int n) {
     for (int at = 0; at < n; at += m.state.batch) {
         int count = min_int(m.state.batch, n - at);
-        forward_text(&m, &text, ids + at, count, at, at + count == n);
+        forward_text(&m, text, ids + at, count, at, at + count == n);
         if (at + count == n) classify(&m, 0, 1);
     }
     return n;
@@ -239,7 +241,7 @@ static double run_prompt(int n) {
 
 static double run_decode(int pos) {
     static int turn;  // another token each time: it chooses other experts
-    forward_text(&m, &text, ids + turn++ % 4096, 1, pos, 1);
+    forward_text(&m, text, ids + turn++ % 4096, 1, pos, 1);
     classify(&m, 0, 1);
     return 1;
 }
@@ -299,13 +301,11 @@ static double run_texts(int unused) {
 // The same without the list, sampling and writing: the prompts' rows, as many as fit into a pass, then
 // a row of each text, with its logits.
 static double run_passes(int unused) {
-    static Text texts[PLACES];
     static int blocks[PLACES][4096];
     const int length = list.prompt + list.answer, each = (length + m.state.block_len - 1) / m.state.block_len;
     (void)unused;
     for (int t = 0; t < PLACES; t++) {
         for (int i = 0; i < each; i++) blocks[t][i] = t * each + i;
-        texts[t].blocks = blocks[t];
     }
     for (int left = list.texts, n; left > 0; left -= n) {
         int rows = 0, needed = 0;
@@ -313,16 +313,19 @@ static double run_passes(int unused) {
         for (int i = 0; i < n * list.prompt; i++) {
             const int t = i / list.prompt, pos = i % list.prompt;
             const bool last = pos + 1 == list.prompt;
-            m.state.rows[rows++] = (Row){ids[i % 4096], pos, &texts[t], last};
+            m.state.pass->rows[rows++] = (Row){.token = ids[i % 4096], .pos = pos, .blocks = blocks[t], .needed = last};
             needed += last;
             if (rows < m.state.batch && i + 1 < n * list.prompt) continue;
-            forward(&m, rows);
+            forward_rows(&m, rows);
             if (needed) classify(&m, 0, needed);
             rows = needed = 0;
         }
         for (int pos = list.prompt; pos + 1 < length; pos++) {
-            for (int t = 0; t < n; t++) m.state.rows[t] = (Row){ids[(pos + 97 * t) % 4096], pos, &texts[t], true};
-            forward(&m, n);
+            for (int t = 0; t < n; t++) {
+                const int id = ids[(pos + 97 * t) % 4096];
+                m.state.pass->rows[t] = (Row){.token = id, .pos = pos, .blocks = blocks[t], .needed = true};
+            }
+            forward_rows(&m, n);
             classify(&m, 0, n);
         }
     }

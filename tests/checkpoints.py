@@ -170,7 +170,7 @@ class Checkpoint:
         if self.n_experts:
             out += struct.pack("<3I", self.n_experts, c["num_experts_per_tok"],
                                not c.get("norm_topk_prob"))
-        out = out.ljust(256, b"\0")
+        out = (out.ljust(0x6C, b"\0") + struct.pack("<I", 1)).ljust(256, b"\0")
 
         def layers(name, kind="weight"):
             return [value[f"layers.{i}.{name}.{kind}"] for i in range(c["num_hidden_layers"])]
@@ -192,7 +192,7 @@ class Checkpoint:
             matrices.append(value["lm_head.weight"])
         biases = [x for name in "qkv" if self.qwen2
                   for x in layers(f"self_attn.{name}_proj", "bias")]
-        return out + b"".join([naive_q8(x.tobytes(), group) for x in matrices]
+        return out + b"".join([in_panels(naive_q8(x.tobytes(), group), *x.shape) for x in matrices]
                               + [x.astype("<f4").tobytes() for x in biases])
 
 
@@ -204,6 +204,17 @@ def safetensors(items, dtype) -> bytes:
         data += raw.tobytes()
     text = json.dumps(head).encode()
     return struct.pack("<Q", len(text)) + text + data
+
+
+def in_panels(matrix: bytes, rows: int, columns: int) -> bytes:
+    """Values and scales of a matrix with 8 bits, row after row, in panels of 16 rows."""
+    out = b""
+    for words in np.split(np.frombuffer(matrix, "<u4"), [rows * columns // 4]):
+        words = words.reshape(rows, -1)
+        for i in range(0, rows, 16):
+            for word in words[i:i + 16].T:
+                out += word.tobytes().ljust(64, b"\0")
+    return out
 
 
 @functools.cache

@@ -9,7 +9,6 @@ enum { MOST_TOKENS = 4096, HEADS_PER_LINE = 4 };
 static App app;  // the program's state, as main() of qwen3.c has it
 static Model *const m = &app.engine.model;
 static Ids ids;
-static Text text;
 
 // A token's text as a JSON string, good until the next call
 static const char *piece(int id) {
@@ -28,7 +27,7 @@ static void print_tokens(void) {
 // The `count` most likely next tokens and their probabilities, as if no layer followed
 static void print_next(const char *format, int count) {
     const int vocab_size = m->config.vocab_size;
-    float *p = classify(m, (int)ids.n - 1, 1);
+    float *p = compute_logits(m);
     const float total = softmax_terms(p, vocab_size, max_of(p, vocab_size));
     for (int i = 0; i < count; i++) {
         const int best = argmax(p, vocab_size);
@@ -43,9 +42,9 @@ static void print_attention(int l) {
     static float score[MOST_TOKENS];
     const int n = (int)ids.n, n_heads = m->config.n_heads;
     for (int head = 0; head < n_heads; head++) {
-        const KvHead h = {m, &text, l, head / (n_heads / m->config.n_kv_heads)};
+        const int kv_head = head / (n_heads / m->config.n_kv_heads);
         const float *q = m->state.q + head * m->config.head_dim;
-        for (int i = 0; i < n; i++) score[i] = attention_score(h, q, i);
+        for (int i = 0; i < n; i++) score[i] = attention_score(m, l, kv_head, q, i);
         const float total = softmax_terms(score, n, max_of(score, n));
         const int best = argmax(score, n);
         const bool ends = head == n_heads - 1 || head % HEADS_PER_LINE == HEADS_PER_LINE - 1;
@@ -64,17 +63,13 @@ int main(int argc, char **argv) {
     const int n = (int)ids.n, n_layers = m->config.n_layers;
     if (n < 1 || n > m->state.batch)
         die("TEXT: expected 1 to %d tokens, found %d", m->state.batch, n);
-    text.blocks = alloc(m->state.blocks, sizeof(int), "the text");
-    for (int i = 0; i < m->state.blocks; i++) text.blocks[i] = i;
     print_tokens();
     printf("\nlayers |x|  next           "
            "share, position and token that each head attends to most\n");
     for (int l = 0; l <= n_layers; l++) {
         m->config.n_layers = l;
-        for (int t = 0; t < n; t++) m->state.rows[t] = (Row){ids.p[t], t, &text, true};
-        forward(m, n);
-        const float *x = m->state.x + (size_t)(n - 1) * m->config.dim;
-        printf("%3d %6.2f", l, sqrtf(sum_of(x, m->config.dim, true)));
+        for (int pos = 0; pos < n; pos++) forward(m, ids.p[pos], pos);
+        printf("%3d %6.2f", l, sqrtf(sum_of(m->state.x, m->config.dim, true)));
         print_next(l == 0 ? "  %.2f %s" : "  %.2f %-8s", 1);
         if (l > 0) print_attention(l - 1);
         printf("\n");

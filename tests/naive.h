@@ -4,7 +4,7 @@ static bool same_ids(const Ids *a, const Ids *b) {
     return a->n == b->n && (a->n == 0 || memcmp(a->p, b->p, a->n * sizeof(int)) == 0);
 }
 
-// Byte-pair encoding of a piece by its definition: the pair of neighbours with the highest score, the
+// Byte-pair encoding of a piece by its definition: the pair of neighbours with the highest priority, the
 // leftmost of equals, becomes one token, until no pair is a token.
 static void merge_naively(const Tokenizer *t, Bytes s, Ids *out) {
     enum { LONGEST = 300 };
@@ -13,10 +13,10 @@ static void merge_naively(const Tokenizer *t, Bytes s, Ids *out) {
     for (size_t i = 0; i <= n; i++) at[i] = i;
     for (;;) {
         size_t best = n;
-        float score = 0;
+        float priority = 0;
         for (size_t i = 0; i + 1 < n; i++) {
             int id = token_find(t, (Bytes){s.p + at[i], at[i + 2] - at[i]}, false);
-            if (id >= 0 && (best == n || t->score[id] > score)) best = i, score = t->score[id];
+            if (id >= 0 && (best == n || t->priority[id] > priority)) best = i, priority = t->priority[id];
         }
         if (best == n) break;
         memmove(at + best + 1, at + best + 2, (--n - best) * sizeof(*at));
@@ -25,14 +25,16 @@ static void merge_naively(const Tokenizer *t, Bytes s, Ids *out) {
 }
 
 // A text alone in the cache has its blocks in their order.
-static Text whole_cache(const State *s) {
-    Text text = {.blocks = alloc(s->blocks, sizeof(int), "a test")};
-    for (int i = 0; i < s->blocks; i++) text.blocks[i] = i;
-    return text;
+static int *whole_cache(const State *s) {
+    int *blocks = alloc(s->blocks, sizeof(int), "a test");
+    for (int i = 0; i < s->blocks; i++) blocks[i] = i;
+    return blocks;
 }
 
 // Runs n tokens of one text from position pos on. The last `needed` of them are needed.
-static bool forward_text(Model *m, const Text *text, const int *tokens, int n, int pos, int needed) {
-    for (int t = 0; t < n; t++) m->state.rows[t] = (Row){tokens[t], pos + t, text, t >= n - needed};
-    return forward(m, n);
+static bool forward_text(Model *m, const int *blocks, const int *tokens, int n, int pos, int needed) {
+    for (int t = 0; t < n; t++) {
+        m->state.pass->rows[t] = (Row){.token = tokens[t], .pos = pos + t, .blocks = blocks, .needed = t >= n - needed};
+    }
+    return forward_rows(m, n);
 }

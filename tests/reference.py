@@ -240,7 +240,8 @@ class Model(Transformer):
         assert magic == MAGIC and c["version"] == 1
         assert c["scaling"] in (0, 2) and bool(c["scaling"]) == bool(c["factor"])
         bits, experts, levels = c["bits"], c["n_experts"], np.frombuffer(data, "<i1", 16, 0x70)
-        assert bits in (0, 4) and not any(data[0x40:0x54] + data[0x6C:0x70] + data[0x80:256])
+        panels = data[0x80]  # 1: words of 16 rows alternate
+        assert bits in (0, 4) and panels < 2 and not any(data[0x40:0x54] + data[0x6C:0x70] + data[0x81:256])
         assert (np.diff(levels.astype(int)) > 0).all() if bits else not levels.any()
         assert 1 <= c["n_experts_used"] <= experts if experts else not any(data[0x5C:0x68])
         c |= dict(theta=c["theta"] or 1e6, eps=c["eps"] or 1e-6, qk_norm=1 - c["no_qk_norm"],
@@ -254,15 +255,18 @@ class Model(Transformer):
             at += array.nbytes
             return array
 
+        def take_rows(dtype, rows, words):
+            if not panels:
+                return take(dtype, rows, words)
+            return take(dtype, -(-rows // 16), words, 16).transpose(0, 2, 1).reshape(-1, words)[:rows]
+
         def values(rows, columns, bits):
+            words = np.ascontiguousarray(take_rows("<u4", rows, columns * (bits or 8) // 32))
+            scale = take_rows("<f2" if bits else "<f4", rows, columns // group).astype(F32)
             if not bits:
-                q = take("<i1", rows, columns)
-                return q, take("<f4", rows, columns // group)
-            pairs = take("u1", rows, columns // group, group // 2)
-            q = levels[np.concatenate([pairs & 15, pairs >> 4], axis=2)].reshape(rows, columns)
-            scale = take("<f2", rows, columns // group).astype(F32)
-            assert at % 4 == 0                              # so no padding follows: shapes are even
-            return q, scale
+                return words.view("<i1").reshape(rows, columns), scale
+            pairs = words.view("u1").reshape(rows, columns // group, group // 2)
+            return levels[np.concatenate([pairs & 15, pairs >> 4], axis=2)].reshape(rows, columns), scale
 
         def matrix(rows, columns, bits=0, experts=0):
             if not experts:
@@ -353,8 +357,15 @@ class Model(Transformer):
         w["head"] = w["embed"] if c["shared_classifier"] else matrix(tensors["lm_head.weight"])
         return cls(c, w)
 
-    def to_bin(self, path):
-        """Write model.bin as export.py should, in eight bits (q8 only)."""
+    def to_bin(self, path, panels=True):
+        """Write model.bin as export.py should, in eight bits (q8 only); without panels in the base format."""
+        def ordered(rows):
+            rows = np.concatenate([x.reshape(-1, x.shape[-1]) for x in rows])
+            if panels:
+                rows = np.pad(rows, ((0, -len(rows) % 16), (0, 0)))
+                rows = rows.reshape(-1, 16, rows.shape[1]).transpose(0, 2, 1)
+            return rows.tobytes()
+
         def unless(default, value):                         # the header has 0 for what is usual
             return 0 if value in (None, default) else value
 
@@ -362,7 +373,8 @@ class Model(Transformer):
         parts = [struct.pack(
             FORMAT, MAGIC, 1, *(c[name] for name in HEADER[1:]), unless(1e6, c["theta"]),
             unless(1e-6, c["eps"]), 2 * scaled, scaled * self.factor, c["bias"], 1 - c["qk_norm"],
-            *(c[name] for name in EXPERTS), 0).ljust(256, b"\0")]
+            *(c[name] for name in EXPERTS), 0).ljust(0x80, b"\0") + struct.pack("<I", panels)]
+        parts[0] = parts[0].ljust(256, b"\0")
         for name in ("att_norm", "ffn_norm", "norm", "q_norm", "k_norm", "router"):
             parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
         parts.append(self.freq.astype("<f4").tobytes() if scaled else b"")
@@ -371,8 +383,9 @@ class Model(Transformer):
             matrices += w[name]
         for m in matrices + ([] if c["shared_classifier"] else [w["head"]]):
             experts = m if isinstance(m, list) else [m]
-            parts += [m.grouped.astype(np.int8).tobytes() for m in experts]
-            parts += [m.row_scale.astype("<f4").tobytes() for m in experts]
+            parts.append(ordered([np.ascontiguousarray(m.grouped.astype(np.int8).reshape(
+                len(m.row_scale), -1)).view("<u4") for m in experts]))
+            parts.append(ordered([m.row_scale.astype("<f4") for m in experts]))
         for name in ("q_bias", "k_bias", "v_bias"):
             parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
         Path(path).write_bytes(b"".join(parts))

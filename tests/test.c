@@ -91,7 +91,7 @@ static float *random_floats(size_t n) {
 }
 
 static Matrix random_matrix(int rows, int cols, int group) {
-    size_t n = (size_t)rows * cols;
+    size_t n = (size_t)round_up(rows, PANEL) * cols;
     int8_t *q = alloc(n, 1, "a test");
     float *scale = random_floats(n / group);
     for (size_t i = 0; i < n; i++) q[i] = (int8_t)(below(256) - 128);  // -128 too, which export.py never writes
@@ -102,25 +102,25 @@ static Matrix random_matrix(int rows, int cols, int group) {
 static Matrix random_matrix_4(int rows, int cols, int group, Matrix *same) {
     static const int8_t levels[16] = {-128, -100, -78, -61, -46, -33, -21, -9,
                                       2, 13, 24, 36, 49, 64, 82, 127};
-    const size_t n_groups = (size_t)rows * cols / group;
-    uint8_t *nibbles = alloc((size_t)rows * cols / 2, 1, "a test");
+    const size_t n = (size_t)round_up(rows, PANEL) * cols, n_groups = n / group;
+    uint8_t *nibbles = alloc(n / 2, 1, "a test");
     uint16_t *half_scale = alloc(n_groups, sizeof(uint16_t), "a test");
-    int8_t *q = alloc((size_t)rows * cols, 1, "a test");
+    int8_t *q = alloc(n, 1, "a test");
     float *scale = random_floats(n_groups);
+    const Matrix w = {.rows = rows, .cols = cols, .group = group, .bits = 4, .bytes = (int8_t *)nibbles,
+                      .scales = half_scale, .levels = levels};
+    for (size_t i = 0; i < n / 2; i++) nibbles[i] = (uint8_t)below(256);
     for (size_t g = 0; g < n_groups; g++) {
         half_scale[g] = (uint16_t)below(0x7C00);  // every finite float of 16 bits that is not negative
         scale[g] = ldexpf(half_scale[g] % 1024 + (half_scale[g] < 1024 ? 0 : 1024),
                           max_int(half_scale[g] / 1024, 1) - 25);
-        for (int i = 0; i < group / 2; i++) {
-            const int low = below(16), high = below(16);
-            nibbles[g * (group / 2) + i] = (uint8_t)(high << 4 | low);
-            q[g * group + i] = levels[low];
-            q[g * group + group / 2 + i] = levels[high];
-        }
+    }
+    for (size_t i = 0; i < n; i++) {  // byte i % 4 of a word of row r
+        const int word = i / 4 / PANEL % (cols / 4), r = i / 4 % PANEL + i / cols / PANEL * PANEL;
+        q[i] = weight_q(&w, r, 4 * word + i % 4);
     }
     *same = (Matrix){.rows = rows, .cols = cols, .group = group, .bits = 8, .bytes = q, .scales = scale};
-    return (Matrix){.rows = rows, .cols = cols, .group = group, .bits = 4, .bytes = (int8_t *)nibbles,
-                    .scales = half_scale, .levels = levels};
+    return w;
 }
 
 typedef enum { QWEN3, QWEN2, EXPERTS } Kind;
@@ -217,15 +217,6 @@ INLINE VecI dot4_plain(VecI acc, VecI w, VecI x) {
 
 INLINE VecF mul_add_plain(VecF a, VecF b, VecF c) { return a * b + c; }
 
-INLINE VecI add_pairs_plain(VecI a, VecI b) {
-    VecI sums = {0};
-    for (int i = 0; i < LANES / 2; i++) {
-        sums[i] = a[2 * i] + a[2 * i + 1];
-        sums[LANES / 2 + i] = b[2 * i] + b[2 * i + 1];
-    }
-    return sums;
-}
-
 INLINE VecI pick_levels_plain(VecI table, VecI n) {
     VecI result = {0};
     for (size_t i = 0; i < sizeof(n); i++) {
@@ -242,28 +233,12 @@ static void test_primitives(void) {
             w[i] = (int8_t)(trial % 3 ? below(256) - 128 : -128 + 255 * below(2));
             x[i] = (int8_t)(trial % 3 ? below(255) - 127 : -127 + 254 * below(2));
         }
-        VecI xv = load_vector(x), wv = load_vector(w), acc, rows[LANES];
+        VecI xv = load_vector(x), wv = load_vector(w), acc;
         acc = wv >> 8;  // no overflow
         VecI a = dot4(acc, wv ^ splat(FLIP), xv), b = dot4_plain(acc, wv ^ splat(FLIP), xv);
         CHECK(memcmp(&a, &b, sizeof(a)) == 0);
-        for (int i = 0; i < LANES; i++) {
-            CHECK(zip_low(wv, xv)[i] == (i % 2 ? xv : wv)[i / 2]);
-            CHECK(zip_high(wv, xv)[i] == (i % 2 ? xv : wv)[LANES / 2 + i / 2]);
-        }
         a = pick_levels(level_table(x), wv), b = pick_levels_plain(level_table(x), wv);
         CHECK(memcmp(&a, &b, sizeof(a)) == 0);
-        a = add_pairs(wv >> 1, xv >> 1), b = add_pairs_plain(wv >> 1, xv >> 1);
-        CHECK(memcmp(&a, &b, sizeof(a)) == 0);
-        for (int n = 1; n <= LANES; n *= 2) {
-            for (int i = 0; i < n; i++) rows[i] = wv >> (8 + i);
-            VecI sums = n == LANES ? sum_each(rows, LANES) : n == LANES / 2 ? sum_each(rows, LANES / 2)
-                : n == LANES / 4 ? sum_each(rows, LANES / 4) : sum_each(rows, 1);
-            for (int i = 0; i < LANES && (n >= LANES / 4 || n == 1); i++) {
-                int32_t sum = 0;
-                for (int j = i * n; j < (i + 1) * n; j++) sum += wv[j % LANES] >> (8 + j / LANES);
-                CHECK(sums[i] == sum);
-            }
-        }
     }
     VecF a = splat_f(1.5f), b = splat_f(-0.25f), c = splat_f(3);
     for (int i = 0; i < LANES; i++) CHECK(mul_add_v(a, b, c)[i] == mul_add_plain(a, b, c)[i]);
@@ -326,12 +301,12 @@ static void test_quantize(void) {
 // Every kernel against the definition bit for bit, and that against doubles; rows and tokens that
 // fill no tile, and a sum that is added. w's weights are `same`'s.
 static void test_products(Matrix w, Matrix same) {
-    const int rows = w.rows, cols = w.cols, group = w.group, n = 2 * TILE_TOKENS + 2;
+    const int rows = w.rows, cols = w.cols, group = w.group, n = 3 * TILE_TOKENS + 2;
     float *in = random_floats((size_t)n * cols);
     float *one = random_floats(n * rows), *all = random_floats(n * rows);
-    Workspace own = {.panel = alloc(panel_bytes(cols, group), 1, "")};
+    Workspace own = {.panel = alloc(UNIT * (cols + cols / group * 4), 1, "")};
     Quantized x = quantized_init(n, cols, group);
-    memset(own.panel, 0xFF, panel_bytes(cols, group));  // NaN
+    memset(own.panel, 0xFF, UNIT * (cols + cols / group * 4));  // NaN
     for (int t = 0; t < n; t++) quantize_row(&x, t, 0, in + t * cols, cols, group);
     for (int i = 0; i < TILE_TOKENS * (cols / group); i++) {  // past the last token
         quantized_row(&x, n + i / (cols / group)).scale[i % (cols / group)] = NAN;
@@ -342,8 +317,8 @@ static void test_products(Matrix w, Matrix same) {
                               .n = min_int(few, n - t), .own = &own});
     }
     memset(all, 0, n * rows * sizeof(float));
-    for (int row = 0; row < rows; row += PANEL_ROWS + 1) {  // parts that fill no block, either
-        int end = min_int(row + PANEL_ROWS + 1, rows);
+    for (int row = 0; row < rows; row += STRIP + 1) {  // parts that fill no block, either
+        int end = min_int(row + STRIP + 1, rows);
         const Quantized from = quantized_row(&x, 1);
         Matmul part = {.w = &w, .x = &from, .out = all + rows + row, .stride = rows, .row_begin = row,
                        .row_end = end, .n = n - 1, .own = &own};
@@ -357,8 +332,7 @@ static void test_products(Matrix w, Matrix same) {
         for (int r = 0; r < rows; r++) {
             double sum = 0, size = 0;
             for (int i = 0; i < cols; i++) {
-                const size_t g = (size_t)r * (cols / group) + i / group;
-                double a = weight_q(&same, g, i % group) * (double)weight_scale(&same, g);
+                double a = weight_q(&same, r, i) * (double)weight_scale(&same, r, i / group);
                 double b = token.q8[i] * (double)token.scale[i / group];
                 sum += a * b;
                 size += fabs(a * b);
@@ -376,7 +350,7 @@ static void test_products(Matrix w, Matrix same) {
 
 static void test_matmul(void) {
     static const int rests[] = {3, LANES / 2};  // groups after the last whole vector
-    const int rows = 4 * LANES + PANEL_ROWS - 3;
+    const int rows = 4 * UNIT + STRIP - 3;
     for (int group = 32; group <= 256; group *= 2) {
         for (int i = 0; i < 2; i++) {
             const int cols = (2 * LANES + rests[i]) * group;
@@ -388,80 +362,61 @@ static void test_matmul(void) {
     }
 }
 
-// Fewer rows than a vector has lanes: nothing before the matrix is read, where a page is missing.
-static void test_few_rows(void) {
-#ifndef _WIN32
-    const size_t page = sysconf(_SC_PAGESIZE);
-    for (int rows = 1; rows < LANES; rows += LANES - 2) {
-        Matrix w = random_matrix(rows, 32, 32);
-        char *p = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        memcpy(p + page, w.bytes, rows * 32);
-        w.bytes = (int8_t *)p + page;
-        CHECK(mprotect(p, page, PROT_NONE) == 0);
-        test_products(w, w);
-        munmap(p, 2 * page);
-    }
-#endif
-}
-
 // A text of its own for each model: blocks in reverse order, so that nobody reads them as they lie
-static Text *scattered(const State *s) {
-    Text *text = alloc(1, sizeof(Text), "a test");
-    *text = whole_cache(s);
-    for (int i = 0; i < s->blocks; i++) text->blocks[i] = s->blocks - 1 - i;
-    return text;
+static int *scattered(State *s) {
+    s->block_table = whole_cache(s);
+    for (int i = 0; i < s->blocks; i++) s->block_table[i] = s->blocks - 1 - i;
+    return s->block_table;
 }
 
 // Store a key or a value (head_dim) of row t in layer b->l.
 static void put_key(const Batch *b, int t, int kv_head, const float *k) {
-    const Row *row = &b->s->rows[t];
-    const KvHead h = kv_head_of(b->m, b->l, t, kv_head);
-    for (int j = 0; j < b->c->head_dim; j++) *key_at(h, row->pos, j) = k[j];
+    const int pos = b->p->rows[t].pos;
+    for (int j = 0; j < b->c->head_dim; j++) *key_at(b->m, b->l, kv_head, pos, j) = k[j];
 }
 
 static void put_value(const Batch *b, int t, int kv_head, const float *v) {
-    const Row *row = &b->s->rows[t];
-    const KvHead h = kv_head_of(b->m, b->l, t, kv_head);
-    for (int j = 0; j < b->c->head_dim; j++) *value_at(h, row->pos, j) = v[j];
+    const int pos = b->p->rows[t].pos;
+    for (int j = 0; j < b->c->head_dim; j++) *value_at(b->m, b->l, kv_head, pos, j) = v[j];
 }
 
 // Random keys and values (head_dim) of layer b->l at the first n positions
-static void fill_cache(const Batch *b, const Text *text, int n) {
+static void fill_cache(const Batch *b, const int *blocks, int n) {
     const Config *c = b->c;
-    Row *row = b->s->rows;
+    Row *row = b->p->rows;
     for (int pos = 0; pos < n; pos++) {
-        *row = (Row){.pos = pos, .text = text};
+        *row = (Row){.pos = pos, .blocks = blocks};
         for (int h = 0; h < c->n_kv_heads; h++) {
             float *x = random_floats(2 * c->head_dim);
             put_key(b, 0, h, x);
             put_value(b, 0, h, x + c->head_dim);
             for (int j = 0; j < c->head_dim; j++) {
-                CHECK(*key_at(kv_head_of(b->m, b->l, 0, h), pos, j) == x[j]);
-                CHECK(*value_at(kv_head_of(b->m, b->l, 0, h), pos, j) == x[c->head_dim + j]);
+                CHECK(*key_at(b->m, b->l, h, pos, j) == x[j]);
+                CHECK(*value_at(b->m, b->l, h, pos, j) == x[c->head_dim + j]);
             }
         }
     }
 }
 
 // attend() against doubles, without spans
-static void check_attend(const Model *m, int l, int t, int head) {
-    const int head_dim = m->config.head_dim, len = m->state.rows[t].pos + 1;
+static void check_attend(const Model *m, int l, int head, int pos) {
+    const int head_dim = m->config.head_dim, len = pos + 1;
     double p[POSITIONS], total = 0, largest = -INFINITY;
     for (int i = 0; i < len; i++) {
-        p[i] = attention_score(kv_head_of(m, l, t, head / 2), m->state.q + head * head_dim, i);
+        p[i] = attention_score(m, l, head / 2, m->state.q + head * head_dim, i);
         largest = fmax(largest, p[i]);
     }
     for (int i = 0; i < len; i++) total += p[i] = exp(p[i] - largest);
     for (int j = 0; j < head_dim; j++) {
         double sum = 0;
-        for (int i = 0; i < len; i++) sum += p[i] * *value_at(kv_head_of(m, l, t, head / 2), i, j);
+        for (int i = 0; i < len; i++) sum += p[i] * *value_at(m, l, head / 2, i, j);
         const float found = m->state.a[head * head_dim + j];
-        CHECK(fabs(found - sum / total) <= 1e-5, "token %d, head %d, column %d", t, head, j);
+        CHECK(fabs(found - sum / total) <= 1e-5, "position %d, head %d, column %d", pos, head, j);
     }
 }
 
 // attend_all() against attend(), bit for bit
-static void check_attention(Batch *b) {
+static void check_attention(Model *m, Batch *b) {
     const Config *c = b->c;
     const size_t size = c->head_dim * sizeof(float);
     attend_all(b);
@@ -469,9 +424,9 @@ static void check_attention(Batch *b) {
         memcpy(b->s->q, b->q + t * c->q_dim, c->q_dim * sizeof(float));
         for (int h = 0; h < c->n_heads; h++) {
             const int at = h * c->head_dim;
-            attend(b->m, b->l, t, h);
+            attend(m, b->l, h, b->p->rows[t].pos);
             CHECK(!memcmp(b->a + t * c->q_dim + at, b->s->a + at, size), "token %d, head %d", t, h);
-            check_attend(b->m, b->l, t, h);
+            check_attend(m, b->l, h, b->p->rows[t].pos);
         }
     }
 }
@@ -483,17 +438,17 @@ static void test_attention(void) {
         Model m = random_model(32, head_dims[i], 40, QWEN3);
         State *s = &m.state;
         Batch *b = start_layer(&m, 1, 0);
-        const Text *text = scattered(s);
-        fill_cache(b, text, POSITIONS);
+        const int *blocks = scattered(s);
+        fill_cache(b, blocks, POSITIONS);
         for (int round = 0; round < 10; round++) {
             b->n = round == 8 ? 2 : 1 + round % 4 * 13;
             int start = below(round < 4 ? 101 - b->n : POSITIONS + 1 - b->n);
             if (round == 4 || (round >= 6 && round <= 8)) start = 2 * SPAN + 1;
             if (round == 5) start = SPAN - 6;  // across spans
-            for (int t = 0; t < b->n; t++) s->rows[t] = (Row){.pos = start + t, .text = text};
+            for (int t = 0; t < b->n; t++) s->pass->rows[t] = (Row){.pos = start + t, .blocks = blocks};
             b->q = random_floats(b->n * m.config.q_dim);
             for (int j = 0; j < b->n * m.config.q_dim; j++) b->q[j] *= 5;
-            check_attention(b);
+            check_attention(&m, b);
         }
     }
 }
@@ -505,18 +460,18 @@ static void test_attention_not_finite(void) {
         State *s = &m.state;
         Batch *b = start_layer(&m, 0, 1);
         float huge[32], nan[32];
-        const Text *text = scattered(s);
-        fill_cache(b, text, POSITIONS);
+        const int *blocks = scattered(s);
+        fill_cache(b, blocks, POSITIONS);
         for (int j = 0; j < 32; j++) huge[j] = -3e38f, nan[j] = NAN;
-        for (int i = 0; i < SPAN; i++) s->rows[0].pos = i + round * SPAN, put_key(b, 0, 0, huge);
-        s->rows[0].pos = round * SPAN + 10;
+        for (int i = 0; i < SPAN; i++) s->pass->rows[0].pos = i + round * SPAN, put_key(b, 0, 0, huge);
+        s->pass->rows[0].pos = round * SPAN + 10;
         put_key(b, 0, 1, nan);
-        s->rows[0].pos = POSITIONS - 1;
+        s->pass->rows[0].pos = POSITIONS - 1;
         for (int i = 0; i < m.config.q_dim; i++) b->q[i] = s->q[i] = 5;
         attend_all(b);
         for (int h = 0; h < 4; h++) {
             const float found = b->a[h * 32];
-            attend(&m, 0, 0, h);
+            attend(&m, 0, h, POSITIONS - 1);
             CHECK(h < 2 ? found == s->a[h * 32] : isnan(found) && isnan(s->a[h * 32]), "head %d: %g", h, found);
         }
     }
@@ -529,22 +484,22 @@ static void test_attention_reads_nothing_later(void) {
     for (int trial = 0; trial < 100; trial++) {
         static float finite[40 * 4 * WIDEST];
         Model m = random_model(32, trial % 2 ? 40 : 64, 40, QWEN3);
-        const Text *text = scattered(&m.state);
+        const int *blocks = scattered(&m.state);
         const int n = 1 + below(40), start = trial % 3 ? below(300) : SPAN - below(n);
         const int bad = below(n + 1), q_dim = m.config.q_dim;
         Batch *b = start_layer(&m, 0, n);
         float huge[WIDEST];
         for (int j = 0; j < WIDEST; j++) huge[j] = values[(trial + j * (trial % 5 == 0)) % 3];
-        fill_cache(b, text, POSITIONS);
+        fill_cache(b, blocks, POSITIONS);
         memcpy(b->q, random_floats(n * q_dim), n * q_dim * sizeof(float));
-        for (int t = 0; t < n; t++) m.state.rows[t] = (Row){.pos = start + t, .text = text};
+        for (int t = 0; t < n; t++) m.state.pass->rows[t] = (Row){.pos = start + t, .blocks = blocks};
         attend_all(b);
         memcpy(finite, b->a, n * q_dim * sizeof(float));
         for (int pos = start + bad; pos < start + n + 2 * LANES; pos += pos < start + n ? n : 1) {
-            m.state.rows[0].pos = pos;
+            m.state.pass->rows[0].pos = pos;
             for (int h = 0; h < 2; h++) put_key(b, 0, h, huge), put_value(b, 0, h, huge);
         }
-        m.state.rows[0].pos = start;
+        m.state.pass->rows[0].pos = start;
         attend_all(b);
         for (int t = 0; t < n; t++) {
             CHECK(memcmp(b->a + t * q_dim, finite + t * q_dim, q_dim * sizeof(float)) == 0 || t >= bad,
@@ -560,19 +515,19 @@ static void test_attention_one_hot(void) {
     State *s = &m.state;
     const Config *c = &m.config;
     Batch *b = start_layer(&m, 1, 3);
-    const Text *text = scattered(s);
-    fill_cache(b, text, 40);
+    const int *blocks = scattered(s);
+    fill_cache(b, blocks, 40);
     int wanted[3 * 4];  // by tokens and heads
     for (int i = 0; i < 3 * c->n_heads; i++) {
-        s->rows[i / c->n_heads] = (Row){.pos = 37 + i / c->n_heads, .text = text};
+        s->pass->rows[i / c->n_heads] = (Row){.pos = 37 + i / c->n_heads, .blocks = blocks};
         wanted[i] = below(38 + i / c->n_heads);
         for (int j = 0; j < c->head_dim; j++)
-            b->q[i * c->head_dim + j] = 400 * *key_at(kv_head_of(&m, b->l, 0, i % c->n_heads / 2), wanted[i], j);
+            b->q[i * c->head_dim + j] = 400 * *key_at(&m, b->l, i % c->n_heads / 2, wanted[i], j);
     }
     attend_all(b);
     for (int i = 0; i < 3 * c->n_heads; i++) {
         for (int j = 0; j < c->head_dim; j++) {
-            float expected = *value_at(kv_head_of(&m, b->l, 0, i % c->n_heads / 2), wanted[i], j);
+            float expected = *value_at(&m, b->l, i % c->n_heads / 2, wanted[i], j);
             CHECK(fabsf(b->a[i * c->head_dim + j] - expected) < 0.01f, "row %d, column %d", i, j);
         }
     }
@@ -590,10 +545,10 @@ static void test_batches(void) {
             rng = same;
             Model m = random_model(64, head_dim, 60, kind);
             float *logits = random_floats(60 * 77);
-            const Text *text = scattered(&m.state);
+            const int *blocks = scattered(&m.state);
             for (int pos = 0; pos < 60; pos += batch) {
                 int n = min_int(batch, 60 - pos);
-                CHECK(forward_text(&m, text, tokens + pos, n, pos, n));
+                CHECK(forward_text(&m, blocks, tokens + pos, n, pos, n));
                 memcpy(logits + pos * 77, classify(&m, 0, n), n * 77 * sizeof(float));
             }
             if (expected) CHECK(!memcmp(logits, expected, 60 * 77 * sizeof(float)), "batch %d", batch);
@@ -603,33 +558,30 @@ static void test_batches(void) {
     }
 }
 
-// Layers of all kinds of models, bit for bit as layer() defines them; the cache, too; then the logits
+// Layers of all kinds of models, bit for bit as forward() defines them; the cache, too; then the logits
 static void test_layers(void) {
     for (int kind = QWEN3; kind <= EXPERTS; kind++) {
         for (int n = 1; n <= 40; n += 13) {
             Model m = random_model(32, kind == QWEN2 ? 48 : 64, 40, kind), plain = m;
             const Config *c = &m.config;
-            const Text *text = scattered(&m.state);
+            const int *blocks = scattered(&m.state);
             state_init(&plain, POSITIONS, 40, 40, 1);
             Batch *b = start_layer(&m, 0, 0);
-            for (b->l = 0; b->l < 2; b->l++) fill_cache(b, text, 300);
+            for (b->l = 0; b->l < 2; b->l++) fill_cache(b, blocks, 300);
             memcpy(plain.state.cache, m.state.cache, m.state.blocks * block_size(c) * sizeof(float));
+            plain.state.block_table = m.state.block_table;
             for (int t = 0; t < n; t++) {
-                m.state.rows[t] = plain.state.rows[t] = (Row){below(77), 250 + t, text, true};
-                embed(&m, t);
-                embed(&plain, t);
+                m.state.pass->rows[t] = (Row){.token = below(77), .pos = 250 + t, .blocks = blocks, .needed = true};
             }
-            for (int l = 0; l < 2; l++) {
-                layer_all(&m, l, n);
-                for (int t = 0; t < n; t++) layer(&plain, l, t);
-                CHECK(!memcmp(m.state.x, plain.state.x, n * c->dim * sizeof(float)), "kind %d, layer %d", kind, l);
-            }
-            CHECK(!memcmp(m.state.cache, plain.state.cache, m.state.blocks * block_size(c) * sizeof(float)));
+            CHECK(forward_rows(&m, n));
             const float *logits = classify(&m, 0, n);
             for (int t = 0; t < n; t++, logits += 77) {
-                scores(&plain, t, plain.state.logits);
-                CHECK(!memcmp(logits, plain.state.logits, 77 * sizeof(float)), "kind %d, row %d", kind, t);
+                const Row *row = &m.state.pass->rows[t];
+                CHECK(forward(&plain, row->token, row->pos));
+                CHECK(!memcmp(m.state.pass->x + t * c->dim, plain.state.x, c->dim * sizeof(float)), "row %d", t);
+                CHECK(!memcmp(logits, compute_logits(&plain), 77 * sizeof(float)), "kind %d, row %d", kind, t);
             }
+            CHECK(!memcmp(m.state.cache, plain.state.cache, m.state.blocks * block_size(c) * sizeof(float)));
         }
     }
 }
@@ -672,11 +624,11 @@ static void test_experts_not_finite(void) {
     }
     Model m = random_model(32, 32, 20, EXPERTS);
     Batch *b = start_layer(&m, 0, 20);
-    memcpy(m.state.x, random_floats(20 * m.config.dim), 20 * m.config.dim * sizeof(float));
-    m.state.x[5 * m.config.dim + 3] = -INFINITY;
+    memcpy(m.state.pass->x, random_floats(20 * m.config.dim), 20 * m.config.dim * sizeof(float));
+    m.state.pass->x[5 * m.config.dim + 3] = -INFINITY;
     norm_all(b, b->w->rms_ffn);
     experts_all(b);
-    for (int t = 0; t < 20; t++) CHECK(isfinite(m.state.x[t * m.config.dim]) == (t != 5), "token %d", t);
+    for (int t = 0; t < 20; t++) CHECK(isfinite(m.state.pass->x[t * m.config.dim]) == (t != 5), "token %d", t);
     CHECK(b->routing.place[b->routing.n_active] == 19 * 3);
 }
 
@@ -716,10 +668,10 @@ static void test_frequencies(void) {
     g.rope_scaling = 2, g.rope_freq = freq;
     for (int j = 0; j < 4; j++) CHECK(rope_frequency(&g, j) == freq[j], "j %d", j);
     Model m = random_model(32, 32, 1, false);
-    embed(&m, 0);
+    rope_angles(&m.config, 0, m.state.cos, m.state.sin);
     CHECK(m.state.cos[0] == 1);
     m.config.rope_scaling = 2, m.config.rope_factor = 1.25f, m.config.rope_freq = random_floats(64);
-    embed(&m, 0);
+    rope_angles(&m.config, 0, m.state.cos, m.state.sin);
     CHECK(m.state.cos[0] == 1.25f && m.state.sin[0] == 0);
 }
 
@@ -838,7 +790,8 @@ static void test_draft(void) {
         int ids[80], n = NGRAM + below(60), most = below(2 * draft_rows()), from = n - 1;
         int users[80] = {0}, blocks[80], limit = below(3);  // what limits the draft
         Engine e = {.users = users, .n_unused = limit == 1 ? most : 80 - n};
-        Text a = {.ids = {ids, n, 80}, .blocks = blocks};
+        Slot slot = {.blocks = blocks};
+        Text a = {.ids = {ids, n, 80}, .slot = &slot};
         e.model.state.block_len = 1;
         e.model.state.seq_len = limit == 0 ? n + most : 80;
         for (int i = 0; i < n; i++) ids[i] = below(2);
@@ -852,10 +805,10 @@ static void test_draft(void) {
         draft_text(&e, &a, limit == 2 ? min_int(most, 80 - n) : 80);
         if (limit == 2) most = min_int(most, 80 - n);
         if (limit == 1) most = min_int(most, 80 - n);
-        CHECK(a.guesses == (from >= NGRAM ? most : 0), "%d guesses, not %d", a.guesses, most);
-        CHECK(e.credit == -a.guesses * DRAFT_COST && a.n_blocks == n + a.guesses);
-        for (int i = 0; i < a.guesses; i++) CHECK(ids[n + i] == ids[from + i % (n - from)]);
-        for (int i = n + a.guesses; i < 80; i++) CHECK(ids[i] == -1);
+        CHECK(slot.guesses == (from >= NGRAM ? most : 0), "%d guesses, not %d", slot.guesses, most);
+        CHECK(e.credit == -slot.guesses * DRAFT_COST && slot.n_blocks == n + slot.guesses);
+        for (int i = 0; i < slot.guesses; i++) CHECK(ids[n + i] == ids[from + i % (n - from)]);
+        for (int i = n + slot.guesses; i < 80; i++) CHECK(ids[i] == -1);
     }
 }
 
@@ -867,10 +820,11 @@ static void start_engine(Engine *e, const Sampler *sampler) {
     e->n_running = e->n_active = 0;
     e->n_unused = e->model.state.blocks;
     e->users = alloc(e->model.state.blocks, sizeof(int), "a test");
+    e->nll = alloc(e->model.state.logit_rows, sizeof(double), "a test");
     for (int i = 0; i < 2; i++) {
         e->active[i] = &e->places[i];
-        e->places[i] = (Text){.sampler = *sampler, .writer = &writer};
-        e->places[i].blocks = alloc(200, sizeof(int), "a test");
+        e->places[i] = (Text){.sampler = *sampler, .writer = &writer, .slot = &e->slots[i]};
+        e->slots[i].blocks = alloc(200, sizeof(int), "a test");
         e->places[i].ids.p = grow(NULL, &e->places[i].ids.cap, 0, 200, sizeof(int));
     }
 }
@@ -899,9 +853,9 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
         a->sampler.rng = all.rng;
         all.passes[turn] = -1;  // but the prompt's
         const int before = allocations;
-        for (; a->ending == GOES_ON && run_pass(e); draw_all(e)) all.passes[turn] += e->needed > 0;
+        for (; a->ending == GOES_ON && forward_texts(e); draw_all(e)) all.passes[turn] += e->needed > 0;
         CHECK(allocations == before, "%d while decoding", allocations - before);
-        all.reused[turn] = a->cached;
+        all.reused[turn] = a->slot->cached;
         all.ending[turn] = a->ending;
         all.rng = a->sampler.rng;
         remove_text(e, a);
@@ -920,7 +874,7 @@ static void test_drafts(void) {
     static Engine e[2];
     int passes[2] = {0}, endings[FAILED + 1] = {0};
     for (int k = 0; k < 2; k++) {
-        rng = 77;
+        rng = 78;  // whose model repeats itself
         e[k].model = random_model(32, 8, k ? 16 : 1, false);
         int vocab_size = e[k].model.config.vocab_size;
         e[k].tokenizer = (Tokenizer){.vocab_size = vocab_size, .think = -1, .end_think = -1,
@@ -972,9 +926,9 @@ static void test_drafts(void) {
     a->run = 49;
     for (int pass = 1; pass <= 5000; pass++) {
         schedule(&e[1]);
-        CHECK(a->guesses == 0 || a->guesses == draft_rows() - 1, "%d ids", a->guesses);
-        CHECK(!a->guesses || (TILE_TOKENS > 1));
-        drafts += a->guesses > 0;
+        CHECK(a->slot->guesses == 0 || a->slot->guesses == draft_rows() - 1, "%d ids", a->slot->guesses);
+        CHECK(!a->slot->guesses || (TILE_TOKENS > 1));
+        drafts += a->slot->guesses > 0;
     }
     const int passes_each = DRAFT_COST * (draft_rows() - 1);
     if (TILE_TOKENS > 1) CHECK(drafts == 1 + 5000 / passes_each, "%d drafts", drafts);
@@ -992,8 +946,10 @@ static void test_draft_that_overflows(void) {
         Model *m = &e.model;
         *m = random_model(32, 8, 16, QWEN3);
         float *column = (float *)m->weights.embedding.scales, *wv = (float *)m->weights.layers[0].wv.scales;
-        for (int id = 0; id < 77; id++) column[2 * id] = id == BAD ? 1 : 0;     // the first group of x
-        for (int row = 0; row < m->config.kv_dim; row++) wv[2 * row] = 3e38f;   // which only V reads so
+        for (int id = 0; id < 77; id++)     // the first group of x
+            column[id / PANEL * 2 * PANEL + id % PANEL] = id == BAD ? 1 : 0;
+        for (int row = 0; row < m->config.kv_dim; row++)  // which only V reads so
+            wv[row / PANEL * 2 * PANEL + row % PANEL] = 3e38f;
         m->state.logit_rows = min_int(16, 2 * draft_rows());
         Writer writer = {0};
         e.tokenizer = (Tokenizer){.vocab_size = 77, .think = -1, .end_think = -1,
@@ -1002,13 +958,13 @@ static void test_draft_that_overflows(void) {
         start_engine(&e, &sampler);
         Text *a = add_text(&e, context, N);
         a->writer = &writer;
-        CHECK(run_pass(&e) && e.needed == 1);
-        CHECK(append_id(&e, a, 5) == GOES_ON);
+        CHECK(forward_texts(&e) && e.needed == 1);
+        CHECK(append_id(&e.tokenizer, a, 5) == GOES_ON);
         a->ids.p[5] = BAD;  // what 1 2 3 4 5 was followed by
         e.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
-        CHECK(run_pass(&e) && (a->drafted > 0) == (drafting && TILE_TOKENS > 1));
+        CHECK(forward_texts(&e) && (a->slot->drafted > 0) == (drafting && TILE_TOKENS > 1));
         draw_all(&e);  // with temperature 0: the logits stay as they are
-        const float *logits = m->state.logits;
+        const float *logits = m->state.pass->logits;
         CHECK(a->run == N + 1 && a->ids.n == N + 2 && isfinite(sum_double(logits, 77)));
         if (drafting) CHECK(!memcmp(expected, logits, sizeof(expected)));
         memcpy(expected, logits, sizeof(expected));
@@ -1019,8 +975,7 @@ static void test_draft_that_overflows(void) {
 static void test_far_positions(void) {
     Model m = random_model(64, 64, 1, false);
     for (int pos = 1; pos < 1 << 20; pos = pos * 3 + 1) {
-        m.state.rows[0] = (Row){.token = 1, .pos = pos};
-        embed(&m, 0);
+        rope_angles(&m.config, pos, m.state.cos, m.state.sin);
         for (int j = 0; j < 32; j++) {
             double angle = (double)((float)pos * (float)pow(1e4, -2.0 * j / 64));
             CHECK(fabs(m.state.cos[j] - cos(angle)) < 4e-7 * angle + 1e-6, "%d, %d", pos, j);
@@ -1100,16 +1055,16 @@ static void test_merging(void) {
     Tables *tables = alloc(1, sizeof(Tables), "");
     for (int trial = 0; trial < 300; trial++) {
         Tokenizer t = {.tables = tables, .vocab_size = 256 + MERGES, .text = alloc(256 + MERGES, sizeof(Bytes), ""),
-                       .score = alloc(256 + MERGES, 4, ""), .kind = alloc(256 + MERGES, 1, "")};
+                       .priority = alloc(256 + MERGES, 4, ""), .kind = alloc(256 + MERGES, 1, "")};
         int letters = 1 + trial % 3;
         for (int id = 0; id < t.vocab_size; id++) {
             t.text[id] = (Bytes){text[id], id < 256 ? 1 : 2 + below(trial % 2 ? 3 : 6)};
-            t.score[id] = (float)-below(trial % 4 ? 100000 : 3);
-            if (trial % 4 == 1) t.score[id] = 50000 + t.score[id];      // of either sign
-            if (t.score[id] == 0 && below(2)) t.score[id] = -0.0f;      // equal to 0
+            t.priority[id] = (float)-below(trial % 4 ? 100000 : 3);
+            if (trial % 4 == 1) t.priority[id] = 50000 + t.priority[id];      // of either sign
+            if (t.priority[id] == 0 && below(2)) t.priority[id] = -0.0f;      // equal to 0
             text[id][0] = (uint8_t)id;
             for (size_t i = 0; i < t.text[id].n && id >= 256; i++) text[id][i] = 'a' + below(letters);
-            if (id >= 256 && trial % 5 == 0) t.score[id] = (float)(256 - id);
+            if (id >= 256 && trial % 5 == 0) t.priority[id] = (float)(256 - id);
         }
         index_tokens(&t, "a test");
         e.tok = &t;
@@ -1133,7 +1088,7 @@ static void test_added(void) {
         uint8_t s[LONGEST], letters[256 + TOKENS][8], kind[256 + TOKENS] = {0};
         float score[256 + TOKENS] = {0};
         Bytes text[256 + TOKENS], rest = {s, below(LONGEST)};
-        Tokenizer t = {.tables = tables, .vocab_size = 256 + TOKENS, .text = text, .kind = kind, .score = score};
+        Tokenizer t = {.tables = tables, .vocab_size = 256 + TOKENS, .text = text, .kind = kind, .priority = score};
         for (size_t i = 0; i < LONGEST; i++) s[i] = (uint8_t)('a' + below(2));
         for (int id = 0; id < 256 + TOKENS; id++) {
             text[id] = (Bytes){letters[id], id < 256 ? 1 : 2 + below(6)};
@@ -1522,11 +1477,12 @@ static void test_progress_of_a_list(void) {
         l.done = cases[i].done;
         e.n_active = cases[i].active;
         e.n_running = e.n_active - 1;
-        e.rows = cases[i].done * 100 + cases[i].active * cases[i].run;
+        e.n_rows = cases[i].done * 100 + cases[i].active * cases[i].run;
         for (int k = 0; k < e.n_active; k++) {
             e.active[k] = &e.places[k];
+            e.places[k].slot = &e.slots[k];
             e.places[k].run = cases[i].run + 30;
-            e.places[k].cached = 30;
+            e.slots[k].cached = 30;
         }
         progress = (struct Progress){.start = now() - 10};
         dup2(theirs, STDERR_FILENO);
@@ -1540,7 +1496,7 @@ static void test_progress_of_a_list(void) {
         CHECK(rate && end, "case %zu: %s", i, text);
         if (!rate || !end) continue;
         const char *at = strchr(cases[i].shown, '@') + 1;
-        CHECK(fabs(atof(rate + 9) * 10 - (double)e.rows) < 0.1 * (double)e.rows, "case %zu: %s", i, text);
+        CHECK(fabs(atof(rate + 9) * 10 - (double)e.n_rows) < 0.1 * (double)e.n_rows, "case %zu: %s", i, text);
         snprintf(expected, sizeof(expected), "\r%.*s%.*s%s\033[K", (int)(at - 1 - cases[i].shown), cases[i].shown,
                  (int)(end - rate - 9), rate + 9, at);
         CHECK(!strcmp(text, expected), "case %zu: %s", i, text + 1);
@@ -1556,7 +1512,8 @@ static void test_progress_of_a_list(void) {
 static void test_far_logits(void) {
     static Engine e;
     static float logits;
-    e.model.state.logits = &logits;
+    Pass pass = {.logits = &logits};
+    e.model.state.pass = &pass;
     e.tokenizer.vocab_size = 1 << 30;
     CHECK((uintptr_t)logits_of(&e, 31) - (uintptr_t)&logits == 4 * 31ull << 30);
 }
@@ -1587,7 +1544,6 @@ static int unit_tests(void) {
     test_half_float();
     test_quantize();
     test_matmul();
-    test_few_rows();
     test_attention();
     test_attention_not_finite();
     test_attention_reads_nothing_later();
@@ -1694,7 +1650,7 @@ static int run_small_pool(int argc, char **argv) {  // argv: BLOCKS, and qwen3's
     most_blocks = atoi(argv[0]);
     app.options = parse_options(argc, argv);
     const int status = run_mode(&app);
-    if (!quiet) fprintf(stderr, "%zu rows\n", app.engine.rows);
+    if (!quiet) fprintf(stderr, "%zu rows\n", app.engine.n_rows);
     return status;
 }
 

@@ -81,6 +81,18 @@ def test_same_bytes(tiny, n):
         assert json.loads(line)["mass"] == json.loads(other)["mass"]
 
 
+def test_a_text_that_begins_with_another_and_its_answer(tiny):
+    """In a full list a given answer takes the place of the one before: what lies behind the prompt is not shared."""
+    prompt = "I think that " * 9 + "Tell me a story of the old lighthouse"
+    answers = [" keeper who saw the wind and the harvest of the sea and the old man and the boat in the long night of the"
+               " storm and the light", " on the ", " and a think", " on the sea with"]
+    texts = [prompt, prompt + answers[0] + " and then", *(f"number {i} is" for i in range(40))]
+    for batch in (32, 64, 512):
+        lines = run_list(tiny, texts, answers, "-m", "generate", "-b", batch)
+        for text, line in list(zip(texts, lines))[:2]:
+            assert run_list(tiny, [text], answers, "-m", "generate") == [line]
+
+
 def test_one_text(tiny):
     result = qwen3(tiny, "-i", "Tell me a story", "-o", "yes|no")
     line = json.loads(run_list(tiny, ["Tell me a story"], ["yes", "no"])[0])
