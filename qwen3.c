@@ -4694,8 +4694,9 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
     const Quantized x = quantized_row(part->x, t);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const char *words[FEW_VECS], *scales[FEW_VECS];
-    VecF acc[TILE_TOKENS][FEW_VECS] = {0};
+    VecF acc[TILE_TOKENS][FEW_VECS];
     UNROLL for (int v = 0; v < vecs; v++) {
+        UNROLL for (int i = 0; i < tokens; i++) acc[i][v] = splat_f(0);
         const int r = min_int(row + v * LANES, last);
         const size_t panel = r / PANEL * PANEL, lane = r % PANEL;
         words[v] = (const char *)w->bytes + panel * w->cols * bits / 8 + lane * 4;
@@ -4762,28 +4763,29 @@ INLINE void matmul_few(const Matmul *part, int row, int end, const int bits) {
 }
 
 // The unit of rows from `row` on, a multiple of PANEL, as a matrix of 8 bits, ^ FLIP: for many
-// tokens, this is done once.
+// tokens, this is done once. Its groups are those of the unit's panels, one after the other.
 static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
-    enum { STEP = PANEL / LANES };              // vectors of a word of a panel's rows
-    const int n_groups = w->cols / w->group, half = w->group / 8;  // words of half a group
-    const int rows = min_int(UNIT, round_up(w->rows - row, PANEL)), words = w->cols * w->bits / 32;
-    const int8_t *from = w->bytes + (size_t)row * words * 4;
-    float *scales = (float *)(at + UNIT * w->cols);
-    const VecI levels = w->bits == 4 ? level_table(w->levels) : splat(0);
-    for (int k = 0; k < rows / PANEL * words; k++) {
-        VecI *to = (VecI *)at + (w->bits == 8 ? k : k + k / half * half) * STEP;
-        for (int v = 0; v < STEP; v++, to++, from += sizeof(VecI)) {
+    const int rows = min_int(UNIT, round_up(w->rows - row, PANEL)), bits = w->bits;
+    const int n_groups = w->cols / w->group, groups = rows / PANEL * n_groups;
+    const int vectors = w->group * bits / 32 * PANEL / LANES;  // of a group of a panel's rows
+    const int8_t *from = w->bytes + (size_t)row * w->cols * bits / 8;
+    const char *scales = (const char *)w->scales + (size_t)row * n_groups * bits / 2;
+    const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
+    VecI *to = (VecI *)at;
+    if (bits == 8 && W_BIAS == 0) return (Matrix){rows, w->cols, w->group, 8, from, scales, NULL};
+    for (int g = 0; g < groups; g++, to += bits == 4 ? vectors : 0) {
+        for (int i = 0; i < vectors; i++, to++, from += sizeof(VecI)) {
             const VecI b = load_vector(from);
             to[0] = b ^ splat(FLIP);
-            if (w->bits == 4) to[0] = pick_levels(levels, b);
-            if (w->bits == 4) to[half * STEP] = pick_levels(levels, b >> 4);
+            if (bits == 4) to[0] = pick_levels(levels, b);
+            if (bits == 4) to[vectors] = pick_levels(levels, b >> 4);
         }
     }
-    for (int r = 0; r < rows; r += PANEL) {
-        for (int i = 0; i < PANEL * n_groups; i++)
-            scales[r * n_groups + i] = weight_scale(w, row + r + i % PANEL, i / PANEL);
-    }
-    return (Matrix){rows, w->cols, w->group, 8, at, scales, NULL};
+    if (bits == 8) return (Matrix){rows, w->cols, w->group, 8, at, scales, NULL};
+    VecF *floats = (VecF *)(at + UNIT * w->cols);
+    for (int i = 0; i < groups * PANEL / LANES; i++)
+        floats[i] = load_halves((const uint16_t *)scales + i * LANES);
+    return (Matrix){rows, w->cols, w->group, 8, at, floats, NULL};
 }
 
 // A unit of rows and many tokens: each tile prefetches an equal share of the next unit.
