@@ -1251,10 +1251,16 @@ static bool forward_rows(Model *m, int n);
 // whose row i has those of row first + i.
 static float *classify(Model *m, int first, int count);
 
-// Calls job(arg, begin, end) for ranges of 0 .. count - 1, on all threads, and returns when all are
-// done. A range begins at a multiple of `chunk`. Jobs themselves never call parallel().
-typedef void (*Job)(void *arg, int begin, int end);
-static void parallel(Job job, void *arg, int count, int chunk);
+// All threads run job(arg), and on_all_threads returns when the last has. They share its loops EACH
+// and SHARES: one thread runs an item of 0 .. count - 1, and all are done before any goes on. A
+// share begins at a multiple of `chunk`. Such a loop must not be left by break or return. One
+// thread alone may run it, too. (If one leaves the job early, the others do its part.)
+typedef void (*Job)(void *arg);
+static void on_all_threads(Job job, void *arg);
+typedef struct { int begin, end; } Share;  // items begin .. end - 1
+static bool next_share(Share *s, int count, int chunk);
+#define SHARES(s, count, chunk) for (Share s = {0}; next_share(&s, count, chunk);)
+#define EACH(i, count, chunk) SHARES(s, count, chunk) for (int i = s.begin; i < s.end; i++)
 static int draft_rows(void);              // how many tokens run in about the time of one
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
 #endif
@@ -2324,9 +2330,9 @@ static double score_row(const Engine *e, const Row *row, float *logits);
 
 // nll[i] of the id after row i, if it is there. (forward_rows has moved the needed rows to the
 // front.) A row of a text that is drawn is left alone: draw() needs its logits.
-static void score_rows(void *arg, int begin, int end) {
+static void score_rows(void *arg) {
     const Engine *e = arg;
-    for (int i = begin; i < end; i++) {
+    EACH (i, e->needed, 1) {
         const Row *row = &e->model.state.pass->rows[i];
         const bool there = (size_t)row->pos + 1 < row->text->ids.n;
         if (there) e->nll[i] = score_row(e, row, logits_of(e, i));
@@ -2352,10 +2358,10 @@ static void draw(const Engine *e, Text *t) {
 }
 
 // The body of run_text's loop, for each text that needs more than its row
-static void draw_texts(void *arg, int begin, int end) {
+static void draw_texts(void *arg) {
     const Engine *e = arg;
     const Model *m = &e->model;
-    for (int i = begin; i < end; i++) {
+    EACH (i, e->n_running, 1) {
         Text *t = e->active[i];
         int row = t->slot->first;
         if (t->run < t->known) continue;
@@ -2369,8 +2375,10 @@ static void draw_texts(void *arg, int begin, int end) {
 static void draw_all(Engine *e) {
     if (e->needed == 0) return;
     if (e->mode != EMBED) classify(&e->model, 0, e->needed);
-    if (e->mode != EMBED) parallel(score_rows, e, e->needed, 1);
-    parallel(draw_texts, e, e->n_running, 1);
+    if (e->mode != EMBED && e->needed > 1) on_all_threads(score_rows, e);
+    else if (e->mode != EMBED) score_rows(e);
+    if (e->n_running > 1) on_all_threads(draw_texts, e);
+    else draw_texts(e);
 }
 
 static bool run_pass(Engine *e) {
@@ -4449,33 +4457,35 @@ static float *value_at(const Model *m, int l, int kv_head, int pos, int j) {
 static void start_threads(int count) { (void)count; }
 #else
 // ------------------------------------------------------------------------------------------------
-// Threads: a pool that runs one loop at a time. An idle worker spins for a moment, then sleeps: it
-// takes no CPU time from other programs. Who takes which share varies; the results do not.
+// Threads: all run one function and share its loops. Each loop has a number, so that a thread that
+// comes late skips those that are over: nobody waits for it before the function's end. One that
+// waits spins for a moment, then sleeps: it takes no CPU time from other programs. Who takes which
+// share varies; the results do not.
 
 static int n_threads = 1;
-static _Thread_local int thread;  // the number of the thread that reads it, from 0 on
+static _Thread_local int thread;     // the number of the thread that reads it, from 0 on
+static _Thread_local uint32_t loop;  // the number of the loop that it is in or comes to
 
 static struct {
-    Job job;  // the loop that runs. It and the next three change only while left is 0 and no item
-              // runs; a thread reads them only after it has seen left > 0
+    Job job;              // what all threads run: this and the next two are read after `jobs`
     void *arg;
-    int count;
-    int chunk;
-    _Atomic int left;    // items that nobody has taken yet
-    _Atomic int active;  // threads that look for items, or run some
+    uint32_t first;       // the number of its first loop
+    _Atomic int jobs;     // how many there were
+    _Atomic int running;  // workers that have not ended it
+    _Atomic uint64_t at;  // the number of the loop that runs << 32 | how many items are taken
+    _Atomic int done;     // how many are done
     pthread_mutex_t lock;
-    pthread_cond_t changed;  // left became positive, or active 0
+    pthread_cond_t changed;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
-// Waits until *value is positive, or 0. Spins for 50 us, then sleeps.
-static void wait_until(_Atomic int *value, bool positive) {
-    for (double end = now() + 50e-6; now() < end;) {
-        if ((atomic_load(value) > 0) == positive) return;
-    }
-    pthread_mutex_lock(&pool.lock);
-    while ((atomic_load(value) > 0) != positive) pthread_cond_wait(&pool.changed, &pool.lock);
-    pthread_mutex_unlock(&pool.lock);
-}
+#define WAIT_UNTIL(ready)                                                                   \
+    do { /* spins for 50 us, then sleeps */                                                 \
+        for (double end = now() + 50e-6; !(ready) && now() < end;) {}                       \
+        if (ready) break;                                                                   \
+        pthread_mutex_lock(&pool.lock);                                                     \
+        while (!(ready)) pthread_cond_wait(&pool.changed, &pool.lock);                      \
+        pthread_mutex_unlock(&pool.lock);                                                   \
+    } while (0)
 
 static void wake_up(void) {  // after a change: no sleeper misses it, as `lock` is held here, too
     pthread_mutex_lock(&pool.lock);
@@ -4483,25 +4493,39 @@ static void wake_up(void) {  // after a change: no sleeper misses it, as `lock` 
     pthread_mutex_unlock(&pool.lock);
 }
 
-// Takes shares of the loop until none is left. Guided scheduling: a share is 7/8 of what a thread
-// would get if all took the same, so shares become smaller and all threads end together. A thread
-// counts itself as active before it reads the rest of the pool, so that this stays as it is.
-static void take_shares(void) {
-    atomic_fetch_add(&pool.active, 1);
-    for (int left = atomic_load(&pool.left); left > 0;) {
-        const int fair = max_int(left * 7 / (8 * n_threads), 1), begin = pool.count - left;
-        const int share = min_int(round_up(fair, pool.chunk), left);
-        if (!atomic_compare_exchange_weak(&pool.left, &left, left - share)) continue;
-        pool.job(pool.arg, begin, begin + share);
-        left = atomic_load(&pool.left);
+// Ends the share *s of the loop and takes the next. Returns false when the loop is over. Guided
+// scheduling: a share is 7/8 of what a thread would get if all took the same of what is left, so
+// shares become smaller and all threads end together.
+static bool next_share(Share *s, int count, int chunk) {
+    const uint64_t next = (uint64_t)(loop + 1) << 32;
+    const int did = s->end - s->begin;
+    uint64_t at = (uint64_t)loop << 32;
+    if (did > 0 && atomic_fetch_add(&pool.done, did) + did == count) {
+        atomic_store(&pool.done, 0);
+        atomic_store(&pool.at, next);
+        wake_up();
+    } else if (count == 0 && atomic_compare_exchange_strong(&pool.at, &at, next)) {
+        wake_up();
     }
-    if (atomic_fetch_sub(&pool.active, 1) == 1) wake_up();
+    for (at = atomic_load(&pool.at); at >> 32 == loop;) {
+        const int taken = (int)at, left = count - taken;
+        const int fair = max_int(left * 7 / (8 * n_threads), 1);
+        const int share = min_int(round_up(fair, chunk), left);
+        *s = (Share){taken, taken + share};
+        if (left == 0) WAIT_UNTIL((at = atomic_load(&pool.at)) >> 32 != loop);
+        else if (atomic_compare_exchange_weak(&pool.at, &at, at + share)) return true;
+    }
+    loop++;
+    return false;
 }
 
 static void *worker(void *arg) {
-    for (thread = (int)(intptr_t)arg;;) {
-        wait_until(&pool.left, true);
-        take_shares();
+    thread = (int)(intptr_t)arg;
+    for (int jobs = 0;; jobs++) {
+        WAIT_UNTIL(atomic_load(&pool.jobs) != jobs);
+        loop = pool.first;
+        pool.job(pool.arg);
+        if (atomic_fetch_sub(&pool.running, 1) == 1) wake_up();
     }
     return NULL;
 }
@@ -4514,30 +4538,27 @@ static void start_threads(int count) {
     sigaddset(&interrupt, SIGINT);
     pthread_sigmask(SIG_BLOCK, &interrupt, &before);
 #endif
-    for (; n_threads < count; n_threads++) {
+    n_threads = count;
+    for (int i = 1; i < count; i++) {
         pthread_t id;
-        int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
-        if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
-                       strerror(error));
+        int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)i);
+        if (error) die("thread %d of %d: %s; -j sets their number", i + 1, count, strerror(error));
     }
 #ifndef _WIN32
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 #endif
 }
 
-static void parallel(Job job, void *arg, int count, int chunk) {
-    if (n_threads == 1 || count <= chunk) {
-        job(arg, 0, count);
-        return;
-    }
+static void on_all_threads(Job job, void *arg) {
     pool.job = job;
     pool.arg = arg;
-    pool.count = count;
-    pool.chunk = chunk;
-    atomic_store(&pool.left, count);
+    pool.first = loop;
+    atomic_store(&pool.running, n_threads - 1);
+    atomic_fetch_add(&pool.jobs, 1);
     wake_up();
-    take_shares();
-    wait_until(&pool.active, false);
+    job(arg);
+    WAIT_UNTIL(atomic_load(&pool.running) == 0);
+    loop = atomic_load(&pool.at) >> 32;  // after Ctrl-C, workers may have gone further
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4576,9 +4597,10 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 typedef struct {
     float *term;   // (batch, n_experts)  see choose_experts
     float *share;  // (batch, n_experts)
-    int n_active;  // how many experts were chosen by at least one token of the batch
+    _Atomic int n_active;  // experts that at least one token chose. (Atomic, like place: a thread
+                           // that comes late may read them while they change, to no effect.)
     int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
-    int *place;    // (n_experts + 1)     row i of Batch.hq belongs to expert[k] if i is in
+    _Atomic int *place;    // (n_experts + 1)  row i of Batch.hq belongs to expert[k] if i is in
                    //                     place[k] .. place[k + 1] - 1,
     int *token;    // (batch * n_experts_used)       and to token[i]
     Quantized xq;  // (batch * n_experts_used, dim)  row i is Batch.xq of token[i]
@@ -4589,42 +4611,23 @@ typedef struct Batch {
     const Config *c;
     const State *s;
     const Pass *p;
-    int l;                 // the layer's number
-    const Layer *w;        // and its weights
+    int l;                 // the layer's number: this and the next two are each thread's own
+    const Layer *w;        // its weights
     int n;                 // rows
-    const float *norm;     // (dim)                the weights of the norm that runs
-    void (*step)(const struct Batch *b, int i);  // what run_each() runs
+    int needed;            // of them are needed
+    float *x;              // (batch, dim)         Pass.x, or those of its rows that get logits
     float *h;              // (batch, dim)         rmsnorm(x); with experts then their outputs' sum
     Quantized xq;          // (batch, dim)         Q8(h)
     float *q;              // (batch, q_dim)
     float *a;              // (batch, q_dim)
     Quantized aq;          // (batch, q_dim)       Q8(a)
     Quantized hq;          // (batch * max(n_experts_used, 1), hidden_dim)
-    Routing routing;
+    Routing *routing;
     Workspace *workspace;  // (threads)
 } Batch;
 
-static Batch *start_layer(const Model *m, int l, int n) {
-    Batch *b = m->state.pass->b;
-    b->m = m, b->c = &m->config, b->s = &m->state, b->p = m->state.pass;
-    b->l = l, b->w = &m->weights.layers[l];
-    b->n = n;
-    return b;
-}
-
-static void step_job(void *arg, int begin, int end) {
-    const Batch *b = arg;
-    for (int i = begin; i < end; i++) b->step(b, i);
-}
-
-// Calls step(b, i) for i = 0 .. count - 1, on all threads, `chunk` neighbours at a time.
-static void run_each(Batch *b, void (*step)(const Batch *b, int i), int count, int chunk) {
-    b->step = step;
-    parallel(step_job, b, count, chunk);
-}
-
-static KvHead kv_head_of(const Model *m, int l, int t, int kv_head) {  // of row t
-    return (KvHead){m, m->state.pass->rows[t].blocks, l, kv_head};
+static KvHead kv_head_of(const Batch *b, int t, int kv_head) {  // of row t
+    return (KvHead){b->m, b->p->rows[t].blocks, b->l, kv_head};
 }
 
 static float *scratch(const Batch *b) { return b->workspace[thread].scratch; }
@@ -4822,21 +4825,15 @@ static void multiply(const Batch *b, float *out, int stride, const Matrix *w, in
                           .row_end = row + rows, .n = n, .own = &b->workspace[thread]});
 }
 
-static void matmul_job(void *arg, int begin, int end) {
-    Matmul part = *(const Matmul *)arg;
-    part.row_begin = begin * UNIT;
-    part.row_end = min_int(end * UNIT, part.w->rows);
-    part.out += part.row_begin;
-    part.own += thread;
-    matmul_rows(&part);
-}
-
-// out = W x, or out += W x, for n vectors, on all threads: x (n, cols), out (n, rows)
+// out = W x, or out += W x, for n vectors: x (n, cols), out (n, rows)
 static void matmul_all(const Batch *b, float *out, const Matrix *w, const Quantized *x, int n,
                        bool add) {
-    Matmul all = {.w = w, .x = x, .out = out, .stride = w->rows, .n = n, .add = add,
-                  .own = b->workspace};
-    parallel(matmul_job, &all, (w->rows + UNIT - 1) / UNIT, 1);
+    SHARES (s, (w->rows + UNIT - 1) / UNIT, 1) {
+        const int begin = s.begin * UNIT, end = min_int(s.end * UNIT, w->rows);
+        matmul_rows(&(Matmul){.w = w, .x = x, .out = out + begin, .stride = w->rows, .n = n,
+                              .row_begin = begin, .row_end = end, .add = add,
+                              .own = &b->workspace[thread]});
+    }
 }
 
 static int draft_rows(void) { return TILE_TOKENS; }
@@ -4978,7 +4975,7 @@ static void attend_task(const Batch *b, int kv_head, int first, int count) {
     const int per_kv = c->n_heads / c->n_kv_heads, columns = value_dim(c);
     float *score = b->workspace[thread].attention, *q = score + ATT_TASK * SCORE_STRIDE;
     AttentionTask task = {.score = score, .q = q, .sum = q + ATT_TASK * c->head_dim,
-                          .c = c, .kv = kv_head_of(b->m, b->l, first / per_kv, kv_head),
+                          .c = c, .kv = kv_head_of(b, first / per_kv, kv_head),
                           .n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES)};
     for (int r = 0; r < task.n; r++) {
         const int query = first + min_int(r, count - 1), t = query / per_kv;
@@ -5003,51 +5000,40 @@ static void attend_task(const Batch *b, int kv_head, int first, int count) {
     }
 }
 
-// Query i of all is query i % per_head of kv head i / per_head.
-static void attend_job(void *arg, int begin, int end) {
-    const Batch *b = arg;
+// attend() for all query heads of all rows. Query i of all is query i % n of kv head i / n. A share
+// has at least as many queries as a row and as a tile have, if there are as many.
+static void attend_all(const Batch *b) {
     const Row *rows = b->p->rows;
-    const int per_kv = b->c->n_heads / b->c->n_kv_heads, per_head = b->n * per_kv;
-    for (int i = begin, count; i < end; i += count) {
-        const int first = i % per_head, left = min_int(end - i, per_head - first);
-        const int most = min_int(left, ATT_TASK);
-        const int *blocks = rows[first / per_kv].blocks;
-        for (count = 1; count < most && rows[(first + count) / per_kv].blocks == blocks;) count++;
-        attend_task(b, i / per_head, first, count);
+    const int per_kv = b->c->n_heads / b->c->n_kv_heads, n = b->n * per_kv;
+    SHARES (s, n * b->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES))) {
+        for (int i = s.begin, count; i < s.end; i += count) {
+            const int first = i % n, most = min_int(min_int(s.end - i, n - first), ATT_TASK);
+            const int *blocks = rows[first / per_kv].blocks;
+            for (count = 1; count < most && rows[(first + count) / per_kv].blocks == blocks;)
+                count++;
+            attend_task(b, i / n, first, count);
+        }
     }
 }
 
-// attend() for all query heads of all rows. A thread takes at least as many queries as a row and as
-// a tile have, if there are as many.
-static void attend_all(Batch *b) {
-    const int per_kv = b->c->n_heads / b->c->n_kv_heads, n = b->n * per_kv;
-    parallel(attend_job, b, n * b->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES)));
-}
-
 // ------------------------------------------------------------------------------------------------
-// The work of a layer, for all rows: the bits of layer() in Part I, as each sum has its order.
+// The work of a layer, for all rows: the bits of run_layer() in Part I, as each sum has its order.
 //
 // Heads, SwiGLU and experts: each thread computes some rows of a matrix at a time for all rows of
 // the batch, so that the weights are read once, and goes on while the result is in its caches.
 
-// From row `from` of x, makes row `to` of h = rmsnorm(x, w) and of xq = Q8(h).
-static void norm_row(const Model *m, const float *w, int from, int to) {
-    const Config *c = &m->config;
-    const Pass *p = m->state.pass;
-    float *h = p->b->h + (size_t)to * c->dim;
-    rmsnorm(h, p->x + (size_t)from * c->dim, w, c->dim, c->rms_norm_eps);
-    quantize_row(&p->b->xq, to, 0, h, c->dim, c->group_size);
-}
-
-static void norm_step(const Batch *b, int t) { norm_row(b->m, b->norm, t, t); }
-
-static void norm_all(Batch *b, const float *w) {
-    b->norm = w;
-    run_each(b, norm_step, b->n, 4);
+// h = rmsnorm(x, w), xq = Q8(h)
+static void norm_all(const Batch *b, const float *w) {
+    const int dim = b->c->dim;
+    EACH (t, b->n, 4) {
+        float *h = b->h + (size_t)t * dim;
+        rmsnorm(h, b->x + (size_t)t * dim, w, dim, b->c->rms_norm_eps);
+        quantize_row(&b->xq, t, 0, h, dim, b->c->group_size);
+    }
 }
 
 // Head i of all, for all rows: first those of k, then those of v, then those of q.
-static void head_step(const Batch *b, int i) {
+static void run_head(const Batch *b, int i) {
     const Config *c = b->c;
     const int head_dim = c->head_dim, n = c->n_kv_heads, kind = min_int(i / n, 2);
     const bool k = kind == 0, v = kind == 1;
@@ -5058,7 +5044,7 @@ static void head_step(const Batch *b, int i) {
     float *out = k || v ? scratch(b) : b->q + head * head_dim;
     multiply(b, out, stride, w, head * head_dim, head_dim, &b->xq, b->n);
     for (int t = 0; t < b->n; t++, out += stride) {
-        const KvHead kv = kv_head_of(b->m, b->l, t, head);
+        const KvHead kv = kv_head_of(b, t, head);
         const int pos = b->p->rows[t].pos;
         const float *cos = b->p->cos + t * half, *sin = b->p->sin + t * half;
         if (bias) add(out, bias + head * head_dim, head_dim);
@@ -5070,78 +5056,60 @@ static void head_step(const Batch *b, int i) {
 
 // Other tokens read a token only through its k and v. So in the last layer, only the rows that are
 // needed go on after these are stored, perhaps none: they move to the front.
-static void keep_needed(Batch *b) {
+static void keep_needed(const Batch *b) {
     const size_t dim = b->c->dim, q_dim = b->c->q_dim;
-    const Pass *p = b->p;
-    const int n = b->n;
-    b->n = 0;
-    for (int t = 0; t < n; t++) {
-        if (!p->rows[t].needed) continue;
-        p->rows[b->n] = p->rows[t];
-        memmove(p->x + b->n * dim, p->x + t * dim, dim * sizeof(float));
-        memmove(b->q + b->n++ * q_dim, b->q + t * q_dim, q_dim * sizeof(float));
+    for (int t = 0, to = 0; t < b->n; t++) {
+        if (!b->p->rows[t].needed) continue;
+        b->p->rows[to] = b->p->rows[t];
+        memmove(b->x + to * dim, b->x + t * dim, dim * sizeof(float));
+        memmove(b->q + to++ * q_dim, b->q + t * q_dim, q_dim * sizeof(float));
     }
 }
 
-static void quantize_a(const Batch *b, int t) {
-    const int q_dim = b->c->q_dim;
-    quantize_row(&b->aq, t, 0, b->a + (size_t)t * q_dim, q_dim, b->c->group_size);
-}
-
-// Item i is group i % n_groups of the rows of hq that belong to expert[i / n_groups]. `scratch` is
-// small, for the CPU's caches: a round has room for W1 h and W3 h of n tokens, batch / n groups.
-static void swiglu_job(void *arg, int begin, int end) {
-    const Batch *b = arg;
-    const Routing *r = &b->routing;
+// hq = Q8(silu(W1 xq) * (W3 xq)), some columns at a time. Item i is group i % n_groups of the rows
+// of hq that belong to expert[i / n_groups]. `scratch` is small, for the CPU's caches: a round has
+// room for W1 h and W3 h of n tokens, batch / n groups.
+static void swiglu_all(const Batch *b) {
+    const Routing *r = b->routing;
     const int group = b->c->group_size, n_groups = b->c->hidden_dim / group;
-    for (int i = begin, count; i < end; i += count) {
-        const int k = i / n_groups, g = i % n_groups, place = r->place[k];
-        const int n = r->place[k + 1] - place, row = (r->expert[k] * n_groups + g) * group;
-        const Quantized x = quantized_row(&r->xq, place);
-        count = min_int(min_int(end - i, n_groups - g), b->s->batch / max_int(n, 1));
-        const int cols = count * group;
-        float *gate = scratch(b), *up = gate + n * cols;
-        multiply(b, gate, cols, &b->w->w1, row, cols, &x, n);
-        multiply(b, up, cols, &b->w->w3, row, cols, &x, n);
-        for (int t = 0; t < n; t++, gate += cols, up += cols) {
-            silu_times(gate, up, cols);
-            quantize_row(&b->hq, place + t, g * group, gate, cols, group);
+    SHARES (s, r->n_active * n_groups, 1) {
+        for (int i = s.begin, count; i < s.end; i += count) {
+            const int k = i / n_groups, g = i % n_groups, place = r->place[k];
+            const int n = b->w->router ? r->place[k + 1] - place : b->n;
+            const int row = (r->expert[k] * n_groups + g) * group;
+            const Quantized x = quantized_row(&r->xq, place);
+            count = min_int(min_int(s.end - i, n_groups - g), b->s->batch / max_int(n, 1));
+            const int cols = count * group;
+            float *gate = scratch(b), *up = gate + n * cols;
+            multiply(b, gate, cols, &b->w->w1, row, cols, &x, n);
+            multiply(b, up, cols, &b->w->w3, row, cols, &x, n);
+            for (int t = 0; t < n; t++, gate += cols, up += cols) {
+                silu_times(gate, up, cols);
+                quantize_row(&b->hq, place + t, g * group, gate, cols, group);
+            }
         }
     }
 }
 
-// hq = Q8(silu(W1 xq) * (W3 xq)), some columns at a time
-static void swiglu_all(Batch *b) {
-    Routing *r = &b->routing;
-    if (!b->w->router) r->place[1] = b->n;
-    parallel(swiglu_job, b, r->n_active * (b->c->hidden_dim / b->c->group_size), 1);
-}
-
-static void score_expert(const Batch *b, int i) {
-    const int dim = b->c->dim, t = i / b->c->n_experts, e = i % b->c->n_experts;
-    b->routing.term[i] = dot_of(b->w->router + (size_t)e * dim, b->h + (size_t)t * dim, dim);
-}
-
-// Row t of h, which nobody needs any more, becomes the sum of the experts' outputs so far.
-static void choose_row(const Batch *b, int t) {
-    const Routing *r = &b->routing;
-    const size_t at = (size_t)t * b->c->n_experts;
-    float *h = b->h + (size_t)t * b->c->dim;
-    memset(h, 0, b->c->dim * sizeof(float));
-    if (!choose_experts(b->c, r->term + at, r->share + at)) h[0] = NAN;
-}
-
-static void gather_row(const Batch *b, int i) {  // a whole vector: q8, scale and bias_fix
-    const Routing *r = &b->routing;
-    const Quantized from = quantized_row(&b->xq, r->token[i]), to = quantized_row(&r->xq, i);
-    memcpy(to.q8, from.q8, to.stride * 4);
+// Lists the tokens that chose each expert.
+static void route(const Batch *b) {
+    const int n_experts = b->c->n_experts;
+    Routing *r = b->routing;
+    r->n_active = 0;
+    for (int e = 0, n = 0; e < n_experts; e++) {
+        for (int t = 0; t < b->n; t++) {
+            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
+        }
+        if (n == r->place[r->n_active]) continue;  // nobody chose e
+        r->expert[r->n_active++] = e;
+        r->place[r->n_active] = n;
+    }
 }
 
 // Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
-static void experts_output_job(void *arg, int begin, int end) {
-    const Batch *b = arg;
-    const Routing *r = &b->routing;
+static void add_outputs(const Batch *b, int begin, int end) {
+    const Routing *r = b->routing;
     const int dim = b->c->dim, group = b->c->group_size;
     for (int k = 0; k < r->n_active; k++) {
         const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
@@ -5159,69 +5127,91 @@ static void experts_output_job(void *arg, int begin, int end) {
     }
     for (int t = 0; t < b->n; t++) {
         const size_t at = (size_t)t * dim + begin * group;
-        add(b->p->x + at, b->h + at, (end - begin) * group);
+        add(b->x + at, b->h + at, (end - begin) * group);
     }
 }
 
 // An expert runs for all tokens that chose it together, so that its weights are read once.
-static void experts_all(Batch *b) {
-    const int n_experts = b->c->n_experts;
-    Routing *r = &b->routing;
-    run_each(b, score_expert, b->n * n_experts, 8);
-    run_each(b, choose_row, b->n, 4);
-    r->n_active = 0;
-    for (int e = 0, n = 0; e < n_experts; e++) {
-        for (int t = 0; t < b->n; t++) {
-            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
-        }
-        if (n == r->place[r->n_active]) continue;  // nobody chose e
-        r->expert[r->n_active++] = e;
-        r->place[r->n_active] = n;
+static void experts_all(const Batch *b) {
+    const int dim = b->c->dim, n_experts = b->c->n_experts;
+    const Routing *r = b->routing;
+    EACH (i, b->n * n_experts, 8) {
+        const float *h = b->h + (size_t)(i / n_experts) * dim;
+        r->term[i] = dot_of(b->w->router + (size_t)(i % n_experts) * dim, h, dim);
     }
-    run_each(b, gather_row, r->place[r->n_active], 16);
+    EACH (t, b->n, 4) {  // h, which nobody needs any more, becomes the sum of the experts' outputs
+        const size_t at = (size_t)t * n_experts;
+        float *h = b->h + (size_t)t * dim;
+        memset(h, 0, dim * sizeof(float));
+        if (!choose_experts(b->c, r->term + at, r->share + at)) h[0] = NAN;
+    }
+    EACH (once, 1, 1) route(b);
+    EACH (i, r->place[r->n_active], 16) {  // a whole vector: q8, scale and bias_fix
+        const Quantized from = quantized_row(&b->xq, r->token[i]), to = quantized_row(&r->xq, i);
+        memcpy(to.q8, from.q8, to.stride * 4);
+    }
     swiglu_all(b);
-    parallel(experts_output_job, b, b->c->dim / b->c->group_size, 1);
+    SHARES (s, dim / b->c->group_size, 1) add_outputs(b, s.begin, s.end);
 }
 
-static void layer_all(Model *m, int l, int n) {
-    Batch *b = start_layer(m, l, n);
+static void layer_all(Batch *b) {
     const Layer *w = b->w;
+    const int q_dim = b->c->q_dim;
     norm_all(b, w->rms_att);
-    run_each(b, head_step, b->c->n_heads + 2 * b->c->n_kv_heads, 1);
-    if (l == b->c->n_layers - 1) keep_needed(b);
+    EACH (i, b->c->n_heads + 2 * b->c->n_kv_heads, 1) run_head(b, i);
+    if (b->l == b->c->n_layers - 1) {
+        EACH (once, 1, 1) keep_needed(b);
+        b->n = b->needed;
+    }
     attend_all(b);
-    run_each(b, quantize_a, b->n, 4);
-    matmul_all(b, b->p->x, &w->wo, &b->aq, b->n, true);
+    EACH (t, b->n, 4) {
+        quantize_row(&b->aq, t, 0, b->a + (size_t)t * q_dim, q_dim, b->c->group_size);
+    }
+    matmul_all(b, b->x, &w->wo, &b->aq, b->n, true);
     norm_all(b, w->rms_ffn);
     if (w->router) {
         experts_all(b);
     } else {
         swiglu_all(b);
-        matmul_all(b, b->p->x, &w->w2, &b->hq, b->n, true);
+        matmul_all(b, b->x, &w->w2, &b->hq, b->n, true);
     }
-    progress_add(n);
+}
+
+static void forward_job(void *arg) {
+    Batch own = *(const Batch *)arg, *b = &own;
+    const size_t half = b->c->head_dim / 2;
+    const Row *rows = b->p->rows;
+    EACH (t, b->n, 1) {
+        embed(b->m, rows[t].token, b->x + (size_t)t * b->c->dim);
+        rope_angles(b->c, rows[t].pos, b->p->cos + t * half, b->p->sin + t * half);
+    }
+    for (; b->l < b->c->n_layers && !interrupted; b->l++) {
+        b->w = &b->m->weights.layers[b->l];
+        layer_all(b);
+        if (thread == 0) progress_add(((const Batch *)arg)->n);
+    }
 }
 
 static bool forward_rows(Model *m, int n) {
-    const Config *c = &m->config;
-    const Pass *p = m->state.pass;
-    for (int t = 0; t < n; t++) {
-        const size_t angles = (size_t)t * (c->head_dim / 2);
-        embed(m, p->rows[t].token, p->x + (size_t)t * c->dim);
-        rope_angles(c, p->rows[t].pos, p->cos + angles, p->sin + angles);
-    }
-    for (int l = 0; l < c->n_layers; l++) {
-        if (interrupted) return false;
-        layer_all(m, l, n);
-    }
-    return true;
+    Batch *b = m->state.pass->b;
+    b->m = m, b->c = &m->config, b->s = &m->state, b->p = m->state.pass;
+    b->x = b->p->x, b->n = n, b->l = b->needed = 0;
+    for (int t = 0; t < n; t++) b->needed += b->p->rows[t].needed;
+    on_all_threads(forward_job, b);
+    return !interrupted;
+}
+
+static void classify_job(void *arg) {
+    const Batch *b = arg;
+    norm_all(b, b->m->weights.rms_final);
+    matmul_all(b, b->p->logits, &b->m->weights.classifier, &b->xq, b->n, false);
 }
 
 static float *classify(Model *m, int first, int count) {
-    const Pass *p = m->state.pass;
-    for (int t = 0; t < count; t++) norm_row(m, m->weights.rms_final, first + t, t);
-    matmul_all(p->b, p->logits, &m->weights.classifier, &p->b->xq, count, false);
-    return p->logits;
+    Batch *b = m->state.pass->b;
+    b->x = b->p->x + (size_t)first * b->c->dim, b->n = count;
+    on_all_threads(classify_job, b);
+    return b->p->logits;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -5245,12 +5235,13 @@ static Batch *batch_init(const Config *c, int batch) {
                  .xq = quantized_init(n, c->dim, group), .aq = quantized_init(n, c->q_dim, group),
                  .hq = quantized_init(chosen, c->hidden_dim, group),
                  .workspace = activations(n_threads, sizeof(Workspace))};
-    b->routing = (Routing){.term = floats(n * n_experts), .share = floats(n * n_experts),
-                           .n_active = 1,
-                           .expert = activations(n_experts, sizeof(int)),
-                           .place = activations(n_experts + 1, sizeof(int)),
-                           .token = activations(chosen, sizeof(int)),
-                           .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : b->xq};
+    b->routing = activations(1, sizeof(Routing));
+    *b->routing = (Routing){.term = floats(n * n_experts), .share = floats(n * n_experts),
+                            .n_active = 1,
+                            .expert = activations(n_experts, sizeof(int)),
+                            .place = activations(n_experts + 1, sizeof(int)),
+                            .token = activations(chosen, sizeof(int)),
+                            .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : b->xq};
     for (int i = 0; i < n_threads; i++) {
         b->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
                                       activations(UNIT, widest + widest / group * sizeof(float)),
