@@ -54,11 +54,11 @@ if os.name == "nt":
     sys.exit("export.py: Windows: not supported, expected Linux, macOS or WSL, found Windows")
 
 
-def on_signals(leave: Callable[[int], object]) -> None:
-    """Calls leave(exit status) at Ctrl-C, SIGTERM and SIGHUP, but for what nohup has it ignore."""
+def on_signals(act: Callable[[int], object]) -> None:
+    """Calls act(exit status) at Ctrl-C, SIGTERM and SIGHUP, but not at one that nohup ignores."""
     for number, status in (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129):
         if __name__ == "__main__" and signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_, status=status: leave(status))
+            signal.signal(number, lambda *_, status=status: act(status))
 
 
 if __name__ == "__main__":
@@ -90,7 +90,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Collection, Iterator, NamedTuple, NoReturn
+from typing import (Annotated, Any, BinaryIO, Callable, Collection, Iterator, NamedTuple, NoReturn,
+                    get_type_hints)
 
 # The packages of the block at the top: [(name, oldest version)]
 PACKAGES = re.findall(r'"([a-z_0-9]+)>=([0-9.]+)"',
@@ -124,40 +125,47 @@ def export(options: argparse.Namespace) -> None:
     began, out = time.monotonic(), options.out
     if out:
         check_target(out)
-    source = find_source(options.source, out.parent if out else Path())
-    config = read_config(source, options)
-    tokenizer = tokenizer_file(source, config.vocab_size)
-    bits = config.layer_bits or 8
-    out = options.out = out or Path(source.name + SUFFIXES[bits])  # for messages
+    place = find_source(options.source)
+    check_space([*place.downloads, (out.parent if out else Path(), place.out_size)])
+    source = place.read()
+    header, computed = read_header(source, options.bits, options.group_size, options.yarn)
+    tokenizer = tokenizer_file(source, header.vocab_size)
+    Notices.subject = out = out or Path(source.name + SUFFIXES[header.layer_bits or 8])
     check_target(out)
-    tokenizer_out = Path(f"{out}.tokenizer")
-    room = out.parent, layout(config)[-1].end + len(tokenizer)
+    tokenizer_out, outputs = Path(f"{out}.tokenizer"), layout(header)
     with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
-        check_space([room])
+        check_space([*source.downloads(), (out.parent, outputs[-1].end + len(tokenizer))])
         write_at(tokenizer_part, tokenizer, 0)
-        config, outputs = match_tensors(source, config, room)  # may download, so only now
-        write_model(model_part, config, outputs)
+        outputs = match_tensors(source.path, outputs, source.open_tensors() | computed)
+        write_model(model_part, header, outputs)
     part = ", the text part alone" if source.family.vision else ""
     text = "The sky is blue." if source.embedding else "Why is the sky blue?"
-    say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {bits} bits in groups of "
-        f"{config.group_size}{part}) and {tokenizer_out.name} in {time.monotonic() - began:.1f} s, "
+    say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {header.layer_bits or 8} bits in groups of "
+        f"{header.group_size}{part}) and {tokenizer_out.name} in {time.monotonic() - began:.1f} s, "
         f"run ./qwen3 {shlex.quote(str(out))} -i \"{text}\"")
 
 
-def find_source(name: str, folder: Path | None) -> Source:
-    """Reads a directory or a GGUF file, or downloads. OUT.bin, if any, will come to the folder."""
+class Place(NamedTuple):
+    """Where SOURCE is: a directory, a file or the hub."""
+    read: Callable[[], Source]  # downloads the GGUF file or the JSON files, if need be
+    downloads: list[Room] = []  # the space that read() needs for a GGUF file
+    out_size: int = 0  # about what OUT.bin of such a file will have, in bytes
+
+
+def find_source(name: str) -> Place:
+    """Finds a directory, a GGUF file or a model on the hub. It downloads nothing."""
     path = Path(name)
     if path.is_dir():
-        return read_folder(path)
+        return Place(partial(read_folder, path))
     if path.suffix == ".safetensors":
         refuse(name, "a part of SOURCE", f"`export.py {shlex.quote(str(path.parent))}`", "one file")
     if path.suffix == ".bin":
         refuse(name, "no SOURCE", f"`export.py [--check] SOURCE {shlex.quote(name)}`, SOURCE being "
                f"a directory ({SAVE_PRETRAINED}), a GGUF file or a hub name", "OUT.bin alone")
     if path.exists():
-        return read_gguf(path)
+        return Place(partial(read_gguf, path))
     if hub := HUB_NAME.fullmatch(name):
-        return read_hub(hub[1], hub[2] or hub[3] or "", folder)
+        return find_model(hub[1], hub[2] or hub[3] or "")
     size = re.match(r"qwen3[:-]([\d.]+b(-a\d+b)?)", name, re.IGNORECASE)  # ollama's qwen3:0.6b
     refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME such as "
            f"Qwen/Qwen3-{size[1].upper() if size else '0.6B'}")
@@ -181,12 +189,30 @@ def check_space(rooms: list[Room]) -> None:
             refuse(folder, "too little disk space", f"{need} bytes", f"{free} free")
 
 
-parts: list[Path] = []  # the temporary files that this process writes
-
-
 @contextmanager
 def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
     """Yields temporary files: renamed to the targets if the block succeeds, else removed."""
+    def open_part(path: Path) -> BinaryIO:
+        """Opens it, empty. A process that writes it holds a lock; without a lock it is what a
+        killed process has left, and is used again."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        while True:
+            file = open(path, "r+b", buffering=0, opener=lambda *_: os.open(path, flags, 0o666))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                refuse(path, "in use", "no other export.py that writes it", "one that does")
+            except OSError:
+                pass  # a disk without locks
+            with suppress(FileNotFoundError):  # the other process may have renamed or removed it
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    parts.append(path)
+                    file.truncate()
+                    return file
+            file.close()
+
+    parts: list[Path] = []  # the temporary files that have no other name yet
+    on_signals(partial(leave, parts))
     with ExitStack() as opened:
         try:
             files = [opened.enter_context(open_part(target.with_name(f"{target.name}.part")))
@@ -204,28 +230,8 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
             parts.clear()
 
 
-def open_part(path: Path) -> BinaryIO:
-    """Opens a temporary file, empty. A process that writes it holds a lock; a file without a lock
-    is what a killed process has left, and is used again."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    while True:
-        file = open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, flags, 0o666))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            refuse(path, "in use", "no other export.py that writes it", "one that does")
-        except OSError:
-            pass  # a disk without locks
-        with suppress(FileNotFoundError):  # the other process may have renamed or removed it
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                parts.append(path)
-                file.truncate()
-                return file
-        file.close()
-
-
-def leave(status: int) -> NoReturn:
-    """Ends the process at a signal, at once: threads that download could take minutes."""
+def leave(parts: Collection[Path], status: int) -> NoReturn:
+    """Removes the parts and ends the process at once: threads that download could take minutes."""
     for part in parts:
         part.unlink(missing_ok=True)
     os.write(2, b"\n" * sys.stderr.isatty())  # after the progress bar
@@ -234,8 +240,12 @@ def leave(status: int) -> NoReturn:
 
 # ---- Errors and limits: what cannot be converted is refused, in one line -------------------------
 
-hub_folders: dict[str, str] = {}  # folder in the hub's cache -> the model's name, for messages
-notes: list[str] = []  # warnings and hints, printed after success; after an error they are dropped
+class Notices:
+    """What the user will be told. Nothing else is both global and written."""
+    hints: list[str] = []  # and warnings; they are printed after success and dropped after an error
+    names: dict[str, str] = {}  # folder in the hub's cache -> the model's name, for messages
+    subject: object = ""  # what an error that names no file is about: OUT.bin, or else SOURCE
+
 
 # A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
 SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
@@ -295,7 +305,7 @@ def read_file(path: Path, most: int = SETTINGS_SIZE) -> bytes:
 
 def say(line: str) -> None:
     """Prints a line. What drives a terminal is escaped: it may come from an untrusted file."""
-    for folder, name in hub_folders.items():
+    for folder, name in Notices.names.items():
         line = line.replace(folder, name)
     line = re.sub("[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], line)
     line = f"{line[:400]} ... {line[-500:]}" if len(line) > 1000 else line
@@ -311,11 +321,13 @@ def first_few(names: list[str], most: int = 6) -> str:
 # ---- Sources: what a folder, the hub and a GGUF file have, in one form ---------------------------
 
 class Family(NamedTuple):
-    """An architecture that qwen3.c runs. What it needs has a place in HEADER and in layout()."""
+    """An architecture that qwen3.c runs. Another one needs a row of FAMILIES, of NUMBERS for each
+    new number, of TENSORS for each new tensor, and a field of Header that tells qwen3.c of it."""
     architecture: str  # in config.json
     gguf: str  # general.architecture in a GGUF file
     fixed: dict[str, object]  # keys of config.json -> the one value supported, if it is there
-    qwen2: bool = False  # Qwen2 and Qwen2.5: biases on q, k and v, and no QK-norm
+    header: dict[str, int] = {}  # fields of Header -> the value that this architecture has
+    head_dim: int | None = 128  # where config.json has none; None: hidden_size / heads
     experts: bool = False  # a mixture of experts in every layer
     vision: bool = False  # Qwen3-VL, of which the text part is a Qwen3
 
@@ -325,7 +337,7 @@ QWEN3 = QWEN2 | {"attention_bias": False}
 MOE = QWEN3 | {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
                "shared_expert_intermediate_size": 0, "use_qk_norm": True}
 FAMILIES = [
-    Family("Qwen2ForCausalLM", "qwen2", QWEN2, qwen2=True),
+    Family("Qwen2ForCausalLM", "qwen2", QWEN2, {"qkv_bias": 1, "no_qk_norm": 1}, head_dim=None),
     Family("Qwen3ForCausalLM", "qwen3", QWEN3),
     Family("Qwen3Model", "qwen3", QWEN3),  # an embedding model
     Family("Qwen3MoeForCausalLM", "qwen3moe", MOE, experts=True),
@@ -343,10 +355,10 @@ class Source(NamedTuple):
     generation: dict  # generation_config.json
     chat_template: str | None  # Jinja
     embedding: bool  # an embedding model: it makes one vector of a text
-    # The tensors by their names without "model.". Those on the hub are downloaded now, if there is
-    open_tensors: Callable[..., dict[str, Tensor]]  # space for the Rooms in the arguments, too.
+    open_tensors: Callable[[], dict[str, Tensor]]  # by name without "model."; may download them
+    downloads: Callable[[], list[Room]] = list  # the space that open_tensors() needs
     group_size: int | None = None  # 32 if weights are in GGUF's Q8_0, which OUT.bin can copy
-    levels: tuple[int, ...] = ()  # of a GGUF's layers in Q4_0 or IQ4_NL, which OUT.bin can copy
+    levels: bytes = b""  # of a GGUF's layers in Q4_0 or IQ4_NL, which OUT.bin can copy
 
     def file(self, name: str) -> Path:
         """The path to name in an error message about config.json etc.: of that file or the GGUF."""
@@ -430,34 +442,19 @@ class Tensor(NamedTuple):
         return gguf.dequantize(np.frombuffer(bytearray(raw), np.uint8),
                                gguf.GGMLQuantizationType[self.dtype])
 
-    def encode(self, bits: int, c: Config) -> tuple[np.ndarray, np.ndarray]:
-        """It as OUT.bin has it (see Output): (values, scales), no scales with 32 bits. What
-        is_copied() is not quantized again: a GGUF block is an f16 scale, then its values."""
-        if copied := self.is_copied(bits, c):
-            block = [("scale", "<f2"), ("values", "u1", 4 * bits)]
-            blocks = np.frombuffer(self.read_bytes(), block)
-        x = blocks["scale"] if copied else self.read_fp32()
-        if not np.isfinite(x).all():
-            refuse(self.path, self.name, "finite numbers", "infinity or NaN")
-        if copied:
-            return blocks["values"].ravel(), x.astype(f"<f{SCALE_SIZES[bits]}")
-        if bits == 32:
-            return x, x[:0]
-        if bits == 8:
-            return quantize(x, c.group_size)
-        if (peak := np.abs(x).max()) > MOST_Q4:
-            refuse(self.path, self.name, f"numbers up to {MOST_Q4} for --bits 4", peak)
-        return quantize_q4(x, c.group_size)
 
-    def is_copied(self, bits: int, c: Config) -> bool:
-        """True if a GGUF file's blocks go to a matrix of so many bits as they are."""
-        same = {8: self.dtype == "Q8_0", 4: GGUF_LEVELS.get(self.dtype) == c.levels}
-        return c.group_size == 32 and same.get(bits, False)
-
-
+PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy pass to the next
 # dtype -> (elements, bytes) of one block; a float type's block is one element
 BLOCK_SIZES = {kind.name: block for kind, block in gguf.GGML_QUANT_SIZES.items()}
 FLOAT_TYPES = {"BF16": "", "F16": "<f2", "F32": "<f4"}  # safetensors' -> numpy's
+
+
+def can_read(dtype: str) -> bool:
+    """True if Tensor.read_fp32() reads this dtype, one of safetensors' or of ggml's."""
+    with suppress(KeyError, NotImplementedError):
+        block, kind = np.zeros(BLOCK_SIZES[dtype][1], np.uint8), gguf.GGMLQuantizationType[dtype]
+        return dtype in FLOAT_TYPES or gguf.dequantize(block, kind).size > 0
+    return False
 
 
 # ---- A checkpoint directory: Hugging Face's files ------------------------------------------------
@@ -472,7 +469,7 @@ SAVE_PRETRAINED = "of safetensors; transformers' save_pretrained() makes it"
 
 def read_folder(folder: Path, of_hub: bool = False) -> Source:
     """A checkpoint, or the GGUF file in a folder that has no checkpoint."""
-    if not of_hub and (files := choose_gguf(folder, [path.name for path in folder.iterdir()])):
+    if not of_hub and (files := choose_gguf(folder, os.listdir(folder))):
         return read_gguf(folder / files[0])
     with parsing(path := folder / "config.json"):
         family, config = plain_config(path, read_json(path))
@@ -487,7 +484,7 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
         tokenizer=read_json(path, TOKENIZER_SIZE), tokenizer_config=tokenizer_config,
         generation=read_json(folder / "generation_config.json"),
         chat_template=chat_template(folder, tokenizer_config), embedding=is_embedding(folder),
-        open_tensors=lambda *_: open_checkpoint(folder, family))
+        open_tensors=lambda: open_checkpoint(folder, family))
 
 
 def read_json(path: Path, most: int = SETTINGS_SIZE, kind: type = dict) -> Any:
@@ -516,8 +513,7 @@ def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
 
 
 def is_embedding(folder: Path) -> bool:
-    """True if modules.json (sentence-transformers) makes one vector of a text with this model. Of
-    the poolings qwen3.c has the last token's, and always normalizes."""
+    """True if modules.json (sentence-transformers) takes the last token's vector, as qwen3.c."""
     path = folder / "modules.json"
     with parsing(path):
         modules = {module["type"].rpartition(".")[2]: module["path"]
@@ -538,7 +534,7 @@ def is_embedding(folder: Path) -> bool:
 def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
     """Name -> tensor, of all files with weights, but not those with which Qwen3-VL sees."""
     tensors: dict[str, Tensor] = {}
-    for file, listed in weight_files(folder, [path.name for path in folder.iterdir()]).items():
+    for file, listed in weight_files(folder, os.listdir(folder)).items():
         found = open_safetensors(folder / file)
         if listed and (wrong := sorted(found.keys() ^ set(listed))):
             refuse(folder / INDEX, "its shards hold other tensors (download them again)",
@@ -610,48 +606,47 @@ PROJECTOR = re.compile(r"(^|/)mmproj[^/]*$")  # what Qwen3-VL sees with, beside 
 NO_NETWORK = {"ConnectionError", "Timeout", "TransportError", "LocalEntryNotFoundError"}
 
 
-def read_hub(name: str, wanted: str, target: Path | None) -> Source:
-    """Downloads a GGUF file or a checkpoint's JSON files; its weights follow when opened."""
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache, utils  # slow: only here
+def find_model(name: str, wanted: str) -> Place:
+    """A model on the hub, at its newest commit. The weights of a checkpoint follow when opened."""
+    def room(files: Collection[str]) -> Room:
+        """The cache, and the bytes of those of the files that are not in it."""
+        absent = (file for file in files if not (folder / file).is_file())
+        return folder.parents[2], sum(sizes.get(file, 0) for file in absent)
+
+    def fetch(files: Collection[str]) -> Path:
+        """Downloads those of the files that exist, if there is space for them, to the folder."""
+        check_space([room(files)])
+        with downloading(name):
+            hub.snapshot_download(name, revision=folder.name, allow_patterns=[*files])
+        return folder
+
+    def read() -> Source:
+        Notices.hints.append(f"the download stays in {folder.parents[1]}; to remove it, delete "
+                             f"that folder or run `hf cache rm model/{name}`")
+        if gguf_files:
+            return read_gguf(fetch(gguf_files) / gguf_files[0])
+        source, weights = read_folder(fetch(SETTINGS), True), partial(weight_files, folder, sizes)
+        return source._replace(downloads=lambda: [room(weights())], open_tensors=lambda:
+                               open_checkpoint(fetch(weights()), source.family))
+
+    from huggingface_hub import HfApi, utils  # slow: only here
     utils.logging.set_verbosity_error()  # an error is one line
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
-
-    def fetch(names: list[str], *rooms: Room) -> Path:
-        """Downloads these files if there is space for them and the rooms. Returns their folder."""
-        cache = Path(constants.HF_HUB_CACHE)
-        cache.mkdir(parents=True, exist_ok=True)
-        absent = (file for file in names
-                  if try_to_load_from_cache(name, file, revision=commit) is None)
-        check_space([(cache, sum(files.get(file, 0) for file in absent)), *rooms])
-        with downloading(name):
-            hub.snapshot_download(name, revision=commit, allow_patterns=names)
-        return folder
-
     hub = HfApi()
-    with downloading(name):  # no file yet: what follows is all of this commit, the newest
+    with downloading(name):  # no file yet, but the newest commit's number
         folder = Path(hub.snapshot_download(name, allow_patterns=[]))
         try:
-            info = hub.model_info(name, revision=(commit := folder.name), files_metadata=True)
-            files = {file.rfilename: file.size or 0 for file in info.siblings
+            info = hub.model_info(name, revision=folder.name, files_metadata=True)
+            sizes = {file.rfilename: file.size or 0 for file in info.siblings
                      if re.fullmatch(r"[\w./-]+", file.rfilename, re.ASCII)}
         except Exception:  # without a network: what the cache has
-            files = {path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*")}
-            if not files:
+            sizes = {path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*")}
+            if not sizes:
                 raise
-    hub_folders[str(folder)] = name
-    if chosen := choose_gguf(name, list(files), wanted, default="Q8_0"):
-        size = sum(map(files.__getitem__, chosen))  # OUT.bin will be about as large
-        fetch(chosen, *([(target, size)] if target else []))
-        source = read_gguf(folder / chosen[0])
-    else:
-        source = read_folder(fetch(SETTINGS), of_hub=True)
-        source = source._replace(name=name.partition("/")[2], open_tensors=lambda *rooms:
-                                 open_checkpoint(fetch([*weight_files(folder, files)], *rooms),
-                                                 source.family))
-    notes.append(f"the download stays in {folder.parents[1]}; to remove it, delete that folder or "
-                 f"run `hf cache rm model/{name}`")
-    return source
+    Notices.names[str(folder)] = name
+    gguf_files = choose_gguf(name, list(sizes), wanted, default="Q8_0")
+    return Place(read, [room(gguf_files)], sum(map(sizes.__getitem__, gguf_files)))
 
 
 @contextmanager
@@ -698,14 +693,6 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
 GGUF_U32, GGUF_STRING, GGUF_ARRAY = 4, 8, 9  # types of metadata values; the rest are scalars:
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
                 12: "d"}  # type -> struct's letter
-GGUF_LEVELS = {"Q4_0": tuple(range(-8, 8)), "IQ4_NL": gguf.quants.IQ4_NL.kvalues}
-GGUF_TENSORS = dict(pair.split("=") for pair in """token_embd=embed_tokens output_norm=norm
-    output=lm_head attn_norm=input_layernorm ffn_norm=post_attention_layernorm
-    attn_q=self_attn.q_proj attn_k=self_attn.k_proj attn_v=self_attn.v_proj
-    attn_output=self_attn.o_proj attn_q_norm=self_attn.q_norm attn_k_norm=self_attn.k_norm
-    ffn_gate=mlp.gate_proj ffn_down=mlp.down_proj ffn_up=mlp.up_proj ffn_gate_inp=mlp.gate
-    ffn_gate_exps=mlp.experts.#.gate_proj ffn_down_exps=mlp.experts.#.down_proj
-    ffn_up_exps=mlp.experts.#.up_proj""".split())
 GGUF_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                  "penalty_repeat": "repetition_penalty"}
 # Tokens that the converter marks as special because they look so; in Qwen's files they are not.
@@ -733,17 +720,18 @@ def read_gguf(path: Path) -> Source:
                       for key, name in GGUF_SAMPLING.items()}
         pooling = metadata.get(f"{family.gguf}.pooling_type", 0)
         supported(path, "pooling_type", pooling, 0, int(gguf.PoolingType.LAST))
+        kept = tensors if pooling else without_copy(tensors)
         kinds = {tensor.dtype for tensor in tensors.values()}
         in_layers = {tensor.dtype for name, tensor in tensors.items() if "_proj.weight" in name}
         return Source(
             path=path, name=re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name), family=family,
-            config=config | {"bos_token_id": bos, "eos_token_id": eos}, tokenizer=tokenizer,
+            config=config | {"tie_word_embeddings": "lm_head.weight" not in kept,
+                             "bos_token_id": bos, "eos_token_id": eos}, tokenizer=tokenizer,
             tokenizer_config={"bos_token": texts.get(bos), "eos_token": texts.get(eos)},
-            generation=generation | {"eos_token_id": stop_ids},
-            chat_template=metadata.get("tokenizer.chat_template"),
-            open_tensors=lambda *_: tensors, embedding=pooling != 0,
+            generation=generation | {"eos_token_id": stop_ids}, embedding=pooling != 0,
+            chat_template=metadata.get("tokenizer.chat_template"), open_tensors=lambda: kept,
             group_size=32 if "Q8_0" in kinds else None,
-            levels=GGUF_LEVELS.get(in_layers.pop(), ()) if len(in_layers) == 1 else ())
+            levels=GGUF_LEVELS.get(in_layers.pop(), b"") if len(in_layers) == 1 else b"")
 
 
 def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple[Family, dict]:
@@ -754,23 +742,6 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple
     model = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
     head_dim = model.get("attention.key_length",
                          model["embedding_length"] // model["attention.head_count"])
-    keys = dict(
-        hidden_size="embedding_length", intermediate_size="feed_forward_length",
-        moe_intermediate_size="expert_feed_forward_length", num_experts="expert_count",
-        num_experts_per_tok="expert_used_count", num_hidden_layers="block_count",
-        num_attention_heads="attention.head_count", max_position_embeddings="context_length",
-        num_key_value_heads="attention.head_count_kv",
-        rms_norm_eps="attention.layer_norm_rms_epsilon")
-    return families[name], {ours: model.get(key) for ours, key in keys.items()} | {
-        "head_dim": head_dim, "vocab_size": tensors["embed_tokens.weight"].shape[0],
-        "norm_topk_prob": True,  # there is no key for it: llama.cpp always divides
-        "partial_rotary_factor": model.get("rope.dimension_count", head_dim) / head_dim,
-        "rope": gguf_rope(model),
-        "tie_word_embeddings": "lm_head.weight" not in tensors}  # else see match_tensors()
-
-
-def gguf_rope(model: dict) -> dict:
-    """The value of "rope" in plain_config()."""
     rope = {key.removeprefix("rope.scaling.").removeprefix("yarn_"): value
             for key, value in model.items() if key.startswith("rope.scaling.") and value != "none"}
     rope.pop("finetuned", None)  # does not change what is computed
@@ -780,8 +751,13 @@ def gguf_rope(model: dict) -> dict:
     if "attn_factor" in rope:
         if abs(rope["attn_factor"] * (0.1 * math.log(rope["factor"]) + 1) - 1) >= 1e-3:
             rope["attention_factor"] = rope.pop("attn_factor")
-    return {"rope_theta": model.get("rope.freq_base"),
-            "rope_type": rope.pop("type", "default")} | rope
+    numbers = {key: model.get(gguf_key) for key, (_, _, gguf_key) in NUMBERS.items() if gguf_key}
+    return families[name], numbers | {
+        "head_dim": head_dim, "vocab_size": tensors["embed_tokens.weight"].shape[0],
+        "norm_topk_prob": True,  # there is no key for it: llama.cpp always divides
+        "partial_rotary_factor": model.get("rope.dimension_count", head_dim) / head_dim,
+        "rope": {"rope_theta": model.get("rope.freq_base"),
+                 "rope_type": rope.pop("type", "default")} | rope}
 
 
 def gguf_tokenizer(path: Path, ggml: dict) -> dict:
@@ -814,22 +790,40 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
     "GGUF", u32 version, u64 numbers of tensors and of metadata values; each of these: string key,
     u32 type, value; each tensor: string name, u32 number of dimensions, u64 dimensions, innermost
     first, u32 dtype, u64 offset in the data; after padding, the data."""
+    def unpack(letters: str) -> tuple:
+        """The next values of a GGUF file, by struct's letters. struct.error at its end."""
+        size = struct.calcsize("<" + letters)
+        if file.tell() + size > TOKENIZER_SIZE:
+            raise ValueError(f"more than {TOKENIZER_SIZE} bytes of metadata")
+        return struct.unpack("<" + letters, file.read(size))
+
+    def value_of(kind: int) -> Any:
+        """A metadata value of this type."""
+        if kind == GGUF_STRING:  # a template may hold what is no UTF-8
+            return unpack(f"{unpack('Q')[0]}s")[0].decode(errors="surrogateescape")
+        if kind != GGUF_ARRAY:
+            return unpack(GGUF_SCALARS[kind])[0]
+        kind, count = unpack("IQ")
+        if kind in GGUF_SCALARS:
+            return list(unpack(f"{count}{GGUF_SCALARS[kind]}"))
+        return [value_of(kind) for _ in range(count)]
+
     with open_file(path) as file, parsing(path):
         size = os.fstat(file.fileno()).st_size
-        magic, version, n_tensors, n_values = unpack(file, "4sI2Q")
+        magic, version, n_tensors, n_values = unpack("4sI2Q")
         if magic != b"GGUF":
             refuse(path, "not supported", "a checkpoint's directory or a GGUF file", repr(magic))
         supported(path, "GGUF's version (or it is big-endian)", version, 2, 3)
         metadata, alignment = {}, 32
         for _ in range(n_values):
-            key, (kind,) = gguf_value(file, GGUF_STRING), unpack(file, "I")
-            metadata[key] = value = gguf_value(file, kind)
+            key, (kind,) = value_of(GGUF_STRING), unpack("I")
+            metadata[key] = value = value_of(kind)
             if key == "general.alignment":
                 alignment = value
                 if kind != GGUF_U32 or value < 8 or value & (value - 1):
                     refuse(path, key, "a power of two from 8 (u32)", f"{value!r} (type {kind})")
-        entries = [(gguf_value(file, GGUF_STRING), unpack(file, f"{unpack(file, 'I')[0]}Q"),
-                    *unpack(file, "IQ")) for _ in range(n_tensors)]
+        entries = [(value_of(GGUF_STRING), unpack(f"{unpack('I')[0]}Q"),
+                    *unpack("IQ")) for _ in range(n_tensors)]
         data = -(-file.tell() // alignment) * alignment  # rounded up
         for name, shape, kind, offset in entries:
             if len(shape) > 4 or len(name) > 64:  # ggml's limits, too
@@ -850,73 +844,101 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
     return metadata
 
 
-def unpack(file: BinaryIO, letters: str) -> tuple:
-    """The next values of a GGUF file, by struct's letters. struct.error at its end."""
-    size = struct.calcsize("<" + letters)
-    if file.tell() + size > TOKENIZER_SIZE:
-        raise ValueError(f"more than {TOKENIZER_SIZE} bytes of metadata")
-    return struct.unpack("<" + letters, file.read(size))
-
-
-def gguf_value(file: BinaryIO, kind: int) -> Any:
-    """A metadata value of this type."""
-    if kind == GGUF_STRING:  # a template may hold what is no UTF-8
-        return unpack(file, f"{unpack(file, 'Q')[0]}s")[0].decode(errors="surrogateescape")
-    if kind != GGUF_ARRAY:
-        return unpack(file, GGUF_SCALARS[kind])[0]
-    kind, count = unpack(file, "IQ")
-    if kind in GGUF_SCALARS:
-        return list(unpack(file, f"{count}{GGUF_SCALARS[kind]}"))
-    return [gguf_value(file, kind) for _ in range(count)]
-
-
 def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
     """By our names: blk.0.attn_q.weight is layers.0.self_attn.q_proj.weight; a tensor (experts,
     out, in) has all experts'. Unknown names stay as they are."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
-    if not match or match[2] not in GGUF_TENSORS:
+    if not match or match[2] not in GGUF_NAMES:
         return {tensor.name: tensor}
-    name = (f"layers.{match[1]}." if match[1] else "") + GGUF_TENSORS[match[2]] + "." + match[3]
+    name = (f"layers.{match[1]}." if match[1] else "") + GGUF_NAMES[match[2]] + "." + match[3]
     if "#" not in name:
         return {name: tensor}
     n_experts, *shape = tensor.shape
-    if n_experts > LIMITS["num_experts"][1] or len(shape) != 2:
+    if n_experts > NUMBERS["num_experts"][1] or len(shape) != 2:
         refuse(path, f"shape of {tensor.name}", "up to 4096 experts' matrices", [*tensor.shape])
     return {name.replace("#", str(i)): tensor.part(i * math.prod(shape), *shape)
             for i in range(n_experts)}
 
 
-# ---- Config: what the model computes, and the header of OUT.bin ----------------------------------
+def without_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without a classifier that is the embedding again, perhaps quantized otherwise:
+    the better one stays. Two quantizations of a tensor differ by an rms of less than a third of the
+    weights' rms (it looks at each 32nd piece), unrelated tensors by more than all of it."""
+    a, b = (tensors.get(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
+    if not (b and a.shape == b.shape and can_read(a.dtype) and can_read(b.dtype)):
+        return tensors
+    pieces = zip(a.pieces(), b.pieces())
+    if {a.dtype, b.dtype} <= FLOAT_TYPES.keys():
+        same = a.dtype == b.dtype and all(x.read_bytes() == y.read_bytes() for x, y in pieces)
+    else:
+        pairs = ([part.read_fp32().astype(float) for part in pair]
+                 for pair in itertools.islice(pieces, 0, None, 32))
+        same = all((x - y) @ (x - y) <= 0.1 * (y @ y) for x, y in pairs)  # not if one is NaN
+    if same and a.dtype != b.dtype:
+        Notices.hints.append(f"the classifier ({b.dtype}) is the embedding ({a.dtype}): written "
+                             "once, from the more precise one")
+    kept = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    return kept | {"embed_tokens.weight": a if a.nbytes >= b.nbytes else b} if same else tensors
 
-# Config's fields that OUT.bin's header has, see qwen3.c: name -> (offset, struct's letter)
-HEADER = {
-    "magic": (0x00, "I"), "version": (0x04, "I"), "dim": (0x08, "I"), "hidden_dim": (0x0C, "I"),
-    "n_layers": (0x10, "I"), "n_heads": (0x14, "I"), "n_kv_heads": (0x18, "I"),
-    "vocab_size": (0x1C, "I"), "max_seq_len": (0x20, "I"), "head_dim": (0x24, "I"),
-    "shared_classifier": (0x28, "I"), "group_size": (0x2C, "I"), "rope_theta": (0x30, "f"),
-    "rms_norm_eps": (0x34, "f"), "rope_scaling": (0x38, "I"), "rope_factor": (0x3C, "f"),
-    "qkv_bias": (0x54, "I"), "no_qk_norm": (0x58, "I"), "n_experts": (0x5C, "I"),
-    "n_experts_used": (0x60, "I"), "no_topk_norm": (0x64, "I"), "layer_bits": (0x68, "I"),
-    "eight_bits": (0x6C, "I"), "panels": (0x80, "I")}
-# levels: the 16 of four bits, else none. frequencies: of scaled rope, radians per position
-Config = namedtuple("Config", [*HEADER, "levels", "frequencies"])
 
+# ---- The header of OUT.bin: what the model computes ----------------------------------------------
+
+U32, F32, BYTES = Annotated[int, "I"], Annotated[float, "f"], Annotated[bytes, "16s"]
+
+
+class Header(NamedTuple):
+    """The first bytes of OUT.bin. A field's type is Python's, and struct's: 20x are 20 zeros."""
+    magic: U32  # 0x616A6331 says that the file is a model for qwen3.c.
+    version: U32  # 1 says that the file has this format.
+    dim: U32  # A token has so many numbers between the layers.
+    hidden_dim: U32  # The feed-forward network, or each expert, has so many numbers inside.
+    n_layers: U32  # The model has so many layers.
+    n_heads: U32  # A layer has so many heads that make queries.
+    n_kv_heads: U32  # A layer has so many heads that make keys and values; n_heads is a multiple.
+    vocab_size: U32  # The embedding has so many rows: one for each token id.
+    max_seq_len: U32  # The model was made for so many tokens.
+    head_dim: U32  # A head has so many numbers.
+    shared_classifier: U32  # 1 says that the embedding is the classifier, too.
+    group_size: U32  # So many consecutive weights of a row have one scale.
+    rope_theta: F32  # Rope's frequencies are powers of this base. 0 stands for 1e6.
+    rms_norm_eps: F32  # A norm adds this to the mean square. 0 stands for 1e-6.
+    rope_scaling: U32  # 2 says that rope is scaled: the file has rope's frequencies.
+    rope_factor: Annotated[float, "f20x"]  # Scaled rope multiplies cos and sin by this.
+    qkv_bias: U32 = 0  # 1 says that q, k and v have biases (Qwen2).
+    no_qk_norm: U32 = 0  # 1 says that q and k have no norm (Qwen2).
+    n_experts: U32 = 0  # A layer has so many experts. 0 says that it is not a mixture of experts.
+    n_experts_used: U32 = 0  # A token uses so many experts.
+    no_topk_norm: U32 = 0  # 1 says that the weights of the experts used need not add up to 1.
+    layer_bits: U32 = 0  # 4 says that the layers' matrices have four bits. 0 stands for 8.
+    eight_bits: U32 = 0  # Bits 0 to 6 say that q k v o gate down up have 8 bits nevertheless.
+    levels: BYTES = bytes(16)  # The codes of four bits stand for these int8 values.
+    panels: U32 = 1  # 1 says that the file has its matrices in panels.
+
+
+FIELDS = "<" + "".join(kind.__metadata__[0] for kind in get_type_hints(
+    Header, globals(), include_extras=True).values())
+HEADER = struct.Struct(f"{FIELDS}{256 - struct.calcsize(FIELDS)}x")  # x: a byte of zero
 
 ORIGINAL = "original_max_position_embeddings"  # of YaRN
-# What qwen3.c accepts (but a vocab_size of up to 2^30, which costs memory here): (lowest, highest)
-LIMITS = {
-    "hidden_size": (1, 1 << 20), "intermediate_size": (1, 1 << 20), "head_dim": (1, 4096),
-    "moe_intermediate_size": (1, 1 << 20), "num_hidden_layers": (1, 4096),
-    "num_attention_heads": (1, 4096), "num_key_value_heads": (1, 4096), "vocab_size": (1, 1 << 20),
-    "max_position_embeddings": (1, 1 << 30), ORIGINAL: (1, 2 ** 31 - 1), "top_k": (0, 2 ** 31 - 1),
-    "num_experts": (0, 4096), "num_experts_per_tok": (0, 4096),
-    "rms_norm_eps": (2.0 ** -126, 1e12), "temperature": (0.0, 1e6), "top_p": (1e-45, 1.0)}
-OTHER_LIMITS = 1e-6, 1e12  # of theta, the penalty and YaRN's terms
+# A number of config.json or generation_config.json -> (lowest, highest, its key in a GGUF file or
+# None). The limits are qwen3.c's, but for a vocab_size of up to 2^30, which costs memory here.
+NUMBERS = {
+    "hidden_size": (1, 1 << 20, "embedding_length"), "top_k": (0, 2 ** 31 - 1, None),
+    "intermediate_size": (1, 1 << 20, "feed_forward_length"), "head_dim": (1, 4096, None),
+    "moe_intermediate_size": (1, 1 << 20, "expert_feed_forward_length"),
+    "num_hidden_layers": (1, 4096, "block_count"), "vocab_size": (1, 1 << 20, None),
+    "num_attention_heads": (1, 4096, "attention.head_count"), "temperature": (0.0, 1e6, None),
+    "num_key_value_heads": (1, 4096, "attention.head_count_kv"), ORIGINAL: (1, 2 ** 31 - 1, None),
+    "num_experts": (0, 4096, "expert_count"), "num_experts_per_tok": (0, 4096, "expert_used_count"),
+    "max_position_embeddings": (1, 1 << 30, "context_length"), "top_p": (1e-45, 1.0, None),
+    "rms_norm_eps": (2.0 ** -126, 1e12, "attention.layer_norm_rms_epsilon")}
+OTHER_LIMITS = 1e-6, 1e12, None  # of theta, the penalty and YaRN's terms
 GROUP_SIZES, BOOLEANS = (32, 64, 128, 256), ("True", "False")
 
 
-def read_config(source: Source, options: argparse.Namespace) -> Config:
-    """The source's config.json, checked, with the user's options."""
+def read_header(source: Source, bits: int | None, group_size: int | None,
+                yarn_factor: float | None) -> tuple[Header, dict[str, Tensor]]:
+    """The header, and the tensors that are computed, from config.json and the user's options."""
     where, config, family = source.file("config.json"), source.config, source.family
     if family.vision and (source.embedding or "embedding" in source.name.lower()):
         refuse(where, "Qwen3-VL that makes embeddings", "one that answers", source.name)
@@ -926,53 +948,51 @@ def read_config(source: Source, options: argparse.Namespace) -> Config:
     hidden_key = "moe_intermediate_size" if family.experts else "intermediate_size"
     dim, hidden_dim, n_heads = map(get, ("hidden_size", hidden_key, "num_attention_heads"))
     n_kv_heads = get("num_key_value_heads", n_heads)
-    head_dim = get("head_dim", dim // n_heads if family.qwen2 else 128)
+    head_dim = get("head_dim", family.head_dim or dim // n_heads)
     if n_heads % n_kv_heads:
         refuse(where, "num_key_value_heads", f"a divisor of {n_heads}", n_kv_heads)
     if head_dim % 2:
         refuse(where, "head_dim", "an even number", head_dim)
-    max_seq_len, theta, rope_factor, frequencies = read_rope(where, config, head_dim, options.yarn)
-    bits = options.bits or (4 if source.levels else 8)
-    group_size = options.group_size or (32 if bits == 4 else source.group_size)
-    copied_levels = source.levels if group_size == 32 else ()
-    levels = (copied_levels or LEVELS) if bits == 4 else ()
+    max_seq_len, theta, rope_factor, frequencies = read_rope(where, config, head_dim, yarn_factor)
+    bits = bits or (4 if source.levels else 8)
+    group_size = group_size or (32 if bits == 4 else source.group_size)
+    levels = bytes(16) if bits == 8 else group_size == 32 and source.levels or LEVELS.tobytes()
     widths = {"hidden_size": dim, hidden_key: hidden_dim,
               "num_attention_heads * head_dim": n_heads * head_dim}
     group_size = group_size or (32 if any(width % 64 for width in widths.values()) else 64)
     for key, width in widths.items():
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
-    n_experts, used, topk_norm = read_experts(where, config) if family.experts else (0, 0, True)
-    theta, eps = (0 if np.float32(value) == np.float32(default) else value  # 0: the default
-                  for value, default in ((theta, 1e6), (get("rms_norm_eps", 1e-6), 1e-6)))
+    n_experts, used, topk_norm = 0, 0, True
+    if family.experts:
+        n_experts, used = map(get, ("num_experts", "num_experts_per_tok"))
+        if not 1 <= used <= n_experts:
+            refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {n_experts}", used)
+        topk_norm = config.get("norm_topk_prob", False)
+        supported(where, "norm_topk_prob", repr(topk_norm), *BOOLEANS)
+    eps = get("rms_norm_eps", 1e-6)
     n_layers, tied = get("num_hidden_layers"), config.get("tie_word_embeddings", False) is True
     if (matrices := n_layers * max(1, n_experts)) > MOST_TENSORS:
         refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
-    return Config(
-        magic=0x616A6331, version=1, dim=dim, hidden_dim=hidden_dim, n_layers=n_layers,
-        n_heads=n_heads, n_kv_heads=n_kv_heads, vocab_size=get("vocab_size"),
-        max_seq_len=max_seq_len, head_dim=head_dim,
+    header = Header(
+        **family.header, magic=0x616A6331, version=1, dim=dim, hidden_dim=hidden_dim,
+        n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, vocab_size=get("vocab_size"),
+        max_seq_len=max_seq_len, head_dim=head_dim, group_size=group_size,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
-        group_size=group_size, rope_theta=theta, rms_norm_eps=eps,
-        rope_scaling=2 if frequencies else 0, rope_factor=rope_factor, qkv_bias=family.qwen2,
-        no_qk_norm=family.qwen2, n_experts=n_experts, n_experts_used=used,
-        no_topk_norm=not topk_norm, layer_bits=4 if levels else 0, panels=1, levels=levels,
-        eight_bits=EIGHT_BITS[family.qwen2] if levels == LEVELS else 0,
-        frequencies=frequencies)
-
-
-def read_experts(where: Path, config: dict) -> tuple[int, int, bool]:
-    """A layer's experts, those that a token uses, and whether their weights' sum becomes 1."""
-    n_experts, used = (number(where, config, key) for key in ("num_experts", "num_experts_per_tok"))
-    if not 1 <= used <= n_experts:
-        refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {n_experts}", used)
-    supported(where, "norm_topk_prob", repr(norm := config.get("norm_topk_prob", False)), *BOOLEANS)
-    return n_experts, used, norm
+        rope_theta=0 if np.float32(theta) == np.float32(1e6) else theta,
+        rms_norm_eps=0 if np.float32(eps) == np.float32(1e-6) else eps,
+        rope_scaling=2 if frequencies else 0, rope_factor=rope_factor, n_experts=n_experts,
+        n_experts_used=used, no_topk_norm=not topk_norm, layer_bits=4 if bits == 4 else 0,
+        eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else 0,
+        levels=levels)
+    data = np.array(frequencies, "<f4").tobytes()
+    tensor = Tensor("rope's frequencies", source.path, 0, "F32", (len(frequencies),), data)
+    return header, {"frequencies": tensor} if frequencies else {}
 
 
 def number(where: Path, values: dict, key: str, default: float | None = None):
-    """values[key], or the default where it is absent or null: a number within its LIMITS."""
-    low, high = LIMITS.get(key, OTHER_LIMITS)
+    """values[key], or the default where it is absent or null: a number within its limits."""
+    low, high, _ = NUMBERS.get(key, OTHER_LIMITS)
     kind, value = type(low), values.get(key)
     value = default if value is None else value
     if type(value) not in (int, kind) or not low <= value <= high:
@@ -1019,7 +1039,6 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     attention_factor = growth + 1
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         attention_factor = (growth * get("mscale") + 1) / (growth * get("mscale_all_dim") + 1)
-
     # Dimensions with more than beta_fast rotations in the original length keep their frequency,
     # those with fewer than beta_slow get frequency / factor; a linear ramp lies in between.
     low, high = (head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -1034,15 +1053,6 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     powers = (theta ** exponents.astype(float)).astype("<f4")
     frequencies = 1 / (factor * powers) * (1 - (1 - ramp)) + 1 / powers * (1 - ramp)
     return get("attention_factor", attention_factor), tuple(frequencies.tolist())
-
-
-def header(c: Config) -> bytes:
-    """The 256 bytes at the start of OUT.bin."""
-    data = bytearray(256)
-    for name, (offset, letter) in HEADER.items():
-        struct.pack_into(f"<{letter}", data, offset, getattr(c, name))
-    struct.pack_into("16b", data, 0x70, *(c.levels or [0] * 16))
-    return bytes(data)
 
 
 # ---- Vocabulary: tokenizer.json as byte strings with merge scores --------------------------------
@@ -1179,8 +1189,7 @@ def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dic
 
 # ---- Unicode: the tokenizers package's character classes and NFC as tables -----------------------
 # The package's regular expressions, its normalizer and Python have three versions of Unicode. So
-# the package is asked which characters it classifies or changes; unicodedata says how they change,
-# which is the same in all versions.
+# the package says which characters it classifies or changes; Python says how, the same in each.
 
 # All code points that may be assigned: planes 0 to 3 and 14, without the surrogates
 CHARACTERS = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xF0000)]))
@@ -1188,13 +1197,18 @@ CHARACTERS = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x40000), *range(0
 
 def unicode_sections(nfc: bool) -> dict[str, bytes]:
     """The tokenizer file's sections `clas`, `ccc ` and `deco`, the last two empty without NFC."""
-    splits = [pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
-              for pattern in (r"\p{L}+", r"\p{N}+", r"\s+")]
-    classes = {ord(char): number for number, split in enumerate(splits, 1)
-               for piece, _ in split.pre_tokenize_str(CHARACTERS) for char in piece}
+    def runs(classes: dict[int, int]) -> np.ndarray:
+        """Rows of (first, last, class), one for each run of code points of one class, ascending."""
+        codes, numbers = np.array(sorted(classes.items())).T
+        last = np.flatnonzero((np.diff(codes, append=-1) != 1) | (np.diff(numbers, append=0) != 0))
+        first = [0, *last[:-1] + 1]
+        return np.stack([codes[first], codes[last], numbers[last]], axis=1)
+
+    classes = {ord(char): number for number, pattern in enumerate((r"\p{L}+", r"\p{N}+", r"\s+"), 1)
+               for piece, _ in pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
+               .pre_tokenize_str(CHARACTERS) for char in piece}
     if not nfc:
         return {"clas": u32(*runs(classes)), "ccc ": b"", "deco": b""}
-
     # Canonical combining classes, of the marks that NFD sorts by it
     decompose, compose = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
     low, high = "\u0334", "\u0345"  # marks of the lowest class, 1, and of the highest, 240
@@ -1202,7 +1216,6 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
              if unicodedata.combining(char)
              and char in (text := decompose(high + char + low))  # else decomposed before the sort
              and text != high + char + low}
-
     # (character, first, second or 0, whether NFC composes it again): one step of a canonical
     # decomposition. Hangul, which is arithmetic, is left out.
     steps = []
@@ -1214,18 +1227,9 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
     return {"clas": u32(*runs(classes)), "ccc ": u32(*runs(marks)), "deco": u32(*steps)}
 
 
-def runs(classes: dict[int, int]) -> np.ndarray:
-    """Rows of (first, last, class), one for each run of code points of one class, ascending."""
-    codes, numbers = np.array(sorted(classes.items())).T
-    last = np.flatnonzero((np.diff(codes, append=-1) != 1) | (np.diff(numbers, append=0) != 0))
-    first = [0, *last[:-1] + 1]
-    return np.stack([codes[first], codes[last], numbers[last]], axis=1)
-
-
 # ---- Chat: the checkpoint's Jinja template as twelve strings -------------------------------------
-# qwen3.c has no Jinja. It renders a conversation from twelve strings (Pieces). They are found by
-# rendering the template with marked contents, and are used only if they give the same text as the
-# template on many trial conversations.
+# qwen3.c has no Jinja. It renders a conversation from twelve strings (Pieces). Marked contents show
+# them in the template's text. They must then make the template's text of many trial conversations.
 
 TEMPLATE_SECONDS = 20  # Qwen's templates take 0.3
 Message = tuple[str, str]  # role, content
@@ -1251,7 +1255,8 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
 def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | None:
     """The verified pieces of a template, or None and a note that says why there are none."""
     if not template:
-        notes.append("no chat template: qwen3 will continue texts; -m chat will use plain ChatML")
+        Notices.hints.append(
+            "no chat template: qwen3 will continue texts; -m chat will use plain ChatML")
         return None
     try:
         trials = trial_conversations()
@@ -1263,8 +1268,8 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
         "".join(pieces).encode()  # a ValueError, too, if they hold half of a surrogate pair
         return pieces
     except ValueError as error:
-        notes.append("warning: the chat template is more than fixed strings around the messages, "
-                     f"qwen3 will chat in plain ChatML: {error}")
+        Notices.hints.append("warning: the chat template is more than fixed strings around the "
+                             f"messages, qwen3 will chat in plain ChatML: {error}")
         return None
 
 
@@ -1302,7 +1307,6 @@ def template_process() -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     with suppress(ValueError, OSError):  # macOS: no limit
         resource.setrlimit(resource.RLIMIT_AS, (400_000_000, 400_000_000))
-
     def fail(message):
         raise TemplateError(message)
 
@@ -1363,7 +1367,6 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     start = bos if first.startswith(bos) and no_system.startswith(bos) else ""
     plain, think = (gaps(USER, thinking=thinking)[1].removeprefix(user_close)
                     for thinking in (False, True))
-
     trim = [char for char, talk in THOUGHT.items() if texts[talk, None] == texts[TALK, None]]
     return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
                   after_system.removesuffix(user_open), user_open, user_close, assistant_open,
@@ -1396,7 +1399,7 @@ CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
 
 def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     """The contents of OUT.bin.tokenizer: the base format, then the extension of tagged sections."""
-    where, generation_json = source.file("tokenizer.json"), source.file("generation_config.json")
+    where, path = source.file("tokenizer.json"), source.file("generation_config.json")
     with parsing(where):
         nfc = check_pipeline(where, source.tokenizer)
         tokens, scores, added = read_vocabulary(source, vocab_size)
@@ -1407,11 +1410,20 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
         refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
     pieces = chat_pieces(source.chat_template, roles)
     mode = default_mode(source, pieces, added, stop_ids)
-    penalty = number(generation_json, source.generation, "repetition_penalty", 1.0)
+    generation, defaults = source.generation, {  # transformers' but do_sample, which is false there
+        "temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}
+    penalty = number(path, generation, "repetition_penalty", 1.0)
+    if generation.get("min_p"):
+        Notices.hints.append(f"{path.name}: min_p {generation['min_p']!r} is ignored: qwen3 has "
+                             "no min_p")
+    given = {key: generation[key] for key in defaults if generation.get(key) is not None}
+    values = defaults | given
+    temperature, *more = (number(path, values, key) for key in ("temperature", "top_p", "top_k"))
+    sampling = struct.pack("<2fI", temperature if values["do_sample"] else 0.0, *more)
     sections = {
         "adde": u32(*sorted(added.values())), **unicode_sections(nfc),
         "head": u32(head_ids), "tail": u32(tail_ids), "stop": u32(stop_ids),
-        "samp": sampling(generation_json, source.generation),
+        "samp": sampling if given else b"",
         "repe": b"" if penalty == 1 else struct.pack("<f", penalty),
         "mode": b"" if mode == CHAT else u32([mode]),
         "chat": b"".join(length_and_bytes(piece.encode()) for piece in pieces or ())}
@@ -1435,10 +1447,9 @@ def u32(*rows: list[int] | tuple[int, ...]) -> bytes:
 def end_ids(source: Source, added: dict, eos_token: str | None) -> tuple[int, int, list]:
     """(bos, eos, the ids that end an answer). A text ends with the ids in config.json and in
     generation_config.json. A turn of a chat may end with another, tokenizer_config.json's."""
+    files = {"config.json": source.config, "generation_config.json": source.generation}
     config_bos, config_eos, generation_bos, generation_eos = (
-        id_list(source.file(name), values.get(key))
-        for name, values in (("config.json", source.config),
-                             ("generation_config.json", source.generation))
+        id_list(source.file(name), values.get(key)) for name, values in files.items()
         for key in ("bos_token_id", "eos_token_id"))
     end_of_text, end_of_turn = ([added[text][0]] if text in added else []
                                 for text in ("<|endoftext|>", eos_token))
@@ -1462,8 +1473,7 @@ def id_list(where: Path, value: object) -> list[int]:
 
 
 def default_mode(source: Source, pieces: Pieces | None, added: dict, stop_ids: list) -> int:
-    """What qwen3 does without -m. A base model with a chat template is known by the token that ends
-    a turn, which is not among the ids that end its texts."""
+    """What qwen3 does without -m. A base model's texts do not end with the end of a chat's turn."""
     if source.embedding:
         return EMBED
     close = pieces.assistant_close if pieces else ""
@@ -1471,183 +1481,64 @@ def default_mode(source: Source, pieces: Pieces | None, added: dict, stop_ids: l
     if source.chat_template and (not turn_end or turn_end & set(stop_ids)):
         return CHAT
     if source.chat_template:
-        notes.append("the chat template's end of turn is not among the ids that end a text: this "
-                     "is a base model, qwen3 will continue texts; -m chat overrides this")
+        Notices.hints.append(
+            "the chat template's end of turn is not among the ids that end a text: this is a base "
+            "model, qwen3 will continue texts; -m chat overrides this")
     return GENERATE
 
 
-def sampling(where: Path, generation: dict) -> bytes:
-    """The section `samp`, empty if generation_config.json sets nothing of it."""
-    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50,  # transformers'
-                "do_sample": True}  # which is false there
-    given = {key: generation[key] for key in defaults if generation.get(key) is not None}
-    if generation.get("min_p"):
-        notes.append(f"{where.name}: min_p {generation['min_p']!r} is ignored: qwen3 has no min_p")
-    values = defaults | given
-    temperature, *more = (number(where, values, key) for key in ("temperature", "top_p", "top_k"))
-    found = struct.pack("<2fI", temperature if values["do_sample"] else 0.0, *more)
-    return found if given else b""
+# ---- Quantization: a tensor's numbers as OUT.bin has them ----------------------------------------
 
-
-# ---- Outputs: the tensors in the order in which OUT.bin has them --------------------------------
-
-FREQUENCIES = "rope's frequencies"  # of scaled rope: the one tensor that is computed, not stored
-PANEL = 16  # rows of a matrix whose 32-bit words alternate in OUT.bin; the last panel has zeros
 SCALE_SIZES = {32: 0, 8: 4, 4: 2}  # bits of a value -> bytes of its group's scale, a float
-
-
-class Output(NamedTuple):
-    """A tensor of OUT.bin. With bits 32: fp32 values. With 8: int8 values, then an fp32 scale a
-    group. With 4: bytes of two codes, then an fp16 scale a group."""
-    bits: int  # of a value
-    names: list[str]  # without "model."; one for each expert, whose rows follow each other
-    shape: tuple[int, ...]  # of the tensor with each name
-    values: int  # offset of the first value in OUT.bin
-    scales: int  # offset of the first scale
-    end: int  # offset of what follows
-    tensors: list[Tensor]  # the source, for each name; none in layout()
-
-    def offsets(self, at: int, c: Config) -> tuple[int, int]:
-        """Where a range from `at` on has its values and its scales in OUT.bin."""
-        return (self.values + at * self.bits // 8,
-                self.scales + at // c.group_size * SCALE_SIZES[self.bits])
-
-
-def layout(c: Config) -> list[Output]:
-    """The tensors of OUT.bin, in its order, without their source. Matrices are (out, in) and
-    quantized. In a name below, * is the number of a layer and # of an expert."""
-    q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    q, k, v, o, gate, down, up = (8 if c.eight_bits >> i & 1 else c.layer_bits or 8
-                                  for i in range(7))
-    mlp = "layers.*.mlp.experts.#" if c.n_experts else "layers.*.mlp"
-    rows = [  # (is it there, bits, name, shape)
-        (True, 32, "layers.*.input_layernorm.weight", c.dim),
-        (True, 32, "layers.*.post_attention_layernorm.weight", c.dim),
-        (True, 32, "norm.weight", c.dim),
-        (not c.no_qk_norm, 32, "layers.*.self_attn.q_norm.weight", c.head_dim),
-        (not c.no_qk_norm, 32, "layers.*.self_attn.k_norm.weight", c.head_dim),
-        (c.n_experts, 32, "layers.*.mlp.gate.weight", c.n_experts, c.dim),
-        (c.frequencies, 32, FREQUENCIES, c.head_dim // 2),
-        (True, 8, "embed_tokens.weight", c.vocab_size, c.dim),
-        (True, q, "layers.*.self_attn.q_proj.weight", q_dim, c.dim),
-        (True, k, "layers.*.self_attn.k_proj.weight", kv_dim, c.dim),
-        (True, v, "layers.*.self_attn.v_proj.weight", kv_dim, c.dim),
-        (True, o, "layers.*.self_attn.o_proj.weight", c.dim, q_dim),
-        (True, gate, f"{mlp}.gate_proj.weight", c.hidden_dim, c.dim),
-        (True, down, f"{mlp}.down_proj.weight", c.dim, c.hidden_dim),
-        (True, up, f"{mlp}.up_proj.weight", c.hidden_dim, c.dim),
-        (not c.shared_classifier, 8, "lm_head.weight", c.vocab_size, c.dim),
-        (c.qkv_bias, 32, "layers.*.self_attn.q_proj.bias", q_dim),
-        (c.qkv_bias, 32, "layers.*.self_attn.k_proj.bias", kv_dim),
-        (c.qkv_bias, 32, "layers.*.self_attn.v_proj.bias", kv_dim)]
-    outputs, offset = [], 256
-    for bits, name, *shape in (row for there, *row in rows if there):
-        for layer in range(c.n_layers if "*" in name else 1):
-            names = [name.replace("*", str(layer)).replace("#", str(expert))
-                     for expert in range(c.n_experts if "#" in name else 1)]
-            size = len(names) * math.prod(shape)
-            if bits < 32:  # a matrix: whole panels
-                size += -len(names) * shape[0] % PANEL * shape[1]
-            scales = offset + size * bits // 8
-            end = scales + size // c.group_size * SCALE_SIZES[bits]
-            outputs.append(Output(bits, names, tuple(shape), offset, scales, end, []))
-            offset = end
-    return outputs
-
-
-def match_tensors(source: Source, c: Config, *rooms: Room) -> tuple[Config, list[Output]]:
-    """The layout with its tensors: none may be missing, left over or of another shape. The config
-    may be another one: only now is known whether a GGUF's classifier is the embedding again."""
-    where, is_gguf, found = source.path, source.path.is_file(), source.open_tensors(*rooms)
-    if c.frequencies:  # a tensor like the others
-        data = np.array(c.frequencies, "<f4").tobytes()
-        found = found | {FREQUENCIES: Tensor(FREQUENCIES, where, 0, "F32", (len(data) // 4,), data)}
-    wanted = {name: output.shape for output in layout(c) for name in output.names}
-    extra = [tensor.name for name, tensor in found.items() if name not in wanted
-             and name != "lm_head.weight"  # some checkpoints store it although it is tied
-             and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
-    missing = [name for name in wanted if name not in found]
-    if missing or extra:
-        refuse(where, "tensors", "the ones that config.json implies",
-               f"missing: {first_few(missing)}; left over: {first_few(extra)}")
-    for name, shape in wanted.items():
-        if found[name].shape != shape:
-            refuse(where, f"shape of {found[name].name}", list(shape), list(found[name].shape))
-    for dtype, tensor in {found[name].dtype: found[name] for name in wanted}.items():
-        try:
-            if dtype not in FLOAT_TYPES:
-                _, size = BLOCK_SIZES[dtype if is_gguf else None]
-                gguf.dequantize(np.zeros(size, np.uint8), gguf.GGMLQuantizationType[dtype])
-        except (KeyError, NotImplementedError):
-            refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
-                   "the gguf package dequantizes", dtype)
-    pair = [found.get(f"{name}.weight") for name in ("embed_tokens", "lm_head")]
-    if is_gguf and not c.shared_classifier and are_same(*pair):
-        c = c._replace(shared_classifier=True)
-        found = found | {"embed_tokens.weight": max(pair, key=lambda tensor: tensor.nbytes)}
-        if pair[0].dtype != pair[1].dtype:
-            notes.append(f"the classifier ({pair[1].dtype}) is the embedding ({pair[0].dtype}): "
-                         "written once, from the more precise one")
-    return c, [output._replace(tensors=[found[name] for name in output.names])
-               for output in layout(c)]
-
-
-def are_same(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors are one. Of one tensor a GGUF file may have two quantizations, such as the
-    embedding in Q5_0 and the classifier in Q8_0: then in each 32nd piece the difference's rms is
-    less than a third of the weights'. That of unrelated tensors is more than the weights' rms."""
-    pieces = zip(a.pieces(), b.pieces())
-    if {a.dtype, b.dtype} <= FLOAT_TYPES.keys():
-        return a.dtype == b.dtype and all(x.read_bytes() == y.read_bytes() for x, y in pieces)
-    for piece in itertools.islice(pieces, 0, None, 32):
-        x, y = (part.read_fp32().astype(float) for part in piece)
-        if not (x - y) @ (x - y) <= 0.1 * (y @ y):  # nor if one is NaN
-            return False
-    return True
-
-
-# ---- Weights: quantized to Q8_0 or four bits and written, piece by piece -------------------------
-
-PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy pass to the next
 # The 16 values of four bits, by k-means on trained models' weights
-LEVELS = (-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106)
-# With four bits, the matrices that have eight, as bits 0 to 6 for q k v o gate down up: v (Qwen3); k
-# and v (Qwen2, which has no QK-norm). They are small, and their errors reach several query heads:
-# this takes a quarter to a half of what four bits cost, for 1 to 4 % of the file.
+LEVELS = np.array([-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106], "i1")
+GGUF_LEVELS = {"Q4_0": np.arange(-8, 8, dtype="i1").tobytes(),
+               "IQ4_NL": np.array(gguf.quants.IQ4_NL.kvalues, "i1").tobytes()}
+# Header.eight_bits with LEVELS: v, or k and v without QK-norm (Qwen2), as several heads share them:
+# this undoes a quarter to a half of what four bits cost in quality, for 1 to 4 % of the file.
 EIGHT_BITS = 0b100, 0b110
 MOST_Q4 = 1 << 22  # the largest weight that LEVELS and an fp16 scale, up to 65504, surely reach
 
 
-def in_panels(parts: tuple[np.ndarray, np.ndarray], output: Output) -> list[np.ndarray]:
-    """What Tensor.encode() gives for rows of a matrix, as OUT.bin has it: in each panel word 0 of
-    each row (32 bits of values, or a scale), then word 1, and so on. Others stay as they are."""
-    if output.bits == 32:
-        return list(parts)
-    rows = parts[0].size * 8 // output.bits // output.shape[1]
-    words = (parts[0].view("<u4").reshape(rows, -1), parts[1].reshape(rows, -1))
-    return [np.pad(x, ((0, -rows % PANEL), (0, 0))).reshape(-1, PANEL, x.shape[1])
-            .transpose(0, 2, 1).ravel() for x in words]
+def encode(tensor: Tensor, bits: int, h: Header) -> tuple[np.ndarray, np.ndarray]:
+    """(values, scales) of a tensor, copied or quantized, as Output says; no scales with 32 bits."""
+    if copied := is_copied(tensor, bits, h):
+        blocks = np.frombuffer(tensor.read_bytes(), [("scale", "<f2"), ("values", "u1", 4 * bits)])
+    x = blocks["scale"] if copied else tensor.read_fp32()
+    if not np.isfinite(x).all():
+        refuse(tensor.path, tensor.name, "finite numbers", "infinity or NaN")
+    if copied:
+        return blocks["values"].ravel(), x.astype(f"<f{SCALE_SIZES[bits]}")
+    if bits == 32:
+        return x, x[:0]
+    if bits == 8:
+        return quantize_q8(x, h.group_size)
+    if (peak := np.abs(x).max()) > MOST_Q4:
+        refuse(tensor.path, tensor.name, f"numbers up to {MOST_Q4} for --bits 4", peak)
+    return quantize_q4(x, h.group_size)
 
 
-def write_model(out: BinaryIO, c: Config, outputs: list[Output]) -> None:
-    """Writes OUT.bin: the header, then the tensors. Notes what a second quantization costs."""
-    def convert(output: Output, piece: Tensor, at: int) -> None:
-        data = in_panels(piece.encode(output.bits, c), output)
-        for part, offset in zip(data, output.offsets(at, c)):
-            write_at(out, part, offset)
-
-    write_at(out, header(c), 0)
-    if again := {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
-                 if not tensor.is_copied(output.bits, c)} - FLOAT_TYPES.keys():
-        notes.append(f"{', '.join(sorted(again))}: quantized again, in groups of {c.group_size}, "
-                     "which adds an error of 0.5 % of the weights' rms in 8 bits, of 6 to 9 % in 4")
-    list(in_pieces(convert, outputs))
+def is_copied(tensor: Tensor, bits: int, h: Header) -> bool:
+    """True if OUT.bin takes a GGUF file's blocks as they are: an f16 scale, then the values."""
+    same = {8: tensor.dtype == "Q8_0", 4: GGUF_LEVELS.get(tensor.dtype) == h.levels}
+    return h.group_size == 32 and same.get(bits, False)
 
 
-def quantize(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Q8_0 of x, (n,) fp32, which is overwritten: q (n,) int8 in -127..127 and scale
-    (n / group_size,) fp32, so that x ~= q * scale. Per group, scale = max|x| / 127 and
-    q = rint(x / scale), ties to even; where the scale is 0 (or rounds to 0), q is 0."""
+def decode(values: np.ndarray, scales: np.ndarray, bits: int, h: Header) -> np.ndarray:
+    """(n,) fp32 of what encode() gives."""
+    if bits == 32:
+        return values.view("<f4")
+    groups = values.reshape(len(scales), -1)
+    if bits == 8:
+        return (groups.view("i1") * scales[:, None]).ravel()
+    codes = np.concatenate([groups & 15, groups >> 4], axis=1)
+    levels = np.frombuffer(h.levels, "i1").astype("<f4")
+    return (levels[codes] * scales.astype("<f4")[:, None]).ravel()
+
+
+def quantize_q8(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(q (n,) int8, scale (n / group_size,) fp32) of x, (n,) fp32, which it overwrites. A group has
+    scale = max|x| / 127 and q = rint(x / scale), ties to even, or 0 where the scale is 0."""
     peak = np.maximum.reduceat(np.abs(x), np.arange(0, x.size, group_size))
     scale = peak / np.float32(127)
     x = x.reshape(-1, group_size)
@@ -1697,15 +1588,127 @@ def quantize_q4(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]
     return np.ascontiguousarray((low | high << 4).T).ravel(), scale
 
 
-def decode(values: np.ndarray, scales: np.ndarray, bits: int, c: Config) -> np.ndarray:
-    """(n,) fp32 of what Tensor.encode() gives."""
-    if bits == 32:
-        return values.view("<f4")
-    groups = values.reshape(len(scales), -1)
-    if bits == 8:
-        return (groups.view("i1") * scales[:, None]).ravel()
-    codes = np.concatenate([groups & 15, groups >> 4], axis=1)
-    return (np.float32(c.levels)[codes] * scales.astype("<f4")[:, None]).ravel()
+# ---- OUT.bin: the tensors in its order, encoded and written piece by piece -----------------------
+
+PANEL = 16  # rows of a matrix whose 32-bit words alternate in OUT.bin; the last panel has zeros
+# A model's tensors: name in a checkpoint, where * is a layer's number and # an expert's; in a GGUF
+# file; fp32, int8 or a layer's matrix, whose bits the header says; shape; and what is not 0 if the
+# model has the tensor. The last two are names in the header or in layout().
+TENSORS = [row.split() for row in """
+    layers.*.input_layernorm.weight           attn_norm      fp32  dim             always
+    layers.*.post_attention_layernorm.weight  ffn_norm       fp32  dim             always
+    norm.weight                               output_norm    fp32  dim             always
+    layers.*.self_attn.q_norm.weight          attn_q_norm    fp32  head_dim        qk_norm
+    layers.*.self_attn.k_norm.weight          attn_k_norm    fp32  head_dim        qk_norm
+    layers.*.mlp.gate.weight                  ffn_gate_inp   fp32  n_experts,dim   n_experts
+    frequencies                               -              fp32  half_head       rope_scaling
+    embed_tokens.weight                       token_embd     int8  vocab_size,dim  always
+    layers.*.self_attn.q_proj.weight          attn_q         q     q_dim,dim       always
+    layers.*.self_attn.k_proj.weight          attn_k         k     kv_dim,dim      always
+    layers.*.self_attn.v_proj.weight          attn_v         v     kv_dim,dim      always
+    layers.*.self_attn.o_proj.weight          attn_output    o     dim,q_dim       always
+    layers.*.mlp.gate_proj.weight             ffn_gate       gate  hidden_dim,dim  dense
+    layers.*.mlp.down_proj.weight             ffn_down       down  dim,hidden_dim  dense
+    layers.*.mlp.up_proj.weight               ffn_up         up    hidden_dim,dim  dense
+    layers.*.mlp.experts.#.gate_proj.weight   ffn_gate_exps  gate  hidden_dim,dim  n_experts
+    layers.*.mlp.experts.#.down_proj.weight   ffn_down_exps  down  dim,hidden_dim  n_experts
+    layers.*.mlp.experts.#.up_proj.weight     ffn_up_exps    up    hidden_dim,dim  n_experts
+    lm_head.weight                            output         int8  vocab_size,dim  classifier
+    layers.*.self_attn.q_proj.bias            attn_q         fp32  q_dim           qkv_bias
+    layers.*.self_attn.k_proj.bias            attn_k         fp32  kv_dim          qkv_bias
+    layers.*.self_attn.v_proj.bias            attn_v         fp32  kv_dim          qkv_bias
+    """.strip().splitlines()]
+GGUF_NAMES = {gguf_name: re.sub(r"^layers\.\*\.|\.(weight|bias)$", "", name)
+              for name, gguf_name, *_ in TENSORS}  # attn_q -> self_attn.q_proj
+
+
+class Output(NamedTuple):
+    """A tensor of OUT.bin. With bits 32: fp32 values. With 8: int8 values, then an fp32 scale a
+    group. With 4: bytes of two codes, then an fp16 scale a group."""
+    bits: int  # of a value
+    names: list[str]  # without "model."; one for each expert, whose rows follow each other
+    shape: tuple[int, ...]  # of the tensor with each name
+    values: int  # offset of the first value in OUT.bin
+    scales: int  # offset of the first scale
+    end: int  # offset of what follows
+    tensors: list[Tensor]  # the source, for each name; none before match_tensors()
+
+    def offsets(self, at: int, h: Header) -> tuple[int, int]:
+        """Where a range from `at` on has its values and its scales in OUT.bin."""
+        return (self.values + at * self.bits // 8,
+                self.scales + at // h.group_size * SCALE_SIZES[self.bits])
+
+
+def layout(h: Header) -> list[Output]:
+    """The tensors of OUT.bin, in its order, without their source."""
+    values = h._asdict() | {
+        "q_dim": h.n_heads * h.head_dim, "kv_dim": h.n_kv_heads * h.head_dim,
+        "half_head": h.head_dim // 2, "always": True, "qk_norm": not h.no_qk_norm,
+        "dense": not h.n_experts, "classifier": not h.shared_classifier}
+    bits_of = {"fp32": 32, "int8": 8} | {matrix: 8 if h.eight_bits >> i & 1 else h.layer_bits or 8
+                                         for i, matrix in enumerate("q k v o gate down up".split())}
+    outputs, offset = [], HEADER.size
+    for name, _, kind, sizes, condition in (row for row in TENSORS if values[row[-1]]):
+        bits, shape = bits_of[kind], tuple(values[size] for size in sizes.split(","))
+        for layer in range(h.n_layers if "*" in name else 1):
+            names = [name.replace("*", str(layer)).replace("#", str(expert))
+                     for expert in range(h.n_experts if "#" in name else 1)]
+            size = len(names) * math.prod(shape)
+            if bits < 32:  # a matrix: whole panels
+                size += -len(names) * shape[0] % PANEL * shape[1]
+            scales = offset + size * bits // 8
+            end = scales + size // h.group_size * SCALE_SIZES[bits]
+            outputs.append(Output(bits, names, shape, offset, scales, end, []))
+            offset = end
+    return outputs
+
+
+def match_tensors(where: Path, outputs: list[Output], tensors: dict[str, Tensor]) -> list[Output]:
+    """The outputs with their tensors: none may be missing, left over or of another shape."""
+    wanted = {name: output.shape for output in outputs for name in output.names}
+    extra = [tensor.name for name, tensor in tensors.items() if name not in wanted
+             and name != "lm_head.weight"  # some checkpoints store it although it is tied
+             and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
+    missing = [name for name in wanted if name not in tensors]
+    if missing or extra:
+        refuse(where, "tensors", "the ones that config.json implies",
+               f"missing: {first_few(missing)}; left over: {first_few(extra)}")
+    for name, shape in wanted.items():
+        if tensors[name].shape != shape:
+            refuse(where, f"shape of {tensors[name].name}", list(shape), list(tensors[name].shape))
+    for dtype, tensor in {tensors[name].dtype: tensors[name] for name in wanted}.items():
+        if dtype not in FLOAT_TYPES and not (where.is_file() and can_read(dtype)):
+            refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
+                   "the gguf package dequantizes", dtype)
+    return [output._replace(tensors=[tensors[name] for name in output.names])
+            for output in outputs]
+
+
+def write_model(out: BinaryIO, header: Header, outputs: list[Output]) -> None:
+    """Writes OUT.bin: the header, then the tensors. Notes what a second quantization costs."""
+    def convert(output: Output, piece: Tensor, at: int) -> None:
+        data = in_panels(output, *encode(piece, output.bits, header))
+        for part, offset in zip(data, output.offsets(at, header)):
+            write_at(out, part, offset)
+
+    write_at(out, HEADER.pack(*header), 0)
+    if again := {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
+                 if not is_copied(tensor, output.bits, header)} - FLOAT_TYPES.keys():
+        Notices.hints.append(f"{', '.join(sorted(again))}: quantized again, in groups of "
+                             f"{header.group_size}, which adds an error of 0.5 % of the weights' "
+                             "rms in 8 bits, of 6 to 9 % in 4")
+    list(in_pieces(convert, outputs))
+
+
+def in_panels(output: Output, values: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
+    """What encode() gives for rows of a matrix, as OUT.bin has it: in each panel word 0 of
+    each row (32 bits of values, or a scale), then word 1, and so on. Others stay as they are."""
+    if output.bits == 32:
+        return [values, scales]
+    rows = values.size * 8 // output.bits // output.shape[1]
+    words = values.view("<u4").reshape(rows, -1), scales.reshape(rows, -1)
+    return [np.pad(x, ((0, -rows % PANEL), (0, 0))).reshape(-1, PANEL, x.shape[1])
+            .transpose(0, 2, 1).ravel() for x in words]
 
 
 def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
@@ -1741,28 +1744,26 @@ def check(options: argparse.Namespace) -> None:
     name, out = options.source, options.out
     if options.plot and not importlib.util.find_spec("matplotlib"):
         refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...`")
-    source = find_source(name, None)
+    source = find_source(name).read()
     eight, four = (Path(source.name + suffix) for suffix in SUFFIXES.values())
     out = out or (four if four.exists() and not eight.exists() else eight)
     if not out.exists():
         refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
     with open_file(out) as file:
-        found = file.read(256).ljust(256, b"\0")  # a short file is found out below
-        fields = {name: struct.unpack_from(f"<{letter}", found, offset)[0]
-                  for name, (offset, letter) in HEADER.items()}
-        supported(out, "group_size", fields["group_size"], *GROUP_SIZES)
-        supported(out, "rope_scaling (export it again)", fields["rope_scaling"], 0, 2)
-        supported(out, "layer_bits", fields["layer_bits"], 0, 4)
-        options.bits, options.group_size = fields["layer_bits"] or 8, fields["group_size"]
-        config = read_config(source, options)
-        tokenizer = tokenizer_file(source, config.vocab_size)
-        config, outputs = match_tensors(source, config)
-        check_bytes(out, "the header (the --yarn of the export?)", header(config), found)
+        found = file.read(HEADER.size).ljust(HEADER.size, b"\0")  # a short file is found out below
+        old = Header._make(HEADER.unpack(found))
+        supported(out, "group_size", old.group_size, *GROUP_SIZES)
+        supported(out, "rope_scaling (export it again)", old.rope_scaling, 0, 2)
+        supported(out, "layer_bits", old.layer_bits, 0, 4)
+        header, computed = read_header(source, old.layer_bits or 8, old.group_size, options.yarn)
+        tokenizer = tokenizer_file(source, header.vocab_size)
+        outputs = match_tensors(source.path, layout(header), source.open_tensors() | computed)
+        check_bytes(out, "the header (the --yarn of the export?)", HEADER.pack(*header), found)
         found = read_file(path := Path(f"{out}.tokenizer"), most=2 * len(tokenizer))
         check_bytes(path, "the file", tokenizer, found)
         if (actual := out.stat().st_size) != outputs[-1].end:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
-        errors = check_tensors(out, file, config, outputs)
+        errors = check_tensors(out, file, header, outputs)
     if options.plot:
         title = f"{out.name} against {Path(name).name}"
         plot(options.plot, title.encode(errors="replace").decode(), errors)  # it may be no UTF-8
@@ -1780,17 +1781,16 @@ def check_bytes(path: Path, what: str, expected: bytes, found: bytes, start: int
                *(data[at:at + 4].hex(" ") or "its end" for data in (expected, found)))
 
 
-def check_tensors(path: Path, file: BinaryIO, c: Config, outputs: list[Output]) -> dict[str, float]:
-    """Compares OUT.bin's tensors with what an export makes of the source, and prints the table.
-    Returns each matrix's rms error in % of the weights' rms."""
+def check_tensors(path: Path, file: BinaryIO, h: Header, outputs: list[Output]) -> dict[str, float]:
+    """Compares the tensors, prints the table, returns each matrix's rms error, % of its rms."""
     def compare(output: Output, piece: Tensor, at: int) -> tuple[float, float]:
         """Of a range: (sum of squares, sum of squared errors)."""
-        parts = piece.encode(output.bits, c)
-        for part, offset in zip(in_panels(parts, output), output.offsets(at, c)):
+        parts = encode(piece, output.bits, h)
+        for part, offset in zip(in_panels(output, *parts), output.offsets(at, h)):
             found = os.pread(file.fileno(), part.nbytes, offset)
             check_bytes(path, piece.name, part.tobytes(), found, offset)
         x = piece.read_fp32().astype(float)  # in fp64 no square is too large
-        error = x - decode(*parts, output.bits, c)
+        error = x - decode(*parts, output.bits, h)
         return float(x @ x), float(error @ error)
 
     errors, table = {}, ["rms error (% of rms)  tensor"]
@@ -1829,10 +1829,11 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
 
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
-    on_signals(leave)
+    on_signals(partial(leave, []))
     if __name__ == "__main__":
         warnings.simplefilter("ignore")  # of the packages: what matters here is said once
-    lines, status = notes, 0
+    Notices.subject = options.out or options.source
+    lines, status = Notices.hints, 0
     try:
         check(options) if options.check else export(options)
     except BrokenPipeError:  # the reader of the table, such as head, has seen enough
@@ -1840,7 +1841,7 @@ def main() -> None:
     except Exception as error:
         if options.traceback:
             traceback.print_exc()
-        where, line, status = options.out or options.source, str(error), 1
+        where, line, status = Notices.subject, str(error), 1
         if isinstance(error, OSError):
             line = (f"{error.filename or where}: can't be read or written, expected access and "
                     f"space, found {error.strerror or error}")
@@ -1855,6 +1856,13 @@ def main() -> None:
 
 def parse_arguments(args: list[str]) -> argparse.Namespace:
     """source, out (a path that ends in .bin, or None; it may also come first) and the options."""
+    def parse_value(kind: type, good: Callable[[Any], bool], expected: str, text: str) -> Any:
+        """An option's good value of this kind; an integer must be written as Python writes it."""
+        with suppress(ValueError):
+            if good(kind(text)) and (kind is not int or text == str(kind(text))):
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"wrong value, expected {expected}, found {text!r}")
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = usage_error  # type: ignore
     parser.add_argument("names", nargs="*")
@@ -1879,14 +1887,6 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
         usage_error(f"OUT: wrong name, expected one that ends in .bin, found {out[0]!r}")
     options.source, options.out = source, Path(out[0]) if out else None
     return options
-
-
-def parse_value(kind: type, good: Callable[[Any], bool], expected: str, text: str) -> Any:
-    """An option's good value of this kind; an integer must be written as Python writes it."""
-    with suppress(ValueError):
-        if good(kind(text)) and (kind is not int or text == str(kind(text))):
-            return kind(text)
-    raise argparse.ArgumentTypeError(f"wrong value, expected {expected}, found {text!r}")
 
 
 def usage_error(text: str) -> NoReturn:
