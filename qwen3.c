@@ -3779,7 +3779,8 @@ static bool looks_written(int kind, Bytes line) {
     Buffer text = {0};
     Json j = {.rest = chop(line), .text = &text};
     const Json start = j;
-    if (memcmp(line.p, begin, min_size(j.rest.n, strlen(begin))) != 0) return false;
+    const size_t n = whole ? strlen(begin) : min_size(j.rest.n, strlen(begin));
+    if (j.rest.n < n || memcmp(line.p, begin, n) != 0) return false;
     if (rest && !object && !null) json_take_any(&j, rest);
     else json_value(&j, 0);
     const bool added = !object || j.error || json_member(start, members[kind][0]).rest.n > 0;
