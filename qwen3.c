@@ -4206,7 +4206,7 @@ int main(int argc, char **argv) {
 #define X86_SIMD
 #endif
 
-// Fused (rounded once) in the same builds as mul_add_v, so that both round alike
+// Fused (rounded once) where mul_add_v is. A port whose mul_add_v is fused adds its macro here.
 INLINE float mul_add(float a, float b, float c) {
 #if defined(X86_SIMD) || defined(__ARM_FEATURE_DOTPROD)
     return fmaf(a, b, c);
@@ -4275,8 +4275,8 @@ static void *activations(size_t count, size_t size) {
 static float *floats(size_t count) { return activations(count, sizeof(float)); }
 
 // ------------------------------------------------------------------------------------------------
-// SIMD primitives: a new instruction set provides these constants and functions. Elsewhere, only
-// mul_add knows the CPU: it must be fused exactly where mul_add_v is. A vector is LANES floats or
+// SIMD primitives: a new instruction set provides these constants and functions, its #include above
+// and its macro in mul_add, which must be fused where mul_add_v is. A vector is LANES floats or
 // int32s, LANES is 4, 8 or 16 (an extension of GCC and clang: + - * and so on work lane by lane).
 // tests/test.c has a portable version of each, as its definition.
 //
@@ -4401,8 +4401,8 @@ INLINE VecF load_halves(const uint16_t *p) {
 // ------------------------------------------------------------------------------------------------
 // The KV cache
 //
-// The cache is a pool of blocks of LANES positions (the floats of a SIMD vector). A block has all
-// layers and kv heads, so memory is touched only as positions come into use. It has, for each,
+// The cache is a pool of blocks of LANES positions (the floats of a SIMD vector), so memory is
+// touched only as positions come into use. For each kv head of each layer, a block has
 //
 //   keys    (head_dim, LANES positions)
 //   values  (value_dim / LANES, LANES positions, LANES columns)
@@ -4649,8 +4649,8 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 // For many, a strip comes from memory once, and is in the core's caches for all other tiles.
 
 enum { STRIP = TILE_VECS * LANES };  // rows
-enum { FEW_VECS = TILE_VECS * LANES > (int)PANEL ? TILE_VECS : PANEL / LANES };  // few tokens
-enum { UNIT = 32 };                  // rows, whole strips and panels: the least that a thread takes
+enum { FEW_VECS = TILE_VECS * LANES > (int)PANEL ? TILE_VECS : PANEL / LANES };  // up to 3 tokens
+enum { UNIT = 32 };  // rows: the least that a thread takes. STRIP, PANEL and FEW_VECS divide it.
 
 // Q8(x), x (n), into columns at .. at + n - 1 of row t of out
 static void quantize_row(const Quantized *out, int t, int at, const float *x, int n, int group) {
@@ -4687,9 +4687,9 @@ INLINE void put_rows(const Matmul *part, int t, int row, VecF values) {
 // that lie so many bytes ahead.
 enum { BYTES_AHEAD = 7232 };
 
-// Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. (Rows of x from
-// n on may hold anything, and vectors of rows after the matrix's last repeat that: neither is
-// stored.)
+// Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. `flipped`: the
+// weights are ^ FLIP already. Tokens from n on hold anything, and for a vector of rows after the
+// matrix's end its last one is computed again: none of this is stored.
 INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, const int vecs,
                         const int bits, const bool flipped) {
     const Matrix *w = part->w;
@@ -4706,7 +4706,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         words[v] = (const char *)w->bytes + panel * w->cols * bits / 8 + lane * 4;
         scales[v] = (const char *)w->scales + (panel * n_groups + lane) * bits / 2;
     }
-    // What is added to leaves the caches early: rows, 4 KB apart in the 0.6B, share a few sets.
+    // The old values of out have left L1: its rows, 4 KB apart in the 0.6B, share a few sets.
     for (int i = 0; part->add && i < tokens && t + i < part->n; i++) {
         const float *out = part->out + (size_t)(t + i) * part->stride + row - part->row_begin;
         __builtin_prefetch(out);
@@ -4753,8 +4753,8 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
     }
 }
 
-// A unit of rows and a few tokens: the number of those of a tile is a constant. Up to three meet
-// whole panels, whose weights come from memory.
+// A unit of rows and few tokens. A tile's number of tokens is a constant. Up to 3 tokens take whole
+// panels, so that memory is read from front to back.
 INLINE void matmul_few(const Matmul *part, int row, int end, const int bits) {
     const int n = part->n, step = n > 3 ? STRIP : FEW_VECS * LANES;
     for (; row < end; row += step) {
@@ -4792,7 +4792,7 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
     return (Matrix){rows, w->cols, w->group, 8, at, floats, NULL};
 }
 
-// A unit of rows and many tokens: each tile prefetches an equal share of the next unit.
+// A unit of rows and many tokens: each tile prefetches a share of the next unit, if there is any.
 static void matmul_unit(const Matmul *part, int row, int end) {
     const Matrix *w = part->w, unit = unpack_unit(w, row, part->own->panel);
     const size_t row_bytes = (size_t)w->cols * w->bits / 8;
@@ -4846,8 +4846,8 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // keeps the scores of one span only, as attend() does, and as in FlashAttention (arXiv 2205.14135).
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
-// come to L2 once. A tile is ATT_QUERIES of them, or 2 in a task of few, as in decoding, by 2
-// vectors, of positions for the scores, of columns for the values; its sums stay in registers.
+// come to L2 once. A tile has ATT_QUERIES of them (2 when decoding) and two vectors, of positions
+// for the scores, of columns for the values. Its sums stay in registers.
 enum { ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
@@ -4868,8 +4868,8 @@ typedef struct {
     float keep[ATT_TASK];    // the factor on what was summed before
 } AttentionTask;
 
-// The span's block that holds position pos, or its last one: no later one is sure to exist. Its
-// keys come first, head_dim vectors, then its values.
+// The block that holds position pos; after the span's end its last one: the next may not exist. A
+// block's keys come first, head_dim vectors, then its values.
 INLINE const VecF *block_of(const AttentionTask *task, int pos) {
     return (VecF *)cache_block(task->kv, min_int(pos, task->end - 1));
 }
@@ -4942,8 +4942,8 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
 }
 
 // Each query's scores become the terms exp(score - largest). Positions after its own get -INFINITY,
-// so that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. If all
-// scores overflow, `largest` stays -FLT_MAX, as -INFINITY - -INFINITY is NaN.
+// so that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. `largest`
+// is never -INFINITY, even if all scores are: -INFINITY - -INFINITY would be NaN.
 static void span_softmax(AttentionTask *task) {
     const int width = (task->end - task->start + 15) / 16 * 16;
     float *score = task->score;
