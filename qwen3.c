@@ -139,7 +139,7 @@ typedef struct {
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
     int group_size;         // see Quantization; divides dim, q_dim and hidden_dim
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
-    int eight_bits;         // with layer_bits 4: bit i is set if matrix i of wq wk wv wo w1 w2 w3 has 8
+    int eight_bits;         // bit i: with layer_bits 4, matrix i of wq wk wv wo w1 w2 w3 has 8
     int panels;             // 1: the file has the matrices in panels, as Matrix does
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
@@ -161,11 +161,11 @@ typedef struct {
 typedef struct {
     int rows;
     int cols;
-    int group;             // consecutive weights of a row that have one scale
+    int group_size;        // consecutive weights of a row that have one scale
     int bits;              // of a weight, 8 or 4
     const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte
-    const void *scales;    // (rows, cols / group)     8 bits: float; 4: see half_float. The order
-                           // of both in memory is that of panels: see weight_q
+    const void *scales;    // (rows, cols / group_size)  8 bits: float; 4: see half_float. The order
+                           // of both in memory is that of panels: see weight_int
     const int8_t *levels;  // (16) with 4 bits         the int8 that a nibble stands for
 } Matrix;
 
@@ -196,8 +196,8 @@ typedef struct {
 } Weights;
 
 typedef struct {   // a vector (cols) as int8 values, and a scale for each group: see Quantization
-    int8_t *q8;    // (cols)
-    float *scale;  // (cols / group)
+    int8_t *int8;  // (cols)
+    float *scale;  // (cols / group_size)
 } Q8;
 
 // Everything that changes while the model runs. Its vectors are those of one token: here Part I's
@@ -207,21 +207,21 @@ typedef struct {
     float *cos;        // (head_dim / 2)  of the angles of rope at the token's position
     float *sin;        // (head_dim / 2)
     float *h;          // (dim)           rmsnorm(x)
-    Q8 xq;             // (dim)           Q8(h)
+    Q8 h8;             // (dim)           Q8(h)
     float *q;          // (q_dim)         its queries
     float *k;          // (kv_dim)        its keys: they go to the cache
     float *v;          // (kv_dim)        its values: so do they
     float *a;          // (q_dim)         what attention finds for each query
-    Q8 aq;             // (q_dim)         Q8(a)
+    Q8 a8;             // (q_dim)         Q8(a)
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
     float *up;         // (hidden_dim)    W3 h
-    Q8 hq;             // (hidden_dim)    Q8(silu(W1 h) * (W3 h))
-    float *term;       // (n_experts)     Wr h, then its exp
+    Q8 gate8;          // (hidden_dim)    Q8(silu(W1 h) * (W3 h))
+    float *router_out; // (n_experts)     Wr h, then its exp
     float *share;      // (n_experts)     the share of each chosen expert
     float *y;          // (dim)           one expert's output
     float *out;        // (dim)           what is added to x
     float *logits;     // (vocab_size)
-    int seq_len;       // the most positions of a text (option -c)
+    int context;       // the most positions of a text (option -c)
     float *cache;      // keys and values, in an order that only key_at and value_at know
     int *block_table;  // which parts of it hold the text's positions: see The KV cache, Part III
     // Parts II and III only: the cache of many texts, and passes of many tokens
@@ -322,8 +322,8 @@ static void silu_times(float *gate, const float *up, int n) {
 // so on. So SIMD instructions, which compute 4 to 16 rows at once, find their words side by side.
 enum { PANEL = 16 };
 
-INLINE int weight_q(const Matrix *w, int r, int i) {
-    const int half = w->group / 2, g = i / w->group, j = i % w->group;
+INLINE int weight_int(const Matrix *w, int r, int i) {
+    const int half = w->group_size / 2, g = i / w->group_size, j = i % w->group_size;
     const int b = w->bits == 8 ? i : g * half + j % half;
     const size_t word = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + b / 4;
     const int8_t byte = w->bytes[(word * PANEL + r % PANEL) * 4 + b % 4];
@@ -332,7 +332,7 @@ INLINE int weight_q(const Matrix *w, int r, int i) {
 
 // The scale of group g of row r: in a panel, 16 of group 0, 16 of group 1, and so on
 INLINE float weight_scale(const Matrix *w, int r, int g) {
-    const size_t at = ((size_t)(r / PANEL) * (w->cols / w->group) + g) * PANEL + r % PANEL;
+    const size_t at = ((size_t)(r / PANEL) * (w->cols / w->group_size) + g) * PANEL + r % PANEL;
     return w->bits == 8 ? ((const float *)w->scales)[at]
                         : half_float(((const uint16_t *)w->scales)[at]);
 }
@@ -347,7 +347,7 @@ static void quantize(Q8 out, const float *x, int n, int group) {
         out.scale[g] = max < FLT_MIN * 127 ? 0 : max / 127;
         const float inverse = out.scale[g] != 0 ? 127 / max : 0;
         for (int i = 0; i < group; i++) {
-            out.q8[g * group + i] = isfinite(max) ? (int8_t)rintf(x[i] * inverse) : 0;
+            out.int8[g * group + i] = isfinite(max) ? (int8_t)rintf(x[i] * inverse) : 0;
         }
     }
 }
@@ -356,9 +356,11 @@ static void quantize(Q8 out, const float *x, int n, int group) {
 // the groups as floats, from the first to the last.
 static float dot_row(const Matrix *w, int r, Q8 x) {
     float sum = 0;
-    for (int g = 0; g < w->cols / w->group; g++) {
+    for (int g = 0; g < w->cols / w->group_size; g++) {
         int dot = 0;
-        for (int i = g * w->group; i < (g + 1) * w->group; i++) dot += weight_q(w, r, i) * x.q8[i];
+        for (int i = g * w->group_size; i < (g + 1) * w->group_size; i++) {
+            dot += weight_int(w, r, i) * x.int8[i];
+        }
         sum = mul_add((float)dot * weight_scale(w, r, g), x.scale[g], sum);
     }
     return sum;
@@ -415,7 +417,7 @@ static void rope(float *x, const float *cos, const float *sin, int half) {
 static void embed(const Model *m, int token, float *x) {
     const Matrix *table = &m->weights.embedding;
     for (int i = 0; i < table->cols; i++) {
-        x[i] = weight_q(table, token, i) * weight_scale(table, token, i / table->group);
+        x[i] = weight_int(table, token, i) * weight_scale(table, token, i / table->group_size);
     }
 }
 
@@ -428,12 +430,12 @@ static void embed(const Model *m, int token, float *x) {
 static float *key_at(const Model *m, int l, int kv_head, int pos, int j);
 static float *value_at(const Model *m, int l, int kv_head, int pos, int j);
 
-// h = rmsnorm(x, w), xq = Q8(h)
+// h = rmsnorm(x, w), h8 = Q8(h)
 static void norm(Model *m, const float *w) {
     const Config *c = &m->config;
     State *s = &m->state;
     rmsnorm(s->h, s->x, w, c->dim, c->rms_norm_eps);
-    quantize(s->xq, s->h, c->dim, c->group_size);
+    quantize(s->h8, s->h, c->dim, c->group_size);
 }
 
 // x (head_dim), one head's q or k, becomes rope(rmsnorm(x)); without weights w, rope(x).
@@ -443,16 +445,16 @@ static void norm_and_rope(const Config *c, float *x, const float *w, const float
     rope(x, cos, sin, c->head_dim / 2);
 }
 
-// q = rope(rmsnorm(Wq xq)), k = rope(rmsnorm(Wk xq)), v = Wv xq; k and v go to the KV cache. Qwen2
-// and Qwen2.5 have no QK-norm, but biases: q = rope(Wq xq + bq), and so on.
+// q = rope(rmsnorm(Wq h8)), k = rope(rmsnorm(Wk h8)), v = Wv h8; k and v go to the KV cache. Qwen2
+// and Qwen2.5 have no QK-norm, but biases: q = rope(Wq h8 + bq), and so on.
 static void qkv(Model *m, int l, int pos) {
     const Config *c = &m->config;
     const Layer *layer = &m->weights.layers[l];
     State *s = &m->state;
     const int head_dim = c->head_dim;
-    matmul(s->q, &layer->wq, 0, c->q_dim, s->xq);
-    matmul(s->k, &layer->wk, 0, c->kv_dim, s->xq);
-    matmul(s->v, &layer->wv, 0, c->kv_dim, s->xq);
+    matmul(s->q, &layer->wq, 0, c->q_dim, s->h8);
+    matmul(s->k, &layer->wk, 0, c->kv_dim, s->h8);
+    matmul(s->v, &layer->wv, 0, c->kv_dim, s->h8);
     if (layer->bq) {
         add(s->q, layer->bq, c->q_dim);
         add(s->k, layer->bk, c->kv_dim);
@@ -523,15 +525,15 @@ static void attend(Model *m, int l, int head, int pos) {
 //   share = share / (sum of share over S)    so that they add up to 1; some models skip this
 //   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over i in S
 
-// out (dim) = W2 Q8(silu(W1 xq) * (W3 xq)), with the matrices of an expert; 0 without experts
+// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with the matrices of an expert; 0 without experts
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
     const int dim = m->config.dim, hidden_dim = m->config.hidden_dim;
     State *s = &m->state;
-    matmul(s->gate, &layer->w1, expert * hidden_dim, hidden_dim, s->xq);
-    matmul(s->up, &layer->w3, expert * hidden_dim, hidden_dim, s->xq);
+    matmul(s->gate, &layer->w1, expert * hidden_dim, hidden_dim, s->h8);
+    matmul(s->up, &layer->w3, expert * hidden_dim, hidden_dim, s->h8);
     silu_times(s->gate, s->up, hidden_dim);
-    quantize(s->hq, s->gate, hidden_dim, m->config.group_size);
-    matmul(out, &layer->w2, expert * dim, dim, s->hq);
+    quantize(s->gate8, s->gate, hidden_dim, m->config.group_size);
+    matmul(out, &layer->w2, expert * dim, dim, s->gate8);
 }
 
 // share[i] = exp(term[i]) / (sum of exp(term) over the chosen) for the n_experts_used largest terms
@@ -559,9 +561,9 @@ static void experts(Model *m, const Layer *layer) {
     const int dim = m->config.dim, n_experts = m->config.n_experts;
     State *s = &m->state;
     for (int e = 0; e < n_experts; e++) {
-        s->term[e] = dot_of(layer->router + (size_t)e * dim, s->h, dim);
+        s->router_out[e] = dot_of(layer->router + (size_t)e * dim, s->h, dim);
     }
-    const bool chosen = choose_experts(&m->config, s->term, s->share);
+    const bool chosen = choose_experts(&m->config, s->router_out, s->share);
     memset(s->out, 0, dim * sizeof(float));
     for (int e = 0; e < n_experts; e++) {
         if (s->share[e] == 0) continue;
@@ -580,18 +582,18 @@ static void run_layer(Model *m, int l, int pos) {
     const Layer *layer = &m->weights.layers[l];
     State *s = &m->state;
 
-    norm(m, layer->rms_att);                  // h = rmsnorm(x), xq = Q8(h)
-    qkv(m, l, pos);                           // q = rope(rmsnorm(Wq xq)); k, v go to the cache
+    norm(m, layer->rms_att);                  // h = rmsnorm(x), h8 = Q8(h)
+    qkv(m, l, pos);                           // q = rope(rmsnorm(Wq h8)); k, v go to the cache
     for (int head = 0; head < c->n_heads; head++) {
         attend(m, l, head, pos);              // a = softmax(q . K / sqrt(head_dim)) V
     }
-    quantize(s->aq, s->a, c->q_dim, c->group_size);
-    matmul(s->out, &layer->wo, 0, c->dim, s->aq);
-    add(s->x, s->out, c->dim);                // x = x + Wo aq
+    quantize(s->a8, s->a, c->q_dim, c->group_size);
+    matmul(s->out, &layer->wo, 0, c->dim, s->a8);
+    add(s->x, s->out, c->dim);                // x = x + Wo a8
 
-    norm(m, layer->rms_ffn);                  // h = rmsnorm(x), xq = Q8(h)
+    norm(m, layer->rms_ffn);                  // h = rmsnorm(x), h8 = Q8(h)
     if (layer->router) experts(m, layer);     // out = the sum of share[i] times expert i's output
-    else feed_forward(m, layer, 0, s->out);   // out = W2 Q8(silu(W1 xq) * (W3 xq))
+    else feed_forward(m, layer, 0, s->out);   // out = W2 Q8(silu(W1 h8) * (W3 h8))
     add(s->x, s->out, c->dim);                // x = x + out
 }
 
@@ -611,7 +613,7 @@ static bool forward(Model *m, int token, int pos) {
 static float *compute_logits(Model *m) {
     State *s = &m->state;
     norm(m, m->weights.rms_final);
-    matmul(s->logits, &m->weights.classifier, 0, m->config.vocab_size, s->xq);
+    matmul(s->logits, &m->weights.classifier, 0, m->config.vocab_size, s->h8);
     return s->logits;
 }
 
@@ -665,7 +667,7 @@ typedef struct {       // the text around the messages of a conversation: see Th
     Bytes no_system;   // then, if the first message is not a system message
     Bytes open[3];     // before a message, by role
     Bytes close[3];    // after it
-    Bytes answer[2];   // where the model's answer begins: without thinking before it (mostly an
+    Bytes answer_open[2];  // where the model's answer begins: without thinking before it (mostly an
                        // empty <think> block), with it
     Bytes strip;       // </think>: everything up to the last one is cut from an earlier answer
     Bytes trim;        // and then any of these characters from the start of the rest
@@ -679,8 +681,8 @@ typedef struct Tokenizer {
     int end_of_text;         // <|endoftext|>
     int think;               // <think>, which begins a model's thinking, or -1
     int end_think;           // </think>, which ends it, or -1
-    Ids head;                // what HF's post-processor puts before every raw text
-    Ids tail;                // and after it
+    Ids prefix;              // what HF's post-processor puts before every raw text
+    Ids suffix;              // and after it
     Ids stop;                // each ends an answer
     float temperature;       // the checkpoint's advice, this and the next three: see Sampler
     float top_p;
@@ -695,7 +697,7 @@ typedef struct {  // one character of a text
     uint32_t c;   // code point; a byte that is not valid UTF-8 gets a number above all of them
     int n;        // its bytes; 0 after the text
     int class;    // OTHER, LETTER, NUMBER, SPACE or END
-    bool active;  // normalization may change it: see normalize
+    bool may_change;  // normalization may change it: see normalize
 } Char;
 
 // Part II: the character at offset `at` of a text; at the text's end, 0 bytes of class END
@@ -757,7 +759,7 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
 typedef struct {             // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
-    Buffer plain;            // the text since the last added token, not encoded yet
+    Buffer pending;          // the text since the last added token, not encoded yet
     struct Symbol *symbols;  // Part II only: see encode_piece
     size_t symbols_cap;
 } Encoder;
@@ -773,7 +775,7 @@ static void encode_piece(Encoder *enc, Bytes piece);
 // an int. After Ctrl-C ids are missing, but forward stops as well.
 static void encode_flush(Encoder *enc) {
     Buffer normal = {0};
-    normalize(enc->tok, &normal, bytes_of(&enc->plain));
+    normalize(enc->tok, &normal, bytes_of(&enc->pending));
     if (normal.n + enc->out->n >= INT_MAX) die("text: too long, expected less than 2 GB");
     for (Bytes text = bytes_of(&normal); text.n && !interrupted;) {
         const size_t n = piece_length(enc->tok, text);
@@ -781,7 +783,7 @@ static void encode_flush(Encoder *enc) {
         text = bytes_from(text, n);
     }
     free(normal.p);
-    enc->plain.n = 0;
+    enc->pending.n = 0;
 }
 
 static void encode_token(Encoder *enc, int id) {
@@ -792,7 +794,7 @@ static void encode_token(Encoder *enc, int id) {
 // Adds plain text, which encode_flush will encode. An added token spelled out in it, such as
 // <|im_end|>, stays plain text, as merging never makes an added token. So a user, whose text comes
 // here, can't forge the chat format.
-static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->plain, text); }
+static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
 // Part II: returns the first added token at or after *at, the longest if several begin there, and
 // sets *at to its offset. If there is none, returns -1, and *at is the end of the text.
@@ -811,7 +813,7 @@ static void encode_marked(Encoder *enc, Bytes text) {
 
 static void encode_end(Encoder *enc) {
     encode_flush(enc);
-    free(enc->plain.p);
+    free(enc->pending.p);
     free(enc->symbols);
 }
 
@@ -825,9 +827,9 @@ static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out)
 
 // A raw text (in all modes but chat), as HF's tokenizer(text) encodes it
 static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
-    for (size_t i = 0; i < tok->head.n; i++) ids_add(out, tok->head.p[i]);
+    for (size_t i = 0; i < tok->prefix.n; i++) ids_add(out, tok->prefix.p[i]);
     encode_part(tok, text, true, out);
-    for (size_t i = 0; i < tok->tail.n; i++) ids_add(out, tok->tail.p[i]);
+    for (size_t i = 0; i < tok->suffix.n; i++) ids_add(out, tok->suffix.p[i]);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -908,7 +910,7 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
         else encode_plain(&enc, bytes_of(&message->text));
         encode_marked(&enc, f->close[message->role]);
     }
-    encode_marked(&enc, f->answer[think]);
+    encode_marked(&enc, f->answer_open[think]);
     encode_end(&enc);
 }
 
@@ -926,7 +928,7 @@ typedef struct {
     int top_k;          // keep the k most likely tokens, 0: all
     float presence;     // subtracted from the logits of tokens that are in the answer
     float repetition;   // makes tokens of the prompt and the answer less likely, 1: off
-    bool *answered;     // (vocab_size) is in the answer
+    bool *in_answer;    // (vocab_size) is in the answer
     bool *seen;         // (vocab_size) is in the prompt or the answer
     uint64_t rng;
 } Sampler;
@@ -1014,7 +1016,7 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
         float lower = logits[i] < 0 ? logits[i] * repetition : logits[i] / repetition;
         if (sampler->seen[i]) logits[i] = lower;
     }
-    for (int i = 0; i < n && presence != 0; i++) logits[i] -= sampler->answered[i] ? presence : 0;
+    for (int i = 0; i < n && presence != 0; i++) logits[i] -= sampler->in_answer[i] ? presence : 0;
 }
 
 // Draws the next token by its logits (n), which are overwritten; -1 if they are not finite. A token
@@ -1075,16 +1077,16 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 //   run_text(&e->model, &e->tokenizer, text);
 
 typedef enum {
-    GOES_ON, TURN_ENDED, LIMIT_REACHED, CONTEXT_ENDED, INTERRUPTED,
+    GOES_ON, COMPLETE, LIMIT_REACHED, CONTEXT_ENDED, INTERRUPTED,
     FAILED             // the logits, or an embedding, are not finite
 } Ending;
 
 typedef struct Text {
     Ids ids;           // its tokens, those of the prompt first
-    size_t run;        // so many have run: their keys and values are in the KV cache
-    size_t known;      // the first id that is not given: if it is there, it is scored, else drawn
-    size_t prompt;     // tokens of the prompt
-    size_t limit;      // an answer ends at so many ids (option -n)
+    size_t n_run;      // so many have run: their keys and values are in the KV cache
+    size_t target;     // the first id that is not given: if it is there, it is scored, else drawn
+    size_t n_prompt;   // tokens of the prompt
+    size_t max_ids;    // an answer ends at so many ids (option -n)
     size_t context;    // so many positions fit into the cache (option -c)
     bool embeds;       // no id is drawn: x becomes an embedding
     double nll;        // the sum of -log(probability) of its scored ids (negative log-likelihood)
@@ -1105,12 +1107,12 @@ static bool is_stop(const Tokenizer *tok, int id) {
 // GOES_ON.
 static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     Ids *ids = &text->ids;
-    if (is_stop(tok, id)) return TURN_ENDED;
+    if (is_stop(tok, id)) return COMPLETE;
     ids_add(ids, id);
-    text->known = ids->n;
-    text->sampler.answered[id] = text->sampler.seen[id] = true;
-    if (!writer_token(text->writer, tok, id)) return TURN_ENDED;
-    if (ids->n == text->limit) return LIMIT_REACHED;
+    text->target = ids->n;
+    text->sampler.in_answer[id] = text->sampler.seen[id] = true;
+    if (!writer_token(text->writer, tok, id)) return COMPLETE;
+    if (ids->n == text->max_ids) return LIMIT_REACHED;
     return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // there is room to run it
 }
 
@@ -1120,7 +1122,7 @@ static Ending take_drawn(const Tokenizer *tok, Text *text, int id);
 
 // Draws the id that follows, by the logits of the text's last id; they are overwritten.
 static void draw_next(const Tokenizer *tok, Text *text, float *logits) {
-    if (text->ids.n == text->limit) {  // -n 0
+    if (text->ids.n == text->max_ids) {  // -n 0
         text->ending = LIMIT_REACHED;
         return;
     }
@@ -1149,9 +1151,9 @@ static double nll_of(const Tokenizer *tok, float *logits, int id) {
 // Id number `known` has this -log(probability).
 static void add_nll(Text *text, double nll) {
     text->nll += nll;
-    text->known++;
+    text->target++;
     if (!isfinite(text->nll)) text->ending = FAILED;
-    else if (text->known == text->ids.n) text->ending = TURN_ENDED;
+    else if (text->target == text->ids.n) text->ending = COMPLETE;
 }
 
 // -m embed: makes of x (dim) a vector by which texts are compared. (Part II)
@@ -1160,15 +1162,15 @@ static void embed_text(const Model *m, Text *text, float *x);
 // Runs a text to its end, one token at a time. After Ctrl-C it has not ended.
 static void run_text(Model *m, const Tokenizer *tok, Text *text) {
     const Ids *ids = &text->ids;
-    while (text->ending == GOES_ON && forward(m, ids->p[text->run], (int)text->run)) {
-        text->run++;
-        if (text->run < text->known) continue;  // the next id is given
+    while (text->ending == GOES_ON && forward(m, ids->p[text->n_run], (int)text->n_run)) {
+        text->n_run++;
+        if (text->n_run < text->target) continue;  // the next id is given
         if (text->embeds) {
             embed_text(m, text, m->state.x);
             continue;
         }
         float *logits = compute_logits(m);
-        if (text->known < ids->n) add_nll(text, nll_of(tok, logits, ids->p[text->known]));
+        if (text->target < ids->n) add_nll(text, nll_of(tok, logits, ids->p[text->target]));
         else draw_next(tok, text, logits);
     }
 }
@@ -1216,8 +1218,8 @@ typedef enum { NOTHING, PART, LINE } Waiting;
 static Waiting input_waits(void);                     // how much of a paste is still to be read
 
 // Allocates all for passes of at most `batch` tokens, logit_rows rows of logits, and a cache
-// of so many texts of up to seq_len positions (or as many as memory allows, but at least one)
-static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts);
+// of so many texts of up to context positions (or as many as memory allows, but at least one)
+static void state_init(Model *m, int context, int batch, int logit_rows, int texts);
 static double position_size(const Config *c);              // bytes of all its keys and values
 
 // What Part III provides to Part II: many tokens at once
@@ -1252,15 +1254,15 @@ static bool forward_rows(Model *m, int n);
 static float *classify(Model *m, int first, int count);
 
 // All threads run job(arg), and on_all_threads returns when the last has. They share its loops EACH
-// and SHARES: one thread runs an item of 0 .. count - 1, and all are done before any goes on. A
-// share begins at a multiple of `chunk`. Such a loop must not be left by break or return. One
+// and SLICES: one thread runs an item of 0 .. count - 1, and all are done before any goes on. A
+// slice begins at a multiple of `chunk`. Such a loop must not be left by break or return. One
 // thread alone may run it, too. (If one leaves the job early, the others do its part.)
 typedef void (*Job)(void *arg);
 static void on_all_threads(Job job, void *arg);
-typedef struct { int begin, end; } Share;  // items begin .. end - 1
-static bool next_share(Share *s, int count, int chunk);
-#define SHARES(s, count, chunk) for (Share s = {0}; next_share(&s, count, chunk);)
-#define EACH(i, count, chunk) SHARES(s, count, chunk) for (int i = s.begin; i < s.end; i++)
+typedef struct { int begin, end; } Slice;  // items begin .. end - 1
+static bool next_slice(Slice *s, int count, int chunk);
+#define SLICES(s, count, chunk) for (Slice s = {0}; next_slice(&s, count, chunk);)
+#define EACH(i, count, chunk) SLICES(s, count, chunk) for (int i = s.begin; i < s.end; i++)
 static int draft_rows(void);              // how many tokens run in about the time of one
 static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
 #endif
@@ -1352,7 +1354,7 @@ static size_t find_last(Bytes text, Bytes part) {
 // frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values, then a
 // float scale for each group_size consecutive values of a row: scale = max|w| / 127,
 // q = round(w / scale). With 4 bits it is all its pairs of nibbles, then a float of 16 bits for
-// each group. Both are in panels of 16 rows: see weight_q. Embedding models, which need no
+// each group. Both are in panels of 16 rows: see weight_int. Embedding models, which need no
 // classifier, count as shared.
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
@@ -1580,7 +1582,7 @@ enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000,
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
 enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CODE_POINT = (1 << 21) - 1 };
 // Tables.chars: a class; more than that if NFC may change the character or the one before
-enum { CLASS_MASK = 3, NFC_ACTIVE = 4, CCC_SHIFT = 8 };
+enum { CLASS_MASK = 3, NFC_CHANGES = 4, CCC_SHIFT = 8 };
 
 typedef struct Tables {
     uint32_t *table;       // (mask + 1) hash table of the tokens: id + 1, or 0 if free
@@ -1638,8 +1640,8 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift)
 static void take_decompositions(Cursor *in, Tokenizer *tok);  // deco: see Unicode
 static void take_classes(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, SPACE, 0); }
 static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC_SHIFT); }
-static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->head); }
-static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->tail); }
+static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->prefix); }
+static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->suffix); }
 static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
 static void take_penalty(Cursor *in, Tokenizer *tok) { TAKE(tok, repetition, 1e-6f, 1e12f); }
 static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok, mode, 0, N_MODES - 1); }
@@ -1655,7 +1657,7 @@ static void take_chat(Cursor *in, Tokenizer *tok) {
     ChatFormat *f = &tok->chat;
     Bytes *texts[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
                       &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
-                      &f->answer[0], &f->answer[1], &f->strip, &f->trim};
+                      &f->answer_open[0], &f->answer_open[1], &f->strip, &f->trim};
     for (size_t i = 0; i < sizeof(texts) / sizeof(*texts); i++) *texts[i] = take_text(in);
     if (f->strip.n > LONGEST_STRIP)
         die_bad(in, in->part, "strip of at most %d bytes, found %zu", LONGEST_STRIP, f->strip.n);
@@ -1748,7 +1750,7 @@ static ChatFormat chatml(bool has_think) {
     return (ChatFormat){
         .open = {bytes("<|im_start|>system\n"), bytes("<|im_start|>user\n"), answer},
         .close = {end, end, end},
-        .answer = {has_think ? no_think : answer, answer},
+        .answer_open = {has_think ? no_think : answer, answer},
         .strip = bytes("</think>"), .trim = bytes("\n")};
 }
 
@@ -1913,7 +1915,7 @@ static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32
     const uint64_t parts = (uint64_t)first << 21 | second;
     tok->tables->decomposed[c] = parts;
     if (composes) tok->tables->composed[tok->tables->n_composed++] = parts << 21 | c;
-    tok->tables->chars[composes ? second : c] |= NFC_ACTIVE;
+    tok->tables->chars[composes ? second : c] |= NFC_CHANGES;
 }
 
 // deco: canonical decompositions, u32 character, u32 first, u32 second or 0, u32 composes, by
@@ -1981,11 +1983,12 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
         return;
     }
     for (size_t at = 0, run, end = 0; at < text.n && !interrupted; at = end) {
-        for (run = at; (c = char_at(tok, text, end)).n && !c.active; end += c.n) run = end;
+        for (run = at; (c = char_at(tok, text, end)).n && !c.may_change; end += c.n) run = end;
         buffer_add(out, (Bytes){text.p + at, run - at});
         chars.n = 0;
-        for (end = run; (c = char_at(tok, text, end)).n && (end == run || c.active); end += c.n) {
+        for (end = run; (c = char_at(tok, text, end)).n && (end == run || c.may_change);) {
             decompose(tok, &chars, c.c, MOST_STEPS);
+            end += c.n;
         }
         order_and_compose(tok, &chars);
         for (size_t i = 0; i < chars.n; i++) add_char(out, chars.p[i] & CODE_POINT);
@@ -2021,9 +2024,9 @@ typedef struct Engine {
     int max_new;       // the maximum number of tokens in an answer, -1: no limit
     Text places[PLACES + 1];
     Slot slots[PLACES + 1];
-    Text *active[PLACES + 1];  // first the n_running texts that run
+    Text *order[PLACES + 1];  // first the n_running texts that run
     int n_running;
-    int n_active;      // texts that run or wait
+    int n_texts;       // texts that run or wait
     int n_places;      // the maximum number of these
     size_t n_rows;     // tokens that ran so far
     size_t cached;     // tokens of prompts that did not need to run
@@ -2056,21 +2059,21 @@ static bool run_pass(Engine *e);
 
 // A new text, which waits to run, takes the place of the one that ended the longest time ago.
 static Text *add_text(Engine *e, const int *ids, size_t n) {
-    Text *t = e->active[e->n_places], **free = e->active + e->n_active++;
-    const size_t vocab_size = e->tokenizer.vocab_size, context = e->model.state.seq_len;
+    Text *t = e->order[e->n_places], **free = e->order + e->n_texts++;
+    const size_t vocab_size = e->tokenizer.vocab_size, context = e->model.state.context;
     Ids its = t->ids;
     Slot *slot = t->slot;
-    memmove(free + 1, free, (e->active + e->n_places - free) * sizeof(*free));
+    memmove(free + 1, free, (e->order + e->n_places - free) * sizeof(*free));
     *free = t;
     drop_blocks(e, t);
     its.p = grow(its.p, &its.cap, n, context + 1, sizeof(int));
     its.n = n;
     memcpy(its.p, ids, n * sizeof(int));
     *slot = (Slot){.engine = e, .blocks = slot->blocks, .out = {slot->out.p, 0, slot->out.cap}};
-    *t = (Text){.ids = its, .known = n, .prompt = n, .context = context,
-                .limit = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
+    *t = (Text){.ids = its, .target = n, .n_prompt = n, .context = context,
+                .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
-    memset(t->sampler.answered, 0, vocab_size * sizeof(bool));
+    memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
     memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
     for (size_t i = 0; i < n; i++) t->sampler.seen[ids[i]] = true;
     return t;
@@ -2080,24 +2083,24 @@ static Text *add_text(Engine *e, const int *ids, size_t n) {
 static void remove_text(Engine *e, Text *t) {
     int at = 0;
     if (t->ending == GOES_ON) t->ending = INTERRUPTED;
-    while (e->active[at] != t) at++;
+    while (e->order[at] != t) at++;
     e->n_running -= at < e->n_running;
-    e->n_active--;
-    memmove(e->active + at, e->active + at + 1, (e->n_active - at) * sizeof(*e->active));
-    e->active[e->n_active] = t;
+    e->n_texts--;
+    memmove(e->order + at, e->order + at + 1, (e->n_texts - at) * sizeof(*e->order));
+    e->order[e->n_texts] = t;
 }
 
 #ifdef PLAIN
 static void drop_blocks(Engine *e, Text *t) { (void)e, (void)t; }
-static void cut_text(Engine *e, Text *t, size_t n) { (void)e, t->ids.n = n, t->run = 0; }
+static void cut_text(Engine *e, Text *t, size_t n) { (void)e, t->ids.n = n, t->n_run = 0; }
 static void start_texts(Engine *e) { (void)e; }
 
 static bool run_pass(Engine *e) {
-    Text *t = e->active[0];
-    if (e->n_active == 0) return false;
+    Text *t = e->order[0];
+    if (e->n_texts == 0) return false;
     e->n_running = 1;
     run_text(&e->model, &e->tokenizer, t);
-    e->n_rows += t->run;
+    e->n_rows += t->n_run;
     return t->ending != GOES_ON;
 }
 #else
@@ -2116,7 +2119,7 @@ static bool run_pass(Engine *e) {
 // so texts of short answers share, too. When no block is left, the youngest text has to wait, and
 // later runs again up to the last id that it drew (preemption by recomputation).
 //
-//   active:  0            n_running         n_active               n_places
+//   order:   0            n_running         n_texts                n_places
 //            | run        | wait to run     | free                        |
 //            | first come ...     last come | ended last ... ended first  |
 //                                                                         ^ the next text's place
@@ -2132,7 +2135,7 @@ static void take_block(Engine *e, Text *t, int block) {
 static void drop_blocks(Engine *e, Text *t) {
     Slot *slot = t->slot;
     while (slot->n_blocks > 0) e->n_unused += --e->users[slot->blocks[--slot->n_blocks]] == 0;
-    t->run = 0;
+    t->n_run = 0;
 }
 
 // The blocks that it keeps lie before n or have no other users: these will be written from n on. If
@@ -2146,17 +2149,17 @@ static void cut_text(Engine *e, Text *t, size_t n) {
         e->n_unused += --e->users[slot->blocks[last]] == 0;
     }
     t->ids.n = n;
-    t->run = min_size(n, slot->n_blocks * len);
+    t->n_run = min_size(n, slot->n_blocks * len);
 }
 
 // Gives a text the blocks that it lacks for its ids and `more`, if `spare` others stay unused. For
 // that, texts that do not run lose theirs. Returns false if there are too few.
 static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     const State *s = &e->model.state;
-    const size_t n = min_size(t->ids.n + more, s->seq_len);  // the last id may lie behind it
+    const size_t n = min_size(t->ids.n + more, s->context);  // the last id may lie behind it
     int lacks = (int)((n + s->block_len - 1) / s->block_len) - t->slot->n_blocks;
     for (int i = e->n_places; i >= e->n_running && e->n_unused < lacks + spare; i--)
-        drop_blocks(e, e->active[i]);
+        drop_blocks(e, e->order[i]);
     if (e->n_unused < lacks + spare) return false;
     for (int block = 0; lacks > 0; block++) {
         if (e->users[block]) continue;
@@ -2171,10 +2174,10 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
 // runs, as its logits are needed.
 static Text *find_alike(Engine *e, Text *t, size_t *same) {
     Text *best = t;
-    *same = t->run;
+    *same = t->n_run;
     for (Text *other = e->places; other <= e->places + e->n_places; other++) {
-        const size_t there = other->ending == GOES_ON ? other->ids.n : other->run;
-        const size_t end = min_size(there, t->known - 1);
+        const size_t there = other->ending == GOES_ON ? other->ids.n : other->n_run;
+        const size_t end = min_size(there, t->target - 1);
         size_t n = 0;
         if (other == t || other->slot->n_blocks == 0) continue;
         while (n < end && t->ids.p[n] == other->ids.p[n]) n++;
@@ -2189,17 +2192,17 @@ static Text *find_alike(Engine *e, Text *t, size_t *same) {
 // goes on waiting. Beside the blocks that it lacks, one has to be left for each text that runs, as
 // it may soon need one. A text that runs alone may have them all.
 static bool start_text(Engine *e) {
-    Text *t = e->active[e->n_running];
+    Text *t = e->order[e->n_running];
     size_t same;
     const Text *alike = find_alike(e, t, &same);
     const size_t len = e->model.state.block_len;
-    if (same >= alike->run + len) return false;  // it waits: a block or more of these will run soon
-    const size_t run = min_size(same, alike->run), whole = run / len;
+    if (same >= alike->n_run + len) return false;  // it waits: a block of these will run soon
+    const size_t run = min_size(same, alike->n_run), whole = run / len;
     const int *theirs = alike->slot->blocks;
     if (alike != t) {
         drop_blocks(e, t);
         while (t->slot->n_blocks < (int)whole) take_block(e, t, theirs[t->slot->n_blocks]);
-        t->run = whole * len;
+        t->n_run = whole * len;
     }
     e->n_running++;  // it keeps what it has
     if (!take_blocks(e, t, 0, e->n_running) && (e->n_running > 1 || !take_blocks(e, t, 0, 0))) {
@@ -2208,7 +2211,7 @@ static bool start_text(Engine *e) {
     }
     // take_blocks may have taken the block from `alike`, but nothing has overwritten it.
     if (run % len) cache_copy(&e->model, t->slot->blocks[whole], theirs[whole]);
-    t->run = run;
+    t->n_run = run;
     if (t->slot->before > run) e->again += t->slot->before - run;
     if (t->slot->before == 0) t->slot->cached = run;
     t->slot->before = 0;
@@ -2216,7 +2219,7 @@ static bool start_text(Engine *e) {
 }
 
 static void start_texts(Engine *e) {
-    while (e->n_running < e->n_active && start_text(e)) {}
+    while (e->n_running < e->n_texts && start_text(e)) {}
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2241,7 +2244,7 @@ static void draft_text(Engine *e, Text *t, int most) {
     const size_t n = t->ids.n, size = NGRAM * sizeof(int);
     const size_t blocks = (size_t)(t->slot->n_blocks + e->n_unused) * s->block_len;
     size_t from = n - 1;
-    most = min_int(most, (int)(min_size(s->seq_len, blocks) - n));
+    most = min_int(most, (int)(min_size(s->context, blocks) - n));
     if (most < 1 || e->credit < 0) return;
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
@@ -2256,12 +2259,12 @@ static void draft_texts(Engine *e) {
     bool decodes = e->mode <= GENERATE;
     e->credit = min_int(e->credit + 1, MOST_CREDIT);
     for (int i = 0; i < e->n_running; i++) {
-        const Text *t = e->active[i];
-        decodes &= t->run + 1 == t->ids.n && t->known == t->ids.n;
+        const Text *t = e->order[i];
+        decodes &= t->n_run + 1 == t->ids.n && t->target == t->ids.n;
         e->credit += 2 * DRAFT_COST * (t->slot->drafted - t->slot->guesses);
     }
     for (int i = 0; i < e->n_running; i++) {
-        Text *t = e->active[i];
+        Text *t = e->order[i];
         const bool right = t->slot->drafted > 0 && t->slot->guesses == 0;  // to its end
         const int rows = min_int((1 + right) * draft_rows(), e->model.state.logit_rows);
         t->slot->guesses = t->slot->drafted = 0;
@@ -2274,10 +2277,10 @@ static void draft_texts(Engine *e) {
 static void schedule(Engine *e) {
     start_texts(e);
     for (int i = 0; i < e->n_running; i++) {
-        Text *t = e->active[i];
+        Text *t = e->order[i];
         while (i < e->n_running && !take_blocks(e, t, 0, 0)) {
-            Text *last = e->active[--e->n_running];
-            last->slot->before = last->run;
+            Text *last = e->order[--e->n_running];
+            last->slot->before = last->n_run;
         }
     }
     draft_texts(e);
@@ -2294,14 +2297,14 @@ static int make_rows(Engine *e) {
     int n = 0;
     e->needed = 0;
     for (int i = 0; i < e->n_running; i++) {
-        Text *t = e->active[i];
+        Text *t = e->order[i];
         Slot *slot = t->slot;
-        const size_t end = t->known < t->ids.n ? t->ids.n - 1 : t->ids.n + slot->guesses;
+        const size_t end = t->target < t->ids.n ? t->ids.n - 1 : t->ids.n + slot->guesses;
         const int later = e->n_running - 1 - i;  // a row is kept for each text that follows
         slot->first = e->needed;
         slot->rows = 0;
-        for (size_t pos = t->run; pos < end; pos++) {
-            const bool needed = pos + 1 >= t->known;
+        for (size_t pos = t->n_run; pos < end; pos++) {
+            const bool needed = pos + 1 >= t->target;
             if (n + later == s->batch || e->needed + later == s->logit_rows) break;
             s->pass->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->blocks, needed, t};
             e->needed += needed;
@@ -2315,7 +2318,7 @@ static bool forward_texts(Engine *e) {
     schedule(e);
     const int n = make_rows(e);
     if (n == 0 || !forward_rows(&e->model, n)) return false;
-    for (int i = 0; i < e->n_running; i++) e->active[i]->run += e->active[i]->slot->rows;
+    for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
     e->n_rows += n;
     if (e->needed && e->prompt_end == 0) e->prompt_end = now();
     return true;
@@ -2350,10 +2353,10 @@ static void draw(const Engine *e, Text *t) {
         const size_t n = t->ids.n;
         const int guess = slot->guesses > 0 ? t->ids.p[n] : -1;
         draw_next(&e->tokenizer, t, logits_of(e, row));
-        const bool alone = t->ids.n == n + 1 && t->known == n + 1;  // nothing was put behind it
+        const bool alone = t->ids.n == n + 1 && t->target == n + 1;  // nothing was put behind it
         if (!alone || t->ids.p[n] != guess || t->ending != GOES_ON) break;
         slot->guesses--;
-        t->run++;
+        t->n_run++;
     }
 }
 
@@ -2362,12 +2365,12 @@ static void draw_texts(void *arg) {
     const Engine *e = arg;
     const Model *m = &e->model;
     EACH (i, e->n_running, 1) {
-        Text *t = e->active[i];
+        Text *t = e->order[i];
         int row = t->slot->first;
-        if (t->run < t->known) continue;
+        if (t->n_run < t->target) continue;
         if (t->embeds) embed_text(m, t, m->state.pass->x + (size_t)row * m->config.dim);
-        else if (t->known == t->ids.n) draw(e, t);
-        else while (t->known <= t->run) add_nll(t, e->nll[row++]);
+        else if (t->target == t->ids.n) draw(e, t);
+        else while (t->target <= t->n_run) add_nll(t, e->nll[row++]);
     }
 }
 
@@ -2629,7 +2632,7 @@ static void add_choice(const Engine *e, Text *t) {
     const Request *r = t->slot->request;
     const int i = t->slot->number;
     const Ids *ids = &e->choices[i].ids;
-    t->known = t->ids.n + r->scored;
+    t->target = t->ids.n + r->scored;
     t->nll = r->scored ? r->nll[i] : 0;
     for (size_t k = 0; k < ids->n; k++) ids_add(&t->ids, ids->p[k]);
 }
@@ -2649,7 +2652,7 @@ static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
 
 // Is there no room for more thinking, as the closing text, the longest TEXT and a row have to fit?
 static bool is_full(const Engine *e, const Text *t) {
-    return t->ids.n + e->closing.n + e->longest + 1 >= (size_t)e->model.state.seq_len;
+    return t->ids.n + e->closing.n + e->longest + 1 >= (size_t)e->model.state.context;
 }
 
 static Ending take_drawn(const Tokenizer *tok, Text *t, int id) {
@@ -2657,12 +2660,12 @@ static Ending take_drawn(const Tokenizer *tok, Text *t, int id) {
     Request *r = t->slot->request;
     const bool chooses = e->n_choices > 0, thought = t->writer->thinking;
     if (chooses && !thought && id != tok->think) {  // no thinking: this id is dropped, and the last
-        t->run--;                  // one runs again, as drawing has overwritten its logits
+        t->n_run--;                  // one runs again, as drawing has overwritten its logits
         return end_thinking(e, t, &(Ids){0});
     }
     const Ending ending = append_id(tok, t, id);
     if (!t->writer->thinking) return thought && chooses ? end_thinking(e, t, &e->blank) : ending;
-    const bool counts = thought && ending != TURN_ENDED;  // <think> does not, nor does a stop token
+    const bool counts = thought && ending != COMPLETE;  // <think> does not, nor does a stop token
     if (counts) r->thought++;
     const bool spent = counts && r->thought == e->budget && ending == GOES_ON;
     const bool must_end = chooses && (ending != GOES_ON || is_full(e, t));
@@ -2672,7 +2675,7 @@ static Ending take_drawn(const Tokenizer *tok, Text *t, int id) {
 }
 
 static void start_request(const Engine *e, Request *r) {
-    const size_t most = e->model.state.seq_len - 1;  // ids to score in a piece
+    const size_t most = e->model.state.context - 1;  // ids to score in a piece
     const size_t n = r->ids.n - 1;                   // and in all
     r->texts = e->mode == PERPLEXITY ? (int)((n + most - 1) / most) : max_int(e->n_choices, 1);
     r->nll = grow(NULL, &(size_t){0}, 0, r->texts, sizeof(double));
@@ -2696,13 +2699,13 @@ static double score_row(const Engine *e, const Row *row, float *logits) {
 static void add_next(Engine *e, Request *r) {
     const bool scores = e->mode == PERPLEXITY, follows = r->begun > 0 && !scores;
     const Ids *ids = follows ? &r->start : &r->ids;
-    const size_t most = e->model.state.seq_len, start = scores ? r->begun * (most - 1) : 0;
+    const size_t most = e->model.state.context, start = scores ? r->begun * (most - 1) : 0;
     Text *t = add_text(e, ids->p + start, min_size(ids->n - start, most));
     if (r->begun == 0) r->first = t;
     t->slot->request = r;
     t->slot->number = r->begun++;
     t->sampler.rng = r->rng;
-    if (scores) t->known = 1;
+    if (scores) t->target = 1;
     writer_thinks(t->writer, e->thinks && !follows);
     if (follows) add_choice(e, t);
     else if (e->n_choices && (!e->may_think || e->max_new == 0 || is_full(e, t)))
@@ -2723,7 +2726,7 @@ static int skip_scored(const Engine *e, Request *r) {
 // Adds texts of a request, as many as there are places: of given answers the first, and the others
 // once it has run up to its TEXT. Returns whether these are all.
 static bool add_texts(Engine *e, Request *r) {
-    while (skip_scored(e, r) < r->texts && e->n_active < e->n_places) {
+    while (skip_scored(e, r) < r->texts && e->n_texts < e->n_places) {
         if (e->n_choices && r->begun > 0 && !r->scored && r->ended == 0) break;
         add_next(e, r);
     }
@@ -2732,7 +2735,7 @@ static bool add_texts(Engine *e, Request *r) {
 
 static Text *find_ended(const Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
-        if (e->active[i]->ending != GOES_ON) return e->active[i];
+        if (e->order[i]->ending != GOES_ON) return e->order[i];
     }
     return NULL;
 }
@@ -2747,7 +2750,7 @@ static bool end_text(Engine *e, Text *t) {
         e->cached += r->cached;
     }
     r->nll[t->slot->number] = t->nll;
-    e->drawn += t->ids.n - t->prompt - (t->ids.p[t->ids.n - 1] == ANY_STOP);
+    e->drawn += t->ids.n - t->n_prompt - (t->ids.p[t->ids.n - 1] == ANY_STOP);
     r->ended++;
     if (e->n_choices && r->start.n == 0) r->texts = 1;  // it failed inside its thinking
     for (int i = 1; i < r->texts && t->slot->number == 0; i++) {
@@ -2758,7 +2761,7 @@ static bool end_text(Engine *e, Text *t) {
     }
     if (e->n_choices && skip_scored(e, r) < r->texts) {
         cut_text(e, t, r->start.n);
-        t->prompt = t->ids.n;
+        t->n_prompt = t->ids.n;
         t->ending = GOES_ON;
         t->slot->number = r->begun++;
         add_choice(e, t);
@@ -2853,9 +2856,9 @@ typedef struct {
 static void find_thinking(App *app) {
     Engine *e = &app->engine;
     const ChatFormat *f = &e->tokenizer.chat;
-    app->can_switch = !bytes_equal(f->answer[0], f->answer[1]);
+    app->can_switch = !bytes_equal(f->answer_open[0], f->answer_open[1]);
     app->switched_on = app->can_switch && app->options.think > 0;
-    const Bytes answer = f->answer[app->switched_on];
+    const Bytes answer = f->answer_open[app->switched_on];
     const size_t open = find_last(answer, bytes("<think>"));
     const size_t close = find_last(answer, bytes("</think>"));
     const bool model = !open && !close && e->tokenizer.think >= 0 && f->strip.n;
@@ -2879,16 +2882,16 @@ static void prepare_places(App *app) {
     e->users = alloc(s->blocks, sizeof(int), "the texts");
     e->nll = alloc(s->logit_rows, sizeof(double), "the texts");
     for (int i = 0; i <= e->n_places; i++) {
-        Text *t = e->active[i] = &e->places[i];
+        Text *t = e->order[i] = &e->places[i];
         t->slot = &e->slots[i];
-        t->slot->blocks = alloc(s->seq_len, sizeof(int), "the texts");
+        t->slot->blocks = alloc(s->context, sizeof(int), "the texts");
         t->sampler = (Sampler){
             .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
             .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
             .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
             .presence = o->presence,
             .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
-            .answered = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+            .in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
             .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
         };
         t->writer = alloc(1, sizeof(Writer), "the texts");
@@ -2903,7 +2906,7 @@ static void prepare_places(App *app) {
 static void give_notices(App *app) {
     const Options *o = &app->options;
     const Engine *e = &app->engine;
-    const size_t context = e->model.state.seq_len;
+    const size_t context = e->model.state.context;
     const Mode mode = e->mode;
     const bool chat = mode == CHAT;
     const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
@@ -2941,7 +2944,7 @@ static const char *wrong_length(const App *app, size_t size, size_t n, const cha
     static char what[160];
     const Engine *e = &app->engine;
     const bool scored = e->mode == PERPLEXITY;
-    const size_t context = e->model.state.seq_len, all = e->model.config.max_seq_len;
+    const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
     const size_t behind = e->longest + (e->n_choices && e->may_think ? e->closing.n + 1 : 0);
     const size_t least = scored ? 2 : 1;
     const size_t most = scored ? INT_MAX : context - min_size(context, behind);
@@ -2996,8 +2999,8 @@ static double run_request(App *app, Request *r) {
     start_request(e, r);
     add_texts(e, r);
     start_texts(e);
-    const size_t n = e->mode == PERPLEXITY ? r->ids.n - 1 : r->first->known;  // rows
-    progress = (struct Progress){.tokens = n - r->first->run,
+    const size_t n = e->mode == PERPLEXITY ? r->ids.n - 1 : r->first->target;  // rows
+    progress = (struct Progress){.tokens = n - r->first->n_run,
                                  .layers = e->model.config.n_layers, .start = now()};
     while (r->ended < r->texts && run_pass(e)) {
         for (Text *ended; (ended = find_ended(e));) end_text(e, ended);
@@ -3007,7 +3010,7 @@ static double run_request(App *app, Request *r) {
     if (r->ended < r->texts) r->ending = INTERRUPTED;
     if (r->ended == 0) r->cached = r->first->slot->cached;
     if (r->ending == FAILED) die("%s", e->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
-    while (e->n_active > 0) remove_text(e, e->active[0]);
+    while (e->n_texts > 0) remove_text(e, e->order[0]);
     return e->prompt_end != 0 ? e->prompt_end : now();
 }
 
@@ -3025,21 +3028,21 @@ static bool respond(App *app) {
     const Text *t = r.first;
     Writer *out = t->writer;
     app->rng = t->sampler.rng;
-    for (size_t i = t->prompt; i < t->ids.n; i++) ids_add(answer, t->ids.p[i]);
-    const size_t done = t->ending == INTERRUPTED ? min_size(t->run, r.ids.n) : r.ids.n;
+    for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(answer, t->ids.p[i]);
+    const size_t done = t->ending == INTERRUPTED ? min_size(t->n_run, r.ids.n) : r.ids.n;
     const size_t drawn = e->n_choices ? e->drawn : answer->n;
     const double p = (done - r.cached) / (middle - start + 1e-9);
     const double g = drawn / (now() - middle + 1e-9);
     const char *where = out->thinking ? " inside its thinking" : "";
     char seed[32] = "";
-    if (e->n_choices && r.ending == TURN_ENDED) writer_choose(out, e, &r);
+    if (e->n_choices && r.ending == COMPLETE) writer_choose(out, e, &r);
     else writer_end(out);
     if (r.closed) notice("answer: its thinking was ended after %d tokens", r.thought);
     if (r.ending == LIMIT_REACHED)
         notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (r.ending == CONTEXT_ENDED)
         notice("answer: ended%s by a full context of %d tokens (-c)", where,
-               e->model.state.seq_len);
+               e->model.state.context);
     if (draws_ids(e)) snprintf(seed, sizeof(seed), ", seed %llu", app->options.seed);
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
@@ -3063,7 +3066,7 @@ static bool respond(App *app) {
 static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question
-    const size_t context = app->engine.model.state.seq_len, system = app->options.system != NULL;
+    const size_t context = app->engine.model.state.context, system = app->options.system != NULL;
     const size_t reserve = min_size(context / 8, 1024);
     const size_t room = min_size(reserve, (size_t)app->options.n);  // of -1: the largest number
     const size_t most = app->engine.model.config.max_seq_len;
@@ -3281,7 +3284,7 @@ static void run_dialogue(App *app) {
     app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
-           app->engine.model.state.seq_len, thinks);
+           app->engine.model.state.context, thinks);
     for (bool warned = false;; interrupted = 0) {
         if (!read_message(app)) {
             fputc('\n', stderr);
@@ -3354,7 +3357,7 @@ static int result_kind(const Engine *e) { return e->n_choices ? N_MODES : (int)e
 // Ends a line by its result or error. A line that has begun is an object: these become members.
 static void add_result(Buffer *line, const Engine *e, const Request *r, const char *error) {
     static const char *const ends[] = {
-        [TURN_ENDED] = "stop", [LIMIT_REACHED] = "length", [CONTEXT_ENDED] = "context"};
+        [COMPLETE] = "stop", [LIMIT_REACHED] = "length", [CONTEXT_ENDED] = "context"};
     const int kind = result_kind(e);
     if (kind == N_MODES && line->n == 0 && !error) buffer_add(line, bytes("{"));
     const bool object = line->n > 0;
@@ -3384,7 +3387,7 @@ static void embed_text(const Model *m, Text *t, float *x) {
     const double length = fmax(sqrt(squares), 1e-12);
     for (int i = 0; i < c->dim; i++) buffer_print(out, "%s%.9g", i ? ", " : "[", x[i] / length);
     buffer_add(out, bytes("]"));
-    t->ending = isfinite(squares) ? TURN_ENDED : FAILED;
+    t->ending = isfinite(squares) ? COMPLETE : FAILED;
 }
 
 // The prompt of every mode but chat
@@ -3397,7 +3400,7 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 // Every mode but chat
 static void run_raw(App *app, Bytes text) {
     const Engine *e = &app->engine;
-    Request r = {.ending = TURN_ENDED};
+    Request r = {.ending = COMPLETE};
     Buffer lines = {0};
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
@@ -3414,7 +3417,7 @@ static void run_raw(App *app, Bytes text) {
         }
     } else {
         if (e->mode != TOKENIZE) run_request(app, &r);
-        if (r.ending == TURN_ENDED) add_result(&lines, e, &r, NULL);
+        if (r.ending == COMPLETE) add_result(&lines, e, &r, NULL);
     }
     write_stdout(bytes_of(&lines));
     free(lines.p);
@@ -3684,7 +3687,7 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
     for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
         size += talk->p[i].role == ASSISTANT ? 0 : talk->p[i].text.n;
     if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&
-        size / 4 > e->tokenizer.tables->longest * e->model.state.seq_len)  // NFC may quarter it
+        size / 4 > e->tokenizer.tables->longest * e->model.state.context)  // NFC may quarter it
         return wrong_length(app, size, size, " bytes");
     if (chat) render(&e->tokenizer, talk, 0, app->switched_on, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
@@ -3721,8 +3724,8 @@ static void show_texts(const List *l) {
     const double all = fmax(lines - l->there, 0);
     double running = 0;  // their tokens so far
     char of_all[64] = "", text[128];
-    for (int i = 0; i < e->n_active; i++)
-        running += fmax(0, (double)e->active[i]->run - e->active[i]->slot->cached);
+    for (int i = 0; i < e->n_texts; i++)
+        running += fmax(0, (double)e->order[i]->n_run - e->order[i]->slot->cached);
     const double work = l->done + l->done * running / fmax(e->n_rows - running, 1);
     const double part = l->done && all > 0 ? fmin(work / all, 1) : 0;
     if (all > 0)
@@ -3744,14 +3747,14 @@ static bool admit_lines(List *l) {
             free(r->ids.p);
             r->ids = (Ids){.n = r->ids.n};      // the number of tokens is needed later
         }
-        if (l->ended || l->e->n_active == l->e->n_places || l->read - l->written == AHEAD ||
+        if (l->ended || l->e->n_texts == l->e->n_places || l->read - l->written == AHEAD ||
             ahead > AHEAD_BYTES || interrupted)
             break;
-        l->ended = !next_line(&l->in, &line, l->e->n_active == 0);
+        l->ended = !next_line(&l->in, &line, l->e->n_texts == 0);
         if (line.n == 0) break;  // the end, or it comes later
         add_line(l, line);
     }
-    return l->e->n_active > 0 && !interrupted;
+    return l->e->n_texts > 0 && !interrupted;
 }
 
 // The lines of the texts that have ended
@@ -3850,7 +3853,7 @@ static int list_end(const List *l) {
     const double seconds = now() - progress.start + 1e-9;
     const double rate = (l->prompts - l->e->cached + l->e->drawn) / seconds;
     const unsigned long long first = o->seed + l->there, next = o->seed + l->written;
-    const int context = l->app->engine.model.state.seq_len, most = o->n;
+    const int context = l->app->engine.model.state.context, most = o->n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     const bool answers = l->e->mode <= GENERATE, draws = draws_ids(l->e);
     const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
@@ -4461,7 +4464,7 @@ static void start_threads(int count) { (void)count; }
 // Threads: all run one function and share its loops. Each loop has a number, so that a thread that
 // comes late skips those that are over: nobody waits for it before the function's end. One that
 // waits spins for a moment, then sleeps: it takes no CPU time from other programs. Who takes which
-// share varies; the results do not.
+// slice varies; the results do not.
 
 static int n_threads = 1;
 static _Thread_local int thread;     // the number of the thread that reads it, from 0 on
@@ -4494,10 +4497,10 @@ static void wake_up(void) {  // after a change: no sleeper misses it, as `lock` 
     pthread_mutex_unlock(&pool.lock);
 }
 
-// Ends the share *s of the loop and takes the next. Returns false when the loop is over. Guided
-// scheduling: a share is 7/8 of what a thread would get if all took the same of what is left, so
-// shares become smaller and all threads end together.
-static bool next_share(Share *s, int count, int chunk) {
+// Ends the slice *s of the loop and takes the next. Returns false when the loop is over. Guided
+// scheduling: a slice is 7/8 of what a thread would get if all took the same of what is left, so
+// slices become smaller and all threads end together.
+static bool next_slice(Slice *s, int count, int chunk) {
     const uint64_t next = (uint64_t)(loop + 1) << 32;
     const int did = s->end - s->begin;
     uint64_t at = (uint64_t)loop << 32;
@@ -4511,10 +4514,10 @@ static bool next_share(Share *s, int count, int chunk) {
     for (at = atomic_load(&pool.at); at >> 32 == loop;) {
         const int taken = (int)at, left = count - taken;
         const int fair = max_int(left * 7 / (8 * n_threads), 1);
-        const int share = min_int(round_up(fair, chunk), left);
-        *s = (Share){taken, taken + share};
+        const int size = min_int(round_up(fair, chunk), left);
+        *s = (Slice){taken, taken + size};
         if (left == 0) WAIT_UNTIL((at = atomic_load(&pool.at)) >> 32 != loop);
-        else if (atomic_compare_exchange_weak(&pool.at, &at, at + share)) return true;
+        else if (atomic_compare_exchange_weak(&pool.at, &at, at + size)) return true;
     }
     loop++;
     return false;
@@ -4565,10 +4568,10 @@ static void on_all_threads(Job job, void *arg) {
 // ------------------------------------------------------------------------------------------------
 // A batch: all rows on their way through a layer
 
-// Q8 of several vectors (cols). In memory, each is one record of 4 * stride bytes: its q8, then its
-// scales, then its bias_fix. The pointers are those of vector 0: see quantized_row.
+// Q8 of several vectors (cols). In memory, each is one record of 4 * stride bytes: its int8 values,
+// its scales, its bias_fix. The pointers are those of vector 0: see quantized_row.
 typedef struct {
-    int8_t *q8;         // (cols)          the int8 values
+    int8_t *int8;       // (cols)
     float *scale;       // (cols / group)
     int32_t *bias_fix;  // (cols / group)  see dot4
     size_t stride;      // from a record to the next, in floats
@@ -4596,15 +4599,15 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 // and token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, and place is 0 2 5 6.
 // A model without experts has expert 0 alone, which runs for all tokens.
 typedef struct {
-    float *term;   // (batch, n_experts)  see choose_experts
-    float *share;  // (batch, n_experts)
-    _Atomic int n_active;  // experts that at least one token chose. (Atomic, like place: a thread
+    float *router_out;     // (batch, n_experts)  see choose_experts
+    float *share;          // (batch, n_experts)
+    _Atomic int n_chosen;  // experts that at least one token chose. (Atomic, like place: a thread
                            // that comes late may read them while they change, to no effect.)
-    int *expert;   // (n_experts)         expert[0 .. n_active - 1] are these, ascending
-    _Atomic int *place;    // (n_experts + 1)  row i of Batch.hq belongs to expert[k] if i is in
-                   //                     place[k] .. place[k + 1] - 1,
-    int *token;    // (batch * n_experts_used)       and to token[i]
-    Quantized xq;  // (batch * n_experts_used, dim)  row i is Batch.xq of token[i]
+    int *expert;           // (n_experts)  expert[0 .. n_chosen - 1] are these, ascending
+    _Atomic int *place;    // (n_experts + 1)  row i of Batch.gate8 belongs to expert[k] if i is in
+                           // place[k] .. place[k + 1] - 1,
+    int *token;            // (batch * n_experts_used)       and to token[i]
+    Quantized h8;          // (batch * n_experts_used, dim)  row i is Batch.h8 of token[i]
 } Routing;
 
 typedef struct Batch {
@@ -4618,11 +4621,11 @@ typedef struct Batch {
     int needed;            // of them are needed
     float *x;              // (batch, dim)         Pass.x, or those of its rows that get logits
     float *h;              // (batch, dim)         rmsnorm(x); with experts then their outputs' sum
-    Quantized xq;          // (batch, dim)         Q8(h)
+    Quantized h8;          // (batch, dim)         Q8(h)
     float *q;              // (batch, q_dim)
     float *a;              // (batch, q_dim)
-    Quantized aq;          // (batch, q_dim)       Q8(a)
-    Quantized hq;          // (batch * max(n_experts_used, 1), hidden_dim)
+    Quantized a8;          // (batch, q_dim)       Q8(a)
+    Quantized gate8;       // (batch * max(n_experts_used, 1), hidden_dim)
     Routing *routing;
     Workspace *workspace;  // (threads)
 } Batch;
@@ -4636,7 +4639,7 @@ static float *scratch(const Batch *b) { return b->workspace[thread].scratch; }
 // A view of x that begins at vector t
 INLINE Quantized quantized_row(const Quantized *x, int t) {
     const size_t at = t * x->stride;
-    return (Quantized){x->q8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
+    return (Quantized){x->int8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4655,10 +4658,10 @@ enum { UNIT = 32 };  // rows: the least that a thread takes. STRIP, PANEL and FE
 // Q8(x), x (n), into columns at .. at + n - 1 of row t of out
 static void quantize_row(const Quantized *out, int t, int at, const float *x, int n, int group) {
     const Quantized row = quantized_row(out, t);
-    quantize((Q8){row.q8 + at, row.scale + at / group}, x, n, group);
+    quantize((Q8){row.int8 + at, row.scale + at / group}, x, n, group);
     for (int g = at / group; W_BIAS != 0 && g < (at + n) / group; g++) {
         int sum = 0;
-        for (int i = 0; i < group; i++) sum += row.q8[g * group + i];
+        for (int i = 0; i < group; i++) sum += row.int8[g * group + i];
         row.bias_fix[g] = -W_BIAS * sum;
     }
 }
@@ -4693,7 +4696,8 @@ enum { BYTES_AHEAD = 7232 };
 INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, const int vecs,
                         const int bits, const bool flipped) {
     const Matrix *w = part->w;
-    const int group = w->group, n_groups = w->cols / group, last = (w->rows - 1) / LANES * LANES;
+    const int group = w->group_size, n_groups = w->cols / group;
+    const int last = (w->rows - 1) / LANES * LANES;
     const size_t stride = part->x->stride;
     const Quantized x = quantized_row(part->x, t);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
@@ -4713,13 +4717,13 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         __builtin_prefetch(out + vecs * LANES - 1);
     }
     for (int g = 0; g < n_groups; g++) {
-        const int8_t *xq = x.q8 + g * group;
+        const int8_t *x8 = x.int8 + g * group;
         VecI sum[TILE_TOKENS][FEW_VECS];
         UNROLL for (int i = 0; i < tokens; i++) {
             const VecI start = splat(W_BIAS ? x.bias_fix[i * stride + g] : 0);
             UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = start;
         }
-        for (int k = 0; k < group * bits / 32; k++, xq += 4) {
+        for (int k = 0; k < group * bits / 32; k++, x8 += 4) {
             VecI low[FEW_VECS], high[FEW_VECS];
             UNROLL for (int v = 0; v < vecs; v++, words[v - 1] += PANEL * 4) {
                 const VecI b = load_vector(words[v]);
@@ -4729,7 +4733,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
                 if (tokens < TILE_TOKENS) __builtin_prefetch(words[v] + BYTES_AHEAD, 0, 2);
             }
             UNROLL for (int i = 0; i < tokens; i++) {
-                const int8_t *four = xq + i * stride * 4;
+                const int8_t *four = x8 + i * stride * 4;
                 const VecI a = splat(load_i32(four)), b = splat(load_i32(four + group / 2));
                 UNROLL for (int v = 0; v < vecs; v++) {
                     sum[i][v] = dot4(sum[i][v], low[v], a);
@@ -4770,13 +4774,14 @@ INLINE void matmul_few(const Matmul *part, int row, int end, const int bits) {
 // tokens, this is done once. Its groups are those of the unit's panels, one after the other.
 static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
     const int rows = min_int(UNIT, round_up(w->rows - row, PANEL)), bits = w->bits;
-    const int n_groups = w->cols / w->group, groups = rows / PANEL * n_groups;
-    const int vectors = w->group * bits / 32 * PANEL / LANES;  // of a group of a panel's rows
+    const int n_groups = w->cols / w->group_size, groups = rows / PANEL * n_groups;
+    const int vectors = w->group_size * bits / 32 * PANEL / LANES;  // of a group of a panel's rows
     const int8_t *from = w->bytes + (size_t)row * w->cols * bits / 8;
     const char *scales = (const char *)w->scales + (size_t)row * n_groups * bits / 2;
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     VecI *to = (VecI *)at;
-    if (bits == 8 && W_BIAS == 0) return (Matrix){rows, w->cols, w->group, 8, from, scales, NULL};
+    if (bits == 8 && W_BIAS == 0)
+        return (Matrix){rows, w->cols, w->group_size, 8, from, scales, NULL};
     for (int g = 0; g < groups; g++, to += bits == 4 ? vectors : 0) {
         for (int i = 0; i < vectors; i++, to++, from += sizeof(VecI)) {
             const VecI b = load_vector(from);
@@ -4785,11 +4790,11 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
             if (bits == 4) to[vectors] = pick_levels(levels, b >> 4);
         }
     }
-    if (bits == 8) return (Matrix){rows, w->cols, w->group, 8, at, scales, NULL};
+    if (bits == 8) return (Matrix){rows, w->cols, w->group_size, 8, at, scales, NULL};
     VecF *floats = (VecF *)(at + UNIT * w->cols);
     for (int i = 0; i < groups * PANEL / LANES; i++)
         floats[i] = load_halves((const uint16_t *)scales + i * LANES);
-    return (Matrix){rows, w->cols, w->group, 8, at, floats, NULL};
+    return (Matrix){rows, w->cols, w->group_size, 8, at, floats, NULL};
 }
 
 // A unit of rows and many tokens: each tile prefetches a share of the next unit, if there is any.
@@ -4829,7 +4834,7 @@ static void multiply(const Batch *b, float *out, int stride, const Matrix *w, in
 // out = W x, or out += W x, for n vectors: x (n, cols), out (n, rows)
 static void matmul_all(const Batch *b, float *out, const Matrix *w, const Quantized *x, int n,
                        bool add) {
-    SHARES (s, (w->rows + UNIT - 1) / UNIT, 1) {
+    SLICES (s, (w->rows + UNIT - 1) / UNIT, 1) {
         const int begin = s.begin * UNIT, end = min_int(s.end * UNIT, w->rows);
         matmul_rows(&(Matmul){.w = w, .x = x, .out = out + begin, .stride = w->rows, .n = n,
                               .row_begin = begin, .row_end = end, .add = add,
@@ -5001,12 +5006,12 @@ static void attend_task(const Batch *b, int kv_head, int first, int count) {
     }
 }
 
-// attend() for all query heads of all rows. Query i of all is query i % n of kv head i / n. A share
+// attend() for all query heads of all rows. Query i of all is query i % n of kv head i / n. A slice
 // has at least as many queries as a row and as a tile have, if there are as many.
 static void attend_all(const Batch *b) {
     const Row *rows = b->p->rows;
     const int per_kv = b->c->n_heads / b->c->n_kv_heads, n = b->n * per_kv;
-    SHARES (s, n * b->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES))) {
+    SLICES (s, n * b->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES))) {
         for (int i = s.begin, count; i < s.end; i += count) {
             const int first = i % n, most = min_int(min_int(s.end - i, n - first), ATT_TASK);
             const int *blocks = rows[first / per_kv].blocks;
@@ -5023,13 +5028,13 @@ static void attend_all(const Batch *b) {
 // Heads, SwiGLU and experts: each thread computes some rows of a matrix at a time for all rows of
 // the batch, so that the weights are read once, and goes on while the result is in its caches.
 
-// h = rmsnorm(x, w), xq = Q8(h)
+// h = rmsnorm(x, w), h8 = Q8(h)
 static void norm_all(const Batch *b, const float *w) {
     const int dim = b->c->dim;
     EACH (t, b->n, 4) {
         float *h = b->h + (size_t)t * dim;
         rmsnorm(h, b->x + (size_t)t * dim, w, dim, b->c->rms_norm_eps);
-        quantize_row(&b->xq, t, 0, h, dim, b->c->group_size);
+        quantize_row(&b->h8, t, 0, h, dim, b->c->group_size);
     }
 }
 
@@ -5043,7 +5048,7 @@ static void run_head(const Batch *b, int i) {
     const Matrix *w = k ? &b->w->wk : v ? &b->w->wv : &b->w->wq;
     const float *bias = k ? b->w->bk : v ? b->w->bv : b->w->bq;
     float *out = k || v ? scratch(b) : b->q + head * head_dim;
-    multiply(b, out, stride, w, head * head_dim, head_dim, &b->xq, b->n);
+    multiply(b, out, stride, w, head * head_dim, head_dim, &b->h8, b->n);
     for (int t = 0; t < b->n; t++, out += stride) {
         const KvHead kv = kv_head_of(b, t, head);
         const int pos = b->p->rows[t].pos;
@@ -5067,18 +5072,18 @@ static void keep_needed(const Batch *b) {
     }
 }
 
-// hq = Q8(silu(W1 xq) * (W3 xq)), some columns at a time. Item i is group i % n_groups of the rows
-// of hq that belong to expert[i / n_groups]. `scratch` is small, for the CPU's caches: a round has
-// room for W1 h and W3 h of n tokens, batch / n groups.
+// gate8 = Q8(silu(W1 h8) * (W3 h8)), some columns at a time. Item i is group i % n_groups of the
+// rows of gate8 that belong to expert[i / n_groups]. `scratch` is small, for the CPU's caches: a
+// round has room for W1 h and W3 h of n tokens, batch / n groups.
 static void swiglu_all(const Batch *b) {
     const Routing *r = b->routing;
     const int group = b->c->group_size, n_groups = b->c->hidden_dim / group;
-    SHARES (s, r->n_active * n_groups, 1) {
+    SLICES (s, r->n_chosen * n_groups, 1) {
         for (int i = s.begin, count; i < s.end; i += count) {
             const int k = i / n_groups, g = i % n_groups, place = r->place[k];
             const int n = b->w->router ? r->place[k + 1] - place : b->n;
             const int row = (r->expert[k] * n_groups + g) * group;
-            const Quantized x = quantized_row(&r->xq, place);
+            const Quantized x = quantized_row(&r->h8, place);
             count = min_int(min_int(s.end - i, n_groups - g), b->s->batch / max_int(n, 1));
             const int cols = count * group;
             float *gate = scratch(b), *up = gate + n * cols;
@@ -5086,7 +5091,7 @@ static void swiglu_all(const Batch *b) {
             multiply(b, up, cols, &b->w->w3, row, cols, &x, n);
             for (int t = 0; t < n; t++, gate += cols, up += cols) {
                 silu_times(gate, up, cols);
-                quantize_row(&b->hq, place + t, g * group, gate, cols, group);
+                quantize_row(&b->gate8, place + t, g * group, gate, cols, group);
             }
         }
     }
@@ -5096,14 +5101,14 @@ static void swiglu_all(const Batch *b) {
 static void route(const Batch *b) {
     const int n_experts = b->c->n_experts;
     Routing *r = b->routing;
-    r->n_active = 0;
+    r->n_chosen = 0;
     for (int e = 0, n = 0; e < n_experts; e++) {
         for (int t = 0; t < b->n; t++) {
             if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
         }
-        if (n == r->place[r->n_active]) continue;  // nobody chose e
-        r->expert[r->n_active++] = e;
-        r->place[r->n_active] = n;
+        if (n == r->place[r->n_chosen]) continue;  // nobody chose e
+        r->expert[r->n_chosen++] = e;
+        r->place[r->n_chosen] = n;
     }
 }
 
@@ -5112,12 +5117,12 @@ static void route(const Batch *b) {
 static void add_outputs(const Batch *b, int begin, int end) {
     const Routing *r = b->routing;
     const int dim = b->c->dim, group = b->c->group_size;
-    for (int k = 0; k < r->n_active; k++) {
+    for (int k = 0; k < r->n_chosen; k++) {
         const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
-        const Quantized hq = quantized_row(&b->hq, place);
+        const Quantized gate8 = quantized_row(&b->gate8, place);
         for (int at = begin * group; at < end * group; at += group) {
             float *out = scratch(b);
-            multiply(b, out, group, &b->w->w2, e * dim + at, group, &hq, n);
+            multiply(b, out, group, &b->w->w2, e * dim + at, group, &gate8, n);
             for (int j = 0; j < n; j++, out += group) {
                 const int t = r->token[place + j];
                 const float share = r->share[(size_t)t * b->c->n_experts + e];
@@ -5138,21 +5143,21 @@ static void experts_all(const Batch *b) {
     const Routing *r = b->routing;
     EACH (i, b->n * n_experts, 8) {
         const float *h = b->h + (size_t)(i / n_experts) * dim;
-        r->term[i] = dot_of(b->w->router + (size_t)(i % n_experts) * dim, h, dim);
+        r->router_out[i] = dot_of(b->w->router + (size_t)(i % n_experts) * dim, h, dim);
     }
     EACH (t, b->n, 4) {  // h, which nobody needs any more, becomes the sum of the experts' outputs
         const size_t at = (size_t)t * n_experts;
         float *h = b->h + (size_t)t * dim;
         memset(h, 0, dim * sizeof(float));
-        if (!choose_experts(b->c, r->term + at, r->share + at)) h[0] = NAN;
+        if (!choose_experts(b->c, r->router_out + at, r->share + at)) h[0] = NAN;
     }
     EACH (once, 1, 1) route(b);
-    EACH (i, r->place[r->n_active], 16) {  // a whole vector: q8, scale and bias_fix
-        const Quantized from = quantized_row(&b->xq, r->token[i]), to = quantized_row(&r->xq, i);
-        memcpy(to.q8, from.q8, to.stride * 4);
+    EACH (i, r->place[r->n_chosen], 16) {  // a whole vector: int8, scale and bias_fix
+        const Quantized from = quantized_row(&b->h8, r->token[i]), to = quantized_row(&r->h8, i);
+        memcpy(to.int8, from.int8, to.stride * 4);
     }
     swiglu_all(b);
-    SHARES (s, dim / b->c->group_size, 1) add_outputs(b, s.begin, s.end);
+    SLICES (s, dim / b->c->group_size, 1) add_outputs(b, s.begin, s.end);
 }
 
 static void layer_all(Batch *b) {
@@ -5166,15 +5171,15 @@ static void layer_all(Batch *b) {
     }
     attend_all(b);
     EACH (t, b->n, 4) {
-        quantize_row(&b->aq, t, 0, b->a + (size_t)t * q_dim, q_dim, b->c->group_size);
+        quantize_row(&b->a8, t, 0, b->a + (size_t)t * q_dim, q_dim, b->c->group_size);
     }
-    matmul_all(b, b->x, &w->wo, &b->aq, b->n, true);
+    matmul_all(b, b->x, &w->wo, &b->a8, b->n, true);
     norm_all(b, w->rms_ffn);
     if (w->router) {
         experts_all(b);
     } else {
         swiglu_all(b);
-        matmul_all(b, b->x, &w->w2, &b->hq, b->n, true);
+        matmul_all(b, b->x, &w->w2, &b->gate8, b->n, true);
     }
 }
 
@@ -5205,7 +5210,7 @@ static bool forward_rows(Model *m, int n) {
 static void classify_job(void *arg) {
     const Batch *b = arg;
     norm_all(b, b->m->weights.rms_final);
-    matmul_all(b, b->p->logits, &b->m->weights.classifier, &b->xq, b->n, false);
+    matmul_all(b, b->p->logits, &b->m->weights.classifier, &b->h8, b->n, false);
 }
 
 static float *classify(Model *m, int first, int count) {
@@ -5233,16 +5238,16 @@ static Batch *batch_init(const Config *c, int batch) {
     const size_t task_floats = ATT_TASK * (SCORE_STRIDE + c->head_dim + value_dim(c));
     Batch *b = activations(1, sizeof(Batch));
     *b = (Batch){.h = floats(n * c->dim), .q = floats(n * c->q_dim), .a = floats(n * c->q_dim),
-                 .xq = quantized_init(n, c->dim, group), .aq = quantized_init(n, c->q_dim, group),
-                 .hq = quantized_init(chosen, c->hidden_dim, group),
+                 .h8 = quantized_init(n, c->dim, group), .a8 = quantized_init(n, c->q_dim, group),
+                 .gate8 = quantized_init(chosen, c->hidden_dim, group),
                  .workspace = activations(n_threads, sizeof(Workspace))};
     b->routing = activations(1, sizeof(Routing));
-    *b->routing = (Routing){.term = floats(n * n_experts), .share = floats(n * n_experts),
-                            .n_active = 1,
+    *b->routing = (Routing){.router_out = floats(n * n_experts), .share = floats(n * n_experts),
+                            .n_chosen = 1,
                             .expert = activations(n_experts, sizeof(int)),
                             .place = activations(n_experts + 1, sizeof(int)),
                             .token = activations(chosen, sizeof(int)),
-                            .xq = c->n_experts ? quantized_init(chosen, c->dim, group) : b->xq};
+                            .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : b->h8};
     for (int i = 0; i < n_threads; i++) {
         b->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
                                       activations(UNIT, widest + widest / group * sizeof(float)),
@@ -5273,9 +5278,9 @@ static double position_size(const Config *c) {
 }
 
 // The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
-static int pool_blocks(const Config *c, int seq_len, int texts) {
+static int pool_blocks(const Config *c, int context, int texts) {
     const double room = memory_size() / 4 / position_size(c) / LANES;
-    const double one = (seq_len + LANES - 1) / LANES;
+    const double one = (context + LANES - 1) / LANES;
     return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
@@ -5288,20 +5293,21 @@ static void cache_copy(const Model *m, int to, int from) {
 
 static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }
 
-static void state_init(Model *m, int seq_len, int batch, int logit_rows, int texts) {
+static void state_init(Model *m, int context, int batch, int logit_rows, int texts) {
     const Config *c = &m->config;
     State *s = &m->state;
     const int group = c->group_size;
-    const int half = c->head_dim / 2, text_blocks = (seq_len + LANES - 1) / LANES;
+    const int half = c->head_dim / 2, text_blocks = (context + LANES - 1) / LANES;
     *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half),
-                 .h = floats(c->dim), .xq = q8_init(c->dim, group), .q = floats(c->q_dim),
+                 .h = floats(c->dim), .h8 = q8_init(c->dim, group), .q = floats(c->q_dim),
                  .k = floats(c->kv_dim), .v = floats(c->kv_dim), .a = floats(c->q_dim),
-                 .aq = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim),
-                 .up = floats(c->hidden_dim), .hq = q8_init(c->hidden_dim, group),
-                 .term = floats(c->n_experts), .share = floats(c->n_experts), .y = floats(c->dim),
-                 .out = floats(c->dim), .logits = floats(c->vocab_size), .seq_len = seq_len,
+                 .a8 = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim),
+                 .up = floats(c->hidden_dim), .gate8 = q8_init(c->hidden_dim, group),
+                 .router_out = floats(c->n_experts), .share = floats(c->n_experts),
+                 .y = floats(c->dim), .out = floats(c->dim), .logits = floats(c->vocab_size),
+                 .context = context,
                  .block_table = activations(text_blocks, sizeof(int)),
-                 .blocks = pool_blocks(c, seq_len, texts), .block_len = LANES, .batch = batch,
+                 .blocks = pool_blocks(c, context, texts), .block_len = LANES, .batch = batch,
                  .logit_rows = logit_rows};
     for (int i = 0; i < text_blocks; i++) s->block_table[i] = i;
 #ifndef PLAIN

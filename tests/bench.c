@@ -498,7 +498,7 @@ static void bench_texts(const char *name, int texts, int prompt, int answer, dou
 
 // All rows for one number of threads. Decoding comes last and follows whatever is in the cache.
 static void bench(const Plan *plan, int threads) {
-    const int context = m.state.seq_len;
+    const int context = m.state.context;
     char name[64];
     Rate r = {.best = 1e9};
     double alone = 0;   // the rate of decoding at position 0
@@ -597,9 +597,9 @@ int main(int argc, char **argv) {
     read_start = (const char *)m.weights.layers[0].rms_att;
     read_blocks = (int)(weight_bytes() / READ_BLOCK);
     // A prompt may be skipped, and pages that were never written are quick to read.
-    memset(m.state.cache, 0, (size_t)(m.state.seq_len / LANES) * block_at(g, 1, 0) * sizeof(float));
+    memset(m.state.cache, 0, (size_t)(m.state.context / LANES) * block_at(g, 1, 0) * sizeof(float));
     bench(plan, n_threads);
     if (cores > 1) bench(plan, 1);
     printf("\nmemory beside the mapped file: %.0f MB, of which the cache of %d positions: %.0f MB\n",
-           peak / 1e6, m.state.seq_len, (token_bytes(m.state.seq_len) - weight_bytes()) / 1e6);
+           peak / 1e6, m.state.context, (token_bytes(m.state.context) - weight_bytes()) / 1e6);
 }

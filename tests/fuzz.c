@@ -344,13 +344,13 @@ static void fuzz_model(Bytes in) {
     prepare_places(&app);
     if (n > 1) {
         Text *a = add_text(&app.engine, ids, n);
-        a->known = 1;
+        a->target = 1;
         while (a->ending == GOES_ON && run_pass(&app.engine)) {}
-        CHECK(a->ending == FAILED || (a->ending == TURN_ENDED && a->known == (size_t)n));
+        CHECK(a->ending == FAILED || (a->ending == COMPLETE && a->target == (size_t)n));
     }
     Sampler sampler = {.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
                           .seen = alloc(g->vocab_size, 1, "a test"),
-                          .answered = alloc(g->vocab_size, 1, "a test")};
+                          .in_answer = alloc(g->vocab_size, 1, "a test")};
     bool finite = isfinite(sum_double(batched, g->vocab_size));
     int id = sample(&sampler, batched, g->vocab_size);
     CHECK(finite ? id >= 0 && id < g->vocab_size : id == -1);
@@ -463,7 +463,7 @@ static void fuzz_text(Bytes in) {
     bool active = false;
     for (size_t at = 0; at < in.n;) {
         Char c = char_at(t, in, at);
-        active |= c.active;
+        active |= c.may_change;
         at += c.n;
     }
     if (!active) CHECK(bytes_equal(whole, in));
@@ -539,7 +539,7 @@ static void fuzz_chat(Bytes in) {
         expected += count_marked(&t, f->open[role]) + count_marked(&t, f->close[role]);
     }
     render(&t, &c, 0, think, &ids);
-    expected += count_marked(&t, f->start) + count_marked(&t, f->answer[think]);
+    expected += count_marked(&t, f->start) + count_marked(&t, f->answer_open[think]);
     if (c.n == 0 || c.p[0].role != SYSTEM) expected += count_marked(&t, f->no_system);
     // what a user types never becomes a control token
     int added = count_added(&t, &ids);
@@ -573,14 +573,14 @@ static void fuzz_session(Bytes in) {
     Engine *e = &app.engine;
     Options *o = &app.options;
     CHECK(o->model && o->mode >= -1 && o->mode < N_MODES && o->batch >= 1 && o->batch <= 512);
-    int most = e->model.state.seq_len;
+    int most = e->model.state.context;
     e->model.state.batch = min_int(o->batch, e->model.state.batch);
-    e->model.state.seq_len = o->context > 0 && o->context < most ? o->context : most;
+    e->model.state.context = o->context > 0 && o->context < most ? o->context : most;
     if (o->n < 0 || o->n > 2) o->n = 2;
     e->max_new = o->n;
     e->model.state.logit_rows = min_int(e->model.state.batch, e->model.state.logit_rows);
     e->mode = o->mode < 0 ? CHAT : o->mode;
-    if (e->mode == PERPLEXITY && e->model.state.seq_len < 2) return;  // load_model() refuses it
+    if (e->mode == PERPLEXITY && e->model.state.context < 2) return;  // load_model() refuses it
     bool chat = e->mode == CHAT;
     find_thinking(&app);
     prepare_places(&app);
@@ -726,9 +726,9 @@ static void fuzz_list(Bytes in) {
     read_at_once = more & 32 || ahead ? 0 : 1 + cache % 7;
     file_add("list", data.p, data.n);
     typed = data.p, n_typed = data.n;
-    const int blocks = toy.state.blocks, batch = toy.state.batch, context = toy.state.seq_len;
-    toy.state.seq_len = contexts[edges >> 6];
-    const int one = (toy.state.seq_len + toy.state.block_len - 1) / toy.state.block_len;
+    const int blocks = toy.state.blocks, batch = toy.state.batch, context = toy.state.context;
+    toy.state.context = contexts[edges >> 6];
+    const int one = (toy.state.context + toy.state.block_len - 1) / toy.state.block_len;
     toy.state.blocks = min_int(one + cache / 8 % 8, blocks);  // some must give theirs back
     toy.state.batch = atoi(batches[cache >> 6]);
     strcpy(seed, "7");
@@ -763,7 +763,7 @@ static void fuzz_list(Bytes in) {
         CHECK(bytes_equal(bytes_of(&alone), answer));
     }
     toy.state.blocks = blocks;
-    toy.state.seq_len = context;
+    toy.state.context = context;
 }
 
 // ---- Target sample: any logits and any options
@@ -774,7 +774,7 @@ static void fuzz_sample(Bytes in) {
     uint8_t flags = take_byte(&in), spread = take_byte(&in);
     Sampler s = {.temperature = flags & 1 ? 0 : 0.01f * spread, .top_k = take_byte(&in) % 64,
                  .top_p = (1 + take_byte(&in)) / 256.0f, .presence = flags & 2 ? 1.5f : 0,
-                 .rng = take_byte(&in), .repetition = 1, .seen = seen, .answered = seen};
+                 .rng = take_byte(&in), .repetition = 1, .seen = seen, .in_answer = seen};
     int n = 0;
     while (in.n >= (flags & 4 ? 4 : 1) && n < 256) {
         Bytes v = take_up_to(&in, flags & 4 ? 4 : 1);

@@ -95,7 +95,7 @@ static Matrix random_matrix(int rows, int cols, int group) {
     int8_t *q = alloc(n, 1, "a test");
     float *scale = random_floats(n / group);
     for (size_t i = 0; i < n; i++) q[i] = (int8_t)(below(256) - 128);  // -128 too, which export.py never writes
-    return (Matrix){.rows = rows, .cols = cols, .group = group, .bits = 8, .bytes = q, .scales = scale};
+    return (Matrix){.rows = rows, .cols = cols, .group_size = group, .bits = 8, .bytes = q, .scales = scale};
 }
 
 // With four bits; `same` becomes the matrix of int8 and floats that stands for the same weights.
@@ -107,7 +107,7 @@ static Matrix random_matrix_4(int rows, int cols, int group, Matrix *same) {
     uint16_t *half_scale = alloc(n_groups, sizeof(uint16_t), "a test");
     int8_t *q = alloc(n, 1, "a test");
     float *scale = random_floats(n_groups);
-    const Matrix w = {.rows = rows, .cols = cols, .group = group, .bits = 4, .bytes = (int8_t *)nibbles,
+    const Matrix w = {.rows = rows, .cols = cols, .group_size = group, .bits = 4, .bytes = (int8_t *)nibbles,
                       .scales = half_scale, .levels = levels};
     for (size_t i = 0; i < n / 2; i++) nibbles[i] = (uint8_t)below(256);
     for (size_t g = 0; g < n_groups; g++) {
@@ -117,9 +117,9 @@ static Matrix random_matrix_4(int rows, int cols, int group, Matrix *same) {
     }
     for (size_t i = 0; i < n; i++) {  // byte i % 4 of a word of row r
         const int word = i / 4 / PANEL % (cols / 4), r = i / 4 % PANEL + i / cols / PANEL * PANEL;
-        q[i] = weight_q(&w, r, 4 * word + i % 4);
+        q[i] = weight_int(&w, r, 4 * word + i % 4);
     }
-    *same = (Matrix){.rows = rows, .cols = cols, .group = group, .bits = 8, .bytes = q, .scales = scale};
+    *same = (Matrix){.rows = rows, .cols = cols, .group_size = group, .bits = 8, .bytes = q, .scales = scale};
     return w;
 }
 
@@ -273,24 +273,24 @@ static void test_quantize(void) {
         float max = 0;
         int sum = 0;
         for (int i = 0; i < group; i++) max = fmaxf(max, fabsf(in[i]));
-        for (int i = 0; i < group; i++) sum += x.q8[i];
+        for (int i = 0; i < group; i++) sum += x.int8[i];
         CHECK(x.bias_fix[0] == -W_BIAS * sum && x.bias_fix[1] == 0 && x.bias_fix[2] == 0);
         CHECK(x.scale[0] == max / 127 && x.scale[1] == 0 && x.scale[2] == 0);
         for (int i = 0; i < group; i++) {
-            CHECK(fabs(x.q8[i] * (double)x.scale[0] - in[i]) <= x.scale[0] * 0.5001);
-            CHECK(x.q8[group + i] == 0 && x.q8[2 * group + i] == 0);
+            CHECK(fabs(x.int8[i] * (double)x.scale[0] - in[i]) <= x.scale[0] * 0.5001);
+            CHECK(x.int8[group + i] == 0 && x.int8[2 * group + i] == 0);
         }
         const Q8 plain = q8_init(cols, group);
         quantize(plain, in, cols, group);
-        CHECK(!memcmp(plain.q8, x.q8, cols) && !memcmp(plain.scale, x.scale, 3 * sizeof(float)));
+        CHECK(!memcmp(plain.int8, x.int8, cols) && !memcmp(plain.scale, x.scale, 3 * sizeof(float)));
         quantize_row(&x, 1, 2 * group, in, group, group);  // the first group as row 1's last
-        CHECK(memcmp(row.q8 + 2 * group, x.q8, group) == 0 && row.q8[group] == 0);
+        CHECK(memcmp(row.int8 + 2 * group, x.int8, group) == 0 && row.int8[group] == 0);
         CHECK(row.scale[2] == x.scale[0] && row.bias_fix[2] == x.bias_fix[0] && row.scale[1] == 0);
         in[2 * group + 5] = group % 64 ? INFINITY : -INFINITY;
         quantize_row(&x, 0, 2 * group, in + 2 * group, group, group);
         quantize(plain, in, cols, group);
         CHECK(isinf(x.scale[2]) && isinf(plain.scale[2]) && x.bias_fix[2] == 0);
-        for (int i = 2 * group; i < cols; i++) CHECK(x.q8[i] == 0 && plain.q8[i] == 0);
+        for (int i = 2 * group; i < cols; i++) CHECK(x.int8[i] == 0 && plain.int8[i] == 0);
         in[2 * group + 9] = NAN;
         quantize_row(&x, 0, 2 * group, in + 2 * group, group, group);
         quantize(plain, in, cols, group);
@@ -301,7 +301,7 @@ static void test_quantize(void) {
 // Every kernel against the definition bit for bit, and that against doubles; rows and tokens that
 // fill no tile, and a sum that is added. w's weights are `same`'s.
 static void test_products(Matrix w, Matrix same) {
-    const int rows = w.rows, cols = w.cols, group = w.group, n = 3 * TILE_TOKENS + 2;
+    const int rows = w.rows, cols = w.cols, group = w.group_size, n = 3 * TILE_TOKENS + 2;
     float *in = random_floats((size_t)n * cols);
     float *one = random_floats(n * rows), *all = random_floats(n * rows);
     Workspace own = {.panel = alloc(UNIT * (cols + cols / group * 4), 1, "")};
@@ -332,12 +332,12 @@ static void test_products(Matrix w, Matrix same) {
         for (int r = 0; r < rows; r++) {
             double sum = 0, size = 0;
             for (int i = 0; i < cols; i++) {
-                double a = weight_q(&same, r, i) * (double)weight_scale(&same, r, i / group);
-                double b = token.q8[i] * (double)token.scale[i / group];
+                double a = weight_int(&same, r, i) * (double)weight_scale(&same, r, i / group);
+                double b = token.int8[i] * (double)token.scale[i / group];
                 sum += a * b;
                 size += fabs(a * b);
             }
-            const Q8 vector = {token.q8, token.scale};
+            const Q8 vector = {token.int8, token.scale};
             float value = dot_row(&w, r, vector);
             CHECK(fabs(value - sum) < 1e-6 * size, "group %d", group);
             CHECK(value == dot_row(&same, r, vector), "group %d", group);
@@ -629,7 +629,7 @@ static void test_experts_not_finite(void) {
     norm_all(b, b->w->rms_ffn);
     experts_all(b);
     for (int t = 0; t < 20; t++) CHECK(isfinite(m.state.pass->x[t * m.config.dim]) == (t != 5), "token %d", t);
-    CHECK(b->routing.place[b->routing.n_active] == 19 * 3);
+    CHECK(b->routing.place[b->routing.n_chosen] == 19 * 3);
 }
 
 static void count_job(void *arg, int begin, int end) {
@@ -677,7 +677,7 @@ static void test_frequencies(void) {
 
 static Sampler random_sampler(float temperature, float top_p, int top_k) {
     return (Sampler){.temperature = temperature, .top_p = top_p, .top_k = top_k, .rng = 7,
-                     .repetition = 1, .answered = alloc(1000, 1, ""), .seen = alloc(1000, 1, "")};
+                     .repetition = 1, .in_answer = alloc(1000, 1, ""), .seen = alloc(1000, 1, "")};
 }
 
 typedef struct { float temperature, top_p; int top_k; } Sampling;
@@ -726,7 +726,7 @@ static void test_sampler(void) {
     Sampler greedy = random_sampler(0, 0.8f, 20);
     CHECK(sample(&greedy, (float[]){1, 3, 3, 2}, 4) == 1);
     greedy.presence = 1.5f;
-    greedy.answered[1] = greedy.answered[2] = true;
+    greedy.in_answer[1] = greedy.in_answer[2] = true;
     CHECK(sample(&greedy, (float[]){1, 3, 3, 2}, 4) == 3);
 }
 
@@ -778,7 +778,7 @@ static void test_penalties(void) {
     float logits[] = {3, 3, -3, -3, 0, 3};
     s.repetition = 1.2f;
     s.presence = 0.25f;
-    s.seen[0] = s.seen[2] = s.seen[4] = s.seen[5] = s.answered[2] = s.answered[5] = true;
+    s.seen[0] = s.seen[2] = s.seen[4] = s.seen[5] = s.in_answer[2] = s.in_answer[5] = true;
     penalize(&s, logits, 6);
     const float expected[] = {3 / 1.2f, 3, -3 * 1.2f - 0.25f, -3, 0, 3 / 1.2f - 0.25f};
     for (int i = 0; i < 6; i++) CHECK(logits[i] == expected[i], "%d: %g", i, logits[i]);
@@ -793,7 +793,7 @@ static void test_draft(void) {
         Slot slot = {.blocks = blocks};
         Text a = {.ids = {ids, n, 80}, .slot = &slot};
         e.model.state.block_len = 1;
-        e.model.state.seq_len = limit == 0 ? n + most : 80;
+        e.model.state.context = limit == 0 ? n + most : 80;
         for (int i = 0; i < n; i++) ids[i] = below(2);
         e.n_unused += n;
         take_blocks(&e, &a, 0, 0);
@@ -817,12 +817,12 @@ static void start_engine(Engine *e, const Sampler *sampler) {
     static Writer writer;
     writer.held.p = grow(writer.held.p, &writer.held.cap, 0, 100, 1);
     e->n_places = 1;
-    e->n_running = e->n_active = 0;
+    e->n_running = e->n_texts = 0;
     e->n_unused = e->model.state.blocks;
     e->users = alloc(e->model.state.blocks, sizeof(int), "a test");
     e->nll = alloc(e->model.state.logit_rows, sizeof(double), "a test");
     for (int i = 0; i < 2; i++) {
-        e->active[i] = &e->places[i];
+        e->order[i] = &e->places[i];
         e->places[i] = (Text){.sampler = *sampler, .writer = &writer, .slot = &e->slots[i]};
         e->slots[i].blocks = alloc(200, sizeof(int), "a test");
         e->places[i].ids.p = grow(NULL, &e->places[i].ids.cap, 0, 200, sizeof(int));
@@ -859,10 +859,10 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
         all.ending[turn] = a->ending;
         all.rng = a->sampler.rng;
         remove_text(e, a);
-        for (size_t i = 0; i < a->run; i++) ids_add(&all.cached[turn], a->ids.p[i]);
-        for (size_t i = a->prompt; i < a->ids.n; i++) ids_add(&all.ids[turn], a->ids.p[i]);
-        for (size_t i = a->prompt; i < a->ids.n; i++) ids_add(&ids, a->ids.p[i]);
-        if (ids.n + prompt->n > (size_t)e->model.state.seq_len) break;
+        for (size_t i = 0; i < a->n_run; i++) ids_add(&all.cached[turn], a->ids.p[i]);
+        for (size_t i = a->n_prompt; i < a->ids.n; i++) ids_add(&all.ids[turn], a->ids.p[i]);
+        for (size_t i = a->n_prompt; i < a->ids.n; i++) ids_add(&ids, a->ids.p[i]);
+        if (ids.n + prompt->n > (size_t)e->model.state.context) break;
     }
     free(ids.p);
     return all;
@@ -883,7 +883,7 @@ static void test_drafts(void) {
     }
     e[1].model.state.logit_rows = min_int(16, 2 * draft_rows());
     Sampler sampler = random_sampler(0, 1, 0);
-    sampler.answered = alloc(77, sizeof(bool), "a test");
+    sampler.in_answer = alloc(77, sizeof(bool), "a test");
     sampler.seen = alloc(77, sizeof(bool), "a test");
     for (int k = 0; k < 2; k++) start_engine(&e[k], &sampler);
     for (int trial = 0; trial < 200; trial++) {
@@ -895,11 +895,11 @@ static void test_drafts(void) {
         sampler.presence = below(4) ? 0 : 0.5f;
         sampler.repetition = below(4) ? 1 : 1.05f;
         sampler.rng = trial;
-        int n = below(2) ? -1 : below(60), seq_len = below(2) ? 100 : 20 + below(80);
+        int n = below(2) ? -1 : below(60), context = below(2) ? 100 : 20 + below(80);
         Answers a[2];
         for (int k = 0; k < 2; k++) {
             e[k].max_new = n;
-            e[k].model.state.seq_len = seq_len;
+            e[k].model.state.context = context;
             e[k].tokenizer.stop = (Ids){&stop, trial % 3 == 0, 1};
             a[k] = answer_twice(&e[k], &sampler, &prompt);
             passes[k] += a[k].passes[0] + a[k].passes[1];
@@ -914,16 +914,16 @@ static void test_drafts(void) {
             for (int k = 0; k < 2; k++) free(a[k].ids[turn].p), free(a[k].cached[turn].p);
         }
     }
-    CHECK(endings[TURN_ENDED] && endings[LIMIT_REACHED] && endings[CONTEXT_ENDED]);
+    CHECK(endings[COMPLETE] && endings[LIMIT_REACHED] && endings[CONTEXT_ENDED]);
     if (TILE_TOKENS > 1) CHECK(passes[1] < passes[0] * 0.85, "%d passes, not %d", passes[1], passes[0]);
     else CHECK(passes[1] == passes[0]);
     e[1].credit = 0;  // drafts that are always wrong: one in DRAFT_COST passes for each token
     e[1].max_new = -1;
-    e[1].model.state.seq_len = 100;
+    e[1].model.state.context = 100;
     int zeros[50] = {0}, drafts = 0;
     Text *a = add_text(&e[1], zeros, 50);
     start_texts(&e[1]);
-    a->run = 49;
+    a->n_run = 49;
     for (int pass = 1; pass <= 5000; pass++) {
         schedule(&e[1]);
         CHECK(a->slot->guesses == 0 || a->slot->guesses == draft_rows() - 1, "%d ids", a->slot->guesses);
@@ -954,7 +954,7 @@ static void test_draft_that_overflows(void) {
         Writer writer = {0};
         e.tokenizer = (Tokenizer){.vocab_size = 77, .think = -1, .end_think = -1,
                                   .text = (Bytes[77]){{0}}, .kind = (uint8_t[77]){0}};
-        Sampler sampler = {.answered = (bool[77]){0}, .seen = (bool[77]){0}, .repetition = 1};
+        Sampler sampler = {.in_answer = (bool[77]){0}, .seen = (bool[77]){0}, .repetition = 1};
         start_engine(&e, &sampler);
         Text *a = add_text(&e, context, N);
         a->writer = &writer;
@@ -965,7 +965,7 @@ static void test_draft_that_overflows(void) {
         CHECK(forward_texts(&e) && (a->slot->drafted > 0) == (drafting && TILE_TOKENS > 1));
         draw_all(&e);  // with temperature 0: the logits stay as they are
         const float *logits = m->state.pass->logits;
-        CHECK(a->run == N + 1 && a->ids.n == N + 2 && isfinite(sum_double(logits, 77)));
+        CHECK(a->n_run == N + 1 && a->ids.n == N + 2 && isfinite(sum_double(logits, 77)));
         if (drafting) CHECK(!memcmp(expected, logits, sizeof(expected)));
         memcpy(expected, logits, sizeof(expected));
     }
@@ -1206,7 +1206,7 @@ static void test_stopped_retry(void) {
     static App app;
     Conversation *talk = &app.conversation;
     app.dialogue = quiet = true;
-    app.engine.model.state.seq_len = 100;
+    app.engine.model.state.context = 100;
     app.engine.places->sampler.temperature = 1;
     conversation_add(talk, USER, bytes("question"));
     ids_add(&conversation_add(talk, ASSISTANT, bytes("answer"))->ids, 7);
@@ -1475,13 +1475,13 @@ static void test_progress_of_a_list(void) {
         char text[200] = "", expected[200];
         l.read = 10;
         l.done = cases[i].done;
-        e.n_active = cases[i].active;
-        e.n_running = e.n_active - 1;
+        e.n_texts = cases[i].active;
+        e.n_running = e.n_texts - 1;
         e.n_rows = cases[i].done * 100 + cases[i].active * cases[i].run;
-        for (int k = 0; k < e.n_active; k++) {
-            e.active[k] = &e.places[k];
+        for (int k = 0; k < e.n_texts; k++) {
+            e.order[k] = &e.places[k];
             e.places[k].slot = &e.slots[k];
-            e.places[k].run = cases[i].run + 30;
+            e.places[k].n_run = cases[i].run + 30;
             e.slots[k].cached = 30;
         }
         progress = (struct Progress){.start = now() - 10};
