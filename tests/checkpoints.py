@@ -356,3 +356,68 @@ def make_embedding(directory):
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true}')
     return directory
+
+
+def experts(n: int, key="num_experts", used=1, **config) -> dict:
+    """What a mixture of experts has in its config.json; intermediate_size belongs to no layer."""
+    return {"architectures": ["Qwen3MoeForCausalLM"], key: n, "num_experts_per_tok": used,
+            "moe_intermediate_size": 64, "intermediate_size": 1000, "norm_topk_prob": True} | config
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def with_config(folder: Path, changes: dict) -> Path:
+    """Changes a saved checkpoint's config.json."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def vision_language(ck, tied=True):
+    """The checkpoint as the text part of a Qwen3-VL, in the layout of the published ones."""
+    text = ck.config | {"model_type": "qwen3_vl_text", "rope_scaling": {
+        "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}}
+    for key in ("architectures", "tie_word_embeddings"):
+        text.pop(key)
+    ck.config = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "text_config": text,
+                 "tie_word_embeddings": tied, "image_token_id": 151655, "vision_config": {"hidden_size": 8, "depth": 1}}
+    ck.prefix = "model.language_model."
+    return ck
+
+
+def sentence_transformers(ck, pooling, *modules):
+    """Makes it an embedding model, as sentence-transformers saves one."""
+    ck.files["modules.json"] = json.dumps([
+        {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "",
+         "type": f"sentence_transformers.models.{name}"} for i, name in enumerate(modules)])
+    ck.files["1_Pooling/config.json"] = json.dumps(pooling)
+    return ck
+
+
+LAST = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False,
+        "pooling_mode_lasttoken": True, "include_prompt": True}
+
+
+def sparse_checkpoint(ck, folder: Path, **config) -> Path:
+    """Large weights that take no space: an embedding of 240 MB in two dozen layers' company, as
+    holes in two shards."""
+    ck.config |= {"hidden_size": 1024, "vocab_size": 120_000, "num_hidden_layers": 24} | config
+    shapes = dict(ck.shapes())
+    ck.tensors = {}
+    ck.save(folder)
+    (folder / "model.safetensors").unlink()
+    places = {}
+    for i in (0, 1):
+        shard, head, end = f"model-{i}.safetensors", {}, 0
+        for name in sorted(shapes)[i::2]:
+            size = 2 * math.prod(shapes[name])
+            head["model." + name] = {"dtype": "BF16", "shape": shapes[name],
+                                     "data_offsets": [end, end + size]}
+            places["model." + name], end = shard, end + size
+        text = json.dumps(head).encode()
+        with open(folder / shard, "wb") as f:
+            f.write(struct.pack("<Q", len(text)) + text)
+            f.truncate(8 + len(text) + end)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder

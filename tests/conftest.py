@@ -5,6 +5,7 @@ The programs are black boxes here. QWEN3=path runs another build (say, one with 
 import contextlib
 import fcntl
 import functools
+import http.server
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -200,7 +202,7 @@ def build(directory, *arguments):
 def run_export(*args):
     """(exit status, stderr) of export.py's main() in this process, which has loaded its packages."""
     errors, argv = io.StringIO(), sys.argv
-    export_py.notes.clear()
+    export_py.Notices.hints.clear()
     sys.argv = ["export.py", *map(str, args)]
     try:
         with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as stop:
@@ -295,6 +297,24 @@ def records(mode, *args, texts):
     return [[int(i) for i in line.split()] for line in result.stdout.split(b"\n")[:-1]]
 
 
+def read_tokenizer(data: bytes, vocab_size: int):
+    """(header, [(score, token)], sections) of a .tokenizer file, everything checked."""
+    head, tokens, scores, sections = reference.read_tokenizer(data, vocab_size)
+    assert head[0] == max(map(len, tokens)) and len(tokens) == vocab_size and sections
+    return head, list(zip(scores, tokens)), sections
+
+
+def rows(section: bytes, width: int):
+    return [tuple(row) for row in np.frombuffer(section, "<u4").reshape(-1, width).tolist()]
+
+
+def sections_of(ck, tmp_path):
+    export_py.Notices.hints.clear()
+    source = export_py.read_folder(ck.save(tmp_path))
+    data = export_py.tokenizer_file(source, ck.config["vocab_size"])
+    return read_tokenizer(data, ck.config["vocab_size"])
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """The trained tokenizer, a tokenizers.Tokenizer: 256 bytes, 220 merges, 26 added tokens."""
@@ -385,3 +405,84 @@ def chain(tmp_path_factory, tokenizer):
                                                 **kwargs), directory / "model.bin")
         return made[key]
     return make
+
+
+@pytest.fixture(scope="session")
+def exported(tokenizer_json, tmp_path_factory):
+    """(checkpoint, its .tokenizer file read back)"""
+    ck = Checkpoint(tokenizer_json)
+    folder = ck.save(tmp_path_factory.mktemp("exported"))
+    export_py.Notices.hints.clear()
+    data = export_py.tokenizer_file(export_py.read_folder(folder), ck.config["vocab_size"])
+    return ck, read_tokenizer(data, ck.config["vocab_size"])
+
+
+# -- a hub
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as a download asks for: the folders org/NAME of a folder."""
+    protocol_version = "HTTP/1.1"
+    folder: Path
+    asked: list
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        model, _, file = re.sub("^/(api/models/)?|/resolve/[^/]+(?=/)|/(revision|tree)/.*", "", path,
+                                ).partition("/")[2].partition("/")
+        model = self.folder / "org" / model
+        files = {p.relative_to(model).as_posix(): p.stat().st_size
+                 for p in sorted(model.rglob("*")) if p.is_file()}
+        files["original/consolidated.safetensors"] = 1
+        commit = {"sha": "1" * 40, "id": f"org/{model.name}", "_id": "1", "tags": [],
+                  "private": False}
+        if path.startswith("/api/models/") and "/tree/" in path and model.is_dir():
+            self.answer(200, json.dumps([{"type": "file", "path": p, "size": n, "oid": "2" * 40}
+                                         for p, n in files.items()]).encode())
+        elif path.startswith("/api/models/") and model.is_dir():
+            self.answer(200, json.dumps(commit | {"siblings": [
+                {"rfilename": p, "size": n, "blobId": "2" * 40} for p, n in files.items()]}).encode())
+        elif "/resolve/" in path and (model / file).is_file():
+            data = (model / file).read_bytes()
+            self.answer(200, data, {"ETag": f'"{hash(data) & 0xFFFFFFFF:x}"',
+                                    "X-Repo-Commit": commit["sha"]})
+        else:
+            self.answer(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
+
+    def answer(self, status, body, headers={"Content-Type": "application/json"}):
+        self.send_response(status)
+        for key, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """hub(arguments) is export.py with a hub that has tmp_path/hub; hub.env is its environment."""
+    handler = type("Served", (Hub,), {"folder": tmp_path / "hub", "asked": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1",
+           "HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300",
+           "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+
+    def call(*args, **changes):
+        done = export_process(*args, cwd=tmp_path, env=env | changes)
+        return done.returncode, done.stderr.splitlines()
+
+    def stop():
+        server.shutdown()
+        server.server_close()
+    call.asked = lambda: {path.partition("/resolve/")[2].partition("/")[2]
+                          for path in handler.asked if "/resolve/" in path}
+    call.stop, call.url = stop, env["HF_ENDPOINT"]
+    yield call
+    stop()

@@ -15,7 +15,7 @@ import pexpect
 import pytest
 from conftest import (CHATML, QUOTED_QWEN3, QWEN3, STATS, assert_error, copy_model, end, environment,
                       export, finish, make_checkpoint, make_table_model, qwen3, records, settle, spawn, tokenize)
-from test_export import CHATS
+from test_templates import CHATS
 
 END = "<|im_end|>"
 

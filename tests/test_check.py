@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import Checkpoint
+from checkpoints import Checkpoint, experts
 from conftest import ROOT, export_process, refused
 from reference import Model, quantize
-from test_export import experts
 
 
 @pytest.fixture

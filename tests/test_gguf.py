@@ -1,5 +1,5 @@
 """export.py on GGUF files, which tests write with the gguf package from the checkpoints of
-test_export.py; what the checkpoint itself gives is the measure."""
+checkpoints.py; what the checkpoint itself gives is the measure."""
 
 import math
 import os
@@ -12,11 +12,11 @@ import gguf
 import numpy as np
 import pytest
 import reference
-from checkpoints import CHATML
-from conftest import export_process, export_py as export, measures, refused
+from checkpoints import CHATML, experts
+from conftest import export_process, export_py as export, measures, read_tokenizer, refused, rows
 from gguf import GGMLQuantizationType as Kind
 from reference import quantize
-from test_export import LEVELS, MATRICES, experts, hub, read_tokenizer, rows  # noqa: F401 (hub: a fixture)
+from test_four_bits import LEVELS, MATRICES
 
 NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
          "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",

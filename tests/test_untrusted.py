@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoints import (LAST, YARN, experts, sentence_transformers, sparse_checkpoint,
+                         with_config)
 from conftest import ROOT, export_process, export_py as export, measures, refused
-from test_export import (CHATML, LAST, YARN, entry, experts, sentence_transformers,
-                         sparse_checkpoint, with_config)
+from test_safetensors import entry
+from test_templates import CHATML
 
 
 def measured(*args, cwd):
@@ -54,9 +56,9 @@ def test_template_that_wants_all_memory(template):
 
 
 def test_template_that_writes_too_much():
-    export.notes.clear()
+    export.Notices.hints.clear()
     assert export.chat_pieces("{{ 'x' * 10**6 }}" + CHATML, {}) is None
-    assert "5,000,000 characters" in export.notes[0]
+    assert "5,000,000 characters" in export.Notices.hints[0]
 
 
 def test_template_s_process_imports_nothing_from_the_current_directory(tmp_path, monkeypatch):
@@ -64,8 +66,8 @@ def test_template_s_process_imports_nothing_from_the_current_directory(tmp_path,
     for name in ("jinja2", "json", "resource"):
         (tmp_path / f"{name}.py").write_text("import os; os._exit(7)")
     monkeypatch.chdir(tmp_path)
-    export.notes.clear()
-    assert export.chat_pieces(CHATML, {}) and not export.notes
+    export.Notices.hints.clear()
+    assert export.chat_pieces(CHATML, {}) and not export.Notices.hints
 
 
 def test_template_s_process_has_no_environment(tmp_path, monkeypatch):
@@ -88,7 +90,7 @@ def test_template_s_process_finds_jinja2_where_this_one_does(tmp_path):
     site = Path(export.jinja2.__file__).parents[1]
     code = f"""import sys; sys.path += [{str(ROOT)!r}, {str(site)!r}]
 import export
-print(export.chat_pieces({CHATML!r}, {{}}) is not None, export.notes)"""
+print(export.chat_pieces({CHATML!r}, {{}}) is not None, export.Notices.hints)"""
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
     assert done.stdout == "True []\n", done
 

@@ -1,0 +1,236 @@
+"""config.json and the other settings: the header of OUT.bin, and what is refused."""
+
+import math
+import struct
+
+import numpy as np
+import pytest
+import reference
+from checkpoints import YARN, experts, vision_language, with_config
+from conftest import export_py as export, refused
+
+
+# name -> (changes of config.json, the header from 0x30: theta, eps, kind, factor, original length,
+# beta_fast, beta_slow, attention factor, not truncated)
+HEADERS = {
+    "plain": ({}, (0, 0, 0, 0, 0, 0, 0, 0, 0)),
+    "2507": ({"rope_theta": 5000000, "rms_norm_eps": 1e-5}, (5e6, 1e-5, 0, 0, 0, 0, 0, 0, 0)),
+    "new keys": ({"rope_theta": None, "rope_parameters": {"rope_type": "default",
+                                                          "rope_theta": 5e5}},
+                 (5e5, 0, 0, 0, 0, 0, 0, 0, 0)),
+    "no theta": ({"rope_theta": None}, (1e4, 0, 0, 0, 0, 0, 0, 0, 0)),
+    "yarn": ({"rope_scaling": YARN}, (0, 0, 1, 4, 128, 0, 0, 0, 0)),
+    "yarn, type": ({"rope_scaling": {"type": "yarn", "factor": 2}}, (0, 0, 1, 2, 512, 0, 0, 0, 0)),
+    "yarn, ratio": ({"rope_scaling": YARN | {"factor": None,
+                                             "original_max_position_embeddings": 64}},
+                    (0, 0, 1, 8, 64, 0, 0, 0, 0)),
+    "yarn, length outside": ({"rope_scaling": YARN, "original_max_position_embeddings": 77},
+                             (0, 0, 1, 4, 77, 0, 0, 0, 0)),
+    "yarn, explicit": ({"rope_parameters": YARN | {
+        "rope_theta": 7e4, "attention_factor": 0.5, "beta_fast": 24, "beta_slow": 2.5,
+        "truncate": False}}, (7e4, 0, 1, 4, 128, 24, 2.5, 0.5, 1)),
+    "yarn, defaults spelt out": ({"rope_scaling": YARN | {
+        "attention_factor": 0.1 * math.log(4) + 1, "beta_fast": 32, "beta_slow": 1.0,
+        "truncate": True}}, (0, 0, 1, 4, 128, 0, 0, 0, 0)),
+    "yarn, mscale": ({"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 2.0}},
+                     (0, 0, 1, 4, 128, 0, 0, (0.0707 * math.log(4) + 1) / (0.2 * math.log(4) + 1),
+                      0)),
+    "yarn, mscale alone": ({"rope_scaling": YARN | {"mscale": 0.707}},
+                           (0, 0, 1, 4, 128, 0, 0, 0, 0)),
+    "yarn, factor below 1": ({"rope_scaling": YARN | {"factor": 0.5}},
+                             (0, 0, 1, 0.5, 128, 0, 0, 1, 0)),
+    "deepseek": ({"rope_scaling": YARN | {"attn_factor": 0.8782488562869419}},
+                 (0, 0, 1, 4, 128, 0, 0, 0, 0)),
+}
+
+
+YARN_OPTION = {  # config.json -> what --yarn makes of it
+    "qwen3": ({"max_position_embeddings": 40960}, 2, {"max_position_embeddings": 65536}, 32768),
+    "base": ({"max_position_embeddings": 32768}, 4, {"max_position_embeddings": 131072}, 32768),
+    "2507": ({"max_position_embeddings": 262144, "rope_theta": 5e6}, 2.5,
+             {"max_position_embeddings": 655360}, 262144),
+    "new keys": ({"max_position_embeddings": 512, "rope_theta": None, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 7e4}}, 4,
+        {"max_position_embeddings": 2048, "rope_theta": 7e4}, 512),
+}
+
+
+@pytest.mark.parametrize("which", YARN_OPTION)
+def test_yarn_option(checkpoint, run, tmp_path, which):
+    """The same file as from a config.json with the fields that Qwen's model cards give."""
+    config, factor, changes, original = YARN_OPTION[which]
+    folder = checkpoint(**config).save(tmp_path / "plain")
+    assert run("--yarn", factor, folder, "option.bin")[0] == 0
+    changes = changes | {"rope_scaling": {"rope_type": "yarn", "factor": factor,
+                                          "original_max_position_embeddings": original}}
+    folder = checkpoint(**(config | changes)).save(tmp_path / "changed")
+    assert run(folder, "changed.bin")[0] == 0
+    data = (tmp_path / "option.bin").read_bytes()
+    assert data == (tmp_path / "changed.bin").read_bytes()
+    assert struct.unpack_from("<If", data, 0x38) == (2, np.float32(0.1 * math.log(factor) + 1))
+    c = {"head_dim": 64, "theta": {"2507": 5e6, "new keys": 7e4}.get(which, 1e6),
+         "yarn": {"factor": factor, "original": original}}
+    assert reference.Model.from_bin(tmp_path / "option.bin").freq.tolist() == (
+        reference.rope_frequencies(c)[0].tolist())
+
+
+def test_yarn_option_refused(checkpoint, run, tmp_path):
+    folder = checkpoint(rope_scaling=YARN).save(tmp_path / "in")
+    refused(run(folder, "--yarn", "2"), "--yarn", "yarn")
+    for value in ("1", "0", "-2", "65", "x", "nan", "inf", ""):
+        status, err = run(folder, "--yarn", value)
+        assert status == 2 and len(err) == 1 and "--yarn" in err[0] and repr(value) in err[0]
+    assert run(folder, "--yarn")[0] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("which", HEADERS)
+def test_header_extensions(checkpoint, tmp_path, which):
+    changes, fields = HEADERS[which]
+    export.Notices.hints.clear()
+    folder = checkpoint(**changes).save(tmp_path)
+    config = export.read_config(export.read_folder(folder), export.parse_arguments(["in"]))
+    theta, eps, kind, *values = fields
+    yarn = dict(zip(("factor", "original", "beta_fast", "beta_slow", "attention_factor", "unrounded"),
+                    values))
+    factor, freq = 0, []
+    if kind:
+        freq, factor = reference.rope_frequencies({"head_dim": 64, "theta": theta or 1e6, "yarn": yarn})
+    assert export.header(config)[0x30:] == struct.pack(
+        "<2fIf", theta, eps, 2 * kind, factor).ljust(256 - 0x30, b"\0")
+    assert np.array_equal(np.float32(config.frequencies), freq)
+    assert not export.Notices.hints
+
+
+BAD_CONFIG = [
+    ({"architectures": ["Qwen3NextForCausalLM"]}, "not Qwen3's", "found Qwen3NextForCausalLM$"),
+    ({"architectures": ["Qwen3ForSequenceClassification"]}, "not Qwen3's", "found Qwen3ForSequence"),
+    ({"architectures": None}, "architecture", "none"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "unquantized", "a GGUF file, found fp8$"),
+    ({"quantization": {"group_size": 64, "bits": 4}}, "unquantized", "a GGUF file, found .*64"),
+    ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+     "use_sliding_window", "full_attention"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types",
+     "found full_attention, sliding_attention"),
+    ({"attention_bias": True}, "attention_bias", "False|false"),
+    ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
+    ({"hidden_size": "64"}, "hidden_size", "'64'"),
+    ({"hidden_size": -64}, "hidden_size", "-64"),
+    ({"vocab_size": 2 ** 40}, "vocab_size", "from 1 to 1048576"),
+    ({"num_hidden_layers": None}, "num_hidden_layers", "None"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps", "from 1.17549e-38 to 1e\\+12"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps", "nan"),
+    ({"rope_theta": 10 ** 400}, "rope_theta", "a number from 1e-06 to 1e\\+12, found 1000"),
+    ({"head_dim": 63}, "head_dim", "even"),
+    ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads", "divisor of 3"),
+    ({"hidden_size": 80}, "hidden_size", "multiple of 32"),
+    ({"intermediate_size": 72}, "intermediate_size", "72"),
+    ({"head_dim": 24}, r"num_attention_heads \* head_dim", "48"),
+    ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type", "llama3"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_type", "linear"),
+    ({"rope_scaling": {"rope_type": "default", "factor": 2}}, "rope scaling default", "found factor"),
+    ({"rope_scaling": YARN | {"surprise": 1}}, "rope scaling yarn", "surprise"),
+    ({"rope_scaling": YARN | {"factor": "four"}}, "factor", "'four'"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "factor", "None"),
+    ({"rope_scaling": YARN | {"truncate": 0}}, "truncate", "True or False, found '0'"),
+    ({"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor", "from 1e-06"),
+    ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", "0.5"),
+    ({"rope_scaling": "yarn"}, "config.json", "broken"),
+    ({"vocab_size": 300}, "embed_tokens.weight|ids", "300"),
+]
+
+
+BAD_EXPERTS = [
+    ({"num_experts": None}, "num_experts, expected an integer from 0 to 4096, found None"),
+    ({"num_experts": 0}, "num_experts_per_tok, expected from 1 to num_experts, 0, found 2"),
+    ({"num_local_experts": 1}, "num_experts_per_tok, expected from 1 to num_experts, 1, found 2"),
+    ({"num_experts": 4097}, "num_experts.*4096, found 4097"),
+    ({"num_experts_per_tok": 4}, "num_experts_per_tok, expected from 1 to num_experts, 3, found 4"),
+    ({"num_experts_per_tok": None}, "num_experts_per_tok.*found None"),
+    ({"moe_intermediate_size": None}, "moe_intermediate_size.*found None"),
+    ({"moe_intermediate_size": 72}, "moe_intermediate_size, expected a multiple of 32"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob is not supported, expected True or False, found '1'"),
+    ({"mlp_only_layers": [1]}, r"mlp_only_layers is not supported, expected \[\], found \[1\]"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step is not supported, expected 1, found 2"),
+    ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size.*expected 0, found 64"),
+    ({"qkv_bias": True}, "qkv_bias is not supported, expected False, found True"),
+    ({"use_qk_norm": False}, "use_qk_norm is not supported, expected True, found False"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"num_experts": 4}, "missing: layers.0.mlp.experts.3.gate_proj.weight"),
+    ({"num_experts": 2}, "left over: model.layers.0.mlp.experts.2.gate_proj.weight"),
+    ({"moe_intermediate_size": 128}, r"shape of model.layers.0.mlp.experts.0.gate_proj.weight"),
+    ({"architectures": ["Qwen3ForCausalLM"], "intermediate_size": 64},
+     "missing: layers.0.mlp.gate_proj.weight.*left over: model.layers.0.mlp.gate.weight"),
+]
+
+
+@pytest.mark.parametrize("changes, patterns", [(c, p) for c, *p in BAD_CONFIG])
+def test_config_refused(checkpoint, run, tmp_path, changes, patterns):
+    refused(run(with_config(checkpoint().save(tmp_path / "in"), changes), "out.bin"), *patterns)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("changes, pattern", BAD_EXPERTS)
+def test_experts_refused(checkpoint, run, tmp_path, changes, pattern):
+    folder = checkpoint(**experts(3, used=2, qkv_bias=False, use_qk_norm=True, mlp_only_layers=[],
+                                  shared_expert_intermediate_size=0)).save(tmp_path / "in")
+    assert run(folder, "out.bin")[0] == 0
+    refused(run(with_config(folder, changes), "out.bin"), pattern)
+
+
+@pytest.mark.parametrize("name, changes, pattern", [
+    ("in", {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "found Qwen3VLMoeForConditionalGeneration$"),
+    ("Qwen3-VL-Embedding-2B", {}, "Qwen3-VL that makes embeddings"), ("in", {"text_config": None}, "config.json: broken")])
+def test_qwen3_vl_refused(checkpoint, run, tmp_path, name, changes, pattern):
+    folder = vision_language(checkpoint()).save(tmp_path / name)
+    refused(run(with_config(folder, changes), "out.bin"), pattern)
+
+
+@pytest.mark.parametrize("changes, missing, left_over", [
+    ({"head_dim": 32}, "layers.0.self_attn.k_proj.bias", "k_norm"), ({}, "proj.bias", "norm")])
+def test_qwen2_with_qwen3_s_tensors(checkpoint, run, tmp_path, changes, missing, left_over):
+    folder = checkpoint(**changes).save(tmp_path / "in")
+    with_config(folder, {"architectures": ["Qwen2ForCausalLM"]})
+    refused(run(folder, "out.bin"), f"missing:.*{missing}.*left over:.*{left_over}")
+
+
+@pytest.mark.parametrize("name, content, patterns", [
+    ("config.json", None, ["not a checkpoint", "config.json"]),
+    ("config.json", "{", ["config.json: broken", "JSONDecodeError"]),
+    ("config.json", "[1]", ["list"]),
+    ("tokenizer.json", None, ["tokenizer.json: missing"]),
+    ("tokenizer.json", '{"model": ', ["tokenizer.json: broken"]),
+    ("tokenizer_config.json", "\x00", ["tokenizer_config.json: broken"]),
+    ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<new>", "special": 1}}}',
+     ["<new>"]),
+    ("tokenizer_config.json", '{"eos_token": "<none>"}', ["<none>"]),
+    ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<think>", "special": 1}'
+     '}}', ["<think>"]),
+    ("generation_config.json", '{"temperature": -1}', ["temperature", "-1"]),
+    ("generation_config.json", '{"temperature": "hot"}', ["temperature", "a number", "'hot'"]),
+    ("generation_config.json", '{"repetition_penalty": 0}', ["repetition_penalty", "0"]),
+    ("generation_config.json", '{"repetition_penalty": "1.1"}', ["repetition_penalty", "'1.1'"]),
+    ("modules.json", "[1]", ["modules.json: broken"]),
+    ("modules.json", '[{"type": "x.Pooling", "path": "1_Pooling"}]', ["1_Pooling/config.json"]),
+    ("generation_config.json", '{"eos_token_id": ["x"]}', ["token id", "'x'"]),
+    ("generation_config.json", '{"eos_token_id": [99999999]}', ["99999999"]),
+])
+def test_broken_files_refused(checkpoint, run, tmp_path, name, content, patterns):
+    folder = checkpoint().save(tmp_path / "in")
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    refused(run(folder, "out.bin"), *patterns)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_old_files_are_refused_by_name(checkpoint, run, tmp_path):
+    ck = checkpoint()
+    ck.files["pytorch_model.bin"] = ""
+    folder = ck.save(tmp_path / "in")
+    (folder / "model.safetensors").unlink()
+    refused(run(folder, "out.bin"), "no weights.*save_pretrained", "found .*pytorch_model.bin")
+    ck.files |= {"tokenizer.json": None, "vocab.json": {}, "merges.txt": "a b"}
+    refused(run(ck.save(tmp_path / "slow"), "out.bin"), "vocab.json")

@@ -1,0 +1,146 @@
+"""Files of weights and their tensors: everything that is refused."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from checkpoints import experts
+from conftest import refused
+
+
+def test_router_that_is_not_finite(checkpoint, run, tmp_path):
+    ck = checkpoint(**experts(3))
+    ck.tensors["layers.1.mlp.gate.weight"][2, 7] = np.nan
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "model.layers.1.mlp.gate.weight", "NaN")
+
+
+def spoil_tensors(ck, how):
+    t = ck.tensors
+    if how == "missing":
+        del t["layers.1.mlp.up_proj.weight"], t["norm.weight"]
+    elif how == "left over":
+        t["layers.0.self_attn.q_proj.bias"] = np.zeros(4, np.float32)
+    elif how == "many left over":
+        for i in range(30):
+            t[f"layers.0.mlp.experts.{i}.weight"] = np.zeros(4, np.float32)
+    elif how == "shape":
+        t["layers.0.mlp.down_proj.weight"] = t["layers.0.mlp.up_proj.weight"]
+    elif how == "infinity":
+        t["layers.1.mlp.up_proj.weight"][7, 3] = np.inf
+    elif how == "nan in a norm":
+        t["norm.weight"][1] = np.nan
+    elif how == "untied without lm_head":
+        ck.config["tie_word_embeddings"] = False
+
+
+@pytest.mark.parametrize("how, patterns", [
+    ("missing", ["missing: ", "layers.1.mlp.up_proj.weight", "norm.weight", "left over: none"]),
+    ("left over", ["missing: none", "left over: model.layers.0.self_attn.q_proj.bias"]),
+    ("many left over", ["experts.0.weight", "24 more"]),
+    ("shape", [r"model.layers.0.mlp.down_proj.weight", r"\[64, 192\], found \[192, 64\]"]),
+    ("infinity", ["model.layers.1.mlp.up_proj.weight", "infinity or NaN"]),
+    ("nan in a norm", ["model.norm.weight", "infinity or NaN"]),
+    ("untied without lm_head", ["missing: lm_head.weight"]),
+])
+def test_tensors_refused(checkpoint, run, tmp_path, how, patterns):
+    ck = checkpoint()
+    spoil_tensors(ck, how)
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), *patterns)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def edit_header(data: bytes, change) -> bytes:
+    length, = struct.unpack_from("<Q", data)
+    head = json.loads(data[8:8 + length])
+    change(head)
+    text = json.dumps(head).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length:]
+
+
+NORM = "model.norm.weight"
+
+
+def set_offsets(begin, end):
+    def change(head):
+        old = head[NORM]["data_offsets"]
+        head[NORM]["data_offsets"] = [old[0] + begin, old[1] + end]
+    return lambda data: edit_header(data, change)
+
+
+def entry(**changes):
+    return lambda data: edit_header(data, lambda head: head[NORM].update(changes))
+
+
+BAD_SAFETENSORS = {
+    "web page": (lambda data: b"<!doctype html>\n<html>", "download it again"),
+    "empty": (lambda data: b"", "broken safetensors"),
+    "cut in the length": (lambda data: data[:5], "broken safetensors"),
+    "cut in the header": (lambda data: data[:300], "broken safetensors"),
+    "cut in the data": (lambda data: data[:-1], "truncated.*download it again"),
+    "longer": (lambda data: data + b"x", "oversized"),
+    "huge header": (lambda data: b"\xff" * 8 + data[8:], "18446744073709551615"),
+    "no json": (lambda data: data[:8] + b"}" + data[9:], "JSONDecodeError"),
+    "not utf-8": (lambda data: data[:8] + b"\xff" + data[9:], "UnicodeDecodeError|JSONDecode"),
+    "a list": (lambda data: struct.pack("<Q", 2) + b"[]" + data, "list"),
+    "deep": (lambda data: struct.pack("<Q", 200000) + b"[" * 200000, "RecursionError"),
+    "overlap": (set_offsets(-2, 0), "data_offsets of model.norm.weight"),
+    "hole": (set_offsets(2, 0), "data_offsets of model.norm.weight"),
+    "too long": (set_offsets(0, 2), NORM),
+    "backwards": (set_offsets(0, -4096), "data_offsets"),
+    "out of range": (set_offsets(10 ** 9, 10 ** 9), "data_offsets of model"),
+    "one offset": (entry(data_offsets=[1]), "broken"),
+    "text offsets": (entry(data_offsets="ab"), "broken"),
+    "no shape": (lambda d: edit_header(d, lambda h: h[NORM].pop("shape")), "KeyError"),
+    "shape of text": (entry(shape=["x"]), "broken"),
+    "entry is a number": (lambda d: edit_header(d, lambda h: h.update({NORM: 3})), "broken"),
+    "fp8": (entry(dtype="F8_E4M3"), "dtype of model.norm.weight.*BF16, F16, F32 .*, found F8_E4M3"),
+    "f64": (entry(dtype="F64"), "F64"),
+    "both names": (lambda d: edit_header(d, lambda h: h.update(
+        {"norm.weight": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}})), "both with and without"),
+}
+
+
+@pytest.mark.parametrize("which", BAD_SAFETENSORS)
+def test_broken_safetensors_refused(checkpoint, run, tmp_path, which):
+    spoil, pattern = BAD_SAFETENSORS[which]
+    folder = checkpoint().save(tmp_path / "in")
+    file = folder / "model.safetensors"
+    file.write_bytes(spoil(file.read_bytes()))
+    refused(run(folder, "out.bin"), "model.safetensors" if which not in ("fp8", "f64", "both names")
+            else "in:", pattern)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("dtype", ["Q8_0", "Q4_K", "IQ1_S", "I8", "F64"])
+def test_dtypes_that_safetensors_does_not_have(checkpoint, run, tmp_path, dtype):
+    """Though a GGUF file may: such a matrix would be garbage."""
+    file = checkpoint().save(tmp_path / "in") / "model.safetensors"
+    file.write_bytes(edit_header(file.read_bytes(), lambda head: head["model.embed_tokens.weight"].update(dtype=dtype)))
+    refused(run("in"), f"dtype of model.embed_tokens.weight, expected BF16, F16, F32 .*, found {dtype}$")
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("name, content, patterns", [
+    ("model-00002-of-00002.safetensors", None, ["model-00002-of-00002", "missing"]),
+    ("model.safetensors.index.json", None, ["no weights, expected a directory of safetensors"]),
+    ("model.safetensors.index.json", {"metadata": {}}, ["KeyError.*weight_map"]),
+    ("model.safetensors.index.json", {"weight_map": {"a": "../a.safetensors"}}, ["missing"]),
+    ("model.safetensors.index.json", {"weight_map": ["a"]}, ["broken"]),
+    ("model.safetensors.index.json", "add", ["other tensors.*difference in extra.weight$"]),
+    ("model.safetensors.index.json", "move", ["other tensors.*difference in model.norm.weight$"]),
+])
+def test_broken_shards_refused(checkpoint, run, tmp_path, name, content, patterns):
+    folder = checkpoint().save(tmp_path / "in", 2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    if content == "add":
+        content = {"weight_map": index["weight_map"] | {"extra.weight": first}}
+    elif content == "move":
+        index["weight_map"][NORM] = second if index["weight_map"][NORM] == first else first
+        content = index
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(json.dumps(content))
+    refused(run(folder, "out.bin"), *patterns)

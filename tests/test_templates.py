@@ -1,0 +1,137 @@
+"""Chat templates: the twelve strings that qwen3.c makes of one, or what is said without them."""
+
+import re
+import struct
+
+import pytest
+from conftest import export_py as export, read_tokenizer
+
+
+def chat_strings(section: bytes) -> list[str]:
+    strings, at = [], 0
+    while at < len(section):
+        length, = struct.unpack_from("<I", section, at)
+        strings.append(section[at + 4:at + 4 + length].decode())
+        at += 4 + length
+    assert len(strings) == 12
+    return strings
+
+
+CHATML = """{% for m in messages %}
+{%- set text = m.content %}
+{%- if m.role == 'assistant' and '</think>' in text %}
+{%- set text = text.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}
+"""
+LINES = """  {% for m in messages %}
+    {% set text = m.content %}
+    {% if m.role == 'assistant' and '</think>' in text %}
+      {% set text = text.split('</think>')[-1].lstrip('\\n') %}
+    {% endif %}
+<|im_start|>{{ m.role }}
+{{ text }}<|im_end|>
+  {% endfor %}
+  {% if add_generation_prompt %}
+<|im_start|>assistant
+    {% if enable_thinking is defined and not enable_thinking %}
+<think>
+
+</think>
+
+    {% endif %}
+  {% endif %}
+"""
+OPEN, CLOSE = "<|im_start|>{}\n", "<|im_end|>\n"
+ORDINARY = ["", "", OPEN.format("system"), CLOSE, OPEN.format("user"), CLOSE,
+            OPEN.format("assistant"), CLOSE, OPEN.format("assistant") + "<think>\n\n</think>\n\n",
+            OPEN.format("assistant"), "</think>", "\n"]
+
+
+def change(strings, **new):
+    names = export.Pieces._fields
+    return [new.get(name, old) for name, old in zip(names, strings)]
+
+
+CHATS = {
+    "hybrid": (CHATML, ORDINARY),
+    "tags on lines of their own": (LINES, ORDINARY),
+    "spaces go too": (CHATML.replace("lstrip('", "lstrip(' "), change(ORDINARY, trim=" \n")),
+    "verbatim": (CHATML.replace("'</think>' in text", "false"), change(ORDINARY, strip="", trim="")),
+    "bos, other marks": (
+        "{{ bos_token }}{% for m in messages %}{{ {'system': '', 'user': '[U]', 'assistant': '[A]'}"
+        "[m.role] }}{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+        "{{ '[/A]' if m.role == 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}[A]<think>{{ '</think>' if not enable_thinking }}{% endif %}",
+        ["<|begin|>", "", "", "", "[U]", "", "[A]", "[/A]", "[A]<think></think>", "[A]<think>",
+         "</think>", ""]),
+    "the user's turn opens the answer": (
+        "{% for m in messages %}{{ '[U]' + m.content + '[A]' if m.role == 'user' else m.content }}"
+        "{{ '[/A]' if m.role == 'assistant' }}{% endfor %}",
+        ["", "", "", "", "[U]", "[A]", "", "[/A]", "", "", "", ""]),
+    "default system prompt": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}"
+        + CHATML,
+        change(ORDINARY, no_system="<|im_start|>system\nBe good.<|im_end|>\n")),
+    "no system prompt": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
+                         "{% endif %}" + CHATML, "no system role"),
+    "trims": (CHATML.replace("m.content", "m.content | trim"), "differs for"),
+    "counts": (CHATML.replace("add_generation_prompt", "add_generation_prompt and messages|length < 5"),
+               "differs for"),
+    "dates": ("{{ strftime_now('%Y') }}" + CHATML, "the date"),
+    "syntax": ("{% for %}", "TemplateSyntaxError"),
+    "escape": ("{{ messages.__class__.__mro__ }}" + CHATML, "SecurityError"),
+    "escape by a filter": ("{{ ('{0.__class__.__mro__}'|attr('format'))(1) }}" + CHATML, "SecurityError"),
+    "changes": ("{% set _ = messages.append(1) %}" + CHATML, "SecurityError"),
+    "half of a surrogate pair": ("{# \udc80 #}" + CHATML.replace("<|im_end|>", "\udc80"), "surrogate"),
+}
+
+
+@pytest.mark.parametrize("which", CHATS)
+def test_chat_pieces(which):
+    template, expected = CHATS[which]
+    export.Notices.hints.clear()
+    pieces = export.chat_pieces(template, export.role_tokens({"bos_token": {"content": "<|begin|>"}}))
+    if isinstance(expected, list):
+        assert list(pieces) == expected and not export.Notices.hints
+    else:
+        assert pieces is None and len(export.Notices.hints) == 1 and expected in export.Notices.hints[0]
+
+
+@pytest.mark.parametrize("file, key", [
+    ("\udc80", "not this one"), (None, "x"), (None, None),
+    (None, [{"name": "tool_use", "template": "y"}, {"name": "default", "template": "x"}])])
+def test_where_the_chat_template_is(tmp_path, file, key):
+    """chat_template.jinja, whatever its bytes, or tokenizer_config.json, or an older file."""
+    if file:
+        (tmp_path / "chat_template.jinja").write_bytes(file.encode(errors="surrogateescape"))
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "old"}')
+    expected = file or ("x" if key else "old")
+    assert export.chat_template(tmp_path, {"chat_template": key}) == expected
+
+
+def test_chat_template_that_is_no_text(tmp_path):
+    with pytest.raises(export.Refused, match="tokenizer_config.json: broken"):
+        export.chat_template(tmp_path, {"chat_template": [1]})
+
+
+def test_chat_section_and_what_is_said_without_one(checkpoint, run, tmp_path):
+    ck = checkpoint()
+    ck.files["chat_template.jinja"] = CHATS["hybrid"][0]
+    status, err = run(ck.save(tmp_path / "in"), "out.bin")
+    data = (tmp_path / "out.bin.tokenizer").read_bytes()
+    sections = read_tokenizer(data, ck.config["vocab_size"])[2]
+    assert status == 0 and len(err) == 1 and chat_strings(sections["chat"]) == ORDINARY
+    for template, pattern in ((CHATS["trims"][0], "warning: the chat template.*differs for"),
+                              (None, "no chat template")):
+        ck.files["chat_template.jinja"] = template
+        (tmp_path / "in/chat_template.jinja").unlink(missing_ok=True)
+        status, err = run(ck.save(tmp_path / "in"), "out.bin")
+        assert status == 0 and len(err) == 2 and re.search(pattern, err[1]), err
+        data = (tmp_path / "out.bin.tokenizer").read_bytes()
+        assert "chat" not in read_tokenizer(data, ck.config["vocab_size"])[2]

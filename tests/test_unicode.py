@@ -1,0 +1,107 @@
+"""The tokenizer file's Unicode tables against the tokenizers package."""
+
+import random
+
+import pytest
+from conftest import rows, sections_of
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+
+def test_character_classes(exported):
+    sections = exported[1][2]
+    kind, last = {}, -1
+    for first, end, number in rows(sections["clas"], 3):
+        assert last < first <= end and number in (1, 2, 3)
+        last = end
+        kind |= dict.fromkeys(range(first, end + 1), number)
+    rng = random.Random(1)
+    chars = [*range(0x300), 0x3000, 0xFEFF, 0x180E, 0x85, 0x1C, 0xBD, 0x10FFFF, 0x2F800, 0x323AF,
+             0xE0101, 0x1E950, 0x1D7CE, *(rng.randrange(0x20000) for _ in range(4000))]
+    splits = {n: pre_tokenizers.Split(Regex(p), "removed", invert=True)
+              for n, p in ((1, r"\p{L}"), (2, r"\p{N}"), (3, r"\s"))}
+    for c in chars:
+        if not 0xD800 <= c < 0xE000:
+            wanted = [n for n, split in splits.items() if split.pre_tokenize_str(chr(c))]
+            assert [kind[c]] == wanted if c in kind else wanted == [], hex(c)
+
+
+class Normalizer:
+    """NFC as a program does it that has nothing but the sections."""
+
+    def __init__(self, sections):
+        self.ccc, self.steps, self.pairs, last = {}, {}, {}, -1
+        for first, end, number in rows(sections["ccc "], 3):
+            assert last < first <= end and 1 <= number <= 254
+            last = end
+            self.ccc |= dict.fromkeys(range(first, end + 1), number)
+        last = -1
+        for c, first, second, composes in rows(sections["deco"], 4):
+            assert last < c and composes in (0, 1) and not 0xAC00 <= c < 0xD7A4
+            last, self.steps[c] = c, [first, second] if second else [first]
+            if composes:
+                assert (first, second) not in self.pairs
+                self.pairs[first, second] = c
+
+    def decompose(self, c):
+        if 0xAC00 <= c < 0xD7A4:
+            s = c - 0xAC00
+            tail = [0x11A7 + s % 28] if s % 28 else []
+            return [0x1100 + s // 588, 0x1161 + s % 588 // 28, *tail]
+        return [x for step in self.steps[c] for x in self.decompose(step)] if c in self.steps else [c]
+
+    def compose(self, a, b):
+        if 0x1100 <= a < 0x1113 and 0x1161 <= b < 0x1176:
+            return 0xAC00 + (a - 0x1100) * 588 + (b - 0x1161) * 28
+        if 0xAC00 <= a < 0xD7A4 and (a - 0xAC00) % 28 == 0 and 0x11A8 <= b < 0x11C3:
+            return a + b - 0x11A7
+        return self.pairs.get((a, b))
+
+    def nfd(self, text):
+        out, marks = [], []
+        for c in [x for char in text for x in self.decompose(ord(char))] + [0]:
+            if self.ccc.get(c):
+                marks.append(c)
+                continue
+            out += sorted(marks, key=self.ccc.get) + [c]
+            marks = []
+        return out[:-1]
+
+    def nfc(self, text):
+        out, starter, last = [], None, 0
+        for c in self.nfd(text):
+            number = self.ccc.get(c, 0)
+            if starter is not None and (last < number or last == 0 == len(out) - 1 - starter) and (
+                    joined := self.compose(out[starter], c)):
+                out[starter] = joined
+                continue
+            out.append(c)
+            last = number
+            if number == 0:
+                starter = len(out) - 1
+        return out
+
+
+def test_normalization_from_the_sections_is_the_package_s(exported):
+    ours = Normalizer(exported[1][2])
+    nfc, nfd = normalizers.NFC(), normalizers.NFD()
+    rng = random.Random(2)
+    marks, parts = list(ours.ccc), list(ours.steps)
+    firsts = [a for a, _ in ours.pairs] + [0x1100, 0x1161, 0x11A8, 0x11A7, 0xAC00, 0xAC01, 0xD7A3]
+    texts = [chr(c) for c in range(0x3100) if not ours.ccc.get(c)] + [chr(c) for c in parts]
+    texts += [chr(a) + chr(b) for a, b in ours.pairs]
+    for _ in range(6000):
+        pool = rng.choice([marks, parts, firsts, [rng.randrange(0x1F000) for _ in range(9)]])
+        texts.append("".join(chr(c) for c in [rng.choice(firsts), *rng.choices(pool, k=2),
+                                              *rng.choices(marks, k=rng.randrange(4))]
+                             if not 0xD800 <= c < 0xE000))
+    for text in texts:
+        assert "".join(map(chr, ours.nfd(text))) == nfd.normalize_str(text), ascii(text)
+        assert "".join(map(chr, ours.nfc(text))) == nfc.normalize_str(text), ascii(text)
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "Sequence", "normalizers": []}])
+def test_no_normalizer_no_tables(checkpoint, tmp_path, normalizer):
+    ck = checkpoint()
+    ck.tokenizer["normalizer"] = normalizer
+    sections = sections_of(ck, tmp_path)[2]
+    assert sections["ccc "] == sections["deco"] == b"" and sections["clas"]

@@ -1,0 +1,261 @@
+"""The tokenizer file: the vocabulary, the ids that end a text, sampling, what a model is for."""
+
+import math
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from checkpoints import ADDED, LAST, SENTENCES, sentence_transformers
+from conftest import export_py as export, read_tokenizer, refused, rows, sections_of
+from test_templates import CHATML
+from tokenizers import pre_tokenizers
+
+
+def change_merge(t):
+    t["model"]["merges"][5] = ["Ġ", "zzz"]
+
+
+BAD_TOKENIZER = {
+    "model": (lambda t: t["model"].update(type="WordPiece"), "WordPiece"),
+    "dropout": (lambda t: t["model"].update(dropout=0.1), "model.dropout"),
+    "unk": (lambda t: t["model"].update(unk_token="<unk>"), "model.unk_token"),
+    "prefix": (lambda t: t["model"].update(continuing_subword_prefix="##"), "##"),
+    "suffix": (lambda t: t["model"].update(end_of_word_suffix="</w>"), "</w>"),
+    "byte fallback": (lambda t: t["model"].update(byte_fallback=True), "byte_fallback"),
+    "ignore_merges": (lambda t: t["model"].update(ignore_merges=True), "ignore_merges"),
+    "normalizer": (lambda t: t.update(normalizer={"type": "NFKC"}), "normalizer.*NFKC"),
+    "no pre_tokenizer": (lambda t: t.update(pre_tokenizer=None), "pre_tokenizer"),
+    "regex": (lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(
+        pattern={"Regex": r"\p{L}+"}), "pre_tokenizer"),
+    "prefix space": (lambda t: t["pre_tokenizer"]["pretokenizers"][1].update(
+        add_prefix_space=True), "pre_tokenizer"),
+    "lstrip": (lambda t: t["added_tokens"][3].update(lstrip=True), "lstrip.*object_ref_start"),
+    "normalized": (lambda t: t["added_tokens"][3].update(normalized=True), "normalized"),
+    "long added": (lambda t: t["added_tokens"][3].update(content="é" * 64 + "x"), "up to 128 bytes"),
+    "empty added": (lambda t: t["added_tokens"][3].update(content=""), "tokens"),
+    "id used twice": (lambda t: t["added_tokens"][3].update(id=5), "id of its own"),
+    "id too large": (lambda t: t["added_tokens"][3].update(id=10 ** 6), "vocab_size"),
+    "negative id": (lambda t: t["added_tokens"][3].update(id=-1), "ids"),
+    "byte missing": (lambda t: t["model"]["vocab"].pop("Ń"), "256 single bytes|merges"),
+    "foreign letter": (lambda t: t["model"]["vocab"].update({"a b": 1}), "merges|broken"),
+    "unknown merge": (change_merge, "merge 5.*zzz"),
+    "merge dropped": (lambda t: t["model"]["merges"].pop(), "merges that make it"),
+    "merge split": (lambda t: t["model"]["merges"].__setitem__(0, ["a"]), "broken"),
+    "no model": (lambda t: t.pop("model"), "KeyError"),
+    "vocabulary is a list": (lambda t: t["model"].update(vocab=["a"]), "broken"),
+    "post-processor": (lambda t: t.update(post_processor={"type": "Magic"}),
+                       "post_processor .*ByteLevel or TemplateProcessing, found 'Magic'"),
+}
+
+
+@pytest.mark.parametrize("which", BAD_TOKENIZER)
+def test_tokenizer_refused(checkpoint, run, tmp_path, which):
+    ck = checkpoint()
+    spoil, pattern = BAD_TOKENIZER[which]
+    spoil(ck.tokenizer)
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "tokenizer.json", pattern)
+
+
+def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_path):
+    """Here "any two neighbours that make a token" would differ from the list of merges: x+yx comes
+    to lie side by side as (xy, x) only, as xy is merged first."""
+    ck = checkpoint()
+    vocab, merges = ck.tokenizer["model"]["vocab"], ck.tokenizer["model"]["merges"]
+    for token, merge in (("QX", ["Q", "X"]), ("XQ", ["X", "Q"]), ("QXQ", ["Q", "XQ"])):
+        vocab[token] = max(t["id"] for t in ck.tokenizer["added_tokens"]) + 1 + len(token)
+        merges.append(merge)
+    vocab["XQ"] += 2
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "token 'QXQ'", "merges that make it")
+    merges[-1] = ["QX", "Q"]
+    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
+    merges[-1:] = [["QX", "Q"], ["Q", "XQ"]]  # both ways, one after the other: one rank would do
+    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
+    merges.insert(0, ["Q", "XQ"])
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "makes 'QXQ' again")
+
+
+def test_vocabulary(exported, tokenizer_json):
+    ck, (head, records, sections) = exported
+    tok = tokenizers.Tokenizer.from_str(tokenizer_json)
+    assert head[1:] == (ck.eos - 2, ck.eos)
+    merges = [tuple(m) for m in ck.tokenizer["model"]["merges"]]
+    letters = {b: tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
+               .pre_tokenize_str(chr(b))[0][0] for b in range(128)}
+    assert all(records[tok.token_to_id(letter)] == (-1e6, bytes([b]))
+               for b, letter in letters.items())
+    for rank, (a, b) in enumerate(merges):
+        made = records[tok.token_to_id(a + b)]
+        assert made[0] == np.float32(-math.log(rank + 1))
+        assert made[1] == records[tok.token_to_id(a)][1] + records[tok.token_to_id(b)][1]
+    for text, _ in ADDED:
+        assert records[tok.token_to_id(text)] == (-1e6, text.encode())
+    assert records[-5:] == [(-1e6, b"")] * 5
+    assert rows(sections["adde"], 2) == [(tok.token_to_id(text), special) for text, special in ADDED]
+
+
+def test_best_score_first_gives_the_ids_of_the_merge_list(exported, tokenizer_json):
+    _, (_, records, sections) = exported
+    tok = tokenizers.Tokenizer.from_str(tokenizer_json)
+    added = {i for i, _ in rows(sections["adde"], 2)}
+    ids = {token: i for i, (_, token) in enumerate(records) if token and i not in added}
+    rng = random.Random(5)
+    alphabet = "".join(sorted(set(SENTENCES)))
+    for _ in range(300):
+        text = "".join(rng.choice(alphabet) for _ in range(rng.randrange(1, 9)))
+        parts = [bytes([b]) for b in text.encode()]
+        while True:
+            pairs = [(records[ids[a + b]][0], -i) for i, (a, b) in enumerate(zip(parts, parts[1:]))
+                     if a + b in ids]
+            if not pairs:
+                break
+            i = -max(pairs)[1]
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        letters = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text)[0][0]
+        assert [ids[p] for p in parts] == [t.id for t in tok.model.tokenize(letters)], text
+
+
+@pytest.mark.parametrize("generation, config, settings, stop", [
+    ({"eos_token_id": [2, 0]}, {"eos_token_id": 2}, {"eos_token": "<|im_end|>"}, [2, 0]),
+    ({"eos_token_id": 0}, {"eos_token_id": 0}, {"eos_token": "<|im_end|>"}, [0, 2]),
+    ({"eos_token_id": [1, 0]}, {"eos_token_id": 2}, {}, [1, 0, 2]),
+    ({"eos_token_id": 0}, {"eos_token_id": 0}, {"eos_token": {"content": "<|endoftext|>"}}, [0]),
+    ({}, {"eos_token_id": [2, 1]}, {}, [2, 1]),
+    ({}, {"eos_token_id": None}, {}, [0]),
+    ({"eos_token_id": 1}, {"eos_token_id": None}, {}, [1]),
+])
+def test_stop_ids(checkpoint, tmp_path, generation, config, settings, stop):
+    ck = checkpoint()
+    base = ck.eos - 2
+
+    def ids(value):
+        return [base + i for i in value] if isinstance(value, list) else (
+            None if value is None else base + value)
+    ck.generation = {k: ids(v) for k, v in generation.items()}
+    ck.config |= {k: ids(v) for k, v in config.items()}
+    ck.settings = settings
+    head, _, sections = sections_of(ck, tmp_path)
+    assert [i - base for i, in rows(sections["stop"], 1)] == stop
+    first = config["eos_token_id"] if config["eos_token_id"] is not None else (
+        generation.get("eos_token_id", 0))
+    assert head[2] - base == (first[0] if isinstance(first, list) else first)
+
+
+@pytest.mark.parametrize("generation, values", [
+    ({}, None), ({"eos_token_id": 1}, None),
+    ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, (0.6, 0.95, 20)),
+    ({"do_sample": True}, (1.0, 1.0, 50)), ({"temperature": 0.7}, (0.7, 1.0, 50)),
+    ({"do_sample": True, "top_k": None, "top_p": 0.8}, (1.0, 0.8, 50)),
+    ({"do_sample": False, "temperature": 0.6, "top_k": 0}, (0.0, 1.0, 0)),
+])
+def test_sampling_defaults(generation, values):
+    data = export.sampling(Path("generation_config.json"), generation)
+    assert data == (b"" if values is None else struct.pack("<2fI", *values))
+
+
+@pytest.mark.parametrize("value, expected", [
+    (None, b""), (1.0, b""), (1, b""), (1.05, struct.pack("<f", 1.05)), (2, struct.pack("<f", 2))])
+def test_repetition_penalty(checkpoint, tmp_path, value, expected):
+    ck = checkpoint()
+    ck.generation["repetition_penalty"] = value
+    assert sections_of(ck, tmp_path)[2].get("repe", b"") == expected
+    assert not any("penalty" in note for note in export.Notices.hints)
+
+
+@pytest.mark.parametrize("template, generation, config, settings, mode, noted", [
+    (True, [2, 0], 2, "<|im_end|>", 0, ""), (True, 0, 0, "<|endoftext|>", 1, "base model"),
+    (True, None, 2, "<|endoftext|>", 0, ""), (True, 0, 0, "<|im_end|>", 0, ""),
+    (False, [2, 0], 2, "<|im_end|>", 1, "no chat template")])
+def test_mode(checkpoint, tmp_path, template, generation, config, settings, mode, noted):
+    """A base model's ids that end a text do not hold the end of a turn; or it has no template."""
+    ck = checkpoint()
+    base = ck.eos - 2
+    ck.generation["eos_token_id"] = None if generation is None else (
+        [base + i for i in generation] if isinstance(generation, list) else base + generation)
+    ck.config["eos_token_id"] = base + config
+    ck.settings = {"eos_token": settings} | ({"chat_template": CHATML} if template else {})
+    sections = sections_of(ck, tmp_path)[2]
+    assert sections.get("mode") == (struct.pack("<I", mode) if mode else None)
+    assert len(export.Notices.hints) == bool(noted) and all(noted in note for note in export.Notices.hints)
+
+
+MEAN = LAST | {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_model(checkpoint, run, tmp_path, tied):
+    """It needs no lm_head, whatever the tied flag says: the file has a shared classifier."""
+    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling", "Normalize")
+    expected = ck.expected()
+    ck.config["tie_word_embeddings"], ck.settings["chat_template"] = tied, CHATML
+    (tmp_path / "in/1_Pooling").mkdir(parents=True)
+    status, err = run(ck.save(tmp_path / "in"), "out.bin")
+    assert status == 0 and len(err) == 1, err
+    assert (tmp_path / "out.bin").read_bytes() == expected
+    data = (tmp_path / "out.bin.tokenizer").read_bytes()
+    assert read_tokenizer(data, ck.config["vocab_size"])[2]["mode"] == struct.pack("<I", 4)
+
+
+@pytest.mark.parametrize("architecture, prefix, mode", [
+    ("Qwen3Model", "", "lasttoken"), ("Qwen3Model", "model.", ["lasttoken"]), ("Qwen3ForCausalLM", "model.", "lasttoken")])
+def test_embedding_model_of_sentence_transformers_6(checkpoint, run, tmp_path, architecture, prefix, mode):
+    """One key for the pooling, and the architecture without a head."""
+    ck = sentence_transformers(checkpoint(architectures=[architecture]), {
+        "embedding_dimension": 64, "pooling_mode": mode, "include_prompt": True}, "Transformer", "Pooling", "Normalize")
+    ck.prefix = prefix
+    (tmp_path / "in/1_Pooling").mkdir(parents=True)
+    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
+    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+    data = (tmp_path / "out.bin.tokenizer").read_bytes()
+    assert read_tokenizer(data, ck.config["vocab_size"])[2]["mode"] == struct.pack("<I", 4)
+
+
+@pytest.mark.parametrize("pooling, modules, patterns", [
+    (MEAN, ["Pooling"], ["1_Pooling/config.json", "pooling", "lasttoken", "mean_tokens"]),
+    (LAST | {"pooling_mode_mean_tokens": True}, ["Pooling"], ["expected lasttoken, found 'mean_tokens, lasttoken'$"]),
+    ({"pooling_mode": "mean"}, ["Pooling"], ["expected lasttoken, found 'mean'$"]),
+    ({"pooling_mode": ["cls", "lasttoken"]}, ["Pooling"], ["expected lasttoken, found 'cls, lasttoken'$"]),
+    (LAST, ["Pooling", "Dense"], ["modules.json", "Dense"]), ({}, ["Pooling"], ["lasttoken, found ''$"])])
+def test_embedding_refused(checkpoint, run, tmp_path, pooling, modules, patterns):
+    ck = sentence_transformers(checkpoint(), pooling, "Transformer", *modules)
+    (tmp_path / "in/1_Pooling").mkdir(parents=True)
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), *patterns)
+
+
+def test_modules_without_pooling_make_no_embedding_model(checkpoint, tmp_path):
+    ck = sentence_transformers(checkpoint(), {}, "Transformer", "Normalize")
+    del ck.files["1_Pooling/config.json"]
+    ck.settings["chat_template"] = CHATML
+    assert "mode" not in sections_of(ck, tmp_path)[2]
+
+
+def test_special_tokens_by_role_and_by_the_second_list(checkpoint, tmp_path):
+    ck = checkpoint()
+    think, think_end, call = (next(t for t in ck.tokenizer["added_tokens"] if t["content"] == text)
+                              for text in ("<think>", "</think>", "<tool_call>"))
+    ck.settings = {"added_tokens_decoder": {str(think["id"]): think | {"special": True}},
+                   "additional_special_tokens": ["</think>"]}
+    special = dict(rows(sections_of(ck, tmp_path)[2]["adde"], 2))
+    assert (special[think["id"]], special[think_end["id"]], special[call["id"]]) == (1, 1, 0)
+
+
+def test_post_processor(checkpoint, tmp_path, exported):
+    ck = checkpoint()
+    sections = exported[1][2]
+    assert "head" not in sections and "tail" not in sections
+    begin, end = ck.eos - 1, ck.eos - 2
+    ck.tokenizer["post_processor"] = {"type": "Sequence", "processors": [
+        ck.tokenizer["post_processor"],
+        {"type": "TemplateProcessing", "single": [
+            {"SpecialToken": {"id": "B", "type_id": 0}}, {"SpecialToken": {"id": "E", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "E", "type_id": 0}}],
+         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+         "special_tokens": {"B": {"id": "B", "ids": [begin], "tokens": ["<|im_start|>"]},
+                            "E": {"id": "E", "ids": [end], "tokens": ["<|endoftext|>"]}}}]}
+    sections = sections_of(ck, tmp_path)[2]
+    tok = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tok.encode("").ids == [begin, end, end]
+    assert rows(sections["head"], 1) == [(begin,), (end,)]
+    assert rows(sections["tail"], 1) == [(end,)]
