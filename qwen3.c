@@ -70,23 +70,20 @@
    computes as Part I does, for a debugger; the tests compare the two. A port to a new CPU begins
    with `make plain` and then needs only "SIMD primitives".
 
-   Part I, the model               Part II, the program       Part III, the machine
-     Types, with their shapes        Errors and memory          Vector math
-     Math                            The model file             SIMD primitives
-     Quantization, matrix product    The tokenizer file         The KV cache
-     Embedding and rope              Merging                    Threads
-     Attention                       Unicode                    A batch
-     The feed-forward network        Texts                      Matrix products
-     The whole model                 Many texts at once         Attention
-     Text to tokens                  Drafts                     The work of a layer
-     The chat format                 A pass                     The memory of a run
-     The sampler                     Writing                    POSIX and Windows
-     The main loop                   Requests
-                                     Conversation
-                                     The modes
-                                     JSON
-                                     Lists
-                                     Options and main                                            */
+   Part I, the model              Part II, the program                      Part III, the machine
+     Types, with their shapes       Errors and memory     Checks and notices    Vector math
+     Math                           The model file        An answer             SIMD primitives
+     Quantization, matrix product   The tokenizer file    Turns                 The KV cache
+     Embedding and rope             Unicode               Lines of input        Threads
+     Attention                      Merging               Conversations         A batch
+     The feed-forward network       Texts and places      Starting a run        Matrix products
+     The whole model                Many texts at once    Results               Attention
+     Text to tokens                 Drafts                Raw texts             The work of a layer
+     The chat format                A pass                JSON                  The memory of a run
+     The sampler                    Writing               Lists                 POSIX and Windows
+     The main loop                  Requests              Going on with a list
+                                    Given answers         Options
+                                    The program's state   main                                    */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
@@ -1323,9 +1320,26 @@ static void ids_add(Ids *ids, int id) {
     ids->p[ids->n++] = id;
 }
 
+// Appends a text in printf's format, of less than 512 bytes.
+__attribute__((format(PRINTF, 2, 3))) static void buffer_print(Buffer *b, const char *fmt, ...) {
+    char text[512];
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof(text), fmt, args);
+    va_end(args);
+    buffer_add(b, bytes(text));
+}
+
+static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the start
+    b->n -= n;
+    if (b->n) memmove(b->p, b->p + n, b->n);
+}
+
 static bool bytes_equal(Bytes a, Bytes b) {
     return a.n == b.n && (a.n == 0 || memcmp(a.p, b.p, a.n) == 0);
 }
+
+static bool bytes_are(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
 
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
@@ -1803,53 +1817,6 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Merging the tokens of a piece
-
-// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
-// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
-// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
-// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
-typedef struct Symbol {
-    uint32_t prev;  // where the one before it begins
-    uint32_t next;  // where the one after it begins; n at the end, or once prev took it
-    uint64_t node;
-} Symbol;
-
-// Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
-static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
-    Symbol *s = enc->symbols;
-    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
-    const int id = next == n ? -1
-        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
-    const float priority = id < 0 ? 0 : enc->tok->priority[id] + 0.0f;  // + 0: never -0
-    const uint32_t bits = (uint32_t)load_i32(&priority);
-    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with it
-    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
-    for (uint32_t i = n + begin; i > 1; i /= 2) {
-        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
-    }
-}
-
-static void encode_piece(Encoder *enc, Bytes piece) {
-    const uint32_t n = (uint32_t)piece.n;
-    Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
-    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
-    for (uint32_t i = 0; i < n && !interrupted; i++) enter_symbol(enc, piece, i);
-    while (s[1].node && !interrupted) {
-        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
-        s[i].next = next;
-        s[merged].next = n;
-        if (next < n) s[next].prev = i;
-        if (i > 0) enter_symbol(enc, piece, s[i].prev);
-        enter_symbol(enc, piece, i);
-        enter_symbol(enc, piece, merged);
-    }
-    for (uint32_t i = 0; i < n; i = s[i].next) {
-        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
-    }
-}
-
-// ------------------------------------------------------------------------------------------------
 // Unicode: UTF-8, and normalization form C (NFC; Unicode Standard Annex 15)
 
 // The code point at offset `at` and its n bytes (RFC 3629: neither overlong forms nor surrogates)
@@ -1997,7 +1964,55 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Texts: what the program runs, in places
+// Merging the tokens of a piece
+
+// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
+// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
+// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
+// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
+typedef struct Symbol {
+    uint32_t prev;  // where the one before it begins
+    uint32_t next;  // where the one after it begins; n at the end, or once prev took it
+    uint64_t node;
+} Symbol;
+
+// Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
+static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
+    Symbol *s = enc->symbols;
+    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
+    const int id = next == n ? -1
+        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
+    const float priority = id < 0 ? 0 : enc->tok->priority[id] + 0.0f;  // + 0: never -0
+    const uint32_t bits = (uint32_t)load_i32(&priority);
+    const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with it
+    s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
+    for (uint32_t i = n + begin; i > 1; i /= 2) {
+        s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
+    }
+}
+
+static void encode_piece(Encoder *enc, Bytes piece) {
+    const uint32_t n = (uint32_t)piece.n;
+    Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
+    for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
+    for (uint32_t i = 0; i < n && !interrupted; i++) enter_symbol(enc, piece, i);
+    while (s[1].node && !interrupted) {
+        const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
+        s[i].next = next;
+        s[merged].next = n;
+        if (next < n) s[next].prev = i;
+        if (i > 0) enter_symbol(enc, piece, s[i].prev);
+        enter_symbol(enc, piece, i);
+        enter_symbol(enc, piece, merged);
+    }
+    for (uint32_t i = 0; i < n; i = s[i].next) {
+        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// Texts and places. A text waits, runs and ends. It has a place until a newer text needs it.
+// A request is what the program wants of one text or several.
 
 enum { PLACES = 32 };  // texts that run together
 
@@ -2016,6 +2031,31 @@ typedef struct Slot {  // of a text
     int guesses;       // ids.p[ids.n] and on are so many guesses, which run, too: see Drafts
     int drafted;       // ids that were guessed before this pass
 } Slot;
+
+typedef struct Choice {  // a given answer
+    Bytes text;
+    Ids ids;             // with ANY_STOP at the end, if another one begins with it
+    size_t n;            // ids without ANY_STOP
+} Choice;
+
+typedef struct Request {
+    Ids ids;             // the prompt
+    Ids start;           // what the given answers follow: prompt and thinking; empty until it ends
+    uint64_t rng;        // of its first random number
+    int texts;           // how many it has,
+    int begun;           // how many of them were added,
+    int ended;           // how many of these have ended
+    double *nll;         // (texts) -log of their probabilities
+    bool scored;         // of given answers: nll has that of the first id of each
+    Text *first;         // the first one
+    size_t cached;       // tokens of its prompt that did not need to run
+    int thought;         // tokens that were drawn since <think>
+    bool closed;         // the thinking was too long and was ended by -r N
+    Ending ending;       // of its texts
+    // Of a list only:
+    size_t number;       // of its line, from 0
+    Buffer line;         // of the output, empty until it is done
+} Request;
 
 typedef struct Engine {
     Model model;
@@ -2103,7 +2143,7 @@ static bool run_pass(Engine *e) {
     e->n_rows += t->n_run;
     return t->ending != GOES_ON;
 }
-#else
+#else  // not PLAIN, up to the end of the section "A pass"
 // ------------------------------------------------------------------------------------------------
 // Many texts at once. To decode a token, a CPU reads all weights; they serve a token of each of 32
 // texts just as well. So texts run together, and come and go from pass to pass (continuous
@@ -2222,6 +2262,19 @@ static void start_texts(Engine *e) {
     while (e->n_running < e->n_texts && start_text(e)) {}
 }
 
+// A prompt has its blocks, but an answer may need another one. If there is none, the youngest text,
+// perhaps this one, has to wait. A text that runs alone never has to, as it may take all blocks.
+static void schedule(Engine *e) {
+    start_texts(e);
+    for (int i = 0; i < e->n_running; i++) {
+        Text *t = e->order[i];
+        while (i < e->n_running && !take_blocks(e, t, 0, 0)) {
+            Text *last = e->order[--e->n_running];
+            last->slot->before = last->n_run;
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // Drafts: prompt lookup decoding (Saxena 2023). An answer often repeats what the context holds:
 // code that it changes, text that it quotes. Where the last NGRAM tokens occurred before, the
@@ -2272,20 +2325,6 @@ static void draft_texts(Engine *e) {
     }
 }
 
-// A prompt has its blocks, but an answer may need another one. If there is none, the youngest text,
-// perhaps this one, has to wait. A text that runs alone never has to, as it may take all blocks.
-static void schedule(Engine *e) {
-    start_texts(e);
-    for (int i = 0; i < e->n_running; i++) {
-        Text *t = e->order[i];
-        while (i < e->n_running && !take_blocks(e, t, 0, 0)) {
-            Text *last = e->order[--e->n_running];
-            last->slot->before = last->n_run;
-        }
-    }
-    draft_texts(e);
-}
-
 // ------------------------------------------------------------------------------------------------
 // A pass: the ids that have not run, of all texts, as many as fit
 
@@ -2316,6 +2355,7 @@ static int make_rows(Engine *e) {
 
 static bool forward_texts(Engine *e) {
     schedule(e);
+    draft_texts(e);
     const int n = make_rows(e);
     if (n == 0 || !forward_rows(&e->model, n)) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
@@ -2329,7 +2369,17 @@ static float *logits_of(const Engine *e, int row) {
 }
 
 // nll_of the id after a row. Of given answers, the row before them serves all (Requests).
-static double score_row(const Engine *e, const Row *row, float *logits);
+static double score_row(const Engine *e, const Row *row, float *logits) {
+    Request *r = row->text->slot->request;
+    const int id = row->text->ids.p[row->pos + 1];
+    const bool first = e->n_choices && row->text->slot->number == 0;
+    if (!first || (size_t)row->pos + 1 != r->start.n) return nll_of(&e->tokenizer, logits, id);
+    for (int i = 0; i < e->n_choices; i++) r->nll[i] = -logits[e->choices[i].ids.p[0]];
+    const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
+    for (int i = 0; i < e->n_choices; i++) r->nll[i] += all;
+    r->scored = true;
+    return r->nll[0];
+}
 
 // nll[i] of the id after row i, if it is there. (forward_rows has moved the needed rows to the
 // front.) A row of a text that is drawn is left alone: draw() needs its logits.
@@ -2390,7 +2440,7 @@ static bool run_pass(Engine *e) {
     draw_all(e);
     return true;
 }
-#endif
+#endif  // not PLAIN
 
 // ------------------------------------------------------------------------------------------------
 // Writing: progress, messages, an answer as it comes. No file and no model drives the terminal: see
@@ -2463,21 +2513,6 @@ static void report(const char *fmt, ...) {
     add_printable(&shown, bytes(text), false);
     progress_end();
     fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
-}
-
-// Appends a text in printf's format, of less than 512 bytes.
-__attribute__((format(PRINTF, 2, 3))) static void buffer_print(Buffer *b, const char *fmt, ...) {
-    char text[512];
-    va_list args;
-    va_start(args, fmt);
-    vsnprintf(text, sizeof(text), fmt, args);
-    va_end(args);
-    buffer_add(b, bytes(text));
-}
-
-static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the start
-    b->n -= n;
-    if (b->n) memmove(b->p, b->p + n, b->n);
 }
 
 struct Writer {
@@ -2561,44 +2596,99 @@ static void writer_end(Writer *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Requests: an answer, an embedding, or a score, also one of several texts together. A text longer
-// than the context is scored in pieces, each of which begins with the last id of the one before.
-//
-// Given answers (-o): how likely is it that the answer begins with each of several TEXTs? The
-// prompt with a TEXT is a text, of which the TEXT is scored; all of these share the prompt's
-// blocks. Where another TEXT begins with a TEXT, the answer also has to end after it: so at most
-// one comes true, and probabilities can be added up. A model's thinking is drawn by the first of
-// these texts, whose TEXT follows it; then it is a part of the prompt of all. The logits before the
-// first text's TEXT are those before all others: so they give the first id of each its nll, and a
-// TEXT of one id needs no text of its own. (With -DPLAIN each is a text that runs from id 0 on.)
-
-typedef struct Choice {  // a given answer
-    Bytes text;
-    Ids ids;             // with ANY_STOP at the end, if another one begins with it
-    size_t n;            // ids without ANY_STOP
-} Choice;
-
-typedef struct Request {
-    Ids ids;             // the prompt
-    Ids start;           // what the given answers follow: prompt and thinking; empty until it ends
-    uint64_t rng;        // of its first random number
-    int texts;           // how many it has,
-    int begun;           // how many of them were added,
-    int ended;           // how many of these have ended
-    double *nll;         // (texts) -log of their probabilities
-    bool scored;         // of given answers: nll has that of the first id of each
-    Text *first;         // the first one
-    size_t cached;       // tokens of its prompt that did not need to run
-    int thought;         // tokens that were drawn since <think>
-    bool closed;         // the thinking was too long and was ended by -r N
-    Ending ending;       // of its texts
-    // Of a list only:
-    size_t number;       // of its line, from 0
-    Buffer line;         // of the output, empty until it is done
-} Request;
+// Requests: each asks for an answer, an embedding or a score, of one text or several. A text longer
+// than the context is scored in pieces: each begins with the last id of the one before.
 
 #define NOT_FINITE "model: the logits are not finite; is the file damaged?"
 #define BAD_VECTOR "model: the vector is not finite; is the file damaged?"
+
+// See Given answers
+static void add_choice(const Engine *e, Text *t);
+static Ending end_thinking(const Engine *e, Text *t, const Ids *ids);
+static bool is_full(const Engine *e, const Text *t);
+static bool is_scored(const Engine *e, const Request *r, int i);
+static int skip_scored(const Engine *e, Request *r);
+
+static void start_request(const Engine *e, Request *r) {
+    const size_t most = e->model.state.context - 1;  // ids to score in a piece
+    const size_t n = r->ids.n - 1;                   // and in all
+    r->texts = e->mode == PERPLEXITY ? (int)((n + most - 1) / most) : max_int(e->n_choices, 1);
+    r->nll = grow(NULL, &(size_t){0}, 0, r->texts, sizeof(double));
+}
+
+// Adds the next text: the prompt, its next piece, or what a given answer follows, and this.
+static void add_next(Engine *e, Request *r) {
+    const bool scores = e->mode == PERPLEXITY, follows = r->begun > 0 && !scores;
+    const Ids *ids = follows ? &r->start : &r->ids;
+    const size_t most = e->model.state.context, start = scores ? r->begun * (most - 1) : 0;
+    Text *t = add_text(e, ids->p + start, min_size(ids->n - start, most));
+    if (r->begun == 0) r->first = t;
+    t->slot->request = r;
+    t->slot->number = r->begun++;
+    t->sampler.rng = r->rng;
+    if (scores) t->target = 1;
+    writer_thinks(t->writer, e->thinks && !follows);
+    if (follows) add_choice(e, t);
+    else if (e->n_choices && (!e->may_think || e->max_new == 0 || is_full(e, t)))
+        end_thinking(e, t, e->thinks ? &e->closing : &(Ids){0});
+}
+
+// Adds texts of a request, as many as there are places: of given answers the first, and the others
+// once it has run up to its TEXT. Returns whether these are all.
+static bool add_texts(Engine *e, Request *r) {
+    while (skip_scored(e, r) < r->texts && e->n_texts < e->n_places) {
+        if (e->n_choices && r->begun > 0 && !r->scored && r->ended == 0) break;
+        add_next(e, r);
+    }
+    return r->begun == r->texts;
+}
+
+static Text *find_ended(const Engine *e) {
+    for (int i = 0; i < e->n_running; i++) {
+        if (e->order[i]->ending != GOES_ON) return e->order[i];
+    }
+    return NULL;
+}
+
+// A text has ended. The next given answer takes its place, so that the blocks of what both follow
+// stay; else the place is free. Returns whether its request is done.
+static bool end_text(Engine *e, Text *t) {
+    Request *r = t->slot->request;
+    if (r->ending != FAILED) r->ending = t->ending;
+    if (t->slot->number == 0) {
+        r->cached = t->slot->cached;
+        e->cached += r->cached;
+    }
+    r->nll[t->slot->number] = t->nll;
+    e->drawn += t->ids.n - t->n_prompt - (t->ids.p[t->ids.n - 1] == ANY_STOP);
+    r->ended++;
+    if (e->n_choices && r->start.n == 0) r->texts = 1;  // it failed inside its thinking
+    for (int i = 1; i < r->texts && t->slot->number == 0; i++) {
+        if (!is_scored(e, r, i)) continue;
+        if (!isfinite(r->nll[i])) r->ending = FAILED;
+        e->drawn++;
+        r->ended++;
+    }
+    if (e->n_choices && skip_scored(e, r) < r->texts) {
+        cut_text(e, t, r->start.n);
+        t->n_prompt = t->ids.n;
+        t->ending = GOES_ON;
+        t->slot->number = r->begun++;
+        add_choice(e, t);
+        return false;
+    }
+    remove_text(e, t);
+    return r->ended == r->texts;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Given answers (-o), and the end of thinking (-r N). How likely is it that the answer begins with
+// each of several TEXTs? Each TEXT is scored after the prompt, in a text of its own; all share the
+// prompt's blocks. Where one TEXT begins another, the answer also has to end after the shorter one.
+// So at most one comes true, and probabilities can be added up. The first of these texts draws the
+// model's thinking. Then this is a part of the prompt of all. The same logits stand before each
+// TEXT, and give the first id of each its nll: so a TEXT of one id needs no text of its own. (With
+// -DPLAIN each is a text, and runs from id 0 on.)
 
 // From Qwen3's technical report, section 4.3
 static const char closing[] = "\n\nConsidering the limited time by the user, I have to give the "
@@ -2674,44 +2764,6 @@ static Ending take_drawn(const Tokenizer *tok, Text *t, int id) {
     return end_thinking(e, t, &e->closing);
 }
 
-static void start_request(const Engine *e, Request *r) {
-    const size_t most = e->model.state.context - 1;  // ids to score in a piece
-    const size_t n = r->ids.n - 1;                   // and in all
-    r->texts = e->mode == PERPLEXITY ? (int)((n + most - 1) / most) : max_int(e->n_choices, 1);
-    r->nll = grow(NULL, &(size_t){0}, 0, r->texts, sizeof(double));
-}
-
-#ifndef PLAIN
-static double score_row(const Engine *e, const Row *row, float *logits) {
-    Request *r = row->text->slot->request;
-    const int id = row->text->ids.p[row->pos + 1];
-    const bool first = e->n_choices && row->text->slot->number == 0;
-    if (!first || (size_t)row->pos + 1 != r->start.n) return nll_of(&e->tokenizer, logits, id);
-    for (int i = 0; i < e->n_choices; i++) r->nll[i] = -logits[e->choices[i].ids.p[0]];
-    const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
-    for (int i = 0; i < e->n_choices; i++) r->nll[i] += all;
-    r->scored = true;
-    return r->nll[0];
-}
-#endif
-
-// Adds the next text: the prompt, its next piece, or what a given answer follows, and this.
-static void add_next(Engine *e, Request *r) {
-    const bool scores = e->mode == PERPLEXITY, follows = r->begun > 0 && !scores;
-    const Ids *ids = follows ? &r->start : &r->ids;
-    const size_t most = e->model.state.context, start = scores ? r->begun * (most - 1) : 0;
-    Text *t = add_text(e, ids->p + start, min_size(ids->n - start, most));
-    if (r->begun == 0) r->first = t;
-    t->slot->request = r;
-    t->slot->number = r->begun++;
-    t->sampler.rng = r->rng;
-    if (scores) t->target = 1;
-    writer_thinks(t->writer, e->thinks && !follows);
-    if (follows) add_choice(e, t);
-    else if (e->n_choices && (!e->may_think || e->max_new == 0 || is_full(e, t)))
-        end_thinking(e, t, e->thinks ? &e->closing : &(Ids){0});
-}
-
 // Is text i a given answer of one id, which needs to run no more?
 static bool is_scored(const Engine *e, const Request *r, int i) {
     return r->scored && i > 0 && e->choices[i].ids.n == 1;
@@ -2721,54 +2773,6 @@ static bool is_scored(const Engine *e, const Request *r, int i) {
 static int skip_scored(const Engine *e, Request *r) {
     while (r->begun < r->texts && is_scored(e, r, r->begun)) r->begun++;
     return r->begun;
-}
-
-// Adds texts of a request, as many as there are places: of given answers the first, and the others
-// once it has run up to its TEXT. Returns whether these are all.
-static bool add_texts(Engine *e, Request *r) {
-    while (skip_scored(e, r) < r->texts && e->n_texts < e->n_places) {
-        if (e->n_choices && r->begun > 0 && !r->scored && r->ended == 0) break;
-        add_next(e, r);
-    }
-    return r->begun == r->texts;
-}
-
-static Text *find_ended(const Engine *e) {
-    for (int i = 0; i < e->n_running; i++) {
-        if (e->order[i]->ending != GOES_ON) return e->order[i];
-    }
-    return NULL;
-}
-
-// A text has ended. The next given answer takes its place, so that the blocks of what both follow
-// stay; else the place is free. Returns whether its request is done.
-static bool end_text(Engine *e, Text *t) {
-    Request *r = t->slot->request;
-    if (r->ending != FAILED) r->ending = t->ending;
-    if (t->slot->number == 0) {
-        r->cached = t->slot->cached;
-        e->cached += r->cached;
-    }
-    r->nll[t->slot->number] = t->nll;
-    e->drawn += t->ids.n - t->n_prompt - (t->ids.p[t->ids.n - 1] == ANY_STOP);
-    r->ended++;
-    if (e->n_choices && r->start.n == 0) r->texts = 1;  // it failed inside its thinking
-    for (int i = 1; i < r->texts && t->slot->number == 0; i++) {
-        if (!is_scored(e, r, i)) continue;
-        if (!isfinite(r->nll[i])) r->ending = FAILED;
-        e->drawn++;
-        r->ended++;
-    }
-    if (e->n_choices && skip_scored(e, r) < r->texts) {
-        cut_text(e, t, r->start.n);
-        t->n_prompt = t->ids.n;
-        t->ending = GOES_ON;
-        t->slot->number = r->begun++;
-        add_choice(e, t);
-        return false;
-    }
-    remove_text(e, t);
-    return r->ended == r->texts;
 }
 
 // The numbers of the given answers, the likeliest first. One's probability among all is exp(first
@@ -2804,7 +2808,7 @@ static void writer_choose(Writer *out, const Engine *e, const Request *r) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Conversation: a prompt and its answer, turns that fit into the context, messages from a terminal
+// The program's state: the options of the command line, the engine, the conversation
 
 static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
 
@@ -2851,54 +2855,47 @@ typedef struct {
     uint64_t rng;     // of the conversation's next answer
 } App;
 
-// Finds whether -r has an effect, and who may open the thinking, the prompt or the model. A chat
-// format that cuts thinking off earlier answers is that of a model that thinks.
-static void find_thinking(App *app) {
-    Engine *e = &app->engine;
-    const ChatFormat *f = &e->tokenizer.chat;
-    app->can_switch = !bytes_equal(f->answer_open[0], f->answer_open[1]);
-    app->switched_on = app->can_switch && app->options.think > 0;
-    const Bytes answer = f->answer_open[app->switched_on];
-    const size_t open = find_last(answer, bytes("<think>"));
-    const size_t close = find_last(answer, bytes("</think>"));
-    const bool model = !open && !close && e->tokenizer.think >= 0 && f->strip.n;
-    e->thinks = e->mode == CHAT && open > close;
-    e->may_think = e->thinks || (e->mode == CHAT && model);
+// ------------------------------------------------------------------------------------------------
+// Checks and notices: what is wrong with a prompt, and what is worth knowing before it runs. A
+// wrong prompt ends the program, but in a dialogue only its turn, and in a list only its line.
+// Notices wait for the last check: so an error message stands alone.
+
+// Is anything drawn? Given answers are not, but thinking before them is, unless -n is 0.
+static bool draws_ids(const Engine *e) {
+    return e->mode <= GENERATE && (!e->n_choices || (e->may_think && e->max_new));
 }
 
-// Prepares the places for texts; what is never touched takes no memory. Answers go to stdout, or in
-// a list into `out`. Where the options do not say how tokens are drawn, it is as the checkpoint
-// asks for; but with thinking switched off as Qwen advises, unless it asks for greedy answers.
-static void prepare_places(App *app) {
-    const Options *o = &app->options;
-    Engine *e = &app->engine;
-    const State *s = &e->model.state;
-    const Tokenizer *tok = &e->tokenizer;
-    const bool list = is_list(o), chat = e->mode == CHAT;
-    const bool advised = chat && app->can_switch && !app->switched_on && tok->temperature != 0;
-    app->rng = o->seed;
-    e->n_places = list || o->n_choices ? max_int(min_int(PLACES, s->batch), 1) : 1;
-    e->n_unused = s->blocks;
-    e->users = alloc(s->blocks, sizeof(int), "the texts");
-    e->nll = alloc(s->logit_rows, sizeof(double), "the texts");
-    for (int i = 0; i <= e->n_places; i++) {
-        Text *t = e->order[i] = &e->places[i];
-        t->slot = &e->slots[i];
-        t->slot->blocks = alloc(s->context, sizeof(int), "the texts");
-        t->sampler = (Sampler){
-            .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
-            .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
-            .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
-            .presence = o->presence,
-            .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
-            .in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-            .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-        };
-        t->writer = alloc(1, sizeof(Writer), "the texts");
-        *t->writer = (Writer){.chat = chat, .terminal = !list && is_terminal(STDOUT_FILENO),
-                              .to = list ? &t->slot->out : NULL,
-                              .stop = bytes(o->stop ? o->stop : "")};
-    }
+// What is wrong with a text of so many bytes and n tokens (or of more bytes than a text can have),
+// or NULL. A perplexity is scored in pieces. Given answers need room behind the prompt, and the end
+// of thinking before them.
+static const char *wrong_length(const App *app, size_t size, size_t n, const char *unit) {
+    static char what[160];
+    const Engine *e = &app->engine;
+    const bool scored = e->mode == PERPLEXITY;
+    const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
+    const size_t behind = e->longest + (e->n_choices && e->may_think ? e->closing.n + 1 : 0);
+    const size_t least = scored ? 2 : 1;
+    const size_t most = scored ? INT_MAX : context - min_size(context, behind);
+    char hint[64] = "-c can't be larger";
+    if (e->mode == TOKENIZE) return NULL;
+    if (size == 0 && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
+    if (n >= least && n <= most) return NULL;
+    if (context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
+    if (n < least)
+        snprintf(what, sizeof(what), "%s, expected %zu or more tokens, found %zu",
+                 n ? "too short" : "empty", least, n);
+    else
+        snprintf(what, sizeof(what), "too long, expected at most %zu tokens (%s), found %zu%s",
+                 most, hint, n, unit);
+    return what;
+}
+
+// Can the prompt run? If it can't, that is said, and ends the program, unless this is a dialogue.
+static bool check_length(const App *app, size_t size) {
+    const char *error = wrong_length(app, size, app->prompt.n, "");
+    if (error) report("prompt: %s", error);
+    if (error && !app->dialogue) exit(EXIT_FAILURE);
+    return !error;
 }
 
 // What stderr says before the model runs: the prompt's ids, and the first time the notices. These
@@ -2937,38 +2934,10 @@ static void give_notices(App *app) {
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
-// What is wrong with a text of so many bytes and n tokens (or of more bytes than a text can have),
-// or NULL. A perplexity is scored in pieces. Given answers need room behind the prompt, and the end
-// of thinking before them.
-static const char *wrong_length(const App *app, size_t size, size_t n, const char *unit) {
-    static char what[160];
-    const Engine *e = &app->engine;
-    const bool scored = e->mode == PERPLEXITY;
-    const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
-    const size_t behind = e->longest + (e->n_choices && e->may_think ? e->closing.n + 1 : 0);
-    const size_t least = scored ? 2 : 1;
-    const size_t most = scored ? INT_MAX : context - min_size(context, behind);
-    char hint[64] = "-c can't be larger";
-    if (e->mode == TOKENIZE) return NULL;
-    if (size == 0 && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
-    if (n >= least && n <= most) return NULL;
-    if (context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
-    if (n < least)
-        snprintf(what, sizeof(what), "%s, expected %zu or more tokens, found %zu",
-                 n ? "too short" : "empty", least, n);
-    else
-        snprintf(what, sizeof(what), "too long, expected at most %zu tokens (%s), found %zu%s",
-                 most, hint, n, unit);
-    return what;
-}
-
-// Can the prompt run? If it can't, that is said, and ends the program, unless this is a dialogue.
-static bool check_length(const App *app, size_t size) {
-    const char *error = wrong_length(app, size, app->prompt.n, "");
-    if (error) report("prompt: %s", error);
-    if (error && !app->dialogue) exit(EXIT_FAILURE);
-    return !error;
-}
+// ------------------------------------------------------------------------------------------------
+// An answer: a request runs alone, and stderr gets its statistics. The answer becomes a message,
+// with its ids as they were drawn. Where -x ends it inside a token, the last ids are taken back,
+// and the written part of a token becomes the message's text.
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
     talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
@@ -2985,11 +2954,6 @@ static void conversation_drop(Conversation *talk, size_t first, size_t end) {
     }
     for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
     talk->n -= end - first;
-}
-
-// Is anything drawn? Given answers are not, but thinking before them is, unless -n is 0.
-static bool draws_ids(const Engine *e) {
-    return e->mode <= GENERATE && (!e->n_choices || (e->may_think && e->max_new));
 }
 
 // Runs a request alone, to its end or Ctrl-C. Returns the time when the whole prompt had run.
@@ -3059,6 +3023,10 @@ static bool respond(App *app) {
     return r.ending != INTERRUPTED || answer->n > 0;
 }
 
+// ------------------------------------------------------------------------------------------------
+// Turns: a question is added, the whole conversation is rendered, and the answer is added. When the
+// context gets full, the older turns are forgotten. A question without an answer is taken back.
+
 // Answers the conversation's last message; with `again` the one before, whose new answer takes the
 // old one's place. If the prompt leaves no room for an answer (an eighth of the context), the older
 // half of the turns is forgotten, again until there is room or only the question is left; if even
@@ -3098,6 +3066,10 @@ static void chat_turn(App *app, Bytes text) {
         notice("chat: stopped before its answer, the message is taken back");
     conversation_drop(talk, talk->n - 1, talk->n);
 }
+
+// ------------------------------------------------------------------------------------------------
+// Lines of input: of stdin, of a list, or of a list's output. A line keeps its newline: so a line
+// that was cut can be told. All texts are below 2 GB: an int can count their bytes and tokens.
 
 // Without one final newline, \n or \r\n
 static Bytes chop(Bytes text) {
@@ -3152,6 +3124,11 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
     in->begun = true;
     return line->n > 0;
 }
+
+// ------------------------------------------------------------------------------------------------
+// Conversations, from stdin. In a script each line is a turn, and an error ends it. At a terminal a
+// message is typed or pasted, or is a command. There the conversation goes on after an error, and
+// Ctrl-C stops an answer.
 
 // A scripted conversation: each line of stdin is a turn.
 static void run_script(App *app) {
@@ -3243,8 +3220,6 @@ static void send_file(App *app, Bytes text) {
     else chat_turn(app, chop(bytes_of(message)));
 }
 
-static bool bytes_are(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
-
 // Sends what was typed, or runs it if it is a command: one line, whose first word, not in quotes,
 // is a slash and letters, or exit or quit alone. (The model's own switches are messages: /think,
 // and /no_think, which is not letters alone.) False: it ends the program.
@@ -3299,7 +3274,135 @@ static void run_dialogue(App *app) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The modes that take a text as it is
+// Starting a run: the model and its tokenizer are loaded, the context and the number of texts
+// chosen, and the places prepared. Where no option says otherwise, the model's own mode, sampling
+// and chat format count.
+
+// Only chat can begin without a text.
+static void check_text(const Options *o, int mode) {
+    if (mode > CHAT && !o->text && !o->file && !is_list(o))
+        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
+}
+
+// Finds whether -r has an effect, and who may open the thinking, the prompt or the model. A chat
+// format that cuts thinking off earlier answers is that of a model that thinks.
+static void find_thinking(App *app) {
+    Engine *e = &app->engine;
+    const ChatFormat *f = &e->tokenizer.chat;
+    app->can_switch = !bytes_equal(f->answer_open[0], f->answer_open[1]);
+    app->switched_on = app->can_switch && app->options.think > 0;
+    const Bytes answer = f->answer_open[app->switched_on];
+    const size_t open = find_last(answer, bytes("<think>"));
+    const size_t close = find_last(answer, bytes("</think>"));
+    const bool model = !open && !close && e->tokenizer.think >= 0 && f->strip.n;
+    e->thinks = e->mode == CHAT && open > close;
+    e->may_think = e->thinks || (e->mode == CHAT && model);
+}
+
+// Prepares the places for texts; what is never touched takes no memory. Answers go to stdout, or in
+// a list into `out`. Where the options do not say how tokens are drawn, it is as the checkpoint
+// asks for; but with thinking switched off as Qwen advises, unless it asks for greedy answers.
+static void prepare_places(App *app) {
+    const Options *o = &app->options;
+    Engine *e = &app->engine;
+    const State *s = &e->model.state;
+    const Tokenizer *tok = &e->tokenizer;
+    const bool list = is_list(o), chat = e->mode == CHAT;
+    const bool advised = chat && app->can_switch && !app->switched_on && tok->temperature != 0;
+    app->rng = o->seed;
+    e->n_places = list || o->n_choices ? max_int(min_int(PLACES, s->batch), 1) : 1;
+    e->n_unused = s->blocks;
+    e->users = alloc(s->blocks, sizeof(int), "the texts");
+    e->nll = alloc(s->logit_rows, sizeof(double), "the texts");
+    for (int i = 0; i <= e->n_places; i++) {
+        Text *t = e->order[i] = &e->places[i];
+        t->slot = &e->slots[i];
+        t->slot->blocks = alloc(s->context, sizeof(int), "the texts");
+        t->sampler = (Sampler){
+            .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
+            .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
+            .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
+            .presence = o->presence,
+            .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
+            .in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+            .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
+        };
+        t->writer = alloc(1, sizeof(Writer), "the texts");
+        *t->writer = (Writer){.chat = chat, .terminal = !list && is_terminal(STDOUT_FILENO),
+                              .to = list ? &t->slot->out : NULL,
+                              .stop = bytes(o->stop ? o->stop : "")};
+    }
+}
+
+// Sets what the options say of answers: their length, their thinking, given ones.
+static void prepare_answers(App *app) {
+    const Options *o = &app->options;
+    Engine *e = &app->engine;
+    e->max_new = o->n;
+    e->choices = o->choices;
+    e->n_choices = o->n_choices;
+    e->budget = o->think > 1 ? o->think : INT_MAX;
+    find_thinking(app);
+    encode_part(&e->tokenizer, bytes(closing), true, &e->closing);
+    encode_part(&e->tokenizer, bytes("\n\n"), true, &e->blank);
+    encode_choices(e);
+}
+
+static void load_model(App *app) {
+    const Options *o = &app->options;
+    Engine *e = &app->engine;
+    const Config *c = &e->model.config;
+    const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
+    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
+    const unsigned mode = file_mode(path);
+    char file[4096];
+    snprintf(file, sizeof(file), "%s.bin", path);
+    if (!S_ISREG(mode) && file_mode(file)) die("%s: no model, expected %s", path, file);
+    if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
+    if (named && !mode) die_export(path, "not a file", INT_MAX, path);
+    model_map(&e->model, path);
+    snprintf(file, sizeof(file), "%s.tokenizer", path);
+    if (!file_mode(file))
+        die("%s: missing, expected beside the model, where export.py writes it", file);
+    tokenizer_load(&e->tokenizer, file, c->vocab_size);
+    e->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
+    const int least = e->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
+    const double room = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
+    const int fitting = (int)fmax(fmin(room, INT_MAX) / 1024, 4) * 1024;
+    const int usual = o->context < 0 ? min_int(fitting, most) : most;
+    const int context = o->context > 0 ? o->context : usual;
+    if (context < least || context > most)
+        die("-c: expected %d to %d (export.py --yarn raises it), found %d", least, most, context);
+    if (e->mode == EMBED && o->n_choices)
+        die_usage("-o: %s is an embedding model, expected one that answers", path);
+    if (e->mode == TOKENIZE) return;
+    start_threads(o->threads > 0 ? o->threads : cpu_count());
+    // Logits that nobody needs take no memory. What is scored needs those of many rows.
+    const int rows = min_int(e->mode == PERPLEXITY ? 128 : PLACES, o->batch);
+    state_init(&e->model, context, o->batch, rows, is_list(o) ? min_int(PLACES, o->batch) : 1);
+    prepare_answers(app);
+}
+
+// Reads the prompt. False: there is none, this is a conversation.
+static bool read_prompt(App *app) {
+    const Options *o = &app->options;
+    Buffer *text = &app->input;
+    const bool chat = app->engine.mode == CHAT, piped = o->file && !strcmp(o->file, "-");
+    check_text(o, app->engine.mode);
+    if (o->text) buffer_add(text, bytes(o->text));
+    if (!o->file) return o->text;
+    if (o->text) buffer_add(text, bytes("\n\n"));
+    const size_t before = text->n;
+    const char *error = file_read(text, o->file);
+    if (error) die("%s: %s", piped ? "stdin" : o->file, error);
+    if (chat && piped && text->n == before)
+        die("stdin: empty, expected a prompt; has a command before the pipe failed?");
+    if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
+    return true;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Results: an answer, ids, a score, a vector or given answers, as a line or as members of an object
 
 // Appends a text as a JSON string. What is not UTF-8 is \ufffd.
 static void buffer_add_json(Buffer *b, Bytes text) {
@@ -3389,6 +3492,9 @@ static void embed_text(const Model *m, Text *t, float *x) {
     buffer_add(out, bytes("]"));
     t->ending = isfinite(squares) ? COMPLETE : FAILED;
 }
+
+// ------------------------------------------------------------------------------------------------
+// Raw texts: the modes that take a text as it is
 
 // The prompt of every mode but chat
 static void encode_text(const App *app, Bytes text, Ids *ids) {
@@ -3542,6 +3648,10 @@ static Json json_member(Json object, const char *name) {
     return found;
 }
 
+// ------------------------------------------------------------------------------------------------
+// Lists (-l, -L): many texts run together. Each is a line of the list, and its result is a line of
+// the output, in the same order.
+
 // Adds a message to `talk` and returns its role.
 static int json_message(Json *j, Conversation *talk) {
     static const char *const roles[] = {"system", "user", "assistant"};  // as in their enum
@@ -3608,9 +3718,6 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
                     : "a string or an object (-l: plain lines)");
     json_check(j, role == USER, "role", "a message of the user as the last one");
 }
-
-// ------------------------------------------------------------------------------------------------
-// Lists: -l and -L. Many texts run together: each is a line of the list, its answer of the output.
 
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
@@ -3771,6 +3878,52 @@ static void write_ended(List *l) {
     }
 }
 
+// Notices and statistics at the end
+static int list_end(const List *l) {
+    const Options *o = &l->app->options;
+    const double seconds = now() - progress.start + 1e-9;
+    const double rate = (l->prompts - l->e->cached + l->e->drawn) / seconds;
+    const unsigned long long first = o->seed + l->there, next = o->seed + l->written;
+    const int context = l->app->engine.model.state.context, most = o->n;
+    const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
+    const bool answers = l->e->mode <= GENERATE, draws = draws_ids(l->e);
+    const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    char seed[48] = "";  // which the same command would not have
+    if (draws && !o->seeded && l->e->places->sampler.temperature != 0)
+        snprintf(seed, sizeof(seed), "%s -s %llu", o->out ? " with" : " and", o->seed);
+    progress_end();
+    if (quiet) return status;
+    if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
+    if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
+    if (l->closed) notice("answers: their thinking was ended (-r): %zu", l->closed);
+    if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
+    if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
+    if (interrupted)
+        notice("list: %zu lines are written; the same command%s%s goes on%s", l->written,
+               o->out ? "" : " with -w FILE for > FILE", seed,
+               l->size ? "" : ", if the pipe gives the same lines again");
+    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached", l->written - l->there,
+            seconds, l->prompts, l->e->cached);
+    if (l->e->again) fprintf(stderr, ", %zu computed again", l->e->again);
+    fputs(")", stderr);
+    if (answers) fprintf(stderr, ", answers %zu tokens", l->e->drawn);
+    fprintf(stderr, ", %.*f tokens/s", rate < 999.95, rate);
+    if (draws && l->written > l->there) fprintf(stderr, ", seeds %llu to %llu", first, next - 1);
+    fputc('\n', stderr);
+    return status;
+}
+
+static int run_list(List *l) {
+    progress = (struct Progress){.start = now()};
+    patience = 0;
+    while (admit_lines(l) && run_pass(l->e)) write_ended(l);
+    return list_end(l);
+}
+
+// ------------------------------------------------------------------------------------------------
+// Going on with a list (-w). FILE has the results of a run that was cut. The lines that it has are
+// skipped, and the others are added to it.
+
 // Could a list with results of this kind have written a line, or the beginning of one that was cut?
 static bool looks_written(int kind, Bytes line) {
     static const struct { const char *begin, *rest; } looks[] = {  // rest: NULL is JSON
@@ -3847,51 +4000,8 @@ static bool skip_lines(List *l) {
     return true;
 }
 
-// Notices and statistics at the end
-static int list_end(const List *l) {
-    const Options *o = &l->app->options;
-    const double seconds = now() - progress.start + 1e-9;
-    const double rate = (l->prompts - l->e->cached + l->e->drawn) / seconds;
-    const unsigned long long first = o->seed + l->there, next = o->seed + l->written;
-    const int context = l->app->engine.model.state.context, most = o->n;
-    const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
-    const bool answers = l->e->mode <= GENERATE, draws = draws_ids(l->e);
-    const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
-    char seed[48] = "";  // which the same command would not have
-    if (draws && !o->seeded && l->e->places->sampler.temperature != 0)
-        snprintf(seed, sizeof(seed), "%s -s %llu", o->out ? " with" : " and", o->seed);
-    progress_end();
-    if (quiet) return status;
-    if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
-    if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
-    if (l->closed) notice("answers: their thinking was ended (-r): %zu", l->closed);
-    if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
-    if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
-    if (interrupted)
-        notice("list: %zu lines are written; the same command%s%s goes on%s", l->written,
-               o->out ? "" : " with -w FILE for > FILE", seed,
-               l->size ? "" : ", if the pipe gives the same lines again");
-    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached", l->written - l->there,
-            seconds, l->prompts, l->e->cached);
-    if (l->e->again) fprintf(stderr, ", %zu computed again", l->e->again);
-    fputs(")", stderr);
-    if (answers) fprintf(stderr, ", answers %zu tokens", l->e->drawn);
-    fprintf(stderr, ", %.*f tokens/s", rate < 999.95, rate);
-    if (draws && l->written > l->there) fprintf(stderr, ", seeds %llu to %llu", first, next - 1);
-    fputc('\n', stderr);
-    return status;
-}
-
-static int run_list(List *l) {
-    progress = (struct Progress){.start = now()};
-    if (!skip_lines(l)) return EXIT_SUCCESS;
-    patience = 0;
-    while (admit_lines(l) && run_pass(l->e)) write_ended(l);
-    return list_end(l);
-}
-
 // ------------------------------------------------------------------------------------------------
-// Options and main: what the command line says, and what it leads to
+// Options: what the command line says
 
 static const char usage[] =  // after the line of --version
     "Runs Qwen3 language models.\n"
@@ -4042,12 +4152,6 @@ static void split_answers(Options *o) {
         die_usage("-o: a conversation, expected -i TEXT, -f FILE, a list or a pipe");
 }
 
-// Only chat can begin without a text.
-static void check_text(const Options *o, int mode) {
-    if (mode > CHAT && !o->text && !o->file && !is_list(o))
-        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
-}
-
 static Options parse_options(int argc, char **argv) {
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -1,
                  .repetition = -1, .context = -1, .batch = 512, .threads = -1,
@@ -4082,72 +4186,8 @@ static Options parse_options(int argc, char **argv) {
     return o;
 }
 
-// Reads the prompt. False: there is none, this is a conversation.
-static bool read_prompt(App *app) {
-    const Options *o = &app->options;
-    Buffer *text = &app->input;
-    const bool chat = app->engine.mode == CHAT, piped = o->file && !strcmp(o->file, "-");
-    check_text(o, app->engine.mode);
-    if (o->text) buffer_add(text, bytes(o->text));
-    if (!o->file) return o->text;
-    if (o->text) buffer_add(text, bytes("\n\n"));
-    const size_t before = text->n;
-    const char *error = file_read(text, o->file);
-    if (error) die("%s: %s", piped ? "stdin" : o->file, error);
-    if (chat && piped && text->n == before)
-        die("stdin: empty, expected a prompt; has a command before the pipe failed?");
-    if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
-    return true;
-}
-
-// Sets what the options say of answers: their length, their thinking, given ones.
-static void prepare_answers(App *app) {
-    const Options *o = &app->options;
-    Engine *e = &app->engine;
-    e->max_new = o->n;
-    e->choices = o->choices;
-    e->n_choices = o->n_choices;
-    e->budget = o->think > 1 ? o->think : INT_MAX;
-    find_thinking(app);
-    encode_part(&e->tokenizer, bytes(closing), true, &e->closing);
-    encode_part(&e->tokenizer, bytes("\n\n"), true, &e->blank);
-    encode_choices(e);
-}
-
-static void load_model(App *app) {
-    const Options *o = &app->options;
-    Engine *e = &app->engine;
-    const Config *c = &e->model.config;
-    const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
-    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
-    const unsigned mode = file_mode(path);
-    char file[4096];
-    snprintf(file, sizeof(file), "%s.bin", path);
-    if (!S_ISREG(mode) && file_mode(file)) die("%s: no model, expected %s", path, file);
-    if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
-    if (named && !mode) die_export(path, "not a file", INT_MAX, path);
-    model_map(&e->model, path);
-    snprintf(file, sizeof(file), "%s.tokenizer", path);
-    if (!file_mode(file))
-        die("%s: missing, expected beside the model, where export.py writes it", file);
-    tokenizer_load(&e->tokenizer, file, c->vocab_size);
-    e->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
-    const int least = e->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
-    const double room = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
-    const int fitting = (int)fmax(fmin(room, INT_MAX) / 1024, 4) * 1024;
-    const int usual = o->context < 0 ? min_int(fitting, most) : most;
-    const int context = o->context > 0 ? o->context : usual;
-    if (context < least || context > most)
-        die("-c: expected %d to %d (export.py --yarn raises it), found %d", least, most, context);
-    if (e->mode == EMBED && o->n_choices)
-        die_usage("-o: %s is an embedding model, expected one that answers", path);
-    if (e->mode == TOKENIZE) return;
-    start_threads(o->threads > 0 ? o->threads : cpu_count());
-    // Logits that nobody needs take no memory. What is scored needs those of many rows.
-    const int rows = min_int(e->mode == PERPLEXITY ? 128 : PLACES, o->batch);
-    state_init(&e->model, context, o->batch, rows, is_list(o) ? min_int(PLACES, o->batch) : 1);
-    prepare_answers(app);
-}
+// ------------------------------------------------------------------------------------------------
+// main: what the options lead to
 
 static int run_mode(App *app) {
     const char *system = app->options.system;
@@ -4156,7 +4196,7 @@ static int run_mode(App *app) {
     prepare_places(app);
     const bool chat = app->engine.mode == CHAT;
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
-    if (list) return run_list(list);
+    if (list) return skip_lines(list) ? run_list(list) : EXIT_SUCCESS;
     const bool single = read_prompt(app);
     if (app->engine.mode != TOKENIZE) patience = 1;
     if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
@@ -4174,6 +4214,7 @@ int main(int argc, char **argv) {
     return run_mode(&app);
 }
 #endif
+
 
 // ================================================================================================
 // PART III. THE MACHINE
