@@ -26,7 +26,7 @@ from checkpoints import Checkpoint, make_embedding
 from conftest import QWEN3, ROOT, TESTS, TINY, environment, finish, run_export
 
 CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"
-READMES = [ROOT / "README.md", TESTS / "README.md", CONTRIBUTING, TINY / "README.md"]
+READMES = [ROOT / "README.md", TESTS / "README.md", CONTRIBUTING, ROOT / ".github/RECIPES.md", TINY / "README.md"]
 PYTHON = shlex.quote(sys.executable)
 
 # What runs in place of a program, as shell script. make shows what it would do, as other tests use
@@ -127,8 +127,12 @@ def folder(tmp_path, tokenizer_json, monkeypatch):  # noqa: F811
                         test_gguf.blocks(checkpoint, test_gguf.Kind.Q8_0))
     for name in set(re.findall(r" -[fl] (\w+\.txt)|jq -R.* (\w+\.txt)", read)):
         (tmp_path / "".join(name)).write_text("Once upon a time.\nWho are you?\n")
-    for name in set(re.findall(r" (\w+\.jsonl) \|", read)):
-        (tmp_path / name).write_text('{"id": 1, "text": "Who are you?"}\n' * 2)
+    (tmp_path / "mails.jsonl").write_text('{"id": 1, "text": "Who are you?"}\n' * 2)
+    (tmp_path / "contract.txt").write_text("Once upon a time.\n")
+    (tmp_path / "batch.jsonl").write_text("".join(
+        json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {
+            "model": "gpt", "max_tokens": 9, "messages": [{"role": "user", "content": "What is 3 + 4?"}]}}) + "\n"
+        for name in ("one", "two")))
     for name, script in SUBSTITUTES.items():
         path = tmp_path / "bin" / name
         path.write_text(f"#!/bin/sh\n{script}\n")
@@ -175,6 +179,9 @@ def test_block(commands, folder):
     if not commands:
         pytest.skip("a program is not installed")
     text = "".join(commands)
+    if "labels.jsonl |" in text and not Path("labels.jsonl").exists():                  # made in the block before
+        labels = next("".join(block) for block in BLOCKS if "> labels.jsonl" in "".join(block))
+        run_all([labels], folder)
     for model in set(re.findall(r"\./qwen3 (\S+)\.bin", text)):
         if not Path(f"{model}.bin").exists() and "export.py " not in text:      # made in an earlier block
             assert run_export(f"Qwen/{model}")[0] == 0
@@ -185,6 +192,8 @@ def test_block(commands, folder):
     assert all(path.stat().st_size for path in written)
     if not is_missing("jq") and "jq " in text:
         check_recipes(text, stdout.decode(errors="replace"))
+    if "subprocess.Popen" in text:
+        assert stdout.endswith(b"Your name is Ann.\n")
 
 
 def rows(name):
@@ -193,13 +202,25 @@ def rows(name):
 
 def check_recipes(text, stdout):
     """What the recipes with jq write for the folder's files."""
-    if "labels.jsonl" in text:
-        lines = stdout.splitlines()
-        labels = Counter(row["choice"] for row in rows("labels.jsonl"))
-        assert sum(labels.values()) == 2
-        assert [line.split() for line in lines[:len(labels)]] == [[str(labels[name]), name] for name in sorted(labels)]
-        means = [float(line) for line in lines if re.fullmatch(r"\d\.\d+", line)]
-        assert len(means) == 2 and all(1 < mean < 5 for mean in means)
+    lines = stdout.splitlines()
+    if "> labels.jsonl" in text:
+        labels = rows("labels.jsonl")
+        counts = Counter(row["choice"] for row in labels)
+        assert counts.total() == 2
+        assert [line.split() for line in lines] == [[str(counts[name]), name] for name in sorted(counts)]
+    if "unbiased.jsonl" in text:
+        labels, unbiased = rows("labels.jsonl"), rows("unbiased.jsonl")
+        mean = {name: sum(row["p"][name] for row in labels) / 2 for name in labels[0]["p"]}
+        assert [row["choice"] for row in unbiased] == \
+            [max(row["p"], key=lambda name: row["p"][name] / mean[name]) for row in labels]
+    if "tonumber" in text:
+        assert len(lines) == 2 and all(1 < float(line) < 5 for line in lines)
+    if "fields.jsonl" in text:
+        assert [(row["id"], row["end"]) for row in rows("fields.jsonl")] == [(1, "stop")] * 2
+        assert [list(json.loads(line)) for line in lines] == [["id", "fields"]] * 2
+    if "Who signs?" in text:
+        assert len(lines) == 3 and lines[0].startswith("Who signs? ")
+    if "replies.jsonl" in text:
         assert [(row["id"], row["end"]) for row in rows("replies.jsonl")] == [(1, "stop")] * 2
         assert {row["file"] for row in rows("summaries.jsonl")} == {path.name for path in Path().glob("*.txt")}
         answers = Path("answers.jsonl").read_bytes()
@@ -207,17 +228,22 @@ def check_recipes(text, stdout):
         Path("answers.jsonl").write_bytes(answers[:answers.index(b"\n") + 3])
         subprocess.run(as_it_runs(command), shell=True, check=True, stderr=subprocess.DEVNULL)
         assert Path("answers.jsonl").read_bytes() == answers and answers.count(b"\n") == 2
+    if "batch_output.jsonl" in text:
+        output = rows("batch_output.jsonl")
+        assert [row["custom_id"] for row in output] == ["one", "two"]
+        choice, = output[0]["response"]["body"]["choices"]
+        assert choice["finish_reason"] == "stop" and "7" in choice["message"]["content"]
+        assert choice["message"]["role"] == "assistant" and output[0]["error"] is None
     if "documents.jsonl" in text:
         documents, queries, pairs = map(rows, ("documents.jsonl", "queries.jsonl", "pairs.jsonl"))
         assert [sum(x * x for x in row["vector"]) for row in documents + queries] == pytest.approx([1] * 4)
         products = {(query["query"], document["document"]): sum(map(operator.mul, query["vector"], document["vector"]))
                     for query in queries for document in documents}
         assert {(row["query"], row["document"]): row["score"] for row in pairs} == pytest.approx(products)
-        judged = [line.split("\t") for line in stdout.splitlines() if "\t" in line]
+        judged = [line.split("\t") for line in lines if "\t" in line]
         assert {tuple(row[1:]) for row in judged} == products.keys()
         likely = [float(row[0]) for row in judged]
         assert likely == sorted(likely, reverse=True) and 0 < likely[-1] < likely[0] < 1
-        assert "Your name is Ann.\n" in stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -244,7 +270,7 @@ def test_inline_command(command, folder):
 
 def test_other_code_is_no_command():
     """What has several words: options, lines of a conversation, messages; the tiny model's questions."""
-    others = inline_code("\n\n".join(path.read_text() for path in READMES[:3]))
+    others = inline_code("\n\n".join(path.read_text() for path in READMES[:4]))
     others = [code for code in others if " " in code and not is_command(code)]
     assert not [code for code in others if not re.match(r"-|/|qwen3: |export.py --check$", code)]
 
@@ -256,17 +282,18 @@ def test_options_are_those_of_the_help():
             assert re.search(rf"^ +{code.split()[0]} ", help_texts, re.M), code
 
 
-@pytest.mark.parametrize("path", READMES[:3], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", READMES[:4], ids=lambda path: path.parent.name)
 def test_what_is_named_is_there(path):
     """Files by links or inline code, functions and types by inline code."""
     text = path.read_text()
     sources = "".join(file.read_text() for file in (ROOT / "qwen3.c", ROOT / "export.py", ROOT / "Makefile"))
     for link in re.findall(r"\]\(([^)]+)\)", text):
-        assert link.startswith("https://") or (path.parent / link).exists(), link
+        assert link == "../../releases" or link.startswith("https://") or (path.parent / link).exists(), link
     for code in inline_code(text):
         if re.fullmatch(r"[\w/]+\.(?:c|h|md|py|txt)|tests/\w+/?", code):
             places = ROOT, TESTS, ROOT / ".github"
-            assert code == "tests/test" or any((place / code).exists() for place in places), code
+            known = code == "tests/test" or re.search(rf"^```.*{code}", text, re.M | re.S)  # a reader's own file
+            assert known or any((place / code).exists() for place in places), code
         elif re.fullmatch(r"[a-z]+_[a-z_]+|[A-Z][a-z]\w+", code):
             assert re.search(rf"\b{code}\b", sources), code
 
