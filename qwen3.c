@@ -2704,6 +2704,10 @@ static void encode_choices(Engine *e) {
         encode_part(&e->tokenizer, c->text, e->mode == GENERATE, &c->ids);
         c->n = c->ids.n;
         if (c->n > e->longest) e->longest = c->n;
+        for (size_t i = 0; i < c->n; i++)
+            if (is_stop(&e->tokenizer, c->ids.p[i]))
+                die("-o: %.*s has a token that ends answers, expected texts without one",
+                    (int)c->text.n, c->text.p);
     }
     for (Choice *c = e->choices, *end = c + e->n_choices; c < end; c++) {
         bool begins = false;  // another one
@@ -3433,9 +3437,9 @@ static void buffer_add_choices(Buffer *out, const Engine *e, const Request *r) {
     for (int i = 0; i < e->n_choices; i++) {
         buffer_add(out, bytes(i ? "," : ",\"p\":{"));
         buffer_add_json(out, e->choices[i].text);
-        buffer_print(out, ":%.6f", exp(nll[*all] - nll[i]) / sum);
+        buffer_print(out, ":%.9g", exp(nll[*all] - nll[i]) / sum);
     }
-    buffer_print(out, "},\"mass\":%.6f", exp(-nll[*all]) * sum);
+    buffer_print(out, "},\"mass\":%.9g", exp(-nll[*all]) * sum);
     free(all);
 }
 

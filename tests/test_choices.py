@@ -3,12 +3,14 @@
 import json
 import math
 import re
+import struct
 
+import numpy as np
 import pytest
 import test_list
 from checkpoints import make_embedding
-from conftest import (assert_error, copy_model, export, join_tokenizer, make_checkpoint, output, perplexity, qwen3,
-                      split_tokenizer, tokenize)
+from conftest import (assert_error, copy_model, export, join_tokenizer, make_checkpoint, make_table_model, output, perplexity,
+                      qwen3, split_tokenizer, tokenize)
 from reference import Model
 
 PROMPT = "Tell me a story of the old lighthouse"
@@ -98,10 +100,26 @@ def test_one_text(tiny):
     line = json.loads(run_list(tiny, ["Tell me a story"], ["yes", "no"])[0])
     found = re.match(rb"qwen3: choices: (\w+) ([\d.]+), (\w+) ([\d.]+) \(([\d.]+) of all answers\)\n", result.stderr)
     assert result.stdout == line["choice"].encode() + b"\n" and found, result
-    assert {found[1].decode(): float(found[2]), found[3].decode(): float(found[4])} == line["p"]
-    assert float(found[2]) >= float(found[4]) and float(found[5]) == line["mass"]
+    assert {found[1].decode(): float(found[2]), found[3].decode(): float(found[4])} == {
+        text: round(p, 6) for text, p in line["p"].items()}
+    assert float(found[2]) >= float(found[4]) and float(found[5]) == round(line["mass"], 6)
     assert b"seed" not in result.stderr
     assert qwen3(tiny, "-i", "Tell me a story", "-o", "yes|no", "-q").stderr == b""
+
+
+def test_what_is_nearly_sure_keeps_its_order(tokenizer, tmp_path):
+    """Nine significant digits: what is 1e-7 and what is 1e-9 are no ties, nor are two that are nearly 1."""
+    ids = [tokenizer.token_to_id(c) for c in "abcd"]
+    logits = np.zeros((tokenizer.get_vocab_size(), 1), np.float32)
+    logits[ids, 0] = 40, 24, 22, 4
+    model = export(make_table_model(tmp_path / "hf", tokenizer, [], logits), tmp_path / "model.bin")
+    line, = run_list(model, ["x"], [*"abcd"], "-m", "generate")
+    p, total = json.loads(line)["p"], sum(math.exp(x - 40) for x in (40, 24, 22, 4))
+    for text, x in zip("abcd", (40, 24, 22, 4)):
+        assert p[text] == pytest.approx(math.exp(x - 40) / total, rel=0.3), line
+    assert p["a"] > p["b"] > p["c"] > p["d"] > 0 and re.search(rb'"c":1\.\d{8}e-08,', line)
+    line, = run_list(model, ["x"], ["ddd", "dddd"], "-m", "generate")
+    assert 0 < json.loads(line)["mass"] < 1e-30
 
 
 def test_seeds_are_said_where_something_is_drawn(tiny):
@@ -185,6 +203,19 @@ def test_stop_ids_count_once(tiny, tmp_path, old):
     options = ["-m", "chat", "-r", 0] if not old else ["-m", "chat"]
     line = json.loads(run_list(model, ["What is the capital of France?"], answers, *options)[0])
     assert 0.5 < line["mass"] <= 1, line
+
+
+def test_a_text_with_a_stop_id(tiny, tmp_path):
+    """It would be its own beginning and its end, and the mass 2. In chat it is spelled out, so it is plain text."""
+    model = copy_model(tiny, tmp_path)
+    tokenizer = model.with_name("model.bin.tokenizer")
+    plain, sections = split_tokenizer(tokenizer.read_bytes())
+    sections[b"stop"] += struct.pack("<I", tokenize(tiny, b"</tool_call>")[0])
+    tokenizer.write_bytes(join_tokenizer(plain, sections.items()))
+    for texts in "ab|ab</tool_call>", "</tool_call>|ab", "a|b</tool_call>c":
+        assert_error(qwen3(model, "-m", "generate", "-i", "a", "-o", texts), 1, "-o", "</tool_call>", "ends answers")
+        assert qwen3(tiny, "-m", "generate", "-i", "a", "-o", texts).returncode == 0
+    assert qwen3(model, "-i", "a", "-o", "ab|ab</tool_call>").returncode == 0
 
 
 JUDGE = 'Say if the document answers the query. The answer is "yes" or "no".'
