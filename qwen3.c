@@ -2448,14 +2448,19 @@ static bool run_pass(Engine *e) {
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Appends a text as a terminal may show it: bytes that are not UTF-8 and control characters become
-// U+FFFD. Of those that make lines and columns, an answer keeps some: \n, \r\n and \t.
+// Characters that change the direction of a text: with them, a file's name can look like another's.
+static bool is_bidi(uint32_t c) {
+    return (c >= 0x202A && c <= 0x202E) || (c >= 0x2066 && c <= 0x2069);
+}
+
+// Appends a text as a terminal may show it: bytes that are not UTF-8, control characters and those
+// of is_bidi become U+FFFD. Of those that make lines and columns, an answer keeps \n, \r\n and \t.
 static void add_printable(Buffer *out, Bytes text, bool answer) {
     for (size_t at = 0; at < text.n;) {
         const Char c = code_point_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
         const bool kept = answer && (c.c == '\n' || c.c == '\t' || crlf);
-        const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c));
+        const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c) && !is_bidi(c.c));
         buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
@@ -2503,8 +2508,8 @@ static void progress_add(int n) {
 #endif
 
 static void report(const char *fmt, ...) {
-    char text[1 << 13];  // two paths and what is wrong; a longer message loses its end
-    uint8_t line[3 * sizeof(text) + 1];
+    static char text[1 << 13];  // two paths and what is wrong; a longer message loses its end
+    static uint8_t line[3 * sizeof(text) + 1];  // static: the stack may be small (ulimit -s)
     Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
     va_list args;
     va_start(args, fmt);
@@ -5546,11 +5551,13 @@ static int cpu_count(void) {
     return max_int((int)fmin(cores, ceil(cgroup_limit("cpu.max"))), 1);
 }
 
-// The machine's memory, or less if this process has a limit: ulimit -v, its cgroup's
+// The machine's memory, or less if this process has a limit: ulimit -v, ulimit -d, its cgroup's.
+// (Limits of cgroups of version 1 are not read: systems give it up.)
 static double memory_size(void) {
     double size = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     struct rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) == 0) size = fmin(size, limit.rlim_cur);
+    if (getrlimit(RLIMIT_DATA, &limit) == 0) size = fmin(size, limit.rlim_cur);
     return fmin(size, cgroup_limit("memory.max"));
 }
 
@@ -5599,6 +5606,10 @@ static Waiting input_waits(void) {
 
 static void start_platform(int *argc, char ***argv) {
     (void)argc, (void)argv;
+    // A closed descriptor can't be used, but is taken: else the next file would get its number, and
+    // be read for stdin, or get what is meant for stdout or stderr.
+    for (int fd = 0; fd <= STDERR_FILENO; fd++)
+        if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY);
     signal(SIGBUS, on_fatal);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);  // ulimit -f: the write fails

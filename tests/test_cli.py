@@ -303,8 +303,8 @@ def test_default_context(tokenizer, tmp_path):
     model, short = (export(make_checkpoint(tmp_path / str(n), tokenizer, max_len=n), tmp_path / f"{n}.bin")
                     for n in (1_000_000, 5000))
 
-    def context(megabytes, *options, model=model):
-        child = pexpect.spawn("sh", ["-c", f"ulimit -v {megabytes * 1024}; exec {QUOTED_QWEN3} {model} -j 1 "
+    def context(megabytes, *options, model=model, limit="-v"):
+        child = pexpect.spawn("sh", ["-c", f"ulimit {limit} {megabytes * 1024}; exec {QUOTED_QWEN3} {model} -j 1 "
                                      + " ".join(options)], env=environment(TERM="xterm"), timeout=300)
         child.expect(r": context (\d+), thinking off, /help shows the commands\r\n> ")
         tokens = int(child.match[1])
@@ -316,6 +316,7 @@ def test_default_context(tokenizer, tmp_path):
         quarter = megabytes * 2**20 / 4                 # 1,024 bytes a token, or 1,280 with what aligns them
         assert quarter / 1280 - 1024 < context(megabytes) <= quarter / 1024
         assert context(megabytes) % 1024 == 0
+    assert context(300, limit="-d") == context(300)
     assert context(300, model=short) == 5000
     assert context(300, "-c", "1000") == 1000
     large = export(make_checkpoint(tmp_path / "large", tokenizer, max_len=1_000_000, n_layers=20, n_kv_heads=4),
@@ -465,6 +466,27 @@ def test_control_characters_in_messages(small):
             message = result.stderr.decode()
             assert result.returncode in (1, 2) and "\ufffd" in message
             assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", message) and message.count("\n") == 1
+
+
+BIDI = [chr(c) for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))]
+
+
+def test_no_text_turns_the_terminal_around(chain, tokenizer, tmp_path):
+    """Characters that change the direction of what follows: in an answer, a file's name and a list's line. A pipe
+    gets them as they are."""
+    letters, name = byte_letters(), "".join(BIDI)
+    for c in BIDI[::4]:
+        model = chain("a", *(tokenizer.token_to_id(letters[b]) for b in c.encode()), "<|im_end|>")
+        run = (model, "-m", "generate", "-t", 0, "-q")
+        assert output(*run, "-i", "a").decode() == c
+        child = spawn(*run, "-i", "a")
+        assert finish(child) == 0 and child.before.decode().strip() == "\ufffd"
+        assert json.loads(output(*run, "-l", "-", stdin=b"a\n")) == c
+        (tmp_path / "list").write_text("a\n")
+        child = spawn(*run, "-l", tmp_path / "list")
+        assert finish(child) == 0 and child.before.decode().strip() == '"\ufffd"'
+    message = qwen3(f"x{name}gpj.bin", "-i", "x").stderr.decode()
+    assert f"x{len(BIDI) * chr(0xfffd)}gpj.bin: No such file" in message
 
 
 # -- perplexity

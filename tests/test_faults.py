@@ -217,6 +217,15 @@ def test_closed_from_the_start(small, tmp_path, mode, closed):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("close", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_beside_a_list(small, tmp_path, close):
+    """FILE of -w gets the list's lines and nothing else, and the list is read."""
+    (tmp_path / "list").write_bytes(b"hello\n\nthere\n")
+    run = f"{QUOTED_QWEN3} {small} -l {tmp_path}/list -n 3 -t 0"
+    assert shell(f"exec {run} -w {tmp_path}/out {close}").returncode == 1       # an empty line
+    assert (tmp_path / "out").read_bytes() == shell(run).stdout
+
+
 def test_stderr_that_takes_nothing(small):
     """What a program says besides does not change what it does."""
     expected = output(small, "-i", "x", "-n", 5, "-s", 1)
@@ -243,6 +252,18 @@ def test_little_memory(small):
             assert_error(result, 1)
         outcomes.add(result.returncode)
     assert {0, 1} <= outcomes
+
+
+@pytest.mark.skipif(SANITIZED or not LINUX, reason="needs a small stack")
+@pytest.mark.parametrize("kilobytes", [48, 64])
+def test_little_stack(small, tmp_path, kilobytes):
+    """Answers and errors are those of a usual one."""
+    (tmp_path / "list").write_text("[" * 99 + "]" * 99 + '\n"hello"\n[]\n')
+    for args in (f"{small} -i hello -n 3 -j 2", f"{small} -L {tmp_path}/list -n 3", f"{tmp_path}/none.bin -i x",
+                 f"{small} -m embed -f {tmp_path}/list", f"{small} -f {tmp_path}/none", f"{small} -z"):
+        little, usual = (shell(f"{limit} exec {QUOTED_QWEN3} {args} -q -t 0")
+                         for limit in (f"ulimit -s {kilobytes};", ""))
+        assert (little.returncode, little.stdout, little.stderr) == (usual.returncode, usual.stdout, usual.stderr)
 
 
 @needs_address_space
