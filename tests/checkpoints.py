@@ -170,7 +170,7 @@ class Checkpoint:
         if self.n_experts:
             out += struct.pack("<3I", self.n_experts, c["num_experts_per_tok"],
                                not c.get("norm_topk_prob"))
-        out = (out.ljust(0x6C, b"\0") + struct.pack("<I", 1)).ljust(256, b"\0")
+        out = (out.ljust(0x80, b"\0") + struct.pack("<I", 1)).ljust(256, b"\0")
 
         def layers(name, kind="weight"):
             return [value[f"layers.{i}.{name}.{kind}"] for i in range(c["num_hidden_layers"])]

@@ -240,8 +240,11 @@ class Model(Transformer):
         assert magic == MAGIC and c["version"] == 1
         assert c["scaling"] in (0, 2) and bool(c["scaling"]) == bool(c["factor"])
         bits, experts, levels = c["bits"], c["n_experts"], np.frombuffer(data, "<i1", 16, 0x70)
-        panels = data[0x80]  # 1: words of 16 rows alternate
-        assert bits in (0, 4) and panels < 2 and not any(data[0x40:0x54] + data[0x6C:0x70] + data[0x81:256])
+        eight, panels = data[0x6C], data[0x80]  # matrices with 8 bits; 1: words of 16 rows alternate
+        assert bits in (0, 4) and panels < 2 and not any(data[0x40:0x54] + data[0x6D:0x70] + data[0x81:256])
+        assert eight < (128 if bits else 1)
+        bits_of = {name: 0 if eight >> i & 1 else bits
+                   for i, name in enumerate("q k v o gate down up".split())}
         assert (np.diff(levels.astype(int)) > 0).all() if bits else not levels.any()
         assert 1 <= c["n_experts_used"] <= experts if experts else not any(data[0x5C:0x68])
         c |= dict(theta=c["theta"] or 1e6, eps=c["eps"] or 1e-6, qk_norm=1 - c["no_qk_norm"],
@@ -285,9 +288,9 @@ class Model(Transformer):
             c["yarn"] = dict(frequencies=take("<f4", hd // 2), attention_factor=c["factor"])
         w["embed"] = matrix(c["vocab_size"], dim)
         for name, *shape in (("q", heads, dim), ("k", kv, dim), ("v", kv, dim), ("o", dim, heads)):
-            w[name] = [matrix(*shape, bits) for _ in range(layers)]
+            w[name] = [matrix(*shape, bits_of[name]) for _ in range(layers)]
         for name, *shape in (("gate", hidden, dim), ("down", dim, hidden), ("up", hidden, dim)):
-            w[name] = [matrix(*shape, bits, experts) for _ in range(layers)]
+            w[name] = [matrix(*shape, bits_of[name], experts) for _ in range(layers)]
         w["head"] = w["embed"] if c["shared_classifier"] else matrix(c["vocab_size"], dim)
         if c["bias"]:
             w |= {"q_bias": take("<f4", layers, heads), "k_bias": take("<f4", layers, kv),

@@ -89,16 +89,17 @@ def test_header_extensions(checkpoint, tmp_path, which):
     changes, fields = HEADERS[which]
     export.Notices.hints.clear()
     folder = checkpoint(**changes).save(tmp_path)
-    config = export.read_config(export.read_folder(folder), export.parse_arguments(["in"]))
+    header, computed = export.read_header(export.read_folder(folder), None, None, None)
     theta, eps, kind, *values = fields
     yarn = dict(zip(("factor", "original", "beta_fast", "beta_slow", "attention_factor", "unrounded"),
                     values))
     factor, freq = 0, []
     if kind:
         freq, factor = reference.rope_frequencies({"head_dim": 64, "theta": theta or 1e6, "yarn": yarn})
-    assert export.header(config)[0x30:] == struct.pack(
-        "<2fIf", theta, eps, 2 * kind, factor).ljust(256 - 0x30, b"\0")
-    assert np.array_equal(np.float32(config.frequencies), freq)
+    assert export.HEADER.pack(*header)[0x30:0x80] == struct.pack(
+        "<2fIf", theta, eps, 2 * kind, factor).ljust(0x80 - 0x30, b"\0")
+    found = [tensor.read_fp32() for tensor in computed.values()]
+    assert np.array_equal(found, [freq] if kind else [])
     assert not export.Notices.hints
 
 

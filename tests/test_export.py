@@ -27,7 +27,7 @@ def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
     refused(run("x" * 5000), r"xx \.\.\. xx.*: can't be read.*found File name too long$")
 
 
-@pytest.mark.parametrize("where", ["read_config", "header", "quantize", "chat_pieces"])
+@pytest.mark.parametrize("where", ["read_header", "layout", "encode", "chat_pieces"])
 def test_our_own_bugs(checkpoint, run, tmp_path, monkeypatch, where):
     """They are not blamed on a file. --traceback shows where they are."""
     folder = checkpoint().save(tmp_path / "in")

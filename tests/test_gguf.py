@@ -598,7 +598,7 @@ def test_a_classifier_is_compared_late_and_lazily(checkpoint, make, run, tmp_pat
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=0))
     refused(run(path, "new.bin"), "disk space")
-    monkeypatch.setattr(export, "LIMITS", export.LIMITS | {"hidden_size": (1, 63)})
+    monkeypatch.setitem(export.NUMBERS, "hidden_size", (1, 63, "embedding_length"))
     refused(run(path, "new.bin"), "hidden_size")
     assert not read
 

@@ -352,13 +352,14 @@ def model_bytes(shape, bits, of_a_token=False):
     """Bytes of OUT.bin, or those that a token reads, by the list of tensors that export.py writes."""
     dim, hidden_dim, n_layers, n_heads, n_kv_heads, shared, n_experts, used = shape
     group = 32 if bits == 4 else 64
-    config = export.Config(**dict.fromkeys(export.Config._fields, 0) | {
+    header = export.Header(**dict.fromkeys(export.Header._fields, 0) | {
         "dim": dim, "hidden_dim": hidden_dim, "n_layers": n_layers, "n_heads": n_heads,
         "n_kv_heads": n_kv_heads, "vocab_size": VOCABULARY, "head_dim": HEAD, "shared_classifier": shared,
         "group_size": group, "n_experts": n_experts, "n_experts_used": used,
-        "layer_bits": 4 if bits == 4 else 0})
+        "layer_bits": 4 if bits == 4 else 0,
+        "eight_bits": 4 if bits == 4 else 0})
     size = 256
-    for output in export.layout(config):
+    for output in export.layout(header):
         if of_a_token and output.names == ["embed_tokens.weight"] and not shared:
             continue                                    # one row
         experts = used if of_a_token and len(output.names) > 1 else len(output.names)

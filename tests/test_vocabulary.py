@@ -3,7 +3,6 @@
 import math
 import random
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,9 +149,10 @@ def test_stop_ids(checkpoint, tmp_path, generation, config, settings, stop):
     ({"do_sample": True, "top_k": None, "top_p": 0.8}, (1.0, 0.8, 50)),
     ({"do_sample": False, "temperature": 0.6, "top_k": 0}, (0.0, 1.0, 0)),
 ])
-def test_sampling_defaults(generation, values):
-    data = export.sampling(Path("generation_config.json"), generation)
-    assert data == (b"" if values is None else struct.pack("<2fI", *values))
+def test_sampling_defaults(checkpoint, tmp_path, generation, values):
+    ck = checkpoint()
+    ck.generation = generation
+    assert sections_of(ck, tmp_path)[2].get("samp") == (values and struct.pack("<2fI", *values))
 
 
 @pytest.mark.parametrize("value, expected", [
