@@ -34,9 +34,14 @@ def place(ck: Checkpoint, wanted: str) -> tuple[int, tuple[int, ...]]:
     for name, shape in sorted(ck.shapes(), key=lambda item: order.index(item[0].split(".")[-2])):
         if name == wanted:
             return at, shape
-        n = int(np.prod(shape))
+        n = shape[-1] if len(shape) == 1 else -(-shape[0] // 16) * 16 * shape[1]  # whole panels
         at += 4 * n if len(shape) == 1 else n + n // 16
     raise KeyError(wanted)
+
+
+def word(columns: int, row: int, column: int) -> int:
+    """Offset of a value in a matrix in panels, of as many bytes as columns."""
+    return 4 * (row // 16 * columns // 4 * 16 + column // 4 * 16 + row % 16) + column % 4
 
 
 @pytest.fixture
@@ -105,7 +110,7 @@ def test_experts(checkpoint, run, table, tmp_path):
     assert found["model.layers.1.mlp.gate.weight"] == 0
     data = bytearray((tmp_path / "out.bin").read_bytes())
     up_proj = 3 * 64 * 64  # values of a layer, the last tensor of the file
-    at = len(data) - up_proj * 17 // 16 + 2 * 64 * 64 + 5 * 64 + 7
+    at = len(data) - up_proj * 17 // 16 + word(64, 2 * 64 + 5, 7)
     data[at] = data[at] + (1 if data[at] < 100 else -1)
     (tmp_path / "out.bin").write_bytes(data)
     refused(run(folder, "out.bin", "--check"), differs("layers.1.mlp.experts.2.up_proj", at))
@@ -168,7 +173,7 @@ def add(at: int, change):
 
 def q_by_one(ck):
     at, (_, columns) = place(ck, "layers.1.self_attn.o_proj.weight")
-    i = at + 2 * columns + 5
+    i = at + word(columns, 2, 5)
     def spoil(data):
         data[i] = (data[i] + (1 if data[i] < 100 else -1)) % 256
     return spoil, differs("layers.1.self_attn.o_proj", i)
@@ -199,7 +204,7 @@ def zero_group(ck):
     at, _ = place(ck, "layers.0.mlp.down_proj.weight")
     ck.tensors["layers.0.mlp.down_proj.weight"][0, :64] = 0
     def spoil(data):
-        data[at + 3] = 1
+        data[at + 3] = 1  # row 0, column 3
         scale = at + 64 * 192
         data[scale:scale + 4] = struct.pack("<f", 1e-6)
     return spoil, differs("layers.0.mlp.down_proj", at)
@@ -226,8 +231,9 @@ FINDS = {
     "theta": lambda ck: (add(0x30, lambda x: 5e6), "header .* at byte 0x30, expected 00 00 00 00"),
     "dim": lambda ck: (lambda data: data.__setitem__(8, 32), "header .* at byte 0x8"),
     "group": lambda ck: (lambda data: data.__setitem__(0x2C, 65), "group_size.*found 65"),
-    "empty": lambda ck: (lambda data: data.clear(), "group_size.*found 0"),
-    "short": lambda ck: (lambda data: data.__delitem__(slice(0x3A, None)), "truncated"),
+    "old": lambda ck: (lambda data: data.__setitem__(0x80, 0), r"panels \(export it again\).*expected 1, found 0"),
+    "empty": lambda ck: (lambda data: data.clear(), "truncated, expected a header of 256 bytes, found 0"),
+    "short": lambda ck: (lambda data: data.__delitem__(slice(255, None)), "truncated, .* found 255"),
 }
 
 
@@ -247,18 +253,19 @@ def test_finds(ck, run, tmp_path, which):
     ("codes", lambda code: code ^ 0x01, "layers.0.self_attn.q_proj"),
     ("scales", lambda byte: byte ^ 1, "layers.0.self_attn.q_proj"),
     (0x68, lambda _: 5, "layer_bits is not supported, expected 0 or 4, found 5"),
-    (0x68, lambda _: 0, "header .* at byte 0x70"),
+    (0x68, lambda _: 0, "header .* at byte 0x6c"),
+    (0x6C, lambda _: 0, "header .* at byte 0x6c"),
     (0x70, lambda level: level + 1, "header .* at byte 0x70"),
     (-1, lambda byte: byte ^ 1, "layers.1.mlp.up_proj")])
 def test_finds_in_four_bits(ck, run, tmp_path, at, change, pattern):
-    """Whatever differs from what export.py makes: here the sixth byte of a group's codes."""
+    """Whatever differs from what export.py makes: here a byte of row 10's codes."""
     folder = ck.save(tmp_path / "hf")
     assert run(folder, "out.bin", "--bits", 4)[0] == run(folder, "out.bin", "--check")[0] == 0
     data = bytearray((tmp_path / "out.bin").read_bytes())
     sizes = {name: int(np.prod(shape)) for name, shape in ck.shapes()}
-    codes = 256 + sum(n * 9 // 8 if "embed" in name else 4 * n if "norm" in name else 0
-                      for name, n in sizes.items())
-    at = {"codes": codes + 10 * 16 + 5,
+    rows = -(-ck.config["vocab_size"] // 16) * 16
+    codes = 256 + rows * 64 * 9 // 8 + sum(4 * n for name, n in sizes.items() if "norm" in name)
+    at = {"codes": codes + word(32, 10, 5),
           "scales": codes + sizes["layers.0.self_attn.q_proj.weight"] // 2 + 10 * 2}.get(at, at)
     data[at] = change(data[at])
     (tmp_path / "out.bin").write_bytes(data)
