@@ -4511,23 +4511,23 @@ static float *value_at(const Model *m, int l, int kv_head, int pos, int j) {
 static void start_threads(int count) { (void)count; }
 #else
 // ------------------------------------------------------------------------------------------------
-// Threads: all run one function and share its loops. Each loop has a number, so that a thread that
-// comes late skips those that are over: nobody waits for it before the function's end. One that
-// waits spins for a moment, then sleeps: it takes no CPU time from other programs. Who takes which
-// slice varies; the results do not.
+// Threads: all run one function, a job, and share its loops. Each loop has a number, so that a thread
+// that comes late skips those that are over: nobody waits for it. A thread that waits spins for a
+// moment, then sleeps: it takes no CPU time from other programs. Who takes which slice varies; the
+// results do not.
 
 static int n_threads = 1;
 static _Thread_local int thread;     // the number of the thread that reads it, from 0 on
 static _Thread_local uint32_t loop;  // the number of the loop that it is in or comes to
 
 static struct {
-    Job job;              // what all threads run: this and the next two are read after `jobs`
+    _Atomic uint32_t jobs;  // how many have begun + how many have ended: odd while one runs
+    Job job;                // it. This and the next two change only while no worker is active
     void *arg;
-    uint32_t first;       // the number of its first loop
-    _Atomic int jobs;     // how many there were
-    _Atomic int running;  // workers that have not ended it
-    _Atomic uint64_t at;  // the number of the loop that runs << 32 | how many items are taken
-    _Atomic int done;     // how many are done
+    uint32_t first;         // the number of its first loop
+    _Atomic int active;     // workers that run it, or look whether there is one
+    _Atomic uint64_t at;    // the number of the loop that runs << 32 | how many items are taken
+    _Atomic int done;       // how many are done
     pthread_mutex_t lock;
     pthread_cond_t changed;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
@@ -4575,11 +4575,15 @@ static bool next_slice(Slice *s, int count, int chunk) {
 
 static void *worker(void *arg) {
     thread = (int)(intptr_t)arg;
-    for (int jobs = 0;; jobs++) {
-        WAIT_UNTIL(atomic_load(&pool.jobs) != jobs);
-        loop = pool.first;
-        pool.job(pool.arg);
-        if (atomic_fetch_sub(&pool.running, 1) == 1) wake_up();
+    for (uint32_t jobs = 0, before = 0;; before = jobs) {
+        WAIT_UNTIL((jobs = atomic_load(&pool.jobs)) % 2 == 1 && jobs != before);
+        atomic_fetch_add(&pool.active, 1);
+        jobs = atomic_load(&pool.jobs);
+        if (jobs % 2 == 1) {  // else it has ended
+            loop = pool.first;
+            pool.job(pool.arg);
+        }
+        if (atomic_fetch_sub(&pool.active, 1) == 1) wake_up();
     }
     return NULL;
 }
@@ -4592,11 +4596,11 @@ static void start_threads(int count) {
     sigaddset(&interrupt, SIGINT);
     pthread_sigmask(SIG_BLOCK, &interrupt, &before);
 #endif
-    n_threads = count;
-    for (int i = 1; i < count; i++) {
+    for (; n_threads < count; n_threads++) {
         pthread_t id;
-        int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)i);
-        if (error) die("thread %d of %d: %s; -j sets their number", i + 1, count, strerror(error));
+        int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
+        if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
+                       strerror(error));
     }
 #ifndef _WIN32
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -4607,11 +4611,11 @@ static void on_all_threads(Job job, void *arg) {
     pool.job = job;
     pool.arg = arg;
     pool.first = loop;
-    atomic_store(&pool.running, n_threads - 1);
     atomic_fetch_add(&pool.jobs, 1);
     wake_up();
     job(arg);
-    WAIT_UNTIL(atomic_load(&pool.running) == 0);
+    atomic_fetch_add(&pool.jobs, 1);
+    WAIT_UNTIL(atomic_load(&pool.active) == 0);
     loop = atomic_load(&pool.at) >> 32;  // after Ctrl-C, workers may have gone further
 }
 

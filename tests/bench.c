@@ -154,10 +154,10 @@ enum { SUMS = LANES == 8 ? 8 : 12, PEAK_ITEMS = 64, PEAK_LOOPS = 20000 };
 
 enum { INT8, FP32 };
 
-static void peak_job(void *arg, int begin, int end) {
-    const int64_t loops = (int64_t)(end - begin) * PEAK_LOOPS;
+static void run_peak_items(int kind, int count) {
+    const int64_t loops = (int64_t)count * PEAK_LOOPS;
     VecI total = {0};
-    if (*(int *)arg == INT8) {
+    if (kind == INT8) {
         VecI sum[SUMS] = {0}, x = splat(0x01020304), w = splat(0x04030201);
         for (int64_t loop = 0; loop < loops; loop++) {
             UNROLL for (int i = 0; i < SUMS; i++) {
@@ -179,11 +179,15 @@ static void peak_job(void *arg, int begin, int end) {
     OPAQUE(total);
 }
 
+static void peak_job(void *kind) {
+    SLICES (s, PEAK_ITEMS, 1) run_peak_items(*(int *)kind, s.end - s.begin);
+}
+
 // For a fifth of a second. Returns multiply-adds.
 static double run_peak(int kind) {
     double work = 0, start = now();
     do {
-        parallel(peak_job, &kind, PEAK_ITEMS, 1);
+        on_all_threads(peak_job, &kind);
         work += (double)PEAK_ITEMS * PEAK_LOOPS * SUMS * (kind == INT8 ? 4 : 1) * LANES;
     } while (now() - start < 0.2 * effort);
     return work;
@@ -209,8 +213,8 @@ INLINE void read_block(const VecI *p, const int sequences, const int ahead) {
 static const char *read_start;
 static int read_blocks;
 
-static void read_job(void *arg, int begin, int end) {
-    for (int i = begin; i < end; i++) {
+static void read_job(void *arg) {
+    EACH (i, read_blocks, 4) {
         const VecI *p = (const VecI *)(read_start + (size_t)i * READ_BLOCK);
         switch (*(int *)arg) {
         case 0: read_block(p, 1, 0); break;
@@ -223,7 +227,7 @@ static void read_job(void *arg, int begin, int end) {
 
 // Returns bytes.
 static double run_read(int kernel) {
-    parallel(read_job, &kernel, read_blocks, 4);
+    on_all_threads(read_job, &kernel);
     return (double)read_blocks * READ_BLOCK;
 }
 

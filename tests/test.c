@@ -369,6 +369,14 @@ static int *scattered(State *s) {
     return s->block_table;
 }
 
+// The batch of a pass of n rows that has come to layer l
+static Batch *start_layer(Model *m, int l, int n) {
+    Batch *b = m->state.pass->b;
+    b->m = m, b->c = &m->config, b->s = &m->state, b->p = m->state.pass;
+    b->x = b->p->x, b->l = l, b->w = &m->weights.layers[l], b->n = n;
+    return b;
+}
+
 // Store a key or a value (head_dim) of row t in layer b->l.
 static void put_key(const Batch *b, int t, int kv_head, const float *k) {
     const int pos = b->p->rows[t].pos;
@@ -415,11 +423,13 @@ static void check_attend(const Model *m, int l, int head, int pos) {
     }
 }
 
+static void attend_job(void *b) { attend_all(b); }
+
 // attend_all() against attend(), bit for bit
 static void check_attention(Model *m, Batch *b) {
     const Config *c = b->c;
     const size_t size = c->head_dim * sizeof(float);
-    attend_all(b);
+    on_all_threads(attend_job, b);
     for (int t = 0; t < b->n; t++) {
         memcpy(b->s->q, b->q + t * c->q_dim, c->q_dim * sizeof(float));
         for (int h = 0; h < c->n_heads; h++) {
@@ -468,7 +478,7 @@ static void test_attention_not_finite(void) {
         put_key(b, 0, 1, nan);
         s->pass->rows[0].pos = POSITIONS - 1;
         for (int i = 0; i < m.config.q_dim; i++) b->q[i] = s->q[i] = 5;
-        attend_all(b);
+        on_all_threads(attend_job, b);
         for (int h = 0; h < 4; h++) {
             const float found = b->a[h * 32];
             attend(&m, 0, h, POSITIONS - 1);
@@ -493,14 +503,14 @@ static void test_attention_reads_nothing_later(void) {
         fill_cache(b, blocks, POSITIONS);
         memcpy(b->q, random_floats(n * q_dim), n * q_dim * sizeof(float));
         for (int t = 0; t < n; t++) m.state.pass->rows[t] = (Row){.pos = start + t, .blocks = blocks};
-        attend_all(b);
+        on_all_threads(attend_job, b);
         memcpy(finite, b->a, n * q_dim * sizeof(float));
         for (int pos = start + bad; pos < start + n + 2 * LANES; pos += pos < start + n ? n : 1) {
             m.state.pass->rows[0].pos = pos;
             for (int h = 0; h < 2; h++) put_key(b, 0, h, huge), put_value(b, 0, h, huge);
         }
         m.state.pass->rows[0].pos = start;
-        attend_all(b);
+        on_all_threads(attend_job, b);
         for (int t = 0; t < n; t++) {
             CHECK(memcmp(b->a + t * q_dim, finite + t * q_dim, q_dim * sizeof(float)) == 0 || t >= bad,
                   "trial %d: row %d of %d, not finite from %d on", trial, t, n, bad);
@@ -524,7 +534,7 @@ static void test_attention_one_hot(void) {
         for (int j = 0; j < c->head_dim; j++)
             b->q[i * c->head_dim + j] = 400 * *key_at(&m, b->l, i % c->n_heads / 2, wanted[i], j);
     }
-    attend_all(b);
+    on_all_threads(attend_job, b);
     for (int i = 0; i < 3 * c->n_heads; i++) {
         for (int j = 0; j < c->head_dim; j++) {
             float expected = *value_at(&m, b->l, i % c->n_heads / 2, wanted[i], j);
@@ -612,6 +622,12 @@ static void test_choose_experts(void) {
     }
 }
 
+static void experts_job(void *arg) {
+    const Batch *b = arg;
+    norm_all(b, b->w->rms_ffn);
+    experts_all(b);
+}
+
 // A NaN of either sign, an infinity: the token has no experts, and its x says so.
 static void test_experts_not_finite(void) {
     const float bad[] = {NAN, -NAN, INFINITY};
@@ -626,25 +642,56 @@ static void test_experts_not_finite(void) {
     Batch *b = start_layer(&m, 0, 20);
     memcpy(m.state.pass->x, random_floats(20 * m.config.dim), 20 * m.config.dim * sizeof(float));
     m.state.pass->x[5 * m.config.dim + 3] = -INFINITY;
-    norm_all(b, b->w->rms_ffn);
-    experts_all(b);
+    on_all_threads(experts_job, b);
     for (int t = 0; t < 20; t++) CHECK(isfinite(m.state.pass->x[t * m.config.dim]) == (t != 5), "token %d", t);
-    CHECK(b->routing.place[b->routing.n_chosen] == 19 * 3);
+    CHECK(b->routing->place[b->routing->n_chosen] == 19 * 3);
 }
 
-static void count_job(void *arg, int begin, int end) {
-    for (int i = begin; i < end; i++) atomic_fetch_add((_Atomic int *)arg + i, i + 1);
-}
+enum { LOOPS = 9, ITEMS = 1000 };
 
-static void test_parallel(void) {
-    static _Atomic int counts[1000];
-    for (int trial = 0; trial < 3000; trial++) {
-        int n = 1 + below(1000), chunk = 1 + below(50);
-        memset((void *)counts, 0, sizeof(counts));
-        if (trial % 100 == 0) usleep(2000);  // the workers fall asleep
-        parallel(count_job, (void *)counts, n, chunk);
-        for (int i = 0; i < n; i++) CHECK(counts[i] == i + 1, "item %d of %d", i, n);
+typedef struct {
+    struct { int n, chunk; } loops[LOOPS];
+    int lazy;  // a thread of a higher number leaves before the last loops
+    _Atomic int counts[LOOPS][ITEMS], done[LOOPS], wrong;
+} Counting;
+
+// Counts each item of each loop, and what is wrong: a slice that is none, or one that begins before
+// the last loop is done.
+static void count_job(void *arg) {
+    Counting *c = arg;
+    for (int l = 0; l < LOOPS; l++) {
+        const int n = c->loops[l].n, chunk = c->loops[l].chunk;
+        if (thread > c->lazy && l > thread) return;
+        SLICES (s, n, chunk) {
+            c->wrong += s.begin % chunk || s.begin >= s.end || s.end > n || (l > 0 && c->done[l - 1] != c->loops[l - 1].n);
+            for (int i = s.begin; i < s.end; i++) c->counts[l][i]++;
+            c->done[l] += s.end - s.begin;
+            if (n % 100 == 99) usleep(50);  // the others go on to the next loop, or sleep
+        }
+        c->wrong += thread > 0 && thread >= n_threads;
     }
+}
+
+// Each item of each loop runs once, and the job ends, with loops of no item, and with threads that come
+// late, sleep or leave early.
+static void test_threads(void) {
+    static Counting c;
+    for (int trial = 0; trial < 1000; trial++) {
+        memset((void *)&c, 0, sizeof(c));
+        c.lazy = trial % 4 ? n_threads : below(n_threads);
+        for (int l = 0; l < LOOPS; l++) {
+            c.loops[l].n = below(4) ? below(ITEMS + 1) : below(3);
+            c.loops[l].chunk = 1 + below(50);
+        }
+        if (trial % 50 == 0) usleep(2000);  // the workers fall asleep
+        on_all_threads(count_job, &c);
+        CHECK(c.wrong == 0 && pool.active == 0, "trial %d", trial);
+        for (int l = 0; l < LOOPS; l++) {
+            for (int i = 0; i < ITEMS; i++) CHECK(c.counts[l][i] == (i < c.loops[l].n), "loop %d, item %d", l, i);
+        }
+    }
+    Slice s = {0};  // one thread alone runs a loop as well
+    for (int end = 0; next_slice(&s, 77, 5); end = s.end) CHECK(s.begin == end && s.end > end && s.end <= 77);
 }
 
 static void test_rope(void) {
@@ -1552,7 +1599,7 @@ static int unit_tests(void) {
     test_layers();
     test_choose_experts();
     test_experts_not_finite();
-    test_parallel();
+    test_threads();
     test_rope();
     test_frequencies();
     test_far_positions();
