@@ -973,6 +973,7 @@ static void test_drafts(void) {
     a->n_run = 49;
     for (int pass = 1; pass <= 5000; pass++) {
         schedule(&e[1]);
+        draft_texts(&e[1]);
         CHECK(a->slot->guesses == 0 || a->slot->guesses == draft_rows() - 1, "%d ids", a->slot->guesses);
         CHECK(!a->slot->guesses || (TILE_TOKENS > 1));
         drafts += a->slot->guesses > 0;
