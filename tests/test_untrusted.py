@@ -336,7 +336,8 @@ def test_names_of_other_programs(run, name, pattern):
 
 def test_help_tells_the_default_of_bits():
     text = " ".join(export.__doc__.split())
-    assert ("The default is 8, but 4 for a GGUF file with all layers in " + " or in ".join(export.GGUF_LEVELS)
+    kinds = "{}, {} or {}".format(*export.GGUF_LEVELS)
+    assert (f"The default is 8, but 4 for a GGUF file with most weights in {kinds}"
             in text[text.index("--bits"):text.index("--group-size")])
 
 
