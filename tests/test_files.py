@@ -67,7 +67,7 @@ def patched(data, format, at, *values):
 
 def with_scaled_rope(data, factor, frequencies):
     """The file of the model "qwen3" with these frequencies (head_dim / 2) before the embedding."""
-    at = next(at for name, at, *_ in tensors("qwen3") if name == "the token embedding")
+    at = next(t.at for t in tensors("qwen3") if t.name == "the token embedding")
     data = data[:at] + np.asarray(frequencies, "<f4").tobytes() + data[at:]
     return patched(patched(data, "I", 0x38, 2), "f", 0x3C, factor)
 
@@ -109,9 +109,11 @@ FIELDS = {"qwen3": [
     Field("bad rope_scaling", 0x38, values=(1, 3), harmless=(0,), elsewhere={2: "rope_factor"}),
     Field("bad rope_factor", 0x3C, "f", values=(1.0,), harmless=(-0.0,)),
     *[Field("unknown header field", at, harmless=(0,)) for at in (
-        *range(0x40, 0x54, 4), 0x6C, 0x80, 0xFC)],
+        *range(0x40, 0x54, 4), 0x84, 0xFC)],
     *[Field("unknown header field", at, harmless=(0,)) for at in range(0x70, 0x80, 4)],
-    Field("unknown header field", 0x6D, "B"), Field("unknown header field", 0xFF, "B"),
+    Field("unknown header field", 0x85, "B"), Field("unknown header field", 0xFF, "B"),
+    Field("bad eight_bits", 0x6C, values=(4, 127, 128), harmless=(0,)), Field("bad eight_bits", 0x6D, "B"),
+    Field("bad panels", 0x80, values=(3, 16), elsewhere={0: SIZE}), Field("bad panels", 0x83, "B"),
     Field("bad n_experts,", 0x5C, values=(4097,), harmless=(0,), elsewhere={1: "bad n_experts_used", 4096: "bad n_experts_used"}),
     Field("bad n_experts_used", 0x60, harmless=(0,)), Field("bad no_topk_norm", 0x64, harmless=(0,)),
     Field("bad layer_bits", 0x68, values=(2, 8), harmless=(0,), elsewhere={4: "bad levels"}),
@@ -123,7 +125,8 @@ FIELDS = {"qwen3": [
     *[Field("unknown header field", at, harmless=(0,)) for at in range(0x40, 0x54, 4)],
 ], "4 bits": [
     Field("bad layer_bits", 0x68, values=(2, 8), elsewhere={0: "unknown header field"}),
-    Field("unknown header field", 0x6C, harmless=(0,)),
+    Field("bad eight_bits", 0x6C, values=(127, 128, 129), elsewhere=dict.fromkeys((0, 3, 5, 8, 127), SIZE)),
+    Field("bad panels", 0x80, elsewhere={0: SIZE}),
 ], "experts": [
     Field("bad n_experts,", 0x5C, values=(4097, 2, 8), elsewhere={
         0: "bad n_experts_used", 1: "bad n_experts_used", 2: SIZE, 3: SIZE, 5: SIZE, 8: SIZE}),
@@ -167,9 +170,11 @@ def test_zeros_of_the_header(files):
     """The base format has none of the fields from 0x30 on, and theta 1e6 and eps 1e-6 written out
     mean the same as zeros."""
     f = files()
-    assert not any(f.model_bytes[0x30:256])
-    model = patched(f.model_bytes, "2f", 0x30, 1e6, 1e-6)
-    assert f.run(model, None, "-m", "perplexity").stdout == f.run(None, None, "-m", "perplexity").stdout
+    base = by_rows("qwen3", f.model_bytes)
+    assert not any(base[0x30:256])
+    answers = [f.run(model, None, "-m", "perplexity").stdout
+               for model in (None, base, patched(base, "2f", 0x30, 1e6, 1e-6), patched(f.model_bytes, "2f", 0x30, 1e6, 1e-6))]
+    assert answers[0] and answers == answers[:1] * 4
 
 
 def sparse_model(path, tokenizer, dim, hidden, layers, heads, kv, vocab, length, head, group=32):
@@ -202,51 +207,72 @@ def test_groups_that_overflowed(files, tmp_path):
     experts = dim = hidden = 4096
     path = tmp_path / "model.bin"
     with open(path, "wb") as file:
-        header = struct.pack("<I11i", 0x616A6331, 1, dim, hidden, 1, 16, 1, VOCAB, 64, 2, 1, 32)
-        file.write(header.ljust(0x58, b"\0") + struct.pack("<3i", 1, experts, 1).ljust(256 - 0x58, b"\0"))
+        header = struct.pack("<I11i", 0x616A6331, 1, dim, hidden, 1, 16, 1, 512, 64, 2, 1, 32)
+        header = header.ljust(0x58, b"\0") + struct.pack("<3i", 1, experts, 1).ljust(0x80 - 0x58, b"\0")
+        file.write((header + struct.pack("<I", 1)).ljust(256, b"\0"))
         file.write(np.ones(3 * dim, "<f4").tobytes())   # the norms
         file.seek((experts - 1) * dim * 4, 1)           # only the router's last row is not zero
         file.write(np.ones(dim, "<f4").tobytes())
-        file.write(bytes([1]) * VOCAB * dim + np.ones(VOCAB * dim // 32, "<f4").tobytes())
-        matrices = 3 * experts * hidden * dim + 2 * 32 * dim + 2 * 2 * dim
+        file.write(bytes([1]) * 512 * dim + np.ones(512 * dim // 32, "<f4").tobytes())
+        matrices = 3 * experts * hidden * dim + 2 * 32 * dim + 2 * 16 * dim  # k and v have 2 rows of 16
         try:
             file.truncate(file.tell() + matrices + matrices // 32 * 4)
         except OSError:
             pytest.skip("the file system has no files of 230 GB")
-    path.with_name("model.bin.tokenizer").write_bytes(files().tokenizer_bytes)
+    plain, _ = split_tokenizer(files().tokenizer_bytes)
+    path.with_name("model.bin.tokenizer").write_bytes(plain)
     assert qwen3(path, "-m", "generate", "-i", "x", "-n", 1, "-j", 1).returncode == 0
 
 
 # -- the weights
 
+class Tensor(NamedTuple):
+    name: str                                           # in the error
+    at: int                                             # its first byte
+    size: int                                           # in bytes
+    floats: int                                         # first byte of its floats: all, or a matrix's scales
+    count: int                                          # of them
+    rows: int = 0                                       # of a matrix, without those that fill the last panel
+    scale: int = 4                                      # bytes of one
+
+
 def tensors(name):
-    """(name in the error, first byte, bytes, first byte of its floats, number of floats); with four
-    bits, these are of 16 bits"""
+    """The model's tensors, in the file's order, its matrices in panels."""
     layers, dim, hidden, head, qwen2 = 2, 64, 128, 32, name == "qwen2"
     q, kv, at = SHAPES[name].get("n_heads", 4) * head, SHAPES[name].get("n_kv_heads", 2) * head, 256
-    for tensor, count in [("rms_att", layers * dim), ("rms_ffn", layers * dim), ("rms_final", dim)] + [
-            (norm, layers * head) for norm in ("q_norm", "k_norm") if not qwen2]:
-        yield tensor, at, 4 * count, at, count
-        at += 4 * count
-    if name == "scaled rope":
-        yield "rope_freq", at, 4 * head // 2, at, head // 2
-        at += 4 * head // 2
-    experts = SHAPES[name].get("n_experts", 0)
-    for layer in range(layers if experts else 0):
-        yield "router", at, 4 * experts * dim, at, experts * dim
-        at += 4 * experts * dim
-    hidden_rows, dim_rows = hidden * max(experts, 1), dim * max(experts, 1)
-    group = 32 if name in BITS else 64
-    for tensor, n in [("the token embedding", VOCAB * dim)] + [(tensor, n) for tensor, n in (
-            ("wq", q * dim), ("wk", kv * dim), ("wv", kv * dim), ("wo", dim * q),
-            ("w1", hidden_rows * dim), ("w2", dim_rows * hidden), ("w3", hidden_rows * dim)) for _ in range(layers)]:
-        share = 2 if name in BITS and tensor != "the token embedding" else 1
-        yield tensor, at, (n + 4 * n // group) // share, at + n // share, n // group
-        at += (n + 4 * n // group) // share
-    for tensor, n in (("bq", q), ("bk", kv), ("bv", kv)) if qwen2 else ():
-        for _ in range(layers):
-            yield tensor, at, 4 * n, at, n
-            at += 4 * n
+    experts, group = SHAPES[name].get("n_experts", 0), 32 if name in BITS else 64
+    rows = [("rms_att", dim, layers), ("rms_ffn", dim, layers), ("rms_final", dim, 1),
+            ("q_norm", head, 0 if qwen2 else layers), ("k_norm", head, 0 if qwen2 else layers),
+            ("router", experts * dim, layers if experts else 0),
+            ("rope_freq", head // 2, name == "scaled rope"), ("the token embedding", (VOCAB, dim), 1)]
+    rows += [(tensor, (n * max(experts, 1) if tensor in ("w1", "w2", "w3") else n, columns), layers)
+             for tensor, n, columns in (("wq", q, dim), ("wk", kv, dim), ("wv", kv, dim), ("wo", dim, q),
+                                        ("w1", hidden, dim), ("w2", dim, hidden), ("w3", hidden, dim))]
+    rows += [(tensor, n, layers if qwen2 else 0) for tensor, n in (("bq", q), ("bk", kv), ("bv", kv))]
+    for tensor, shape, count in rows:
+        for _ in range(count):
+            found = Tensor(tensor, at, 4 * shape, at, shape) if isinstance(shape, int) else None
+            if not found:
+                bits = 4 if name in BITS and tensor[0] == "w" and tensor != "wv" else 8
+                n = -(-shape[0] // 16) * 16 * shape[1]
+                found = Tensor(tensor, at, n * bits // 8 + n // group * bits // 2, at + n * bits // 8, n // group,
+                               shape[0], bits // 2)
+            yield found
+            at += found.size
+
+
+def by_rows(name, data):
+    """The model as the base format and older exports have it: each matrix row after row."""
+    parts = [patched(data[:256], "I", 0x80, 0)]
+    for tensor in tensors(name):
+        borders = tensor.at, tensor.floats, tensor.at + tensor.size
+        for unit, begin, end in zip((4, tensor.scale), borders, borders[1:]):
+            part = np.frombuffer(data[begin:end], f"V{unit}")
+            if tensor.rows:
+                part = part.reshape(-(-tensor.rows // 16), -1, 16).transpose(0, 2, 1)
+                part = part.reshape(-1, part.shape[2])[:tensor.rows]
+            parts.append(part.tobytes())
+    return b"".join(parts)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -254,22 +280,36 @@ def test_cut_and_longer_models(files, name):
     """At the borders of each tensor, and one byte before and after them."""
     data = files(name).model_bytes
     *_, last = tensors(name)
-    assert last[1] + last[2] == len(data)
+    assert last.at + last.size == len(data)
     for cut in (0, 1, 3, 4, 47, 48, 100, 255):
         assert_error(files(name).run(data[:cut]), 1, "model.bin", "expected", "found")
-    for tensor, begin, size, *_ in tensors(name):
-        for cut in (begin, begin + 1, begin + size // 2, begin + size - 1):
+    for tensor, begin, size, scales, *_ in tensors(name):
+        for cut in {begin, begin + 1, begin + size // 2, begin + size - 1, scales, scales + 1,
+                    *((begin + 16 + 2, scales - 1, scales + 16 + 2) if tensor[0] in "wt" else ())}:  # inside a panel
             assert_error(files(name).run(data[:cut]), 1, "model.bin", "expected", "found",
                          f"ends inside {tensor}")
     for extra in (b"\0", b"ajc1", bytes(4096)):
         assert_error(files(name).run(data + extra), 1, "wrong size", len(data), len(data) + len(extra))
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_older_exports(files, name):
+    """Row by row, a model gives the same bytes, and is refused if it is cut or longer."""
+    f = files(name)
+    data = by_rows(name, f.model_bytes)
+    for args in (("-t", 1, "-n", 20), ("-m", "perplexity"), ("-m", "embed")):
+        expected = f.run(None, None, *args)
+        assert expected.stdout and f.run(data, None, *args).stdout == expected.stdout
+    for cut in (*range(256, len(data), len(data) // 20), len(data) - 1):
+        assert_error(f.run(data[:cut]), 1, "model.bin: ends inside")
+    assert_error(f.run(data + b"\0"), 1, "wrong size", len(data), len(data) + 1)
+
+
 def test_sizes_are_64_bit(files):
     """A header that describes over 2^32 bytes, and a file of that size modulo 2^32."""
     f = files()
-    vocab = 2**32 // (64 + 4) + 64
-    size = len(f.model_bytes) + (vocab - VOCAB) * (64 + 4)
+    vocab = 2**32 // (64 + 4) // 16 * 16 + 64
+    size = len(f.model_bytes) + (vocab - 512) * (64 + 4)
     assert 2**32 < size < 2**32 + 2**20
     f.path.write_bytes(patched(f.model_bytes, "i", 4 + 4 * HEADER.index("vocab_size"), vocab))
     with open(f.path, "r+b") as file:
@@ -295,7 +335,7 @@ NUMBERS = [NAN, -NAN, INF, -INF, 3e38, -3e38, 1e-45, -0.0, 0.0]
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
 def test_weights_that_are_no_numbers(files, value):
     """A norm, and the scale of one row of the embedding: one logit of many."""
-    places = {name: at for name, _, _, at, _ in tensors("qwen3")}
+    places = {t.name: t.floats for t in tensors("qwen3")}
     failures = [*check_weights(files(), places["rms_final"], 64, value)]
     assert math.isfinite(value) or all(failures)
     failures = [*check_weights(files(), places["the token embedding"] + 4 * 300, 1, value)]
@@ -305,9 +345,9 @@ def test_weights_that_are_no_numbers(files, value):
 @pytest.mark.parametrize("value", [NAN, -INF, 65504.0, 6e-8], ids=str)
 def test_scales_of_16_bits(files, value):
     """Also of those that a layer has for all its rows: each conversion keeps infinity and NaN."""
-    _, _, _, at, count = [*tensors("4 bits")][-1]
-    for n in (1, count):
-        failures = [*check_weights(files("4 bits"), at, n, value, "e")]
+    *_, last = tensors("4 bits")
+    for n in (1, last.count):
+        failures = [*check_weights(files("4 bits"), last.floats, n, value, "e")]
         assert all(failures[:3]) == (not math.isfinite(value))
 
 
@@ -329,7 +369,7 @@ def test_scaled_rope(files):
 @pytest.mark.parametrize("value", [NAN, -NAN, INF, -INF, -1e-9, 1e30, 0.0, -0.0, 1e-45], ids=str)
 def test_frequencies(files, value):
     f = files("scaled rope")
-    at, = (at for name, at, *_ in tensors("scaled rope") if name == "rope_freq")
+    at, = (t.at for t in tensors("scaled rope") if t.name == "rope_freq")
     for i in (0, 15):
         result = f.run(patched(f.model_bytes, "f", at + 4 * i, value))
         if math.isfinite(value) and value >= 0:
@@ -348,7 +388,7 @@ def test_yarn_of_the_second_edition(files):
 def test_routers(files, value):
     """A router with NaN or infinity would choose at random."""
     f = files("experts")
-    for layer, at in enumerate(at for name, _, _, at, _ in tensors("experts") if name == "router"):
+    for layer, at in enumerate(t.at for t in tensors("experts") if t.name == "router"):
         if math.isfinite(value):
             assert set(check_weights(f, at + 4 * 70, 1, value)) == {0}
         else:
@@ -358,7 +398,7 @@ def test_routers(files, value):
 
 def test_choice_that_is_no_number(files):
     """A finite router whose products overflow, and a norm of NaN before it"""
-    f, places = files("experts"), {name: (at, n) for name, _, _, at, n in tensors("experts")}
+    f, places = files("experts"), {t.name: (t.floats, t.count) for t in tensors("experts")}
     for name, value in (("router", 3e38), ("rms_ffn", NAN)):
         at, n = places[name]
         assert all([*check_weights(f, at, n, value)][:3])
@@ -367,10 +407,10 @@ def test_choice_that_is_no_number(files):
 @pytest.mark.slow
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
 def test_any_floats_in_every_tensor(files, value):
-    for name, _, _, at, count in tensors("qwen3"):
-        for n in (1, count):
-            failures = [*check_weights(files(), at, n, value)]
-            assert not name.startswith("rms") or math.isfinite(value) or all(failures[:3])
+    for tensor in tensors("qwen3"):
+        for n in (1, tensor.count):
+            failures = [*check_weights(files(), tensor.floats, n, value)]
+            assert not tensor.name.startswith("rms") or math.isfinite(value) or all(failures[:3])
 
 
 # -- something else
@@ -564,7 +604,7 @@ def test_newer_formats(files):
     at = f.tokenizer_bytes.index(b"q3tx")
     for model, tokenizer, word in (
             (patched(f.model_bytes, "I", 4, 9), None, "bad version, expected 1, found 9"),
-            (patched(f.model_bytes, "I", 0x6C, 9), None, "field at 0x6c"),
+            (patched(f.model_bytes, "I", 0x84, 9), None, "field at 0x84"),
             (None, patched(f.tokenizer_bytes, "I", at + 4, 9), "bad version, expected 1, found 9"),
             (None, with_sections(f.tokenizer_bytes, b"xxxx", b""), 'section "xxxx"')):
         result = f.run(model, tokenizer)
@@ -698,7 +738,7 @@ def flipped(r, data, places):
 
 @pytest.mark.slow
 def test_flipped_bits_in_the_header(files):
-    for bit in range(0x5C * 8):
+    for bit in range(0x84 * 8):
         survived(files().run(patched(files().model_bytes, "B", bit // 8,
                                      files().model_bytes[bit // 8] ^ 1 << bit % 8)))
 
