@@ -206,8 +206,6 @@ typedef struct {
     float *h;          // (dim)           rmsnorm(x)
     Q8 h8;             // (dim)           Q8(h)
     float *q;          // (q_dim)         its queries
-    float *k;          // (kv_dim)        its keys: they go to the cache
-    float *v;          // (kv_dim)        its values: so do they
     float *a;          // (q_dim)         what attention finds for each query
     Q8 a8;             // (q_dim)         Q8(a)
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
@@ -219,14 +217,8 @@ typedef struct {
     float *out;        // (dim)           what is added to x
     float *logits;     // (vocab_size)
     int context;       // the most positions of a text (option -c)
-    float *cache;      // keys and values, in an order that only key_at and value_at know
-    int *block_table;  // which parts of it hold the text's positions: see The KV cache, Part III
-    // Parts II and III only: the cache of many texts, and passes of many tokens
-    int blocks;        // of the cache
-    int block_len;     // positions of a block: it has their keys and values in all layers
-    int batch;         // the most tokens of a pass (option -b)
-    int logit_rows;    // the most tokens of a pass that get logits
-    struct Pass *pass;
+    float *keys;       // (n_layers, context, kv_dim)  the KV cache: k of all positions so far,
+    float *values;     // (n_layers, context, kv_dim)  and v
 } State;
 
 typedef struct {
@@ -422,10 +414,16 @@ static void embed(const Model *m, int token, float *x) {
 // Attention. The functions from here on take a token's vectors from State and put what they compute
 // there: where a comment says h, it is m->state.h.
 
-// Where element j of the key, or of the value, of a position is in the KV cache (Part III), for kv
-// head kv_head of layer l
-static float *key_at(const Model *m, int l, int kv_head, int pos, int j);
-static float *value_at(const Model *m, int l, int kv_head, int pos, int j);
+// Where the KV cache has the key, or the value, (head_dim) of a position for kv head kv_head of
+// layer l. The kv heads of a position follow one another.
+static float *key_at(const Model *m, int l, int pos, int kv_head) {
+    const Config *c = &m->config;
+    return m->state.keys + ((size_t)l * m->state.context + pos) * c->kv_dim + kv_head * c->head_dim;
+}
+
+static float *value_at(const Model *m, int l, int pos, int kv_head) {
+    return m->state.values + (key_at(m, l, pos, kv_head) - m->state.keys);
+}
 
 // h = rmsnorm(x, w), h8 = Q8(h)
 static void norm(Model *m, const float *w) {
@@ -448,31 +446,27 @@ static void qkv(Model *m, int l, int pos) {
     const Config *c = &m->config;
     const Layer *layer = &m->weights.layers[l];
     State *s = &m->state;
-    const int head_dim = c->head_dim;
-    matmul(s->q, &layer->wq, 0, c->q_dim, s->h8);
-    matmul(s->k, &layer->wk, 0, c->kv_dim, s->h8);
-    matmul(s->v, &layer->wv, 0, c->kv_dim, s->h8);
+    float *q = s->q, *k = key_at(m, l, pos, 0), *v = value_at(m, l, pos, 0);
+    matmul(q, &layer->wq, 0, c->q_dim, s->h8);
+    matmul(k, &layer->wk, 0, c->kv_dim, s->h8);
+    matmul(v, &layer->wv, 0, c->kv_dim, s->h8);
     if (layer->bq) {
-        add(s->q, layer->bq, c->q_dim);
-        add(s->k, layer->bk, c->kv_dim);
-        add(s->v, layer->bv, c->kv_dim);
+        add(q, layer->bq, c->q_dim);
+        add(k, layer->bk, c->kv_dim);
+        add(v, layer->bv, c->kv_dim);
     }
     for (int i = 0; i < c->n_heads; i++) {
-        norm_and_rope(c, s->q + i * head_dim, layer->q_norm, s->cos, s->sin);
+        norm_and_rope(c, q + i * c->head_dim, layer->q_norm, s->cos, s->sin);
     }
     for (int i = 0; i < c->n_kv_heads; i++) {
-        float *k = s->k + i * head_dim, *v = s->v + i * head_dim;
-        norm_and_rope(c, k, layer->k_norm, s->cos, s->sin);
-        for (int j = 0; j < head_dim; j++) *key_at(m, l, i, pos, j) = k[j];
-        for (int j = 0; j < head_dim; j++) *value_at(m, l, i, pos, j) = v[j];
+        norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     }
 }
 
-// q . K[pos] / sqrt(head_dim), q (head_dim) of one query head
-static float attention_score(const Model *m, int l, int kv_head, const float *q, int pos) {
-    const int head_dim = m->config.head_dim;
+// q . k / sqrt(head_dim), q and k (head_dim) of one head
+static float attention_score(const float *q, const float *k, int head_dim) {
     float dot = 0;
-    for (int j = 0; j < head_dim; j++) dot = mul_add(*key_at(m, l, kv_head, pos, j), q[j], dot);
+    for (int j = 0; j < head_dim; j++) dot = mul_add(k[j], q[j], dot);
     return dot * (1 / sqrtf((float)head_dim));
 }
 
@@ -493,7 +487,9 @@ static void attend(Model *m, int l, int head, int pos) {
     memset(a, 0, head_dim * sizeof(float));
     for (int start = 0; start <= pos; start += SPAN) {
         const int n = min_int(SPAN, pos + 1 - start);
-        for (int i = 0; i < n; i++) score[i] = attention_score(m, l, kv_head, q, start + i);
+        for (int i = 0; i < n; i++) {
+            score[i] = attention_score(q, key_at(m, l, start + i, kv_head), head_dim);
+        }
         const float before = largest;
         largest = fmaxf(largest, max_of(score, n));
         const float keep = fast_exp(before - largest);        // 0 in the first span
@@ -502,7 +498,7 @@ static void attend(Model *m, int l, int head, int pos) {
         for (int j = 0; j < head_dim; j++) {
             float sum = 0;
             for (int i = 0; i < n; i++) {
-                sum = mul_add(*value_at(m, l, kv_head, start + i, j), score[i], sum);
+                sum = mul_add(value_at(m, l, start + i, kv_head)[j], score[i], sum);
             }
             a[j] = mul_add(a[j], keep, sum);
         }
@@ -1214,10 +1210,8 @@ enum { TERMINAL_LINE = 4095 };
 typedef enum { NOTHING, PART, LINE } Waiting;
 static Waiting input_waits(void);                     // how much of a paste is still to be read
 
-// Allocates all for passes of at most `batch` tokens, logit_rows rows of logits, and a cache
-// of so many texts of up to context positions (or as many as memory allows, but at least one)
-static void state_init(Model *m, int context, int batch, int logit_rows, int texts);
-static double position_size(const Config *c);              // bytes of all its keys and values
+static void state_init(Model *m);                     // allocates State for texts up to its context
+static double position_size(const Config *c);         // bytes of all keys and values of a position
 
 // What Part III provides to Part II: many tokens at once
 #ifndef PLAIN
@@ -1232,6 +1226,12 @@ typedef struct {       // a token of a text, in a pass
 // A pass runs rows, a token each. The rows of a text are consecutive tokens; those of the next text
 // come after them.
 typedef struct Pass {
+    const Model *m;
+    int batch;         // the most rows (option -b)
+    int logit_rows;    // the most rows that get logits
+    int n_blocks;      // of the KV cache
+    int block_len;     // positions of a block: it has their keys and values in all layers
+    float *cache;      // (n_blocks) see The KV cache, Part III
     Row *rows;         // (batch)
     float *cos;        // (batch, head_dim / 2)  as in State, for each row
     float *sin;        // (batch, head_dim / 2)
@@ -1240,15 +1240,19 @@ typedef struct Pass {
     struct Batch *b;   // Part III only
 } Pass;
 
+// Allocates all for passes, with a cache of so many texts of up to State.context positions (or of
+// as many as memory allows, but at least one).
+static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts);
+
 // forward() for Pass.rows 0 .. n - 1, n <= batch: the same bits. In a layer, a row needs the k and
 // v of the rows before it, which stand in the cache by then, and nothing of other texts. The cache
 // must hold the positions before them. In the end the rows that are needed, with their x after the
 // last layer, are moved to the front: so classify finds them side by side. False: Ctrl-C came.
-static bool forward_rows(Model *m, int n);
+static bool forward_rows(Pass *p, int n);
 
 // compute_logits() for rows first .. first + count - 1, count <= logit_rows. Returns Pass.logits,
 // whose row i has those of row first + i.
-static float *classify(Model *m, int first, int count);
+static float *classify(Pass *p, int first, int count);
 
 // All threads run job(arg), and on_all_threads returns when the last has. They share its loops EACH
 // and SLICES: one thread runs an item of 0 .. count - 1, and all are done before any goes on. A
@@ -1261,7 +1265,7 @@ static bool next_slice(Slice *s, int count, int chunk);
 #define SLICES(s, count, chunk) for (Slice s = {0}; next_slice(&s, count, chunk);)
 #define EACH(i, count, chunk) SLICES(s, count, chunk) for (int i = s.begin; i < s.end; i++)
 static int draft_rows(void);              // how many tokens run in about the time of one
-static void cache_copy(const Model *m, int to, int from);  // a block: all keys and values
+static void cache_copy(const Pass *p, int to, int from);  // a block: all keys and values
 #endif
 
 // The seconds that the first Ctrl-C has to stop the answer, or -1: it ends the program
@@ -2059,6 +2063,7 @@ typedef struct Request {
 
 typedef struct Engine {
     Model model;
+    struct Pass *pass; // with -DPLAIN: NULL
     Tokenizer tokenizer;
     Mode mode;         // -m, or what the model is made for
     int max_new;       // the maximum number of tokens in an answer, -1: no limit
@@ -2084,7 +2089,7 @@ typedef struct Engine {
     // Many texts at once only:
     int needed;        // rows of this pass that get logits
     double *nll;       // (logit_rows) -log(probability) of the id after each, if it is there
-    int *users;        // (State.blocks) how many texts have this block
+    int *users;        // (Pass.n_blocks) how many texts have this block
     int n_unused;      // blocks that no text has
     int credit;        // what drafts may still cost
 } Engine;
@@ -2181,7 +2186,7 @@ static void drop_blocks(Engine *e, Text *t) {
 // The blocks that it keeps lie before n or have no other users: these will be written from n on. If
 // that takes away ids that have run, they run again.
 static void cut_text(Engine *e, Text *t, size_t n) {
-    const size_t len = e->model.state.block_len;
+    const size_t len = e->pass->block_len;
     Slot *slot = t->slot;
     for (size_t last; slot->n_blocks * len > n; slot->n_blocks--) {
         last = slot->n_blocks - 1;
@@ -2195,9 +2200,9 @@ static void cut_text(Engine *e, Text *t, size_t n) {
 // Gives a text the blocks that it lacks for its ids and `more`, if `spare` others stay unused. For
 // that, texts that do not run lose theirs. Returns false if there are too few.
 static bool take_blocks(Engine *e, Text *t, int more, int spare) {
-    const State *s = &e->model.state;
-    const size_t n = min_size(t->ids.n + more, s->context);  // the last id may lie behind it
-    int lacks = (int)((n + s->block_len - 1) / s->block_len) - t->slot->n_blocks;
+    const size_t len = e->pass->block_len;
+    const size_t n = min_size(t->ids.n + more, t->context);  // the last id may lie behind it
+    int lacks = (int)((n + len - 1) / len) - t->slot->n_blocks;
     for (int i = e->n_places; i >= e->n_running && e->n_unused < lacks + spare; i--)
         drop_blocks(e, e->order[i]);
     if (e->n_unused < lacks + spare) return false;
@@ -2235,7 +2240,7 @@ static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
     size_t same;
     const Text *alike = find_alike(e, t, &same);
-    const size_t len = e->model.state.block_len;
+    const size_t len = e->pass->block_len;
     if (same >= alike->n_run + len) return false;  // it waits: a block of these will run soon
     const size_t run = min_size(same, alike->n_run), whole = run / len;
     const int *theirs = alike->slot->blocks;
@@ -2250,7 +2255,7 @@ static bool start_text(Engine *e) {
         return false;                            // it waits for blocks
     }
     // take_blocks may have taken the block from `alike`, but nothing has overwritten it.
-    if (run % len) cache_copy(&e->model, t->slot->blocks[whole], theirs[whole]);
+    if (run % len) cache_copy(e->pass, t->slot->blocks[whole], theirs[whole]);
     t->n_run = run;
     if (t->slot->before > run) e->again += t->slot->before - run;
     if (t->slot->before == 0) t->slot->cached = run;
@@ -2292,12 +2297,11 @@ enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 // Guesses what may follow a text, up to `most` ids, from the latest place where its end fits, as
 // far as the context and unused blocks reach. A draft that runs into itself repeats itself.
 static void draft_text(Engine *e, Text *t, int most) {
-    const State *s = &e->model.state;
     int *ids = t->ids.p;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int);
-    const size_t blocks = (size_t)(t->slot->n_blocks + e->n_unused) * s->block_len;
+    const size_t fit = (size_t)(t->slot->n_blocks + e->n_unused) * e->pass->block_len;
     size_t from = n - 1;
-    most = min_int(most, (int)(min_size(s->context, blocks) - n));
+    most = min_int(most, (int)(min_size(t->context, fit) - n));
     if (most < 1 || e->credit < 0) return;
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
@@ -2319,7 +2323,7 @@ static void draft_texts(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->order[i];
         const bool right = t->slot->drafted > 0 && t->slot->guesses == 0;  // to its end
-        const int rows = min_int((1 + right) * draft_rows(), e->model.state.logit_rows);
+        const int rows = min_int((1 + right) * draft_rows(), e->pass->logit_rows);
         t->slot->guesses = t->slot->drafted = 0;
         if (decodes) draft_text(e, t, rows / e->n_running - 1);
     }
@@ -2332,7 +2336,7 @@ static void draft_texts(Engine *e) {
 // least, the first texts as many as fit. A row needs logits if the id after it is to be drawn or
 // scored: so of a prompt's rows only the last does. A scored text's last id need not run.
 static int make_rows(Engine *e) {
-    const State *s = &e->model.state;
+    Pass *p = e->pass;
     int n = 0;
     e->needed = 0;
     for (int i = 0; i < e->n_running; i++) {
@@ -2344,8 +2348,8 @@ static int make_rows(Engine *e) {
         slot->rows = 0;
         for (size_t pos = t->n_run; pos < end; pos++) {
             const bool needed = pos + 1 >= t->target;
-            if (n + later == s->batch || e->needed + later == s->logit_rows) break;
-            s->pass->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->blocks, needed, t};
+            if (n + later == p->batch || e->needed + later == p->logit_rows) break;
+            p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->blocks, needed, t};
             e->needed += needed;
             slot->rows += pos < t->ids.n;  // a right guess is added to `run` by draw_texts
         }
@@ -2357,7 +2361,7 @@ static bool forward_texts(Engine *e) {
     schedule(e);
     draft_texts(e);
     const int n = make_rows(e);
-    if (n == 0 || !forward_rows(&e->model, n)) return false;
+    if (n == 0 || !forward_rows(e->pass, n)) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
     e->n_rows += n;
     if (e->needed && e->prompt_end == 0) e->prompt_end = now();
@@ -2365,7 +2369,7 @@ static bool forward_texts(Engine *e) {
 }
 
 static float *logits_of(const Engine *e, int row) {
-    return e->model.state.pass->logits + (size_t)row * e->tokenizer.vocab_size;
+    return e->pass->logits + (size_t)row * e->tokenizer.vocab_size;
 }
 
 // nll_of the id after a row. Of given answers, the row before them serves all (Requests).
@@ -2386,7 +2390,7 @@ static double score_row(const Engine *e, const Row *row, float *logits) {
 static void score_rows(void *arg) {
     const Engine *e = arg;
     EACH (i, e->needed, 1) {
-        const Row *row = &e->model.state.pass->rows[i];
+        const Row *row = &e->pass->rows[i];
         const bool there = (size_t)row->pos + 1 < row->text->ids.n;
         if (there) e->nll[i] = score_row(e, row, logits_of(e, i));
     }
@@ -2418,7 +2422,7 @@ static void draw_texts(void *arg) {
         Text *t = e->order[i];
         int row = t->slot->first;
         if (t->n_run < t->target) continue;
-        if (t->embeds) embed_text(m, t, m->state.pass->x + (size_t)row * m->config.dim);
+        if (t->embeds) embed_text(m, t, e->pass->x + (size_t)row * m->config.dim);
         else if (t->target == t->ids.n) draw(e, t);
         else while (t->target <= t->n_run) add_nll(t, e->nll[row++]);
     }
@@ -2427,7 +2431,7 @@ static void draw_texts(void *arg) {
 // After a pass: each text whose known ids have all run gets the next one, or its scores.
 static void draw_all(Engine *e) {
     if (e->needed == 0) return;
-    if (e->mode != EMBED) classify(&e->model, 0, e->needed);
+    if (e->mode != EMBED) classify(e->pass, 0, e->needed);
     if (e->mode != EMBED && e->needed > 1) on_all_threads(score_rows, e);
     else if (e->mode != EMBED) score_rows(e);
     if (e->n_running > 1) on_all_threads(draw_texts, e);
@@ -2435,7 +2439,7 @@ static void draw_all(Engine *e) {
 }
 
 static bool run_pass(Engine *e) {
-    (void)run_text;  // defines what this computes
+    (void)run_text, (void)state_init;  // -DPLAIN uses these: they define what this computes
     if (!forward_texts(e)) return false;
     draw_all(e);
     return true;
@@ -3314,19 +3318,22 @@ static void find_thinking(App *app) {
 static void prepare_places(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
-    const State *s = &e->model.state;
     const Tokenizer *tok = &e->tokenizer;
     const bool list = is_list(o), chat = e->mode == CHAT;
     const bool advised = chat && app->can_switch && !app->switched_on && tok->temperature != 0;
     app->rng = o->seed;
-    e->n_places = list || o->n_choices ? max_int(min_int(PLACES, s->batch), 1) : 1;
-    e->n_unused = s->blocks;
-    e->users = alloc(s->blocks, sizeof(int), "the texts");
-    e->nll = alloc(s->logit_rows, sizeof(double), "the texts");
+    e->n_places = list || o->n_choices ? min_int(PLACES, o->batch) : 1;
+#ifndef PLAIN
+    if (e->pass) {  // not to tokenize
+        e->n_unused = e->pass->n_blocks;
+        e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
+        e->nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
+    }
+#endif
     for (int i = 0; i <= e->n_places; i++) {
         Text *t = e->order[i] = &e->places[i];
         t->slot = &e->slots[i];
-        t->slot->blocks = alloc(s->context, sizeof(int), "the texts");
+        t->slot->blocks = alloc(e->model.state.context, sizeof(int), "the texts");
         t->sampler = (Sampler){
             .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
             .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
@@ -3386,9 +3393,14 @@ static void load_model(App *app) {
         die_usage("-o: %s is an embedding model, expected one that answers", path);
     if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
+    e->model.state.context = context;
+#ifdef PLAIN
+    state_init(&e->model);
+#else
     // Logits that nobody needs take no memory. What is scored needs those of many rows.
     const int rows = min_int(e->mode == PERPLEXITY ? 128 : PLACES, o->batch);
-    state_init(&e->model, context, o->batch, rows, is_list(o) ? min_int(PLACES, o->batch) : 1);
+    e->pass = pass_init(&e->model, o->batch, rows, is_list(o) ? min_int(PLACES, o->batch) : 1);
+#endif
     prepare_answers(app);
 }
 
@@ -4475,41 +4487,35 @@ static size_t block_at(const Config *c, size_t block, size_t pair) {
 
 static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
 
-typedef struct {        // the keys and values of a text in one kv head of a layer
-    const Model *m;
-    const int *blocks;  // the text's
-    int l;
-    int kv_head;
-} KvHead;
-
-static float *cache_block(KvHead kv, int pos) {
-    const size_t pair = (size_t)kv.l * kv.m->config.n_kv_heads + kv.kv_head;
-    return kv.m->state.cache + block_at(&kv.m->config, kv.blocks[pos / LANES], pair);
-}
-
-static float *key_in(KvHead kv, int pos, int j) {
-    return cache_block(kv, pos) + j * LANES + pos % LANES;
-}
-
-static float *value_in(KvHead kv, int pos, int j) {
-    const int vector = kv.m->config.head_dim + j / LANES * LANES + pos % LANES;
-    return cache_block(kv, pos) + vector * LANES + j % LANES;
-}
-
-static float *key_at(const Model *m, int l, int kv_head, int pos, int j) {
-    return key_in((KvHead){m, m->state.block_table, l, kv_head}, pos, j);
-}
-
-static float *value_at(const Model *m, int l, int kv_head, int pos, int j) {
-    return value_in((KvHead){m, m->state.block_table, l, kv_head}, pos, j);
-}
-
 #ifdef PLAIN
 #undef SIMD
 #define SIMD "-DPLAIN"
 
 static void start_threads(int count) { (void)count; }
 #else
+typedef struct {        // the keys and values of a text in one kv head of a layer
+    const Pass *p;
+    const int *blocks;  // the text's
+    int l;
+    int kv_head;
+} KvHead;
+
+static float *cache_block(KvHead kv, int pos) {
+    const Config *c = &kv.p->m->config;
+    const size_t pair = (size_t)kv.l * c->n_kv_heads + kv.kv_head;
+    return kv.p->cache + block_at(c, kv.blocks[pos / LANES], pair);
+}
+
+// Where element j of the key, or of the value, of a position is
+static float *key_in(KvHead kv, int pos, int j) {
+    return cache_block(kv, pos) + j * LANES + pos % LANES;
+}
+
+static float *value_in(KvHead kv, int pos, int j) {
+    const int vector = kv.p->m->config.head_dim + j / LANES * LANES + pos % LANES;
+    return cache_block(kv, pos) + vector * LANES + j % LANES;
+}
+
 // ------------------------------------------------------------------------------------------------
 // Threads: all run one function, a job, and share its loops. Each loop has a number, so that a thread
 // that comes late skips those that are over: nobody waits for it. A thread that waits spins for a
@@ -4667,7 +4673,6 @@ typedef struct {
 typedef struct Batch {
     const Model *m;
     const Config *c;
-    const State *s;
     const Pass *p;
     int l;                 // the layer's number: this and the next two are each thread's own
     const Layer *w;        // its weights
@@ -4685,7 +4690,7 @@ typedef struct Batch {
 } Batch;
 
 static KvHead kv_head_of(const Batch *b, int t, int kv_head) {  // of row t
-    return (KvHead){b->m, b->p->rows[t].blocks, b->l, kv_head};
+    return (KvHead){b->p, b->p->rows[t].blocks, b->l, kv_head};
 }
 
 static float *scratch(const Batch *b) { return b->workspace[thread].scratch; }
@@ -4920,7 +4925,7 @@ typedef struct {
     int n;                   // queries, rounded up to whole tiles: the last one is repeated
     int start;               // the span: positions start .. end - 1, start a multiple of SPAN
     int end;
-    float *out[ATT_TASK];    // (head_dim)                each query's place in State.a
+    float *out[ATT_TASK];    // (head_dim)                each query's place in Batch.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
     float largest[ATT_TASK]; // the largest score so far
     float total[ATT_TASK];   // the sum of the terms
@@ -5138,7 +5143,7 @@ static void swiglu_all(const Batch *b) {
             const int n = b->w->router ? r->place[k + 1] - place : b->n;
             const int row = (r->expert[k] * n_groups + g) * group;
             const Quantized x = quantized_row(&r->h8, place);
-            count = min_int(min_int(s.end - i, n_groups - g), b->s->batch / max_int(n, 1));
+            count = min_int(min_int(s.end - i, n_groups - g), b->p->batch / max_int(n, 1));
             const int cols = count * group;
             float *gate = scratch(b), *up = gate + n * cols;
             multiply(b, gate, cols, &b->w->w1, row, cols, &x, n);
@@ -5252,9 +5257,9 @@ static void forward_job(void *arg) {
     }
 }
 
-static bool forward_rows(Model *m, int n) {
-    Batch *b = m->state.pass->b;
-    b->m = m, b->c = &m->config, b->s = &m->state, b->p = m->state.pass;
+static bool forward_rows(Pass *p, int n) {
+    Batch *b = p->b;
+    b->m = p->m, b->c = &p->m->config, b->p = p;
     b->x = b->p->x, b->n = n, b->l = b->needed = 0;
     for (int t = 0; t < n; t++) b->needed += b->p->rows[t].needed;
     on_all_threads(forward_job, b);
@@ -5267,8 +5272,8 @@ static void classify_job(void *arg) {
     matmul_all(b, b->p->logits, &b->m->weights.classifier, &b->h8, b->n, false);
 }
 
-static float *classify(Model *m, int first, int count) {
-    Batch *b = m->state.pass->b;
+static float *classify(Pass *p, int first, int count) {
+    Batch *b = p->b;
     b->x = b->p->x + (size_t)first * b->c->dim, b->n = count;
     on_all_threads(classify_job, b);
     return b->p->logits;
@@ -5309,15 +5314,6 @@ static Batch *batch_init(const Config *c, int batch) {
     }
     return b;
 }
-
-static Pass *pass_init(const Config *c, int batch, int logit_rows) {
-    const size_t n = batch, half = c->head_dim / 2;
-    Pass *p = activations(1, sizeof(Pass));
-    *p = (Pass){.rows = activations(n, sizeof(Row)), .cos = floats(n * half),
-                .sin = floats(n * half), .x = floats(n * c->dim),
-                .logits = floats((size_t)logit_rows * c->vocab_size), .b = batch_init(c, batch)};
-    return p;
-}
 #endif
 
 // ------------------------------------------------------------------------------------------------
@@ -5325,11 +5321,31 @@ static Pass *pass_init(const Config *c, int batch, int logit_rows) {
 
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
-static int most_blocks = INT_MAX;  // tests make it small
+#define NO_CACHE "the KV cache (-c makes it smaller)"
 
 static double position_size(const Config *c) {
     return block_size(c) * sizeof(float) / (double)LANES;
 }
+
+static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }
+
+static void state_init(Model *m) {
+    const Config *c = &m->config;
+    State *s = &m->state;
+    const int group = c->group_size, half = c->head_dim / 2, context = s->context;
+    const size_t size = (size_t)c->n_layers * c->kv_dim * sizeof(float);
+    *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half),
+                 .h = floats(c->dim), .h8 = q8_init(c->dim, group), .q = floats(c->q_dim),
+                 .a = floats(c->q_dim), .a8 = q8_init(c->q_dim, group),
+                 .gate = floats(c->hidden_dim), .up = floats(c->hidden_dim),
+                 .gate8 = q8_init(c->hidden_dim, group), .router_out = floats(c->n_experts),
+                 .share = floats(c->n_experts), .y = floats(c->dim), .out = floats(c->dim),
+                 .logits = floats(c->vocab_size), .context = context,
+                 .keys = alloc(context, size, NO_CACHE), .values = alloc(context, size, NO_CACHE)};
+}
+
+#ifndef PLAIN
+static int most_blocks = INT_MAX;  // tests make it small
 
 // The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
 static int pool_blocks(const Config *c, int context, int texts) {
@@ -5338,42 +5354,28 @@ static int pool_blocks(const Config *c, int context, int texts) {
     return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
-#ifndef PLAIN
-static void cache_copy(const Model *m, int to, int from) {
-    const size_t size = block_size(&m->config);
-    memmove(m->state.cache + to * size, m->state.cache + from * size, size * sizeof(float));
+static void cache_copy(const Pass *p, int to, int from) {
+    const size_t size = block_size(&p->m->config);
+    memmove(p->cache + to * size, p->cache + from * size, size * sizeof(float));
 }
-#endif
 
-static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }
-
-static void state_init(Model *m, int context, int batch, int logit_rows, int texts) {
+static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const Config *c = &m->config;
-    State *s = &m->state;
-    const int group = c->group_size;
-    const int half = c->head_dim / 2, text_blocks = (context + LANES - 1) / LANES;
-    *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half),
-                 .h = floats(c->dim), .h8 = q8_init(c->dim, group), .q = floats(c->q_dim),
-                 .k = floats(c->kv_dim), .v = floats(c->kv_dim), .a = floats(c->q_dim),
-                 .a8 = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim),
-                 .up = floats(c->hidden_dim), .gate8 = q8_init(c->hidden_dim, group),
-                 .router_out = floats(c->n_experts), .share = floats(c->n_experts),
-                 .y = floats(c->dim), .out = floats(c->dim), .logits = floats(c->vocab_size),
-                 .context = context,
-                 .block_table = activations(text_blocks, sizeof(int)),
-                 .blocks = pool_blocks(c, context, texts), .block_len = LANES, .batch = batch,
-                 .logit_rows = logit_rows};
-    for (int i = 0; i < text_blocks; i++) s->block_table[i] = i;
-#ifndef PLAIN
-    s->pass = pass_init(c, batch, logit_rows);
-#endif
-    const size_t size = block_size(c) * sizeof(float);
-    s->cache = alloc(s->blocks, size, "the KV cache (-c makes it smaller)");
+    const size_t n = batch, half = c->head_dim / 2, size = block_size(c) * sizeof(float);
+    const int n_blocks = pool_blocks(c, m->state.context, texts);
+    Pass *p = activations(1, sizeof(Pass));
+    *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
+                .block_len = LANES, .cache = alloc(n_blocks, size, NO_CACHE),
+                .rows = activations(n, sizeof(Row)), .cos = floats(n * half),
+                .sin = floats(n * half), .x = floats(n * c->dim),
+                .logits = floats((size_t)logit_rows * c->vocab_size), .b = batch_init(c, batch)};
 #ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
-    char *page = (char *)s->cache + (-(uintptr_t)s->cache & (sysconf(_SC_PAGESIZE) - 1));
-    madvise(page, s->blocks * size, MADV_HUGEPAGE);
+    char *page = (char *)p->cache + (-(uintptr_t)p->cache & (sysconf(_SC_PAGESIZE) - 1));
+    madvise(page, n_blocks * size, MADV_HUGEPAGE);
 #endif
+    return p;
 }
+#endif
 
 // ------------------------------------------------------------------------------------------------
 // POSIX and Windows: everything that differs between systems

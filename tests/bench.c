@@ -19,6 +19,7 @@ typedef struct {
 } Rate;
 
 static Model m;
+static Pass *pass;
 static int *text;
 static int ids[16384];
 static double effort = 1;  // less for a model that shows nothing but that everything runs
@@ -235,18 +236,18 @@ static double run_read(int kernel) {
 
 // A prompt of n tokens, cut as the program cuts it, and the scores of the next token.
 static double run_prompt(int n) {
-    for (int at = 0; at < n; at += m.state.batch) {
-        int count = min_int(m.state.batch, n - at);
-        forward_text(&m, text, ids + at, count, at, at + count == n);
-        if (at + count == n) classify(&m, 0, 1);
+    for (int at = 0; at < n; at += pass->batch) {
+        int count = min_int(pass->batch, n - at);
+        forward_text(pass, text, ids + at, count, at, at + count == n);
+        if (at + count == n) classify(pass, 0, 1);
     }
     return n;
 }
 
 static double run_decode(int pos) {
     static int turn;  // another token each time: it chooses other experts
-    forward_text(&m, text, ids + turn++ % 4096, 1, pos, 1);
-    classify(&m, 0, 1);
+    forward_text(pass, text, ids + turn++ % 4096, 1, pos, 1);
+    classify(pass, 0, 1);
     return 1;
 }
 
@@ -292,7 +293,7 @@ static double run_texts(int unused) {
     (void)unused;
     app = (App){.options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
                                                        "-s", "1", "-q"}),
-                .engine = {.model = m, .tokenizer = words, .mode = GENERATE, .max_new = list.answer}};
+                .engine = {.model = m, .pass = pass, .tokenizer = words, .mode = GENERATE, .max_new = list.answer}};
     prepare_places(&app);
     const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
     if (out < 0 || null < 0 || dup2(null, STDOUT_FILENO) < 0) die("/dev/null: %s", strerror(errno));
@@ -306,7 +307,7 @@ static double run_texts(int unused) {
 // a row of each text, with its logits.
 static double run_passes(int unused) {
     static int blocks[PLACES][4096];
-    const int length = list.prompt + list.answer, each = (length + m.state.block_len - 1) / m.state.block_len;
+    const int length = list.prompt + list.answer, each = (length + pass->block_len - 1) / pass->block_len;
     (void)unused;
     for (int t = 0; t < PLACES; t++) {
         for (int i = 0; i < each; i++) blocks[t][i] = t * each + i;
@@ -317,20 +318,20 @@ static double run_passes(int unused) {
         for (int i = 0; i < n * list.prompt; i++) {
             const int t = i / list.prompt, pos = i % list.prompt;
             const bool last = pos + 1 == list.prompt;
-            m.state.pass->rows[rows++] = (Row){.token = ids[i % 4096], .pos = pos, .blocks = blocks[t], .needed = last};
+            pass->rows[rows++] = (Row){.token = ids[i % 4096], .pos = pos, .blocks = blocks[t], .needed = last};
             needed += last;
-            if (rows < m.state.batch && i + 1 < n * list.prompt) continue;
-            forward_rows(&m, rows);
-            if (needed) classify(&m, 0, needed);
+            if (rows < pass->batch && i + 1 < n * list.prompt) continue;
+            forward_rows(pass, rows);
+            if (needed) classify(pass, 0, needed);
             rows = needed = 0;
         }
         for (int pos = list.prompt; pos + 1 < length; pos++) {
             for (int t = 0; t < n; t++) {
                 const int id = ids[(pos + 97 * t) % 4096];
-                m.state.pass->rows[t] = (Row){.token = id, .pos = pos, .blocks = blocks[t], .needed = true};
+                pass->rows[t] = (Row){.token = id, .pos = pos, .blocks = blocks[t], .needed = true};
             }
-            forward_rows(&m, n);
-            classify(&m, 0, n);
+            forward_rows(pass, n);
+            classify(pass, 0, n);
         }
     }
     return (double)list.texts * list.answer;
@@ -485,9 +486,9 @@ static double memory_peak(void) {
 
 // The answers' tokens of a list, beside what its passes take alone. alone: the rate of one text's decoding
 static void bench_texts(const char *name, int texts, int prompt, int answer, double alone) {
-    const int len = m.state.block_len, places = min_int(texts, PLACES);
+    const int len = pass->block_len, places = min_int(texts, PLACES);
     char beside[64];
-    if ((prompt + answer + len - 1) / len * places > m.state.blocks) {
+    if ((prompt + answer + len - 1) / len * places > pass->n_blocks) {
         printf("%7d  %-20s skipped, the cache is too small\n", n_threads, name);
         return;
     }
@@ -594,14 +595,15 @@ int main(int argc, char **argv) {
     printf("threads                            best    median         runs   of what the machine does\n");
     start_threads(cores);
     const int batch = parse_options(2, (char *[]){"", "MODEL"}).batch;
-    state_init(&m, min_int(plan->longest + 1, g->max_seq_len), batch, PLACES, 1);
+    m.state.context = min_int(plan->longest + 1, g->max_seq_len);
+    pass = pass_init(&m, batch, PLACES, 1);
     make_tokenizer();
-    text = whole_cache(&m.state);
+    text = whole_cache(pass);
     for (int i = 0; i < plan->longest; i++) ids[i] = (int)((i * 7919LL + 13) % g->vocab_size);
     read_start = (const char *)m.weights.layers[0].rms_att;
     read_blocks = (int)(weight_bytes() / READ_BLOCK);
     // A prompt may be skipped, and pages that were never written are quick to read.
-    memset(m.state.cache, 0, (size_t)(m.state.context / LANES) * block_at(g, 1, 0) * sizeof(float));
+    memset(pass->cache, 0, (size_t)(m.state.context / LANES) * block_at(g, 1, 0) * sizeof(float));
     bench(plan, n_threads);
     if (cores > 1) bench(plan, 1);
     printf("\nmemory beside the mapped file: %.0f MB, of which the cache of %d positions: %.0f MB\n",

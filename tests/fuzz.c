@@ -230,6 +230,14 @@ static int fuzz_fprintf(const char *format, ...) {
 
 static Tokenizer tiny;   // the real kind: tests/tiny
 static Model toy;        // 32 wide, with tiny's vocabulary
+static Pass toy_pass;    // what it runs with
+
+// A copy of the toy's pass, which an input may change
+static Pass *own_pass(void) {
+    static Pass pass;
+    pass = toy_pass;
+    return &pass;
+}
 
 static Bytes rest(const uint8_t *p, size_t n) { return (Bytes){p, n}; }
 
@@ -322,19 +330,21 @@ static void fuzz_model(Bytes in) {
     CHECK((int64_t)files[0].n == size && size_of(file.h) == size);
     int n = 5 + flags / 8 % 16, ids[21];
     if (g->max_seq_len > 4096) {
-        state_init(&e.model, g->max_seq_len, 1, 1, 1);  // enough memory for one of them
+        e.model.state.context = g->max_seq_len;
+        pass_init(&e.model, 1, 1, 1);  // enough memory for one of them
         return;
     }
     n = min_int(n, g->max_seq_len);
-    state_init(&e.model, n, n, 2, 1);
+    e.model.state.context = n;
+    e.pass = pass_init(&e.model, n, 2, 1);
     for (int i = 0; i < n; i++) ids[i] = (i * 7 + flags) % g->vocab_size;
     // all at once, and one by one: the same logits
     float *batched = alloc(g->vocab_size, sizeof(float), "a test");
-    const int *text = whole_cache(&e.model.state);
-    forward_text(&e.model, text, ids, n, 0, n);
-    memcpy(batched, classify(&e.model, n - 1, 1), g->vocab_size * sizeof(float));
-    for (int i = 0; i < n; i++) forward_text(&e.model, text, ids + i, 1, i, 1);
-    float *logits = classify(&e.model, 0, 1);
+    const int *text = whole_cache(e.pass);
+    forward_text(e.pass, text, ids, n, 0, n);
+    memcpy(batched, classify(e.pass, n - 1, 1), g->vocab_size * sizeof(float));
+    for (int i = 0; i < n; i++) forward_text(e.pass, text, ids + i, 1, i, 1);
+    float *logits = classify(e.pass, 0, 1);
     if (isfinite(sum_double(logits, g->vocab_size)))
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
     e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size};
@@ -569,16 +579,16 @@ static void fuzz_session(Bytes in) {
     }
     typed = in.p;
     n_typed = in.n;
-    app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .tokenizer = tiny}};
+    app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .pass = own_pass(), .tokenizer = tiny}};
     Engine *e = &app.engine;
     Options *o = &app.options;
     CHECK(o->model && o->mode >= -1 && o->mode < N_MODES && o->batch >= 1 && o->batch <= 512);
     int most = e->model.state.context;
-    e->model.state.batch = min_int(o->batch, e->model.state.batch);
+    e->pass->batch = min_int(o->batch, e->pass->batch);
     e->model.state.context = o->context > 0 && o->context < most ? o->context : most;
     if (o->n < 0 || o->n > 2) o->n = 2;
     e->max_new = o->n;
-    e->model.state.logit_rows = min_int(e->model.state.batch, e->model.state.logit_rows);
+    e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
     e->mode = o->mode < 0 ? CHAT : o->mode;
     if (e->mode == PERPLEXITY && e->model.state.context < 2) return;  // load_model() refuses it
     bool chat = e->mode == CHAT;
@@ -608,9 +618,9 @@ static void fuzz_session(Bytes in) {
 // A toy that can do what the options say, with a tokenizer and all of the cache
 static void app_start(App *app, int argc, char **argv) {
     Engine *e = &app->engine;
-    *app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .tokenizer = tiny}};
+    *app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .pass = own_pass(), .tokenizer = tiny}};
     e->mode = app->options.mode;
-    e->model.state.logit_rows = min_int(e->model.state.batch, e->model.state.logit_rows);
+    e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
     prepare_answers(app);
     prepare_places(app);
     n_written = 0;
@@ -726,11 +736,11 @@ static void fuzz_list(Bytes in) {
     read_at_once = more & 32 || ahead ? 0 : 1 + cache % 7;
     file_add("list", data.p, data.n);
     typed = data.p, n_typed = data.n;
-    const int blocks = toy.state.blocks, batch = toy.state.batch, context = toy.state.context;
+    const int blocks = toy_pass.n_blocks, batch = toy_pass.batch, context = toy.state.context;
     toy.state.context = contexts[edges >> 6];
-    const int one = (toy.state.context + toy.state.block_len - 1) / toy.state.block_len;
-    toy.state.blocks = min_int(one + cache / 8 % 8, blocks);  // some must give theirs back
-    toy.state.batch = atoi(batches[cache >> 6]);
+    const int one = (toy.state.context + toy_pass.block_len - 1) / toy_pass.block_len;
+    toy_pass.n_blocks = min_int(one + cache / 8 % 8, blocks);  // some must give theirs back
+    toy_pass.batch = atoi(batches[cache >> 6]);
     strcpy(seed, "7");
     char *list[] = {json ? "-L" : "-l", more & 16 ? "-" : "list", "-i", "Is this so?"};
     memcpy(argv + argc, list, sizeof(list));
@@ -748,7 +758,7 @@ static void fuzz_list(Bytes in) {
     CHECK((json ? nulls <= (size_t)reports : nulls == (size_t)reports) && status == (reports > 0));
     if (edges & 8) list_stopped(list_argc, argv, seed, data, rest(result, n), 1 + edges / 8 % 8 * 20 + cache);
     // up to 4 texts alone; what is JSON after mutation is not known here
-    toy.state.batch = batch;
+    toy_pass.batch = batch;
     if (given) argv[argc++] = "-i", argv[argc++] = "";  // no conversation
     Bytes texts = in, answers = rest(result, n);
     for (int i = 0; i < 4 && answers.n && (made || !json); i++) {
@@ -762,7 +772,7 @@ static void fuzz_list(Bytes in) {
         if (given) CHECK(answer.n > alone.n), answer.n = alone.n;
         CHECK(bytes_equal(bytes_of(&alone), answer));
     }
-    toy.state.blocks = blocks;
+    toy_pass.n_blocks = blocks;
     toy.state.context = context;
 }
 
@@ -973,7 +983,8 @@ static void set_up(void) {
     for (size_t i = 64; i < size / 4; i++) ((float *)file)[i] = (float)random_next(&rng) * 0.1f;
     file_add("toy", file, size);
     model_map(&toy, "toy");
-    state_init(&toy, 64, 16, 16, 8);
+    toy.state.context = 64;
+    toy_pass = *pass_init(&toy, 16, 16, 8);
     kept = n_blocks;
     n_files = 0;                                // what they map stays
 }

@@ -44,7 +44,8 @@ static void print_attention(int l) {
     for (int head = 0; head < n_heads; head++) {
         const int kv_head = head / (n_heads / m->config.n_kv_heads);
         const float *q = m->state.q + head * m->config.head_dim;
-        for (int i = 0; i < n; i++) score[i] = attention_score(m, l, kv_head, q, i);
+        for (int i = 0; i < n; i++)
+            score[i] = attention_score(q, key_at(m, l, i, kv_head), m->config.head_dim);
         const float total = softmax_terms(score, n, max_of(score, n));
         const int best = argmax(score, n);
         const bool ends = head == n_heads - 1 || head % HEADS_PER_LINE == HEADS_PER_LINE - 1;
@@ -61,8 +62,7 @@ int main(int argc, char **argv) {
     load_model(&app);
     encode_raw(&app.engine.tokenizer, bytes(argv[argc - 1]), &ids);
     const int n = (int)ids.n, n_layers = m->config.n_layers;
-    if (n < 1 || n > m->state.batch)
-        die("TEXT: expected 1 to %d tokens, found %d", m->state.batch, n);
+    if (n < 1 || n > MOST_TOKENS) die("TEXT: expected 1 to %d tokens, found %d", MOST_TOKENS, n);
     print_tokens();
     printf("\nlayers |x|  next           "
            "share, position and token that each head attends to most\n");

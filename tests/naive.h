@@ -25,16 +25,16 @@ static void merge_naively(const Tokenizer *t, Bytes s, Ids *out) {
 }
 
 // A text alone in the cache has its blocks in their order.
-static int *whole_cache(const State *s) {
-    int *blocks = alloc(s->blocks, sizeof(int), "a test");
-    for (int i = 0; i < s->blocks; i++) blocks[i] = i;
+static int *whole_cache(const Pass *p) {
+    int *blocks = alloc(p->n_blocks, sizeof(int), "a test");
+    for (int i = 0; i < p->n_blocks; i++) blocks[i] = i;
     return blocks;
 }
 
 // Runs n tokens of one text from position pos on. The last `needed` of them are needed.
-static bool forward_text(Model *m, const int *blocks, const int *tokens, int n, int pos, int needed) {
+static bool forward_text(Pass *p, const int *blocks, const int *tokens, int n, int pos, int needed) {
     for (int t = 0; t < n; t++) {
-        m->state.pass->rows[t] = (Row){.token = tokens[t], .pos = pos + t, .blocks = blocks, .needed = t >= n - needed};
+        p->rows[t] = (Row){.token = tokens[t], .pos = pos + t, .blocks = blocks, .needed = t >= n - needed};
     }
-    return forward_rows(m, n);
+    return forward_rows(p, n);
 }

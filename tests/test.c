@@ -131,7 +131,7 @@ enum { POSITIONS = 2 * SPAN + 90, WIDEST = 132 };
 
 // A model in memory: two query heads per kv head; no rows of whole tiles.
 // EXPERTS: 3 of 7, of which two are always equally likely
-static Model random_model(int group, int head_dim, int batch, Kind kind) {
+static Model random_model(int group, int head_dim, Kind kind) {
     Model m = {.config = {.dim = 2 * group, .hidden_dim = 3 * group, .n_layers = 2, .n_heads = 4,
                           .n_kv_heads = 2, .vocab_size = 77, .max_seq_len = POSITIONS, .head_dim = head_dim,
                           .group_size = group, .rope_theta = 1e4f, .rms_norm_eps = 1e-6f}};
@@ -169,9 +169,13 @@ static Model random_model(int group, int head_dim, int batch, Kind kind) {
             l->router = router;
         }
     }
-    state_init(&m, g->max_seq_len, batch, batch, 1);
+    m.state.context = g->max_seq_len;
+    state_init(&m);
     return m;
 }
+
+// What runs it in passes of `batch` rows
+static Pass *random_pass(const Model *m, int batch) { return pass_init(m, batch, batch, 1); }
 
 static void test_exp(void) {
     for (float x = -86.9f; x < 88; x += 0.01237f) {
@@ -363,29 +367,31 @@ static void test_matmul(void) {
 }
 
 // A text of its own for each model: blocks in reverse order, so that nobody reads them as they lie
-static int *scattered(State *s) {
-    s->block_table = whole_cache(s);
-    for (int i = 0; i < s->blocks; i++) s->block_table[i] = s->blocks - 1 - i;
-    return s->block_table;
+static int *scattered(const Pass *p) {
+    int *blocks = whole_cache(p);
+    for (int i = 0; i < p->n_blocks; i++) blocks[i] = p->n_blocks - 1 - i;
+    return blocks;
 }
 
 // The batch of a pass of n rows that has come to layer l
-static Batch *start_layer(Model *m, int l, int n) {
-    Batch *b = m->state.pass->b;
-    b->m = m, b->c = &m->config, b->s = &m->state, b->p = m->state.pass;
-    b->x = b->p->x, b->l = l, b->w = &m->weights.layers[l], b->n = n;
+static Batch *start_layer(Pass *p, int l, int n) {
+    Batch *b = p->b;
+    b->m = p->m, b->c = &p->m->config, b->p = p;
+    b->x = b->p->x, b->l = l, b->w = &p->m->weights.layers[l], b->n = n;
     return b;
 }
 
-// Store a key or a value (head_dim) of row t in layer b->l.
+// Store a key or a value (head_dim) of row t in layer b->l, and where Part I has it.
 static void put_key(const Batch *b, int t, int kv_head, const float *k) {
     const int pos = b->p->rows[t].pos;
-    for (int j = 0; j < b->c->head_dim; j++) *key_at(b->m, b->l, kv_head, pos, j) = k[j];
+    float *plain = key_at(b->m, b->l, pos, kv_head);
+    for (int j = 0; j < b->c->head_dim; j++) *key_in(kv_head_of(b, t, kv_head), pos, j) = plain[j] = k[j];
 }
 
 static void put_value(const Batch *b, int t, int kv_head, const float *v) {
     const int pos = b->p->rows[t].pos;
-    for (int j = 0; j < b->c->head_dim; j++) *value_at(b->m, b->l, kv_head, pos, j) = v[j];
+    float *plain = value_at(b->m, b->l, pos, kv_head);
+    for (int j = 0; j < b->c->head_dim; j++) *value_in(kv_head_of(b, t, kv_head), pos, j) = plain[j] = v[j];
 }
 
 // Random keys and values (head_dim) of layer b->l at the first n positions
@@ -399,8 +405,8 @@ static void fill_cache(const Batch *b, const int *blocks, int n) {
             put_key(b, 0, h, x);
             put_value(b, 0, h, x + c->head_dim);
             for (int j = 0; j < c->head_dim; j++) {
-                CHECK(*key_at(b->m, b->l, h, pos, j) == x[j]);
-                CHECK(*value_at(b->m, b->l, h, pos, j) == x[c->head_dim + j]);
+                CHECK(*key_in(kv_head_of(b, 0, h), pos, j) == x[j]);
+                CHECK(*value_in(kv_head_of(b, 0, h), pos, j) == x[c->head_dim + j]);
             }
         }
     }
@@ -411,13 +417,13 @@ static void check_attend(const Model *m, int l, int head, int pos) {
     const int head_dim = m->config.head_dim, len = pos + 1;
     double p[POSITIONS], total = 0, largest = -INFINITY;
     for (int i = 0; i < len; i++) {
-        p[i] = attention_score(m, l, head / 2, m->state.q + head * head_dim, i);
+        p[i] = attention_score(m->state.q + head * head_dim, key_at(m, l, i, head / 2), head_dim);
         largest = fmax(largest, p[i]);
     }
     for (int i = 0; i < len; i++) total += p[i] = exp(p[i] - largest);
     for (int j = 0; j < head_dim; j++) {
         double sum = 0;
-        for (int i = 0; i < len; i++) sum += p[i] * *value_at(m, l, head / 2, i, j);
+        for (int i = 0; i < len; i++) sum += p[i] * value_at(m, l, i, head / 2)[j];
         const float found = m->state.a[head * head_dim + j];
         CHECK(fabs(found - sum / total) <= 1e-5, "position %d, head %d, column %d", pos, head, j);
     }
@@ -431,11 +437,11 @@ static void check_attention(Model *m, Batch *b) {
     const size_t size = c->head_dim * sizeof(float);
     on_all_threads(attend_job, b);
     for (int t = 0; t < b->n; t++) {
-        memcpy(b->s->q, b->q + t * c->q_dim, c->q_dim * sizeof(float));
+        memcpy(m->state.q, b->q + t * c->q_dim, c->q_dim * sizeof(float));
         for (int h = 0; h < c->n_heads; h++) {
             const int at = h * c->head_dim;
             attend(m, b->l, h, b->p->rows[t].pos);
-            CHECK(!memcmp(b->a + t * c->q_dim + at, b->s->a + at, size), "token %d, head %d", t, h);
+            CHECK(!memcmp(b->a + t * c->q_dim + at, m->state.a + at, size), "token %d, head %d", t, h);
             check_attend(m, b->l, h, b->p->rows[t].pos);
         }
     }
@@ -445,17 +451,17 @@ static void check_attention(Model *m, Batch *b) {
 static void test_attention(void) {
     static const int head_dims[] = {24, 64, 88, WIDEST};  // also an odd number of vectors
     for (int i = 0; i < 4; i++) {
-        Model m = random_model(32, head_dims[i], 40, QWEN3);
-        State *s = &m.state;
-        Batch *b = start_layer(&m, 1, 0);
-        const int *blocks = scattered(s);
+        Model m = random_model(32, head_dims[i], QWEN3);
+        Pass *p = random_pass(&m, 40);
+        Batch *b = start_layer(p, 1, 0);
+        const int *blocks = scattered(p);
         fill_cache(b, blocks, POSITIONS);
         for (int round = 0; round < 10; round++) {
             b->n = round == 8 ? 2 : 1 + round % 4 * 13;
             int start = below(round < 4 ? 101 - b->n : POSITIONS + 1 - b->n);
             if (round == 4 || (round >= 6 && round <= 8)) start = 2 * SPAN + 1;
             if (round == 5) start = SPAN - 6;  // across spans
-            for (int t = 0; t < b->n; t++) s->pass->rows[t] = (Row){.pos = start + t, .blocks = blocks};
+            for (int t = 0; t < b->n; t++) p->rows[t] = (Row){.pos = start + t, .blocks = blocks};
             b->q = random_floats(b->n * m.config.q_dim);
             for (int j = 0; j < b->n * m.config.q_dim; j++) b->q[j] *= 5;
             check_attention(&m, b);
@@ -466,17 +472,18 @@ static void test_attention(void) {
 // Scores of -infinity count as 0, even if they are all those of a span; one NaN makes a row NaN.
 static void test_attention_not_finite(void) {
     for (int round = 0; round < 2; round++) {
-        Model m = random_model(64, 32, 40, QWEN3);
+        Model m = random_model(64, 32, QWEN3);
         State *s = &m.state;
-        Batch *b = start_layer(&m, 0, 1);
+        Pass *p = random_pass(&m, 40);
+        Batch *b = start_layer(p, 0, 1);
         float huge[32], nan[32];
-        const int *blocks = scattered(s);
+        const int *blocks = scattered(p);
         fill_cache(b, blocks, POSITIONS);
         for (int j = 0; j < 32; j++) huge[j] = -3e38f, nan[j] = NAN;
-        for (int i = 0; i < SPAN; i++) s->pass->rows[0].pos = i + round * SPAN, put_key(b, 0, 0, huge);
-        s->pass->rows[0].pos = round * SPAN + 10;
+        for (int i = 0; i < SPAN; i++) p->rows[0].pos = i + round * SPAN, put_key(b, 0, 0, huge);
+        p->rows[0].pos = round * SPAN + 10;
         put_key(b, 0, 1, nan);
-        s->pass->rows[0].pos = POSITIONS - 1;
+        p->rows[0].pos = POSITIONS - 1;
         for (int i = 0; i < m.config.q_dim; i++) b->q[i] = s->q[i] = 5;
         on_all_threads(attend_job, b);
         for (int h = 0; h < 4; h++) {
@@ -493,23 +500,24 @@ static void test_attention_reads_nothing_later(void) {
     static const float values[] = {NAN, INFINITY, -INFINITY};
     for (int trial = 0; trial < 100; trial++) {
         static float finite[40 * 4 * WIDEST];
-        Model m = random_model(32, trial % 2 ? 40 : 64, 40, QWEN3);
-        const int *blocks = scattered(&m.state);
+        Model m = random_model(32, trial % 2 ? 40 : 64, QWEN3);
+        Pass *p = random_pass(&m, 40);
+        const int *blocks = scattered(p);
         const int n = 1 + below(40), start = trial % 3 ? below(300) : SPAN - below(n);
         const int bad = below(n + 1), q_dim = m.config.q_dim;
-        Batch *b = start_layer(&m, 0, n);
+        Batch *b = start_layer(p, 0, n);
         float huge[WIDEST];
         for (int j = 0; j < WIDEST; j++) huge[j] = values[(trial + j * (trial % 5 == 0)) % 3];
         fill_cache(b, blocks, POSITIONS);
         memcpy(b->q, random_floats(n * q_dim), n * q_dim * sizeof(float));
-        for (int t = 0; t < n; t++) m.state.pass->rows[t] = (Row){.pos = start + t, .blocks = blocks};
+        for (int t = 0; t < n; t++) p->rows[t] = (Row){.pos = start + t, .blocks = blocks};
         on_all_threads(attend_job, b);
         memcpy(finite, b->a, n * q_dim * sizeof(float));
         for (int pos = start + bad; pos < start + n + 2 * LANES; pos += pos < start + n ? n : 1) {
-            m.state.pass->rows[0].pos = pos;
+            p->rows[0].pos = pos;
             for (int h = 0; h < 2; h++) put_key(b, 0, h, huge), put_value(b, 0, h, huge);
         }
-        m.state.pass->rows[0].pos = start;
+        p->rows[0].pos = start;
         on_all_threads(attend_job, b);
         for (int t = 0; t < n; t++) {
             CHECK(memcmp(b->a + t * q_dim, finite + t * q_dim, q_dim * sizeof(float)) == 0 || t >= bad,
@@ -521,23 +529,23 @@ static void test_attention_reads_nothing_later(void) {
 
 // With a query that is 400 times the key of position i, the answer is the value of position i.
 static void test_attention_one_hot(void) {
-    Model m = random_model(64, 32, 40, QWEN3);
-    State *s = &m.state;
+    Model m = random_model(64, 32, QWEN3);
+    Pass *p = random_pass(&m, 40);
     const Config *c = &m.config;
-    Batch *b = start_layer(&m, 1, 3);
-    const int *blocks = scattered(s);
+    Batch *b = start_layer(p, 1, 3);
+    const int *blocks = scattered(p);
     fill_cache(b, blocks, 40);
     int wanted[3 * 4];  // by tokens and heads
     for (int i = 0; i < 3 * c->n_heads; i++) {
-        s->pass->rows[i / c->n_heads] = (Row){.pos = 37 + i / c->n_heads, .blocks = blocks};
+        p->rows[i / c->n_heads] = (Row){.pos = 37 + i / c->n_heads, .blocks = blocks};
         wanted[i] = below(38 + i / c->n_heads);
         for (int j = 0; j < c->head_dim; j++)
-            b->q[i * c->head_dim + j] = 400 * *key_at(&m, b->l, i % c->n_heads / 2, wanted[i], j);
+            b->q[i * c->head_dim + j] = 400 * key_at(&m, b->l, wanted[i], i % c->n_heads / 2)[j];
     }
     on_all_threads(attend_job, b);
     for (int i = 0; i < 3 * c->n_heads; i++) {
         for (int j = 0; j < c->head_dim; j++) {
-            float expected = *value_at(&m, b->l, i % c->n_heads / 2, wanted[i], j);
+            float expected = value_at(&m, b->l, wanted[i], i % c->n_heads / 2)[j];
             CHECK(fabsf(b->a[i * c->head_dim + j] - expected) < 0.01f, "row %d, column %d", i, j);
         }
     }
@@ -553,13 +561,14 @@ static void test_batches(void) {
         float *expected = NULL;
         for (int batch = 1; batch <= 60; batch += batch < 3 ? 1 : 19) {
             rng = same;
-            Model m = random_model(64, head_dim, 60, kind);
+            Model m = random_model(64, head_dim, kind);
             float *logits = random_floats(60 * 77);
-            const int *blocks = scattered(&m.state);
+            Pass *p = random_pass(&m, 60);
+            const int *blocks = scattered(p);
             for (int pos = 0; pos < 60; pos += batch) {
                 int n = min_int(batch, 60 - pos);
-                CHECK(forward_text(&m, blocks, tokens + pos, n, pos, n));
-                memcpy(logits + pos * 77, classify(&m, 0, n), n * 77 * sizeof(float));
+                CHECK(forward_text(p, blocks, tokens + pos, n, pos, n));
+                memcpy(logits + pos * 77, classify(p, 0, n), n * 77 * sizeof(float));
             }
             if (expected) CHECK(!memcmp(logits, expected, 60 * 77 * sizeof(float)), "batch %d", batch);
             expected = logits;
@@ -572,26 +581,30 @@ static void test_batches(void) {
 static void test_layers(void) {
     for (int kind = QWEN3; kind <= EXPERTS; kind++) {
         for (int n = 1; n <= 40; n += 13) {
-            Model m = random_model(32, kind == QWEN2 ? 48 : 64, 40, kind), plain = m;
+            Model m = random_model(32, kind == QWEN2 ? 48 : 64, kind);
+            Pass *p = random_pass(&m, 40);
             const Config *c = &m.config;
-            const int *blocks = scattered(&m.state);
-            state_init(&plain, POSITIONS, 40, 40, 1);
-            Batch *b = start_layer(&m, 0, 0);
+            const int *blocks = scattered(p);
+            Batch *b = start_layer(p, 0, 0);
             for (b->l = 0; b->l < 2; b->l++) fill_cache(b, blocks, 300);
-            memcpy(plain.state.cache, m.state.cache, m.state.blocks * block_size(c) * sizeof(float));
-            plain.state.block_table = m.state.block_table;
             for (int t = 0; t < n; t++) {
-                m.state.pass->rows[t] = (Row){.token = below(77), .pos = 250 + t, .blocks = blocks, .needed = true};
+                p->rows[t] = (Row){.token = below(77), .pos = 250 + t, .blocks = blocks, .needed = true};
             }
-            CHECK(forward_rows(&m, n));
-            const float *logits = classify(&m, 0, n);
+            CHECK(forward_rows(p, n));
+            const float *logits = classify(p, 0, n);
             for (int t = 0; t < n; t++, logits += 77) {
-                const Row *row = &m.state.pass->rows[t];
-                CHECK(forward(&plain, row->token, row->pos));
-                CHECK(!memcmp(m.state.pass->x + t * c->dim, plain.state.x, c->dim * sizeof(float)), "row %d", t);
-                CHECK(!memcmp(logits, compute_logits(&plain), 77 * sizeof(float)), "kind %d, row %d", kind, t);
+                const Row *row = &p->rows[t];
+                CHECK(forward(&m, row->token, row->pos));
+                CHECK(!memcmp(p->x + t * c->dim, m.state.x, c->dim * sizeof(float)), "row %d", t);
+                CHECK(!memcmp(logits, compute_logits(&m), 77 * sizeof(float)), "kind %d, row %d", kind, t);
             }
-            CHECK(!memcmp(m.state.cache, plain.state.cache, m.state.blocks * block_size(c) * sizeof(float)));
+            for (int i = 0; i < 2 * 300 * c->kv_dim; i++) {
+                const int l = i / (300 * c->kv_dim), pos = i / c->kv_dim % 300, h = i / c->head_dim % c->n_kv_heads;
+                const KvHead kv = {p, blocks, l, h};
+                const int j = i % c->head_dim;
+                CHECK(*key_in(kv, pos, j) == key_at(&m, l, pos, h)[j], "layer %d, position %d", l, pos);
+                CHECK(*value_in(kv, pos, j) == value_at(&m, l, pos, h)[j], "layer %d, position %d", l, pos);
+            }
         }
     }
 }
@@ -638,12 +651,13 @@ static void test_experts_not_finite(void) {
         CHECK(!choose_experts(&c, term, share), "%d", i);
         for (int e = 0; e < 7; e++) CHECK(share[e] == 0);
     }
-    Model m = random_model(32, 32, 20, EXPERTS);
-    Batch *b = start_layer(&m, 0, 20);
-    memcpy(m.state.pass->x, random_floats(20 * m.config.dim), 20 * m.config.dim * sizeof(float));
-    m.state.pass->x[5 * m.config.dim + 3] = -INFINITY;
+    Model m = random_model(32, 32, EXPERTS);
+    Pass *p = random_pass(&m, 20);
+    Batch *b = start_layer(p, 0, 20);
+    memcpy(p->x, random_floats(20 * m.config.dim), 20 * m.config.dim * sizeof(float));
+    p->x[5 * m.config.dim + 3] = -INFINITY;
     on_all_threads(experts_job, b);
-    for (int t = 0; t < 20; t++) CHECK(isfinite(m.state.pass->x[t * m.config.dim]) == (t != 5), "token %d", t);
+    for (int t = 0; t < 20; t++) CHECK(isfinite(p->x[t * m.config.dim]) == (t != 5), "token %d", t);
     CHECK(b->routing->place[b->routing->n_chosen] == 19 * 3);
 }
 
@@ -714,7 +728,7 @@ static void test_frequencies(void) {
     }
     g.rope_scaling = 2, g.rope_freq = freq;
     for (int j = 0; j < 4; j++) CHECK(rope_frequency(&g, j) == freq[j], "j %d", j);
-    Model m = random_model(32, 32, 1, false);
+    Model m = random_model(32, 32, QWEN3);
     rope_angles(&m.config, 0, m.state.cos, m.state.sin);
     CHECK(m.state.cos[0] == 1);
     m.config.rope_scaling = 2, m.config.rope_factor = 1.25f, m.config.rope_freq = random_floats(64);
@@ -836,11 +850,10 @@ static void test_draft(void) {
     for (int trial = 0; trial < 3000; trial++) {
         int ids[80], n = NGRAM + below(60), most = below(2 * draft_rows()), from = n - 1;
         int users[80] = {0}, blocks[80], limit = below(3);  // what limits the draft
-        Engine e = {.users = users, .n_unused = limit == 1 ? most : 80 - n};
+        Pass pass = {.block_len = 1};
+        Engine e = {.pass = &pass, .users = users, .n_unused = limit == 1 ? most : 80 - n};
         Slot slot = {.blocks = blocks};
-        Text a = {.ids = {ids, n, 80}, .slot = &slot};
-        e.model.state.block_len = 1;
-        e.model.state.context = limit == 0 ? n + most : 80;
+        Text a = {.ids = {ids, n, 80}, .slot = &slot, .context = limit == 0 ? n + most : 80};
         for (int i = 0; i < n; i++) ids[i] = below(2);
         e.n_unused += n;
         take_blocks(&e, &a, 0, 0);
@@ -865,9 +878,9 @@ static void start_engine(Engine *e, const Sampler *sampler) {
     writer.held.p = grow(writer.held.p, &writer.held.cap, 0, 100, 1);
     e->n_places = 1;
     e->n_running = e->n_texts = 0;
-    e->n_unused = e->model.state.blocks;
-    e->users = alloc(e->model.state.blocks, sizeof(int), "a test");
-    e->nll = alloc(e->model.state.logit_rows, sizeof(double), "a test");
+    e->n_unused = e->pass->n_blocks;
+    e->users = alloc(e->pass->n_blocks, sizeof(int), "a test");
+    e->nll = alloc(e->pass->logit_rows, sizeof(double), "a test");
     for (int i = 0; i < 2; i++) {
         e->order[i] = &e->places[i];
         e->places[i] = (Text){.sampler = *sampler, .writer = &writer, .slot = &e->slots[i]};
@@ -893,7 +906,7 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
         drop_blocks(e, &e->places[i]);
         e->places[i].sampler = *sampler;
     }
-    CHECK(e->n_unused == e->model.state.blocks);
+    CHECK(e->n_unused == e->pass->n_blocks);
     for (int turn = 0; turn < 2; turn++) {
         for (size_t i = 0; i < prompt->n; i++) ids_add(&ids, prompt->p[i]);
         Text *a = add_text(e, ids.p, ids.n);
@@ -922,13 +935,14 @@ static void test_drafts(void) {
     int passes[2] = {0}, endings[FAILED + 1] = {0};
     for (int k = 0; k < 2; k++) {
         rng = 78;  // whose model repeats itself
-        e[k].model = random_model(32, 8, k ? 16 : 1, false);
+        e[k].model = random_model(32, 8, QWEN3);
+        e[k].pass = random_pass(&e[k].model, k ? 16 : 1);
         int vocab_size = e[k].model.config.vocab_size;
         e[k].tokenizer = (Tokenizer){.vocab_size = vocab_size, .think = -1, .end_think = -1,
                                      .text = alloc(vocab_size, sizeof(Bytes), "a test"),
                                      .kind = alloc(vocab_size, 1, "a test")};
     }
-    e[1].model.state.logit_rows = min_int(16, 2 * draft_rows());
+    e[1].pass->logit_rows = min_int(16, 2 * draft_rows());
     Sampler sampler = random_sampler(0, 1, 0);
     sampler.in_answer = alloc(77, sizeof(bool), "a test");
     sampler.seen = alloc(77, sizeof(bool), "a test");
@@ -992,13 +1006,14 @@ static void test_draft_that_overflows(void) {
         e = (Engine){.max_new = -1};
         rng = 5;
         Model *m = &e.model;
-        *m = random_model(32, 8, 16, QWEN3);
+        *m = random_model(32, 8, QWEN3);
+        e.pass = random_pass(m, 16);
         float *column = (float *)m->weights.embedding.scales, *wv = (float *)m->weights.layers[0].wv.scales;
         for (int id = 0; id < 77; id++)     // the first group of x
             column[id / PANEL * 2 * PANEL + id % PANEL] = id == BAD ? 1 : 0;
         for (int row = 0; row < m->config.kv_dim; row++)  // which only V reads so
             wv[row / PANEL * 2 * PANEL + row % PANEL] = 3e38f;
-        m->state.logit_rows = min_int(16, 2 * draft_rows());
+        e.pass->logit_rows = min_int(16, 2 * draft_rows());
         Writer writer = {0};
         e.tokenizer = (Tokenizer){.vocab_size = 77, .think = -1, .end_think = -1,
                                   .text = (Bytes[77]){{0}}, .kind = (uint8_t[77]){0}};
@@ -1012,7 +1027,7 @@ static void test_draft_that_overflows(void) {
         e.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
         CHECK(forward_texts(&e) && (a->slot->drafted > 0) == (drafting && TILE_TOKENS > 1));
         draw_all(&e);  // with temperature 0: the logits stay as they are
-        const float *logits = m->state.pass->logits;
+        const float *logits = e.pass->logits;
         CHECK(a->n_run == N + 1 && a->ids.n == N + 2 && isfinite(sum_double(logits, 77)));
         if (drafting) CHECK(!memcmp(expected, logits, sizeof(expected)));
         memcpy(expected, logits, sizeof(expected));
@@ -1021,7 +1036,7 @@ static void test_draft_that_overflows(void) {
 
 // At far positions an angle is large; its cosine is that of the float product, as in transformers.
 static void test_far_positions(void) {
-    Model m = random_model(64, 64, 1, false);
+    Model m = random_model(64, 64, QWEN3);
     for (int pos = 1; pos < 1 << 20; pos = pos * 3 + 1) {
         rope_angles(&m.config, pos, m.state.cos, m.state.sin);
         for (int j = 0; j < 32; j++) {
@@ -1561,7 +1576,7 @@ static void test_far_logits(void) {
     static Engine e;
     static float logits;
     Pass pass = {.logits = &logits};
-    e.model.state.pass = &pass;
+    e.pass = &pass;
     e.tokenizer.vocab_size = 1 << 30;
     CHECK((uintptr_t)logits_of(&e, 31) - (uintptr_t)&logits == 4 * 31ull << 30);
 }
