@@ -6,6 +6,7 @@
 # make test       makes a virtual environment in tests/.venv and tests everything that is promised
 # make test-all   tests what takes longer: sanitizers, fuzzing, long tables, other compilers and systems
 # make bench      measures this build on this machine, with a synthetic model: MODEL=0.6b BITS=8
+# make quality    compares 8 and 4 bits with the unquantized model: SOURCE=ORG/NAME
 # make plain      builds ./qwen3-plain from the definitions in Part I of qwen3.c: one thread, no SIMD
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
@@ -64,6 +65,10 @@ GROUP = 0
 LAYERS = 0
 bench: tests/bench
 	tests/bench $(MODEL) $(BITS) $(GROUP) $(LAYERS)
+
+PYTHON = tests/.venv/bin/python
+quality: qwen3 tests/test tests/.venv
+	$(PYTHON) tests/quality.py '$(SOURCE)' $(TEXTS)
 
 portable: NATIVE =
 portable: qwen3
@@ -165,5 +170,5 @@ clean:
 	      tests/libfuzzer .flags
 	rm -rf release
 
-.PHONY: plain run journey bench portable install uninstall debug check test test-all answer sums \
+.PHONY: plain run journey bench quality portable install uninstall debug check test test-all answer sums \
         notes fuzz clean FORCE

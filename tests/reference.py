@@ -305,6 +305,11 @@ class Model(Transformer):
         tensors = {}
         for file in sorted(directory.glob("*.safetensors")):
             tensors.update(read_safetensors(file))
+        return cls.from_tensors(hf, tensors, precision, group)
+
+    @classmethod
+    def from_tensors(cls, hf, tensors, precision="q8", group=None):
+        """hf is config.json's object; tensors are by name, with or without "model."."""
         qwen2 = hf["architectures"] == ["Qwen2ForCausalLM"]
         moe = hf["architectures"] == ["Qwen3MoeForCausalLM"]
         experts = hf.get("num_experts", hf.get("num_local_experts")) if moe else 0

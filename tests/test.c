@@ -1708,6 +1708,20 @@ static int print_prompt(App *app) {
     return EXIT_SUCCESS;
 }
 
+// Prints, as floats, the logits after each of the ids of stdin, which are one text.
+static int print_logits(Model *m) {
+    const State *s = &m->state;
+    Ids ids = {0};
+    for (int id; scanf("%d", &id) == 1;) ids_add(&ids, id);
+    for (int pos = 0, count; pos < (int)ids.n; pos += count) {
+        count = min_int((int)ids.n - pos, min_int(s->batch, s->logit_rows));
+        if (!forward_text(m, s->block_table, ids.p + pos, count, pos, count)) return EXIT_FAILURE;
+        const size_t n = (size_t)count * m->config.vocab_size;
+        if (fwrite(classify(m, 0, count), sizeof(float), n, stdout) != n) return EXIT_FAILURE;
+    }
+    return EXIT_SUCCESS;
+}
+
 static int run_small_pool(int argc, char **argv) {  // argv: BLOCKS, and qwen3's arguments
     static App app;
     most_blocks = atoi(argv[0]);
@@ -1724,11 +1738,14 @@ int main(int argc, char **argv) {
     else if (argc == 1) return unit_tests();
     if (!strcmp(mode, "list") && argc > 2) return run_small_pool(argc - 1, argv + 1);
     bool rendering = !strcmp(mode, "render") && argc == 3 && strlen(argv[2]) == 1 && strchr("01", *argv[2]);
-    if (!rendering && (strcmp(mode, "tokens") || argc != 2))
-        die_usage("usage: tests/test, tests/test tokens MODEL or tests/test render MODEL 0|1");
+    const bool scoring = !strcmp(mode, "logits");
+    if (!rendering && ((strcmp(mode, "tokens") && !scoring) || argc != 2))
+        die_usage("usage: tests/test, tests/test tokens MODEL, logits MODEL or render MODEL 0|1");
     static App app;
-    app.options = (Options){.model = argv[1], .mode = TOKENIZE, .context = -1, .think = rendering && *argv[2] == '1'};
+    app.options = (Options){.model = argv[1], .mode = scoring ? PERPLEXITY : TOKENIZE, .context = -1, .batch = 128,
+                            .think = rendering && *argv[2] == '1'};
     quiet = rendering;
     load_model(&app);
+    if (scoring) return print_logits(&app.engine.model);
     return rendering ? print_prompt(&app) : print_tokens(&app.engine.tokenizer);
 }
