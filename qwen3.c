@@ -4068,58 +4068,105 @@ typedef struct {
     double low;             // the least value; of a TEXT, number of bytes
     double high;            // the greatest
     const char *expected;   // what the value should be; NULL: a number from low to high
-    const char *others[2];  // what other programs call it
+    const char *others;     // what other programs call it
 } Option;
 
 #define PLACE(name) offsetof(Options, name)
 enum { LONGEST_PATH = 4000 };
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, {"--prompt"}},
-    {'f', TEXT, PLACE(file), 1, LONGEST_PATH, "a file's name, or -", {"--file"}},
-    {'l', TEXT, PLACE(list), 1, LONGEST_PATH, "a file's name, or -", {"--json"}},
-    {'L', TEXT, PLACE(json_list), 1, LONGEST_PATH, "a file's name, or -", {NULL}},
-    {'w', TEXT, PLACE(out), 1, LONGEST_PATH, "a file's name", {NULL}},
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, "prompt input"},
+    {'f', TEXT, PLACE(file), 1, LONGEST_PATH, "a file's name, or -", "file prompt-file"},
+    {'l', TEXT, PLACE(list), 1, LONGEST_PATH, "a file's name, or -", "list batch"},
+    {'L', TEXT, PLACE(json_list), 1, LONGEST_PATH, "a file's name, or -", NULL},
+    {'w', TEXT, PLACE(out), 1, LONGEST_PATH, "a file's name", "output output-file"},
     {'m', MODE, PLACE(mode), 0, N_MODES - 1,
-     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", {NULL}},
-    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, {"--system-prompt", "--system"}},
-    {'r', INTEGER, PLACE(think), 0, INT_MAX, NULL, {NULL}},
-    {'o', TEXT, PLACE(answers), 0, INT_MAX, NULL, {NULL}},
-    {'t', REAL, PLACE(temperature), 0, 1000, NULL, {"--temp", "--temperature"}},
-    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", {"--top-p"}},
-    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, {"--top-k"}},
-    {'a', REAL, PLACE(presence), 0, 2, NULL, {"--presence-penalty"}},
-    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, {"--repeat-penalty"}},
-    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", {"--reverse-prompt"}},
-    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", {"--seed"}},
-    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL, {"--n-predict", "--predict"}},
-    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, {"--ctx-size"}},
-    {'b', INTEGER, PLACE(batch), 1, 512, NULL, {"--batch-size"}},
-    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, {"--threads"}},
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", "mode"},
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, "system system-prompt sys"},
+    {'r', INTEGER, PLACE(think), 0, INT_MAX, "0 (off), 1 (on) or N (on, for at most N tokens)",
+     "reasoning-budget thinking-budget"},
+    {'o', TEXT, PLACE(answers), 0, INT_MAX, NULL, "choices"},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, "temp temperature"},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", "top-p"},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, "top-k"},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, "presence-penalty"},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, "repeat-penalty repetition-penalty"},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", "stop reverse-prompt"},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", "seed"},
+    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL,
+     "n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens"},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, "ctx-size num-ctx context max-model-len"},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, "batch-size"},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, "threads"},
 };
 
+static const struct { const char *others, *here; } hints[] = {
+    {"model model-path", "MODEL without an option"},
+    {"quiet silent", "-q"},
+    {"verbose", "-v"},
+    {"think thinking enable-thinking reasoning", "-r 1, or -r N for at most N tokens"},
+    {"no-think no-thinking nothink hidethinking", "-r 0"},
+    {"json jsonl", "-L FILE, a list in JSON, or -o 'TEXT|TEXT'"},
+    {"grammar grammar-file json-schema format", "-o 'TEXT|TEXT', the answers to choose from"},
+    {"chat conversation cnv interactive", "nothing: without -i and -f it chats"},
+    {"embedding embeddings", "-m embed"},
+    {"stream", "nothing: answers come as they are made"},
+    {"ng ngl gpu-layers n-gpu-layers device", "nothing: all runs on the CPU"},
+};
+
+// Is an argument's name, without dashes and up to =, one of these words? For -, it may have _.
+static bool is_called(const char *arg, const char *words) {
+    const char *name = arg + strspn(arg, "-");
+    const size_t n = strcspn(name, "=");
+    for (size_t length; words && *words; words += length, words += strspn(words, " ")) {
+        size_t i = 0;
+        while (i < n && words[i] == (name[i] == '_' ? '-' : name[i])) i++;
+        length = strcspn(words, " ");
+        if (n > 0 && i == n && i == length) return true;
+    }
+    return false;
+}
+
 // The option that an argument is. If it is none, that ends the program, with the likely mistake.
-static const Option *option_named(const char *arg, const char *model) {
-    const size_t n = strcspn(arg, "=");
-    for (size_t i = 0; i < 2 * sizeof(options) / sizeof(*options); i++) {
-        const char letter = options[i / 2].letter, *other = options[i / 2].others[i % 2];
-        const bool begins = arg[0] == '-' && arg[1] == letter;
-        if (begins && !arg[2]) return &options[i / 2];
-        if (begins && isdigit((uint8_t)arg[2]))
-            die_usage("%.80s: unknown option, expected a space: -%c %.80s", arg, letter, arg + 2);
-        if (other && strlen(other) == n && !strncmp(arg, other, n))
+static const Option *option_named(const char *arg) {
+    enum { N = sizeof(options) / sizeof(*options), N_HINTS = sizeof(hints) / sizeof(*hints) };
+    for (size_t i = 0; i < N; i++) {
+        const char letter = options[i].letter;
+        const bool begins = arg[1] == letter;
+        if (begins && !arg[2]) return &options[i];
+        if (begins && strchr("0123456789.-=", arg[2]))
+            die_usage("%.80s: unknown option, expected a space: -%c %.80s", arg, letter,
+                      arg + 2 + (arg[2] == '='));
+        if (is_called(arg, options[i].others))
             die_usage("%.80s: unknown option, expected -%c; -h lists all", arg, letter);
     }
-    if (arg[0] == '-')
-        die_usage("%.80s: unknown option, expected one that -h lists%s", arg,
-                  !strncmp(arg, "-ng", 3) ? " (all runs on the CPU)"
-                  : strstr(arg, "-model") ? " (MODEL without an option)" : "");
-    if (!strcmp(model, "run"))
-        die_usage("run: unexpected, there are no commands: qwen3 MODEL (a .bin file)");
-    if (strlen(arg) > 4 && !strcmp(arg + strlen(arg) - 4, ".bin"))
-        die_usage("%.80s: a second model, expected one, found \"%.99s\" before it", arg, model);
-    die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
-              "-i \"%.80s\"", arg, model, arg);
+    for (size_t i = 0; i < N_HINTS; i++) {
+        if (is_called(arg, hints[i].others))
+            die_usage("%.80s: unknown option, expected %s", arg, hints[i].here);
+    }
+    die_usage("%.80s: unknown option, expected one that -h lists", arg);
+}
+
+// Does a text begin with a dash or a quote of typography, U+2010 to U+201F, or its minus?
+static bool is_typographic(const char *text) {
+    const bool dash_or_quote = !strncmp(text, "\xE2\x80", 2) && (text[2] & 0xF0) == 0x90;
+    return dash_or_quote || !strncmp(text, "\u2212", 3);
+}
+
+// An argument that is no option, and stands after `before`, is MODEL. Else it ends the program.
+static void set_model(Options *o, const char *arg, const char *before) {
+    const char *odd = is_typographic(arg) ? arg : is_typographic(before) ? before : NULL;
+    if (odd)
+        die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
+    if (!o->model && is_called(arg, "run pull serve chat list show") && !file_mode(arg))
+        die_usage("%s: unexpected, there are no commands: qwen3 MODEL (a .bin file, which "
+                  "export.py makes)", arg);
+    if (o->model && strlen(arg) > 4 && !strcmp(arg + strlen(arg) - 4, ".bin"))
+        die_usage("%.80s: a second model, expected one, found \"%.99s\" before it", arg, o->model);
+    if (o->model)
+        die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
+                  "-i \"%.80s\"", arg, o->model, arg);
+    o->model = arg;
 }
 
 // Sets an option, or ends the program if it can't have this value, or has none.
@@ -4144,8 +4191,9 @@ static void set_option(Options *o, const Option *option, const char *value) {
     snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
     const bool in_range = number >= option->low && number <= option->high;
     if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
-        die_usage("-%c: bad value, expected %s, found \"%.80s\"", option->letter,
-                  option->expected ? option->expected : range, value);
+        die_usage("-%c: bad value, expected %s, found \"%.80s\"%s", option->letter,
+                  option->expected ? option->expected : range, value,
+                  option->type == REAL && strchr(value, ',') ? "; a point parts decimals" : "");
     if (option->type == REAL) *(float *)place = (float)number;
     if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
 }
@@ -4190,8 +4238,8 @@ static Options parse_options(int argc, char **argv) {
             die_usage("%s: given twice, expected once", arg);
         if (!strcmp(arg, "-q")) quiet = true;
         else if (!strcmp(arg, "-v")) o.verbose = true;
-        else if (arg[0] != '-' && !o.model) o.model = arg;
-        else set_option(&o, option_named(arg, o.model), argv[++i]);  // NULL after the last one
+        else if (arg[0] != '-') set_model(&o, arg, argv[i - 1]);
+        else set_option(&o, option_named(arg), argv[++i]);  // NULL after the last one
     }
     if (!o.model || !*o.model || strlen(o.model) > LONGEST_PATH)
         die_usage("MODEL: %s, expected a .bin file; -h shows more",

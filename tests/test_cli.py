@@ -111,11 +111,24 @@ def test_help_into_a_full_disk():
     (("-m", "models/M", "-i", "x"), ["MODEL goes without -m"]),
     (("run", "M"), ["run: ", "no commands", "qwen3 MODEL"]), (("M", "-i", "a", "b"), ["b: ", "in quotes"]),
     (("M.bin", "N.bin"), ["N.bin: a second model", '"M.bin"']),
-    (("M", "-ngl", "99"), ["-ngl: unknown option", "all runs on the CPU"]), (("M", "--json"), ["expected -l"]),
+    (("M", "-ngl", "99"), ["-ngl: unknown option", "all runs on the CPU"]), (("M", "--json"), ["--json", "-L FILE"]),
     *[(("M", other, "1"), [other, f"expected {option}"]) for other, option in (
         ("--temp", "-t"), ("--temperature", "-t"), ("--top-p", "-p"), ("--top-k", "-k"), ("--seed", "-s"),
         ("--prompt", "-i"), ("--threads", "-j"), ("--ctx-size", "-c"), ("--n-predict", "-n"),
-        ("--temp=1", "-t"))],
+        ("--temp=1", "-t"), ("--max-tokens", "-n"), ("--max_tokens", "-n"), ("--top_p", "-p"), ("--top_k=3", "-k"),
+        ("-temp", "-t"), ("--system", "-y"), ("-sys", "-y"), ("--repeat_penalty", "-e"), ("--stop", "-x"),
+        ("--num_ctx", "-c"), ("--think", "-r 1"), ("--enable_thinking", "-r 1"), ("--no-think", "-r 0"),
+        ("--verbose", "-v"), ("--quiet", "-q"), ("--grammar", "-o 'TEXT|TEXT'"), ("--json-schema", "-o 'TEXT|TEXT'"),
+        ("--format", "-o 'TEXT|TEXT'"), ("--embedding", "-m embed"), ("--interactive", "nothing: without -i"),
+        ("--stream", "nothing"), ("-i=x", "a space: -i x"), ("-t.7", "a space: -t .7"))],
+    *[((command, "qwen3"), [f"{command}: ", "no commands", "qwen3 MODEL", "export.py"])
+      for command in ("pull", "run", "chat", "list")], (("serve",), ["serve: ", "no commands"]),
+    (("M", "-t", "0,7"), ['"0,7"', "point"]), (("M", "-p", "0,9"), ['"0,9"', "point"]),
+    (("M", "-r", "on"), ["0 (off), 1 (on) or N", '"on"']),
+    *[(args, [word, "typographic", "expected - or \""]) for word, args in (
+        ("\u2013i", ("M", "\u2013i", "Hi")), ("\u2013i", ("\u2013i", "Hi", "M")), ("\u2014n", ("M", "\u2014n", "3")),
+        ("\u2212n", ("M", "-i", "x", "\u2212n", "3")), ("\u201cWhat", ("M", "-i", "\u201cWhat", "is")),
+        ("\u2018What", ("-i", "\u2018What", "is", "M")), ("\u201eWas", ("M", "\u201eWas", "ist")))],
     (("M", "--model", "1"), ["--model", "MODEL without an option"])],
     ids=lambda x: " ".join(x))
 def test_likely_first_mistakes(args, words):
