@@ -1837,6 +1837,13 @@ static Char code_point_at(Bytes text, size_t at) {
     return (Char){.c = c, .n = n};
 }
 
+// Returns the offset of the first byte that is not UTF-8, or text.n if all are.
+static size_t find_bad_byte(Bytes text) {
+    size_t at = 0;
+    for (Char c; at < text.n && (c = code_point_at(text, at)).c < BAD_BYTE;) at += c.n;
+    return at;
+}
+
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
     if (at >= text.n) return (Char){0, 0, END, false};
     const Char c = code_point_at(text, at);
@@ -2861,6 +2868,8 @@ typedef struct {
     bool can_switch;  // thinking can be switched on and off,
     bool switched_on; // and is on: -r
     bool noticed;     // the notices have been given
+    Buffer not_utf8;  // the notice of the first text that is not UTF-8
+    bool told;        // it has been given
     bool dialogue;    // a conversation at a terminal, which goes on after an error
     Conversation conversation;
     Buffer input;     // the prompt's text, or the message being typed
@@ -2911,6 +2920,16 @@ static bool check_length(const App *app, size_t size) {
     return !error;
 }
 
+// Finds whether a text of this name, whose first line has this number, is UTF-8. If it is the first
+// one that is not, prepares a notice.
+static void check_utf8(App *app, const char *name, size_t line, Bytes text) {
+    const size_t bad = find_bad_byte(text);
+    if (bad == text.n || app->not_utf8.n) return;
+    for (size_t i = 0; i < bad; i++) line += text.p[i] == '\n';
+    buffer_print(&app->not_utf8, "%.300s: line %zu is not UTF-8, taken as it is; if it is Latin-1 "
+                 "(a guess): iconv -f LATIN1 -t UTF-8", name, line);
+}
+
 // What stderr says before the model runs: the prompt's ids, and the first time the notices. These
 // wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
@@ -2925,6 +2944,9 @@ static void give_notices(App *app) {
         for (size_t i = 0; i < app->prompt.n; i++) fprintf(stderr, " %d", app->prompt.p[i]);
         fputc('\n', stderr);
     }
+    if (app->not_utf8.n && !app->told)
+        notice("%.*s", (int)app->not_utf8.n, (char *)app->not_utf8.p);
+    app->told = app->not_utf8.n;
     if (app->noticed) return;
     app->noticed = true;
     if (!e->tokenizer.tables->has_classes)
@@ -3146,8 +3168,10 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
 // A scripted conversation: each line of stdin is a turn.
 static void run_script(App *app) {
     Lines in = {.fd = STDIN_FILENO, .name = "stdin"};
+    size_t n = 0;
     for (Bytes line; !interrupted && next_line(&in, &line, true);) {
         if (line.n > MOST_BYTES) die("stdin: a line is too long, expected less than 2 GB");
+        check_utf8(app, in.name, ++n, line);
         chat_turn(app, chop(line));
     }
     free(in.data.p);
@@ -3228,6 +3252,7 @@ static void send_file(App *app, Bytes text) {
         : (mode && !S_ISREG(mode) && !S_ISDIR(mode)) || !strcmp(path, "-") ? "not a regular file"
         : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
+    if (!error) check_utf8(app, path, 1, bytes_from(bytes_of(message), before));
     if (interrupted) notice("/file: stopped, nothing was sent");
     else if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
     else chat_turn(app, chop(bytes_of(message)));
@@ -3250,6 +3275,7 @@ static bool run_message(App *app) {
     const bool known = name < N_NAMES, line = !memchr(text.p, '\n', text.n) && word.p == text.p;
     const bool slash = word.n > 1 && *word.p == '/' && letters == word.n;
     const bool command = slash ? !bytes_are(word, "/think") : known && rest.n == 0;
+    check_utf8(app, "input", 1, text);
     if (memchr(text.p, '\033', text.n))
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
     else if (!line || !command) chat_turn(app, text);
@@ -3414,8 +3440,9 @@ static bool read_prompt(App *app) {
     if (!o->file) return o->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
     const size_t before = text->n;
-    const char *error = file_read(text, o->file);
-    if (error) die("%s: %s", piped ? "stdin" : o->file, error);
+    const char *name = piped ? "stdin" : o->file, *error = file_read(text, o->file);
+    if (error) die("%s: %s", name, error);
+    check_utf8(app, name, 1, bytes_from(bytes_of(text), before));
     if (chat && piped && text->n == before)
         die("stdin: empty, expected a prompt; has a command before the pipe failed?");
     if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
@@ -3721,6 +3748,10 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     json_take_token(j, "");
     json_check(j, j->rest.n > 0, "JSON", "a value");  // a blank line gets no hint
     const Json start = *j;
+    Json bad = *j;
+    bad.rest = bytes_from(bad.rest, find_bad_byte(bad.rest));
+    json_need(&bad, bad.rest.n == 0, "UTF-8 (iconv -f LATIN1 -t UTF-8 if it is Latin-1)");
+    j->error = bad.error;
     json_value(j, 0);
     json_take_token(j, "");
     json_need(j, j->rest.n == 0, "the end of the line");
@@ -3826,6 +3857,7 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Request *r = &l->requests[l->read % AHEAD];
+    if (app->options.list) check_utf8(app, l->in.name, l->read + 1, line);
     give_notices(app);
     if (l->read == l->there && draws_ids(l->e) && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", app->options.seed);
@@ -4264,6 +4296,8 @@ static int run_mode(App *app) {
     load_model(app);
     prepare_places(app);
     const bool chat = app->engine.mode == CHAT;
+    if (app->options.text) check_utf8(app, "-i", 1, bytes(app->options.text));
+    if (system) check_utf8(app, "-y", 1, bytes(system));
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
     if (list) return skip_lines(list) ? run_list(list) : EXIT_SUCCESS;
     const bool single = read_prompt(app);
