@@ -2049,6 +2049,9 @@ typedef struct Choice {  // a given answer
     size_t n;            // ids without ANY_STOP
 } Choice;
 
+// What ended thinking by the text `closing`. Without given answers, only -r N does.
+typedef enum { NOTHING_CLOSED, BY_BUDGET, BY_LENGTH, BY_CONTEXT, BY_STOP_ID, N_CLOSERS } Closer;
+
 typedef struct Request {
     Ids ids;             // the prompt
     Ids start;           // what the given answers follow: prompt and thinking; empty until it ends
@@ -2061,7 +2064,7 @@ typedef struct Request {
     Text *first;         // the first one
     size_t cached;       // tokens of its prompt that did not need to run
     int thought;         // tokens that were drawn since <think>
-    bool closed;         // the thinking was too long and was ended by -r N
+    Closer closer;       // of its thinking
     Ending ending;       // of its texts
     // Of a list only:
     size_t number;       // of its line, from 0
@@ -2710,6 +2713,10 @@ static bool end_text(Engine *e, Text *t) {
 static const char closing[] = "\n\nConsidering the limited time by the user, I have to give the "
     "solution based on the thinking directly now.\n</think>\n\n";
 
+static const char *const closers[N_CLOSERS] = {
+    [BY_BUDGET] = "-r", [BY_LENGTH] = "-n", [BY_CONTEXT] = "a full context",
+    [BY_STOP_ID] = "an end token"};
+
 static bool begins_with(const Ids *a, const Ids *b) {
     return a->n >= b->n && memcmp(a->p, b->p, b->n * sizeof(int)) == 0;
 }
@@ -2775,12 +2782,14 @@ static Ending take_drawn(const Tokenizer *tok, Text *t, int id) {
     }
     const Ending ending = append_id(tok, t, id);
     if (!t->writer->thinking) return thought && chooses ? end_thinking(e, t, &e->blank) : ending;
-    const bool counts = thought && ending != COMPLETE;  // <think> does not, nor does a stop token
-    if (counts) r->thought++;
-    const bool spent = counts && r->thought == e->budget && ending == GOES_ON;
-    const bool must_end = chooses && (ending != GOES_ON || is_full(e, t));
-    if (!spent && !must_end) return ending;
-    r->closed = true;
+    if (thought && ending != COMPLETE) r->thought++;  // <think> does not count, nor a stop id
+    const Closer by = ending == GOES_ON && r->thought >= e->budget ? BY_BUDGET
+        : !chooses ? NOTHING_CLOSED
+        : ending == LIMIT_REACHED ? BY_LENGTH
+        : ending == COMPLETE ? BY_STOP_ID
+        : ending != GOES_ON || is_full(e, t) ? BY_CONTEXT : NOTHING_CLOSED;
+    if (!by) return ending;
+    r->closer = by;
     return end_thinking(e, t, &e->closing);
 }
 
@@ -3033,15 +3042,18 @@ static bool respond(App *app) {
     const double p = (done - r.cached) / (middle - start + 1e-9);
     const double g = drawn / (now() - middle + 1e-9);
     const char *where = out->thinking ? " inside its thinking" : "";
-    char seed[32] = "";
+    const int context = e->model.state.context, all = e->model.config.max_seq_len;
+    char seed[32] = "", hint[48] = "";
+    if (context < all) snprintf(hint, sizeof(hint), "; -c allows up to %d", all);
+    else if (app->dialogue) snprintf(hint, sizeof(hint), "; /clear makes room");
     if (e->n_choices && r.ending == COMPLETE) writer_choose(out, e, &r);
     else writer_end(out);
-    if (r.closed) notice("answer: its thinking was ended after %d tokens", r.thought);
+    if (r.closer)
+        notice("answer: its thinking was ended by %s after %d tokens", closers[r.closer], r.thought);
     if (r.ending == LIMIT_REACHED)
         notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (r.ending == CONTEXT_ENDED)
-        notice("answer: ended%s by a full context of %d tokens (-c)", where,
-               e->model.state.context);
+        notice("answer: ended%s by a full context of %d tokens%s", where, context, hint);
     if (draws_ids(e)) snprintf(seed, sizeof(seed), ", seed %llu", app->options.seed);
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
@@ -3786,7 +3798,7 @@ typedef struct {
     size_t prompts;         // their tokens
     size_t endings[FAILED + 1];  // answers by their end
     size_t thinking;        // answers that ended inside thinking
-    size_t closed;          // thinkings that -r N ended
+    size_t closed[N_CLOSERS];  // thinkings by what ended them
     size_t pieces;          // texts that are scored in pieces
     double size;            // bytes of the file, if known
     double consumed;        // bytes of its lines so far
@@ -3923,7 +3935,7 @@ static void write_ended(List *l) {
         Request *r = t->slot->request;
         const bool thinking = t->writer->thinking;
         writer_end(t->writer);
-        l->closed += r->ended == 0 && r->closed;
+        l->closed[r->closer] += r->ended == 0;
         if (!end_text(l->e, t)) continue;
         l->endings[r->ending]++;
         l->thinking += thinking;
@@ -3948,7 +3960,8 @@ static int list_end(const List *l) {
     if (quiet) return status;
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
-    if (l->closed) notice("answers: their thinking was ended (-r): %zu", l->closed);
+    for (int i = 1; i < N_CLOSERS; i++)
+        if (l->closed[i]) notice("answers: thinking ended by %s: %zu", closers[i], l->closed[i]);
     if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import test_list
 from checkpoints import make_embedding
-from conftest import (assert_error, copy_model, export, join_tokenizer, make_checkpoint, make_table_model, output, perplexity,
-                      qwen3, split_tokenizer, tokenize)
+from conftest import (assert_error, copy_model, export, join_tokenizer, make_checkpoint, make_table_model, output,
+                      perplexity, qwen3, split_tokenizer, tokenize)
 from reference import Model
+from test_templates import CHATML as THINKS
 
 PROMPT = "Tell me a story of the old lighthouse"
 STOPS = ("<|im_end|>", "<|endoftext|>")
@@ -153,6 +154,38 @@ def test_thinking_budget(tiny):
     cut, whole = qwen3(*args, 3), qwen3(*args, thought + 4)
     assert CLOSING in cut.stderr and cut.stdout.endswith(b"\n") and len(cut.stdout) > 1
     assert CLOSING not in whole.stderr and whole.stdout == qwen3(*args, 1).stdout
+
+
+def test_thinking_budget_of_a_whole_answer(tokenizer, tmp_path):
+    """A second <think> has what the first one left; where that is nothing, it is closed at once."""
+    steps = {"\u010a": "<think>", "\u010a\u010a": "<think>", "<think>": "a", "a": "b", "b": "a"}
+    id_of = {text: tokenizer.encode(text.replace("\u010a", "\n")).ids[-1] for text in steps}
+    logits = np.zeros((tokenizer.get_vocab_size(), len(steps) + 1), np.float32)
+    for i, text in enumerate(steps.values()):
+        logits[id_of[text], i + 1] = 12.7
+    model = export(make_table_model(tmp_path / "hf", tokenizer, list(id_of.values()), logits, template=THINKS),
+                   tmp_path / "model.bin")
+    run = (model, "-t", 0, "-r", 3, "-n", 400)
+    said = qwen3(*run, "-i", "x").stderr
+    assert b"qwen3: answer: its thinking was ended by -r after 3 tokens\n" in said
+    first, *others, last = said.split(CLOSING)
+    assert first.endswith(b"<think>aba\n\n") and others
+    assert all(re.fullmatch(rb"</think>\n+<think>\n\n", other) for other in others), said
+    assert b"qwen3: answers: thinking ended by -r: 1\n" in qwen3(*run, "-l", "-", stdin=b"x\n").stderr
+
+
+@pytest.mark.parametrize("options, closer", [
+    (("-r", 3), "-r"), (("-r", 300, "-n", 5), "-n"), (("-r", 5, "-n", 5), "-n"), (("-c", 140), "a full context")], ids=str)
+def test_what_ended_thinking_before_given_answers(chain, options, closer):
+    """-r, -n or the context: the notice says which, after how many tokens of thinking."""
+    model = chain("\u010a", "<think>", "a", "b", "a", template=THINKS)
+    run = (model, "-t", 0, "-o", "a|b", *(options if "-r" in options else ("-r", 1, *options)))
+    said = qwen3(*run, "-i", "x").stderr.decode()
+    found = re.search(r"qwen3: answer: its thinking was ended by (.*) after (\d+) tokens\n", said)
+    thinking = re.search(r"<think>([ab]*)", said)[1]
+    assert found[1] == closer and int(found[2]) == len(thinking), said
+    said = qwen3(*run, "-l", "-", stdin=b"x\nx\n").stderr.decode()
+    assert f"qwen3: answers: thinking ended by {closer}: 2\n" in said and said.count("thinking ended by") == 1, said
 
 
 @pytest.mark.parametrize("options", [("-r", 1), ("-r", 3), ("-r", 1, "-n", 3)], ids=str)
