@@ -2962,6 +2962,8 @@ static void give_notices(App *app) {
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
         notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[mode]);
+    if (mode == EMBED && e->tokenizer.tables->has_classes && e->tokenizer.mode != EMBED)
+        notice("-m embed: poor vectors, this is no embedding model; expected one");
     if (chat && o->think >= 0 && !app->can_switch && !(o->think > 1 && e->may_think))
         notice("-r: no effect, this model's thinking can't be switched");
     if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
@@ -3112,6 +3114,7 @@ static void chat_turn(App *app, Bytes text) {
     if (interrupted && app->dialogue)
         notice("chat: stopped before its answer, the message is taken back");
     conversation_drop(talk, talk->n - 1, talk->n);
+    if (!app->told) app->not_utf8.n = 0;  // it was this message's notice
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3388,6 +3391,16 @@ static void prepare_places(App *app) {
     }
 }
 
+// In a chat, the token that ends an answer of an earlier turn ends each answer: a model that was
+// fine-tuned from a base model may name only <|endoftext|>, and would go on with the user's turn.
+static void stop_at_turn_end(Tokenizer *tok) {
+    Ids end = {0};
+    encode_part(tok, tok->chat.close[ASSISTANT], true, &end);
+    if (end.n && tok->kind[end.p[0]] & SPECIAL && !is_stop(tok, end.p[0]))
+        ids_add(&tok->stop, end.p[0]);
+    free(end.p);
+}
+
 // Sets what the options say of answers: their length, their thinking, given ones.
 static void prepare_answers(App *app) {
     const Options *o = &app->options;
@@ -3397,6 +3410,7 @@ static void prepare_answers(App *app) {
     e->n_choices = o->n_choices;
     e->budget = o->think > 1 ? o->think : INT_MAX;
     find_thinking(app);
+    if (e->mode == CHAT) stop_at_turn_end(&e->tokenizer);
     encode_part(&e->tokenizer, bytes(closing), true, &e->closing);
     encode_part(&e->tokenizer, bytes("\n\n"), true, &e->blank);
     encode_choices(e);

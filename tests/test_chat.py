@@ -4,6 +4,7 @@ test_tiny.py has what the trained model answers.
 """
 import random
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ import numpy as np
 import pexpect
 import pytest
 from conftest import (CHATML, QUOTED_QWEN3, QWEN3, STATS, assert_error, copy_model, end, environment,
-                      export, finish, make_checkpoint, make_table_model, qwen3, records, settle, spawn, tokenize)
+                      export, finish, join_tokenizer, make_checkpoint, make_table_model, qwen3, records, settle, spawn,
+                      split_tokenizer, tokenize)
 from test_templates import CHATS
 
 END = "<|im_end|>"
@@ -108,7 +110,7 @@ def test_how_an_answer_ended(chain):
     """By -n or by a full context: a notice, in a conversation one for each answer. By itself: none."""
     endless, short = chain("Ċ", "a", "b", "a"), chain("Ċ", "a", END)
     thinking = chain("Ċ", "<think>", "a", "b", "a")
-    context = b"qwen3: answer: ended by a full context of 40 tokens (-c)\n"
+    context = b"qwen3: answer: ended by a full context of 40 tokens; -c allows up to 512\n"
     limit = b"qwen3: answer: ended by -n after 3 tokens\n"
     for mode, text in (("chat", "x"), ("generate", "\n")):
         run = (endless, "-m", mode, "-i", text, "-t", 0)
@@ -118,6 +120,7 @@ def test_how_an_answer_ended(chain):
             assert result.stderr.startswith(notice) and STATS.fullmatch(result.stderr, len(notice))
             assert qwen3(*run, *options, "-q").stderr == b""
         assert STATS.fullmatch(qwen3(short, *run[1:], "-n", 2).stderr)
+    assert b"ended by a full context of 512 tokens\n" in qwen3(endless, "-i", "x", "-t", 0, "-c", 0).stderr
     script = qwen3(endless, "-m", "chat", "-t", 0, "-n", 2, stdin=b"x\ny\n")
     assert script.stderr.count(b"ended by -n after 2 tokens\n") == 2
     for options, notice in ((("-c", 40), context), (("-n", 3), limit)):
@@ -162,6 +165,17 @@ def test_half_of_the_turns_goes_and_again(chain):
     assert b"forgotten turns: 1 of 2\n" in long.stderr, long.stderr[-200:]
 
 
+def test_an_answer_that_is_cut_says_what_to_do(chain, talk):
+    """The first time already, before any turn is forgotten: -c, and where it can't be larger, /clear."""
+    model = chain("\u010a", "a", "b", "a")
+    child, say = talk("-t", 0, "-c", 60, model=model)
+    assert b"qwen3: answer: ended by a full context of 60 tokens; -c allows up to 512\r\n" in say("x")
+    shown = say("go on")
+    assert b"forgotten turns: 1 of 2; -c keeps more\r\n" in shown and b"ended by a full context" in shown
+    child, say = talk("-t", 0, model=chain("\u010a", "a", "b", "a", max_len=60))
+    assert b"ended by a full context of 60 tokens; /clear makes room\r\n" in say("x")
+
+
 def test_oldest_turns_go_when_the_context_is_full(chain, tokenizer):
     model = chain("Ċ", "a", END)
     result = qwen3(model, "-m", "chat", "-t", 0, "-v", "-c", 120, "-y", "SYS", stdin=b"".join(
@@ -193,6 +207,21 @@ def test_switch_without_effect(chain):
     result = qwen3(model, "-i", "x", "-t", 0, "-r", 1)
     assert result.stdout == b"a\n" and b"-r" in result.stderr and b"no effect" in result.stderr
     assert b"no effect" not in qwen3(model, "-i", "x", "-t", 0).stderr
+
+
+def test_the_end_of_a_turn_ends_an_answer(chain, tokenizer, tmp_path):
+    """Also where only <|endoftext|> ends a text, as in a fine-tune of a base model: the template tells. -m generate
+    goes on."""
+    model = copy_model(chain("\u010a", "a", END, "b", "c", "b"), tmp_path)
+    path = tmp_path / "model.bin.tokenizer"
+    plain, sections = split_tokenizer(path.read_bytes())
+    sections[b"stop"] = struct.pack("<I", tokenizer.token_to_id("<|endoftext|>"))
+    sections.pop(b"mode", None)
+    path.write_bytes(join_tokenizer(plain, sections.items()))
+    result = qwen3(model, "-m", "chat", "-t", 0, "-n", 6, "-v", stdin=b"x\ny\n")
+    assert result.stdout == b"a\na\n" and b"ended by -n" not in result.stderr
+    assert prompts(result)[1].count(tokenizer.token_to_id(END)) == 3
+    assert qwen3(model, "-m", "generate", "-i", "\n", "-t", 0, "-n", 4).stdout == b"abc"
 
 
 def test_file_without_a_chat_format(chain, tiny, tmp_path):
@@ -539,6 +568,23 @@ def test_file_command_that_fails(talk, tmp_path):
         shown = say(line)
         assert words in shown and shown.startswith(b"qwen3: /file: ") and shown.count(b"\n") == 1, shown
     assert prompt_ids(say("My name is Anna.")) == first
+
+
+def test_bytes_that_are_not_utf_8_in_a_conversation(talk, tiny, tmp_path):
+    """A notice the first time: of a file that is sent, of what a terminal with another character set types, of a
+    script's line."""
+    (tmp_path / "file").write_bytes(b"a\nl\xe4it\n")
+    child, say = talk("-t", 0, "-n", 1)
+    assert b"is not UTF-8" not in say("ä")
+    assert f"{tmp_path}/file: line 2 is not UTF-8, taken as it is; ".encode() in say(f"/file {tmp_path}/file x")
+    assert b"is not UTF-8" not in say(f"/file {tmp_path}/file x")
+    child, say = talk("-t", 0, "-n", 1, "-c", 60)
+    for line, words in ((b"7" * 100 + b"\xff\n", b"too long"), (b"x\n", b"seed"), (b"\xff\n", b"input: line 1 is not UTF-8")):
+        child.send(line)
+        child.expect_exact("\n> ")
+        assert words in child.before and (b"is not UTF-8" in child.before) == (words[:5] == b"input"), child.before
+    script = qwen3(tiny, "-m", "chat", "-n", 1, stdin=b"a\nb\nl\xe4it\n\xff\n").stderr
+    assert script.count(b"qwen3: stdin: line 3 is not UTF-8") == script.count(b"not UTF-8") == 1
 
 
 def test_greeting(talk, tiny, chain):

@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pexpect
 import pytest
-from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, environment, export, finish,
+from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, copy_model, environment, export, finish,
                       make_checkpoint, make_table_model, output, perplexity, qwen3, spawn, tokenize)
 from reference import Model
 from test_faults import needs_address_space
@@ -204,6 +204,43 @@ def test_byte_order_marks(small, tmp_path):
             args = (small, "-q", *args) if args[:1] == ("-m",) else (*run, *args)
             assert_error(qwen3(*args, stdin=data), 1, "text" if args[-1] == tmp_path / "text" else "stdin",
                          "UTF-16", "UTF-8")
+
+
+@pytest.mark.parametrize("mode", ["chat", "generate", "embed", "tokenize", "perplexity"])
+def test_bytes_that_are_not_utf_8(small, tmp_path, mode):
+    """They are taken as they are, and the first ones are a notice: which input, which line."""
+    notice = "qwen3: {}: line {} is not UTF-8, taken as it is; if it is Latin-1 (a guess): iconv -f LATIN1 -t UTF-8\n"
+    latin, good = b"a b\ncaf\xe9 au\nl\xe4it\n", "a b\ncafé au\nläit \U0001f642\n".encode()
+    run = (small, "-m", mode, "-n", 2, "-t", 0)
+    (tmp_path / "file").write_bytes(latin)
+
+    def said(*args, stdin=b""):
+        result = qwen3(*run, *args, stdin=stdin)
+        assert result.returncode == 0 and result.stderr.count(b"UTF-8,") <= 1, result
+        assert result.stdout == qwen3(*run, "-q", *args, stdin=stdin).stdout
+        assert b"UTF-8" not in qwen3(*run, "-q", *args, stdin=stdin).stderr
+        return result.stderr.decode()
+
+    assert notice.format(tmp_path / "file", 2) in said("-f", tmp_path / "file")
+    assert notice.format(tmp_path / "file", 2) in said("-i", "é", "-f", tmp_path / "file")
+    assert notice.format("stdin", 2) in said(stdin=latin)
+    assert notice.format("-i", 1) in said("-i", b"\xe9 or", "-f", tmp_path / "file")
+    assert notice.format(tmp_path / "file", 2) in said("-l", tmp_path / "file")
+    assert notice.format("stdin", 3) in said("-l", "-", stdin=good[:4] + good[:4] + latin[4:])
+    assert notice.format("-y", 1) in said("-y", b"\xff", "-i", "a b")
+    for args in (("-f", "-"), ("-l", "-"), ("-i", good)):
+        assert "UTF-8" not in said(*args, stdin=good)
+    long = qwen3(*run, "-f", tmp_path / "file", "-c", 2)
+    assert mode == "tokenize" or mode == "perplexity" or long.stderr.count(b"\n") == 1, long   # an error is alone
+
+
+def test_a_json_line_that_is_not_utf_8(small):
+    """It is no JSON, wherever these bytes are; a lone surrogate in UTF-8, or an overlong form, neither."""
+    lines = [b'"caf\xe9"', '"café"'.encode(), b'{"id":"\xe9","text":"a"}', b'"\xed\xa0\x80"', b'"\xc0\xaf"', b'"\\ud800"']
+    result = qwen3(small, "-L", "-", "-m", "generate", "-n", 2, "-t", 0, stdin=b"\n".join(lines))
+    assert [line == b"null" for line in result.stdout.split()] == [True, False, True, True, True, False]
+    assert result.returncode == 1
+    assert re.search(rb"qwen3: stdin: line 1: bad JSON at byte 5, .*UTF-8.*iconv -f LATIN1 -t UTF-8", result.stderr)
 
 
 @pytest.mark.parametrize("text", [b"", b"\n", b"\r\n"], ids=ascii)
@@ -567,6 +604,17 @@ def test_embed(embedding, tmp_path, text):
         assert output(embedding, "-q", *args, stdin=text) == line
     for cut in (("-j", 1), ("-b", 1), ("-c", len(ids))):
         assert output(embedding, "-q", *cut, stdin=text) == line
+
+
+def test_embed_with_a_model_that_is_not_made_for_it(embedding, small, tmp_path):
+    """A notice. Of an older file nobody knows what it is made for."""
+    notice = b"qwen3: -m embed: poor vectors, this is no embedding model; expected one\n"
+    old = copy_model(small, tmp_path, extension=False)
+    for args, expected in (((small, "-m", "embed"), 1), ((small, "-m", "embed", "-q"), 0), ((embedding,), 0),
+                           ((embedding, "-m", "embed"), 0), ((old, "-m", "embed"), 0)):
+        result = qwen3(*args, "-i", "x")
+        assert result.returncode == 0 and result.stderr.count(notice) == expected, result
+    assert qwen3(small, "-m", "embed", "-l", "-", stdin=b"x\ny\n").stderr.count(notice) == 1
 
 
 def test_embed_of_too_much_or_nothing(embedding, small):
