@@ -2,11 +2,12 @@
 
 SOURCE is a checkpoint or a GGUF file, as export.py takes it. The unquantized model runs in fp32, by
 transformers where PYTHON has it, torch and accelerate, else by reference.py; the two files with 8 and
-4 bits run by qwen3.c. Each text is cut into pieces of up to 1,024 tokens, each a text of its own. A table in Markdown
-goes to stdout: nats a token, perplexity (e to this power), and KL, the mean Kullback-Leibler
-divergence of a token's probabilities from the unquantized ones, in nats; the sizes of the files, how
-long their export took, and tokens a second of a prompt, the first text's first 1,500 bytes, and of an
-answer of up to 64. The texts that it brings are the beginnings of README.md and qwen3.c.
+4 bits by qwen3.c. Each text is cut into pieces of up to 1,024 tokens, each a text of its own. A table
+in Markdown goes to stdout: nats a token, perplexity (e to this power), and KL, the mean
+Kullback-Leibler divergence of a token's probabilities from the unquantized ones, in nats; the sizes of
+the files, how long their export took, and tokens a second of a prompt, the first text's first 1,500
+bytes, and of an answer of up to 64. The texts that it brings are the beginnings of README.md and
+qwen3.c.
 """
 import importlib.metadata
 import importlib.util
