@@ -44,7 +44,7 @@ def test_table(tmp_path, capsys, tiny):
     assert (len(ids) - 1, nats_8, ppl_8) == pytest.approx(perplexity(tiny, stdin=TEXT.encode()), abs=1e-3)
     assert kl_8 == pytest.approx(kl, rel=0.3) and abs(nats_8 - nats) < 0.01 and kl_8 < 0.0005
     nats_4, ppl_4, kl_4 = found["4"][-3:]
-    assert ppl_4 == pytest.approx(np.exp(nats_4), rel=1e-3) and 10 * kl_8 < kl_4 < 0.01
+    assert ppl_4 == pytest.approx(np.exp(nats_4), rel=1e-3) and 10 * kl_8 < kl_4 < 0.02
     assert found["4"][0] < 0.7 * found["8"][0] == 0.7 * round(tiny.stat().st_size / 1e6, 1)
 
 
