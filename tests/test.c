@@ -1709,15 +1709,15 @@ static int print_prompt(App *app) {
 }
 
 // Prints, as floats, the logits after each of the ids of stdin, which are one text.
-static int print_logits(Model *m) {
-    const State *s = &m->state;
+static int print_logits(Pass *p) {
+    const int *blocks = whole_cache(p);
     Ids ids = {0};
     for (int id; scanf("%d", &id) == 1;) ids_add(&ids, id);
     for (int pos = 0, count; pos < (int)ids.n; pos += count) {
-        count = min_int((int)ids.n - pos, min_int(s->batch, s->logit_rows));
-        if (!forward_text(m, s->block_table, ids.p + pos, count, pos, count)) return EXIT_FAILURE;
-        const size_t n = (size_t)count * m->config.vocab_size;
-        if (fwrite(classify(m, 0, count), sizeof(float), n, stdout) != n) return EXIT_FAILURE;
+        count = min_int((int)ids.n - pos, min_int(p->batch, p->logit_rows));
+        if (!forward_text(p, blocks, ids.p + pos, count, pos, count)) return EXIT_FAILURE;
+        const size_t n = (size_t)count * p->m->config.vocab_size;
+        if (fwrite(classify(p, 0, count), sizeof(float), n, stdout) != n) return EXIT_FAILURE;
     }
     return EXIT_SUCCESS;
 }
@@ -1746,6 +1746,6 @@ int main(int argc, char **argv) {
                             .think = rendering && *argv[2] == '1'};
     quiet = rendering;
     load_model(&app);
-    if (scoring) return print_logits(&app.engine.model);
+    if (scoring) return print_logits(app.engine.pass);
     return rendering ? print_prompt(&app) : print_tokens(&app.engine.tokenizer);
 }
