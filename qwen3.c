@@ -1199,6 +1199,7 @@ static bool file_lock(int fd, bool alone);            // false: another one has 
 static double file_size(int fd);                      // of a regular file, else 0
 static bool same_file(int a, int b);                  // two descriptors of one regular file
 static double memory_size(void);                      // that this process may use, in bytes
+static void *alloc_huge(size_t size, const char *what);  // in pages of 2 MB where there are such
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
 static bool input_ready(int fd);                      // there is something to read, or the end
 static bool stdin_has_data(void);                     // a pipe with data, or a file at its start
@@ -1372,8 +1373,8 @@ static size_t find_last(Bytes text, Bytes part) {
 // frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values, then a
 // float scale for each group_size consecutive values of a row: scale = max|w| / 127,
 // q = round(w / scale). With 4 bits it is all its pairs of nibbles, then a float of 16 bits for
-// each group. Both are in panels of 16 rows: see weight_int. Embedding models, which need no
-// classifier, count as shared.
+// each group. Both are in panels of 16 rows (see weight_int) if the header's number `panels` is 1,
+// else row by row. Embedding models, which need no classifier, count as shared.
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
@@ -1506,25 +1507,12 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return count ? take(in, count * sizeof(float)) : NULL;
 }
 
-// All values of a matrix, `size` bytes each, n in a row. Files of the base format have one row
-// after the other: these are put into panels in memory.
-static const void *take_panels(Cursor *in, const Config *c, int rows, size_t n, size_t size) {
-    const size_t all = round_up(rows, PANEL) * n;
-    if (c->panels) return take(in, all * size);
-    const char *from = take(in, rows * n * size);
-    char *panels = alloc(all, size, "the weights; exported again, it would need none");
-    for (int r = 0; r < rows; r++) {
-        for (size_t i = 0; i < n; i++, from += size)
-            memcpy(panels + ((r / PANEL * n + i) * PANEL + r % PANEL) * size, from, size);
-    }
-    return panels;
-}
-
 static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int bits,
                           const char *what) {
+    const uint64_t stored = c->panels ? round_up(rows, PANEL) : rows;
     in->part = what;
-    const int8_t *bytes = take_panels(in, c, rows, cols * bits / 32, 4);
-    const void *scales = take_panels(in, c, rows, cols / c->group_size, bits / 2);
+    const int8_t *bytes = take(in, stored * cols * bits / 8);
+    const void *scales = take(in, stored * (cols / c->group_size) * bits / 2);
     return (Matrix){rows, cols, c->group_size, bits, bytes, scales, c->levels};
 }
 
@@ -1575,6 +1563,57 @@ static void model_map(Model *m, const char *path) {
         if (!isfinite(sum_double(m->weights.layers[l].router, c->n_experts * c->dim)))
             die("%s: bad router of layer %d, expected finite numbers, found others", path, l);
     }
+}
+
+// Copies a matrix's words, or its scales, into panels at `to`: n in a row, of `size` bytes. Returns
+// the end of the panels.
+INLINE char *fill_panels(char *to, const char *from, int rows, size_t n, const int size) {
+    for (int first = 0; first < rows; first += PANEL) {
+        for (size_t i = 0; i < n; i++) {
+            for (int r = first; r < first + PANEL; r++, to += size)
+                if (r < rows) memcpy(to, from + (r * n + i) * size, size);
+        }
+    }
+    return to;
+}
+
+static char *put_into_panels(Matrix *w, char *at) {
+    const size_t words = w->cols * w->bits / 32, groups = w->cols / w->group_size;
+    char *scales = fill_panels(at, (const char *)w->bytes, w->rows, words, 4);
+    char *end = w->bits == 8 ? fill_panels(scales, w->scales, w->rows, groups, 4)
+                             : fill_panels(scales, w->scales, w->rows, groups, 2);
+    w->bytes = (const int8_t *)at;
+    w->scales = scales;
+    return end;
+}
+
+// Files of the base format, and those of an older export.py, have each matrix row by row: the
+// weights are put into panels in memory.
+static void make_panels(Model *m, const char *path) {
+    const Config *c = &m->config;
+    Weights *w = &m->weights;
+    const double start = now();
+    Matrix **all = alloc(2 + 7 * c->n_layers, sizeof(*all), "the layers");
+    size_t n = 0, size = 0;
+    if (c->panels) return;
+    all[n++] = &w->embedding;
+    if (!c->shared_classifier) all[n++] = &w->classifier;
+    for (int l = 0; l < c->n_layers; l++) {
+        Layer *of = &w->layers[l];
+        Matrix *const some[] = {&of->wq, &of->wk, &of->wv, &of->wo, &of->w1, &of->w2, &of->w3};
+        for (int i = 0; i < 7; i++) all[n++] = some[i];
+    }
+    for (size_t i = 0; i < n; i++) {
+        const size_t row = (all[i]->cols + all[i]->cols / c->group_size * 4) * all[i]->bits / 8;
+        size += round_up(all[i]->rows, PANEL) * row;
+    }
+    const char *what = "the weights in panels (export the model again: a new file needs none)";
+    if (size > memory_size()) die_memory(what, size);
+    char *at = alloc_huge(size, what);
+    for (size_t i = 0; i < n; i++) at = put_into_panels(all[i], at);
+    if (c->shared_classifier) w->classifier = w->embedding;
+    notice("%s: an older file, put into panels (%.1f s, %.0f MB); export it again to save both",
+           path, now() - start, size / 1e6);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3445,6 +3484,7 @@ static void load_model(App *app) {
         die_usage("-o: %s is an embedding model, expected one that answers", path);
     if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
+    make_panels(&e->model, path);
     e->model.state.context = context;
 #ifdef PLAIN
     state_init(&e->model);
@@ -4626,10 +4666,10 @@ static float *value_in(KvHead kv, int pos, int j) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Threads: all run one function, a job, and share its loops. Each loop has a number, so that a thread
-// that comes late skips those that are over: nobody waits for it. A thread that waits spins for a
-// moment, then sleeps: it takes no CPU time from other programs. Who takes which slice varies; the
-// results do not.
+// Threads: all run one function, a job, and share its loops. Each loop has a number, so that a
+// thread that comes late skips those that are over: nobody waits for it. A thread that waits spins
+// for a moment, then sleeps: it takes no CPU time from other programs. Who takes which slice
+// varies; the results do not.
 
 static int n_threads = 1;
 static _Thread_local int thread;     // the number of the thread that reads it, from 0 on
@@ -5474,14 +5514,10 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const int n_blocks = pool_blocks(c, m->state.context, texts);
     Pass *p = activations(1, sizeof(Pass));
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
-                .block_len = LANES, .cache = alloc(n_blocks, size, NO_CACHE),
+                .block_len = LANES, .cache = alloc_huge(n_blocks * size, NO_CACHE),
                 .rows = activations(n, sizeof(Row)), .cos = floats(n * half),
                 .sin = floats(n * half), .x = floats(n * c->dim),
                 .logits = floats((size_t)logit_rows * c->vocab_size), .b = batch_init(c, batch)};
-#ifdef MADV_HUGEPAGE  // attention jumps from block to block: huge pages save TLB misses
-    char *page = (char *)p->cache + (-(uintptr_t)p->cache & (sysconf(_SC_PAGESIZE) - 1));
-    madvise(page, n_blocks * size, MADV_HUGEPAGE);
-#endif
     return p;
 }
 #endif
@@ -5724,7 +5760,7 @@ static void start_platform(int *argc, char ***argv) {
     // A closed descriptor can't be used, but is taken: else the next file would get its number, and
     // be read for stdin, or get what is meant for stdout or stderr.
     for (int fd = 0; fd <= STDERR_FILENO; fd++)
-        if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY);
+        if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY, 0);
     signal(SIGBUS, on_fatal);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);  // ulimit -f: the write fails
@@ -5753,6 +5789,14 @@ static bool same_file(int a, int b) {  // Windows' fstat has no inode
     struct stat x, y;
     return file_size(a) > 0 && fstat(a, &x) == 0 && fstat(b, &y) == 0 && x.st_ino != 0 &&
            x.st_ino == y.st_ino && x.st_dev == y.st_dev;
+}
+
+static void *alloc_huge(size_t size, const char *what) {
+    char *p = alloc(size, 1, what);
+#ifdef MADV_HUGEPAGE  // fewer TLB misses: attention jumps from block to block
+    madvise(p + (-(uintptr_t)p & (sysconf(_SC_PAGESIZE) - 1)), size, MADV_HUGEPAGE);
+#endif
+    return p;
 }
 
 static Bytes file_map(const char *path) {

@@ -326,6 +326,7 @@ static void fuzz_model(Bytes in) {
     static Engine e;
     e = (Engine){.max_new = -1};
     model_map(&e.model, "model");
+    make_panels(&e.model, "model");
     Config *g = &e.model.config;
     CHECK((int64_t)files[0].n == size && size_of(file.h) == size);
     int n = 5 + flags / 8 % 16, ids[21];

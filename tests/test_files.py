@@ -3,15 +3,17 @@ harmless and expected to be. What is added to the format gets its rows here."""
 import itertools
 import math
 import random
+import re
 import struct
 import time
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import (assert_error, copy_model, export, join_tokenizer, make_checkpoint, qwen3,
+from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, join_tokenizer, make_checkpoint, qwen3,
                       split_tokenizer)
 from reference import HEADER
+from test_faults import needs_address_space, shell
 
 INF, NAN = float("inf"), float("nan")
 VOCAB = 502
@@ -198,7 +200,7 @@ def sparse_model(path, tokenizer, dim, hidden, layers, heads, kv, vocab, length,
 def test_shapes_that_overflowed(files, tmp_path, shape, word):
     shape = dict(dim=32, hidden=32, vocab=VOCAB, length=64) | shape
     path = sparse_model(tmp_path / "model.bin", files().tokenizer_bytes, **shape)
-    result = qwen3(path, "-i", "x", "-n", 1, "-c", 0)
+    result = qwen3(path, "-i", "x", "-n", 1, "-c", 0, "-q")
     assert_error(result, 1, word)
 
 
@@ -300,9 +302,21 @@ def test_older_exports(files, name):
     for args in (("-t", 1, "-n", 20), ("-m", "perplexity"), ("-m", "embed")):
         expected = f.run(None, None, *args)
         assert expected.stdout and f.run(data, None, *args).stdout == expected.stdout
+    said = qwen3(f.path, "-i", "x", "-n", 1).stderr.decode()  # without -q: what a new export saves
+    size = sum(t.size for t in tensors(name) if t.rows)
+    assert re.findall(r"put into panels \(\d+\.\d s, (\d+) MB\); export it again", said) == [f"{size / 1e6:.0f}"]
+    assert b"panels" not in qwen3(f.path, "-m", "tokenize", "-i", "x").stderr  # no weights, no panels
     for cut in (*range(256, len(data), len(data) // 20), len(data) - 1):
         assert_error(f.run(data[:cut]), 1, "model.bin: ends inside")
     assert_error(f.run(data + b"\0"), 1, "wrong size", len(data), len(data) + 1)
+
+
+@needs_address_space
+def test_memory_for_panels(files, tmp_path):
+    path = sparse_model(tmp_path / "model.bin", files().tokenizer_bytes, 1024, 2**16, 1, 1, 1, VOCAB, 64, 32)
+    matrices = (512 + 4 * 32 + 3 * 2**16) * 1024
+    result = shell(f"ulimit -v 350000; exec {QUOTED_QWEN3} {path} -i x -n 1 -j 1 -q")
+    assert_error(result, 1, "weights in panels", "export the model again", f"expected {matrices * 1.125 / 1e6:.0f} MB")
 
 
 def test_sizes_are_64_bit(files):
