@@ -1258,6 +1258,7 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
     """In the order of the section `chat`. no_system follows start where there is no system message;
     answer_plain and answer_think open an answer to be generated. An earlier answer is cut up to and
     including the last `strip`, and loses the characters in `trim` at its beginning."""
+    begun = ""  # opens an answer whose beginning is given; a section of its own
 
     def render(self, messages: tuple[Message, ...], thinking: bool | None) -> str:
         """A conversation as qwen3.c renders it."""
@@ -1282,7 +1283,7 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
         for messages, thinking in trials:
             if pieces.render(messages, thinking) != texts[messages, thinking]:
                 raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
-        "".join(pieces).encode()  # a ValueError, too, if they hold half of a surrogate pair
+        "".join([*pieces, pieces.begun]).encode()  # a ValueError, too, for half a surrogate pair
         return pieces
     except ValueError as error:
         Notices.hints.append("warning: the chat template is more than fixed strings around the "
@@ -1385,9 +1386,11 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     plain, think = (gaps(USER, thinking=thinking)[1].removeprefix(user_close)
                     for thinking in (False, True))
     trim = [char for char, talk in THOUGHT.items() if texts[talk, None] == texts[TALK, None]]
-    return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
-                  after_system.removesuffix(user_open), user_open, user_close, assistant_open,
-                  assistant_close, plain, think, THINK_END if trim else "", "".join(trim))
+    pieces = Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
+                    after_system.removesuffix(user_open), user_open, user_close, assistant_open,
+                    assistant_close, plain, think, THINK_END if trim else "", "".join(trim))
+    pieces.begun = gaps(USER, ANSWER)[1].removeprefix(user_close)
+    return pieces
 
 
 def trial_conversations() -> list[Conversation]:
@@ -1443,7 +1446,8 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
         "samp": sampling if given else b"",
         "repe": b"" if penalty == 1 else struct.pack("<f", penalty),
         "mode": b"" if mode == CHAT else u32([mode]),
-        "chat": b"".join(length_and_bytes(piece.encode()) for piece in pieces or ())}
+        "chat": b"".join(length_and_bytes(piece.encode()) for piece in pieces or ()),
+        "begn": pieces.begun.encode() if pieces else b""}
     # Empty sections are left out, but for two: without them older programs say that NFC is missing.
     extension = b"".join(tag.encode() + length_and_bytes(payload)
                          for tag, payload in sections.items() if payload or tag in ("ccc ", "deco"))

@@ -662,6 +662,7 @@ typedef struct {       // the text around the messages of a conversation: see Th
     Bytes close[3];    // after it
     Bytes answer_open[2];  // where the model's answer begins: without thinking before it (mostly an
                        // empty <think> block), with it
+    Bytes begun;       // before an answer whose beginning is given (older files: not known)
     Bytes strip;       // </think>: everything up to the last one is cut from an earlier answer
     Bytes trim;        // and then any of these characters from the start of the rest
 } ChatFormat;
@@ -884,18 +885,22 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
     free(all.p);
 }
 
-// The ids of a conversation, up to where the model's answer begins. Messages before number `first`
-// are left out, except a system message: so a conversation that has grown longer than the context
-// forgets its first turns.
+// Part II: adds the beginning of the answer that the model is to go on with.
+static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text);
+
+// The ids of a conversation, up to where the model's answer begins, or goes on if the last message
+// is the assistant's. Messages before number `first` are left out, except a system message: so a
+// conversation that has grown longer than the context forgets its first turns.
 static void render(const Tokenizer *tok, const Conversation *conversation, size_t first, bool think,
                    Ids *out) {
     const ChatFormat *f = &tok->chat;
+    const size_t n = conversation->n;
+    const bool begun = n > 0 && conversation->p[n - 1].role == ASSISTANT;
     Encoder enc = {.tok = tok, .out = out};
     out->n = 0;
     encode_marked(&enc, f->start);
-    if (conversation->n == 0 || conversation->p[0].role != SYSTEM)
-        encode_marked(&enc, f->no_system);
-    for (size_t i = 0; i < conversation->n; i++) {
+    if (n == 0 || conversation->p[0].role != SYSTEM) encode_marked(&enc, f->no_system);
+    for (size_t i = 0; i < n - begun; i++) {
         const Message *message = &conversation->p[i];
         if (i < first && message->role != SYSTEM) continue;
         encode_marked(&enc, f->open[message->role]);
@@ -903,7 +908,8 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
         else encode_plain(&enc, bytes_of(&message->text));
         encode_marked(&enc, f->close[message->role]);
     }
-    encode_marked(&enc, f->answer_open[think]);
+    if (begun) encode_begun(&enc, f, bytes_of(&conversation->p[n - 1].text));
+    else encode_marked(&enc, f->answer_open[think]);
     encode_end(&enc);
 }
 
@@ -1720,10 +1726,16 @@ static void take_chat(Cursor *in, Tokenizer *tok) {
         die_bad(in, in->part, "strip of at most %d bytes, found %zu", LONGEST_STRIP, f->strip.n);
 }
 
+// The same for an answer that is begun
+static void take_begun(Cursor *in, Tokenizer *tok) {
+    tok->chat.begun = in->rest;
+    take(in, in->rest.n);
+}
+
 static const struct { char tag[5]; void (*take)(Cursor *in, Tokenizer *tok); } sections[] = {
     {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_ccc}, {"deco", take_decompositions},
     {"head", take_head}, {"tail", take_tail}, {"stop", take_stop}, {"samp", take_sampling},
-    {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat}};
+    {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat}, {"begn", take_begun}};
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
     enum { N = sizeof(sections) / sizeof(*sections) };
@@ -2108,6 +2120,7 @@ typedef struct Request {
     // Of a list only:
     size_t number;       // of its line, from 0
     Buffer line;         // of the output, empty until it is done
+    bool goes_on;        // the prompt ends with the beginning of the answer, without thinking
 } Request;
 
 typedef struct Engine {
@@ -2685,10 +2698,11 @@ static void add_next(Engine *e, Request *r) {
     t->slot->number = r->begun++;
     t->sampler.rng = r->rng;
     if (scores) t->target = 1;
-    writer_thinks(t->writer, e->thinks && !follows);
+    const bool thinks = e->thinks && !r->goes_on, may_think = e->may_think && !r->goes_on;
+    writer_thinks(t->writer, thinks && !follows);
     if (follows) add_choice(e, t);
-    else if (e->n_choices && (!e->may_think || e->max_new == 0 || is_full(e, t)))
-        end_thinking(e, t, e->thinks ? &e->closing : &(Ids){0});
+    else if (e->n_choices && (!may_think || e->max_new == 0 || is_full(e, t)))
+        end_thinking(e, t, thinks ? &e->closing : &(Ids){0});
 }
 
 // Adds texts of a request, as many as there are places: of given answers the first, and the others
@@ -3653,14 +3667,22 @@ typedef struct {
     const char *error;      // or NULL: after an error nothing is taken any more
     Buffer *text;           // the last string
     const uint8_t *string;  // where it begins
+    unsigned ignored;       // bit i: the line has the member obeyed[i]
 } Json;
+
+// What may help with a list that is no JSON lines
+#define SPLIT_ARRAY " (an array of texts: jq -c '.[]' makes lines)"
+#define SPLIT_CSV " (CSV: python3 -c 'import csv, json, sys; " \
+                  "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' makes objects)"
 
 // Unless `good`, what comes next is an error: `part` of the line is bad; NULL: it is no JSON.
 static void json_check(Json *j, bool good, const char *part, const char *expected) {
-    static char what[256];
+    static char what[400];
     if (good || j->error) return;
     const char *found = !j->rest.n ? "the end" : !*j->rest.p ? "a NUL" : "";
-    const char *hint = j->rest.n || part ? "" : " (one value a line: jq -c . makes that)";
+    const bool cut = j->n && !j->rest.n && !part;
+    const char *hint = !cut ? "" : j->rest.p[-1] != '[' ? " (one value a line: jq -c . makes that)"
+        : " (one value a line: jq -c . makes that, jq -c '.[]' of an array of texts)";
     snprintf(what, sizeof(what), "bad %s at byte %zu, expected %s, found %s%.*s%s",
              part ? part : "JSON", j->n - j->rest.n + 1, expected, found,
              (int)min_size(j->rest.n, 16), j->rest.p, hint);
@@ -3676,6 +3698,8 @@ static bool json_take(Json *j, const char *word) {
     j->rest = bytes_from(j->rest, there);
     return there == n;
 }
+
+static int json_byte(const Json *j) { return j->rest.n ? *j->rest.p : 0; }  // that comes next
 
 static bool json_take_any(Json *j, const char *set) {  // one or more bytes of a set
     const size_t before = j->rest.n;
@@ -3747,8 +3771,10 @@ static void json_value(Json *j, int depth) {
     const char *end = json_take(j, "{") ? "}" : json_take(j, "[") ? "]" : NULL;
     json_need(j, !end || depth < 100, "at most 100 levels");
     for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
+    const bool table = !depth && memchr(j->rest.p, ',', j->rest.n);
     json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
-                 json_take_number(j), depth ? "a value" : "a value (-l: plain lines)");
+                 json_take_number(j), table ? "a value (-l: plain lines)" SPLIT_CSV
+                                      : depth ? "a value" : "a value (-l: plain lines)");
 }
 
 // Goes to the value of an object's last member of this name. If there is none, nothing is left.
@@ -3766,20 +3792,66 @@ static Json json_member(Json object, const char *name) {
 // Lists (-l, -L): many texts run together. Each is a line of the list, and its result is a line of
 // the output, in the same order.
 
+// Adds the beginning of an answer, as transformers' apply_chat_template does it with
+// continue_final_message: after an empty block, if the format has thinking before answers and this
+// answer has none.
+static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text) {
+    const Bytes think = bytes("<think>"), open = f->begun.p ? f->begun : f->answer_open[0];
+    const size_t opened = find_last(open, think), closed = find_last(open, bytes("</think>"));
+    const size_t end = find_last(text, f->strip);
+    const bool thinks = end > 0 && memcmp(text.p, think.p, think.n) == 0;
+    encode_marked(enc, thinks ? f->open[ASSISTANT] : open);
+    if (thinks) {
+        encode_marked(enc, think);
+        encode_plain(enc, (Bytes){text.p + think.n, end - think.n - f->strip.n});
+        encode_marked(enc, f->strip);
+    } else if (opened > closed) {
+        encode_marked(enc, bytes("\n</think>\n\n"));
+    }
+    text = bytes_from(text, thinks ? end : thinking_length(f, text));
+    while (!thinks && opened && text.n && *text.p == '\n') text = bytes_from(text, 1);
+    encode_plain(enc, text);
+}
+
+// Adds the parts of a message's content, an array, to `text`, with newlines between them.
+static void json_parts(Json *j, Json content, Buffer *text) {
+    for (int i = 0; !j->error && json_next(&content, "]", i == 0); i++) {
+        Json type = json_member(content, "type"), its_text = json_member(content, "text");
+        Json bad = type.rest.n ? type : content;
+        const bool plain = json_take_string(&type) && bytes_are(bytes_of(j->text), "text");
+        json_check(plain ? &content : &bad, plain && json_take_string(&its_text), "content",
+                   "parts, {\"type\": \"text\", \"text\": ...}");
+        j->error = plain ? content.error : bad.error;
+        if (i > 0) buffer_add(text, bytes("\n"));
+        buffer_add(text, bytes_of(j->text));
+        json_value(&content, 1);
+    }
+}
+
 // Adds a message to `talk` and returns its role.
 static int json_message(Json *j, Conversation *talk) {
     static const char *const roles[] = {"system", "user", "assistant"};  // as in their enum
     Json name = json_member(*j, "role"), content = json_member(*j, "content");
+    const bool named = name.rest.n > 0;
     int role = json_take_string(&name) ? ASSISTANT : -1;
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
     json_check(j, *j->rest.p == '{', "text or messages",
-               "a message, {\"role\": ..., \"content\": ...}");
-    json_check(j, role >= 0, "role", "system, user or assistant");
-    json_check(j, json_take_string(&content), "content", "a string");
-    conversation_add(talk, role, bytes_of(j->text));
+               "a message, {\"role\": ..., \"content\": ...}" SPLIT_ARRAY);
+    json_check(j, role >= 0, "role", named ? "system, user or assistant"
+                                           : "system, user or assistant" SPLIT_ARRAY);
+    Buffer *text = &conversation_add(talk, role, (Bytes){0})->text;
+    if (json_take_string(&content)) buffer_add(text, bytes_of(j->text));
+    else if (json_take(&content, "[")) json_parts(j, content, text);
+    else json_check(j, false, "content", "a string, or an array of parts");
     json_value(j, 0);
     return role;
 }
+
+// What other programs obey in a request; here options hold for all texts of a list.
+static const char *const obeyed[] = {
+    "tools", "functions", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n",
+    "temperature", "top_p", "top_k", "seed", "response_format", "logprobs"};
+enum { N_OBEYED = sizeof(obeyed) / sizeof(*obeyed) };
 
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
 static void json_object(Json *j, int kind, Buffer *out) {
@@ -3793,6 +3865,7 @@ static void json_object(Json *j, int kind, Buffer *out) {
         const Bytes name = bytes_of(j->text);
         const char *const *added = members[kind];
         while (*added && !bytes_are(name, *added)) added++;
+        for (int k = 0; k < N_OBEYED; k++) j->ignored |= (unsigned)bytes_are(name, obeyed[k]) << k;
         const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
         if (*added) {
             snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
@@ -3804,13 +3877,16 @@ static void json_object(Json *j, int kind, Buffer *out) {
         if (kept) buffer_add(out, bytes(","));
     }
     json_check(j, text.n ? !talk.n && *text.p == '"' : talk.n && *talk.p == '[', "text or messages",
-               "one of \"text\": \"...\" and, in chat, \"messages\": [...]");
+               json_member(*j, "body").rest.n
+               ? "them in the line itself (OpenAI's batch file: jq -c '{custom_id} + .body')"
+               : "one of \"text\": \"...\" and, in chat, \"messages\": [...]");
     if (!j->error) j->rest = text.n ? text : talk;
 }
 
 // Parses one line. A string goes to j->text; an array of messages goes to `talk`, unless that is
 // NULL. Their system message, which is the first one, replaces that of `talk`. See json_object.
-static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
+// Returns the role of the last message, or -1 if there are none.
+static int json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     json_take_token(j, "");
     json_check(j, j->rest.n > 0, "JSON", "a value");  // a blank line gets no hint
     const Json start = *j;
@@ -3820,12 +3896,14 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     j->error = bad.error;
     json_value(j, 0);
     json_take_token(j, "");
-    json_need(j, j->rest.n == 0, "the end of the line");
-    if (j->error) return;
+    json_need(j, j->rest.n == 0, json_byte(j) != ',' ? "the end of the line"
+                 : json_byte(&start) == '{' ? "the end of the line" SPLIT_ARRAY
+                                            : "the end of the line" SPLIT_CSV);
+    if (j->error) return -1;
     *j = start;
     if (*j->rest.p == '{') json_object(j, kind, out);
     const bool messages = talk && json_take(j, "[");
-    int role = messages ? -1 : USER;
+    int role = -1;
     for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
         role = json_message(j, talk);
         json_check(j, role != SYSTEM || i == 0, "role", "a system message only at the start");
@@ -3833,8 +3911,10 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     }
     json_check(j, messages || json_take_string(j), "text or messages",
                talk ? "a string, an array of messages or an object (-l: plain lines)"
-                    : "a string or an object (-l: plain lines)");
-    json_check(j, role == USER, "role", "a message of the user as the last one");
+               : json_byte(j) == '[' ? "a string or an object" SPLIT_ARRAY
+                                     : "a string or an object (-l: plain lines)");
+    json_check(j, !messages || role >= USER, "role", "a last message of the user or assistant");
+    return role;
 }
 
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
@@ -3854,6 +3934,7 @@ typedef struct {
     size_t thinking;        // answers that ended inside thinking
     size_t closed[N_CLOSERS];  // thinkings by what ended them
     size_t pieces;          // texts that are scored in pieces
+    unsigned ignored;       // members that had no effect: see Json
     double size;            // bytes of the file, if known
     double consumed;        // bytes of its lines so far
     size_t there;           // of -w: lines that FILE had
@@ -3886,10 +3967,23 @@ static void end_line(List *l, Request *r, const char *error) {
     }
 }
 
-// Encodes a line. Of an object, the members that it keeps go to `out`. Returns what is wrong with
+// Says which members of a line have no effect: once, of the first line that has any.
+static void notice_ignored(List *l, unsigned ignored) {
+    Buffer names = {0};
+    for (int i = 0; i < N_OBEYED && !l->ignored; i++)
+        if (ignored >> i & 1) buffer_print(&names, "%s%s", names.n ? ", " : "", obeyed[i]);
+    if (names.n)
+        notice("%.600s: line %zu: no effect: %.*s (options hold for all lines)", l->in.name,
+               l->read + 1, (int)names.n, names.p);
+    l->ignored |= ignored;
+    free(names.p);
+}
+
+// Encodes a line. Of an object, the members that it keeps go to r->line. Returns what is wrong with
 // the line, or NULL; after Ctrl-C these may not be all ids.
-static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
+static const char *encode_line(List *l, Bytes line, Request *r) {
     App *app = l->app;
+    Ids *ids = &r->ids;
     const Engine *e = l->e;
     const Options *o = &app->options;
     const bool chat = e->mode == CHAT;
@@ -3900,9 +3994,12 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
     if (line.n + before.n > MOST_BYTES) return "too long, expected less than 2 GB";
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (o->json_list) json_line(&j, chat ? talk : NULL, result_kind(e), out);
+    const int kind = result_kind(e);
+    const int role = o->json_list ? json_line(&j, chat ? talk : NULL, kind, &r->line) : -1;
+    notice_ignored(l, j.ignored);
     if (j.error) return j.error;
-    if (!talk->n || talk->p[talk->n - 1].role != USER) {  // these are no messages
+    r->goes_on = role == ASSISTANT;
+    if (role < 0) {  // these are no messages
         Buffer *text = &conversation_add(talk, USER, before)->text;
         if (o->text) buffer_add(text, bytes("\n\n"));
         const Bytes its = o->json_list ? bytes_of(j.text) : line;
@@ -3910,7 +4007,7 @@ static const char *encode_line(List *l, Bytes line, Ids *ids, Buffer *out) {
         own = its.n;
     }
     for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
-        size += talk->p[i].role == ASSISTANT ? 0 : talk->p[i].text.n;
+        size += talk->p[i].role == ASSISTANT && i + 1 < talk->n ? 0 : talk->p[i].text.n;
     if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&
         size / 4 > e->tokenizer.tables->longest * e->model.state.context)  // NFC may quarter it
         return wrong_length(app, size, size, " bytes");
@@ -3929,7 +4026,7 @@ static void add_line(List *l, Bytes line) {
         fprintf(stderr, "seed %llu\n", app->options.seed);
     r->number = l->read;
     r->rng = app->options.seed + r->number;
-    const char *error = encode_line(l, chop(line), &r->ids, &r->line);
+    const char *error = encode_line(l, chop(line), r);
     if (interrupted) return;
     l->read++;
     l->consumed += line.n;

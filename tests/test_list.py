@@ -8,9 +8,12 @@ import os
 import random
 import re
 import resource
+import shlex
+import shutil
 import signal
 import struct
 import subprocess
+import sys
 import threading
 import time
 
@@ -18,9 +21,9 @@ import jinja2.sandbox
 import numpy as np
 import pexpect
 import pytest
-from conftest import (HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, assert_error, environment, export,
-                      finish, make_checkpoint, make_table_model, output, qwen3, tokenize, wait_for_call,
-                      wait_until, waiting)
+from conftest import (CHATML, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, assert_error, environment, export,
+                      finish, join_tokenizer, make_checkpoint, make_table_model, output, qwen3, split_tokenizer,
+                      tokenize, wait_for_call, wait_until, waiting)
 from test_faults import needs_address_space
 from test_signals import needs_small_pipes, small_pipe
 
@@ -457,7 +460,7 @@ NO_MESSAGES = [b"[]", b'["a"]', b"[1]", b"[[]]", b"[null]", b"[{}]", b'[{"role":
                b'[{"role": "tool", "content": "a"}]', b'[{"role": "User", "content": "a"}]',
                b'[{"role": "user", "content": null}]', b'[{"role": "user", "content": ["a"]}]',
                b'[{"role": 1, "content": "a"}]', b'[{"role": "system", "content": "a"}]',
-               b'[%s, {"role": "assistant", "content": "a"}]' % MESSAGE,
+               b'[{"role": "user", "content": [{"type": "text", "text": 1}]}]',
                b'[%s, {"role": "system", "content": "a"}, %s]' % (MESSAGE, MESSAGE),
                b'[{"role": "system", "content": "a"}, {"role": "system", "content": "a"}, %s]' % MESSAGE,
                b"[%s,]" % MESSAGE, b"[,%s]" % MESSAGE, b"[%s %s]" % (MESSAGE, MESSAGE), b"[%s" % MESSAGE,
@@ -484,8 +487,9 @@ def test_what_is_no_json(tiny):
 
 @pytest.mark.parametrize("line, byte, found", [
     (b'"a\0b"', 3, "a NUL"), (b" ", 2, "the end"),
+    (b"[", 2, "the end (one value a line: jq -c . makes that, jq -c '.[]' of an array of texts)"),
     *[(line, len(line) + 1, "the end (one value a line: jq -c . makes that)") for line in (
-        b'"a', b'["a', b"[tru", b"[", b'[{"role": "user", "content": "a"},', b'[{"role": "user",', b'[{"role":', b'[{"role": "us')],
+        b'"a', b'["a', b"[tru", b'[{"role": "user", "content": "a"},', b'[{"role": "user",', b'[{"role":', b'[{"role": "us')],
     (b'"a\tb"', 3, '\ufffdb"'), (rb'"a\u12g4"', 3, r'\u12g4"')], ids=ascii)
 def test_what_is_found(tiny, line, byte, found):
     _, error = run_list(tiny, line + b"\n", "-q", kind="-L", status=1)
@@ -504,7 +508,11 @@ def test_what_may_be_plain_text(tiny):
     (b'[{"content": 1, "role": "user"} ]', "content", 2, '{"content": 1, "'),
     (b'[{"role": "user"}]', "content", 2, '{"role": "user"}'), (b"[{}]", "role", 2, "{}]"),
     (b'[%s, {"role": "system", "content": "a"}]' % MESSAGE, "role", 70, "]"),
-    (b'[{"role": "assistant", "content": "a"}]', "role", 40, "the end")], ids=ascii)
+    (b'[{"role": "system", "content": "a"}]', "role", 37, "the end"),
+    (b'[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]', "content", 40, '"image_url", "im'),
+    (b'[{"role": "user", "content": ["a", {}]}]', "content", 31, '"a", {}]}]'),
+    (b'[{"role": "user", "content": [{"text": "a"}]}]', "content", 31, '{"text": "a"}]}]'),
+    (b'[{"role": "user", "content": [{"type": "text"}]}]', "content", 31, '{"type": "text"}')], ids=ascii)
 def test_messages_that_are_json(tiny, line, what, byte, found):
     """What is wrong with them is named as what it is."""
     _, error = run_list(tiny, line, "-q", kind="-L", status=1)
@@ -572,6 +580,81 @@ def test_messages_are_rendered_as_the_template_does(tiny):
         assert lines == expected
 
 
+def test_content_parts(tiny):
+    """Parts of text are joined by newlines; other members of theirs don't matter."""
+    same = [("What is your name?", [{"type": "text", "text": "What is your name?"}]),
+            ("What is\n\nyour name?", [{"text": "What is", "type": "text"}, {"type": "text", "text": "", "x": [1]},
+                                       {"type": "no", "type ": 1, "text": "your name?"} | {"type": "text"}]), ("", [])]
+    talks = [[{"role": "system", "content": [{"type": "text", "text": "Your name is Max."}]},
+              {"role": "user", "content": way}] for pair in same for way in pair]
+    rows = [json.dumps(talk) for talk in talks] + [json.dumps({"id": 1, "messages": talks[1]})]
+    lines, _ = run_list(tiny, "\n".join(rows).encode(), *GREEDY, "-n", 9, "-q", kind="-L")
+    assert lines[::2][:3] == lines[1::2][:3] and len(set(lines)) == 3 and b"Max" in lines[0]
+    assert json.loads(lines[-1])["answer"] == json.loads(lines[0])
+
+
+LAST_BLOCK = """{% for m in messages %}{% set text = m.content %}{% set ns = namespace(thought="") %}
+{%- if m.role == "assistant" and "</think>" in text %}
+{%- set ns.thought = text.split("</think>")[0].split("<think>")[-1].strip("\n") %}
+{%- set text = text.split("</think>")[-1].lstrip("\n") %}{% endif %}
+{{- "<|im_start|>" + m.role + "\n" }}
+{%- if m.role == "assistant" and loop.last %}
+{{- "<think>\n" + ns.thought + "\n</think>\n\n" + text.lstrip("\n") + "<|im_end|>\n" }}
+{%- else %}{{- text + "<|im_end|>\n" }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{- "<|im_start|>assistant\n" }}{% if enable_thinking is defined and not enable_thinking %}
+{{- "<think>\n\n</think>\n\n" }}{% endif %}{% endif %}"""
+BEGUN = ["The capital of", "", "\n\nThe", " x \n", "1. ", "```python\n"]
+THOUGHT = ["<think>\nabc\n</think>\n\nThe", "<think>\nlong\n\nthought\n</think>\n\n"]
+
+
+@pytest.mark.parametrize("template, section, begun", [
+    (CHATML, True, BEGUN), (HYBRID, True, BEGUN), (LAST_BLOCK, True, BEGUN + THOUGHT), (LAST_BLOCK, False, BEGUN + THOUGHT),
+    (re.sub(r"{% if enable.*?endif %}", '{{- "<think>\\n" }}', LAST_BLOCK, flags=re.S), True, BEGUN + THOUGHT),
+    (re.sub(r"{% if enable.*?endif %}", '{{- "<think>\\n" }}', LAST_BLOCK, flags=re.S), False, BEGUN + THOUGHT)],
+    ids=["plain", "plain before the last", "hybrid", "hybrid, older file", "always", "always, older file"])
+def test_answers_that_are_begun(tokenizer, tmp_path, template, section, begun):
+    """A last message of the assistant goes on, as transformers renders it with continue_final_message=True; the line
+    has what follows."""
+    model = export(make_checkpoint(tmp_path / "hf", tokenizer, template=template), tmp_path / "model.bin")
+    if not section:
+        path = model.with_name("model.bin.tokenizer")
+        plain, sections = split_tokenizer(path.read_bytes())
+        del sections[b"begn"]
+        path.write_bytes(join_tokenizer(plain, sections.items()))
+    compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+    r, talks, texts = random.Random(1), [], []
+    for i, said in enumerate(begun * 4):
+        talk = [{"role": "system", "content": r.choice(CONTENTS)}] * (i % 2)
+        for k in range(r.randrange(3)):
+            talk += [{"role": "user", "content": r.choice(CONTENTS)}, {"role": "assistant", "content": r.choice(BEGUN)}]
+        talk += [{"role": "user", "content": r.choice(CONTENTS)}, {"role": "assistant", "content": said + "TAG"}]
+        text, _, rest = compiled.render(messages=talk).rpartition("TAG")
+        assert rest == "<|im_end|>\n"
+        talk[-1]["content"] = said
+        talks.append(json.dumps(talk))
+        texts.append(json.dumps(text))
+    raw, said = run_list(model, "\n".join(texts).encode(), *GREEDY, "-m", "generate", "-n", 9, kind="-L")
+    for think in 0, 1:                          # -r has no effect
+        lines, error = run_list(model, "\n".join(talks).encode(), *GREEDY, "-n", 9, "-r", think, kind="-L")
+        assert lines == [re.sub(b"<think>.*", b'"', line) for line in raw]  # what it draws as thinking is dropped
+        assert len(set(lines)) > len(begun)
+        assert SUM.search(error)[2] == SUM.search(said)[2]                  # tokens of the prompts
+    for think in 0, 1, 5:
+        args = "-o", "a|bc|def", "-q"
+        assert (run_list(model, "\n".join(talks).encode(), *args, "-r", think, kind="-L") ==
+                run_list(model, "\n".join(texts).encode(), *args, "-m", "generate", kind="-L"))
+
+
+def test_a_begun_answer_forges_nothing(tiny):
+    """What spells a control token is plain text there, too."""
+    def prompt(*contents):
+        talk = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), contents)]
+        return int(SUM.search(run_list(tiny, json.dumps(talk).encode(), *GREEDY, "-n", 1, kind="-L")[1])[2])
+    spelled = len(tokenize(tiny, b"<|im_end")) + len(tokenize(tiny, b"|>"))
+    for said in "no<|im_end|>", "<think>\na<|im_end|>\n</think>\n\nno":
+        assert prompt("Hello", said) >= prompt("Hello", said.replace("<|im_end|>", "")) + spelled - 1
+
+
 def test_messages_beside_options(tiny):
     """-i is not before them; their own system message is there instead of -y."""
     user = {"role": "user", "content": "What is your name?"}
@@ -617,6 +700,74 @@ def test_a_message_that_is_too_long(tiny):
     lines, error = run_list(tiny, data, *GREEDY, "-q", kind="-L", status=1)
     assert lines[:2] == [b"null"] * 2 and lines[2] != b"null"
     assert [line.endswith(b"found 200005 bytes") for line in error.splitlines()] == [True, True], error
+
+
+# -- the usual wrong lists
+
+EACH, WHOLE, BATCH = "jq -c '.[]'", "jq -c .", "jq -c '{custom_id} + .body'"
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="no jq")
+@pytest.mark.parametrize("data, mode, command", [
+    ('[\n  {"id": 1, "text": "Hello"},\n  {"id": 2, "text": "Who are you?"}\n]\n', "chat", EACH),
+    ('[{"id": 1, "text": "Hello"}, {"id": 2, "text": "Who are you?"}]', "chat", EACH),
+    ('["Hello", "Who are you?"]', "chat", EACH), ('["Hello", "Who are you?"]', "embed", EACH),
+    ('[\n"Hello",\n"Who are you?"]', "tokenize", EACH),
+    ('[{"id": 1, "text": "Hello there"},\n{"id": 2, "text": "Who are you?"},\n{"id": 3, "text": "Hello you"}]', "perplexity", EACH),
+    ('{"custom_id": "a", "method": "POST", "body": {"messages": [{"role": "user", "content": "Hello"}], "n": 1}}', "chat",
+     BATCH),
+    ('{"messages": [\n  {"role": "user", "content": "Hello"}\n]}', "chat", WHOLE),
+    ('[\n  {"role": "user", "content": "Hello"}\n]\n', "chat", WHOLE)], ids=ascii)
+def test_hints_for_lists_of_other_programs(tiny, data, mode, command):
+    """Done as the message says, it works."""
+    error = run_list(tiny, data.encode(), "-m", mode, "-q", kind="-L", status=1)[1]
+    assert command in error.decode()
+    data = subprocess.run(["sh", "-c", command], input=data.encode(), capture_output=True, check=True).stdout
+    lines, _ = run_list(tiny, data, "-m", mode, "-q", kind="-L")
+    assert len(lines) == data.count(b"Hello") + data.count(b"Who") and b"null" not in b"".join(lines)
+
+
+@pytest.mark.parametrize("table", ["id,text\n1,Hello\n", '"text","x"\n"a, b","c"\n', "text,id\n1.5,2\n"], ids=ascii)
+def test_hint_for_csv(tiny, table):
+    error = run_list(tiny, table.encode(), "-n", 3, "-q", kind="-L", status=1)[1]
+    assert error.count(b"CSV") == 2
+    command = re.search(r"python3 (.*') makes", error.decode())[1]
+    command = f"{shlex.quote(sys.executable)} {command}"
+    data = subprocess.run(["sh", "-c", command], input=table.encode(), capture_output=True, check=True).stdout
+    lines, _ = run_list(tiny, data, "-n", 3, "-q", kind="-L")
+    assert len(lines) == 1 and b"answer" in lines[0]
+
+
+def test_bytes_that_are_not_utf8(tiny):
+    """No JSON: nothing of the line goes out."""
+    bad = ["Größe".encode("latin-1"), "汉字".encode("gbk"), b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90\x80\x80"]
+    rows = [b'{"id":1,"text":"%s"}' % text for text in bad] + [b'{"id":"%s","text":"a"}' % bad[0], b'"%s"' % bad[1],
+            b'{"%s":1,"text":"a"}' % bad[0], b'[{"role":"user","content":"%s"}]' % bad[0]]
+    lines, error = run_list(tiny, b"\n".join([*rows, '"Größe"'.encode()]), *GREEDY, "-q", "-n", 3, kind="-L", status=1)
+    assert lines[:-1] == [b"null"] * len(rows) and lines[-1] != b"null"
+    said = errors_of(error)
+    assert len(said) == len(rows) and all("UTF-8" in what and "iconv -f" in what for what in said.values())
+    assert "at byte 19," in said[1]
+
+
+OBEYED = ["tools", "functions", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n", "temperature",
+          "top_p", "top_k", "seed", "response_format", "logprobs"]
+
+
+def test_members_that_other_programs_obey(tiny):
+    """The first line that has any names them, no other; they are people's columns all the same."""
+    rows = [{"id": 1, "text": "Hello"}, {"tools": [], "text": "Hello", "n": 2, "N": 1, "stop": "x"},
+            {"max_tokens": 5, "text": "Hello"}]
+    data = "\n".join(map(json.dumps, rows)).encode()
+    lines, error = run_list(tiny, data, *GREEDY, "-n", 3, kind="-L")
+    said = [line for line in error.splitlines() if b"no effect" in line]
+    assert len(said) == 1 and b"line 2: " in said[0] and re.search(rb": tools, stop, n \(", said[0]), error
+    assert all(json.loads(line)[name] == row[name] for row, line in zip(rows, lines) for name in row if name != "text")
+    for name in OBEYED:
+        error = run_list(tiny, json.dumps({name: 1, "text": "Hello"}).encode(), *GREEDY, "-n", 1, kind="-L")[1]
+        assert f"no effect: {name} (" in error.decode()
+    assert b"no effect" not in run_list(tiny, b'{"text":"a","x":{"n":1},"stop ":1}\n"n"', *GREEDY, "-n", 1, kind="-L")[1]
+    assert run_list(tiny, data, *GREEDY, "-n", 3, "-q", kind="-L")[1] == b""
 
 
 # -- what stderr says

@@ -36,7 +36,7 @@ def added(mode, line, end="stop"):
 
 # -- objects
 
-KEPT = [b'"id":7', b'"id" :\t7 ', b'"a":"\\u00e9\xc3\xa9\\ud83d"', b'"a":"\xff\x80"', b'"x":[1, {"text":2,"answer":[]} ]',
+KEPT = [b'"id":7', b'"id" :\t7 ', b'"a":"\\u00e9\xc3\xa9\\ud83d"', b'"a":"\xc2\x80"', b'"x":[1, {"text":2,"answer":[]} ]',
         b'"":null', b'"n":-0.0e+400', b'"n":123456789012345678901234567890', b'"Answer":true', b'"text ":"no"',
         b'"id":1,"id":2', b'"p":{"messages":[]}', b'"s":"\x7f\xc2\x9b"', b'"e":"}"']
 
@@ -177,10 +177,10 @@ def test_members_count_in_what_is_ahead(tiny, tmp_path):
 
 def test_members_on_a_terminal(tiny, tmp_path):
     """They can't drive it."""
-    path = write_list(tmp_path / "list", [b'{"a":"\x7f\xc2\x9b\xff\xc3\xa9",%s}' % HELLO])
+    path = write_list(tmp_path / "list", [b'{"a":"\x7f\xc2\x9b\xc3\xa9",%s}' % HELLO])
     child = spawn(tiny, "-L", path, *GREEDY, "-q")
     assert finish(child) == 0
-    assert '{"a":"\ufffd\ufffd\ufffdé","answer":"Hello'.encode() in child.before
+    assert '{"a":"\ufffd\ufffdé","answer":"Hello'.encode() in child.before
 
 
 # -- -w FILE
