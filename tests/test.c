@@ -1370,7 +1370,10 @@ static void test_json_messages(void) {
         {"[{\"role\":\"user\",\"content\":\"a\"},]", NULL, 0}, {"[{\"role\":\"tool\",\"content\":\"a\"}]", NULL, 0},
         {"[{\"role\":\"user\",\"content\":\"a\",\"content\":null}]", NULL, 0},
         {"[{\"role\":\"user\",\"role\":2,\"content\":\"a\"}]", NULL, 0},
-        {"[{\"role\":\"assistant\",\"content\":\"a\"}]", NULL, 0},
+        {"[{\"role\":\"user\",\"content\":\"b\"},{\"role\":\"assistant\",\"content\":\"a\"}]", "ua", "a"},
+        {"[{\"role\":\"user\",\"content\":[{\"text\":\"a\",\"type\":\"text\"},{\"type\":\"text\",\"text\":\"b\"}]}]",
+         "u", "a\nb"},
+        {"[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\",\"text\":\"a\"}]}]", NULL, 0},
         {"[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"}]", NULL, 0}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         Conversation talk = {0};
