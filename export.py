@@ -1687,7 +1687,7 @@ def layout(h: Header) -> list[Output]:
             names = [name.replace("*", str(layer)).replace("#", str(expert))
                      for expert in range(h.n_experts if "#" in name else 1)]
             size = len(names) * math.prod(shape)
-            if bits < 32:  # a matrix: whole panels
+            if bits < 32 and h.panels:
                 size += -len(names) * shape[0] % PANEL * shape[1]
             scales = offset + size * bits // 8
             end = scales + size // h.group_size * SCALE_SIZES[bits]
@@ -1720,7 +1720,7 @@ def match_tensors(where: Path, outputs: list[Output], tensors: dict[str, Tensor]
 def write_model(out: BinaryIO, header: Header, outputs: list[Output]) -> None:
     """Writes OUT.bin: the header, then the tensors. Notes what is copied, what quantized again."""
     def convert(output: Output, piece: Tensor, at: int) -> None:
-        data = in_panels(output, *encode(piece, output.bits, header))
+        data = in_panels(output, header, *encode(piece, output.bits, header))
         for part, offset in zip(data, output.offsets(at, header)):
             write_at(out, part, offset)
 
@@ -1739,11 +1739,12 @@ def write_model(out: BinaryIO, header: Header, outputs: list[Output]) -> None:
     list(in_pieces(convert, outputs))
 
 
-def in_panels(output: Output, values: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
+def in_panels(output: Output, h: Header, *encoded: np.ndarray) -> Collection[np.ndarray]:
     """What encode() gives for rows of a matrix, as OUT.bin has it: in each panel word 0 of
     each row (32 bits of values, or a scale), then word 1, and so on. Others stay as they are."""
-    if output.bits == 32:
-        return [values, scales]
+    if output.bits == 32 or not h.panels:
+        return encoded
+    values, scales = encoded
     rows = values.size * 8 // output.bits // output.shape[1]
     words = values.view("<u4").reshape(rows, -1), scales.reshape(rows, -1)
     return [np.pad(x, ((0, -rows % PANEL), (0, 0))).reshape(-1, PANEL, x.shape[1])
@@ -1795,8 +1796,10 @@ def check(options: argparse.Namespace) -> None:
         supported(out, "group_size", old.group_size, *GROUP_SIZES)
         supported(out, "rope_scaling (export it again)", old.rope_scaling, 0, 2)
         supported(out, "layer_bits", old.layer_bits, 0, 4)
-        supported(out, "panels (export it again)", old.panels, 1)
+        supported(out, "panels", old.panels, 0, 1)
         header, computed = read_header(source, old.layer_bits or 8, old.group_size, options.yarn)
+        if not old.panels:  # an older program's, which knew no eight_bits
+            header = header._replace(panels=0, eight_bits=0)
         tokenizer = tokenizer_file(source, header.vocab_size)
         outputs = match_tensors(source.path, layout(header), source.open_tensors() | computed)
         check_bytes(out, "the header (the --yarn of the export?)", HEADER.pack(*header), found)
@@ -1827,7 +1830,7 @@ def check_tensors(path: Path, file: BinaryIO, h: Header, outputs: list[Output]) 
     def compare(output: Output, piece: Tensor, at: int) -> tuple[float, float]:
         """Of a range: (sum of squares, sum of squared errors)."""
         parts = encode(piece, output.bits, h)
-        for part, offset in zip(in_panels(output, *parts), output.offsets(at, h)):
+        for part, offset in zip(in_panels(output, h, *parts), output.offsets(at, h)):
             found = os.pread(file.fileno(), part.nbytes, offset)
             check_bytes(path, piece.name, part.tobytes(), found, offset)
         x = piece.read_fp32().astype(float)  # in fp64 no square is too large

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import Checkpoint, experts
-from conftest import ROOT, export_process, refused
+from conftest import ROOT, export_process, export_py as export, refused
 from reference import Model, quantize
 
 
@@ -231,7 +231,8 @@ FINDS = {
     "theta": lambda ck: (add(0x30, lambda x: 5e6), "header .* at byte 0x30, expected 00 00 00 00"),
     "dim": lambda ck: (lambda data: data.__setitem__(8, 32), "header .* at byte 0x8"),
     "group": lambda ck: (lambda data: data.__setitem__(0x2C, 65), "group_size.*found 65"),
-    "old": lambda ck: (lambda data: data.__setitem__(0x80, 0), r"panels \(export it again\).*expected 1, found 0"),
+    "panels": lambda ck: (lambda data: data.__setitem__(0x80, 2), "panels .*expected 0 or 1, found 2"),
+    "no panels": lambda ck: (lambda data: data.__setitem__(0x80, 0), "truncated or oversized"),
     "empty": lambda ck: (lambda data: data.clear(), "truncated, expected a header of 256 bytes, found 0"),
     "short": lambda ck: (lambda data: data.__delitem__(slice(255, None)), "truncated, .* found 255"),
 }
@@ -271,6 +272,34 @@ def test_finds_in_four_bits(ck, run, tmp_path, at, change, pattern):
     (tmp_path / "out.bin").write_bytes(data)
     refused(run(folder, "out.bin", "--check"), "out.bin",
             differs(pattern, at % len(data)) if pattern.startswith("layers") else pattern)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("config", [{}, {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}, experts(3)])
+def test_rows_without_panels(checkpoint, run, tmp_path, monkeypatch, bits, config):
+    """Files of older programs have row after row, and no matrices with eight bits beside four."""
+    ck = checkpoint("F32", **config)
+    folder, read_header = ck.save(tmp_path / "hf"), export.read_header
+    assert run(folder, "new.bin", "--bits", bits)[0] == 0
+    def older(*args):
+        header, computed = read_header(*args)
+        return header._replace(panels=0, eight_bits=0), computed
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "read_header", older)
+        assert run(folder, "out.bin", "--bits", bits)[0] == 0
+    new, old = (Model.from_bin(tmp_path / name, "weights").w for name in ("new.bin", "out.bin"))
+    for name in "q", "o", "down":
+        for a, b in zip(new[name], old[name]):
+            assert all(np.array_equal(x.dense, y.dense) for x, y in zip(*(
+                m if isinstance(m, list) else [m] for m in (a, b))))
+    if bits == 8:
+        Model.from_bin(tmp_path / "new.bin").to_bin(tmp_path / "base.bin", panels=False)
+        assert (tmp_path / "base.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
+    assert run("--check", folder, "out.bin")[0] == 0
+    data = bytearray((tmp_path / "out.bin").read_bytes())
+    data[-5] ^= 1
+    (tmp_path / "out.bin").write_bytes(data)
+    refused(run("--check", folder, "out.bin"), "out.bin", "is not what the source gives")
 
 
 @pytest.mark.parametrize("edit", [lambda d: d[:-1], lambda d: d + b"\0",
