@@ -2992,6 +2992,21 @@ static void check_utf8(App *app, const char *name, size_t line, Bytes text) {
                  "(a guess): iconv -f LATIN1 -t UTF-8", name, line);
 }
 
+// -v: how tokens are drawn, and the system prompt that the chat template adds by itself
+static void show_settings(const App *app) {
+    const Engine *e = &app->engine;
+    const ChatFormat *f = &e->tokenizer.chat;
+    const Sampler *s = &e->places->sampler;
+    const Bytes open = f->open[SYSTEM], close = f->close[SYSTEM];
+    Bytes text = e->mode == CHAT && !app->options.system ? f->no_system : (Bytes){0};
+    if (text.n > open.n + close.n && memcmp(text.p, open.p, open.n) == 0)
+        text = (Bytes){text.p + open.n, text.n - open.n - close.n};
+    if (draws_ids(e))
+        report("sampling: -t %g -p %g -k %d -a %g -e %g", s->temperature, s->top_p, s->top_k,
+               s->presence, s->repetition);
+    if (text.n) report("system prompt of the chat template: %.*s", (int)text.n, text.p);
+}
+
 // What stderr says before the model runs: the prompt's ids, and the first time the notices. These
 // wait until the last check has passed, so that an error message stands alone.
 static void give_notices(App *app) {
@@ -3011,6 +3026,7 @@ static void give_notices(App *app) {
     app->told = app->not_utf8.n;
     if (app->noticed) return;
     app->noticed = true;
+    if (o->verbose) show_settings(app);
     if (!e->tokenizer.tables->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
@@ -3019,6 +3035,10 @@ static void give_notices(App *app) {
         notice("-m embed: poor vectors, this is no embedding model; expected one");
     if (chat && o->think >= 0 && !app->can_switch && !(o->think > 1 && e->may_think))
         notice("-r: no effect, this model's thinking can't be switched");
+    if (o->system && S_ISREG(file_mode(o->system)))
+        notice("-y: the name of a file, taken as text; its text: -y \"$(cat '%s')\"", o->system);
+    if (o->text && S_ISREG(file_mode(o->text)))
+        notice("-i: the name of a file, taken as text; -f reads it");
     if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
     if (!chat && o->think >= 0) notice("-r: no effect, only -m chat thinks");
     if (mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
@@ -3337,14 +3357,17 @@ static bool run_message(App *app) {
     const Bytes text = bytes_of(&app->input);
     Bytes rest = text, word = take_word(&rest);
     int name = 0;
-    size_t letters = 1;
+    size_t letters = 1, blank = 0;
     while (name < N_NAMES && !bytes_are(word, names[name])) name++;
     while (letters < word.n && isalpha(word.p[letters])) letters++;
     const bool known = name < N_NAMES, line = !memchr(text.p, '\n', text.n) && word.p == text.p;
     const bool slash = word.n > 1 && *word.p == '/' && letters == word.n;
     const bool command = slash ? !bytes_are(word, "/think") : known && rest.n == 0;
+    while (blank < text.n && isspace(text.p[blank])) blank++;
     check_utf8(app, "input", 1, text);
-    if (memchr(text.p, '\033', text.n))
+    if (blank == text.n)
+        report("input: only white space, nothing was sent; /help shows the commands");
+    else if (memchr(text.p, '\033', text.n))
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
     else if (!line || !command) chat_turn(app, text);
     else if (bytes_are(word, "/file")) send_file(app, rest);
@@ -3474,9 +3497,12 @@ static void load_model(App *app) {
     Engine *e = &app->engine;
     const Config *c = &e->model.config;
     const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
+    const char *end = strrchr(path, '.');
     bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     const unsigned mode = file_mode(path);
     char file[4096];
+    if (end && !strcmp(end, ".tokenizer"))
+        die("%s: belongs to a model, expected %.*s", path, (int)(end - path), path);
     snprintf(file, sizeof(file), "%s.bin", path);
     if (!S_ISREG(mode) && file_mode(file)) die("%s: no model, expected %s", path, file);
     if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
@@ -4249,7 +4275,7 @@ static const char usage[] =  // after the line of --version
     "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q         nothing on stderr but errors\n"
-    "  -v         also the prompt's ids; with -m tokenize, a line for each token\n"
+    "  -v         also settings and the prompt's ids; with -m tokenize, a line a token\n"
     "  -h, --version\n"
     "\n"
     "A prompt from both: ls -l | qwen3 model.bin -i \"Which file is the largest?\" -f -\n"

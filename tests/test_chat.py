@@ -620,6 +620,15 @@ def test_escape_characters_are_not_sent(talk, tiny):
     assert prompt_ids(say("x")) == prompts(qwen3(tiny, "-i", "x", "-n", 1, "-v"))
 
 
+def test_white_space_is_not_sent(talk, tiny):
+    """A line of blanks is no message; a blank line alone is nothing at all."""
+    child, say = talk("-t", 0, "-v", "-n", 1)
+    for line in (" ", "   ", "\t "):
+        assert say(line).endswith(b"qwen3: input: only white space, nothing was sent; /help shows the commands\r\n")
+    assert say("") == b""
+    assert prompt_ids(say(" x")) == prompts(qwen3(tiny, "-i", " x", "-n", 1, "-v"))
+
+
 def test_clear_before_the_first_message(talk, tiny):
     child, say = talk("-t", 0, "-v", "-n", 1)
     assert say("/clear") == b""

@@ -12,6 +12,7 @@ from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, copy_model
                       make_checkpoint, make_table_model, output, perplexity, qwen3, spawn, tokenize)
 from reference import Model
 from test_faults import needs_address_space
+from test_templates import CHATS
 
 FULL = "/dev/full"
 needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason=f"no {FULL}")
@@ -136,6 +137,18 @@ def test_likely_first_mistakes(args, words):
     assert_error(qwen3(*args), 2, *words)
 
 
+def test_a_file_where_its_text_is_meant(small, tmp_path):
+    """-y FILE and -i FILE are taken as texts, as always; a notice names what reads a file."""
+    (tmp_path / "a b.txt").write_text("Be brief.")
+    name = str(tmp_path / "a b.txt")
+    run = (small, "-m", "chat", "-n", 1)
+    assert f"""qwen3: -y: the name of a file, taken as text; its text: -y "$(cat '{name}')"\n""".encode() in \
+        qwen3(*run, "-i", "x", "-y", name).stderr
+    assert b"qwen3: -i: the name of a file, taken as text; -f reads it\n" in qwen3(*run, "-i", name).stderr
+    for args in (("-i", "x", "-y", "Be brief."), ("-i", str(tmp_path)), ("-f", name)):
+        assert b"of a file" not in qwen3(*run, *args).stderr
+
+
 def test_likely_first_models(tmp_path):
     """A GGUF file, a checkpoint's directory or part, a name on the hub: the command that exports it."""
     (tmp_path / "M.gguf").write_bytes(b"GGUF" + bytes(1000))
@@ -152,6 +165,7 @@ def test_likely_first_models(tmp_path):
             ("Qwen/Qwen3-0.6B", "export.py Qwen/Qwen3-0.6B"),
             ("Qwen/Qwen3-0.6B-GGUF:Q4_0", "export.py Qwen/Qwen3-0.6B-GGUF:Q4_0")]:
         assert_error(run(path), 1, command)
+    assert_error(run("none/M.bin.tokenizer"), 1, "none/M.bin.tokenizer: belongs to a model, expected none/M.bin\n")
     (tmp_path / "Qwen3-0.6B.bin").write_bytes(b"")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder.bin").write_bytes(b"")
@@ -721,8 +735,31 @@ def test_quiet_and_verbose(small):
     assert qwen3(*run, "-q").stderr == b""
     lines = qwen3(*run, "-v").stderr.split(b"\n")
     assert re.fullmatch(rb"prompt ids: \d+( \d+)*", lines[0])
-    assert len(lines) == 4 and b"by -n after 4 tokens" in lines[1] and STATS.fullmatch(lines[2] + b"\n")
+    assert lines[1].startswith(b"qwen3: sampling: ")
+    assert len(lines) == 5 and b"by -n after 4 tokens" in lines[2] and STATS.fullmatch(lines[3] + b"\n")
     assert qwen3(*run, "-q").stdout == qwen3(*run, "-v").stdout == qwen3(*run).stdout
+
+
+def test_verbose_shows_what_holds(tiny, small, tokenizer, tmp_path):
+    """The sampling settings, wherever they come from, and the system prompt that only the template knows of."""
+    def shown(*args):
+        return re.findall(r"qwen3: ((?:sampling|system prompt).*)\n", qwen3(*args, "-v", "-n", 1).stderr.decode())
+
+    assert shown(tiny, "-i", "x") == ["sampling: -t 0.7 -p 0.8 -k 20 -a 0 -e 1"]            # Qwen's advice
+    assert shown(tiny, "-i", "x", "-r", 1) == ["sampling: -t 0.6 -p 0.95 -k 20 -a 0 -e 1"]
+    assert shown(tiny, "-i", "x", "-t", 0, "-p", 0.25, "-k", 7, "-a", 1.5, "-e", 1.1) == [
+        "sampling: -t 0 -p 0.25 -k 7 -a 1.5 -e 1.1"]
+    for args in (("-m", "tokenize"), ("-m", "embed"), ("-m", "perplexity"), ("-o", "a|b")):
+        assert shown(tiny, "-i", "x y", *args) == []                                        # nothing is drawn
+    hf = make_checkpoint(tmp_path / "hf", tokenizer, template=CHATS["default system prompt"][0])
+    (hf / "generation_config.json").write_text('{"temperature": 0.5, "top_p": 0.5, "top_k": 3, "do_sample": true, '
+                                               '"repetition_penalty": 1.05}')
+    model, sampling = export(hf, tmp_path / "model.bin"), "sampling: -t 0.5 -p 0.5 -k 3 -a 0 -e 1.05"
+    assert shown(model, "-i", "x", "-r", 1) == [sampling, "system prompt of the chat template: Be good."]
+    assert shown(model, "-i", "x", "-r", 1, "-y", "Be brief.") == shown(model, "-i", "x", "-m", "generate") == [sampling]
+    assert "sampling" not in qwen3(model, "-i", "x", "-n", 1).stderr.decode()
+    script = qwen3(model, "-m", "chat", "-v", "-n", 1, stdin=b"x\ny\n").stderr
+    assert script.count(b"sampling: ") == script.count(b"of the chat template: ") == 1
 
 
 @pytest.mark.parametrize("n", [1, 5, 30])
