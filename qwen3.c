@@ -2114,6 +2114,7 @@ typedef struct Request {
     bool scored;         // of given answers: nll has that of the first id of each
     Text *first;         // the first one
     size_t cached;       // tokens of its prompt that did not need to run
+    size_t drawn;        // tokens of its answer, or of its given answers
     int thought;         // tokens that were drawn since <think>
     Closer closer;       // of its thinking
     Ending ending;       // of its texts
@@ -2121,6 +2122,7 @@ typedef struct Request {
     size_t number;       // of its line, from 0
     Buffer line;         // of the output, empty until it is done
     bool goes_on;        // the prompt ends with the beginning of the answer, without thinking
+    bool unfinished;     // its answer ended inside its thinking
 } Request;
 
 typedef struct Engine {
@@ -2136,8 +2138,6 @@ typedef struct Engine {
     int n_texts;       // texts that run or wait
     int n_places;      // the maximum number of these
     size_t n_rows;     // tokens that ran so far
-    size_t cached;     // tokens of prompts that did not need to run
-    size_t drawn;      // tokens of answers
     size_t again;      // tokens that ran again, as their text had had to wait
     double prompt_end; // when the first logits were there, or 0
     bool thinks;       // the prompt opens the thinking
@@ -2727,18 +2727,15 @@ static Text *find_ended(const Engine *e) {
 static bool end_text(Engine *e, Text *t) {
     Request *r = t->slot->request;
     if (r->ending != FAILED) r->ending = t->ending;
-    if (t->slot->number == 0) {
-        r->cached = t->slot->cached;
-        e->cached += r->cached;
-    }
+    if (t->slot->number == 0) r->cached = t->slot->cached;
     r->nll[t->slot->number] = t->nll;
-    e->drawn += t->ids.n - t->n_prompt - (t->ids.p[t->ids.n - 1] == ANY_STOP);
+    r->drawn += t->ids.n - t->n_prompt - (t->ids.p[t->ids.n - 1] == ANY_STOP);
     r->ended++;
     if (e->n_choices && r->start.n == 0) r->texts = 1;  // it failed inside its thinking
     for (int i = 1; i < r->texts && t->slot->number == 0; i++) {
         if (!is_scored(e, r, i)) continue;
         if (!isfinite(r->nll[i])) r->ending = FAILED;
-        e->drawn++;
+        r->drawn++;
         r->ended++;
     }
     if (e->n_choices && skip_scored(e, r) < r->texts) {
@@ -2949,6 +2946,12 @@ static bool draws_ids(const Engine *e) {
     return e->mode <= GENERATE && (!e->n_choices || (e->may_think && e->max_new));
 }
 
+// Are all bytes of the answers the same in another run of this command?
+static bool is_repeatable(const App *app) {
+    const Engine *e = &app->engine;
+    return !draws_ids(e) || app->options.seeded || e->places->sampler.temperature == 0;
+}
+
 // What is wrong with a text of so many bytes and n tokens (or of more bytes than a text can have),
 // or NULL. A perplexity is scored in pieces. Given answers need room behind the prompt, and the end
 // of thinking before them.
@@ -3113,7 +3116,7 @@ static bool respond(App *app) {
     app->rng = t->sampler.rng;
     for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(answer, t->ids.p[i]);
     const size_t done = t->ending == INTERRUPTED ? min_size(t->n_run, r.ids.n) : r.ids.n;
-    const size_t drawn = e->n_choices ? e->drawn : answer->n;
+    const size_t drawn = e->n_choices ? r.drawn : answer->n;
     const double p = (done - r.cached) / (middle - start + 1e-9);
     const double g = drawn / (now() - middle + 1e-9);
     const char *where = out->thinking ? " inside its thinking" : "";
@@ -3955,42 +3958,75 @@ typedef struct {
     size_t done;            // answered or known to be wrong,
     size_t written;         // and written
     Request requests[AHEAD];  // that of line i is at i % AHEAD; done, its line has its newline
-    size_t prompts;         // their tokens
+    size_t prompts;         // tokens of prompts,
+    size_t cached;          // of which so many did not need to run,
+    size_t drawn;           // and of answers
     size_t endings[FAILED + 1];  // answers by their end
-    size_t thinking;        // answers that ended inside thinking
+    size_t unfinished;      // answers that ended inside thinking
     size_t closed[N_CLOSERS];  // thinkings by what ended them
     size_t pieces;          // texts that are scored in pieces
     unsigned ignored;       // members that had no effect: see Json
     double size;            // bytes of the file, if known
     double consumed;        // bytes of its lines so far
-    size_t there;           // of -w: lines that FILE had
+    bool is_new;            // of -w: there was no FILE
+    size_t there;           // lines that FILE had
     Buffer last;            // the last of them
     Buffer cut;             // what follows it without a newline
 } List;
 
 static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n'; }
 
+// See Going on with a list
+static void check_begin(const List *l, Bytes line, Bytes begin);
+static void take_cut_off(List *l, Bytes line);
+
+static void count_request(List *l, const Request *r) {
+    l->done++;
+    l->prompts += r->ids.n;
+    l->cached += r->cached;
+    l->drawn += r->drawn;
+    l->endings[r->ending]++;
+    l->unfinished += r->unfinished;
+    l->closed[r->closer]++;
+    l->pieces += l->e->mode == PERPLEXITY && r->texts > 1;
+}
+
+// A done line goes out, and its request ends. The one that FILE ends with has to be equal.
+static void write_line(List *l, Request *r) {
+    const bool terminal = is_terminal(STDOUT_FILENO);
+    const Bytes line = bytes_of(&r->line);
+    Buffer shown = {0};
+    if (terminal) progress_end();
+    if (terminal) add_printable(&shown, line, true);
+    if (l->cut.n && l->written >= l->there) take_cut_off(l, line);
+    if (l->written < l->there) check_begin(l, bytes_of(&l->last), line);
+    else write_stdout(terminal ? bytes_of(&shown) : line);
+    free(shown.p);
+    free(r->line.p);
+    free(r->nll);
+    free(r->ids.p);
+    free(r->start.p);
+    *r = (Request){0};
+    l->written++;
+}
+
 // A request is done, or can't run. Writes all done lines that follow those that are written.
 static void end_line(List *l, Request *r, const char *error) {
-    const bool terminal = is_terminal(STDOUT_FILENO);
-    if (error) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
-    l->failed |= error != NULL;
-    l->done++;
+    const bool again = r->number < l->there;  // FILE has its result
+    if (error && !again) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
+    l->failed |= error && !again;
+    if (!again) count_request(l, r);
     add_result(&r->line, l->e, r, error);
-    for (; !interrupted; l->written++) {
-        Buffer shown = {0};
-        r = &l->requests[l->written % AHEAD];
-        if (!has_newline(bytes_of(&r->line))) break;
-        if (terminal) progress_end();
-        if (terminal) add_printable(&shown, bytes_of(&r->line), true);
-        write_stdout(bytes_of(terminal ? &shown : &r->line));
-        free(shown.p);
-        free(r->line.p);
-        free(r->nll);
-        free(r->ids.p);
-        free(r->start.p);
-        *r = (Request){0};
-    }
+    while (!interrupted && has_newline(bytes_of(&(r = &l->requests[l->written % AHEAD])->line)))
+        write_line(l, r);
+}
+
+// A line that is drawn anew has another answer than FILE's, but must have the same members.
+static void check_members(List *l, Request *r) {
+    const int kind = result_kind(l->e);
+    if (r->line.n) buffer_print(&r->line, "\"%s\":", members[kind][0]);
+    else if (kind != N_MODES && *l->last.p == '{') buffer_add(&r->line, bytes("\""));
+    write_line(l, r);
 }
 
 // Says which members of a line have no effect: once, of the first line that has any.
@@ -4056,13 +4092,10 @@ static void add_line(List *l, Bytes line) {
     if (interrupted) return;
     l->read++;
     l->consumed += line.n;
-    if (!error) l->prompts += r->ids.n;
-    if (error || l->e->mode == TOKENIZE) {
-        end_line(l, r, error);
-    } else {
-        start_request(l->e, r);
-        l->pieces += l->e->mode == PERPLEXITY && r->texts > 1;
-    }
+    if (error) r->ids.n = 0;
+    if (r->number < l->there && !error && !is_repeatable(app)) check_members(l, r);
+    else if (error || l->e->mode == TOKENIZE) end_line(l, r, error);
+    else start_request(l->e, r);
 }
 
 // Shows the progress. The work that is done: texts, and of those that run the tokens, in texts of
@@ -4110,13 +4143,11 @@ static bool admit_lines(List *l) {
 static void write_ended(List *l) {
     for (Text *t; (t = find_ended(l->e));) {
         Request *r = t->slot->request;
-        const bool thinking = t->writer->thinking;
+        r->unfinished = t->writer->thinking;
         writer_end(t->writer);
-        l->closed[r->closer] += r->ended == 0;
-        if (!end_text(l->e, t)) continue;
-        l->endings[r->ending]++;
-        l->thinking += thinking;
-        end_line(l, r, r->ending != FAILED ? NULL : l->e->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
+        if (end_text(l->e, t))
+            end_line(l, r, r->ending != FAILED ? NULL
+                           : l->e->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
     }
 }
 
@@ -4124,34 +4155,39 @@ static void write_ended(List *l) {
 static int list_end(const List *l) {
     const Options *o = &l->app->options;
     const double seconds = now() - progress.start + 1e-9;
-    const double rate = (l->prompts - l->e->cached + l->e->drawn) / seconds;
-    const unsigned long long first = o->seed + l->there, next = o->seed + l->written;
+    const double rate = (l->prompts - l->cached + l->drawn) / seconds;
+    const size_t n = l->written < l->there ? 0 : l->written - l->there, lines = l->there + n;
+    const unsigned long long first = o->seed + l->there, next = o->seed + lines;
     const int context = l->app->engine.model.state.context, most = o->n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     const bool answers = l->e->mode <= GENERATE, draws = draws_ids(l->e);
     const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
     char seed[48] = "";  // which the same command would not have
-    if (draws && !o->seeded && l->e->places->sampler.temperature != 0)
+    if (!is_repeatable(l->app))
         snprintf(seed, sizeof(seed), "%s -s %llu", o->out ? " with" : " and", o->seed);
     progress_end();
     if (quiet) return status;
+    if (l->there && l->ended && n == 0) {
+        notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
+        return status;
+    }
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     for (int i = 1; i < N_CLOSERS; i++)
         if (l->closed[i]) notice("answers: thinking ended by %s: %zu", closers[i], l->closed[i]);
-    if (l->thinking) notice("answers: ended inside their thinking: %zu", l->thinking);
+    if (l->unfinished) notice("answers: ended inside their thinking: %zu", l->unfinished);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
-        notice("list: %zu lines are written; the same command%s%s goes on%s", l->written,
+        notice("list: %zu lines are written; the same command%s%s goes on%s", lines,
                o->out ? "" : " with -w FILE for > FILE", seed,
                l->size ? "" : ", if the pipe gives the same lines again");
-    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached", l->written - l->there,
-            seconds, l->prompts, l->e->cached);
+    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached", n, seconds, l->prompts,
+            l->cached);
     if (l->e->again) fprintf(stderr, ", %zu computed again", l->e->again);
     fputs(")", stderr);
-    if (answers) fprintf(stderr, ", answers %zu tokens", l->e->drawn);
+    if (answers) fprintf(stderr, ", answers %zu tokens", l->drawn);
     fprintf(stderr, ", %.*f tokens/s", rate < 999.95, rate);
-    if (draws && l->written > l->there) fprintf(stderr, ", seeds %llu to %llu", first, next - 1);
+    if (draws && n > 0) fprintf(stderr, ", seeds %llu to %llu", first, next - 1);
     fputc('\n', stderr);
     return status;
 }
@@ -4187,25 +4223,13 @@ static bool looks_written(int kind, Bytes line) {
     return added && j.rest.n == 0 && !(whole && j.error);
 }
 
-// Opens the list. With -w, FILE takes the place of stdout, and its last lines are found.
-static List *open_list(App *app) {
-    static List list;
-    const Options *o = &app->options;
-    const char *name = o->list ? o->list : o->json_list, *file = o->out;
-    const unsigned type = file ? file_mode(file) : 0;
-    List *l = &list;
-    *l = (List){.app = app, .e = &app->engine};
-    l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin"};
-    if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
-    l->size = file_size(l->in.fd);
-    if (!file && same_file(l->in.fd, STDOUT_FILENO))
-        die("%s: is the list and stdout, expected another FILE", l->in.name);
-    if (!file) return l;
-    if (type && !S_ISREG(type)) die("%s: not a regular file, expected one or a new name", file);
+// FILE takes the place of stdout, and its last lines are found.
+static void open_out(List *l) {
+    const char *file = l->app->options.out;
     Lines in = {.fd = file_open(file, true), .name = file};
     if (in.fd < 0) die("%s: %s", file, strerror(errno));
+    if (same_file(in.fd, l->in.fd)) die("%s: is the list, expected another FILE", file);
     if (!file_lock(in.fd, true)) die("%s: in use by another run, expected another FILE", file);
-    if (!file_lock(l->in.fd, false)) die("%s: is the list, expected another FILE", file);
     for (Bytes line; next_line(&in, &line, true); l->there += has_newline(line)) {
         Buffer *end = has_newline(line) ? &l->last : &l->cut;
         if (line.n > MOST_BYTES) die("%s: a line is too long, expected less than 2 GB", file);
@@ -4215,32 +4239,73 @@ static List *open_list(App *app) {
     free(in.data.p);
     if (dup2(in.fd, STDOUT_FILENO) < 0) die("%s: %s", file, strerror(errno));
     stdout_name = file;
+}
+
+// Opens the list. With -w, also FILE, if it is there: a new one waits until the model is loaded.
+static List *open_list(App *app) {
+    static List list;
+    const Options *o = &app->options;
+    const char *name = o->list ? o->list : o->json_list, *file = o->out;
+    const char *slash = file ? strrchr(file, '/') : NULL;
+    const unsigned type = file ? file_mode(file) : 0;
+    char folder[4096];
+    List *l = &list;
+    *l = (List){.app = app, .e = &app->engine, .is_new = file && !type};
+    l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin"};
+    if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
+    l->size = file_size(l->in.fd);
+    if (!file && same_file(l->in.fd, STDOUT_FILENO))
+        die("%s: is the list and stdout, expected another FILE", l->in.name);
+    if (type && !S_ISREG(type)) die("%s: not a regular file, expected one or a new name", file);
+    if (file && !file_lock(l->in.fd, false))
+        die("%s: locked by another program, expected a list that nobody holds", l->in.name);
+    snprintf(folder, sizeof(folder), "%.*s.", slash ? (int)(slash - file) + 1 : 0, file);
+    if (l->is_new && !file_mode(folder)) die("%s: %s", file, strerror(ENOENT));
+    if (type) open_out(l);
     return l;
 }
 
-// Skips the lines whose results FILE has, and takes off its cut line. False: nothing is left to do.
-static bool skip_lines(List *l) {
+// FILE has a line that must begin so, as it is the same text of the same list.
+static void check_begin(const List *l, Bytes line, Bytes begin) {
+    if (begin.n <= line.n && memcmp(line.p, begin.p, begin.n) == 0) return;
+    die("%s: another run's, expected this one's or a new FILE: the list, the prompt, the model, an "
+        "option or the build has changed", l->app->options.out);
+}
+
+// Takes off FILE's cut line. The whole one comes now.
+static void take_cut_off(List *l, Bytes line) {
     const char *file = l->app->options.out;
+    if (is_repeatable(l->app)) check_begin(l, line, bytes_of(&l->cut));
+    if (ftruncate(STDOUT_FILENO, (off_t)(file_size(STDOUT_FILENO) - l->cut.n)) != 0)
+        die("%s: %s", file, strerror(errno));
+    l->cut.n = 0;
+}
+
+// Skips the lines whose results FILE has, but for the last one, which runs again. Nothing is written
+// before its result has come, and was the same.
+static void skip_lines(List *l) {
+    const char *file = l->app->options.out;
+    if (l->is_new) open_out(l);
     const size_t there = l->there, cut = l->cut.n;
+    Buffer last = {0};
     size_t n = 0;
-    if (there + cut == 0) return true;
+    if (there + cut == 0) return;
     if ((there && !looks_written(result_kind(l->e), bytes_of(&l->last))) ||
         (cut && !looks_written(result_kind(l->e), bytes_of(&l->cut))))
         die("%s: does not end as this list's lines do, expected another FILE", file);
     for (Bytes line; n <= there && next_line(&l->in, &line, true); n++) {
-        if (n < there) l->consumed += line.n;
+        if (n + 1 < there) l->consumed += line.n;
+        else if (n < there) buffer_add(&last, line);
         else l->in.end -= line.n;  // it comes again
     }
     if (n < there + (cut > 0))
         die("%s: has more lines than the list, expected at most %zu", file, n);
-    if (n == there)
-        notice("%s: has all %zu lines; another FILE, or none, makes a new run", file, n);
-    if (n == there) return false;
-    if (cut && ftruncate(STDOUT_FILENO, (off_t)(file_size(STDOUT_FILENO) - cut)) != 0)
-        die("%s: %s", file, strerror(errno));
-    l->read = l->written = there;
-    notice("%s: %zu lines are there, goes on with line %zu", file, there, there + 1);
-    return true;
+    if (there) l->read = l->written = there - 1;
+    if (there) add_line(l, bytes_of(&last));
+    if (n > there)
+        notice("%s: %zu line%s there, goes on with line %zu", file, there,
+               there == 1 ? " is" : "s are", there + 1);
+    free(last.p);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4489,7 +4554,8 @@ static int run_mode(App *app) {
     if (app->options.text) check_utf8(app, "-i", 1, bytes(app->options.text));
     if (system) check_utf8(app, "-y", 1, bytes(system));
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
-    if (list) return skip_lines(list) ? run_list(list) : EXIT_SUCCESS;
+    if (list) skip_lines(list);
+    if (list) return run_list(list);
     const bool single = read_prompt(app);
     if (app->engine.mode != TOKENIZE) patience = 1;
     if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -242,7 +243,8 @@ LEFT_ALONE = {
              b"tokens 2 nll 1.000000 ppl 2.7183\n", b'"a"x\n', b"trux", b'{"vector":[1]}\n', b"\xff\xd8\xff\xe0", b"\0"],
     "embed": [b'"a"\n', b'"a', b"1\n", b'{"answer":"a"}\n', b"[1"[:1] + b"x"],
     "tokenize": [b"a\n", b"1 b", b'"a"\n', b"1,2\n", b'{"answer":"a"}\n', b"tokens"],
-    "perplexity": [b"1 2\n", b"token x", b'"a"\n', b"listen to it\n", b"[1]\n", b"null x", b"notes\n"]}
+    "perplexity": [b"1 2\n", b"token x", b'"a"\n', b"listen to it\n", b"[1]\n", b"null x", b"notes\n", b"my notes\n\n",
+                   b"to\n", b"tokens \n", b"tokens 1 nll\n", b"tokens 3\ntoo", b"null\nto go"]}
 
 
 @pytest.mark.parametrize("mode", LEFT_ALONE)
@@ -251,9 +253,87 @@ def test_what_is_anothers(small, tmp_path, mode):
     path, out = write_list(tmp_path / "list", [b"Hello there"] * 5), tmp_path / "notes.txt"
     for data in LEFT_ALONE[mode]:
         out.write_bytes(data)
-        result = qwen3(small, "-m", mode, "-l", path, "-w", out)
+        result = qwen3(small, "-m", mode, "-l", path, "-w", out, "-q")
         assert_error(result, 1, out)
         assert out.read_bytes() == data, data
+
+
+ANOTHER = [  # a command's options, and those of a run that is not the same
+    ((*GREEDY, "-n", "9"), [(*GREEDY, "-n", "4"), ("-m", "generate", *GREEDY, "-n", "9"), (*GREEDY, "-n", "9", "-x", "e"),
+                            (*GREEDY, "-n", "9", "-i", "What is 3 + 4?"),
+                            ("-s", "3", "-t", "5", "-n", "9")]),
+    (("-s", "5", "-n", "9"), [("-s", "6", "-n", "9", "-t", "9"), (*GREEDY, "-n", "3")]),
+    (("-m", "embed"), [("-m", "embed", "-i", "a"), ("-m", "tokenize")]),
+    (("-m", "perplexity"), [("-m", "perplexity", "-i", "a"), ("-m", "perplexity", "-c", "4"), ("-m", "tokenize")]),
+    (("-m", "tokenize"), [("-m", "tokenize", "-i", "a")]),
+    (("-o", "yes|no"), [("-o", "yes|maybe"), ("-o", "no|yes"), ("-o", "yes|no", "-i", "Really?")])]
+NAMES = [b"What is your name?", b"Tell me a story about a fox", b"Who are you?", b"Tell me a story about the old tree"]
+
+
+@pytest.mark.parametrize("args, others", ANOTHER, ids=lambda x: " ".join(x) if isinstance(x[0], str) else "")
+@pytest.mark.parametrize("rest", [b"", b"cut"])
+def test_another_run(tiny, small, tmp_path, args, others, rest):
+    """The text of FILE's last line runs again. Where it gives another line, nothing is written; also where all lines
+    are there."""
+    path, out = write_list(tmp_path / "list", NAMES), tmp_path / "out"
+    other = write_list(tmp_path / "other", [NAMES[0], NAMES[2], NAMES[1], NAMES[3]])
+    whole = output(tiny, "-l", path, "-q", *args)
+    for n in (2, 4)[:1 if rest else 2]:
+        there = b"".join(whole.splitlines(True)[:n])
+        there += whole[len(there):len(there) + 3] if rest else b""
+        runs = [(tiny, "-l", path, *options) for options in others] + [(small, "-l", path, *args)]
+        for run in runs + [(tiny, "-l", other, *args)] * (n == 2):
+            out.write_bytes(there)
+            assert_error(qwen3(*run, "-w", out, "-q"), 1, out, *["option", "build"] * (not rest and run[-1] != "tokenize"))
+            assert out.read_bytes() == there
+        result = qwen3(tiny, "-l", path, *args, "-w", out, "-j", 1, "-b", 3)
+        assert result.returncode == 0 and out.read_bytes() == whole
+        if n == 2:                              # what runs again does not count
+            alone = qwen3(tiny, "-l", write_list(tmp_path / "rest", NAMES[2:]), *args).stderr
+            said = [re.search(rb"2 texts in .*prompts (\d+) tokens .*?\)(?:, answers (\d+))?", text).groups()
+                    for text in (result.stderr, alone)]
+            assert said[0] == said[1] or args[0] == "-s"
+
+
+def test_a_cut_line_of_another_run(tiny, tmp_path):
+    """Where the first line is cut, there is no whole one to compare; but it must begin the new one."""
+    path, out = write_list(tmp_path / "list", NAMES), tmp_path / "out"
+    for data in b'"Never said', b'{"a', b"nul":
+        out.write_bytes(data)
+        assert_error(qwen3(tiny, "-l", path, "-w", out, *GREEDY, "-q"), 1, out)
+        assert out.read_bytes() == data
+
+
+def test_an_error_that_comes_again(tiny, tmp_path):
+    """FILE has it: it is not said again, and is no error of this run."""
+    path, out = write_list(tmp_path / "list", [b'"Hello"', b'{"id":1}', b'"Who are you?"']), tmp_path / "out"
+    whole = qwen3(tiny, "-L", path, *GREEDY, "-q")
+    for args in GREEDY, ():
+        out.write_bytes(b"".join(whole.stdout.splitlines(True)[:2]))
+        result = qwen3(tiny, "-L", path, "-w", out, *args)
+        assert result.returncode == 0 and b"line 2:" not in result.stderr, result
+        assert out.read_bytes().splitlines()[:2] == whole.stdout.splitlines()[:2] and out.read_bytes().count(b"\n") == 3
+    out.write_bytes(b'"Hello! How can I help you?"\n{"id":2,"answer":null,"error":"x"}\n')
+    assert_error(qwen3(tiny, "-L", path, "-w", out, "-q"), 1, out)
+
+
+def test_members_of_another_list(tiny, tmp_path):
+    """Without a seed an answer can't be compared, but an object's members can."""
+    rows = [b'{"id":%d,"text":"Hello"}' % i for i in range(4)] + [b'"Hello"']
+    path, out = write_list(tmp_path / "list", rows), tmp_path / "out"
+    for last, good in [(b'{"id":1,"answer":"x","end":"stop"}', True), (b'{"id":1,"answer":null,"error":"x"}', True),
+                       (b'{"id":2,"answer":"x","end":"stop"}', False), (b'{"id":1,"x":2,"answer":"x"}', False),
+                       (b'"x"', False), (b'{"answer":"x","end":"stop"}', False)]:
+        there = b'{"id":0,"answer":"a","end":"stop"}\n' + last + b'\n{"id"'
+        out.write_bytes(there)
+        result = qwen3(tiny, "-L", path, "-w", out, "-n", 3, "-q")
+        assert (result.returncode == 0) == good and (out.read_bytes() != there) == good, result
+        if good:
+            assert out.read_bytes().startswith(there[:-5]) and out.read_bytes().count(b"\n") == 5
+        else:
+            assert_error(result, 1, out)
+    out.write_bytes(b'{"id":0}\n' * 4 + b'{"id":4,"answer":"x"}\n')       # a string's answer is no object
+    assert_error(qwen3(tiny, "-L", path, "-w", out, "-n", 3, "-q"), 1, out)
 
 
 def test_more_lines_than_the_list(small, tmp_path):
@@ -278,6 +358,32 @@ def test_bad_files(tiny, tmp_path):
     assert path.read_bytes() == b'"a"\n"b"\n'
     for args in ("-w", "x"), ("-w", "x", "-i", "a"), ("-l", path, "-w", "-"), ("-l", path, "-w", ""), ("-l", path, "-w"):
         assert_error(qwen3(none, *args), 2, "-w")
+
+
+def test_no_file_without_a_model(tiny, tmp_path):
+    """A new FILE is there only once the model is loaded."""
+    path, out = write_list(tmp_path / "list", [b"a"]), tmp_path / "out"
+    broken = tmp_path / "broken.bin"
+    broken.write_bytes(tiny.read_bytes()[:5000])
+    for run in ("no such model.bin",), (broken,), (tiny, "-c", 10**6), (tiny, "-o", "\u00e9|e\u0301"):
+        assert_error(qwen3(*run, "-l", path, "-w", out), 1)
+        assert not out.exists()
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="no flock")
+def test_a_list_that_is_locked(tiny, tmp_path):
+    """Three things have three messages: a list that somebody holds, the list as FILE, what is no list's output."""
+    path, out = write_list(tmp_path / "list", [b"a"]), tmp_path / "out"
+    done = subprocess.run(["flock", path, QWEN3, tiny, "-l", path, "-w", out], capture_output=True, env=environment())
+    assert_error(done, 1, f"{path}: locked by another program")
+    assert not out.exists()
+    assert_error(qwen3(tiny, "-l", path, "-w", path), 1, f"{path}: is the list")
+    out.write_bytes(b"buy milk\n")
+    assert_error(qwen3(tiny, "-l", path, "-w", out), 1, f"{out}: does not end as this list's lines do")
+    out.unlink()
+    done = subprocess.run(["flock", "-s", path, QWEN3, tiny, "-l", path, "-w", out, "-n", "3"], capture_output=True,
+                          env=environment())
+    assert done.returncode == 0 and out.exists()            # several may read it
 
 
 def test_two_runs_at_once(start, stopping, tmp_path):  # noqa: F811
