@@ -248,13 +248,13 @@ class Notices:
     subject: object = ""  # what an error that names no file is about: OUT.bin, or else SOURCE
 
 
-# A source is untrusted, so what is read of it is bounded. Parsed JSON may take 36 times its size.
+# A source is untrusted, so reading it has bounds. JSON takes up to 36 times its bytes once parsed.
 SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
 TENSORS_SIZE = 8 << 20  # bytes of the index, or of a shard's header
 TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a GGUF's metadata
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
-MOST_IDS = 1000  # that end an answer, or that a post-processor puts around a text; as in qwen3.c
-LONGEST, LONGEST_ADDED = 1024, 128  # bytes of a token, of an added one; as in qwen3.c
+MOST_IDS = 1000  # ids that end an answer, or that a post-processor adds to a text; as in qwen3.c
+LONGEST, LONGEST_ADDED = 1024, 128  # most bytes of a token, and of an added token; as in qwen3.c
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -267,7 +267,7 @@ def refuse(where: object, what: str, expected: object, found: object = "nothing"
 
 
 def supported(where: object, what: str, value: object, *good: object) -> None:
-    """Refuses all values but the good ones; None is one that is not there."""
+    """Refuses a value that is not among the good ones. None stands for a key that is absent."""
     if value not in good:
         expected = " or ".join(str(x) for x in good if x is not None)
         refuse(where, f"{what} is not supported", expected, repr(value))
@@ -286,7 +286,7 @@ def parsing(path: Path) -> Iterator[None]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a file. Refuses what stands for one (Git LFS) or may never end (a pipe)."""
+    """Opens a file. Refuses a Git LFS pointer instead of one, and a pipe, which may never end."""
     if not path.exists():
         refuse(path, "missing", "a file of this name")
     if not path.is_file():
@@ -314,7 +314,7 @@ def say(line: str) -> None:
 
 
 def first_few(names: list[str], most: int = 6) -> str:
-    """The names for an error message, which must not grow with a long list."""
+    """Joins the first names, as an error message must not grow with a long list."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more or "none"
 
@@ -326,7 +326,7 @@ class Family(NamedTuple):
     new number, of TENSORS for each new tensor, and a field of Header that tells qwen3.c of it."""
     architecture: str  # in config.json
     gguf: str  # general.architecture in a GGUF file
-    fixed: dict[str, object]  # keys of config.json -> the one value supported, if it is there
+    fixed: dict[str, object]  # key of config.json -> its only supported value; it may be absent
     header: dict[str, int] = {}  # fields of Header -> the value that this architecture has
     head_dim: int | None = 128  # where config.json has none; None: hidden_size / heads
     experts: bool = False  # a mixture of experts in every layer
@@ -362,12 +362,12 @@ class Source(NamedTuple):
     four_bits: str = ""  # a GGUF's dtype of most layers' weights, if OUT.bin can copy it in 4 bits
 
     def file(self, name: str) -> Path:
-        """The path to name in an error message about config.json etc.: of that file or the GGUF."""
+        """The path that a message about config.json etc. names: of that file, or of the GGUF."""
         return self.path / name if self.path.is_dir() else self.path
 
 
 def plain_config(where: Path, config: dict) -> tuple[Family, dict]:
-    """The family of a config.json, and its values, each in one of the places it may have."""
+    """The family of a config.json, and its values, each under the one key that others read."""
     names = config.get("architectures") or []
     if not (family := next((row for row in FAMILIES if names == [row.architecture]), None)):
         known = ", ".join(row.architecture for row in FAMILIES)
@@ -395,7 +395,7 @@ def plain_config(where: Path, config: dict) -> tuple[Family, dict]:
 
 
 class Tensor(NamedTuple):
-    """A tensor, or a range of one's elements, in a safetensors or GGUF file, row-major."""
+    """A row-major tensor in a safetensors or GGUF file, or a range of its elements."""
     name: str  # in the file
     path: Path
     offset: int  # of its first byte in the file
@@ -413,12 +413,12 @@ class Tensor(NamedTuple):
         return self.size // elements * size
 
     def part(self, start: int, *shape: int) -> Tensor:
-        """A range of its elements, which begins and ends with a block of the dtype."""
+        """The range of this shape from element start on. Both of its ends are ends of blocks."""
         elements, size = BLOCK_SIZES[self.dtype]
         return self._replace(offset=self.offset + start // elements * size, shape=shape)
 
     def pieces(self, unit: int = 1) -> Iterator[Tensor]:
-        """The whole tensor as ranges of up to PIECE elements, of whole units but for the last."""
+        """Cuts it into ranges of at most PIECE elements, whole units but for the last range."""
         step = max(PIECE // unit, 1) * unit
         return (self.part(start, min(step, self.size - start))
                 for start in range(0, self.size, step))
@@ -496,7 +496,7 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
 
 
 def read_json(path: Path, most: int = SETTINGS_SIZE, kind: type = dict) -> Any:
-    """The object or list in a file, which is empty if there is no such file."""
+    """The object or list in a JSON file, or an empty one if the file does not exist."""
     return parse_json(read_file(path, most), path, kind) if os.path.lexists(path) else kind()
 
 
@@ -540,7 +540,7 @@ def is_embedding(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
-    """Name -> tensor, of all files with weights, but not those with which Qwen3-VL sees."""
+    """Name -> tensor, of all files with weights, without the tensors of Qwen3-VL's vision part."""
     tensors: dict[str, Tensor] = {}
     for file, listed in weight_files(folder, os.listdir(folder)).items():
         found = open_safetensors(folder / file)
@@ -557,7 +557,7 @@ def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
 
 
 def weight_files(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
-    """File with weights, of those with these names -> the tensors that the index, if any, lists."""
+    """Weight file, one of the names -> the tensors that the index lists for it; [] if none."""
     if "model.safetensors" in names:
         return {"model.safetensors": []}
     if INDEX not in names:
@@ -594,7 +594,7 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
             if len(shape) > 5 or any(type(n) is not int for n in (*shape, begin, end)):
                 refuse(path, f"shape or data_offsets of {name}", "up to 5 integers and 2", entry)
             tensors[name] = tensor = Tensor(name, path, 8 + length + begin, dtype, shape)
-            size = tensor.nbytes if dtype in FLOAT_TYPES else abs(end - begin)  # refused later
+            size = tensor.nbytes if dtype in FLOAT_TYPES else abs(end - begin)  # refused in the end
             if [begin, end] != [position, position + size]:
                 refuse(path, f"data_offsets of {name}", [position, position + size], [begin, end])
             position = end
@@ -674,8 +674,8 @@ def downloading(name: str) -> Iterator[None]:
 
 
 def choose_gguf(where: object, files: list[str], wanted: str = "", default: str = "") -> list[str]:
-    """The parts of the wanted GGUF file, by its name or its kind such as Q4_0. If none is wanted:
-    of the only one, or the one of the default kind; [] if the files are a checkpoint's."""
+    """The parts of the GGUF file with the wanted name or kind, such as Q4_0. If none is wanted: of
+    the only file, or of that of the default kind, or [] if the files are a checkpoint's."""
     models: dict[str, list[str]] = {}  # name without the number of a part -> the parts
     for file in sorted(files):
         if file.endswith(".gguf") and not PROJECTOR.search(file):
@@ -759,7 +759,7 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple
     rope.pop("finetuned", None)  # does not change what is computed
     if "original_context_length" in rope:
         rope[ORIGINAL] = rope.pop("original_context_length")
-    # DeepSeek's attn_factor is 1 / default and undoes it in llama.cpp; transformers ignores it.
+    # DeepSeek's attn_factor, 1 / default, makes llama.cpp scale by 1. transformers ignores the key.
     if "attn_factor" in rope:
         if abs(rope["attn_factor"] * (0.1 * math.log(rope["factor"]) + 1) - 1) >= 1e-3:
             rope["attention_factor"] = rope.pop("attn_factor")
@@ -857,8 +857,8 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
 
 
 def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
-    """By our names: blk.0.attn_q.weight is layers.0.self_attn.q_proj.weight; a tensor (experts,
-    out, in) has all experts'. Unknown names stay as they are."""
+    """Renames blk.0.attn_q.weight to layers.0.self_attn.q_proj.weight, and cuts a tensor (experts,
+    out, in) into its experts' matrices. It keeps names that it does not know."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
     if not match or match[2] not in GGUF_NAMES:
         return {tensor.name: tensor}
@@ -878,8 +878,8 @@ def without_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     weights' rms, but at most a third. Unrelated tensors differ by more than the whole rms, and a
     classifier that was trained on from the embedding by more than two dtypes with many bits do."""
     a, b = (tensors.get(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
-    # No model has 2^32 weights here, but a hole in a hostile file may: it would be read for hours.
-    if not (b and a.shape == b.shape and a.size < 2**32 and can_read(a.dtype) and can_read(b.dtype)):
+    # No model has 4e9 weights here, but a hole in a hostile file may: it would be read for hours.
+    if not (b and a.shape == b.shape and a.size < 4e9 and can_read(a.dtype) and can_read(b.dtype)):
         return tensors
     pieces = zip(a.pieces(), b.pieces())
     if a.dtype == b.dtype:
@@ -936,7 +936,7 @@ HEADER = struct.Struct(f"{FIELDS}{256 - struct.calcsize(FIELDS)}x")  # x: a byte
 
 ORIGINAL = "original_max_position_embeddings"  # of YaRN
 # A number of config.json or generation_config.json -> (lowest, highest, its key in a GGUF file or
-# None). The limits are qwen3.c's, but for a vocab_size of up to 2^30, which costs memory here.
+# None). The limits are qwen3.c's, but for vocab_size: it accepts up to 2^30, too large for here.
 NUMBERS = {
     "hidden_size": (1, 1 << 20, "embedding_length"), "top_k": (0, 2 ** 31 - 1, None),
     "intermediate_size": (1, 1 << 20, "feed_forward_length"), "head_dim": (1, 4096, None),
@@ -948,7 +948,7 @@ NUMBERS = {
     "max_position_embeddings": (1, 1 << 30, "context_length"), "top_p": (1e-45, 1.0, None),
     "rms_norm_eps": (2.0 ** -126, 1e12, "attention.layer_norm_rms_epsilon")}
 OTHER_LIMITS = 1e-6, 1e12, None  # of theta, the penalty and YaRN's terms
-GROUP_SIZES, BOOLEANS = (32, 64, 128, 256), ("True", "False")
+GROUP_SIZES, BOOLEANS = (32, 64, 128, 256), ("True", "False")  # BOOLEANS: repr()s, as 1 == True
 
 
 def read_header(source: Source, bits: int | None, group_size: int | None,
@@ -1019,7 +1019,7 @@ def number(where: Path, values: dict, key: str, default: float | None = None):
 
 
 def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | None) -> tuple:
-    """max_seq_len, rope_theta, rope_factor, frequencies; with --yarn as in Qwen's model cards."""
+    """max_seq_len, rope_theta, rope_factor, frequencies. --yarn does as Qwen's model cards say."""
     rope, rope_type = config["rope"], config["rope"]["rope_type"]
     max_seq_len = number(where, config, "max_position_embeddings")
     if yarn_factor:
@@ -1032,7 +1032,7 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
         max_seq_len = number(where, longer, "max_position_embeddings")
     supported(where, "rope_type", rope_type, "default", "yarn")
     theta = number(where, rope, "rope_theta", 10000.0)
-    # transformers ignores attn_factor, and mscale or mscale_all_dim alone
+    # transformers ignores attn_factor, and each of mscale and mscale_all_dim without the other
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
     if rope_type == "yarn":
         known |= {"factor", ORIGINAL, "truncate", "attention_factor", "beta_fast", "beta_slow",
@@ -1046,8 +1046,8 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
 
 
 def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len: int) -> tuple:
-    """(factor on cos and sin, head_dim / 2 frequencies) of YaRN, arXiv 2309.00071, in fp32 where
-    transformers' _compute_yarn_parameters is; but powers from fp64, to be the same everywhere."""
+    """(factor on cos and sin, head_dim / 2 frequencies) of YaRN, arXiv 2309.00071. It uses fp32 as
+    transformers' _compute_yarn_parameters does, but fp64 for powers: all machines agree on them."""
     rope = rope | {key: rope.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0: absent
     get = partial(number, where, rope)
     original = get(ORIGINAL, max_seq_len)
@@ -1083,8 +1083,8 @@ PRE_TOKENIZERS = [
 
 
 def read_vocabulary(source: Source, vocab_size: int) -> tuple[dict, dict, dict]:
-    """Id -> the token's bytes; id -> merge score, of the tokens that a merge makes; the text of an
-    added token, which no merge makes -> (id, special: not printed)."""
+    """Three dicts: id -> the token's bytes; id -> score, of tokens that a merge makes; the text of
+    an added token, which no merge makes -> (id, True if it is special and so not printed)."""
     where, model = source.file("tokenizer.json"), source.tokenizer["model"]
     added = read_added(where, source.tokenizer, source.tokenizer_config)
     vocab = {text: i for text, i in model["vocab"].items() if text not in added}
@@ -1119,14 +1119,14 @@ def check_pipeline(where: Path, tokenizer: dict) -> bool:
     if steps != PRE_TOKENIZERS:
         refuse(where, "pre_tokenizer is not supported", "Qwen's", tokenizer["pre_tokenizer"])
     normalizer = tokenizer["normalizer"] or {"normalizers": []}
-    normalizers = normalizer.get("normalizers", [normalizer])
-    supported(where, "normalizer", normalizers, [{"type": "NFC"}], [])
-    return bool(normalizers)
+    used = normalizer.get("normalizers", [normalizer])
+    supported(where, "normalizer", used, [{"type": "NFC"}], [])
+    return bool(used)
 
 
 def read_added(where: Path, tokenizer: dict, settings: dict) -> dict[str, tuple[int, bool]]:
-    """Text -> (id, special) of tokenizer.json's added tokens. Special is what either file calls so,
-    and what has a role. The settings, tokenizer_config.json, may add no token of their own."""
+    """Text -> (id, special) of tokenizer.json's added tokens. One is special if a file says so or
+    gives it a role. The settings, tokenizer_config.json, may add no token of their own."""
     listed = settings.get("added_tokens_decoder") or {}
     for token in [*tokenizer["added_tokens"], *listed.values()]:
         for flag in ("lstrip", "rstrip", "single_word", "normalized"):
@@ -1155,7 +1155,7 @@ def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[in
     processor = tokenizer.get("post_processor") or {"type": "ByteLevel"}
     for step in processor["processors"] if processor["type"] == "Sequence" else [processor]:
         supported(where, "post_processor", step["type"], "ByteLevel", "TemplateProcessing")
-        inner, ids = (ids, []) if step["type"] != "ByteLevel" else ([], ids)  # that puts nothing
+        inner, ids = ([], ids) if step["type"] == "ByteLevel" else (ids, [])  # ByteLevel adds none
         for piece in step.get("single", []):
             token = piece.get("SpecialToken", {}).get("id")
             if piece.get("Sequence", {}).get("id") == "A":
@@ -1166,8 +1166,8 @@ def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[in
                 refuse(where, "post_processor", "the text A and tokens that it lists", piece)
             if len(ids) > MOST_IDS + 1:
                 refuse(where, "post_processor", f"at most {MOST_IDS} ids", "more")
-    (text,) = (i for i, token in enumerate(ids) if token is None)  # ValueError if not once
-    return ids[:text], ids[text + 1:]
+    (at,) = (i for i, token in enumerate(ids) if token is None)  # ValueError if not once
+    return ids[:at], ids[at + 1:]
 
 
 def role_tokens(tokenizer_config: dict) -> dict[str, str]:
@@ -1182,10 +1182,10 @@ def token_text(value: str | dict | None) -> str | None:
 
 
 def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dict[int, float]:
-    """id -> -log(rank + 1) of the merge that makes the token. All merges that make a token must
-    follow each other in the list, as a token has one score. qwen3.c has no list: of all neighbours
-    that together are a token it merges those with the best score. That gives the list's ids if the
-    package encodes the text of every token to that token alone. All else is refused."""
+    """id -> -log(rank + 1) of the merge that makes the token. qwen3.c has these scores and no list
+    of merges: of all neighbours that together are a token it merges those with the best score.
+    This gives the list's ids if two things hold, and all else is refused: the merges that make one
+    token follow each other, and the package encodes each token's text to that token alone."""
     scores: dict[int, float] = {}
     previous = -1
     for rank, (left, right) in enumerate(merges):
@@ -1292,9 +1292,9 @@ def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | Non
 
 
 def render_all(template: str, variables: dict, conversations: list) -> dict[Conversation, str]:
-    """The text that a template makes of each conversation. ValueError if it fails. As an untrusted
-    program, which may never end or take all memory, it runs in a process of its own. If this does
-    not end well, a slow or full machine may be to blame: nothing is exported."""
+    """The text that a template makes of each conversation. ValueError if it fails. It is untrusted,
+    may never end or take all memory, so it runs in a process of its own. If the process
+    fails, the machine may be slow or full: nothing is exported."""
     code, found = inspect.getsource(template_process) + "template_process()", "none"
     packages = [str(Path(module.__file__).parents[1]) for module in (jinja2, markupsafe)]
     try:
@@ -1357,8 +1357,8 @@ SYSTEM, USER, ANSWER, NEXT = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
                               ("assistant", "ANSWERTEXT"), ("user", "NEXTTEXT"))
 THINK_END = "</think>"
 TALK = USER, ANSWER, NEXT
-# The same with a thought before the answer, which ends with a character. A template that strips
-# thoughts, and this character after them, makes the text of TALK: character -> messages
+# Character -> TALK with a thought before the answer, which ends with the character. A template that
+# strips a thought, and the character after it, makes TALK's text of it.
 THOUGHT = {char: (USER, ("assistant", f"x{THINK_END}{char}{ANSWER[1]}"), NEXT)
            for char in ["", *" \t\n\r\v\f"]}
 MARKED: list[Conversation] = [  # find_pieces() needs their texts
@@ -1448,7 +1448,7 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
         "mode": b"" if mode == CHAT else u32([mode]),
         "chat": b"".join(length_and_bytes(piece.encode()) for piece in pieces or ()),
         "begn": pieces.begun.encode() if pieces else b""}
-    # Empty sections are left out, but for two: without them older programs say that NFC is missing.
+    # Empty sections are left out. Not ccc and deco: older programs would say that NFC is missing.
     extension = b"".join(tag.encode() + length_and_bytes(payload)
                          for tag, payload in sections.items() if payload or tag in ("ccc ", "deco"))
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
@@ -1466,8 +1466,8 @@ def u32(*rows: list[int] | tuple[int, ...]) -> bytes:
 
 
 def end_ids(source: Source, added: dict, eos_token: str | None) -> tuple[int, int, list]:
-    """(bos, eos, the ids that end an answer). A text ends with the ids in config.json and in
-    generation_config.json. A turn of a chat may end with another, tokenizer_config.json's."""
+    """(bos, eos, the ids that end an answer). The ids of config.json and generation_config.json end
+    a text; tokenizer_config.json's eos_token may be one more, which ends a chat's turn."""
     files = {"config.json": source.config, "generation_config.json": source.generation}
     config_bos, config_eos, generation_bos, generation_eos = (
         id_list(source.file(name), values.get(key)) for name, values in files.items()
@@ -1752,8 +1752,8 @@ def in_panels(output: Output, h: Header, *encoded: np.ndarray) -> Collection[np.
 
 
 def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
-    """Yields each output with work(output, range of a source tensor, its start in the output) of
-    its ranges, by a thread for each core: numpy releases the GIL. (64 take up to 1 GB.)"""
+    """Calls work(output, piece, its start in the output) for the pieces of the tensors, in a thread
+    for each core (numpy releases the GIL). Yields (output, results). 64 threads take up to 1 GB."""
     total = sum(tensor.nbytes for output in outputs for tensor in output.tensors)
     with (ThreadPoolExecutor(min(64, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
@@ -1901,7 +1901,7 @@ def main() -> None:
 def parse_arguments(args: list[str]) -> argparse.Namespace:
     """source, out (a path that ends in .bin, or None; it may also come first) and the options."""
     def parse_value(kind: type, good: Callable[[Any], bool], expected: str, text: str) -> Any:
-        """An option's good value of this kind; an integer must be written as Python writes it."""
+        """An option's value, if it is good. An integer has its shortest form: 8, not +8 or 08."""
         with suppress(ValueError):
             if good(kind(text)) and (kind is not int or text == str(kind(text))):
                 return kind(text)
@@ -1926,7 +1926,7 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
         option = "--bits" if options.bits else "--group-size"
         usage_error(f"{option}: --check takes it from OUT.bin, expected `export.py --check SOURCE "
                     f"OUT.bin` (with four bits it ends in -q4.bin), found {option}, too")
-    source, *out = sorted(options.names, key=lambda name: name.endswith(".bin"))  # it is stable
+    source, *out = sorted(options.names, key=lambda name: name.endswith(".bin"))  # keeps the order
     if out and not out[0].endswith(".bin"):
         usage_error(f"OUT: wrong name, expected one that ends in .bin, found {out[0]!r}")
     options.source, options.out = source, Path(out[0]) if out else None
