@@ -7,22 +7,24 @@
    them is to come next in a text. It computes with learned numbers, the weights: in training it
    predicted each next token of a great many texts, and the weights were changed little by little
    until it did this well. This program only uses them. It cuts a text, the prompt, into tokens
-   (encode_raw, render) and runs each through all layers (forward). Then it computes a number for
-   each token of the vocabulary (compute_logits), draws one token by them (sample), writes it and
-   appends it to the text. This token runs next, and so on until the answer ends (run_text).
+   (encode_raw, render) and runs each through the model (forward). Then it computes a number for
+   each token of the vocabulary, higher for a likelier one (compute_logits), and draws a token by
+   these numbers (sample). It writes this token, appends it to the text and runs it, and so on
+   until the answer ends (run_text).
 
    Inside the model, each token of the text is a vector x (dim), the residual stream. (A name is
    followed by its shape in parentheses.) x begins as the token's row of the embedding table. Each
-   layer then adds two things to it: what attention finds in this token and those before it, and
-   what a feed-forward network computes from x with that added. For attention, matrices make of
-   each token a query q, what it looks for; a key k, what it is found by; and a value v, what it
-   gives to those that find it. The dot products of its query with the keys of all positions up to
-   its own become shares that add up to 1 (softmax). The result is the sum of the values, each
-   times its share. One such attention is a head. A layer has n_heads of them side by side: each
-   has its own part of q (head_dim) and gives other shares to the positions. A token's x, k and v
-   depend only on it and on the tokens before it. So they stay right when tokens are appended, and
-   each token runs once: the KV cache keeps, for each layer and kv head, the keys K and the values
-   V of all positions so far, (positions, head_dim). One layer computes
+   layer changes x twice. First it adds what attention finds in this token and those before it.
+   Then it adds what a feed-forward network computes from the new x. For attention, matrices make
+   of each token a query q, what it looks for; a key k, what it is found by; and a value v, what it
+   gives to those that find it. The dot products of its query with the keys of all positions (places
+   in the text) up to its own become shares that add up to 1 (softmax). The result is the sum of
+   the values, each times its share. A layer does this in n_heads heads side by side. Each has a
+   query (head_dim) of its own, and so its own shares; but a few of them share a kv head, which is
+   one key and one value. A token's x, k and v depend only on it and on those before it. So they
+   stay right when tokens are appended, and each token runs once: the KV cache keeps, for each
+   layer and kv head, the keys K and the values V (positions, head_dim) of all positions so far.
+   One layer computes
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
@@ -30,7 +32,7 @@
      k = rope(rmsnorm(k, k_norm), pos)
      K = [K; k], V = [V; v]                   k and v are appended to the KV cache
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
-     x = x + Wo a                             a: that of all heads together (q_dim)
+     x = x + Wo a                             a: of all heads together (n_heads * head_dim)
      h = rmsnorm(x, rms_ffn)
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU; silu(z) = z / (1 + exp(-z)); W1 and W3 are
                                               (hidden_dim, dim), W2 is (dim, hidden_dim)
@@ -42,15 +44,15 @@
    3072. It has 28 layers, each with 16 query heads and 8 kv heads of head_dim 128. Its vocabulary
    has 151,936 tokens.
 
-     Norm.    rmsnorm brings vectors of any magnitude to about the same, so x may grow from layer to
+     Norm.    rmsnorm gives vectors of any magnitude about the same one: x may grow from layer to
               layer. The norms of q and k (QK-norm) bound q . k.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax would give nearly all to one position.
      Sharing. n_heads / n_kv_heads query heads use the same K and V, which makes the cache smaller
               (grouped-query attention).
-     Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, W2 W3 would be one
-              matrix.
+     Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, one matrix, the
+              product of W2 and W3, could do the same.
      Order.   rope rotates pairs of elements of q and k by angles that grow with pos: so q . k
               depends on the distance of the two positions.
 
@@ -58,17 +60,17 @@
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
-   softmax(logits) is how likely the model takes each token to be to follow the one that x belongs
-   to. So an answer's first token comes from the last x of the prompt. Logits from earlier x are
-   needed only to say how well the model predicts a given text (-m perplexity).
+   softmax(logits) are probabilities: how likely each token of the vocabulary comes next, after the
+   token of x. So an answer's first token is drawn by the last x of the prompt. The logits of an
+   earlier x only tell how well the model predicts a given text (-m perplexity).
 
    To learn how a language model runs, read Part I. It is the whole definition, in plain C: one
-   text, one token at a time, from the text's bytes to the answer's. (Only merging, Unicode, and
-   where the cache puts things are elsewhere.) Part II, the program, runs many texts together, in
+   text, one token at a time, from the text's bytes to the answer's. (Of what it only declares, a
+   comment says what it does and where it is.) Part II, the program, runs many texts together, in
    passes of many tokens. Part III, the machine, computes a pass with all threads and SIMD
-   instructions. Both give the bits of Part I in less time. `make plain` builds a program that
-   computes as Part I does, for a debugger; the tests compare the two. A port to a new CPU begins
-   with `make plain` and then needs only "SIMD primitives".
+   instructions. Both give Part I's results, equal bit for bit, in less time. `make plain` builds a
+   program that computes as Part I does, for a debugger; the tests compare the two. A port to a new
+   CPU begins with `make plain` and then needs only "SIMD primitives".
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    Vector math
@@ -84,10 +86,6 @@
      The main loop                  Requests              Going on with a list
                                     Given answers         Options
                                     The program's state   main                                    */
-
-#if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
-#endif
 
 #define VERSION "5.0"
 #define _GNU_SOURCE
@@ -107,26 +105,24 @@
 // ================================================================================================
 
 #define INLINE static inline __attribute__((always_inline, unused))
-
 static volatile sig_atomic_t interrupted;  // Ctrl-C was pressed
 
 // Writes one line to stderr, of the form "qwen3: WHERE: WHAT, expected X, found Y" (Part II).
 static void report(const char *fmt, ...);
-
 #define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))  // a file, memory or model error
 
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
 INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------------------------------------
-// Types, with their shapes: (rows, cols) = (out, in). Skim them and come back: each name is
-// explained where it is used. HF, here and below, is Hugging Face's Python library transformers,
-// with which the tests compare the results. Names on the right are those of its tensors.
+// Types, with their shapes: (rows, cols) = (out, in). Skim them and come back. HF is Hugging Face's
+// Python library transformers: the tests compare results with it, and its tensors' names are on the
+// right. A checkpoint is a model as its makers publish it; export.py makes this program's files of
+// it.
 
 typedef struct {
     int dim;                // width of the residual stream; HF hidden_size
-    int hidden_dim;         // width of the feed-forward, or of one expert; HF intermediate_size, or
-                            // moe_intermediate_size
+    int hidden_dim;         // width of the feed-forward, or an expert; HF (moe_)intermediate_size
     int n_layers;
     int n_heads;            // query heads
     int n_kv_heads;         // key and value heads: n_heads / n_kv_heads query heads share one
@@ -134,7 +130,7 @@ typedef struct {
     int max_seq_len;        // positions the model was made for; HF max_position_embeddings
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
-    int group_size;         // see Quantization; divides dim, q_dim and hidden_dim
+    int group_size;         // of all matrices: see Matrix; divides dim, q_dim and hidden_dim
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
     int eight_bits;         // bit i: with layer_bits 4, matrix i of wq wk wv wo w1 w2 w3 has 8
     int panels;             // 1: the file has the matrices in panels, as Matrix does
@@ -148,8 +144,7 @@ typedef struct {
     int no_qk_norm;         // 1: no QK-norm (Qwen2)
     int n_experts;          // 0: not a mixture of experts; HF num_experts
     int n_experts_used;     // by each token; HF num_experts_per_tok
-    int no_topk_norm;       // 1: their shares are those among all experts, so they add
-                            // up to less than 1; HF norm_topk_prob = false
+    int no_topk_norm;       // 1: their shares add up to less than 1; HF norm_topk_prob = false
     int q_dim;              // n_heads * head_dim
     int kv_dim;             // n_kv_heads * head_dim
 } Config;
@@ -158,7 +153,7 @@ typedef struct {
 typedef struct {
     int rows;
     int cols;
-    int group_size;        // consecutive weights of a row that have one scale
+    int group_size;        // consecutive weights of a row, a group, have one scale
     int bits;              // of a weight, 8 or 4
     const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte
     const void *scales;    // (rows, cols / group_size)  8 bits: float; 4: see half_float. The order
@@ -197,8 +192,8 @@ typedef struct {   // a vector (cols) as int8 values, and a scale for each group
     float *scale;  // (cols / group_size)
 } Q8;
 
-// Everything that changes while the model runs. Its vectors are those of one token: here Part I's
-// functions take what they need and leave what they compute.
+// Everything that changes while the model runs. Its vectors are those of one token: Part I's
+// functions read their input here and write their results here.
 typedef struct {
     float *x;          // (dim)           the residual stream
     float *cos;        // (head_dim / 2)  of the angles of rope at the token's position
@@ -210,8 +205,8 @@ typedef struct {
     Q8 a8;             // (q_dim)         Q8(a)
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
     float *up;         // (hidden_dim)    W3 h
-    Q8 gate8;          // (hidden_dim)    Q8(silu(W1 h) * (W3 h))
-    float *router_out; // (n_experts)     Wr h, then its exp
+    Q8 gate8;          // (hidden_dim)    Q8(gate)
+    float *router_out; // (n_experts)     Wr h, then exp(Wr h - its largest)
     float *share;      // (n_experts)     the share of each chosen expert
     float *y;          // (dim)           one expert's output
     float *out;        // (dim)           what is added to x
@@ -221,19 +216,16 @@ typedef struct {
     float *values;     // (n_layers, context, kv_dim)  and v
 } State;
 
-typedef struct {
-    Config config;
-    Weights weights;
-    State state;
-} Model;
+typedef struct { Config config; Weights weights; State state; } Model;
 
 // ------------------------------------------------------------------------------------------------
 // Math: what a layer computes on one vector. What is only declared is in Part III, Vector math: it
 // depends on the CPU, or is written so that compilers vectorize it.
 //
-// Equal bits: each sum of floats has one order, which Part III keeps. So a text's results never
-// depend on the number of threads, the cut into batches or other texts beside it. They do depend on
-// the build, as only some CPUs have fma, and on the C library, which has powf, cosf and sinf.
+// Equal bits: a sum of floats depends on the order of its terms. So each sum has one order here,
+// which Part III keeps: a text's results never depend on threads, on how many tokens run together
+// or on other texts. They do depend on the build (not all CPUs have fma) and on the C library
+// (powf, cosf, sinf).
 
 // a * b + c, rounded once where the CPU has fma, else twice. Nothing else is fused: the Makefile
 // says -ffp-contract=off.
@@ -276,12 +268,12 @@ INLINE float dot_of(const float *a, const float *b, int n) {
 
 // out = w * x / sqrt(mean(x^2) + eps), all (n): HF Qwen3RMSNorm
 static void rmsnorm(float *out, const float *x, const float *w, int n, float eps) {
-    float scale = 1 / sqrtf(sum_of(x, n, true) / n + eps);
-    for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * scale);
+    float inverse = 1 / sqrtf(sum_of(x, n, true) / n + eps);
+    for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * inverse);
 }
 
-// Replaces x (n) by exp(x - max) and returns the sum: dividing by it completes the softmax. max is
-// at least that of x. The factor exp(-max) cancels, but keeps each term from overflow.
+// Replaces x (n) by exp(x - max) and returns the sum: dividing by it completes the softmax. `max`
+// is the largest x, or more. The factor exp(-max) cancels, but keeps each term from overflow.
 static float softmax_terms(float *x, int n, float max) {
     for (int i = 0; i < n; i++) x[i] = fast_exp(x[i] - max);
     return sum_of(x, n, false);
@@ -296,30 +288,33 @@ static void silu_times(float *gate, const float *up, int n) {
 // Quantization and the matrix product. For one token, reading the weights from memory takes longer
 // than the arithmetic. So all matrices but the router are quantized: they take fewer bytes.
 //
-// With 8 bits, a group of group_size (up to 256) consecutive weights of a row is stored as int8
-// values and one float scale: a weight is its int8 times the scale. (A large weight makes the steps
-// between values coarse, but those of its group alone.) The layers' matrices may have 4 bits
-// instead: then a weight is an index into a table of 16 int8 values, the model's levels, and a
-// scale has 16 bits. Just before a vector is multiplied with such a matrix, it is quantized, too,
-// always to 8 bits. So the dot product of a group of weights and a group of the vector is a sum of
+// With 8 bits, the weights of a group (32 to 256 consecutive ones of a row) are stored as int8
+// values and one float scale: a weight is its int8 times the scale. (The largest weight sets the
+// scale: it makes its own group coarse, and no other.) The layers' matrices may have 4 bits: then a
+// weight is levels[its 4 bits] times a scale of 16 bits, with a table `levels` of 16 int8 values.
+// (In groups of 32, a weight takes 9 bits or 4.5, with its part of the scale.) Just before a vector
+// is multiplied with such a matrix, it is quantized, too, always to 8 bits and in groups of the
+// same size. So the dot product of a group of weights and a group of the vector is a sum of
 // integers, at most 256 * 128 * 127 < 2^22: exact, even as a float. The two scales multiply it.
 
-// Weight i of row r, without its scale. A row is a sequence of words of 4 bytes. With 8 bits these
-// are its weights. With 4 bits, a group takes group / 2 bytes. Byte b holds two indices into
-// levels: in its low nibble that of weight b, in its high one that of weight b + group / 2. In
-// memory a matrix is a sequence of panels of 16 rows: word 0 of each row, then word 1 of each, and
-// so on. So SIMD instructions, which compute 4 to 16 rows at once, find their words side by side.
+// Returns weight i of row r without its scale. A row is a sequence of bytes; 4 bytes are a word.
+// With 8 bits, byte i is weight i. With 4 bits, a group has group_size / 2 bytes: the low nibble of
+// its byte j is weight j, the high nibble is weight j + group_size / 2. In memory a matrix is a
+// sequence of panels of 16 rows. A panel has word 0 of each row, then word 1 of each, and so on:
+//   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
+// SIMD instructions compute 4 to 16 rows at once: so they find these rows' words side by side.
 enum { PANEL = 16 };
 
 INLINE int weight_int(const Matrix *w, int r, int i) {
     const int half = w->group_size / 2, g = i / w->group_size, j = i % w->group_size;
-    const int b = w->bits == 8 ? i : g * half + j % half;
-    const size_t word = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + b / 4;
-    const int8_t byte = w->bytes[(word * PANEL + r % PANEL) * 4 + b % 4];
+    const int at = w->bits == 8 ? i : g * half + j % half;  // the byte of the row
+    const size_t word = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;
+    const int8_t byte = w->bytes[(word * PANEL + r % PANEL) * 4 + at % 4];
     return w->bits == 8 ? byte : w->levels[(j < half ? byte : byte >> 4) & 15];
 }
 
-// The scale of group g of row r: in a panel, 16 of group 0, 16 of group 1, and so on
+// Returns the scale of group g of row r. A panel has 16 scales of group 0, 16 of the next, and so
+// on.
 INLINE float weight_scale(const Matrix *w, int r, int g) {
     const size_t at = ((size_t)(r / PANEL) * (w->cols / w->group_size) + g) * PANEL + r % PANEL;
     return w->bits == 8 ? ((const float *)w->scales)[at]
@@ -330,19 +325,19 @@ INLINE float weight_scale(const Matrix *w, int r, int g) {
 // rounded to the nearest integer, of two equally near ones to the even one (rintf). Where the scale
 // would be below the smallest normal number, all is 0. Where x has a NaN or infinity, that is the
 // scale, and the values are 0: so every product with the group is NaN.
-static void quantize(Q8 out, const float *x, int n, int group) {
-    for (int g = 0; g < n / group; g++, x += group) {
-        const float max = max_abs(x, group);
+static void quantize(Q8 out, const float *x, int n, int group_size) {
+    for (int g = 0; g < n / group_size; g++, x += group_size) {
+        const float max = max_abs(x, group_size);
         out.scale[g] = max < FLT_MIN * 127 ? 0 : max / 127;
         const float inverse = out.scale[g] != 0 ? 127 / max : 0;
-        for (int i = 0; i < group; i++) {
-            out.int8[g * group + i] = isfinite(max) ? (int8_t)rintf(x[i] * inverse) : 0;
+        for (int i = 0; i < group_size; i++) {
+            out.int8[g * group_size + i] = isfinite(max) ? (int8_t)rintf(x[i] * inverse) : 0;
         }
     }
 }
 
-// W[r] . x: row r of W (rows, cols) times x (cols). The products of a group are added as integers,
-// the groups as floats, from the first to the last.
+// Returns W[r] . x, row r of W (rows, cols) times x (cols). The products of a group are added as
+// integers, the groups as floats, from the first to the last.
 static float dot_row(const Matrix *w, int r, Q8 x) {
     float sum = 0;
     for (int g = 0; g < w->cols / w->group_size; g++) {
@@ -355,7 +350,7 @@ static float dot_row(const Matrix *w, int r, Q8 x) {
     return sum;
 }
 
-// out = W x, where W is rows first .. first + rows - 1 of the matrix
+// out = W x. W is `rows` rows of the matrix, from row `first` on: all rows, or those of one expert.
 static void matmul(float *out, const Matrix *w, int first, int rows, Q8 x) {
     for (int i = 0; i < rows; i++) out[i] = dot_row(w, first + i, x);
 }
@@ -365,7 +360,7 @@ static void add(float *x, const float *y, int n) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Embedding and rope: a token's way begins.
+// Embedding and rope: what happens first to a token
 //
 // rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle pos * theta^(-2j /
 // head_dim), and k in the same way. So q . k depends on the two positions only through their
@@ -374,16 +369,16 @@ static void add(float *x, const float *y, int n) {
 // and tells neighbours apart, but after 6 positions it has gone round nearly once. The last pair
 // turns almost theta times as slowly and tells near from far.
 
-// The frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is scaled, for
-// longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has other
-// frequencies: the slow pairs turn slower still, so that they do not go round further than in
-// training. It also has a factor on cos and sin, which makes q . k larger, as a softmax over more
-// positions would else be flatter. export.py computes them.
+// Returns the frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is
+// scaled for longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has
+// other frequencies: the slow pairs turn slower still, so that they do not go round further than in
+// training. The file also has a factor on cos and sin. It makes q . k larger, because otherwise a
+// softmax over more positions would be flatter. export.py computes both.
 static float rope_frequency(const Config *c, int j) {
     return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
 }
 
-// cos and sin (head_dim / 2) of the angles at a position
+// Computes cos and sin (head_dim / 2) of the angles at a position.
 static void rope_angles(const Config *c, int pos, float *cos, float *sin) {
     const float factor = c->rope_scaling ? c->rope_factor : 1;
     for (int j = 0; j < c->head_dim / 2; j++) {
@@ -411,22 +406,18 @@ static void embed(const Model *m, int token, float *x) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Attention. The functions from here on take a token's vectors from State and put what they compute
-// there: where a comment says h, it is m->state.h.
+// Attention. The functions from here on work on the token's vectors in State: where a comment says
+// h, it is m->state.h. l is the layer's number, pos the token's position.
 
-// Where the KV cache has the key, or the value, (head_dim) of a position for kv head kv_head of
-// layer l. The kv heads of a position follow one another.
-static float *key_at(const Model *m, int l, int pos, int kv_head) {
+// Returns the place of a key or value (head_dim) in `cache`, State.keys or State.values: that of a
+// layer, a position and a kv head.
+static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
     const Config *c = &m->config;
-    return m->state.keys + ((size_t)l * m->state.context + pos) * c->kv_dim + kv_head * c->head_dim;
-}
-
-static float *value_at(const Model *m, int l, int pos, int kv_head) {
-    return m->state.values + (key_at(m, l, pos, kv_head) - m->state.keys);
+    return cache + ((size_t)l * m->state.context + pos) * c->kv_dim + kv_head * c->head_dim;
 }
 
 // h = rmsnorm(x, w), h8 = Q8(h)
-static void norm(Model *m, const float *w) {
+static void norm_and_quantize(Model *m, const float *w) {
     const Config *c = &m->config;
     State *s = &m->state;
     rmsnorm(s->h, s->x, w, c->dim, c->rms_norm_eps);
@@ -446,7 +437,7 @@ static void qkv(Model *m, int l, int pos) {
     const Config *c = &m->config;
     const Layer *layer = &m->weights.layers[l];
     State *s = &m->state;
-    float *q = s->q, *k = key_at(m, l, pos, 0), *v = value_at(m, l, pos, 0);
+    float *q = s->q, *k = in_cache(m, s->keys, l, pos, 0), *v = in_cache(m, s->values, l, pos, 0);
     matmul(q, &layer->wq, 0, c->q_dim, s->h8);
     matmul(k, &layer->wk, 0, c->kv_dim, s->h8);
     matmul(v, &layer->wv, 0, c->kv_dim, s->h8);
@@ -463,42 +454,43 @@ static void qkv(Model *m, int l, int pos) {
     }
 }
 
-// q . k / sqrt(head_dim), q and k (head_dim) of one head
+// Returns q . k / sqrt(head_dim), both (head_dim).
 static float attention_score(const float *q, const float *k, int head_dim) {
     float dot = 0;
     for (int j = 0; j < head_dim; j++) dot = mul_add(k[j], q[j], dot);
     return dot * (1 / sqrtf((float)head_dim));
 }
 
-// Attention of one query head: a = softmax(q . K / sqrt(head_dim)) V, where K and V (pos + 1,
-// head_dim) are the keys and values of all positions up to the token's own: a token sees itself and
-// those before it, and none behind it (causal). The positions come in spans, so that the array
-// `score` is short. With M the largest score so far, `total` sums exp(score - M), and a sums
-// exp(score - M) times the value, as exp(score) could be infinite. Where a span raises M, both are
-// first multiplied by keep = exp(old M - new M) (online softmax). Last, a is divided by total.
+// Attention of one query head: a = softmax(q . K / sqrt(head_dim)) V. K and V (pos + 1, head_dim)
+// are the keys and values of all positions up to the token's own: a token sees itself and those
+// before it, and none after it (causal). The positions come in spans, so that the array `score` is
+// short. With M the largest score so far, `total` sums exp(score - M), because exp(score) could be
+// infinite, and a sums exp(score - M) times the value. Where a span raises M, both are first
+// multiplied by keep = exp(old M - new M) (online softmax). Last, a is divided by total.
 enum { SPAN = 256 };
 
 static void attend(Model *m, int l, int head, int pos) {
     const Config *c = &m->config;
     const int head_dim = c->head_dim, kv_head = head / (c->n_heads / c->n_kv_heads);
-    const float *q = m->state.q + head * head_dim;
-    float *a = m->state.a + head * head_dim;
+    const State *s = &m->state;
+    const float *q = s->q + head * head_dim;
+    float *a = s->a + head * head_dim;
     float score[SPAN], largest = -FLT_MAX, total = 0;
     memset(a, 0, head_dim * sizeof(float));
     for (int start = 0; start <= pos; start += SPAN) {
         const int n = min_int(SPAN, pos + 1 - start);
         for (int i = 0; i < n; i++) {
-            score[i] = attention_score(q, key_at(m, l, start + i, kv_head), head_dim);
+            score[i] = attention_score(q, in_cache(m, s->keys, l, start + i, kv_head), head_dim);
         }
         const float before = largest;
         largest = fmaxf(largest, max_of(score, n));
-        const float keep = fast_exp(before - largest);        // 0 in the first span
-        const float sum = softmax_terms(score, n, largest);   // score[i] = exp(score[i] - largest)
-        total = mul_add(total, keep, sum);
+        const float keep = fast_exp(before - largest);         // 0 in the first span
+        const float terms = softmax_terms(score, n, largest);  // score[i] = exp(score[i] - largest)
+        total = mul_add(total, keep, terms);
         for (int j = 0; j < head_dim; j++) {
             float sum = 0;
             for (int i = 0; i < n; i++) {
-                sum = mul_add(value_at(m, l, start + i, kv_head)[j], score[i], sum);
+                sum = mul_add(in_cache(m, s->values, l, start + i, kv_head)[j], score[i], sum);
             }
             a[j] = mul_add(a[j], keep, sum);
         }
@@ -518,7 +510,8 @@ static void attend(Model *m, int l, int head, int pos) {
 //   share = share / (sum of share over S)    so that they add up to 1; some models skip this
 //   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over i in S
 
-// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with the matrices of an expert; 0 without experts
+// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with the rows that an expert has of these matrices. A
+// layer without experts is expert 0.
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
     const int dim = m->config.dim, hidden_dim = m->config.hidden_dim;
     State *s = &m->state;
@@ -529,10 +522,11 @@ static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
     matmul(out, &layer->w2, expert * dim, dim, s->gate8);
 }
 
-// share[i] = exp(term[i]) / (sum of exp(term) over the chosen) for the n_experts_used largest terms
-// (of equal ones the first), else 0; both (n_experts). term is Wr h, and is overwritten. The
-// softmax's own sum, over all experts, cancels; but with no_topk_norm it is the divisor. Returns
-// false, with all shares 0, if the softmax is NaN, as a term is NaN or +infinity.
+// Chooses the n_experts_used experts with the largest term, of equal terms the lower number. term
+// is Wr h and becomes its exp; term and share are (n_experts). The share of a chosen expert is its
+// exp over the sum of all chosen ones' (the softmax's own sum cancels), or with no_topk_norm over
+// the sum of all. Every other share is 0. Returns false, with all shares 0, if the sum of all is
+// NaN, because a term is NaN or +infinity.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -549,8 +543,9 @@ static bool choose_experts(const Config *c, float *term, float *share) {
     return true;
 }
 
-// out = the sum of the chosen experts' outputs, each times its share, in ascending order
-static void experts(Model *m, const Layer *layer) {
+// out = the sum of the chosen experts' outputs, each times its share, from the lowest number on.
+// The weights of the other experts are not read.
+static void run_experts(Model *m, const Layer *layer) {
     const int dim = m->config.dim, n_experts = m->config.n_experts;
     State *s = &m->state;
     for (int e = 0; e < n_experts; e++) {
@@ -563,19 +558,22 @@ static void experts(Model *m, const Layer *layer) {
         feed_forward(m, layer, e, s->y);
         for (int i = 0; i < dim; i++) s->out[i] += s->share[e] * s->y[i];
     }
-    if (!chosen) s->out[0] = NAN;  // reaches the logits, and the answer ends
+    if (!chosen) s->out[0] = NAN;  // it reaches the logits, and the answer ends
 }
 
 // ------------------------------------------------------------------------------------------------
-// The whole model, for one token. Part III computes the same bits for many tokens at once.
+// The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
+// rmsnorm, norm_and_rope, softmax_terms, silu_times, quantize, choose_experts, embed and
+// rope_angles, and replaces matmul, attend, feed_forward and what calls these: a change of them has
+// two places.
 
-// Layer l: x of the token at this position becomes x + attention, then x + feed-forward.
+// Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
     const Config *c = &m->config;
     const Layer *layer = &m->weights.layers[l];
     State *s = &m->state;
 
-    norm(m, layer->rms_att);                  // h = rmsnorm(x), h8 = Q8(h)
+    norm_and_quantize(m, layer->rms_att);     // h = rmsnorm(x), h8 = Q8(h)
     qkv(m, l, pos);                           // q = rope(rmsnorm(Wq h8)); k, v go to the cache
     for (int head = 0; head < c->n_heads; head++) {
         attend(m, l, head, pos);              // a = softmax(q . K / sqrt(head_dim)) V
@@ -584,14 +582,14 @@ static void run_layer(Model *m, int l, int pos) {
     matmul(s->out, &layer->wo, 0, c->dim, s->a8);
     add(s->x, s->out, c->dim);                // x = x + Wo a8
 
-    norm(m, layer->rms_ffn);                  // h = rmsnorm(x), h8 = Q8(h)
-    if (layer->router) experts(m, layer);     // out = the sum of share[i] times expert i's output
+    norm_and_quantize(m, layer->rms_ffn);     // h = rmsnorm(x), h8 = Q8(h)
+    if (layer->router) run_experts(m, layer); // out = the sum of share[i] times expert i's output
     else feed_forward(m, layer, 0, s->out);   // out = W2 Q8(silu(W1 h8) * (W3 h8))
     add(s->x, s->out, c->dim);                // x = x + out
 }
 
 // Runs a token of a text through all layers: then x is its last residual stream, and the cache has
-// its keys and values. The tokens before it must have run. False: Ctrl-C came.
+// its keys and values. The tokens before it must have run. Returns false if Ctrl-C came.
 static bool forward(Model *m, int token, int pos) {
     embed(m, token, m->state.x);
     rope_angles(&m->config, pos, m->state.cos, m->state.sin);
@@ -605,22 +603,22 @@ static bool forward(Model *m, int token, int pos) {
 // Returns logits (vocab_size) = Wcls Q8(rmsnorm(x, rms_final)), of the token that has run last.
 static float *compute_logits(Model *m) {
     State *s = &m->state;
-    norm(m, m->weights.rms_final);
+    norm_and_quantize(m, m->weights.rms_final);
     matmul(s->logits, &m->weights.classifier, 0, m->config.vocab_size, s->h8);
     return s->logits;
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. The text is cut at added tokens: marks such as <|im_start|>, a token each, which
-// tell the model what no text can: here begins a message. (If a user spells one out in a chat, that
-// is plain text.) Between them it is normalized: in Unicode's form NFC, e and a combining
-// accent (U+0301) become one character (U+00E9), so that both spellings get the same ids. Then a
-// regular expression cuts it into pieces, mostly words with the space before them: "Hello, world"
-// becomes "Hello" "," " world". Then byte-pair encoding: each byte of a piece begins as a token of
-// its own; as long as two neighbours together are a token of the vocabulary, the pair whose token
-// has the highest priority is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. Both
-// vocabulary and priorities were made before training, from the most frequent pairs of the training
-// texts: the model only knows texts that are cut in this way.
+// Text to tokens. The text is cut at added tokens. These are marks, a token each: <|im_start|>
+// tells the model that a message begins. (If a user spells one out in a chat, that is plain text.)
+// The text between them is normalized: in Unicode's form NFC, e and a combining accent (U+0301)
+// become one character (U+00E9), so that both spellings get the same ids. Then a regular expression
+// cuts it into pieces, mostly words with the space before them: "Hello, world" becomes "Hello" ","
+// " world". Then byte-pair encoding: each byte of a piece begins as a token of its own; as long as
+// two neighbours together are a token of the vocabulary, the pair whose token has the highest
+// priority is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. Both vocabulary and
+// priorities were made before training, from the most frequent pairs of the training texts: the
+// model only knows texts that are cut in this way.
 
 typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
     const uint8_t *p;
@@ -629,14 +627,12 @@ typedef struct {  // a view of bytes that something else owns. Texts are never N
 
 typedef struct {  // bytes that grow
     uint8_t *p;
-    size_t n;
-    size_t cap;  // p has room for so many
+    size_t n, cap;  // p has room for `cap`
 } Buffer;
 
 typedef struct {  // token ids that grow
     int *p;
-    size_t n;
-    size_t cap;  // p has room for so many
+    size_t n, cap;  // p has room for `cap`
 } Ids;
 
 static void buffer_add(Buffer *b, Bytes text);
@@ -653,18 +649,17 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum { ADDED = 1, SPECIAL = 2 };  // bits of Tokenizer.kind; SPECIAL: not written in answers
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
-typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
-typedef struct {       // the text around the messages of a conversation: see The chat format
-    Bytes start;       // before all else
-    Bytes no_system;   // then, if the first message is not a system message
-    Bytes open[3];     // before a message, by role
-    Bytes close[3];    // after it
-    Bytes answer_open[2];  // where the model's answer begins: without thinking before it (mostly an
-                       // empty <think> block), with it
-    Bytes begun;       // before an answer whose beginning is given (older files: not known)
-    Bytes strip;       // </think>: everything up to the last one is cut from an earlier answer
-    Bytes trim;        // and then any of these characters from the start of the rest
+typedef struct {           // the text around the messages of a conversation: see The chat format
+    Bytes start;           // before all else
+    Bytes no_system;       // then, if the first message is not a system message
+    Bytes open[3];         // before a message, by role
+    Bytes close[3];        // after it
+    Bytes answer_open[2];  // before the model's answer: [0] if it is not to think first (mostly
+                           // with an empty <think> block), [1] if it is
+    Bytes begun;           // before an answer whose beginning is given (older files: not known)
+    Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
+    Bytes trim;            // and then any of these characters from the start of what is left
 } ChatFormat;
 
 typedef struct Tokenizer {
@@ -678,33 +673,28 @@ typedef struct Tokenizer {
     Ids prefix;              // what HF's post-processor puts before every raw text
     Ids suffix;              // and after it
     Ids stop;                // each ends an answer
-    float temperature;       // the checkpoint's advice, this and the next three: see Sampler
-    float top_p;
-    float repetition;
-    int top_k;
-    Mode mode;               // what the model is made for
     ChatFormat chat;
-    struct Tables *tables;   // Part II only: how tokens are found, the classes of characters, NFC
+    struct Tables *tables;   // what else the file has: see there (Part II)
 } Tokenizer;
 
 typedef struct {  // one character of a text
     uint32_t c;   // code point; a byte that is not valid UTF-8 gets a number above all of them
     int n;        // its bytes; 0 after the text
     int class;    // OTHER, LETTER, NUMBER, SPACE or END
-    bool may_change;  // normalization may change it: see normalize
 } Char;
 
-// Part II: the character at offset `at` of a text; at the text's end, 0 bytes of class END
+// Returns the character at offset `at` of a text, or at the text's end 0 bytes of class END. (Part
+// II)
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 
-// The end of the run of characters of one class that begins at `at`
+// Returns the end of the run of characters of one class that begins at `at`.
 static size_t run_end(const Tokenizer *tok, Bytes text, size_t at, int class) {
     for (Char c; (c = char_at(tok, text, at)).class == class;) at += c.n;
     return at;
 }
 
-// The length of (?i:'s|'t|'re|'ve|'m|'ll|'d) at the start of the text, or 0. When case is ignored,
-// the long s (U+017F) counts as an s.
+// Returns the length of (?i:'s|'t|'re|'ve|'m|'ll|'d) at the start of the text, or 0. When case is
+// ignored, the long s (U+017F) counts as an s.
 static size_t contraction(Bytes text) {
     static const char *const all[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'\u017F"};
     for (int i = 0; i < 8; i++) {
@@ -716,8 +706,9 @@ static size_t contraction(Bytes text) {
 
 INLINE bool is_newline(uint32_t c) { return c == '\n' || c == '\r'; }
 
-// The length of the white space at the start of the text: up to its last newline, if it has one;
-// else without its last character, if it has several and something follows; else all of it.
+// Returns the length of the white space at the start of the text that is one piece. With a newline:
+// up to the last newline. Otherwise, if several characters are here and text follows: all but the
+// last. Otherwise: all of it.
 static size_t space_length(const Tokenizer *tok, Bytes text) {
     size_t end = 0, last = 0, newline = 0;
     for (Char c; (c = char_at(tok, text, end)).class == SPACE;) {
@@ -729,8 +720,11 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
     return end == text.n || last == 0 ? end : last;
 }
 
-// The length of the first piece of a nonempty text: Qwen's regular expression. The first
-// alternative that matches wins.
+// Returns the length of the first piece of a nonempty text, by Qwen's regular expression. Of its
+// seven alternatives the first that matches wins. (\p{L} is a letter, \p{N} a numeric character, \s
+// white space; (?!\S) means that only white space or the end follows.) "it's 2024" becomes "it"
+// "'s" " " "2" "0" "2" "4".
+//
 //   1   (?i:'s|'t|'re|'ve|'m|'ll|'d)
 //   2   [^\r\n\p{L}\p{N}]?\p{L}+           letters, after at most one other character
 //   3   \p{N}                              one numeric character
@@ -750,30 +744,29 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
     return end;                                                                      // 4
 }
 
-typedef struct {             // text arrives in parts, some of which may hold added tokens
+typedef struct {     // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
-    Buffer pending;          // the text since the last added token, not encoded yet
-    struct Symbol *symbols;  // Part II only: see encode_piece
-    size_t symbols_cap;
+    Buffer pending;  // the text since the last added token, not encoded yet
 } Encoder;
 
-// Part II: appends the text in form NFC; as it is, if an older tokenizer file has no data for that.
+// Appends the text in form NFC. If an older tokenizer file has no data for that: as it is. (Part
+// II)
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Part II: byte-pair encoding. Merges the pair of the highest priority, of equal ones the leftmost,
-// until no two neighbours of the piece make a token; then appends its tokens to enc->out.
-static void encode_piece(Encoder *enc, Bytes piece);
+// Byte-pair encoding: merges the pair of the highest priority, of equal ones the leftmost, until no
+// two neighbours of the piece make a token; then appends the piece's tokens to `out`. (Part II)
+static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out);
 
 // Encodes the plain text that has arrived. A byte makes at most one token: so all counts fit into
-// an int. After Ctrl-C ids are missing, but forward stops as well.
+// an int. After Ctrl-C ids are missing, but then forward stops as well.
 static void encode_flush(Encoder *enc) {
     Buffer normal = {0};
     normalize(enc->tok, &normal, bytes_of(&enc->pending));
     if (normal.n + enc->out->n >= INT_MAX) die("text: too long, expected less than 2 GB");
     for (Bytes text = bytes_of(&normal); text.n && !interrupted;) {
         const size_t n = piece_length(enc->tok, text);
-        encode_piece(enc, (Bytes){text.p, n});
+        encode_piece(enc->tok, (Bytes){text.p, n}, enc->out);
         text = bytes_from(text, n);
     }
     free(normal.p);
@@ -786,12 +779,12 @@ static void encode_token(Encoder *enc, int id) {
 }
 
 // Adds plain text, which encode_flush will encode. An added token spelled out in it, such as
-// <|im_end|>, stays plain text, as merging never makes an added token. So a user, whose text comes
-// here, can't forge the chat format.
+// <|im_end|>, stays plain text, because merging never makes an added token. So a user, whose text
+// comes here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
-// Part II: returns the first added token at or after *at, the longest if several begin there, and
-// sets *at to its offset. If there is none, returns -1, and *at is the end of the text.
+// Returns the first added token at or after *at, the longest if several begin there, and sets *at
+// to its offset. If there is none, returns -1 and sets *at to the end of the text. (Part II)
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at);
 
 // Adds text in which spelled-out added tokens are recognized and become single tokens.
@@ -805,21 +798,16 @@ static void encode_marked(Encoder *enc, Bytes text) {
     encode_plain(enc, bytes_from(text, done));
 }
 
-static void encode_end(Encoder *enc) {
-    encode_flush(enc);
-    free(enc->pending.p);
-    free(enc->symbols);
-}
-
 // Appends the ids of a text, in which the spelling of added tokens counts if `marked` is true.
 static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out) {
     Encoder enc = {.tok = tok, .out = out};
     if (marked) encode_marked(&enc, text);
     else encode_plain(&enc, text);
-    encode_end(&enc);
+    encode_flush(&enc);
+    free(enc.pending.p);
 }
 
-// A raw text (in all modes but chat), as HF's tokenizer(text) encodes it
+// Appends the ids of a raw text (in all modes but chat), as HF's tokenizer(text) encodes it.
 static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
     for (size_t i = 0; i < tok->prefix.n; i++) ids_add(out, tok->prefix.p[i]);
     encode_part(tok, text, true, out);
@@ -832,29 +820,29 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // each turn is all messages in that form, up to where the model's answer begins, for example
 //   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
 //   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
-// (without line breaks). The model goes on from there: perhaps with its thinking, <think>, what it
-// considers, </think>, then with the answer, and <|im_end|>.
+// (all on one line; \n is a newline). The model goes on from there. If it thinks first, it writes
+// <think>, what it considers, and </think>. Then it writes the answer and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
-// anew; the beginning that the cache holds already does not run again. (Where a <think> block, even
-// an empty one, preceded the last answer, the next turn leaves it out, as the template does. The
-// tokens behind it then have other positions and see other tokens, so they run again.)
+// anew. Its first ids that equal those in the cache do not run again. (Part II compares them and
+// sets n_run of the turn's Text.) If a <think> block, even an empty one, came before the last
+// answer, the next turn leaves it out, as the template does. The tokens after it then have other
+// positions and see other tokens: so they run again.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // of an answer that the model drew: its tokens
-    Buffer text;  // of any other message; if the option -x TEXT ended a drawn answer in the middle
-                  // of a token, the part of the token that stands before TEXT
+    Buffer text;  // of any other message: its bytes. Of a drawn answer: bytes that follow its ids,
+                  // because option -x TEXT may end an answer inside a token
 } Message;
 
 typedef struct {
     Message *p;
-    size_t n;
-    size_t cap;  // p has room for so many
+    size_t n, cap;  // p has room for `cap`
 } Conversation;
 
-// How many bytes of an answer are its thinking: those up to the last </think>, and the newlines
-// after it
+// Returns how many bytes of an answer are its thinking: those up to the last </think>, and the
+// newlines after it.
 static size_t thinking_length(const ChatFormat *f, Bytes text) {
     size_t n = find_last(text, f->strip);
     while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
@@ -862,35 +850,35 @@ static size_t thinking_length(const ChatFormat *f, Bytes text) {
 }
 
 // Adds an answer of an earlier turn without its thinking: of the tokens "</think>" "\n\n" "Yes"
-// "<tool_call>", the first 10 bytes are left out. (They may end inside a token.) The rest is
-// encoded anew, as by the chat template: "Yes" as plain text, whose ids can differ from those that
-// were drawn. For added tokens, such as <tool_call>, the drawn ids are needed: these stay tokens,
-// while an answer that spells one out is plain text.
+// "<tool_call>", the first 10 bytes are skipped. (They may end inside a token.) What follows is
+// encoded anew from its bytes, so "Yes" may get other ids than those that were drawn. But a drawn
+// added token, such as <tool_call>, stays one token. Its bytes alone could not tell it from an
+// answer that spells it out, which stays plain text.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
-    const Bytes rest = bytes_of(&message->text);
+    const Bytes partial = bytes_of(&message->text);
     Buffer all = {0};
     for (size_t i = 0; i < ids->n; i++) buffer_add(&all, enc->tok->text[ids->p[i]]);
-    buffer_add(&all, rest);
-    size_t left = thinking_length(f, bytes_of(&all));  // bytes that are still to be left out
+    buffer_add(&all, partial);
+    size_t to_skip = thinking_length(f, bytes_of(&all));
     for (size_t i = 0; i < ids->n; i++) {
         const int id = ids->p[i];
         const Bytes text = enc->tok->text[id];
-        const size_t cut = min_size(left, text.n);
-        left -= cut;
+        const size_t cut = min_size(to_skip, text.n);
+        to_skip -= cut;
         if (cut == 0 && enc->tok->kind[id] & ADDED) encode_token(enc, id);
         else encode_plain(enc, bytes_from(text, cut));
     }
-    encode_plain(enc, bytes_from(rest, left));
+    encode_plain(enc, bytes_from(partial, to_skip));
     free(all.p);
 }
 
-// Part II: adds the beginning of the answer that the model is to go on with.
+// Adds the beginning of the answer that the model is to go on with. (Part II)
 static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text);
 
-// The ids of a conversation, up to where the model's answer begins, or goes on if the last message
-// is the assistant's. Messages before number `first` are left out, except a system message: so a
-// conversation that has grown longer than the context forgets its first turns.
+// Makes the ids of a conversation, up to where the model's answer begins, or goes on if the last
+// message is the assistant's. Messages before number `first` are left out, except a system message:
+// so a conversation that no longer fits into the context (option -c) forgets its first turns.
 static void render(const Tokenizer *tok, const Conversation *conversation, size_t first, bool think,
                    Ids *out) {
     const ChatFormat *f = &tok->chat;
@@ -910,7 +898,8 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
     }
     if (begun) encode_begun(&enc, f, bytes_of(&conversation->p[n - 1].text));
     else encode_marked(&enc, f->answer_open[think]);
-    encode_end(&enc);
+    encode_flush(&enc);
+    free(enc.pending.p);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -922,17 +911,17 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 // distribution. A new field of Sampler needs a row in Part II's table of options as well.
 
 typedef struct {
-    float temperature;  // divides the logits: < 1 makes likely tokens still likelier; 0: the best
+    float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
     float top_p;        // keep the smallest set that reaches this probability, the nucleus
     int top_k;          // keep the k most likely tokens, 0: all
     float presence;     // subtracted from the logits of tokens that are in the answer
     float repetition;   // makes tokens of the prompt and the answer less likely, 1: off
     bool *in_answer;    // (vocab_size) is in the answer
-    bool *seen;         // (vocab_size) is in the prompt or the answer
+    bool *seen;         // (vocab_size) is in the prompt (Part II marks it) or in the answer
     uint64_t rng;
 } Sampler;
 
-INLINE int32_t load_i32(const void *p) {  // the 4 bytes at any address p
+INLINE int32_t load_i32(const void *p) {  // 4 bytes at any address as an int: a float's bits
     int32_t value;
     memcpy(&value, p, 4);
     return value;
@@ -978,8 +967,9 @@ static void keep_likelier(float *p, int n, int id) {
     for (int i = id; i < n; i++) p[i] = load_i32(p + i) > bits ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0. Finds a threshold that k values reach (are >= it), or more if
-// several are equal: bit by bit, from the highest on, a bit is set if k or more still reach it.
+// Sets all p but the k largest to 0. Builds `threshold` bit by bit, from the highest on: a bit is
+// set if with it at least k values are >= threshold. Equal values may make them more than k: of
+// these the lowest ids stay.
 static void keep_top_k(float *p, int n, int k) {
     int32_t threshold = 0;
     int kept = n;  // so many values reach it
@@ -991,20 +981,20 @@ static void keep_top_k(float *p, int n, int k) {
         kept = count;
     }
     for (int i = 0; i < n; i++) p[i] = load_i32(p + i) >= threshold ? p[i] : 0;
-    for (int i = n - 1; kept > k; i--) {  // of equal ones the lowest ids stay
+    for (int i = n - 1; kept > k; i--) {
         if (load_i32(p + i) != threshold) continue;
         p[i] = 0;
         kept--;
     }
 }
 
-// The lowest id at which the running sum of p (n) exceeds `target`, or n
-static int token_at(const float *p, int n, double target) {
+// Returns the lowest id at which the running sum of p (n) exceeds `point`, or n.
+static int token_at(const float *p, int n, double point) {
     enum { STEP = 1024 };
     int i = 0;
-    for (double sum; i + STEP <= n && target >= (sum = sum_double(p + i, STEP)); i += STEP)
-        target -= sum;
-    while (i < n && (target -= p[i]) >= 0) i++;
+    for (double sum; i + STEP <= n && point >= (sum = sum_double(p + i, STEP)); i += STEP)
+        point -= sum;
+    while (i < n && (point -= p[i]) >= 0) i++;
     return i;
 }
 
@@ -1018,13 +1008,13 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
     for (int i = 0; i < n && presence != 0; i++) logits[i] -= sampler->in_answer[i] ? presence : 0;
 }
 
-// Draws the next token by its logits (n), which are overwritten; -1 if they are not finite. A token
-// is in the nucleus if all likelier ones sum to less than top_p (> 0) times the sum of all: of p =
-// 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Drawing from it needs no sorting. Draw from
-// all tokens: the third, say. The likelier ones sum to 0.8, so neither it nor a less likely token
-// is in the nucleus: their p become 0. Draw again, until the drawn token is in it. As no draw
-// leaves out a token of the nucleus, the p of its tokens never change: so whichever draw hits the
-// nucleus, hits each of them with its share of it.
+// Draws the next token by its logits (n), which are overwritten. Returns -1 if they are not finite.
+// A token is in the nucleus if all likelier ones sum to less than top_p (> 0) times the sum of all:
+// of p = 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Drawing from it needs no sorting.
+// Draw from all tokens: the third, say. The likelier ones sum to 0.8, so neither it nor a less
+// likely token is in the nucleus: their p become 0. Draw again, until the drawn token is in it.
+// Until then no token of the nucleus loses its p. So the draw that hits the nucleus hits each of
+// its tokens with this token's share of it.
 static int sample(Sampler *sampler, float *logits, int n) {
     penalize(sampler, logits, n);
     if (!isfinite(sum_double(logits, n))) return -1;
@@ -1032,18 +1022,18 @@ static int sample(Sampler *sampler, float *logits, int n) {
     float *p = logits;
     likelihoods(p, n, max_of(logits, n), sampler->temperature);
     if (sampler->top_k > 0 && sampler->top_k < n) keep_top_k(p, n, sampler->top_k);
-    double sum = sum_double(p, n), nucleus = sampler->top_p * sum;
+    double sum = sum_double(p, n), nucleus_sum = sampler->top_p * sum;
     for (;;) {
         int id = token_at(p, n, random_next(&sampler->rng) * sum);
         if (id == n) continue;  // a rounding error at the end of the sum
         keep_likelier(p, n, id);
         sum = sum_double(p, n);
-        if (sum < nucleus) return id;
+        if (sum < nucleus_sum) return id;
     }
 }
 
-// log(sum(exp(logits))), logits (n), which are overwritten. A token's logit less this is the
-// logarithm of its probability.
+// Returns log(sum(exp(logits))) of logits (n), which are overwritten. A token's logit minus this is
+// the logarithm of its probability.
 static double log_sum_exp(float *logits, int n) {
     const float max = max_of(logits, n);
     likelihoods(logits, n, max, 1);
@@ -1053,46 +1043,56 @@ static double log_sum_exp(float *logits, int n) {
 typedef struct Writer Writer;
 
 // Writes a token's text. Returns false if the option -x TEXT ends the answer here: as soon as TEXT
-// comes, nothing from it on is written.
+// comes, nothing from it on is written. (Part II)
 static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 
 // ------------------------------------------------------------------------------------------------
-// The main loop. A text is its ids, of which the first `run` have run. Its ids run one after the
-// other, from the prompt's first on. As long as the next id is known, its logits are of no use.
-// From number `known` on they are:
+// The main loop. A text is its ids, of which the first n_run have run. They run one after the
+// other, from the prompt's first on. The logits of an id predict the id after it. Ids before number
+// `target` are taken as they are. From there on each id is predicted: it is drawn, or if it is
+// there already, it is scored.
 //
-//   an answer        known = the prompt's length. The next id is drawn from the logits, written and
-//                    appended. So it runs next, and so on until the answer ends.
-//   a perplexity     known = 1, as nothing is before id 0. All ids are there already. The logits
-//                    say how likely each was: their -log(probability) is summed.
-//   a given answer   (-o) prompt and answer, known = the prompt's length: the answer is scored.
-//   an embedding     once the last id has run, x is the answer, a vector.
+//   use             target begins at  each target                      the text ends
+//   an answer       the prompt's end  is drawn, written and appended   by one of the Endings below
+//   a perplexity    1                 is there: its -log(p) is added   COMPLETE after its last id
+//   a given answer  the prompt's end  the same (option -o)             the same
+//   an embedding    the text's end    is no id: x becomes the result   COMPLETE
 //
-// Part II runs many texts together in one pass, and guesses ids: the same ids and the same sums in
-// less time. -DPLAIN runs this loop instead. In short, an answer is made thus (Part II, respond):
+// For example, a prompt of the ids A B C gets two drawn ids, D and E, and then a stop id is drawn:
 //
-//   render(tok, conversation, 0, think, &ids);  // the prompt; of a raw text by encode_raw
-//   Text *text = add_text(e, ids.p, ids.n);
-//   run_text(&e->model, &e->tokenizer, text);
+//   ids        n_run  target
+//   A B C      0      3       A and B run: the ids after them are taken as they are
+//   A B C      2      3       C runs, and D is drawn
+//   A B C D    3      4       D runs, and E is drawn
+//   A B C D E  4      5       E runs, and a stop id is drawn, which is not appended
+//   A B C D E  5      5       COMPLETE
+//
+// Part II runs many texts together in one pass, and guesses ids: the same ids and sums in less
+// time. -DPLAIN runs this loop instead. (Part II's add_text makes a Text of a prompt's ids.)
 
 typedef enum {
-    GOES_ON, COMPLETE, LIMIT_REACHED, CONTEXT_ENDED, INTERRUPTED,
-    FAILED             // the logits, or an embedding, are not finite
+    GOES_ON,
+    COMPLETE,                      // a stop id or -x TEXT; other texts than answers: their last id
+    LIMIT_REACHED, CONTEXT_ENDED,  // -n; -c
+    REPEATS,                       // without -n: the answer goes round in circles
+    INTERRUPTED, FAILED            // Ctrl-C; the logits, or an embedding, are not finite
 } Ending;
 
 typedef struct Text {
     Ids ids;           // its tokens, those of the prompt first
     size_t n_run;      // so many have run: their keys and values are in the KV cache
-    size_t target;     // the first id that is not given: if it is there, it is scored, else drawn
-    size_t n_prompt;   // tokens of the prompt
-    size_t max_ids;    // an answer ends at so many ids (option -n)
+    size_t target;     // the number of the id that is predicted next: drawn or scored
+    size_t n_prompt;   // ids of the prompt
+    size_t max_ids;    // prompt and answer together end at so many ids (option -n)
     size_t context;    // so many positions fit into the cache (option -c)
-    bool embeds;       // no id is drawn: x becomes an embedding
+    size_t watched;    // the first id where repeats are looked for (with option -n: none is)
+    int repeats;       // how much it repeats itself: see repeats_itself
+    bool embeds;       // no id is predicted: x becomes an embedding
     double nll;        // the sum of -log(probability) of its scored ids (negative log-likelihood)
     Ending ending;
     Sampler sampler;
     Writer *writer;    // where the answer goes
-    struct Slot *slot; // Part II only: its part in a pass of many texts
+    struct Slot *slot; // its part in a pass of many texts (Part II)
 } Text;
 
 static bool is_stop(const Tokenizer *tok, int id) {
@@ -1100,6 +1100,24 @@ static bool is_stop(const Tokenizer *tok, int id) {
         if (tok->stop.p[i] == id) return true;
     }
     return false;
+}
+
+// Returns true if the answer goes round in circles, as small models do, now that an id has been
+// appended. The id is a repeat if the 8 ids that end with it came at least 3 times before. A repeat
+// adds 1 to a count, any other id takes off 3, and at 256 the answer ends: the counts of lists,
+// tables and code stay far below. Thinking and what follows it are watched apart.
+static bool repeats_itself(const Tokenizer *tok, Text *text) {
+    enum { LENGTH = 8, TIMES = 3, MOST = 256 };
+    const size_t n = text->ids.n;
+    const int *p = text->ids.p, id = p[n - 1];
+    int times = 0;
+    for (size_t end = n - 1; end >= text->watched + LENGTH && times < TIMES; end--)
+        times += p[end - 1] == id
+            && memcmp(p + end - LENGTH, p + n - LENGTH, LENGTH * sizeof(int)) == 0;
+    text->repeats = times == TIMES ? text->repeats + 1 : text->repeats - min_int(text->repeats, 3);
+    if (id == tok->end_think && text->watched == text->n_prompt)
+        text->watched = n, text->repeats = 0;
+    return text->repeats >= MOST;
 }
 
 // Appends an id to its text and writes it, unless it is a stop id. Returns how the answer ends, or
@@ -1112,27 +1130,26 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     text->sampler.in_answer[id] = text->sampler.seen[id] = true;
     if (!writer_token(text->writer, tok, id)) return COMPLETE;
     if (ids->n == text->max_ids) return LIMIT_REACHED;
+    if (repeats_itself(tok, text)) return REPEATS;
     return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // there is room to run it
 }
 
-// append_id. But if thinking gets longer than -r N, this ends it: it appends ids that nobody drew.
-// And with -o, where thinking ends the answers that are to be scored begin. (Part II)
-static Ending take_drawn(const Tokenizer *tok, Text *text, int id);
+// append_id for a drawn id. If thinking gets longer than -r N or repeats itself, this also appends
+// the ids that end it. Where given answers begin (-o), it appends one of them; a drawn id that is
+// no thinking is dropped then. (Part II)
+static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
-// Draws the id that follows, by the logits of the text's last id; they are overwritten.
-static void draw_next(const Tokenizer *tok, Text *text, float *logits) {
-    if (text->ids.n == text->max_ids) {  // -n 0
-        text->ending = LIMIT_REACHED;
-        return;
-    }
+// Draws the target by the logits of the id before it, which are overwritten. Returns as append_id.
+static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
+    if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0
     const int id = sample(&text->sampler, logits, tok->vocab_size);
-    text->ending = id < 0 ? FAILED : take_drawn(tok, text, id);
+    return id < 0 ? FAILED : accept_id(tok, text, id);
 }
 
-enum { ANY_STOP = -1 };  // the last id of some given answers: any of the ids that end an answer
+enum { ANY_STOP = -1 };  // as the last id of a given answer: any stop id. It never runs.
 
-// The logit of an id. That of ANY_STOP is log(sum(exp(logit))) of the stop ids, as probabilities of
-// several ids add up.
+// Returns the logit of an id. That of ANY_STOP is log(sum(exp(logit))) of the stop ids, because the
+// probabilities of several ids add up.
 static double logit_of(const Tokenizer *tok, const float *logits, int id) {
     double max = -INFINITY, sum = 0;
     if (id != ANY_STOP) return logits[id];
@@ -1141,36 +1158,38 @@ static double logit_of(const Tokenizer *tok, const float *logits, int id) {
     return max + log(sum);
 }
 
-// -log(probability) of an id, by the logits of the id before it; they are overwritten.
+// Returns -log(probability) of an id by the logits of the id before it, which are overwritten.
 static double nll_of(const Tokenizer *tok, float *logits, int id) {
     const double logit = logit_of(tok, logits, id);
     return log_sum_exp(logits, tok->vocab_size) - logit;
 }
 
-// Id number `known` has this -log(probability).
-static void add_nll(Text *text, double nll) {
+// Adds the target's -log(probability). Returns FAILED, COMPLETE after the last id, or GOES_ON.
+static Ending add_nll(Text *text, double nll) {
     text->nll += nll;
     text->target++;
-    if (!isfinite(text->nll)) text->ending = FAILED;
-    else if (text->target == text->ids.n) text->ending = COMPLETE;
+    if (!isfinite(text->nll)) return FAILED;
+    return text->target < text->ids.n ? GOES_ON : COMPLETE;
 }
 
-// -m embed: makes of x (dim) a vector by which texts are compared. (Part II)
-static void embed_text(const Model *m, Text *text, float *x);
+// Makes of x (dim) the vector by which texts are compared (-m embed). Returns COMPLETE, or FAILED
+// if it is not finite. (Part II)
+static Ending embed_text(const Model *m, Text *text, float *x);
 
-// Runs a text to its end, one token at a time. After Ctrl-C it has not ended.
+// Runs a text to its end, one token at a time.
 static void run_text(Model *m, const Tokenizer *tok, Text *text) {
     const Ids *ids = &text->ids;
-    while (text->ending == GOES_ON && forward(m, ids->p[text->n_run], (int)text->n_run)) {
-        text->n_run++;
-        if (text->n_run < text->target) continue;  // the next id is given
-        if (text->embeds) {
-            embed_text(m, text, m->state.x);
-            continue;
+    while (text->ending == GOES_ON) {
+        if (!forward(m, ids->p[text->n_run], (int)text->n_run)) {
+            text->ending = INTERRUPTED;
+            break;
         }
-        float *logits = compute_logits(m);
-        if (text->target < ids->n) add_nll(text, nll_of(tok, logits, ids->p[text->target]));
-        else draw_next(tok, text, logits);
+        text->n_run++;
+        if (text->n_run < text->target) continue;  // the next id is taken as it is
+        float *logits = text->embeds ? NULL : compute_logits(m);
+        text->ending = text->embeds ? embed_text(m, text, m->state.x)
+            : text->target < ids->n ? add_nll(text, nll_of(tok, logits, ids->p[text->target]))
+            : draw_next(tok, text, logits);
     }
 }
 
@@ -1382,6 +1401,10 @@ static size_t find_last(Bytes text, Bytes part) {
 // each group. Both are in panels of 16 rows (see weight_int) if the header's number `panels` is 1,
 // else row by row. Embedding models, which need no classifier, count as shared.
 
+#if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
+#endif
+
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
     const char *part;  // what is being read, for messages
@@ -1423,7 +1446,7 @@ static void take_version(Cursor *in) {
 
 // Takes a number of this name into the struct that p points to.
 #define TAKE(p, name, low, high) \
-    p->name = take_number(in, #name, _Generic(p->name, float: true, default: false), low, high)
+    (p)->name = take_number(in, #name, _Generic((p)->name, float: true, default: false), low, high)
 
 // Something else than a .bin file, which export.py makes of the first n bytes of `source`.
 static void die_export(const char *file, const char *what, int n, const char *source) {
@@ -1647,6 +1670,9 @@ enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CODE_POINT = (1
 // Tables.chars: a class; more than that if NFC may change the character or the one before
 enum { CLASS_MASK = 3, NFC_CHANGES = 4, CCC_SHIFT = 8 };
 
+typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // option -m
+
+// How tokens are found, the classes of characters, NFC, and how the model is meant to be used
 typedef struct Tables {
     uint32_t *table;       // (mask + 1) hash table of the tokens: id + 1, or 0 if free
     uint32_t mask;
@@ -1660,6 +1686,8 @@ typedef struct Tables {
     uint64_t composed[N_CHARS];    // and back, sorted, for those that NFC composes again:
                                    // first << 42 | second << 21 | what the two become
     size_t n_composed;     // 0: the file has no such data, and a text stays as it is
+    Mode mode;             // what the model is made for
+    Sampler advice;        // temperature, top_p, top_k and repetition that its makers advise
 } Tables;
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
@@ -1706,13 +1734,16 @@ static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC
 static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->prefix); }
 static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->suffix); }
 static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
-static void take_penalty(Cursor *in, Tokenizer *tok) { TAKE(tok, repetition, 1e-6f, 1e12f); }
-static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok, mode, 0, N_MODES - 1); }
+static void take_penalty(Cursor *in, Tokenizer *tok) {
+    TAKE(&tok->tables->advice, repetition, 1e-6f, 1e12f);
+}
+
+static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok->tables, mode, 0, N_MODES - 1); }
 
 static void take_sampling(Cursor *in, Tokenizer *tok) {
-    TAKE(tok, temperature, 0, 1e6f);
-    TAKE(tok, top_p, 1e-45f, 1);
-    TAKE(tok, top_k, 0, INT_MAX);
+    TAKE(&tok->tables->advice, temperature, 0, 1e6f);
+    TAKE(&tok->tables->advice, top_p, 1e-45f, 1);
+    TAKE(&tok->tables->advice, top_k, 0, INT_MAX);
 }
 
 // The texts that export.py finds by rendering the chat template
@@ -1825,12 +1856,12 @@ static ChatFormat chatml(bool has_think) {
 
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Cursor in = {file, "the header", file_map(file), "is it another model's, or cut?", false};
-    *tok = (Tokenizer){.vocab_size = vocab_size, .temperature = 0.6f, .top_p = 0.95f, .top_k = 20,
-                       .repetition = 1};
+    *tok = (Tokenizer){.vocab_size = vocab_size};
     tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
     tok->priority = alloc(vocab_size, sizeof(float), "the tokenizer");
     tok->kind = alloc(vocab_size, 1, "the tokenizer");
     tok->tables = alloc(1, sizeof(Tables), "the tokenizer");
+    tok->tables->advice = (Sampler){0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
     take_u32(&in);  // max_token_length
     const int bos = take_number(&in, "bos id", false, 0, vocab_size - 1);
     const int eos = take_number(&in, "eos id", false, 0, vocab_size - 1);
@@ -1896,10 +1927,9 @@ static size_t find_bad_byte(Bytes text) {
 }
 
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
-    if (at >= text.n) return (Char){0, 0, END, false};
+    if (at >= text.n) return (Char){0, 0, END};
     const Char c = code_point_at(text, at);
-    const uint16_t kind = tok->tables->chars[c.c];
-    return (Char){c.c, c.n, kind & CLASS_MASK, kind > CLASS_MASK};
+    return (Char){c.c, c.n, tok->tables->chars[c.c] & CLASS_MASK};
 }
 
 // Appends c as UTF-8; a BAD_BYTE as its byte.
@@ -2002,8 +2032,13 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
     marks->n = out - marks->p;
 }
 
-// Appends NFC(text). Inactive characters are copied, but for the last one before a run of active
-// characters (or the end), which is normalized with these, as it may compose with them.
+// True if a text with this character may be no NFC.
+static bool may_change(const Tokenizer *tok, uint32_t c) {
+    return tok->tables->chars[c] > CLASS_MASK;
+}
+
+// Appends NFC(text). Characters that can't change are copied, but not the last one before a run of
+// those that may, or before the end: it is normalized with these, because it may compose with them.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
     Char c;
@@ -2012,10 +2047,11 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
         return;
     }
     for (size_t at = 0, run, end = 0; at < text.n && !interrupted; at = end) {
-        for (run = at; (c = char_at(tok, text, end)).n && !c.may_change; end += c.n) run = end;
+        for (run = at; (c = char_at(tok, text, end)).n && !may_change(tok, c.c); end += c.n)
+            run = end;
         buffer_add(out, (Bytes){text.p + at, run - at});
         chars.n = 0;
-        for (end = run; (c = char_at(tok, text, end)).n && (end == run || c.may_change);) {
+        for (end = run; (c = char_at(tok, text, end)).n && (end == run || may_change(tok, c.c));) {
             decompose(tok, &chars, c.c, MOST_STEPS);
             end += c.n;
         }
@@ -2039,12 +2075,11 @@ typedef struct Symbol {
 } Symbol;
 
 // Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
-static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
-    Symbol *s = enc->symbols;
+static void enter_symbol(const Tokenizer *tok, Symbol *s, Bytes piece, uint32_t begin) {
     const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
     const int id = next == n ? -1
-        : token_find(enc->tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
-    const float priority = id < 0 ? 0 : enc->tok->priority[id] + 0.0f;  // + 0: never -0
+        : token_find(tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
+    const float priority = id < 0 ? 0 : tok->priority[id] + 0.0f;  // + 0: never -0
     const uint32_t bits = (uint32_t)load_i32(&priority);
     const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with it
     s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
@@ -2053,23 +2088,24 @@ static void enter_symbol(Encoder *enc, Bytes piece, uint32_t begin) {
     }
 }
 
-static void encode_piece(Encoder *enc, Bytes piece) {
+static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
     const uint32_t n = (uint32_t)piece.n;
-    Symbol *s = enc->symbols = grow(enc->symbols, &enc->symbols_cap, 0, 2 * piece.n, sizeof(*s));
+    Symbol *s = grow(NULL, &(size_t){0}, 0, 2 * piece.n, sizeof(*s));
     for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
-    for (uint32_t i = 0; i < n && !interrupted; i++) enter_symbol(enc, piece, i);
+    for (uint32_t i = 0; i < n && !interrupted; i++) enter_symbol(tok, s, piece, i);
     while (s[1].node && !interrupted) {
         const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
         s[i].next = next;
         s[merged].next = n;
         if (next < n) s[next].prev = i;
-        if (i > 0) enter_symbol(enc, piece, s[i].prev);
-        enter_symbol(enc, piece, i);
-        enter_symbol(enc, piece, merged);
+        if (i > 0) enter_symbol(tok, s, piece, s[i].prev);
+        enter_symbol(tok, s, piece, i);
+        enter_symbol(tok, s, piece, merged);
     }
     for (uint32_t i = 0; i < n; i = s[i].next) {
-        ids_add(enc->out, token_find(enc->tok, (Bytes){piece.p + i, s[i].next - i}, false));
+        ids_add(out, token_find(tok, (Bytes){piece.p + i, s[i].next - i}, false));
     }
+    free(s);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2101,7 +2137,9 @@ typedef struct Choice {  // a given answer
 } Choice;
 
 // What ended thinking by the text `closing`. Without given answers, only -r N does.
-typedef enum { NOTHING_CLOSED, BY_BUDGET, BY_LENGTH, BY_CONTEXT, BY_STOP_ID, N_CLOSERS } Closer;
+typedef enum {
+    NOTHING_CLOSED, BY_BUDGET, BY_REPEATS, BY_LENGTH, BY_CONTEXT, BY_STOP_ID, N_CLOSERS
+} Closer;
 
 typedef struct Request {
     Ids ids;             // the prompt
@@ -2131,6 +2169,7 @@ typedef struct Engine {
     Tokenizer tokenizer;
     Mode mode;         // -m, or what the model is made for
     int max_new;       // the maximum number of tokens in an answer, -1: no limit
+    bool guarded;      // an answer ends if it repeats itself
     Text places[PLACES + 1];
     Slot slots[PLACES + 1];
     Text *order[PLACES + 1];  // first the n_running texts that run
@@ -2179,6 +2218,7 @@ static Text *add_text(Engine *e, const int *ids, size_t n) {
     *slot = (Slot){.engine = e, .blocks = slot->blocks, .out = {slot->out.p, 0, slot->out.cap}};
     *t = (Text){.ids = its, .target = n, .n_prompt = n, .context = context,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
+                .watched = e->guarded ? n : SIZE_MAX / 2,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
     memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
     memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
@@ -2208,7 +2248,7 @@ static bool run_pass(Engine *e) {
     e->n_running = 1;
     run_text(&e->model, &e->tokenizer, t);
     e->n_rows += t->n_run;
-    return t->ending != GOES_ON;
+    return t->ending != INTERRUPTED;
 }
 #else  // not PLAIN, up to the end of the section "A pass"
 // ------------------------------------------------------------------------------------------------
@@ -2468,7 +2508,7 @@ static void draw(const Engine *e, Text *t) {
     for (int row = slot->first; t->ending == GOES_ON && !interrupted; row++) {
         const size_t n = t->ids.n;
         const int guess = slot->guesses > 0 ? t->ids.p[n] : -1;
-        draw_next(&e->tokenizer, t, logits_of(e, row));
+        t->ending = draw_next(&e->tokenizer, t, logits_of(e, row));
         const bool alone = t->ids.n == n + 1 && t->target == n + 1;  // nothing was put behind it
         if (!alone || t->ids.p[n] != guess || t->ending != GOES_ON) break;
         slot->guesses--;
@@ -2484,9 +2524,9 @@ static void draw_texts(void *arg) {
         Text *t = e->order[i];
         int row = t->slot->first;
         if (t->n_run < t->target) continue;
-        if (t->embeds) embed_text(m, t, e->pass->x + (size_t)row * m->config.dim);
+        if (t->embeds) t->ending = embed_text(m, t, e->pass->x + (size_t)row * m->config.dim);
         else if (t->target == t->ids.n) draw(e, t);
-        else while (t->target <= t->n_run) add_nll(t, e->nll[row++]);
+        else while (t->target <= t->n_run) t->ending = add_nll(t, e->nll[row++]);
     }
 }
 
@@ -2763,9 +2803,11 @@ static bool end_text(Engine *e, Text *t) {
 static const char closing[] = "\n\nConsidering the limited time by the user, I have to give the "
     "solution based on the thinking directly now.\n</think>\n\n";
 
+#define NO_REPEATS "-e 1.1 helps, -n -1 lets it go on"
+
 static const char *const closers[N_CLOSERS] = {
     [BY_BUDGET] = "-r", [BY_LENGTH] = "-n", [BY_CONTEXT] = "a full context",
-    [BY_STOP_ID] = "an end token"};
+    [BY_STOP_ID] = "an end token", [BY_REPEATS] = "repeating itself (" NO_REPEATS ")"};
 
 static bool begins_with(const Ids *a, const Ids *b) {
     return a->n >= b->n && memcmp(a->p, b->p, b->n * sizeof(int)) == 0;
@@ -2808,9 +2850,12 @@ static void add_choice(const Engine *e, Text *t) {
 // -n says, and now all ids of the text are the prompt of these answers.
 static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
     Ids *start = &t->slot->request->start;
+    const bool first = t->watched == t->n_prompt;
     Ending ending = GOES_ON;
+    if (first) t->repeats = 0;
     for (size_t i = 0; i < ids->n && (ending == GOES_ON || e->n_choices); i++)
         ending = append_id(&e->tokenizer, t, ids->p[i]);
+    if (first) t->watched = t->ids.n;  // the answer's own first id
     if (e->n_choices == 0) return ending;
     for (size_t i = 0; i < t->ids.n; i++) ids_add(start, t->ids.p[i]);
     add_choice(e, t);
@@ -2822,7 +2867,7 @@ static bool is_full(const Engine *e, const Text *t) {
     return t->ids.n + e->closing.n + e->longest + 1 >= (size_t)e->model.state.context;
 }
 
-static Ending take_drawn(const Tokenizer *tok, Text *t, int id) {
+static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     const Engine *e = t->slot->engine;
     Request *r = t->slot->request;
     const bool chooses = e->n_choices > 0, thought = t->writer->thinking;
@@ -2834,6 +2879,7 @@ static Ending take_drawn(const Tokenizer *tok, Text *t, int id) {
     if (!t->writer->thinking) return thought && chooses ? end_thinking(e, t, &e->blank) : ending;
     if (thought && ending != COMPLETE) r->thought++;  // <think> does not count, nor a stop id
     const Closer by = ending == GOES_ON && r->thought >= e->budget ? BY_BUDGET
+        : ending == REPEATS && (chooses || r->closer != BY_REPEATS) ? BY_REPEATS
         : !chooses ? NOTHING_CLOSED
         : ending == LIMIT_REACHED ? BY_LENGTH
         : ending == COMPLETE ? BY_STOP_ID
@@ -2905,7 +2951,7 @@ typedef struct {  // of the command line. Not given: NULL, or -1 of a number wit
     int n_choices;
     int mode;
     int think;
-    int n;                 // -1: no limit
+    int n;                 // -1: no limit, -2: none but for an answer that repeats itself
     int context;
     int threads;
     int batch;
@@ -3034,7 +3080,7 @@ static void give_notices(App *app) {
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
         notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[mode]);
-    if (mode == EMBED && e->tokenizer.tables->has_classes && e->tokenizer.mode != EMBED)
+    if (mode == EMBED && e->tokenizer.tables->has_classes && e->tokenizer.tables->mode != EMBED)
         notice("-m embed: poor vectors, this is no embedding model; expected one");
     if (chat && o->think >= 0 && !app->can_switch && !(o->think > 1 && e->may_think))
         notice("-r: no effect, this model's thinking can't be switched");
@@ -3132,6 +3178,9 @@ static bool respond(App *app) {
         notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (r.ending == CONTEXT_ENDED)
         notice("answer: ended%s by a full context of %d tokens%s", where, context, hint);
+    if (r.ending == REPEATS)
+        notice("answer: ended%s after %zu tokens, repeating itself (%s)", where, answer->n,
+               NO_REPEATS);
     if (draws_ids(e)) snprintf(seed, sizeof(seed), ", seed %llu", app->options.seed);
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
@@ -3440,7 +3489,9 @@ static void prepare_places(App *app) {
     Engine *e = &app->engine;
     const Tokenizer *tok = &e->tokenizer;
     const bool list = is_list(o), chat = e->mode == CHAT;
-    const bool advised = chat && app->can_switch && !app->switched_on && tok->temperature != 0;
+    const Sampler *advice = &tok->tables->advice;
+    const bool no_thinking = chat && app->can_switch && !app->switched_on;
+    const bool advised = no_thinking && advice->temperature != 0;
     app->rng = o->seed;
     e->n_places = list || o->n_choices ? min_int(PLACES, o->batch) : 1;
 #ifndef PLAIN
@@ -3455,11 +3506,12 @@ static void prepare_places(App *app) {
         t->slot = &e->slots[i];
         t->slot->blocks = alloc(e->model.state.context, sizeof(int), "the texts");
         t->sampler = (Sampler){
-            .temperature = o->temperature >= 0 ? o->temperature : advised ? 0.7f : tok->temperature,
-            .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : tok->top_p,
-            .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : tok->top_k,
+            .temperature = o->temperature >= 0 ? o->temperature
+                : advised ? 0.7f : advice->temperature,
+            .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : advice->top_p,
+            .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : advice->top_k,
             .presence = o->presence,
-            .repetition = o->repetition >= 0 ? o->repetition : tok->repetition,
+            .repetition = o->repetition >= 0 ? o->repetition : advice->repetition,
             .in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
             .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
         };
@@ -3485,6 +3537,7 @@ static void prepare_answers(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     e->max_new = o->n;
+    e->guarded = o->n < -1;
     e->choices = o->choices;
     e->n_choices = o->n_choices;
     e->budget = o->think > 1 ? o->think : INT_MAX;
@@ -3515,7 +3568,7 @@ static void load_model(App *app) {
     if (!file_mode(file))
         die("%s: missing, expected beside the model, where export.py writes it", file);
     tokenizer_load(&e->tokenizer, file, c->vocab_size);
-    e->mode = o->mode < 0 ? e->tokenizer.mode : (Mode)o->mode;
+    e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
     const int least = e->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
     const double room = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
     const int fitting = (int)fmax(fmin(room, INT_MAX) / 1024, 4) * 1024;
@@ -3617,7 +3670,8 @@ static int result_kind(const Engine *e) { return e->n_choices ? N_MODES : (int)e
 // Ends a line by its result or error. A line that has begun is an object: these become members.
 static void add_result(Buffer *line, const Engine *e, const Request *r, const char *error) {
     static const char *const ends[] = {
-        [COMPLETE] = "stop", [LIMIT_REACHED] = "length", [CONTEXT_ENDED] = "context"};
+        [COMPLETE] = "stop", [LIMIT_REACHED] = "length", [CONTEXT_ENDED] = "context",
+        [REPEATS] = "loop"};
     const int kind = result_kind(e);
     if (kind == N_MODES && line->n == 0 && !error) buffer_add(line, bytes("{"));
     const bool object = line->n > 0;
@@ -3638,7 +3692,7 @@ static void add_result(Buffer *line, const Engine *e, const Request *r, const ch
 }
 
 // The answer is x after the final norm, L2-normalized, as a JSON array.
-static void embed_text(const Model *m, Text *t, float *x) {
+static Ending embed_text(const Model *m, Text *t, float *x) {
     const Config *c = &m->config;
     Buffer *out = &t->slot->out;
     double squares = 0;
@@ -3647,7 +3701,7 @@ static void embed_text(const Model *m, Text *t, float *x) {
     const double length = fmax(sqrt(squares), 1e-12);
     for (int i = 0; i < c->dim; i++) buffer_print(out, "%s%.9g", i ? ", " : "[", x[i] / length);
     buffer_add(out, bytes("]"));
-    t->ending = isfinite(squares) ? COMPLETE : FAILED;
+    return isfinite(squares) ? COMPLETE : FAILED;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4160,6 +4214,7 @@ static int list_end(const List *l) {
     const unsigned long long first = o->seed + l->there, next = o->seed + lines;
     const int context = l->app->engine.model.state.context, most = o->n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
+    const size_t circles = l->endings[REPEATS];
     const bool answers = l->e->mode <= GENERATE, draws = draws_ids(l->e);
     const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
     char seed[48] = "";  // which the same command would not have
@@ -4172,6 +4227,7 @@ static int list_end(const List *l) {
         return status;
     }
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
+    if (circles) notice("answers: ended repeating themselves: %zu (%s)", circles, NO_REPEATS);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
     for (int i = 1; i < N_CLOSERS; i++)
         if (l->closed[i]) notice("answers: thinking ended by %s: %zu", closers[i], l->closed[i]);
@@ -4334,7 +4390,7 @@ static const char usage[] =  // after the line of --version
     "  -e FLOAT   repetition penalty, 1 is off [the checkpoint's]\n"
     "  -x TEXT    end the answer before TEXT (chat, generate) [none]\n"
     "  -s INT     random seed, 64 bits [from the clock, below 1000000]\n"
-    "  -n INT     at most so many new tokens per answer, -1 is no limit [-1]\n"
+    "  -n INT     at most so many new tokens per answer, -1: no limit [until it repeats itself]\n"
     "  -c INT     context in tokens, 0 is the model's [what a quarter of the memory\n"
     "             holds, at least 4096, at most the model's; perplexity 4096]\n"
     "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
@@ -4509,7 +4565,7 @@ static void split_answers(Options *o) {
 }
 
 static Options parse_options(int argc, char **argv) {
-    Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -1,
+    Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -2,
                  .repetition = -1, .context = -1, .batch = 512, .threads = -1,
                  .seed = (uint64_t)(now() * 1e6) % 1000000};
     int given[256] = {0};

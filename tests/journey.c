@@ -45,7 +45,7 @@ static void print_attention(int l) {
         const int kv_head = head / (n_heads / m->config.n_kv_heads);
         const float *q = m->state.q + head * m->config.head_dim;
         for (int i = 0; i < n; i++)
-            score[i] = attention_score(q, key_at(m, l, i, kv_head), m->config.head_dim);
+            score[i] = attention_score(q, in_cache(m, m->state.keys, l, i, kv_head), m->config.head_dim);
         const float total = softmax_terms(score, n, max_of(score, n));
         const int best = argmax(score, n);
         const bool ends = head == n_heads - 1 || head % HEADS_PER_LINE == HEADS_PER_LINE - 1;

@@ -384,13 +384,13 @@ static Batch *start_layer(Pass *p, int l, int n) {
 // Store a key or a value (head_dim) of row t in layer b->l, and where Part I has it.
 static void put_key(const Batch *b, int t, int kv_head, const float *k) {
     const int pos = b->p->rows[t].pos;
-    float *plain = key_at(b->m, b->l, pos, kv_head);
+    float *plain = in_cache(b->m, b->m->state.keys, b->l, pos, kv_head);
     for (int j = 0; j < b->c->head_dim; j++) *key_in(kv_head_of(b, t, kv_head), pos, j) = plain[j] = k[j];
 }
 
 static void put_value(const Batch *b, int t, int kv_head, const float *v) {
     const int pos = b->p->rows[t].pos;
-    float *plain = value_at(b->m, b->l, pos, kv_head);
+    float *plain = in_cache(b->m, b->m->state.values, b->l, pos, kv_head);
     for (int j = 0; j < b->c->head_dim; j++) *value_in(kv_head_of(b, t, kv_head), pos, j) = plain[j] = v[j];
 }
 
@@ -417,13 +417,13 @@ static void check_attend(const Model *m, int l, int head, int pos) {
     const int head_dim = m->config.head_dim, len = pos + 1;
     double p[POSITIONS], total = 0, largest = -INFINITY;
     for (int i = 0; i < len; i++) {
-        p[i] = attention_score(m->state.q + head * head_dim, key_at(m, l, i, head / 2), head_dim);
+        p[i] = attention_score(m->state.q + head * head_dim, in_cache(m, m->state.keys, l, i, head / 2), head_dim);
         largest = fmax(largest, p[i]);
     }
     for (int i = 0; i < len; i++) total += p[i] = exp(p[i] - largest);
     for (int j = 0; j < head_dim; j++) {
         double sum = 0;
-        for (int i = 0; i < len; i++) sum += p[i] * value_at(m, l, i, head / 2)[j];
+        for (int i = 0; i < len; i++) sum += p[i] * in_cache(m, m->state.values, l, i, head / 2)[j];
         const float found = m->state.a[head * head_dim + j];
         CHECK(fabs(found - sum / total) <= 1e-5, "position %d, head %d, column %d", pos, head, j);
     }
@@ -540,12 +540,12 @@ static void test_attention_one_hot(void) {
         p->rows[i / c->n_heads] = (Row){.pos = 37 + i / c->n_heads, .blocks = blocks};
         wanted[i] = below(38 + i / c->n_heads);
         for (int j = 0; j < c->head_dim; j++)
-            b->q[i * c->head_dim + j] = 400 * key_at(&m, b->l, wanted[i], i % c->n_heads / 2)[j];
+            b->q[i * c->head_dim + j] = 400 * in_cache(&m, m.state.keys, b->l, wanted[i], i % c->n_heads / 2)[j];
     }
     on_all_threads(attend_job, b);
     for (int i = 0; i < 3 * c->n_heads; i++) {
         for (int j = 0; j < c->head_dim; j++) {
-            float expected = value_at(&m, b->l, wanted[i], i % c->n_heads / 2)[j];
+            float expected = in_cache(&m, m.state.values, b->l, wanted[i], i % c->n_heads / 2)[j];
             CHECK(fabsf(b->a[i * c->head_dim + j] - expected) < 0.01f, "row %d, column %d", i, j);
         }
     }
@@ -602,8 +602,8 @@ static void test_layers(void) {
                 const int l = i / (300 * c->kv_dim), pos = i / c->kv_dim % 300, h = i / c->head_dim % c->n_kv_heads;
                 const KvHead kv = {p, blocks, l, h};
                 const int j = i % c->head_dim;
-                CHECK(*key_in(kv, pos, j) == key_at(&m, l, pos, h)[j], "layer %d, position %d", l, pos);
-                CHECK(*value_in(kv, pos, j) == value_at(&m, l, pos, h)[j], "layer %d, position %d", l, pos);
+                CHECK(*key_in(kv, pos, j) == in_cache(&m, m.state.keys, l, pos, h)[j], "layer %d, position %d", l, pos);
+                CHECK(*value_in(kv, pos, j) == in_cache(&m, m.state.values, l, pos, h)[j], "layer %d, position %d", l, pos);
             }
         }
     }
@@ -1114,7 +1114,6 @@ static void test_merging(void) {
     enum { MERGES = 40, LONGEST = 300 };
     uint8_t text[256 + MERGES][8], s[LONGEST];
     Ids ids = {0}, expected = {0};
-    Encoder e = {.out = &ids};
     Tables *tables = alloc(1, sizeof(Tables), "");
     for (int trial = 0; trial < 300; trial++) {
         Tokenizer t = {.tables = tables, .vocab_size = 256 + MERGES, .text = alloc(256 + MERGES, sizeof(Bytes), ""),
@@ -1130,13 +1129,12 @@ static void test_merging(void) {
             if (id >= 256 && trial % 5 == 0) t.priority[id] = (float)(256 - id);
         }
         index_tokens(&t, "a test");
-        e.tok = &t;
         for (int round = 0; round < 20; round++) {
             Bytes piece = {s, 1 + below(LONGEST)};
             for (size_t i = 0; i < piece.n; i++) s[i] = round % 4 ? 'a' + below(letters) : 'a';
             ids.n = expected.n = 0;
             merge_naively(&t, piece, &expected);
-            encode_piece(&e, piece);
+            encode_piece(&t, piece, &ids);
             CHECK(same_ids(&ids, &expected), "trial %d, round %d, %zu bytes", trial, round, piece.n);
         }
     }
