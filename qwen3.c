@@ -3960,7 +3960,8 @@ static void json_object(Json *j, int kind, Buffer *out) {
         if (kept) buffer_add(out, bytes(","));
     }
     json_check(j, text.n ? !talk.n && *text.p == '"' : talk.n && *talk.p == '[', "text or messages",
-               json_member(*j, "body").rest.n
+               text.n && talk.n ? "one, not both (jq -c 'del(.text)' keeps the messages)"
+               : json_member(*j, "body").rest.n
                ? "them in the line itself (OpenAI's batch file: jq -c '{custom_id} + .body')"
                : "one of \"text\": \"...\" and, in chat, \"messages\": [...]");
     if (!j->error) j->rest = text.n ? text : talk;

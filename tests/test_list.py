@@ -704,7 +704,7 @@ def test_a_message_that_is_too_long(tiny):
 
 # -- the usual wrong lists
 
-EACH, WHOLE, BATCH = "jq -c '.[]'", "jq -c .", "jq -c '{custom_id} + .body'"
+EACH, WHOLE, BATCH, ONE = "jq -c '.[]'", "jq -c .", "jq -c '{custom_id} + .body'", "jq -c 'del(.text)'"
 
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="no jq")
@@ -716,6 +716,7 @@ EACH, WHOLE, BATCH = "jq -c '.[]'", "jq -c .", "jq -c '{custom_id} + .body'"
     ('[{"id": 1, "text": "Hello there"},\n{"id": 2, "text": "Who are you?"},\n{"id": 3, "text": "Hello you"}]', "perplexity", EACH),
     ('{"custom_id": "a", "method": "POST", "body": {"messages": [{"role": "user", "content": "Hello"}], "n": 1}}', "chat",
      BATCH),
+    ('{"id": 1, "text": "", "messages": [{"role": "user", "content": "Hello"}]}', "chat", ONE),
     ('{"messages": [\n  {"role": "user", "content": "Hello"}\n]}', "chat", WHOLE),
     ('[\n  {"role": "user", "content": "Hello"}\n]\n', "chat", WHOLE)], ids=ascii)
 def test_hints_for_lists_of_other_programs(tiny, data, mode, command):
