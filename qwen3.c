@@ -3173,7 +3173,7 @@ static bool respond(App *app) {
     if (e->n_choices && r.ending == COMPLETE) writer_choose(out, e, &r);
     else writer_end(out);
     if (r.closer)
-        notice("answer: its thinking was ended by %s after %d tokens", closers[r.closer], r.thought);
+        notice("answer: thinking ended by %s after %d tokens", closers[r.closer], r.thought);
     if (r.ending == LIMIT_REACHED)
         notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (r.ending == CONTEXT_ENDED)
@@ -3557,7 +3557,7 @@ static void load_model(App *app) {
     bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     const unsigned mode = file_mode(path);
     char file[4096];
-    if (end && !strcmp(end, ".tokenizer"))
+    if (end > path && !strcmp(end, ".tokenizer"))
         die("%s: belongs to a model, expected %.*s", path, (int)(end - path), path);
     snprintf(file, sizeof(file), "%s.bin", path);
     if (!S_ISREG(mode) && file_mode(file)) die("%s: no model, expected %s", path, file);
@@ -4412,63 +4412,59 @@ typedef struct {
     double low;             // the least value; of a TEXT, number of bytes
     double high;            // the greatest
     const char *expected;   // what the value should be; NULL: a number from low to high
-    const char *others;     // what other programs call it
+    const char *others;     // what other programs call it, each name between spaces
 } Option;
 
 #define PLACE(name) offsetof(Options, name)
 enum { LONGEST_PATH = 4000 };
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, "prompt input"},
-    {'f', TEXT, PLACE(file), 1, LONGEST_PATH, "a file's name, or -", "file prompt-file"},
-    {'l', TEXT, PLACE(list), 1, LONGEST_PATH, "a file's name, or -", "list batch"},
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, " prompt input "},
+    {'f', TEXT, PLACE(file), 1, LONGEST_PATH, "a file's name, or -", " file prompt-file "},
+    {'l', TEXT, PLACE(list), 1, LONGEST_PATH, "a file's name, or -", " list batch "},
     {'L', TEXT, PLACE(json_list), 1, LONGEST_PATH, "a file's name, or -", NULL},
-    {'w', TEXT, PLACE(out), 1, LONGEST_PATH, "a file's name", "output output-file"},
+    {'w', TEXT, PLACE(out), 1, LONGEST_PATH, "a file's name", " output output-file "},
     {'m', MODE, PLACE(mode), 0, N_MODES - 1,
-     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", "mode"},
-    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, "system system-prompt sys"},
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", " mode "},
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, " system system-prompt sys "},
     {'r', INTEGER, PLACE(think), 0, INT_MAX, "0 (off), 1 (on) or N (on, for at most N tokens)",
-     "reasoning-budget thinking-budget"},
-    {'o', TEXT, PLACE(answers), 0, INT_MAX, NULL, "choices"},
-    {'t', REAL, PLACE(temperature), 0, 1000, NULL, "temp temperature"},
-    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", "top-p"},
-    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, "top-k"},
-    {'a', REAL, PLACE(presence), 0, 2, NULL, "presence-penalty"},
-    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, "repeat-penalty repetition-penalty"},
-    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", "stop reverse-prompt"},
-    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", "seed"},
+     " reasoning-budget thinking-budget "},
+    {'o', TEXT, PLACE(answers), 0, INT_MAX, NULL, " choices "},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, " temp temperature "},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", " top-p "},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, " top-k "},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, " presence-penalty "},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, " repeat-penalty repetition-penalty "},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", " stop reverse-prompt "},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", " seed "},
     {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL,
-     "n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens"},
-    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, "ctx-size num-ctx context max-model-len"},
-    {'b', INTEGER, PLACE(batch), 1, 512, NULL, "batch-size"},
-    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, "threads"},
+     " n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens "},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, " ctx-size num-ctx context max-model-len "},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, " batch-size "},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, " threads "},
 };
 
 static const struct { const char *others, *here; } hints[] = {
-    {"model model-path", "MODEL without an option"},
-    {"quiet silent", "-q"},
-    {"verbose", "-v"},
-    {"think thinking enable-thinking reasoning", "-r 1, or -r N for at most N tokens"},
-    {"no-think no-thinking nothink hidethinking", "-r 0"},
-    {"json jsonl", "-L FILE, a list in JSON, or -o 'TEXT|TEXT'"},
-    {"grammar grammar-file json-schema format", "-o 'TEXT|TEXT', the answers to choose from"},
-    {"chat conversation cnv interactive", "nothing: without -i and -f it chats"},
-    {"embedding embeddings", "-m embed"},
-    {"stream", "nothing: answers come as they are made"},
-    {"ng ngl gpu-layers n-gpu-layers device", "nothing: all runs on the CPU"},
+    {" model model-path ", "MODEL without an option"},
+    {" quiet silent ", "-q"},
+    {" verbose ", "-v"},
+    {" think thinking enable-thinking reasoning ", "-r 1, or -r N for at most N tokens"},
+    {" no-think no-thinking nothink hidethinking ", "-r 0"},
+    {" json jsonl ", "-L FILE, a list in JSON, or -o 'TEXT|TEXT'"},
+    {" grammar grammar-file json-schema format ", "-o 'TEXT|TEXT', the answers to choose from"},
+    {" chat conversation cnv interactive ", "nothing: without -i and -f it chats"},
+    {" embedding embeddings ", "-m embed"},
+    {" stream ", "nothing: answers come as they are made"},
+    {" ng ngl gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"},
 };
 
 // Is an argument's name, without dashes and up to =, one of these words? For -, it may have _.
 static bool is_called(const char *arg, const char *words) {
-    const char *name = arg + strspn(arg, "-");
-    const size_t n = strcspn(name, "=");
-    for (size_t length; words && *words; words += length, words += strspn(words, " ")) {
-        size_t i = 0;
-        while (i < n && words[i] == (name[i] == '_' ? '-' : name[i])) i++;
-        length = strcspn(words, " ");
-        if (n > 0 && i == n && i == length) return true;
-    }
-    return false;
+    const char *start = arg + strspn(arg, "-");
+    char name[64];
+    snprintf(name, sizeof(name), " %.*s ", (int)strcspn(start, "="), start);
+    for (char *c = name; *c; c++) *c = *c == '_' ? '-' : *c;
+    return words && strstr(words, name);
 }
 
 // The option that an argument is. If it is none, that ends the program, with the likely mistake.
@@ -4491,18 +4487,12 @@ static const Option *option_named(const char *arg) {
     die_usage("%.80s: unknown option, expected one that -h lists", arg);
 }
 
-// Does a text begin with a dash or a quote of typography, U+2010 to U+201F, or its minus?
-static bool is_typographic(const char *text) {
-    const bool dash_or_quote = !strncmp(text, "\xE2\x80", 2) && (text[2] & 0xF0) == 0x90;
-    return dash_or_quote || !strncmp(text, "\u2212", 3);
-}
-
 // An argument that is no option, and stands after `before`, is MODEL. Else it ends the program.
 static void set_model(Options *o, const char *arg, const char *before) {
-    const char *odd = is_typographic(arg) ? arg : is_typographic(before) ? before : NULL;
+    const char *odd = *arg == '\xE2' ? arg : *before == '\xE2' ? before : NULL;  // U+2000 to U+2FFF
     if (odd)
         die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
-    if (!o->model && is_called(arg, "run pull serve chat list show") && !file_mode(arg))
+    if (!o->model && is_called(arg, " run pull serve chat list show ") && !file_mode(arg))
         die_usage("%s: unexpected, there are no commands: qwen3 MODEL (a .bin file, which "
                   "export.py makes)", arg);
     if (o->model && strlen(arg) > 4 && !strcmp(arg + strlen(arg) - 4, ".bin"))

@@ -167,7 +167,7 @@ def test_thinking_budget_of_a_whole_answer(tokenizer, tmp_path):
                    tmp_path / "model.bin")
     run = (model, "-t", 0, "-r", 3, "-n", 400)
     said = qwen3(*run, "-i", "x").stderr
-    assert b"qwen3: answer: its thinking was ended by -r after 3 tokens\n" in said
+    assert b"qwen3: answer: thinking ended by -r after 3 tokens\n" in said
     first, *others, last = said.split(CLOSING)
     assert first.endswith(b"<think>aba\n\n") and others
     assert all(re.fullmatch(rb"</think>\n+<think>\n\n", other) for other in others), said
@@ -181,7 +181,7 @@ def test_what_ended_thinking_before_given_answers(chain, options, closer):
     model = chain("\u010a", "<think>", "a", "b", "a", template=THINKS)
     run = (model, "-t", 0, "-o", "a|b", *(options if "-r" in options else ("-r", 1, *options)))
     said = qwen3(*run, "-i", "x").stderr.decode()
-    found = re.search(r"qwen3: answer: its thinking was ended by (.*) after (\d+) tokens\n", said)
+    found = re.search(r"qwen3: answer: thinking ended by (.*) after (\d+) tokens\n", said)
     thinking = re.search(r"<think>([ab]*)", said)[1]
     assert found[1] == closer and int(found[2]) == len(thinking), said
     said = qwen3(*run, "-l", "-", stdin=b"x\nx\n").stderr.decode()
