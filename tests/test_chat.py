@@ -120,7 +120,8 @@ def test_how_an_answer_ended(chain):
             assert result.stderr.startswith(notice) and STATS.fullmatch(result.stderr, len(notice))
             assert qwen3(*run, *options, "-q").stderr == b""
         assert STATS.fullmatch(qwen3(short, *run[1:], "-n", 2).stderr)
-    assert b"ended by a full context of 512 tokens\n" in qwen3(endless, "-i", "x", "-t", 0, "-c", 0).stderr
+    assert b"ended by a full context of 512 tokens\n" in qwen3(
+        endless, "-i", "x", "-t", 0, "-c", 0, "-n", -1).stderr
     script = qwen3(endless, "-m", "chat", "-t", 0, "-n", 2, stdin=b"x\ny\n")
     assert script.stderr.count(b"ended by -n after 2 tokens\n") == 2
     for options, notice in ((("-c", 40), context), (("-n", 3), limit)):
