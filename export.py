@@ -1082,11 +1082,9 @@ PRE_TOKENIZERS = [
     {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
 
 
-def read_vocabulary(source: Source, vocab_size: int) -> tuple[dict, dict, dict]:
-    """Three dicts: id -> the token's bytes; id -> score, of tokens that a merge makes; the text of
-    an added token, which no merge makes -> (id, True if it is special and so not printed)."""
-    where, model = source.file("tokenizer.json"), source.tokenizer["model"]
-    added = read_added(where, source.tokenizer, source.tokenizer_config)
+def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) -> tuple[dict, dict]:
+    """Two dicts: id -> the token's bytes; id -> score, of tokens that a merge makes. No merge makes
+    an added token."""
     vocab = {text: i for text, i in model["vocab"].items() if text not in added}
     for i in [*vocab.values(), *(i for i, _ in added.values())]:
         if type(i) is not int or not 0 <= i < vocab_size:
@@ -1104,7 +1102,7 @@ def read_vocabulary(source: Source, vocab_size: int) -> tuple[dict, dict, dict]:
         refuse(where, "tokens", f"at most {LONGEST} bytes in each", longest)
     if len(tokens) != len(vocab) + len(added) or b"" in tokens.values():
         refuse(where, "tokens", "each with a text and an id of its own", "one without")
-    return tokens, scores, added
+    return tokens, scores
 
 
 def check_pipeline(where: Path, tokenizer: dict) -> bool:
@@ -1124,17 +1122,23 @@ def check_pipeline(where: Path, tokenizer: dict) -> bool:
     return bool(used)
 
 
-def read_added(where: Path, tokenizer: dict, settings: dict) -> dict[str, tuple[int, bool]]:
-    """Text -> (id, special) of tokenizer.json's added tokens. One is special if a file says so or
+SPECIAL, NORMALIZED = 1, 2  # flags of an added token: it is not printed; it is found after NFC
+
+
+def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
+    """Text -> (id, flags) of tokenizer.json's added tokens. One is special if a file says so or
     gives it a role. The settings, tokenizer_config.json, may add no token of their own."""
     listed = settings.get("added_tokens_decoder") or {}
     for token in [*tokenizer["added_tokens"], *listed.values()]:
-        for flag in ("lstrip", "rstrip", "single_word", "normalized"):
+        if nfc and token.get("normalized"):  # older packages leave this to whoever reads it
+            token["content"] = normalizers.NFC().normalize_str(token["content"])
+        for flag in ("lstrip", "rstrip", "single_word"):
             if token.get(flag):
                 refuse(where, f"{flag} of added token {token['content']!r}", "false", "true")
         if len(token["content"].encode()) > LONGEST_ADDED:
             refuse(where, "added_tokens", f"up to {LONGEST_ADDED} bytes in each", token["content"])
-    added = {token["content"]: (token["id"], bool(token["special"]))
+    added = {token["content"]: (token["id"], SPECIAL * bool(token["special"])
+                                + NORMALIZED * bool(token.get("normalized")))
              for token in tokenizer["added_tokens"]}
     # What tokenizer_config.json says: (text, id or None, special)
     more = [(token["content"], int(i), token["special"]) for i, token in listed.items()]
@@ -1145,7 +1149,7 @@ def read_added(where: Path, tokenizer: dict, settings: dict) -> dict[str, tuple[
         if text not in added or token_id not in (None, added[text][0]):
             refuse(where, "added_tokens", f"{text!r} as in tokenizer_config.json",
                    "it with another id" if text in added else "no such token")
-        added[text] = added[text][0], added[text][1] or bool(special)
+        added[text] = added[text][0], added[text][1] | SPECIAL * bool(special)
     return added
 
 
@@ -1422,7 +1426,8 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     where, path = source.file("tokenizer.json"), source.file("generation_config.json")
     with parsing(where):
         nfc = check_pipeline(where, source.tokenizer)
-        tokens, scores, added = read_vocabulary(source, vocab_size)
+        added = read_added(where, source.tokenizer, source.tokenizer_config, nfc)
+        tokens, scores = decode_vocabulary(where, source.tokenizer["model"], added, vocab_size)
         head_ids, tail_ids = post_processor_ids(where, source.tokenizer)
         roles = role_tokens(source.tokenizer_config)
     bos, eos, stop_ids = end_ids(source, added, roles.get("eos_token"))

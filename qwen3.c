@@ -647,7 +647,8 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-enum { ADDED = 1, SPECIAL = 2 };  // bits of Tokenizer.kind; SPECIAL: not written in answers
+// Bits of Tokenizer.kind. SPECIAL: not written in answers. NORMALIZED: found in the form NFC.
+enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
 typedef struct {           // the text around the messages of a conversation: see The chat format
@@ -666,7 +667,8 @@ typedef struct Tokenizer {
     int vocab_size;          // that of Config, from which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *priority;         // (vocab_size) of the merge that makes the token: higher ones first
-    uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
+    uint8_t *kind;           // (vocab_size) ADDED, SPECIAL, NORMALIZED
+    bool has_normalized;     // some are NORMALIZED
     int end_of_text;         // <|endoftext|>
     int think;               // <think>, which begins a model's thinking, or -1
     int end_think;           // </think>, which ends it, or -1
@@ -784,19 +786,31 @@ static void encode_token(Encoder *enc, int id) {
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
-// to its offset. If there is none, returns -1 and sets *at to the end of the text. (Part II)
-static int added_next(const Tokenizer *tok, Bytes text, size_t *at);
+// to its offset. If there is none, returns -1 and sets *at to the end of the text. Looks for tokens
+// that are NORMALIZED if `normalized` is that, for the others if it is 0. (Part II)
+static int added_next(const Tokenizer *tok, Bytes text, size_t *at, int normalized);
+
+// Cuts the text at added tokens that are spelled out in it, and at NORMALIZED ones between them.
+static void encode_cut(Encoder *enc, Bytes text, int normalized) {
+    Buffer normal = {0};
+    if (normalized) {
+        normalize(enc->tok, &normal, text);
+        text = bytes_of(&normal);
+    }
+    for (size_t at = 0, done = 0;;) {
+        const int id = added_next(enc->tok, text, &at, normalized);
+        Bytes between = {text.n ? text.p + done : text.p, at - done};
+        if (enc->tok->has_normalized && !normalized) encode_cut(enc, between, NORMALIZED);
+        else encode_plain(enc, between);
+        if (id < 0) break;
+        encode_token(enc, id);
+        done = at += enc->tok->text[id].n;
+    }
+    free(normal.p);
+}
 
 // Adds text in which spelled-out added tokens are recognized and become single tokens.
-static void encode_marked(Encoder *enc, Bytes text) {
-    size_t at = 0, done = 0;
-    for (int id; (id = added_next(enc->tok, text, &at)) >= 0; done = at) {
-        encode_plain(enc, (Bytes){text.p + done, at - done});
-        encode_token(enc, id);
-        at += enc->tok->text[id].n;
-    }
-    encode_plain(enc, bytes_from(text, done));
-}
+static void encode_marked(Encoder *enc, Bytes text) { encode_cut(enc, text, 0); }
 
 // Appends the ids of a text, in which the spelling of added tokens counts if `marked` is true.
 static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out) {
@@ -1707,7 +1721,7 @@ static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
     while (in->rest.n) ids_add(ids, take_int(in, 0, tok->vocab_size - 1));
 }
 
-// adde: u32 id, u32 special (not written in answers) for each added token, by id
+// adde: u32 id, u32 1 if it is SPECIAL + 2 if it is NORMALIZED, for each added token, by id
 static void take_added(Cursor *in, Tokenizer *tok) {
     if (in->rest.n) memset(tok->kind, 0, tok->vocab_size);
     for (uint32_t id, next = 0; in->rest.n; next = id + 1) {
@@ -1715,7 +1729,8 @@ static void take_added(Cursor *in, Tokenizer *tok) {
         if (tok->text[id].n == 0 || tok->text[id].n > LONGEST_ADDED)
             die_bad(in, in->part, "tokens of 1 to %d bytes, found %zu in token %u", LONGEST_ADDED,
                     tok->text[id].n, id);
-        tok->kind[id] = take_int(in, 0, 1) ? ADDED | SPECIAL : ADDED;
+        tok->kind[id] = ADDED | take_int(in, 0, 3) << 1;
+        tok->has_normalized |= tok->kind[id] & NORMALIZED;
     }
 }
 
@@ -1812,13 +1827,13 @@ static int token_find(const Tokenizer *tok, Bytes text, bool added) {
     return (int)*token_slot(tok, text, added) - 1;
 }
 
-static int added_next(const Tokenizer *tok, Bytes text, size_t *at) {
+static int added_next(const Tokenizer *tok, Bytes text, size_t *at, int normalized) {
     for (; *at < text.n && !interrupted; ++*at) {
         if (!tok->tables->added_start[text.p[*at]]) continue;
         for (size_t n = min_size(LONGEST_ADDED, text.n - *at); n > 0; n--) {
             if (!tok->tables->added_length[n]) continue;
             const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
-            if (id >= 0) return id;
+            if (id >= 0 && (tok->kind[id] & NORMALIZED) == normalized) return id;
         }
     }
     return -1;

@@ -501,7 +501,7 @@ static void fuzz_text(Bytes in) {
     ids.n = again.n = 0;
     encode_part(t, in, true, &ids);
     size_t at = 0, from = 0;
-    for (int id; (id = added_next(t, in, &at)) >= 0; from = at += t->text[id].n) {
+    for (int id; (id = added_next(t, in, &at, 0)) >= 0; from = at += t->text[id].n) {
         encode_part(t, (Bytes){in.p + from, at - from}, false, &again);
         ids_add(&again, id);
     }
@@ -519,7 +519,7 @@ static int count_added(const Tokenizer *t, const Ids *ids) {
 
 static int count_marked(const Tokenizer *t, Bytes s) {
     int n = 0, id;
-    for (size_t at = 0; (id = added_next(t, s, &at)) >= 0; at += t->text[id].n) n++;
+    for (size_t at = 0; (id = added_next(t, s, &at, 0)) >= 0; at += t->text[id].n) n++;
     return n;
 }
 

@@ -560,7 +560,7 @@ USUAL = {b"head": u32(1), b"tail": u32(1), b"chat": chat(*TWELVE), b"repe": stru
          b"mode": u32(1)}                               # of the sections that the model has not
 BAD_SECTIONS = [                                        # tag, payload, a word of the error
     (b"adde", u32(VOCAB, 1), "adde"), (b"adde", u32(2**31, 1), "adde"), (b"adde", u32(2**32 - 1, 0), "adde"),
-    (b"adde", u32(480, 2), "adde"), (b"adde", u32(480, 2**32 - 1), "adde"),
+    (b"adde", u32(480, 4), "adde"), (b"adde", u32(480, 2**32 - 1), "adde"),
     (b"adde", u32(0, 1), "byte 0x21"),
     (b"adde", u32(480, 1, 480, 1), "adde, expected 481 to"), (b"adde", u32(481, 1, 480, 1), "adde, expected 482 to"),
     (b"clas", u32(98, 97, 1), "clas"), (b"clas", u32(97, 98, 0), "clas"), (b"clas", u32(97, 98, 4), "clas"),

@@ -116,6 +116,28 @@ def test_short_texts(small, tokenizer, kind):
             assert_same(ids, theirs, text)
 
 
+ADDED_LATER = ["cafe", "<|user|>", "cafe>", "e\u0301e", "im_start", "\u1100"]
+
+
+@pytest.mark.parametrize("normalizer", [True, False])
+def test_added_tokens_of_a_fine_tune(tmp_path, tokenizer, normalizer):
+    """tokenizer.add_tokens() makes tokens that are looked for in the normalized text, after all others: a combining
+    character that follows may undo one, and normalization may make one."""
+    theirs = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    if not normalizer:
+        theirs.normalizer = tokenizers.normalizers.Sequence([])
+    theirs.add_tokens(ADDED_LATER)
+    ours = export(make_checkpoint(tmp_path / "hf", theirs), tmp_path / "model.bin")
+    r = random.Random(7)
+    parts = ADDED_LATER + ["\xe9e", "\u1161", "\uac00", "<|", "cafe", "caf", "e", "|>", "<|im_start|>", "</think>", " "] + MARKS
+    texts = ["".join(r.choice(parts) for _ in range(r.randint(1, 6))) for _ in range(2000)]
+    for ids, text in zip(records("tokens", ours, texts=[("marked", text.encode()) for text in texts]), texts):
+        assert_same(ids, theirs, text)
+    user = records("tokens", ours, texts=[("plain", text.encode()) for text in ADDED_LATER])
+    later = {theirs.token_to_id(text) for text in ADDED_LATER}
+    assert not later & {i for ids in user for i in ids}
+
+
 def plain_tokenizer(tokenizer):
     """The same without added tokens: all text is plain."""
     data = json.loads(tokenizer.to_str())

@@ -32,7 +32,6 @@ BAD_TOKENIZER = {
     "prefix space": (lambda t: t["pre_tokenizer"]["pretokenizers"][1].update(
         add_prefix_space=True), "pre_tokenizer"),
     "lstrip": (lambda t: t["added_tokens"][3].update(lstrip=True), "lstrip.*object_ref_start"),
-    "normalized": (lambda t: t["added_tokens"][3].update(normalized=True), "normalized"),
     "long added": (lambda t: t["added_tokens"][3].update(content="é" * 64 + "x"), "up to 128 bytes"),
     "empty added": (lambda t: t["added_tokens"][3].update(content=""), "tokens"),
     "id used twice": (lambda t: t["added_tokens"][3].update(id=5), "id of its own"),
