@@ -3,7 +3,8 @@
 # make journey    shows how a token goes through the tiny model: TEXT="The capital of France is"
 # make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
 # make check      tests the functions of qwen3.c, without Python: seconds
-# make test       makes a virtual environment in tests/.venv and tests everything that is promised
+# make test       makes a virtual environment in tests/.venv and tests everything that is promised,
+#                 or some of it, at once: make test FILES=tests/test_gguf.py
 # make test-all   tests what takes longer: sanitizers, fuzzing, long tables, other compilers and systems
 # make bench      measures this build on this machine, with a synthetic model: MODEL=0.6b BITS=8
 # make quality    compares 8 and 4 bits with the unquantized model: SOURCE=ORG/NAME
@@ -116,9 +117,10 @@ tests/.venv: FORCE
 check: tests/test
 	tests/test
 
+FILES = tests
 test: qwen3 qwen3-plain tests/render tests/journey tests/.venv
 	tests/test
-	$(PYTEST) $(PARALLEL) -m "not slow" tests
+	$(PYTEST) $(PARALLEL) -m "not slow" $(FILES)
 
 test-all: qwen3 qwen3-plain tests/render tests/journey tests/bench tests/fuzz tests/.venv
 	$(PYTEST) -m alone tests/test_build.py

@@ -1521,8 +1521,8 @@ LEVELS = np.array([-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 6
 GGUF_LEVELS = {"Q4_0": np.arange(-8, 8, dtype="i1").tobytes(),
                "IQ4_NL": np.array(gguf.quants.IQ4_NL.kvalues, "i1").tobytes(),
                "Q1_0": np.arange(-8, 8, dtype="i1").tobytes()}  # of which it needs -1 and 1
-# Header.eight_bits with LEVELS: v, or k and v without QK-norm (Qwen2), as several heads share them:
-# this undoes a quarter to a half of what four bits cost in quality, for 1 to 4 % of the file.
+# Header.eight_bits with LEVELS: v, or k and v without QK-norm (Qwen2). On real weights v, which has
+# 1.5 % of the layers' weights, took 23 % of what four bits cost (KL), k and v together 37 %.
 EIGHT_BITS = 0b100, 0b110
 
 

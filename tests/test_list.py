@@ -1,7 +1,6 @@
 """A list of texts (-l, -L): each line of the output is what its text gets in a run of its own, bit for
 bit, and nothing that is written is lost, whatever happens."""
 import contextlib
-import fcntl
 import functools
 import json
 import os

@@ -105,7 +105,7 @@ def as_it_runs(command):
 
 
 @pytest.fixture
-def folder(tmp_path, tokenizer_json, monkeypatch):  # noqa: F811
+def folder(tmp_path, tokenizer_json, monkeypatch):
     """A clone with a built program, where what the commands read is small: the hub's models are the tiny
     one, or one for embeddings, GGUF files have random weights, texts a line."""
     for name in ("qwen3.c", "export.py", "Makefile", "tests"):

@@ -276,7 +276,7 @@ def test_values_of_generation_config_that_qwen3_refuses(checkpoint, run, tmp_pat
 
 
 def test_yarn_option_that_makes_the_context_too_long(checkpoint, run, tmp_path):
-    folder = checkpoint(max_position_embeddings=2 ** 30).save(tmp_path / "in")
+    checkpoint(max_position_embeddings=2 ** 30).save(tmp_path / "in")
     assert run("in")[0] == 0
     refused(run("in", "--yarn", 2), "max_position_embeddings.*found 2147483648")
 

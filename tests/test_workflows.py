@@ -1,4 +1,5 @@
 """GitHub's workflows fit their schema; what they name is there, and what they run is pinned."""
+import ast
 import re
 import subprocess
 import sys
@@ -6,6 +7,7 @@ import sys
 import pytest
 import yaml
 from conftest import ROOT, environment
+from pyflakes.checker import Checker
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 each_workflow = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -89,3 +91,12 @@ def test_the_release_is_what_make_builds():
     kinds = re.findall(r"^release-([\w-]+): BUILD", (ROOT / "Makefile").read_text(), re.M)
     (matrix,) = (matrix for name, _, matrix in jobs(ROOT / ".github/workflows/release.yml") if name == "build")
     assert sorted(row["name"] for row in matrix) == sorted(kinds)
+
+
+@pytest.mark.parametrize("path", [ROOT / "export.py", *(ROOT / "tests").glob("*.py"), *(ROOT / "tests/tiny").glob("*.py")],
+                         ids=lambda path: path.name)
+def test_pyflakes(path):
+    """No name is unused or unknown, but where a line says noqa: imports for others, fixtures."""
+    lines = path.read_text().splitlines()
+    found = Checker(ast.parse("\n".join(lines)), str(path)).messages
+    assert not [str(message) for message in found if "noqa" not in lines[message.lineno - 1]]
