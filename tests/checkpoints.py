@@ -1,6 +1,5 @@
 """Checkpoints in Hugging Face's layout, made on the spot: a small tokenizer with Qwen3's rules, weights
 and settings of any shape, and the file that export.py should make of them."""
-import functools
 import json
 import math
 import struct
@@ -157,43 +156,9 @@ class Checkpoint:
         return folder
 
     def expected(self, group: int = 64) -> bytes:
-        """OUT.bin, made the slow and obvious way, header included."""
-        c = self.config
-        value = {name: v for (name, (_, _, v)) in zip(self.tensors, self.stored())}
-        out = struct.pack(
-            "<12I", 0x616A6331, 1, c["hidden_size"],
-            c["moe_intermediate_size" if self.n_experts else "intermediate_size"],
-            c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"],
-            c["vocab_size"], c["max_position_embeddings"], c["head_dim"],
-            int(c["tie_word_embeddings"]), group).ljust(0x54, b"\0")
-        out += struct.pack("<2I", self.qwen2, self.qwen2)
-        if self.n_experts:
-            out += struct.pack("<3I", self.n_experts, c["num_experts_per_tok"],
-                               not c.get("norm_topk_prob"))
-        out = (out.ljust(0x80, b"\0") + struct.pack("<I", 1)).ljust(256, b"\0")
-
-        def layers(name, kind="weight"):
-            return [value[f"layers.{i}.{name}.{kind}"] for i in range(c["num_hidden_layers"])]
-
-        norms = [*layers("input_layernorm"), *layers("post_attention_layernorm"),
-                 value["norm.weight"]]
-        if not self.qwen2:
-            norms += [*layers("self_attn.q_norm"), *layers("self_attn.k_norm")]
-        if self.n_experts:
-            norms += layers("mlp.gate")
-        out += b"".join(x.astype("<f4").tobytes() for x in norms)
-        matrices = [value["embed_tokens.weight"]]
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"):
-            matrices += layers(name)
-        for name in ("gate_proj", "down_proj", "up_proj"):  # the experts' rows, one after the other
-            matrices += map(np.concatenate, zip(*(layers(f"{mlp}.{name}")
-                                                  for mlp in self.feed_forwards())))
-        if not c["tie_word_embeddings"]:
-            matrices.append(value["lm_head.weight"])
-        biases = [x for name in "qkv" if self.qwen2
-                  for x in layers(f"self_attn.{name}_proj", "bias")]
-        return out + b"".join([in_panels(naive_q8(x.tobytes(), group), *x.shape) for x in matrices]
-                              + [x.astype("<f4").tobytes() for x in biases])
+        """OUT.bin with 8 bits, by reference.py."""
+        values = {name: value for name, (_, _, value) in zip(self.tensors, self.stored())}
+        return reference.Model.from_tensors(self.config, values, group=group).to_bytes()
 
 
 def safetensors(items, dtype) -> bytes:
@@ -204,33 +169,6 @@ def safetensors(items, dtype) -> bytes:
         data += raw.tobytes()
     text = json.dumps(head).encode()
     return struct.pack("<Q", len(text)) + text + data
-
-
-def in_panels(matrix: bytes, rows: int, columns: int) -> bytes:
-    """Values and scales of a matrix with 8 bits, row after row, in panels of 16 rows."""
-    out = b""
-    for words in np.split(np.frombuffer(matrix, "<u4"), [rows * columns // 4]):
-        words = words.reshape(rows, -1)
-        for i in range(0, rows, 16):
-            for word in words[i:i + 16].T:
-                out += word.tobytes().ljust(64, b"\0")
-    return out
-
-
-@functools.cache
-def naive_q8(matrix: bytes, group: int) -> bytes:
-    """Q8_0 of a matrix, one value at a time in fp32."""
-    values, scales = [], []
-    for g in np.frombuffer(matrix, np.float32).reshape(-1, group):
-        scale = max(abs(v) for v in g) / np.float32(127)
-        scales.append(scale)
-        for v in g:
-            q = v / scale if scale > 0 else np.float32(0)
-            low = math.floor(q)
-            rest = float(q) - low
-            up = rest > 0.5 or (rest == 0.5 and low % 2 == 1)
-            values.append(max(-127, min(127, low + up)))
-    return np.array(values, np.int8).tobytes() + np.array(scales, "<f4").tobytes()
 
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

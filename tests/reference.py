@@ -128,7 +128,7 @@ def quantize(x, group):
     x = x.reshape(len(x), -1, group).astype(F32)
     scale = np.abs(x).max(axis=2) / F32(127)
     divisor = np.where(scale == 0, F32(1), scale)           # a group of zeros: scale 0, zeros
-    q = np.rint(x / divisor[:, :, None])                    # rint: ties to even
+    q = np.rint(x / divisor[:, :, None]).clip(-127, 127)    # rint: ties to even
     return q.reshape(len(x), -1).astype(np.int8), scale
 
 
@@ -366,7 +366,11 @@ class Model(Transformer):
         return cls(c, w)
 
     def to_bin(self, path, panels=True):
-        """Write model.bin as export.py should, in eight bits (q8 only); without panels in the base format."""
+        Path(path).write_bytes(self.to_bytes(panels))
+        return Path(path)
+
+    def to_bytes(self, panels=True):
+        """model.bin as export.py should write it, in eight bits (q8 only); without panels in the base format."""
         def ordered(rows):
             rows = np.concatenate([x.reshape(-1, x.shape[-1]) for x in rows])
             if panels:
@@ -396,8 +400,7 @@ class Model(Transformer):
             parts.append(ordered([m.row_scale.astype("<f4") for m in experts]))
         for name in ("q_bias", "k_bias", "v_bias"):
             parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
-        Path(path).write_bytes(b"".join(parts))
-        return Path(path)
+        return b"".join(parts)
 
 
 def read_safetensors(path):
