@@ -151,6 +151,7 @@ class Checkpoint:
             if isinstance(content, dict):
                 content = json.dumps(content)
             if content is not None:
+                (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(content if isinstance(content, bytes)
                                             else content.encode())
         return folder

@@ -18,7 +18,6 @@ from test_templates import CHATML
 def test_download_from_a_hub(checkpoint, hub, tmp_path):
     ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
     ck.files |= {"README.md": "no", "pytorch_model.bin": "no", "chat_template.jinja": CHATML}
-    (tmp_path / "hub/org/tiny/1_Pooling").mkdir(parents=True)
     ck.save(tmp_path / "hub/org/tiny", 2)
     status, err = hub(f"{hub.url}/org/tiny/tree/main?a=b")
     assert status == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected(), err

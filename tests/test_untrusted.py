@@ -297,7 +297,7 @@ def test_limits_are_those_of_qwen3():
     number = {"INT_MAX": 2 ** 31 - 1, "FLT_MIN": 2.0 ** -126, "1 << 20": 1 << 20,
               "1 << 30": 1 << 30}
     limits = {}
-    for name, *bounds in re.findall(r"TAKE\(\w+, (\w+), ([^,]+), ([^,]+)\);", text):
+    for name, *bounds in re.findall(r"TAKE\([^,]+, (\w+), ([^,]+), ([^,]+)\);", text):
         if name not in FIXED:
             found = tuple(number[bound] if bound in number else float(bound.rstrip("f"))
                           for bound in bounds)
@@ -358,30 +358,11 @@ def test_the_summary_ends_with_the_command_to_run(checkpoint, run, tmp_path):
 def test_the_summary_of_an_embedding_model(checkpoint, run, tmp_path):
     """It is asked nothing."""
     ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
-    (tmp_path / "in/1_Pooling").mkdir(parents=True)
     _, err = run(ck.save(tmp_path / "in"))
     assert err[0].endswith("""./qwen3 in.bin -i "The sky is blue.\"""")
 
 
 # ---------------------------------------------------------------------------- whole processes
-
-def template(source):
-    def attack(ck, folder):
-        ck.files["chat_template.jinja"] = source + CHATML
-        ck.save(folder)
-    return attack
-
-
-def link(name, target):
-    def attack(ck, folder):
-        (ck.save(folder) / name).unlink()
-        os.symlink(target, folder / name) if target else os.mkfifo(folder / name)
-    return attack
-
-
-def post_processor(ck, folder):
-    with_template(ck, [A] + [B] * 3000, [1] * 30_000).save(folder)
-
 
 def many_post_processors(ck, folder):
     """The ids grow with each step, and so does the time for a copy of them."""
@@ -421,14 +402,9 @@ def costly_header(ck, folder):
 
 
 ATTACKS = {  # name -> (attack, exit status, pattern)
-    "template, endless": (template("{{ 9**(9**9) }}"), 1, "can't be tried out.*found none"),
-    "template, string": (template("{{ 'x' * 3 * 10**9 }}"), 1, "can't be tried out"),
-    "post-processor": (post_processor, 1, "at most 1000 ids"),
     "post-processors": (many_post_processors, 1, "at most 1000 ids"),
     "experts": (many_experts, 1, "layers times experts, expected at most 100000, found 16777216"),
     "vocabulary": (large_vocabulary, 1, "vocab_size, expected .* to 1048576, found 33554432"),
-    "link to /dev/zero": (link("config.json", "/dev/zero"), 1, "a regular file"),
-    "pipe": (link("generation_config.json", None), 1, "a regular file"),
     "costly JSON": (costly_json, 0, "wrote"),
     "costly header": (costly_header, 1, "broken"),
 }

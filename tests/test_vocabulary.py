@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+import reference
 import tokenizers
 from checkpoints import ADDED, LAST, SENTENCES, sentence_transformers
 from conftest import export_py as export, read_tokenizer, refused, rows, sections_of
@@ -183,32 +184,26 @@ def test_mode(checkpoint, tmp_path, template, generation, config, settings, mode
 MEAN = LAST | {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_embedding_model(checkpoint, run, tmp_path, tied):
-    """It needs no lm_head, whatever the tied flag says: the file has a shared classifier."""
-    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling", "Normalize")
+@pytest.mark.parametrize("architecture, prefix, pooling, tied", [
+    ("Qwen3ForCausalLM", "model.", LAST, True), ("Qwen3ForCausalLM", "model.", LAST, False),
+    # sentence-transformers 6: one key for the pooling, and the architecture without a head
+    ("Qwen3Model", "", {"pooling_mode": "lasttoken", "include_prompt": True}, True),
+    ("Qwen3Model", "model.", {"pooling_mode": ["lasttoken"]}, True),
+    ("Qwen3ForCausalLM", "model.", {"pooling_mode": "lasttoken"}, False)])
+def test_embedding_model(checkpoint, run, tmp_path, architecture, prefix, pooling, tied):
+    """It needs no lm_head, whatever the tied flag says: the file has a shared classifier, with four bits, too."""
+    ck = sentence_transformers(checkpoint(architectures=[architecture]), pooling, "Transformer", "Pooling", "Normalize")
     expected = ck.expected()
-    ck.config["tie_word_embeddings"], ck.settings["chat_template"] = tied, CHATML
-    (tmp_path / "in/1_Pooling").mkdir(parents=True)
+    ck.prefix, ck.config["tie_word_embeddings"], ck.settings["chat_template"] = prefix, tied, CHATML
     status, err = run(ck.save(tmp_path / "in"), "out.bin")
     assert status == 0 and len(err) == 1, err
     assert (tmp_path / "out.bin").read_bytes() == expected
     data = (tmp_path / "out.bin.tokenizer").read_bytes()
     assert read_tokenizer(data, ck.config["vocab_size"])[2]["mode"] == struct.pack("<I", 4)
-
-
-@pytest.mark.parametrize("architecture, prefix, mode", [
-    ("Qwen3Model", "", "lasttoken"), ("Qwen3Model", "model.", ["lasttoken"]), ("Qwen3ForCausalLM", "model.", "lasttoken")])
-def test_embedding_model_of_sentence_transformers_6(checkpoint, run, tmp_path, architecture, prefix, mode):
-    """One key for the pooling, and the architecture without a head."""
-    ck = sentence_transformers(checkpoint(architectures=[architecture]), {
-        "embedding_dimension": 64, "pooling_mode": mode, "include_prompt": True}, "Transformer", "Pooling", "Normalize")
-    ck.prefix = prefix
-    (tmp_path / "in/1_Pooling").mkdir(parents=True)
-    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
-    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
-    data = (tmp_path / "out.bin.tokenizer").read_bytes()
-    assert read_tokenizer(data, ck.config["vocab_size"])[2]["mode"] == struct.pack("<I", 4)
+    assert run("in", "four.bin", "--bits", 4)[0] == 0
+    (tmp_path / "out.bin").write_bytes(expected)
+    four, eight = (reference.Model.from_bin(tmp_path / name) for name in ("four.bin", "out.bin"))
+    assert four.c["shared_classifier"] and np.abs(four.embedding([7, 9]) - eight.embedding([7, 9])).max() < 0.1
 
 
 @pytest.mark.parametrize("pooling, modules, patterns", [
@@ -219,7 +214,6 @@ def test_embedding_model_of_sentence_transformers_6(checkpoint, run, tmp_path, a
     (LAST, ["Pooling", "Dense"], ["modules.json", "Dense"]), ({}, ["Pooling"], ["lasttoken, found ''$"])])
 def test_embedding_refused(checkpoint, run, tmp_path, pooling, modules, patterns):
     ck = sentence_transformers(checkpoint(), pooling, "Transformer", *modules)
-    (tmp_path / "in/1_Pooling").mkdir(parents=True)
     refused(run(ck.save(tmp_path / "in"), "out.bin"), *patterns)
 
 
