@@ -3238,12 +3238,12 @@ static bool answer_last(App *app, bool again) {
         notice("context: full (%zu tokens), forgotten turns: %zu of %zu%s", context,
                (first - system) / 2, (asked.n - system + 1) / 2,
                context < most ? "; -c keeps more" : "");
-    conversation_drop(talk, system, first);
     give_notices(app);
     const bool answered = respond(app);
     const size_t last = talk->n - 1;
     if (!answered) conversation_drop(talk, last, talk->n);
     else if (again) conversation_drop(talk, last - 1, last);
+    if (answered) conversation_drop(talk, system, first);
     return answered;
 }
 

@@ -471,6 +471,27 @@ def test_message_stopped_before_its_answer(slow):
     assert finish(child) == 0
 
 
+def test_turns_are_forgotten_only_for_an_answer(slow):
+    """Not for a message that is taken back."""
+    model, prompt = slow
+    child, tokens = spawn(model, "-c", LONG + 100, "-b", 1, "-j", 1, "-n", 1, "-m", "chat"), []
+    child.expect("> ")
+    for line in 20 * ["x"] + [f"/file {prompt}", "x"]:
+        child.sendline(line)
+        if line == "x":
+            child.expect(r"prompt (\d+) tokens")
+            tokens.append(int(child.match[1]))
+        else:
+            child.expect(r"forgotten turns: \d+ of 21;")
+            show_progress(child)
+            child.sendintr()
+            child.expect("the message is taken back")
+        child.expect("\n> ")
+    assert tokens[-1] > tokens[-2]
+    end(child)
+
+
+
 # -- export.py
 
 @pytest.mark.parametrize("number, status", [
