@@ -2151,26 +2151,27 @@ typedef struct Choice {  // a given answer
     size_t n;            // ids without ANY_STOP
 } Choice;
 
-// What ended thinking by the text `closing`. Without given answers, only -r N does.
+// What ended thinking by budget_text. Without given answers, only -r N does.
 typedef enum {
     NOTHING_CLOSED, BY_BUDGET, BY_REPEATS, BY_LENGTH, BY_CONTEXT, BY_STOP_ID, N_CLOSERS
 } Closer;
 
 typedef struct Request {
     Ids ids;             // the prompt
-    Ids start;           // what the given answers follow: prompt and thinking; empty until it ends
     uint64_t rng;        // of its first random number
-    int texts;           // how many it has,
-    int begun;           // how many of them were added,
-    int ended;           // how many of these have ended
+    int texts;           // in all
+    int begun;           // texts that were added, or need not run
+    int ended;           // of these
     double *nll;         // (texts) -log of their probabilities
-    bool scored;         // of given answers: nll has that of the first id of each
     Text *first;         // the first one
     size_t cached;       // tokens of its prompt that did not need to run
     size_t drawn;        // tokens of its answer, or of its given answers
-    int thought;         // tokens that were drawn since <think>
+    int thought;         // tokens of thinking that were drawn
     Closer closer;       // of its thinking
     Ending ending;       // of its texts
+    // With given answers only:
+    Ids start;           // what they follow: the prompt and the thinking; empty until it ends
+    bool first_scored;   // nll has that of the first id of each
     // Of a list only:
     size_t number;       // of its line, from 0
     Buffer line;         // of the output, empty until it is done
@@ -2197,11 +2198,11 @@ typedef struct Engine {
     bool thinks;       // the prompt opens the thinking
     bool may_think;    // it does, or the model may
     int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
-    Ids closing;       // what ends thinking that has reached it
-    Ids blank;         // what follows </think> before given answers
+    Ids budget_text;   // what ends thinking that has reached it
+    Ids after_think;   // what follows </think> before given answers
     struct Choice *choices;  // given answers (-o)
     int n_choices;
-    size_t longest;    // tokens of the longest one
+    size_t max_choice_len;  // tokens of the longest given answer
     // Many texts at once only:
     int needed;        // rows of this pass that get logits
     double *nll;       // (logit_rows) -log(probability) of the id after each, if it is there
@@ -2211,7 +2212,7 @@ typedef struct Engine {
 } Engine;
 
 static void drop_blocks(Engine *e, Text *t);
-static void cut_text(Engine *e, Text *t, size_t n);  // back to its first n ids; these have run
+static void cut_text(Engine *e, Text *t, size_t n);  // keeps n ids, all run (PLAIN: to run again)
 static void start_texts(Engine *e);  // of those that wait, those that can run now
 
 // Runs all texts that run a step further; with -DPLAIN the first one to its end. Returns false if
@@ -2489,18 +2490,7 @@ static float *logits_of(const Engine *e, int row) {
     return e->pass->logits + (size_t)row * e->tokenizer.vocab_size;
 }
 
-// nll_of the id after a row. Of given answers, the row before them serves all (Requests).
-static double score_row(const Engine *e, const Row *row, float *logits) {
-    Request *r = row->text->slot->request;
-    const int id = row->text->ids.p[row->pos + 1];
-    const bool first = e->n_choices && row->text->slot->number == 0;
-    if (!first || (size_t)row->pos + 1 != r->start.n) return nll_of(&e->tokenizer, logits, id);
-    for (int i = 0; i < e->n_choices; i++) r->nll[i] = -logits[e->choices[i].ids.p[0]];
-    const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
-    for (int i = 0; i < e->n_choices; i++) r->nll[i] += all;
-    r->scored = true;
-    return r->nll[0];
-}
+static void score_first_ids(const Engine *e, const Text *t, float *logits);  // see Given answers
 
 // nll[i] of the id after row i, if it is there. (forward_rows has moved the needed rows to the
 // front.) A row of a text that is drawn is left alone: draw() needs its logits.
@@ -2508,8 +2498,9 @@ static void score_rows(void *arg) {
     const Engine *e = arg;
     EACH (i, e->needed, 1) {
         const Row *row = &e->pass->rows[i];
-        const bool there = (size_t)row->pos + 1 < row->text->ids.n;
-        if (there) e->nll[i] = score_row(e, row, logits_of(e, i));
+        const Ids *ids = &row->text->ids;
+        const size_t next = row->pos + 1;
+        if (next < ids->n) e->nll[i] = nll_of(&e->tokenizer, logits_of(e, i), ids->p[next]);
     }
 }
 
@@ -2520,6 +2511,7 @@ static void score_rows(void *arg) {
 // change no id.
 static void draw(const Engine *e, Text *t) {
     Slot *slot = t->slot;
+    if (e->n_choices && t->ids.n == t->max_ids) score_first_ids(e, t, logits_of(e, slot->first));
     for (int row = slot->first; t->ending == GOES_ON && !interrupted; row++) {
         const size_t n = t->ids.n;
         const int guess = slot->guesses > 0 ? t->ids.p[n] : -1;
@@ -2728,46 +2720,81 @@ static void writer_end(Writer *out) {
 #define NOT_FINITE "model: the logits are not finite; is the file damaged?"
 #define BAD_VECTOR "model: the vector is not finite; is the file damaged?"
 
-// See Given answers
-static void add_choice(const Engine *e, Text *t);
-static Ending end_thinking(const Engine *e, Text *t, const Ids *ids);
-static bool is_full(const Engine *e, const Text *t);
-static bool is_scored(const Engine *e, const Request *r, int i);
-static int skip_scored(const Engine *e, Request *r);
+// Of given answers: see the next section
+static void start_choices(const Engine *e, Text *t);
+static bool add_choice(Engine *e, Request *r);
+static void end_prompt(const Engine *e, const Text *t);
+static bool next_choice(Engine *e, Text *t);
 
-static void start_request(const Engine *e, Request *r) {
-    const size_t most = e->model.state.context - 1;  // ids to score in a piece
-    const size_t n = r->ids.n - 1;                   // and in all
-    r->texts = e->mode == PERPLEXITY ? (int)((n + most - 1) / most) : max_int(e->n_choices, 1);
+// Sets how many texts a request has. Pieces of a perplexity share an id with the next one.
+static void count_texts(const Engine *e, Request *r) {
+    const size_t n = r->ids.n - 1, most = e->model.state.context - 1;  // to score: all, a piece
+    r->texts = e->mode == PERPLEXITY ? (int)((n + most - 1) / most) : 1 + e->n_choices;
     r->nll = grow(NULL, &(size_t){0}, 0, r->texts, sizeof(double));
 }
 
-// Adds the next text: the prompt, its next piece, or what a given answer follows, and this.
-static void add_next(Engine *e, Request *r) {
-    const bool scores = e->mode == PERPLEXITY, follows = r->begun > 0 && !scores;
-    const Ids *ids = follows ? &r->start : &r->ids;
-    const size_t most = e->model.state.context, start = scores ? r->begun * (most - 1) : 0;
-    Text *t = add_text(e, ids->p + start, min_size(ids->n - start, most));
+// Adds the next text, with these ids.
+static Text *add_next(Engine *e, Request *r, const int *ids, size_t n) {
+    Text *t = add_text(e, ids, n);
     if (r->begun == 0) r->first = t;
     t->slot->request = r;
     t->slot->number = r->begun++;
     t->sampler.rng = r->rng;
-    if (scores) t->target = 1;
-    const bool thinks = e->thinks && !r->goes_on, may_think = e->may_think && !r->goes_on;
-    writer_thinks(t->writer, thinks && !follows);
-    if (follows) add_choice(e, t);
-    else if (e->n_choices && (!may_think || e->max_new == 0 || is_full(e, t)))
-        end_thinking(e, t, thinks ? &e->closing : &(Ids){0});
+    return t;
 }
 
-// Adds texts of a request, as many as there are places: of given answers the first, and the others
-// once it has run up to its TEXT. Returns whether these are all.
+// Adds the prompt, or the next piece of it.
+static void add_prompt(Engine *e, Request *r) {
+    const size_t most = e->model.state.context, start = r->begun * (most - 1);
+    Text *t = add_next(e, r, r->ids.p + start, min_size(r->ids.n - start, most));
+    if (e->mode == PERPLEXITY) t->target = 1;
+    writer_thinks(t->writer, e->thinks && !r->goes_on);
+    if (e->n_choices) start_choices(e, t);
+}
+
+// Adds texts while there are places. Given answers wait until the prompt and the thinking have run.
+// Returns whether all texts of the request are added.
 static bool add_texts(Engine *e, Request *r) {
-    while (skip_scored(e, r) < r->texts && e->n_texts < e->n_places) {
-        if (e->n_choices && r->begun > 0 && !r->scored && r->ended == 0) break;
-        add_next(e, r);
+    while (r->begun < r->texts && e->n_texts < e->n_places) {
+        if (r->begun == 0 || e->n_choices == 0) add_prompt(e, r);
+        else if (!add_choice(e, r)) break;
     }
     return r->begun == r->texts;
+}
+
+// Appends ids that nobody drew after a text's thinking. Before given answers all of them come, in
+// spite of -n, and nothing more is drawn.
+static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
+    const bool first = t->watched == t->n_prompt;
+    Ending ending = GOES_ON;
+    if (first) t->repeats = 0;
+    for (size_t i = 0; i < ids->n && (ending == GOES_ON || e->n_choices); i++)
+        ending = append_id(&e->tokenizer, t, ids->p[i]);
+    if (first) t->watched = t->ids.n;  // the answer's own first id
+    if (e->n_choices == 0) return ending;
+    t->max_ids = t->ids.n;
+    t->context = e->model.state.context;  // see start_choices
+    return GOES_ON;
+}
+
+static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
+    const Engine *e = t->slot->engine;
+    Request *r = t->slot->request;
+    const bool chooses = e->n_choices > 0, was_thinking = t->writer->thinking;
+    if (chooses && !was_thinking && id != tok->think) {  // it does not think: this id is dropped
+        t->n_run--;  // the last id runs again because drawing has overwritten its logits
+        return end_thinking(e, t, &(Ids){0});
+    }
+    const Ending ending = append_id(tok, t, id);
+    if (!t->writer->thinking) return chooses ? end_thinking(e, t, &e->after_think) : ending;
+    if (was_thinking && ending != COMPLETE) r->thought++;  // neither <think> nor a stop id counts
+    const Closer by = ending == GOES_ON ? r->thought >= e->budget ? BY_BUDGET : NOTHING_CLOSED
+        : ending == REPEATS && (chooses || r->closer != BY_REPEATS) ? BY_REPEATS
+        : !chooses ? NOTHING_CLOSED
+        : ending == LIMIT_REACHED ? BY_LENGTH : ending == COMPLETE ? BY_STOP_ID : BY_CONTEXT;
+    if (!by) return ending;
+    r->closer = by;
+    return end_thinking(e, t, &e->budget_text);
 }
 
 static Text *find_ended(const Engine *e) {
@@ -2777,8 +2804,8 @@ static Text *find_ended(const Engine *e) {
     return NULL;
 }
 
-// A text has ended. The next given answer takes its place, so that the blocks of what both follow
-// stay; else the place is free. Returns whether its request is done.
+// Counts a text that has ended, and frees its place, unless the next given answer needs it. Returns
+// whether the request is done.
 static bool end_text(Engine *e, Text *t) {
     Request *r = t->slot->request;
     if (r->ending != FAILED) r->ending = t->ending;
@@ -2786,37 +2813,23 @@ static bool end_text(Engine *e, Text *t) {
     r->nll[t->slot->number] = t->nll;
     r->drawn += t->ids.n - t->n_prompt - (t->ids.p[t->ids.n - 1] == ANY_STOP);
     r->ended++;
-    if (e->n_choices && r->start.n == 0) r->texts = 1;  // it failed inside its thinking
-    for (int i = 1; i < r->texts && t->slot->number == 0; i++) {
-        if (!is_scored(e, r, i)) continue;
-        if (!isfinite(r->nll[i])) r->ending = FAILED;
-        r->drawn++;
-        r->ended++;
-    }
-    if (e->n_choices && skip_scored(e, r) < r->texts) {
-        cut_text(e, t, r->start.n);
-        t->n_prompt = t->ids.n;
-        t->ending = GOES_ON;
-        t->slot->number = r->begun++;
-        add_choice(e, t);
-        return false;
-    }
+    if (e->n_choices && t->slot->number == 0) end_prompt(e, t);
+    if (e->n_choices && next_choice(e, t)) return false;
     remove_text(e, t);
     return r->ended == r->texts;
 }
 
 // ------------------------------------------------------------------------------------------------
-// Given answers (-o), and the end of thinking (-r N). How likely is it that the answer begins with
-// each of several TEXTs? Each TEXT is scored after the prompt, in a text of its own; all share the
-// prompt's blocks. Where one TEXT begins another, the answer also has to end after the shorter one.
-// So at most one comes true, and probabilities can be added up. The first of these texts draws the
-// model's thinking. Then this is a part of the prompt of all. The same logits stand before each
-// TEXT, and give the first id of each its nll: so a TEXT of one id needs no text of its own. (With
-// -DPLAIN each is a text, and runs from id 0 on.)
+// Given answers (-o): how likely is it that the answer begins with each of several TEXTs? Text 0 is
+// the prompt. If the model thinks, this text draws the thinking. Its last logits give the first id
+// of each TEXT its nll. A TEXT of more ids is a text of its own, after the prompt and the thinking:
+// all share their blocks. Where one TEXT begins another, the answer also has to end after the
+// shorter one. So at most one comes true, and probabilities can be added up. (With -DPLAIN each
+// TEXT is a text, and runs from id 0 on.)
 
 // From Qwen3's technical report, section 4.3
-static const char closing[] = "\n\nConsidering the limited time by the user, I have to give the "
-    "solution based on the thinking directly now.\n</think>\n\n";
+static const char budget_text[] = "\n\nConsidering the limited time by the user, I have to give "
+    "the solution based on the thinking directly now.\n</think>\n\n";
 
 #define NO_REPEATS "-e 1.1 helps, -n -1 lets it go on"
 
@@ -2833,7 +2846,7 @@ static void encode_choices(Engine *e) {
     for (Choice *c = e->choices; c < e->choices + e->n_choices; c++) {
         encode_part(&e->tokenizer, c->text, e->mode == GENERATE, &c->ids);
         c->n = c->ids.n;
-        if (c->n > e->longest) e->longest = c->n;
+        if (c->n > e->max_choice_len) e->max_choice_len = c->n;
         for (size_t i = 0; i < c->n; i++)
             if (is_stop(&e->tokenizer, c->ids.p[i]))
                 die("-o: %.*s has a token that ends answers, expected texts without one",
@@ -2851,99 +2864,111 @@ static void encode_choices(Engine *e) {
     }
 }
 
-// The text is what its given answer follows: adds that, to be scored.
-static void add_choice(const Engine *e, Text *t) {
-    const Request *r = t->slot->request;
-    const int i = t->slot->number;
-    const Ids *ids = &e->choices[i].ids;
-    t->target = t->ids.n + r->scored;
-    t->nll = r->scored ? r->nll[i] : 0;
-    for (size_t k = 0; k < ids->n; k++) ids_add(&t->ids, ids->p[k]);
+// Limits the thinking of a new prompt: after it the closing text, the longest TEXT and one row must
+// fit into the context. Ends it if there can be none.
+static void start_choices(const Engine *e, Text *t) {
+    t->context -= min_size(t->context, e->budget_text.n + e->max_choice_len + 2);
+    if (!e->may_think || t->slot->request->goes_on || e->max_new == 0 || t->ids.n > t->context)
+        end_thinking(e, t, t->writer->thinking ? &e->budget_text : &(Ids){0});
 }
 
-// Ends a text's thinking by ids that nobody drew. Where answers are given, they all come, whatever
-// -n says, and now all ids of the text are the prompt of these answers.
-static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
-    Ids *start = &t->slot->request->start;
-    const bool first = t->watched == t->n_prompt;
-    Ending ending = GOES_ON;
-    if (first) t->repeats = 0;
-    for (size_t i = 0; i < ids->n && (ending == GOES_ON || e->n_choices); i++)
-        ending = append_id(&e->tokenizer, t, ids->p[i]);
-    if (first) t->watched = t->ids.n;  // the answer's own first id
-    if (e->n_choices == 0) return ending;
-    for (size_t i = 0; i < t->ids.n; i++) ids_add(start, t->ids.p[i]);
-    add_choice(e, t);
-    return GOES_ON;
-}
-
-// Is there no room for more thinking, as the closing text, the longest TEXT and a row have to fit?
-static bool is_full(const Engine *e, const Text *t) {
-    return t->ids.n + e->closing.n + e->longest + 1 >= (size_t)e->model.state.context;
-}
-
-static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
-    const Engine *e = t->slot->engine;
+#ifndef PLAIN
+// Sets the nll of the first id of each TEXT, by the logits before it. They are overwritten.
+static void score_first_ids(const Engine *e, const Text *t, float *logits) {
     Request *r = t->slot->request;
-    const bool chooses = e->n_choices > 0, thought = t->writer->thinking;
-    if (chooses && !thought && id != tok->think) {  // no thinking: this id is dropped, and the last
-        t->n_run--;                  // one runs again, as drawing has overwritten its logits
-        return end_thinking(e, t, &(Ids){0});
-    }
-    const Ending ending = append_id(tok, t, id);
-    if (!t->writer->thinking) return thought && chooses ? end_thinking(e, t, &e->blank) : ending;
-    if (thought && ending != COMPLETE) r->thought++;  // <think> does not count, nor a stop id
-    const Closer by = ending == GOES_ON && r->thought >= e->budget ? BY_BUDGET
-        : ending == REPEATS && (chooses || r->closer != BY_REPEATS) ? BY_REPEATS
-        : !chooses ? NOTHING_CLOSED
-        : ending == LIMIT_REACHED ? BY_LENGTH
-        : ending == COMPLETE ? BY_STOP_ID
-        : ending != GOES_ON || is_full(e, t) ? BY_CONTEXT : NOTHING_CLOSED;
-    if (!by) return ending;
-    r->closer = by;
-    return end_thinking(e, t, &e->closing);
+    double *nll = r->nll + 1;
+    for (int i = 0; i < e->n_choices; i++) nll[i] = -logits[e->choices[i].ids.p[0]];
+    const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
+    for (int i = 0; i < e->n_choices; i++) nll[i] += all;
+    r->first_scored = true;
 }
+#endif
 
-// Is text i a given answer of one id, which needs to run no more?
+// Returns whether text i is a TEXT of one id with a known nll: it need not run.
 static bool is_scored(const Engine *e, const Request *r, int i) {
-    return r->scored && i > 0 && e->choices[i].ids.n == 1;
+    return r->first_scored && e->choices[i - 1].ids.n == 1;
 }
 
-// Returns the number of the next text that has to run.
-static int skip_scored(const Engine *e, Request *r) {
+// Ends text 0: the TEXTs follow its ids, and those that need not run have ended, too.
+static void end_prompt(const Engine *e, const Text *t) {
+    Request *r = t->slot->request;
+    if (t->ending == FAILED) r->texts = 1;
+    else r->ending = COMPLETE;
+    for (size_t i = 0; i < t->ids.n; i++) ids_add(&r->start, t->ids.p[i]);
+    for (int i = 1; i < r->texts; i++) {
+        if (!is_scored(e, r, i)) continue;
+        if (!isfinite(r->nll[i])) r->ending = FAILED;
+        r->drawn++;
+        r->ended++;
+    }
+}
+
+// Counts the next TEXTs as begun if they need not run. Returns whether another one is left.
+static bool choices_left(const Engine *e, Request *r) {
     while (r->begun < r->texts && is_scored(e, r, r->begun)) r->begun++;
-    return r->begun;
+    return r->begun < r->texts;
 }
 
-// The numbers of the given answers, the likeliest first. One's probability among all is exp(first
-// nll - its own) / *sum, that of all exp(-first nll) * *sum. The TEXTs' order changes no bit.
+// Appends the next TEXT to what it follows, to be scored: from its second id on if the first is.
+static void append_choice(const Engine *e, Text *t) {
+    Request *r = t->slot->request;
+    const int number = t->slot->number;
+    const Ids *ids = &e->choices[number - 1].ids;
+    t->target = t->ids.n + (r->first_scored ? 1 : 0);
+    t->nll = r->first_scored ? r->nll[number] : 0;
+    for (size_t i = 0; i < ids->n; i++) ids_add(&t->ids, ids->p[i]);
+}
+
+// Adds the next TEXT that has to run. Returns false if none is left, or if the prompt or the
+// thinking has not run.
+static bool add_choice(Engine *e, Request *r) {
+    if (r->start.n == 0 || !choices_left(e, r)) return false;
+    append_choice(e, add_next(e, r, r->start.p, r->start.n));
+    return true;
+}
+
+// Makes the next TEXT of a text that has ended, if there is one: so the blocks of what both follow
+// stay, even if many prompts end at once. Returns false if there is none.
+static bool next_choice(Engine *e, Text *t) {
+    Request *r = t->slot->request;
+    if (!choices_left(e, r)) return false;
+    cut_text(e, t, r->start.n);
+    t->n_prompt = t->ids.n;
+    t->ending = GOES_ON;
+    t->slot->number = r->begun++;
+    append_choice(e, t);
+    return true;
+}
+
+// Returns the TEXTs' numbers, the likeliest one first. With its nll, best, exp(best - nll) / *sum
+// is the share of one, and exp(-best) * *sum the probability of all. Their order on the command
+// line changes no bit.
 static int *rank_choices(const Engine *e, const double *nll, double *sum) {
-    int *all = grow(NULL, &(size_t){0}, 0, e->n_choices, sizeof(*all));
-    *all = 0;
+    int *ranked = grow(NULL, &(size_t){0}, 0, e->n_choices, sizeof(*ranked));
     for (int i = 0, at; i < e->n_choices; i++) {
-        for (at = i; at > 0 && nll[i] < nll[all[at - 1]]; at--) all[at] = all[at - 1];
-        all[at] = i;
+        for (at = i; at > 0 && nll[i] < nll[ranked[at - 1]]; at--) ranked[at] = ranked[at - 1];
+        ranked[at] = i;
     }
     *sum = 0;
-    for (int i = 0; i < e->n_choices; i++) *sum += exp(nll[*all] - nll[all[i]]);
-    return all;
+    for (int i = 0; i < e->n_choices; i++) *sum += exp(nll[*ranked] - nll[ranked[i]]);
+    return ranked;
 }
 
-// Writes the likeliest one, and to stderr how likely all are.
-static void writer_choose(Writer *out, const Engine *e, const Request *r) {
-    double sum, *nll = r->nll;
-    int *all = rank_choices(e, nll, &sum);
+// Writes the likeliest TEXT, and to stderr how likely all are.
+static void write_choices(Writer *out, const Engine *e, const Request *r) {
+    double sum, *nll = r->nll + 1;
+    int *ranked = rank_choices(e, nll, &sum);
     Buffer line = {0};
-    buffer_add(&out->held, e->choices[*all].text);
+    buffer_add(&out->held, e->choices[*ranked].text);
     writer_end(out);
     for (int i = 0; i < e->n_choices; i++) {
         buffer_add(&line, bytes(i ? ", " : "qwen3: choices: "));
-        add_printable(&line, e->choices[all[i]].text, false);
-        buffer_print(&line, " %.6f", exp(nll[*all] - nll[all[i]]) / sum);
+        add_printable(&line, e->choices[ranked[i]].text, false);
+        buffer_print(&line, " %.6f", exp(nll[*ranked] - nll[ranked[i]]) / sum);
     }
-    buffer_print(&line, " (%.6f of all answers)\n", exp(-nll[*all]) * sum);
+    buffer_print(&line, " (%.6f of all answers)\n", exp(-nll[*ranked]) * sum);
     if (!quiet) fwrite(line.p, 1, line.n, stderr);
-    free(all);
+    free(ranked);
     free(line.p);
 }
 
@@ -3021,7 +3046,7 @@ static const char *wrong_length(const App *app, size_t size, size_t n, const cha
     const Engine *e = &app->engine;
     const bool scored = e->mode == PERPLEXITY;
     const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
-    const size_t behind = e->longest + (e->n_choices && e->may_think ? e->closing.n + 1 : 0);
+    const size_t behind = e->max_choice_len + (e->n_choices && e->may_think ? e->budget_text.n + 1 : 0);
     const size_t least = scored ? 2 : 1;
     const size_t most = scored ? INT_MAX : context - min_size(context, behind);
     char hint[64] = "-c can't be larger";
@@ -3143,7 +3168,7 @@ static void conversation_drop(Conversation *talk, size_t first, size_t end) {
 static double run_request(App *app, Request *r) {
     Engine *e = &app->engine;
     e->prompt_end = 0;
-    start_request(e, r);
+    count_texts(e, r);
     add_texts(e, r);
     start_texts(e);
     const size_t n = e->mode == PERPLEXITY ? r->ids.n - 1 : r->first->target;  // rows
@@ -3185,7 +3210,7 @@ static bool respond(App *app) {
     char seed[32] = "", hint[48] = "";
     if (context < all) snprintf(hint, sizeof(hint), "; -c allows up to %d", all);
     else if (app->dialogue) snprintf(hint, sizeof(hint), "; /clear makes room");
-    if (e->n_choices && r.ending == COMPLETE) writer_choose(out, e, &r);
+    if (e->n_choices && r.ending == COMPLETE) write_choices(out, e, &r);
     else writer_end(out);
     if (r.closer)
         notice("answer: thinking ended by %s after %d tokens", closers[r.closer], r.thought);
@@ -3558,8 +3583,8 @@ static void prepare_answers(App *app) {
     e->budget = o->think > 1 ? o->think : INT_MAX;
     find_thinking(app);
     if (e->mode == CHAT) stop_at_turn_end(&e->tokenizer);
-    encode_part(&e->tokenizer, bytes(closing), true, &e->closing);
-    encode_part(&e->tokenizer, bytes("\n\n"), true, &e->blank);
+    encode_part(&e->tokenizer, bytes(budget_text), true, &e->budget_text);
+    encode_part(&e->tokenizer, bytes("\n\n"), true, &e->after_think);
     encode_choices(e);
 }
 
@@ -3652,7 +3677,7 @@ static void buffer_add_ids(Buffer *b, const Ids *ids, bool array) {
 
 // How likely the given answers are: the likeliest one and other members of an object
 static void buffer_add_choices(Buffer *out, const Engine *e, const Request *r) {
-    double sum, *nll = r->nll;
+    double sum, *nll = r->nll + 1;
     int *all = rank_choices(e, nll, &sum);
     buffer_add_json(out, e->choices[*all].text);
     for (int i = 0; i < e->n_choices; i++) {
@@ -4165,7 +4190,7 @@ static void add_line(List *l, Bytes line) {
     if (error) r->ids.n = 0;
     if (r->number < l->there && !error && !is_repeatable(app)) check_members(l, r);
     else if (error || l->e->mode == TOKENIZE) end_line(l, r, error);
-    else start_request(l->e, r);
+    else count_texts(l->e, r);
 }
 
 // Shows the progress. The work that is done: texts, and of those that run the tokens, in texts of
