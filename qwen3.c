@@ -3046,7 +3046,8 @@ static const char *wrong_length(const App *app, size_t size, size_t n, const cha
     const Engine *e = &app->engine;
     const bool scored = e->mode == PERPLEXITY;
     const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
-    const size_t behind = e->max_choice_len + (e->n_choices && e->may_think ? e->budget_text.n + 1 : 0);
+    const size_t closing = e->n_choices && e->may_think ? e->budget_text.n + 1 : 0;
+    const size_t behind = e->max_choice_len + closing;
     const size_t least = scored ? 2 : 1;
     const size_t most = scored ? INT_MAX : context - min_size(context, behind);
     char hint[64] = "-c can't be larger";
