@@ -126,31 +126,36 @@ def write_list(path, texts):
 
 # -- the same bits
 
-@pytest.mark.parametrize("n", [1, 2, 31, 32, 33])
-def test_greedy(tiny, n):
-    check(tiny, make_texts(n), *GREEDY, "-n", 40)
+ODD = [b"a\0b", b"\xff\x80 \xe2\x82", b" ", b"a "]
+MODES = {"generate": (("-n", 30), {"seed": 5}), "embed": ((), {}), "perplexity": ((), {}), "tokenize": ((), {})}
+ALIKE = [  # name, texts, options, how
+    *[(f"greedy {n}", make_texts(n), (*GREEDY, "-n", 40), {}) for n in (1, 2, 31, 32, 33)],
+    *[(f"sampled {n}", make_texts(n, seed=2), ("-n", 30), {"seed": 7}) for n in (1, 33)],
+    *[(" ".join(args) + f" {prefix}", make_texts(12, seed=3), (*args, "-n", 40), {"seed": 11, "prefix": prefix})
+      for args, prefix in (
+          (("-y", "Your name is Max."), None), ((), b"Is this positive?\nAnswer yes or no."), (("-r", "1"), None),
+          (("-x", "e"), None), (("-a", "1.5", "-e", "1.3"), None), (("-y", "Be brief.", "-r", "1", "-x", ". "), b"Say: "),
+          (("-t", "1.5", "-k", "0", "-p", "1"), b""))],    # an empty -i is not none: the empty line stays
+    *[(" ".join(map(str, options)), make_texts(20, seed=6), ("-n", 25), {"seed": 3, "before": options}) for options in (
+        ("-j", 1), ("-j", 3), ("-b", 1), ("-b", 2), ("-b", 7), ("-b", 33), ("-j", 2, "-b", 40))],
+    *[(mode, [*make_texts(33, seed=4), *ODD], args, {"mode": mode} | how) for mode, (args, how) in MODES.items()],
+    *[(f"{mode} -i", make_texts(4, seed=5), args, {"mode": mode, "prefix": b"Before:"} | how)
+      for mode, (args, how) in MODES.items()],
+    ("pieces of a perplexity", make_texts(12, seed=9, longest=100), ("-c", 20), {"mode": "perplexity"}),
+    ("pieces of pieces", make_texts(6, seed=9, longest=100), ("-c", 20, "-b", 7), {"mode": "perplexity"})]
+FIVE_HUNDRED = [
+    *[(f"500 {' '.join(args)}", make_texts(500, seed=12, longest=200), args, {"seed": 2**64 - 100, "prefix": prefix})
+      for args, prefix in ((GREEDY, None), ((), None), (("-y", "Be kind."), b"Answer:"),
+                           (("-r", "1", "-n", "60"), None), (("-x", " a"), b"Say: "))],
+    *[(f"500 {mode}", make_texts(500, seed=13, longest=200), ("-n", 50) if mode == "generate" else (),
+       {"mode": mode, "seed": 3, "before": ("-b", 100)}) for mode in MODES]]
 
 
-@pytest.mark.parametrize("n", [1, 33])
-def test_sampled(tiny, n):
-    check(tiny, make_texts(n, seed=2), "-n", 30, seed=7)
-
-
-@pytest.mark.parametrize("args, prefix", [
-    (("-y", "Your name is Max."), None), ((), b"Is this positive?\nAnswer yes or no."),
-    (("-r", "1"), None), (("-x", "e"), None), (("-a", "1.5", "-e", "1.3"), None),
-    (("-y", "Be brief.", "-r", "1", "-x", ". "), b"Say: "), (("-t", "1.5", "-k", "0", "-p", "1"), b"")],
-    ids=["-y", "-i", "-r", "-x", "-a -e", "all", "-t, empty -i"])
-def test_options_hold_for_each_text(tiny, args, prefix):
-    """An empty -i is not none: the empty line stays."""
-    check(tiny, make_texts(12, seed=3), *args, "-n", 40, seed=11, prefix=prefix)
-
-
-@pytest.mark.parametrize("mode", ["generate", "embed", "perplexity", "tokenize"])
-def test_modes(tiny, mode):
-    args, seed = (("-n", 30), 5) if mode == "generate" else ((), None)
-    check(tiny, [*make_texts(33, seed=4), b"a\0b", b"\xff\x80 \xe2\x82", b" ", b"a "], *args, mode=mode, seed=seed)
-    check(tiny, make_texts(4, seed=5), *args, mode=mode, seed=seed, prefix=b"Before:")
+@pytest.mark.parametrize("texts, args, how", [
+    *[pytest.param(*row, id=name) for name, *row in ALIKE],
+    *[pytest.param(*row, id=name, marks=pytest.mark.slow) for name, *row in FIVE_HUNDRED]])
+def test_each_line_is_its_text_alone(tiny, texts, args, how):
+    check(tiny, texts, *args, **how)
 
 
 def test_any_bytes(small):
@@ -161,12 +166,6 @@ def test_any_bytes(small):
         lines = check(small, texts, "-n", 40, "-t", 5, "-k", 0, "-p", 1, mode=mode, seed=1)
         assert all(isinstance(json.loads(line), str) for line in lines)
     assert any(b"\\ufffd" in line for line in lines) and any(b"\\u00" in line for line in lines)
-
-
-@pytest.mark.parametrize("options", [("-j", 1), ("-j", 3), ("-b", 1), ("-b", 2), ("-b", 7), ("-b", 33),
-                                     ("-j", 2, "-b", 40)], ids=lambda options: " ".join(map(str, options)))
-def test_threads_and_batches(tiny, options):
-    check(tiny, make_texts(20, seed=6), "-n", 25, seed=3, before=options)
 
 
 @pytest.mark.parametrize("blocks, options", [
@@ -207,11 +206,6 @@ def test_little_memory(tiny, kilobytes):
     assert done.returncode == 0 and done.stdout.split(b"\n")[:-1] == expected, done.stderr
 
 
-def test_pieces_of_a_perplexity(tiny):
-    check(tiny, make_texts(12, seed=9, longest=100), "-c", 20, mode="perplexity")
-    check(tiny, make_texts(6, seed=9, longest=100), "-c", 20, "-b", 7, mode="perplexity")
-
-
 @pytest.fixture(scope="module", params=["experts", "four bits", "Qwen2", "hybrid"])
 def other(request, tmp_path_factory, tokenizer):
     """Models of other kinds."""
@@ -228,21 +222,6 @@ def test_other_models(other):
     check(other, texts[:9], "-n", 20, "-r", "1", *GREEDY, prefix=b"Answer: ")
     check(other, texts[:9], mode="embed")
     check(other, texts[:9], mode="perplexity", before=("-b", 5))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("args, prefix", [
-    (GREEDY, None), ((), None), (("-y", "Be kind."), b"Answer:"), (("-r", "1", "-n", "60"), None),
-    (("-x", " a"), b"Say: ")], ids=["greedy", "sampled", "before", "thinking", "stop text"])
-def test_500_texts(tiny, args, prefix):
-    check(tiny, make_texts(500, seed=12, longest=200), *args, seed=2**64 - 100, prefix=prefix)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["generate", "embed", "perplexity", "tokenize"])
-def test_500_texts_of_other_modes(tiny, mode):
-    check(tiny, make_texts(500, seed=13, longest=200), *["-n", 50] * (mode == "generate"), mode=mode, seed=3,
-          before=("-b", 100))
 
 
 @pytest.mark.slow
