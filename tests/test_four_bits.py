@@ -48,9 +48,10 @@ def layer_matrices(ck, weights):
                 yield ck.tensors[f"layers.{layer}.{theirs.replace('mlp', mlp)}.weight"], matrix
 
 
-@pytest.mark.parametrize("group, config", [(None, {}), (64, {}), (32, {}), (None, experts(3))])
+@pytest.mark.parametrize("group, config", [
+    (None, {}), (64, {}), (32, {}), (None, experts(3)), (None, {"architectures": ["Qwen2ForCausalLM"], "head_dim": 32})])
 def test_four_bits(checkpoint, run, tmp_path, group, config):
-    """All but the layers' matrices is as in eight bits, v, too. The others hold what the naive
+    """All but the layers' matrices is as in eight bits, v, too (Qwen2: k and v). The others hold what the naive
     quantization gives, except for a few groups with two choices that are about equally good."""
     ck = checkpoint("F32", num_key_value_heads=2, tie_word_embeddings=False, **config)
     folder = ck.save(tmp_path / "in")
@@ -59,7 +60,7 @@ def test_four_bits(checkpoint, run, tmp_path, group, config):
     data, group = (tmp_path / "in-q4.bin").read_bytes(), group or 32
     eight = ck.expected(group)
     assert data[:0x68] == eight[:0x68] and data[0x80:256] == eight[0x80:256]
-    assert data[0x68:0x80] == struct.pack("<2I", 4, 1 << 2) + LEVELS.astype(np.int8).tobytes()
+    assert data[0x68:0x80] == struct.pack("<2I", 4, 6 if ck.qwen2 else 4) + LEVELS.astype(np.int8).tobytes()
     (tmp_path / "eight.bin").write_bytes(eight)
     four, eight = (reference.Model.from_bin(tmp_path / name).w
                    for name in ("in-q4.bin", "eight.bin"))
@@ -68,8 +69,9 @@ def test_four_bits(checkpoint, run, tmp_path, group, config):
             "embed", "head") else w[name] for w in (four, eight)))
     same = {name: [np.array_equal(a.grouped, b.grouped) for a, b in zip(four[name], eight[name])
                    if not isinstance(a, list)] for name in MATRICES}
-    assert all(same.pop("v")) and not any(map(any, same.values()))
-    for x, matrix in layer_matrices(ck, {name: four[name] if name != "v" else [] for name in MATRICES}):
+    kept = "kv" if ck.qwen2 else "v"
+    assert all(all(same.pop(name)) for name in kept) and not any(map(any, same.values()))
+    for x, matrix in layer_matrices(ck, {name: [] if name in kept else four[name] for name in MATRICES}):
         x = x.reshape(-1, group)
         expected, scale = naive_q4(x, group)
         found = matrix.rows(range(len(matrix.grouped))).reshape(-1, group)

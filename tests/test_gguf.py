@@ -441,6 +441,14 @@ def test_four_bits_otherwise(checkpoint, make, run, tmp_path, args, name, bits, 
     assert run(path, name, "--check")[0] == 0
 
 
+def test_most_weights_decide(checkpoint, make, run, tmp_path):
+    """Not most matrices: three of seven are larger."""
+    ck = checkpoint("F32")
+    larger = {name: block for name, block in blocks(ck, Kind.Q4_0).items() if "ffn_" in name}
+    status, err = run(make(ck, Kind.Q5_0, tensors=larger))
+    assert status == 0 and "Q4_0: copied exactly, 6 of 15 matrices" in err[1], err
+
+
 @pytest.mark.parametrize("kinds", [["Q4_0", "IQ4_NL"], ["Q4_0", "Q5_0"], ["Q5_1", "IQ4_NL"]])
 def test_mixtures_with_four_bits(checkpoint, make, run, tmp_path, kinds):
     """They become eight bits, unless told otherwise, where no more than half of the weights have one
