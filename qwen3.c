@@ -1277,7 +1277,10 @@ typedef struct Pass {
     float *sin;        // (batch, head_dim / 2)
     float *x;          // (batch, dim)
     float *logits;     // (logit_rows, vocab_size)
-    struct Batch *b;   // Part III only
+    struct Batch *batches;  // (threads) Part III only, like the next three
+    int first;         // the rows that run: from `first` on
+    int n;             // so many
+    int kept;          // those that are needed, in the last layer
 } Pass;
 
 // Allocates all for passes, with a cache of so many texts of up to State.context positions (or of
@@ -4684,27 +4687,134 @@ int main(int argc, char **argv) {
 #ifdef __APPLE__
 #include <sys/sysctl.h>
 #endif
-#if defined(__AVX2__)
+
+// ------------------------------------------------------------------------------------------------
+// SIMD primitives: a port to another instruction set is one more block here. A vector is LANES
+// floats or int32s, LANES is 4, 8 or 16. (It is an extension of GCC and clang: + - * and so on work
+// lane by lane.) Each block has four functions, which tests/test.c compares with their definition:
+//
+//   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
+//   mul_add_v(a, b, c)   a * b + c in each lane, rounded once if FUSED is 1, else twice
+//   pick_levels(t, n)    byte n % 16 of t, which repeats the same 16 bytes, for each byte of n
+//   load_halves(p)       LANES floats of 16 bits from p on
+//
+// Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
+// instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
+// -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x). Without W_BIAS, w has a sign.
+//
+// A tile of a matrix product is TILE_VECS vectors of rows by up to TILE_TOKENS tokens. It takes
+// 2 * TILE_VECS * TILE_TOKENS + TILE_VECS + 2 registers, and one of attention 2 * ATT_QUERIES + 3:
+// nearly all that there are. Plain C has vectors of 4, which every compiler makes for its CPU.
+
+#define VECTOR_TYPES                                                        \
+    typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));  \
+    typedef int32_t VecI __attribute__((vector_size(4 * LANES), may_alias))
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
+#define SIMD "AVX-512 VNNI"
+enum { LANES = 16, TILE_VECS = 2, TILE_TOKENS = 6, ATT_QUERIES = 12, W_BIAS = 128, FUSED = 1 };
+VECTOR_TYPES;
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {
+    return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+}
+INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    return (VecI)_mm512_shuffle_epi8((__m512i)table, (__m512i)n & _mm512_set1_epi8(15));
+}
+INLINE VecF load_halves(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#ifdef __AVXVNNI__
+#define SIMD "AVX-VNNI"
+enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 6, ATT_QUERIES = 6, W_BIAS = 128, FUSED = 1 };
+#else
+#define SIMD "AVX2"
+enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 4, ATT_QUERIES = 6, W_BIAS = 0, FUSED = 1 };
 #endif
+VECTOR_TYPES;
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {
+#ifdef __AVXVNNI__
+    return (VecI)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
+#else
+    // w x = |w| (sign(w) x), as the first operand has no sign. Two products fit into an int16.
+    __m256i u = _mm256_abs_epi8((__m256i)w), s = _mm256_sign_epi8((__m256i)x, (__m256i)w);
+    __m256i pairs = _mm256_maddubs_epi16(u, s);
+    return acc + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    return (VecI)_mm256_shuffle_epi8((__m256i)table, (__m256i)n & _mm256_set1_epi8(15));
+}
+INLINE VecF load_halves(const uint16_t *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define SIMD "NEON dotprod"
+enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, ATT_QUERIES = 6, W_BIAS = 0, FUSED = 1 };
+VECTOR_TYPES;
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {
+    return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
+}
+INLINE VecF mul_add_v(VecF a, VecF b, VecF c) {
+    return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+INLINE VecI pick_levels(VecI table, VecI n) {
+    return (VecI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)n & vdupq_n_u8(15));
+}
+INLINE VecF load_halves(const uint16_t *p) {
+    return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+#else
+#define SIMD "plain C"
+enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 4, ATT_QUERIES = 6, W_BIAS = 0, FUSED = 0 };
+VECTOR_TYPES;
+typedef int16_t Vec16 __attribute__((vector_size(4 * LANES), may_alias));
+INLINE VecI dot4(VecI acc, VecI w, VecI x) {  // two products fit into an int16
+    const Vec16 a = (Vec16)w, b = (Vec16)x;
+    const VecI pairs = (VecI)((a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8));
+    return acc + (pairs << 16 >> 16) + (pairs >> 16);
+}
+INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return a * b + c; }
+INLINE VecI pick_levels(VecI table, VecI n) {
+    uint8_t *at = (uint8_t *)&n;
+    for (size_t i = 0; i < sizeof(n); i++) at[i] = ((uint8_t *)&table)[at[i] & 15];
+    return n;
+}
+INLINE VecF load_halves(const uint16_t *p) {
+    return (VecF){half_float(p[0]), half_float(p[1]), half_float(p[2]), half_float(p[3])};
+}
+#endif
+
+enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
+
+// UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
+#if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
+#define UNROLL
+#elif defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
+
+INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
+
+INLINE VecI load_vector(const void *p) {
+    VecI value;
+    memcpy(&value, p, sizeof(value));
+    return value;
+}
 
 // ------------------------------------------------------------------------------------------------
 // Vector math: loops that compilers vectorize
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define X86_SIMD
-#endif
-
-// Fused (rounded once) where mul_add_v is. A port whose mul_add_v is fused adds its macro here.
-INLINE float mul_add(float a, float b, float c) {
-#if defined(X86_SIMD) || defined(__ARM_FEATURE_DOTPROD)
-    return fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
+INLINE float mul_add(float a, float b, float c) { return FUSED ? fmaf(a, b, c) : a * b + c; }
 
 // a if yes is 1, b if it is 0. Branch-free: GCC does not vectorize ?: where floats are compared.
 INLINE float choose(int32_t yes, float a, float b) {
@@ -4764,130 +4874,6 @@ static void *activations(size_t count, size_t size) {
 }
 
 static float *floats(size_t count) { return activations(count, sizeof(float)); }
-
-// ------------------------------------------------------------------------------------------------
-// SIMD primitives: a new instruction set provides these constants and functions, its #include above
-// and its macro in mul_add, which must be fused where mul_add_v is. A vector is LANES floats or
-// int32s, LANES is 4, 8 or 16 (an extension of GCC and clang: + - * and so on work lane by lane).
-// tests/test.c has a portable version of each, as its definition.
-//
-//   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
-//   mul_add_v(a, b, c)   mul_add in each lane
-//   pick_levels(t, n)    byte n % 16 of t, which repeats the same 16 bytes, for each byte of n
-//   load_halves(p)       LANES floats of 16 bits from p on
-//
-// Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
-// instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
-// -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x).
-//
-// A tile of a matrix product is TILE_VECS vectors of rows by up to TILE_TOKENS tokens, as many as
-// fit into the registers. Plain C has vectors of 4, which every compiler makes for its CPU.
-
-#if defined(X86_SIMD) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
-#define USE_AVX512
-#define SIMD "AVX-512 VNNI"
-enum { LANES = 16, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 128 };
-#elif defined(X86_SIMD)
-#define USE_AVX2
-#ifdef __AVXVNNI__
-#define SIMD "AVX-VNNI"
-enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 6, W_BIAS = 128 };
-#else
-#define SIMD "AVX2"
-enum { LANES = 8, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
-#endif
-#elif defined(__ARM_FEATURE_DOTPROD)
-#define USE_NEON
-#define SIMD "NEON dotprod"
-enum { LANES = 4, TILE_VECS = 2, TILE_TOKENS = 6, W_BIAS = 0 };
-#else
-#define SIMD "plain C"
-enum { LANES = 4, TILE_VECS = 1, TILE_TOKENS = 4, W_BIAS = 0 };
-#endif
-
-enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
-
-// UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
-#if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
-#define UNROLL
-#elif defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-
-typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));
-typedef int32_t VecI __attribute__((vector_size(4 * LANES), may_alias));
-
-#if defined(USE_AVX512)
-INLINE VecI dot4(VecI acc, VecI w, VecI x) {
-    return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
-}
-INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE VecI pick_levels(VecI table, VecI n) {
-    return (VecI)_mm512_shuffle_epi8((__m512i)table, (__m512i)n & _mm512_set1_epi8(15));
-}
-#elif defined(USE_AVX2)
-INLINE VecI dot4(VecI acc, VecI w, VecI x) {
-#ifdef __AVXVNNI__
-    return (VecI)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
-#else
-    // w x = |w| (sign(w) x), as the first operand has no sign. Two products fit into an int16.
-    __m256i u = _mm256_abs_epi8((__m256i)w), s = _mm256_sign_epi8((__m256i)x, (__m256i)w);
-    __m256i pairs = _mm256_maddubs_epi16(u, s);
-    return acc + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
-}
-INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE VecI pick_levels(VecI table, VecI n) {
-    return (VecI)_mm256_shuffle_epi8((__m256i)table, (__m256i)n & _mm256_set1_epi8(15));
-}
-#elif defined(USE_NEON)
-INLINE VecI dot4(VecI acc, VecI w, VecI x) {
-    return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
-}
-INLINE VecF mul_add_v(VecF a, VecF b, VecF c) {
-    return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-}
-INLINE VecI pick_levels(VecI table, VecI n) {
-    return (VecI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)n & vdupq_n_u8(15));
-}
-#else
-typedef int16_t Vec16 __attribute__((vector_size(4 * LANES), may_alias));
-INLINE VecI dot4(VecI acc, VecI w, VecI x) {  // two products fit into an int16
-    const Vec16 a = (Vec16)w, b = (Vec16)x;
-    const VecI pairs = (VecI)((a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8));
-    return acc + (pairs << 16 >> 16) + (pairs >> 16);
-}
-INLINE VecF mul_add_v(VecF a, VecF b, VecF c) { return a * b + c; }
-INLINE VecI pick_levels(VecI table, VecI n) {
-    uint8_t *at = (uint8_t *)&n;
-    for (size_t i = 0; i < sizeof(n); i++) at[i] = ((uint8_t *)&table)[at[i] & 15];
-    return n;
-}
-#endif
-
-INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
-
-INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
-
-INLINE VecI load_vector(const void *p) {
-    VecI value;
-    memcpy(&value, p, sizeof(value));
-    return value;
-}
-
-INLINE VecF load_halves(const uint16_t *p) {
-#if defined(USE_AVX512)
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-#elif defined(USE_AVX2)
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-#elif defined(USE_NEON)
-    return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
-#else
-    return (VecF){half_float(p[0]), half_float(p[1]), half_float(p[2]), half_float(p[3])};
-#endif
-}
 
 // ------------------------------------------------------------------------------------------------
 // The KV cache
@@ -5007,6 +4993,12 @@ static bool next_slice(Slice *s, int count, int chunk) {
 
 static void *worker(void *arg) {
     thread = (int)(intptr_t)arg;
+#ifndef _WIN32  // Ctrl-C is the main thread's alone, where it ends a read.
+    sigset_t interrupt;
+    sigemptyset(&interrupt);
+    sigaddset(&interrupt, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &interrupt, NULL);
+#endif
     for (uint32_t jobs = 0, before = 0;; before = jobs) {
         WAIT_UNTIL((jobs = atomic_load(&pool.jobs)) % 2 == 1 && jobs != before);
         atomic_fetch_add(&pool.active, 1);
@@ -5020,23 +5012,13 @@ static void *worker(void *arg) {
     return NULL;
 }
 
-// Ctrl-C is the main thread's alone, where it ends a read: the workers begin with it blocked.
 static void start_threads(int count) {
-#ifndef _WIN32
-    sigset_t interrupt, before;
-    sigemptyset(&interrupt);
-    sigaddset(&interrupt, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &interrupt, &before);
-#endif
     for (; n_threads < count; n_threads++) {
         pthread_t id;
         int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
         if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
                        strerror(error));
     }
-#ifndef _WIN32
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-#endif
 }
 
 static void on_all_threads(Job job, void *arg) {
@@ -5063,12 +5045,6 @@ typedef struct {
     size_t stride;      // from a record to the next, in floats
 } Quantized;
 
-typedef struct {       // one thread's own buffers
-    float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
-    int8_t *panel;     // (UNIT, cols), and their scales: see unpack_unit
-    float *attention;  // score, q and sum of an AttentionTask
-} Workspace;
-
 typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
     const Matrix *w;       // (rows, cols)
     const Quantized *x;    // (n, cols)
@@ -5078,7 +5054,7 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
     int row_end;
     int n;
     bool add;              // out += instead of out =
-    Workspace *own;        // of the thread that computes it
+    int8_t *unit;          // see unpack_unit
 } Matmul;
 
 // Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and 7,
@@ -5089,37 +5065,37 @@ typedef struct {
     float *share;          // (batch, n_experts)
     _Atomic int n_chosen;  // experts that at least one token chose. (Atomic, like place: a thread
                            // that comes late may read them while they change, to no effect.)
-    int *expert;           // (n_experts)  expert[0 .. n_chosen - 1] are these, ascending
-    _Atomic int *place;    // (n_experts + 1)  row i of Batch.gate8 belongs to expert[k] if i is in
-                           // place[k] .. place[k + 1] - 1,
-    int *token;            // (batch * n_experts_used)       and to token[i]
+    int *expert;           // (n_experts)      expert[0 .. n_chosen - 1] are these, ascending
+    _Atomic int *place;    // (n_experts + 1)  rows place[k] .. place[k + 1] - 1 of Batch.gate8 are
+                           //                  those of expert[k]
+    int *token;            // (batch * n_experts_used)       row i of gate8 is that of token[i]
     Quantized h8;          // (batch * n_experts_used, dim)  row i is Batch.h8 of token[i]
 } Routing;
 
+// Each thread has its own, whose pointers above `l` are those of all.
 typedef struct Batch {
     const Model *m;
     const Config *c;
-    const Pass *p;
-    int l;                 // the layer's number: this and the next two are each thread's own
-    const Layer *w;        // its weights
-    int n;                 // rows
-    int needed;            // of them are needed
-    float *x;              // (batch, dim)         Pass.x, or those of its rows that get logits
-    float *h;              // (batch, dim)         rmsnorm(x); with experts then their outputs' sum
-    Quantized h8;          // (batch, dim)         Q8(h)
-    float *q;              // (batch, q_dim)
-    float *a;              // (batch, q_dim)
-    Quantized a8;          // (batch, q_dim)       Q8(a)
-    Quantized gate8;       // (batch * max(n_experts_used, 1), hidden_dim)
+    Pass *p;
+    float *h;          // (batch, dim)         rmsnorm(x); with experts then their outputs' sum
+    Quantized h8;      // (batch, dim)         Q8(h)
+    float *q;          // (batch, q_dim)
+    float *a;          // (batch, q_dim)
+    Quantized a8;      // (batch, q_dim)       Q8(a)
+    Quantized gate8;   // (batch * max(n_experts_used, 1), hidden_dim)
     Routing *routing;
-    Workspace *workspace;  // (threads)
+    int l;             // the layer's number
+    const Layer *w;    // its weights
+    float *x;          // (n, dim)             of the first row that runs, in Pass.x
+    int n;             // rows
+    float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
+    int8_t *unit;      // (UNIT, cols), and their scales: see unpack_unit
+    float *attention;  // score, q and sum of an AttentionTask
 } Batch;
 
 static KvHead kv_head_of(const Batch *b, int t, int kv_head) {  // of row t
     return (KvHead){b->p, b->p->rows[t].blocks, b->l, kv_head};
 }
-
-static float *scratch(const Batch *b) { return b->workspace[thread].scratch; }
 
 // A view of x that begins at vector t
 INLINE Quantized quantized_row(const Quantized *x, int t) {
@@ -5134,11 +5110,13 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 //
 // A tile is a strip of rows, one in each lane of TILE_VECS vectors, times a few tokens. A panel has
 // the weights in the order in which a tile needs them. For one token, reading them takes the time.
-// For many, a strip comes from memory once, and is in the core's caches for all other tiles.
+// For many, a unit comes from memory once, and is in the core's caches for all tiles.
 
-enum { STRIP = TILE_VECS * LANES };  // rows
-enum { FEW_VECS = TILE_VECS * LANES > (int)PANEL ? TILE_VECS : PANEL / LANES };  // up to 3 tokens
-enum { UNIT = 32 };  // rows: the least that a thread takes. STRIP, PANEL and FEW_VECS divide it.
+enum { UNIT = 32 };                  // rows: the least that a thread takes
+enum { STRIP = TILE_VECS * LANES };  // rows of a tile
+enum { FEW_VECS = STRIP > (int)PANEL ? TILE_VECS : PANEL / LANES };  // of a tile of 1 to 3 tokens
+_Static_assert(UNIT % STRIP == 0 && UNIT % (FEW_VECS * LANES) == 0, "a unit is whole tiles");
+_Static_assert(PANEL % LANES == 0, "a vector's rows are those of one panel");
 
 // Q8(x), x (n), into columns at .. at + n - 1 of row t of out
 static void quantize_row(const Quantized *out, int t, int at, const float *x, int n, int group) {
@@ -5172,12 +5150,12 @@ INLINE void put_rows(const Matmul *part, int t, int row, VecF values) {
 }
 
 // The CPU's prefetcher stops at the end of a page, so a tile for few tokens prefetches the weights
-// that lie so many bytes ahead.
+// that lie so many bytes ahead (measured).
 enum { BYTES_AHEAD = 7232 };
 
-// Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. `flipped`: the
-// weights are ^ FLIP already. Tokens from n on hold anything, and for a vector of rows after the
-// matrix's end its last one is computed again: none of this is stored.
+// Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. `flipped` says
+// that the weights are ^ FLIP already. Tokens from n on hold anything, and for a vector of rows
+// after the matrix's end its last vector is computed again: none of this is stored.
 INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, const int vecs,
                         const int bits, const bool flipped) {
     const Matrix *w = part->w;
@@ -5210,12 +5188,13 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         }
         for (int k = 0; k < group * bits / 32; k++, x8 += 4) {
             VecI low[FEW_VECS], high[FEW_VECS];
-            UNROLL for (int v = 0; v < vecs; v++, words[v - 1] += PANEL * 4) {
+            UNROLL for (int v = 0; v < vecs; v++) {
                 const VecI b = load_vector(words[v]);
                 low[v] = b ^ splat(flipped ? 0 : FLIP);
                 if (bits == 4) low[v] = pick_levels(levels, b);
                 if (bits == 4) high[v] = pick_levels(levels, b >> 4);
                 if (tokens < TILE_TOKENS) __builtin_prefetch(words[v] + BYTES_AHEAD, 0, 2);
+                words[v] += PANEL * 4;
             }
             UNROLL for (int i = 0; i < tokens; i++) {
                 const int8_t *four = x8 + i * stride * 4;
@@ -5226,7 +5205,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
                 }
             }
         }
-        UNROLL for (int v = 0; v < vecs; v++, scales[v - 1] += PANEL * bits / 2) {
+        UNROLL for (int v = 0; v < vecs; v++) {
             const VecF scale = bits == 8 ? (VecF)load_vector(scales[v])
                                          : load_halves((const uint16_t *)scales[v]);
             if (tokens < TILE_TOKENS) __builtin_prefetch(scales[v] + BYTES_AHEAD / 16);
@@ -5234,6 +5213,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
                 const VecF term = __builtin_convertvector(sum[i][v], VecF) * scale;
                 acc[i][v] = mul_add_v(term, splat_f(x.scale[i * stride + g]), acc[i][v]);
             }
+            scales[v] += PANEL * bits / 2;
         }
     }
     UNROLL for (int i = 0; i < tokens; i++) {
@@ -5282,24 +5262,25 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
     return (Matrix){rows, w->cols, w->group_size, 8, at, floats, NULL};
 }
 
-// A unit of rows and many tokens: each tile prefetches a share of the next unit, if there is any.
+// A unit of rows and many tokens: each tile prefetches a slice of the next unit, if there is any.
 static void matmul_unit(const Matmul *part, int row, int end) {
-    const Matrix *w = part->w, unit = unpack_unit(w, row, part->own->panel);
+    const Matrix *w = part->w, unit = unpack_unit(w, row, part->unit);
     const size_t row_bytes = (size_t)w->cols * w->bits / 8;
-    const size_t share = STRIP * row_bytes / ((part->n + TILE_TOKENS - 1) / TILE_TOKENS);
+    const size_t slice = STRIP * row_bytes / ((part->n + TILE_TOKENS - 1) / TILE_TOKENS);
     const int8_t *next = w->bytes + (row + UNIT) * row_bytes;
     Matmul all = *part;
     all.w = &unit;
-    all.row_begin -= row;
+    all.row_begin -= row;  // < 0 in all units but the part's first
     all.row_end = end - row;
-    for (int r = max_int(all.row_begin / LANES * LANES, 0); r < all.row_end; r += STRIP) {
-        for (int t = 0; t < part->n; t += TILE_TOKENS, next += share) {
-            for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
+    for (int r = 0; r < all.row_end; r += STRIP) {
+        for (int t = 0; t < part->n; t += TILE_TOKENS, next += slice) {
+            for (size_t i = 0; i < slice; i += 64) __builtin_prefetch(next + i);
             matmul_tile(&all, t, r, TILE_TOKENS, TILE_VECS, 8, true);
         }
     }
 }
 
+// Unpacking a unit pays from about two tiles of tokens on.
 static void matmul_rows(const Matmul *part) {
     for (int row = part->row_begin / PANEL * PANEL; part->n && row < part->row_end; row += UNIT) {
         const int end = min_int(row + UNIT, part->row_end);
@@ -5309,21 +5290,18 @@ static void matmul_rows(const Matmul *part) {
     }
 }
 
-// out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n
+// out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n; with `add`, += instead of =
 static void multiply(const Batch *b, float *out, int stride, const Matrix *w, int row, int rows,
-                     const Quantized *x, int n) {
+                     const Quantized *x, int n, bool add) {
     matmul_rows(&(Matmul){.w = w, .x = x, .out = out, .stride = stride, .row_begin = row,
-                          .row_end = row + rows, .n = n, .own = &b->workspace[thread]});
+                          .row_end = row + rows, .n = n, .add = add, .unit = b->unit});
 }
 
-// out = W x, or out += W x, for n vectors: x (n, cols), out (n, rows)
-static void matmul_all(const Batch *b, float *out, const Matrix *w, const Quantized *x, int n,
-                       bool add) {
+// out = W x, or out += W x, for all rows: x (n, cols), out (n, rows)
+static void matmul_all(const Batch *b, float *out, const Matrix *w, const Quantized *x, bool add) {
     SLICES (s, (w->rows + UNIT - 1) / UNIT, 1) {
-        const int begin = s.begin * UNIT, end = min_int(s.end * UNIT, w->rows);
-        matmul_rows(&(Matmul){.w = w, .x = x, .out = out + begin, .stride = w->rows, .n = n,
-                              .row_begin = begin, .row_end = end, .add = add,
-                              .own = &b->workspace[thread]});
+        const int begin = s.begin * UNIT, rows = min_int(s.end * UNIT, w->rows) - begin;
+        multiply(b, out + begin, w->rows, w, begin, rows, x, b->n, add);
     }
 }
 
@@ -5338,7 +5316,7 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
 // come to L2 once. A tile has ATT_QUERIES of them (2 when decoding) and two vectors, of positions
 // for the scores, of columns for the values. Its sums stay in registers.
-enum { ATT_TASK = 96, ATT_QUERIES = LANES == 16 ? 12 : 6 };
+enum { ATT_TASK = 96 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
 
@@ -5464,7 +5442,7 @@ INLINE void attend_span(AttentionTask *task, const int queries) {
 static void attend_task(const Batch *b, int kv_head, int first, int count) {
     const Config *c = b->c;
     const int per_kv = c->n_heads / c->n_kv_heads, columns = value_dim(c);
-    float *score = b->workspace[thread].attention, *q = score + ATT_TASK * SCORE_STRIDE;
+    float *score = b->attention, *q = score + ATT_TASK * SCORE_STRIDE;
     AttentionTask task = {.score = score, .q = q, .sum = q + ATT_TASK * c->head_dim,
                           .c = c, .kv = kv_head_of(b, first / per_kv, kv_head),
                           .n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES)};
@@ -5508,7 +5486,7 @@ static void attend_all(const Batch *b) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The work of a layer, for all rows: the bits of run_layer() in Part I, as each sum has its order.
+// The work of a layer, for all rows: the bits of run_layer(), because each sum has its order.
 //
 // Heads, SwiGLU and experts: each thread computes some rows of a matrix at a time for all rows of
 // the batch, so that the weights are read once, and goes on while the result is in its caches.
@@ -5526,14 +5504,14 @@ static void norm_all(const Batch *b, const float *w) {
 // Head i of all, for all rows: first those of k, then those of v, then those of q.
 static void run_head(const Batch *b, int i) {
     const Config *c = b->c;
-    const int head_dim = c->head_dim, n = c->n_kv_heads, kind = min_int(i / n, 2);
-    const bool k = kind == 0, v = kind == 1;
+    const int head_dim = c->head_dim, n = c->n_kv_heads;
+    const bool k = i < n, v = !k && i < 2 * n;
     const size_t half = head_dim / 2;
-    const int head = i - kind * n, stride = k || v ? head_dim : c->q_dim;
+    const int head = k ? i : v ? i - n : i - 2 * n, stride = k || v ? head_dim : c->q_dim;
     const Matrix *w = k ? &b->w->wk : v ? &b->w->wv : &b->w->wq;
     const float *bias = k ? b->w->bk : v ? b->w->bv : b->w->bq;
-    float *out = k || v ? scratch(b) : b->q + head * head_dim;
-    multiply(b, out, stride, w, head * head_dim, head_dim, &b->h8, b->n);
+    float *out = k || v ? b->scratch : b->q + head * head_dim;
+    multiply(b, out, stride, w, head * head_dim, head_dim, &b->h8, b->n, false);
     for (int t = 0; t < b->n; t++, out += stride) {
         const KvHead kv = kv_head_of(b, t, head);
         const int pos = b->p->rows[t].pos;
@@ -5549,17 +5527,19 @@ static void run_head(const Batch *b, int i) {
 // needed go on after these are stored, perhaps none: they move to the front.
 static void keep_needed(const Batch *b) {
     const size_t dim = b->c->dim, q_dim = b->c->q_dim;
-    for (int t = 0, to = 0; t < b->n; t++) {
+    size_t to = 0;
+    for (int t = 0; t < b->n; t++) {
         if (!b->p->rows[t].needed) continue;
         b->p->rows[to] = b->p->rows[t];
         memmove(b->x + to * dim, b->x + t * dim, dim * sizeof(float));
         memmove(b->q + to++ * q_dim, b->q + t * q_dim, q_dim * sizeof(float));
     }
+    b->p->kept = (int)to;
 }
 
 // gate8 = Q8(silu(W1 h8) * (W3 h8)), some columns at a time. Item i is group i % n_groups of the
-// rows of gate8 that belong to expert[i / n_groups]. `scratch` is small, for the CPU's caches: a
-// round has room for W1 h and W3 h of n tokens, batch / n groups.
+// rows of gate8 that belong to expert[i / n_groups]. `scratch` is small, for the CPU's caches: it
+// has W1 h and W3 h of n tokens, batch / n groups at a time.
 static void swiglu_all(const Batch *b) {
     const Routing *r = b->routing;
     const int group = b->c->group_size, n_groups = b->c->hidden_dim / group;
@@ -5571,9 +5551,9 @@ static void swiglu_all(const Batch *b) {
             const Quantized x = quantized_row(&r->h8, place);
             count = min_int(min_int(s.end - i, n_groups - g), b->p->batch / max_int(n, 1));
             const int cols = count * group;
-            float *gate = scratch(b), *up = gate + n * cols;
-            multiply(b, gate, cols, &b->w->w1, row, cols, &x, n);
-            multiply(b, up, cols, &b->w->w3, row, cols, &x, n);
+            float *gate = b->scratch, *up = gate + n * cols;
+            multiply(b, gate, cols, &b->w->w1, row, cols, &x, n, false);
+            multiply(b, up, cols, &b->w->w3, row, cols, &x, n, false);
             for (int t = 0; t < n; t++, gate += cols, up += cols) {
                 silu_times(gate, up, cols);
                 quantize_row(&b->gate8, place + t, g * group, gate, cols, group);
@@ -5606,8 +5586,8 @@ static void add_outputs(const Batch *b, int begin, int end) {
         const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
         const Quantized gate8 = quantized_row(&b->gate8, place);
         for (int at = begin * group; at < end * group; at += group) {
-            float *out = scratch(b);
-            multiply(b, out, group, &b->w->w2, e * dim + at, group, &gate8, n);
+            float *out = b->scratch;
+            multiply(b, out, group, &b->w->w2, e * dim + at, group, &gate8, n, false);
             for (int j = 0; j < n; j++, out += group) {
                 const int t = r->token[place + j];
                 const float share = r->share[(size_t)t * b->c->n_experts + e];
@@ -5630,7 +5610,7 @@ static void experts_all(const Batch *b) {
         const float *h = b->h + (size_t)(i / n_experts) * dim;
         r->router_out[i] = dot_of(b->w->router + (size_t)(i % n_experts) * dim, h, dim);
     }
-    EACH (t, b->n, 4) {  // h, which nobody needs any more, becomes the sum of the experts' outputs
+    EACH (t, b->n, 4) {  // nobody needs h any more: it becomes the sum of the experts' outputs
         const size_t at = (size_t)t * n_experts;
         float *h = b->h + (size_t)t * dim;
         memset(h, 0, dim * sizeof(float));
@@ -5652,57 +5632,63 @@ static void layer_all(Batch *b) {
     EACH (i, b->c->n_heads + 2 * b->c->n_kv_heads, 1) run_head(b, i);
     if (b->l == b->c->n_layers - 1) {
         EACH (once, 1, 1) keep_needed(b);
-        b->n = b->needed;
+        b->n = b->p->kept;
     }
     attend_all(b);
     EACH (t, b->n, 4) {
         quantize_row(&b->a8, t, 0, b->a + (size_t)t * q_dim, q_dim, b->c->group_size);
     }
-    matmul_all(b, b->x, &w->wo, &b->a8, b->n, true);
+    matmul_all(b, b->x, &w->wo, &b->a8, true);
     norm_all(b, w->rms_ffn);
     if (w->router) {
         experts_all(b);
     } else {
         swiglu_all(b);
-        matmul_all(b, b->x, &w->w2, &b->gate8, b->n, true);
+        matmul_all(b, b->x, &w->w2, &b->gate8, true);
     }
 }
 
-static void forward_job(void *arg) {
-    Batch own = *(const Batch *)arg, *b = &own;
+// This thread's batch, of the rows that run
+static Batch *own_batch(const Pass *p) {
+    Batch *b = &p->batches[thread];
+    b->x = p->x + (size_t)p->first * b->c->dim;
+    b->n = p->n;
+    return b;
+}
+
+static void forward_job(void *pass) {
+    Pass *p = pass;
+    Batch *b = own_batch(p);
     const size_t half = b->c->head_dim / 2;
-    const Row *rows = b->p->rows;
     EACH (t, b->n, 1) {
-        embed(b->m, rows[t].token, b->x + (size_t)t * b->c->dim);
-        rope_angles(b->c, rows[t].pos, b->p->cos + t * half, b->p->sin + t * half);
+        embed(b->m, p->rows[t].token, b->x + (size_t)t * b->c->dim);
+        rope_angles(b->c, p->rows[t].pos, p->cos + t * half, p->sin + t * half);
     }
-    for (; b->l < b->c->n_layers && !interrupted; b->l++) {
+    for (b->l = 0; b->l < b->c->n_layers && !interrupted; b->l++) {
         b->w = &b->m->weights.layers[b->l];
         layer_all(b);
-        if (thread == 0) progress_add(((const Batch *)arg)->n);
+        if (thread == 0) progress_add(p->n);
     }
 }
 
 static bool forward_rows(Pass *p, int n) {
-    Batch *b = p->b;
-    b->m = p->m, b->c = &p->m->config, b->p = p;
-    b->x = b->p->x, b->n = n, b->l = b->needed = 0;
-    for (int t = 0; t < n; t++) b->needed += b->p->rows[t].needed;
-    on_all_threads(forward_job, b);
+    p->first = 0;
+    p->n = n;
+    on_all_threads(forward_job, p);
     return !interrupted;
 }
 
-static void classify_job(void *arg) {
-    const Batch *b = arg;
+static void classify_job(void *pass) {
+    const Batch *b = own_batch(pass);
     norm_all(b, b->m->weights.rms_final);
-    matmul_all(b, b->p->logits, &b->m->weights.classifier, &b->h8, b->n, false);
+    matmul_all(b, b->p->logits, &b->m->weights.classifier, &b->h8, false);
 }
 
 static float *classify(Pass *p, int first, int count) {
-    Batch *b = p->b;
-    b->x = b->p->x + (size_t)first * b->c->dim, b->n = count;
-    on_all_threads(classify_job, b);
-    return b->p->logits;
+    p->first = first;
+    p->n = count;
+    on_all_threads(classify_job, p);
+    return p->logits;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -5716,29 +5702,29 @@ static Quantized quantized_init(size_t n, int cols, int group) {
     return (Quantized){(int8_t *)p, (float *)p + words, p + words + n_groups, stride};
 }
 
-static Batch *batch_init(const Config *c, int batch) {
+static Batch *batches_init(Pass *p) {  // one for each thread
+    const Config *c = &p->m->config;
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
-    const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1);
-    const size_t task_floats = ATT_TASK * (SCORE_STRIDE + c->head_dim + value_dim(c));
-    Batch *b = activations(1, sizeof(Batch));
-    *b = (Batch){.h = floats(n * c->dim), .q = floats(n * c->q_dim), .a = floats(n * c->q_dim),
-                 .h8 = quantized_init(n, c->dim, group), .a8 = quantized_init(n, c->q_dim, group),
-                 .gate8 = quantized_init(chosen, c->hidden_dim, group),
-                 .workspace = activations(n_threads, sizeof(Workspace))};
-    b->routing = activations(1, sizeof(Routing));
-    *b->routing = (Routing){.router_out = floats(n * n_experts), .share = floats(n * n_experts),
-                            .n_chosen = 1,
-                            .expert = activations(n_experts, sizeof(int)),
-                            .place = activations(n_experts + 1, sizeof(int)),
-                            .token = activations(chosen, sizeof(int)),
-                            .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : b->h8};
+    const size_t n = p->batch, chosen = n * max_int(c->n_experts_used, 1);
+    Batch *all = activations(n_threads, sizeof(Batch));
+    Routing *routing = activations(1, sizeof(Routing));
+    const Batch b = {.m = p->m, .c = c, .p = p, .h = floats(n * c->dim),
+                     .h8 = quantized_init(n, c->dim, group), .q = floats(n * c->q_dim),
+                     .a = floats(n * c->q_dim), .a8 = quantized_init(n, c->q_dim, group),
+                     .gate8 = quantized_init(chosen, c->hidden_dim, group), .routing = routing};
+    *routing = (Routing){.router_out = floats(n * n_experts), .share = floats(n * n_experts),
+                         .n_chosen = 1, .expert = activations(n_experts, sizeof(int)),
+                         .place = activations(n_experts + 1, sizeof(int)),
+                         .token = activations(chosen, sizeof(int)),
+                         .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : b.h8};
     for (int i = 0; i < n_threads; i++) {
-        b->workspace[i] = (Workspace){floats(n * max_int(c->head_dim, 2 * group)),
-                                      activations(UNIT, widest + widest / group * sizeof(float)),
-                                      floats(task_floats)};
+        all[i] = b;
+        all[i].scratch = floats(n * max_int(c->head_dim, 2 * group));
+        all[i].unit = activations(UNIT, widest + widest / group * sizeof(float));
+        all[i].attention = floats(ATT_TASK * (SCORE_STRIDE + c->head_dim + value_dim(c)));
     }
-    return b;
+    return all;
 }
 #endif
 
@@ -5794,7 +5780,8 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
                 .block_len = LANES, .cache = alloc_huge(n_blocks * size, NO_CACHE),
                 .rows = activations(n, sizeof(Row)), .cos = floats(n * half),
                 .sin = floats(n * half), .x = floats(n * c->dim),
-                .logits = floats((size_t)logit_rows * c->vocab_size), .b = batch_init(c, batch)};
+                .logits = floats((size_t)logit_rows * c->vocab_size)};
+    p->batches = batches_init(p);
     return p;
 }
 #endif
