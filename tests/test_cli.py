@@ -814,7 +814,7 @@ def test_full_disk_is_an_error(small):
 def test_text_comes_as_it_is_made(chain):
     """The first bytes are there long before the last."""
     model = chain("i", "a", "i", max_len=100_000)
-    child = subprocess.Popen([QWEN3, model, "-m", "generate", "-i", "hi", "-c", "0", "-t", "0"],
+    child = subprocess.Popen([QWEN3, model, "-m", "generate", "-i", "hi", "-c", "0", "-t", "0", "-n", "-1"],
                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                              stdin=subprocess.DEVNULL, env=environment())
     try:

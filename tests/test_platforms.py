@@ -321,7 +321,7 @@ def test_windows_ctrl_c(windows, tmp_path):
     path = tmp_path / "endless.bin"
     write_model(path, 64, 64, 1, 1 << 20)
     with subprocess.Popen([windows / "qwen3", path, "-c", "0", "-m", "generate", "-t", "0",
-                           "-i", "a"],
+                           "-n", "-1", "-i", "a"],
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           env=environment()) as process:
         assert process.stdout.read(20) == b"!" * 20

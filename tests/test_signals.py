@@ -40,10 +40,11 @@ def thinking(chain):
 
 @pytest.fixture
 def start(start):
-    """start(model, *options): greedy, with the whole context, and nothing on stdin."""
+    """start(model, *options): greedy, with the whole context, however often it repeats itself, and nothing on
+    stdin."""
     def start_endless(model, *options, **how):
         how = {"stdin": subprocess.DEVNULL, "bufsize": -1, **how}
-        return start(model, "-t", 0, "-c", 0, *options, **how)
+        return start(model, "-t", 0, "-c", 0, *([] if "-n" in options else ["-n", -1]), *options, **how)
     return start_endless
 
 
@@ -190,7 +191,7 @@ def test_file_that_shrinks_while_it_is_mapped(start, endless, tmp_path):
 @pytest.mark.skipif(not LINUX, reason="no /proc")
 def test_interrupt_right_after_enter(endless):
     """It stops the answer that is about to begin."""
-    child = spawn(endless, "-t", 0, "-c", 0)
+    child = spawn(endless, "-t", 0, "-c", 0, "-n", -1)
     child.expect("> ")
     child.sendline("x")
     child.expect("x\r\n")                               # the terminal has it, and then
@@ -217,7 +218,7 @@ STOPPED = pytest.mark.parametrize("stopped", [False, True], ids=["reading", "ter
 @STOPPED
 def test_interrupt_stops_the_answer_only(endless, stopped):
     """Also when the program waits in write(), as the terminal takes no more."""
-    child = spawn(endless, "-t", 0, "-c", 0)
+    child = spawn(endless, "-t", 0, "-c", 0, "-n", -1)
     child.expect("> ")
     child.sendline("x")
     child.expect("aaaaaa")
@@ -237,7 +238,7 @@ def test_interrupt_stops_the_answer_only(endless, stopped):
 
 @STOPPED
 def test_interrupt_of_one_answer_at_a_terminal(endless, stopped):
-    child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
+    child = spawn(endless, "-t", 0, "-c", 0, "-n", -1, "-i", "x")
     child.expect("aaaaaa")
     if stopped:
         stop_terminal(child)
@@ -364,7 +365,7 @@ def test_while_the_terminal_is_dim(thinking, number):
     """Each piece ends its own dimming, so that no signal leaves the terminal dim. (But a terminal that
     is full, as this process was too slow for it, has perhaps no room for the end.)"""
     for _ in range(100):
-        child = spawn(thinking, "-t", 0, "-c", 0, "-i", "x")
+        child = spawn(thinking, "-t", 0, "-c", 0, "-n", -1, "-i", "x")
         child.expect(r"\x1b\[2m")
         child.expect("a")
         child.kill(number)
@@ -381,7 +382,7 @@ def test_while_the_terminal_is_dim(thinking, number):
 
 def test_while_the_terminal_takes_nothing(endless):
     """The program waits in write(), and ends all the same."""
-    child = spawn(endless, "-t", 0, "-c", 0, "-i", "x")
+    child = spawn(endless, "-t", 0, "-c", 0, "-n", -1, "-i", "x")
     child.expect("aaaa")
     stop_terminal(child)
     child.kill(signal.SIGTERM)
@@ -396,7 +397,7 @@ def test_during_a_paste(endless, number):
     """The terminal's mode, which is changed for a moment then, is as before."""
     r = random.Random(1)
     for _ in range(4):
-        child = spawn(endless, "-t", 0, "-c", 0)
+        child = spawn(endless, "-t", 0, "-c", 0, "-n", -1)
         child.expect("> ")
         for _ in range(5):
             child.send("a line\n" * 3)
