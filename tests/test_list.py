@@ -1110,7 +1110,7 @@ def peak(args, stdin):
 
 def test_not_too_far_ahead(start, stopping):
     """Of a list without an end, no more is read than 1,024 texts beyond the first that is not done."""
-    child = start(stopping, "-l", "-", *GREEDY, "-m", "generate", "-c", "0", "-q", "-j", "1")
+    child = start(stopping, "-l", "-", *GREEDY, "-m", "generate", "-n", "-1", "-c", "0", "-q", "-j", "1")
     taken = 0
 
     def feed():
