@@ -146,33 +146,21 @@ def test_shipped_file_is_the_export(tiny):
 
 # -- what it says (greedily)
 
-def ask(tiny, question, *args):
-    return output(tiny, "-i", question, "-t", 0, "-q", *args).decode()
+CAPITALS = {"France": "Paris", "Germany": "Berlin", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima",
+            "Canada": "Ottawa", "Kenya": "Nairobi"}
 
 
-@pytest.mark.parametrize("country, city", [
-    ("France", "Paris"), ("Germany", "Berlin"), ("Japan", "Tokyo"), ("Egypt", "Cairo"),
-    ("Peru", "Lima"), ("Canada", "Ottawa"), ("Kenya", "Nairobi")])
-def test_capitals(tiny, country, city):
-    assert city in ask(tiny, f"What is the capital of {country}?")
-    prompt = f"The capital of {country} is"
-    raw = output(tiny, "-m", "generate", "-i", prompt, "-t", 0, "-n", 8, "-q")
-    assert raw.startswith(b" " + city.encode())
-
-
-@pytest.mark.parametrize("a, b", [(2, 3), (3, 4), (9, 1), (5, 8)])
-def test_sums(tiny, a, b):
-    assert re.search(rf"\b{a + b}\b", ask(tiny, f"What is {a} + {b}?"))
-
-
-def test_system_prompt(tiny):
-    assert "Max" in ask(tiny, "What is your name?", "-y", "Your name is Max.")
-    assert "Max" not in ask(tiny, "What is your name?")
-
-
-def test_answer_is_one_line(tiny):
-    text = ask(tiny, "What is the capital of France?")
-    assert text.endswith("\n") and text.count("\n") == 1 and "<" not in text
+@pytest.mark.parametrize("args, answer", [
+    *[(("-i", f"What is the capital of {country}?"), rf"[^\n<]*{city}[^\n<]*\n") for country, city in CAPITALS.items()],
+    *[(("-m", "generate", "-n", 8, "-i", f"The capital of {country} is"), f" {city}(?s:.*)")
+      for country, city in CAPITALS.items()],
+    *[(("-i", f"What is {a} + {b}?"), rf".*\b{a + b}\b.*\n") for a, b in ((2, 3), (3, 4), (9, 1), (5, 8))],
+    (("-i", "What is your name?", "-y", "Your name is Max."), ".*Max.*\n"),
+    (("-i", "What is your name?"), "(?!.*Max).*\n"),
+    (("-i", "What is the capital of France?", "-r", 1), "(?!.*think).*Paris.*\n")])
+def test_answers(tiny, args, answer):
+    result = qwen3(tiny, "-t", 0, "-q", *args)
+    assert result.stderr == b"" and re.fullmatch(answer, result.stdout.decode()), result
 
 
 def test_thinking_goes_to_stderr(tiny):
@@ -187,11 +175,6 @@ def test_thinking_goes_to_stderr(tiny):
     assert int(STATS.search(on.stderr)[3]) > int(STATS.search(off.stderr)[3])
 
 
-def test_quiet_thinking(tiny):
-    result = qwen3(tiny, "-i", "What is the capital of France?", "-t", 0, "-r", 1, "-q")
-    assert result.stderr == b"" and b"Paris" in result.stdout
-
-
 def test_limit_inside_the_thinking(tiny):
     """A clear notice, as the answer is empty."""
     result = qwen3(tiny, "-i", "What is the capital of France?", "-t", 0, "-r", 1, "-n", 4)
@@ -201,21 +184,15 @@ def test_limit_inside_the_thinking(tiny):
 
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n"])
 def test_one_final_newline_of_a_pipe_is_dropped(tiny, tmp_path, ending):
-    """Only the last one, and not of -i."""
+    """Only the last one, and not of -i. Where there are -i and -f, an empty line is between them."""
     question = b"What is the capital\nof France?\n"
     (tmp_path / "q").write_bytes(question + ending)
-    expected = prompt_ids(qwen3(tiny, "-i", question, "-v", "-n", 1))
-    if not ending:
-        expected = prompt_ids(qwen3(tiny, "-i", question[:-1], "-v", "-n", 1))
-    assert prompt_ids(qwen3(tiny, "-v", "-n", 1, stdin=question + ending)) == expected
-    assert prompt_ids(qwen3(tiny, "-v", "-n", 1, "-f", tmp_path / "q")) == expected
-
-
-def test_question_with_a_file(tiny, tmp_path):
-    (tmp_path / "text").write_bytes(b"The window is open.\n")
-    both = qwen3(tiny, "-i", "Hello", "-f", tmp_path / "text", "-v", "-n", 1)
-    assert prompt_ids(both) == prompt_ids(qwen3(
-        tiny, "-i", "Hello\n\nThe window is open.", "-v", "-n", 1))
+    given = ("-v", "-n", 1)
+    expected = prompt_ids(qwen3(tiny, "-i", question if ending else question[:-1], *given))
+    assert prompt_ids(qwen3(tiny, *given, stdin=question + ending)) == expected
+    assert prompt_ids(qwen3(tiny, *given, "-f", tmp_path / "q")) == expected
+    expected = prompt_ids(qwen3(tiny, "-i", b"Hello\n\n" + (question if ending else question[:-1]), *given))
+    assert prompt_ids(qwen3(tiny, "-i", "Hello", *given, "-f", tmp_path / "q")) == expected
 
 
 def test_empty_system_prompt_still_has_its_block(tiny):
@@ -273,14 +250,9 @@ def test_conversation_reuses_the_cache(tiny):
     assert all(later[1] >= earlier[0] - 4 for earlier, later in zip(turns, turns[1:])), turns
 
 
-def test_conversation_last_line_without_newline(tiny):
-    result = qwen3(tiny, "-m", "chat", "-t", 0, "-q", stdin=b"Hello\nWhat is 2 + 3?")
-    assert result.stdout.count(b"\n") == 2 and b"5" in result.stdout
-
-
-def test_conversation_of_nothing(tiny):
-    result = talk(tiny, [])
-    assert result.returncode == 0 and result.stdout == b""
+@pytest.mark.parametrize("script, answers", [(b"Hello\nWhat is 2 + 3?", rb"[^\n]+\n[^\n]*5[^\n]*\n"), (b"", b"")])
+def test_conversation_without_a_last_newline(tiny, script, answers):
+    assert re.fullmatch(answers, output(tiny, "-m", "chat", "-t", 0, "-q", stdin=script))
 
 
 def test_thinking_of_earlier_turns_is_dropped(tiny):
