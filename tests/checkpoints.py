@@ -303,6 +303,9 @@ def experts(n: int, key="num_experts", used=1, **config) -> dict:
             "moe_intermediate_size": 64, "intermediate_size": 1000, "norm_topk_prob": True} | config
 
 
+MIXTURE = experts(3, used=2, qkv_bias=False, use_qk_norm=True, mlp_only_layers=[], shared_expert_intermediate_size=0)
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 

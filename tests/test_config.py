@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 import reference
-from checkpoints import YARN, experts, vision_language, with_config
+from checkpoints import MIXTURE, YARN, vision_language, with_config
 from conftest import export_py as export, refused
 
 
@@ -139,6 +139,19 @@ BAD_CONFIG = [
     ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", "0.5"),
     ({"rope_scaling": "yarn"}, "config.json", "broken"),
     ({"vocab_size": 300}, "embed_tokens.weight|ids", "300"),
+    ({"max_position_embeddings": 2 ** 31 - 1}, "from 1 to 1073741824, found 2147483647"),
+    ({"rope_theta": 1e13}, r"rope_theta, expected a number from 1e-06 to 1e\+12, found 1e13|1000"),
+    ({"rms_norm_eps": 1e-40}, "rms_norm_eps.*1.17549e-38.*found 1e-40"),
+    ({"hidden_size": 2 ** 20 + 64}, "hidden_size, expected an integer from 1 to 1048576"),
+    ({"intermediate_size": 2 ** 20 + 64}, "intermediate_size.*1048576"),
+    ({"num_hidden_layers": 4097}, "num_hidden_layers.*4096"),
+    ({"num_attention_heads": 4097, "num_key_value_heads": 1}, "num_attention_heads.*4096"),
+    ({"num_attention_heads": 4096, "num_key_value_heads": 4097}, "num_key_value_heads.*4096"),
+    ({"head_dim": 2 ** 27}, "head_dim.*4096"), ({"vocab_size": 2 ** 30 + 1}, "vocab_size"),
+    ({"rope_scaling": YARN | {"factor": 1e13}}, "factor"),
+    ({"rope_scaling": YARN | {"beta_fast": 1e-7}}, "beta_fast"),
+    ({"rope_scaling": YARN | {"mscale": 1e13, "mscale_all_dim": 1}}, "mscale"),
+    ({"rope_scaling": YARN | {"attention_factor": 1e-7}}, "attention_factor"),
 ]
 
 
@@ -166,26 +179,33 @@ BAD_EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("changes, patterns", [(c, p) for c, *p in BAD_CONFIG])
-def test_config_refused(checkpoint, run, tmp_path, changes, patterns):
-    refused(run(with_config(checkpoint().save(tmp_path / "in"), changes), "out.bin"), *patterns)
-    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+BAD_GENERATION = [
+    ({"top_p": 1e-50}, "top_p.*found 1e-50"), ({"top_p": 1.1}, "top_p.*to 1, found 1.1"),
+    ({"temperature": 1e7}, "temperature"), ({"top_k": 2 ** 31}, "top_k"), ({"top_k": 1.5}, "top_k"),
+    ({"repetition_penalty": 1e-30}, "repetition_penalty.*1e-06.*found 1e-30"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty")
+]
 
 
-@pytest.mark.parametrize("changes, pattern", BAD_EXPERTS)
-def test_experts_refused(checkpoint, run, tmp_path, changes, pattern):
-    folder = checkpoint(**experts(3, used=2, qkv_bias=False, use_qk_norm=True, mlp_only_layers=[],
-                                  shared_expert_intermediate_size=0)).save(tmp_path / "in")
-    assert run(folder, "out.bin")[0] == 0
-    refused(run(with_config(folder, changes), "out.bin"), pattern)
+BAD_VISION = [
+    ({"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "found Qwen3VLMoeForConditionalGeneration$"),
+    ({"text_config": None}, "config.json: broken"), ("Qwen3-VL-Embedding-2B", "Qwen3-VL that makes embeddings")]
 
 
-@pytest.mark.parametrize("name, changes, pattern", [
-    ("in", {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "found Qwen3VLMoeForConditionalGeneration$"),
-    ("Qwen3-VL-Embedding-2B", {}, "Qwen3-VL that makes embeddings"), ("in", {"text_config": None}, "config.json: broken")])
-def test_qwen3_vl_refused(checkpoint, run, tmp_path, name, changes, pattern):
-    folder = vision_language(checkpoint()).save(tmp_path / name)
-    refused(run(with_config(folder, changes), "out.bin"), pattern)
+@pytest.mark.parametrize("kind, changes, patterns", [
+    (kind, changes, patterns) for kind, rows in (
+        ("plain", BAD_CONFIG), ("experts", BAD_EXPERTS), ("vision", BAD_VISION), ("generation", BAD_GENERATION))
+    for changes, *patterns in rows])
+def test_config_refused(checkpoint, run, tmp_path, kind, changes, patterns):
+    name, changes = (changes, {}) if isinstance(changes, str) else ("in", changes)
+    ck = checkpoint(**MIXTURE) if kind == "experts" else checkpoint()
+    if kind == "generation":
+        ck.generation |= changes
+    folder = (vision_language(ck) if kind == "vision" else ck).save(tmp_path / name)
+    if kind != "generation":
+        with_config(folder, changes)
+    refused(run(folder, "out.bin"), "generation_config.json: " if kind == "generation" else "", *patterns)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("changes, missing, left_over", [

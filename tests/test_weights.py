@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from checkpoints import experts, vision_language
+from checkpoints import MIXTURE, experts, vision_language
 from conftest import export_process, export_py as export
 
 
@@ -49,7 +49,7 @@ def variant(ck, which):
         return one, 2, 64
     if which.startswith("experts"):
         if "transformers 5" not in which:
-            return ck(**experts(3, used=2), tie_word_embeddings=False), 1, 64
+            return ck(**MIXTURE, tie_word_embeddings=False), 1, 64
         one = ck(**experts(5, "num_local_experts"))
         del one.config["norm_topk_prob"]  # then it is false
         return one, 3, 64
