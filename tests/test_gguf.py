@@ -584,18 +584,6 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("which", BAD)
-def test_refused(checkpoint, run, tmp_path, which):
-    changes, spoil, pattern = BAD[which]
-    ck = checkpoint("F32")
-    tensors = blocks(ck, Kind.F32)
-    if spoil:
-        spoil(tensors)
-    refused(run(write(tmp_path / "model.gguf", values(ck) | changes, tensors), "out.bin"),
-            "model.gguf", pattern)
-    assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
-
-
 BAD_EXPERTS = {
     "count": ({"qwen3moe.expert_count": None}, None, "num_experts.*found None"),
     "used": ({"qwen3moe.expert_used_count": 4}, None, "num_experts_per_tok.*found 4"),
@@ -611,14 +599,17 @@ BAD_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("which", BAD_EXPERTS)
-def test_experts_refused(checkpoint, run, tmp_path, which):
-    changes, spoil, pattern = BAD_EXPERTS[which]
-    ck = checkpoint("F32", **experts(3))
+@pytest.mark.parametrize("config, which", [({}, which) for which in BAD] + [(experts(3), which) for which in BAD_EXPERTS],
+                         ids=lambda x: x if isinstance(x, str) else "experts" if x else "")
+def test_refused(checkpoint, run, tmp_path, config, which):
+    changes, spoil, pattern = (BAD_EXPERTS if config else BAD)[which]
+    ck = checkpoint("F32", **config)
     tensors = blocks(ck, Kind.F32)
     if spoil:
         spoil(tensors)
-    refused(run(write(tmp_path / "model.gguf", values(ck) | changes, tensors), "out.bin"), pattern)
+    refused(run(write(tmp_path / "model.gguf", values(ck) | changes, tensors), "out.bin"),
+            "model.gguf", pattern)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
 
 
 def test_experts_in_q8_0(checkpoint, make, run, tmp_path):
