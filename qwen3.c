@@ -1463,7 +1463,7 @@ static void take_version(Cursor *in) {
 
 // Takes a number of this name into the struct that p points to.
 #define TAKE(p, name, low, high) \
-    (p)->name = take_number(in, #name, _Generic((p)->name, float: true, default: false), low, high)
+    p->name = take_number(in, #name, _Generic(p->name, float: true, default: false), low, high)
 
 // Something else than a .bin file, which export.py makes of the first n bytes of `source`.
 static void die_export(const char *file, const char *what, int n, const char *source) {
@@ -1753,15 +1753,17 @@ static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->pref
 static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->suffix); }
 static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
 static void take_penalty(Cursor *in, Tokenizer *tok) {
-    TAKE(&tok->tables->advice, repetition, 1e-6f, 1e12f);
+    Sampler *advice = &tok->tables->advice;
+    TAKE(advice, repetition, 1e-6f, 1e12f);
 }
 
 static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok->tables, mode, 0, N_MODES - 1); }
 
 static void take_sampling(Cursor *in, Tokenizer *tok) {
-    TAKE(&tok->tables->advice, temperature, 0, 1e6f);
-    TAKE(&tok->tables->advice, top_p, 1e-45f, 1);
-    TAKE(&tok->tables->advice, top_k, 0, INT_MAX);
+    Sampler *advice = &tok->tables->advice;
+    TAKE(advice, temperature, 0, 1e6f);
+    TAKE(advice, top_p, 1e-45f, 1);
+    TAKE(advice, top_k, 0, INT_MAX);
 }
 
 // The texts that export.py finds by rendering the chat template

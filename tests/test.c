@@ -847,6 +847,37 @@ static void test_surprise(void) {
     }
 }
 
+// Naively: all places before are compared, and the count is made again for each id. Texts that go round
+// in circles of a few ids, now and then with others; </think> comes and goes; the prompt is not watched.
+static void test_repeats(void) {
+    enum { N = 1200, THINKS = 9 };
+    int ends = 0, restarts = 0;
+    for (int trial = 0; trial < 60; trial++) {
+        static int ids[N];
+        const int period = 1 + below(60), noise = 1 + below(400), n_prompt = 1 + below(30);
+        const Tokenizer tok = {.end_think = THINKS};
+        Text text = {.ids = {ids, 0, N}, .n_prompt = n_prompt, .watched = trial % 8 ? (size_t)n_prompt : SIZE_MAX / 2};
+        int start = trial % 8 ? n_prompt : N, count = 0;
+        bool before = false;  // </think>
+        for (int n = 0; n < N; n++) {
+            ids[n] = n < period ? below(3) : below(noise) ? ids[n - period] : below(THINKS + 1);
+            if (n < n_prompt) continue;
+            text.ids.n = n + 1;
+            int times = 0;
+            for (int at = start; at + 8 <= n; at++) times += !memcmp(ids + at, ids + n - 7, 8 * sizeof(int));
+            count = n - 7 >= start && times >= 3 ? count + 1 : max_int(count - 3, 0);
+            if (start < N && ids[n] == THINKS && !before) count = 0, start = n + 1, before = true, restarts++;
+            const bool found = repeats_itself(&tok, &text);
+            CHECK(found == (count >= 256) && text.repeats == count, "trial %d, id %d: %d, not %d", trial, n,
+                  text.repeats, count);
+            if (!found) continue;
+            ends++;
+            break;
+        }
+    }
+    CHECK(ends > 5 && restarts > 5, "%d ends, %d restarts", ends, restarts);
+}
+
 // HF's repetition penalty comes first: 3 / 1.2 - 0.25, -3 * 1.2 - 0.25; 0 stays.
 static void test_penalties(void) {
     Sampler s = random_sampler(0, 1, 0);
@@ -1640,6 +1671,7 @@ static int unit_tests(void) {
     test_large_vocabulary();
     test_surprise();
     test_penalties();
+    test_repeats();
     test_draft();
     test_drafts();
     test_draft_that_overflows();

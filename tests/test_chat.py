@@ -2,6 +2,8 @@
 
 test_tiny.py has what the trained model answers.
 """
+import collections
+import json
 import random
 import re
 import struct
@@ -127,6 +129,56 @@ def test_how_an_answer_ended(chain):
     for options, notice in ((("-c", 40), context), (("-n", 3), limit)):
         result = qwen3(thinking, "-i", "x", "-t", 0, *options)
         assert notice.replace(b"ended", b"ended inside its thinking") in result.stderr
+
+
+def circle_ends(ids):
+    """After how many of these drawn ids the answer ends, because it repeats itself: spec/cli.md's rule."""
+    seen, count = collections.Counter(), 0
+    for n in range(len(ids)):
+        last = tuple(ids[n - 7:n + 1]) if n >= 7 else ()
+        count = count + 1 if last and seen[last] >= 3 else max(count - 3, 0)
+        seen[last] += 1
+        if count == 256:
+            return n + 1
+    return None
+
+
+HELP = b"-e 1.1 helps, -n -1 lets it go on"
+
+
+@pytest.mark.parametrize("period", [1, 2, 20])
+def test_an_answer_that_repeats_itself_ends(chain, period):
+    """Unless -n is given, of any number: with drafts and without, the same."""
+    letters = "abcdefghijklmnopqrst"[:period]
+    model = chain("Ċ", *letters, "a")
+    length = circle_ends(letters * 500)
+    for mode, text in (("chat", "x"), ("generate", "\n")):
+        run = (model, "-m", mode, "-i", text, "-t", 0)
+        result = qwen3(*run)
+        assert result.returncode == 0
+        assert result.stdout.rstrip(b"\n").decode() == (letters * 500)[:length]
+        assert result.stderr.startswith(b"qwen3: answer: ended after %d tokens, repeating itself (%s)\n" % (length, HELP))
+        assert qwen3(*run, "-q", "-b", 1).stdout == qwen3(*run, "-q").stdout == result.stdout
+        for n, tokens in ((-1, 400), (length + 50, length + 50)):
+            assert len(qwen3(*run, "-q", "-n", n).stdout) >= tokens
+    rows = qwen3(model, "-L", "-", "-t", 0, "-s", 1, stdin=b'{"text":"x"}\n"x"\n').stdout.splitlines()
+    assert json.loads(rows[0])["end"] == "loop" and json.loads(rows[1]) == (letters * 500)[:length]
+    result = qwen3(model, "-l", "-", "-t", 0, "-s", 1, stdin=b"x\ny\nz\n")
+    assert b"qwen3: answers: ended repeating themselves: 3 (%s)\n" % HELP in result.stderr
+    assert [len(json.loads(line)) for line in result.stdout.splitlines()] == [length] * 3
+
+
+def test_thinking_that_repeats_itself_ends(chain):
+    """As by -r N. What follows is watched from its own first id."""
+    thinking = chain("Ċ", "<think>", "a", "b", "a", max_len=1000)
+    result = qwen3(thinking, "-i", "x", "-t", 0, "-c", 0)
+    length = circle_ends("<" + "ab" * 200) - 1
+    assert b"qwen3: answer: thinking ended by repeating itself (%s) after %d tokens\n" % (HELP, length) \
+        in result.stderr
+    thought, _, rest = result.stderr.partition(b"\n\nConsidering the limited time by the user, I have to give the solution "
+                                               b"based on the thinking directly now.\n</think>")
+    assert thought == b"<think>" + (b"ab" * 200)[:length] and rest
+    assert len(result.stdout.rstrip(b"\n")) == circle_ends("!" * 400)       # what follows no token of the chain
 
 
 def test_half_of_the_turns_goes_and_again(chain):

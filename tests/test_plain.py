@@ -27,7 +27,8 @@ RUNS = [
 
 def said(program, model, args, stdin):
     """stdout, exit status, and what stderr says of errors: of a list's lines as they end, so in any order."""
-    done = subprocess.run([program, model, "-q", "-c", "512", *args], input=stdin, capture_output=True,
+    context = [] if "-c" in args else ["-c", "512"]
+    done = subprocess.run([program, model, "-q", *context, *args], input=stdin, capture_output=True,
                           env=environment(), timeout=600)
     return done.stdout, done.returncode, sorted(done.stderr.splitlines())
 
@@ -48,6 +49,16 @@ def model(tmp_path_factory, tokenizer):
                                       directory / "model.bin", "--bits", bits)
         return made[name, bits]
     return get
+
+
+def test_same_bytes_of_answers_that_repeat_themselves(chain):
+    """Alone, with a batch of one, in lists; thinking; and where -n lets it go on."""
+    for model in chain("Ċ", "a", "b", "a", max_len=1000), chain("Ċ", "<think>", "a", "b", "a", max_len=1000):
+        for options in [], ["-n", "-1"], ["-b", "1"], ["-r", "300"], ["-o", "a|b"]:
+            for args, stdin in (["-i", "x"], b""), (["-l", "-"], b"x\ny\nx y\n"), (["-L", "-"], b'{"a":1,"text":"x"}\n'):
+                plain, fast = (said(program, model, ["-t", "0", "-c", "0", *args, *options], stdin)
+                               for program in (ROOT / "qwen3-plain", QWEN3))
+                assert plain == fast and plain[1] == 0, (args, options)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
