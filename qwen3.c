@@ -1356,6 +1356,13 @@ static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
     return p;
 }
 
+// Returns whether there is memory for so many bytes, as far as the system tells.
+static bool has_memory(double size) {
+    void *p = size < 1e6 || size < memory_size() ? malloc((size_t)size + 1) : NULL;
+    free(p);
+    return p;
+}
+
 static void buffer_add(Buffer *b, Bytes text) {
     b->p = grow(b->p, &b->cap, b->n, text.n | 1, 1);  // | 1: p is not NULL after an empty text
     if (text.n) memcpy(b->p + b->n, text.p, text.n);
@@ -3316,11 +3323,12 @@ typedef struct {   // of a file
     size_t end;    // of the last line
     bool begun;    // a line was taken
     bool ended;    // the end of input has come, even if a file or a terminal has more later
+    size_t most;   // of a list: the most bytes of a line; it sinks where memory is short
 } Lines;
 
 // The next line, with its newline. One that is too long loses its end, but is still longer than
-// MOST_BYTES. An empty one: more has to come first, and the caller does not wait. False: the end of
-// input, or Ctrl-C.
+// MOST_BYTES, or than in->most. An empty one: more has to come first, and the caller does not wait.
+// False: the end of input, or Ctrl-C.
 static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
     const uint8_t *newline;
@@ -3331,7 +3339,10 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
         if (!wait && !input_ready(in->fd)) return true;
         buffer_cut(data, in->end);
         in->end = 0;
-        seen = data->n = min_size(data->n, MOST_BYTES + 3);  // three more: see chop
+        if (in->most && data->n + (1 << 16) > data->cap && !has_memory(2.0 * data->cap))
+            in->most = data->n / 2;
+        const size_t most = in->most ? in->most : MOST_BYTES;
+        seen = data->n = min_size(data->n, most + 3);  // three more: see chop
         const ssize_t got = in->ended ? 0 : read_more(in->fd, data);
         if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
         if (got < 0) return false;
@@ -3796,7 +3807,7 @@ typedef struct {
     const char *error;      // or NULL: after an error nothing is taken any more
     Buffer *text;           // the last string
     const uint8_t *string;  // where it begins
-    unsigned ignored;       // bit i: the line has the member obeyed[i]
+    Buffer ignored;         // the names of an object's members that have no effect
 } Json;
 
 // What may help with a list that is no JSON lines
@@ -3979,8 +3990,7 @@ static int json_message(Json *j, Conversation *talk) {
 // What other programs obey in a request; here options hold for all texts of a list.
 static const char *const obeyed[] = {
     "tools", "functions", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n",
-    "temperature", "top_p", "top_k", "seed", "response_format", "logprobs"};
-enum { N_OBEYED = sizeof(obeyed) / sizeof(*obeyed) };
+    "temperature", "top_p", "top_k", "seed", "response_format", "logprobs", NULL};
 
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
 static void json_object(Json *j, int kind, Buffer *out) {
@@ -3994,7 +4004,9 @@ static void json_object(Json *j, int kind, Buffer *out) {
         const Bytes name = bytes_of(j->text);
         const char *const *added = members[kind];
         while (*added && !bytes_are(name, *added)) added++;
-        for (int k = 0; k < N_OBEYED; k++) j->ignored |= (unsigned)bytes_are(name, obeyed[k]) << k;
+        for (const char *const *other = obeyed; *other; other++)
+            if (bytes_are(name, *other))
+                buffer_print(&j->ignored, "%s%s", j->ignored.n ? ", " : "", *other);
         const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
         if (*added) {
             snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
@@ -4066,7 +4078,7 @@ typedef struct {
     size_t unfinished;      // answers that ended inside thinking
     size_t closed[N_CLOSERS];  // thinkings by what ended them
     size_t pieces;          // texts that are scored in pieces
-    unsigned ignored;       // members that had no effect: see Json
+    bool ignored;           // a notice named members that have no effect
     double size;            // bytes of the file, if known
     double consumed;        // bytes of its lines so far
     bool is_new;            // of -w: there was no FILE
@@ -4130,16 +4142,20 @@ static void check_members(List *l, Request *r) {
     write_line(l, r);
 }
 
-// Says which members of a line have no effect: once, of the first line that has any.
-static void notice_ignored(List *l, unsigned ignored) {
-    Buffer names = {0};
-    for (int i = 0; i < N_OBEYED && !l->ignored; i++)
-        if (ignored >> i & 1) buffer_print(&names, "%s%s", names.n ? ", " : "", obeyed[i]);
-    if (names.n)
-        notice("%.600s: line %zu: no effect: %.*s (options hold for all lines)", l->in.name,
-               l->read + 1, (int)names.n, names.p);
-    l->ignored |= ignored;
-    free(names.p);
+#define NO_MEMORY "takes more memory than there is, expected a shorter text"
+
+// Returns the most bytes that it takes to encode these texts: copies, a token for each byte, and 32
+// bytes for each byte of the longest piece (see Symbol); and to write the ids.
+static double encoding_size(const Tokenizer *tok, const Conversation *talk) {
+    double size = 0, longest = 0;
+    for (size_t i = 0, n; i < talk->n; i++) {
+        size += talk->p[i].text.n;
+        for (Bytes rest = bytes_of(&talk->p[i].text); rest.n; rest = bytes_from(rest, n)) {
+            n = piece_length(tok, rest);
+            longest = fmax(longest, n);
+        }
+    }
+    return 24 * size + 32 * longest;
 }
 
 // Encodes a line. Of an object, the members that it keeps go to r->line. Returns what is wrong with
@@ -4155,11 +4171,16 @@ static const char *encode_line(List *l, Bytes line, Request *r) {
     Json j = {.rest = line, .n = line.n, .text = &app->input};
     size_t size = 0, own = 1;  // own: bytes of a line that is a text
     if (line.n + before.n > MOST_BYTES) return "too long, expected less than 2 GB";
+    if (line.n > l->in.most || !has_memory(4.0 * line.n)) return NO_MEMORY;
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
     const int kind = result_kind(e);
     const int role = o->json_list ? json_line(&j, chat ? talk : NULL, kind, &r->line) : -1;
-    notice_ignored(l, j.ignored);
+    if (j.ignored.n && !l->ignored)
+        notice("%.600s: line %zu: no effect: %.*s (options hold for all lines)", l->in.name,
+               l->read + 1, (int)j.ignored.n, j.ignored.p);
+    l->ignored |= j.ignored.n > 0;
+    free(j.ignored.p);
     if (j.error) return j.error;
     r->goes_on = role == ASSISTANT;
     if (role < 0) {  // these are no messages
@@ -4174,6 +4195,7 @@ static const char *encode_line(List *l, Bytes line, Request *r) {
     if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&
         size / 4 > e->tokenizer.tables->longest * e->model.state.context)  // NFC may quarter it
         return wrong_length(app, size, size, " bytes");
+    if (!has_memory(encoding_size(&e->tokenizer, talk))) return NO_MEMORY;
     if (chat) render(&e->tokenizer, talk, 0, app->switched_on, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
     return interrupted ? NULL : wrong_length(app, own, ids->n, "");
@@ -4307,23 +4329,18 @@ static int run_list(List *l) {
 // skipped, and the others are added to it.
 
 // Could a list with results of this kind have written a line, or the beginning of one that was cut?
+// (What is no JSON is known when its text has run again: see check_begin.)
 static bool looks_written(int kind, Bytes line) {
-    static const struct { const char *begin, *rest; } looks[] = {  // rest: NULL is JSON
-        [N_MODES] = {"{", NULL},
-        [CHAT] = {"\"", NULL}, [GENERATE] = {"\"", NULL}, [EMBED] = {"[", NULL},
-        [TOKENIZE] = {"", "0123456789 "}, [PERPLEXITY] = {"tokens ", "tokens nlp 0123456789.inf-"}};
-    const bool object = *line.p == '{', null = *line.p == 'n', whole = has_newline(line);
-    const char *begin = null ? "null" : object ? "{" : looks[kind].begin, *rest = looks[kind].rest;
+    const int begin = kind == N_MODES ? '{' : kind == EMBED ? '[' : '"';
     Buffer text = {0};
     Json j = {.rest = chop(line), .text = &text};
     const Json start = j;
-    const size_t n = whole ? strlen(begin) : min_size(j.rest.n, strlen(begin));
-    if (j.rest.n < n || memcmp(line.p, begin, n) != 0) return false;
-    if (rest && !object && !null) json_take_any(&j, rest);
-    else json_value(&j, 0);
-    const bool added = !object || j.error || json_member(start, members[kind][0]).rest.n > 0;
+    if ((kind == TOKENIZE || kind == PERPLEXITY) && *line.p != '{') return true;
+    json_value(&j, 0);
+    const bool known = *line.p != '{' ? *line.p == begin || *line.p == 'n'
+        : j.error || json_member(start, members[kind][0]).rest.n > 0;
     free(text.p);
-    return added && j.rest.n == 0 && !(whole && j.error);
+    return known && j.rest.n == 0 && !(has_newline(line) && j.error);
 }
 
 // FILE takes the place of stdout, and its last lines are found.
@@ -4354,7 +4371,8 @@ static List *open_list(App *app) {
     char folder[4096];
     List *l = &list;
     *l = (List){.app = app, .e = &app->engine, .is_new = file && !type};
-    l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin"};
+    l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin",
+                    .most = MOST_BYTES};
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
     l->size = file_size(l->in.fd);
     if (!file && same_file(l->in.fd, STDOUT_FILENO))
