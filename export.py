@@ -1609,7 +1609,7 @@ def quantize_q4(x: np.ndarray, group_size: int, levels: bytes) -> tuple[np.ndarr
     for trial in trials:
         np.take(trial, cell, out=near, mode="clip")
         dot = np.multiply(x, near, out=products).sum(axis=0)
-        fit = dot / np.multiply(near, near, out=products).sum(axis=0)
+        fit = dot / np.maximum(np.multiply(near, near, out=products).sum(axis=0), 1)  # 0: zeros
         better = dot * fit > most
         np.copyto(scale, fit, where=better)
         np.copyto(most, dot * fit, where=better)

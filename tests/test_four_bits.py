@@ -31,7 +31,7 @@ def naive_q4(x, group, levels=LEVELS):
     for end in levels[[0, -1]]:
         for factor in np.linspace(0.8, 1.1, 5):
             level = nearest(x / np.where(peak, peak * factor / end, 1), levels)
-            fit = (x * level).sum(axis=1, keepdims=True) / (level ** 2).sum(axis=1, keepdims=True)
+            fit = (x * level).sum(axis=1, keepdims=True) / (level ** 2).sum(axis=1, keepdims=True).clip(1)
             error = ((x - fit * level) ** 2).sum(axis=1)
             scale[error < best] = fit[error < best]
             best = np.minimum(error, best)
