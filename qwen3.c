@@ -5213,7 +5213,8 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
                 low[v] = b ^ splat(flipped ? 0 : FLIP);
                 if (bits == 4) low[v] = pick_levels(levels, b);
                 if (bits == 4) high[v] = pick_levels(levels, b >> 4);
-                if (tokens < TILE_TOKENS) __builtin_prefetch(words[v] + BYTES_AHEAD, 0, 2);
+                if (tokens < TILE_TOKENS && v * LANES % PANEL == 0)  // a panel's word is a line
+                    __builtin_prefetch(words[v] + BYTES_AHEAD, 0, 2);
                 words[v] += PANEL * 4;
             }
             UNROLL for (int i = 0; i < tokens; i++) {
