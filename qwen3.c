@@ -2146,6 +2146,7 @@ typedef struct Slot {  // of a text
     struct Request *request;
     int number;        // of the text in its request
     Buffer out;        // the answer of a text in a list, or an embedding
+    double start;      // when it began
     size_t cached;     // tokens of the prompt that were in the cache when it began
     // Many texts at once only:
     int *blocks;       // its blocks of the cache: position pos is in blocks[pos / block_len]
@@ -2243,7 +2244,7 @@ static Text *add_text(Engine *e, const int *ids, size_t n) {
     its.p = grow(its.p, &its.cap, n, context + 1, sizeof(int));
     its.n = n;
     memcpy(its.p, ids, n * sizeof(int));
-    *slot = (Slot){.engine = e, .blocks = slot->blocks, .out = {slot->out.p, 0, slot->out.cap}};
+    *slot = (Slot){.engine = e, .start = now(), .blocks = slot->blocks, .out = {slot->out.p, 0, slot->out.cap}};
     *t = (Text){.ids = its, .target = n, .n_prompt = n, .context = context,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
                 .watched = e->guarded ? n : SIZE_MAX / 2,
@@ -3062,17 +3063,19 @@ static const char *wrong_length(const App *app, size_t size, size_t n, const cha
     const size_t behind = e->max_choice_len + closing;
     const size_t least = scored ? 2 : 1;
     const size_t most = scored ? INT_MAX : context - min_size(context, behind);
+    const bool counted = !*unit;
     char hint[64] = "-c can't be larger";
     if (e->mode == TOKENIZE) return NULL;
     if (size == 0 && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
     if (n >= least && n <= most) return NULL;
     if (context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
+    const char *more = n > all ? "; split the text, or export.py --yarn" : "";
     if (n < least)
         snprintf(what, sizeof(what), "%s, expected %zu or more tokens, found %zu",
                  n ? "too short" : "empty", least, n);
     else
-        snprintf(what, sizeof(what), "too long, expected at most %zu tokens (%s), found %zu%s",
-                 most, hint, n, unit);
+        snprintf(what, sizeof(what), "too long, expected at most %zu tokens (%s%s), found %zu%s%s",
+                 most, hint, counted ? "" : more, n, unit, counted ? more : "");
     return what;
 }
 
@@ -4221,22 +4224,26 @@ static void add_line(List *l, Bytes line) {
     else count_texts(l->e, r);
 }
 
-// Shows the progress. The work that is done: texts, and of those that run the tokens, in texts of
-// as many tokens as those that have ended had.
+// Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get. So
+// the list takes at least half as long again as the oldest of them has taken. A long answer is named
+// if other lines wait for its line.
 static void show_texts(const List *l) {
     const Engine *e = l->e;
     const double lines = l->ended ? l->read : floor(l->size * l->read / fmax(l->consumed, 1));
-    const double all = fmax(lines - l->there, 0);
-    double running = 0;  // their tokens so far
-    char of_all[64] = "", text[128];
-    for (int i = 0; i < e->n_texts; i++)
-        running += fmax(0, (double)e->order[i]->n_run - e->order[i]->slot->cached);
-    const double work = l->done + l->done * running / fmax(e->n_rows - running, 1);
-    const double part = l->done && all > 0 ? fmin(work / all, 1) : 0;
+    const double all = fmax(lines - l->there, 0), seconds = now() - progress.start + 1e-9;
+    const double oldest = e->n_texts ? now() - e->order[0]->slot->start : 0;
+    const double part = fmin(l->done / fmax(all, 1), seconds / (seconds + oldest / 2));
+    const Request *next = &l->requests[l->written % AHEAD];
+    const Text *late = next->begun && next->first->slot->request == next ? next->first : NULL;
+    const size_t tokens = late ? late->ids.n - late->n_prompt : 0;
+    char of_all[64] = "", what[64], text[160];
     if (all > 0)
         snprintf(of_all, sizeof(of_all), " of %s%.0f", l->ended ? "" : "about ", all);
-    snprintf(text, sizeof(text), "%zu%s texts, %d running", l->done, of_all, e->n_running);
-    progress_show(e->n_rows, part, text);
+    snprintf(what, sizeof(what), "%d running", e->n_running);
+    if (tokens >= 1000 && l->done + l->there > l->written)
+        snprintf(what, sizeof(what), "line %zu: %zu tokens", next->number + 1, tokens);
+    snprintf(text, sizeof(text), "%zu%s texts, %s", l->done, of_all, what);
+    progress_show(e->n_rows, all > 0 ? part : 0, text);
 }
 
 // Reads lines and adds their texts while there are places. While texts run, it does not wait for

@@ -401,9 +401,11 @@ def test_stop_text_of_a_backslash_and_an_n(small, mode):
 
 
 def test_the_hint_of_what_is_too_long(small):
-    """-c where it helps, and only there."""
+    """-c where it helps, and only there; else what does."""
     for mode in "chat", "generate", "embed":
-        assert_error(qwen3(small, "-m", mode, "-i", "7" * 700), 1, "at most 512 tokens (-c can't be larger), found 7")
+        assert_error(qwen3(small, "-m", mode, "-i", "7" * 700), 1, "at most 512 tokens (-c can't be larger), found 7",
+                     "; split the text, or export.py --yarn\n")
+        assert b"--yarn" not in qwen3(small, "-m", mode, "-i", "7" * 90, "-c", 64).stderr
         assert_error(qwen3(small, "-m", mode, "-i", "7" * 90, "-c", 64), 1, "at most 64 tokens (-c, up to 512), found ")
 
 

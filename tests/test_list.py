@@ -379,6 +379,7 @@ def test_errors_of_single_lines(tiny, tmp_path):
     found = errors_of(result.stderr, bytes(path))
     assert found.keys() == {2, 5} and all("-c" in what and "200" in what for what in found.values())
     assert all("too long, expected at most" in what for what in found.values())
+    assert "--yarn" in found[5] and "split" in found[5]     # more than the model can take
 
     result = qwen3(tiny, "-m", "perplexity", "-l", "-", "-q", stdin=b"a b\n\nx\nc d\n")
     assert result.returncode == 1 and [line == b"null" for line in result.stdout.splitlines()] == [0, 1, 1, 0]

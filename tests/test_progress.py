@@ -3,14 +3,16 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import threading
 import time
 
+import numpy as np
 import pexpect
 import pytest
-from conftest import QWEN3, environment, export, make_checkpoint
+from conftest import QWEN3, environment, export, make_checkpoint, make_table_model
 
 SHOWN = re.compile(rb"\r(\d+) of (\d+) tokens, [\d.]+ tokens/s, (\d+) s left\x1b\[K")
 ERASED = b"\r\x1b[K"
@@ -160,6 +162,57 @@ def test_not_shown_when_fast(slow):
             return
         conclusive |= time.monotonic() - start < 2
     pytest.fail("it is shown") if conclusive else pytest.skip("this machine is too busy")
+
+
+@pytest.fixture(scope="module")
+def geometric(tmp_path_factory, tokenizer):
+    """After a, sampled, an answer is as: each is the last one with probability 1 / 1100. After any other token it ends."""
+    a, end = (tokenizer.token_to_id(t) for t in ("a", "<|im_end|>"))
+    logits = np.full((tokenizer.get_vocab_size(), 2), -100, np.float32)
+    logits[end, 0] = logits[end, 1] = 0
+    logits[a, 1] = 7
+    directory = tmp_path_factory.mktemp("geometric")
+    return export(make_table_model(directory / "hf", tokenizer, [a], logits, max_len=100_000), directory / "model.bin")
+
+
+def list_shown(model, path, *args):
+    """[(seconds, texts done, what runs, seconds left or None)] that a list's progress shows, and the seconds in all."""
+    command = shlex.join(map(str, [QWEN3, model, "-l", path, "-m", "generate", "-s", 1, "-p", 1, "-k", 0, "-j", 1, *args]))
+    start = time.monotonic()
+    child, shown = pexpect.spawn("sh", ["-c", f"exec {command} > /dev/null"], timeout=300,
+                                 env=environment(TERM="xterm"), dimensions=(24, 80)), []
+    line = rb"\r(\d+) of (?:about )?\d+ texts, ([^,]+), [\d.]+ tokens/s(?:, (\d+) s left)?\x1b\[K"
+    while child.expect([line, pexpect.EOF]) == 0:
+        done, what, left = child.match.groups()
+        shown.append((time.monotonic() - start, int(done), what, left and int(left)))
+    return shown, time.monotonic() - start
+
+
+def test_time_left_of_mixed_lengths(geometric, tmp_path):
+    """Of answers of very different lengths: within a factor of 2.5 in the middle, and never 0 long before the end."""
+    path, n, seconds = tmp_path / "list", 150, 0
+    while seconds < 5:
+        path.write_bytes(b"a\n" * n)
+        shown, seconds = list_shown(geometric, path, "-t", 1)
+        n = int(n * max(1.2, 7 / max(seconds, 1)))
+    told = [(at / seconds, left / seconds) for at, _, _, left in shown if left is not None]
+    assert len(told) > 5
+    for at, left in told:
+        assert not 0.4 < at < 0.75 or (1 - at) / 2.5 - 0.1 < left < 2.5 * (1 - at) + 0.1, (at, left, seconds)
+        assert at > 0.75 or left > 0, (at, left, seconds)
+
+
+def test_the_line_that_others_wait_for(geometric, tmp_path):
+    """It is named once it has 1,000 tokens, and the time left is not nothing, as nobody knows when it ends."""
+    path, n = tmp_path / "list", 10_000
+    path.write_bytes(b"x\n" * 3 + b"a\n" + b"x\n" * 500)
+    shown, seconds = list_shown(geometric, path, "-n", n, "-t", 0)
+    while seconds < 4 and n < 99_000:
+        n = min(int(1.4 * n), 99_000)
+        shown, seconds = list_shown(geometric, path, "-n", n, "-t", 0)
+    late = [(at, what, left) for at, _, what, left in shown if what.startswith(b"line")]
+    assert late and all(re.fullmatch(rb"line 4: \d{4,} tokens", what) for _, what, _ in late), shown
+    assert all(left >= 1 for at, _, left in late if seconds - at > 1.5), (late, seconds)
 
 
 @pytest.mark.slow
