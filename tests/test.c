@@ -1568,16 +1568,20 @@ static void test_file_stopped(void) {
 }
 #endif
 
-// What a list shows after ten seconds. Each text that has ended took 100 tokens; those that run count by theirs,
-// but for those that were cached. Before one has ended, nobody knows how long the rest takes.
+// What a list shows after ten seconds. The others take as long as those that have ended, but at least half as long
+// as the oldest that runs has taken. Before one has ended, nobody knows. Others wait for line 6, of 1,000 tokens.
 #ifndef _WIN32
 static void test_progress_of_a_list(void) {
     static Engine e;
     static List l = {.e = &e, .ended = true};
-    static const struct { int done, active, run; const char *shown; } cases[] = {
-        {4, 6, 50, "4 of 10 texts, 5 running, @ tokens/s, 4 s left"},
-        {4, 6, 0, "4 of 10 texts, 5 running, @ tokens/s, 15 s left"},
-        {0, 10, 99, "0 of 10 texts, 9 running, @ tokens/s"}};
+    static const struct { int done, active, oldest, tokens; const char *shown; } cases[] = {
+        {4, 6, 2, 99, "4 of 10 texts, 5 running, @ tokens/s, 15 s left"},
+        {9, 2, 10, 999, "9 of 10 texts, 1 running, @ tokens/s, 5 s left"},
+        {9, 2, 8, 1000, "9 of 10 texts, line 6: 1000 tokens, @ tokens/s, 4 s left"},
+        {0, 10, 10, 99, "0 of 10 texts, 9 running, @ tokens/s"}};
+    Request *late = &l.requests[5];
+    *late = (Request){.number = 5, .begun = 1, .first = &e.places[0]};
+    l.written = 5;
     const int ours = posix_openpt(O_RDWR | O_NOCTTY), saved = dup(STDERR_FILENO);
     const char *name = ours >= 0 && !grantpt(ours) && !unlockpt(ours) ? ptsname(ours) : NULL;
     const int theirs = name ? open(name, O_RDWR | O_NOCTTY) : -1;
@@ -1588,12 +1592,14 @@ static void test_progress_of_a_list(void) {
         l.done = cases[i].done;
         e.n_texts = cases[i].active;
         e.n_running = e.n_texts - 1;
-        e.n_rows = cases[i].done * 100 + cases[i].active * cases[i].run;
+        e.n_rows = 1000;
         for (int k = 0; k < e.n_texts; k++) {
             e.order[k] = &e.places[k];
             e.places[k].slot = &e.slots[k];
-            e.places[k].n_run = cases[i].run + 30;
-            e.slots[k].cached = 30;
+            e.places[k].ids.n = cases[i].tokens + 30;
+            e.places[k].n_prompt = 30;
+            e.slots[k].start = now() - cases[i].oldest + k;
+            e.slots[k].request = k == 0 ? late : NULL;
         }
         progress = (struct Progress){.start = now() - 10};
         dup2(theirs, STDERR_FILENO);
@@ -1603,13 +1609,14 @@ static void test_progress_of_a_list(void) {
         for (ssize_t n = 0, got = 1; got > 0 && !strstr(text, "\033[K"); n += got) {
             got = read(ours, text + n, sizeof(text) - 1 - n);
         }
-        const char *rate = strstr(text, "running, "), *end = strstr(text, " tokens/s");
-        CHECK(rate && end, "case %zu: %s", i, text);
-        if (!rate || !end) continue;
+        const char *end = strstr(text, " tokens/s"), *rate = end;
+        while (rate && rate > text && rate[-1] != ' ') rate--;
+        CHECK(end, "case %zu: %s", i, text);
+        if (!end) continue;
         const char *at = strchr(cases[i].shown, '@') + 1;
-        CHECK(fabs(atof(rate + 9) * 10 - (double)e.n_rows) < 0.1 * (double)e.n_rows, "case %zu: %s", i, text);
+        CHECK(fabs(atof(rate) * 10 - (double)e.n_rows) < 0.1 * (double)e.n_rows, "case %zu: %s", i, text);
         snprintf(expected, sizeof(expected), "\r%.*s%.*s%s\033[K", (int)(at - 1 - cases[i].shown), cases[i].shown,
-                 (int)(end - rate - 9), rate + 9, at);
+                 (int)(end - rate), rate, at);
         CHECK(!strcmp(text, expected), "case %zu: %s", i, text + 1);
     }
     progress = (struct Progress){0};
