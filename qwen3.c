@@ -1711,6 +1711,7 @@ typedef struct Tables {
                                    // first << 42 | second << 21 | what the two become
     size_t n_composed;     // 0: the file has no such data, and a text stays as it is
     Mode mode;             // what the model is made for
+    Bytes from;            // what it was exported from, and how
     Sampler advice;        // temperature, top_p, top_k and repetition that its makers advise
 } Tables;
 
@@ -1766,6 +1767,11 @@ static void take_penalty(Cursor *in, Tokenizer *tok) {
 
 static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok->tables, mode, 0, N_MODES - 1); }
 
+static void take_from(Cursor *in, Tokenizer *tok) {
+    const size_t n = in->rest.n;
+    tok->tables->from = (Bytes){take(in, n), min_size(n, 1000)};
+}
+
 static void take_sampling(Cursor *in, Tokenizer *tok) {
     Sampler *advice = &tok->tables->advice;
     TAKE(advice, temperature, 0, 1e6f);
@@ -1793,7 +1799,8 @@ static void take_begun(Cursor *in, Tokenizer *tok) {
 static const struct { char tag[5]; void (*take)(Cursor *in, Tokenizer *tok); } sections[] = {
     {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_ccc}, {"deco", take_decompositions},
     {"head", take_head}, {"tail", take_tail}, {"stop", take_stop}, {"samp", take_sampling},
-    {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat}, {"begn", take_begun}};
+    {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat}, {"begn", take_begun},
+    {"from", take_from}};
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
     enum { N = sizeof(sections) / sizeof(*sections) };
@@ -3097,19 +3104,21 @@ static void check_utf8(App *app, const char *name, size_t line, Bytes text) {
                  "(a guess): iconv -f LATIN1 -t UTF-8", name, line);
 }
 
-// -v: how tokens are drawn, and the system prompt that the chat template adds by itself
+// -v: where the model came from, how tokens are drawn, and the chat template's own system prompt
 static void show_settings(const App *app) {
     const Engine *e = &app->engine;
     const ChatFormat *f = &e->tokenizer.chat;
     const Sampler *s = &e->places->sampler;
-    const Bytes open = f->open[SYSTEM], close = f->close[SYSTEM];
+    const Bytes from = e->tokenizer.tables->from, open = f->open[SYSTEM], close = f->close[SYSTEM];
     Bytes text = e->mode == CHAT && !app->options.system ? f->no_system : (Bytes){0};
     if (text.n > open.n + close.n && memcmp(text.p, open.p, open.n) == 0)
         text = (Bytes){text.p + open.n, text.n - open.n - close.n};
+    if (from.n) report("model: %.*s", (int)from.n, from.p);
     if (draws_ids(e))
         report("sampling: -t %g -p %g -k %d -a %g -e %g", s->temperature, s->top_p, s->top_k,
                s->presence, s->repetition);
-    if (text.n) report("system prompt of the chat template: %.*s", (int)text.n, text.p);
+    if (text.n)
+        report("system prompt of the chat template: %.*s", (int)min_size(text.n, 4000), text.p);
 }
 
 // What stderr says before the model runs: the prompt's ids, and the first time the notices. These

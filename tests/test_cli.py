@@ -9,7 +9,8 @@ import numpy as np
 import pexpect
 import pytest
 from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, copy_model, environment, export, finish,
-                      make_checkpoint, make_table_model, output, perplexity, qwen3, spawn, tokenize)
+                      join_tokenizer, make_checkpoint, make_table_model, output, perplexity, qwen3, spawn,
+                      split_tokenizer, tokenize)
 from reference import Model
 from test_faults import needs_address_space
 from test_templates import CHATS
@@ -751,6 +752,12 @@ def test_verbose_shows_what_holds(tiny, small, tokenizer, tmp_path):
     assert shown(model, "-i", "x", "-r", 1) == [sampling, "system prompt of the chat template: Be good."]
     assert shown(model, "-i", "x", "-r", 1, "-y", "Be brief.") == shown(model, "-i", "x", "-m", "generate") == [sampling]
     assert "sampling" not in qwen3(model, "-i", "x", "-n", 1).stderr.decode()
+    path, source = tmp_path / "model.bin.tokenizer", "Qwen/Qwen3-0.6B@main, 8 bits \x1b[2J灯"
+    plain, sections = split_tokenizer(path.read_bytes())
+    path.write_bytes(join_tokenizer(plain, (sections | {b"from": source.encode()}).items()))
+    assert qwen3(model, "-m", "tokenize", "-i", "x", "-v").stderr.decode() == \
+        "qwen3: model: Qwen/Qwen3-0.6B@main, 8 bits \ufffd[2J灯\n"
+    assert b"model: " not in qwen3(model, "-i", "x", "-n", 1).stderr
     script = qwen3(model, "-m", "chat", "-v", "-n", 1, stdin=b"x\ny\n").stderr
     assert script.count(b"sampling: ") == script.count(b"of the chat template: ") == 1
 

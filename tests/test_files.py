@@ -600,6 +600,7 @@ HARMLESS_SECTIONS = [
     (b"stop", b""), (b"stop", u32(*range(VOCAB))), (b"samp", samp(0, 1, 0)),
     (b"samp", samp(1e6, 1e-45, 2**31 - 1)), (b"chat", chat(*[b""] * 12)),
     (b"chat", chat(*[b"\xff\0%s<|im_end|>"] * 12)), (b"chat", chat(*TWELVE)),
+    (b"from", b""), (b"from", b"%s\xff\0" * 1000),
 ]
 TAGS = [b"adde", b"clas", b"ccc ", b"deco", b"head", b"tail", b"stop", b"samp", b"chat", b"repe", b"mode"]
 PROMPT = ("-i", "cafe\u0301 \uac00\u11a8 \u00e9 <|im_end|>", "-y", "<think>")
