@@ -5173,7 +5173,7 @@ INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
 
 // Stores values, W[r] . x[t] for LANES rows r from `row` on, or adds them to what is there. Rows
 // that do not belong to the part are left out.
-INLINE void put_rows(const Matmul *part, int t, int row, VecF values) {
+static __attribute__((noinline)) void put_rows(const Matmul *part, int t, int row, VecF values) {
     float *out = part->out + (size_t)t * part->stride + row - part->row_begin;
     const int begin = max_int(part->row_begin - row, 0), end = min_int(part->row_end - row, LANES);
     if (part->add) {

@@ -112,7 +112,7 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
     header[4] = layers;
     header[11] = group;
     memcpy(header + 0x5C / 4, &s->n_experts, 2 * sizeof(int32_t));
-    header[0x6C / 4] = 1;
+    header[0x80 / 4] = 1;
     if (bits == 4) header[0x68 / 4] = 4, memcpy(header + 0x70 / 4, levels, 16);
     put(f, header, sizeof(header));
     put_ones(f, (int64_t)layers * 2 * dim + dim + (int64_t)layers * 2 * s->head_dim);
