@@ -3062,7 +3062,7 @@ static bool is_repeatable(const App *app) {
 // or NULL. A perplexity is scored in pieces. Given answers need room behind the prompt, and the end
 // of thinking before them.
 static const char *wrong_length(const App *app, size_t size, size_t n, const char *unit) {
-    static char what[160];
+    static char what[240];
     const Engine *e = &app->engine;
     const bool scored = e->mode == PERPLEXITY;
     const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
