@@ -35,10 +35,13 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
                        groups of 32 and the same bits, those of Q1_0 where OUT.bin's have up to 128
     --yarn FACTOR      extends the context by this factor (YaRN), as Qwen advises for texts longer
                        than the model was trained on; short texts get slightly worse
+    --chat-template FILE
+                       takes FILE for the chat template (Jinja), not the one that SOURCE has
     --check            compares OUT.bin and its tokenizer file with what an export would write, and
                        prints each tensor's quantization error to stdout. Exit status 1: they differ
     --plot FILE.png    --check, and a plot of the errors (needs matplotlib)
     --traceback        an error also shows where in export.py it arose
+    --version          prints the version
 
 Memory use does not depend on the model's size. The two files appear under their names when both
 are complete. A checkpoint that needs what qwen3.c does not have is refused with the reason.
@@ -51,6 +54,7 @@ import os
 import signal
 import sys
 
+VERSION = "5.0"  # qwen3.c's, too
 if os.name == "nt":
     sys.exit("export.py: Windows: not supported, expected Linux, macOS or WSL, found Windows")
 
@@ -64,9 +68,10 @@ def on_signals(act: Callable[[int], object]) -> None:
 
 if __name__ == "__main__":
     on_signals(os._exit)  # before the slow imports, which may swallow an exception
-    if {"-h", "--help"} & set(sys.argv[1:]):  # here, as it needs none of the packages
+    texts = dict.fromkeys(("-h", "--help"), __doc__.rstrip()) | {"--version": f"export.py {VERSION}"}
+    for option in filter(texts.__contains__, sys.argv[1:]):  # here: they need none of the packages
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that leaves, such as head
-        print(__doc__.rstrip())
+        print(texts[option])
         sys.exit(0)
 
 import argparse
@@ -93,6 +98,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import (Annotated, Any, BinaryIO, Callable, Collection, Iterator, NamedTuple, NoReturn,
                     get_type_hints)
+from urllib.parse import unquote
 
 # The packages of the block at the top: [(name, oldest version)]
 PACKAGES = re.findall(r'"([a-z_0-9]+)>=([0-9.]+)"',
@@ -128,7 +134,7 @@ def export(options: argparse.Namespace) -> None:
         check_target(out)
     place = find_source(options.source)
     check_space([*place.downloads, (out.parent if out else Path(), place.out_size)])
-    source = place.read()
+    source = read_source(place, options.chat_template)
     header, computed = read_header(source, options.bits, options.group_size, options.yarn)
     tokenizer = tokenizer_file(source, header.vocab_size)
     Notices.subject = out = out or Path(source.name + SUFFIXES[header.layer_bits or 8])
@@ -139,7 +145,7 @@ def export(options: argparse.Namespace) -> None:
         write_at(tokenizer_part, tokenizer, 0)
         outputs = match_tensors(source.path, outputs, source.open_tensors() | computed)
         write_model(model_part, header, outputs)
-    part = ", the text part alone" if source.family.vision else ""
+    part = f", without {source.family.left_out}*" if source.family.left_out else ""
     text = "The sky is blue." if source.embedding else "Why is the sky blue?"
     say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {header.layer_bits or 8} bits in groups of "
         f"{header.group_size}{part}) and {tokenizer_out.name} in {time.monotonic() - began:.1f} s, "
@@ -165,11 +171,21 @@ def find_source(name: str) -> Place:
                f"a directory ({SAVE_PRETRAINED}), a GGUF file or a hub name", "OUT.bin alone")
     if path.exists():
         return Place(partial(read_gguf, path))
-    if hub := HUB_NAME.fullmatch(name):
-        return find_model(hub[1], hub[2] or hub[3] or "")
+    if page := re.match("https?://([^/]+)", name):
+        endpoint = re.sub("https?://|/.*", "", os.environ.get("HF_ENDPOINT", ""))
+        supported(name, "its host", page[1], "huggingface.co", "hf.co", endpoint or None)
+    hub = HUB_NAME.fullmatch(unquote(name))
+    if hub and not (hub["file"] and Path(path.parts[0]).is_dir()):
+        return find_model(hub["model"], hub["revision"], hub["kind"] or hub["file"] or "")
     size = re.match(r"qwen3[:-]([\d.]+b(-a\d+b)?)", name, re.IGNORECASE)  # ollama's qwen3:0.6b
     refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME such as "
            f"Qwen/Qwen3-{size[1].upper() if size else '0.6B'}")
+
+
+def read_source(place: Place, template: Path | None) -> Source:
+    """The source. The chat template in a file that the user gives takes the place of its own."""
+    given = {"chat_template": read_template(template)} if template else {}
+    return place.read()._replace(**given)
 
 
 def check_target(out: Path) -> None:
@@ -325,24 +341,27 @@ class Family(NamedTuple):
     """An architecture that qwen3.c runs. Another one needs a row of FAMILIES, of NUMBERS for each
     new number, of TENSORS for each new tensor, and a field of Header that tells qwen3.c of it."""
     architecture: str  # in config.json
-    gguf: str  # general.architecture in a GGUF file
+    gguf: str  # general.architecture in a GGUF file, or "" if another row has it
     fixed: dict[str, object]  # key of config.json -> its only supported value; it may be absent
     header: dict[str, int] = {}  # fields of Header -> the value that this architecture has
     head_dim: int | None = 128  # where config.json has none; None: hidden_size / heads
     experts: bool = False  # a mixture of experts in every layer
-    vision: bool = False  # Qwen3-VL, of which the text part is a Qwen3
+    left_out: str = ""  # begins the names of the tensors that qwen3.c has no use for
 
 
-QWEN2 = {"hidden_act": "silu", "partial_rotary_factor": 1}
+QWEN2 = {"hidden_act": "silu", "partial_rotary_factor": 1, "is_causal": True,
+         "use_bidirectional_attention": False}
+BIASES = {"qkv_bias": 1, "no_qk_norm": 1}
 QWEN3 = QWEN2 | {"attention_bias": False}
 MOE = QWEN3 | {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
                "shared_expert_intermediate_size": 0, "use_qk_norm": True}
 FAMILIES = [
-    Family("Qwen2ForCausalLM", "qwen2", QWEN2, {"qkv_bias": 1, "no_qk_norm": 1}, head_dim=None),
+    Family("Qwen2ForCausalLM", "qwen2", QWEN2, BIASES, None),
+    Family("Qwen2Model", "", QWEN2, BIASES, None),  # mostly an embedding model
     Family("Qwen3ForCausalLM", "qwen3", QWEN3),
-    Family("Qwen3Model", "qwen3", QWEN3),  # an embedding model
+    Family("Qwen3Model", "", QWEN3),  # mostly an embedding model
     Family("Qwen3MoeForCausalLM", "qwen3moe", MOE, experts=True),
-    Family("Qwen3VLForConditionalGeneration", "qwen3vl", QWEN3, vision=True)]
+    Family("Qwen3VLForConditionalGeneration", "qwen3vl", QWEN3, left_out="visual.")]
 
 
 class Source(NamedTuple):
@@ -368,30 +387,45 @@ class Source(NamedTuple):
 
 def plain_config(where: Path, config: dict) -> tuple[Family, dict]:
     """The family of a config.json, and its values, each under the one key that others read."""
-    names = config.get("architectures") or []
-    if not (family := next((row for row in FAMILIES if names == [row.architecture]), None)):
+    get = partial(read_value, where, config)
+    names = first_few(list(map(str, get("architectures", list))))
+    if "ForSequenceClassification" in names:
+        refuse(where, "a classifier", "the model that it was made from; of a reranker qwen3 makes "
+               "the scores with -o 'yes|no'", names)
+    if not (family := next((row for row in FAMILIES if names == row.architecture), None)):
         known = ", ".join(row.architecture for row in FAMILIES)
-        refuse(where, "not Qwen3's architecture", known, first_few(list(map(str, names))))
-    if family.vision:
+        refuse(where, "not Qwen3's architecture", known, names)
+    if text_config := get("text_config", dict):
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
-        config = config["text_config"] | {key: config[key] for key in config if config[key]} | tied
-    if quantized := config.get("quantization_config") or config.get("quantization"):  # MLX's key
+        config = text_config | {key: config[key] for key in config if config[key]} | tied
+        get = partial(read_value, where, config)
+    quantized, mlx = get("quantization_config", dict), config.get("quantization")
+    if quantized or mlx:
         refuse(where, "its quantized weights", "the unquantized checkpoint or a GGUF file",
-               quantized.get("quant_method", quantized))
+               "MLX weights" if mlx else quantized.get("quant_method", quantized))
     sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
-               and config.get("max_window_layers", 28) < config["num_hidden_layers"])
-    layer_types = config.get("layer_types") or ["sliding" if sliding else "full_attention"]
-    if set(layer_types) != {"full_attention"}:
+               and number(where, config, "max_window_layers", 28)
+               < number(where, config, "num_hidden_layers"))
+    layer_types = get("layer_types", list) or ["sliding" if sliding else "full_attention"]
+    if (types := sorted(set(map(str, layer_types)))) != ["full_attention"]:
         refuse(where, "its sliding window (use_sliding_window, layer_types)", "full_attention",
-               first_few(sorted(set(layer_types))))
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if family.vision:  # the three positions of mrope are equal in a text
-        rope = {key: rope[key] for key in rope if key not in ("mrope_section", "mrope_interleaved")}
+               first_few(types))
+    rope = get("rope_scaling", dict) or get("rope_parameters", dict)
+    # In a text the three positions of mrope, which models that see have, are equal.
+    rope = {key: rope[key] for key in rope
+            if key not in ("mrope_section", "mrope_interleaved") and rope[key] != "mrope"}
     rope = {"rope_theta": config.get("rope_theta"), "rope_type": rope.get("type", "default")} | rope
     if rope["rope_type"] == "yarn" and ORIGINAL in config:
         rope[ORIGINAL] = config[ORIGINAL]
     experts = config.get("num_local_experts", config.get("num_experts"))
     return family, config | {"rope": rope, "num_experts": experts}
+
+
+def read_value(where: Path, values: dict, key: str, kind: type) -> Any:
+    """values[key], which is of this kind, or an empty one where it is absent or null."""
+    if not isinstance(value := values.get(key) or kind(), kind):
+        refuse(where, key, f"a {kind.__name__}", repr(value))
+    return value
 
 
 class Tensor(NamedTuple):
@@ -479,8 +513,8 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
     """A checkpoint, or the GGUF file in a folder that has no checkpoint."""
     if not of_hub and (files := choose_gguf(folder, os.listdir(folder))):
         return read_gguf(folder / files[0])
-    with parsing(path := folder / "config.json"):
-        family, config = plain_config(path, read_json(path))
+    path = folder / "config.json"
+    family, config = plain_config(path, read_json(path))
     path = folder / "tokenizer.json"
     if not path.exists():
         refuse(path, "missing", "the file that transformers' AutoTokenizer saves of vocab.json")
@@ -511,13 +545,17 @@ def parse_json(text: bytes, path: Path, kind: type = dict) -> Any:
 def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
     """The Jinja source. In tokenizer_config.json it may be one of a list of named templates."""
     if (path := folder / "chat_template.jinja").exists():
-        return read_file(path).decode(errors="surrogateescape")
+        return read_template(path)
     found = (tokenizer_config.get("chat_template")
              or read_json(folder / "chat_template.json").get("chat_template"))
     if isinstance(found, list):
         with parsing(folder / "tokenizer_config.json"):
             return {entry["name"]: entry["template"] for entry in found}.get("default")
     return found
+
+
+def read_template(path: Path) -> str:
+    return read_file(path).decode(errors="surrogateescape")
 
 
 def is_embedding(folder: Path) -> bool:
@@ -540,20 +578,20 @@ def is_embedding(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
-    """Name -> tensor, of all files with weights, without the tensors of Qwen3-VL's vision part."""
+    """Name -> tensor, of all files with weights, without those that the family leaves out."""
     tensors: dict[str, Tensor] = {}
     for file, listed in weight_files(folder, os.listdir(folder)).items():
-        found = open_safetensors(folder / file)
-        if listed and (wrong := sorted(found.keys() ^ set(listed))):
+        of_file = open_safetensors(folder / file)
+        if listed and (wrong := sorted(of_file.keys() ^ set(listed))):
             refuse(folder / INDEX, "its shards hold other tensors (download them again)",
                    "those that it lists", f"a difference in {first_few(wrong)}")
-        tensors |= found
-    prefix = "model.language_model." if family.vision else "model."
-    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    if len(found) < len(tensors):
-        refuse(folder, "tensors", "each under one name", f"some both with and without {prefix}")
-    return {name: tensor for name, tensor in found.items()
-            if not (family.vision and name.startswith("model.visual."))}
+        tensors |= of_file
+    renamed = {re.sub(r"^model\.(language_model\.)?", "", name): tensor
+               for name, tensor in tensors.items()}
+    if len(renamed) < len(tensors):
+        refuse(folder, "tensors", "each under one name", "some both with and without model.")
+    return {name: tensor for name, tensor in renamed.items()
+            if not (family.left_out and name.startswith(family.left_out))}
 
 
 def weight_files(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
@@ -605,17 +643,19 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
 
 # ---- The hub: a checkpoint's or GGUF file's files, downloaded ------------------------------------
 
-# A model on the hub: (ORG/NAME, kind or None, file or None). A page's address will do, too.
-HUB_NAME = re.compile(r"(?:https?://[^/]+/|(?:hf|huggingface)\.co/)?"
-                      r"([A-Za-z0-9][\w.-]*/[\w.-]+?(?<!\.gguf))"
-                      r"(?::([\w-]+)|(?:/(?:(?:tree|blob|resolve)/main/?)?([\w./-]+\.gguf)?)?)"
-                      r"(?:[?#].*)?", re.ASCII)
-PROJECTOR = re.compile(r"(^|/)mmproj[^/]*$")  # what Qwen3-VL sees with, beside its text part
+# A model on the hub: ORG/NAME, ORG/NAME@REVISION, with :KIND or /FILE.gguf, or a page's address
+HUB_NAME = re.compile(r"""(?:https?://[^/]+/|(?:hf|huggingface)\.co/)?
+    (?P<model>[A-Za-z0-9][\w.-]*/[\w.-]+?(?<!\.gguf))
+    (?:(?:@|/(?:tree|blob|resolve)/)(?P<revision>[\w.-]+(?:/[\w.-]+)*?))?
+    (?::(?P<kind>[\w-]+)|/(?P<file>[\w./-]+\.gguf)?)?(?:[?\#].*)?""", re.ASCII | re.VERBOSE)
+PROJECTOR = re.compile(r"mmproj[^/]*$")  # what a model sees with, beside its text part
+PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)")
 NO_NETWORK = {"ConnectionError", "Timeout", "TransportError", "LocalEntryNotFoundError"}
 
 
-def find_model(name: str, wanted: str) -> Place:
-    """A model on the hub, at its newest commit. The weights of a checkpoint follow when opened."""
+def find_model(name: str, revision: str | None, wanted: str) -> Place:
+    """A model on the hub, at the newest commit or at a branch, tag or commit. The weights of a
+    checkpoint follow when opened."""
     def room(files: Collection[str]) -> Room:
         """The cache, and the bytes of those of the files that are not in it."""
         absent = (file for file in files if not (folder / file).is_file())
@@ -623,14 +663,15 @@ def find_model(name: str, wanted: str) -> Place:
 
     def fetch(files: Collection[str]) -> Path:
         """Downloads those of the files that exist, if there is space for them, to the folder."""
-        check_space([room(files)])
+        check_space([need := room(files)])
+        if need[1] and not Notices.hints:
+            Notices.hints.append(f"the download stays in {folder.parents[1]}; to remove it, delete "
+                                 f"that folder or run `hf cache rm model/{name}`")
         with downloading(name):
             hub.snapshot_download(name, revision=folder.name, allow_patterns=[*files])
         return folder
 
     def read() -> Source:
-        Notices.hints.append(f"the download stays in {folder.parents[1]}; to remove it, delete "
-                             f"that folder or run `hf cache rm model/{name}`")
         if gguf_files:
             return read_gguf(fetch(gguf_files) / gguf_files[0])
         source, weights = read_folder(fetch(SETTINGS), True), partial(weight_files, folder, sizes)
@@ -643,7 +684,7 @@ def find_model(name: str, wanted: str) -> Place:
         utils.disable_progress_bars()
     hub = HfApi()
     with downloading(name):  # no file yet, but the newest commit's number
-        folder = Path(hub.snapshot_download(name, allow_patterns=[]))
+        folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=[]))
         try:
             info = hub.model_info(name, revision=folder.name, files_metadata=True)
             sizes = {file.rfilename: file.size or 0 for file in info.siblings
@@ -679,7 +720,7 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
     models: dict[str, list[str]] = {}  # name without the number of a part -> the parts
     for file in sorted(files):
         if file.endswith(".gguf") and not PROJECTOR.search(file):
-            models.setdefault(re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
+            models.setdefault(PART.sub("", file), []).append(file)
     if not wanted and (not models or any(map(WEIGHTS.fullmatch, files))):
         if "config.json" in files:
             return []
@@ -710,50 +751,61 @@ GGUF_NOT_SPECIAL = {f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_
 
 
 def read_gguf(path: Path) -> Source:
-    with parsing(path):
-        tensors: dict[str, Tensor] = {}
-        metadata = open_gguf(path, tensors)
-        count = metadata.get("split.count", 1)
-        if count > 1 and "-00001-of-" not in path.name:
-            refuse(path, "one of several parts", "the first, -00001-of-...", path.name)
-        for i in range(2, count + 1):
-            open_gguf(path.with_name(path.name.replace("-00001-of-", f"-{i:05}-of-")), tensors)
-        family, config = gguf_config(path, metadata, tensors)
-        ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-        tokenizer = gguf_tokenizer(path, ggml)
-        texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-        bos, eos, eot, eom = (ggml.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
-        stop_ids = [i for i in (eos, eot, eom) if i is not None]  # ends of text, turn, message
-        stop_ids += [i for i, text in texts.items() if text == "<|endoftext|>"]
-        generation = {name: metadata.get(f"general.sampling.{key}")
-                      for key, name in GGUF_SAMPLING.items()}
-        pooling = metadata.get(f"{family.gguf}.pooling_type", 0)
-        supported(path, "pooling_type", pooling, 0, int(gguf.PoolingType.LAST))
-        kept = tensors if pooling else without_copy(tensors)
-        kinds = {tensor.dtype for tensor in tensors.values()}
-        weights: Counter[str] = Counter()  # dtype -> how many of the layers' weights have it
-        for name, tensor in tensors.items():
-            weights[tensor.dtype] += tensor.size * ("_proj.weight" in name)
-        kind, most = weights.most_common(1)[0]
-        return Source(
-            path=path, name=re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name), family=family,
-            config=config | {"tie_word_embeddings": "lm_head.weight" not in kept,
-                             "bos_token_id": bos, "eos_token_id": eos}, tokenizer=tokenizer,
-            tokenizer_config={"bos_token": texts.get(bos), "eos_token": texts.get(eos)},
-            generation=generation | {"eos_token_id": stop_ids}, embedding=pooling != 0,
-            chat_template=metadata.get("tokenizer.chat_template"), open_tensors=lambda: kept,
-            group_size=32 if "Q8_0" in kinds else None,
-            four_bits=kind if kind in GGUF_LEVELS and 2 * most > sum(weights.values()) else "")
+    """A GGUF file. Of several parts it is the first."""
+    part, tensors = PART.search(path.name), {}
+    metadata = open_gguf(path, tensors)
+    if part and int(part[1]) != 1:
+        refuse(path, "one of several parts", "the first, -00001-of-...", path.name)
+    supported(path, "split.count", metadata.get("split.count", 1), int(part[2]) if part else 1)
+    for i in range(2, metadata.get("split.count", 1) + 1):
+        open_gguf(path.with_name(PART.sub(rf"-{i:05}-of-\2", path.name)), tensors)
+    family, config = gguf_config(path, metadata, tensors)
+    ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    bos, eos, eot, eom = (id_list(path, ggml.get(f"{name}_token_id"))
+                          for name in ("bos", "eos", "eot", "eom"))  # ends of text, turn, message
+    around = {name: {"ids": ids if ggml.get(f"add_{name}_token") else []}
+              for name, ids in (("bos", bos), ("eos", eos))}
+    tokenizer = gguf_tokenizer(path, ggml, around)
+    texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    stop_ids = eos + eot + eom + [i for i, text in texts.items() if text == "<|endoftext|>"]
+    pooling, poolings = metadata.get(f"{family.gguf}.pooling_type", 0), gguf.PoolingType
+    supported(path, "pooling_type", pooling, 0, int(poolings.LAST), int(poolings.RANK))
+    if pooling == poolings.RANK and tensors.pop("cls.output.weight", None):
+        Notices.hints.append("cls.output.weight is left out: with -o 'yes|no' qwen3 computes the "
+                             "scores from the classifier, of which it is two rows")
+    kept = tensors if pooling == poolings.LAST else without_copy(tensors)
+    template = metadata.get("tokenizer.chat_template")
+    kinds = {tensor.dtype for tensor in tensors.values()}
+    weights: Counter[str] = Counter()  # dtype -> how many of the layers' weights have it
+    for name, tensor in tensors.items():
+        weights[tensor.dtype] += tensor.size * ("_proj.weight" in name)
+    kind, most = weights.most_common(1)[0]
+    return Source(
+        path=path, name=PART.sub("", path.name).removesuffix(".gguf"), family=family,
+        config=config | {"tie_word_embeddings": "lm_head.weight" not in kept,
+                         "bos_token_id": bos, "eos_token_id": eos}, tokenizer=tokenizer,
+        tokenizer_config={f"{name}_token": next((texts[i] for i in ids if i in texts), None)
+                          for name, ids in (("bos", bos), ("eos", eos))},
+        generation=gguf_sampling(family, metadata, kept) | {"eos_token_id": stop_ids},
+        embedding=pooling == poolings.LAST, chat_template=template, open_tensors=lambda: kept,
+        group_size=32 if "Q8_0" in kinds else None,
+        four_bits=kind if kind in GGUF_LEVELS and 2 * most > sum(weights.values()) else "")
 
 
 def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple[Family, dict]:
     """What plain_config() gives."""
-    families = {family.gguf: family for family in FAMILIES}
+    families = {family.gguf: family for family in FAMILIES if family.gguf}
     name = metadata.get("general.architecture")
     supported(path, "general.architecture", name, *families)
     model = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
-    head_dim = model.get("attention.key_length",
-                         model["embedding_length"] // model["attention.head_count"])
+    supported(path, "attention.causal", model.get("attention.causal"), True, None)
+    if "embed_tokens.weight" not in tensors:
+        refuse(path, "tensors", "token_embd.weight")
+    numbers = {key: model.get(gguf_key) for key, (_, _, gguf_key) in NUMBERS.items() if gguf_key}
+    if (head_dim := model.get("attention.key_length")) is None:
+        dim, heads = (number(path, numbers, key) for key in ("hidden_size", "num_attention_heads"))
+        head_dim = dim // heads
+    supported(path, "rope.dimension_count", model.get("rope.dimension_count"), head_dim, None)
     rope = {key.removeprefix("rope.scaling.").removeprefix("yarn_"): value
             for key, value in model.items() if key.startswith("rope.scaling.") and value != "none"}
     rope.pop("finetuned", None)  # does not change what is computed
@@ -761,34 +813,47 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple
         rope[ORIGINAL] = rope.pop("original_context_length")
     # DeepSeek's attn_factor, 1 / default, makes llama.cpp scale by 1. transformers ignores the key.
     if "attn_factor" in rope:
-        if abs(rope["attn_factor"] * (0.1 * math.log(rope["factor"]) + 1) - 1) >= 1e-3:
+        scaled = number(path, rope, "attn_factor") * (
+            0.1 * math.log(number(path, rope, "factor")) + 1)
+        if abs(scaled - 1) >= 1e-3:
             rope["attention_factor"] = rope.pop("attn_factor")
-    numbers = {key: model.get(gguf_key) for key, (_, _, gguf_key) in NUMBERS.items() if gguf_key}
     return families[name], numbers | {
         "head_dim": head_dim, "vocab_size": tensors["embed_tokens.weight"].shape[0],
         "norm_topk_prob": True,  # there is no key for it: llama.cpp always divides
-        "partial_rotary_factor": model.get("rope.dimension_count", head_dim) / head_dim,
         "rope": {"rope_theta": model.get("rope.freq_base"),
                  "rope_type": rope.pop("type", "default")} | rope}
 
 
-def gguf_tokenizer(path: Path, ggml: dict) -> dict:
-    """The contents of tokenizer.json, from the metadata under tokenizer.ggml."""
+def gguf_sampling(family: Family, metadata: dict, tensors: dict[str, Tensor]) -> dict:
+    """What generation_config.json has on sampling. A file of Qwen2.5 may have nothing on it."""
+    found = {name: metadata.get(f"general.sampling.{key}") for key, name in GGUF_SAMPLING.items()}
+    template = str(metadata.get("tokenizer.chat_template", "</think>"))
+    if family.gguf != "qwen2" or "</think>" in template or any(found.values()):
+        return found
+    penalty = 1.1 if sum(tensor.size for tensor in tensors.values()) < 2e9 else 1.05
+    Notices.hints.append("no sampling settings in the file: Qwen2.5's, -t 0.7 -p 0.8 -k 20 "
+                         f"-e {penalty}")
+    return {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": penalty}
+
+
+def gguf_tokenizer(path: Path, ggml: dict, around: dict) -> dict:
+    """The contents of tokenizer.json, from the metadata under tokenizer.ggml. Texts have the ids
+    `around` them."""
     supported(path, "tokenizer.ggml.model", ggml.get("model"), "gpt2")
     supported(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen")
     types = gguf.TokenType
     ids: dict[int, dict[str, int]] = {  # type -> text -> id
         types.NORMAL: {}, types.CONTROL: {}, types.USER_DEFINED: {}, types.UNUSED: {}}
-    for i, (text, token_type) in enumerate(zip(ggml["tokens"], ggml["token_type"], strict=True)):
+    with parsing(path):
+        tokens, merges = [*zip(ggml["tokens"], ggml["token_type"], strict=True)], ggml["merges"]
+    for i, (text, token_type) in enumerate(tokens):
         supported(path, f"token_type of {text!r}", token_type, *map(int, ids))
-        ids[token_type][text] = i
-    if sum(map(len, ids.values())) < len(ggml["tokens"]):
+        ids[token_type][str(text)] = i
+    if sum(map(len, ids.values())) < len(tokens):
         refuse(path, "tokens", "each with its own text", "a text twice")
     special = ids[types.CONTROL].keys() - GGUF_NOT_SPECIAL
     added = ids[types.CONTROL] | ids[types.USER_DEFINED]
-    around = {name: {"ids": [ggml[f"{name}_token_id"]] if ggml.get(f"add_{name}_token") else []}
-              for name in ("bos", "eos")}
-    return {"model": {"type": "BPE", "vocab": ids[types.NORMAL], "merges": ggml["merges"]},
+    return {"model": {"type": "BPE", "vocab": ids[types.NORMAL], "merges": merges},
             "normalizer": {"type": "NFC"}, "pre_tokenizer": {"pretokenizers": PRE_TOKENIZERS},
             "post_processor": {"type": "TemplateProcessing", "special_tokens": around, "single": [
                 {"SpecialToken": {"id": "bos"}}, {"Sequence": {"id": "A"}},
@@ -955,8 +1020,8 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
                 yarn_factor: float | None) -> tuple[Header, dict[str, Tensor]]:
     """The header, and the tensors that are computed, from config.json and the user's options."""
     where, config, family = source.file("config.json"), source.config, source.family
-    if family.vision and (source.embedding or "embedding" in source.name.lower()):
-        refuse(where, "Qwen3-VL that makes embeddings", "one that answers", source.name)
+    if "VL" in family.architecture and (source.embedding or "embedding" in source.name.lower()):
+        refuse(where, "a vision model that makes embeddings", "one that answers", source.name)
     for key, value in family.fixed.items():
         supported(where, key, config.get(key), value, None)
     get = partial(number, where, config)
@@ -1085,15 +1150,19 @@ PRE_TOKENIZERS = [
 def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) -> tuple[dict, dict]:
     """Two dicts: id -> the token's bytes; id -> score, of tokens that a merge makes. No merge makes
     an added token."""
-    vocab = {text: i for text, i in model["vocab"].items() if text not in added}
+    with parsing(where):
+        vocab = {text: i for text, i in model["vocab"].items() if text not in added}
+        merges = [(str(left), str(right)) for left, right in (
+            merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])]
     for i in [*vocab.values(), *(i for i, _ in added.values())]:
         if type(i) is not int or not 0 <= i < vocab_size:
             refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", repr(i))
-    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-    scores = merge_scores(where, vocab, merges)
     # GPT-2's letters for bytes: a printable byte's is itself, the n-th other byte's is U+0100 + n.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     byte_of = dict(zip(letters, sorted(range(256), key=lambda byte: chr(byte) not in letters)))
+    if foreign := sorted({*"".join(vocab)} - byte_of.keys()):
+        refuse(where, "vocabulary", "GPT-2's letters for bytes", repr(foreign[0]))
+    scores = merge_scores(where, vocab, merges)
     tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in vocab.items()}
     if absent := {bytes([byte]) for byte in range(256)} - set(tokens.values()):
         refuse(where, "vocabulary", "all 256 single bytes", f"{256 - len(absent)} of them")
@@ -1128,28 +1197,30 @@ SPECIAL, NORMALIZED = 1, 2  # flags of an added token: it is not printed; it is 
 def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
     """Text -> (id, flags) of tokenizer.json's added tokens. One is special if a file says so or
     gives it a role. The settings, tokenizer_config.json, may add no token of their own."""
-    listed = settings.get("added_tokens_decoder") or {}
-    for token in [*tokenizer["added_tokens"], *listed.values()]:
-        if nfc and token.get("normalized"):  # older packages leave this to whoever reads it
-            token["content"] = normalizers.NFC().normalize_str(token["content"])
+    def read(token: dict, token_id: int) -> tuple[str, int, int]:
+        """(text, id, flags) of an entry."""
         for flag in ("lstrip", "rstrip", "single_word"):
             if token.get(flag):
                 refuse(where, f"{flag} of added token {token['content']!r}", "false", "true")
-        if len(token["content"].encode()) > LONGEST_ADDED:
-            refuse(where, "added_tokens", f"up to {LONGEST_ADDED} bytes in each", token["content"])
-    added = {token["content"]: (token["id"], SPECIAL * bool(token["special"])
-                                + NORMALIZED * bool(token.get("normalized")))
-             for token in tokenizer["added_tokens"]}
-    # What tokenizer_config.json says: (text, id or None, special)
-    more = [(token["content"], int(i), token["special"]) for i, token in listed.items()]
-    more += [(text, None, True) for text in role_tokens(settings).values()]
-    more += [(token_text(token), None, True)
-             for token in settings.get("additional_special_tokens") or []]
-    for text, token_id, special in more:
+        text, normalized = token["content"], bool(token.get("normalized"))
+        if nfc and normalized:  # older packages leave this to whoever reads the file
+            text = normalizers.NFC().normalize_str(text)
+        if len(text.encode()) > LONGEST_ADDED:
+            refuse(where, "added_tokens", f"up to {LONGEST_ADDED} bytes in each", text)
+        return text, token_id, SPECIAL * bool(token["special"]) + NORMALIZED * normalized
+
+    with parsing(where):
+        entries = [read(token, token["id"]) for token in tokenizer["added_tokens"]]
+        more = [read(token, int(i))
+                for i, token in (settings.get("added_tokens_decoder") or {}).items()]
+        more += [(str(token_text(token)), None, SPECIAL) for token in (
+            *role_tokens(settings).values(), *(settings.get("additional_special_tokens") or []))]
+    added = {text: (token_id, flags) for text, token_id, flags in entries}
+    for text, token_id, flags in more:
         if text not in added or token_id not in (None, added[text][0]):
             refuse(where, "added_tokens", f"{text!r} as in tokenizer_config.json",
                    "it with another id" if text in added else "no such token")
-        added[text] = added[text][0], added[text][1] | SPECIAL * bool(special)
+        added[text] = added[text][0], added[text][1] | flags & SPECIAL
     return added
 
 
@@ -1426,10 +1497,10 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     where, path = source.file("tokenizer.json"), source.file("generation_config.json")
     with parsing(where):
         nfc = check_pipeline(where, source.tokenizer)
-        added = read_added(where, source.tokenizer, source.tokenizer_config, nfc)
-        tokens, scores = decode_vocabulary(where, source.tokenizer["model"], added, vocab_size)
         head_ids, tail_ids = post_processor_ids(where, source.tokenizer)
         roles = role_tokens(source.tokenizer_config)
+    added = read_added(where, source.tokenizer, source.tokenizer_config, nfc)
+    tokens, scores = decode_vocabulary(where, source.tokenizer["model"], added, vocab_size)
     bos, eos, stop_ids = end_ids(source, added, roles.get("eos_token"))
     if unknown := [i for i in (bos, *head_ids, *tail_ids, *stop_ids) if i >= vocab_size]:
         refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
@@ -1787,13 +1858,18 @@ def write_at(file: BinaryIO, data: bytes | np.ndarray, offset: int) -> None:
 def check(options: argparse.Namespace) -> None:
     """Compares OUT.bin and its tokenizer file with the source; a table of the errors on stdout."""
     name, out = options.source, options.out
-    if options.plot and not importlib.util.find_spec("matplotlib"):
-        refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...`")
-    source = find_source(name).read()
+    if options.plot:
+        check_target(options.plot)
+        if not importlib.util.find_spec("matplotlib"):
+            refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...`")
+    source = read_source(find_source(name), options.chat_template)
     eight, four = (Path(source.name + suffix) for suffix in SUFFIXES.values())
     out = out or (four if four.exists() and not eight.exists() else eight)
     if not out.exists():
         refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
+    if (part := Path(f"{out}.part")).exists() and not Path(f"{out}.tokenizer.part").exists():
+        refuse(out, "older than its tokenizer file", "both of one export: export again",
+               f"{part.name}, which a killed export has left")
     with open_file(out) as file:
         if len(found := file.read(HEADER.size)) < HEADER.size:
             refuse(out, "truncated", f"a header of {HEADER.size} bytes", len(found))
@@ -1919,6 +1995,7 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
             ("--bits", int, SUFFIXES.__contains__, "8 or 4"),
             ("--group-size", int, GROUP_SIZES.__contains__, "32 or 64 or 128 or 256"),
             ("--yarn", float, lambda factor: 1 < factor <= 64, "above 1, up to 64"),
+            ("--chat-template", Path, bool, "a file"),
             ("--plot", Path, lambda path: path.suffix == ".png", "a name that ends in .png")):
         parser.add_argument(name, type=partial(parse_value, kind, good, expected))
     for name in "--check", "--traceback":

@@ -241,9 +241,9 @@ def several(checkpoint, tmp_path):
 def test_names(several, tmp_path, name, file):
     folder = tmp_path / "hub/org/tiny-GGUF"
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.*")]
-    model, kind, path = export.HUB_NAME.fullmatch(name).groups()
-    assert model == "org/tiny-GGUF"
-    assert export.choose_gguf(model, files, kind or path, "Q8_0")[0] == f"{file}.gguf"
+    found = export.HUB_NAME.fullmatch(name)
+    assert found["model"] == "org/tiny-GGUF"
+    assert export.choose_gguf("", files, found["kind"] or found["file"], "Q8_0")[0] == f"{file}.gguf"
 
 
 @pytest.mark.parametrize("name, file, out", [
@@ -555,22 +555,25 @@ BAD = {
     "no pre": ({"tokenizer.ggml.pre": None}, None, "tokenizer.ggml.pre .*found None"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, None, "KeyError: 'tokens'"),
     "no merges": ({"tokenizer.ggml.merges": None}, None, "KeyError: 'merges'"),
-    "token type": ({"tokenizer.ggml.token_type": [6] * 371}, None, "token_type of '!'.*found 6"),
+    "token type": ({"tokenizer.ggml.token_type": [6] * 507}, None, "token_type of '!'.*found 6"),
     "types": ({"tokenizer.ggml.token_type": [1]}, None, "zip"),
     "no length": ({"qwen3.context_length": None}, None, "max_position_embeddings.*found None"),
     "layers": ({"qwen3.block_count": 3}, None, "missing: layers.2"),
-    "heads": ({"qwen3.attention.head_count": [2, 2]}, None, "TypeError"),
-    "heads 0": ({"qwen3.attention.head_count": 0}, None, "ZeroDivisionError"),
+    "heads": ({"qwen3.attention.head_count": [2, 2]}, None, r"num_attention_heads, expected an integer .*found \[2, 2\]"),
+    "heads 0": ({"qwen3.attention.head_count": 0}, None, "num_attention_heads, expected an integer .*found 0"),
+    "causal": ({"qwen3.attention.causal": False}, None, "attention.causal is not supported, expected True, found False"),
+    "parts": ({"split.count": 3}, None, "split.count is not supported, expected 1, found 3"),
+    "a list of parts": ({"split.count": [3]}, None, r"split.count is not supported, expected 1, found \[3\]"),
     "float": ({"qwen3.embedding_length": 64.0}, None, "hidden_size.*64.0"),
     "linear": ({"qwen3.rope.scaling.type": "linear"}, None, "rope_type.*'linear'"),
     "longrope": (SCALING | {"qwen3.rope.scaling.alpha": 1.0}, None, "alpha"),
-    "partial": ({"qwen3.rope.dimension_count": 32}, None, "partial_rotary_factor.*0.5"),
+    "partial": ({"qwen3.rope.dimension_count": 32}, None, "rope.dimension_count is not supported, expected 64, found 32"),
     "pooling": ({"qwen3.pooling_type": 1}, None, "pooling_type.*found 1"),
     "eos": ({"tokenizer.ggml.eos_token_id": 99999}, None, "token ids.*99999"),
     **{f"alignment {value!r}": ({"general.alignment": value}, None, "general.alignment, expected a power "
                                 rf"of two from 8 \(u32\), found {re.escape(repr(value))}") for value in (
         0, 4, 48, -32, 32.0, "32", True, [32])},
-    "no embedding": ({}, without("token_embd.weight"), "KeyError: 'embed_tokens.weight'"),
+    "no embedding": ({}, without("token_embd.weight"), "tensors, expected token_embd.weight"),
     "missing": ({}, without("blk.1.attn_q.weight"), "missing: layers.1.self_attn.q_proj.weight"),
     "left over": ({}, shape("blk.0.ffn_gate_exps.weight", 1, 2, 2), "left over: blk.0.ffn_gate_exp"),
     "one expert": ({}, shape("blk.0.ffn_gate_exps.weight", 2, 2), "shape of blk.0.ffn_gate_exps.wei"),

@@ -39,7 +39,7 @@ BAD_TOKENIZER = {
     "id too large": (lambda t: t["added_tokens"][3].update(id=10 ** 6), "vocab_size"),
     "negative id": (lambda t: t["added_tokens"][3].update(id=-1), "ids"),
     "byte missing": (lambda t: t["model"]["vocab"].pop("Ń"), "256 single bytes|merges"),
-    "foreign letter": (lambda t: t["model"]["vocab"].update({"a b": 1}), "merges|broken"),
+    "foreign letter": (lambda t: t["model"]["vocab"].update({"a b": 1}), "GPT-2's letters for bytes, found ' '"),
     "unknown merge": (change_merge, "merge 5.*zzz"),
     "merge dropped": (lambda t: t["model"]["merges"].pop(), "merges that make it"),
     "merge split": (lambda t: t["model"]["merges"].__setitem__(0, ["a"]), "broken"),
