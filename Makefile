@@ -86,16 +86,18 @@ uninstall:
 debug: CFLAGS = $(SANITIZE)
 debug: qwen3
 
-# C programs that include qwen3.c: test checks its functions and prints ids, bench measures it
+# C programs that include qwen3.c: test checks its functions and prints ids, bench measures it.
+# With -DCHECKED, each pass asserts what the engine's cache promises, and scores have all digits.
+CHECKED_test = -DCHECKED
 tests/test tests/bench: tests/%: tests/%.c tests/naive.h qwen3.c Makefile .flags
-	$(CC) $(ALL_CFLAGS) -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
+	$(CC) $(ALL_CFLAGS) -DTEST $(CHECKED_$(@F)) -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
 tests/journey: tests/journey.c qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) -O1 -DPLAIN -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
 tests/render: tests/test
 	ln -sf test $@
 
 # Fuzzing with the sanitizers; libfuzzer is clang's way, which follows the coverage
-FUZZ_CFLAGS = $(ALL_CFLAGS) $(SANITIZE) -DTEST -Wno-unused-function $(LDFLAGS)
+FUZZ_CFLAGS = $(ALL_CFLAGS) $(SANITIZE) -DTEST -DCHECKED -Wno-unused-function $(LDFLAGS)
 tests/fuzz: tests/fuzz.c tests/naive.h qwen3.c Makefile .flags
 	$(CC) $(FUZZ_CFLAGS) -o $@ $< $(LDLIBS)
 tests/libfuzzer: tests/fuzz.c tests/naive.h qwen3.c Makefile .flags

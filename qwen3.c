@@ -647,8 +647,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-// Bits of Tokenizer.kind. SPECIAL: not written in answers. NORMALIZED: found in the form NFC.
-enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4 };
+enum { ADDED = 1, SPECIAL = 2 };  // bits of Tokenizer.kind; SPECIAL: not written in answers
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
 typedef struct {           // the text around the messages of a conversation: see The chat format
@@ -667,8 +666,7 @@ typedef struct Tokenizer {
     int vocab_size;          // that of Config, from which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *priority;         // (vocab_size) of the merge that makes the token: higher ones first
-    uint8_t *kind;           // (vocab_size) ADDED, SPECIAL, NORMALIZED
-    bool has_normalized;     // some are NORMALIZED
+    uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
     int end_of_text;         // <|endoftext|>
     int think;               // <think>, which begins a model's thinking, or -1
     int end_think;           // </think>, which ends it, or -1
@@ -785,32 +783,9 @@ static void encode_token(Encoder *enc, int id) {
 // comes here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
-// Returns the first added token at or after *at, the longest if several begin there, and sets *at
-// to its offset. If there is none, returns -1 and sets *at to the end of the text. Looks for tokens
-// that are NORMALIZED if `normalized` is that, for the others if it is 0. (Part II)
-static int added_next(const Tokenizer *tok, Bytes text, size_t *at, int normalized);
-
-// Cuts the text at added tokens that are spelled out in it, and at NORMALIZED ones between them.
-static void encode_cut(Encoder *enc, Bytes text, int normalized) {
-    Buffer normal = {0};
-    if (normalized) {
-        normalize(enc->tok, &normal, text);
-        text = bytes_of(&normal);
-    }
-    for (size_t at = 0, done = 0;;) {
-        const int id = added_next(enc->tok, text, &at, normalized);
-        Bytes between = {text.n ? text.p + done : text.p, at - done};
-        if (enc->tok->has_normalized && !normalized) encode_cut(enc, between, NORMALIZED);
-        else encode_plain(enc, between);
-        if (id < 0) break;
-        encode_token(enc, id);
-        done = at += enc->tok->text[id].n;
-    }
-    free(normal.p);
-}
-
-// Adds text in which spelled-out added tokens are recognized and become single tokens.
-static void encode_marked(Encoder *enc, Bytes text) { encode_cut(enc, text, 0); }
+// Adds text in which spelled-out added tokens are recognized and become single tokens: encode_plain
+// what is between them, encode_token them. (Part II)
+static void encode_marked(Encoder *enc, Bytes text);
 
 // Appends the ids of a text, in which the spelling of added tokens counts if `marked` is true.
 static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out) {
@@ -1149,8 +1124,8 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 }
 
 // append_id for a drawn id. If thinking gets longer than -r N or repeats itself, this also appends
-// the ids that end it. Where given answers begin (-o), it appends one of them; a drawn id that is
-// no thinking is dropped then. (Part II)
+// the ids that end it. Before given answers (-o), a drawn id that is no thinking is dropped. (Part
+// II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
 // Draws the target by the logits of the id before it, which are overwritten. Returns as append_id.
@@ -1696,12 +1671,15 @@ enum { CLASS_MASK = 3, NFC_CHANGES = 4, CCC_SHIFT = 8 };
 
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // option -m
 
+enum { NORMALIZED = 4 };  // a bit of Tokenizer.kind: an added token that is found in the form NFC
+
 // How tokens are found, the classes of characters, NFC, and how the model is meant to be used
 typedef struct Tables {
     uint32_t *table;       // (mask + 1) hash table of the tokens: id + 1, or 0 if free
     uint32_t mask;
     uint64_t secret;       // of the hash, odd: nobody can make a file whose tokens share slots
     size_t longest;        // the most bytes of a token
+    bool has_normalized;   // some added tokens are NORMALIZED
     bool added_start[256]; // the bytes that added tokens begin with
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
@@ -1741,7 +1719,7 @@ static void take_added(Cursor *in, Tokenizer *tok) {
             die_bad(in, in->part, "tokens of 1 to %d bytes, found %zu in token %u", LONGEST_ADDED,
                     tok->text[id].n, id);
         tok->kind[id] = ADDED | take_int(in, 0, 3) << 1;
-        tok->has_normalized |= tok->kind[id] & NORMALIZED;
+        tok->tables->has_normalized |= tok->kind[id] & NORMALIZED;
     }
 }
 
@@ -1846,6 +1824,9 @@ static int token_find(const Tokenizer *tok, Bytes text, bool added) {
     return (int)*token_slot(tok, text, added) - 1;
 }
 
+// Returns the first added token at or after *at, the longest if several begin there, and sets *at
+// to its offset. If there is none, returns -1 and sets *at to the end of the text. Looks for tokens
+// that are NORMALIZED if `normalized` is that, for the others if it is 0.
 static int added_next(const Tokenizer *tok, Bytes text, size_t *at, int normalized) {
     for (; *at < text.n && !interrupted; ++*at) {
         if (!tok->tables->added_start[text.p[*at]]) continue;
@@ -1857,6 +1838,27 @@ static int added_next(const Tokenizer *tok, Bytes text, size_t *at, int normaliz
     }
     return -1;
 }
+
+// Cuts the text at added tokens that are spelled out in it, and at NORMALIZED ones between them.
+static void encode_cut(Encoder *enc, Bytes text, int normalized) {
+    Buffer normal = {0};
+    if (normalized) {
+        normalize(enc->tok, &normal, text);
+        text = bytes_of(&normal);
+    }
+    for (size_t at = 0, done = 0;;) {
+        const int id = added_next(enc->tok, text, &at, normalized);
+        Bytes between = {text.n ? text.p + done : text.p, at - done};
+        if (enc->tok->tables->has_normalized && !normalized) encode_cut(enc, between, NORMALIZED);
+        else encode_plain(enc, between);
+        if (id < 0) break;
+        encode_token(enc, id);
+        done = at += enc->tok->text[id].n;
+    }
+    free(normal.p);
+}
+
+static void encode_marked(Encoder *enc, Bytes text) { encode_cut(enc, text, 0); }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
     tok->tables->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // new in each run
@@ -2228,6 +2230,7 @@ typedef struct Engine {
     double *nll;       // (logit_rows) -log(probability) of the id after each, if it is there
     int *users;        // (Pass.n_blocks) how many texts have this block
     int n_unused;      // blocks that no text has
+    uint64_t *ran;     // with -DCHECKED: (n_blocks, block_len) a hash of what ran there
     int credit;        // what drafts may still cost
 } Engine;
 
@@ -2295,12 +2298,17 @@ static bool run_pass(Engine *e) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged KV cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like another shares its blocks (prefix sharing): each block counts its users. What has run in a
-// block is never written again while it has other users. So the block in which two texts begin to
-// differ is copied. A conversation's turn begins like the last one, texts of a list often have the
-// same instruction. A text that does not run keeps its blocks until they or its place are needed:
-// so texts of short answers share, too. When no block is left, the youngest text has to wait, and
-// later runs again up to the last id that it drew (preemption by recomputation).
+// like another shares its blocks (prefix sharing): each block counts its users. A conversation's
+// turn begins like the last one, texts of a list often have the same instruction. A text that does
+// not run keeps its blocks until they or its place are needed: so texts of short answers share,
+// too. When no block is left, the youngest text has to wait, and later runs again up to the last id
+// that it drew (preemption by recomputation).
+//
+// The invariant: a row is written only into a block with one user, and what has run in a block is
+// never written again. So whoever shares a block finds in it what ran there. Two texts share whole
+// blocks; the block in which they begin to differ is copied. A text that takes back ids (cut_text)
+// gives back the blocks that others share; in its own last block, what these ids left counts as not
+// run.
 //
 //   order:   0            n_running         n_texts                n_places
 //            | run        | wait to run     | free                        |
@@ -2309,6 +2317,30 @@ static bool run_pass(Engine *e) {
 //
 // From right to left, the texts that do not run lose their blocks when others need them. One place
 // more than n_places exists, so that the text that ended last is always there to be shared.
+
+#ifdef CHECKED
+static uint64_t next_hash(uint64_t hash, int id) { return (hash + id + 1) * 0x9E3779B97F4A7C15u; }
+
+// Asserts the invariant before n rows run: each text finds in its blocks what its ids before them
+// have left there, and each row is written into a block with one user.
+static void check_rows(const Engine *e, int n) {
+    const Row *row = e->pass->rows, *end = row + n;
+    const size_t len = e->pass->block_len;
+    for (int i = 0; i < e->n_running; i++) {
+        const Text *t = e->order[i];
+        uint64_t hash = 0;  // of the ids up to pos
+        for (size_t pos = 0; pos < t->n_run || (row < end && row->text == t); pos++) {
+            const int block = t->slot->blocks[pos / len];
+            uint64_t *ran = &e->ran[block * len + pos % len];
+            hash = next_hash(hash, t->ids.p[pos]);
+            if (pos < t->n_run ? *ran != hash : (e->users[block] != 1 || row++->pos != (int)pos))
+                die("block %d of %d users: position %zu is another's", block, e->users[block], pos);
+            *ran = hash;
+        }
+    }
+    if (row != end) die("rows: %d belong to no text that runs", (int)(end - row));
+}
+#endif
 
 static void take_block(Engine *e, Text *t, int block) {
     e->n_unused -= e->users[block]++ == 0;
@@ -2371,6 +2403,14 @@ static Text *find_alike(Engine *e, Text *t, size_t *same) {
     return best;
 }
 
+static void copy_block(const Engine *e, int to, int from) {
+    cache_copy(e->pass, to, from);
+#ifdef CHECKED
+    const size_t len = e->pass->block_len;
+    memmove(e->ran + to * len, e->ran + from * len, len * sizeof(*e->ran));
+#endif
+}
+
 // Starts the first text that waits: the ids that it shares count as having run. Returns false if it
 // goes on waiting. Beside the blocks that it lacks, one has to be left for each text that runs, as
 // it may soon need one. A text that runs alone may have them all.
@@ -2393,7 +2433,7 @@ static bool start_text(Engine *e) {
         return false;                            // it waits for blocks
     }
     // take_blocks may have taken the block from `alike`, but nothing has overwritten it.
-    if (run % len) cache_copy(e->pass, t->slot->blocks[whole], theirs[whole]);
+    if (run % len) copy_block(e, t->slot->blocks[whole], theirs[whole]);
     t->n_run = run;
     if (t->slot->before > run) e->again += t->slot->before - run;
     if (t->slot->before == 0) t->slot->cached = run;
@@ -2499,6 +2539,9 @@ static bool forward_texts(Engine *e) {
     schedule(e);
     draft_texts(e);
     const int n = make_rows(e);
+#ifdef CHECKED
+    check_rows(e, n);
+#endif
     if (n == 0 || !forward_rows(e->pass, n)) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
     e->n_rows += n;
@@ -3567,6 +3610,9 @@ static void prepare_places(App *app) {
     if (e->pass) {  // not to tokenize
         e->n_unused = e->pass->n_blocks;
         e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
+#ifdef CHECKED
+        e->ran = alloc(e->pass->n_blocks * e->pass->block_len, sizeof(*e->ran), "a check");
+#endif
         e->nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     }
 #endif
@@ -3704,6 +3750,11 @@ static void buffer_add_ids(Buffer *b, const Ids *ids, bool array) {
     buffer_add(b, bytes(array ? "]" : ""));
 }
 
+#ifndef SCORE_DIGITS  // tests compare all that a double has
+#define SCORE_DIGITS 9
+#define NLL_DIGITS 6
+#endif
+
 // How likely the given answers are: the likeliest one and other members of an object
 static void buffer_add_choices(Buffer *out, const Engine *e, const Request *r) {
     double sum, *nll = r->nll + 1;
@@ -3712,9 +3763,9 @@ static void buffer_add_choices(Buffer *out, const Engine *e, const Request *r) {
     for (int i = 0; i < e->n_choices; i++) {
         buffer_add(out, bytes(i ? "," : ",\"p\":{"));
         buffer_add_json(out, e->choices[i].text);
-        buffer_print(out, ":%.9g", exp(nll[*all] - nll[i]) / sum);
+        buffer_print(out, ":%.*g", SCORE_DIGITS, exp(nll[*all] - nll[i]) / sum);
     }
-    buffer_print(out, "},\"mass\":%.9g", exp(-nll[*all]) * sum);
+    buffer_print(out, "},\"mass\":%.*g", SCORE_DIGITS, exp(-nll[*all]) * sum);
     free(all);
 }
 
@@ -3723,8 +3774,8 @@ static void buffer_add_score(Buffer *out, const Request *r, bool object) {
     double sum = 0;
     for (int i = 0; i < r->texts; i++) sum += r->nll[i];
     const double ppl = object ? fmin(exp(sum / n), DBL_MAX) : exp(sum / n);
-    buffer_print(out, object ? "%zu,\"nll\":%.6f,\"ppl\":%.4f" : "tokens %zu nll %.6f ppl %.4f", n,
-                 sum / n, ppl);
+    buffer_print(out, object ? "%zu,\"nll\":%.*f,\"ppl\":%.4f" : "tokens %zu nll %.*f ppl %.4f", n,
+                 NLL_DIGITS, sum / n, ppl);
 }
 
 // The members that a result adds to an object of a list: by mode, then those of given answers

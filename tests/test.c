@@ -925,6 +925,7 @@ static void start_engine(Engine *e, const Sampler *sampler) {
     e->n_running = e->n_texts = 0;
     e->n_unused = e->pass->n_blocks;
     e->users = alloc(e->pass->n_blocks, sizeof(int), "a test");
+    e->ran = alloc(e->pass->n_blocks * e->pass->block_len, sizeof(*e->ran), "a test");
     e->nll = alloc(e->pass->logit_rows, sizeof(double), "a test");
     for (int i = 0; i < 2; i++) {
         e->order[i] = &e->places[i];
@@ -1068,7 +1069,12 @@ static void test_draft_that_overflows(void) {
         a->writer = &writer;
         CHECK(forward_texts(&e) && e.needed == 1);
         CHECK(append_id(&e.tokenizer, a, 5) == GOES_ON);
-        a->ids.p[5] = BAD;  // what 1 2 3 4 5 was followed by
+        a->ids.p[5] = BAD;  // what 1 2 3 4 5 was followed by, as if it had run
+        uint64_t hash = 0;
+        for (int pos = 0, len = e.pass->block_len; pos < N; pos++) {
+            hash = next_hash(hash, a->ids.p[pos]);
+            e.ran[a->slot->blocks[pos / len] * len + pos % len] = hash;
+        }
         e.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
         CHECK(forward_texts(&e) && (a->slot->drafted > 0) == (drafting && TILE_TOKENS > 1));
         draw_all(&e);  // with temperature 0: the logits stay as they are

@@ -1,10 +1,12 @@
 """`make plain`: Part I of qwen3.c alone gives the bytes of the fast program: chat, lists, perplexities, embeddings,
 given answers; with and without fma; also where weights, sums and logits are not finite."""
+import random
+import re
 import subprocess
 
 import numpy as np
 import pytest
-from conftest import QWEN3, ROOT, build, environment, export, export_py, make_checkpoint
+from conftest import QWEN3, ROOT, TESTS, build, environment, export, export_py, make_checkpoint
 
 SHAPES = {"Qwen3": dict(n_layers=3), "Qwen2": dict(qwen2=True, head_dim=16), "untied": dict(tied=False, seed=3),
           "experts": dict(n_experts=8, hidden_dim=64, n_experts_used=3, seed=4),
@@ -85,13 +87,13 @@ SPOILED = ["input_layernorm", "post_attention", "norm.weight", "q_norm", "embed_
            "v_proj.weight", "o_proj", "gate_proj", "down_proj", "up_proj", "lm_head", "q_proj.bias", "v_proj.bias", "mlp.gate.weight"]
 
 
-def spoil(model, path, header, table, value, z):
+def spoil(model, path, header, table, value, z, kinds=tuple(SPOILED)):
     """For each kind of tensor a copy of the model in which one scale, or one fp32 value, is `value`: for the embedding
     that of z. (8 bits: a scale is a float.)"""
     rng = np.random.default_rng(1)
     data = model.read_bytes()
     assert len(data) == table[-1][3]
-    for kind in SPOILED:
+    for kind in kinds:
         of_kind = [row for row in table if kind in row[0]]
         if not of_kind:
             continue
@@ -122,3 +124,70 @@ def test_same_bytes_without_fma(model, tmp_path):
     for name in SHAPES:
         compare(tmp_path / "qwen3-plain", tmp_path / "qwen3", model(name, 8))
         compare(tmp_path / "qwen3-plain", tmp_path / "qwen3", model(name, 4))
+
+
+# -- lists made to hurt the engine's cache
+
+def hurting_list(rng, lines):
+    """Texts that begin like others, with their given answers, and with parts of these; and what -o gives."""
+    words = "the old lighthouse keeper sang of rain and what is common to all beginnings".split()
+
+    def text(n):
+        return " ".join(rng.choice(words) for _ in range(n))
+    answers = [text(1), text(rng.randrange(30, 50)), "z", text(rng.randrange(10, 30))]
+    answers += [answers[1] + " " + text(rng.randrange(1, 20)), answers[3][:rng.randrange(3, 30)].rstrip()]
+    texts = [text(rng.randrange(1, 30))]
+    while len(texts) < lines:
+        base = rng.choice(texts)
+        texts.append(rng.choice([text(rng.randrange(1, 30)), base, base + " " + answers[1], base + " " + answers[4] + " z",
+                                 base + " " + rng.choice(answers), base[:rng.randrange(1, len(base) + 1)].rstrip() or "x",
+                                 base + " " + rng.choice(answers)[:rng.randrange(1, 60)].rstrip()]))
+    return "".join(text[:900] + "\n" for text in texts).encode(), "|".join(f" {answer}" for answer in dict.fromkeys(answers))
+
+
+def hurt(plain, test, model, seed, lines):
+    """`plain` and the test build, which asserts the cache's invariant, in each mode; with other batches, threads and
+    caches of few blocks: the same lines, the same messages but for the statistics."""
+    rng = random.Random(seed)
+    data, answers = hurting_list(rng, lines)
+    statistics = re.compile(rb"^\d+ texts in .*\n|^\d+ rows\n", re.M)
+    for options in (["-m", "generate", "-o", answers, "-n", "0"], ["-m", "generate", "-t", "0"], ["-o", answers],
+                    ["-o", answers, "-r", "3", "-n", "20"], ["-m", "generate", "-n", "25", "-x", "e"], ["-n", "9", "-e", "1.1"],
+                    ["-m", "perplexity", "-c", "40"], ["-m", "perplexity"], ["-m", "embed"]):
+        args = [model, "-l", "-", "-s", "3", *([] if "-c" in options else ["-c", "300"]), *options]
+        wanted = subprocess.run([plain, *args], input=data, capture_output=True, env=environment(), timeout=900)
+        for _ in range(2):
+            how = ["-b", str(rng.choice([1, 3, 4, 5, 16, 512])), "-j", str(rng.choice([1, 2, 3]))]
+            found = subprocess.run([test, "list", str(rng.choice([1, 20, 40, 10_000])), *args, *how], input=data,
+                                   capture_output=True, env=environment(), timeout=900)
+            assert found.stdout == wanted.stdout and found.returncode == wanted.returncode, (seed, found.args, found.stderr)
+            said_found, said_wanted = (sorted(statistics.sub(b"", run.stderr).splitlines()) for run in (found, wanted))
+            assert said_found == said_wanted, (seed, found.args)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "experts"])
+def test_lists_made_to_hurt(model, name):
+    hurt(ROOT / "qwen3-plain", TESTS / "test", model(name, 8), 1, 12)
+
+
+@pytest.fixture(scope="module")
+def all_digits(tmp_path_factory):
+    """A folder with both programs, which print scores to their last bit."""
+    folder = tmp_path_factory.mktemp("digits")
+    build(folder, "CFLAGS=-O2 -DSCORE_DIGITS=17 -DNLL_DIGITS=17", "NATIVE=$(THIS_CPU)", "qwen3-plain", "tests/test")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, bits", [("Qwen3", 8), ("Qwen2", 4), ("experts", 8), ("groups of 32", 4)])
+def test_bits_of_lists_made_to_hurt(model, name, bits, all_digits, tokenizer, tmp_path):
+    """More lines than places; in the end with texts whose numbers are not finite."""
+    programs = all_digits / "qwen3-plain", all_digits / "tests/test"
+    for seed in range(4):
+        hurt(*programs, model(name, bits), seed, 50)
+    if bits == 8:
+        header, table = tensors(name, 8, tokenizer.get_vocab_size())
+        z = tokenizer.token_to_id("z")
+        for value in float("nan"), float("inf"):
+            for _ in spoil(model(name, 8), tmp_path / "model.bin", header, table, value, z, ["embed_tokens"]):
+                hurt(*programs, tmp_path / "model.bin", 9, 40)
