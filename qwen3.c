@@ -1333,7 +1333,7 @@ static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
 
 // Returns whether there is memory for so many bytes, as far as the system tells.
 static bool has_memory(double size) {
-    void *p = size < 1e6 || size < memory_size() ? malloc((size_t)size + 1) : NULL;
+    void *p = size < 1e6 || size < memory_size() ? calloc((size_t)size + 1, 1) : NULL;
     free(p);
     return p;
 }

@@ -1077,6 +1077,10 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     SEED("list", "\1\x23\xc8\0" "a\n x x x x x x x x x x x x x x"),
     // more lines ahead than may wait for the first
     SEED("list", "\x83\x65\xe0\x07" "Hello\nthe old\nthe old light"),
+    SEED("list", "\x80\x2f\xa0\x40" "[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"},"
+         "{\"type\":\"text\",\"text\":\"\"}]}]\n[\na,b\n{\"n\":1,\"text\":\"a\",\"body\":{}}"),
+    SEED("list", "\xa0\x2f\xa0\x40" "[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"assistant\",\"content\":"
+         "\"<think>\\na</think>b\"}]\n[{\"role\":\"assistant\",\"content\":\"\"}]"),
     SEED("list", "\x82\x2f\xa0\x4f" "\"Hello\"\n\"the old\"\nHello\n\"a\""),
     // given answers, alone and behind thinking, which has little room
     SEED("list", "\0\x12\x40\x10" "Hello\nthe old lighthouse\nthe old light\nthe old lightship\n\nthe old"),
