@@ -4358,7 +4358,7 @@ static int list_end(const List *l) {
         snprintf(seed, sizeof(seed), "%s -s %llu", o->out ? " with" : " and", o->seed);
     progress_end();
     if (quiet) return status;
-    if (l->there && l->ended && n == 0) {
+    if (l->there && l->ended && l->read == l->there && !interrupted) {
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
         return status;
     }

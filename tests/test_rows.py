@@ -417,6 +417,20 @@ def test_interrupted(start, tiny, tmp_path, seed):
     assert out.read_bytes() == output(tiny, "-l", path, "-n", 20, *seed)
 
 
+def test_interrupted_before_the_last_line_is_known_again(start, stopping, tmp_path):  # noqa: F811
+    """Nothing has been written then, also where nothing is left to do."""
+    out = tmp_path / "out"
+    for data, n in (b"a\nx\nx\n", 1), (b"x\na\n", 2):
+        path = write_list(tmp_path / "list", data.split())
+        out.write_bytes(there := b'"a"\n' * n)
+        child = start(stopping, "-l", path, "-m", "generate", *GREEDY, "-n", 90_000, "-w", out)
+        time.sleep(0.5)
+        child.send_signal(signal.SIGINT)
+        _, error = child.communicate(timeout=300)
+        assert child.returncode == 130 and out.read_bytes() == there and b"has all" not in error, error
+        assert b": %d lines are written; the same command goes on\n" % n in error and b"\n0 texts in " in error, error
+
+
 def test_a_full_disk(tiny, tmp_path):
     """The message names FILE; with room, the same command goes on."""
     path, out = write_list(tmp_path / "list", [b"Tell me a story", b"Hello"] * 200), tmp_path / "out"
