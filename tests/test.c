@@ -1574,16 +1574,16 @@ static void test_file_stopped(void) {
 }
 #endif
 
-// What a list shows after ten seconds. The others take as long as those that have ended, but at least half as long
-// as the oldest that runs has taken. Before one has ended, nobody knows. Others wait for line 6, of 1,000 tokens.
+// What a list shows after ten seconds. The others take as long as those that have ended, but at least a third
+// as long as the oldest that runs has taken. Before one has ended, nobody knows. Others wait for line 6, of 1,000 tokens.
 #ifndef _WIN32
 static void test_progress_of_a_list(void) {
     static Engine e;
     static List l = {.e = &e, .ended = true};
     static const struct { int done, active, oldest, tokens; const char *shown; } cases[] = {
         {4, 6, 2, 99, "4 of 10 texts, 5 running, @ tokens/s, 15 s left"},
-        {9, 2, 10, 999, "9 of 10 texts, 1 running, @ tokens/s, 5 s left"},
-        {9, 2, 8, 1000, "9 of 10 texts, line 6: 1000 tokens, @ tokens/s, 4 s left"},
+        {9, 2, 10, 999, "9 of 10 texts, 1 running, @ tokens/s, 3 s left"},
+        {9, 2, 9, 1000, "9 of 10 texts, line 6: 1000 tokens, @ tokens/s, 3 s left"},
         {0, 10, 10, 99, "0 of 10 texts, 9 running, @ tokens/s"}};
     Request *late = &l.requests[5];
     *late = (Request){.number = 5, .begun = 1, .first = &e.places[0]};
