@@ -97,7 +97,7 @@ tests/render: tests/test
 	ln -sf test $@
 
 # Fuzzing with the sanitizers; libfuzzer is clang's way, which follows the coverage
-FUZZ_CFLAGS = $(ALL_CFLAGS) $(SANITIZE) -DTEST -DCHECKED -Wno-unused-function $(LDFLAGS)
+FUZZ_CFLAGS = $(ALL_CFLAGS) $(SANITIZE) -DTEST -DCHECKED -DSCORE_DIGITS=17 -DNLL_DIGITS=17 -Wno-unused-function $(LDFLAGS)
 tests/fuzz: tests/fuzz.c tests/naive.h qwen3.c Makefile .flags
 	$(CC) $(FUZZ_CFLAGS) -o $@ $< $(LDLIBS)
 tests/libfuzzer: tests/fuzz.c tests/naive.h qwen3.c Makefile .flags

@@ -2542,7 +2542,8 @@ static bool forward_texts(Engine *e) {
 #ifdef CHECKED
     check_rows(e, n);
 #endif
-    if (n == 0 || !forward_rows(e->pass, n)) return false;
+    if (n == 0) die("texts: %d wait and none can run; please report this", e->n_texts);
+    if (!forward_rows(e->pass, n)) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
     e->n_rows += n;
     if (e->needed && e->prompt_end == 0) e->prompt_end = now();

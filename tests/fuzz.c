@@ -190,6 +190,7 @@ static int fuzz_fprintf(const char *format, ...) {
 }
 
 #define exit fuzz_exit
+#define malloc(size) fuzz_realloc(NULL, size)
 #define calloc fuzz_calloc
 #define realloc fuzz_realloc
 #define free fuzz_free
@@ -211,6 +212,7 @@ static int fuzz_fprintf(const char *format, ...) {
 #define fwrite(p, size, n, stream) (void)0
 #include "../qwen3.c"
 #undef exit
+#undef malloc
 #undef calloc
 #undef realloc
 #undef free
@@ -653,25 +655,33 @@ static Buffer list_of_strings(Bytes in) {
     return out;
 }
 
-// The line that this text has alone, of the same options without -l; with -o its beginning
+// The line that this text has alone, of the same options without -l
 static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
     static App app;
     Buffer whole = {0}, line = {0};
     app_start(&app, argc, argv);
     if (prefix.n) buffer_add(&whole, prefix), buffer_add(&whole, bytes("\n\n"));
     buffer_add(&whole, text);
+    if (app.engine.n_choices > 0) {  // with all probabilities, as a request of its own writes them
+        Request r = {.rng = app.options.seed};
+        if (app.engine.mode == CHAT && app.options.system) conversation_add(&app.conversation, SYSTEM, bytes(app.options.system));
+        if (app.engine.mode == CHAT) conversation_add(&app.conversation, USER, bytes_of(&whole));
+        if (app.engine.mode == CHAT) render(&tiny, &app.conversation, 0, app.switched_on, &r.ids);
+        else encode_text(&app, bytes_of(&whole), &r.ids);
+        run_request(&app, &r);
+        add_result(&line, &app.engine, &r, NULL);
+        return line;
+    }
     if (app.engine.mode == CHAT && app.options.system) conversation_add(&app.conversation, SYSTEM, bytes(app.options.system));
     if (app.engine.mode == CHAT) chat_turn(&app, bytes_of(&whole));
     else run_raw(&app, bytes_of(&whole));
     const Bytes out = rest(written, n_written);
-    const bool given = app.engine.n_choices > 0;
     if (app.engine.mode > GENERATE) {
         buffer_add(&line, out);
         return line;
     }
-    if (given) buffer_add(&line, bytes("{\"choice\":"));
     buffer_add_json(&line, rest(out.p, out.n - (app.engine.mode == CHAT)));
-    buffer_add(&line, bytes(given ? ",\"p\":{" : "\n"));
+    buffer_add(&line, bytes("\n"));
     return line;
 }
 
@@ -707,6 +717,8 @@ static void fuzz_list(Bytes in) {
     static uint8_t result[sizeof(written)];
     static char *modes[] = {"chat", "generate", "embed", "perplexity", "tokenize"};
     static char *lengths[] = {"0", "1", "2", "5", "20", "-1"}, *batches[] = {"1", "2", "5", "16"};
+    static char *choices[] = {"e1|t2|o3|\"4|e15", "e|t|o|\"|a\xcc\x81",
+                              " keeper, and so on, and on and on| keeper, and so on, and on and on or not| x"};
     static const int contexts[] = {64, 2 * LANES, 2 * LANES + 1, 3 * LANES - 1};
     const uint8_t flags = take_byte(&in), more = take_byte(&in), cache = take_byte(&in), edges = take_byte(&in);
     for (size_t i = 0; i + 1 < in.n; i++) {     // a mark of UTF-16 or UTF-8, which a list may begin or go on with
@@ -719,7 +731,7 @@ static void fuzz_list(Bytes in) {
     char *options[] = {"-m", modes[flags % 5], "-n", lengths[more % 6], "-b", batches[cache >> 6],
                        flags & 8 ? "-y" : NULL, "Be brief.", flags & 16 && !given ? "-x" : NULL, "e",
                        flags & 32 ? "-r" : NULL, edges & 32 ? "3" : "1", flags & 64 ? "-t" : NULL, "0",
-                       given ? "-o" : NULL, edges & 4 ? "e|t|o|\"|a\xcc\x81" : "e1|t2|o3|\"4|e15"};
+                       given ? "-o" : NULL, choices[edges & 1 ? 2 : edges & 4 ? 1 : 0]};
     for (size_t i = 0; i < sizeof(options) / sizeof(*options); i += 2) {
         if (options[i]) argv[argc++] = options[i], argv[argc++] = options[i + 1];
     }
@@ -770,7 +782,6 @@ static void fuzz_list(Bytes in) {
         snprintf(seed, sizeof(seed), "%d", 7 + i);
         Buffer alone = line_alone(argc, argv, prefix, text);
         answer.n++;                             // with its newline
-        if (given) CHECK(answer.n > alone.n), answer.n = alone.n;
         CHECK(bytes_equal(bytes_of(&alone), answer));
     }
     toy_pass.n_blocks = blocks;
@@ -1086,6 +1097,9 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     SEED("list", "\0\x12\x40\x10" "Hello\nthe old lighthouse\nthe old light\nthe old lightship\n\nthe old"),
     SEED("list", "\x60\x15\xc8\x30" "Hello\nthe old lighthouse keeper, and so on and on\nHello\na"),
     SEED("list", "\1\x2f\x78\xd8" "the old\nthe\n\nthe old lighthouse\nthe old"),
+    // lines that go on with other lines' given answers, whose blocks they share
+    SEED("list", "\1\x23\x78\x11" "the old\nthe old keeper, and so on, and on and on\nthe old\nthe old keeper, and so on, and on and on or"),
+    SEED("list", "\1\x30\x48\x11" "the old\nthe old keeper, and so on, and on and on\nthe old keeper, and so\nthe old keeper, and so on, and on and on or not"),
     SEED("sample", "\0\x46\5\xf0\1\x80\x90\xa0\x70\x80\x81\xa1\xa1\x40"),
     SEED("sample", "\6\x46\5\xf0\1\0\0\x80\x7f\0\0\x80\x3f\0\0\x80\x3f"),
     SEED("writer", "\7\0\3<a>\6think>\2b\n\7/think>\2\nc"),

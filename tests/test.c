@@ -1085,6 +1085,33 @@ static void test_draft_that_overflows(void) {
     }
 }
 
+// A list, or a run, that could never go on ends with a message.
+static void test_texts_that_cannot_run(void) {
+#ifndef _WIN32
+    int ends[2], status = 0;
+    char said[200] = "";
+    CHECK(pipe(ends) == 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        static Engine e;
+        const Sampler sampler = {.in_answer = (bool[77]){0}, .seen = (bool[77]){0}};
+        dup2(ends[1], STDERR_FILENO);
+        e.model = random_model(32, 8, QWEN3);
+        e.pass = random_pass(&e.model, 4);
+        e.tokenizer.vocab_size = 77;
+        start_engine(&e, &sampler);
+        e.n_unused = 0;
+        for (int i = 0; i < e.pass->n_blocks; i++) e.users[i] = 1;  // nobody gives them back
+        add_text(&e, (int[]){1, 2, 3}, 3);
+        forward_texts(&e);
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child && WEXITSTATUS(status) == EXIT_FAILURE, "%d", status);
+    CHECK(read(ends[0], said, sizeof(said) - 1) > 0 && strstr(said, "qwen3: texts: 1 wait"), "%s", said);
+    close(ends[0]), close(ends[1]);
+#endif
+}
+
 // At far positions an angle is large; its cosine is that of the float product, as in transformers.
 static void test_far_positions(void) {
     Model m = random_model(64, 64, QWEN3);
@@ -1645,6 +1672,7 @@ static void test_far_logits(void) {
 static int unit_tests(void) {
     test_double_interrupt();  // forks, so before there are threads
     test_too_many_tokens();   // too
+    test_texts_that_cannot_run();  // too
 #ifdef __linux__
     test_dying_together();    // too
 #endif
