@@ -116,8 +116,8 @@ INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------------------------------------
 // Types, with their shapes: (rows, cols) = (out, in). Skim them and come back. HF is Hugging Face's
-// Python library transformers: the tests compare results with it, and its tensors' names are on the
-// right. A checkpoint is a model as its makers publish it; export.py makes this program's files of
+// Python library transformers: the tests compare results with it, and names on the right are those
+// of its tensors. A checkpoint is a model as its makers publish it; export.py makes our files of
 // it.
 
 typedef struct {
@@ -564,7 +564,7 @@ static void run_experts(Model *m, const Layer *layer) {
 // ------------------------------------------------------------------------------------------------
 // The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
 // rmsnorm, norm_and_rope, softmax_terms, silu_times, quantize, choose_experts, embed and
-// rope_angles, and replaces matmul, attend, feed_forward and what calls these: a change of them has
+// rope_angles. It replaces matmul, attend, feed_forward and their callers: changes of these have
 // two places.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
@@ -683,8 +683,7 @@ typedef struct {  // one character of a text
     int class;    // OTHER, LETTER, NUMBER, SPACE or END
 } Char;
 
-// Returns the character at offset `at` of a text, or at the text's end 0 bytes of class END. (Part
-// II)
+// Returns the character at offset `at` of a text, or after its end 0 bytes of class END. (Part II)
 static Char char_at(const Tokenizer *tok, Bytes text, size_t at);
 
 // Returns the end of the run of characters of one class that begins at `at`.
@@ -750,8 +749,7 @@ typedef struct {     // text arrives in parts, some of which may hold added toke
     Buffer pending;  // the text since the last added token, not encoded yet
 } Encoder;
 
-// Appends the text in form NFC. If an older tokenizer file has no data for that: as it is. (Part
-// II)
+// Appends the text in form NFC, or as it is if an older tokenizer file has no data. (Part II)
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
 // Byte-pair encoding: merges the pair of the highest priority, of equal ones the leftmost, until no
@@ -2254,7 +2252,8 @@ static Text *add_text(Engine *e, const int *ids, size_t n) {
     its.p = grow(its.p, &its.cap, n, context + 1, sizeof(int));
     its.n = n;
     memcpy(its.p, ids, n * sizeof(int));
-    *slot = (Slot){.engine = e, .start = now(), .blocks = slot->blocks, .out = {slot->out.p, 0, slot->out.cap}};
+    const Buffer out = {slot->out.p, 0, slot->out.cap};
+    *slot = (Slot){.engine = e, .start = now(), .blocks = slot->blocks, .out = out};
     *t = (Text){.ids = its, .target = n, .n_prompt = n, .context = context,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
                 .watched = e->guarded ? n : SIZE_MAX / 2,
