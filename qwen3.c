@@ -1940,7 +1940,7 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
 // Unicode: UTF-8, and normalization form C (NFC; Unicode Standard Annex 15)
 
 // The code point at offset `at` and its n bytes (RFC 3629: neither overlong forms nor surrogates)
-static Char code_point_at(Bytes text, size_t at) {
+INLINE Char code_point_at(Bytes text, size_t at) {
     static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};  // of characters of n bytes
     const uint8_t *p = text.p + at;
     const int n = p[0] < 0xC0 ? 1 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : 4;
@@ -1960,7 +1960,7 @@ static size_t find_bad_byte(Bytes text) {
     return at;
 }
 
-static Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
+INLINE Char char_at(const Tokenizer *tok, Bytes text, size_t at) {
     if (at >= text.n) return (Char){0, 0, END};
     const Char c = code_point_at(text, at);
     return (Char){c.c, c.n, tok->tables->chars[c.c] & CLASS_MASK};
@@ -4207,13 +4207,14 @@ static void check_members(List *l, Request *r) {
 
 #define NO_MEMORY "takes more memory than there is, expected a shorter text"
 
-// Returns the most bytes that it takes to encode these texts: copies, a token for each byte, and 32
-// bytes for each byte of the longest piece (see Symbol); and to write the ids.
+// Returns about the most bytes that it takes to encode these texts: copies, a token for each byte,
+// and 32 bytes for each byte of the longest piece (see Symbol); and to write the ids.
 static double encoding_size(const Tokenizer *tok, const Conversation *talk) {
     double size = 0, longest = 0;
     for (size_t i = 0, n; i < talk->n; i++) {
-        size += talk->p[i].text.n;
-        for (Bytes rest = bytes_of(&talk->p[i].text); rest.n; rest = bytes_from(rest, n)) {
+        const Bytes text = bytes_of(&talk->p[i].text);
+        size += text.n;
+        for (Bytes rest = text; rest.n && text.n > 1 << 16; rest = bytes_from(rest, n)) {
             n = piece_length(tok, rest);
             longest = fmax(longest, n);
         }
