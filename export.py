@@ -7,7 +7,7 @@
 #   "jinja2>=3.1.6",
 #   "huggingface_hub>=0.25",
 #   "tqdm>=4.60",
-#   "gguf>=0.17",
+#   "gguf>=0.19",
 # ]
 # ///
 """Converts a Qwen3 or Qwen2 checkpoint to the two files that qwen3.c reads.
@@ -68,10 +68,9 @@ def on_signals(act: Callable[[int], object]) -> None:
 
 if __name__ == "__main__":
     on_signals(os._exit)  # before the slow imports, which may swallow an exception
-    texts = dict.fromkeys(("-h", "--help"), __doc__.rstrip()) | {"--version": f"export.py {VERSION}"}
-    for option in filter(texts.__contains__, sys.argv[1:]):  # here: they need none of the packages
+    if {"-h", "--help", "--version"} & set(sys.argv[1:]):  # here: they need none of the packages
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that leaves, such as head
-        print(texts[option])
+        print(f"export.py {VERSION}" if "--version" in sys.argv[1:] else __doc__.rstrip())
         sys.exit(0)
 
 import argparse
@@ -83,6 +82,7 @@ import itertools
 import json
 import math
 import re
+import resource
 import shlex
 import shutil
 import struct
@@ -105,7 +105,7 @@ PACKAGES = re.findall(r'"([a-z_0-9]+)>=([0-9.]+)"',
                       Path(__file__).read_text(encoding="utf-8").split("# ///")[1])
 try:
     import gguf
-    import jinja2  # jinja2 before 3.1.6 lets a template out of its sandbox
+    import jinja2.sandbox  # before 3.1.6 it lets a template out
     import markupsafe  # jinja2's only package
     import numpy as np
     from tokenizers import Regex, models, normalizers, pre_tokenizers
@@ -184,8 +184,9 @@ def find_source(name: str) -> Place:
 
 def read_source(place: Place, template: Path | None) -> Source:
     """The source. The chat template in a file that the user gives takes the place of its own."""
-    given = {"chat_template": read_template(template)} if template else {}
-    return place.read()._replace(**given)
+    text = template and read_file(template).decode(errors="surrogateescape")
+    source = place.read()
+    return source._replace(chat_template=text) if template else source
 
 
 def check_target(out: Path) -> None:
@@ -387,18 +388,15 @@ class Source(NamedTuple):
 
 def plain_config(where: Path, config: dict) -> tuple[Family, dict]:
     """The family of a config.json, and its values, each under the one key that others read."""
-    get = partial(read_value, where, config)
-    names = first_few(list(map(str, get("architectures", list))))
-    if "ForSequenceClassification" in names:
-        refuse(where, "a classifier", "the model that it was made from; of a reranker qwen3 makes "
-               "the scores with -o 'yes|no'", names)
-    if not (family := next((row for row in FAMILIES if names == row.architecture), None)):
-        known = ", ".join(row.architecture for row in FAMILIES)
-        refuse(where, "not Qwen3's architecture", known, names)
-    if text_config := get("text_config", dict):
+    if text_config := read_value(where, config, "text_config", dict):
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
         config = text_config | {key: config[key] for key in config if config[key]} | tied
-        get = partial(read_value, where, config)
+    get = partial(read_value, where, config)
+    names = first_few(list(map(str, get("architectures", list))))
+    if not (family := next((row for row in FAMILIES if names == row.architecture), None)):
+        refuse(where, "not Qwen3's architecture", "the model that it was made from; of a reranker "
+               "qwen3 gives the scores by -o 'yes|no'" if "ForSequenceClassification" in names else
+               ", ".join(row.architecture for row in FAMILIES), names)
     quantized, mlx = get("quantization_config", dict), config.get("quantization")
     if quantized or mlx:
         refuse(where, "its quantized weights", "the unquantized checkpoint or a GGUF file",
@@ -411,11 +409,11 @@ def plain_config(where: Path, config: dict) -> tuple[Family, dict]:
         refuse(where, "its sliding window (use_sliding_window, layer_types)", "full_attention",
                first_few(types))
     rope = get("rope_scaling", dict) or get("rope_parameters", dict)
-    # In a text the three positions of mrope, which models that see have, are equal.
-    rope = {key: rope[key] for key in rope
-            if key not in ("mrope_section", "mrope_interleaved") and rope[key] != "mrope"}
-    rope = {"rope_theta": config.get("rope_theta"), "rope_type": rope.get("type", "default")} | rope
-    if rope["rope_type"] == "yarn" and ORIGINAL in config:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "mrope":  # of models that see; a text's three positions are equal
+        rope_type = "default"
+    rope = {"rope_theta": config.get("rope_theta")} | rope | {"rope_type": rope_type}
+    if rope_type == "yarn" and ORIGINAL in config:
         rope[ORIGINAL] = config[ORIGINAL]
     experts = config.get("num_local_experts", config.get("num_experts"))
     return family, config | {"rope": rope, "num_experts": experts}
@@ -485,7 +483,6 @@ class Tensor(NamedTuple):
 PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy pass to the next
 # dtype -> (elements, bytes) of one block; a float type's block is one element
 BLOCK_SIZES = {kind.name: block for kind, block in gguf.GGML_QUANT_SIZES.items()}
-BLOCK_SIZES["Q1_0"] = 128, 18  # of a newer package
 FLOAT_TYPES = {"BF16": "", "F16": "<f2", "F32": "<f4"}  # safetensors' -> numpy's
 
 
@@ -545,17 +542,13 @@ def parse_json(text: bytes, path: Path, kind: type = dict) -> Any:
 def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
     """The Jinja source. In tokenizer_config.json it may be one of a list of named templates."""
     if (path := folder / "chat_template.jinja").exists():
-        return read_template(path)
+        return read_file(path).decode(errors="surrogateescape")
     found = (tokenizer_config.get("chat_template")
              or read_json(folder / "chat_template.json").get("chat_template"))
     if isinstance(found, list):
         with parsing(folder / "tokenizer_config.json"):
             return {entry["name"]: entry["template"] for entry in found}.get("default")
     return found
-
-
-def read_template(path: Path) -> str:
-    return read_file(path).decode(errors="surrogateescape")
 
 
 def is_embedding(folder: Path) -> bool:
@@ -664,9 +657,9 @@ def find_model(name: str, revision: str | None, wanted: str) -> Place:
     def fetch(files: Collection[str]) -> Path:
         """Downloads those of the files that exist, if there is space for them, to the folder."""
         check_space([need := room(files)])
-        if need[1] and not Notices.hints:
-            Notices.hints.append(f"the download stays in {folder.parents[1]}; to remove it, delete "
-                                 f"that folder or run `hf cache rm model/{name}`")
+        hint = (f"the download stays in {folder.parents[1]}; to remove it, delete that folder or "
+                f"run `hf cache rm model/{name}`")
+        Notices.hints += [hint] if need[1] and hint not in Notices.hints else []
         with downloading(name):
             hub.snapshot_download(name, revision=folder.name, allow_patterns=[*files])
         return folder
@@ -739,10 +732,9 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
 # ---- GGUF: a file by llama.cpp's converter, turned back into Hugging Face's files ----------------
 # The gguf package dequantizes; its reader needs seconds and half a GB for a vocabulary.
 
-GGUF_U32, GGUF_STRING, GGUF_ARRAY = 4, 8, 9  # types of metadata values; the rest are scalars:
+GGUF_STRING, GGUF_ARRAY = 8, 9  # types of metadata values; the rest are scalars:
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
                 12: "d"}  # type -> struct's letter
-GGUF_Q1_0 = 41  # a dtype that versions of the package before 0.19 do not know
 GGUF_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                  "penalty_repeat": "repetition_penalty"}
 # Tokens that the converter marks as special because they look so; in Qwen's files they are not.
@@ -775,6 +767,13 @@ def read_gguf(path: Path) -> Source:
                              "scores from the classifier, of which it is two rows")
     kept = tensors if pooling == poolings.LAST else without_copy(tensors)
     template = metadata.get("tokenizer.chat_template")
+    sampling = {hf: metadata.get(f"general.sampling.{name}") for name, hf in GGUF_SAMPLING.items()}
+    thinks = "</think>" in str(template or "</think>")
+    if family.gguf == "qwen2" and not thinks and not any(sampling.values()):
+        penalty = 1.1 if sum(tensor.size for tensor in kept.values()) < 2e9 else 1.05
+        sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": penalty}
+        Notices.hints.append("no sampling settings in the file: Qwen2.5's, -t 0.7 -p 0.8 -k 20 "
+                             f"-e {penalty}")
     kinds = {tensor.dtype for tensor in tensors.values()}
     weights: Counter[str] = Counter()  # dtype -> how many of the layers' weights have it
     for name, tensor in tensors.items():
@@ -786,7 +785,7 @@ def read_gguf(path: Path) -> Source:
                          "bos_token_id": bos, "eos_token_id": eos}, tokenizer=tokenizer,
         tokenizer_config={f"{name}_token": next((texts[i] for i in ids if i in texts), None)
                           for name, ids in (("bos", bos), ("eos", eos))},
-        generation=gguf_sampling(family, metadata, kept) | {"eos_token_id": stop_ids},
+        generation=sampling | {"eos_token_id": stop_ids},
         embedding=pooling == poolings.LAST, chat_template=template, open_tensors=lambda: kept,
         group_size=32 if "Q8_0" in kinds else None,
         four_bits=kind if kind in GGUF_LEVELS and 2 * most > sum(weights.values()) else "")
@@ -822,18 +821,6 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple
         "norm_topk_prob": True,  # there is no key for it: llama.cpp always divides
         "rope": {"rope_theta": model.get("rope.freq_base"),
                  "rope_type": rope.pop("type", "default")} | rope}
-
-
-def gguf_sampling(family: Family, metadata: dict, tensors: dict[str, Tensor]) -> dict:
-    """What generation_config.json has on sampling. A file of Qwen2.5 may have nothing on it."""
-    found = {name: metadata.get(f"general.sampling.{key}") for key, name in GGUF_SAMPLING.items()}
-    template = str(metadata.get("tokenizer.chat_template", "</think>"))
-    if family.gguf != "qwen2" or "</think>" in template or any(found.values()):
-        return found
-    penalty = 1.1 if sum(tensor.size for tensor in tensors.values()) < 2e9 else 1.05
-    Notices.hints.append("no sampling settings in the file: Qwen2.5's, -t 0.7 -p 0.8 -k 20 "
-                         f"-e {penalty}")
-    return {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": penalty}
 
 
 def gguf_tokenizer(path: Path, ggml: dict, around: dict) -> dict:
@@ -891,14 +878,13 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
         if magic != b"GGUF":
             refuse(path, "not supported", "a checkpoint's directory or a GGUF file", repr(magic))
         supported(path, "GGUF's version (or it is big-endian)", version, 2, 3)
-        metadata, alignment = {}, 32
+        metadata = {}
         for _ in range(n_values):
             key, (kind,) = value_of(GGUF_STRING), unpack("I")
-            metadata[key] = value = value_of(kind)
-            if key == "general.alignment":
-                alignment = value
-                if kind != GGUF_U32 or value < 8 or value & (value - 1):
-                    refuse(path, key, "a power of two from 8 (u32)", f"{value!r} (type {kind})")
+            metadata[key] = value_of(kind)
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
+            refuse(path, "general.alignment", "a power of two from 8", repr(alignment))
         entries = [(value_of(GGUF_STRING), unpack(f"{unpack('I')[0]}Q"),
                     *unpack("IQ")) for _ in range(n_tensors)]
         data = -(-file.tell() // alignment) * alignment  # rounded up
@@ -906,7 +892,7 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
             if len(shape) > 4 or len(name) > 64:  # ggml's limits, too
                 refuse(path, f"shape of {name}", "up to 4 dimensions, 64 letters of its name",
                        f"{len(shape)}, {len(name)}")
-            dtype = "Q1_0" if kind == GGUF_Q1_0 else gguf.GGMLQuantizationType(kind).name
+            dtype = gguf.GGMLQuantizationType(kind).name
             if shape[0] % (elements := BLOCK_SIZES[dtype][0]):
                 refuse(path, f"rows of {name}", f"a multiple of {elements}", shape[0])
             tensor = Tensor(name, path, data + offset, dtype, shape[::-1])
@@ -1098,7 +1084,8 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
     supported(where, "rope_type", rope_type, "default", "yarn")
     theta = number(where, rope, "rope_theta", 10000.0)
     # transformers ignores attn_factor, and each of mscale and mscale_all_dim without the other
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor"}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor",
+             "mrope_section", "mrope_interleaved"}
     if rope_type == "yarn":
         known |= {"factor", ORIGINAL, "truncate", "attention_factor", "beta_fast", "beta_slow",
                   "mscale", "mscale_all_dim"}
@@ -1178,9 +1165,8 @@ def check_pipeline(where: Path, tokenizer: dict) -> bool:
     """Refuses a tokenizer.json that does what qwen3.c does not. True if it normalizes to NFC."""
     model = tokenizer["model"]
     supported(where, "model", model.get("type"), "BPE")
-    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
-                "byte_fallback", "ignore_merges"):
-        supported(where, f"model.{key}", model.get(key) or "none", "none")
+    for key in sorted(model.keys() - {"type", "vocab", "merges", "fuse_unk"}):
+        supported(where, f"model.{key}", model[key] or "none", "none")
     steps = (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", [])
     steps = [{key: step[key] for key in step if key != "trim_offsets"} for step in steps]
     if steps != PRE_TOKENIZERS:
@@ -1370,7 +1356,10 @@ def render_all(template: str, variables: dict, conversations: list) -> dict[Conv
     """The text that a template makes of each conversation. ValueError if it fails. It is untrusted,
     may never end or take all memory, so it runs in a process of its own. If the process
     fails, the machine may be slow or full: nothing is exported."""
-    code, found = inspect.getsource(template_process) + "template_process()", "none"
+    code = ("import json, re, resource, sys; from contextlib import suppress; "
+            "sys.path += sys.argv[1:]; import jinja2, jinja2.sandbox\n"
+            f"{inspect.getsource(template_process)}template_process()")
+    found = "none"
     packages = [str(Path(module.__file__).parents[1]) for module in (jinja2, markupsafe)]
     try:
         done = subprocess.run(  # -I -S: with no modules but Python's own and these
@@ -1390,22 +1379,14 @@ def render_all(template: str, variables: dict, conversations: list) -> dict[Conv
 def template_process() -> None:
     """That process: the arguments of render_all() come by stdin and [texts, error] go to stdout, as
     JSON. The template runs as in transformers (chat_template_utils.py, render_jinja_template)."""
-    import json
-    import re
-    import resource
-    import sys
-    from contextlib import suppress
-    sys.path += sys.argv[1:]
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
     with suppress(ValueError, OSError):  # macOS: no limit
         resource.setrlimit(resource.RLIMIT_AS, (400_000_000, 400_000_000))
     def fail(message):
-        raise TemplateError(message)
+        raise jinja2.TemplateError(message)
 
     source, variables, conversations = json.load(sys.stdin)
     # transformers' block {% generation %}, which marks what is trained on, prints what it holds.
-    env = ImmutableSandboxedEnvironment(
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     source = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", source)
     source = re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", source)
@@ -1505,7 +1486,14 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
     if unknown := [i for i in (bos, *head_ids, *tail_ids, *stop_ids) if i >= vocab_size]:
         refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
     pieces = chat_pieces(source.chat_template, roles)
-    mode = default_mode(source, pieces, added, stop_ids)
+    # A base model's texts do not end with the end of a chat's turn.
+    turn_end = {i for text, (i, _) in added.items() if pieces and text in pieces.assistant_close}
+    chats = source.chat_template and (not turn_end or turn_end & set(stop_ids))
+    mode = EMBED if source.embedding else CHAT if chats else GENERATE
+    if mode == GENERATE and source.chat_template:
+        Notices.hints.append(
+            "the chat template's end of turn is not among the ids that end a text: this is a base "
+            "model, qwen3 will continue texts; -m chat overrides this")
     generation, defaults = source.generation, {  # transformers' but do_sample, which is false there
         "temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}
     penalty = number(path, generation, "repetition_penalty", 1.0)
@@ -1544,10 +1532,10 @@ def u32(*rows: list[int] | tuple[int, ...]) -> bytes:
 def end_ids(source: Source, added: dict, eos_token: str | None) -> tuple[int, int, list]:
     """(bos, eos, the ids that end an answer). The ids of config.json and generation_config.json end
     a text; tokenizer_config.json's eos_token may be one more, which ends a chat's turn."""
-    files = {"config.json": source.config, "generation_config.json": source.generation}
-    config_bos, config_eos, generation_bos, generation_eos = (
-        id_list(source.file(name), values.get(key)) for name, values in files.items()
-        for key in ("bos_token_id", "eos_token_id"))
+    (config_bos, config_eos), (generation_bos, generation_eos) = (
+        [id_list(source.file(name), values.get(f"{role}_token_id")) for role in ("bos", "eos")]
+        for name, values in (("config.json", source.config),
+                             ("generation_config.json", source.generation)))
     end_of_text, end_of_turn = ([added[text][0]] if text in added else []
                                 for text in ("<|endoftext|>", eos_token))
     bos = config_bos + generation_bos + end_of_text
@@ -1567,21 +1555,6 @@ def id_list(where: Path, value: object) -> list[int]:
     if not all(type(i) is int and 0 <= i < 2**32 for i in ids):
         refuse(where, "token id", "an id or a list of ids", repr(value))
     return ids
-
-
-def default_mode(source: Source, pieces: Pieces | None, added: dict, stop_ids: list) -> int:
-    """What qwen3 does without -m. A base model's texts do not end with the end of a chat's turn."""
-    if source.embedding:
-        return EMBED
-    close = pieces.assistant_close if pieces else ""
-    turn_end = {i for text, (i, _) in added.items() if text in close}
-    if source.chat_template and (not turn_end or turn_end & set(stop_ids)):
-        return CHAT
-    if source.chat_template:
-        Notices.hints.append(
-            "the chat template's end of turn is not among the ids that end a text: this is a base "
-            "model, qwen3 will continue texts; -m chat overrides this")
-    return GENERATE
 
 
 # ---- Quantization: a tensor's numbers as OUT.bin has them ----------------------------------------
@@ -1874,10 +1847,9 @@ def check(options: argparse.Namespace) -> None:
         if len(found := file.read(HEADER.size)) < HEADER.size:
             refuse(out, "truncated", f"a header of {HEADER.size} bytes", len(found))
         old = Header._make(HEADER.unpack(found))
-        supported(out, "group_size", old.group_size, *GROUP_SIZES)
-        supported(out, "rope_scaling (export it again)", old.rope_scaling, 0, 2)
-        supported(out, "layer_bits", old.layer_bits, 0, 4)
-        supported(out, "panels", old.panels, 0, 1)
+        for field, *good in (("group_size", *GROUP_SIZES), ("rope_scaling", 0, 2),
+                             ("layer_bits", 0, 4), ("panels", 0, 1)):
+            supported(out, f"{field} (export it again)", getattr(old, field), *good)
         header, computed = read_header(source, old.layer_bits or 8, old.group_size, options.yarn)
         if not old.panels:  # an older program's, which knew no eight_bits
             header = header._replace(panels=0, eight_bits=0)

@@ -105,7 +105,7 @@ def test_header_extensions(checkpoint, tmp_path, which):
 
 BAD_CONFIG = [
     ({"architectures": ["Qwen3NextForCausalLM"]}, "not Qwen3's", "found Qwen3NextForCausalLM$"),
-    ({"architectures": ["Qwen3ForSequenceClassification"]}, "a classifier, expected the model that it was made from",
+    ({"architectures": ["Qwen3ForSequenceClassification"]}, "not Qwen3's architecture, expected the model that it was made from",
      r"-o 'yes\|no', found Qwen3ForSequenceClassification$"),
     ({"architectures": "Qwen3ForCausalLM"}, "architectures, expected a list, found 'Qwen3ForCausalLM'"),
     ({"is_causal": False}, "is_causal is not supported, expected True, found False"),

@@ -571,7 +571,7 @@ BAD = {
     "pooling": ({"qwen3.pooling_type": 1}, None, "pooling_type.*found 1"),
     "eos": ({"tokenizer.ggml.eos_token_id": 99999}, None, "token ids.*99999"),
     **{f"alignment {value!r}": ({"general.alignment": value}, None, "general.alignment, expected a power "
-                                rf"of two from 8 \(u32\), found {re.escape(repr(value))}") for value in (
+                                rf"of two from 8, found {re.escape(repr(value))}") for value in (
         0, 4, 48, -32, 32.0, "32", True, [32])},
     "no embedding": ({}, without("token_embd.weight"), "tensors, expected token_embd.weight"),
     "missing": ({}, without("blk.1.attn_q.weight"), "missing: layers.1.self_attn.q_proj.weight"),
