@@ -153,6 +153,14 @@ def test_a_gguf_gives_the_files_that_the_checkpoint_gives(checkpoint, make, run,
     assert files(tmp_path / "gguf.bin") == files(tmp_path / "hf.bin")
 
 
+def test_text_part_of_a_vision_model(checkpoint, run, tmp_path):
+    ck = checkpoint("BF16", architectures=["Qwen2ForCausalLM"], head_dim=32)
+    metadata = {re.sub("^qwen2[.]", "qwen2vl.", key): value for key, value in values(ck).items()} | {
+        "general.architecture": "qwen2vl", "qwen2vl.rope.dimension_sections": [16, 24, 24, 0]}
+    assert run(write(tmp_path / "m.gguf", metadata, blocks(ck, Kind.BF16)), "out.bin")[0] == 0
+    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+
+
 def test_default_name_and_first_argument(make, run, tmp_path):
     make()
     assert run("model.gguf")[0] == 0 and run("other.bin", "model.gguf")[0] == 0
@@ -549,7 +557,7 @@ def shape(name, *new):
 BAD = {
     "llama": ({"general.architecture": "llama"}, None, "general.architecture .*'llama'"),
     "moe": ({"general.architecture": "qwen2moe"}, None,
-            "qwen2 or qwen3 or qwen3moe or qwen3vl, found 'qwen2moe'"),
+            "qwen2 or qwen2vl or qwen3 or qwen3moe or qwen3vl, found 'qwen2moe'"),
     "spm": ({"tokenizer.ggml.model": "llama"}, None, "tokenizer.ggml.model .*gpt2, found 'llama'"),
     "pre": ({"tokenizer.ggml.pre": "llama-bpe"}, None, "tokenizer.ggml.pre .*qwen2.*'llama-bpe'"),
     "no pre": ({"tokenizer.ggml.pre": None}, None, "tokenizer.ggml.pre .*found None"),

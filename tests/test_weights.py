@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from checkpoints import MIXTURE, experts, vision_language
+from checkpoints import MIXTURE, experts
 from conftest import export_process, export_py as export
 
 
@@ -82,17 +82,40 @@ def test_pieces_join_where_a_tensor_is_larger_than_one(checkpoint, run, tmp_path
     assert (tmp_path / "out.bin").read_bytes() == ck.expected(group)
 
 
+VISION = {"image_token_id": 151655, "vision_config": {"hidden_size": 8, "depth": 1}}
+RELATIVES = {  # architecture -> (that of the plain model, its other settings, where its layers are, tensors left out)
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", VISION | {"rope_scaling": {
+        "type": "mrope", "mrope_section": [16, 24, 24]}}, "model.", "visual."),
+    "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", VISION | {"rope_parameters": {  # of transformers 5
+        "type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}},
+        "model.language_model.", "model.visual."),
+    "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", VISION | {"rope_scaling": {
+        "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}},
+        "model.language_model.", "model.visual."),
+    "MiMoForCausalLM": ("Qwen2ForCausalLM", {"num_nextn_predict_layers": 1, "attention_bias": True}, "model.",
+                        "model.mtp_layers."),
+    "Qwen2Model": ("Qwen2ForCausalLM", {}, "", None), "Qwen3Model": ("Qwen3ForCausalLM", {}, "", None)}
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_text_part_of_qwen3_vl(checkpoint, run, tmp_path, tied):
-    """HF's logits for a text are those of a Qwen3 with the same weights: so is the file."""
-    ck = checkpoint(tie_word_embeddings=tied)
-    expected = ck.expected()
-    ck = vision_language(ck, tied)
-    stored = list(ck.stored())
-    seen = np.ones((8, 8), "<u2")
-    ck.stored = lambda: stored + [("model.visual.blocks.0.attn.qkv.weight", seen, None)]
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("architecture", RELATIVES)
+def test_relatives_of_the_plain_models(checkpoint, run, tmp_path, architecture, nested, tied):
+    """HF's logits for a text are those of the plain model with the same weights (transformers 5.24: they differ by 0),
+    and so is the file. Numbers are in text_config or, as in older files, beside it."""
+    plain, settings, prefix, left_out = RELATIVES[architecture]
+    ck = checkpoint(architectures=[plain], tie_word_embeddings=tied, head_dim=32)
+    expected, text = ck.expected(), ck.config | settings
+    text.pop("architectures")
+    ck.config = {"text_config": text | {"tie_word_embeddings": not tied}} | VISION if nested else text
+    ck.config |= {"architectures": [architecture], "tie_word_embeddings": tied}
+    stored = [(name.replace("model.", prefix, 1), *more) for name, *more in ck.stored()]
+    if left_out:
+        stored.append((f"{left_out}0.attn.qkv.weight", np.ones((8, 8), "<u2"), None))
+    ck.stored = lambda: stored
     status, err = run(ck.save(tmp_path / "in", 2), "out.bin")
-    assert status == 0 and "in groups of 64, without visual.*)" in err[0], err
+    said = f", without {left_out.removeprefix('model.')}*)" if left_out else "in groups of 64)"
+    assert status == 0 and said in err[0], err
     assert (tmp_path / "out.bin").read_bytes() == expected
 
 
