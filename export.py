@@ -359,6 +359,9 @@ MOE = QWEN3 | {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": Fals
 FAMILIES = [
     Family("Qwen2ForCausalLM", "qwen2", QWEN2, BIASES, None),
     Family("Qwen2Model", "", QWEN2, BIASES, None),  # mostly an embedding model
+    Family("Qwen2VLForConditionalGeneration", "qwen2vl", QWEN2, BIASES, None, left_out="visual."),
+    Family("Qwen2_5_VLForConditionalGeneration", "", QWEN2, BIASES, None, left_out="visual."),
+    Family("MiMoForCausalLM", "", QWEN2, BIASES, None, left_out="mtp_layers."),
     Family("Qwen3ForCausalLM", "qwen3", QWEN3),
     Family("Qwen3Model", "", QWEN3),  # mostly an embedding model
     Family("Qwen3MoeForCausalLM", "qwen3moe", MOE, experts=True),
