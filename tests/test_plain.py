@@ -78,7 +78,7 @@ def tensors(name, bits, vocab_size):
     group = 32 if bits == 4 or any(n % 64 for n in (shape["dim"], shape["hidden_dim"])) else 64
     header = export_py.Header(**dict.fromkeys(export_py.Header._fields, 0) | shape | dict(
         vocab_size=vocab_size, shared_classifier=tied, group_size=group, no_qk_norm=qwen2, qkv_bias=qwen2,
-        layer_bits=bits % 8, eight_bits=(6 if qwen2 else 4) * (bits == 4)))
+        layer_bits=bits % 8, eight_bits=(6 if qwen2 else 4) * (bits == 4), panels=1))
     return header, [(tensor.names[0], tensor.bits, tensor.scales if tensor.bits < 32 else tensor.values, tensor.end)
                     for tensor in export_py.layout(header)]
 
