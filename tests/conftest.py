@@ -5,6 +5,7 @@ The programs are black boxes here. QWEN3=path runs another build (say, one with 
 import contextlib
 import fcntl
 import functools
+import hashlib
 import http.server
 import io
 import json
@@ -420,7 +421,7 @@ def exported(tokenizer_json, tmp_path_factory):
 # -- a hub
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as a download asks for: the folders org/NAME of a folder."""
+    """As much of the hub as a download asks for: the folders org/NAME of a folder, org/NAME@REVISION of a revision."""
     protocol_version = "HTTP/1.1"
     folder: Path
     asked: list
@@ -433,11 +434,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.asked.append(path)
         model, _, file = re.sub("^/(api/models/)?|/resolve/[^/]+(?=/)|/(revision|tree)/.*", "", path,
                                 ).partition("/")[2].partition("/")
-        model = self.folder / "org" / model
+        model, sha = self.folder / "org" / model, "1" * 40
+        asked = re.search("/(?:revision|tree|resolve)/([^/]+)", path)
+        for other in self.folder.glob(f"org/{model.name}@*"):
+            revision = other.name.partition("@")[2]
+            commit = hashlib.sha1(revision.encode()).hexdigest()
+            if asked and asked[1] in (revision, commit):
+                model, sha = other, commit
         files = {p.relative_to(model).as_posix(): p.stat().st_size
                  for p in sorted(model.rglob("*")) if p.is_file()}
         files["original/consolidated.safetensors"] = 1
-        commit = {"sha": "1" * 40, "id": f"org/{model.name}", "_id": "1", "tags": [],
+        commit = {"sha": sha, "id": f"org/{model.name}", "_id": "1", "tags": [],
                   "private": False}
         if path.startswith("/api/models/") and "/tree/" in path and model.is_dir():
             self.answer(200, json.dumps([{"type": "file", "path": p, "size": n, "oid": "2" * 40}

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 from checkpoints import LAST, sentence_transformers
-from conftest import ROOT, Hub, environment, refused
+from conftest import ROOT, Hub, environment, export_py as export, refused
 from test_templates import CHATML
 
 
@@ -33,10 +34,67 @@ def test_download_from_a_hub(checkpoint, hub, tmp_path):
     for changes in {"HF_HUB_OFFLINE": "1"}, {}:  # not allowed to ask, and no one there
         status, err = hub("org/tiny", **changes)
         assert status == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected(), err
+        assert len(err) == 1  # nothing was downloaded, and so nothing stays
         assert hub("org/tiny", "--check", **changes)[0] == 0
         (tmp_path / "tiny.bin").unlink()
         refused(hub("org/tiny", "x.bin", **changes, HF_HOME=str(tmp_path / "empty")),
                 "org/tiny: not here, and the hub can't be", "network.*HF_ENDPOINT.*HF_HUB_OFFLINE")
+
+
+@pytest.mark.parametrize("name, revision", [
+    ("org/tiny@v1.0", "v1.0"), ("org/tiny@refs/pr/7", "refs%2Fpr%2F7"), ("URL/org/tiny/tree/v1.0", "v1.0"),
+    ("URL/org/tiny/tree/refs%2Fpr%2F7?x=y", "refs%2Fpr%2F7"), ("hf.co/org/tiny/blob/v1.0/", "v1.0")])
+def test_revisions(checkpoint, hub, tmp_path, name, revision):
+    """A branch, a tag or a commit; the folder in the cache is that commit's."""
+    ck = checkpoint()
+    ck.files["chat_template.json"] = {"chat_template": CHATML}  # the hub's older place for it
+    ck.save(tmp_path / "hub/org/tiny")
+    ck.tensors["norm.weight"] *= 2
+    ck.save(tmp_path / f"hub/org/tiny@{revision}")
+    status, err = hub(name.replace("URL", hub.url))
+    assert status == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected(), err
+    assert not any("chat template" in line for line in err) and "chat_template.json" in hub.asked()
+    assert hub(name.replace("URL", hub.url), "--check")[0] == 0
+    (snapshot,) = (tmp_path / "cache/hub/models--org--tiny/snapshots").iterdir()
+    (tmp_path / "tiny.bin").unlink()
+    status, err = hub(snapshot)
+    assert status == 0 and err[0].startswith("export.py: wrote tiny.bin ") and len(err) == 1, err
+
+
+@pytest.mark.parametrize("name", ["https://modelscope.cn/models/Qwen/Qwen3-0.6B", "http://huggingface.co.evil.com/a/b",
+                                  "https://ollama.com/library/qwen3"])
+def test_pages_of_other_hosts(run, name):
+    """They are not asked for, and neither is the hub for such a name."""
+    host = name.split("/")[2]
+    refused(run(name), f"its host is not supported, expected huggingface.co or hf.co, found '{host}'$")
+
+
+def test_a_path_with_a_typing_error_is_no_hub_name(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "find_model", lambda *_: pytest.fail("it asks the hub"))
+    (tmp_path / "models").mkdir()
+    refused(run("models/qwen/file.gguf"), "^export.py: models/qwen/file.gguf: missing")
+    with pytest.raises(pytest.fail.Exception):
+        run("other/qwen/file.gguf")
+
+
+def test_disks_of_a_gguf_file_on_the_hub(hub, tmp_path):
+    """Before the download: the cache's disk has room for it, OUT's disk for OUT.bin, one disk for both."""
+    file = tmp_path / "hub/org/tiny-GGUF/tiny-Q8_0.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    os.truncate(file, 1 << 43)  # a hole
+    (tmp_path / "out").mkdir()
+    refused(hub("org/tiny-GGUF", "out/x.bin"), f"too little disk space, expected {2 << 43} bytes")
+    assert not hub.asked()
+
+
+@pytest.mark.parametrize("download, out, need", [(50, 0, 50), (0, 50, 50), (30, 30, 60), (20, 20, None)])
+def test_space_for_all_that_comes_to_a_disk(run, tmp_path, monkeypatch, download, out, need):
+    free = shutil.disk_usage(tmp_path)._replace(free=45)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    place = export.Place(lambda: export.refuse("x", "it is read", 1), [(tmp_path, download)], out)
+    monkeypatch.setattr(export, "find_source", lambda _: place)
+    refused(run("org/x", "x.bin"), f"too little disk space, expected {need} bytes, found 45 free" if need else "it is read")
 
 
 def test_ctrl_c_during_a_download(checkpoint, hub, tmp_path, monkeypatch):
