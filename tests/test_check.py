@@ -310,6 +310,18 @@ def test_tokenizer_differs(exported, run, edit):
     refused(run("--check", "hf", "out.bin"), "out.bin.tokenizer: .*not what the source gives")
 
 
+def test_an_export_that_was_killed_between_the_two_names(exported, run, tmp_path):
+    """The tokenizer file has its name, OUT.bin not yet. If both are parts, the older pair is a pair."""
+    parts = [Path(f"{exported}.part"), Path(f"{exported}.tokenizer.part")]
+    for part in parts:
+        part.write_text("")
+    assert run("--check", "hf", "out.bin")[0] == 0
+    parts[1].unlink()
+    refused(run("--check", "hf", "out.bin"), "^export.py: out.bin: older than its tokenizer file, expected both of one "
+            "export: export again, found out.bin.part, which a killed export has left$")
+    assert run("hf", "out.bin")[0] == run("--check", "hf", "out.bin")[0] == 0
+
+
 def test_missing_files(exported, run):
     Path(f"{exported}.tokenizer").unlink()
     status, err = run("--check", "hf", "out.bin")
@@ -384,6 +396,12 @@ def test_plot_of_an_odd_name(ck, run, tmp_path, name):
     pytest.importorskip("matplotlib")
     folder = ck.save(tmp_path / "hf")
     assert run(folder, name)[0] == run(folder, name, "--plot", "$.png")[0] == 0
+
+
+def test_plot_s_folder_comes_first(run, monkeypatch):
+    """Not after minutes of comparing."""
+    monkeypatch.setattr(export, "find_source", lambda _: pytest.fail("it works"))
+    refused(run("hf", "out.bin", "--plot", "nowhere/a.png"), "^export.py: nowhere: missing, expected the directory")
 
 
 def test_plot_without_matplotlib(exported, tmp_path):

@@ -27,7 +27,8 @@ def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
     refused(run("x" * 5000), r"xx \.\.\. xx.*: can't be read.*found File name too long$")
 
 
-@pytest.mark.parametrize("where", ["read_header", "layout", "encode", "chat_pieces"])
+@pytest.mark.parametrize("where", ["plain_config", "read_header", "layout", "encode", "chat_pieces",
+                                   "read_added", "decode_vocabulary", "merge_scores"])
 def test_our_own_bugs(checkpoint, run, tmp_path, monkeypatch, where):
     """They are not blamed on a file. --traceback shows where they are."""
     folder = checkpoint().save(tmp_path / "in")
@@ -82,6 +83,12 @@ def test_ctrl_c_while_the_arguments_are_read():
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_version():
+    """It is qwen3.c's, which a release takes, too."""
+    version = re.search('define VERSION "(.*)"', (ROOT / "qwen3.c").read_text())[1]
+    assert export_process("in", "--version").stdout == f"export.py {version}\n" and export.VERSION == version
+
+
 def test_windows():
     """It has no os.pread: it is said at once."""
     code = f"import os, runpy; os.name = 'nt'; runpy.run_path({str(ROOT / 'export.py')!r}, run_name='__main__')"
@@ -124,6 +131,16 @@ def test_parts_that_others_left_or_hold(checkpoint, run, tmp_path):
     assert run(folder, "out.bin")[0] == 0
     assert (tmp_path / "out.bin").read_bytes() == ck.expected()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out.bin", "out.bin.tokenizer"]
+
+
+@pytest.mark.parametrize("name", ["out.bin.part", "out.bin.tokenizer.part"])
+def test_a_part_that_is_a_link(checkpoint, run, tmp_path, name):
+    """Somebody else may have put it there, to have another file emptied."""
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / name).symlink_to("victim")
+    status, err = run(checkpoint().save(tmp_path / "in"), "out.bin")
+    assert status == 1 and err[0].startswith(f"export.py: {name}: can't be read or written"), err
+    assert (tmp_path / "victim").read_text() == "mine" and not (tmp_path / "out.bin").exists()
 
 
 def test_names_come_after_the_contents(checkpoint, run, tmp_path, monkeypatch):

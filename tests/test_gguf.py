@@ -226,6 +226,8 @@ def several(checkpoint, tmp_path):
     ck = checkpoint("F16", hidden_size=256)
     folder = tmp_path / "hub/org/tiny-GGUF"
     (folder / "BF16").mkdir(parents=True)
+    for name in "mmproj-tiny-Q8_0.gguf", "tiny-mmproj-F16.gguf", "BF16/mmproj-BF16.gguf":  # what it sees with
+        (folder / name).write_text("no model")
     (folder / "config.json").write_text("{}")
     (folder / "README.md").write_text("no")
     for kind in Kind.F16, Kind.Q8_0, Kind.Q4_0:
@@ -507,6 +509,9 @@ DEFAULT = 0.1 * math.log(4) + 1
                 "qwen3.rope.scaling.finetuned": True}, (1e6, 4, 128, 16, 2, 1.5)),
     # DeepSeek's attn_factor, which transformers ignores
     (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1 / DEFAULT}, (1e6, 4, 128, 0, 0, 0)),
+    (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1.0005 / DEFAULT}, (1e6, 4, 128, 0, 0, 0)),
+    (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1.002 / DEFAULT}, (1e6, 4, 128, 0, 0, 1.002 / DEFAULT)),
+    (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 0.95 / DEFAULT}, (1e6, 4, 128, 0, 0, 0.95 / DEFAULT)),
     ({"qwen3.rope.scaling.type": "none"}, (1e6,)),
     ({"qwen3.rope.freq_base": None}, (1e4,))])
 def test_rope(make, run, tmp_path, changes, fields):
@@ -527,14 +532,14 @@ def test_tokenizer_metadata(checkpoint, make, run, tmp_path):
     end, turn = ck.eos - 2, ck.eos  # <|endoftext|>, <|im_end|>
     assert run(make(ck, changes={
         "tokenizer.ggml.eos_token_id": end, "tokenizer.ggml.eot_token_id": turn,
-        "tokenizer.ggml.bos_token_id": turn, "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.eom_token_id": end + 5, "tokenizer.ggml.bos_token_id": turn, "tokenizer.ggml.add_bos_token": True,
         "tokenizer.ggml.add_eos_token": True, "qwen3.pooling_type": 3,
         "tokenizer.chat_template": None, "general.sampling.temp": None,
         "general.sampling.top_p": 0.5, "general.sampling.top_k": None}), "out.bin")[0] == 0
     head, records, sections = tokenizer_of(tmp_path / "out.bin", ck)
     assert head[1:] == (turn, end)
     assert rows(sections["head"], 1) == [(turn,)] and rows(sections["tail"], 1) == [(end,)]
-    assert rows(sections["stop"], 1) == [(end,), (turn,)]
+    assert rows(sections["stop"], 1) == [(end,), (turn,), (end + 5,)]  # of a text, a turn, a message
     assert sections["samp"] == struct.pack("<2fI", 1.0, 0.5, 50)  # the rest as in transformers
     assert rows(sections["mode"], 1) == [(4,)] and "chat" not in sections
     special = {records[i][1].decode() for i, flag in rows(sections["adde"], 2) if flag}
@@ -542,6 +547,53 @@ def test_tokenizer_metadata(checkpoint, make, run, tmp_path):
     assert printed == PRINTED | CALLED_CONTROL
     assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|box_start|>"} <= special
     assert records[-5:] == [(-1e6, b"")] * 5  # [PAD...], which nothing makes
+
+
+NO_SAMPLING = {f"general.sampling.{key}": None for key in ("temp", "top_p", "top_k")}
+THINKING = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+
+
+@pytest.mark.parametrize("architecture, changes, penalty", [
+    ("Qwen2ForCausalLM", {}, 1.1), ("Qwen2ForCausalLM", {"general.sampling.top_k": 20}, None),
+    ("Qwen2ForCausalLM", {"tokenizer.chat_template": THINKING}, None),
+    ("Qwen2ForCausalLM", {"tokenizer.chat_template": None}, None), ("Qwen3ForCausalLM", {}, None)])
+def test_sampling_settings_of_qwen2_5(checkpoint, make, run, tmp_path, architecture, changes, penalty):
+    """Where a file has none: for a chat model that does not think."""
+    ck = checkpoint(architectures=[architecture], head_dim=32)
+    status, err = run(make(ck, changes=NO_SAMPLING | changes), "out.bin")
+    sections = tokenizer_of(tmp_path / "out.bin", ck)[2]
+    said = "export.py: no sampling settings in the file: Qwen2.5's, -t 0.7 -p 0.8 -k 20 -e 1.1" in err
+    assert status == 0 and said == bool(penalty)
+    assert (sections.get("samp") == struct.pack("<2fI", 0.7, 0.8, 20)) == bool(penalty)
+    assert sections.get("repe") == (penalty and struct.pack("<f", penalty))
+
+
+def test_larger_models_of_qwen2_5_have_a_lower_penalty(checkpoint, make, monkeypatch):
+    path = make(checkpoint(architectures=["Qwen2ForCausalLM"], head_dim=32), changes=NO_SAMPLING)
+    for weights, penalty in (1_900_000_000, 1.1), (2_000_000_000, 1.05):
+        more = export.Tensor("x", path, 0, "F32", (weights,))
+        monkeypatch.setattr(export, "without_copy", lambda tensors: tensors | {"x": more})
+        assert export.read_gguf(path).generation["repetition_penalty"] == penalty
+
+
+def test_reranker(checkpoint, make, run, tmp_path):
+    """Its head is two rows of the classifier, and -o 'yes|no' does what it does."""
+    ck = checkpoint("F16")
+    head = {"cls.output.weight": (np.ones((2, 64), np.float32), Kind.F32)}
+    path = make(ck, Kind.F16, {"qwen3.pooling_type": 4, "qwen3.classifier.output_labels": ["yes", "no"]}, head)
+    status, err = run(path, "out.bin")
+    assert status == 0 and "cls.output.weight is left out" in err[1] and "-o 'yes|no'" in err[1]
+    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+    assert "mode" not in tokenizer_of(tmp_path / "out.bin", ck)[2]  # it chats
+    refused(run(make(ck, Kind.F16, tensors=head), "out.bin"), "left over: cls.output.weight")
+
+
+@pytest.mark.parametrize("where", ["gguf_config", "gguf_tokenizer", "without_copy", "read_gguf"])
+def test_our_own_bugs(make, run, monkeypatch, where):
+    """They are not blamed on the file."""
+    path = make()
+    monkeypatch.setattr(export, where, lambda *_: {}["a bug"])
+    refused(run(path, "out.bin"), "^export.py: out.bin: export.py failed, .*found KeyError: 'a bug'$")
 
 
 # ---------------------------------------------------------------------------- refused
@@ -558,6 +610,7 @@ BAD = {
     "llama": ({"general.architecture": "llama"}, None, "general.architecture .*'llama'"),
     "moe": ({"general.architecture": "qwen2moe"}, None,
             "qwen2 or qwen2vl or qwen3 or qwen3moe or qwen3vl, found 'qwen2moe'"),
+    "mmproj": ({"general.architecture": "clip"}, None, "qwen3vl, found 'clip'"),
     "spm": ({"tokenizer.ggml.model": "llama"}, None, "tokenizer.ggml.model .*gpt2, found 'llama'"),
     "pre": ({"tokenizer.ggml.pre": "llama-bpe"}, None, "tokenizer.ggml.pre .*qwen2.*'llama-bpe'"),
     "no pre": ({"tokenizer.ggml.pre": None}, None, "tokenizer.ggml.pre .*found None"),

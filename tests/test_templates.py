@@ -4,7 +4,7 @@ import re
 import struct
 
 import pytest
-from conftest import export_py as export, read_tokenizer
+from conftest import export_py as export, read_tokenizer, refused
 
 
 def chat_strings(section: bytes) -> list[str]:
@@ -78,6 +78,9 @@ CHATS = {
         "{% if messages[0].role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}"
         + CHATML,
         change(ORDINARY, no_system="<|im_start|>system\nBe good.<|im_end|>\n")),
+    "the trained part is marked": (
+        CHATML.replace("{{- '<|im_start|>'", "{% generation %}{{- '<|im_start|>'").replace(
+            "{%- endfor %}", "{%- endgeneration -%}\n{%- endfor %}"), ORDINARY),
     "no system prompt": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
                          "{% endif %}" + CHATML, "no system role"),
     "trims": (CHATML.replace("m.content", "m.content | trim"), "differs for"),
@@ -135,3 +138,19 @@ def test_chat_section_and_what_is_said_without_one(checkpoint, run, tmp_path):
         assert status == 0 and len(err) == 2 and re.search(pattern, err[1]), err
         data = (tmp_path / "out.bin.tokenizer").read_bytes()
         assert "chat" not in read_tokenizer(data, ck.config["vocab_size"])[2]
+
+
+def test_chat_template_of_the_user_s(checkpoint, run, tmp_path, monkeypatch):
+    """Whatever SOURCE has; also for --check. A name with a typing error is found before a download."""
+    ck = checkpoint()
+    ck.settings["chat_template"] = CHATS["trims"][0]
+    ck.save(tmp_path / "in")
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    status, err = run("in", "out.bin", "--chat-template", "mine.jinja")
+    data = (tmp_path / "out.bin.tokenizer").read_bytes()
+    assert status == 0 and len(err) == 1, err
+    assert chat_strings(read_tokenizer(data, ck.config["vocab_size"])[2]["chat"]) == ORDINARY
+    assert run("--check", "in", "out.bin", "--chat-template", "mine.jinja")[0] == 0
+    refused(run("--check", "in", "out.bin"), "out.bin.tokenizer: the file is not what the source gives")
+    monkeypatch.setattr(export, "read_folder", lambda _: pytest.fail("it reads the source"))
+    refused(run("in", "out.bin", "--chat-template", "none.jinja"), "^export.py: none.jinja: missing")

@@ -309,12 +309,13 @@ def test_help_tells_the_default_of_bits():
             in text[text.index("--bits"):text.index("--group-size")])
 
 
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_without_packages(option):
+@pytest.mark.parametrize("option, shown", [
+    ("-h", "export.py SOURCE [OUT.bin]"), ("--help", "export.py SOURCE [OUT.bin]"), ("--version", "export.py 5")])
+def test_help_without_packages(option, shown):
     """-S: without site-packages."""
     done = subprocess.run([sys.executable, "-I", "-S", ROOT / "export.py", "x", option],
                           capture_output=True, text=True)
-    assert done.returncode == 0 and "export.py SOURCE [OUT.bin]" in done.stdout, done.stderr
+    assert done.returncode == 0 and shown in done.stdout, done.stderr
 
 
 def test_the_summary_ends_with_the_command_to_run(checkpoint, run, tmp_path):

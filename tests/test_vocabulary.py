@@ -164,6 +164,16 @@ def test_repetition_penalty(checkpoint, tmp_path, value, expected):
     assert not any("penalty" in note for note in export.Notices.hints)
 
 
+def test_min_p_is_said(checkpoint, run, tmp_path):
+    ck = checkpoint()
+    ck.settings["chat_template"] = CHATML
+    ck.generation["min_p"] = 0
+    assert len(run(ck.save(tmp_path / "in"), "out.bin")[1]) == 1
+    ck.generation["min_p"] = 0.05
+    _, (_, hint) = run(ck.save(tmp_path / "in"), "out.bin")
+    assert hint == "export.py: generation_config.json: min_p 0.05 is ignored: qwen3 has no min_p"
+
+
 @pytest.mark.parametrize("template, generation, config, settings, mode, noted", [
     (True, [2, 0], 2, "<|im_end|>", 0, ""), (True, 0, 0, "<|endoftext|>", 1, "base model"),
     (True, None, 2, "<|endoftext|>", 0, ""), (True, 0, 0, "<|im_end|>", 0, ""),
