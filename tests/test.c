@@ -798,6 +798,11 @@ static void test_sampler(void) {
             CHECK(fabs(share - kept[i]) <= 5 * sigma, "case %zu, id %d: %g, not %g", c, i, share, kept[i]);
         }
     }
+    Sampler half = random_sampler(1, 0.5f, 0);
+    for (int i = 0; i < 200; i++) {
+        int id = sample(&half, (float[]){2, 2, 2, 2}, 4);
+        CHECK(id < 2, "id %d, but 0 and 1 reach the half", id);
+    }
     Sampler greedy = random_sampler(0, 0.8f, 20);
     CHECK(sample(&greedy, (float[]){1, 3, 3, 2}, 4) == 1);
     greedy.presence = 1.5f;
