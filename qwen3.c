@@ -2895,7 +2895,6 @@ static const char budget_text[] = "\n\nConsidering the limited time by the user,
     "the solution based on the thinking directly now.\n</think>\n\n";
 
 #define NO_REPEATS "-e 1.1 helps, -n -1 lets it go on"
-
 static const char *const closers[N_CLOSERS] = {
     [BY_BUDGET] = "-r", [BY_LENGTH] = "-n", [BY_CONTEXT] = "a full context",
     [BY_STOP_ID] = "an end token", [BY_REPEATS] = "repeating itself (" NO_REPEATS ")"};
