@@ -2528,7 +2528,7 @@ static int make_rows(Engine *e) {
             if (n + later == p->batch || e->needed + later == p->logit_rows) break;
             p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->blocks, needed, t};
             e->needed += needed;
-            slot->rows += pos < t->ids.n;  // a right guess is added to `run` by draw_texts
+            slot->rows += pos < t->ids.n;  // draw() adds a right guess to n_run
         }
     }
     return n;
