@@ -1270,14 +1270,14 @@ def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dic
 
 # ---- Unicode: the tokenizers package's character classes and NFC as tables -----------------------
 # The package's regular expressions, its normalizer and Python have three versions of Unicode. So
-# the package says which characters it classifies or changes; Python says how, the same in each.
+# the package says what it does to each character; Python says only by what it orders the marks.
 
 # All code points that may be assigned: planes 0 to 3 and 14, without the surrogates
 CHARACTERS = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xF0000)]))
 
 
 def unicode_sections(nfc: bool) -> dict[str, bytes]:
-    """The tokenizer file's sections `clas`, `ccc ` and `deco`, the last two empty without NFC."""
+    """The tokenizer file's section `clas` and, if the tokenizer has NFC, `ccc ` and the `nfc`s."""
     def runs(classes: dict[int, int]) -> np.ndarray:
         """Rows of (first, last, class), one for each run of code points of one class, ascending."""
         codes, numbers = np.array(sorted(classes.items())).T
@@ -1289,7 +1289,7 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
                for piece, _ in pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
                .pre_tokenize_str(CHARACTERS) for char in piece}
     if not nfc:
-        return {"clas": u32(*runs(classes)), "ccc ": b"", "deco": b""}
+        return {"clas": u32(*runs(classes))}
     # Canonical combining classes, of the marks that NFD sorts by it
     decompose, compose = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
     low, high = "\u0334", "\u0345"  # marks of the lowest class, 1, and of the highest, 240
@@ -1297,15 +1297,22 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
              if unicodedata.combining(char)
              and char in (text := decompose(high + char + low))  # else decomposed before the sort
              and text != high + char + low}
-    # (character, first, second or 0, whether NFC composes it again): one step of a canonical
-    # decomposition. Hangul, which is arithmetic, is left out.
-    steps = []
+    # `nfcd` has two words for a character, `nfcc` one for a pair; a word is of three code points.
+    changed, decomposed, composed = {}, [], []
     for char in CHARACTERS:
-        step = unicodedata.decomposition(char)  # "0041 0300"; "<compat> 0020" is none of NFD's
-        if step and step[0] != "<" and decompose(char) != char:
-            first, second = [*(int(code, 16) for code in step.split()), 0][:2]
-            steps.append((ord(char), first, second, compose(char) == char))
-    return {"clas": u32(*runs(classes)), "ccc ": u32(*runs(marks)), "deco": u32(*steps)}
+        if (parts := decompose(char)) == char:
+            continue
+        stays = compose(char) == char
+        changed[ord(parts[-1] if stays else char)] = 1
+        if stays:
+            composed.append((ord(compose(parts[:-1])), ord(parts[-1]), ord(char)))
+        if not "\uac00" <= char <= "\ud7a3":  # Hangul would only compose again
+            first, second, third, fourth = map(ord, parts.ljust(4, "\0"))
+            decomposed += [(0, ord(char), first), (fourth, third, second)]
+    words = {tag: b"".join(struct.pack("<Q", a << 42 | b << 21 | c) for a, b, c in rows)
+             for tag, rows in (("nfcd", decomposed), ("nfcc", sorted(composed)))}
+    return {"clas": u32(*runs(classes)), "ccc ": u32(*runs(marks)), "nfcq": u32(*runs(changed)),
+            **words}
 
 
 # ---- Chat: the checkpoint's Jinja template as twelve strings -------------------------------------
@@ -1515,9 +1522,8 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
         "mode": b"" if mode == CHAT else u32([mode]),
         "chat": b"".join(length_and_bytes(piece.encode()) for piece in pieces or ()),
         "begn": pieces.begun.encode() if pieces else b""}
-    # Empty sections are left out. Not ccc and deco: older programs would say that NFC is missing.
     extension = b"".join(tag.encode() + length_and_bytes(payload)
-                         for tag, payload in sections.items() if payload or tag in ("ccc ", "deco"))
+                         for tag, payload in sections.items() if payload)
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
                        + length_and_bytes(tokens.get(i, b"")) for i in range(vocab_size))
     return (struct.pack("<3I", max(map(len, tokens.values())), bos, eos) + records

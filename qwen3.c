@@ -1657,15 +1657,14 @@ static void make_panels(Model *m, const char *path) {
 // The Unicode data is that of HF's tokenizers package, so that ids agree on every text.
 
 // What a file may ask for, so that none takes all time or memory: bytes of a token, of an added
-// token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into,
-// and steps until then
-enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4,
-       MOST_STEPS = 8 };
+// token and of ChatFormat.strip; ids in head, tail and stop
+enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000 };
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
 enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CODE_POINT = (1 << 21) - 1 };
-// Tables.chars: a class; more than that if NFC may change the character or the one before
-enum { CLASS_MASK = 3, NFC_CHANGES = 4, CCC_SHIFT = 8 };
+// Tables.chars: a class; 1 << NFC_SHIFT if NFC may change the character or compose it with the one
+// before; its combining class (ccc)
+enum { CLASS_MASK = 3, NFC_SHIFT = 2, CCC_SHIFT = 8 };
 
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // option -m
 
@@ -1682,10 +1681,10 @@ typedef struct Tables {
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
     uint16_t chars[N_CHARS];       // what each character is
-    uint64_t decomposed[N_CHARS];  // canonical decompositions: first << 21 | second, or 0
-    uint64_t composed[N_CHARS];    // and back, sorted, for those that NFC composes again:
-                                   // first << 42 | second << 21 | what the two become
-    size_t n_composed;     // 0: the file has no such data, and a text stays as it is
+    uint64_t *decomposed;  // (n_decomposed, 2): see take_decomposed
+    uint64_t *composed;    // (n_composed): see take_composed
+    size_t n_decomposed, n_composed;
+    bool told;             // that a text was not normalized
     Mode mode;             // what the model is made for
     Bytes from;            // what it was exported from, and how
     Sampler advice;        // temperature, top_p, top_k and repetition that its makers advise
@@ -1730,9 +1729,51 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift)
     }
 }
 
-static void take_decompositions(Cursor *in, Tokenizer *tok);  // deco: see Unicode
+// Takes the rest as rows of words, each of three characters, 21 bits each. The rows ascend, even
+// without the last character of their first word. Sets *n to their number.
+static uint64_t *take_rows(Cursor *in, size_t words, size_t *n) {
+    const size_t size = words * sizeof(uint64_t);
+    *n = in->rest.n / size;
+    uint64_t *rows = alloc(*n, size, "the tokenizer");
+    memcpy(rows, take(in, *n * size), *n * size);
+    for (size_t i = 0; i < *n * words; i++) {
+        const uint64_t w = rows[i], a = w >> 42, b = w >> 21 & CODE_POINT, c = w & CODE_POINT;
+        const bool ascends = i < words || i % words || w >> 21 > rows[i - words] >> 21;
+        if (!ascends || a > LAST_CHAR || b > LAST_CHAR || c > LAST_CHAR)
+            die_bad(in, in->part, "ascending rows of characters, found others in row %zu",
+                    i / words);
+    }
+    return rows;
+}
+
+// nfcd: the characters with a canonical decomposition, but no Hangul syllables, which would only
+// compose again: u64 character << 21 | first part, u64 the second part, the third << 21, the
+// fourth << 42, 0 for none
+static void take_decomposed(Cursor *in, Tokenizer *tok) {
+    tok->tables->decomposed = take_rows(in, 2, &tok->tables->n_decomposed);
+}
+
+// nfcc: what NFC composes: u64 first << 42 | second << 21 | what the two become
+static void take_composed(Cursor *in, Tokenizer *tok) {
+    tok->tables->composed = take_rows(in, 1, &tok->tables->n_composed);
+}
+
+// deco, of older files: u32 character, u32 first, u32 second or 0, u32 whether these compose again.
+// It only says which texts are perhaps not in form NFC. It has no Hangul.
+static void take_old_steps(Cursor *in, Tokenizer *tok) {
+    uint16_t *chars = tok->tables->chars;
+    for (uint32_t c = 0x1161; c < 0x11C3 && in->rest.n; c++) chars[c] |= 1 << NFC_SHIFT;
+    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
+        c = take_int(in, next, LAST_CHAR);
+        take_int(in, 0, LAST_CHAR);
+        const uint32_t second = take_int(in, 0, LAST_CHAR);
+        chars[take_int(in, 0, 1) ? second : c] |= 1 << NFC_SHIFT;
+    }
+}
+
 static void take_classes(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, SPACE, 0); }
 static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC_SHIFT); }
+static void take_changed(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 1, NFC_SHIFT); }
 static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->prefix); }
 static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->suffix); }
 static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
@@ -1773,7 +1814,8 @@ static void take_begun(Cursor *in, Tokenizer *tok) {
 }
 
 static const struct { char tag[5]; void (*take)(Cursor *in, Tokenizer *tok); } sections[] = {
-    {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_ccc}, {"deco", take_decompositions},
+    {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_ccc}, {"nfcq", take_changed},
+    {"nfcd", take_decomposed}, {"nfcc", take_composed}, {"deco", take_old_steps},
     {"head", take_head}, {"tail", take_tail}, {"stop", take_stop}, {"samp", take_sampling},
     {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat}, {"begn", take_begun},
     {"from", take_from}};
@@ -1860,8 +1902,6 @@ static void encode_marked(Encoder *enc, Bytes text) { encode_cut(enc, text, 0); 
 
 static void index_tokens(Tokenizer *tok, const char *file) {
     tok->tables->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // new in each run
-    tok->tables->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
-    tok->tables->table = alloc((size_t)tok->tables->mask + 1, sizeof(uint32_t), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
@@ -1888,13 +1928,25 @@ static ChatFormat chatml(bool has_think) {
         .strip = bytes("</think>"), .trim = bytes("\n")};
 }
 
+// Allocates all that grows with the vocabulary in one piece: in pages of 2 MB, if there are such,
+// the program starts in two thirds of the time.
+static void alloc_tables(Tokenizer *tok) {
+    const size_t n = tok->vocab_size, slots = (SIZE_MAX >> __builtin_clzll(2 * n | 255)) + 1;
+    const size_t size = sizeof(Tables) + slots * sizeof(uint32_t)
+        + n * (sizeof(Bytes) + sizeof(float) + sizeof(uint8_t));
+    char *p = alloc_huge(size, "the tokenizer");
+    tok->tables = (Tables *)p;
+    tok->tables->table = (uint32_t *)(tok->tables + 1);
+    tok->tables->mask = (uint32_t)(slots - 1);
+    tok->text = (Bytes *)(tok->tables->table + slots);
+    tok->priority = (float *)(tok->text + n);
+    tok->kind = (uint8_t *)(tok->priority + n);
+}
+
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Cursor in = {file, "the header", file_map(file), "is it another model's, or cut?", false};
     *tok = (Tokenizer){.vocab_size = vocab_size};
-    tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
-    tok->priority = alloc(vocab_size, sizeof(float), "the tokenizer");
-    tok->kind = alloc(vocab_size, 1, "the tokenizer");
-    tok->tables = alloc(1, sizeof(Tables), "the tokenizer");
+    alloc_tables(tok);
     tok->tables->advice = (Sampler){0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
     take_u32(&in);  // max_token_length
     const int bos = take_number(&in, "bos id", false, 0, vocab_size - 1);
@@ -1987,57 +2039,21 @@ static int compare_keys(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// Appends the full canonical decomposition of c. Returns false if `steps` do not reach its end.
-static bool decompose(const Tokenizer *tok, Marks *out, uint32_t c, int steps) {
-    const uint64_t parts = tok->tables->decomposed[c], second = parts & CODE_POINT;
-    if (parts)
-        return steps > 0 && decompose(tok, out, parts >> 21, steps - 1)
-            && (second == 0 || decompose(tok, out, second, steps - 1));
-    const uint64_t ccc = tok->tables->chars[c] >> CCC_SHIFT;
-    out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
-    out->p[out->n] = ccc << 56 | out->n << 21 | c;
-    out->n++;
-    return true;
-}
-
-// c decomposes into `first` and `second`; if `second` is 0, c is just another code for `first`. If
-// the pair composes again, NFC leaves c alone, and only a text with `second` needs work; otherwise
-// every c must be replaced.
-static void add_decomposition(Tokenizer *tok, uint32_t c, uint32_t first, uint32_t second,
-                              bool composes) {
-    const uint64_t parts = (uint64_t)first << 21 | second;
-    tok->tables->decomposed[c] = parts;
-    if (composes) tok->tables->composed[tok->tables->n_composed++] = parts << 21 | c;
-    tok->tables->chars[composes ? second : c] |= NFC_CHANGES;
-}
-
-// deco: canonical decompositions, u32 character, u32 first, u32 second or 0, u32 composes, by
-// character. Those of Hangul syllables (a lead, a vowel and perhaps a tail) are not there: they
-// follow from their numbers (Unicode Standard, section 3.12).
-static void take_decompositions(Cursor *in, Tokenizer *tok) {
-    enum { FIRST_SYLLABLE = 0xAC00, SYLLABLES = 19 * 21 * 28 };
-    if (in->rest.n == 0) return;
-    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
-        c = take_int(in, next, LAST_CHAR);
-        const uint32_t first = take_int(in, 0, LAST_CHAR), second = take_int(in, 0, LAST_CHAR);
-        add_decomposition(tok, c, first, second, take_int(in, 0, 1));
-        if (c - FIRST_SYLLABLE < SYLLABLES) die_bad(in, in->part, "no Hangul, found %u", c);
-    }
-    for (uint32_t i = 0; i < SYLLABLES; i++) {
-        const uint32_t syllable = FIRST_SYLLABLE + i, tail = i % 28;
-        if (tail) add_decomposition(tok, syllable, syllable - tail, 0x11A7 + tail, true);
-        else add_decomposition(tok, syllable, 0x1100 + i / 28 / 21, 0x1161 + i / 28 % 21, true);
-    }
-    qsort(tok->tables->composed, tok->tables->n_composed, sizeof(uint64_t), compare_keys);
-    Marks parts = {0};
-    for (uint32_t c = 0; c <= LAST_CHAR; c++) {
-        if (!tok->tables->decomposed[c]) continue;
-        parts.n = 0;
-        if (!decompose(tok, &parts, c, MOST_STEPS) || parts.n > MOST_PARTS)
-            die_bad(in, in->part, "at most %d characters of each, found more of U+%04X",
-                    MOST_PARTS, c);
-    }
-    free(parts.p);
+// Appends the full canonical decomposition of c.
+static void decompose(const Tokenizer *tok, Marks *out, uint32_t c) {
+    const Tables *tables = tok->tables;
+    const uint64_t key = (uint64_t)c << 21;
+    const uint64_t *row = bsearch(&key, tables->decomposed, tables->n_decomposed, 2 * sizeof(key),
+                                  compare_keys);
+    uint64_t part = row ? row[0] & CODE_POINT : c, more = row ? row[1] : 0;
+    do {
+        const uint64_t ccc = tables->chars[part] >> CCC_SHIFT;
+        out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
+        out->p[out->n] = ccc << 56 | out->n << 21 | part;
+        out->n++;
+        part = more & CODE_POINT;
+        more >>= 21;
+    } while (part);
 }
 
 // Sorts each run of marks (ccc > 0) by ccc, stably. Then each character composes with the last
@@ -2071,12 +2087,29 @@ static bool may_change(const Tokenizer *tok, uint32_t c) {
     return tok->tables->chars[c] > CLASS_MASK;
 }
 
+// Returns false if the text surely is in form NFC (the annex's quick check).
+static bool may_be_changed(const Tokenizer *tok, Bytes text) {
+    Char c;
+    for (size_t at = 0, last = 0; (c = char_at(tok, text, at)).n; at += c.n) {
+        const uint16_t kind = tok->tables->chars[c.c];
+        const size_t ccc = kind >> CCC_SHIFT;
+        if (kind >> NFC_SHIFT & 1 || (ccc && ccc < last)) return true;
+        last = ccc;
+    }
+    return false;
+}
+
 // Appends NFC(text). Characters that can't change are copied, but not the last one before a run of
 // those that may, or before the end: it is normalized with these, because it may compose with them.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
     Char c;
     if (tok->tables->n_composed == 0) {
+        if (!tok->tables->told && may_be_changed(tok, text)) {
+            notice("tokenizer: an older file, texts that are not in Unicode's form NFC are taken "
+                   "as they are; export the model again");
+            tok->tables->told = true;
+        }
         buffer_add(out, text);
         return;
     }
@@ -2086,7 +2119,7 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
         buffer_add(out, (Bytes){text.p + at, run - at});
         chars.n = 0;
         for (end = run; (c = char_at(tok, text, end)).n && (end == run || may_change(tok, c.c));) {
-            decompose(tok, &chars, c.c, MOST_STEPS);
+            decompose(tok, &chars, c.c);
             end += c.n;
         }
         order_and_compose(tok, &chars);

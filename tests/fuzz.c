@@ -298,12 +298,13 @@ static int64_t size_of(const int32_t *h) {  // -1: too large to try
     int64_t floats = 2 * layers * dim + dim + (h[22] ? 0 : 2 * layers * hd) +
                      (h[21] ? layers * (heads + 2 * kv) * hd : 0) +  // and biases
                      layers * n_experts * dim + (h[14] == 2 ? hd / 2 : 0);
-    const int64_t sizes[] = {heads * hd * dim, kv * hd * dim, kv * hd * dim, dim * heads * hd,
-                             experts * hidden * dim, experts * dim * hidden, experts * hidden * dim};
-    int64_t size = 256 + 4 * floats + (vocab * dim + vocab * dim / group * 4) * (h[10] == 0 ? 2 : 1);
-    for (int i = 0; i < 7; i++) {
-        size += layers * (h[26] == 4 ? sizes[i] / 2 + sizes[i] / group * 2
-                                     : sizes[i] + sizes[i] / group * 4);
+    const int64_t shapes[][2] = {{heads * hd, dim}, {kv * hd, dim}, {kv * hd, dim}, {dim, heads * hd},
+                                 {experts * hidden, dim}, {experts * dim, hidden}, {experts * hidden, dim}, {vocab, dim}};
+    int64_t size = 256 + 4 * floats;
+    for (int i = 0; i < 8; i++) {
+        const int64_t rows = h[32] == 1 ? (shapes[i][0] + 15) / 16 * 16 : shapes[i][0], n = rows * shapes[i][1];
+        const int bits = h[26] == 4 && i < 7 && !(h[27] >> i & 1) ? 4 : 8;
+        size += (i < 7 ? layers : h[10] == 0 ? 2 : 1) * (n * bits / 8 + n / group * bits / 2);
     }
     return size < 100000 ? size : -1;
 }
@@ -314,7 +315,7 @@ static void fuzz_model(Bytes in) {
     static const int off[] = {0, 0, 0, 0, 1, -1, 4, -4};
     static union { uint8_t bytes[100256]; int32_t h[64]; float f[25064]; } file;
     uint8_t flags = take_byte(&in), spread = take_byte(&in) % 8 ? 8 : 16;  // mostly sane weights
-    Bytes head = take_up_to(&in, 128);
+    Bytes head = take_up_to(&in, 132);
     memset(file.bytes, 0, 256);
     if (head.n) memcpy(file.bytes, head.p, head.n);
     int64_t size = size_of(file.h);
@@ -381,8 +382,8 @@ static void add_record(Buffer *b, float score, uint32_t length, Bytes text) {
 
 // Sections until a tag that there is not; a length of 255 is a lie.
 static void add_sections(Buffer *b, Bytes *in) {
-    static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "stop", "samp",
-                                   "chat", "repe", "mode", "xxxx", "", "cl"};
+    static const char tags[][5] = {"adde", "clas", "ccc ", "deco", "head", "tail", "stop", "samp", "chat", "repe",
+                                   "mode", "nfcq", "nfcd", "nfcc", "begn", "from", "xxxx", "", "cl"};
     for (uint8_t tag; in->n && (tag = take_byte(in)) < sizeof(tags) / sizeof(*tags);) {
         uint32_t length = take_byte(in), lie = length;
         Bytes payload = take_up_to(in, length);
@@ -451,7 +452,7 @@ static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
     Buffer out = {0};
     for (size_t at = 0; at < s.n;) {
         Char c = char_at(t, s, at);
-        decompose(t, &chars, c.c, MOST_STEPS);
+        decompose(t, &chars, c.c);
         at += c.n;
     }
     order_and_compose(t, &chars);
@@ -1022,15 +1023,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *p, size_t n) {
 #else
 #define SEED(name, text) {name, text, sizeof(text) - 1}
 static const struct { const char *target, *p; size_t n; } seeds[] = {
-    // size and weights; magic, version, dim 32, hidden 32, layers 1, heads 2, kv 1, vocab 40, ...
-    SEED("model", "\0\1" "1cja\1\0\0\0\x20\0\0\0\x20\0\0\0\1\0\0\0\2\0\0\0\1\0\0\0\x28\0\0\0\x40\0\0\0"
-                  "\x10\0\0\0\1\0\0\0\x20\0\0\0" "\0\0\0\0\0\0\0\0\1\0\0\0\0\0\x80\x40\x10\0\0\0"
-                  "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\1\4\0\2\7"),
-    // the same with 4 experts, of which 2 run, and with four bits
-    SEED("model", "\0\1" "1cja\1\0\0\0\x20\0\0\0\x20\0\0\0\1\0\0\0\2\0\0\0\1\0\0\0\x28\0\0\0\x40\0\0\0"
-         "\x10\0\0\0\1\0\0\0\x20\0\0\0" "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\0\0\0\0\0\0\0\0\0\0\0\0"
-         "\4\0\0\0\2\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0"
-         "\x81\x90\xa0\xb0\xc0\xd0\xe0\xf0\0\x0a\x14\x1e\x28\x32\x3c\x7f" "weights"),
+    // size and weights; magic, version, dim 32, hidden 32, layers 1, heads 2, kv 1, vocab 40, context, head_dim,
+    // shared, group 32; no theta nor eps, scaled rope; panels
+#define SHAPE "1cja\1\0\0\0\x20\0\0\0\x20\0\0\0\1\0\0\0\2\0\0\0\1\0\0\0\x28\0\0\0\x40\0\0\0\x10\0\0\0\1\0\0\0\x20\0\0\0"
+#define ZEROS "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0"
+    SEED("model", "\0\1" SHAPE "\0\0\0\0\0\0\0\0\2\0\0\0\0\0\x80\x40" ZEROS ZEROS ZEROS ZEROS "\1\0\0\0" "\1\4\0\2\7"),
+    // the same with 4 experts, of which 2 run, and with four bits, but eight in wk and w2; in panels, and not
+#define EXPERTS "\0\0\0\0\0\0\0\0\0\0\0\0\4\0\0\0\2\0\0\0\0\0\0\0\4\0\0\0\x22\0\0\0"
+#define LEVELS "\x81\x90\xa0\xb0\xc0\xd0\xe0\xf0\0\x0a\x14\x1e\x28\x32\x3c\x7f"
+    SEED("model", "\0\1" SHAPE ZEROS ZEROS EXPERTS LEVELS "\1\0\0\0" "weights"),
+    SEED("model", "\0\1" SHAPE ZEROS ZEROS EXPERTS LEVELS "\0\0\0\0" "weights"),
     SEED("model", "\x48\1" "1cja\1\0\0\0\x40\0\0\0\x80\0\0\0\2\0\0\0\4\0\0\0\2\0\0\0\7\0\0\0\5\0\0\0"
                   "\x20\0\0\0\0\0\0\0\x40\0\0\0" "\0\0\x80\x47\0\0\0\0"),
     // five tokens, sections adde, head, stop, samp, deco, ccc, chat, then a text
@@ -1040,9 +1042,13 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
                       "\3\20\xe9\0\0\0\x65\0\0\0\1\3\0\0\1\0\0\0" "\xff" "the <a> e\xcc\x81 th"),
     SEED("tokenizer", "\0\0\1\2" "\10\60" "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0"
                       "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "\5\4\x61\0\0\0" "\xff" "x"),
-    // a decomposition without end: e = e + U+0301
-    SEED("tokenizer", "\0\0\1\2" "\2\14\0\3\0\0\1\3\0\0\xe6\0\0\0"
-                      "\3\20\x65\0\0\0\x65\0\0\0\1\3\0\0\1\0\0\0" "\xff" "the e\xcc\x81"),
+    // e and U+0301 and back; each e is four of them, and two are one
+    SEED("tokenizer", "\0\0\1\2" "\2\14\0\3\0\0\1\3\0\0\xe6\0\0\0" "\13\14\001\003\000\000\001\003\000\000\001\000\000\000"
+                      "\14\20\145\000\040\035\000\000\000\000\001\003\000\000\000\000\000\000"
+                      "\15\10\351\000\040\140\000\224\001\000" "\xff" "the e\xcc\x81 \xc3\xa9"),
+    SEED("tokenizer", "\0\0\1\2" "\13\14\145\000\000\000\145\000\000\000\001\000\000\000"
+                      "\14\20\145\000\240\014\000\000\000\000\145\000\240\014\000\224\001\000"
+                      "\15\10\145\000\240\014\000\224\001\000" "\xff" "eeee"),
     SEED("tokenizer", "\7\1\3\0\0\0\1\0\0\0\2\0\0\0\0\0\x80\xbf\1\0\0\0a\0\0\0\0"),
     SEED("text", "\3the old lighthouse keeper didn't say 1999-12-31!\r\n\t <|im_start|>x</think>  \n"),
     SEED("text", "\5e\xcc\x81\xcc\xa3 \xe1\x84\x80\xe1\x85\xa1\xe1\x86\xa8 \xea\xb0\x80\xe1\x86\xa8 "

@@ -12,11 +12,12 @@ import subprocess
 import tempfile
 import time
 import unicodedata
+from pathlib import Path
 
 import pytest
 import tokenizers
-from conftest import (ADDED, QWEN3, copy_model, environment, export, make_checkpoint, output, qwen3, records, tokenize,
-                      train_tokenizer)
+from conftest import (ADDED, QWEN3, SENTENCES, copy_model, environment, export, join_tokenizer, make_checkpoint, output,
+                      qwen3, records, split_tokenizer, tokenize, train_tokenizer)
 from reference import read_tokenizer
 
 CONTRACTIONS = ["'s", "'S", "'t", "'T", "'re", "'RE", "'rE", "'ve", "'Ve", "'m", "'M", "'ll", "'lL",
@@ -274,6 +275,38 @@ def test_plain_file_loses_nothing(plain):
 
 def test_current_file_gives_no_notice(small):
     assert qwen3(small, "-m", "tokenize", "-i", "hello").stderr == b""
+
+
+@pytest.fixture
+def older(small, tmp_path):
+    """The small model with a tokenizer file of the fourth edition, which had decompositions step by step."""
+    path = copy_model(small, tmp_path)
+    plain, sections = split_tokenizer(Path(f"{path}.tokenizer").read_bytes())
+    steps = []
+    for code in range(0x110000):
+        if (step := unicodedata.decomposition(chr(code))) and step[0] != "<":
+            first, second = [*(int(part, 16) for part in step.split()), 0][:2]
+            steps += [code, first, second, unicodedata.normalize("NFC", chr(code)) == chr(code)]
+    sections = {tag: data for tag, data in sections.items() if not tag.startswith(b"nfc")}
+    sections[b"deco"] = struct.pack(f"<{len(steps)}I", *steps)
+    Path(f"{path}.tokenizer").write_bytes(join_tokenizer(plain, sections.items()))
+    return path
+
+
+def test_older_file_takes_texts_as_they_are(older, small, tokenizer):
+    """And says once that a text needs more than that."""
+    data = json.loads(tokenizer.to_str())
+    as_it_is = tokenizers.Tokenizer.from_str(json.dumps(data | {"normalizer": None}))
+    for text in ("naïve Größe, łódź 灯塔 등대 ひがん \u1100 🙂 <|im_start|>\xff", "", SENTENCES.translate({0x94D: None})):
+        result = qwen3(older, "-m", "tokenize", "-f", "-", stdin=text.encode())
+        assert result.stderr == b"" and result.stdout == output(small, "-m", "tokenize", "-f", "-", stdin=text.encode())
+    for text in ("cafe\u0301", "\u212b", "\u1100\u1161", "\uac00\u11a8", "q\u0307\u0323", "\u0344", "\uf900"):
+        result = qwen3(older, "-m", "tokenize", "-i", f"a {text} b {text}")
+        assert [int(i) for i in result.stdout.split()] == as_it_is.encode(f"a {text} b {text}").ids
+        assert result.stderr.count(b"\n") == 1 and b"NFC" in result.stderr and b"export the model again" in result.stderr
+        result = qwen3(older, "-m", "tokenize", "-l", "-", stdin=f"a\n{text}\nb\n{text}\n".encode())
+        assert result.stderr.count(b"NFC") == 1
+        assert qwen3(older, "-q", "-m", "tokenize", "-i", text).stderr == b""
 
 
 def test_plain_file_with_fewer_tokens_than_rows(tmp_path, tokenizer):
