@@ -2043,8 +2043,8 @@ static int compare_keys(const void *a, const void *b) {
 static void decompose(const Tokenizer *tok, Marks *out, uint32_t c) {
     const Tables *tables = tok->tables;
     const uint64_t key = (uint64_t)c << 21;
-    const uint64_t *row = bsearch(&key, tables->decomposed, tables->n_decomposed, 2 * sizeof(key),
-                                  compare_keys);
+    const uint64_t *row = !tables->n_decomposed ? NULL
+        : bsearch(&key, tables->decomposed, tables->n_decomposed, 2 * sizeof(key), compare_keys);
     uint64_t part = row ? row[0] & CODE_POINT : c, more = row ? row[1] : 0;
     do {
         const uint64_t ccc = tables->chars[part] >> CCC_SHIFT;
@@ -4034,7 +4034,7 @@ static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text) {
     const Bytes think = bytes("<think>"), open = f->begun.p ? f->begun : f->answer_open[0];
     const size_t opened = find_last(open, think), closed = find_last(open, bytes("</think>"));
     const size_t end = find_last(text, f->strip);
-    const bool thinks = end > 0 && memcmp(text.p, think.p, think.n) == 0;
+    const bool thinks = end >= think.n + f->strip.n && !memcmp(text.p, think.p, think.n);
     encode_marked(enc, thinks ? f->open[ASSISTANT] : open);
     if (thinks) {
         encode_marked(enc, think);

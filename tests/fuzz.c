@@ -351,7 +351,7 @@ static void fuzz_model(Bytes in) {
     float *logits = classify(e.pass, 0, 1);
     if (isfinite(sum_double(logits, g->vocab_size)))
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
-    e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size};
+    e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size, .tables = tiny.tables};
     static App app;
     app = (App){.engine = e};
     app.engine.mode = PERPLEXITY;
@@ -535,29 +535,35 @@ static void fuzz_chat(Bytes in) {
         *f = chatml(flags & 32);
     } else {
         Bytes *pieces = &f->start;
-        for (int i = 0; i < 12; i++) pieces[i] = take_until(&in, 0xFF);
+        for (int i = 0; i < 13; i++) pieces[i] = take_until(&in, 0xFF);
     }
     Conversation c = {0};
     Ids ids = {0}, said_ids = {0};
-    int expected = 0, added_in_answers = 0;
+    int expected = 0, more = 0;
+    bool begun = false;  // the last message is an answer that is to go on
     for (int i = 0; in.n && i < 20; i++) {
         int role = take_byte(&in) % 3;
         Bytes text = take_until(&in, 0xFF);
-        Message *m = conversation_add(&c, role, role == ASSISTANT ? (Bytes){0} : text);
+        begun = role == ASSISTANT && (!in.n || i == 19);
+        Message *m = conversation_add(&c, role, role == ASSISTANT && !begun ? (Bytes){0} : text);
+        if (begun) break;
         if (role == ASSISTANT) {
             said_ids.n = 0;
             encode_part(&t, text, true, &said_ids);
             for (size_t k = 0; k < said_ids.n; k++) ids_add(&m->ids, said_ids.p[k]);
-            added_in_answers += count_added(&t, &said_ids);
+            more += count_added(&t, &said_ids);
         }
         expected += count_marked(&t, f->open[role]) + count_marked(&t, f->close[role]);
     }
     render(&t, &c, 0, think, &ids);
-    expected += count_marked(&t, f->start) + count_marked(&t, f->answer_open[think]);
+    expected += count_marked(&t, f->start);
+    if (!begun) expected += count_marked(&t, f->answer_open[think]);
+    else more += count_marked(&t, f->open[ASSISTANT]) + count_marked(&t, f->strip) + 2  // <think> and </think>
+        + count_marked(&t, f->begun.p ? f->begun : f->answer_open[0]);
     if (c.n == 0 || c.p[0].role != SYSTEM) expected += count_marked(&t, f->no_system);
     // what a user types never becomes a control token
     int added = count_added(&t, &ids);
-    CHECK(added >= expected && added <= expected + added_in_answers);
+    CHECK(added >= expected && added <= expected + more);
     decoded(&t, &ids);
     while (c.n) conversation_drop(&c, c.n / 2, c.n / 2 + 1);
 }
@@ -979,7 +985,7 @@ static void set_up(void) {
     static uint8_t file[1 << 25];
     char path[4096];
     const char *model = getenv("FUZZ_MODEL") ? getenv("FUZZ_MODEL") : "tests/tiny/tiny.bin";
-    int32_t header[64], toy_header[64] = {0x616A6331, 1, 32, 32, 1, 2, 1, 0, 64, 16, 1, 32};
+    int32_t header[64], toy_header[64] = {0x616A6331, 1, 32, 32, 1, 2, 1, 0, 64, 16, 1, 32, [32] = 1};
     FILE *f = fopen(model, "rb");
     CHECK(f && fread(header, 256, 1, f) == 1);
     fclose(f);
@@ -989,7 +995,7 @@ static void set_up(void) {
     file_add("tokenizer", file, fread(file, 1, sizeof(file), f));
     fclose(f);
     tokenizer_load(&tiny, "tokenizer", toy_header[7] = header[7]);
-    size_t matrices = (size_t)header[7] * 32 + 2 * (32 + 16) * 32 + 3 * 32 * 32;
+    size_t matrices = (size_t)round_up(header[7], PANEL) * 32 + 2 * (32 + 16) * 32 + 3 * 32 * 32;
     size_t size = 256 + 4 * (3 * 32 + 2 * 16) + matrices + matrices / 32 * 4;
     uint64_t rng = 1;
     memcpy(file, toy_header, 256);
@@ -1057,7 +1063,10 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
                  "\xe0\xa4\xa8\xe0\xa4\xbc e\xcc\xa3\xcc\x81\xcc\x81"),
     SEED("chat", "\1" "\0be brief<|im_end|>\xff\1hi <think>\xff\2<think>\nx\n</think>\n\nyes\xff\1more"),
     SEED("chat", "\2<a>\xff<b>\xff<|im_start|>s\n\xff<|im_end|>\n\xff<|im_start|>u\n\xff<|im_end|>\xff"
-                 "A:\xff\n\xff<think>\xff</think>\xff</think>\xff\n \xff\1q\xff\2a</think>\n b\xff\1r"),
+                 "A:\xff\n\xff<think>\xff</think>\xff<|im_start|>a\n\xff</think>\xff\n \xff\1q\xff\2a</think>\n b\xff\1r"),
+    SEED("chat", "\1" "\1q\xff\2<think>\nx\n</think>\n\nye"),
+    SEED("chat", "\2\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xffnk>\xff\xff\2<think>"),
+    SEED("chat", "\2\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xffx\xff\xff\2x"),
     SEED("session", "\0m.bin\0-m\0chat\0-t\0" "0.7\0-y\0system\0-s\0" "7\0\0first\nsecond\n\nthird"),
     SEED("session", "\1m.bin\0-i\0text\0-f\0f\0-r\0" "1\0-k\0" "20\0-p\0" ".9\0-a\0" "1\0-n\0" "2\0\0"),
     SEED("session", "\0m.bin\0-m\0perplexity\0-b\0" "3\0-c\0" "9\0-j\0" "1\0-v\0\0some text of words"),
