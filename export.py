@@ -1297,7 +1297,9 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
              if unicodedata.combining(char)
              and char in (text := decompose(high + char + low))  # else decomposed before the sort
              and text != high + char + low}
-    # `nfcd` has two words for a character, `nfcc` one for a pair; a word is of three code points.
+    # `nfcq`: NFC changes them or may compose them with the character before (the quick check).
+    # `nfcd`, `nfcc`: rows of a character, a number and the part of that number; of a pair and what
+    # it becomes.
     changed, decomposed, composed = {}, [], []
     for char in CHARACTERS:
         if (parts := decompose(char)) == char:
@@ -1307,10 +1309,9 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
         if stays:
             composed.append((ord(compose(parts[:-1])), ord(parts[-1]), ord(char)))
         if not "\uac00" <= char <= "\ud7a3":  # Hangul would only compose again
-            first, second, third, fourth = map(ord, parts.ljust(4, "\0"))
-            decomposed += [(0, ord(char), first), (fourth, third, second)]
-    words = {tag: b"".join(struct.pack("<Q", a << 42 | b << 21 | c) for a, b, c in rows)
-             for tag, rows in (("nfcd", decomposed), ("nfcc", sorted(composed)))}
+            decomposed += [(ord(char), i, ord(part)) for i, part in enumerate(parts)]
+    words = {tag: b"".join(struct.pack("<Q", a << 42 | b << 21 | c) for a, b, c in sorted(rows))
+             for tag, rows in (("nfcd", decomposed), ("nfcc", composed))}
     return {"clas": u32(*runs(classes)), "ccc ": u32(*runs(marks)), "nfcq": u32(*runs(changed)),
             **words}
 

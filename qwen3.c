@@ -1211,7 +1211,7 @@ static bool file_lock(int fd, bool alone);            // false: another one has 
 static double file_size(int fd);                      // of a regular file, else 0
 static bool same_file(int a, int b);                  // two descriptors of one regular file
 static double memory_size(void);                      // that this process may use, in bytes
-static void *alloc_huge(size_t size, const char *what);  // in pages of 2 MB where there are such
+static void use_huge_pages(void *p, size_t size);     // of HUGE_PAGE bytes, where there are such
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
 static bool input_ready(int fd);                      // there is something to read, or the end
 static bool stdin_has_data(void);                     // a pipe with data, or a file at its start
@@ -1296,7 +1296,7 @@ static volatile sig_atomic_t patience = -1;
 #define PRINTF printf
 #endif
 
-enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
+enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130, HUGE_PAGE = 1 << 21 };
 
 static bool quiet;  // -q: only errors on stderr
 
@@ -1314,10 +1314,14 @@ static void die_memory(const char *what, double size) {
 }
 
 // Memory for `count` zeroed elements, aligned to 64 bytes, never freed. Untouched pages take none.
+// Where much is jumped through, as the cache and the tokens are, huge pages mean fewer TLB misses.
 static void *alloc(size_t count, size_t size, const char *what) {
-    char *p = count < (SIZE_MAX - 64) / size ? calloc(count * size + 64, 1) : NULL;
+    const size_t unit = count < HUGE_PAGE / size ? 64 : HUGE_PAGE;
+    char *p = count < (SIZE_MAX - unit) / size ? calloc(count * size + unit, 1) : NULL;
     if (!p) die_memory(what, count * (double)size);
-    return p + (-(uintptr_t)p & 63);
+    p += -(uintptr_t)p & (unit - 1);
+    if (unit == HUGE_PAGE) use_huge_pages(p, count * size);
+    return p;
 }
 
 // Returns p, reallocated if it has no room for `more` elements of `size` bytes after the first n.
@@ -1635,7 +1639,7 @@ static void make_panels(Model *m, const char *path) {
     }
     const char *what = "the weights in panels (export the model again: a new file needs none)";
     if (size > memory_size()) die_memory(what, size);
-    char *at = alloc_huge(size, what);
+    char *at = alloc(size, 1, what);
     for (size_t i = 0; i < n; i++) at = put_into_panels(all[i], at);
     if (c->shared_classifier) w->classifier = w->embedding;
     notice("%s: an older file, put into panels (%.1f s, %.0f MB); export it again to save both",
@@ -1657,8 +1661,8 @@ static void make_panels(Model *m, const char *path) {
 // The Unicode data is that of HF's tokenizers package, so that ids agree on every text.
 
 // What a file may ask for, so that none takes all time or memory: bytes of a token, of an added
-// token and of ChatFormat.strip; ids in head, tail and stop
-enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000 };
+// token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
+enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
 enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CODE_POINT = (1 << 21) - 1 };
@@ -1669,6 +1673,8 @@ enum { CLASS_MASK = 3, NFC_SHIFT = 2, CCC_SHIFT = 8 };
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // option -m
 
 enum { NORMALIZED = 4 };  // a bit of Tokenizer.kind: an added token that is found in the form NFC
+
+typedef struct { uint64_t *p; size_t n; } Rows;  // see take_rows
 
 // How tokens are found, the classes of characters, NFC, and how the model is meant to be used
 typedef struct Tables {
@@ -1681,10 +1687,10 @@ typedef struct Tables {
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
     uint16_t chars[N_CHARS];       // what each character is
-    uint64_t *decomposed;  // (n_decomposed, 2): see take_decomposed
-    uint64_t *composed;    // (n_composed): see take_composed
-    size_t n_decomposed, n_composed;
-    bool told;             // that a text was not normalized
+    Rows parts;            // nfcd: a character with a canonical decomposition, 0 to 3, the part of
+                           // that number. Not Hangul syllables, which would only compose again
+    Rows pairs;            // nfcc: two characters, and the one that NFC makes of them
+    size_t n_unnormalized; // texts that an older file could not normalize
     Mode mode;             // what the model is made for
     Bytes from;            // what it was exported from, and how
     Sampler advice;        // temperature, top_p, top_k and repetition that its makers advise
@@ -1729,42 +1735,29 @@ static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift)
     }
 }
 
-// Takes the rest as rows of words, each of three characters, 21 bits each. The rows ascend, even
-// without the last character of their first word. Sets *n to their number.
-static uint64_t *take_rows(Cursor *in, size_t words, size_t *n) {
-    const size_t size = words * sizeof(uint64_t);
-    *n = in->rest.n / size;
-    uint64_t *rows = alloc(*n, size, "the tokenizer");
-    memcpy(rows, take(in, *n * size), *n * size);
-    for (size_t i = 0; i < *n * words; i++) {
-        const uint64_t w = rows[i], a = w >> 42, b = w >> 21 & CODE_POINT, c = w & CODE_POINT;
-        const bool ascends = i < words || i % words || w >> 21 > rows[i - words] >> 21;
-        if (!ascends || a > LAST_CHAR || b > LAST_CHAR || c > LAST_CHAR)
-            die_bad(in, in->part, "ascending rows of characters, found others in row %zu",
-                    i / words);
+// Takes rows: u64 words of three numbers of 21 bits, ascending even without the last number.
+static void take_rows(Cursor *in, Rows *rows) {
+    const size_t n = rows->n = in->rest.n / sizeof(uint64_t);
+    rows->p = alloc(n, sizeof(uint64_t), "the tokenizer");
+    memcpy(rows->p, take(in, n * sizeof(uint64_t)), n * sizeof(uint64_t));
+    for (size_t i = 0; i < n; i++) {
+        const uint64_t w = rows->p[i], a = w >> 42, b = w >> 21 & CODE_POINT, c = w & CODE_POINT;
+        if (a > LAST_CHAR || b > LAST_CHAR || c > LAST_CHAR
+            || (i > 0 && w >> 21 <= rows->p[i - 1] >> 21))
+            die_bad(in, in->part, "ascending rows of characters, found another row %zu", i);
     }
-    return rows;
 }
 
-// nfcd: the characters with a canonical decomposition, but no Hangul syllables, which would only
-// compose again: u64 character << 21 | first part, u64 the second part, the third << 21, the
-// fourth << 42, 0 for none
-static void take_decomposed(Cursor *in, Tokenizer *tok) {
-    tok->tables->decomposed = take_rows(in, 2, &tok->tables->n_decomposed);
-}
-
-// nfcc: what NFC composes: u64 first << 42 | second << 21 | what the two become
-static void take_composed(Cursor *in, Tokenizer *tok) {
-    tok->tables->composed = take_rows(in, 1, &tok->tables->n_composed);
-}
+static void take_parts(Cursor *in, Tokenizer *tok) { take_rows(in, &tok->tables->parts); }
+static void take_pairs(Cursor *in, Tokenizer *tok) { take_rows(in, &tok->tables->pairs); }
 
 // deco, of older files: u32 character, u32 first, u32 second or 0, u32 whether these compose again.
 // It only says which texts are perhaps not in form NFC. It has no Hangul.
 static void take_old_steps(Cursor *in, Tokenizer *tok) {
     uint16_t *chars = tok->tables->chars;
     for (uint32_t c = 0x1161; c < 0x11C3 && in->rest.n; c++) chars[c] |= 1 << NFC_SHIFT;
-    for (uint32_t c, next = 0; in->rest.n; next = c + 1) {
-        c = take_int(in, next, LAST_CHAR);
+    while (in->rest.n) {
+        const uint32_t c = take_int(in, 0, LAST_CHAR);
         take_int(in, 0, LAST_CHAR);
         const uint32_t second = take_int(in, 0, LAST_CHAR);
         chars[take_int(in, 0, 1) ? second : c] |= 1 << NFC_SHIFT;
@@ -1815,7 +1808,7 @@ static void take_begun(Cursor *in, Tokenizer *tok) {
 
 static const struct { char tag[5]; void (*take)(Cursor *in, Tokenizer *tok); } sections[] = {
     {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_ccc}, {"nfcq", take_changed},
-    {"nfcd", take_decomposed}, {"nfcc", take_composed}, {"deco", take_old_steps},
+    {"nfcd", take_parts}, {"nfcc", take_pairs}, {"deco", take_old_steps},
     {"head", take_head}, {"tail", take_tail}, {"stop", take_stop}, {"samp", take_sampling},
     {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat}, {"begn", take_begun},
     {"from", take_from}};
@@ -1902,6 +1895,8 @@ static void encode_marked(Encoder *enc, Bytes text) { encode_cut(enc, text, 0); 
 
 static void index_tokens(Tokenizer *tok, const char *file) {
     tok->tables->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // new in each run
+    tok->tables->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
+    tok->tables->table = alloc((size_t)tok->tables->mask + 1, sizeof(uint32_t), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
@@ -1928,25 +1923,13 @@ static ChatFormat chatml(bool has_think) {
         .strip = bytes("</think>"), .trim = bytes("\n")};
 }
 
-// Allocates all that grows with the vocabulary in one piece: in pages of 2 MB, if there are such,
-// the program starts in two thirds of the time.
-static void alloc_tables(Tokenizer *tok) {
-    const size_t n = tok->vocab_size, slots = (SIZE_MAX >> __builtin_clzll(2 * n | 255)) + 1;
-    const size_t size = sizeof(Tables) + slots * sizeof(uint32_t)
-        + n * (sizeof(Bytes) + sizeof(float) + sizeof(uint8_t));
-    char *p = alloc_huge(size, "the tokenizer");
-    tok->tables = (Tables *)p;
-    tok->tables->table = (uint32_t *)(tok->tables + 1);
-    tok->tables->mask = (uint32_t)(slots - 1);
-    tok->text = (Bytes *)(tok->tables->table + slots);
-    tok->priority = (float *)(tok->text + n);
-    tok->kind = (uint8_t *)(tok->priority + n);
-}
-
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Cursor in = {file, "the header", file_map(file), "is it another model's, or cut?", false};
     *tok = (Tokenizer){.vocab_size = vocab_size};
-    alloc_tables(tok);
+    tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
+    tok->priority = alloc(vocab_size, sizeof(float), "the tokenizer");
+    tok->kind = alloc(vocab_size, 1, "the tokenizer");
+    tok->tables = alloc(1, sizeof(Tables), "the tokenizer");
     tok->tables->advice = (Sampler){0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
     take_u32(&in);  // max_token_length
     const int bos = take_number(&in, "bos id", false, 0, vocab_size - 1);
@@ -2039,27 +2022,30 @@ static int compare_keys(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// Appends the full canonical decomposition of c.
+// Finds the row that begins with these two numbers. Returns NULL if there is none.
+static const uint64_t *find_row(const Rows *rows, uint64_t first, uint64_t second) {
+    const uint64_t key = first << 42 | second << 21;
+    return rows->n ? bsearch(&key, rows->p, rows->n, sizeof(key), compare_keys) : NULL;
+}
+
+static void add_mark(const Tokenizer *tok, Marks *out, uint64_t c) {
+    const uint64_t ccc = tok->tables->chars[c] >> CCC_SHIFT;
+    out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
+    out->p[out->n] = ccc << 56 | out->n << 21 | c;
+    out->n++;
+}
+
+// Appends the canonical decomposition of c.
 static void decompose(const Tokenizer *tok, Marks *out, uint32_t c) {
-    const Tables *tables = tok->tables;
-    const uint64_t key = (uint64_t)c << 21;
-    const uint64_t *row = !tables->n_decomposed ? NULL
-        : bsearch(&key, tables->decomposed, tables->n_decomposed, 2 * sizeof(key), compare_keys);
-    uint64_t part = row ? row[0] & CODE_POINT : c, more = row ? row[1] : 0;
-    do {
-        const uint64_t ccc = tables->chars[part] >> CCC_SHIFT;
-        out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
-        out->p[out->n] = ccc << 56 | out->n << 21 | part;
-        out->n++;
-        part = more & CODE_POINT;
-        more >>= 21;
-    } while (part);
+    const uint64_t *row = find_row(&tok->tables->parts, c, 0);
+    add_mark(tok, out, row ? *row & CODE_POINT : c);
+    for (int i = 1; row && i < MOST_PARTS && (row = find_row(&tok->tables->parts, c, i)); i++)
+        add_mark(tok, out, *row & CODE_POINT);
 }
 
 // Sorts each run of marks (ccc > 0) by ccc, stably. Then each character composes with the last
 // starter (ccc 0) before it, unless a character between the two has the same ccc or a higher one.
 static void order_and_compose(const Tokenizer *tok, Marks *marks) {
-    const Tables *tables = tok->tables;
     for (size_t i = 0, stop; i < marks->n; i = stop + 1) {
         for (stop = i; stop < marks->n && marks->p[stop] >> 56; stop++) {}
         qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_keys);
@@ -2068,9 +2054,8 @@ static void order_and_compose(const Tokenizer *tok, Marks *marks) {
     uint64_t last = 0;  // ccc of the character before, 0 if that is the starter
     for (size_t i = 0; i < marks->n; i++) {
         const uint64_t mark = marks->p[i], ccc = mark >> 56;
-        const uint64_t pair = (*starter & CODE_POINT) << 42 | (mark & CODE_POINT) << 21;
         const uint64_t *composed = last && last >= ccc ? NULL
-            : bsearch(&pair, tables->composed, tables->n_composed, sizeof(pair), compare_keys);
+            : find_row(&tok->tables->pairs, *starter & CODE_POINT, mark & CODE_POINT);
         if (composed) {
             *starter = *composed & CODE_POINT;
         } else {
@@ -2087,29 +2072,16 @@ static bool may_change(const Tokenizer *tok, uint32_t c) {
     return tok->tables->chars[c] > CLASS_MASK;
 }
 
-// Returns false if the text surely is in form NFC (the annex's quick check).
-static bool may_be_changed(const Tokenizer *tok, Bytes text) {
-    Char c;
-    for (size_t at = 0, last = 0; (c = char_at(tok, text, at)).n; at += c.n) {
-        const uint16_t kind = tok->tables->chars[c.c];
-        const size_t ccc = kind >> CCC_SHIFT;
-        if (kind >> NFC_SHIFT & 1 || (ccc && ccc < last)) return true;
-        last = ccc;
-    }
-    return false;
-}
-
 // Appends NFC(text). Characters that can't change are copied, but not the last one before a run of
 // those that may, or before the end: it is normalized with these, because it may compose with them.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Marks chars = {0};
     Char c;
-    if (tok->tables->n_composed == 0) {
-        if (!tok->tables->told && may_be_changed(tok, text)) {
-            notice("tokenizer: an older file, texts that are not in Unicode's form NFC are taken "
-                   "as they are; export the model again");
-            tok->tables->told = true;
-        }
+    if (tok->tables->pairs.n == 0) {
+        for (size_t at = 0; (c = char_at(tok, text, at)).n && !may_change(tok, c.c);) at += c.n;
+        if (c.n && !tok->tables->n_unnormalized++)
+            notice("tokenizer: an older file, texts with marks that combine are taken as they are, "
+                   "not in Unicode's form NFC; export the model again");
         buffer_add(out, text);
         return;
     }
@@ -5898,7 +5870,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const int n_blocks = pool_blocks(c, m->state.context, texts);
     Pass *p = activations(1, sizeof(Pass));
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
-                .block_len = LANES, .cache = alloc_huge(n_blocks * size, NO_CACHE),
+                .block_len = LANES, .cache = alloc(n_blocks, size, NO_CACHE),
                 .rows = activations(n, sizeof(Row)), .cos = floats(n * half),
                 .sin = floats(n * half), .x = floats(n * c->dim),
                 .logits = floats((size_t)logit_rows * c->vocab_size)};
@@ -6176,12 +6148,11 @@ static bool same_file(int a, int b) {  // Windows' fstat has no inode
            x.st_ino == y.st_ino && x.st_dev == y.st_dev;
 }
 
-static void *alloc_huge(size_t size, const char *what) {
-    char *p = alloc(size, 1, what);
-#ifdef MADV_HUGEPAGE  // fewer TLB misses: attention jumps from block to block
-    madvise(p + (-(uintptr_t)p & (sysconf(_SC_PAGESIZE) - 1)), size, MADV_HUGEPAGE);
+static void use_huge_pages(void *p, size_t size) {
+    (void)p, (void)size;
+#ifdef MADV_HUGEPAGE
+    madvise(p, size, MADV_HUGEPAGE);
 #endif
-    return p;
 }
 
 static Bytes file_map(const char *path) {

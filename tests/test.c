@@ -1197,10 +1197,10 @@ static void test_merging(void) {
     enum { MERGES = 40, LONGEST = 300 };
     uint8_t text[256 + MERGES][8], s[LONGEST];
     Ids ids = {0}, expected = {0};
-    Tokenizer t = {.vocab_size = 256 + MERGES};
-    alloc_tables(&t);
+    Tables *tables = alloc(1, sizeof(Tables), "");
     for (int trial = 0; trial < 300; trial++) {
-        memset(t.tables->table, 0, (t.tables->mask + 1) * sizeof(uint32_t));
+        Tokenizer t = {.tables = tables, .vocab_size = 256 + MERGES, .text = alloc(256 + MERGES, sizeof(Bytes), ""),
+                       .priority = alloc(256 + MERGES, 4, ""), .kind = alloc(256 + MERGES, 1, "")};
         int letters = 1 + trial % 3;
         for (int id = 0; id < t.vocab_size; id++) {
             t.text[id] = (Bytes){text[id], id < 256 ? 1 : 2 + below(trial % 2 ? 3 : 6)};
@@ -1227,13 +1227,12 @@ static void test_merging(void) {
 // the search.
 static void test_added(void) {
     enum { TOKENS = 12, LONGEST = 40 };
-    Tokenizer t = {.vocab_size = 256 + TOKENS};
-    alloc_tables(&t);
+    Tables *tables = alloc(1, sizeof(Tables), "");
     for (int trial = 0; trial < 300; trial++) {
-        uint8_t s[LONGEST], letters[256 + TOKENS][8];
-        Bytes *text = t.text, rest = {s, below(LONGEST)};
-        memset(t.tables->table, 0, (t.tables->mask + 1) * sizeof(uint32_t));
-        memset(t.kind, 0, t.vocab_size);
+        uint8_t s[LONGEST], letters[256 + TOKENS][8], kind[256 + TOKENS] = {0};
+        float score[256 + TOKENS] = {0};
+        Bytes text[256 + TOKENS], rest = {s, below(LONGEST)};
+        Tokenizer t = {.tables = tables, .vocab_size = 256 + TOKENS, .text = text, .kind = kind, .priority = score};
         for (size_t i = 0; i < LONGEST; i++) s[i] = (uint8_t)('a' + below(2));
         for (int id = 0; id < 256 + TOKENS; id++) {
             text[id] = (Bytes){letters[id], id < 256 ? 1 : 2 + below(6)};
@@ -1241,7 +1240,7 @@ static void test_added(void) {
             for (size_t i = 0; i < text[id].n && id >= 256; i++) letters[id][i] = (uint8_t)('a' + below(2));
             bool is_new = id >= 256;
             for (int other = 256; other < id; other++) is_new &= !bytes_equal(text[id], text[other]);
-            if (is_new) t.kind[id] = ADDED | (below(2) ? NORMALIZED : 0);
+            if (is_new) kind[id] = ADDED | (below(2) ? NORMALIZED : 0);
         }
         index_tokens(&t, "a test");
         const int normalized = trial % 2 ? NORMALIZED : 0;
@@ -1252,7 +1251,7 @@ static void test_added(void) {
             for (; there < rest.n; there++) {
                 for (int id = 256; id < t.vocab_size; id++) {
                     Bytes a = text[id];
-                    bool is_there = t.kind[id] && (t.kind[id] & NORMALIZED) == normalized && a.n <= rest.n - there
+                    bool is_there = kind[id] && (kind[id] & NORMALIZED) == normalized && a.n <= rest.n - there
                         && !memcmp(a.p, s + there, a.n);
                     if (is_there && (expected < 0 || a.n > text[expected].n)) expected = id;
                 }

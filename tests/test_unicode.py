@@ -26,6 +26,11 @@ def test_character_classes(exported):
             assert [kind[c]] == wanted if c in kind else wanted == [], hex(c)
 
 
+def code_points(section):
+    """Words of three each"""
+    return [(word >> 42, word >> 21 & 0x1FFFFF, word & 0x1FFFFF) for word, in struct.iter_unpack("<Q", section)]
+
+
 class Normalizer:
     """NFC as a program does it that has nothing but the sections."""
 
@@ -38,15 +43,12 @@ class Normalizer:
         for first, end, number in rows(sections["nfcq"], 3):
             assert number == 1 and not self.changed & {*range(first, end + 1)}
             self.changed |= {*range(first, end + 1)}
-        words = [[word >> 42, word >> 21 & 0x1FFFFF, word & 0x1FFFFF] for word, in struct.iter_unpack(
-            "<Q", sections["nfcd"])]
-        for (zero, c, first), more in zip(words[::2], words[1::2]):
-            assert zero == 0 and c > max(self.parts, default=-1)
-            self.parts[c] = [first, *filter(None, more[::-1])]
-        for word, in struct.iter_unpack("<Q", sections["nfcc"]):
-            pair = word >> 42, word >> 21 & 0x1FFFFF
-            assert not self.pairs or pair > last
-            last, self.pairs[pair] = pair, word & 0x1FFFFF
+        for c, i, part in code_points(sections["nfcd"]):
+            self.parts.setdefault(c, []).append(part)
+            assert i == len(self.parts[c]) - 1 < 4
+        for first, second, both in code_points(sections["nfcc"]):
+            self.pairs[first, second] = both
+        assert [*self.parts] == sorted(self.parts) and [*self.pairs] == sorted(self.pairs)
 
     def decompose(self, c):
         if 0xAC00 <= c < 0xD7A4:                        # not there, as NFC does not need it
