@@ -15,9 +15,10 @@
     python export.py SOURCE [OUT.bin] [options]      (`uv run export.py ...` needs no set-up)
 
 SOURCE is a checkpoint directory, a GGUF file (of several parts the first), a directory with one
-GGUF file, or a name or page on the Hugging Face hub: ORG/NAME such as Qwen/Qwen3-0.6B is a
-checkpoint or, where there are only GGUF files, the one in Q8_0; ORG/NAME:Q4_0 is the one of that
-kind, ORG/NAME/FILE.gguf that one. The program writes
+GGUF file, or a name or page on the Hugging Face hub: ORG/NAME is a checkpoint, such as
+Qwen/Qwen3-0.6B, or where there are only GGUF files, as in Qwen/Qwen3-0.6B-GGUF, the one in Q8_0;
+ORG/NAME:KIND, such as Qwen/Qwen3-8B-GGUF:Q4_K_M, is the one of that kind, ORG/NAME/FILE.gguf that
+one; ORG/NAME@REVISION is a branch, a tag or a commit. The program writes
 
     OUT.bin            a header and the weights: norms in fp32, matrices quantized to 8 or 4 bits
     OUT.bin.tokenizer  the vocabulary, Unicode tables, the chat format and sampling defaults
@@ -59,7 +60,7 @@ if os.name == "nt":
     sys.exit("export.py: Windows: not supported, expected Linux, macOS or WSL, found Windows")
 
 
-def on_signals(act: Callable[[int], object]) -> None:
+def handle_signals(act: Callable[[int], object]) -> None:
     """Calls act(exit status) at Ctrl-C, SIGTERM and SIGHUP, but not at one that nohup ignores."""
     for number, status in (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129):
         if __name__ == "__main__" and signal.getsignal(number) != signal.SIG_IGN:
@@ -67,7 +68,7 @@ def on_signals(act: Callable[[int], object]) -> None:
 
 
 if __name__ == "__main__":
-    on_signals(os._exit)  # before the slow imports, which may swallow an exception
+    handle_signals(os._exit)  # before the slow imports, which may swallow an exception
     if {"-h", "--help", "--version"} & set(sys.argv[1:]):  # here: they need none of the packages
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that leaves, such as head
         print(f"export.py {VERSION}" if "--version" in sys.argv[1:] else __doc__.rstrip())
@@ -136,11 +137,11 @@ def export(options: argparse.Namespace) -> None:
     check_space([*place.downloads, (out.parent if out else Path(), place.out_size)])
     source = read_source(place, options.chat_template)
     header, computed = read_header(source, options.bits, options.group_size, options.yarn)
-    tokenizer = tokenizer_file(source, header.vocab_size)
+    tokenizer = make_tokenizer_file(source, header.vocab_size)
     Notices.subject = out = out or Path(source.name + SUFFIXES[header.layer_bits or 8])
     check_target(out)
-    tokenizer_out, outputs = Path(f"{out}.tokenizer"), layout(header)
-    with atomic_files(tokenizer_out, out) as (tokenizer_part, model_part):
+    tokenizer_out, outputs = Path(f"{out}.tokenizer"), lay_out(header)
+    with write_atomically(tokenizer_out, out) as (tokenizer_part, model_part):
         check_space([*source.downloads(), (out.parent, outputs[-1].end + len(tokenizer))])
         write_at(tokenizer_part, tokenizer, 0)
         outputs = match_tensors(source.path, outputs, source.open_tensors() | computed)
@@ -173,7 +174,7 @@ def find_source(name: str) -> Place:
         return Place(partial(read_gguf, path))
     if page := re.match("https?://([^/]+)", name):
         endpoint = re.sub("https?://|/.*", "", os.environ.get("HF_ENDPOINT", ""))
-        supported(name, "its host", page[1], "huggingface.co", "hf.co", endpoint or None)
+        require(name, "its host", page[1], "huggingface.co", "hf.co", endpoint or None)
     hub = HUB_NAME.fullmatch(unquote(name))
     if hub and not (hub["file"] and Path(path.parts[0]).is_dir()):
         return find_model(hub["model"], hub["revision"], hub["kind"] or hub["file"] or "")
@@ -208,7 +209,7 @@ def check_space(rooms: list[Room]) -> None:
 
 
 @contextmanager
-def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
+def write_atomically(*targets: Path) -> Iterator[list[BinaryIO]]:
     """Yields temporary files: renamed to the targets if the block succeeds, else removed."""
     def open_part(path: Path) -> BinaryIO:
         """Opens it, empty. A process that writes it holds a lock; without a lock it is what a
@@ -230,7 +231,7 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
             file.close()
 
     parts: list[Path] = []  # the temporary files that have no other name yet
-    on_signals(partial(leave, parts))
+    handle_signals(partial(leave, parts))
     with ExitStack() as opened:
         try:
             files = [opened.enter_context(open_part(target.with_name(f"{target.name}.part")))
@@ -238,7 +239,7 @@ def atomic_files(*targets: Path) -> Iterator[list[BinaryIO]]:
             yield files
             for file in files:
                 os.fsync(file.fileno())
-            on_signals(lambda _: None)  # everything is written: too late
+            handle_signals(lambda _: None)  # everything is written: too late
             for target in targets:
                 os.replace(parts[0], target)
                 del parts[0]
@@ -283,7 +284,7 @@ def refuse(where: object, what: str, expected: object, found: object = "nothing"
     raise Refused(f"{where}: {what}, expected {expected}, found {found}")
 
 
-def supported(where: object, what: str, value: object, *good: object) -> None:
+def require(where: object, what: str, value: object, *good: object) -> None:
     """Refuses a value that is not among the good ones. None stands for a key that is absent."""
     if value not in good:
         expected = " or ".join(str(x) for x in good if x is not None)
@@ -330,7 +331,7 @@ def say(line: str) -> None:
     print("export.py:", line, file=sys.stderr)
 
 
-def first_few(names: list[str], most: int = 6) -> str:
+def list_names(names: list[str], most: int = 6) -> str:
     """Joins the first names, as an error message must not grow with a long list."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more or "none"
@@ -373,7 +374,7 @@ class Source(NamedTuple):
     path: Path  # the directory or the GGUF file
     name: str  # OUT.bin is named after it
     family: Family
-    config: dict  # config.json as plain_config() gives it
+    config: dict  # config.json as normalize_config() gives it
     tokenizer: dict  # tokenizer.json
     tokenizer_config: dict  # tokenizer_config.json
     generation: dict  # generation_config.json
@@ -389,13 +390,13 @@ class Source(NamedTuple):
         return self.path / name if self.path.is_dir() else self.path
 
 
-def plain_config(where: Path, config: dict) -> tuple[Family, dict]:
+def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
     """The family of a config.json, and its values, each under the one key that others read."""
     if text_config := read_value(where, config, "text_config", dict):
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
         config = text_config | {key: config[key] for key in config if config[key]} | tied
     get = partial(read_value, where, config)
-    names = first_few(list(map(str, get("architectures", list))))
+    names = list_names(list(map(str, get("architectures", list))))
     if not (family := next((row for row in FAMILIES if names == row.architecture), None)):
         refuse(where, "not Qwen3's architecture", "the model that it was made from; of a reranker "
                "qwen3 gives the scores by -o 'yes|no'" if "ForSequenceClassification" in names else
@@ -405,12 +406,12 @@ def plain_config(where: Path, config: dict) -> tuple[Family, dict]:
         refuse(where, "its quantized weights", "the unquantized checkpoint or a GGUF file",
                "MLX weights" if mlx else quantized.get("quant_method", quantized))
     sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
-               and number(where, config, "max_window_layers", 28)
-               < number(where, config, "num_hidden_layers"))
+               and read_number(where, config, "max_window_layers", 28)
+               < read_number(where, config, "num_hidden_layers"))
     layer_types = get("layer_types", list) or ["sliding" if sliding else "full_attention"]
     if (types := sorted(set(map(str, layer_types)))) != ["full_attention"]:
         refuse(where, "its sliding window (use_sliding_window, layer_types)", "full_attention",
-               first_few(types))
+               list_names(types))
     rope = get("rope_scaling", dict) or get("rope_parameters", dict)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "mrope":  # of models that see; a text's three positions are equal
@@ -514,7 +515,7 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
     if not of_hub and (files := choose_gguf(folder, os.listdir(folder))):
         return read_gguf(folder / files[0])
     path = folder / "config.json"
-    family, config = plain_config(path, read_json(path))
+    family, config = normalize_config(path, read_json(path))
     path = folder / "tokenizer.json"
     if not path.exists():
         refuse(path, "missing", "the file that transformers' AutoTokenizer saves of vocab.json")
@@ -525,7 +526,7 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
         path=folder, name=cached[1] if cached else here.name, family=family, config=config,
         tokenizer=read_json(path, TOKENIZER_SIZE), tokenizer_config=tokenizer_config,
         generation=read_json(folder / "generation_config.json"),
-        chat_template=chat_template(folder, tokenizer_config), embedding=is_embedding(folder),
+        chat_template=read_template(folder, tokenizer_config), embedding=is_embedding(folder),
         open_tensors=lambda: open_checkpoint(folder, family))
 
 
@@ -542,7 +543,7 @@ def parse_json(text: bytes, path: Path, kind: type = dict) -> Any:
     return value
 
 
-def chat_template(folder: Path, tokenizer_config: dict) -> str | None:
+def read_template(folder: Path, tokenizer_config: dict) -> str | None:
     """The Jinja source. In tokenizer_config.json it may be one of a list of named templates."""
     if (path := folder / "chat_template.jinja").exists():
         return read_file(path).decode(errors="surrogateescape")
@@ -563,24 +564,24 @@ def is_embedding(folder: Path) -> bool:
     if "Pooling" not in modules:
         return False
     for module in modules:
-        supported(path, "module", module, "Transformer", "Pooling", "Normalize")
-    supported(path, "path of Pooling", modules["Pooling"], "1_Pooling")
+        require(path, "module", module, "Transformer", "Pooling", "Normalize")
+    require(path, "path of Pooling", modules["Pooling"], "1_Pooling")
     pooling = read_json(path := folder / "1_Pooling/config.json")
     modes = pooling.get("pooling_mode") or [  # before sentence-transformers 6: a key for each mode
         key[13:] for key in pooling if key.startswith("pooling_mode_") and pooling[key] is True]
     modes = ", ".join(map(str, modes)) if isinstance(modes, list) else modes
-    supported(path, "pooling", modes, "lasttoken")
+    require(path, "pooling", modes, "lasttoken")
     return True
 
 
 def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
     """Name -> tensor, of all files with weights, without those that the family leaves out."""
     tensors: dict[str, Tensor] = {}
-    for file, listed in weight_files(folder, os.listdir(folder)).items():
+    for file, listed in list_weights(folder, os.listdir(folder)).items():
         of_file = open_safetensors(folder / file)
         if listed and (wrong := sorted(of_file.keys() ^ set(listed))):
             refuse(folder / INDEX, "its shards hold other tensors (download them again)",
-                   "those that it lists", f"a difference in {first_few(wrong)}")
+                   "those that it lists", f"a difference in {list_names(wrong)}")
         tensors |= of_file
     renamed = {re.sub(r"^model\.(language_model\.)?", "", name): tensor
                for name, tensor in tensors.items()}
@@ -590,12 +591,12 @@ def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
             if not (family.left_out and name.startswith(family.left_out))}
 
 
-def weight_files(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
+def list_weights(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
     """Weight file, one of the names -> the tensors that the index lists for it; [] if none."""
     if "model.safetensors" in names:
         return {"model.safetensors": []}
     if INDEX not in names:
-        refuse(folder, "no weights", f"a directory {SAVE_PRETRAINED}", first_few(sorted(names)))
+        refuse(folder, "no weights", f"a directory {SAVE_PRETRAINED}", list_names(sorted(names)))
     files: dict[str, list[str]] = {}
     with parsing(folder / INDEX):
         shard_of = read_json(folder / INDEX, TENSORS_SIZE)["weight_map"]
@@ -652,14 +653,14 @@ NO_NETWORK = {"ConnectionError", "Timeout", "TransportError", "LocalEntryNotFoun
 def find_model(name: str, revision: str | None, wanted: str) -> Place:
     """A model on the hub, at the newest commit or at a branch, tag or commit. The weights of a
     checkpoint follow when opened."""
-    def room(files: Collection[str]) -> Room:
+    def measure_room(files: Collection[str]) -> Room:
         """The cache, and the bytes of those of the files that are not in it."""
         absent = (file for file in files if not (folder / file).is_file())
         return folder.parents[2], sum(sizes.get(file, 0) for file in absent)
 
     def fetch(files: Collection[str]) -> Path:
         """Downloads those of the files that exist, if there is space for them, to the folder."""
-        check_space([need := room(files)])
+        check_space([need := measure_room(files)])
         hint = (f"the download stays in {folder.parents[1]}; to remove it, delete that folder or "
                 f"run `hf cache rm model/{name}`")
         Notices.hints += [hint] if need[1] and hint not in Notices.hints else []
@@ -670,8 +671,8 @@ def find_model(name: str, revision: str | None, wanted: str) -> Place:
     def read() -> Source:
         if gguf_files:
             return read_gguf(fetch(gguf_files) / gguf_files[0])
-        source, weights = read_folder(fetch(SETTINGS), True), partial(weight_files, folder, sizes)
-        return source._replace(downloads=lambda: [room(weights())], open_tensors=lambda:
+        source, weights = read_folder(fetch(SETTINGS), True), partial(list_weights, folder, sizes)
+        return source._replace(downloads=lambda: [measure_room(weights())], open_tensors=lambda:
                                open_checkpoint(fetch(weights()), source.family))
 
     from huggingface_hub import HfApi, utils  # slow: only here
@@ -691,7 +692,7 @@ def find_model(name: str, revision: str | None, wanted: str) -> Place:
                 raise
     Notices.names[str(folder)] = name
     gguf_files = choose_gguf(name, list(sizes), wanted, default="Q8_0")
-    return Place(read, [room(gguf_files)], sum(map(sizes.__getitem__, gguf_files)))
+    return Place(read, [measure_room(gguf_files)], sum(map(sizes.__getitem__, gguf_files)))
 
 
 @contextmanager
@@ -721,14 +722,14 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
         if "config.json" in files:
             return []
         refuse(where, "not a checkpoint", "config.json or a GGUF file (a LoRA adapter has to be "
-               "merged into its base model)", first_few(sorted(files)))
+               "merged into its base model)", list_names(sorted(files)))
     wanted = wanted or (default if len(models) > 1 else "")
     ending = re.compile(rf"(.*[-._/])?{re.escape(wanted)}\.gguf", re.IGNORECASE)
     chosen = [parts for model, parts in models.items()
               if not wanted or wanted in (model, *parts) or ending.fullmatch(model)]
     if len(chosen) != 1:
         refuse(where, f"{'more than one' if chosen else 'no'} GGUF file {wanted}".strip(),
-               "the name of one of these", first_few([*models], 30))
+               "the name of one of these", list_names([*models], 30))
     return chosen[0]
 
 
@@ -751,24 +752,24 @@ def read_gguf(path: Path) -> Source:
     metadata = open_gguf(path, tensors)
     if part and int(part[1]) != 1:
         refuse(path, "one of several parts", "the first, -00001-of-...", path.name)
-    supported(path, "split.count", metadata.get("split.count", 1), int(part[2]) if part else 1)
+    require(path, "split.count", metadata.get("split.count", 1), int(part[2]) if part else 1)
     for i in range(2, metadata.get("split.count", 1) + 1):
         open_gguf(path.with_name(PART.sub(rf"-{i:05}-of-\2", path.name)), tensors)
-    family, config = gguf_config(path, metadata, tensors)
+    family, config = read_gguf_config(path, metadata, tensors)
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    bos, eos, eot, eom = (id_list(path, ggml.get(f"{name}_token_id"))
+    bos, eos, eot, eom = (read_ids(path, ggml.get(f"{name}_token_id"))
                           for name in ("bos", "eos", "eot", "eom"))  # ends of text, turn, message
     around = {name: {"ids": ids if ggml.get(f"add_{name}_token") else []}
               for name, ids in (("bos", bos), ("eos", eos))}
-    tokenizer = gguf_tokenizer(path, ggml, around)
+    tokenizer = read_gguf_tokenizer(path, ggml, around)
     texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     stop_ids = eos + eot + eom + [i for i, text in texts.items() if text == "<|endoftext|>"]
     pooling, poolings = metadata.get(f"{family.gguf}.pooling_type", 0), gguf.PoolingType
-    supported(path, "pooling_type", pooling, 0, int(poolings.LAST), int(poolings.RANK))
+    require(path, "pooling_type", pooling, 0, int(poolings.LAST), int(poolings.RANK))
     if pooling == poolings.RANK and tensors.pop("cls.output.weight", None):
         Notices.hints.append("cls.output.weight is left out: with -o 'yes|no' qwen3 computes the "
                              "scores from the classifier, of which it is two rows")
-    kept = tensors if pooling == poolings.LAST else without_copy(tensors)
+    kept = tensors if pooling == poolings.LAST else drop_copy(tensors)
     template = metadata.get("tokenizer.chat_template")
     sampling = {hf: metadata.get(f"general.sampling.{name}") for name, hf in GGUF_SAMPLING.items()}
     thinks = "</think>" in str(template or "</think>")
@@ -794,20 +795,20 @@ def read_gguf(path: Path) -> Source:
         four_bits=kind if kind in GGUF_LEVELS and 2 * most > sum(weights.values()) else "")
 
 
-def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple[Family, dict]:
-    """What plain_config() gives."""
+def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple[Family, dict]:
+    """What normalize_config() gives."""
     families = {family.gguf: family for family in FAMILIES if family.gguf}
     name = metadata.get("general.architecture")
-    supported(path, "general.architecture", name, *families)
+    require(path, "general.architecture", name, *families)
     model = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
-    supported(path, "attention.causal", model.get("attention.causal"), True, None)
+    require(path, "attention.causal", model.get("attention.causal"), True, None)
     if "embed_tokens.weight" not in tensors:
         refuse(path, "tensors", "token_embd.weight")
-    numbers = {key: model.get(gguf_key) for key, (_, _, gguf_key) in NUMBERS.items() if gguf_key}
+    numbers = {key: model.get(gguf_key) for key, (*_, gguf_key, _) in NUMBERS.items() if gguf_key}
     if (head_dim := model.get("attention.key_length")) is None:
-        dim, heads = (number(path, numbers, key) for key in ("hidden_size", "num_attention_heads"))
-        head_dim = dim // heads
-    supported(path, "rope.dimension_count", model.get("rope.dimension_count"), head_dim, None)
+        get = partial(read_number, path, numbers)
+        head_dim = get("hidden_size") // get("num_attention_heads")
+    require(path, "rope.dimension_count", model.get("rope.dimension_count"), head_dim, None)
     rope = {key.removeprefix("rope.scaling.").removeprefix("yarn_"): value
             for key, value in model.items() if key.startswith("rope.scaling.") and value != "none"}
     rope.pop("finetuned", None)  # does not change what is computed
@@ -815,8 +816,8 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple
         rope[ORIGINAL] = rope.pop("original_context_length")
     # DeepSeek's attn_factor, 1 / default, makes llama.cpp scale by 1. transformers ignores the key.
     if "attn_factor" in rope:
-        scaled = number(path, rope, "attn_factor") * (
-            0.1 * math.log(number(path, rope, "factor")) + 1)
+        scaled = read_number(path, rope, "attn_factor") * (
+            0.1 * math.log(read_number(path, rope, "factor")) + 1)
         if abs(scaled - 1) >= 1e-3:
             rope["attention_factor"] = rope.pop("attn_factor")
     return families[name], numbers | {
@@ -826,18 +827,18 @@ def gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple
                  "rope_type": rope.pop("type", "default")} | rope}
 
 
-def gguf_tokenizer(path: Path, ggml: dict, around: dict) -> dict:
+def read_gguf_tokenizer(path: Path, ggml: dict, around: dict) -> dict:
     """The contents of tokenizer.json, from the metadata under tokenizer.ggml. Texts have the ids
     `around` them."""
-    supported(path, "tokenizer.ggml.model", ggml.get("model"), "gpt2")
-    supported(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen")
+    require(path, "tokenizer.ggml.model", ggml.get("model"), "gpt2")
+    require(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen")
     types = gguf.TokenType
     ids: dict[int, dict[str, int]] = {  # type -> text -> id
         types.NORMAL: {}, types.CONTROL: {}, types.USER_DEFINED: {}, types.UNUSED: {}}
     with parsing(path):
         tokens, merges = [*zip(ggml["tokens"], ggml["token_type"], strict=True)], ggml["merges"]
     for i, (text, token_type) in enumerate(tokens):
-        supported(path, f"token_type of {text!r}", token_type, *map(int, ids))
+        require(path, f"token_type of {text!r}", token_type, *map(int, ids))
         ids[token_type][str(text)] = i
     if sum(map(len, ids.values())) < len(tokens):
         refuse(path, "tokens", "each with its own text", "a text twice")
@@ -880,7 +881,7 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
         magic, version, n_tensors, n_values = unpack("4sI2Q")
         if magic != b"GGUF":
             refuse(path, "not supported", "a checkpoint's directory or a GGUF file", repr(magic))
-        supported(path, "GGUF's version (or it is big-endian)", version, 2, 3)
+        require(path, "GGUF's version (or it is big-endian)", version, 2, 3)
         metadata = {}
         for _ in range(n_values):
             key, (kind,) = value_of(GGUF_STRING), unpack("I")
@@ -901,16 +902,16 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
             tensor = Tensor(name, path, data + offset, dtype, shape[::-1])
             if (end := tensor.offset + tensor.nbytes) > size:
                 refuse(path, f"truncated in {name}", f"{end} bytes (download it again)", size)
-            more = hf_tensors(path, tensor)
+            more = rename_tensor(path, tensor)
             if again := tensors.keys() & more.keys():
-                refuse(path, "tensors", "each once", f"{first_few(sorted(again))} twice")
+                refuse(path, "tensors", "each once", f"{list_names(sorted(again))} twice")
             tensors |= more
             if len(tensors) > MOST_TENSORS:
                 refuse(path, "too many tensors", f"at most {MOST_TENSORS}", "more")
     return metadata
 
 
-def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
+def rename_tensor(path: Path, tensor: Tensor) -> dict[str, Tensor]:
     """Renames blk.0.attn_q.weight to layers.0.self_attn.q_proj.weight, and cuts a tensor (experts,
     out, in) into its experts' matrices. It keeps names that it does not know."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
@@ -926,7 +927,7 @@ def hf_tensors(path: Path, tensor: Tensor) -> dict[str, Tensor]:
             for i in range(n_experts)}
 
 
-def without_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors without a classifier that is the embedding again, perhaps in another dtype: the
     one with more bits stays. With n bits a quantization's rms error is 1 to 2.5 times 2^-n of the
     weights' rms, but at most a third. Unrelated tensors differ by more than the whole rms, and a
@@ -989,19 +990,24 @@ FIELDS = "<" + "".join(kind.__metadata__[0] for kind in get_type_hints(
 HEADER = struct.Struct(f"{FIELDS}{256 - struct.calcsize(FIELDS)}x")  # x: a byte of zero
 
 ORIGINAL = "original_max_position_embeddings"  # of YaRN
-# A number of config.json or generation_config.json -> (lowest, highest, its key in a GGUF file or
-# None). The limits are qwen3.c's, but for vocab_size: it accepts up to 2^30, too large for here.
+# A number of config.json or generation_config.json -> (lowest, highest, its key in a GGUF file, its
+# field of Header; None: it has none). The limits are qwen3.c's, but for vocab_size: it accepts up
+# to 2^30, too large for here.
 NUMBERS = {
-    "hidden_size": (1, 1 << 20, "embedding_length"), "top_k": (0, 2 ** 31 - 1, None),
-    "intermediate_size": (1, 1 << 20, "feed_forward_length"), "head_dim": (1, 4096, None),
-    "moe_intermediate_size": (1, 1 << 20, "expert_feed_forward_length"),
-    "num_hidden_layers": (1, 4096, "block_count"), "vocab_size": (1, 1 << 20, None),
-    "num_attention_heads": (1, 4096, "attention.head_count"), "temperature": (0.0, 1e6, None),
-    "num_key_value_heads": (1, 4096, "attention.head_count_kv"), ORIGINAL: (1, 2 ** 31 - 1, None),
-    "num_experts": (0, 4096, "expert_count"), "num_experts_per_tok": (0, 4096, "expert_used_count"),
-    "max_position_embeddings": (1, 1 << 30, "context_length"), "top_p": (1e-45, 1.0, None),
-    "rms_norm_eps": (2.0 ** -126, 1e12, "attention.layer_norm_rms_epsilon")}
-OTHER_LIMITS = 1e-6, 1e12, None  # of theta, the penalty and YaRN's terms
+    "hidden_size": (1, 1 << 20, "embedding_length", "dim"),
+    "intermediate_size": (1, 1 << 20, "feed_forward_length", "hidden_dim"),
+    "moe_intermediate_size": (1, 1 << 20, "expert_feed_forward_length", "hidden_dim"),
+    "num_hidden_layers": (1, 4096, "block_count", "n_layers"),
+    "num_attention_heads": (1, 4096, "attention.head_count", "n_heads"),
+    "num_key_value_heads": (1, 4096, "attention.head_count_kv", "n_kv_heads"),
+    "vocab_size": (1, 1 << 20, None, "vocab_size"), "head_dim": (1, 4096, None, "head_dim"),
+    "max_position_embeddings": (1, 1 << 30, "context_length", "max_seq_len"),
+    "num_experts": (0, 4096, "expert_count", "n_experts"),
+    "num_experts_per_tok": (0, 4096, "expert_used_count", "n_experts_used"),
+    "rms_norm_eps": (2.0 ** -126, 1e12, "attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+    ORIGINAL: (1, 2 ** 31 - 1, None, None), "top_k": (0, 2 ** 31 - 1, None, None),
+    "top_p": (1e-45, 1.0, None, None), "temperature": (0.0, 1e6, None, None)}
+OTHER_LIMITS = 1e-6, 1e12, None, None  # of theta, the penalty and YaRN's terms
 GROUP_SIZES, BOOLEANS = (32, 64, 128, 256), ("True", "False")  # BOOLEANS: repr()s, as 1 == True
 
 
@@ -1012,48 +1018,49 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     if "VL" in family.architecture and (source.embedding or "embedding" in source.name.lower()):
         refuse(where, "a vision model that makes embeddings", "one that answers", source.name)
     for key, value in family.fixed.items():
-        supported(where, key, config.get(key), value, None)
-    get = partial(number, where, config)
-    hidden_key = "moe_intermediate_size" if family.experts else "intermediate_size"
-    dim, hidden_dim, n_heads = map(get, ("hidden_size", hidden_key, "num_attention_heads"))
-    n_kv_heads = get("num_key_value_heads", n_heads)
-    head_dim = get("head_dim", family.head_dim or dim // n_heads)
-    if n_heads % n_kv_heads:
-        refuse(where, "num_key_value_heads", f"a divisor of {n_heads}", n_kv_heads)
-    if head_dim % 2:
-        refuse(where, "head_dim", "an even number", head_dim)
-    max_seq_len, theta, rope_factor, frequencies = read_rope(where, config, head_dim, yarn_factor)
+        require(where, key, config.get(key), value, None)
+    get = partial(read_number, where, config)
+    heads, hidden_key = get("num_attention_heads"), "intermediate_size"
+    defaults = {"head_dim": family.head_dim or get("hidden_size") // heads,
+                "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
+    if family.experts:  # intermediate_size is nobody's
+        hidden_key, defaults["intermediate_size"] = "moe_intermediate_size", 1
+    n = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
+         if field and (family.experts or not re.search("moe|expert", key))}
+    if heads % n["n_kv_heads"]:
+        refuse(where, "num_key_value_heads", f"a divisor of {heads}", n["n_kv_heads"])
+    if n["head_dim"] % 2:
+        refuse(where, "head_dim", "an even number", n["head_dim"])
+    n["max_seq_len"], theta, rope_factor, frequencies = read_rope(
+        where, config, n["head_dim"], yarn_factor)
     bits = bits or (4 if source.four_bits else 8)
     group_size = group_size or (32 if bits == 4 else source.group_size)
     copies = source.four_bits and group_size <= BLOCK_SIZES[source.four_bits][0]
     levels = (bytes(16) if bits == 8 else GGUF_LEVELS[source.four_bits] if copies else
               LEVELS.tobytes())
-    widths = {"hidden_size": dim, hidden_key: hidden_dim,
-              "num_attention_heads * head_dim": n_heads * head_dim}
+    widths = {"hidden_size": n["dim"], hidden_key: n["hidden_dim"],
+              "num_attention_heads * head_dim": heads * n["head_dim"]}
     group_size = group_size or (32 if any(width % 64 for width in widths.values()) else 64)
     for key, width in widths.items():
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
-    n_experts, used, topk_norm = 0, 0, True
+    topk_norm, n_experts, used = True, n.get("n_experts", 0), n.get("n_experts_used", 0)
     if family.experts:
-        n_experts, used = map(get, ("num_experts", "num_experts_per_tok"))
         if not 1 <= used <= n_experts:
             refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {n_experts}", used)
         topk_norm = config.get("norm_topk_prob", False)
-        supported(where, "norm_topk_prob", repr(topk_norm), *BOOLEANS)
-    eps = get("rms_norm_eps", 1e-6)
-    n_layers, tied = get("num_hidden_layers"), config.get("tie_word_embeddings", False) is True
-    if (matrices := n_layers * max(1, n_experts)) > MOST_TENSORS:
+        require(where, "norm_topk_prob", repr(topk_norm), *BOOLEANS)
+    if (matrices := n["n_layers"] * max(1, n_experts)) > MOST_TENSORS:
         refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
+    if np.float32(n["rms_norm_eps"]) == np.float32(1e-6):
+        n["rms_norm_eps"] = 0
+    tied = config.get("tie_word_embeddings", False) is True
     header = Header(
-        **family.header, magic=0x616A6331, version=1, dim=dim, hidden_dim=hidden_dim,
-        n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, vocab_size=get("vocab_size"),
-        max_seq_len=max_seq_len, head_dim=head_dim, group_size=group_size,
+        **family.header, **n, magic=0x616A6331, version=1, group_size=group_size,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
         rope_theta=0 if np.float32(theta) == np.float32(1e6) else theta,
-        rms_norm_eps=0 if np.float32(eps) == np.float32(1e-6) else eps,
-        rope_scaling=2 if frequencies else 0, rope_factor=rope_factor, n_experts=n_experts,
-        n_experts_used=used, no_topk_norm=not topk_norm, layer_bits=4 if bits == 4 else 0,
+        rope_scaling=2 if frequencies else 0, rope_factor=rope_factor,
+        no_topk_norm=not topk_norm, layer_bits=4 if bits == 4 else 0,
         eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else 0,
         levels=levels)
     data = np.array(frequencies, "<f4").tobytes()
@@ -1061,9 +1068,9 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     return header, {"frequencies": tensor} if frequencies else {}
 
 
-def number(where: Path, values: dict, key: str, default: float | None = None):
+def read_number(where: Path, values: dict, key: str, default: float | None = None):
     """values[key], or the default where it is absent or null: a number within its limits."""
-    low, high, _ = NUMBERS.get(key, OTHER_LIMITS)
+    low, high, *_ = NUMBERS.get(key, OTHER_LIMITS)
     kind, value = type(low), values.get(key)
     value = default if value is None else value
     if type(value) not in (int, kind) or not low <= value <= high:
@@ -1075,7 +1082,7 @@ def number(where: Path, values: dict, key: str, default: float | None = None):
 def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | None) -> tuple:
     """max_seq_len, rope_theta, rope_factor, frequencies. --yarn does as Qwen's model cards say."""
     rope, rope_type = config["rope"], config["rope"]["rope_type"]
-    max_seq_len = number(where, config, "max_position_embeddings")
+    max_seq_len = read_number(where, config, "max_position_embeddings")
     if yarn_factor:
         if rope_type != "default":
             refuse(where, "its rope is scaled already: leave --yarn out", "no scaling", rope_type)
@@ -1083,9 +1090,9 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
         original = 32768 if max_seq_len == 40960 else max_seq_len
         rope_type, rope = "yarn", rope | {"factor": yarn_factor, ORIGINAL: original}
         longer = config | {"max_position_embeddings": int(yarn_factor * original)}
-        max_seq_len = number(where, longer, "max_position_embeddings")
-    supported(where, "rope_type", rope_type, "default", "yarn")
-    theta = number(where, rope, "rope_theta", 10000.0)
+        max_seq_len = read_number(where, longer, "max_position_embeddings")
+    require(where, "rope_type", rope_type, "default", "yarn")
+    theta = read_number(where, rope, "rope_theta", 10000.0)
     # transformers ignores attn_factor, and each of mscale and mscale_all_dim without the other
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor",
              "mrope_section", "mrope_interleaved"}
@@ -1094,8 +1101,8 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
                   "mscale", "mscale_all_dim"}
     if unknown := sorted(rope.keys() - known):
         refuse(where, f"rope scaling {rope_type}", f"no keys but {', '.join(sorted(known))}",
-               first_few(unknown))
-    supported(where, "partial_rotary_factor", rope.get("partial_rotary_factor"), 1, None)
+               list_names(unknown))
+    require(where, "partial_rotary_factor", rope.get("partial_rotary_factor"), 1, None)
     yarn = read_yarn(where, rope, theta, head_dim, max_seq_len) if rope_type == "yarn" else (0, ())
     return max_seq_len, theta, *yarn
 
@@ -1104,7 +1111,7 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     """(factor on cos and sin, head_dim / 2 frequencies) of YaRN, arXiv 2309.00071. It uses fp32 as
     transformers' _compute_yarn_parameters does, but fp64 for powers: all machines agree on them."""
     rope = rope | {key: rope.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0: absent
-    get = partial(number, where, rope)
+    get = partial(read_number, where, rope)
     original = get(ORIGINAL, max_seq_len)
     factor = get("factor", max_seq_len / original if "factor" in rope else None)  # may be null
     growth = 0.1 * math.log(max(factor, 1))
@@ -1115,7 +1122,7 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     # those with fewer than beta_slow get frequency / factor; a linear ramp lies in between.
     low, high = (head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
                  for rotations in (get("beta_fast", 32), get("beta_slow", 1)))
-    supported(where, "truncate", repr(truncate := rope.get("truncate", True)), *BOOLEANS)
+    require(where, "truncate", repr(truncate := rope.get("truncate", True)), *BOOLEANS)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -1152,7 +1159,7 @@ def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) ->
     byte_of = dict(zip(letters, sorted(range(256), key=lambda byte: chr(byte) not in letters)))
     if foreign := sorted({*"".join(vocab)} - byte_of.keys()):
         refuse(where, "vocabulary", "GPT-2's letters for bytes", repr(foreign[0]))
-    scores = merge_scores(where, vocab, merges)
+    scores = score_merges(where, vocab, merges)
     tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in vocab.items()}
     if absent := {bytes([byte]) for byte in range(256)} - set(tokens.values()):
         refuse(where, "vocabulary", "all 256 single bytes", f"{256 - len(absent)} of them")
@@ -1167,16 +1174,16 @@ def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) ->
 def check_pipeline(where: Path, tokenizer: dict) -> bool:
     """Refuses a tokenizer.json that does what qwen3.c does not. True if it normalizes to NFC."""
     model = tokenizer["model"]
-    supported(where, "model", model.get("type"), "BPE")
+    require(where, "model", model.get("type"), "BPE")
     for key in sorted(model.keys() - {"type", "vocab", "merges", "fuse_unk"}):
-        supported(where, f"model.{key}", model[key] or "none", "none")
+        require(where, f"model.{key}", model[key] or "none", "none")
     steps = (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", [])
     steps = [{key: step[key] for key in step if key != "trim_offsets"} for step in steps]
     if steps != PRE_TOKENIZERS:
         refuse(where, "pre_tokenizer is not supported", "Qwen's", tokenizer["pre_tokenizer"])
     normalizer = tokenizer["normalizer"] or {"normalizers": []}
     used = normalizer.get("normalizers", [normalizer])
-    supported(where, "normalizer", used, [{"type": "NFC"}], [])
+    require(where, "normalizer", used, [{"type": "NFC"}], [])
     return bool(used)
 
 
@@ -1202,8 +1209,8 @@ def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
         entries = [read(token, token["id"]) for token in tokenizer["added_tokens"]]
         more = [read(token, int(i))
                 for i, token in (settings.get("added_tokens_decoder") or {}).items()]
-        more += [(str(token_text(token)), None, SPECIAL) for token in (
-            *role_tokens(settings).values(), *(settings.get("additional_special_tokens") or []))]
+        more += [(str(read_token(token)), None, SPECIAL) for token in (
+            *read_roles(settings).values(), *(settings.get("additional_special_tokens") or []))]
     added = {text: (token_id, flags) for text, token_id, flags in entries}
     for text, token_id, flags in more:
         if text not in added or token_id not in (None, added[text][0]):
@@ -1213,19 +1220,19 @@ def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
     return added
 
 
-def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[int]]:
+def read_post_processor(where: Path, tokenizer: dict) -> tuple[list[int], list[int]]:
     """The ids that tokenizer.json's post-processor puts before and after every text."""
     ids: list[int | None] = [None]  # None: the text
     processor = tokenizer.get("post_processor") or {"type": "ByteLevel"}
     for step in processor["processors"] if processor["type"] == "Sequence" else [processor]:
-        supported(where, "post_processor", step["type"], "ByteLevel", "TemplateProcessing")
+        require(where, "post_processor", step["type"], "ByteLevel", "TemplateProcessing")
         inner, ids = ([], ids) if step["type"] == "ByteLevel" else (ids, [])  # ByteLevel adds none
         for piece in step.get("single", []):
             token = piece.get("SpecialToken", {}).get("id")
             if piece.get("Sequence", {}).get("id") == "A":
                 ids += inner
             elif token in step["special_tokens"]:
-                ids += id_list(where, step["special_tokens"][token]["ids"])
+                ids += read_ids(where, step["special_tokens"][token]["ids"])
             else:
                 refuse(where, "post_processor", "the text A and tokens that it lists", piece)
             if len(ids) > MOST_IDS + 1:
@@ -1234,18 +1241,18 @@ def post_processor_ids(where: Path, tokenizer: dict) -> tuple[list[int], list[in
     return ids[:at], ids[at + 1:]
 
 
-def role_tokens(tokenizer_config: dict) -> dict[str, str]:
+def read_roles(tokenizer_config: dict) -> dict[str, str]:
     """Role (eos_token, ...) -> text, of the roles that tokenizer_config.json gives to a token."""
     return {role: text for role in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (text := token_text(tokenizer_config.get(role)))}
+            if (text := read_token(tokenizer_config.get(role)))}
 
 
-def token_text(value: str | dict | None) -> str | None:
+def read_token(value: str | dict | None) -> str | None:
     """tokenizer_config.json writes a token as its text or as an object that holds it."""
     return value["content"] if isinstance(value, dict) else value
 
 
-def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dict[int, float]:
+def score_merges(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dict[int, float]:
     """id -> -log(rank + 1) of the merge that makes the token. qwen3.c has these scores and no list
     of merges: of all neighbours that together are a token it merges those with the best score.
     This gives the list's ids if two things hold, and all else is refused: the merges that make one
@@ -1276,9 +1283,9 @@ def merge_scores(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dic
 CHARACTERS = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xF0000)]))
 
 
-def unicode_sections(nfc: bool) -> dict[str, bytes]:
+def make_unicode_sections(nfc: bool) -> dict[str, bytes]:
     """The tokenizer file's section `clas` and, if the tokenizer has NFC, `ccc ` and the `nfc`s."""
-    def runs(classes: dict[int, int]) -> np.ndarray:
+    def find_runs(classes: dict[int, int]) -> np.ndarray:
         """Rows of (first, last, class), one for each run of code points of one class, ascending."""
         codes, numbers = np.array(sorted(classes.items())).T
         last = np.flatnonzero((np.diff(codes, append=-1) != 1) | (np.diff(numbers, append=0) != 0))
@@ -1289,7 +1296,7 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
                for piece, _ in pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
                .pre_tokenize_str(CHARACTERS) for char in piece}
     if not nfc:
-        return {"clas": u32(*runs(classes))}
+        return {"clas": pack_u32(*find_runs(classes))}
     # Canonical combining classes, of the marks that NFD sorts by it
     decompose, compose = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
     low, high = "\u0334", "\u0345"  # marks of the lowest class, 1, and of the highest, 240
@@ -1312,8 +1319,8 @@ def unicode_sections(nfc: bool) -> dict[str, bytes]:
             decomposed += [(ord(char), i, ord(part)) for i, part in enumerate(parts)]
     words = {tag: b"".join(struct.pack("<Q", a << 42 | b << 21 | c) for a, b, c in sorted(rows))
              for tag, rows in (("nfcd", decomposed), ("nfcc", composed))}
-    return {"clas": u32(*runs(classes)), "ccc ": u32(*runs(marks)), "nfcq": u32(*runs(changed)),
-            **words}
+    return {"clas": pack_u32(*find_runs(classes)), "ccc ": pack_u32(*find_runs(marks)),
+            "nfcq": pack_u32(*find_runs(changed)), **words}
 
 
 # ---- Chat: the checkpoint's Jinja template as twelve strings -------------------------------------
@@ -1326,11 +1333,12 @@ Conversation = tuple[tuple[Message, ...], "bool | None"]  # thinking; None: open
 
 
 class Pieces(namedtuple("Pieces", "start no_system system_open system_close user_open user_close "
-                        "assistant_open assistant_close answer_plain answer_think strip trim")):
+                        "assistant_open assistant_close answer_plain answer_think strip trim "
+                        "begun")):
     """In the order of the section `chat`. no_system follows start where there is no system message;
     answer_plain and answer_think open an answer to be generated. An earlier answer is cut up to and
-    including the last `strip`, and loses the characters in `trim` at its beginning."""
-    begun = ""  # opens an answer whose beginning is given; a section of its own
+    including the last `strip`, and loses the characters in `trim` at its beginning. `begun`, which
+    opens an answer whose beginning is given, has a section of its own."""
 
     def render(self, messages: tuple[Message, ...], thinking: bool | None) -> str:
         """A conversation as qwen3.c renders it."""
@@ -1342,20 +1350,20 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
         return text + ("" if thinking is None else (self.answer_plain, self.answer_think)[thinking])
 
 
-def chat_pieces(template: str | None, variables: dict[str, str]) -> Pieces | None:
+def find_verified_pieces(template: str | None, variables: dict[str, str]) -> Pieces | None:
     """The verified pieces of a template, or None and a note that says why there are none."""
     if not template:
         Notices.hints.append(
             "no chat template: qwen3 will continue texts; -m chat will use plain ChatML")
         return None
     try:
-        trials = trial_conversations()
+        trials = make_trials()
         texts = render_all(template, variables, [*MARKED, *trials])
         pieces = find_pieces(texts, variables.get("bos_token", ""))
         for messages, thinking in trials:
             if pieces.render(messages, thinking) != texts[messages, thinking]:
                 raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
-        "".join([*pieces, pieces.begun]).encode()  # a ValueError, too, for half a surrogate pair
+        "".join(pieces).encode()  # a ValueError, too, for half a surrogate pair
         return pieces
     except ValueError as error:
         Notices.hints.append("warning: the chat template is more than fixed strings around the "
@@ -1369,7 +1377,7 @@ def render_all(template: str, variables: dict, conversations: list) -> dict[Conv
     fails, the machine may be slow or full: nothing is exported."""
     code = ("import json, re, resource, sys; from contextlib import suppress; "
             "sys.path += sys.argv[1:]; import jinja2, jinja2.sandbox\n"
-            f"{inspect.getsource(template_process)}template_process()")
+            f"{inspect.getsource(run_template)}run_template()")
     found = "none"
     packages = [str(Path(module.__file__).parents[1]) for module in (jinja2, markupsafe)]
     try:
@@ -1387,7 +1395,7 @@ def render_all(template: str, variables: dict, conversations: list) -> dict[Conv
     return dict(zip(conversations, texts))
 
 
-def template_process() -> None:
+def run_template() -> None:
     """That process: the arguments of render_all() come by stdin and [texts, error] go to stdout, as
     JSON. The template runs as in transformers (chat_template_utils.py, render_jinja_template)."""
     with suppress(ValueError, OSError):  # macOS: no limit
@@ -1435,7 +1443,7 @@ MARKED: list[Conversation] = [  # find_pieces() needs their texts
 
 def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     """The pieces that a template seems to have. ValueError if a text has not each message once."""
-    def gaps(*messages: Message, thinking: bool | None = None) -> list[str]:
+    def find_gaps(*messages: Message, thinking: bool | None = None) -> list[str]:
         """The rendered text before, between and after the contents."""
         rest, before = texts[messages, thinking], []
         for _, content in messages:
@@ -1443,24 +1451,26 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
             before.append(gap)
         return before + [rest]
 
-    # A gap is one piece, or two of which one is known from another gap.
-    first, after_system, before_answer, after_answer, user_close = gaps(SYSTEM, *TALK)
+    # A gap is one piece, or two of which one is known from another gap. ChatML's gaps of (USER,
+    # ANSWER) are "<|im_start|>user\n", which is user_open; "<|im_end|>\n<|im_start|>assistant\n",
+    # which is user_close and assistant_open; and "<|im_end|>\n", which is assistant_close. After
+    # a last message of a user there is user_close alone: so the second gap can be cut in two.
+    first, after_system, before_answer, after_answer, user_close = find_gaps(SYSTEM, *TALK)
     assistant_open = before_answer.removeprefix(user_close)
-    assistant_close = gaps(USER, ANSWER)[2]
+    assistant_close = find_gaps(USER, ANSWER)[2]
     user_open = after_answer.removeprefix(assistant_close)
-    no_system = gaps(USER)[0].removesuffix(user_open)
+    no_system = find_gaps(USER)[0].removesuffix(user_open)
     start = bos if first.startswith(bos) and no_system.startswith(bos) else ""
-    plain, think = (gaps(USER, thinking=thinking)[1].removeprefix(user_close)
+    plain, think = (find_gaps(USER, thinking=thinking)[1].removeprefix(user_close)
                     for thinking in (False, True))
     trim = [char for char, talk in THOUGHT.items() if texts[talk, None] == texts[TALK, None]]
-    pieces = Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
-                    after_system.removesuffix(user_open), user_open, user_close, assistant_open,
-                    assistant_close, plain, think, THINK_END if trim else "", "".join(trim))
-    pieces.begun = gaps(USER, ANSWER)[1].removeprefix(user_close)
-    return pieces
+    return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
+                  after_system.removesuffix(user_open), user_open, user_close, assistant_open,
+                  assistant_close, plain, think, THINK_END if trim else "", "".join(trim),
+                  find_gaps(USER, ANSWER)[1].removeprefix(user_close))
 
 
-def trial_conversations() -> list[Conversation]:
+def make_trials() -> list[Conversation]:
     """Ordinary and odd conversations of one to four turns; the last message is the user's."""
     think = "<think>\nlet me see\n</think>\n\n"
     answers = ["Paris.", "", f"{think}Paris.", "<think>\n\n</think>\n\nParis.", "so</think>Paris.",
@@ -1484,19 +1494,19 @@ def trial_conversations() -> list[Conversation]:
 CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
 
 
-def tokenizer_file(source: Source, vocab_size: int) -> bytes:
+def make_tokenizer_file(source: Source, vocab_size: int) -> bytes:
     """The contents of OUT.bin.tokenizer: the base format, then the extension of tagged sections."""
     where, path = source.file("tokenizer.json"), source.file("generation_config.json")
     with parsing(where):
         nfc = check_pipeline(where, source.tokenizer)
-        head_ids, tail_ids = post_processor_ids(where, source.tokenizer)
-        roles = role_tokens(source.tokenizer_config)
+        head_ids, tail_ids = read_post_processor(where, source.tokenizer)
+        roles = read_roles(source.tokenizer_config)
     added = read_added(where, source.tokenizer, source.tokenizer_config, nfc)
     tokens, scores = decode_vocabulary(where, source.tokenizer["model"], added, vocab_size)
-    bos, eos, stop_ids = end_ids(source, added, roles.get("eos_token"))
+    bos, eos, stop_ids = find_end_ids(source, added, roles.get("eos_token"))
     if unknown := [i for i in (bos, *head_ids, *tail_ids, *stop_ids) if i >= vocab_size]:
         refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
-    pieces = chat_pieces(source.chat_template, roles)
+    pieces = find_verified_pieces(source.chat_template, roles)
     # A base model's texts do not end with the end of a chat's turn.
     turn_end = {i for text, (i, _) in added.items() if pieces and text in pieces.assistant_close}
     chats = source.chat_template and (not turn_end or turn_end & set(stop_ids))
@@ -1507,43 +1517,43 @@ def tokenizer_file(source: Source, vocab_size: int) -> bytes:
             "model, qwen3 will continue texts; -m chat overrides this")
     generation, defaults = source.generation, {  # transformers' but do_sample, which is false there
         "temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}
-    penalty = number(path, generation, "repetition_penalty", 1.0)
+    penalty = read_number(path, generation, "repetition_penalty", 1.0)
     if generation.get("min_p"):
         Notices.hints.append(f"{path.name}: min_p {generation['min_p']!r} is ignored: qwen3 has "
                              "no min_p")
     given = {key: generation[key] for key in defaults if generation.get(key) is not None}
     values = defaults | given
-    temperature, *more = (number(path, values, key) for key in ("temperature", "top_p", "top_k"))
-    sampling = struct.pack("<2fI", temperature if values["do_sample"] else 0.0, *more)
+    numbers = [read_number(path, values, key) for key in ("temperature", "top_p", "top_k")]
+    sampling = struct.pack("<2fI", numbers[0] if values["do_sample"] else 0.0, *numbers[1:])
     sections = {
-        "adde": u32(*sorted(added.values())), **unicode_sections(nfc),
-        "head": u32(head_ids), "tail": u32(tail_ids), "stop": u32(stop_ids),
+        "adde": pack_u32(*sorted(added.values())), **make_unicode_sections(nfc),
+        "head": pack_u32(head_ids), "tail": pack_u32(tail_ids), "stop": pack_u32(stop_ids),
         "samp": sampling if given else b"",
         "repe": b"" if penalty == 1 else struct.pack("<f", penalty),
-        "mode": b"" if mode == CHAT else u32([mode]),
-        "chat": b"".join(length_and_bytes(piece.encode()) for piece in pieces or ()),
+        "mode": b"" if mode == CHAT else pack_u32([mode]),
+        "chat": b"".join(pack_bytes(piece.encode()) for piece in (pieces or ())[:-1]),
         "begn": pieces.begun.encode() if pieces else b""}
-    extension = b"".join(tag.encode() + length_and_bytes(payload)
+    extension = b"".join(tag.encode() + pack_bytes(payload)
                          for tag, payload in sections.items() if payload)
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
-                       + length_and_bytes(tokens.get(i, b"")) for i in range(vocab_size))
+                       + pack_bytes(tokens.get(i, b"")) for i in range(vocab_size))
     return (struct.pack("<3I", max(map(len, tokens.values())), bos, eos) + records
-            + b"q3tx" + struct.pack("<I", 1) + length_and_bytes(extension))
+            + b"q3tx" + struct.pack("<I", 1) + pack_bytes(extension))
 
 
-def length_and_bytes(data: bytes) -> bytes:
+def pack_bytes(data: bytes) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
-def u32(*rows: list[int] | tuple[int, ...]) -> bytes:
+def pack_u32(*rows: list[int] | tuple[int, ...]) -> bytes:
     return np.array(rows, "<u4").tobytes()
 
 
-def end_ids(source: Source, added: dict, eos_token: str | None) -> tuple[int, int, list]:
+def find_end_ids(source: Source, added: dict, eos_token: str | None) -> tuple[int, int, list]:
     """(bos, eos, the ids that end an answer). The ids of config.json and generation_config.json end
     a text; tokenizer_config.json's eos_token may be one more, which ends a chat's turn."""
     (config_bos, config_eos), (generation_bos, generation_eos) = (
-        [id_list(source.file(name), values.get(f"{role}_token_id")) for role in ("bos", "eos")]
+        [read_ids(source.file(name), values.get(f"{role}_token_id")) for role in ("bos", "eos")]
         for name, values in (("config.json", source.config),
                              ("generation_config.json", source.generation)))
     end_of_text, end_of_turn = ([added[text][0]] if text in added else []
@@ -1559,7 +1569,7 @@ def end_ids(source: Source, added: dict, eos_token: str | None) -> tuple[int, in
     return bos[0], eos[0], stop_ids
 
 
-def id_list(where: Path, value: object) -> list[int]:
+def read_ids(where: Path, value: object) -> list[int]:
     """eos_token_id and the like: absent, one id or a list of them."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and 0 <= i < 2**32 for i in ids):
@@ -1634,7 +1644,7 @@ def quantize_q8(x: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]
 
 
 @cache
-def level_tables(levels: bytes) -> tuple[np.ndarray, list[np.ndarray]]:
+def make_level_tables(levels: bytes) -> tuple[np.ndarray, list[np.ndarray]]:
     """numpy's fastest way to the nearest level is a table that has an entry for each small cell of
     values. Returns codes, exact as bounds between levels are n / 2; and for each trial levels, of
     cells of a group whose largest magnitude is 1; nearly exact."""
@@ -1652,7 +1662,7 @@ def quantize_q4(x: np.ndarray, group_size: int, levels: bytes) -> tuple[np.ndarr
     levels, and the others to their nearest levels l. Its least-squares scale, sum(x l) / sum(l l),
     leaves an error of sum(x x) - sum(x l)^2 / sum(l l). The best trial's scale is rounded to fp16,
     and the codes are chosen for it. Sums have a fixed order: the same on any machine."""
-    codes, trials = level_tables(levels)
+    codes, trials = make_level_tables(levels)
     x = np.ascontiguousarray(x.reshape(-1, group_size).T)  # a column is a group
     high, low = x.max(axis=0), x.min(axis=0)
     peak = np.where(high > -low, high, low)
@@ -1685,7 +1695,7 @@ def in_nibbles(codes: np.ndarray) -> np.ndarray:
 PANEL = 16  # rows of a matrix whose 32-bit words alternate in OUT.bin; the last panel has zeros
 # A model's tensors: name in a checkpoint, where * is a layer's number and # an expert's; in a GGUF
 # file; fp32, int8 or a layer's matrix, whose bits the header says; shape; and what is not 0 if the
-# model has the tensor. The last two are names in the header or in layout().
+# model has the tensor. The last two are names in the header or in lay_out().
 TENSORS = [row.split() for row in """
     layers.*.input_layernorm.weight           attn_norm      fp32  dim             always
     layers.*.post_attention_layernorm.weight  ffn_norm       fp32  dim             always
@@ -1731,7 +1741,7 @@ class Output(NamedTuple):
                 self.scales + at // h.group_size * SCALE_SIZES[self.bits])
 
 
-def layout(h: Header) -> list[Output]:
+def lay_out(h: Header) -> list[Output]:
     """The tensors of OUT.bin, in its order, without their source."""
     values = h._asdict() | {
         "q_dim": h.n_heads * h.head_dim, "kv_dim": h.n_kv_heads * h.head_dim,
@@ -1764,7 +1774,7 @@ def match_tensors(where: Path, outputs: list[Output], tensors: dict[str, Tensor]
     missing = [name for name in wanted if name not in tensors]
     if missing or extra:
         refuse(where, "tensors", "the ones that config.json implies",
-               f"missing: {first_few(missing)}; left over: {first_few(extra)}")
+               f"missing: {list_names(missing)}; left over: {list_names(extra)}")
     for name, shape in wanted.items():
         if tensors[name].shape != shape:
             refuse(where, f"shape of {tensors[name].name}", list(shape), list(tensors[name].shape))
@@ -1779,7 +1789,7 @@ def match_tensors(where: Path, outputs: list[Output], tensors: dict[str, Tensor]
 def write_model(out: BinaryIO, header: Header, outputs: list[Output]) -> None:
     """Writes OUT.bin: the header, then the tensors. Notes what is copied, what quantized again."""
     def convert(output: Output, piece: Tensor, at: int) -> None:
-        data = in_panels(output, header, *encode(piece, output.bits, header))
+        data = put_in_panels(output, header, *encode(piece, output.bits, header))
         for part, offset in zip(data, output.offsets(at, header)):
             write_at(out, part, offset)
 
@@ -1795,10 +1805,10 @@ def write_model(out: BinaryIO, header: Header, outputs: list[Output]) -> None:
         Notices.hints.append(f"{', '.join(again)}: quantized again, in groups of "
                              f"{header.group_size}, which adds an error of 0.5 % of the weights' "
                              "rms in 8 bits, of 6 to 9 % in 4")
-    list(in_pieces(convert, outputs))
+    list(map_pieces(convert, outputs))
 
 
-def in_panels(output: Output, h: Header, *encoded: np.ndarray) -> Collection[np.ndarray]:
+def put_in_panels(output: Output, h: Header, *encoded: np.ndarray) -> Collection[np.ndarray]:
     """What encode() gives for rows of a matrix, as OUT.bin has it: in each panel word 0 of
     each row (32 bits of values, or a scale), then word 1, and so on. Others stay as they are."""
     if output.bits == 32 or not h.panels:
@@ -1810,7 +1820,7 @@ def in_panels(output: Output, h: Header, *encoded: np.ndarray) -> Collection[np.
             .transpose(0, 2, 1).ravel() for x in words]
 
 
-def in_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
+def map_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
     """Calls work(output, piece, its start in the output) for the pieces of the tensors, in a thread
     for each core (numpy releases the GIL). Yields (output, results). 64 threads take up to 1 GB."""
     total = sum(tensor.nbytes for output in outputs for tensor in output.tensors)
@@ -1859,12 +1869,12 @@ def check(options: argparse.Namespace) -> None:
         old = Header._make(HEADER.unpack(found))
         for field, *good in (("group_size", *GROUP_SIZES), ("rope_scaling", 0, 2),
                              ("layer_bits", 0, 4), ("panels", 0, 1)):
-            supported(out, f"{field} (export it again)", getattr(old, field), *good)
+            require(out, f"{field} (export it again)", getattr(old, field), *good)
         header, computed = read_header(source, old.layer_bits or 8, old.group_size, options.yarn)
         if not old.panels:  # an older program's, which knew no eight_bits
             header = header._replace(panels=0, eight_bits=0)
-        tokenizer = tokenizer_file(source, header.vocab_size)
-        outputs = match_tensors(source.path, layout(header), source.open_tensors() | computed)
+        tokenizer = make_tokenizer_file(source, header.vocab_size)
+        outputs = match_tensors(source.path, lay_out(header), source.open_tensors() | computed)
         check_bytes(out, "the header (the --yarn of the export?)", HEADER.pack(*header), found)
         found = read_file(path := Path(f"{out}.tokenizer"), most=2 * len(tokenizer))
         check_bytes(path, "the file", tokenizer, found)
@@ -1893,7 +1903,7 @@ def check_tensors(path: Path, file: BinaryIO, h: Header, outputs: list[Output]) 
     def compare(output: Output, piece: Tensor, at: int) -> tuple[float, float]:
         """Of a range: (sum of squares, sum of squared errors)."""
         parts = encode(piece, output.bits, h)
-        for part, offset in zip(in_panels(output, h, *parts), output.offsets(at, h)):
+        for part, offset in zip(put_in_panels(output, h, *parts), output.offsets(at, h)):
             found = os.pread(file.fileno(), part.nbytes, offset)
             check_bytes(path, piece.name, part.tobytes(), found, offset)
         x = piece.read_fp32().astype(float)  # in fp64 no square is too large
@@ -1901,7 +1911,7 @@ def check_tensors(path: Path, file: BinaryIO, h: Header, outputs: list[Output]) 
         return float(x @ x), float(error @ error)
 
     errors, table = {}, ["rms error (% of rms)  tensor"]
-    for output, ranges in in_pieces(compare, outputs):
+    for output, ranges in map_pieces(compare, outputs):
         squares, squared_errors = map(sum, zip(*ranges))
         rms = 100 * math.sqrt(squared_errors / (squares or 1))
         name = output.tensors[0].name.replace(".experts.0.", ".experts.*.")
@@ -1936,7 +1946,7 @@ def plot(path: Path, title: str, errors: dict[str, float]) -> None:
 
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
-    on_signals(partial(leave, []))
+    handle_signals(partial(leave, []))
     if __name__ == "__main__":
         warnings.simplefilter("ignore")  # of the packages: what matters here is said once
     Notices.subject = options.out or options.source
@@ -1971,7 +1981,7 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
         raise argparse.ArgumentTypeError(f"wrong value, expected {expected}, found {text!r}")
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = usage_error  # type: ignore
+    parser.error = refuse_usage  # type: ignore
     parser.add_argument("names", nargs="*")
     for name, kind, good, expected in (
             ("--bits", int, SUFFIXES.__contains__, "8 or 4"),
@@ -1984,20 +1994,20 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
         parser.add_argument(name, action="store_true")
     options = parser.parse_intermixed_args(args)
     if not 1 <= len(options.names) <= 2 or "" in options.names:
-        usage_error(f"usage: expected SOURCE [OUT.bin], found {len(options.names)} names")
+        refuse_usage(f"usage: expected SOURCE [OUT.bin], found {len(options.names)} names")
     options.check |= bool(options.plot)
     if options.check and (options.bits or options.group_size):
         option = "--bits" if options.bits else "--group-size"
-        usage_error(f"{option}: --check takes it from OUT.bin, expected `export.py --check SOURCE "
-                    f"OUT.bin` (with four bits it ends in -q4.bin), found {option}, too")
+        refuse_usage(f"{option}: --check takes it from OUT.bin, expected `export.py --check SOURCE "
+                     f"OUT.bin` (with four bits it ends in -q4.bin), found {option}, too")
     source, *out = sorted(options.names, key=lambda name: name.endswith(".bin"))  # keeps the order
     if out and not out[0].endswith(".bin"):
-        usage_error(f"OUT: wrong name, expected one that ends in .bin, found {out[0]!r}")
+        refuse_usage(f"OUT: wrong name, expected one that ends in .bin, found {out[0]!r}")
     options.source, options.out = source, Path(out[0]) if out else None
     return options
 
 
-def usage_error(text: str) -> NoReturn:
+def refuse_usage(text: str) -> NoReturn:
     say(f"{text.removeprefix('argument ')} (see export.py -h)")  # argparse's, of an option
     sys.exit(2)
 

@@ -38,7 +38,7 @@ ROOT = TESTS.parent
 sys.path.insert(0, str(ROOT))
 import export as export_py  # noqa: E402
 
-export_py.unicode_sections = functools.cache(export_py.unicode_sections)  # a third of a second each
+export_py.make_unicode_sections = functools.cache(export_py.make_unicode_sections)  # a third of a second each
 export_py.TEMPLATE_SECONDS = 300                        # also a slow machine ends all but endless ones
 
 QWEN3 = Path(os.environ.get("QWEN3", ROOT / "qwen3")).resolve()
@@ -312,7 +312,7 @@ def rows(section: bytes, width: int):
 def sections_of(ck, tmp_path):
     export_py.Notices.hints.clear()
     source = export_py.read_folder(ck.save(tmp_path))
-    data = export_py.tokenizer_file(source, ck.config["vocab_size"])
+    data = export_py.make_tokenizer_file(source, ck.config["vocab_size"])
     return read_tokenizer(data, ck.config["vocab_size"])
 
 
@@ -414,7 +414,7 @@ def exported(tokenizer_json, tmp_path_factory):
     ck = Checkpoint(tokenizer_json)
     folder = ck.save(tmp_path_factory.mktemp("exported"))
     export_py.Notices.hints.clear()
-    data = export_py.tokenizer_file(export_py.read_folder(folder), ck.config["vocab_size"])
+    data = export_py.make_tokenizer_file(export_py.read_folder(folder), ck.config["vocab_size"])
     return ck, read_tokenizer(data, ck.config["vocab_size"])
 
 

@@ -27,8 +27,8 @@ def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
     refused(run("x" * 5000), r"xx \.\.\. xx.*: can't be read.*found File name too long$")
 
 
-@pytest.mark.parametrize("where", ["plain_config", "read_header", "layout", "encode", "chat_pieces",
-                                   "read_added", "decode_vocabulary", "merge_scores"])
+@pytest.mark.parametrize("where", ["normalize_config", "read_header", "lay_out", "encode", "read_added",
+                                   "find_verified_pieces", "decode_vocabulary", "score_merges"])
 def test_our_own_bugs(checkpoint, run, tmp_path, monkeypatch, where):
     """They are not blamed on a file. --traceback shows where they are."""
     folder = checkpoint().save(tmp_path / "in")

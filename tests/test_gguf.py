@@ -572,7 +572,7 @@ def test_larger_models_of_qwen2_5_have_a_lower_penalty(checkpoint, make, monkeyp
     path = make(checkpoint(architectures=["Qwen2ForCausalLM"], head_dim=32), changes=NO_SAMPLING)
     for weights, penalty in (1_900_000_000, 1.1), (2_000_000_000, 1.05):
         more = export.Tensor("x", path, 0, "F32", (weights,))
-        monkeypatch.setattr(export, "without_copy", lambda tensors: tensors | {"x": more})
+        monkeypatch.setattr(export, "drop_copy", lambda tensors: tensors | {"x": more})
         assert export.read_gguf(path).generation["repetition_penalty"] == penalty
 
 
@@ -588,7 +588,7 @@ def test_reranker(checkpoint, make, run, tmp_path):
     refused(run(make(ck, Kind.F16, tensors=head), "out.bin"), "left over: cls.output.weight")
 
 
-@pytest.mark.parametrize("where", ["gguf_config", "gguf_tokenizer", "without_copy", "read_gguf"])
+@pytest.mark.parametrize("where", ["read_gguf_config", "read_gguf_tokenizer", "drop_copy", "read_gguf"])
 def test_our_own_bugs(make, run, monkeypatch, where):
     """They are not blamed on the file."""
     path = make()
@@ -707,7 +707,7 @@ def test_a_classifier_is_compared_lazily(checkpoint, make, run, tmp_path, monkey
     assert run(path, "out.bin")[0] == 0 and sorted(read) == ["output.weight", "token_embd.weight"]
     huge = {f"{name}.weight": export.Tensor(name, Path("nowhere"), 0, "F32", (1 << 20, 1 << 12))
             for name in ("embed_tokens", "lm_head")}
-    assert export.without_copy(huge) == huge
+    assert export.drop_copy(huge) == huge
 
 
 def test_big_endian(checkpoint, run, tmp_path):

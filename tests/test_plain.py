@@ -80,7 +80,7 @@ def tensors(name, bits, vocab_size):
         vocab_size=vocab_size, shared_classifier=tied, group_size=group, no_qk_norm=qwen2, qkv_bias=qwen2,
         layer_bits=bits % 8, eight_bits=(6 if qwen2 else 4) * (bits == 4), panels=1))
     return header, [(tensor.names[0], tensor.bits, tensor.scales if tensor.bits < 32 else tensor.values, tensor.end)
-                    for tensor in export_py.layout(header)]
+                    for tensor in export_py.lay_out(header)]
 
 
 SPOILED = ["input_layernorm", "post_attention", "norm.weight", "q_norm", "embed_tokens", "q_proj.weight", "k_proj.weight",

@@ -363,7 +363,7 @@ def model_bytes(shape, bits, of_a_token=False):
         "layer_bits": 4 if bits == 4 else 0,
         "eight_bits": 4 if bits == 4 else 0})
     size = 256
-    for output in export.layout(header):
+    for output in export.lay_out(header):
         if of_a_token and output.names == ["embed_tokens.weight"] and not shared:
             continue                                    # one row
         experts = used if of_a_token and len(output.names) > 1 else len(output.names)

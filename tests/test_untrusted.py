@@ -35,7 +35,7 @@ def not_tried(template, found):
     """A template whose process does not end well is none that qwen3.c does not have: a slow machine
     would get a wrong file."""
     with pytest.raises(export.Refused, match=f"the chat template: it can't be tried out.* found {found}$"):
-        export.chat_pieces(template + CHATML, {})
+        export.find_verified_pieces(template + CHATML, {})
 
 
 @pytest.mark.parametrize("template", [
@@ -56,7 +56,7 @@ def test_template_that_wants_all_memory(template):
 
 def test_template_that_writes_too_much():
     export.Notices.hints.clear()
-    assert export.chat_pieces("{{ 'x' * 10**6 }}" + CHATML, {}) is None
+    assert export.find_verified_pieces("{{ 'x' * 10**6 }}" + CHATML, {}) is None
     assert "5,000,000 characters" in export.Notices.hints[0]
 
 
@@ -66,7 +66,7 @@ def test_template_s_process_imports_nothing_from_the_current_directory(tmp_path,
         (tmp_path / f"{name}.py").write_text("import os; os._exit(7)")
     monkeypatch.chdir(tmp_path)
     export.Notices.hints.clear()
-    assert export.chat_pieces(CHATML, {}) and not export.Notices.hints
+    assert export.find_verified_pieces(CHATML, {}) and not export.Notices.hints
 
 
 def test_template_s_process_has_no_environment(tmp_path, monkeypatch):
@@ -78,7 +78,7 @@ def test_template_s_process_has_no_environment(tmp_path, monkeypatch):
     seen = ("import os, jinja2; assert jinja2.__file__.startswith(sys.argv[1])\n"
             "    assert set(os.environ) <= {'SYSTEMROOT', 'LC_CTYPE'}, os.environ\n"
             "    print(json.dumps([[sys.argv[1]] * 9999, None]))\n    return\n    ")
-    source = export.inspect.getsource(export.template_process)
+    source = export.inspect.getsource(export.run_template)
     code = source.replace("source, variables, ", seen + "source, variables, ")
     monkeypatch.setattr(export.inspect, "getsource", lambda _: code)
     assert set(export.render_all("", {}, [("x", None)]).values()) == {str(where)}
@@ -89,7 +89,7 @@ def test_template_s_process_finds_jinja2_where_this_one_does(tmp_path):
     site = Path(export.jinja2.__file__).parents[1]
     code = f"""import sys; sys.path += [{str(ROOT)!r}, {str(site)!r}]
 import export
-print(export.chat_pieces({CHATML!r}, {{}}) is not None, export.Notices.hints)"""
+print(export.find_verified_pieces({CHATML!r}, {{}}) is not None, export.Notices.hints)"""
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
     assert done.stdout == "True []\n", done
 
@@ -271,7 +271,7 @@ def test_limits_are_those_of_qwen3():
                           for bound in bounds)
             limits |= dict.fromkeys(KEYS.get(name, [name]), found)
     limits["vocab_size"] = (1, 1 << 20)  # qwen3 takes more, but export.py builds a table of it
-    ours = {key: (low, high) for key, (low, high, _) in export.NUMBERS.items()}
+    ours = {key: (low, high) for key, (low, high, *_) in export.NUMBERS.items()}
     # The file has what YaRN's numbers make, not they themselves
     limits[export.ORIGINAL] = ours[export.ORIGINAL]
     assert limits == dict.fromkeys(limits, export.OTHER_LIMITS[:2]) | ours
