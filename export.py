@@ -137,7 +137,9 @@ def export(options: argparse.Namespace) -> None:
     check_space([*place.downloads, (out.parent if out else Path(), place.out_size)])
     source = read_source(place, options.chat_template)
     header, computed = read_header(source, options.bits, options.group_size, options.yarn)
-    tokenizer = make_tokenizer_file(source, header.vocab_size)
+    origin = escape(f"{source.origin or source.name}, {header.layer_bits or 8} bits in groups of "
+                    f"{header.group_size}, export.py {VERSION}").encode()
+    tokenizer = join_tokenizer(*make_tokenizer(source, header.vocab_size), origin)
     Notices.subject = out = out or Path(source.name + SUFFIXES[header.layer_bits or 8])
     check_target(out)
     tokenizer_out, outputs = Path(f"{out}.tokenizer"), lay_out(header)
@@ -326,9 +328,13 @@ def say(line: str) -> None:
     """Prints a line. What drives a terminal is escaped: it may come from an untrusted file."""
     for folder, name in Notices.names.items():
         line = line.replace(folder, name)
-    line = re.sub("[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], line)
+    line = escape(line)
     line = f"{line[:400]} ... {line[-500:]}" if len(line) > 1000 else line
     print("export.py:", line, file=sys.stderr)
+
+
+def escape(text: str) -> str:
+    return re.sub("[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], text)
 
 
 def list_names(names: list[str], most: int = 6) -> str:
@@ -383,6 +389,7 @@ class Source(NamedTuple):
     open_tensors: Callable[[], dict[str, Tensor]]  # by name without "model."; may download them
     downloads: Callable[[], list[Room]] = list  # the space that open_tensors() needs
     group_size: int | None = None  # 32 if weights are in GGUF's Q8_0, which OUT.bin can copy
+    origin: str = ""  # the GGUF file or the place on the hub; of a folder its name says it
     four_bits: str = ""  # a GGUF's dtype of most layers' weights, if OUT.bin can copy it in 4 bits
 
     def file(self, name: str) -> Path:
@@ -669,11 +676,13 @@ def find_model(name: str, revision: str | None, wanted: str) -> Place:
         return folder
 
     def read() -> Source:
+        origin = "/".join([name, *gguf_files[:1]]) + f" at {folder.name}"
         if gguf_files:
-            return read_gguf(fetch(gguf_files) / gguf_files[0])
+            return read_gguf(fetch(gguf_files) / gguf_files[0])._replace(origin=origin)
         source, weights = read_folder(fetch(SETTINGS), True), partial(list_weights, folder, sizes)
-        return source._replace(downloads=lambda: [measure_room(weights())], open_tensors=lambda:
-                               open_checkpoint(fetch(weights()), source.family))
+        return source._replace(
+            origin=origin, downloads=lambda: [measure_room(weights())],
+            open_tensors=lambda: open_checkpoint(fetch(weights()), source.family))
 
     from huggingface_hub import HfApi, utils  # slow: only here
     utils.logging.set_verbosity_error()  # an error is one line
@@ -791,7 +800,7 @@ def read_gguf(path: Path) -> Source:
                           for name, ids in (("bos", bos), ("eos", eos))},
         generation=sampling | {"eos_token_id": stop_ids},
         embedding=pooling == poolings.LAST, chat_template=template, open_tensors=lambda: kept,
-        group_size=32 if "Q8_0" in kinds else None,
+        group_size=32 if "Q8_0" in kinds else None, origin=path.name,
         four_bits=kind if kind in GGUF_LEVELS and 2 * most > sum(weights.values()) else "")
 
 
@@ -1494,8 +1503,8 @@ def make_trials() -> list[Conversation]:
 CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
 
 
-def make_tokenizer_file(source: Source, vocab_size: int) -> bytes:
-    """The contents of OUT.bin.tokenizer: the base format, then the extension of tagged sections."""
+def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
+    """OUT.bin.tokenizer in the base format, and the sections of its extension but for `from`."""
     where, path = source.file("tokenizer.json"), source.file("generation_config.json")
     with parsing(where):
         nfc = check_pipeline(where, source.tokenizer)
@@ -1537,8 +1546,13 @@ def make_tokenizer_file(source: Source, vocab_size: int) -> bytes:
                          for tag, payload in sections.items() if payload)
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
                        + pack_bytes(tokens.get(i, b"")) for i in range(vocab_size))
-    return (struct.pack("<3I", max(map(len, tokens.values())), bos, eos) + records
-            + b"q3tx" + struct.pack("<I", 1) + pack_bytes(extension))
+    return struct.pack("<3I", max(map(len, tokens.values())), bos, eos) + records, extension
+
+
+def join_tokenizer(base: bytes, extension: bytes, origin: bytes = b"") -> bytes:
+    """The contents of OUT.bin.tokenizer. Its last section, `from`, tells people of its origin."""
+    extension += b"from" + pack_bytes(origin) if origin else b""
+    return base + b"q3tx" + struct.pack("<I", 1) + pack_bytes(extension)
 
 
 def pack_bytes(data: bytes) -> bytes:
@@ -1873,11 +1887,12 @@ def check(options: argparse.Namespace) -> None:
         header, computed = read_header(source, old.layer_bits or 8, old.group_size, options.yarn)
         if not old.panels:  # an older program's, which knew no eight_bits
             header = header._replace(panels=0, eight_bits=0)
-        tokenizer = make_tokenizer_file(source, header.vocab_size)
+        parts = make_tokenizer(source, header.vocab_size)
         outputs = match_tensors(source.path, lay_out(header), source.open_tensors() | computed)
         check_bytes(out, "the header (the --yarn of the export?)", HEADER.pack(*header), found)
-        found = read_file(path := Path(f"{out}.tokenizer"), most=2 * len(tokenizer))
-        check_bytes(path, "the file", tokenizer, found)
+        size = len(join_tokenizer(*parts))
+        found = read_file(path := Path(f"{out}.tokenizer"), most=2 * size)
+        check_bytes(path, "the file", join_tokenizer(*parts, found[size + 8:]), found)  # any origin
         if (actual := out.stat().st_size) != outputs[-1].end:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
         errors = check_tensors(out, file, header, outputs)

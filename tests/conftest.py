@@ -312,7 +312,7 @@ def rows(section: bytes, width: int):
 def sections_of(ck, tmp_path):
     export_py.Notices.hints.clear()
     source = export_py.read_folder(ck.save(tmp_path))
-    data = export_py.make_tokenizer_file(source, ck.config["vocab_size"])
+    data = export_py.join_tokenizer(*export_py.make_tokenizer(source, ck.config["vocab_size"]))
     return read_tokenizer(data, ck.config["vocab_size"])
 
 
@@ -414,7 +414,7 @@ def exported(tokenizer_json, tmp_path_factory):
     ck = Checkpoint(tokenizer_json)
     folder = ck.save(tmp_path_factory.mktemp("exported"))
     export_py.Notices.hints.clear()
-    data = export_py.make_tokenizer_file(export_py.read_folder(folder), ck.config["vocab_size"])
+    data = export_py.join_tokenizer(*export_py.make_tokenizer(export_py.read_folder(folder), ck.config["vocab_size"]))
     return ck, read_tokenizer(data, ck.config["vocab_size"])
 
 

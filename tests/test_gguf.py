@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import reference
 from checkpoints import CHATML, experts
-from conftest import export_process, export_py as export, measures, read_tokenizer, refused, rows
+from conftest import export_process, export_py as export, measures, read_tokenizer, refused, rows, split_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from reference import quantize
 from test_four_bits import LEVELS, MATRICES, naive_q4
@@ -124,8 +124,10 @@ def make(checkpoint, tmp_path):
     return call
 
 
-def files(path: Path) -> tuple[bytes, bytes]:
-    return path.read_bytes(), Path(f"{path}.tokenizer").read_bytes()
+def files(path: Path) -> tuple[bytes, bytes, dict]:
+    """OUT.bin and the tokenizer file, but for where it came from."""
+    plain, sections = split_tokenizer(Path(f"{path}.tokenizer").read_bytes())
+    return path.read_bytes(), plain, {tag: section for tag, section in sections.items() if tag != b"from"}
 
 
 # ---------------------------------------------------------------------------- the same as from HF
@@ -165,6 +167,8 @@ def test_default_name_and_first_argument(make, run, tmp_path):
     make()
     assert run("model.gguf")[0] == 0 and run("other.bin", "model.gguf")[0] == 0
     assert files(tmp_path / "model.bin") == files(tmp_path / "other.bin")
+    sections = split_tokenizer((tmp_path / "model.bin.tokenizer").read_bytes())[1]
+    assert sections[b"from"] == b"model.gguf, 8 bits in groups of 64, export.py %s" % export.VERSION.encode()
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -266,6 +270,8 @@ def test_from_the_hub_by_name(several, hub, run, tmp_path, name, file, out):
     assert status == 0 and f"wrote {out} " in err[0] and "the download stays in" in " ".join(err), err
     asked = {re.sub("-0000[12]-", "-00001-", asked) for asked in hub.asked()}
     assert asked == {f"{file}.gguf"}
+    sections = split_tokenizer((tmp_path / f"{out}.tokenizer").read_bytes())[1]
+    assert sections[b"from"].startswith(f"org/tiny-GGUF/{file}.gguf at {'1' * 40}, ".encode())
     assert run(tmp_path / f"hub/org/tiny-GGUF/{file}.gguf", "x.bin")[0] == 0
     assert files(tmp_path / out) == files(tmp_path / "x.bin")
     assert hub(name.replace("URL", hub.url), "--check")[0] == 0

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 from checkpoints import LAST, sentence_transformers
-from conftest import ROOT, Hub, environment, export_py as export, refused
+from conftest import ROOT, Hub, environment, export_py as export, refused, split_tokenizer
 from test_templates import CHATML
 
 
@@ -27,6 +27,8 @@ def test_download_from_a_hub(checkpoint, hub, tmp_path):
     assert not hub.asked() & {"README.md", "pytorch_model.bin", "original/consolidated.safetensors"}
     assert f"the download stays in {tmp_path}/cache/hub/models--org--tiny;" in err[-1]
     assert "hf cache rm model/org/tiny" in err[-1]
+    assert split_tokenizer((tmp_path / "tiny.bin.tokenizer").read_bytes())[1][b"from"] == (
+        f"org/tiny at {'1' * 40}, 8 bits in groups of 64, export.py {export.VERSION}".encode())
     refused(hub("org/absent", "out.bin"), "org/absent: neither here nor available", "HF_TOKEN",
             "RepositoryNotFound")
     (tmp_path / "tiny.bin").unlink()

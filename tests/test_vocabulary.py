@@ -9,7 +9,7 @@ import pytest
 import reference
 import tokenizers
 from checkpoints import ADDED, LAST, SENTENCES, sentence_transformers
-from conftest import export_py as export, read_tokenizer, refused, rows, sections_of
+from conftest import export_py as export, read_tokenizer, refused, rows, sections_of, split_tokenizer
 from test_templates import CHATML
 from tokenizers import pre_tokenizers
 
@@ -162,6 +162,18 @@ def test_repetition_penalty(checkpoint, tmp_path, value, expected):
     ck.generation["repetition_penalty"] = value
     assert sections_of(ck, tmp_path)[2].get("repe", b"") == expected
     assert not any("penalty" in note for note in export.Notices.hints)
+
+
+@pytest.mark.parametrize("name, said", [("x/my model", "my model"), ("\u00e9\n\u202e", "\u00e9\\n\\u202e"),
+                                        ("x/models--a--b/snapshots/0123abc", "b")])
+def test_where_a_file_came_from(checkpoint, run, tmp_path, name, said):
+    """One line without what drives a terminal; the name of a folder, not its path. --check takes any."""
+    folder = checkpoint().save(tmp_path / name)
+    assert run(folder, "out.bin", "--bits", 4)[0] == 0
+    sections = split_tokenizer((tmp_path / "out.bin.tokenizer").read_bytes())[1]
+    assert list(sections)[-1] == b"from"
+    assert sections[b"from"].decode() == f"{said}, 4 bits in groups of 32, export.py {export.VERSION}"
+    assert run("--check", checkpoint().save(tmp_path / "elsewhere"), "out.bin")[0] == 0
 
 
 def test_min_p_is_said(checkpoint, run, tmp_path):
