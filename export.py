@@ -1892,7 +1892,10 @@ def check(options: argparse.Namespace) -> None:
         check_bytes(out, "the header (the --yarn of the export?)", HEADER.pack(*header), found)
         size = len(join_tokenizer(*parts))
         found = read_file(path := Path(f"{out}.tokenizer"), most=2 * size)
-        check_bytes(path, "the file", join_tokenizer(*parts, found[size + 8:]), found)  # any origin
+        tokenizer = join_tokenizer(*parts, found[size + 8:])  # any origin
+        if not old.panels:  # an older program's, which had other sections
+            tokenizer, found = parts[0], found[:len(parts[0])]
+        check_bytes(path, "the file", tokenizer, found)
         if (actual := out.stat().st_size) != outputs[-1].end:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
         errors = check_tensors(out, file, header, outputs)

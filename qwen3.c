@@ -2080,8 +2080,7 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     if (tok->tables->pairs.n == 0) {
         for (size_t at = 0; (c = char_at(tok, text, at)).n && !may_change(tok, c.c);) at += c.n;
         if (c.n && !tok->tables->n_unnormalized++)
-            notice("tokenizer: an older file, texts with marks that combine are taken as they are, "
-                   "not in Unicode's form NFC; export the model again");
+            notice("tokenizer: an older file, no NFC for this text; export the model again");
         buffer_add(out, text);
         return;
     }

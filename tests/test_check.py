@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import Checkpoint, experts
-from conftest import ROOT, export_process, export_py as export, refused
+from conftest import ROOT, export_process, export_py as export, join_tokenizer, refused, split_tokenizer
 from reference import Model, quantize
 
 
@@ -295,11 +295,28 @@ def test_rows_without_panels(checkpoint, run, tmp_path, monkeypatch, bits, confi
     if bits == 8:
         Model.from_bin(tmp_path / "new.bin").to_bin(tmp_path / "base.bin", panels=False)
         assert (tmp_path / "base.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
-    assert run("--check", folder, "out.bin")[0] == 0
+    file = tmp_path / "out.bin.tokenizer"
+    plain, sections = split_tokenizer(file.read_bytes())
+    for tokens in join_tokenizer(plain, {b"clas": sections[b"clas"]}.items()), plain:   # older ones, or none
+        file.write_bytes(tokens)
+        assert run("--check", folder, "out.bin")[0] == 0
+    file.write_bytes(plain[:-1])
+    refused(run("--check", folder, "out.bin"), "out.bin.tokenizer: .*not what the source gives")
+    file.write_bytes(plain)
     data = bytearray((tmp_path / "out.bin").read_bytes())
     data[-5] ^= 1
     (tmp_path / "out.bin").write_bytes(data)
     refused(run("--check", folder, "out.bin"), "out.bin", "is not what the source gives")
+
+
+def test_where_it_came_from_may_differ(exported, ck, run, tmp_path):
+    """The section `from` names the folder, which may be a copy; all before it is compared."""
+    assert run("--check", ck.save(tmp_path / "a copy"), "out.bin")[0] == 0
+    plain, sections = split_tokenizer(Path(f"{exported}.tokenizer").read_bytes())
+    assert [*sections][-1] == b"from"
+    for changed, found in ((sections | {b"from": b"another"}, 0), (sections | {b"mode": b"\2\0\0\0"}, 1)):
+        Path(f"{exported}.tokenizer").write_bytes(join_tokenizer(plain, changed.items()))
+        assert run("--check", "hf", "out.bin")[0] == found
 
 
 @pytest.mark.parametrize("edit", [lambda d: d[:-1], lambda d: d + b"\0",

@@ -667,7 +667,7 @@ def test_base_model_continues_texts(base):
     child.expect("bc")
     assert finish(child) == 0
     result = qwen3(base, "-m", "chat", "-t", 0, "-n", 1, "-v", stdin=b"x\ny\n")
-    assert result.stderr.count(b"prompt ids: ") == 2 and b"mode" not in result.stderr
+    assert result.stderr.count(b"prompt ids: ") == 2 and b"mode:" not in result.stderr
 
 
 # -- generate
@@ -730,8 +730,9 @@ def test_quiet_and_verbose(small):
     assert qwen3(*run, "-q").stderr == b""
     lines = qwen3(*run, "-v").stderr.split(b"\n")
     assert re.fullmatch(rb"prompt ids: \d+( \d+)*", lines[0])
-    assert lines[1].startswith(b"qwen3: sampling: ")
-    assert len(lines) == 5 and b"by -n after 4 tokens" in lines[2] and STATS.fullmatch(lines[3] + b"\n")
+    assert lines[1].startswith(b"qwen3: model: hf, 8 bits in groups of 64, export.py ")
+    assert lines[2].startswith(b"qwen3: sampling: ")
+    assert len(lines) == 6 and b"by -n after 4 tokens" in lines[3] and STATS.fullmatch(lines[4] + b"\n")
     assert qwen3(*run, "-q").stdout == qwen3(*run, "-v").stdout == qwen3(*run).stdout
 
 
