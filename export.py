@@ -36,16 +36,15 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
                        groups of 32 and the same bits, those of Q1_0 where OUT.bin's have up to 128
     --yarn FACTOR      extends the context by this factor (YaRN), as Qwen advises for texts longer
                        than the model was trained on; short texts get slightly worse
-    --chat-template FILE
-                       takes FILE for the chat template (Jinja), not the one that SOURCE has
+    --chat-template FILE  takes FILE's chat template (Jinja), not SOURCE's
     --check            compares OUT.bin and its tokenizer file with what an export would write, and
                        prints each tensor's quantization error to stdout. Exit status 1: they differ
     --plot FILE.png    --check, and a plot of the errors (needs matplotlib)
     --traceback        an error also shows where in export.py it arose
     --version          prints the version
 
-Memory use does not depend on the model's size. The two files appear under their names when both
-are complete. A checkpoint that needs what qwen3.c does not have is refused with the reason.
+Memory use does not depend on the model's size. The two files appear when both are complete. What
+needs more than qwen3.c has is refused with the reason.
 Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
 """
 
@@ -101,7 +100,7 @@ from typing import (Annotated, Any, BinaryIO, Callable, Collection, Iterator, Na
                     get_type_hints)
 from urllib.parse import unquote
 
-# The packages of the block at the top: [(name, oldest version)]
+# [(name, oldest version)] of the block at the top
 PACKAGES = re.findall(r'"([a-z_0-9]+)>=([0-9.]+)"',
                       Path(__file__).read_text(encoding="utf-8").split("# ///")[1])
 try:
@@ -137,8 +136,8 @@ def export(options: argparse.Namespace) -> None:
     check_space([*place.downloads, (out.parent if out else Path(), place.out_size)])
     source = read_source(place, options.chat_template)
     header, computed = read_header(source, options.bits, options.group_size, options.yarn)
-    origin = escape(f"{source.origin or source.name}, {header.layer_bits or 8} bits in groups of "
-                    f"{header.group_size}, export.py {VERSION}").encode()
+    form = f"{header.layer_bits or 8} bits in groups of {header.group_size}"
+    origin = escape(f"{source.origin or source.name}, {form}, export.py {VERSION}").encode()
     tokenizer = join_tokenizer(*make_tokenizer(source, header.vocab_size), origin)
     Notices.subject = out = out or Path(source.name + SUFFIXES[header.layer_bits or 8])
     check_target(out)
@@ -148,11 +147,10 @@ def export(options: argparse.Namespace) -> None:
         write_at(tokenizer_part, tokenizer, 0)
         outputs = match_tensors(source.path, outputs, source.open_tensors() | computed)
         write_model(model_part, header, outputs)
-    part = f", without {source.family.left_out}*" if source.family.left_out else ""
+    form += f", without {source.family.left_out}*" if source.family.left_out else ""
     text = "The sky is blue." if source.embedding else "Why is the sky blue?"
-    say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {header.layer_bits or 8} bits in groups of "
-        f"{header.group_size}{part}) and {tokenizer_out.name} in {time.monotonic() - began:.1f} s, "
-        f"run ./qwen3 {shlex.quote(str(out))} -i \"{text}\"")
+    say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {form}) and {tokenizer_out.name} in "
+        f"{time.monotonic() - began:.1f} s, run ./qwen3 {shlex.quote(str(out))} -i \"{text}\"")
 
 
 class Place(NamedTuple):
@@ -521,8 +519,7 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
     """A checkpoint, or the GGUF file in a folder that has no checkpoint."""
     if not of_hub and (files := choose_gguf(folder, os.listdir(folder))):
         return read_gguf(folder / files[0])
-    path = folder / "config.json"
-    family, config = normalize_config(path, read_json(path))
+    family, config = normalize_config(folder / "config.json", read_json(folder / "config.json"))
     path = folder / "tokenizer.json"
     if not path.exists():
         refuse(path, "missing", "the file that transformers' AutoTokenizer saves of vocab.json")
@@ -768,16 +765,13 @@ def read_gguf(path: Path) -> Source:
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     bos, eos, eot, eom = (read_ids(path, ggml.get(f"{name}_token_id"))
                           for name in ("bos", "eos", "eot", "eom"))  # ends of text, turn, message
-    around = {name: {"ids": ids if ggml.get(f"add_{name}_token") else []}
-              for name, ids in (("bos", bos), ("eos", eos))}
-    tokenizer = read_gguf_tokenizer(path, ggml, around)
+    tokenizer = read_gguf_tokenizer(path, ggml, {"bos": bos, "eos": eos})
     texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     stop_ids = eos + eot + eom + [i for i, text in texts.items() if text == "<|endoftext|>"]
     pooling, poolings = metadata.get(f"{family.gguf}.pooling_type", 0), gguf.PoolingType
     require(path, "pooling_type", pooling, 0, int(poolings.LAST), int(poolings.RANK))
     if pooling == poolings.RANK and tensors.pop("cls.output.weight", None):
-        Notices.hints.append("cls.output.weight is left out: with -o 'yes|no' qwen3 computes the "
-                             "scores from the classifier, of which it is two rows")
+        Notices.hints.append("cls.output.weight is left out: qwen3's -o 'yes|no' does its work")
     kept = tensors if pooling == poolings.LAST else drop_copy(tensors)
     template = metadata.get("tokenizer.chat_template")
     sampling = {hf: metadata.get(f"general.sampling.{name}") for name, hf in GGUF_SAMPLING.items()}
@@ -798,9 +792,9 @@ def read_gguf(path: Path) -> Source:
                          "bos_token_id": bos, "eos_token_id": eos}, tokenizer=tokenizer,
         tokenizer_config={f"{name}_token": next((texts[i] for i in ids if i in texts), None)
                           for name, ids in (("bos", bos), ("eos", eos))},
-        generation=sampling | {"eos_token_id": stop_ids},
-        embedding=pooling == poolings.LAST, chat_template=template, open_tensors=lambda: kept,
-        group_size=32 if "Q8_0" in kinds else None, origin=path.name,
+        generation=sampling | {"eos_token_id": stop_ids}, embedding=pooling == poolings.LAST,
+        chat_template=template, open_tensors=lambda: kept, origin=path.name,
+        group_size=32 if "Q8_0" in kinds else None,
         four_bits=kind if kind in GGUF_LEVELS and 2 * most > sum(weights.values()) else "")
 
 
@@ -836,9 +830,8 @@ def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> 
                  "rope_type": rope.pop("type", "default")} | rope}
 
 
-def read_gguf_tokenizer(path: Path, ggml: dict, around: dict) -> dict:
-    """The contents of tokenizer.json, from the metadata under tokenizer.ggml. Texts have the ids
-    `around` them."""
+def read_gguf_tokenizer(path: Path, ggml: dict, ends: dict[str, list[int]]) -> dict:
+    """The contents of tokenizer.json, from the metadata under tokenizer.ggml."""
     require(path, "tokenizer.ggml.model", ggml.get("model"), "gpt2")
     require(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen")
     types = gguf.TokenType
@@ -853,6 +846,8 @@ def read_gguf_tokenizer(path: Path, ggml: dict, around: dict) -> dict:
         refuse(path, "tokens", "each with its own text", "a text twice")
     special = ids[types.CONTROL].keys() - GGUF_NOT_SPECIAL
     added = ids[types.CONTROL] | ids[types.USER_DEFINED]
+    around = {name: {"ids": ids if ggml.get(f"add_{name}_token") else []}
+              for name, ids in ends.items()}
     return {"model": {"type": "BPE", "vocab": ids[types.NORMAL], "merges": merges},
             "normalizer": {"type": "NFC"}, "pre_tokenizer": {"pretokenizers": PRE_TOKENIZERS},
             "post_processor": {"type": "TemplateProcessing", "special_tokens": around, "single": [
@@ -1218,8 +1213,7 @@ def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
         entries = [read(token, token["id"]) for token in tokenizer["added_tokens"]]
         more = [read(token, int(i))
                 for i, token in (settings.get("added_tokens_decoder") or {}).items()]
-        more += [(str(read_token(token)), None, SPECIAL) for token in (
-            *read_roles(settings).values(), *(settings.get("additional_special_tokens") or []))]
+        more += [(text, None, SPECIAL) for text in read_roles(settings).values()]
     added = {text: (token_id, flags) for text, token_id, flags in entries}
     for text, token_id, flags in more:
         if text not in added or token_id not in (None, added[text][0]):
@@ -1251,14 +1245,13 @@ def read_post_processor(where: Path, tokenizer: dict) -> tuple[list[int], list[i
 
 
 def read_roles(tokenizer_config: dict) -> dict[str, str]:
-    """Role (eos_token, ...) -> text, of the roles that tokenizer_config.json gives to a token."""
-    return {role: text for role in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (text := read_token(tokenizer_config.get(role)))}
-
-
-def read_token(value: str | dict | None) -> str | None:
-    """tokenizer_config.json writes a token as its text or as an object that holds it."""
-    return value["content"] if isinstance(value, dict) else value
+    """Role (eos_token, ...) -> text of the token, which tokenizer_config.json writes as it is or as
+    an object that holds it. Its additional_special_tokens have a number each for a role."""
+    roles = {role: tokenizer_config.get(role) for role in ("bos_token", "eos_token", "pad_token",
+                                                           "unk_token")}
+    roles |= dict(enumerate(tokenizer_config.get("additional_special_tokens") or []))
+    return {str(role): str(token["content"] if isinstance(token, dict) else token)
+            for role, token in roles.items() if token}
 
 
 def score_merges(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dict[int, float]:
@@ -1575,8 +1568,7 @@ def find_end_ids(source: Source, added: dict, eos_token: str | None) -> tuple[in
     bos = config_bos + generation_bos + end_of_text
     eos = config_eos + generation_eos + end_of_text
     if not bos or not eos:
-        refuse(source.file("config.json"), "bos_token_id or eos_token_id", "an id or a token "
-               "<|endoftext|>", "neither")
+        refuse(source.path, "bos_token_id or eos_token_id", "an id or a token <|endoftext|>")
     stop_ids = list(dict.fromkeys(generation_eos + config_eos + end_of_turn or end_of_text))
     if len(stop_ids) > MOST_IDS:
         refuse(source.path, "ids that end an answer", f"at most {MOST_IDS}", len(stop_ids))
