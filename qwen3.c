@@ -2545,8 +2545,9 @@ static bool forward_texts(Engine *e) {
 #ifdef CHECKED
     check_rows(e, n);
 #endif
-    if (n == 0) die("texts: %d wait and none can run; please report this", e->n_texts);
-    if (!forward_rows(e->pass, n)) return false;
+    if (n == 0 && !interrupted)  // Ctrl-C leaves a text without its draw
+        die("texts: %d wait and none can run; please report this", e->n_texts);
+    if (n == 0 || !forward_rows(e->pass, n)) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
     e->n_rows += n;
     if (e->needed && e->prompt_end == 0) e->prompt_end = now();
@@ -3011,7 +3012,8 @@ static bool next_choice(Engine *e, Text *t) {
 // line changes no bit.
 static int *rank_choices(const Engine *e, const double *nll, double *sum) {
     int *ranked = grow(NULL, &(size_t){0}, 0, e->n_choices, sizeof(*ranked));
-    for (int i = 0, at; i < e->n_choices; i++) {
+    ranked[0] = 0;
+    for (int i = 1, at; i < e->n_choices; i++) {
         for (at = i; at > 0 && nll[i] < nll[ranked[at - 1]]; at--) ranked[at] = ranked[at - 1];
         ranked[at] = i;
     }

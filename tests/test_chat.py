@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 import pexpect
@@ -29,6 +30,15 @@ def prompts(result):
             for ids in re.findall(rb"prompt ids: ([\d ]+)\n", result.stderr)]
 
 
+class Generation(jinja2.ext.Extension):
+    """transformers' block of what is trained on: it prints what it holds."""
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+
 TEMPLATES = [name for name, (_, pieces) in CHATS.items() if isinstance(pieces, list)]
 CONTENTS = ["", "hi", " two  words ", "\n\nfirst", "last \n\n", "cafe\u0301 灯塔 🙂", "1 + 1 = 2", "it's\tDONE"]
 ANSWERS = [*CONTENTS, "<think>\n\n</think>\n\nyes", "<think>\nwell\n</think>\n\n\n no", "so </think>\n ok",
@@ -42,7 +52,7 @@ def test_prompts_are_what_the_template_renders(tokenizer, tmp_path, template):
     template = CHATS[template][0]
     model = export(make_checkpoint(tmp_path / "hf", tokenizer, template=template), tmp_path / "model.bin")
     compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True).from_string(template)
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation]).from_string(template)
     r = random.Random(template)
     for i in range(40):
         messages = [{"role": "system", "content": r.choice(CONTENTS)}] * (i % 2)
