@@ -297,6 +297,15 @@ def make_embedding(directory):
     return directory
 
 
+def with_ends(tokenizer, single):
+    """The tokenizer with a post-processor that puts added tokens around a text, as in "$A <|endoftext|>"."""
+    tok = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    end = "<|endoftext|>", tok.token_to_id("<|endoftext|>")
+    tok.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), processors.TemplateProcessing(
+        single=single, pair=f"{single} $B", special_tokens=[end])])
+    return tok
+
+
 def experts(n: int, key="num_experts", used=1, **config) -> dict:
     """What a mixture of experts has in its config.json; intermediate_size belongs to no layer."""
     return {"architectures": ["Qwen3MoeForCausalLM"], key: n, "num_experts_per_tok": used,

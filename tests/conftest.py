@@ -135,6 +135,12 @@ def settle(child):
     wait_for_call(child.pid, "read")
 
 
+def leave(child):
+    """Ends a conversation by Ctrl-D."""
+    child.sendeof()
+    assert finish(child) == 0
+
+
 def finish(child):
     """The exit status of a spawned program; what it wrote last is in child.before."""
     child.expect(pexpect.EOF)
@@ -284,6 +290,23 @@ def join_tokenizer(plain, sections):
     return plain + b"q3tx" + struct.pack("<II", 1, len(body)) + body
 
 
+def change_sections(model, change):
+    """change(sections) changes those of a model's tokenizer file, {tag: payload}."""
+    path = Path(f"{model}.tokenizer")
+    plain, sections = split_tokenizer(path.read_bytes())
+    change(sections)
+    path.write_bytes(join_tokenizer(plain, sections.items()))
+    return model
+
+
+def token_records(data, n):
+    """Where each of the n tokens' records in a tokenizer file begins, and where the last one ends."""
+    at = [12]
+    for _ in range(n):
+        at.append(at[-1] + 8 + struct.unpack_from("<I", data, at[-1] + 4)[0])
+    return at
+
+
 def records(mode, *args, texts):
     """Run tests/test's modes `tokens` and `render`: texts are (kind, bytes) pairs; a list of ids comes
     back for each line of the output."""
@@ -370,6 +393,32 @@ def start():
         for pipe in (child.stdin, child.stdout, child.stderr):
             if pipe:
                 pipe.close()
+
+
+@pytest.fixture
+def talk(tiny):
+    """talk(*options): a conversation at a terminal. say(line): all that comes up to the next prompt sign."""
+    children = []
+
+    def start(*options, model=tiny):
+        child = spawn(model, *options)
+        child.expect_exact("> ")
+        children.append(child)
+
+        def say(line, end="\n"):
+            child.send(line + end)
+            child.expect_exact("\n> ")
+            return (child.before + b"\n").split(b"\n", 1)[-1]
+        return child, say
+    yield start
+    for child in children:
+        end(child)
+
+
+def prompts(shown):
+    """The ids of each prompt that -v shows, of a run or of what came to a terminal."""
+    shown = shown if isinstance(shown, bytes) else shown.stderr
+    return [[int(i) for i in ids.split()] for ids in re.findall(rb"prompt ids: ([\d ]+)\r?\n", shown)]
 
 
 @pytest.fixture(scope="session")

@@ -17,17 +17,11 @@ import jinja2.sandbox
 import numpy as np
 import pexpect
 import pytest
-from conftest import (CHATML, QUOTED_QWEN3, QWEN3, STATS, assert_error, copy_model, end, environment,
-                      export, finish, join_tokenizer, make_checkpoint, make_table_model, qwen3, records, settle, spawn,
-                      split_tokenizer, tokenize)
+from conftest import (CHATML, QUOTED_QWEN3, QWEN3, STATS, change_sections, copy_model, environment, export, finish,
+                      leave, make_checkpoint, make_table_model, prompts, qwen3, records, settle, spawn, tokenize)
 from test_templates import CHATS
 
 END = "<|im_end|>"
-
-
-def prompts(result):
-    return [[int(i) for i in ids.split()]
-            for ids in re.findall(rb"prompt ids: ([\d ]+)\n", result.stderr)]
 
 
 class Generation(jinja2.ext.Extension):
@@ -105,17 +99,12 @@ def test_the_conversation_is_reused_up_to_the_last_answer(chain):
         assert cached >= prompt + 3
 
 
-def test_newline_ends_each_answer(chain):
+def test_newlines(chain):
+    """One ends each answer; a script's lines may end as on Windows."""
     model = chain("Ċ", "a", END)
     assert qwen3(model, "-i", "x", "-t", 0).stdout == b"a\n"
-    assert qwen3(model, "-m", "chat", "-t", 0, stdin=b"x\ny\nz").stdout == b"a\na\na\n"
-
-
-def test_script_with_windows_line_ends(chain):
-    model = chain("Ċ", "a", END)
-    unix = qwen3(model, "-m", "chat", "-t", 0, "-v", stdin=b"one\ntwo\n")
-    windows = qwen3(model, "-m", "chat", "-t", 0, "-v", stdin=b"one\r\ntwo\r\n")
-    assert prompts(unix) == prompts(windows)
+    unix, windows = (qwen3(model, "-m", "chat", "-t", 0, "-v", stdin=text) for text in (b"x\ny\nz", b"x\r\ny\r\nz"))
+    assert unix.stdout == windows.stdout == b"a\n" * 3 and prompts(unix) == prompts(windows)
 
 
 def test_how_an_answer_ended(chain):
@@ -264,23 +253,12 @@ def test_script_with_a_line_that_can_never_fit(chain):
     assert re.fullmatch(rb"qwen3: .*-c.*\n", result.stderr) and b"64" in result.stderr
 
 
-def test_switch_without_effect(chain):
-    """A model whose template cannot think: -r 1 says that it has no effect."""
-    model = chain("Ċ", "a", END)
-    result = qwen3(model, "-i", "x", "-t", 0, "-r", 1)
-    assert result.stdout == b"a\n" and b"-r" in result.stderr and b"no effect" in result.stderr
-    assert b"no effect" not in qwen3(model, "-i", "x", "-t", 0).stderr
-
-
 def test_the_end_of_a_turn_ends_an_answer(chain, tokenizer, tmp_path):
     """Also where only <|endoftext|> ends a text, as in a fine-tune of a base model: the template tells. -m generate
     goes on."""
-    model = copy_model(chain("\u010a", "a", END, "b", "c", "b"), tmp_path)
-    path = tmp_path / "model.bin.tokenizer"
-    plain, sections = split_tokenizer(path.read_bytes())
-    sections[b"stop"] = struct.pack("<I", tokenizer.token_to_id("<|endoftext|>"))
-    sections.pop(b"mode", None)
-    path.write_bytes(join_tokenizer(plain, sections.items()))
+    stop = struct.pack("<I", tokenizer.token_to_id("<|endoftext|>"))
+    model = change_sections(copy_model(chain("\u010a", "a", END, "b", "c", "b"), tmp_path),
+                            lambda sections: (sections.update({b"stop": stop}), sections.pop(b"mode", None)))
     result = qwen3(model, "-m", "chat", "-t", 0, "-n", 6, "-v", stdin=b"x\ny\n")
     assert result.stdout == b"a\na\n" and b"ended by -n" not in result.stderr
     assert prompts(result)[1].count(tokenizer.token_to_id(END)) == 3
@@ -300,19 +278,12 @@ def test_file_without_a_chat_format(chain, tiny, tmp_path):
 
 # -- at a terminal (pexpect: stdin, stdout and stderr are all the terminal, unless redirected)
 
-def test_terminal_chat(tiny):
-    child = spawn(tiny, "-t", 0)
-    child.expect("> ")
-    child.sendline("What is the capital of France?")
-    child.expect("Paris")
-    child.expect("> ")
-    child.sendline("My name is Anna.")
-    child.expect("> ")
-    child.sendline("What is my name?")
-    child.expect("Your name is Anna")
-    child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
+def test_terminal_chat(talk):
+    child, say = talk("-t", 0)
+    assert b"Paris" in say("What is the capital of France?")
+    say("My name is Anna.")
+    assert b"Your name is Anna" in say("What is my name?")
+    leave(child)
 
 
 def test_only_answers_on_stdout(tiny, tmp_path):
@@ -323,95 +294,43 @@ def test_only_answers_on_stdout(tiny, tmp_path):
     child.sendline("What is 2 + 3?")
     child.expect("seed")
     child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
+    leave(child)
     assert re.fullmatch(r"2 \+ 3 is 5\.\n", (tmp_path / "out").read_text())
 
 
-def test_several_lines_in_one_message(tiny):
-    """A line that ends in a backslash goes on; a pasted block is one message, and waits for Enter."""
-    for block, rest, hint in (("My name\\\n", "is Anna.\n", 0), ("My name\nis Anna.\n", "\n", 1)):
-        child = spawn(tiny, "-t", 0, "-v")
-        child.expect("> ")
-        child.send(block)
-        if hint:
-            child.expect_exact("(Enter sends) ")
-        settle(child)
-        assert child.expect(["prompt ids", pexpect.TIMEOUT], timeout=0.3) == 1
-        assert b"Enter sends" not in child.before
-        child.send(rest)
-        child.expect(r"prompt ids: ([\d ]+)\r\n")
-        ids = [int(i) for i in child.match[1].split()]
+HINT = "(Enter sends) "
+TYPED = {  # keys, HINT where it is shown, None where nothing has been sent so far; and what is sent
+    "a backslash joins lines": (["My name\\\n", None, "is Anna.\n"], "My name\nis Anna."),
+    "a paste waits for Enter": (["My name\nis Anna.\n", HINT, None, "\n"], "My name\nis Anna."),
+    "a paste without a last newline": (["My name\nis Anna.", None, "\n"], "My name\nis Anna."),
+    "a paste keeps its backslashes": (["a \\\nb \\\n", HINT, "\n"], "a \\\nb \\"),
+    "a command in a paste": (["a\n/bye\n", HINT, None, "\n"], "a\n/bye"),
+    "a command after a backslash": (["a\\\n", None, "/bye\n"], "a\n/bye"),
+    "Ctrl-D after a backslash": (["hi\\\n", None, "\x04"], "hi"),
+    "Ctrl-D in a line hands over its beginning": (["My na\x04", None, "me is Anna.\n"], "My name is Anna."),
+    "Ctrl-D that comes with the line": (["hi\n\x04"], "hi"),          # leaves after the answer
+    "two that come with the line": (["hi\n\x04\x04"], "hi")}
+
+
+@pytest.mark.parametrize("keys, message", TYPED.values(), ids=TYPED)
+def test_what_is_typed_is_one_message(tiny, talk, keys, message):
+    child, _ = talk("-t", 0, "-v", "-n", 1)
+    for key in keys:
+        if key == HINT:
+            child.expect_exact(HINT)
+        elif key:
+            child.send(key)
+        else:
+            settle(child)
+            assert child.expect(["prompt ids", pexpect.TIMEOUT], timeout=0.3) == 1
+            assert HINT.encode() not in child.before
+    child.expect(r"prompt ids: [\d ]+\r\n")
+    ids = prompts(child.after)
+    if "\n\x04" not in keys[-1]:
         child.expect("> ")
         child.sendeof()
-        assert finish(child) == 0 and child.before.count(b"prompt ids") == 0
-        assert [ids] == prompts(qwen3(tiny, "-i", "My name\nis Anna.", "-v", "-n", 1))
-
-
-def test_a_paste_keeps_its_backslashes(talk, tiny):
-    """A shell's continued lines, a macro's: what is pasted is sent as it is."""
-    child, say = talk("-t", 0, "-v", "-n", 1)
-    child.send("a \\\nb \\\n")
-    child.expect_exact("(Enter sends) ")
-    assert prompt_ids(say("")) == prompts(qwen3(tiny, "-i", "a \\\nb \\", "-n", 1, "-v"))
-
-
-def test_end_of_input_after_a_backslash(tiny):
-    """What was typed is sent, as if the line had ended without it."""
-    child = spawn(tiny, "-t", 0, "-v")
-    child.expect("> ")
-    child.sendline("hi\\")
-    settle(child)
-    child.sendeof()
-    child.expect(r"prompt ids: ([\d ]+)\r\n")
-    ids = [int(i) for i in child.match[1].split()]
-    child.expect("> ")
-    child.sendeof()                                     # for a libc that forgets the first
-    assert finish(child) == 0
-    assert [ids] == prompts(qwen3(tiny, "-i", "hi", "-v", "-n", 1))
-
-
-@pytest.mark.parametrize("typed", ["hi\n\x04", "hi\n\x04\x04"])
-def test_end_of_input_that_comes_with_the_line(tiny, typed):
-    """As from a script, or typed during an answer: it is part of no paste, and leaves after the answer."""
-    child = spawn(tiny, "-t", 0, "-v")
-    child.expect("> ")
-    child.send(typed)
-    child.expect(r"prompt ids: ([\d ]+)\r\n")
-    ids = [int(i) for i in child.match[1].split()]
-    assert finish(child) == 0
-    assert [ids] == prompts(qwen3(tiny, "-i", "hi", "-v", "-n", 1))
-
-
-def test_end_of_input_in_a_line(tiny):
-    """Ctrl-D hands the line's beginning over; what follows belongs to it."""
-    child = spawn(tiny, "-t", 0, "-v")
-    child.expect("> ")
-    child.send("My na\x04")
-    settle(child)
-    child.send("me is Anna.\n")
-    child.expect(r"prompt ids: ([\d ]+)\r\n")
-    ids = [int(i) for i in child.match[1].split()]
-    child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
-    assert [ids] == prompts(qwen3(tiny, "-i", "My name is Anna.", "-v", "-n", 1))
-
-
-def test_paste_without_a_final_newline(tiny):
-    """The last line of a pasted block waits in the terminal until Enter, and belongs to the rest."""
-    child = spawn(tiny, "-t", 0, "-v")
-    child.expect("> ")
-    child.send("My name\nis Anna.")
-    settle(child)
-    assert child.expect(["prompt ids", pexpect.TIMEOUT], timeout=0.3) == 1
-    child.send("\n")
-    child.expect(r"prompt ids: ([\d ]+)\r\n")
-    ids = [int(i) for i in child.match[1].split()]
-    child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
-    assert [ids] == prompts(qwen3(tiny, "-i", "My name\nis Anna.", "-v", "-n", 1))
+    assert finish(child) == 0 and b"prompt ids" not in child.before
+    assert ids == prompts(qwen3(tiny, "-i", message, "-v", "-n", 1))
 
 
 def test_thinking_is_dimmed(tiny):
@@ -438,34 +357,23 @@ def test_greedy_thinking_warns_once(tiny):
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="its terminals cut lines at 1,024 bytes")
-def test_a_line_that_the_terminal_cut(tiny):
+def test_a_line_that_the_terminal_cut(talk):
     """4,095 bytes: it is noticed, not answered, and /file is pointed to."""
-    child = spawn(tiny, "-t", 0)
-    child.expect("> ")
+    child, say = talk("-t", 0)
     for _ in range(5):
         child.send("x" * 1000)
-    child.send("\n")
-    child.expect("cut a line at 4095 bytes; nothing was sent")
-    child.expect("/file PATH")
-    child.expect("> ")
-    child.sendline("What is 2 + 3?")
-    child.expect("is 5")
-    child.sendeof()
-    assert finish(child) == 0
+    assert re.search(rb"cut a line at 4095 bytes; nothing was sent; /file PATH", say(""))
+    assert b"is 5" in say("What is 2 + 3?")
 
 
-def test_quiet_terminal(tiny):
+def test_quiet_terminal(talk):
     """Only the sign of the prompt, and what /help says."""
-    child = spawn(tiny, "-t", 0, "-q")
-    child.expect_exact("> ")
+    child, say = talk("-t", 0, "-q")
     assert child.before == b""
-    child.sendline("What is 2 + 3?")
-    child.expect_exact("What is 2 + 3?\r\n2 + 3 is 5.\r\n> ")
-    child.sendline("/help")
-    child.expect("/retry .*/clear .*/bye ")
-    child.expect_exact("> ")
-    child.sendeof()
-    assert finish(child) == 0 and child.before == b"\r\n"
+    assert say("What is 2 + 3?") == b"2 + 3 is 5.\r\n"
+    assert re.search(b"/retry .*/clear .*/bye ", say("/help"), re.S)
+    leave(child)
+    assert child.before == b"\r\n"
 
 
 def test_generate_ends_with_a_newline_on_a_terminal_only(chain):
@@ -476,57 +384,13 @@ def test_generate_ends_with_a_newline_on_a_terminal_only(chain):
     assert qwen3(model, "-m", "generate", "-i", "\n", "-t", 0, "-q").stdout == b"a"
 
 
-def test_error_line_in_the_middle_of_a_conversation(chain):
-    """A message that can never fit is refused, and the conversation goes on."""
-    model = chain("Ċ", "a", END)
-    child = spawn(model, "-t", 0, "-c", 64)
-    child.expect("> ")
-    child.sendline("7" * 90)
-    child.expect("64")
-    child.expect("> ")
-    child.sendline("x")
-    child.expect("answer 1 at")
-    child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
-
-
-def test_no_conversation_without_model(tmp_path):
-    child = spawn(tmp_path / "none.bin")
-    assert finish(child) == 1
-    assert child.before.startswith(b"qwen3: ")
-
-
-def test_empty_question(chain):
-    """A mistake, but for an empty script."""
-    model = chain("Ċ", "a", END)
-    assert_error(qwen3(model, "-t", 0, "-i", ""), 1, "prompt: empty")
-    for args in ((), ("-f", "-"), ("-i", "text", "-f", "-"), ("-m", "chat", "-f", "-")):
-        assert_error(qwen3(model, "-t", 0, *args), 1, "stdin: empty")
-    assert_error(qwen3(model, "-t", 0, stdin=b"\n"), 1, "prompt: empty")
-    assert qwen3(model, "-t", 0, stdin=b" ").stdout == b"a\n"
-    script = qwen3(model, "-t", 0, "-m", "chat")
-    assert script.returncode == 0 and script.stdout == script.stderr == b""
-    assert_error(qwen3(model, "-m", "perplexity", "-i", ""), 1)
-    assert subprocess.run([QWEN3, model, "-m", "tokenize", "-i", ""],
-                          capture_output=True).stdout == b"\n"
-
-
-def test_a_message_that_is_too_long_costs_nothing(tiny):
+def test_a_message_that_is_too_long_costs_nothing(talk):
     """At a terminal: one error that names both numbers, and the conversation goes on as it was."""
-    child = spawn(tiny, "-t", 0, "-c", 128, "-y", "Be brief.")
-    child.expect("> ")
-    child.sendline("My name is Anna.")
-    child.expect("> ")
-    child.sendline("word " * 300)
-    child.expect(r"qwen3: prompt: too long, expected at most 128 tokens \(-c, up to 1024\), found 9")
-    assert b"forgotten" not in child.before
-    child.expect("> ")
-    child.sendline("What is my name?")
-    child.expect("Anna")
-    child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
+    child, say = talk("-t", 0, "-c", 128, "-y", "Be brief.")
+    say("My name is Anna.")
+    shown = say("word " * 300)
+    assert b"qwen3: prompt: too long, expected at most 128 tokens (-c, up to 1024), found 9" in shown
+    assert b"forgotten" not in shown and b"Anna" in say("What is my name?")
 
 
 def test_file_after_text_keeps_its_empty_line(tiny, tmp_path):
@@ -538,30 +402,6 @@ def test_file_after_text_keeps_its_empty_line(tiny, tmp_path):
 
 # -- commands
 
-@pytest.fixture
-def talk(tiny):
-    """talk(*options): a conversation at a terminal. say(line): all that comes up to the next prompt sign."""
-    children = []
-
-    def start(*options, model=tiny):
-        child = spawn(model, *options)
-        child.expect_exact("> ")
-        children.append(child)
-
-        def say(line, end="\n"):
-            child.send(line + end)
-            child.expect_exact("\n> ")
-            return (child.before + b"\n").split(b"\n", 1)[-1]
-        return child, say
-    yield start
-    for child in children:
-        end(child)
-
-
-def prompt_ids(shown):
-    return [[int(i) for i in ids.split()] for ids in re.findall(rb"prompt ids: ([\d ]+)\r\n", shown)]
-
-
 @pytest.mark.parametrize("leave", ["/bye", "/exit", "/quit", "exit", "quit"])
 def test_leaving(talk, leave):
     child, say = talk("-t", 0)
@@ -571,10 +411,11 @@ def test_leaving(talk, leave):
 
 def test_clear_forgets_all_but_the_system_prompt(talk, tiny):
     child, say = talk("-t", 0, "-v", "-y", "Be brief.")
-    first = prompt_ids(say("My name is Anna."))
-    assert len(prompt_ids(say("What is my name?"))[0]) > len(first[0])
+    assert say("/clear") == b""                             # there is nothing yet
+    first = prompts(say("My name is Anna."))
+    assert len(prompts(say("What is my name?"))[0]) > len(first[0])
     assert say("/clear") == b""
-    assert prompt_ids(say("My name is Anna.")) == first
+    assert prompts(say("My name is Anna.")) == first
     assert first == prompts(qwen3(tiny, "-i", "My name is Anna.", "-y", "Be brief.", "-t", 0, "-v"))
 
 
@@ -583,12 +424,12 @@ def test_retry_draws_another_answer(talk, tiny):
     child, say = talk("-t", 3, "-p", 1, "-k", 0, "-v", "-s", 1, "-n", 20)
     assert b"no answer yet" in say("/retry")
     shown = [say("Hello"), say("/retry"), say("/retry")]
-    ids = [prompt_ids(text) for text in shown]
+    ids = [prompts(text) for text in shown]
     assert ids[0] == ids[1] == ids[2] and len(ids[0]) == 1
     answers = {re.search(rb"prompt ids: [^\n]*\n(.*)\nprompt ", text, re.S)[1] for text in shown}
     assert len(answers) == 3
     start = ids[0][0][0]                                             # <|im_start|>
-    assert prompt_ids(say("more"))[0].count(start) == 4              # one answer is kept
+    assert prompts(say("more"))[0].count(start) == 4              # one answer is kept
     say("/clear")
     assert b"no answer yet" in say("/retry")
 
@@ -614,14 +455,14 @@ def test_file_command(talk, tiny, tmp_path, monkeypatch):
             (f'/file "{spaced}" what', "what\n\nis Anna."), (f'/file "{spaced}""x"', '"x"\n\nis Anna.'),
             (f"/file '{spaced}' what", "what\n\nis Anna."), ("/file ~/plain", "My name\nis Anna.")]:
         child, say = talk("-t", 0, "-v")
-        assert prompt_ids(say(line)) == prompts(qwen3(tiny, "-i", message, "-t", 0, "-v")), line
+        assert prompts(say(line)) == prompts(qwen3(tiny, "-i", message, "-t", 0, "-v")), line
 
 
 def test_file_command_that_fails(talk, tmp_path):
     """A notice; the conversation is as it was."""
     (tmp_path / "empty").write_bytes(b"")
     child, say = talk("-t", 0, "-v")
-    first = prompt_ids(say("My name is Anna."))
+    first = prompts(say("My name is Anna."))
     say("/clear")
     for line, words in [("/file", b"/file PATH"), ("/file ", b"/file PATH"), ('/file ""', b"/file PATH"),
                         ("/file /none text", b"/none: No such file"), (f"/file {tmp_path}", b"directory"),
@@ -630,7 +471,7 @@ def test_file_command_that_fails(talk, tmp_path):
                         ('/file "/no thing', b"/no thing: No such file")]:
         shown = say(line)
         assert words in shown and shown.startswith(b"qwen3: /file: ") and shown.count(b"\n") == 1, shown
-    assert prompt_ids(say("My name is Anna.")) == first
+    assert prompts(say("My name is Anna.")) == first
 
 
 def test_bytes_that_are_not_utf_8_in_a_conversation(talk, tiny, tmp_path):
@@ -668,7 +509,7 @@ def test_words_that_are_no_commands(talk, tiny):
         assert say(line) == f"qwen3: {line.split()[0]}: no such command, /help shows them\r\n".encode()
     for command in ("/help", "/retry", "/clear", "/bye", "/exit", "/quit"):
         assert say(f"{command} now") == f"qwen3: {command} takes no text, nothing was sent\r\n".encode()
-    assert prompt_ids(say("x")) == prompts(qwen3(tiny, "-i", "x", "-n", 1, "-v"))
+    assert prompts(say("x")) == prompts(qwen3(tiny, "-i", "x", "-n", 1, "-v"))
 
 
 def test_escape_characters_are_not_sent(talk, tiny):
@@ -680,7 +521,7 @@ def test_escape_characters_are_not_sent(talk, tiny):
     child.send("a\\\n")
     settle(child)
     assert b"rlwrap" in say("b\x1b[A")
-    assert prompt_ids(say("x")) == prompts(qwen3(tiny, "-i", "x", "-n", 1, "-v"))
+    assert prompts(say("x")) == prompts(qwen3(tiny, "-i", "x", "-n", 1, "-v"))
 
 
 def test_white_space_is_not_sent(talk, tiny):
@@ -689,34 +530,17 @@ def test_white_space_is_not_sent(talk, tiny):
     for line in (" ", "   ", "\t "):
         assert say(line).endswith(b"qwen3: input: only white space, nothing was sent; /help shows the commands\r\n")
     assert say("") == b""
-    assert prompt_ids(say(" x")) == prompts(qwen3(tiny, "-i", " x", "-n", 1, "-v"))
-
-
-def test_clear_before_the_first_message(talk, tiny):
-    child, say = talk("-t", 0, "-v", "-n", 1)
-    assert say("/clear") == b""
-    assert prompt_ids(say("x")) == prompts(qwen3(tiny, "-i", "x", "-n", 1, "-v"))
+    assert prompts(say(" x")) == prompts(qwen3(tiny, "-i", " x", "-n", 1, "-v"))
 
 
 def test_other_lines_are_messages(talk, tiny):
     for line in ("/think", "/no_think", "/", "//x", "/usr/bin", "/x1", "exit now", "Quit", "/think about it",
                  "/no_think x", "/usr/bin is", " /set x", " /help me", "/bye!", " /help", '"exit"', "'/file' x"):
         child, say = talk("-t", 0, "-v", "-n", 1)
-        assert prompt_ids(say(line)) == prompts(qwen3(tiny, "-i", line, "-n", 1, "-v")), line
+        assert prompts(say(line)) == prompts(qwen3(tiny, "-i", line, "-n", 1, "-v")), line
 
 
-def test_commands_are_lines_by_themselves(talk, tiny):
-    """In a paste, or after a backslash, they are text; in a script, too."""
-    child, say = talk("-t", 0, "-v", "-n", 1)
-    child.send("a\n/bye\n")
-    settle(child)
-    assert child.expect(["prompt ids", pexpect.TIMEOUT], timeout=0.3) == 1
-    expected = prompts(qwen3(tiny, "-i", "a\n/bye", "-n", 1, "-v"))
-    assert prompt_ids(say("")) == expected
-    say("/clear")
-    child.send("a\\\n")
-    settle(child)
-    assert prompt_ids(say("/bye")) == expected
+def test_commands_of_a_script_are_text(tiny):
     script = qwen3(tiny, "-m", "chat", "-v", "-n", 1, stdin=b"/bye\n")
     assert prompts(script) == prompts(qwen3(tiny, "-i", "/bye", "-n", 1, "-v"))
 
@@ -743,12 +567,6 @@ def test_stop_text_is_not_sought_in_the_thinking(tiny):
     assert b"add" in qwen3(*run).stderr
     assert qwen3(*run, "-x", "add").stdout == qwen3(*run).stdout == b"2 + 3 is 5.\n"
     assert qwen3(*run, "-x", " is").stdout == b"2 + 3\n"
-
-
-def test_stop_text_elsewhere_is_a_notice(tiny):
-    for mode in ("tokenize", "perplexity", "embed"):
-        result = qwen3(tiny, "-m", mode, "-i", "hello there", "-x", "a")
-        assert result.returncode == 0 and b"qwen3: -x: no effect" in result.stderr
 
 
 # -- long conversations

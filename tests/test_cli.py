@@ -3,20 +3,37 @@ here (test_chat.py has those), and nothing about the numbers (test_model.py)."""
 import json
 import os
 import re
+import struct
 import subprocess
 
 import numpy as np
 import pexpect
 import pytest
-from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, copy_model, environment, export, finish,
-                      join_tokenizer, make_checkpoint, make_table_model, output, perplexity, qwen3, spawn,
-                      split_tokenizer, tokenize)
+from checkpoints import make_embedding, with_config, with_ends
+from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, change_sections, copy_model, environment, export,
+                      finish, make_checkpoint, make_table_model, output, perplexity, prompts, qwen3, spawn, tokenize)
 from reference import Model
 from test_faults import needs_address_space
 from test_templates import CHATS
 
-FULL = "/dev/full"
-needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason=f"no {FULL}")
+MODES = ["chat", "generate", "tokenize", "perplexity", "embed"]
+END = "<|im_end|>"
+
+
+def spell(data):
+    """The tokens of these bytes, one each, as the vocabulary writes them: GPT-2's letters."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in plain]
+    letters = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    return [letters[b] for b in data]
+
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory, tokenizer):
+    """An embedding model: sentence-transformers' files, a post-processor, no lm_head."""
+    directory = tmp_path_factory.mktemp("embedding")
+    hf = make_embedding(make_checkpoint(directory / "hf", with_ends(tokenizer, "$A <|endoftext|>"), prefix=""))
+    return export(with_config(hf, {"tie_word_embeddings": False}), directory / "model.bin")
 
 
 # -- options
@@ -93,16 +110,8 @@ def test_help_names_every_option():
     text = qwen3("-h").stdout.decode()
     for option in "-i -f -m -y -r -t -p -k -a -e -x -s -n -c -b -j -q -v -h --version".split():
         assert re.search(rf"(?m)(^|[\s,/|\[]){option}\b", text), option
-    for mode in ("chat", "generate", "tokenize", "perplexity", "embed"):
-        assert mode in text
+    assert all(mode in text for mode in MODES)
     assert max(map(len, text.split("\n"))) <= 100
-
-
-@needs_full
-def test_help_into_a_full_disk():
-    with open(FULL, "wb") as full:
-        result = subprocess.run([QWEN3, "-h"], stdout=full, stderr=subprocess.PIPE)
-    assert result.returncode == 1 and result.stderr.startswith(b"qwen3: ")
 
 
 @pytest.mark.parametrize("args, words", [
@@ -191,6 +200,10 @@ def test_file_and_pipe_are_taken_exactly(small, tokenizer, tmp_path, text):
     run = (small, "-m", "tokenize")
     assert output(*run, "-f", tmp_path / "text") == b"%s\n" % b" ".join(b"%d" % i for i in ids)
     assert output(*run, "-f", "-", stdin=text) == output(*run, "-f", tmp_path / "text")
+    both = output(*run, "-f", "-", stdin=b"question\n\n" + text)
+    for file in (tmp_path / "text", "-"):
+        for args in (("-i", "question", "-f", file), ("-f", file, "-i", "question")):
+            assert output(*run, *args, stdin=text) == both
     if b"\0" not in text:
         assert output(*run, "-i", text) == output(*run, "-f", tmp_path / "text")
     if text.isascii():
@@ -221,7 +234,7 @@ def test_byte_order_marks(small, tmp_path):
                          "UTF-16", "UTF-8")
 
 
-@pytest.mark.parametrize("mode", ["chat", "generate", "embed", "tokenize", "perplexity"])
+@pytest.mark.parametrize("mode", MODES)
 def test_bytes_that_are_not_utf_8(small, tmp_path, mode):
     """They are taken as they are, and the first ones are a notice: which input, which line."""
     notice = "qwen3: {}: line {} is not UTF-8, taken as it is; if it is Latin-1 (a guess): iconv -f LATIN1 -t UTF-8\n"
@@ -265,6 +278,8 @@ def test_a_text_of_no_bytes(small, embedding, tmp_path, text):
     if text == b"":
         assert_error(qwen3(small, "-i", "a", "-f", "-"), 1, "stdin: empty")
         assert_error(qwen3(small, "-q"), 1, "stdin: empty, expected a prompt; has a command before the pipe failed?")
+        script = qwen3(small, "-m", "chat")
+        assert script.returncode == 0 and script.stdout == script.stderr == b""
         for mode, status in (("generate", 0), ("tokenize", 0), ("perplexity", 1)):
             assert qwen3(small, "-m", mode, "-n", 1, "-i", "").returncode == status
             assert qwen3(small, "-m", mode, "-n", 1).returncode == status
@@ -272,17 +287,7 @@ def test_a_text_of_no_bytes(small, embedding, tmp_path, text):
     assert script.returncode == (text != b"") and (b"empty" in script.stderr) == (text != b"")
 
 
-def test_text_and_file(small, tmp_path):
-    (tmp_path / "text").write_bytes(b"file\n")
-    expected = tokenize(small, b"question\n\nfile\n")
-    for args in (("-i", "question", "-f", tmp_path / "text"),
-                 ("-f", tmp_path / "text", "-i", "question")):
-        assert output(small, "-m", "tokenize", *args).split() == [b"%d" % i for i in expected]
-    result = output(small, "-m", "tokenize", "-i", "question", "-f", "-", stdin=b"file\n")
-    assert result.split() == [b"%d" % i for i in expected]
-
-
-@pytest.mark.parametrize("mode", ["tokenize", "perplexity", "generate", "chat", "embed"])
+@pytest.mark.parametrize("mode", MODES)
 def test_stdin_is_left_alone(small, tmp_path, mode):
     """`while read x; do ./qwen3 m.bin -i "$x"; done < list` sees every line."""
     (tmp_path / "list").write_bytes(b"one two\nthree four\nfive six\n")
@@ -297,7 +302,7 @@ def test_stdin_is_left_alone(small, tmp_path, mode):
 NOT_READ = b"qwen3: stdin: has data that was not read; -f - would add all of it\n"
 
 
-@pytest.mark.parametrize("mode", ["tokenize", "perplexity", "generate", "chat", "embed"])
+@pytest.mark.parametrize("mode", MODES)
 def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
     """Of a pipe that has data, and of a file at its start; not with -q, not if stdin is read, not without
     data, and it never waits."""
@@ -338,18 +343,13 @@ def test_missing_prompt_file(small):
     assert_error(qwen3(small, "-f", "/"), 1, "/")
 
 
-@pytest.mark.parametrize("mode", ["tokenize", "perplexity", "embed", "generate"])
-def test_terminal_without_prompt(small, mode):
-    child = spawn(small, "-m", mode)
-    assert finish(child) == 2 and child.before.startswith(b"qwen3: ") and b"expected -i TEXT" in child.before
-
-
-def test_base_model_on_a_terminal(tokenizer, tmp_path):
-    """It is no chat model: what it would be asked is missing. A pipe of no bytes is a text."""
-    model = export(make_checkpoint(tmp_path / "hf", tokenizer, template=None), tmp_path / "model.bin")
-    child = spawn(model)
-    assert finish(child) == 2 and b"-m generate: no text, expected -i TEXT" in child.before
-    assert qwen3(model, "-n", 1).returncode == 0
+def test_terminal_without_prompt(small, embedding, tokenizer, tmp_path):
+    """Also of a model that is none for chats. A pipe of no bytes is a text."""
+    base = export(make_checkpoint(tmp_path / "hf", tokenizer, template=None), tmp_path / "model.bin")
+    for args in ((embedding,), (base,), *((small, "-m", mode) for mode in MODES[1:])):
+        child = spawn(*args)
+        assert finish(child) == 2 and re.match(b"qwen3: (-m generate: no text, )?.*expected -i TEXT", child.before)
+    assert qwen3(base, "-n", 1).returncode == 0
 
 
 @needs_address_space
@@ -382,32 +382,38 @@ def test_default_context(tokenizer, tmp_path):
     assert b"text: 5000 tokens are scored in pieces of 4096 (-c)" in scored.stderr
 
 
-@pytest.mark.parametrize("mode", ["embed", "tokenize", "perplexity"])
-def test_n_elsewhere_is_a_notice(small, mode):
-    notice = b"qwen3: -n: no effect, only an answer has new tokens\n"
-    result = qwen3(small, "-m", mode, "-i", "hello there", "-n", 3)
-    assert result.returncode == 0 and result.stderr.count(notice) == 1
-    assert notice not in qwen3(small, "-m", mode, "-i", "hello there").stderr
-    assert qwen3(small, "-m", mode, "-i", "hello there", "-n", 3, "-q").stderr == b""
-    assert notice not in qwen3(small, "-m", "chat", "-i", "hello there", "-n", 3).stderr
+NEWLINE = "-x: these are a backslash and an n, for a newline: -x $'\\n'"
+OPTIONS_WITHOUT_EFFECT = [  # mode, options, the notice or None
+    *[(mode, ("-n", 3), "-n: no effect, only an answer has new tokens") for mode in MODES[2:]],
+    *[(mode, ("-x", "a"), "-x: no effect, only an answer can end early") for mode in MODES[2:]],
+    *[(mode, ("-y", "a"), "-y: no effect, only -m chat has a system prompt") for mode in MODES[1:]],
+    *[(mode, ("-r", "1"), "-r: no effect, only -m chat thinks") for mode in MODES[1:]],
+    ("chat", ("-r", "1"), "-r: no effect, this model's thinking can't be switched"),
+    *[(mode, ("-x", stop), NEWLINE) for mode in MODES[:2] for stop in ("\\n", ". \\n")],   # as a shell gives '\n'
+    *[(mode, ("-x", stop), None) for mode in MODES[:2] for stop in ("\n", "n", "\\")],
+    *[(mode, (), None) for mode in MODES], ("chat", ("-n", "3", "-x", "a", "-y", "a"), None)]
 
 
-@pytest.mark.parametrize("mode", ["chat", "generate"])
-def test_stop_text_of_a_backslash_and_an_n(small, mode):
-    """As a shell gives it for '\\n': it is sought as it is, but named."""
-    notice = b"qwen3: -x: these are a backslash and an n, for a newline: -x $'\\n'\n"
-    for stop, expected in (("\\n", 1), (". \\n", 1), ("\n", 0), ("n", 0), ("\\", 0)):
-        result = qwen3(small, "-m", mode, "-i", "x", "-n", 1, "-x", stop)
-        assert result.returncode == 0 and result.stderr.count(notice) == expected, (stop, result.stderr)
+@pytest.mark.parametrize("mode, options, notice", OPTIONS_WITHOUT_EFFECT)
+def test_options_without_effect(small, mode, options, notice):
+    run = (small, "-m", mode, "-i", "hello there", *options, *["-n", 1] * (mode in MODES[:2] and "-n" not in options))
+    result = qwen3(*run)
+    found = re.findall("qwen3: (-[nxyr]: .*)\n", result.stderr.decode())
+    assert result.returncode == 0 and found == [notice] * bool(notice), result
+    assert mode in MODES[:2] or qwen3(*run, "-q").stderr == b""
 
 
-def test_the_hint_of_what_is_too_long(small):
+@pytest.mark.parametrize("args, length, words", [
+    *[(("-m", mode), 700, ["at most 512 tokens (-c can't be larger), found 7", "; split the text, or export.py --yarn\n"])
+      for mode in ("chat", "generate", "embed")],
+    *[(("-m", mode, "-c", 64), 90, ["at most 64 tokens (-c, up to 512), found "]) for mode in ("chat", "generate", "embed")],
+    (("-m", "generate", "-c", 64), 65, ["at most 64 tokens", "found 65"]), (("-c", 513), 1, ["-c", 512, 513])])
+def test_too_long(small, args, length, words):
     """-c where it helps, and only there; else what does."""
-    for mode in "chat", "generate", "embed":
-        assert_error(qwen3(small, "-m", mode, "-i", "7" * 700), 1, "at most 512 tokens (-c can't be larger), found 7",
-                     "; split the text, or export.py --yarn\n")
-        assert b"--yarn" not in qwen3(small, "-m", mode, "-i", "7" * 90, "-c", 64).stderr
-        assert_error(qwen3(small, "-m", mode, "-i", "7" * 90, "-c", 64), 1, "at most 64 tokens (-c, up to 512), found ")
+    result = qwen3(small, "-i", "7" * length, *args)
+    assert_error(result, 1, *words)
+    assert (b"--yarn" in result.stderr) == ("-c" not in args or 513 in args)
+    assert length != 65 or qwen3(small, "-i", "7" * 63, *args, "-n", 1).returncode == 0
 
 
 # -- special tokens
@@ -441,8 +447,7 @@ def test_tokens_one_by_one(small, tokenizer):
     assert [int(line.split(" ", 1)[0]) for line in lines] == ids
     tokens = [line.split(" ", 1)[1] for line in lines]
     assert all(json.loads(token) or "\\u0000" in token for token in tokens)
-    letters = byte_letters()
-    values = {letter: byte for byte, letter in letters.items()}
+    values = {letter: byte for byte, letter in enumerate(spell(range(256)))}
     for token, id in zip(tokens, ids):
         piece = tokenizer.id_to_token(id)
         data = piece.encode() if piece == "<|im_end|>" else bytes(values[letter] for letter in piece)
@@ -456,13 +461,6 @@ def test_tokens_one_by_one(small, tokenizer):
 def test_seeds_that_it_picks_are_short(small):
     seeds = {int(STATS.search(qwen3(small, "-m", "generate", "-i", "x", "-n", 1).stderr)[4]) for _ in range(8)}
     assert max(seeds) < 10**6 and len(seeds) > 4
-
-
-def test_n_without_limit(chain):
-    model = chain("a", "b", "a")
-    run = (model, "-m", "generate", "-i", "a", "-t", 0, "-c", 30, "-q")
-    assert output(*run, "-n", -1) == output(*run)
-    assert len(output(*run, "-n", 0)) == 0
 
 
 def test_lines_fit_into_80_columns():
@@ -491,14 +489,11 @@ CONTROL = [b"\x1b]0;title\x07", b"\x1b[2J", b"a\rb", b"\xc2\x9b2J", b"\x9b2J", b
 
 
 @pytest.mark.parametrize("text", CONTROL, ids=ascii)
-def test_control_characters_on_a_terminal(chain, tokenizer, text):
+def test_control_characters_on_a_terminal(chain, text):
     """Each becomes U+FFFD, as do bytes that are not UTF-8; into a pipe go the bytes. Newline, CRLF and
     tab stay."""
-    letters = byte_letters()
-    data = text + b"\r\n\t!"
-    data = bytes(dict.fromkeys(data))                   # a chain has each token once
-    model = chain("a", *(tokenizer.token_to_id(letters[b]) for b in data if b != ord("a")), "<|im_end|>")
-    data = bytes(b for b in data if b != ord("a"))
+    data = bytes(b for b in dict.fromkeys(text + b"\r\n\t!") if b != ord("a"))     # a chain has each token once
+    model = chain("a", *spell(data), END)
     assert output(model, "-m", "generate", "-i", "a", "-t", 0, "-q") == data
     child = spawn(model, "-m", "generate", "-i", "a", "-t", 0, "-q")
     finish(child)
@@ -506,10 +501,9 @@ def test_control_characters_on_a_terminal(chain, tokenizer, text):
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown) and "\ufffd" in shown, (shown, data)
 
 
-def test_control_characters_of_thinking_on_stderr(chain, tokenizer, tmp_path):
+def test_control_characters_of_thinking_on_stderr(chain, tmp_path):
     """stdout is a file, and stderr a terminal."""
-    letters = byte_letters()
-    model = chain("\u010a", "<think>", *(tokenizer.token_to_id(letters[b]) for b in b"\x1b\xc2\x9b]"), "<|im_end|>")
+    model = chain("\u010a", "<think>", *spell(b"\x1b\xc2\x9b]"), END)
     child = pexpect.spawn("sh", ["-c", f"{QUOTED_QWEN3} {model} -t 0 -i x > {tmp_path}/out"], timeout=300,
                           env=environment(TERM="xterm"))
     finish(child)
@@ -529,12 +523,11 @@ def test_control_characters_in_messages(small):
 BIDI = [chr(c) for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))]
 
 
-def test_no_text_turns_the_terminal_around(chain, tokenizer, tmp_path):
+def test_no_text_turns_the_terminal_around(chain, tmp_path):
     """Characters that change the direction of what follows: in an answer, a file's name and a list's line. A pipe
     gets them as they are."""
-    letters, name = byte_letters(), "".join(BIDI)
     for c in BIDI[::4]:
-        model = chain("a", *(tokenizer.token_to_id(letters[b]) for b in c.encode()), "<|im_end|>")
+        model = chain("a", *spell(c.encode()), END)
         run = (model, "-m", "generate", "-t", 0, "-q")
         assert output(*run, "-i", "a").decode() == c
         child = spawn(*run, "-i", "a")
@@ -543,7 +536,7 @@ def test_no_text_turns_the_terminal_around(chain, tokenizer, tmp_path):
         (tmp_path / "list").write_text("a\n")
         child = spawn(*run, "-l", tmp_path / "list")
         assert finish(child) == 0 and child.before.decode().strip() == '"\ufffd"'
-    message = qwen3(f"x{name}gpj.bin", "-i", "x").stderr.decode()
+    message = qwen3(f"x{''.join(BIDI)}gpj.bin", "-i", "x").stderr.decode()
     assert f"x{len(BIDI) * chr(0xfffd)}gpj.bin: No such file" in message
 
 
@@ -561,11 +554,6 @@ def test_batches_leave_every_digit_of_a_perplexity(small):
     assert len(lines) == 1
 
 
-def test_perplexity_output(small):
-    result = qwen3(small, "-m", "perplexity", "-i", "hello there")
-    assert re.fullmatch(rb"tokens \d+ nll \d+\.\d{6} ppl \d+\.?\d*\n", result.stdout)
-
-
 def test_perplexity_of_many_digits(tokenizer, tmp_path):
     """A line of 128 bytes was cut inside the number."""
     logits = np.zeros((tokenizer.get_vocab_size(), 1), np.float32)
@@ -576,27 +564,6 @@ def test_perplexity_of_many_digits(tokenizer, tmp_path):
 
 
 # -- embed, and what a model does without -m
-
-@pytest.fixture(scope="module")
-def embedding(tmp_path_factory, tokenizer):
-    """An embedding model: sentence-transformers' files, a post-processor, no lm_head."""
-    directory = tmp_path_factory.mktemp("embedding")
-    hf = make_checkpoint(directory / "hf", tokenizer, prefix="")
-    config = json.loads((hf / "config.json").read_text())
-    (hf / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    end = tokenizer.token_to_id("<|endoftext|>")
-    data = json.loads((hf / "tokenizer.json").read_text())
-    data["post_processor"] = {"type": "TemplateProcessing", "single": [
-        {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "E", "type_id": 0}}],
-        "pair": [], "special_tokens": {"E": {"id": "E", "ids": [end], "tokens": ["E"]}}}
-    (hf / "tokenizer.json").write_text(json.dumps(data))
-    (hf / "1_Pooling").mkdir()
-    (hf / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true}')
-    (hf / "modules.json").write_text(json.dumps([
-        {"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in (
-            ("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))]))
-    return export(hf, directory / "model.bin")
-
 
 @pytest.mark.parametrize("text", [b"the wind\n", b"a\0b", b" caf\xc3\xa9 \xff"], ids=ascii)
 def test_embed(embedding, tmp_path, text):
@@ -613,6 +580,7 @@ def test_embed(embedding, tmp_path, text):
         assert output(embedding, "-q", *args, stdin=text) == line
     for cut in (("-j", 1), ("-b", 1), ("-c", len(ids))):
         assert output(embedding, "-q", *cut, stdin=text) == line
+    assert_error(qwen3(embedding, "-f", tmp_path / "text", "-c", len(ids) - 1), 1, "-c", len(ids) - 1, f"found {len(ids)}")
 
 
 def test_embed_with_a_model_that_is_not_made_for_it(embedding, small, tmp_path):
@@ -626,31 +594,11 @@ def test_embed_with_a_model_that_is_not_made_for_it(embedding, small, tmp_path):
     assert qwen3(small, "-m", "embed", "-l", "-", stdin=b"x\ny\n").stderr.count(notice) == 1
 
 
-def test_embed_of_too_much_or_nothing(embedding, small):
-    assert_error(qwen3(embedding, "-i", "7" * 64, "-c", 64), 1, "-c", 64, 65)
-    assert_error(qwen3(small, "-m", "embed", "-i", ""), 1, "prompt: empty")
-
-
-def test_embed_without_a_text_on_a_terminal(embedding):
-    child = spawn(embedding)
-    assert finish(child) == 2 and child.before.startswith(b"qwen3: ") and b"-i" in child.before
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, tokenizer):
-    """A base model: a template, but only <|endoftext|> ends a text. It goes a, b, c, <|im_end|>."""
-    ids = [tokenizer.token_to_id(t) for t in ("a", "b", "c", "<|im_end|>")]
-    logits = np.zeros((tokenizer.get_vocab_size(), 4), np.float32)
-    for i, token in enumerate(ids[1:]):
-        logits[token, i + 1] = 12.7
-    directory = tmp_path_factory.mktemp("base")
-    hf = make_table_model(directory / "hf", tokenizer, ids[:3], logits)
-    end = {"eos_token_id": tokenizer.token_to_id("<|endoftext|>")}
-    for name, change in (("config.json", end), ("generation_config.json", end),
-                         ("tokenizer_config.json", {"eos_token": "<|endoftext|>"})):
-        data = json.loads((hf / name).read_text())
-        (hf / name).write_text(json.dumps(data | change))
-    return export(hf, directory / "model.bin")
+@pytest.fixture
+def base(chain, tokenizer, tmp_path):
+    """A base model, as export.py marks one: it has a template, but only <|endoftext|> ends a text."""
+    marks = {b"stop": struct.pack("<I", tokenizer.token_to_id("<|endoftext|>")), b"mode": struct.pack("<I", 1)}
+    return change_sections(copy_model(chain("a", "b", "c", END), tmp_path), lambda sections: sections.update(marks))
 
 
 def test_base_model_continues_texts(base):
@@ -672,48 +620,23 @@ def test_base_model_continues_texts(base):
 
 # -- generate
 
-def test_chain_model(chain):
-    """The test's own tool: a then b then c, then the end."""
-    assert output(chain("a", "b", "c", "<|im_end|>"), "-m", "generate", "-i", "a", "-t", 0,
-                  "-q") == b"bc"
-
-
-@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
-def test_stops_on_any_end_token(chain, stop):
-    model = chain("a", "b", stop, "c", "<|im_start|>")
-    result = qwen3(model, "-m", "generate", "-i", "a", "-t", 0)
-    assert result.stdout == b"b" and result.returncode == 0
-
-
-def test_special_tokens_are_not_printed_others_are(chain):
-    model = chain("a", "<|im_start|>", "b", "<tool_call>", "<|box_start|>", "c", "<think>", "d",
-                  "</think>", "<|fim_pad|>", "e", "<|im_end|>")
-    assert output(model, "-m", "generate", "-i", "a", "-t", 0, "-q") == \
-        b"b<tool_call>c<think>d</think><|fim_pad|>e"
-
-
-def test_split_characters_come_out_whole(chain, tokenizer):
-    byte = {b: tokenizer.token_to_id(letter) for b, letter in byte_letters().items()}
-    for data in (b"\xc3\xa9", b"\xf0\x9f\x99\x82", b"\xf0\x9f\x99", b"\xc3", b"\xff", b"\xe2\x82Z",
-                 b"\x80\xc3\xa9", b"\xf0\x9f\xc3\xa9", b"\xed\xa0\x80", b"\0"):
-        model = chain("a", *(byte[b] for b in data), "<|im_end|>")
-        assert output(model, "-m", "generate", "-i", "a", "-t", 0, "-q") == data
-
-
-def byte_letters():
-    """GPT-2's letter for each byte."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in plain]
-    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(rest)}
+@pytest.mark.parametrize("tokens, text", [
+    *[(("b", stop, "c"), b"b") for stop in (END, "<|endoftext|>")],
+    (("<|im_start|>", "b", "<tool_call>", "<|box_start|>", "c", "<think>", "d", "</think>", "<|fim_pad|>", "e", END),
+     b"b<tool_call>c<think>d</think><|fim_pad|>e"),     # special tokens are not printed, others are
+    *[((*spell(data), END), data) for data in (         # characters whose bytes are tokens come out whole
+        b"\xc3\xa9", b"\xf0\x9f\x99\x82", b"\xf0\x9f\x99", b"\xc3", b"\xff", b"\xe2\x82Z", b"\x80\xc3\xa9",
+        b"\xf0\x9f\xc3\xa9", b"\xed\xa0\x80", b"\0")]], ids=ascii)
+def test_what_is_written(chain, tokens, text):
+    result = qwen3(chain("a", *tokens, *["<|im_start|>"] * (tokens[-1] != END)), "-m", "generate", "-i", "a", "-t", 0, "-q")
+    assert result.stdout == text and result.returncode == 0
 
 
 def test_generate_without_prompt_starts_from_endoftext(chain, tokenizer):
-    model = chain("<|endoftext|>", "b", "c", "<|im_end|>")
+    model = chain("<|endoftext|>", "b", "c", END)
     for args, stdin in (((), b""), (("-i", ""), b"not read"), (("-f", "/dev/null"), b"not read")):
         result = qwen3(model, "-m", "generate", "-t", 0, "-v", *args, stdin=stdin)
-        assert result.stdout == b"bc"
-        assert result.stderr.removeprefix(NOT_READ).startswith(
-            b"prompt ids: %d\n" % tokenizer.token_to_id("<|endoftext|>"))
+        assert result.stdout == b"bc" and prompts(result) == [[tokenizer.token_to_id("<|endoftext|>")]]
 
 
 def test_statistics(chain):
@@ -754,9 +677,8 @@ def test_verbose_shows_what_holds(tiny, small, tokenizer, tmp_path):
     assert shown(model, "-i", "x", "-r", 1) == [sampling, "system prompt of the chat template: Be good."]
     assert shown(model, "-i", "x", "-r", 1, "-y", "Be brief.") == shown(model, "-i", "x", "-m", "generate") == [sampling]
     assert "sampling" not in qwen3(model, "-i", "x", "-n", 1).stderr.decode()
-    path, source = tmp_path / "model.bin.tokenizer", "Qwen/Qwen3-0.6B@main, 8 bits \x1b[2J灯"
-    plain, sections = split_tokenizer(path.read_bytes())
-    path.write_bytes(join_tokenizer(plain, (sections | {b"from": source.encode()}).items()))
+    source = "Qwen/Qwen3-0.6B@main, 8 bits \x1b[2J灯"
+    change_sections(model, lambda sections: sections.update({b"from": source.encode()}))
     assert qwen3(model, "-m", "tokenize", "-i", "x", "-v").stderr.decode() == \
         "qwen3: model: Qwen/Qwen3-0.6B@main, 8 bits \ufffd[2J灯\n"
     assert b"model: " not in qwen3(model, "-i", "x", "-n", 1).stderr
@@ -764,43 +686,17 @@ def test_verbose_shows_what_holds(tiny, small, tokenizer, tmp_path):
     assert script.count(b"sampling: ") == script.count(b"of the chat template: ") == 1
 
 
-@pytest.mark.parametrize("n", [1, 5, 30])
-def test_n_limits_new_tokens(chain, n):
+@pytest.mark.parametrize("options, length", [
+    *[(("-n", n), n) for n in (0, 1, 5, 30)], *[(("-c", 20, *n), 20) for n in ((), ("-n", -1))],
+    (("-c", 0, "-n", -1), 512)], ids=str)
+def test_n_and_the_context_limit_new_tokens(chain, options, length):
     model = chain("a", "b", "a")                        # forever
-    result = qwen3(model, "-m", "generate", "-i", "a", "-t", 0, "-n", n)
-    assert result.stdout == (b"ba" * 30)[:n]
-    assert int(STATS.search(result.stderr)[3]) == n
+    result = qwen3(model, "-m", "generate", "-i", "a", "-t", 0, *options)
+    assert result.returncode == 0 and result.stdout == (b"ba" * 256)[:length]
+    assert int(STATS.search(result.stderr)[3]) == length
 
 
 # -- the context
-
-def test_generation_ends_with_the_context(chain):
-    model = chain("a", "b", "a")
-    result = qwen3(model, "-m", "generate", "-i", "a", "-t", 0, "-c", 20)
-    assert result.returncode == 0 and 18 <= len(result.stdout) <= 20
-    text = output(model, "-m", "generate", "-i", "a", "-t", 0, "-q", "-c", 0, "-n", -1)
-    assert 510 <= len(text) <= 512
-
-
-def test_context_above_the_models(small):
-    assert_error(qwen3(small, "-i", "hi", "-c", 513), 1, "-c", 512, 513)
-
-
-def test_prompt_that_does_not_fit(small):
-    for mode in ("generate", "chat"):
-        result = qwen3(small, "-m", mode, "-i", "7" * 700)
-        assert_error(result, 1, "-c", 512)
-        assert re.search(rb"\b7\d\d\b", result.stderr)
-        assert_error(qwen3(small, "-m", mode, "-i", "7" * 90, "-c", 64), 1, "-c", 64)
-
-
-def test_prompt_that_just_fits(small):
-    for length in (63, 64, 65):
-        result = qwen3(small, "-m", "generate", "-i", "7" * length, "-c", 64, "-n", 1)
-        assert result.returncode == (0 if length < 64 else result.returncode)
-        if length == 65:
-            assert_error(result, 1, 64, 65)
-
 
 def test_context_of_one_token(small):
     """Nothing fits, but nothing breaks."""
@@ -811,29 +707,21 @@ def test_context_of_one_token(small):
 
 # -- how it ends
 
-@needs_full
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_full_disk_is_an_error(small):
-    for mode in ("tokenize", "perplexity", "generate", "chat", "embed"):
-        with open(FULL, "wb") as full:
-            result = subprocess.run([QWEN3, small, "-m", mode, "-i", "hello you", "-n", "5", "-q"],
-                                    stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+    for args in (["-h"], *([small, "-m", mode, "-i", "hello you", "-n", "5", "-q"] for mode in MODES)):
+        with open("/dev/full", "wb") as full:
+            result = subprocess.run([QWEN3, *args], stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
                                     env=environment(), timeout=300)
-        assert result.returncode == 1, mode
+        assert result.returncode == 1, args
         assert result.stderr.startswith(b"qwen3: ") and result.stderr.count(b"\n") == 1
 
 
-def test_text_comes_as_it_is_made(chain):
+def test_text_comes_as_it_is_made(chain, start):
     """The first bytes are there long before the last."""
     model = chain("i", "a", "i", max_len=100_000)
-    child = subprocess.Popen([QWEN3, model, "-m", "generate", "-i", "hi", "-c", "0", "-t", "0", "-n", "-1"],
-                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                             stdin=subprocess.DEVNULL, env=environment())
-    try:
-        assert os.read(child.stdout.fileno(), 1) == b"a"
-        assert child.poll() is None
-    finally:
-        child.kill()
-        child.wait()
+    child = start(model, "-m", "generate", "-i", "hi", "-c", "0", "-t", "0", "-n", "-1")
+    assert child.stdout.read(1) == b"a" and child.poll() is None
 
 
 # -- format strings

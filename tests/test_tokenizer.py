@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from checkpoints import with_ends
 from conftest import (ADDED, QWEN3, SENTENCES, copy_model, environment, export, join_tokenizer, make_checkpoint, output,
-                      qwen3, records, split_tokenizer, tokenize, train_tokenizer)
+                      qwen3, records, split_tokenizer, token_records, tokenize, train_tokenizer)
 from reference import read_tokenizer
 
 CONTRACTIONS = ["'s", "'S", "'t", "'T", "'re", "'RE", "'rE", "'ve", "'Ve", "'m", "'M", "'ll", "'lL",
@@ -315,10 +316,7 @@ def test_plain_file_with_fewer_tokens_than_rows(tmp_path, tokenizer):
     path = export(hf, tmp_path / "model.bin")
     file = tmp_path / "model.bin.tokenizer"
     data = file.read_bytes()
-    at = 12
-    for _ in range(502):
-        at += 8 + struct.unpack_from("<I", data, at + 4)[0]
-    file.write_bytes(data[:at])
+    file.write_bytes(data[:token_records(data, 502)[-1]])
     text = "The old lighthouse <think>\n\n didn't"
     assert_same(tokenize(path, text.encode()), tokenizer, text)
     assert output(path, "-m", "generate", "-i", "the", "-n", 30, "-t", 2, "-k", 0, "-p", 1, "-q", "-s", 1)
@@ -329,12 +327,9 @@ def test_other_scores_of_the_same_order(small, tmp_path, tokenizer):
     path = copy_model(small, tmp_path)
     file = path.with_name("model.bin.tokenizer")
     data = bytearray(file.read_bytes())
-    at = 12
-    for i in range(502):
-        score, length = struct.unpack_from("<fI", data, at)
-        if score > -1e6:
+    for i, at in enumerate(token_records(data, 502)[:-1]):
+        if struct.unpack_from("<f", data, at)[0] > -1e6:
             struct.pack_into("<f", data, at, 1000.0 - i * 0.5)
-        at += 8 + length
     file.write_bytes(data)
     text = make_text(random.Random(6), "mixed", 2000)
     assert_same(tokenize(path, text.encode()), tokenizer, text)
@@ -374,27 +369,18 @@ def test_many_added_tokens(small, tmp_path):
 def test_lengths_of_added_tokens(small, tmp_path):
     """One as long as they may be, and a text of its beginnings: only lengths that there are are tried."""
     path = copy_model(small, tmp_path, extension=False)
-    data = path.with_name("model.bin.tokenizer").read_bytes()
-    at = 12
-    for _ in range(tokenizer_size := struct.unpack_from("<i", path.read_bytes(), 0x1C)[0] - 1):
-        at += 8 + struct.unpack_from("<I", data, at + 4)[0]
-    token = b"~" * 127 + b"!"
-    path.with_name("model.bin.tokenizer").write_bytes(data[:at] + struct.pack("<fI", -1e6, 128) + token)
+    file, token = path.with_name("model.bin.tokenizer"), b"~" * 127 + b"!"
+    data = file.read_bytes()
+    file.write_bytes(data[:token_records(data, 501)[-1]] + struct.pack("<fI", -1e6, 128) + token)
     ids, seconds = timed(path, b"~ " * 20 + b"~" * 5_000_000 + b"!")
-    assert ids[-1] == tokenizer_size
+    assert ids[-1] == 501
     assert seconds < 10                                 # about 1; each length at each place: 40
 
 
-@pytest.mark.parametrize("where", ["head", "tail"])
-def test_post_processor(tmp_path, tokenizer, where):
+@pytest.mark.parametrize("single", ["$A <|endoftext|>", "<|endoftext|> $A"])
+def test_post_processor(tmp_path, tokenizer, single):
     """What HF's post-processor adds belongs to raw prompts (Qwen3-Embedding's endoftext)."""
-    from tokenizers import processors
-    tok = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-    single = "$A <|endoftext|>" if where == "tail" else "<|endoftext|> $A"
-    tok.post_processor = processors.Sequence([
-        processors.ByteLevel(trim_offsets=False),
-        processors.TemplateProcessing(single=single, pair=single + " $B",
-                                      special_tokens=[("<|endoftext|>", 476)])])
+    tok = with_ends(tokenizer, single)
     path = export(make_checkpoint(tmp_path / "hf", tok), tmp_path / "model.bin")
     for text in ("", "hello", "a <|im_end|>"):
         assert tokenize(path, text.encode()) == tok.encode(text).ids
