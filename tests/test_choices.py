@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import test_list
 from checkpoints import make_embedding
-from conftest import (assert_error, copy_model, export, join_tokenizer, make_checkpoint, make_table_model, output,
-                      perplexity, qwen3, split_tokenizer, tokenize)
+from conftest import (assert_error, change_sections, copy_model, export, make_checkpoint, make_table_model, output,
+                      perplexity, qwen3, tokenize)
 from reference import Model
 from test_templates import CHATML as THINKS
 
@@ -135,14 +135,6 @@ def test_objects(tiny):
     assert json.loads(line) == {"id": 7, **json.loads(run_list(tiny, ["Tell me a story"], ["yes", "no"])[0])}
 
 
-@pytest.mark.parametrize("args", [
-    ("-o", "yes"), ("-o", "yes|"), ("-o", "yes|yes"), ("-o", "yes|no", "-m", "embed"),
-    ("-o", "yes|no", "-m", "tokenize"), ("-o", "yes|no", "-m", "perplexity"), ("-o", "yes|no", "-x", "a")],
-    ids=" ".join)
-def test_refused_before_the_model_is_opened(args):
-    assert_error(qwen3("no such model.bin", "-i", "a", *args), 2)
-
-
 CLOSING = b"Considering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
 
 
@@ -227,11 +219,8 @@ def test_stop_ids_count_once(tiny, tmp_path, old):
     """Where a TEXT begins another one, all ids that end an answer are added up: each once, though a file names some
     twice, as those without our sections do."""
     model = copy_model(tiny, tmp_path, extension=not old)
-    tokenizer = model.with_name("model.bin.tokenizer")
     if not old:
-        plain, sections = split_tokenizer(tokenizer.read_bytes())
-        sections[b"stop"] *= 2
-        tokenizer.write_bytes(join_tokenizer(plain, sections.items()))
+        change_sections(model, lambda sections: sections.update({b"stop": sections[b"stop"] * 2}))
     answers = ["The capital of France is Paris.", "The capital of France is Paris. It", "Hello"]
     options = ["-m", "chat", "-r", 0] if not old else ["-m", "chat"]
     line = json.loads(run_list(model, ["What is the capital of France?"], answers, *options)[0])
@@ -240,11 +229,9 @@ def test_stop_ids_count_once(tiny, tmp_path, old):
 
 def test_a_text_with_a_stop_id(tiny, tmp_path):
     """It would be its own beginning and its end, and the mass 2. In chat it is spelled out, so it is plain text."""
-    model = copy_model(tiny, tmp_path)
-    tokenizer = model.with_name("model.bin.tokenizer")
-    plain, sections = split_tokenizer(tokenizer.read_bytes())
-    sections[b"stop"] += struct.pack("<I", tokenize(tiny, b"</tool_call>")[0])
-    tokenizer.write_bytes(join_tokenizer(plain, sections.items()))
+    end = struct.pack("<I", tokenize(tiny, b"</tool_call>")[0])
+    model = change_sections(copy_model(tiny, tmp_path),
+                            lambda sections: sections.update({b"stop": sections[b"stop"] + end}))
     for texts in "ab|ab</tool_call>", "</tool_call>|ab", "a|b</tool_call>c":
         assert_error(qwen3(model, "-m", "generate", "-i", "a", "-o", texts), 1, "-o", "</tool_call>", "ends answers")
         assert qwen3(tiny, "-m", "generate", "-i", "a", "-o", texts).returncode == 0

@@ -61,11 +61,23 @@ def test_bad_value(option, value):
 
 
 @pytest.mark.parametrize("args", [
-    (), ("-i", "hi"), ("m.bin", "-x"), ("m.bin", "-e"), ("m.bin", "--frobnicate"), ("m.bin", "-i"), ("m.bin", "-t"),
-    ("m.bin", "extra.bin"), ("m.bin", "-i", "hi", "extra"), ("-i",), ("m.bin", "-"),
-    ("m.bin", "--help-me"), ("m.bin", "-qx"), ("m.bin", "-x", ""), ("m.bin", "-f", ""),
-    ("m.bin", "-q", "-v"), ("", "-i", "hi"), ("m.bin", "-s", "-9223372036854775809")], ids=" ".join)
+    ("-x",), ("-e",), ("--frobnicate",), ("-i",), ("-t",), ("extra.bin",), ("-i", "hi", "extra"), ("-",), ("--help-me",),
+    ("-qx",), ("-x", ""), ("-f", ""), ("-q", "-v"), ("-s", "-9223372036854775809"),
+    ("-l", "a", "-L", "b"), ("-l", "a", "-f", "b"), ("-L", "a", "-f", "-"), ("-l", "a", "-v"), ("-L", "a", "-v"),
+    ("-l",), ("-L",), ("-l", ""), ("-L", ""),
+    ("-w", "x"), ("-w", "x", "-i", "a"), ("-l", "a", "-w", "-"), ("-l", "a", "-w", ""), ("-l", "a", "-w"),
+    *[("-i", "a", "-o", *args) for args in (
+        ("yes",), ("yes|",), ("yes|yes",), ("yes|no", "-m", "embed"), ("yes|no", "-m", "tokenize"),
+        ("yes|no", "-m", "perplexity"), ("yes|no", "-x", "a"))]], ids=" ".join)
 def test_bad_usage(args):
+    """Found before the model is opened (there is none)."""
+    result = qwen3("no such model.bin", *args)
+    assert_error(result, 2)
+    assert b"no such model.bin: " not in result.stderr
+
+
+@pytest.mark.parametrize("args", [(), ("-i", "hi"), ("-i",), ("", "-i", "hi")], ids=" ".join)
+def test_no_model(args):
     assert_error(qwen3(*args), 2)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -20,9 +19,9 @@ import jinja2.sandbox
 import numpy as np
 import pexpect
 import pytest
-from conftest import (CHATML, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, assert_error, environment, export,
-                      finish, join_tokenizer, make_checkpoint, make_table_model, output, qwen3, split_tokenizer,
-                      tokenize, wait_for_call, wait_until, waiting)
+from conftest import (CHATML, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, assert_error, change_sections,
+                      environment, export, finish, make_checkpoint, make_table_model, output, qwen3, tokenize,
+                      wait_for_call, wait_until, waiting)
 from test_faults import needs_address_space
 from test_signals import needs_small_pipes, small_pipe
 
@@ -229,26 +228,24 @@ def test_500_texts_of_other_models(other):
     check(other, make_texts(500, seed=14, longest=30), "-n", 40, seed=1, before=("-b", 40))
 
 
-def test_seeds(tiny):
+@pytest.mark.parametrize("seed", [-3, 2**64 - 1, None])
+def test_seeds(tiny, seed):
     """Text i has the seed S + i modulo 2^64, and without -s stderr says from where on."""
-    texts = [b"Tell me a story"] * 6
-    lines = check(tiny, texts, seed=2**64 - 3)
-    assert len(set(lines)) == 6
-    lines, error = run_list(tiny, b"Tell me a story\n" * 5)
-    seed = int(re.match(rb"seed (\d+)\n", error)[1])
-    assert seed < 10**6 and lines == check(tiny, texts[:5], seed=seed)
-    for mode in "chat", "generate":
-        assert run_list(tiny, b"a\n", "-m", mode, "-n", 1)[1].startswith(b"seed ")
-        assert b"seed" not in run_list(tiny, b"a\n", "-q", "-m", mode, "-n", 1)[1]
-        assert not run_list(tiny, b"a\n", "-s", 1, "-m", mode, "-n", 1)[1].startswith(b"seed ")
-    assert b"seed 9 " not in run_list(tiny, b"a b\n", "-s", 9, "-m", "perplexity")[1]
-
-
-@pytest.mark.parametrize("seed", [-3, 2**64 - 1])
-def test_seeds_wrap(tiny, seed):
-    lines, error = run_list(tiny, b"Tell me a story\n" * 4, "-s", seed)
-    assert lines == [alone(tiny, b"Tell me a story", seed=(seed + i) % 2**64) for i in range(4)]
+    lines, error = run_list(tiny, b"Tell me a story\n" * 4, *["-s", seed] * (seed is not None))
+    if seed is None:
+        seed = int(re.match(rb"seed (\d+)\n", error)[1])
+        assert seed < 10**6
+    assert lines == [alone(tiny, b"Tell me a story", seed=(seed + i) % 2**64) for i in range(4)] and len(set(lines)) == 4
     assert b"seeds %d to %d\n" % (seed % 2**64, (seed + 3) % 2**64) in error
+
+
+def test_where_a_seed_is_said(tiny):
+    for mode in "chat", "generate":
+        run = ("-m", mode, "-n", 1)
+        assert run_list(tiny, b"a\n", *run)[1].startswith(b"seed ")
+        assert b"seed" not in run_list(tiny, b"a\n", "-q", *run)[1]
+        assert not run_list(tiny, b"a\n", "-s", 1, *run)[1].startswith(b"seed ")
+    assert b"seed 9 " not in run_list(tiny, b"a b\n", "-s", 9, "-m", "perplexity")[1]
 
 
 def test_order(stopping):
@@ -326,16 +323,6 @@ def test_no_texts(small):
         for kind in "-l", "-L":
             result = qwen3(small, kind, "/dev/null", "-m", mode)
             assert (result.returncode, result.stdout) == (0, b""), result
-
-
-@pytest.mark.parametrize("args", [
-    ("-l", "a", "-L", "b"), ("-l", "a", "-f", "b"), ("-L", "a", "-f", "-"), ("-l", "a", "-v"), ("-L", "a", "-v"),
-    ("-l",), ("-L",), ("-l", ""), ("-L", "")], ids=" ".join)
-def test_bad_usage(args):
-    """Found before the model is opened (there is none)."""
-    result = qwen3("no such model.bin", *args)
-    assert_error(result, 2)
-    assert b"no such model" not in result.stderr
 
 
 def test_bad_list(small, tmp_path):
@@ -472,9 +459,16 @@ NO_MESSAGES = [b"[]", b'["a"]', b"[1]", b"[[]]", b"[null]", b"[{}]", b'[{"role":
                b'[{"role": "user", "content": "a", "x": {"a": }}]', b'[{"role": "user", "content": "a", "x": \'a\'}]']
 
 
+HELLO = b'"text":"Hello"'
+NO_OBJECTS = [b'{%s' % HELLO, b'{%s]' % HELLO, b'{%s,}' % HELLO, b'{"a":01,%s}' % HELLO, b'{"a":"\\x",%s}' % HELLO,
+              b'{"a":"\t",%s}' % HELLO, b'{%s} x' % HELLO, b'{"a":nul,%s}' % HELLO, b'{a:1,%s}' % HELLO,
+              b'{"a":%s%s,%s}' % (b"[" * 10_000, b"]" * 10_000, HELLO), b'{"a":%s,%s}' % (b'{"b":' * 10_000, HELLO),
+              b'{"a":%s%s,%s}' % (b"[" * 100, b"]" * 100, HELLO)]
+
+
 def test_what_is_no_json(tiny):
     """Each bad line has its null and its message; the good ones between are not disturbed."""
-    bad = NO_JSON + NO_TEXT + NO_MESSAGES
+    bad = NO_JSON + NO_TEXT + NO_MESSAGES + NO_OBJECTS
     data = b'"Hello"\n' + b"".join(line + b'\n"Hello"\n' for line in bad)
     lines, error = run_list(tiny, data, *GREEDY, "-q", kind="-L", status=1)
     good = alone(tiny, b"Hello", *GREEDY)
@@ -483,25 +477,17 @@ def test_what_is_no_json(tiny):
     assert sorted(errors_of(error)) == [2 * i + 2 for i in range(len(bad))]
 
 
-@pytest.mark.parametrize("line, byte, found", [
-    (b'"a\0b"', 3, "a NUL"), (b" ", 2, "the end"),
-    (b"[", 2, "the end (one value a line: jq -c . makes that, jq -c '.[]' of an array of texts)"),
-    *[(line, len(line) + 1, "the end (one value a line: jq -c . makes that)") for line in (
-        b'"a', b'["a', b"[tru", b'[{"role": "user", "content": "a"},', b'[{"role": "user",', b'[{"role":', b'[{"role": "us')],
-    (b'"a\tb"', 3, '\ufffdb"'), (rb'"a\u12g4"', 3, r'\u12g4"')], ids=ascii)
-def test_what_is_found(tiny, line, byte, found):
-    _, error = run_list(tiny, line + b"\n", "-q", kind="-L", status=1)
-    assert re.fullmatch(f"bad JSON at byte {byte}, expected .*, found {re.escape(found)}", errors_of(error)[1])
-
-
-def test_what_may_be_plain_text(tiny):
-    lines = b"hello there\n[1, hello]\n"
-    errors = errors_of(run_list(tiny, lines, "-q", kind="-L", status=1)[1])
-    assert errors == {1: "bad JSON at byte 1, expected a value (-l: plain lines), found hello there",
-                      2: "bad JSON at byte 5, expected a value, found hello]"}
+WHOLE = " (one value a line: jq -c . makes that)"
 
 
 @pytest.mark.parametrize("line, what, byte, found", [
+    (b'"a\0b"', "JSON", 3, "a NUL"), (b" ", "JSON", 2, "the end"),
+    (b"[", "JSON", 2, "the end (one value a line: jq -c . makes that, jq -c '.[]' of an array of texts)"),
+    *[(line, "JSON", len(line) + 1, "the end" + WHOLE) for line in (
+        b'"a', b'["a', b"[tru", b'[{"role": "user", "content": "a"},', b'[{"role": "user",', b'[{"role":', b'[{"role": "us')],
+    (b'"a\tb"', "JSON", 3, '\ufffdb"'), (rb'"a\u12g4"', "JSON", 3, r'\u12g4"'), (b"[1, hello]", "JSON", 5, "hello]"),
+    (b"hello there", "JSON", 1, "hello there"),         # may be plain text: -l is named
+    # messages that are JSON: what is wrong is named as what it is
     (b'[%s, {"role": "tool", "content": "a"}]' % MESSAGE, "role", 36, '{"role": "tool",'),
     (b'[{"content": 1, "role": "user"} ]', "content", 2, '{"content": 1, "'),
     (b'[{"role": "user"}]', "content", 2, '{"role": "user"}'), (b"[{}]", "role", 2, "{}]"),
@@ -511,10 +497,11 @@ def test_what_may_be_plain_text(tiny):
     (b'[{"role": "user", "content": ["a", {}]}]', "content", 31, '"a", {}]}]'),
     (b'[{"role": "user", "content": [{"text": "a"}]}]', "content", 31, '{"text": "a"}]}]'),
     (b'[{"role": "user", "content": [{"type": "text"}]}]', "content", 31, '{"type": "text"}')], ids=ascii)
-def test_messages_that_are_json(tiny, line, what, byte, found):
-    """What is wrong with them is named as what it is."""
-    _, error = run_list(tiny, line, "-q", kind="-L", status=1)
-    assert re.fullmatch(f"bad {what} at byte {byte}, expected .*, found {re.escape(found)}", errors_of(error)[1])
+def test_what_is_found(tiny, line, what, byte, found):
+    _, error = run_list(tiny, line + b"\n", "-q", kind="-L", status=1)
+    said = errors_of(error)[1]
+    assert re.fullmatch(f"bad {what} at byte {byte}, expected .*, found {re.escape(found)}", said)
+    assert ("(-l: plain lines)" in said) == line.startswith(b"hello")
 
 
 @pytest.mark.parametrize("mode", ["generate", "tokenize", "perplexity", "embed"])
@@ -615,10 +602,7 @@ def test_answers_that_are_begun(tokenizer, tmp_path, template, section, begun):
     has what follows."""
     model = export(make_checkpoint(tmp_path / "hf", tokenizer, template=template), tmp_path / "model.bin")
     if not section:
-        path = model.with_name("model.bin.tokenizer")
-        plain, sections = split_tokenizer(path.read_bytes())
-        del sections[b"begn"]
-        path.write_bytes(join_tokenizer(plain, sections.items()))
+        change_sections(model, lambda sections: sections.pop(b"begn"))
     compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
     r, talks, texts = random.Random(1), [], []
     for i, said in enumerate(begun * 4):
@@ -864,25 +848,12 @@ def test_notices_with_counts(stopping, tiny, chain):
     thinking = chain("Ċ", "<think>", "a", "b", "a", template=HYBRID.replace("not enable_thinking", "false"))
     lines, error = run_list(thinking, b"x\ny\n", "-r", 1, *GREEDY, "-n", 9)
     assert lines == [b'""'] * 2 and re.search(rb"(?m)^qwen3: answers: .*thinking: 2$", error), error
+    assert b"<think>" not in error
     _, error = run_list(tiny, b"a b c d e f g h i j k l m n o p\na b\na b c d e f g h i j k l m n o p q r s\n",
                         "-m", "perplexity", "-c", 10)
     assert re.search(rb"(?m)^qwen3: .*pieces.*: 2$", error), error
-    _, error = run_list(stopping, b"x\n", "-m", "generate", *GREEDY, "-n", 4)
-    assert b"qwen3:" not in error
-
-
-def test_quiet(stopping):
-    """Only the errors of lines."""
-    _, error = run_list(stopping, b"a\nx\n", "-m", "generate", "-n", 4, "-q")
-    assert error == b""
-
-
-def test_thinking_is_dropped(tiny):
-    """From stderr as well."""
-    data = b"What is the capital of France?\n"
-    lines, error = run_list(tiny, data, "-r", 1, *GREEDY)
-    assert lines == [alone(tiny, data[:-1], "-r", 1, *GREEDY)]
-    assert b"<think>" not in error + lines[0]
+    assert b"qwen3:" not in run_list(stopping, b"x\n", "-m", "generate", *GREEDY, "-n", 4)[1]
+    assert run_list(stopping, data, "-m", "generate", "-n", 4, "-q")[1] == b""
 
 
 @pytest.mark.parametrize("source", ["file", "pipe"])
@@ -971,20 +942,6 @@ def test_answers_go_on_while_the_list_pauses(start, stopping):
     assert child.stdout.read() == b'""\n' and child.wait(300) == 1
 
 
-def test_input_that_does_not_block(start, tiny):
-    """O_NONBLOCK on stdin."""
-    theirs, ours = os.pipe()
-    os.set_blocking(theirs, False)
-    child = start(tiny, "-l", "-", *GREEDY, "-q", stdin=theirs)
-    os.close(theirs)
-    for text in b"Hello", b"Who are you?":
-        time.sleep(0.2)
-        os.write(ours, text + b"\n")
-        assert child.stdout.readline() == alone(tiny, text, *GREEDY) + b"\n"
-    os.close(ours)
-    assert child.wait(300) == 0
-
-
 @pytest.mark.parametrize("signals", [1, 2])
 def test_interrupt(start, tiny, long_list, tmp_path, signals):
     """The line that is being written is finished; the message says how to go on, which gives the rest (tmp_path
@@ -1057,47 +1014,6 @@ def test_closed_stdout_is_quiet(tiny, tmp_path):
     done = subprocess.run(["sh", "-c", f"{QUOTED_QWEN3} {tiny} -t 0 -l {path} | head -1"], capture_output=True,
                           env=environment(), timeout=300)
     assert done.stdout == alone(tiny, b"Hello", *GREEDY) + b"\n" and b"qwen3:" not in done.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_killed(start, tiny, tmp_path, number):
-    """What has its newline is whole."""
-    texts = [b"Tell me a story", b"Hello", b"What is the capital of France?", b"Who are you?"]
-    path = write_list(tmp_path / "list", texts * 5000)
-    expected = [alone(tiny, text, *GREEDY, "-n", 30) for text in texts] * 5000
-    with open(tmp_path / "out", "wb") as out:
-        child = start(tiny, "-l", path, *GREEDY, "-n", "30", stdout=out)
-        while os.path.getsize(tmp_path / "out") < 3000:
-            time.sleep(0.001)
-        child.send_signal(number)
-        child.wait(300)
-    lines = whole_lines((tmp_path / "out").read_bytes())
-    assert 10 < len(lines) < 20_000 and lines == expected[:len(lines)]
-
-
-def test_full_disk(tiny, long_list, tmp_path):
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no /dev/full")
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run([QWEN3, tiny, "-l", "-", "-n", "2", "-q"], input=b"a\nb\n", stdout=full,
-                              stderr=subprocess.PIPE, env=environment(), timeout=300)
-    assert done.returncode == 1 and re.fullmatch(rb"qwen3: stdout: [^\n]*\n", done.stderr), done
-    path, expected = long_list
-    with open(tmp_path / "out", "wb") as out:   # a disk for 5,000 bytes
-        done = subprocess.run([QWEN3, tiny, "-l", path, "-s", "3", "-n", "30", "-q"], stdout=out,
-                              stderr=subprocess.PIPE, env=environment(), timeout=300,
-                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
-    lines = whole_lines((tmp_path / "out").read_bytes())
-    assert done.returncode == 1 and re.fullmatch(rb"qwen3: stdout: [^\n]*\n", done.stderr), done
-    assert 10 < len(lines) < 600 and lines == expected[:len(lines)]
-
-
-def test_resumed(tiny, long_list):
-    """Any line as the first: tail -n +K and -s S+K-1."""
-    path, expected = long_list
-    for k in 2, 417, 600, 601:
-        rest = b"".join(path.read_bytes().splitlines(keepends=True)[k - 1:])
-        assert run_list(tiny, rest, "-s", 3 + k - 1, "-n", 30, "-q")[0] == expected[k - 1:]
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 """What a terminal shows of a prompt that takes its time, and that nothing is left of it."""
+import math
 import os
 import pty
 import re
@@ -191,10 +192,10 @@ def list_shown(model, path, *args):
 def test_time_left_of_mixed_lengths(geometric, tmp_path):
     """Of answers of very different lengths: within a factor of 2.5 in the middle, and never 0 long before the end."""
     path, n, seconds = tmp_path / "list", 150, 0
-    while seconds < 5:
+    while seconds < 4:
         path.write_bytes(b"a\n" * n)
         shown, seconds = list_shown(geometric, path, "-t", 1)
-        n = int(n * max(1.2, 7 / max(seconds, 1)))
+        n = int(n * max(1.2, 5 / max(seconds, 0.5)))
     told = [(at / seconds, left / seconds) for at, _, _, left in shown if left is not None]
     assert len(told) > 5
     for at, left in told:
@@ -204,12 +205,11 @@ def test_time_left_of_mixed_lengths(geometric, tmp_path):
 
 def test_the_line_that_others_wait_for(geometric, tmp_path):
     """It is named once it has 1,000 tokens, and the time left is not nothing, as nobody knows when it ends."""
-    path, n = tmp_path / "list", 10_000
+    path, n, seconds = tmp_path / "list", 10_000, 0
     path.write_bytes(b"x\n" * 3 + b"a\n" + b"x\n" * 500)
-    shown, seconds = list_shown(geometric, path, "-n", n, "-t", 0)
     while seconds < 4 and n < 99_000:
-        n = min(int(1.4 * n), 99_000)
         shown, seconds = list_shown(geometric, path, "-n", n, "-t", 0)
+        n = min(int(n * max(1.2, math.sqrt(5 / seconds))), 99_000)      # attention: nearly as its square
     late = [(at, what, left) for at, _, what, left in shown if what.startswith(b"line")]
     assert late and all(re.fullmatch(rb"line 4: \d{4,} tokens", what) for _, what, _ in late), shown
     assert all(left >= 1 for at, _, left in late if seconds - at > 1.5), (late, seconds)

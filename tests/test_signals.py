@@ -325,7 +325,8 @@ def test_interrupt_of_a_scripted_conversation(start, endless):
 @pytest.mark.parametrize("interrupted", [False, True], ids=["read", "INT"])
 def test_input_that_does_not_block(start, endless, interrupted):
     """O_NONBLOCK on stdin: it is waited for, and Ctrl-C ends that."""
-    for args, out in ((("-m", "chat", "-n", "2"), b"aa\n"), (("-m", "generate", "-n", "2"), b"aa")):
+    for args, out in ((("-m", "chat", "-n", "2"), b"aa\n"), (("-m", "generate", "-n", "2"), b"aa"),
+                      (("-l", "-", "-n", "2"), b'"aa"\n')):
         theirs, ours = os.pipe()
         os.set_blocking(theirs, False)
         child = start(endless, *args, stdin=theirs)
