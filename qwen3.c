@@ -1313,8 +1313,8 @@ static void die_memory(const char *what, double size) {
     die("memory: not enough for %s, expected %.0f MB", what, size / 1e6);
 }
 
-// Memory for `count` zeroed elements, aligned to 64 bytes, never freed. Untouched pages take none.
-// Where much is jumped through, as the cache and the tokens are, huge pages mean fewer TLB misses.
+// Returns `count` zeroed elements, aligned to 64 bytes, for good. Untouched pages take no memory.
+// Huge pages mean fewer TLB misses in what is jumped through, as the cache and the tokens are.
 static void *alloc(size_t count, size_t size, const char *what) {
     const size_t unit = count < HUGE_PAGE / size ? 64 : HUGE_PAGE;
     char *p = count < (SIZE_MAX - unit) / size ? calloc(count * size + unit, 1) : NULL;
@@ -1399,8 +1399,8 @@ static size_t find_last(Bytes text, Bytes part) {
 // frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values, then a
 // float scale for each group_size consecutive values of a row: scale = max|w| / 127,
 // q = round(w / scale). With 4 bits it is all its pairs of nibbles, then a float of 16 bits for
-// each group. Both are in panels of 16 rows (see weight_int) if the header's number `panels` is 1,
-// else row by row. Embedding models, which need no classifier, count as shared.
+// each group. Both are in panels of 16 rows (see weight_int) if the header has panels = 1, else row
+// by row. Embedding models need no classifier: they count as shared.
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
@@ -1412,6 +1412,8 @@ typedef struct {  // takes a file apart from front to back, and never reads past
     Bytes rest;
     const char *hint;  // what to do if something is wrong
     bool or_zero;      // numbers may also be 0
+    size_t size;       // bytes of the matrices so far, in panels
+    char *panels;      // where the next matrix is put into panels; NULL: it stays in the file
 } Cursor;
 
 #define die_bad(in, name, expected, ...) \
@@ -1431,9 +1433,9 @@ static uint32_t take_u32(Cursor *in) { return (uint32_t)load_i32(take(in, 4)); }
 static double take_number(Cursor *in, const char *name, bool is_float, double low, double high) {
     const uint32_t word = take_u32(in);
     const double value = is_float ? as_float(word) : (double)word;
+    if ((value >= low && value <= high) || (value == 0 && in->or_zero)) return value;
     const char *zero = in->or_zero && low > 0 ? "0 or " : "";
     const int digits = is_float ? 6 : 10;
-    if ((value >= low && value <= high) || (value == 0 && in->or_zero)) return value;
     if (low == high) die_bad(in, name, "%s%.0f, found %.0f; %s", zero, low, value, in->hint);
     die_bad(in, name, "%s%.*g to %.*g, found %.*g; %s", zero, digits, low, digits, high, digits,
             value, in->hint);
@@ -1449,16 +1451,16 @@ static void take_version(Cursor *in) {
 #define TAKE(p, name, low, high) \
     p->name = take_number(in, #name, _Generic(p->name, float: true, default: false), low, high)
 
-// Something else than a .bin file, which export.py makes of the first n bytes of `source`.
+// Ends the program: `file` is no .bin file. export.py makes one of the first n bytes of `source`.
 static void die_export(const char *file, const char *what, int n, const char *source) {
     die("%s: %s, expected a .bin file, which this makes: export.py %.*s", file, what, n, source);
 }
 
 static void check_magic(const char *file, uint32_t magic) {
-    const char *path = strchr(file, '/') ? file : "./", *end = strrchr(file, '.');
+    const char *slash = strrchr(file, '/'), *dot = strrchr(file, '.');
     if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
-    if (end && !strcmp(end, ".safetensors"))
-        die_export(file, "a part of a checkpoint", (int)(strrchr(path, '/') - path), path);
+    if (dot && !strcmp(dot, ".safetensors"))
+        die_export(file, "a part of a checkpoint", slash ? slash - file : 1, slash ? file : ".");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
@@ -1489,7 +1491,7 @@ static void take_header(Cursor *in, Config *c) {
     in->or_zero = true;  // from 0x30 on
     TAKE(c, rope_theta, 1e-6f, 1e12f);
     TAKE(c, rms_norm_eps, FLT_MIN, 1e12f);
-    TAKE(c, rope_scaling, 2, 2);
+    TAKE(c, rope_scaling, 2, 2);  // YaRN
     TAKE(c, rope_factor, 0, FLT_MAX);
     take_zeros(in, 0x40, 0x54);
     TAKE(c, qkv_bias, 0, 1);
@@ -1510,10 +1512,10 @@ static void take_header(Cursor *in, Config *c) {
     c->kv_dim = c->n_kv_heads * c->head_dim;
 }
 
-// Checks what take_header did not.
+// Checks how the numbers fit together. A RULE ends the program if its condition is false.
 static void check_config(const Cursor *in, const Config *c) {
     const int group = c->group_size, experts = c->n_experts, used = c->n_experts_used;
-    const int64_t widest = max_int(c->dim, c->hidden_dim);
+    const int64_t most_cols = max_int(c->dim, c->hidden_dim);
 #define RULE(name, good, expected) \
     if (!(good)) die_bad(in, #name, expected ", found %.10g", (double)c->name)
     RULE(group_size, (group & (group - 1)) == 0, "32, 64, 128 or 256");
@@ -1522,10 +1524,10 @@ static void check_config(const Cursor *in, const Config *c) {
     RULE(head_dim, c->head_dim % 2 == 0, "an even number");
     RULE(n_kv_heads, c->n_heads % c->n_kv_heads == 0, "a divisor of n_heads");
     RULE(q_dim, c->q_dim % group == 0, "n_heads * head_dim to be a multiple of group_size");
-    RULE(rope_factor, !c->rope_factor == !c->rope_scaling, "> 0 with rope_scaling, else 0");
+    RULE(rope_factor, (c->rope_factor == 0) == !c->rope_scaling, "> 0 with rope_scaling, else 0");
     RULE(n_experts_used, used <= experts && !used == !experts, "1 to n_experts, or 0 without");
-    RULE(n_experts, experts * widest <= 1 << 30, "at most 2^30 rows in all experts");
-    RULE(no_topk_norm, c->no_topk_norm <= experts, "0 without experts");
+    RULE(n_experts, experts * most_cols <= 1 << 30, "at most 2^30 rows in all experts");
+    RULE(no_topk_norm, !c->no_topk_norm || experts, "0 without experts");
     RULE(eight_bits, !c->eight_bits || c->layer_bits == 4, "0 without four bits");
     for (int i = 1; i < 16 && c->layer_bits == 4; i++) {
         RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
@@ -1537,12 +1539,31 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return count ? take(in, count * sizeof(float)) : NULL;
 }
 
+// Takes a matrix's words, or its scales: n in a row, of `size` bytes. An older file has one row
+// after the other. Copies these into panels at in->panels, if that is not NULL.
+INLINE const void *take_panels(Cursor *in, const Config *c, int rows, size_t n, const int size) {
+    const uint64_t padded = round_up(rows, PANEL), bytes = padded * n * size;
+    const char *from = take(in, c->panels ? bytes : rows * n * size);
+    char *const panels = in->panels, *to = panels;
+    in->size += bytes;
+    if (!panels) return from;
+    in->panels += bytes;
+    for (int first = 0; first < rows; first += PANEL) {
+        for (size_t i = 0; i < n; i++) {
+            for (int r = first; r < first + PANEL; r++, to += size)
+                if (r < rows) memcpy(to, from + (r * n + i) * size, size);
+        }
+    }
+    return panels;
+}
+
 static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int bits,
                           const char *what) {
-    const uint64_t stored = c->panels ? round_up(rows, PANEL) : rows;
+    const size_t words = (size_t)cols * bits / 32, groups = cols / c->group_size;
     in->part = what;
-    const int8_t *bytes = take(in, stored * cols * bits / 8);
-    const void *scales = take(in, stored * (cols / c->group_size) * bits / 2);
+    const int8_t *bytes = take_panels(in, c, rows, words, 4);
+    const void *scales = bits == 8 ? take_panels(in, c, rows, groups, sizeof(float))
+                                   : take_panels(in, c, rows, groups, sizeof(uint16_t));
     return (Matrix){rows, cols, c->group_size, bits, bytes, scales, c->levels};
 }
 
@@ -1550,8 +1571,7 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     const int experts = max_int(c->n_experts, 1);
     int bits[7];  // of wq wk wv wo w1 w2 w3
     for (int i = 0; i < 7; i++) bits[i] = c->eight_bits >> i & 1 ? 8 : c->layer_bits;
-    w->layers = alloc(c->n_layers, sizeof(Layer), "the layers");
-#define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]
+#define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]  // .x = y: y for each layer
     EACH_LAYER.rms_att = take_floats(in, c->dim, "rms_att");
     EACH_LAYER.rms_ffn = take_floats(in, c->dim, "rms_ffn");
     w->rms_final = take_floats(in, c->dim, "rms_final");
@@ -1574,14 +1594,17 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.bv = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bv");
 }
 
-// Maps the file; all weights stay there. They are not looked through, which could take a minute,
-// except where a number that is not finite would choose experts at random.
-static void model_map(Model *m, const char *path) {
+// Maps the file. The weights stay there. Only routers and frequencies are checked: a look at all
+// weights could take a minute. Returns where the weights begin.
+static Cursor model_map(Model *m, const char *path) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
-    Cursor in = {path, "the header", file, "copy or export it again", false};
+    Cursor in = {.file = path, .part = "the header", .rest = file,
+                 .hint = "copy or export it again"};
     take_header(&in, c);
     check_config(&in, c);
+    m->weights.layers = alloc(c->n_layers, sizeof(Layer), "the layers");
+    Cursor weights = in;
     take_weights(&in, c, &m->weights);
     if (in.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - in.rest.n, file.n);
@@ -1593,57 +1616,20 @@ static void model_map(Model *m, const char *path) {
         if (!isfinite(sum_double(m->weights.layers[l].router, c->n_experts * c->dim)))
             die("%s: bad router of layer %d, expected finite numbers, found others", path, l);
     }
+    weights.size = in.size;
+    return weights;
 }
 
-// Copies a matrix's words, or its scales, into panels at `to`: n in a row, of `size` bytes. Returns
-// the end of the panels.
-INLINE char *fill_panels(char *to, const char *from, int rows, size_t n, const int size) {
-    for (int first = 0; first < rows; first += PANEL) {
-        for (size_t i = 0; i < n; i++) {
-            for (int r = first; r < first + PANEL; r++, to += size)
-                if (r < rows) memcpy(to, from + (r * n + i) * size, size);
-        }
-    }
-    return to;
-}
-
-static char *put_into_panels(Matrix *w, char *at) {
-    const size_t words = w->cols * w->bits / 32, groups = w->cols / w->group_size;
-    char *scales = fill_panels(at, (const char *)w->bytes, w->rows, words, 4);
-    char *end = w->bits == 8 ? fill_panels(scales, w->scales, w->rows, groups, 4)
-                             : fill_panels(scales, w->scales, w->rows, groups, 2);
-    w->bytes = (const int8_t *)at;
-    w->scales = scales;
-    return end;
-}
-
-// Files of the base format, and those of an older export.py, have each matrix row by row: the
-// weights are put into panels in memory.
-static void make_panels(Model *m, const char *path) {
-    const Config *c = &m->config;
-    Weights *w = &m->weights;
-    const double start = now();
-    Matrix **all = alloc(2 + 7 * c->n_layers, sizeof(*all), "the layers");
-    size_t n = 0, size = 0;
-    if (c->panels) return;
-    all[n++] = &w->embedding;
-    if (!c->shared_classifier) all[n++] = &w->classifier;
-    for (int l = 0; l < c->n_layers; l++) {
-        Layer *of = &w->layers[l];
-        Matrix *const some[] = {&of->wq, &of->wk, &of->wv, &of->wo, &of->w1, &of->w2, &of->w3};
-        for (int i = 0; i < 7; i++) all[n++] = some[i];
-    }
-    for (size_t i = 0; i < n; i++) {
-        const size_t row = (all[i]->cols + all[i]->cols / c->group_size * 4) * all[i]->bits / 8;
-        size += round_up(all[i]->rows, PANEL) * row;
-    }
+// Puts the weights of an older file into panels in memory. `in` is what model_map returned.
+static void make_panels(Model *m, Cursor in) {
     const char *what = "the weights in panels (export the model again: a new file needs none)";
+    const double start = now(), size = in.size;
+    if (m->config.panels) return;
     if (size > memory_size()) die_memory(what, size);
-    char *at = alloc(size, 1, what);
-    for (size_t i = 0; i < n; i++) at = put_into_panels(all[i], at);
-    if (c->shared_classifier) w->classifier = w->embedding;
+    in.panels = alloc(in.size, 1, what);
+    take_weights(&in, &m->config, &m->weights);
     notice("%s: an older file, put into panels (%.1f s, %.0f MB); export it again to save both",
-           path, now() - start, size / 1e6);
+           in.file, now() - start, size / 1e6);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1657,40 +1643,44 @@ static void make_panels(Model *m, const char *path) {
 //
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
-// length of the rest, then `sections`, each at most once: a tag of 4 bytes, u32 length, payload.
+// length of the rest, then sections (see take_section), each at most once: a tag of 4 bytes, u32
+// length, payload.
 // The Unicode data is that of HF's tokenizers package, so that ids agree on every text.
 
-// What a file may ask for, so that none takes all time or memory: bytes of a token, of an added
-// token and of ChatFormat.strip; ids in head, tail and stop; characters that one decomposes into
-enum { LONGEST = 1024, LONGEST_ADDED = 128, LONGEST_STRIP = 64, MOST_IDS = 1000, MOST_PARTS = 4 };
+// What a file may ask for, so that none takes all time or memory
+enum { LONGEST = 1024, LONGEST_ADDED = 128,  // bytes of a token, of an added token
+       LONGEST_STRIP = 64, MOST_IDS = 1000,  // bytes of ChatFormat.strip; ids in head, tail or stop
+       MOST_PARTS = 4 };                     // characters that one decomposes into
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
-enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CODE_POINT = (1 << 21) - 1 };
-// Tables.chars: a class; 1 << NFC_SHIFT if NFC may change the character or compose it with the one
-// before; its combining class (ccc)
+enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CHAR_MASK = (1 << 21) - 1 };
+// Bits of Tables.chars: the class; from NFC_SHIFT on 1 if NFC may change the character or compose
+// it with the one before; from CCC_SHIFT on its combining class (ccc)
 enum { CLASS_MASK = 3, NFC_SHIFT = 2, CCC_SHIFT = 8 };
 
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // option -m
 
 enum { NORMALIZED = 4 };  // a bit of Tokenizer.kind: an added token that is found in the form NFC
 
-typedef struct { uint64_t *p; size_t n; } Rows;  // see take_rows
+typedef struct {  // rows of a table (see take_rows), or characters that NFC puts in order
+    uint64_t *p;
+    size_t n, cap;  // p has room for `cap`
+} Words;
 
 // How tokens are found, the classes of characters, NFC, and how the model is meant to be used
 typedef struct Tables {
     uint32_t *table;       // (mask + 1) hash table of the tokens: id + 1, or 0 if free
-    uint32_t mask;
+    uint32_t mask;         // slots - 1; slots: a power of 2, at least 256 and twice the tokens
     uint64_t secret;       // of the hash, odd: nobody can make a file whose tokens share slots
     size_t longest;        // the most bytes of a token
     bool has_normalized;   // some added tokens are NORMALIZED
     bool added_start[256]; // the bytes that added tokens begin with
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
-    bool has_classes;      // the file has the classes of characters (older ones: ASCII's alone)
-    uint16_t chars[N_CHARS];       // what each character is
-    Rows parts;            // nfcd: a character with a canonical decomposition, 0 to 3, the part of
+    bool has_classes;      // from the file; older ones: ASCII's are known, all others are letters
+    uint16_t chars[N_CHARS];  // what each character is
+    Words parts;           // nfcd: a character with a canonical decomposition, 0 to 3, the part of
                            // that number. Not Hangul syllables, which would only compose again
-    Rows pairs;            // nfcc: two characters, and the one that NFC makes of them
-    size_t n_unnormalized; // texts that an older file could not normalize
+    Words pairs;           // nfcc: two characters, and the one that NFC makes of them
     Mode mode;             // what the model is made for
     Bytes from;            // what it was exported from, and how
     Sampler advice;        // temperature, top_p, top_k and repetition that its makers advise
@@ -1698,10 +1688,8 @@ typedef struct Tables {
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
 
-static Bytes take_text(Cursor *in) {
-    const uint32_t n = take_u32(in);
-    return (Bytes){take(in, n), n};
-}
+static Bytes take_bytes(Cursor *in, size_t n) { return (Bytes){take(in, n), n}; }
+static Bytes take_text(Cursor *in) { return take_bytes(in, take_u32(in)); }
 
 static uint32_t take_int(Cursor *in, uint32_t low, uint32_t high) {
     return (uint32_t)take_number(in, in->part, false, low, high);
@@ -1713,7 +1701,8 @@ static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
     while (in->rest.n) ids_add(ids, take_int(in, 0, tok->vocab_size - 1));
 }
 
-// adde: u32 id, u32 1 if it is SPECIAL + 2 if it is NORMALIZED, for each added token, by id
+// adde: u32 id, u32 1 if it is SPECIAL + 2 if it is NORMALIZED, for each added token, by id. An
+// empty section leaves the guess of take_tokens.
 static void take_added(Cursor *in, Tokenizer *tok) {
     if (in->rest.n) memset(tok->kind, 0, tok->vocab_size);
     for (uint32_t id, next = 0; in->rest.n; next = id + 1) {
@@ -1726,72 +1715,45 @@ static void take_added(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// Ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest
-static void take_ranges(Cursor *in, Tokenizer *tok, uint32_t highest, int shift) {
+// Takes ranges of characters, ascending: u32 first, u32 last, u32 value, 1 .. highest
+static void take_ranges(Cursor *in, uint16_t *chars, uint32_t highest, int shift) {
     for (uint32_t next = 0; in->rest.n;) {
         const uint32_t first = take_int(in, next, LAST_CHAR);
         const uint32_t last = take_int(in, first, LAST_CHAR), value = take_int(in, 1, highest);
-        for (next = first; next <= last; next++) tok->tables->chars[next] |= value << shift;
+        for (next = first; next <= last; next++) chars[next] |= value << shift;
     }
 }
 
-// Takes rows: u64 words of three numbers of 21 bits, ascending even without the last number.
-static void take_rows(Cursor *in, Rows *rows) {
-    const size_t n = rows->n = in->rest.n / sizeof(uint64_t);
-    rows->p = alloc(n, sizeof(uint64_t), "the tokenizer");
-    memcpy(rows->p, take(in, n * sizeof(uint64_t)), n * sizeof(uint64_t));
-    for (size_t i = 0; i < n; i++) {
-        const uint64_t w = rows->p[i], a = w >> 42, b = w >> 21 & CODE_POINT, c = w & CODE_POINT;
-        if (a > LAST_CHAR || b > LAST_CHAR || c > LAST_CHAR
-            || (i > 0 && w >> 21 <= rows->p[i - 1] >> 21))
-            die_bad(in, in->part, "ascending rows of characters, found another row %zu", i);
-    }
+static void words_add(Words *words, uint64_t word) {
+    words->p = grow(words->p, &words->cap, words->n, 1, sizeof(uint64_t));
+    words->p[words->n++] = word;
 }
 
-static void take_parts(Cursor *in, Tokenizer *tok) { take_rows(in, &tok->tables->parts); }
-static void take_pairs(Cursor *in, Tokenizer *tok) { take_rows(in, &tok->tables->pairs); }
+// Takes rows: u64 words of three characters of 21 bits, ascending even without the last one.
+static void take_rows(Cursor *in, Words *rows) {
+    for (uint64_t row, before = 0; in->rest.n; before = row) {
+        memcpy(&row, take(in, sizeof(row)), sizeof(row));
+        const uint64_t a = row >> 42, b = row >> 21 & CHAR_MASK, c = row & CHAR_MASK;
+        const bool ascends = rows->n == 0 || row >> 21 > before >> 21;
+        if (a > LAST_CHAR || b > LAST_CHAR || c > LAST_CHAR || !ascends)
+            die_bad(in, in->part, "ascending rows of characters, found another row %zu", rows->n);
+        words_add(rows, row);
+    }
+}
 
 // deco, of older files: u32 character, u32 first, u32 second or 0, u32 whether these compose again.
-// It only says which texts are perhaps not in form NFC. It has no Hangul.
-static void take_old_steps(Cursor *in, Tokenizer *tok) {
-    uint16_t *chars = tok->tables->chars;
+// It only says which texts are perhaps not in form NFC. Hangul's vowels and tails are not in it.
+static void take_old_steps(Cursor *in, uint16_t *chars) {
     for (uint32_t c = 0x1161; c < 0x11C3 && in->rest.n; c++) chars[c] |= 1 << NFC_SHIFT;
     while (in->rest.n) {
-        const uint32_t c = take_int(in, 0, LAST_CHAR);
-        take_int(in, 0, LAST_CHAR);
-        const uint32_t second = take_int(in, 0, LAST_CHAR);
-        chars[take_int(in, 0, 1) ? second : c] |= 1 << NFC_SHIFT;
+        uint32_t row[4];
+        for (int i = 0; i < 4; i++) row[i] = take_int(in, 0, i < 3 ? LAST_CHAR : 1);
+        chars[row[3] ? row[2] : row[0]] |= 1 << NFC_SHIFT;
     }
 }
 
-static void take_classes(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, SPACE, 0); }
-static void take_ccc(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 255, CCC_SHIFT); }
-static void take_changed(Cursor *in, Tokenizer *tok) { take_ranges(in, tok, 1, NFC_SHIFT); }
-static void take_head(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->prefix); }
-static void take_tail(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->suffix); }
-static void take_stop(Cursor *in, Tokenizer *tok) { take_ids(in, tok, &tok->stop); }
-static void take_penalty(Cursor *in, Tokenizer *tok) {
-    Sampler *advice = &tok->tables->advice;
-    TAKE(advice, repetition, 1e-6f, 1e12f);
-}
-
-static void take_mode(Cursor *in, Tokenizer *tok) { TAKE(tok->tables, mode, 0, N_MODES - 1); }
-
-static void take_from(Cursor *in, Tokenizer *tok) {
-    const size_t n = in->rest.n;
-    tok->tables->from = (Bytes){take(in, n), min_size(n, 1000)};
-}
-
-static void take_sampling(Cursor *in, Tokenizer *tok) {
-    Sampler *advice = &tok->tables->advice;
-    TAKE(advice, temperature, 0, 1e6f);
-    TAKE(advice, top_p, 1e-45f, 1);
-    TAKE(advice, top_k, 0, INT_MAX);
-}
-
-// The texts that export.py finds by rendering the chat template
-static void take_chat(Cursor *in, Tokenizer *tok) {
-    ChatFormat *f = &tok->chat;
+// Takes the texts that export.py finds by rendering the chat template.
+static void take_chat(Cursor *in, ChatFormat *f) {
     Bytes *texts[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
                       &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
                       &f->answer_open[0], &f->answer_open[1], &f->strip, &f->trim};
@@ -1800,41 +1762,57 @@ static void take_chat(Cursor *in, Tokenizer *tok) {
         die_bad(in, in->part, "strip of at most %d bytes, found %zu", LONGEST_STRIP, f->strip.n);
 }
 
-// The same for an answer that is begun
-static void take_begun(Cursor *in, Tokenizer *tok) {
-    tok->chat.begun = in->rest;
-    take(in, in->rest.n);
+// Takes the section whose tag is in->part. Returns false if there is no such section.
+static bool take_section(Cursor *in, Tokenizer *tok) {
+    Tables *tables = tok->tables;
+    Sampler *advice = &tables->advice;
+    const char *tag = in->part;
+    if (!strcmp(tag, "adde")) take_added(in, tok);
+    else if (!strcmp(tag, "clas")) take_ranges(in, tables->chars, SPACE, 0);
+    else if (!strcmp(tag, "ccc ")) take_ranges(in, tables->chars, 255, CCC_SHIFT);
+    else if (!strcmp(tag, "nfcq")) take_ranges(in, tables->chars, 1, NFC_SHIFT);
+    else if (!strcmp(tag, "nfcd")) take_rows(in, &tables->parts);
+    else if (!strcmp(tag, "nfcc")) take_rows(in, &tables->pairs);
+    else if (!strcmp(tag, "deco")) take_old_steps(in, tables->chars);
+    else if (!strcmp(tag, "head")) take_ids(in, tok, &tok->prefix);
+    else if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->suffix);
+    else if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
+    else if (!strcmp(tag, "chat")) take_chat(in, &tok->chat);
+    else if (!strcmp(tag, "begn")) tok->chat.begun = take_bytes(in, in->rest.n);
+    else if (!strcmp(tag, "from")) tables->from = take_bytes(in, in->rest.n);
+    else if (!strcmp(tag, "mode")) TAKE(tables, mode, 0, N_MODES - 1);
+    else if (!strcmp(tag, "repe")) TAKE(advice, repetition, 1e-6f, 1e12f);
+    else if (!strcmp(tag, "samp")) {
+        TAKE(advice, temperature, 0, 1e6f);
+        TAKE(advice, top_p, 1e-45f, 1);
+        TAKE(advice, top_k, 0, INT_MAX);
+    } else return false;
+    return true;
 }
 
-static const struct { char tag[5]; void (*take)(Cursor *in, Tokenizer *tok); } sections[] = {
-    {"adde", take_added}, {"clas", take_classes}, {"ccc ", take_ccc}, {"nfcq", take_changed},
-    {"nfcd", take_parts}, {"nfcc", take_pairs}, {"deco", take_old_steps},
-    {"head", take_head}, {"tail", take_tail}, {"stop", take_stop}, {"samp", take_sampling},
-    {"repe", take_penalty}, {"mode", take_mode}, {"chat", take_chat}, {"begn", take_begun},
-    {"from", take_from}};
-
 static void take_extension(Cursor *in, Tokenizer *tok) {
-    enum { N = sizeof(sections) / sizeof(*sections) };
+    Buffer seen = {0};  // the tags, each after a NUL
     in->part = "the extension";
     in->hint = "copy or export it again";
     if (memcmp(take(in, 4), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
             in->file, tok->vocab_size - 1);
     take_version(in);
-    take_number(in, "extension length", false, in->rest.n - 4.0, in->rest.n - 4.0);
-    for (bool seen[N] = {false}; in->rest.n;) {
-        const char *tag = take(in, 4);
-        int i = 0;
-        while (i < N && memcmp(tag, sections[i].tag, 4) != 0) i++;
-        if (i == N)
-            die("%s: unknown section \"%.4s\"; was it made by a newer export.py?", in->file, tag);
-        if (seen[i]) die("%s: section %s is there twice", in->file, sections[i].tag);
-        seen[i] = true;
-        Cursor section = {in->file, sections[i].tag, take_text(in), in->hint, false};
-        sections[i].take(&section, tok);
+    take_number(in, "extension length", false, in->rest.n - 4.0, in->rest.n - 4.0);  // all the rest
+    while (in->rest.n) {
+        char tag[6] = "";  // after a NUL, which is no part of the name
+        memcpy(tag + 1, take(in, 4), 4);
+        const Bytes mark = {(uint8_t *)tag, 5};
+        Cursor section = {in->file, tag + 1, take_text(in), in->hint, false, 0, NULL};
+        if (find_last(bytes_of(&seen), mark))
+            die("%s: section %s is there twice", in->file, section.part);
+        if (!take_section(&section, tok))
+            die("%s: unknown section \"%s\"; was it made by a newer export.py?", in->file, tag + 1);
         if (section.rest.n)
             die("%s: section %s has %zu bytes too many", in->file, section.part, section.rest.n);
+        buffer_add(&seen, mark);
     }
+    free(seen.p);
 }
 
 // The slot of the hash table that holds the token with these bytes, or is free for it: an added and
@@ -1902,8 +1880,7 @@ static void index_tokens(Tokenizer *tok, const char *file) {
         const bool added = tok->kind[id] & ADDED;
         uint32_t *slot = token_slot(tok, s, added);
         if (*slot == 0 && (added || s.n == 1 || tok->priority[id] > ADDED_SCORE)) *slot = id + 1;
-        if (added) tok->tables->added_start[s.p[0]] = true;
-        if (added) tok->tables->added_length[s.n] = true;
+        if (added) tok->tables->added_start[s.p[0]] = tok->tables->added_length[s.n] = true;
     }
     for (int i = 0; i < 256; i++) {
         if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
@@ -1923,52 +1900,54 @@ static ChatFormat chatml(bool has_think) {
         .strip = bytes("</think>"), .trim = bytes("\n")};
 }
 
+// Takes the tokens. Which of them are added is a guess: take_added may know it.
+static void take_tokens(Cursor *in, Tokenizer *tok) {
+    in->part = "the tokens";
+    for (int id = 0; id < tok->vocab_size && in->rest.n; id++) {
+        const float priority = tok->priority[id] = as_float(take_u32(in));
+        if (isnan(priority)) die("%s: bad score of token %d, expected a number", in->file, id);
+        const Bytes s = tok->text[id] = take_text(in);
+        if (s.n > LONGEST)
+            die("%s: bad length of token %d, expected at most %d bytes, found %zu; %s", in->file,
+                id, LONGEST, s.n, in->hint);
+        if (s.n > tok->tables->longest) tok->tables->longest = s.n;
+        if (priority > ADDED_SCORE || s.n < 2 || s.n > LONGEST_ADDED) continue;
+        const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
+        tok->kind[id] = special ? ADDED | SPECIAL : ADDED;
+    }
+}
+
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
-    Cursor in = {file, "the header", file_map(file), "is it another model's, or cut?", false};
-    *tok = (Tokenizer){.vocab_size = vocab_size};
-    tok->text = alloc(vocab_size, sizeof(Bytes), "the tokenizer");
-    tok->priority = alloc(vocab_size, sizeof(float), "the tokenizer");
-    tok->kind = alloc(vocab_size, 1, "the tokenizer");
-    tok->tables = alloc(1, sizeof(Tables), "the tokenizer");
-    tok->tables->advice = (Sampler){0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
+    Cursor in = {.file = file, .part = "the header", .rest = file_map(file),
+                 .hint = "is it another model's, or cut?"};
+    Tables *tables = alloc(1, sizeof(Tables), "the tokenizer");
+    tables->advice = (Sampler){0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
+    *tok = (Tokenizer){.vocab_size = vocab_size, .tables = tables,
+                       .text = alloc(vocab_size, sizeof(Bytes), "the tokenizer"),
+                       .priority = alloc(vocab_size, sizeof(float), "the tokenizer"),
+                       .kind = alloc(vocab_size, 1, "the tokenizer")};
     take_u32(&in);  // max_token_length
     const int bos = take_number(&in, "bos id", false, 0, vocab_size - 1);
     const int eos = take_number(&in, "eos id", false, 0, vocab_size - 1);
-    in.part = "the tokens";
-    for (int id = 0; id < vocab_size && in.rest.n; id++) {
-        tok->priority[id] = as_float(take_u32(&in));
-        if (isnan(tok->priority[id])) die("%s: bad score of token %d, expected a number", file, id);
-        const Bytes s = tok->text[id] = take_text(&in);
-        if (s.n > LONGEST)
-            die("%s: bad length of token %d, expected at most %d bytes, found %zu; %s", file, id,
-                LONGEST, s.n, in.hint);
-        if (s.n > tok->tables->longest) tok->tables->longest = s.n;
-        if (tok->priority[id] > ADDED_SCORE || s.n < 2 || s.n > LONGEST_ADDED) continue;
-        const bool special = s.n > 4 && !memcmp(s.p, "<|", 2) && !memcmp(s.p + s.n - 2, "|>", 2);
-        tok->kind[id] = special ? ADDED | SPECIAL : ADDED;  // unless the file says which are
-    }
+    take_tokens(&in, tok);
     if (in.rest.n) take_extension(&in, tok);
-    tok->tables->has_classes = tok->tables->chars['a'] & CLASS_MASK;  // else something like them
-    for (uint32_t c = 0; c < BAD_BYTE && !tok->tables->has_classes; c++) {
-        const bool letter = c >= 128 || isalpha(c);
-        tok->tables->chars[c] |= letter ? LETTER : isspace(c) ? SPACE : isdigit(c) ? NUMBER : OTHER;
-    }
+    tables->has_classes = tables->chars['a'] & CLASS_MASK;  // else they are guessed here
+    for (uint32_t c = 0; c < BAD_BYTE && !tables->has_classes; c++)
+        tables->chars[c] |= c >= 128 || isalpha(c) ? LETTER : isspace(c) ? SPACE
+                          : isdigit(c) ? NUMBER : OTHER;
     index_tokens(tok, file);
     tok->think = token_find(tok, bytes("<think>"), true);
     tok->end_think = token_find(tok, bytes("</think>"), true);
     tok->end_of_text = token_find(tok, bytes("<|endoftext|>"), true);
     if (tok->end_of_text < 0) tok->end_of_text = bos;
-    if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);
-    if (tok->stop.n == 0) {
-        ids_add(&tok->stop, eos);
-        ids_add(&tok->stop, tok->end_of_text);
-        ids_add(&tok->stop, token_find(tok, bytes("<|im_end|>"), true));
-    }
-    const Ids stop = tok->stop;  // each once, as given answers add up the probabilities of all
-    tok->stop.n = 0;
+    if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);  // the file has no section chat
+    int usual[] = {eos, tok->end_of_text, token_find(tok, bytes("<|im_end|>"), true)};
+    const Ids stop = tok->stop.n ? tok->stop : (Ids){usual, 3, 3};
+    tok->stop = (Ids){0};  // each once, because given answers add up the probabilities of all
     for (size_t i = 0; i < stop.n; i++) {
         if (stop.p[i] >= 0 && !is_stop(tok, stop.p[i])) ids_add(&tok->stop, stop.p[i]);
     }
+    if (stop.p != usual) free(stop.p);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2010,113 +1989,109 @@ static void add_char(Buffer *b, uint32_t c) {
     buffer_add(b, (Bytes){u, n});
 }
 
-typedef struct {  // characters to be put in order
-    uint64_t *p;  // combining class (ccc) << 56 | place << 21 | code point
-    size_t n;
-    size_t cap;  // p has room for so many
-} Marks;
-
-// Compares what stands above a code point.
-static int compare_keys(const void *a, const void *b) {
+// Compares two words without their last 21 bits, for qsort and bsearch.
+static int compare_words(const void *a, const void *b) {
     const uint64_t x = *(const uint64_t *)a >> 21, y = *(const uint64_t *)b >> 21;
     return (x > y) - (x < y);
 }
 
-// Finds the row that begins with these two numbers. Returns NULL if there is none.
-static const uint64_t *find_row(const Rows *rows, uint64_t first, uint64_t second) {
+// Returns the row that begins with these two numbers, or NULL.
+static const uint64_t *find_row(const Words *rows, uint64_t first, uint64_t second) {
     const uint64_t key = first << 42 | second << 21;
-    return rows->n ? bsearch(&key, rows->p, rows->n, sizeof(key), compare_keys) : NULL;
+    return rows->n ? bsearch(&key, rows->p, rows->n, sizeof(key), compare_words) : NULL;
 }
 
-static void add_mark(const Tokenizer *tok, Marks *out, uint64_t c) {
+// Adds a character to those of a text: combining class (ccc) << 56 | place << 21 | code point.
+static void add_key(const Tokenizer *tok, Words *keys, uint64_t c) {
     const uint64_t ccc = tok->tables->chars[c] >> CCC_SHIFT;
-    out->p = grow(out->p, &out->cap, out->n, 1, sizeof(uint64_t));
-    out->p[out->n] = ccc << 56 | out->n << 21 | c;
-    out->n++;
+    words_add(keys, ccc << 56 | keys->n << 21 | c);
 }
 
-// Appends the canonical decomposition of c.
-static void decompose(const Tokenizer *tok, Marks *out, uint32_t c) {
-    const uint64_t *row = find_row(&tok->tables->parts, c, 0);
-    add_mark(tok, out, row ? *row & CODE_POINT : c);
-    for (int i = 1; row && i < MOST_PARTS && (row = find_row(&tok->tables->parts, c, i)); i++)
-        add_mark(tok, out, *row & CODE_POINT);
+// Adds the canonical decomposition of c.
+static void decompose(const Tokenizer *tok, Words *keys, uint32_t c) {
+    const uint64_t *row;
+    int n = 0;
+    for (; n < MOST_PARTS && (row = find_row(&tok->tables->parts, c, n)); n++)
+        add_key(tok, keys, *row & CHAR_MASK);
+    if (n == 0) add_key(tok, keys, c);
 }
 
 // Sorts each run of marks (ccc > 0) by ccc, stably. Then each character composes with the last
 // starter (ccc 0) before it, unless a character between the two has the same ccc or a higher one.
-static void order_and_compose(const Tokenizer *tok, Marks *marks) {
-    for (size_t i = 0, stop; i < marks->n; i = stop + 1) {
-        for (stop = i; stop < marks->n && marks->p[stop] >> 56; stop++) {}
-        qsort(marks->p + i, stop - i, sizeof(uint64_t), compare_keys);
+static void order_and_compose(const Tokenizer *tok, Words *keys) {
+    for (size_t i = 0, end; i < keys->n; i = end + 1) {
+        for (end = i; end < keys->n && keys->p[end] >> 56; end++) {}
+        qsort(keys->p + i, end - i, sizeof(uint64_t), compare_words);
     }
-    uint64_t none = CODE_POINT, *starter = &none, *out = marks->p;  // no pair begins with `none`
+    uint64_t *starter = NULL, *out = keys->p;
     uint64_t last = 0;  // ccc of the character before, 0 if that is the starter
-    for (size_t i = 0; i < marks->n; i++) {
-        const uint64_t mark = marks->p[i], ccc = mark >> 56;
-        const uint64_t *composed = last && last >= ccc ? NULL
-            : find_row(&tok->tables->pairs, *starter & CODE_POINT, mark & CODE_POINT);
+    for (size_t i = 0; i < keys->n; i++) {
+        const uint64_t key = keys->p[i], ccc = key >> 56;
+        const uint64_t *composed = !starter || (last && last >= ccc) ? NULL
+            : find_row(&tok->tables->pairs, *starter & CHAR_MASK, key & CHAR_MASK);
         if (composed) {
-            *starter = *composed & CODE_POINT;
+            *starter = *composed & CHAR_MASK;
         } else {
             if (ccc == 0) starter = out;
             last = ccc;
-            *out++ = mark;
+            *out++ = key;
         }
     }
-    marks->n = out - marks->p;
+    keys->n = out - keys->p;
 }
 
-// True if a text with this character may be no NFC.
-static bool may_change(const Tokenizer *tok, uint32_t c) {
-    return tok->tables->chars[c] > CLASS_MASK;
-}
+// Returns whether NFC may change the character or compose it with the one before.
+INLINE bool is_active(const Tables *tables, Char c) { return tables->chars[c.c] > CLASS_MASK; }
 
-// Appends NFC(text). Characters that can't change are copied, but not the last one before a run of
-// those that may, or before the end: it is normalized with these, because it may compose with them.
+// Appends NFC(text). Inactive characters are copied. Only the last one before active ones, or
+// before the end, is normalized with them because it may compose with them.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
-    Marks chars = {0};
+    static bool told;
+    const Tables *tables = tok->tables;
+    Words keys = {0};
     Char c;
-    if (tok->tables->pairs.n == 0) {
-        for (size_t at = 0; (c = char_at(tok, text, at)).n && !may_change(tok, c.c);) at += c.n;
-        if (c.n && !tok->tables->n_unnormalized++)
+    if (tables->pairs.n == 0) {
+        size_t at = 0;
+        while ((c = char_at(tok, text, at)).n && !is_active(tables, c)) at += c.n;
+        if (c.n && !told)
             notice("tokenizer: an older file, no NFC for this text; export the model again");
+        told |= c.n > 0;
         buffer_add(out, text);
         return;
     }
-    for (size_t at = 0, run, end = 0; at < text.n && !interrupted; at = end) {
-        for (run = at; (c = char_at(tok, text, end)).n && !may_change(tok, c.c); end += c.n)
-            run = end;
-        buffer_add(out, (Bytes){text.p + at, run - at});
-        chars.n = 0;
-        for (end = run; (c = char_at(tok, text, end)).n && (end == run || may_change(tok, c.c));) {
-            decompose(tok, &chars, c.c);
-            end += c.n;
+    for (size_t at = 0, last, end = 0; at < text.n && !interrupted; at = end) {
+        for (last = at; (c = char_at(tok, text, end)).n && !is_active(tables, c); end += c.n)
+            last = end;
+        buffer_add(out, (Bytes){text.p + at, last - at});
+        keys.n = 0;
+        for (end = last; (c = char_at(tok, text, end)).n; end += c.n) {
+            if (end > last && !is_active(tables, c)) break;
+            decompose(tok, &keys, c.c);
         }
-        order_and_compose(tok, &chars);
-        for (size_t i = 0; i < chars.n; i++) add_char(out, chars.p[i] & CODE_POINT);
+        order_and_compose(tok, &keys);
+        for (size_t i = 0; i < keys.n; i++) add_char(out, keys.p[i] & CHAR_MASK);
     }
-    free(chars.p);
+    free(keys.p);
 }
 
 // ------------------------------------------------------------------------------------------------
 // Merging the tokens of a piece
 
-// A token of a piece while it merges, known by where its bytes begin. The array of a piece's n
-// symbols also holds a tree that says which of them merges next: leaf n + i is a number, the larger
-// the earlier symbol i merges with the next one, or 0 if they make no token; node i < n is the
-// larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
+// A token of a piece while it merges, known by where its bytes begin. The 2 n nodes of n bytes are
+// a tree of what merges next. Leaf n + i is the priority of symbol i with the next one, above n - i
+// (so of equal ones the leftmost wins), or 0 if the two make no token. Node i < n is the larger of
+// nodes 2 i and 2 i + 1. So node 1 is the largest of all.
 typedef struct Symbol {
     uint32_t prev;  // where the one before it begins
-    uint32_t next;  // where the one after it begins; n at the end, or once prev took it
+    uint32_t next;  // where the one after it begins; n: there is none, or it was merged away
     uint64_t node;
 } Symbol;
 
-// Finds what the symbol at `begin` makes with the next one, and updates the tree above it.
-static void enter_symbol(const Tokenizer *tok, Symbol *s, Bytes piece, uint32_t begin) {
-    const uint32_t n = (uint32_t)piece.n, next = s[begin].next;
-    const int id = next == n ? -1
-        : token_find(tok, (Bytes){piece.p + begin, s[next].next - begin}, false);
+// Updates the leaf of the symbol at `begin`: what it makes with the next one. Then the tree above.
+static void update_symbol(const Tokenizer *tok, Symbol *s, Bytes piece, uint32_t begin) {
+    const uint32_t n = (uint32_t)piece.n, next = s[begin].next, end = next < n ? s[next].next : n;
+    const Bytes both = {piece.p + begin, end - begin};
+    const int id = next < n ? token_find(tok, both, false) : -1;
     const float priority = id < 0 ? 0 : tok->priority[id] + 0.0f;  // + 0: never -0
     const uint32_t bits = (uint32_t)load_i32(&priority);
     const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with it
@@ -2130,15 +2105,15 @@ static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
     const uint32_t n = (uint32_t)piece.n;
     Symbol *s = grow(NULL, &(size_t){0}, 0, 2 * piece.n, sizeof(*s));
     for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
-    for (uint32_t i = 0; i < n && !interrupted; i++) enter_symbol(tok, s, piece, i);
+    for (uint32_t i = 0; i < n && !interrupted; i++) update_symbol(tok, s, piece, i);
     while (s[1].node && !interrupted) {
         const uint32_t i = n - (uint32_t)s[1].node, merged = s[i].next, next = s[merged].next;
         s[i].next = next;
         s[merged].next = n;
         if (next < n) s[next].prev = i;
-        if (i > 0) enter_symbol(tok, s, piece, s[i].prev);
-        enter_symbol(tok, s, piece, i);
-        enter_symbol(tok, s, piece, merged);
+        if (i > 0) update_symbol(tok, s, piece, s[i].prev);
+        update_symbol(tok, s, piece, i);
+        update_symbol(tok, s, piece, merged);
     }
     for (uint32_t i = 0; i < n; i = s[i].next) {
         ids_add(out, token_find(tok, (Bytes){piece.p + i, s[i].next - i}, false));
@@ -3161,7 +3136,7 @@ static void show_settings(const App *app) {
     Bytes text = e->mode == CHAT && !app->options.system ? f->no_system : (Bytes){0};
     if (text.n > open.n + close.n && memcmp(text.p, open.p, open.n) == 0)
         text = (Bytes){text.p + open.n, text.n - open.n - close.n};
-    if (from.n) report("model: %.*s", (int)from.n, from.p);
+    if (from.n) report("model: %.*s", (int)min_size(from.n, 1000), from.p);
     if (draws_ids(e))
         report("sampling: -t %g -p %g -k %d -a %g -e %g", s->temperature, s->top_p, s->top_k,
                s->presence, s->repetition);
@@ -3683,7 +3658,7 @@ static void load_model(App *app) {
     if (!S_ISREG(mode) && file_mode(file)) die("%s: no model, expected %s", path, file);
     if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
     if (named && !mode) die_export(path, "not a file", INT_MAX, path);
-    model_map(&e->model, path);
+    const Cursor weights = model_map(&e->model, path);
     snprintf(file, sizeof(file), "%s.tokenizer", path);
     if (!file_mode(file))
         die("%s: missing, expected beside the model, where export.py writes it", file);
@@ -3700,7 +3675,7 @@ static void load_model(App *app) {
         die_usage("-o: %s is an embedding model, expected one that answers", path);
     if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-    make_panels(&e->model, path);
+    make_panels(&e->model, weights);
     e->model.state.context = context;
 #ifdef PLAIN
     state_init(&e->model);

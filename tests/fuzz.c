@@ -328,8 +328,7 @@ static void fuzz_model(Bytes in) {
     file_add("model", file.bytes, (size_t)(size + off[flags % 8]));
     static Engine e;
     e = (Engine){.max_new = -1};
-    model_map(&e.model, "model");
-    make_panels(&e.model, "model");
+    make_panels(&e.model, model_map(&e.model, "model"));
     Config *g = &e.model.config;
     CHECK((int64_t)files[0].n == size && size_of(file.h) == size);
     int n = 5 + flags / 8 % 16, ids[21];
@@ -448,7 +447,7 @@ static void fuzz_tokenizer(Bytes in) {
 
 // NFC(s) without the shortcut: all characters are decomposed, ordered and composed.
 static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
-    Marks chars = {0};
+    Words chars = {0};
     Buffer out = {0};
     for (size_t at = 0; at < s.n;) {
         Char c = char_at(t, s, at);
@@ -456,7 +455,7 @@ static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
         at += c.n;
     }
     order_and_compose(t, &chars);
-    for (size_t i = 0; i < chars.n; i++) add_char(&out, chars.p[i] & CODE_POINT);
+    for (size_t i = 0; i < chars.n; i++) add_char(&out, chars.p[i] & CHAR_MASK);
     return out;
 }
 
