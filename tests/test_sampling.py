@@ -10,15 +10,17 @@ RANKED = {"e": 5.0, "d": 4.5, "c": 4.0, "b": 4.0, "a": 3.0, "f": 2.5}      # log
 N = 400
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory, tokenizer):
+def make_ranked(directory, tokenizer, **how):
     """After any token the same logits: those of RANKED, and -80 for all other tokens."""
     logits = np.full((tokenizer.get_vocab_size(), 1), -80, np.float32)
     for letter, value in RANKED.items():
         logits[tokenizer.token_to_id(letter)] = value
-    directory = tmp_path_factory.mktemp("table")
-    return export(make_table_model(directory / "hf", tokenizer, [], logits, max_len=4096),
-                  directory / "model.bin")
+    return export(make_table_model(directory / "hf", tokenizer, [], logits, max_len=4096, **how), directory / "model.bin")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tokenizer):
+    return make_ranked(tmp_path_factory.mktemp("ranked"), tokenizer)
 
 
 def draw(model, *options, n=N, seed=1):
@@ -39,36 +41,31 @@ def assert_distribution(counts, probabilities):
         assert abs(counts[letter] - n * p) < 5 * math.sqrt(n * p * (1 - p)) + 1, (letter, counts, p)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1, 3])
-def test_temperature(model, temperature):
-    counts = draw(model, "-t", temperature, "-k", 0, "-p", 1, n=2500)
-    assert_distribution(counts, expected(temperature))
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 100])
-def test_top_k(model, k):
-    """Of b and c, which tie for the third place, the lower id stays: b."""
-    counts = draw(model, "-t", 2, "-k", k, "-p", 1, n=1500)
-    assert_distribution(counts, expected(2, "edbcaf"[:k]))
-
-
-@pytest.mark.parametrize("temperature", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("p", [0.05, 0.3, 0.5, 0.7, 0.8, 0.95, 0.99])
-def test_top_p(model, p, temperature):
+def kept_by_top_p(p, temperature):
     """The smallest set that reaches p, of the distribution after the temperature."""
     kept, total = "", 0
-    for letter, probability in zip("edbcaf", (expected(temperature)[x] for x in "edbcaf")):
-        if total >= p:
-            break
-        kept, total = kept + letter, total + probability
-    counts = draw(model, "-t", temperature, "-k", 0, "-p", p, n=1500)
-    assert_distribution(counts, expected(temperature, kept))
+    for letter in "edbcaf":
+        if total < p:
+            kept, total = kept + letter, total + expected(temperature)[letter]
+    return kept
 
 
-def test_top_k_comes_before_top_p(model):
-    """Of e and d alone, e has 0.56 (temperature 2): top-p 0.55 leaves e; of all six it has 0.28."""
-    assert set(draw(model, "-t", 2, "-k", 2, "-p", 0.55)) == {"e"}
-    assert set(draw(model, "-t", 2, "-k", 0, "-p", 0.55)) == {"e", "d", "b"}
+def top_p(p, temperature):
+    return ("-t", temperature, "-k", 0, "-p", p), temperature, kept_by_top_p(p, temperature)
+
+
+P = 0.05, 0.3, 0.5, 0.7, 0.8, 0.95, 0.99
+
+
+@pytest.mark.parametrize("options, temperature, letters", [
+    *[(("-t", t, "-k", 0, "-p", 1), t, "edbcaf") for t in (0.5, 1, 3)],
+    *[(("-t", 2, "-k", k, "-p", 1), 2, "edbcaf"[:k]) for k in (1, 2, 3, 4, 6, 100)],   # b and c tie: the lower id stays
+    *[top_p(p, 2) for p in P], *[pytest.param(*top_p(p, 1), marks=pytest.mark.slow) for p in P],
+    # Top-k comes before top-p: of e and d alone, e has 0.56; of all six it has 0.28.
+    (("-t", 2, "-k", 2, "-p", 0.55), 2, "e"), (("-t", 2, "-k", 0, "-p", 0.55), 2, "edb"),
+    (("-k", 2), 0.6, "ed")], ids=str)                   # the checkpoint's 0.6 and 0.95 stay
+def test_temperature_top_k_and_top_p(model, options, temperature, letters):
+    assert_distribution(draw(model, *options, n=2000), expected(temperature, letters))
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie(tmp_path, tokenizer):
@@ -85,21 +82,18 @@ def test_temperature_zero_is_greedy(model):
 
 
 def test_presence_penalty(model):
-    """Taken off once from every token that was generated, however often; greedily that gives
-    e, d (5 - 2 < 4.5), b, c and then, with all four lowered, e (3 = a's: the lower id is a)."""
+    """Taken off once from every token that was generated, however often."""
     text = output(model, "-m", "generate", "-i", "eeeee", "-t", 0, "-a", 2, "-n", 8, "-q")
     # 5 e, 4.5 d, 4 b, 4 c, 3 a (e has 3 too: a is the lower id), then e 3 again and again.
     assert text == b"edbcaeee"
+    run = (model, "-m", "generate", "-i", "x", "-t", 1, "-s", 3, "-n", 100, "-q")
+    assert output(*run, "-a", 0) == output(*run)
 
 
 def test_repetition_penalty(tmp_path, tokenizer):
     """As HF's: logits of what is in the prompt or the answer are divided by it (multiplied if below 0).
     -e overrides the checkpoint's, and 1 switches it off."""
-    logits = np.full((tokenizer.get_vocab_size(), 1), -80, np.float32)
-    for letter, value in RANKED.items():
-        logits[tokenizer.token_to_id(letter)] = value
-    path = export(make_table_model(tmp_path / "hf", tokenizer, [], logits, max_len=4096,
-                                   generation=dict(do_sample=False, repetition_penalty=4.0)), tmp_path / "model.bin")
+    path = make_ranked(tmp_path, tokenizer, generation=dict(do_sample=False, repetition_penalty=4.0))
     run = (path, "-m", "generate", "-i", "e", "-n", 7, "-q")
     assert output(*run) == b"dbcafee"                   # e has 1.25 after the prompt
     assert output(*run, "-e", 4) == output(*run)
@@ -107,53 +101,24 @@ def test_repetition_penalty(tmp_path, tokenizer):
     assert output(*run, "-e", 1.2) == b"deeeeee"        # e 4.17 < d 4.5; then d 3.75 and b 4
 
 
-def test_presence_penalty_of_zero(model):
-    run = (model, "-m", "generate", "-i", "x", "-t", 1, "-s", 3, "-n", 100, "-q")
-    assert output(*run, "-a", 0) == output(*run)
-
-
-@pytest.mark.parametrize("generation, letters", [
-    (dict(do_sample=False), "e"),
-    (dict(do_sample=True, temperature=2.0, top_k=2, top_p=1.0), "ed"),
-    (dict(do_sample=True, temperature=1.0, top_k=0, top_p=0.3), "e"),
-    (dict(do_sample=True, temperature=3.0, top_k=3, top_p=1.0), "edb"),
-    ({}, "edbca"),                                      # Qwen's 0.6 / 0.95 / 20
-])
-def test_defaults_are_the_checkpoints(tmp_path, tokenizer, generation, letters):
-    logits = np.full((tokenizer.get_vocab_size(), 1), -80, np.float32)
-    for letter, value in RANKED.items():
-        logits[tokenizer.token_to_id(letter)] = value
-    path = export(make_table_model(tmp_path / "hf", tokenizer, [], logits, max_len=4096,
-                                   generation=generation), tmp_path / "model.bin")
-    counts = draw(path, n=2000)
-    if generation:
-        assert_distribution(counts, expected(generation.get("temperature", 1), letters))
-    else:
-        kept = {letter: p for letter, p in expected(0.6).items()}
-        best, total = "", 0
-        for letter in "edbcaf":
-            if total < 0.95:
-                best, total = best + letter, total + kept[letter]
-        assert_distribution(counts, expected(0.6, best))
+@pytest.mark.parametrize("generation, temperature, letters", [
+    (dict(do_sample=False), 1, "e"), (dict(do_sample=True, temperature=2.0, top_k=2, top_p=1.0), 2, "ed"),
+    (dict(do_sample=True, temperature=1.0, top_k=0, top_p=0.3), 1, "e"),
+    (dict(do_sample=True, temperature=3.0, top_k=3, top_p=1.0), 3, "edb"),
+    ({}, 0.6, kept_by_top_p(0.95, 0.6))])               # Qwen's 0.6 / 0.95 / 20
+def test_defaults_are_the_checkpoints(tmp_path, tokenizer, generation, temperature, letters):
+    path = make_ranked(tmp_path, tokenizer, generation=generation)
+    assert_distribution(draw(path, n=2000), expected(temperature, letters))
 
 
 def test_advice_for_a_hybrid_model(tmp_path, tokenizer):
     """Thinking off: Qwen's 0.7 / 0.8 / 20; on: the checkpoint's own."""
-    logits = np.full((tokenizer.get_vocab_size(), 1), -80, np.float32)
-    for letter, value in RANKED.items():
-        logits[tokenizer.token_to_id(letter)] = value
-    hf = make_table_model(tmp_path / "hf", tokenizer, [], logits, max_len=4096, template=HYBRID,
-                          generation=dict(do_sample=True, temperature=3.0, top_k=6, top_p=1.0))
-    path = export(hf, tmp_path / "model.bin")
+    generation = dict(do_sample=True, temperature=3.0, top_k=6, top_p=1.0)
+    path = make_ranked(tmp_path, tokenizer, template=HYBRID, generation=generation)
     for thinking, temperature, letters in (0, 0.7, "edb"), (1, 3, "edbcaf"):
         text = output(path, "-i", "x", "-n", 1500, "-s", 1, "-q", "-r", thinking)
         assert_distribution(collections.Counter(text.decode().rstrip("\n")),
                             expected(temperature, letters))
-
-
-def test_options_override_one_by_one(model):
-    """The checkpoint has 0.6 / 0.95 / 20; -k alone leaves the other two."""
-    assert_distribution(draw(model, "-k", 2, n=1500), expected(0.6, "ed"))
 
 
 def test_every_seed_gives_another_text(model):

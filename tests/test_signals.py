@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import pexpect
 import pytest
-from conftest import (LINUX, ROOT, copy_model, end, environment, export, finish, join_tokenizer,
-                      make_checkpoint, make_table_model, settle, spawn, split_tokenizer, wait_for_call,
-                      wait_until, waiting)
+from conftest import (LINUX, ROOT, change_sections, copy_model, end, environment, export, finish, leave,
+                      make_checkpoint, make_table_model, prompts, settle, spawn, wait_for_call, wait_until, waiting)
 
 BOTH = pytest.mark.parametrize("mode", ["generate", "chat"])
 
@@ -126,17 +125,6 @@ def test_interrupt_while_the_reader_is_slow(start, endless, mode):
     assert len(out) >= 4096 and b"qwen3:" not in error
 
 
-@pytest.mark.parametrize("mode", ["chat", "tokenize"])
-def test_interrupt_while_reading_the_prompt(start, endless, mode):
-    child = start(endless, "-m", mode, "-f", "-", stdin=subprocess.PIPE)
-    child.stdin.write(b"x")
-    child.stdin.flush()
-    wait_until(lambda: not waiting(child.stdin))        # it has read that, and then reads on
-    wait_for_call(child.pid, "read")
-    child.send_signal(signal.SIGINT)
-    assert child.wait(300) == 130
-
-
 def test_interrupt_while_a_pipe_has_no_writer(start, endless, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for wait in (0.01, 0.02, 0.05, 0.1, None):          # while it loads, or in open()
@@ -152,10 +140,8 @@ def test_interrupt_while_a_pipe_has_no_writer(start, endless, tmp_path):
 
 def test_interrupt_while_tokenizing(start, endless, tmp_path):
     """Also if the model's file asks for that mode."""
-    model = copy_model(endless, tmp_path)
-    plain, parts = split_tokenizer(Path(f"{model}.tokenizer").read_bytes())
-    parts[b"mode"] = struct.pack("<I", 2)
-    Path(f"{model}.tokenizer").write_bytes(join_tokenizer(plain, parts.items()))
+    mode = {b"mode": struct.pack("<I", 2)}
+    model = change_sections(copy_model(endless, tmp_path), lambda sections: sections.update(mode))
     (tmp_path / "text").write_bytes(b"a b c " * 10_000_000)
     for options in [], ["-m", "chat"], ["-m", "generate"]:
         child = start(model, "-f", tmp_path / "text", *options)
@@ -189,10 +175,9 @@ def test_file_that_shrinks_while_it_is_mapped(start, endless, tmp_path):
 # -- at a terminal
 
 @pytest.mark.skipif(not LINUX, reason="no /proc")
-def test_interrupt_right_after_enter(endless):
+def test_interrupt_right_after_enter(endless, talk):
     """It stops the answer that is about to begin."""
-    child = spawn(endless, "-t", 0, "-c", 0, "-n", -1)
-    child.expect("> ")
+    child, _ = talk("-t", 0, "-c", 0, "-n", -1, model=endless)
     child.sendline("x")
     child.expect("x\r\n")                               # the terminal has it, and then
     read = os.open(f"/proc/{child.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
@@ -202,8 +187,7 @@ def test_interrupt_right_after_enter(endless):
     child.expect("answer \\d+ at|before its answer")
     assert b"full context" not in child.before          # of 100,000 tokens
     child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
+    leave(child)
 
 
 def stop_terminal(child):
@@ -212,14 +196,10 @@ def stop_terminal(child):
     wait_for_call(child.pid, "write")
 
 
-STOPPED = pytest.mark.parametrize("stopped", [False, True], ids=["reading", "terminal stopped"])
-
-
-@STOPPED
-def test_interrupt_stops_the_answer_only(endless, stopped):
+@pytest.mark.parametrize("stopped", [False, True], ids=["reading", "terminal stopped"])
+def test_interrupt_stops_the_answer_only(endless, talk, stopped):
     """Also when the program waits in write(), as the terminal takes no more."""
-    child = spawn(endless, "-t", 0, "-c", 0, "-n", -1)
-    child.expect("> ")
+    child, _ = talk("-t", 0, "-c", 0, "-n", -1, model=endless)
     child.sendline("x")
     child.expect("aaaaaa")
     if stopped:
@@ -232,18 +212,20 @@ def test_interrupt_stops_the_answer_only(endless, stopped):
     child.expect(r"\((\d+) cached\)")
     assert int(child.match[1]) > 5                      # what was said is kept
     child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
+    leave(child)
 
 
-@STOPPED
-def test_interrupt_of_one_answer_at_a_terminal(endless, stopped):
+@pytest.mark.parametrize("stopped, number", [(False, signal.SIGINT), (True, signal.SIGINT), (True, signal.SIGTERM)])
+def test_one_answer_at_a_terminal(endless, stopped, number):
+    """The program ends also where it waits in write()."""
     child = spawn(endless, "-t", 0, "-c", 0, "-n", -1, "-i", "x")
     child.expect("aaaaaa")
     if stopped:
         stop_terminal(child)
-    child.sendintr()
-    assert finish(child) == 130
+    child.kill(number) if number == signal.SIGTERM else child.sendintr()
+    wait_until(lambda: not child.isalive())
+    child.close()
+    assert (child.exitstatus, child.signalstatus) == ((130, None) if number == signal.SIGINT else (None, number))
 
 
 def test_closed_window_at_the_prompt(endless):
@@ -255,31 +237,23 @@ def test_closed_window_at_the_prompt(endless):
 
 
 @pytest.mark.parametrize("typed", ["", "half a li", "a line\\\n", "x\\\nhalf", "a\nb"])
-def test_interrupt_at_the_prompt(endless, typed):
+def test_interrupt_at_the_prompt(endless, talk, typed):
     """It clears what was typed and says how to leave; the second one in a row leaves."""
-    child = spawn(endless, "-t", 0, "-n", 3, "-v")
-    child.expect_exact("> ")
+    child, say = talk("-t", 0, "-n", 3, "-v", model=endless)
+
+    def interrupt():
+        child.sendintr()
+        child.expect_exact("Ctrl-C again leaves")
+        child.expect_exact("> ")
+
     child.send(typed)
     settle(child)
-    child.sendintr()
-    child.expect_exact("Ctrl-C again leaves")
-    child.expect_exact("> ")
-    child.sendline("x")
-    child.expect(r"prompt ids: ([\d ]+)\r\n")
-    alone = child.match[1]
-    child.expect_exact("> ")
-    child.sendline("/clear")
-    child.expect_exact("> ")
-    child.sendintr()                                    # the first again
-    child.expect_exact("Ctrl-C again leaves")
-    child.expect_exact("> ")
-    child.sendline("x")
-    child.expect(r"prompt ids: ([\d ]+)\r\n")
-    assert child.match[1] == alone                      # nothing of `typed` was sent
-    child.expect_exact("> ")
-    child.sendintr()
-    child.expect_exact("Ctrl-C again leaves")
-    child.expect_exact("> ")
+    interrupt()
+    alone = prompts(say("x"))
+    say("/clear")
+    interrupt()                                         # the first again
+    assert prompts(say("x")) == alone != []             # nothing of `typed` was sent
+    interrupt()
     child.sendintr()
     assert finish(child) == 130
     assert b"stdin" not in child.before and b"Success" not in child.before
@@ -299,27 +273,21 @@ def test_interrupt_is_the_main_threads(start, endless):
     assert child.wait(300) == 0
 
 
-def test_interrupt_of_a_scripted_conversation(start, endless):
-    """During an answer, and while it waits for a line or its end."""
-    for script in (b"x\n", b"half"):
-        child = start(endless, "-m", "chat", stdin=subprocess.PIPE)
-        child.stdin.write(script)
-        child.stdin.flush()
-        if script == b"x\n":
-            assert child.stdout.read(3) == b"aaa"
-        else:
-            wait_until(lambda: not waiting(child.stdin))
-            wait_for_call(child.pid, "read")
-        child.send_signal(signal.SIGINT)
-        out, error = child.communicate(timeout=300)
-        assert child.returncode == 130 and b"qwen3: " not in error, error
-    child = start(endless, "-m", "chat", "-n", "2", stdin=subprocess.PIPE)
-    child.stdin.write(b"x\n")
+@pytest.mark.parametrize("args, stdin, out", [
+    (("-m", "chat"), b"x\n", b"aaa"), (("-m", "chat", "-n", 2), b"x\n", b"aa\n"), (("-m", "chat"), b"half", b""),
+    (("-m", "chat", "-f", "-"), b"x", b""), (("-m", "tokenize", "-f", "-"), b"x", b"")])
+def test_interrupt_of_what_reads_stdin(start, endless, args, stdin, out):
+    """During an answer, and while it waits for a line, its end or the prompt's."""
+    child = start(endless, *args, stdin=subprocess.PIPE)
+    child.stdin.write(stdin)
     child.stdin.flush()
-    assert child.stdout.readline() == b"aa\n"
-    wait_for_call(child.pid, "read")
+    assert child.stdout.read(len(out)) == out
+    if out != b"aaa":
+        wait_until(lambda: not waiting(child.stdin))    # it has read that, and then reads on
+        wait_for_call(child.pid, "read")
     child.send_signal(signal.SIGINT)
-    assert child.wait(300) == 130
+    error = child.communicate(timeout=300)[1]
+    assert child.returncode == 130 and b"qwen3: " not in error.replace(b"qwen3: answer: ended by -n", b""), error
 
 
 @pytest.mark.parametrize("interrupted", [False, True], ids=["read", "INT"])
@@ -381,17 +349,6 @@ def test_while_the_terminal_is_dim(thinking, number):
     assert rest.rstrip(b"\r\n").endswith(b"\x1b[0m")
 
 
-def test_while_the_terminal_takes_nothing(endless):
-    """The program waits in write(), and ends all the same."""
-    child = spawn(endless, "-t", 0, "-c", 0, "-n", -1, "-i", "x")
-    child.expect("aaaa")
-    stop_terminal(child)
-    child.kill(signal.SIGTERM)
-    wait_until(lambda: not child.isalive())
-    assert child.signalstatus == signal.SIGTERM
-    child.close()
-
-
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT],
                          ids=["TERM", "INT"])
 def test_during_a_paste(endless, number):
@@ -448,12 +405,11 @@ def test_interrupt_of_the_progress(slow, mode):
     assert shown and (mode == "perplexity" or 0 < int(shown[3]) < LONG), child.before
 
 
-def test_message_stopped_before_its_answer(slow):
+def test_message_stopped_before_its_answer(slow, talk):
     """It is taken back: the next prompt is the next message alone. The batches that ran are kept, for the
     case that it is sent again, and the statistics say so."""
     model, prompt = slow
-    child = spawn(model, "-c", 0, "-b", 1, "-j", 1, "-n", 1, "-m", "chat")
-    child.expect("> ")
+    child, say = talk("-c", 0, "-b", 1, "-j", 1, "-n", 1, "-m", "chat", model=model)
     before = 0
     for _ in range(2):
         child.sendline(f"/file {prompt}")
@@ -465,32 +421,22 @@ def test_message_stopped_before_its_answer(slow):
         before = ran
         child.expect("the message is taken back")
         child.expect("> ")
-    child.sendline("7")
-    child.expect(r"prompt (\d+) tokens")
-    assert int(child.match[1]) < 100
-    child.expect("> ")
-    child.sendeof()
-    assert finish(child) == 0
+    assert int(re.search(rb"prompt (\d+) tokens", say("7"))[1]) < 100
 
 
-def test_turns_are_forgotten_only_for_an_answer(slow):
+def test_turns_are_forgotten_only_for_an_answer(slow, talk):
     """Not for a message that is taken back."""
     model, prompt = slow
-    child, tokens = spawn(model, "-c", LONG + 100, "-b", 1, "-j", 1, "-n", 1, "-m", "chat"), []
-    child.expect("> ")
-    for line in 20 * ["x"] + [f"/file {prompt}", "x"]:
-        child.sendline(line)
-        if line == "x":
-            child.expect(r"prompt (\d+) tokens")
-            tokens.append(int(child.match[1]))
-        else:
-            child.expect(r"forgotten turns: \d+ of 21;")
-            show_progress(child)
-            child.sendintr()
-            child.expect("the message is taken back")
-        child.expect("\n> ")
-    assert tokens[-1] > tokens[-2]
-    end(child)
+    child, say = talk("-c", LONG + 100, "-b", 1, "-j", 1, "-n", 1, "-m", "chat", model=model)
+    before = [say("x") for _ in range(20)][-1]
+    child.sendline(f"/file {prompt}")
+    child.expect(r"forgotten turns: \d+ of 21;")
+    show_progress(child)
+    child.sendintr()
+    child.expect("the message is taken back")
+    child.expect("\n> ")
+    after = say("x")
+    assert int(re.search(rb"prompt (\d+)", after)[1]) > int(re.search(rb"prompt (\d+)", before)[1])
 
 
 
