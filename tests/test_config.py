@@ -75,13 +75,7 @@ def test_yarn_option(checkpoint, run, tmp_path, which):
 
 
 def test_yarn_option_refused(checkpoint, run, tmp_path):
-    folder = checkpoint(rope_scaling=YARN).save(tmp_path / "in")
-    refused(run(folder, "--yarn", "2"), "--yarn", "yarn")
-    for value in ("1", "0", "-2", "65", "x", "nan", "inf", ""):
-        status, err = run(folder, "--yarn", value)
-        assert status == 2 and len(err) == 1 and "--yarn" in err[0] and repr(value) in err[0]
-    assert run(folder, "--yarn")[0] == 2
-    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+    refused(run(checkpoint(rope_scaling=YARN).save(tmp_path / "in"), "--yarn", "2"), "--yarn", "yarn")
 
 
 @pytest.mark.parametrize("which", HEADERS)
@@ -111,6 +105,7 @@ BAD_CONFIG = [
     ({"is_causal": False}, "is_causal is not supported, expected True, found False"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported, expected False, found True"),
     ({"architectures": None}, "architecture", "none"),
+    ({"architectures": ["Qwen2ForCausalLM"]}, "missing:.*proj.bias.*left over:.*norm"),   # Qwen3's tensors
     ({"quantization_config": {"quant_method": "fp8"}}, "unquantized", "a GGUF file, found fp8$"),
     ({"quantization": {"group_size": 64, "bits": 4}}, "unquantized", "a GGUF file, found MLX weights$"),
     ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
@@ -210,14 +205,6 @@ def test_config_refused(checkpoint, run, tmp_path, kind, changes, patterns):
         with_config(folder, changes)
     refused(run(folder, "out.bin"), "generation_config.json: " if kind == "generation" else "", *patterns)
     assert [p.name for p in tmp_path.iterdir()] == [name]
-
-
-@pytest.mark.parametrize("changes, missing, left_over", [
-    ({"head_dim": 32}, "layers.0.self_attn.k_proj.bias", "k_norm"), ({}, "proj.bias", "norm")])
-def test_qwen2_with_qwen3_s_tensors(checkpoint, run, tmp_path, changes, missing, left_over):
-    folder = checkpoint(**changes).save(tmp_path / "in")
-    with_config(folder, {"architectures": ["Qwen2ForCausalLM"]})
-    refused(run(folder, "out.bin"), f"missing:.*{missing}.*left over:.*{left_over}")
 
 
 @pytest.mark.parametrize("name, content, patterns", [

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from checkpoints import sparse_checkpoint
 from conftest import ROOT, export_process, export_py as export, measures, refused
-from test_safetensors import spoil_tensors
+from test_safetensors import SPOILED
 
 
 def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
@@ -55,10 +55,20 @@ def test_order_of_arguments_and_default_name(checkpoint, run, tmp_path, args, ex
     assert new == {tmp_path / expected, tmp_path / f"{expected}.tokenizer"}
 
 
-@pytest.mark.parametrize("args", [[], ["a", "b.bin", "c"], ["a", "b"], ["--what", "a"], ["-x"], [""]])
-def test_usage_errors(run, args):
+@pytest.mark.parametrize("args, pattern", [
+    ([], "SOURCE"), (["a", "b.bin", "c"], ""), (["a", "b"], ""), (["--what", "a"], "--what"), (["-x"], "-x"), ([""], ""),
+    (["a", "--group-size", "48"], "^export.py: --group-size: wrong value, expected 32 or 64 or 128 or 256, found '48' [(]see"),
+    (["a", "--group-size", "x"], "found 'x'"), (["a", "--group-size", "064"], "found '064'"),
+    (["a", "--group-size"], "--group-size"), (["a", "--plot"], "--plot"), (["a", "--plot", "a.jpg"], ".png"),
+    (["a", "--check", "--group-size", "32"], "--group-size"), (["a", "--che"], "--che"),
+    (["a", "--bits", "5"], "^export.py: --bits: wrong value, expected 8 or 4, found '5' [(]see"),
+    (["a", "--bits", "five"], "expected 8 or 4, found 'five'"),
+    (["a", "--bits=4", "--check"], "--bits: --check takes it from OUT.bin, expected `export.py --check SOURCE OUT.bin` "
+     "[(]with four bits it ends in -q4.bin[)]"), (["a", "--yarn"], "--yarn"),
+    *[(["a", "--yarn", value], f"--yarn.*{value!r}") for value in ("1", "0", "-2", "65", "x", "nan", "inf", "")]])
+def test_usage_errors(run, args, pattern):
     status, err = run(*args)
-    assert status == 2 and len(err) == 1 and err[0].startswith("export.py: ")
+    assert status == 2 and len(err) == 1 and err[0].startswith("export.py: ") and re.search(pattern, err[0]), err
 
 
 @pytest.mark.parametrize("name", ["\x1b[31m", "\u202ecod", "\u2066", "\x9b", "\udcff"])
@@ -97,17 +107,11 @@ def test_windows():
     assert re.fullmatch("export.py: Windows: not supported, expected Linux.* found Windows\n", done.stderr), done
 
 
-def test_help_is_on_stdout():
-    done = export_process("-h")
-    assert done.returncode == 0 and "export.py SOURCE [OUT.bin]" in done.stdout
-    assert done.stderr == ""
-
-
 def test_existing_files_are_replaced_only_by_a_complete_export(checkpoint, run, tmp_path):
     (tmp_path / "out.bin").write_text("old model")
     (tmp_path / "out.bin.tokenizer").write_text("old tokenizer")
     ck = checkpoint()
-    spoil_tensors(ck, "infinity")
+    SPOILED["infinity"](ck, ck.tensors)
     refused(run(ck.save(tmp_path / "in"), "out.bin"), "infinity")
     assert (tmp_path / "out.bin").read_text() == "old model"
     assert (tmp_path / "out.bin.tokenizer").read_text() == "old tokenizer"
@@ -175,11 +179,23 @@ def test_target_that_cannot_be_written(checkpoint, run, tmp_path, out, pattern):
         "file", "folder.bin", "in"]
 
 
-def test_source_that_is_neither_here_nor_a_hub_name(run, tmp_path):
+@pytest.mark.parametrize("name, pattern", [
+    ("no such place", "a GGUF file or a hub name.*found nothing$"), ("./org/name", "a GGUF file or a hub name"),
+    ("some.txt", "a checkpoint's directory or a GGUF file.*b'This'"),
+    ("here.gguf", "missing"), ("a/b.gguf", "missing"),
+    ("empty", "not a checkpoint, expected config.json or a GGUF file"),
+    # What to type instead of other programs' names
+    ("model.safetensors", "a part of SOURCE, expected `export.py .`"),
+    ("a b/model.safetensors", "a part of SOURCE, expected `export.py 'a b'`"),
+    ("x.bin", r"no SOURCE, expected `export.py \[--check\] SOURCE x.bin`.*found OUT.bin alone$"),
+    ("qwen3:0.6b", "missing.* such as Qwen/Qwen3-0.6B, found nothing$"), ("Qwen3-4b", "such as Qwen/Qwen3-4B,"),
+    ("qwen3:30b-a3b-q4_K_M", "such as Qwen/Qwen3-30B-A3B,"), ("qwen", "such as Qwen/Qwen3-0.6B,"),
+    *[(f"{scheme}/a/b", f"its host is not supported, expected huggingface.co or hf.co, found '{scheme.split('/')[2]}'$")
+      for scheme in ("https://modelscope.cn", "http://huggingface.co.evil.com", "https://ollama.com")]])
+def test_what_is_no_source(run, tmp_path, name, pattern):
     (tmp_path / "some.txt").write_text("This is a text, no GGUF file.")
-    refused(run("no such place", "out.bin"), "a GGUF file or a hub name", "found nothing$")
-    refused(run("./org/name", "out.bin"), "a GGUF file or a hub name")
-    refused(run("some.txt", "out.bin"), "a checkpoint's directory or a GGUF file", "b'This'")
+    (tmp_path / "empty").mkdir()
+    refused(run(name), f"^export.py: {re.escape(name)}: .*{pattern}")
 
 
 @pytest.mark.slow

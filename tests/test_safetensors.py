@@ -15,23 +15,15 @@ def test_router_that_is_not_finite(checkpoint, run, tmp_path):
     refused(run(ck.save(tmp_path / "in"), "out.bin"), "model.layers.1.mlp.gate.weight", "NaN")
 
 
-def spoil_tensors(ck, how):
-    t = ck.tensors
-    if how == "missing":
-        del t["layers.1.mlp.up_proj.weight"], t["norm.weight"]
-    elif how == "left over":
-        t["layers.0.self_attn.q_proj.bias"] = np.zeros(4, np.float32)
-    elif how == "many left over":
-        for i in range(30):
-            t[f"layers.0.mlp.experts.{i}.weight"] = np.zeros(4, np.float32)
-    elif how == "shape":
-        t["layers.0.mlp.down_proj.weight"] = t["layers.0.mlp.up_proj.weight"]
-    elif how == "infinity":
-        t["layers.1.mlp.up_proj.weight"][7, 3] = np.inf
-    elif how == "nan in a norm":
-        t["norm.weight"][1] = np.nan
-    elif how == "untied without lm_head":
-        ck.config["tie_word_embeddings"] = False
+SPOILED = {  # of the tensors t of the checkpoint ck
+    "missing": lambda ck, t: (t.pop("layers.1.mlp.up_proj.weight"), t.pop("norm.weight")),
+    "left over": lambda ck, t: t.update({"layers.0.self_attn.q_proj.bias": np.zeros(4, np.float32)}),
+    "many left over": lambda ck, t: t.update({f"layers.0.mlp.experts.{i}.weight": np.zeros(4, np.float32)
+                                              for i in range(30)}),
+    "shape": lambda ck, t: t.update({"layers.0.mlp.down_proj.weight": t["layers.0.mlp.up_proj.weight"]}),
+    "infinity": lambda ck, t: t["layers.1.mlp.up_proj.weight"][7].fill(np.inf),
+    "nan in a norm": lambda ck, t: t["norm.weight"].fill(np.nan),
+    "untied without lm_head": lambda ck, t: ck.config.update(tie_word_embeddings=False)}
 
 
 @pytest.mark.parametrize("how, patterns", [
@@ -45,7 +37,7 @@ def spoil_tensors(ck, how):
 ])
 def test_tensors_refused(checkpoint, run, tmp_path, how, patterns):
     ck = checkpoint()
-    spoil_tensors(ck, how)
+    SPOILED[how](ck, ck.tensors)
     refused(run(ck.save(tmp_path / "in"), "out.bin"), *patterns)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 

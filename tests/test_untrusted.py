@@ -279,29 +279,6 @@ def test_limits_are_those_of_qwen3():
 
 # ---------------------------------------------------------------------------- first mistakes
 
-@pytest.mark.parametrize("args, pattern", [
-    (["in", "--check"], "^export.py: in.bin: missing, expected the file to compare with in"),
-    (["here.gguf"], "^export.py: here.gguf: missing"),
-    (["a/b.gguf"], "^export.py: a/b.gguf: missing"),
-    (["in", "nowhere/out.bin"], "^export.py: nowhere: missing"),
-    (["empty"], "^export.py: empty: not a checkpoint, expected config.json or a GGUF file")])
-def test_missing(checkpoint, run, tmp_path, args, pattern):
-    checkpoint().save(tmp_path / "in")
-    (tmp_path / "empty").mkdir()
-    refused(run(*args), pattern)
-
-
-@pytest.mark.parametrize("name, pattern", [
-    ("model.safetensors", "a part of SOURCE, expected `export.py .`"),
-    ("a b/model.safetensors", "a part of SOURCE, expected `export.py 'a b'`"),
-    ("x.bin", r"no SOURCE, expected `export.py \[--check\] SOURCE x.bin`.*found OUT.bin alone$"),
-    ("qwen3:0.6b", "missing.* such as Qwen/Qwen3-0.6B, found nothing$"), ("Qwen3-4b", "such as Qwen/Qwen3-4B,"),
-    ("qwen3:30b-a3b-q4_K_M", "such as Qwen/Qwen3-30B-A3B,"), ("qwen", "such as Qwen/Qwen3-0.6B,")])
-def test_names_of_other_programs(run, name, pattern):
-    """What to type instead"""
-    refused(run(name), f"^export.py: {re.escape(name)}: .*{pattern}")
-
-
 def test_help_tells_the_default_of_bits():
     text = " ".join(export.__doc__.split())
     kinds = "{}, {} or {}".format(*export.GGUF_LEVELS)
