@@ -300,9 +300,9 @@ def make_embedding(directory):
 def with_ends(tokenizer, single):
     """The tokenizer with a post-processor that puts added tokens around a text, as in "$A <|endoftext|>"."""
     tok = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-    end = "<|endoftext|>", tok.token_to_id("<|endoftext|>")
+    ends = [(text, tok.token_to_id(text)) for text in set(single.split()) - {"$A"}]
     tok.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), processors.TemplateProcessing(
-        single=single, pair=f"{single} $B", special_tokens=[end])])
+        single=single, pair=f"{single} $B", special_tokens=ends)])
     return tok
 
 

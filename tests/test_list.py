@@ -967,6 +967,13 @@ def test_interrupt(start, tiny, long_list, tmp_path, signals):
     assert (tmp_path / "out").read_bytes().split(b"\n")[:-1] == expected
 
 
+def test_resumed(tiny, long_list):
+    """Any line as the first: tail -n +K and -s S+K-1."""
+    path, expected = long_list
+    rest = b"".join(path.read_bytes().splitlines(keepends=True)[416:])
+    assert run_list(tiny, rest, "-s", 3 + 416, "-n", 30, "-q")[0] == expected[416:]
+
+
 def test_interrupt_while_a_line_is_encoded(start, tiny):
     """The part of it that is encoded by then is no text of its own, which could be too short."""
     child = start(tiny, "-l", "-", "-m", "perplexity")

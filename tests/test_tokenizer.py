@@ -377,7 +377,7 @@ def test_lengths_of_added_tokens(small, tmp_path):
     assert seconds < 10                                 # about 1; each length at each place: 40
 
 
-@pytest.mark.parametrize("single", ["$A <|endoftext|>", "<|endoftext|> $A"])
+@pytest.mark.parametrize("single", ["$A <|endoftext|>", "<|endoftext|> $A", "<|im_start|> <|endoftext|> $A <|endoftext|>"])
 def test_post_processor(tmp_path, tokenizer, single):
     """What HF's post-processor adds belongs to raw prompts (Qwen3-Embedding's endoftext)."""
     tok = with_ends(tokenizer, single)

@@ -1,17 +1,15 @@
 """The tokenizer file: the vocabulary, the ids that end a text, sampling, what a model is for."""
 
 import math
-import random
 import struct
 
 import numpy as np
 import pytest
 import reference
 import tokenizers
-from checkpoints import ADDED, LAST, SENTENCES, sentence_transformers
+from checkpoints import ADDED, LAST, sentence_transformers
 from conftest import export_py as export, read_tokenizer, refused, rows, sections_of, split_tokenizer
 from test_templates import CHATML
-from tokenizers import pre_tokenizers
 
 
 def change_merge(t):
@@ -93,27 +91,6 @@ def test_vocabulary(exported, tokenizer_json):
         assert records[tok.token_to_id(text)] == (-1e6, text.encode())
     assert records[-5:] == [(-1e6, b"")] * 5
     assert rows(sections["adde"], 2) == [(tok.token_to_id(text), special) for text, special in ADDED]
-
-
-def test_best_score_first_gives_the_ids_of_the_merge_list(exported, tokenizer_json):
-    _, (_, records, sections) = exported
-    tok = tokenizers.Tokenizer.from_str(tokenizer_json)
-    added = {i for i, _ in rows(sections["adde"], 2)}
-    ids = {token: i for i, (_, token) in enumerate(records) if token and i not in added}
-    rng = random.Random(5)
-    alphabet = "".join(sorted(set(SENTENCES)))
-    for _ in range(300):
-        text = "".join(rng.choice(alphabet) for _ in range(rng.randrange(1, 9)))
-        parts = [bytes([b]) for b in text.encode()]
-        while True:
-            pairs = [(records[ids[a + b]][0], -i) for i, (a, b) in enumerate(zip(parts, parts[1:]))
-                     if a + b in ids]
-            if not pairs:
-                break
-            i = -max(pairs)[1]
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        letters = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text)[0][0]
-        assert [ids[p] for p in parts] == [t.id for t in tok.model.tokenize(letters)], text
 
 
 @pytest.mark.parametrize("generation, config, settings, stop", [
@@ -256,21 +233,11 @@ def test_special_tokens_by_role_and_by_the_second_list(checkpoint, tmp_path):
     assert (special[think["id"]], special[think_end["id"]], special[call["id"]]) == (1, 1, 0)
 
 
-def test_post_processor(checkpoint, tmp_path, exported):
+@pytest.mark.parametrize("normalizer", [None, {"type": "Sequence", "normalizers": []}])
+def test_no_normalizer_no_tables(checkpoint, exported, tmp_path, normalizer):
+    """Of NFC, which leaves Hangul's decompositions out: they follow a formula."""
     ck = checkpoint()
-    sections = exported[1][2]
-    assert "head" not in sections and "tail" not in sections
-    begin, end = ck.eos - 1, ck.eos - 2
-    ck.tokenizer["post_processor"] = {"type": "Sequence", "processors": [
-        ck.tokenizer["post_processor"],
-        {"type": "TemplateProcessing", "single": [
-            {"SpecialToken": {"id": "B", "type_id": 0}}, {"SpecialToken": {"id": "E", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "E", "type_id": 0}}],
-         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-         "special_tokens": {"B": {"id": "B", "ids": [begin], "tokens": ["<|im_start|>"]},
-                            "E": {"id": "E", "ids": [end], "tokens": ["<|endoftext|>"]}}}]}
-    sections = sections_of(ck, tmp_path)[2]
-    tok = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert tok.encode("").ids == [begin, end, end]
-    assert rows(sections["head"], 1) == [(begin,), (end,)]
-    assert rows(sections["tail"], 1) == [(end,)]
+    ck.tokenizer["normalizer"] = normalizer
+    sections, with_nfc = sections_of(ck, tmp_path)[2], exported[1][2]
+    assert "clas" in sections and sections.keys() == with_nfc.keys() - {"ccc ", "nfcq", "nfcd", "nfcc"}
+    assert not [word for word, in struct.iter_unpack("<Q", with_nfc["nfcd"]) if 0xac00 <= word >> 42 <= 0xd7a3]

@@ -21,54 +21,33 @@ def test_every_byte_is_as_the_naive_quantization_gives(checkpoint, run, tmp_path
     assert (tmp_path / "out.bin").read_bytes() == ck.expected()
 
 
-def variant(ck, which):
-    """(checkpoint, shards, group size)"""
-    if which == "shards":
-        return ck(), 3, 64
-    if which == "no prefix":
-        one = ck()
-        one.prefix = ""
-        return one, 1, 64
-    if which == "lm_head stored although tied":
-        one = ck()
-        one.tensors["lm_head.weight"] = np.ones((3, 3), np.float32)
-        one.tensors["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(32, np.float32)
-        original = one.expected()
-        one.expected = lambda group: original
-        return one, 1, 64
-    if which.startswith("qwen2"):
-        one = ck(architectures=["Qwen2ForCausalLM"], head_dim=32, use_sliding_window=False,
-                 sliding_window=64, max_window_layers=1, tie_word_embeddings="untied" not in which,
-                 attention_bias=True if "attention_bias" in which else None)
-        one.tensors = {name: x * 9 if name.endswith("bias") else x for name, x in one.tensors.items()}
-        if "attention_bias" not in which:
-            head_dim = one.config.pop("head_dim")
-            expected = one.expected
-            one.expected = lambda group: (one.config.update(head_dim=head_dim), expected(group),
-                                          one.config.pop("head_dim"))[1]
-        return one, 2, 64
-    if which.startswith("experts"):
-        if "transformers 5" not in which:
-            return ck(**MIXTURE, tie_word_embeddings=False), 1, 64
-        one = ck(**experts(5, "num_local_experts"))
-        del one.config["norm_topk_prob"]  # then it is false
-        return one, 3, 64
-    return {"untied": lambda: (ck(tie_word_embeddings=False), 2, 64),
-            "group 32, odd shapes": lambda: (ck(hidden_size=96, intermediate_size=160,
-                                                num_attention_heads=3, num_key_value_heads=3,
-                                                head_dim=32, vocab_size=505), 1, 32),
-            "head size not given": lambda: (ck(head_dim=128), 1, 64)}[which]()
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "head_dim": 32, "use_sliding_window": False, "sliding_window": 64,
+         "max_window_layers": 1}
+VARIANTS = {  # name -> (config, shards, group size, keys that config.json leaves out, tensors that nobody needs)
+    "shards": ({}, 3, 64, [], {}), "no prefix": ({}, 1, 64, [], {}),
+    "lm_head stored although tied": ({}, 1, 64, [], {"lm_head.weight": (3, 3),
+                                                     "layers.0.self_attn.rotary_emb.inv_freq": (32,)}),
+    "untied": ({"tie_word_embeddings": False}, 2, 64, [], {}),
+    "group 32, odd shapes": ({"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 3,
+                              "num_key_value_heads": 3, "head_dim": 32, "vocab_size": 505}, 1, 32, [], {}),
+    "head size not given": ({"head_dim": 128}, 1, 64, ["head_dim"], {}),
+    "qwen2": (QWEN2, 2, 64, ["head_dim"], {}),
+    "qwen2, untied": (QWEN2 | {"tie_word_embeddings": False}, 2, 64, ["head_dim"], {}),
+    "qwen2, head_dim and attention_bias given": (QWEN2 | {"attention_bias": True}, 2, 64, [], {}),
+    "experts": (MIXTURE | {"tie_word_embeddings": False}, 1, 64, [], {}),
+    "experts, transformers 5": (experts(5, "num_local_experts", norm_topk_prob=False), 3, 64, ["norm_topk_prob"], {})}
 
 
-@pytest.mark.parametrize("which", ["shards", "no prefix", "lm_head stored although tied", "untied",
-                                   "group 32, odd shapes", "head size not given", "qwen2",
-                                   "qwen2, untied", "qwen2, head_dim and attention_bias given",
-                                   "experts", "experts, transformers 5"])
+@pytest.mark.parametrize("which", VARIANTS)
 def test_variants_of_checkpoints(checkpoint, run, tmp_path, which):
-    ck, shards, group = variant(checkpoint, which)
+    config, shards, group, absent, more = VARIANTS[which]
+    ck = checkpoint(**config)
+    ck.prefix = "" if which == "no prefix" else ck.prefix
+    ck.tensors = {name: x * 9 if name.endswith("bias") else x for name, x in ck.tensors.items()}
     expected = ck.expected(group)
-    if which == "head size not given":
-        del ck.config["head_dim"]
+    ck.tensors |= {name: np.ones(shape, np.float32) for name, shape in more.items()}
+    for key in absent:
+        del ck.config[key]
     assert run(ck.save(tmp_path / "in", shards), "out.bin")[0] == 0
     assert (tmp_path / "out.bin").read_bytes() == expected
 
