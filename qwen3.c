@@ -2122,38 +2122,40 @@ static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Texts and places. A text waits, runs and ends. It has a place until a newer text needs it.
-// A request is what the program wants of one text or several.
+// Texts and places. A request is what the program wants of one text or several. A text waits, runs
+// and ends. It has a place until a newer text needs it. Engine.order is
+//
+//   0            n_running         n_texts                n_places
+//   | run        | wait to run     | free                        |
+//   | first come ...     last come | ended last ... ended first  |
+//                                                                ^ the next text's place
+//
+// One place more than n_places exists, so that the text that ended last is always there: a new one
+// may share its beginning.
 
 enum { PLACES = 32 };  // texts that run together
 
-typedef struct Slot {  // of a text
+typedef struct Slot {  // what Part II keeps of a text, beside Text
     const struct Engine *engine;
     struct Request *request;
-    int number;        // of the text in its request
+    int number;        // of the text in its request, from 0
     Buffer out;        // the answer of a text in a list, or an embedding
     double start;      // when it began
     size_t cached;     // tokens of the prompt that were in the cache when it began
     // Many texts at once only:
     int *blocks;       // its blocks of the cache: position pos is in blocks[pos / block_len]
-    int n_blocks;      // that it has
-    size_t before;     // so many ids had run when it had to wait
+    int n_blocks;      // how many it has
+    size_t before;     // ids that had run when it had to wait; 0: it did not, or runs again
     int rows;          // ids that run in this pass, without guesses
     int first;         // the first of its needed rows, once these have moved to the front
-    int guesses;       // ids.p[ids.n] and on are so many guesses, which run, too: see Drafts
-    int drafted;       // ids that were guessed before this pass
+    int guesses;       // ids.p[ids.n] and on are so many guesses: draw takes each right one off
+    int drafted;       // what `guesses` was before
 } Slot;
 
 typedef struct Choice {  // a given answer
     Bytes text;
     Ids ids;             // with ANY_STOP at the end, if another one begins with it
-    size_t n;            // ids without ANY_STOP
 } Choice;
-
-// What ended thinking by budget_text. Without given answers, only -r N does.
-typedef enum {
-    NOTHING_CLOSED, BY_BUDGET, BY_REPEATS, BY_LENGTH, BY_CONTEXT, BY_STOP_ID, N_CLOSERS
-} Closer;
 
 typedef struct Request {
     Ids ids;             // the prompt
@@ -2166,7 +2168,8 @@ typedef struct Request {
     size_t cached;       // tokens of its prompt that did not need to run
     size_t drawn;        // tokens of its answer, or of its given answers
     int thought;         // tokens of thinking that were drawn
-    Closer closer;       // of its thinking
+    bool closed;         // its thinking was ended by budget_text,
+    Ending closed_by;    // because it ended so; GOES_ON: it reached the budget of -r N
     Ending ending;       // of its texts
     // With given answers only:
     Ids start;           // what they follow: the prompt and the thinking; empty until it ends
@@ -2183,57 +2186,60 @@ typedef struct Engine {
     struct Pass *pass; // with -DPLAIN: NULL
     Tokenizer tokenizer;
     Mode mode;         // -m, or what the model is made for
-    int max_new;       // the maximum number of tokens in an answer, -1: no limit
-    bool guarded;      // an answer ends if it repeats itself
+    // The texts:
     Text places[PLACES + 1];
     Slot slots[PLACES + 1];
-    Text *order[PLACES + 1];  // first the n_running texts that run
+    Text *order[PLACES + 1];
     int n_running;
     int n_texts;       // texts that run or wait
     int n_places;      // the maximum number of these
-    size_t n_rows;     // tokens that ran so far
-    size_t again;      // tokens that ran again, as their text had had to wait
+    // What has run:
+    size_t n_rows;     // tokens so far
+    size_t again;      // tokens that ran again, because their text had had to wait
     double prompt_end; // when the first logits were there, or 0
-    bool thinks;       // the prompt opens the thinking
-    bool may_think;    // it does, or the model may
+    // Answers, their thinking, and given answers (-o):
+    int max_new;       // the maximum number of tokens in an answer, -1: no limit
+    bool guarded;      // an answer ends if it repeats itself
+    bool thinks;       // the prompt ends inside <think>
+    bool may_think;    // the prompt does, or the model may begin with <think>
     int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
     Ids budget_text;   // what ends thinking that has reached it
     Ids after_think;   // what follows </think> before given answers
-    struct Choice *choices;  // given answers (-o)
+    struct Choice *choices;  // the given answers
     int n_choices;
-    size_t max_choice_len;  // tokens of the longest given answer
+    size_t max_choice_len;   // tokens of the longest one
     // Many texts at once only:
     int needed;        // rows of this pass that get logits
     double *nll;       // (logit_rows) -log(probability) of the id after each, if it is there
     int *users;        // (Pass.n_blocks) how many texts have this block
     int n_unused;      // blocks that no text has
-    uint64_t *ran;     // with -DCHECKED: (n_blocks, block_len) a hash of what ran there
-    int credit;        // what drafts may still cost
+    int credit;        // of drafts: see there
 } Engine;
 
-static void drop_blocks(Engine *e, Text *t);
-static void cut_text(Engine *e, Text *t, size_t n);  // keeps n ids, all run (PLAIN: to run again)
-static void start_texts(Engine *e);  // of those that wait, those that can run now
+// Keeps what has run of a text's first n ids, all of which have. (-DPLAIN keeps nothing.)
+static void keep_run(Engine *e, Text *t, size_t n);
 
-// Runs all texts that run a step further; with -DPLAIN the first one to its end. Returns false if
+static void start_texts(Engine *e);  // starts texts that wait, as many as can run now
+
+// Runs each text that runs a step further; with -DPLAIN the first one to its end. Returns false if
 // none runs, or after Ctrl-C.
 static bool run_pass(Engine *e);
 
-// A new text, which waits to run, takes the place of the one that ended the longest time ago.
+// Adds a text. It waits to run. It takes the place of the text that ended the longest time ago.
 static Text *add_text(Engine *e, const int *ids, size_t n) {
-    Text *t = e->order[e->n_places], **free = e->order + e->n_texts++;
+    Text *t = e->order[e->n_places], **place = e->order + e->n_texts++;
     const size_t vocab_size = e->tokenizer.vocab_size, context = e->model.state.context;
-    Ids its = t->ids;
+    Ids own = t->ids;
     Slot *slot = t->slot;
-    memmove(free + 1, free, (e->order + e->n_places - free) * sizeof(*free));
-    *free = t;
-    drop_blocks(e, t);
-    its.p = grow(its.p, &its.cap, n, context + 1, sizeof(int));
-    its.n = n;
-    memcpy(its.p, ids, n * sizeof(int));
-    const Buffer out = {slot->out.p, 0, slot->out.cap};
-    *slot = (Slot){.engine = e, .start = now(), .blocks = slot->blocks, .out = out};
-    *t = (Text){.ids = its, .target = n, .n_prompt = n, .context = context,
+    memmove(place + 1, place, (e->order + e->n_places - place) * sizeof(*place));
+    *place = t;
+    keep_run(e, t, 0);
+    own.p = grow(own.p, &own.cap, n, context + 1, sizeof(int));  // room for guesses: see Drafts
+    own.n = n;
+    memcpy(own.p, ids, n * sizeof(int));
+    *slot = (Slot){.engine = e, .start = now(), .blocks = slot->blocks,
+                   .out = {slot->out.p, 0, slot->out.cap}};
+    *t = (Text){.ids = own, .target = n, .n_prompt = n, .context = context,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
                 .watched = e->guarded ? n : SIZE_MAX / 2,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
@@ -2243,7 +2249,7 @@ static Text *add_text(Engine *e, const int *ids, size_t n) {
     return t;
 }
 
-// A text has ended, or is stopped: its place is free. What has run stays there.
+// Frees the place of a text that has ended, or is stopped. What has run stays there.
 static void remove_text(Engine *e, Text *t) {
     int at = 0;
     if (t->ending == GOES_ON) t->ending = INTERRUPTED;
@@ -2255,8 +2261,7 @@ static void remove_text(Engine *e, Text *t) {
 }
 
 #ifdef PLAIN
-static void drop_blocks(Engine *e, Text *t) { (void)e, (void)t; }
-static void cut_text(Engine *e, Text *t, size_t n) { (void)e, t->ids.n = n, t->n_run = 0; }
+static void keep_run(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
 static void start_texts(Engine *e) { (void)e; }
 
 static bool run_pass(Engine *e) {
@@ -2276,48 +2281,24 @@ static bool run_pass(Engine *e) {
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged KV cache: vLLM, arXiv
 // 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like another shares its blocks (prefix sharing): each block counts its users. A conversation's
-// turn begins like the last one, texts of a list often have the same instruction. A text that does
-// not run keeps its blocks until they or its place are needed: so texts of short answers share,
-// too. When no block is left, the youngest text has to wait, and later runs again up to the last id
-// that it drew (preemption by recomputation).
+// like another shares its blocks (prefix sharing): each block counts its users. A turn begins like
+// the turn before it, and the texts of a list often begin with one instruction. A text that does
+// not run keeps its blocks until they or its place are needed, from right to left in the order: so
+// texts of short answers share, too. When no block is left, the youngest text has to wait. Later it
+// runs again up to the last id that it drew (preemption by recomputation).
 //
 // The invariant: a row is written only into a block with one user, and what has run in a block is
 // never written again. So whoever shares a block finds in it what ran there. Two texts share whole
-// blocks; the block in which they begin to differ is copied. A text that takes back ids (cut_text)
+// blocks; the block in which they begin to differ is copied. A text that takes back ids (keep_run)
 // gives back the blocks that others share; in its own last block, what these ids left counts as not
-// run.
-//
-//   order:   0            n_running         n_texts                n_places
-//            | run        | wait to run     | free                        |
-//            | first come ...     last come | ended last ... ended first  |
-//                                                                         ^ the next text's place
-//
-// From right to left, the texts that do not run lose their blocks when others need them. One place
-// more than n_places exists, so that the text that ended last is always there to be shared.
+// run. The tests assert it (tests/naive.h).
 
 #ifdef CHECKED
-static uint64_t next_hash(uint64_t hash, int id) { return (hash + id + 1) * 0x9E3779B97F4A7C15u; }
-
-// Asserts the invariant before n rows run: each text finds in its blocks what its ids before them
-// have left there, and each row is written into a block with one user.
-static void check_rows(const Engine *e, int n) {
-    const Row *row = e->pass->rows, *end = row + n;
-    const size_t len = e->pass->block_len;
-    for (int i = 0; i < e->n_running; i++) {
-        const Text *t = e->order[i];
-        uint64_t hash = 0;  // of the ids up to pos
-        for (size_t pos = 0; pos < t->n_run || (row < end && row->text == t); pos++) {
-            const int block = t->slot->blocks[pos / len];
-            uint64_t *ran = &e->ran[block * len + pos % len];
-            hash = next_hash(hash, t->ids.p[pos]);
-            if (pos < t->n_run ? *ran != hash : (e->users[block] != 1 || row++->pos != (int)pos))
-                die("block %d of %d users: position %zu is another's", block, e->users[block], pos);
-            *ran = hash;
-        }
-    }
-    if (row != end) die("rows: %d belong to no text that runs", (int)(end - row));
-}
+static void check_rows(const Engine *e, int n);                // before they run
+static void check_copy(const Engine *e, int to, int from);     // after a block is copied
+#else
+#define check_rows(e, n) (void)0
+#define check_copy(e, to, from) (void)0
 #endif
 
 static void take_block(Engine *e, Text *t, int block) {
@@ -2325,34 +2306,28 @@ static void take_block(Engine *e, Text *t, int block) {
     t->slot->blocks[t->slot->n_blocks++] = block;
 }
 
-static void drop_blocks(Engine *e, Text *t) {
-    Slot *slot = t->slot;
-    while (slot->n_blocks > 0) e->n_unused += --e->users[slot->blocks[--slot->n_blocks]] == 0;
-    t->n_run = 0;
-}
-
-// The blocks that it keeps lie before n or have no other users: these will be written from n on. If
-// that takes away ids that have run, they run again.
-static void cut_text(Engine *e, Text *t, size_t n) {
+// The text gives back the other blocks, and the one that n cuts if others use it, because it would
+// write there: then this block's ids run again.
+static void keep_run(Engine *e, Text *t, size_t n) {
     const size_t len = e->pass->block_len;
     Slot *slot = t->slot;
-    for (size_t last; slot->n_blocks * len > n; slot->n_blocks--) {
-        last = slot->n_blocks - 1;
-        if (last * len < n && e->users[slot->blocks[last]] == 1) break;
-        e->n_unused += --e->users[slot->blocks[last]] == 0;
+    for (size_t start; slot->n_blocks * len > n; slot->n_blocks--) {
+        start = (slot->n_blocks - 1) * len;
+        int *users = &e->users[slot->blocks[start / len]];
+        if (start < n && *users == 1) break;
+        e->n_unused += --*users == 0;
     }
-    t->ids.n = n;
     t->n_run = min_size(n, slot->n_blocks * len);
 }
 
-// Gives a text the blocks that it lacks for its ids and `more`, if `spare` others stay unused. For
-// that, texts that do not run lose theirs. Returns false if there are too few.
+// Gives a text the blocks that it lacks for its ids and `more`. Texts that do not run lose theirs
+// if need be. Returns false, and gives none, if fewer than `spare` blocks would stay unused.
 static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     const size_t len = e->pass->block_len;
-    const size_t n = min_size(t->ids.n + more, t->context);  // the last id may lie behind it
+    const size_t n = min_size(t->ids.n + more, t->context);  // the last id may not fit, nor run
     int lacks = (int)((n + len - 1) / len) - t->slot->n_blocks;
     for (int i = e->n_places; i >= e->n_running && e->n_unused < lacks + spare; i--)
-        drop_blocks(e, e->order[i]);
+        keep_run(e, e->order[i], 0);
     if (e->n_unused < lacks + spare) return false;
     for (int block = 0; lacks > 0; block++) {
         if (e->users[block]) continue;
@@ -2362,9 +2337,9 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return true;
 }
 
-// The text that has the most first ids, *same, in common with t, and has run or will run them. It
-// may be t itself, whose blocks may still be there. The last known id does not count: it always
-// runs, as its logits are needed.
+// Finds the text that begins with the most ids of t and has run or will run them; *same is their
+// number. It may be t itself: its blocks may still be there. The last known id does not count: it
+// always runs because its logits are needed.
 static Text *find_alike(Engine *e, Text *t, size_t *same) {
     Text *best = t;
     *same = t->n_run;
@@ -2381,41 +2356,36 @@ static Text *find_alike(Engine *e, Text *t, size_t *same) {
     return best;
 }
 
-static void copy_block(const Engine *e, int to, int from) {
-    cache_copy(e->pass, to, from);
-#ifdef CHECKED
-    const size_t len = e->pass->block_len;
-    memmove(e->ran + to * len, e->ran + from * len, len * sizeof(*e->ran));
-#endif
-}
-
-// Starts the first text that waits: the ids that it shares count as having run. Returns false if it
-// goes on waiting. Beside the blocks that it lacks, one has to be left for each text that runs, as
-// it may soon need one. A text that runs alone may have them all.
+// Starts the first text that waits. The ids that it shares count as run. Beside its own blocks, one
+// must be left for each running text because that may soon need it. Alone it may take all. Returns
+// false if it goes on waiting.
 static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
+    Slot *slot = t->slot;
     size_t same;
     const Text *alike = find_alike(e, t, &same);
-    const size_t len = e->pass->block_len;
-    if (same >= alike->n_run + len) return false;  // it waits: a block of these will run soon
-    const size_t run = min_size(same, alike->n_run), whole = run / len;
-    const int *theirs = alike->slot->blocks;
+    const size_t len = e->pass->block_len, run = min_size(same, alike->n_run);
+    const int whole = (int)(run / len), *theirs = alike->slot->blocks;
+    if (same >= alike->n_run + len) return false;  // a block or more of these will run soon
     if (alike != t) {
-        drop_blocks(e, t);
-        while (t->slot->n_blocks < (int)whole) take_block(e, t, theirs[t->slot->n_blocks]);
+        keep_run(e, t, 0);
+        while (slot->n_blocks < whole) take_block(e, t, theirs[slot->n_blocks]);
         t->n_run = whole * len;
     }
-    e->n_running++;  // it keeps what it has
-    if (!take_blocks(e, t, 0, e->n_running) && (e->n_running > 1 || !take_blocks(e, t, 0, 0))) {
+    e->n_running++;  // so take_blocks leaves this text its blocks
+    if (!take_blocks(e, t, 0, e->n_running > 1 ? e->n_running : 0)) {
         e->n_running--;
-        return false;                            // it waits for blocks
+        return false;  // it waits for blocks
     }
-    // take_blocks may have taken the block from `alike`, but nothing has overwritten it.
-    if (run % len) copy_block(e, t->slot->blocks[whole], theirs[whole]);
+    // take_blocks may have dropped this block of `alike`, but its keys and values are still there.
+    if (run % len) {
+        cache_copy(e->pass, slot->blocks[whole], theirs[whole]);
+        check_copy(e, slot->blocks[whole], theirs[whole]);
+    }
     t->n_run = run;
-    if (t->slot->before > run) e->again += t->slot->before - run;
-    if (t->slot->before == 0) t->slot->cached = run;
-    t->slot->before = 0;
+    if (slot->before == 0) slot->cached = run;
+    else if (slot->before > run) e->again += slot->before - run;
+    slot->before = 0;
     return true;
 }
 
@@ -2423,13 +2393,12 @@ static void start_texts(Engine *e) {
     while (e->n_running < e->n_texts && start_text(e)) {}
 }
 
-// A prompt has its blocks, but an answer may need another one. If there is none, the youngest text,
-// perhaps this one, has to wait. A text that runs alone never has to, as it may take all blocks.
+// Sets which texts run. A prompt has its blocks, but an answer may need another one. If there is
+// none, the youngest text, perhaps this one, has to wait. A text alone may take all blocks.
 static void schedule(Engine *e) {
     start_texts(e);
     for (int i = 0; i < e->n_running; i++) {
-        Text *t = e->order[i];
-        while (i < e->n_running && !take_blocks(e, t, 0, 0)) {
+        while (i < e->n_running && !take_blocks(e, e->order[i], 0, 0)) {
             Text *last = e->order[--e->n_running];
             last->slot->before = last->n_run;
         }
@@ -2450,24 +2419,24 @@ static void schedule(Engine *e) {
 // drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Guesses what may follow a text, up to `most` ids, from the latest place where its end fits, as
-// far as the context and unused blocks reach. A draft that runs into itself repeats itself.
+// Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
+// context and the unused blocks limit them. A draft that reaches its own ids repeats itself.
 static void draft_text(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int);
-    const size_t fit = (size_t)(t->slot->n_blocks + e->n_unused) * e->pass->block_len;
-    size_t from = n - 1;
-    most = min_int(most, (int)(min_size(t->context, fit) - n));
-    if (most < 1 || e->credit < 0) return;
+    const size_t room = (size_t)(t->slot->n_blocks + e->n_unused) * e->pass->block_len;  // positions
+    const int count = min_int(most, (int)min_size(t->context, room) - (int)n);
+    size_t from = n - 1;  // the draft begins with ids[from]
+    if (count < 1 || e->credit < 0) return;
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
-    e->credit -= DRAFT_COST * most;
-    t->slot->guesses = t->slot->drafted = most;
-    for (int i = 0; i < most; i++) ids[n + i] = ids[from + i];
-    take_blocks(e, t, most, 0);
+    e->credit -= DRAFT_COST * count;
+    t->slot->guesses = t->slot->drafted = count;
+    for (int i = 0; i < count; i++) ids[n + i] = ids[from + i];
+    take_blocks(e, t, count, 0);
 }
 
-// Drafts for all texts, if each of them decodes: it has one id that has not run.
+// Guesses for all texts if each of them decodes: all its ids but the last have run.
 static void draft_texts(Engine *e) {
     bool decodes = e->mode <= GENERATE;
     e->credit = min_int(e->credit + 1, MOST_CREDIT);
@@ -2507,26 +2476,10 @@ static int make_rows(Engine *e) {
             if (n + later == p->batch || e->needed + later == p->logit_rows) break;
             p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->blocks, needed, t};
             e->needed += needed;
-            slot->rows += pos < t->ids.n;  // draw() adds a right guess to n_run
+            slot->rows += pos < t->ids.n;  // draw adds a right guess to n_run
         }
     }
     return n;
-}
-
-static bool forward_texts(Engine *e) {
-    schedule(e);
-    draft_texts(e);
-    const int n = make_rows(e);
-#ifdef CHECKED
-    check_rows(e, n);
-#endif
-    if (n == 0 && !interrupted)  // Ctrl-C leaves a text without its draw
-        die("texts: %d wait and none can run; please report this", e->n_texts);
-    if (n == 0 || !forward_rows(e->pass, n)) return false;
-    for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
-    e->n_rows += n;
-    if (e->needed && e->prompt_end == 0) e->prompt_end = now();
-    return true;
 }
 
 static float *logits_of(const Engine *e, int row) {
@@ -2535,65 +2488,61 @@ static float *logits_of(const Engine *e, int row) {
 
 static void score_first_ids(const Engine *e, const Text *t, float *logits);  // see Given answers
 
-// nll[i] of the id after row i, if it is there. (forward_rows has moved the needed rows to the
-// front.) A row of a text that is drawn is left alone: draw() needs its logits.
-static void score_rows(void *arg) {
-    const Engine *e = arg;
-    EACH (i, e->needed, 1) {
-        const Row *row = &e->pass->rows[i];
-        const Ids *ids = &row->text->ids;
-        const size_t next = row->pos + 1;
-        if (next < ids->n) e->nll[i] = nll_of(&e->tokenizer, logits_of(e, i), ids->p[next]);
-    }
-}
-
-// Draws the next id. If an id was guessed there, its row has run, too (schedule guesses no more
-// than fit); and if it is the one that is drawn, the row's logits give the id after it, and so on.
-// If not, the drawn id takes the place of the guess, and later its keys and values replace those of
-// the guess in the cache; schedule() forgets the guesses after it. So guesses save passes and
-// change no id.
+// Draws the next id. If it was guessed, the row of the guess has run, too: its logits give the id
+// after it, and so on. Another id takes the place of the guess. Later its keys and values replace
+// those of the guess in the cache, and draft_texts forgets the guesses after it. (draft_text
+// guesses no more than fit.) So guesses save passes and change no id.
 static void draw(const Engine *e, Text *t) {
     Slot *slot = t->slot;
     if (e->n_choices && t->ids.n == t->max_ids) score_first_ids(e, t, logits_of(e, slot->first));
-    for (int row = slot->first; t->ending == GOES_ON && !interrupted; row++) {
+    for (int row = slot->first; !interrupted; row++) {
         const size_t n = t->ids.n;
         const int guess = slot->guesses > 0 ? t->ids.p[n] : -1;
         t->ending = draw_next(&e->tokenizer, t, logits_of(e, row));
-        const bool alone = t->ids.n == n + 1 && t->target == n + 1;  // nothing was put behind it
-        if (!alone || t->ids.p[n] != guess || t->ending != GOES_ON) break;
+        const bool alone = t->ids.n == n + 1 && t->target == n + 1;  // nothing was put after it
+        if (t->ending != GOES_ON || !alone || t->ids.p[n] != guess) return;
         slot->guesses--;
         t->n_run++;
     }
 }
 
-// The body of run_text's loop, for each text that needs more than its row
-static void draw_texts(void *arg) {
+// Does what run_text does after forward(), for all texts: first for the rows whose next id is
+// there, then for each text. (A row of a text that is drawn is left alone: draw needs its logits.)
+static void end_pass(void *arg) {
     const Engine *e = arg;
-    const Model *m = &e->model;
+    EACH (i, e->mode == EMBED ? 0 : e->needed, 1) {
+        const Row *row = &e->pass->rows[i];
+        const Ids *ids = &row->text->ids;
+        const size_t next = row->pos + 1;
+        if (next < ids->n) e->nll[i] = nll_of(&e->tokenizer, logits_of(e, i), ids->p[next]);
+    }
     EACH (i, e->n_running, 1) {
         Text *t = e->order[i];
         int row = t->slot->first;
-        if (t->n_run < t->target) continue;
-        if (t->embeds) t->ending = embed_text(m, t, e->pass->x + (size_t)row * m->config.dim);
+        float *x = e->pass->x + (size_t)row * e->model.config.dim;
+        if (t->n_run < t->target) continue;  // its next id is taken as it is
+        if (t->embeds) t->ending = embed_text(&e->model, t, x);
         else if (t->target == t->ids.n) draw(e, t);
         else while (t->target <= t->n_run) t->ending = add_nll(t, e->nll[row++]);
     }
 }
 
-// After a pass: each text whose known ids have all run gets the next one, or its scores.
-static void draw_all(Engine *e) {
-    if (e->needed == 0) return;
-    if (e->mode != EMBED) classify(e->pass, 0, e->needed);
-    if (e->mode != EMBED && e->needed > 1) on_all_threads(score_rows, e);
-    else if (e->mode != EMBED) score_rows(e);
-    if (e->n_running > 1) on_all_threads(draw_texts, e);
-    else draw_texts(e);
-}
-
 static bool run_pass(Engine *e) {
     (void)run_text, (void)state_init;  // -DPLAIN uses these: they define what this computes
-    if (!forward_texts(e)) return false;
-    draw_all(e);
+    schedule(e);
+    draft_texts(e);
+    const int n = make_rows(e);
+    check_rows(e, n);
+    if (n == 0 && !interrupted)  // Ctrl-C leaves a text without its draw
+        die("texts: %d wait and none can run; please report this", e->n_texts);
+    if (n == 0 || !forward_rows(e->pass, n)) return false;
+    for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
+    e->n_rows += n;
+    if (e->needed == 0) return true;
+    if (e->prompt_end == 0) e->prompt_end = now();
+    if (e->mode != EMBED) classify(e->pass, 0, e->needed);  // forward_rows has put them first
+    if (e->needed > 1) on_all_threads(end_pass, e);
+    else end_pass(e);
     return true;
 }
 #endif  // not PLAIN
@@ -2766,7 +2715,6 @@ static void writer_end(Writer *out) {
 // Of given answers: see the next section
 static void start_choices(const Engine *e, Text *t);
 static bool add_choice(Engine *e, Request *r);
-static void end_prompt(const Engine *e, const Text *t);
 static bool next_choice(Engine *e, Text *t);
 
 // Sets how many texts a request has. Pieces of a perplexity share an id with the next one.
@@ -2805,8 +2753,8 @@ static bool add_texts(Engine *e, Request *r) {
     return r->begun == r->texts;
 }
 
-// Appends ids that nobody drew after a text's thinking. Before given answers all of them come, in
-// spite of -n, and nothing more is drawn.
+// Ends a text's thinking: appends ids that nobody drew. Before given answers it appends all of them,
+// in spite of -n, and nothing more is drawn.
 static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
     const bool first = t->watched == t->n_prompt;
     Ending ending = GOES_ON;
@@ -2831,12 +2779,11 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     const Ending ending = append_id(tok, t, id);
     if (!t->writer->thinking) return chooses ? end_thinking(e, t, &e->after_think) : ending;
     if (was_thinking && ending != COMPLETE) r->thought++;  // neither <think> nor a stop id counts
-    const Closer by = ending == GOES_ON ? r->thought >= e->budget ? BY_BUDGET : NOTHING_CLOSED
-        : ending == REPEATS && (chooses || r->closer != BY_REPEATS) ? BY_REPEATS
-        : !chooses ? NOTHING_CLOSED
-        : ending == LIMIT_REACHED ? BY_LENGTH : ending == COMPLETE ? BY_STOP_ID : BY_CONTEXT;
-    if (!by) return ending;
-    r->closer = by;
+    const bool repeats = ending == REPEATS && !(r->closed && r->closed_by == REPEATS);
+    const bool closes = ending == GOES_ON ? r->thought >= e->budget : repeats || chooses;
+    if (!closes) return ending;
+    r->closed = true;
+    r->closed_by = ending;
     return end_thinking(e, t, &e->budget_text);
 }
 
@@ -2847,8 +2794,8 @@ static Text *find_ended(const Engine *e) {
     return NULL;
 }
 
-// Counts a text that has ended, and frees its place, unless the next given answer needs it. Returns
-// whether the request is done.
+// Counts a text that has ended, and frees its place, unless the next given answer goes on in it.
+// Returns whether the request is done.
 static bool end_text(Engine *e, Text *t) {
     Request *r = t->slot->request;
     if (r->ending != FAILED) r->ending = t->ending;
@@ -2856,7 +2803,6 @@ static bool end_text(Engine *e, Text *t) {
     r->nll[t->slot->number] = t->nll;
     r->drawn += t->ids.n - t->n_prompt - (t->ids.p[t->ids.n - 1] == ANY_STOP);
     r->ended++;
-    if (e->n_choices && t->slot->number == 0) end_prompt(e, t);
     if (e->n_choices && next_choice(e, t)) return false;
     remove_text(e, t);
     return r->ended == r->texts;
@@ -2875,9 +2821,9 @@ static const char budget_text[] = "\n\nConsidering the limited time by the user,
     "the solution based on the thinking directly now.\n</think>\n\n";
 
 #define NO_REPEATS "-e 1.1 helps, -n -1 lets it go on"
-static const char *const closers[N_CLOSERS] = {
-    [BY_BUDGET] = "-r", [BY_LENGTH] = "-n", [BY_CONTEXT] = "a full context",
-    [BY_STOP_ID] = "an end token", [BY_REPEATS] = "repeating itself (" NO_REPEATS ")"};
+static const char *const closers[] = {  // see Request.closed_by
+    [GOES_ON] = "-r", [LIMIT_REACHED] = "-n", [CONTEXT_ENDED] = "a full context",
+    [COMPLETE] = "an end token", [REPEATS] = "repeating itself (" NO_REPEATS ")"};
 
 static bool begins_with(const Ids *a, const Ids *b) {
     return a->n >= b->n && memcmp(a->p, b->p, b->n * sizeof(int)) == 0;
@@ -2885,21 +2831,22 @@ static bool begins_with(const Ids *a, const Ids *b) {
 
 static void encode_choices(Engine *e) {
     if (e->n_choices == 0) return;  // `choices` is NULL
-    for (Choice *c = e->choices; c < e->choices + e->n_choices; c++) {
+    Choice *const end = e->choices + e->n_choices;
+    for (Choice *c = e->choices; c < end; c++) {
         encode_part(&e->tokenizer, c->text, e->mode == GENERATE, &c->ids);
-        c->n = c->ids.n;
-        if (c->n > e->max_choice_len) e->max_choice_len = c->n;
-        for (size_t i = 0; i < c->n; i++)
+        if (c->ids.n > e->max_choice_len) e->max_choice_len = c->ids.n;
+        for (size_t i = 0; i < c->ids.n; i++)
             if (is_stop(&e->tokenizer, c->ids.p[i]))
                 die("-o: %.*s has a token that ends answers, expected texts without one",
                     (int)c->text.n, c->text.p);
     }
-    for (Choice *c = e->choices, *end = c + e->n_choices; c < end; c++) {
+    for (Choice *c = e->choices; c < end; c++) {
         bool begins = false;  // another one
         for (Choice *other = e->choices; other < end; other++) {
             if (other == c || !begins_with(&other->ids, &c->ids)) continue;
-            if (other->n == c->n) die("-o: two answers have the same tokens: %.*s, %.*s",
-                                      (int)c->text.n, c->text.p, (int)other->text.n, other->text.p);
+            if (other->ids.n == c->ids.n)
+                die("-o: two answers have the same tokens: %.*s, %.*s", (int)c->text.n, c->text.p,
+                    (int)other->text.n, other->text.p);
             begins = true;
         }
         if (begins) ids_add(&c->ids, ANY_STOP);
@@ -2914,9 +2861,8 @@ static void start_choices(const Engine *e, Text *t) {
         end_thinking(e, t, t->writer->thinking ? &e->budget_text : &(Ids){0});
 }
 
-#ifndef PLAIN
 // Sets the nll of the first id of each TEXT, by the logits before it. They are overwritten.
-static void score_first_ids(const Engine *e, const Text *t, float *logits) {
+INLINE void score_first_ids(const Engine *e, const Text *t, float *logits) {
     Request *r = t->slot->request;
     double *nll = r->nll + 1;
     for (int i = 0; i < e->n_choices; i++) nll[i] = -logits[e->choices[i].ids.p[0]];
@@ -2924,58 +2870,48 @@ static void score_first_ids(const Engine *e, const Text *t, float *logits) {
     for (int i = 0; i < e->n_choices; i++) nll[i] += all;
     r->first_scored = true;
 }
-#endif
 
-// Returns whether text i is a TEXT of one id with a known nll: it need not run.
-static bool is_scored(const Engine *e, const Request *r, int i) {
-    return r->first_scored && e->choices[i - 1].ids.n == 1;
-}
-
-// Ends text 0: the TEXTs follow its ids, and those that need not run have ended, too.
-static void end_prompt(const Engine *e, const Text *t) {
-    Request *r = t->slot->request;
-    if (t->ending == FAILED) r->texts = 1;
-    else r->ending = COMPLETE;
-    for (size_t i = 0; i < t->ids.n; i++) ids_add(&r->start, t->ids.p[i]);
-    for (int i = 1; i < r->texts; i++) {
-        if (!is_scored(e, r, i)) continue;
-        if (!isfinite(r->nll[i])) r->ending = FAILED;
+// Goes to the next TEXT that has to run. The nll of those of one id before it may be known: then
+// they end without a text. Returns false if none is left.
+static bool find_choice(const Engine *e, Request *r) {
+    for (; r->begun < r->texts; r->begun++) {
+        if (!r->first_scored || e->choices[r->begun - 1].ids.n > 1) return true;
+        if (!isfinite(r->nll[r->begun])) r->ending = FAILED;
         r->drawn++;
         r->ended++;
     }
-}
-
-// Counts the next TEXTs as begun if they need not run. Returns whether another one is left.
-static bool choices_left(const Engine *e, Request *r) {
-    while (r->begun < r->texts && is_scored(e, r, r->begun)) r->begun++;
-    return r->begun < r->texts;
+    return false;
 }
 
 // Appends the next TEXT to what it follows, to be scored: from its second id on if the first is.
 static void append_choice(const Engine *e, Text *t) {
     Request *r = t->slot->request;
-    const int number = t->slot->number;
-    const Ids *ids = &e->choices[number - 1].ids;
+    const Ids *ids = &e->choices[t->slot->number - 1].ids;
     t->target = t->ids.n + (r->first_scored ? 1 : 0);
-    t->nll = r->first_scored ? r->nll[number] : 0;
+    t->nll = r->first_scored ? r->nll[t->slot->number] : 0;
     for (size_t i = 0; i < ids->n; i++) ids_add(&t->ids, ids->p[i]);
 }
 
 // Adds the next TEXT that has to run. Returns false if none is left, or if the prompt or the
 // thinking has not run.
 static bool add_choice(Engine *e, Request *r) {
-    if (r->start.n == 0 || !choices_left(e, r)) return false;
+    if (r->start.n == 0 || !find_choice(e, r)) return false;
     append_choice(e, add_next(e, r, r->start.p, r->start.n));
     return true;
 }
 
-// Makes the next TEXT of a text that has ended, if there is one: so the blocks of what both follow
-// stay, even if many prompts end at once. Returns false if there is none.
+// Makes the next TEXT of a text that has ended: so the blocks of what both follow stay, even if
+// many prompts end at once. Text 0 is what the TEXTs follow. Returns false if no TEXT is left.
 static bool next_choice(Engine *e, Text *t) {
     Request *r = t->slot->request;
-    if (!choices_left(e, r)) return false;
-    cut_text(e, t, r->start.n);
-    t->n_prompt = t->ids.n;
+    if (t->slot->number == 0) {
+        if (t->ending == FAILED) r->texts = 1;
+        else r->ending = COMPLETE;
+        for (size_t i = 0; i < t->ids.n; i++) ids_add(&r->start, t->ids.p[i]);
+    }
+    if (!find_choice(e, r)) return false;
+    keep_run(e, t, r->start.n);
+    t->ids.n = t->n_prompt = r->start.n;
     t->ending = GOES_ON;
     t->slot->number = r->begun++;
     append_choice(e, t);
@@ -3260,8 +3196,8 @@ static bool respond(App *app) {
     else if (app->dialogue) snprintf(hint, sizeof(hint), "; /clear makes room");
     if (e->n_choices && r.ending == COMPLETE) write_choices(out, e, &r);
     else writer_end(out);
-    if (r.closer)
-        notice("answer: thinking ended by %s after %d tokens", closers[r.closer], r.thought);
+    if (r.closed)
+        notice("answer: thinking ended by %s after %d tokens", closers[r.closed_by], r.thought);
     if (r.ending == LIMIT_REACHED)
         notice("answer: ended%s by -n after %zu tokens", where, answer->n);
     if (r.ending == CONTEXT_ENDED)
@@ -3590,9 +3526,6 @@ static void prepare_places(App *app) {
     if (e->pass) {  // not to tokenize
         e->n_unused = e->pass->n_blocks;
         e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
-#ifdef CHECKED
-        e->ran = alloc(e->pass->n_blocks * e->pass->block_len, sizeof(*e->ran), "a check");
-#endif
         e->nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     }
 #endif
@@ -4119,7 +4052,7 @@ typedef struct {
     size_t drawn;           // and of answers
     size_t endings[FAILED + 1];  // answers by their end
     size_t unfinished;      // answers that ended inside thinking
-    size_t closed[N_CLOSERS];  // thinkings by what ended them
+    size_t closed[REPEATS + 1]; // thinkings by what ended them
     size_t pieces;          // texts that are scored in pieces
     bool ignored;           // a notice named members that have no effect
     double size;            // bytes of the file, if known
@@ -4143,7 +4076,7 @@ static void count_request(List *l, const Request *r) {
     l->drawn += r->drawn;
     l->endings[r->ending]++;
     l->unfinished += r->unfinished;
-    l->closed[r->closer]++;
+    if (r->closed) l->closed[r->closed_by]++;
     l->pieces += l->e->mode == PERPLEXITY && r->texts > 1;
 }
 
@@ -4346,7 +4279,7 @@ static int list_end(const List *l) {
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (circles) notice("answers: ended repeating themselves: %zu (%s)", circles, NO_REPEATS);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
-    for (int i = 1; i < N_CLOSERS; i++)
+    for (int i = 0; i <= REPEATS; i++)
         if (l->closed[i]) notice("answers: thinking ended by %s: %zu", closers[i], l->closed[i]);
     if (l->unfinished) notice("answers: ended inside their thinking: %zu", l->unfinished);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);

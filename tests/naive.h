@@ -38,3 +38,46 @@ static bool forward_text(Pass *p, const int *blocks, const int *tokens, int n, i
     }
     return forward_rows(p, n);
 }
+
+#ifdef CHECKED
+// What ran at each position of the caches of the last engines, as a hash of the text's ids up to there
+static struct { const Pass *pass; size_t n; uint64_t *hash; } ran[4];
+
+static uint64_t next_hash(uint64_t hash, int id) { return (hash + id + 1) * 0x9E3779B97F4A7C15u; }
+
+static uint64_t *hash_at(const Engine *e, int block, size_t pos) {
+    static int last;
+    const size_t len = e->pass->block_len, n = e->pass->n_blocks * len;
+    int i = 0;
+    while (i < 4 && (ran[i].pass != e->pass || ran[i].n != n)) i++;
+    if (i == 4) {
+        i = last = (last + 1) % 4;
+        free(ran[i].hash);
+        ran[i].pass = e->pass, ran[i].n = n, ran[i].hash = calloc(n, sizeof(*ran[i].hash));
+    }
+    return &ran[i].hash[block * len + pos % len];
+}
+
+// Asserts the invariant before n rows run: each text finds in its blocks what its ids before them have
+// left there, and each row is written into a block with one user.
+static void check_rows(const Engine *e, int n) {
+    const Row *row = e->pass->rows, *end = row + n;
+    for (int i = 0; i < e->n_running; i++) {
+        const Text *t = e->order[i];
+        uint64_t hash = 0;  // of the ids up to pos
+        for (size_t pos = 0; pos < t->n_run || (row < end && row->text == t); pos++) {
+            const int block = t->slot->blocks[pos / e->pass->block_len];
+            uint64_t *there = hash_at(e, block, pos);
+            hash = next_hash(hash, t->ids.p[pos]);
+            if (pos < t->n_run ? *there != hash : (e->users[block] != 1 || row++->pos != (int)pos))
+                die("block %d of %d users: position %zu is another's", block, e->users[block], pos);
+            *there = hash;
+        }
+    }
+    if (row != end) die("rows: %d belong to no text that runs", (int)(end - row));
+}
+
+static void check_copy(const Engine *e, int to, int from) {
+    memmove(hash_at(e, to, 0), hash_at(e, from, 0), e->pass->block_len * sizeof(uint64_t));
+}
+#endif

@@ -930,8 +930,8 @@ static void start_engine(Engine *e, const Sampler *sampler) {
     e->n_running = e->n_texts = 0;
     e->n_unused = e->pass->n_blocks;
     e->users = alloc(e->pass->n_blocks, sizeof(int), "a test");
-    e->ran = alloc(e->pass->n_blocks * e->pass->block_len, sizeof(*e->ran), "a test");
     e->nll = alloc(e->pass->logit_rows, sizeof(double), "a test");
+    hash_at(e, 0, 0);  // allocates it
     for (int i = 0; i < 2; i++) {
         e->order[i] = &e->places[i];
         e->places[i] = (Text){.sampler = *sampler, .writer = &writer, .slot = &e->slots[i]};
@@ -954,7 +954,7 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
     Ids ids = {0};
     e->credit = 0;  // one draft: what comes after it has to be earned
     for (int i = 0; i < 2; i++) {
-        drop_blocks(e, &e->places[i]);
+        keep_run(e, &e->places[i], 0);
         e->places[i].sampler = *sampler;
     }
     CHECK(e->n_unused == e->pass->n_blocks);
@@ -964,7 +964,7 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
         a->sampler.rng = all.rng;
         all.passes[turn] = -1;  // but the prompt's
         const int before = allocations;
-        for (; a->ending == GOES_ON && forward_texts(e); draw_all(e)) all.passes[turn] += e->needed > 0;
+        while (a->ending == GOES_ON && run_pass(e)) all.passes[turn] += e->needed > 0;
         CHECK(allocations == before, "%d while decoding", allocations - before);
         all.reused[turn] = a->slot->cached;
         all.ending[turn] = a->ending;
@@ -1072,18 +1072,17 @@ static void test_draft_that_overflows(void) {
         start_engine(&e, &sampler);
         Text *a = add_text(&e, context, N);
         a->writer = &writer;
-        CHECK(forward_texts(&e) && e.needed == 1);
-        CHECK(append_id(&e.tokenizer, a, 5) == GOES_ON);
+        CHECK(run_pass(&e) && e.needed == 1 && a->ids.n == N + 1);
+        a->ids.p[N] = 5;    // as if it had been drawn
         a->ids.p[5] = BAD;  // what 1 2 3 4 5 was followed by, as if it had run
         uint64_t hash = 0;
         for (int pos = 0, len = e.pass->block_len; pos < N; pos++) {
             hash = next_hash(hash, a->ids.p[pos]);
-            e.ran[a->slot->blocks[pos / len] * len + pos % len] = hash;
+            *hash_at(&e, a->slot->blocks[pos / len], pos) = hash;
         }
         e.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
-        CHECK(forward_texts(&e) && (a->slot->drafted > 0) == (drafting && TILE_TOKENS > 1));
-        draw_all(&e);  // with temperature 0: the logits stay as they are
-        const float *logits = e.pass->logits;
+        CHECK(run_pass(&e) && (a->slot->drafted > 0) == (drafting && TILE_TOKENS > 1));
+        const float *logits = e.pass->logits;  // with temperature 0, drawing leaves them
         CHECK(a->n_run == N + 1 && a->ids.n == N + 2 && isfinite(sum_double(logits, 77)));
         if (drafting) CHECK(!memcmp(expected, logits, sizeof(expected)));
         memcpy(expected, logits, sizeof(expected));
@@ -1108,7 +1107,7 @@ static void test_texts_that_cannot_run(void) {
         e.n_unused = 0;
         for (int i = 0; i < e.pass->n_blocks; i++) e.users[i] = 1;  // nobody gives them back
         add_text(&e, (int[]){1, 2, 3}, 3);
-        forward_texts(&e);
+        run_pass(&e);
         _exit(0);
     }
     CHECK(waitpid(child, &status, 0) == child && WEXITSTATUS(status) == EXIT_FAILURE, "%d", status);
