@@ -422,10 +422,19 @@ def prompts(shown):
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory, tokenizer):
-    """A random model of two layers, exported."""
-    directory = tmp_path_factory.mktemp("small")
-    return export(make_checkpoint(directory / "hf", tokenizer), directory / "small.bin")
+def random_model(tmp_path_factory, tokenizer):
+    """random_model(*options, **shape): make_checkpoint(**shape), exported with these options; each once."""
+    @functools.cache
+    def make(*options, **shape):
+        directory = tmp_path_factory.mktemp("random")
+        return export(make_checkpoint(directory / "hf", tokenizer, **shape), directory / "model.bin", *options)
+    return make
+
+
+@pytest.fixture(scope="session")
+def small(random_model):
+    """A random model of two layers."""
+    return random_model()
 
 
 @pytest.fixture(scope="session")
@@ -437,23 +446,40 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def chain(tmp_path_factory, tokenizer):
-    """make(token, token, ...): a model that goes from each token to the next, with a lead of 12.
-    Tokens are ids, or texts as the vocabulary writes them (a newline is \u010a)."""
+def table_model(tmp_path_factory, tokenizer):
+    """table_model(after): a model whose logits after a token are after[token], {token: logit}; those after any other
+    are after[None]. The logits of tokens that are not there are `fill`. Tokens are ids, or texts as the vocabulary
+    writes them (a newline is \u010a)."""
     made = {}
 
-    def make(*tokens, **kwargs):
-        key = tokens, tuple(kwargs.items())
+    def id_of(token):
+        number = tokenizer.token_to_id(token) if isinstance(token, str) else token
+        assert number is not None, token
+        return number
+
+    def make(after, fill=0, **kwargs):
+        key = repr((after, fill, kwargs))
         if key not in made:
-            ids = [tokenizer.token_to_id(t) if isinstance(t, str) else t for t in tokens]
-            assert None not in ids and len(set(ids[:-1])) == len(ids) - 1
-            logits = np.zeros((tokenizer.get_vocab_size(), len(ids)), np.float32)
-            for i, token in enumerate(ids[1:]):
-                logits[token, i + 1] = 12.7
-            directory = tmp_path_factory.mktemp("chain")
-            made[key] = export(make_table_model(directory / "hf", tokenizer, ids[:-1], logits,
-                                                **kwargs), directory / "model.bin")
+            states = [token for token in after if token is not None]
+            logits = np.full((tokenizer.get_vocab_size(), 1 + len(states)), fill, np.float32)
+            for i, state in enumerate([None, *states]):
+                for token, logit in after.get(state, {}).items():
+                    logits[id_of(token), i] = logit
+            directory = tmp_path_factory.mktemp("table")
+            made[key] = export(make_table_model(directory / "hf", tokenizer, [*map(id_of, states)], logits, **kwargs),
+                               directory / "model.bin")
         return made[key]
+    return make
+
+
+@pytest.fixture(scope="session")
+def chain(table_model):
+    """chain(token, token, ...): a model that goes from each token to the next, with a lead of 12; and from any other
+    to `default`, if there is one."""
+    def make(*tokens, default=None, **kwargs):
+        assert len(set(tokens[:-1])) == len(tokens[:-1])
+        steps = {before: {after: 12.7} for before, after in zip(tokens, tokens[1:])}
+        return table_model(({None: {default: 12.7}} if default else {}) | steps, **kwargs)
     return make
 
 

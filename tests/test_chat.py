@@ -14,11 +14,10 @@ from pathlib import Path
 
 import jinja2.ext
 import jinja2.sandbox
-import numpy as np
 import pexpect
 import pytest
-from conftest import (CHATML, QUOTED_QWEN3, QWEN3, STATS, change_sections, copy_model, environment, export, finish,
-                      leave, make_checkpoint, make_table_model, prompts, qwen3, records, settle, spawn, tokenize)
+from conftest import (CHATML, QUOTED_QWEN3, QWEN3, STATS, change_sections, copy_model, environment, finish, leave,
+                      prompts, qwen3, records, settle, spawn, tokenize)
 from test_templates import CHATS
 
 END = "<|im_end|>"
@@ -40,11 +39,11 @@ ANSWERS = [*CONTENTS, "<think>\n\n</think>\n\nyes", "<think>\nwell\n</think>\n\n
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_prompts_are_what_the_template_renders(tokenizer, tmp_path, template):
+def test_prompts_are_what_the_template_renders(tokenizer, random_model, template):
     """Random conversations, as jinja2 renders and the tokenizers package encodes them. (What differs
     on purpose, a user who types control tokens, is below and in test_tiny.py.)"""
     template = CHATS[template][0]
-    model = export(make_checkpoint(tmp_path / "hf", tokenizer, template=template), tmp_path / "model.bin")
+    model = random_model(template=template)
     compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation]).from_string(template)
     r = random.Random(template)
@@ -571,13 +570,10 @@ def test_stop_text_is_not_sought_in_the_thinking(tiny):
 
 # -- long conversations
 
-def test_forgetting_takes_no_time(tmp_path, tokenizer):
+def test_forgetting_takes_no_time(chain, tmp_path):
     """A conversation of one-line turns that fills 32,768 positions: two renderings, as half of it is
     enough."""
-    logits = np.zeros((tokenizer.get_vocab_size(), 2), np.float32)
-    logits[tokenizer.token_to_id(END)] = 12.7
-    model = export(make_table_model(tmp_path / "hf", tokenizer, [], logits[:, :1], max_len=32768),
-                   tmp_path / "model.bin")
+    model = chain(default=END, max_len=32768)
     turn = len(prompts(qwen3(model, "-m", "chat", "-t", 0, "-v", stdin=b"x\nx\n"))[1]) // 2
     turns = (32768 - 1024) // turn + 3
     with open(tmp_path / "stderr", "wb") as errors, subprocess.Popen(

@@ -5,11 +5,10 @@ import math
 import re
 import struct
 
-import numpy as np
 import pytest
 import test_list
 from checkpoints import make_embedding
-from conftest import (assert_error, change_sections, copy_model, export, make_checkpoint, make_table_model, output,
+from conftest import (assert_error, change_sections, copy_model, export, make_checkpoint, output,
                       perplexity, qwen3, tokenize)
 from reference import Model
 from test_templates import CHATML as THINKS
@@ -46,13 +45,9 @@ def defined(model, prompt, answers):
 
 
 @pytest.fixture(scope="module", params=["tiny", "Qwen2", "experts", "four bits"])
-def model(request, tmp_path_factory, tokenizer, tiny):
-    if request.param == "tiny":
-        return tiny
-    how = {"Qwen2": dict(qwen2=True, head_dim=16), "experts": dict(n_experts=8, hidden_dim=64), "four bits": {}}
-    directory = tmp_path_factory.mktemp("choices")
-    return export(make_checkpoint(directory / "hf", tokenizer, **how[request.param]), directory / "model.bin",
-                  *["--bits", "4"] * (request.param == "four bits"))
+def model(request, random_model, tiny):
+    bits = ["--bits", "4"] * (request.param == "four bits")
+    return tiny if request.param == "tiny" else random_model(*bits, **test_list.OTHER[request.param])
 
 
 def test_definition(model):
@@ -108,15 +103,13 @@ def test_one_text(tiny):
     assert qwen3(tiny, "-i", "Tell me a story", "-o", "yes|no", "-q").stderr == b""
 
 
-def test_what_is_nearly_sure_keeps_its_order(tokenizer, tmp_path):
+def test_what_is_nearly_sure_keeps_its_order(table_model):
     """Nine significant digits: what is 1e-7 and what is 1e-9 are no ties, nor are two that are nearly 1."""
-    ids = [tokenizer.token_to_id(c) for c in "abcd"]
-    logits = np.zeros((tokenizer.get_vocab_size(), 1), np.float32)
-    logits[ids, 0] = 40, 24, 22, 4
-    model = export(make_table_model(tmp_path / "hf", tokenizer, [], logits), tmp_path / "model.bin")
-    line, = run_list(model, ["x"], [*"abcd"], "-m", "generate")
-    p, total = json.loads(line)["p"], sum(math.exp(x - 40) for x in (40, 24, 22, 4))
-    for text, x in zip("abcd", (40, 24, 22, 4)):
+    logits = {"a": 40, "b": 24, "c": 22, "d": 4}
+    model = table_model({None: logits})
+    line, = run_list(model, ["x"], logits, "-m", "generate")
+    p, total = json.loads(line)["p"], sum(math.exp(x - 40) for x in logits.values())
+    for text, x in logits.items():
         assert p[text] == pytest.approx(math.exp(x - 40) / total, rel=0.3), line
     assert p["a"] > p["b"] > p["c"] > p["d"] > 0 and re.search(rb'"c":1\.\d{8}e-08,', line)
     line, = run_list(model, ["x"], ["ddd", "dddd"], "-m", "generate")
@@ -148,15 +141,11 @@ def test_thinking_budget(tiny):
     assert CLOSING not in whole.stderr and whole.stdout == qwen3(*args, 1).stdout
 
 
-def test_thinking_budget_of_a_whole_answer(tokenizer, tmp_path):
+def test_thinking_budget_of_a_whole_answer(table_model, tokenizer):
     """A second <think> has what the first one left; where that is nothing, it is closed at once."""
-    steps = {"\u010a": "<think>", "\u010a\u010a": "<think>", "<think>": "a", "a": "b", "b": "a"}
-    id_of = {text: tokenizer.encode(text.replace("\u010a", "\n")).ids[-1] for text in steps}
-    logits = np.zeros((tokenizer.get_vocab_size(), len(steps) + 1), np.float32)
-    for i, text in enumerate(steps.values()):
-        logits[id_of[text], i + 1] = 12.7
-    model = export(make_table_model(tmp_path / "hf", tokenizer, list(id_of.values()), logits, template=THINKS),
-                   tmp_path / "model.bin")
+    two = tokenizer.encode("\n\n").ids[-1]
+    model = table_model({"\u010a": {"<think>": 12.7}, two: {"<think>": 12.7}, "<think>": {"a": 12.7},
+                         "a": {"b": 12.7}, "b": {"a": 12.7}}, template=THINKS)
     run = (model, "-t", 0, "-r", 3, "-n", 400)
     said = qwen3(*run, "-i", "x").stderr
     assert b"qwen3: answer: thinking ended by -r after 3 tokens\n" in said

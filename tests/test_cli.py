@@ -11,7 +11,7 @@ import pexpect
 import pytest
 from checkpoints import make_embedding, with_config, with_ends
 from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, change_sections, copy_model, environment, export,
-                      finish, make_checkpoint, make_table_model, output, perplexity, prompts, qwen3, spawn, tokenize)
+                      finish, make_checkpoint, output, perplexity, prompts, qwen3, spawn, tokenize)
 from reference import Model
 from test_faults import needs_address_space
 from test_templates import CHATS
@@ -355,9 +355,9 @@ def test_missing_prompt_file(small):
     assert_error(qwen3(small, "-f", "/"), 1, "/")
 
 
-def test_terminal_without_prompt(small, embedding, tokenizer, tmp_path):
+def test_terminal_without_prompt(small, embedding, random_model):
     """Also of a model that is none for chats. A pipe of no bytes is a text."""
-    base = export(make_checkpoint(tmp_path / "hf", tokenizer, template=None), tmp_path / "model.bin")
+    base = random_model(template=None)
     for args in ((embedding,), (base,), *((small, "-m", mode) for mode in MODES[1:])):
         child = spawn(*args)
         assert finish(child) == 2 and re.match(b"qwen3: (-m generate: no text, )?.*expected -i TEXT", child.before)
@@ -365,11 +365,10 @@ def test_terminal_without_prompt(small, embedding, tokenizer, tmp_path):
 
 
 @needs_address_space
-def test_default_context(tokenizer, tmp_path):
+def test_default_context(random_model):
     """As many tokens as a quarter of the memory holds: a multiple of 1,024, at least 4,096, at most the model's.
     Perplexity's pieces don't depend on it."""
-    model, short = (export(make_checkpoint(tmp_path / str(n), tokenizer, max_len=n), tmp_path / f"{n}.bin")
-                    for n in (1_000_000, 5000))
+    model, short = random_model(max_len=1_000_000), random_model(max_len=5000)
 
     def context(megabytes, *options, model=model, limit="-v"):
         child = pexpect.spawn("sh", ["-c", f"ulimit {limit} {megabytes * 1024}; exec {QUOTED_QWEN3} {model} -j 1 "
@@ -387,8 +386,7 @@ def test_default_context(tokenizer, tmp_path):
     assert context(300, limit="-d") == context(300)
     assert context(300, model=short) == 5000
     assert context(300, "-c", "1000") == 1000
-    large = export(make_checkpoint(tmp_path / "large", tokenizer, max_len=1_000_000, n_layers=20, n_kv_heads=4),
-                   tmp_path / "large.bin")
+    large = random_model(max_len=1_000_000, n_layers=20, n_kv_heads=4)
     assert context(200, model=large) == 4096            # 20 KB a token
     scored = qwen3(model, "-m", "perplexity", "-i", "7" * 5000)
     assert b"text: 5000 tokens are scored in pieces of 4096 (-c)" in scored.stderr
@@ -566,12 +564,9 @@ def test_batches_leave_every_digit_of_a_perplexity(small):
     assert len(lines) == 1
 
 
-def test_perplexity_of_many_digits(tokenizer, tmp_path):
+def test_perplexity_of_many_digits(table_model):
     """A line of 128 bytes was cut inside the number."""
-    logits = np.zeros((tokenizer.get_vocab_size(), 1), np.float32)
-    logits[7] = 500
-    model = export(make_table_model(tmp_path / "hf", tokenizer, [], logits), tmp_path / "model.bin")
-    _, nll, ppl = perplexity(model, "-i", "hello there")
+    _, nll, ppl = perplexity(table_model({None: {7: 500}}), "-i", "hello there")
     assert nll > 300 and ppl == pytest.approx(np.exp(nll), rel=1e-4)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pexpect
 import pytest
 from conftest import (CHATML, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, assert_error, change_sections,
-                      environment, export, finish, make_checkpoint, make_table_model, output, qwen3, tokenize,
+                      copy_model, environment, export, finish, make_table_model, output, qwen3, tokenize,
                       wait_for_call, wait_until, waiting)
 from test_faults import needs_address_space
 from test_signals import needs_small_pipes, small_pipe
@@ -108,14 +108,9 @@ def check(model, texts, *args, mode="chat", seed=None, prefix=None, before=(), *
 
 
 @pytest.fixture(scope="module")
-def stopping(tmp_path_factory, tokenizer):
+def stopping(chain):
     """A raw text that ends in a goes on with a forever, any other ends at once; 100,000 tokens fit."""
-    a, end = (tokenizer.token_to_id(t) for t in ("a", "<|im_end|>"))
-    logits = np.zeros((tokenizer.get_vocab_size(), 2), np.float32)
-    logits[end, 0] = logits[a, 1] = 12.7
-    directory = tmp_path_factory.mktemp("stopping")
-    return export(make_table_model(directory / "hf", tokenizer, [a], logits, max_len=100_000),
-                  directory / "model.bin")
+    return chain("a", "a", default="<|im_end|>", max_len=100_000)
 
 
 def write_list(path, texts):
@@ -205,14 +200,14 @@ def test_little_memory(tiny, kilobytes):
     assert done.returncode == 0 and done.stdout.split(b"\n")[:-1] == expected, done.stderr
 
 
-@pytest.fixture(scope="module", params=["experts", "four bits", "Qwen2", "hybrid"])
-def other(request, tmp_path_factory, tokenizer):
+OTHER = {"experts": dict(n_experts=8, hidden_dim=64), "four bits": {}, "hybrid": dict(template=HYBRID),
+         "Qwen2": dict(qwen2=True, head_dim=16)}
+
+
+@pytest.fixture(scope="module", params=OTHER)
+def other(request, random_model):
     """Models of other kinds."""
-    directory = tmp_path_factory.mktemp("other")
-    how = {"experts": dict(n_experts=8, hidden_dim=64), "four bits": {}, "hybrid": dict(template=HYBRID),
-           "Qwen2": dict(qwen2=True, head_dim=16)}[request.param]
-    return export(make_checkpoint(directory / "hf", tokenizer, **how), directory / "model.bin",
-                  *["--bits", "4"] * (request.param == "four bits"))
+    return random_model(*["--bits", "4"] * (request.param == "four bits"), **OTHER[request.param])
 
 
 def test_other_models(other):
@@ -256,10 +251,10 @@ def test_order(stopping):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_not_finite(tokenizer, tmp_path, bad):
+def test_not_finite(tokenizer, random_model, tmp_path, bad):
     """One text's logits are not: it has no answer, all others have theirs, also those that begin like
     it or come before it in the same block of the cache."""
-    model = export(make_checkpoint(tmp_path / "hf", tokenizer, tied=False), tmp_path / "model.bin")
+    model = copy_model(random_model(tied=False), tmp_path)
     data = bytearray(model.read_bytes())        # the scale of z's embedding
     norms = 4 * (2 * 2 * 64 + 64 + 2 * 2 * 32)
     scale = 256 + norms + -(-tokenizer.get_vocab_size() // 16) * 16 * 64 + tokenizer.token_to_id("z") * 4
@@ -597,12 +592,12 @@ THOUGHT = ["<think>\nabc\n</think>\n\nThe", "<think>\nlong\n\nthought\n</think>\
     (re.sub(r"{% if enable.*?endif %}", '{{- "<think>\\n" }}', LAST_BLOCK, flags=re.S), True, BEGUN + THOUGHT),
     (re.sub(r"{% if enable.*?endif %}", '{{- "<think>\\n" }}', LAST_BLOCK, flags=re.S), False, BEGUN + THOUGHT)],
     ids=["plain", "plain before the last", "hybrid", "hybrid, older file", "always", "always, older file"])
-def test_answers_that_are_begun(tokenizer, tmp_path, template, section, begun):
+def test_answers_that_are_begun(random_model, tmp_path, template, section, begun):
     """A last message of the assistant goes on, as transformers renders it with continue_final_message=True; the line
     has what follows."""
-    model = export(make_checkpoint(tmp_path / "hf", tokenizer, template=template), tmp_path / "model.bin")
+    model = random_model(template=template)
     if not section:
-        change_sections(model, lambda sections: sections.pop(b"begn"))
+        model = change_sections(copy_model(model, tmp_path), lambda sections: sections.pop(b"begn"))
     compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
     r, talks, texts = random.Random(1), [], []
     for i, said in enumerate(begun * 4):

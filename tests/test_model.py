@@ -4,10 +4,12 @@ the checkpoint itself, and equality tests. (test_tiny.py has transformers' recor
 The texts are drawn from the model under test, so that their likelihood is high and mistakes lower
 it (test_mistakes_show says by how much); the likelihood of a foreign text hardly moves.
 """
+import subprocess
+
 import numpy as np
 import pytest
-from conftest import (ADDED, STATS, assert_error, expand_four_bits, export, make_checkpoint, output, perplexity,
-                      qwen3, random_weights, tokenize)
+from conftest import (ADDED, QWEN3, ROOT, STATS, assert_error, environment, expand_four_bits, export, make_checkpoint,
+                      output, perplexity, qwen3, random_weights, tokenize)
 from reference import Model, read_tokenizer
 
 SLOW = {"mha", "head-dim-48", "head-dim-128", "one-head", "gqa-8", "no-prefix-f32", "padded-vocabulary",
@@ -297,3 +299,6 @@ def test_router_that_is_not_finite(tokenizer, tmp_path):
         for batch in (1, 5, 512):
             assert_error(qwen3(model, "-q", "-m", mode, "-b", batch, "-i", text), 1,
                          f"the {what} not finite")
+        plain, fast = (subprocess.run([program, model, "-q", "-c", "512", "-m", mode, "-i", text[:300]], timeout=300,
+                                      capture_output=True, env=environment()) for program in (ROOT / "qwen3-plain", QWEN3))
+        assert (plain.returncode, plain.stdout, plain.stderr) == (1, fast.stdout, fast.stderr)

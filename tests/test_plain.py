@@ -6,7 +6,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import QWEN3, ROOT, TESTS, build, environment, export, export_py, make_checkpoint
+from conftest import QWEN3, ROOT, TESTS, build, environment, export_py
 
 SHAPES = {"Qwen3": dict(n_layers=3), "Qwen2": dict(qwen2=True, head_dim=16), "untied": dict(tied=False, seed=3),
           "experts": dict(n_experts=8, hidden_dim=64, n_experts_used=3, seed=4),
@@ -41,16 +41,8 @@ def compare(plain, fast, model):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory, tokenizer):
-    made = {}
-
-    def get(name, bits):
-        if (name, bits) not in made:
-            directory = tmp_path_factory.mktemp("plain")
-            made[name, bits] = export(make_checkpoint(directory / "hf", tokenizer, **SHAPES[name]),
-                                      directory / "model.bin", "--bits", bits)
-        return made[name, bits]
-    return get
+def model(random_model):
+    return lambda name, bits: random_model("--bits", bits, **SHAPES[name])
 
 
 def test_same_bytes_of_answers_that_repeat_themselves(chain):

@@ -10,10 +10,9 @@ import subprocess
 import threading
 import time
 
-import numpy as np
 import pexpect
 import pytest
-from conftest import QWEN3, environment, export, make_checkpoint, make_table_model
+from conftest import QWEN3, environment
 
 SHOWN = re.compile(rb"\r(\d+) of (\d+) tokens, [\d.]+ tokens/s, (\d+) s left\x1b\[K")
 ERASED = b"\r\x1b[K"
@@ -21,11 +20,9 @@ TOKENS = 6000
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory, tokenizer):
+def slow(random_model):
     """A model that needs a while for TOKENS tokens."""
-    directory = tmp_path_factory.mktemp("slow")
-    return export(make_checkpoint(directory / "hf", tokenizer, n_layers=3, max_len=12000),
-                  directory / "slow.bin")
+    return random_model(n_layers=3, max_len=12000)
 
 
 def run(*args, **how):
@@ -102,11 +99,10 @@ def test_prompt_of_large_batches(slow):
 
 
 @pytest.mark.slow
-def test_time_left(tokenizer, tmp_path):
+def test_time_left(random_model, tmp_path):
     """As long as for the tokens so far, each: less than it takes, where attention makes later ones
     slower (of this model, nearly all of the time), and not much less."""
-    model = export(make_checkpoint(tmp_path / "hf", tokenizer, n_layers=18, n_heads=8, max_len=12000),
-                   tmp_path / "model.bin")
+    model = random_model(n_layers=18, n_heads=8, max_len=12000)
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes(b"7" * 11000)
     ratios = []
@@ -166,14 +162,10 @@ def test_not_shown_when_fast(slow):
 
 
 @pytest.fixture(scope="module")
-def geometric(tmp_path_factory, tokenizer):
+def geometric(table_model):
     """After a, sampled, an answer is as: each is the last one with probability 1 / 1100. After any other token it ends."""
-    a, end = (tokenizer.token_to_id(t) for t in ("a", "<|im_end|>"))
-    logits = np.full((tokenizer.get_vocab_size(), 2), -100, np.float32)
-    logits[end, 0] = logits[end, 1] = 0
-    logits[a, 1] = 7
-    directory = tmp_path_factory.mktemp("geometric")
-    return export(make_table_model(directory / "hf", tokenizer, [a], logits, max_len=100_000), directory / "model.bin")
+    end = {"<|im_end|>": 0}
+    return table_model({None: end, "a": end | {"a": 7}}, fill=-100, max_len=100_000)
 
 
 def list_shown(model, path, *args):

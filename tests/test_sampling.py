@@ -2,25 +2,22 @@
 import collections
 import math
 
-import numpy as np
 import pytest
-from conftest import HYBRID, export, make_table_model, output, qwen3
+from conftest import HYBRID, output, qwen3
 
 RANKED = {"e": 5.0, "d": 4.5, "c": 4.0, "b": 4.0, "a": 3.0, "f": 2.5}      # logits; b and c tie
 N = 400
 
 
-def make_ranked(directory, tokenizer, **how):
-    """After any token the same logits: those of RANKED, and -80 for all other tokens."""
-    logits = np.full((tokenizer.get_vocab_size(), 1), -80, np.float32)
-    for letter, value in RANKED.items():
-        logits[tokenizer.token_to_id(letter)] = value
-    return export(make_table_model(directory / "hf", tokenizer, [], logits, max_len=4096, **how), directory / "model.bin")
+@pytest.fixture(scope="module")
+def ranked(table_model):
+    """ranked(**kwargs): after any token the same logits, those of RANKED, and -80 for all other tokens."""
+    return lambda **kwargs: table_model({None: RANKED}, fill=-80, max_len=4096, **kwargs)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory, tokenizer):
-    return make_ranked(tmp_path_factory.mktemp("ranked"), tokenizer)
+def model(ranked):
+    return ranked()
 
 
 def draw(model, *options, n=N, seed=1):
@@ -68,12 +65,8 @@ def test_temperature_top_k_and_top_p(model, options, temperature, letters):
     assert_distribution(draw(model, *options, n=2000), expected(temperature, letters))
 
 
-def test_greedy_takes_the_lowest_id_of_a_tie(tmp_path, tokenizer):
-    logits = np.zeros((tokenizer.get_vocab_size(), 1), np.float32)
-    for letter in "qgz":
-        logits[tokenizer.token_to_id(letter)] = 5
-    path = export(make_table_model(tmp_path / "hf", tokenizer, [], logits), tmp_path / "model.bin")
-    assert output(path, "-m", "generate", "-i", "x", "-t", 0, "-n", 5, "-q") == b"ggggg"
+def test_greedy_takes_the_lowest_id_of_a_tie(table_model):
+    assert output(table_model({None: dict.fromkeys("qgz", 5)}), "-m", "generate", "-i", "x", "-t", 0, "-n", 5, "-q") == b"ggggg"
 
 
 def test_temperature_zero_is_greedy(model):
@@ -90,10 +83,10 @@ def test_presence_penalty(model):
     assert output(*run, "-a", 0) == output(*run)
 
 
-def test_repetition_penalty(tmp_path, tokenizer):
+def test_repetition_penalty(ranked):
     """As HF's: logits of what is in the prompt or the answer are divided by it (multiplied if below 0).
     -e overrides the checkpoint's, and 1 switches it off."""
-    path = make_ranked(tmp_path, tokenizer, generation=dict(do_sample=False, repetition_penalty=4.0))
+    path = ranked(generation=dict(do_sample=False, repetition_penalty=4.0))
     run = (path, "-m", "generate", "-i", "e", "-n", 7, "-q")
     assert output(*run) == b"dbcafee"                   # e has 1.25 after the prompt
     assert output(*run, "-e", 4) == output(*run)
@@ -106,15 +99,15 @@ def test_repetition_penalty(tmp_path, tokenizer):
     (dict(do_sample=True, temperature=1.0, top_k=0, top_p=0.3), 1, "e"),
     (dict(do_sample=True, temperature=3.0, top_k=3, top_p=1.0), 3, "edb"),
     ({}, 0.6, kept_by_top_p(0.95, 0.6))])               # Qwen's 0.6 / 0.95 / 20
-def test_defaults_are_the_checkpoints(tmp_path, tokenizer, generation, temperature, letters):
-    path = make_ranked(tmp_path, tokenizer, generation=generation)
+def test_defaults_are_the_checkpoints(ranked, generation, temperature, letters):
+    path = ranked(generation=generation)
     assert_distribution(draw(path, n=2000), expected(temperature, letters))
 
 
-def test_advice_for_a_hybrid_model(tmp_path, tokenizer):
+def test_advice_for_a_hybrid_model(ranked):
     """Thinking off: Qwen's 0.7 / 0.8 / 20; on: the checkpoint's own."""
     generation = dict(do_sample=True, temperature=3.0, top_k=6, top_p=1.0)
-    path = make_ranked(tmp_path, tokenizer, template=HYBRID, generation=generation)
+    path = ranked(template=HYBRID, generation=generation)
     for thinking, temperature, letters in (0, 0.7, "edb"), (1, 3, "edbcaf"):
         text = output(path, "-i", "x", "-n", 1500, "-s", 1, "-q", "-r", thinking)
         assert_distribution(collections.Counter(text.decode().rstrip("\n")),

@@ -12,23 +12,18 @@ import termios
 import time
 from pathlib import Path
 
-import numpy as np
 import pexpect
 import pytest
-from conftest import (LINUX, ROOT, change_sections, copy_model, end, environment, export, finish, leave,
-                      make_checkpoint, make_table_model, prompts, settle, spawn, wait_for_call, wait_until, waiting)
+from conftest import (LINUX, ROOT, change_sections, copy_model, end, environment, finish, leave, make_checkpoint,
+                      prompts, settle, spawn, wait_for_call, wait_until, waiting)
 
 BOTH = pytest.mark.parametrize("mode", ["generate", "chat"])
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory, tokenizer):
+def endless(chain):
     """A model that says a forever: 100,000 tokens of context, and nothing else is likely."""
-    logits = np.zeros((tokenizer.get_vocab_size(), 1), np.float32)
-    logits[tokenizer.token_to_id("a")] = 12.7
-    directory = tmp_path_factory.mktemp("endless")
-    return export(make_table_model(directory / "hf", tokenizer, [], logits, max_len=100_000),
-                  directory / "model.bin")
+    return chain(default="a", max_len=100_000)
 
 
 @pytest.fixture(scope="module")
@@ -376,12 +371,11 @@ LONG = 40_000
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory, tokenizer):
+def slow(random_model, tmp_path_factory):
     """(a model, a file of LONG tokens, for which it needs ten seconds or more)."""
-    directory = tmp_path_factory.mktemp("slow")
-    (directory / "prompt").write_bytes(b"7" * LONG)
-    return export(make_checkpoint(directory / "hf", tokenizer, n_layers=6, n_heads=8,
-                                  max_len=2 * LONG), directory / "slow.bin"), directory / "prompt"
+    prompt = tmp_path_factory.mktemp("slow") / "prompt"
+    prompt.write_bytes(b"7" * LONG)
+    return random_model(n_layers=6, n_heads=8, max_len=2 * LONG), prompt
 
 
 def show_progress(child):
