@@ -143,8 +143,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("which", VARIANTS)
-def test_a_gguf_gives_the_files_that_the_checkpoint_gives(checkpoint, make, run, tmp_path,
-                                                          which):
+def test_a_gguf_gives_the_files_that_the_checkpoint_gives(checkpoint, make, run, tmp_path, which):
     ck = VARIANTS[which](checkpoint)
     ck.settings["chat_template"] = CHATML
     for token in ck.tokenizer["added_tokens"]:
@@ -172,8 +171,7 @@ def test_default_name_and_first_argument(make, run, tmp_path):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, run,
-                                                              tmp_path, same):
+def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, run, tmp_path, same):
     ck = checkpoint("BF16")
     embedding = ck.tensors["embed_tokens.weight"]
     ck.tensors["lm_head.weight"] = embedding if same else np.roll(embedding, 1)
@@ -441,44 +439,38 @@ def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind, co
     assert status == 0 and "rms error at most" in err[0]
 
 
-@pytest.mark.parametrize("args, name, bits, group, cost", [
-    (["--group-size", 64], "model-q4.bin", 4, 64, "Q4_0, Q8_0: quantized again, in groups of 64"),
-    (["--bits", 8], "model.bin", 0, 32, "Q4_0: quantized again, in groups of 32"),
-    (["--bits", 8, "--group-size", 64], "model.bin", 0, 64, "Q4_0, Q8_0: quantized again")])
-def test_four_bits_otherwise(checkpoint, make, run, tmp_path, args, name, bits, group, cost):
-    """Quantized again, with our own levels."""
+def ffn_in_q4_0(ck):
+    return {name: block for name, block in blocks(ck, Kind.Q4_0).items() if "ffn_" in name}
+
+
+def two_kinds(first, second):
+    """Of the layers' matrices, half are of each kind."""
+    return lambda ck: random_tensors(ck, Kind[first]) | random_tensors(ck, Kind[second], "blk.1.")
+
+
+@pytest.mark.parametrize("kind, tensors, args, name, bits, group, said", [
+    # Quantized again, with our own levels
+    ("Q8_0", two_kinds("Q4_0", "Q4_0"), ["--group-size", 64], "model-q4.bin", 4, 64, "Q4_0, Q8_0: quantized again, in groups of 64"),
+    ("Q8_0", two_kinds("Q4_0", "Q4_0"), ["--bits", 8], "model.bin", 0, 32, "Q4_0: quantized again, in groups of 32"),
+    ("Q8_0", two_kinds("Q4_0", "Q4_0"), ["--bits", 8, "--group-size", 64], "model.bin", 0, 64, "Q4_0, Q8_0: quantized again"),
+    # Most weights decide, not most matrices: three of seven are larger. No more than half of them make eight bits.
+    ("Q5_0", ffn_in_q4_0, [], "model-q4.bin", 4, 32, "Q4_0: copied exactly, 6 of 15 matrices"),
+    *[("F32", two_kinds(*kinds), [], "model.bin", 0, None, "quantized again") for kinds in (
+        ("Q4_0", "IQ4_NL"), ("Q4_0", "Q5_0"), ("Q5_1", "IQ4_NL"))],
+    *[("F32", two_kinds(*kinds), ["--bits", 4], "model-q4.bin", 4, 32,
+       f"{', '.join(sorted(kinds))}: quantized again, in groups of 32, which adds") for kinds in (
+        ("Q4_0", "IQ4_NL"), ("Q4_0", "Q5_0"), ("Q5_1", "IQ4_NL"))]])
+def test_which_bits_and_groups(checkpoint, make, run, tmp_path, kind, tensors, args, name, bits, group, said):
     ck = checkpoint("F32")
-    path = make(ck, Kind.Q8_0, tensors=random_tensors(ck, Kind.Q4_0))
+    path = make(ck, Kind[kind], tensors=tensors(ck))
     status, err = run(path, *args)
-    assert status == 0 and cost in " ".join(err[1:]), err
+    assert status == 0 and f"wrote {name} " in err[0] and said in " ".join(err[1:]), err
     data = (tmp_path / name).read_bytes()
     assert struct.unpack_from("<I", data, 0x68) == (bits,)
-    assert struct.unpack_from("<I", data, 0x2C) == (group,)
-    assert data[0x70:0x80] == (np.int8(LEVELS).tobytes() if bits else bytes(16))
+    assert group is None or struct.unpack_from("<I", data, 0x2C) == (group,)
+    levels = FOUR_BITS["Q4_0"] if "copied" in said else LEVELS
+    assert data[0x70:0x80] == (np.int8(levels).tobytes() if bits else bytes(16))
     assert run(path, name, "--check")[0] == 0
-
-
-def test_most_weights_decide(checkpoint, make, run, tmp_path):
-    """Not most matrices: three of seven are larger."""
-    ck = checkpoint("F32")
-    larger = {name: block for name, block in blocks(ck, Kind.Q4_0).items() if "ffn_" in name}
-    status, err = run(make(ck, Kind.Q5_0, tensors=larger))
-    assert status == 0 and "Q4_0: copied exactly, 6 of 15 matrices" in err[1], err
-
-
-@pytest.mark.parametrize("kinds", [["Q4_0", "IQ4_NL"], ["Q4_0", "Q5_0"], ["Q5_1", "IQ4_NL"]])
-def test_mixtures_with_four_bits(checkpoint, make, run, tmp_path, kinds):
-    """They become eight bits, unless told otherwise, where no more than half of the weights have one
-    kind of four bits."""
-    ck = checkpoint("F32", num_hidden_layers=2)
-    first, second = (random_tensors(ck, Kind[kind], part) for kind, part in zip(kinds, ("blk.", "blk.1.")))
-    path = make(ck, Kind.F32, tensors=first | second)
-    status, err = run(path)
-    assert status == 0 and "wrote model.bin" in err[0] and "8 bits in groups of" in err[0]
-    status, err = run(path, "--bits", 4)
-    assert status == 0 and "wrote model-q4.bin" in err[0] and "4 bits in groups of 32" in err[0]
-    assert f"{', '.join(sorted(kinds))}: quantized again, in groups of 32, which adds" in err[1]
-    assert (tmp_path / "model-q4.bin").read_bytes()[0x70:0x80] == np.int8(LEVELS).tobytes()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, which a user does not see
@@ -681,16 +673,6 @@ def test_refused(checkpoint, run, tmp_path, config, which):
     refused(run(write(tmp_path / "model.gguf", values(ck) | changes, tensors), "out.bin"),
             "model.gguf", pattern)
     assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
-
-
-def test_experts_in_q8_0(checkpoint, make, run, tmp_path):
-    """An expert's blocks go over as they are."""
-    ck = checkpoint("F32", **experts(3))
-    path = make(ck, Kind.Q8_0)
-    assert run(path, "out.bin")[0] == 0
-    stored, kind = blocks(ck, Kind.Q8_0)["blk.1.ffn_up_exps.weight"]
-    found = reference.Model.from_bin(tmp_path / "out.bin", "weights").w["up"][1]
-    assert np.array_equal([m.dense for m in found], gguf.dequantize(stored, kind))
 
 
 @pytest.mark.parametrize("kinds", [[Kind.Q8_0], [Kind.Q8_0, Kind.Q4_1]])
