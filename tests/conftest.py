@@ -487,10 +487,7 @@ def chain(table_model):
 def exported(tokenizer_json, tmp_path_factory):
     """(checkpoint, its .tokenizer file read back)"""
     ck = Checkpoint(tokenizer_json)
-    folder = ck.save(tmp_path_factory.mktemp("exported"))
-    export_py.Notices.hints.clear()
-    data = export_py.join_tokenizer(*export_py.make_tokenizer(export_py.read_folder(folder), ck.config["vocab_size"]))
-    return ck, read_tokenizer(data, ck.config["vocab_size"])
+    return ck, sections_of(ck, tmp_path_factory.mktemp("exported"))
 
 
 # -- a hub

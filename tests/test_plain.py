@@ -6,7 +6,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import QWEN3, ROOT, TESTS, build, environment, export_py
+from conftest import QWEN3, ROOT, TESTS, build, copy_model, environment, export_py
 
 SHAPES = {"Qwen3": dict(n_layers=3), "Qwen2": dict(qwen2=True, head_dim=16), "untied": dict(tied=False, seed=3),
           "experts": dict(n_experts=8, hidden_dim=64, n_experts_used=3, seed=4),
@@ -62,17 +62,10 @@ def test_same_bytes(model, name, bits):
     compare(ROOT / "qwen3-plain", QWEN3, model(name, bits))
 
 
-def tensors(name, bits, vocab_size):
-    """(name, offset of its scales or fp32 values, end) of each of the model's tensors, by export.py's layout."""
-    shape = dict(dim=64, hidden_dim=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, tied=True, n_experts=0,
-                 n_experts_used=0) | SHAPES[name]
-    qwen2, tied = shape.pop("qwen2", False), shape.pop("tied")
-    shape.pop("seed", None)
-    group = 32 if bits == 4 or any(n % 64 for n in (shape["dim"], shape["hidden_dim"])) else 64
-    header = export_py.Header(**dict.fromkeys(export_py.Header._fields, 0) | shape | dict(
-        vocab_size=vocab_size, shared_classifier=tied, group_size=group, no_qk_norm=qwen2, qkv_bias=qwen2,
-        layer_bits=bits % 8, eight_bits=(6 if qwen2 else 4) * (bits == 4), panels=1))
-    return header, [(tensor.names[0], tensor.bits, tensor.scales if tensor.bits < 32 else tensor.values, tensor.end)
+def tensors(model):
+    """(its header, (name, offset of its scales or fp32 values, end) of each of its tensors), by export.py's layout."""
+    header = export_py.Header._make(export_py.HEADER.unpack(model.read_bytes()[:export_py.HEADER.size]))
+    return header, [(tensor.names[0], tensor.scales if tensor.bits < 32 else tensor.values, tensor.end)
                     for tensor in export_py.lay_out(header)]
 
 
@@ -80,21 +73,21 @@ SPOILED = ["input_layernorm", "post_attention", "norm.weight", "q_norm", "embed_
            "v_proj.weight", "o_proj", "gate_proj", "down_proj", "up_proj", "lm_head", "q_proj.bias", "v_proj.bias", "mlp.gate.weight"]
 
 
-def spoil(model, path, header, table, value, z, kinds=tuple(SPOILED)):
+def spoil(model, path, value, z, kinds=tuple(SPOILED)):
     """For each kind of tensor a copy of the model in which one scale, or one fp32 value, is `value`: for the embedding
     that of z. (8 bits: a scale is a float.)"""
     rng = np.random.default_rng(1)
-    data = model.read_bytes()
-    assert len(data) == table[-1][3]
+    data, (header, table) = model.read_bytes(), tensors(model)
+    assert len(data) == table[-1][2]
+    copy_model(model, path.parent)
     for kind in kinds:
         of_kind = [row for row in table if kind in row[0]]
         if not of_kind:
             continue
-        name, bits, start, end = of_kind[len(of_kind) // 2]
+        name, start, end = of_kind[len(of_kind) // 2]
         at = start + 4 * (z // 16 * 16 * (header.dim // header.group_size) + z % 16 if kind == "embed_tokens"
                           else int(rng.integers((end - start) // 4)))
         path.write_bytes(data[:at] + np.array(value, "<f4").tobytes() + data[at + 4:])
-        path.with_name(path.name + ".tokenizer").write_bytes(model.with_name(model.name + ".tokenizer").read_bytes())
         yield kind
 
 
@@ -102,9 +95,8 @@ def spoil(model, path, header, table, value, z, kinds=tuple(SPOILED)):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, -1e30], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_same_bytes_if_not_finite(model, name, value, tokenizer, tmp_path):
-    header, table = tensors(name, 8, tokenizer.get_vocab_size())
     kinds = []
-    for kind in spoil(model(name, 8), tmp_path / "model.bin", header, table, value, tokenizer.token_to_id("z")):
+    for kind in spoil(model(name, 8), tmp_path / "model.bin", value, tokenizer.token_to_id("z")):
         kinds.append(kind)
         compare(ROOT / "qwen3-plain", QWEN3, tmp_path / "model.bin")
     assert len(kinds) > 9
@@ -179,8 +171,6 @@ def test_bits_of_lists_made_to_hurt(model, name, bits, all_digits, tokenizer, tm
     for seed in range(5):
         hurt(*programs, model(name, bits), seed, 14)
     if bits == 8:
-        header, table = tensors(name, 8, tokenizer.get_vocab_size())
-        z = tokenizer.token_to_id("z")
         for value in float("nan"), float("inf"):
-            for _ in spoil(model(name, 8), tmp_path / "model.bin", header, table, value, z, ["embed_tokens"]):
+            for _ in spoil(model(name, 8), tmp_path / "model.bin", value, tokenizer.token_to_id("z"), ["embed_tokens"]):
                 hurt(*programs, tmp_path / "model.bin", 9, 14)

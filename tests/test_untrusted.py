@@ -125,13 +125,10 @@ def test_what_is_no_regular_file(checkpoint, run, tmp_path, name, kind):
         file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:"
                         + "0" * 64 + "\nsize 1234567\n")
         refused(run("in"), f"{name}: not downloaded.*git lfs pull.*a Git LFS pointer")
+        (tmp_path / "m.gguf").write_bytes(file.read_bytes())
+        refused(run("m.gguf"), "m.gguf: not downloaded.*git lfs pull")
         return
     refused(run("in"), f"{name}: can't be read, expected a regular file")
-
-
-def test_gguf_that_is_a_git_lfs_pointer(run, tmp_path):
-    (tmp_path / "m.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    refused(run("m.gguf"), "m.gguf: not downloaded.*git lfs pull")
 
 
 @pytest.mark.parametrize("name, size", [
@@ -296,16 +293,11 @@ def test_help_without_packages(option, shown):
 
 
 def test_the_summary_ends_with_the_command_to_run(checkpoint, run, tmp_path):
+    """An embedding model is asked nothing."""
     checkpoint().save(tmp_path / "my model")
-    _, err = run("my model")
-    assert err[0].endswith("""./qwen3 'my model.bin' -i "Why is the sky blue?\"""")
-
-
-def test_the_summary_of_an_embedding_model(checkpoint, run, tmp_path):
-    """It is asked nothing."""
-    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
-    _, err = run(ck.save(tmp_path / "in"))
-    assert err[0].endswith("""./qwen3 in.bin -i "The sky is blue.\"""")
+    sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling").save(tmp_path / "in")
+    assert run("my model")[1][0].endswith("""./qwen3 'my model.bin' -i "Why is the sky blue?\"""")
+    assert run("in")[1][0].endswith("""./qwen3 in.bin -i "The sky is blue.\"""")
 
 
 # ---------------------------------------------------------------------------- whole processes
