@@ -28,7 +28,9 @@ def inline_dependencies(script):
                                 block.group(1), re.M)
     if not found:
         sys.exit("tests: export.py: no list of dependencies in its '# /// script' block")
-    return [a or b for a, b in re.findall(r'"([^"]*)"|\'([^\']*)\'', found.group(1))]
+    packages = [a or b for a, b in re.findall(r'"([^"]*)"|\'([^\']*)\'', found.group(1))]
+    oldest = os.environ.get("OLDEST")                       # make test OLDEST=1: of each the oldest
+    return [package.replace(">=", "==") if oldest else package for package in packages]
 
 
 def main():

@@ -93,6 +93,19 @@ def test_the_release_is_what_make_builds():
     assert sorted(row["name"] for row in matrix) == sorted(kinds)
 
 
+def test_the_oldest_versions():
+    """One job has Python and the packages that export.py's block begins with; OLDEST=1 takes these."""
+    block = (ROOT / "export.py").read_text().partition('"""')[0]
+    oldest = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["oldest"]
+    needs = re.search('requires-python = ">=([0-9]+)[.]([0-9]+)"', block).groups()
+    assert oldest["env"] == {"OLDEST": 1} and any(f"({', '.join(needs)})" in step.get("run", "") for step in oldest["steps"])
+    code = "import setup_venv as s; print(*s.inline_dependencies(s.read(s.EXPORT)))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True,
+                           env=environment(OLDEST="1")).stdout
+    assert found.split() == [
+        package.replace(">=", "==") for package in re.findall('^#   "(.*)",$', block, re.M)] != []
+
+
 @pytest.mark.parametrize("path", [ROOT / "export.py", *(ROOT / "tests").glob("*.py"), *(ROOT / "tests/tiny").glob("*.py")],
                          ids=lambda path: path.name)
 def test_pyflakes(path):
