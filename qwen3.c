@@ -87,6 +87,10 @@
                                     Given answers         Options
                                     The program's state   main                                    */
 
+#if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
+#endif
+
 #define VERSION "5.0"
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
@@ -1401,10 +1405,6 @@ static size_t find_last(Bytes text, Bytes part) {
 // q = round(w / scale). With 4 bits it is all its pairs of nibbles, then a float of 16 bits for
 // each group. Both are in panels of 16 rows (see weight_int) if the header has panels = 1, else row
 // by row. Embedding models need no classifier: they count as shared.
-
-#if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
-#endif
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
@@ -5619,7 +5619,8 @@ static void experts_all(const Batch *b) {
         if (!choose_experts(b->c, r->router_out + at, r->share + at)) h[0] = NAN;
     }
     EACH (once, 1, 1) route(b);
-    EACH (i, r->place[r->n_chosen], 16) {  // a whole vector: int8, scale and bias_fix
+    const int n_chosen = r->n_chosen;
+    EACH (i, r->place[n_chosen], 16) {  // a whole vector: int8, scale and bias_fix
         const Quantized from = quantized_row(&b->h8, r->token[i]), to = quantized_row(&r->h8, i);
         memcpy(to.int8, from.int8, to.stride * 4);
     }
