@@ -1077,7 +1077,7 @@ def test_not_too_many_bytes_ahead(start, tokenizer, tmp_path):
     path.write_bytes(data)
     text = b'"b"' + b" " * 4000 + b"\n"         # a token that takes its time on the way in
     assert run_list(model, text, "-m", "generate", *GREEDY, "-q", kind="-L")[0] == [json_string(long)]
-    child = start(model, "-L", "-", *GREEDY, "-m", "generate", "-c", "0", "-q", "-j", "1")
+    child = start(model, "-L", "-", *GREEDY, "-m", "generate", "-c", "0", "-n", "-1", "-q", "-j", "1")
     taken = 0
 
     def feed():
