@@ -4,7 +4,8 @@
 # make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
 # make check      tests the functions of qwen3.c, without Python: seconds
 # make test       makes a virtual environment in tests/.venv and tests everything that is promised,
-#                 or some of it, at once: make test FILES=tests/test_gguf.py
+#                 or some of it, at once: make test FILES=tests/test_gguf.py, or with the oldest
+#                 packages that export.py allows: make test OLDEST=1
 # make test-all   tests what takes longer: sanitizers, fuzzing, long tables, other compilers and systems
 # make bench      measures this build on this machine, with a synthetic model: MODEL=0.6b BITS=8
 # make quality    compares 8 and 4 bits with the unquantized model: SOURCE=ORG/NAME
@@ -114,7 +115,7 @@ ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j2
 endif
 tests/.venv: FORCE
-	python3 tests/setup_venv.py
+	OLDEST='$(OLDEST)' python3 tests/setup_venv.py
 
 check: tests/test
 	tests/test
