@@ -169,14 +169,16 @@ def test_too_little_space_is_found_before_writing(checkpoint, run, tmp_path, mon
 
 @pytest.mark.parametrize("out, pattern", [
     ("nowhere/out.bin", "nowhere: missing"), ("file/out.bin", "Not a directory"),
-    ("folder.bin", "a directory"), ("longname" * 40 + ".bin", "name too long")])
+    ("folder.bin", "a directory"), ("longname" * 40 + ".bin", "name too long"),
+    ("x.bin", "x.bin.tokenizer: can't be written, expected a file or nothing of this name, found a directory")])
 def test_target_that_cannot_be_written(checkpoint, run, tmp_path, out, pattern):
     folder = checkpoint().save(tmp_path / "in")
     (tmp_path / "file").write_text("")
-    (tmp_path / "folder.bin").mkdir()
+    for name in "folder.bin", "x.bin.tokenizer":
+        (tmp_path / name).mkdir()
     refused(run(folder, out), pattern)
     assert sorted(p.name for p in tmp_path.rglob("*") if p.parent != folder) == [
-        "file", "folder.bin", "in"]
+        "file", "folder.bin", "in", "x.bin.tokenizer"]
 
 
 @pytest.mark.parametrize("name, pattern", [

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 from checkpoints import experts
-from conftest import refused
+from conftest import export_py as export, refused
 
 
 def test_router_that_is_not_finite(checkpoint, run, tmp_path):
@@ -136,3 +136,10 @@ def test_broken_shards_refused(checkpoint, run, tmp_path, name, content, pattern
     else:
         (folder / name).write_text(json.dumps(content))
     refused(run(folder, "out.bin"), *patterns)
+
+
+def test_a_file_that_became_shorter(tmp_path):
+    """After its header was read."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(300))
+    with pytest.raises(export.Refused, match="truncated in x, expected 400 bytes, found 200"):
+        export.Tensor("x", tmp_path / "model.safetensors", 100, "F32", (100,)).read_bytes()

@@ -32,7 +32,8 @@ VARIANTS = {  # name -> (config, shards, group size, keys that config.json leave
                               "num_key_value_heads": 3, "head_dim": 32, "vocab_size": 505}, 1, 32, [], {}),
     "head size not given": ({"head_dim": 128}, 1, 64, ["head_dim"], {}),
     "qwen2": (QWEN2, 2, 64, ["head_dim"], {}),
-    "qwen2, untied": (QWEN2 | {"tie_word_embeddings": False}, 2, 64, ["head_dim"], {}),
+    "qwen2, untied, a window for no layer": (QWEN2 | {"tie_word_embeddings": False, "use_sliding_window": True,
+                                                      "max_window_layers": 2}, 2, 64, ["head_dim"], {}),
     "qwen2, head_dim and attention_bias given": (QWEN2 | {"attention_bias": True}, 2, 64, [], {}),
     "experts": (MIXTURE | {"tie_word_embeddings": False}, 1, 64, [], {}),
     "experts, transformers 5": (experts(5, "num_local_experts", norm_topk_prob=False), 3, 64, ["norm_topk_prob"], {})}
