@@ -1211,7 +1211,7 @@ static const char *file_read(Buffer *b, const char *path);  // adds it to b; NUL
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
 static const char *stdout_name = "stdout";            // for messages
 static int file_open(const char *path, bool append);  // a descriptor to read, or -1; -: stdin
-static bool file_lock(int fd, bool alone);            // false: another one has it (alone)
+static bool file_lock(int fd, bool exclusive);        // false: another descriptor holds a lock
 static double file_size(int fd);                      // of a regular file, else 0
 static bool same_file(int a, int b);                  // two descriptors of one regular file
 static double memory_size(void);                      // that this process may use, in bytes
@@ -1260,8 +1260,8 @@ typedef struct Pass {
     int kept;          // those that are needed, in the last layer
 } Pass;
 
-// Allocates all for passes, with a cache of so many texts of up to State.context positions (or of
-// as many as memory allows, but at least one).
+// Allocates memory for passes of up to `batch` tokens, logit_rows rows of logits, and a cache of
+// `texts` texts of up to State.context positions: of fewer if memory is short, but at least of one.
 static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts);
 
 // forward() for Pass.rows 0 .. n - 1, n <= batch: the same bits. In a layer, a row needs the k and
@@ -1288,7 +1288,7 @@ static int draft_rows(void);              // how many tokens run in about the ti
 static void cache_copy(const Pass *p, int to, int from);  // a block: all keys and values
 #endif
 
-// The seconds that the first Ctrl-C has to stop the answer, or -1: it ends the program
+// -1: Ctrl-C ends the program. N: it stops the answer; N seconds later it would end the program.
 static volatile sig_atomic_t patience = -1;
 
 // ------------------------------------------------------------------------------------------------
@@ -1396,8 +1396,8 @@ static size_t find_last(Bytes text, Bytes part) {
 // header is zero from 0x30 on, so zero stands for what that format always has.
 //
 //   0x00  u32 magic 0x616A6331, u32 version 1
-//   0x08  the numbers that take_header takes, u32 or float
-//   0x70  with layer_bits 4, the 16 int8 levels, ascending; all else must be zero
+//   0x08  the numbers that take_header takes, u32 or float; the last one, panels, is at 0x80
+//   0x70  with layer_bits 4, the 16 int8 levels, ascending; all other bytes must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. Norms, routers,
 // frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values, then a
@@ -2173,7 +2173,6 @@ typedef struct Request {
     Ending ending;       // of its texts
     // With given answers only:
     Ids start;           // what they follow: the prompt and the thinking; empty until it ends
-    bool first_scored;   // nll has that of the first id of each
     // Of a list only:
     size_t number;       // of its line, from 0
     Buffer line;         // of the output, empty until it is done
@@ -2229,20 +2228,18 @@ static bool run_pass(Engine *e);
 static Text *add_text(Engine *e, const int *ids, size_t n) {
     Text *t = e->order[e->n_places], **place = e->order + e->n_texts++;
     const size_t vocab_size = e->tokenizer.vocab_size, context = e->model.state.context;
-    Ids own = t->ids;
     Slot *slot = t->slot;
     memmove(place + 1, place, (e->order + e->n_places - place) * sizeof(*place));
     *place = t;
     keep_run(e, t, 0);
-    own.p = grow(own.p, &own.cap, n, context + 1, sizeof(int));  // room for guesses: see Drafts
-    own.n = n;
-    memcpy(own.p, ids, n * sizeof(int));
     *slot = (Slot){.engine = e, .start = now(), .blocks = slot->blocks,
                    .out = {slot->out.p, 0, slot->out.cap}};
-    *t = (Text){.ids = own, .target = n, .n_prompt = n, .context = context,
+    *t = (Text){.ids = {t->ids.p, n, t->ids.cap}, .target = n, .n_prompt = n, .context = context,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
                 .watched = e->guarded ? n : SIZE_MAX / 2,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
+    t->ids.p = grow(t->ids.p, &t->ids.cap, n, context + 1, sizeof(int));  // room for guesses
+    memcpy(t->ids.p, ids, n * sizeof(int));
     memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
     memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
     for (size_t i = 0; i < n; i++) t->sampler.seen[ids[i]] = true;
@@ -2291,12 +2288,9 @@ static bool run_pass(Engine *e) {
 // never written again. So whoever shares a block finds in it what ran there. Two texts share whole
 // blocks; the block in which they begin to differ is copied. A text that takes back ids (keep_run)
 // gives back the blocks that others share; in its own last block, what these ids left counts as not
-// run. The tests assert it (tests/naive.h).
+// run.
 
-#ifdef CHECKED
-static void check_rows(const Engine *e, int n);                // before they run
-static void check_copy(const Engine *e, int to, int from);     // after a block is copied
-#else
+#ifndef CHECKED  // with it, the tests' functions of these names assert the invariant
 #define check_rows(e, n) (void)0
 #define check_copy(e, to, from) (void)0
 #endif
@@ -2412,11 +2406,11 @@ static void schedule(Engine *e) {
 // that are used. So drafts change the time and nothing else: the text is the same, not just its
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// All texts of a pass share its draft_rows() rows; a text gets twice as many after a draft that was
-// right to its end. With -b 1, or while a prompt runs, there are none. A drafted token costs
-// DRAFT_COST, a right one earns twice as much, every pass earns 1, and while this credit is
-// negative there are no drafts: wrong ones take at most 2 % of the time, also with experts, where a
-// drafted token takes half the time of another.
+// All texts of a pass share draft_rows() rows. A text gets twice as many after a draft without a
+// wrong id. With -b 1, or while a prompt runs, there are no drafts. A drafted token costs
+// DRAFT_COST, a right one earns twice as much, and every pass earns 1. While this credit is
+// negative there are no drafts. So wrong ones take at most 2 % of the time, even with experts:
+// there a drafted token takes half the time of another.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
@@ -2548,8 +2542,8 @@ static bool run_pass(Engine *e) {
 #endif  // not PLAIN
 
 // ------------------------------------------------------------------------------------------------
-// Writing: progress, messages, an answer as it comes. No file and no model drives the terminal: see
-// add_printable. A terminal shows a chat's thinking dimmed; elsewhere it goes to stderr.
+// Writing: progress, messages, an answer as it comes. Control characters of a file or a model never
+// reach the terminal: see add_printable. It shows a chat's thinking dimmed; else stderr gets that.
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
@@ -2558,8 +2552,8 @@ static bool is_bidi(uint32_t c) {
     return (c >= 0x202A && c <= 0x202E) || (c >= 0x2066 && c <= 0x2069);
 }
 
-// Appends a text as a terminal may show it: bytes that are not UTF-8, control characters and those
-// of is_bidi become U+FFFD. Of those that make lines and columns, an answer keeps \n, \r\n and \t.
+// Appends a text for a terminal: bytes that are not UTF-8, control characters and those of is_bidi
+// become U+FFFD. An answer keeps \n, \r\n and \t.
 static void add_printable(Buffer *out, Bytes text, bool answer) {
     for (size_t at = 0; at < text.n;) {
         const Char c = code_point_at(text, at);
@@ -2573,12 +2567,12 @@ static void add_printable(Buffer *out, Bytes text, bool answer) {
 
 // What a terminal shows of a prompt or a list that takes longer than two seconds
 static struct Progress {
-    size_t tokens;        // of a prompt that runs, or 0
-    size_t layers;        // of the model
-    size_t done;          // tokens times layers that ran
-    double start;         // when it began
-    double drawn;         // when a line was last drawn
-    bool shown;           // the line is there
+    size_t tokens;  // of the prompt that runs; 0: none does
+    size_t layers;  // of the model
+    size_t done;    // tokens times layers that ran
+    double start;   // when it began
+    double painted; // when the line was last written
+    bool shown;     // the line is there
 } progress;
 
 // Clears the line, before an answer, a notice or an error begins.
@@ -2588,20 +2582,20 @@ static void progress_end(void) {
     progress.tokens = 0;
 }
 
-// Shows what is done: about `tokens` tokens so far. They are `part` of the work (0: nobody knows),
-// whose rest counts with the same rate. (A prompt's takes longer: attention reads more and more.)
-static void progress_show(double tokens, double part, const char *done) {
+// Shows `label`, the rate of about `tokens` tokens, and the time for the rest: `part` of the work
+// is done (0: unknown), and the rate stays. (A prompt takes longer: attention reads more and more.)
+static void progress_show(double tokens, double part, const char *label) {
     const double time = now(), seconds = time - progress.start, rate = tokens / seconds;
-    if (quiet || seconds < 2 || time < progress.drawn + 0.1 || !is_terminal(STDERR_FILENO)) return;
-    progress.drawn = time;
+    if (quiet || seconds < 2 || time < progress.painted + 0.1 || !is_terminal(STDERR_FILENO))
+        return;
+    progress.painted = time;
     progress.shown = true;
-    fprintf(stderr, "\r%s, %.*f tokens/s", done, rate < 999.95, rate);
+    fprintf(stderr, "\r%s, %.*f tokens/s", label, rate < 999.95, rate);
     if (part > 0) fprintf(stderr, ", %.0f s left", seconds * (1 / part - 1));
     fputs("\033[K", stderr);
 }
 
-#ifndef PLAIN
-static void progress_add(int n) {
+INLINE void progress_add(int n) {
     char text[64];
     if (progress.tokens == 0) return;
     progress.done += n;
@@ -2610,12 +2604,11 @@ static void progress_add(int n) {
     if (done == all) progress_end();
     else progress_show(done, (double)done / all, text);
 }
-#endif
 
 static void report(const char *fmt, ...) {
     static char text[1 << 13];  // two paths and what is wrong; a longer message loses its end
     static uint8_t line[3 * sizeof(text) + 1];  // static: the stack may be small (ulimit -s)
-    Buffer shown = {line, 0, sizeof(line)};  // it has room enough: memory may have run out
+    Buffer shown = {line, 0, sizeof(line)};  // never grows, because memory may have run out
     va_list args;
     va_start(args, fmt);
     vsnprintf(text, sizeof(text), fmt, args);
@@ -2628,21 +2621,21 @@ static void report(const char *fmt, ...) {
 struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
-    bool thinking;
-    bool between;   // it has thought, and only newlines came since: only a terminal shows these
-    Buffer *to;     // of a list: the answer goes there, its thinking nowhere; NULL: to stdout
+    bool thinking;  // what comes now is thinking
+    bool between;   // thinking has ended, and only newlines came since: only a terminal shows these
+    Buffer *to;     // of a list: gets the answer, and thinking is lost; NULL: stdout and stderr do
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
     Buffer held;    // text that is not written yet
 };
 
-// How many bytes at the end must wait for what follows: an unfinished UTF-8 character; if it goes
-// through add_printable also a carriage return, as only one before a newline is kept
+// Returns how many bytes at the end have to wait: those of an unfinished UTF-8 character, or for
+// add_printable a carriage return, because it keeps only one before a newline.
 static size_t unfinished(Bytes text, bool printable) {
     if (printable && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
         const uint8_t *last = text.p + text.n - n;
-        const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // after E0 and F0, 0x80 would be overlong
+        const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // can follow: 0x80 is overlong after E0, F0
         uint8_t u[4] = {rest, rest, rest, rest};
         memcpy(u, last, n);
         if (code_point_at((Bytes){u, 4}, 0).n > (int)n) return n;
@@ -2650,8 +2643,8 @@ static size_t unfinished(Bytes text, bool printable) {
     return 0;
 }
 
-// Writes what is held, except its last `keep` bytes. For a terminal, each piece is dimmed by
-// itself, in one write: no signal can leave the terminal dim.
+// Writes what is held, except its last `keep` bytes. For a terminal each piece is dimmed by itself,
+// in one write: so no signal leaves the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
     const Bytes text = {out->held.p, out->held.n - keep};
     const char *no_color = getenv("NO_COLOR");
@@ -2659,22 +2652,29 @@ static void writer_flush(Writer *out, size_t keep) {
     Buffer shown = {0};
     if (text.n == 0) return;
     if (dim) buffer_add(&shown, bytes("\033[2m"));
-    if (out->terminal || (out->thinking && !out->to)) add_printable(&shown, text, true);
+    if (out->terminal || out->thinking) add_printable(&shown, text, true);
+    else buffer_add(&shown, text);
     if (dim) buffer_add(&shown, bytes("\033[0m"));
-    if (out->terminal) write_stdout(bytes_of(&shown));
-    else if (out->thinking && !out->to && !quiet) fwrite(shown.p, 1, shown.n, stderr);
-    else if (!out->thinking && out->to) buffer_add(out->to, text);
-    else if (!out->thinking) write_stdout(text);
+    if (out->to) buffer_add(out->to, out->thinking ? (Bytes){0} : bytes_of(&shown));
+    else if (out->terminal || !out->thinking) write_stdout(bytes_of(&shown));
+    else if (!quiet) fwrite(shown.p, 1, shown.n, stderr);
     buffer_cut(&out->held, text.n);
     free(shown.p);
 }
 
-// The writer's answer begins or ends, or its thinking does: what comes now is thinking, or not.
+// Sets whether thinking comes now. Called where an answer or its thinking begins or ends.
 static void writer_thinks(Writer *out, bool thinking) {
     out->between = out->thinking && !thinking;
     if (out->between && !out->terminal) buffer_add(&out->held, bytes("\n"));
     writer_flush(out, 0);
     out->thinking = thinking && out->chat;
+}
+
+// Returns the offset at which the stop text begins, or may begin, or else the end of the text.
+static size_t find_stop(Bytes text, Bytes stop) {
+    size_t at = stop.n ? 0 : text.n;
+    while (at < text.n && memcmp(text.p + at, stop.p, min_size(stop.n, text.n - at)) != 0) at++;
+    return at;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
@@ -2687,8 +2687,7 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     if (text.n) out->between = false;
     buffer_add(held, text);
     const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
-    size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin
-    while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
+    const size_t at = find_stop(bytes_of(held), stop);
     if (stop.n && held->n - at >= stop.n) {
         out->cut = held->n - at;
         held->n = at;
@@ -2825,10 +2824,6 @@ static const char *const closers[] = {  // see Request.closed_by
     [GOES_ON] = "-r", [LIMIT_REACHED] = "-n", [CONTEXT_ENDED] = "a full context",
     [COMPLETE] = "an end token", [REPEATS] = "repeating itself (" NO_REPEATS ")"};
 
-static bool begins_with(const Ids *a, const Ids *b) {
-    return a->n >= b->n && memcmp(a->p, b->p, b->n * sizeof(int)) == 0;
-}
-
 static void encode_choices(Engine *e) {
     if (e->n_choices == 0) return;  // `choices` is NULL
     Choice *const end = e->choices + e->n_choices;
@@ -2841,10 +2836,12 @@ static void encode_choices(Engine *e) {
                     (int)c->text.n, c->text.p);
     }
     for (Choice *c = e->choices; c < end; c++) {
+        const size_t n = c->ids.n;
         bool begins = false;  // another one
         for (Choice *other = e->choices; other < end; other++) {
-            if (other == c || !begins_with(&other->ids, &c->ids)) continue;
-            if (other->ids.n == c->ids.n)
+            if (other == c || other->ids.n < n) continue;
+            if (memcmp(other->ids.p, c->ids.p, n * sizeof(int)) != 0) continue;
+            if (other->ids.n == n)
                 die("-o: two answers have the same tokens: %.*s, %.*s", (int)c->text.n, c->text.p,
                     (int)other->text.n, other->text.p);
             begins = true;
@@ -2868,14 +2865,13 @@ INLINE void score_first_ids(const Engine *e, const Text *t, float *logits) {
     for (int i = 0; i < e->n_choices; i++) nll[i] = -logits[e->choices[i].ids.p[0]];
     const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
     for (int i = 0; i < e->n_choices; i++) nll[i] += all;
-    r->first_scored = true;
 }
 
-// Goes to the next TEXT that has to run. The nll of those of one id before it may be known: then
-// they end without a text. Returns false if none is left.
+// Goes to the next TEXT that has to run. Those of one id, whose nll is known, end without a text.
+// Returns false if none is left.
 static bool find_choice(const Engine *e, Request *r) {
     for (; r->begun < r->texts; r->begun++) {
-        if (!r->first_scored || e->choices[r->begun - 1].ids.n > 1) return true;
+        if (!e->pass || e->choices[r->begun - 1].ids.n > 1) return true;
         if (!isfinite(r->nll[r->begun])) r->ending = FAILED;
         r->drawn++;
         r->ended++;
@@ -2883,12 +2879,12 @@ static bool find_choice(const Engine *e, Request *r) {
     return false;
 }
 
-// Appends the next TEXT to what it follows, to be scored: from its second id on if the first is.
+// Appends the next TEXT to what it follows, to be scored from its second id on.
 static void append_choice(const Engine *e, Text *t) {
     Request *r = t->slot->request;
     const Ids *ids = &e->choices[t->slot->number - 1].ids;
-    t->target = t->ids.n + (r->first_scored ? 1 : 0);
-    t->nll = r->first_scored ? r->nll[t->slot->number] : 0;
+    t->target = t->ids.n + (e->pass ? 1 : 0);  // -DPLAIN: from its first on
+    t->nll = e->pass ? r->nll[t->slot->number] : 0;
     for (size_t i = 0; i < ids->n; i++) ids_add(&t->ids, ids->p[i]);
 }
 

@@ -61,6 +61,9 @@ static int affinity(pid_t process, size_t size, cpu_set_t *set) {
 #define fopen open_below_root
 #define realloc counted_realloc
 #define calloc counted_calloc
+struct Engine;
+static void check_rows(const struct Engine *e, int n);  // see naive.h
+static void check_copy(const struct Engine *e, int to, int from);
 #include "../qwen3.c"
 #include "naive.h"
 
