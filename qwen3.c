@@ -2535,7 +2535,8 @@ static bool run_pass(Engine *e) {
     if (e->needed == 0) return true;
     if (e->prompt_end == 0) e->prompt_end = now();
     if (e->mode != EMBED) classify(e->pass, 0, e->needed);  // forward_rows has put them first
-    if (e->needed > 1) on_all_threads(end_pass, e);
+    // The answer of a text alone is written by the main thread: Ctrl-C gets it out of a write.
+    if (e->n_running > 1 || e->mode == PERPLEXITY) on_all_threads(end_pass, e);
     else end_pass(e);
     return true;
 }
