@@ -32,8 +32,7 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
                        IQ4_NL or Q1_0: these are copied, the rest is quantized with the same levels
     --group-size N     weights per quantization scale: 32, 64, 128 or 256. The default is 64, but 32
                        where 64 does not divide the model's dimensions, with four bits, and for a
-                       GGUF file in Q8_0. A GGUF file's groups of 32 are copied where OUT.bin has
-                       groups of 32 and the same bits, those of Q1_0 where OUT.bin's have up to 128
+                       GGUF file in Q8_0: its groups of 32 are copied, those of Q1_0 up to 128
     --yarn FACTOR      extends the context by this factor (YaRN), as Qwen advises for texts longer
                        than the model was trained on; short texts get slightly worse
     --chat-template FILE  takes FILE's chat template (Jinja), not SOURCE's
@@ -43,8 +42,7 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
     --traceback        an error also shows where in export.py it arose
     --version          prints the version
 
-Memory use does not depend on the model's size. The two files appear when both are complete. What
-needs more than qwen3.c has is refused with the reason.
+The two files appear when both are complete. What qwen3.c can't run is refused with the reason.
 Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
 """
 
@@ -74,6 +72,7 @@ if __name__ == "__main__":
         sys.exit(0)
 
 import argparse
+import errno
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -234,8 +233,7 @@ def write_atomically(*targets: Path) -> Iterator[list[BinaryIO]]:
     handle_signals(partial(leave, parts))
     with ExitStack() as opened:
         try:
-            files = [opened.enter_context(open_part(target.with_name(f"{target.name}.part")))
-                     for target in targets]
+            files = [opened.enter_context(open_part(Path(f"{target}.part"))) for target in targets]
             yield files
             for file in files:
                 os.fsync(file.fileno())
@@ -414,9 +412,8 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
                and read_number(where, config, "max_window_layers", 28)
                < read_number(where, config, "num_hidden_layers"))
     layer_types = get("layer_types", list) or ["sliding" if sliding else "full_attention"]
-    if (types := sorted(set(map(str, layer_types)))) != ["full_attention"]:
-        refuse(where, "its sliding window (use_sliding_window, layer_types)", "full_attention",
-               list_names(types))
+    require(where, "its sliding window (use_sliding_window, layer_types)",
+            list_names(sorted(set(map(str, layer_types)))), "full_attention")
     rope = get("rope_scaling", dict) or get("rope_parameters", dict)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "mrope":  # of models that see; a text's three positions are equal
@@ -461,8 +458,7 @@ class Tensor(NamedTuple):
     def pieces(self, unit: int = 1) -> Iterator[Tensor]:
         """Cuts it into ranges of at most PIECE elements, whole units but for the last range."""
         step = max(PIECE // unit, 1) * unit
-        return (self.part(start, min(step, self.size - start))
-                for start in range(0, self.size, step))
+        return (self.part(at, min(step, self.size - at)) for at in range(0, self.size, step))
 
     def read_bytes(self) -> bytes:
         """Opens the file each time: there may be more shards than a process may have open."""
@@ -485,8 +481,7 @@ class Tensor(NamedTuple):
             blocks = np.frombuffer(raw, [("scale", "<f2"), ("bits", "u1", 16)])
             signs = np.unpackbits(blocks["bits"], axis=1, bitorder="little") * np.float32(2) - 1
             return (signs * blocks["scale"][:, None].astype("<f4")).ravel()
-        return gguf.dequantize(np.frombuffer(bytearray(raw), np.uint8),
-                               gguf.GGMLQuantizationType[self.dtype])
+        return gguf.dequantize(np.frombuffer(raw, np.uint8), gguf.GGMLQuantizationType[self.dtype])
 
 
 PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy pass to the next
@@ -536,12 +531,10 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
 
 def read_json(path: Path, most: int = SETTINGS_SIZE, kind: type = dict) -> Any:
     """The object or list in a JSON file, or an empty one if the file does not exist."""
-    return parse_json(read_file(path, most), path, kind) if os.path.lexists(path) else kind()
-
-
-def parse_json(text: bytes, path: Path, kind: type = dict) -> Any:
+    if not os.path.lexists(path):
+        return kind()
     with parsing(path):
-        value = json.loads(text)
+        value = json.loads(read_file(path, most))
         if not isinstance(value, kind):
             raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
@@ -623,9 +616,10 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
         if not 2 <= length <= limit:
             refuse(path, "broken safetensors (download it again)",
                    f"a header of 2 to {max(2, limit)} bytes", length)
-        entries = parse_json(file.read(length), path)
+        header = file.read(length)
     tensors, position = {}, 0  # in the data
     with parsing(path):
+        entries = json.loads(header)
         entries.pop("__metadata__", None)
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape = entry["dtype"], tuple(entry["shape"])
@@ -676,10 +670,9 @@ def find_model(name: str, revision: str | None, wanted: str) -> Place:
         origin = "/".join([name, *gguf_files[:1]]) + f" at {folder.name}"
         if gguf_files:
             return read_gguf(fetch(gguf_files) / gguf_files[0])._replace(origin=origin)
-        source, weights = read_folder(fetch(SETTINGS), True), partial(list_weights, folder, sizes)
-        return source._replace(
-            origin=origin, downloads=lambda: [measure_room(weights())],
-            open_tensors=lambda: open_checkpoint(fetch(weights()), source.family))
+        source, files = read_folder(fetch(SETTINGS), True), partial(list_weights, folder, sizes)
+        return source._replace(origin=origin, downloads=lambda: [measure_room(files())],
+                               open_tensors=lambda: open_checkpoint(fetch(files()), source.family))
 
     from huggingface_hub import HfApi, utils  # slow: only here
     utils.logging.set_verbosity_error()  # an error is one line
@@ -707,8 +700,9 @@ def downloading(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # from several libraries
-        if isinstance(error, OSError) and error.filename:
-            raise  # of the hub's cache
+        if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
+            error.filename = error.filename or "the hub's cache"
+            raise
         found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if NO_NETWORK & {kind.__name__ for kind in type(error).__mro__}:
             refuse(name, "not here, and the hub can't be reached", "a network (HF_ENDPOINT can "
@@ -781,7 +775,6 @@ def read_gguf(path: Path) -> Source:
         sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": penalty}
         Notices.hints.append("no sampling settings in the file: Qwen2.5's, -t 0.7 -p 0.8 -k 20 "
                              f"-e {penalty}")
-    kinds = {tensor.dtype for tensor in tensors.values()}
     weights: Counter[str] = Counter()  # dtype -> how many of the layers' weights have it
     for name, tensor in tensors.items():
         weights[tensor.dtype] += tensor.size * ("_proj.weight" in name)
@@ -794,7 +787,7 @@ def read_gguf(path: Path) -> Source:
                           for name, ids in (("bos", bos), ("eos", eos))},
         generation=sampling | {"eos_token_id": stop_ids}, embedding=pooling == poolings.LAST,
         chat_template=template, open_tensors=lambda: kept, origin=path.name,
-        group_size=32 if "Q8_0" in kinds else None,
+        group_size=32 if "Q8_0" in weights else None,
         four_bits=kind if kind in GGUF_LEVELS and 2 * most > sum(weights.values()) else "")
 
 
@@ -870,7 +863,6 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
         return struct.unpack("<" + letters, file.read(size))
 
     def value_of(kind: int) -> Any:
-        """A metadata value of this type."""
         if kind == GGUF_STRING:  # a template may hold what is no UTF-8
             return unpack(f"{unpack('Q')[0]}s")[0].decode(errors="surrogateescape")
         if kind != GGUF_ARRAY:
@@ -886,7 +878,7 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
         if magic != b"GGUF":
             refuse(path, "not supported", "a checkpoint's directory or a GGUF file", repr(magic))
         require(path, "GGUF's version (or it is big-endian)", version, 2, 3)
-        metadata = {}
+        metadata, found = {}, []
         for _ in range(n_values):
             key, (kind,) = value_of(GGUF_STRING), unpack("I")
             metadata[key] = value_of(kind)
@@ -903,15 +895,16 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
             dtype = gguf.GGMLQuantizationType(kind).name
             if shape[0] % (elements := BLOCK_SIZES[dtype][0]):
                 refuse(path, f"rows of {name}", f"a multiple of {elements}", shape[0])
-            tensor = Tensor(name, path, data + offset, dtype, shape[::-1])
+            found.append(tensor := Tensor(name, path, data + offset, dtype, shape[::-1]))
             if (end := tensor.offset + tensor.nbytes) > size:
                 refuse(path, f"truncated in {name}", f"{end} bytes (download it again)", size)
-            more = rename_tensor(path, tensor)
-            if again := tensors.keys() & more.keys():
-                refuse(path, "tensors", "each once", f"{list_names(sorted(again))} twice")
-            tensors |= more
-            if len(tensors) > MOST_TENSORS:
-                refuse(path, "too many tensors", f"at most {MOST_TENSORS}", "more")
+    for tensor in found:
+        more = rename_tensor(path, tensor)
+        if again := tensors.keys() & more.keys():
+            refuse(path, "tensors", "each once", f"{list_names(sorted(again))} twice")
+        tensors |= more
+        if len(tensors) > MOST_TENSORS:
+            refuse(path, "too many tensors", f"at most {MOST_TENSORS}", "more")
     return metadata
 
 
@@ -1016,7 +1009,7 @@ GROUP_SIZES, BOOLEANS = (32, 64, 128, 256), ("True", "False")  # BOOLEANS: repr(
 
 
 def read_header(source: Source, bits: int | None, group_size: int | None,
-                yarn_factor: float | None) -> tuple[Header, dict[str, Tensor]]:
+                yarn: float | None) -> tuple[Header, dict[str, Tensor]]:
     """The header, and the tensors that are computed, from config.json and the user's options."""
     where, config, family = source.file("config.json"), source.config, source.family
     if "VL" in family.architecture and (source.embedding or "embedding" in source.name.lower()):
@@ -1035,8 +1028,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
         refuse(where, "num_key_value_heads", f"a divisor of {heads}", n["n_kv_heads"])
     if n["head_dim"] % 2:
         refuse(where, "head_dim", "an even number", n["head_dim"])
-    n["max_seq_len"], theta, rope_factor, frequencies = read_rope(
-        where, config, n["head_dim"], yarn_factor)
+    n["max_seq_len"], theta, factor, frequencies = read_rope(where, config, n["head_dim"], yarn)
     bits = bits or (4 if source.four_bits else 8)
     group_size = group_size or (32 if bits == 4 else source.group_size)
     copies = source.four_bits and group_size <= BLOCK_SIZES[source.four_bits][0]
@@ -1063,7 +1055,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
         **family.header, **n, magic=0x616A6331, version=1, group_size=group_size,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
         rope_theta=0 if np.float32(theta) == np.float32(1e6) else theta,
-        rope_scaling=2 if frequencies else 0, rope_factor=rope_factor,
+        rope_scaling=2 if frequencies else 0, rope_factor=factor,
         no_topk_norm=not topk_norm, layer_bits=4 if bits == 4 else 0,
         eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else 0,
         levels=levels)
@@ -1149,8 +1141,7 @@ PRE_TOKENIZERS = [
 
 
 def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) -> tuple[dict, dict]:
-    """Two dicts: id -> the token's bytes; id -> score, of tokens that a merge makes. No merge makes
-    an added token."""
+    """Two dicts: id -> the token's bytes; id -> score, of tokens that a merge makes."""
     with parsing(where):
         vocab = {text: i for text, i in model["vocab"].items() if text not in added}
         merges = [(str(left), str(right)) for left, right in (
@@ -1200,8 +1191,7 @@ def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
     def read(token: dict, token_id: int) -> tuple[str, int, int]:
         """(text, id, flags) of an entry."""
         for flag in ("lstrip", "rstrip", "single_word"):
-            if token.get(flag):
-                refuse(where, f"{flag} of added token {token['content']!r}", "false", "true")
+            require(where, f"{flag} of {token['content']!r}", bool(token.get(flag)), False)
         text, normalized = token["content"], bool(token.get("normalized"))
         if nfc and normalized:  # older packages leave this to whoever reads the file
             text = normalizers.NFC().normalize_str(text)
@@ -1343,7 +1333,6 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
     opens an answer whose beginning is given, has a section of its own."""
 
     def render(self, messages: tuple[Message, ...], thinking: bool | None) -> str:
-        """A conversation as qwen3.c renders it."""
         text = self.start + ("" if messages[0][0] == "system" else self.no_system)
         for role, content in messages:
             if role == "assistant" and self.strip and self.strip in content:
@@ -1355,8 +1344,7 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
 def find_verified_pieces(template: str | None, variables: dict[str, str]) -> Pieces | None:
     """The verified pieces of a template, or None and a note that says why there are none."""
     if not template:
-        Notices.hints.append(
-            "no chat template: qwen3 will continue texts; -m chat will use plain ChatML")
+        Notices.hints.append("no chat template: qwen3 will continue texts; -m chat uses ChatML")
         return None
     try:
         trials = make_trials()
@@ -1378,7 +1366,7 @@ def render_all(template: str, variables: dict, conversations: list) -> dict[Conv
     may never end or take all memory, so it runs in a process of its own. If the process
     fails, the machine may be slow or full: nothing is exported."""
     code = ("import json, re, resource, sys; from contextlib import suppress; "
-            "sys.path += sys.argv[1:]; import jinja2, jinja2.sandbox\n"
+            "sys.path += sys.argv[1:]; import jinja2.sandbox\n"
             f"{inspect.getsource(run_template)}run_template()")
     found = "none"
     packages = [str(Path(module.__file__).parents[1]) for module in (jinja2, markupsafe)]
@@ -1514,9 +1502,8 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     chats = source.chat_template and (not turn_end or turn_end & set(stop_ids))
     mode = EMBED if source.embedding else CHAT if chats else GENERATE
     if mode == GENERATE and source.chat_template:
-        Notices.hints.append(
-            "the chat template's end of turn is not among the ids that end a text: this is a base "
-            "model, qwen3 will continue texts; -m chat overrides this")
+        Notices.hints.append("the end of a chat's turn does not end a text: this is a base model, "
+                             "qwen3 will continue texts; -m chat overrides this")
     generation, defaults = source.generation, {  # transformers' but do_sample, which is false there
         "temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}
     penalty = read_number(path, generation, "repetition_penalty", 1.0)
@@ -1535,8 +1522,7 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         "mode": b"" if mode == CHAT else pack_u32([mode]),
         "chat": b"".join(pack_bytes(piece.encode()) for piece in (pieces or ())[:-1]),
         "begn": pieces.begun.encode() if pieces else b""}
-    extension = b"".join(tag.encode() + pack_bytes(payload)
-                         for tag, payload in sections.items() if payload)
+    extension = b"".join(tag.encode() + pack_bytes(data) for tag, data in sections.items() if data)
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
                        + pack_bytes(tokens.get(i, b"")) for i in range(vocab_size))
     return struct.pack("<3I", max(map(len, tokens.values())), bos, eos) + records, extension
@@ -1608,7 +1594,7 @@ def encode(tensor: Tensor, bits: int, h: Header) -> tuple[np.ndarray, np.ndarray
         return data["values"].ravel(), x.astype(f"<f{SCALE_SIZES[bits]}")
     if copied:
         x = x.reshape(-1, h.group_size)  # the weights of a group are scale and -scale
-        return in_nibbles((8 + np.sign(x)).astype(np.uint8)), np.abs(x[:, 0]).astype("<f2")
+        return pack_nibbles((8 + np.sign(x)).astype(np.uint8)), np.abs(x[:, 0]).astype("<f2")
     if bits == 32:
         return x, x[:0]
     if bits == 8:
@@ -1686,10 +1672,10 @@ def quantize_q4(x: np.ndarray, group_size: int, levels: bytes) -> tuple[np.ndarr
     scale = (scale * peak).astype("<f2")
     per_unit = peak / np.where(scale, scale, np.float32(np.inf))
     cell = (x * (2 * per_unit) + np.float32(512)).astype(np.intp)
-    return in_nibbles(np.take(codes, cell, mode="clip").T), scale
+    return pack_nibbles(np.take(codes, cell, mode="clip").T), scale
 
 
-def in_nibbles(codes: np.ndarray) -> np.ndarray:
+def pack_nibbles(codes: np.ndarray) -> np.ndarray:
     """Codes (groups, group_size) as bytes: byte j of a group has code j in its low half and code
     j + group_size / 2 in its high one."""
     low, high = np.split(codes, 2, axis=1)
@@ -1788,19 +1774,18 @@ def match_tensors(where: Path, outputs: list[Output], tensors: dict[str, Tensor]
         if dtype not in FLOAT_TYPES and not (where.is_file() and can_read(dtype)):
             refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
                    "the gguf package dequantizes", dtype)
-    return [output._replace(tensors=[tensors[name] for name in output.names])
-            for output in outputs]
+    return [output._replace(tensors=[tensors[name] for name in output.names]) for output in outputs]
 
 
-def write_model(out: BinaryIO, header: Header, outputs: list[Output]) -> None:
+def write_model(out: BinaryIO, h: Header, outputs: list[Output]) -> None:
     """Writes OUT.bin: the header, then the tensors. Notes what is copied, what quantized again."""
     def convert(output: Output, piece: Tensor, at: int) -> None:
-        data = put_in_panels(output, header, *encode(piece, output.bits, header))
-        for part, offset in zip(data, output.offsets(at, header)):
+        data = put_in_panels(output, h, *encode(piece, output.bits, h))
+        for part, offset in zip(data, output.offsets(at, h)):
             write_at(out, part, offset)
 
-    write_at(out, HEADER.pack(*header), 0)
-    matrices = [(is_copied(tensor, output.bits, header), tensor.dtype) for output in outputs
+    write_at(out, HEADER.pack(*h), 0)
+    matrices = [(is_copied(tensor, output.bits, h), tensor.dtype) for output in outputs
                 if output.bits < 32 for tensor in output.tensors]
     copied, again = (sorted({dtype for was, dtype in matrices if was == kept} - FLOAT_TYPES.keys())
                      for kept in (True, False))
@@ -1808,9 +1793,8 @@ def write_model(out: BinaryIO, header: Header, outputs: list[Output]) -> None:
         Notices.hints.append(f"{', '.join(copied)}: copied exactly, "
                              f"{sum(was for was, _ in matrices)} of {len(matrices)} matrices")
     if again:
-        Notices.hints.append(f"{', '.join(again)}: quantized again, in groups of "
-                             f"{header.group_size}, which adds an error of 0.5 % of the weights' "
-                             "rms in 8 bits, of 6 to 9 % in 4")
+        Notices.hints.append(f"{', '.join(again)}: quantized again, in groups of {h.group_size}, "
+                             "which adds an error of 0.5 % of their rms in 8 bits, 6 to 9 % in 4")
     list(map_pieces(convert, outputs))
 
 
@@ -1887,7 +1871,7 @@ def check(options: argparse.Namespace) -> None:
         tokenizer = join_tokenizer(*parts, found[size + 8:])  # any origin
         if not old.panels:  # an older program's, which had other sections
             tokenizer, found = parts[0], found[:len(parts[0])]
-        check_bytes(path, "the file", tokenizer, found)
+        check_bytes(path, "the file (the --chat-template of the export?)", tokenizer, found)
         if (actual := out.stat().st_size) != outputs[-1].end:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
         errors = check_tensors(out, file, header, outputs)

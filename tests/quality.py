@@ -119,7 +119,7 @@ def measure(source, texts, transformers, folder):
             rows[bits] += [f"{own / count:.4f}", f"{np.exp(own / count):.3f}", f"{kl / count:.5f}"]
         rows["fp32"] += [f"{nll / count:.4f}", f"{np.exp(nll / count):.3f}", ""]
     yield f"{source.name}, fp32 by {by}; texts: " + ", ".join(
-        f"{path} ({sum(map(len, parts))} tokens)" for path, parts in pieces.items()) + "\n"
+        f"{path.name} ({sum(map(len, parts))} tokens)" for path, parts in pieces.items()) + "\n"
     names = ["bits", "file", "export", "prompt/s", "answer/s"]
     names += [f"{path.name}: {name}" for path in pieces for name in ("nats", "ppl", "KL")]
     for row in (names, ["---"] * len(names), *([str(bits), *rows[bits]] for bits in ("fp32", 8, 4))):

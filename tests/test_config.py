@@ -111,7 +111,7 @@ BAD_CONFIG = [
     ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
      "use_sliding_window", "full_attention"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types",
-     "found full_attention, sliding_attention"),
+     "found 'full_attention, sliding_attention'"),
     ({"attention_bias": True}, "attention_bias", "False|false"),
     ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),

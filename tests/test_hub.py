@@ -1,5 +1,6 @@
 """Downloads, from a hub that is here."""
 
+import errno
 import json
 import os
 import re
@@ -175,3 +176,6 @@ def test_the_disk_of_a_download(checkpoint, hub, tmp_path):
     os.truncate(tmp_path / "hub/org/tiny/model.safetensors", 1 << 43)  # a hole
     refused(hub("org/tiny"), "/cache/hub: too little disk space, expected 8796[0-9]* bytes")
     assert "model.safetensors" not in hub.asked()
+    with pytest.raises(OSError) as full, export.downloading("org/tiny"):  # as write() says it, without a name
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert full.value.filename == "the hub's cache"

@@ -74,7 +74,7 @@ BAD_SAFETENSORS = {
     "huge header": (lambda data: b"\xff" * 8 + data[8:], "18446744073709551615"),
     "no json": (lambda data: data[:8] + b"}" + data[9:], "JSONDecodeError"),
     "not utf-8": (lambda data: data[:8] + b"\xff" + data[9:], "UnicodeDecodeError|JSONDecode"),
-    "a list": (lambda data: struct.pack("<Q", 2) + b"[]" + data, "list"),
+    "a list": (lambda data: struct.pack("<Q", 2) + b"[]" + data, "broken"),
     "deep": (lambda data: struct.pack("<Q", 200000) + b"[" * 200000, "RecursionError"),
     "overlap": (set_offsets(-2, 0), "data_offsets of model.norm.weight"),
     "hole": (set_offsets(2, 0), "data_offsets of model.norm.weight"),

@@ -151,6 +151,6 @@ def test_chat_template_of_the_user_s(checkpoint, run, tmp_path, monkeypatch):
     assert status == 0 and len(err) == 1, err
     assert chat_strings(read_tokenizer(data, ck.config["vocab_size"])[2]["chat"]) == ORDINARY
     assert run("--check", "in", "out.bin", "--chat-template", "mine.jinja")[0] == 0
-    refused(run("--check", "in", "out.bin"), "out.bin.tokenizer: the file is not what the source gives")
+    refused(run("--check", "in", "out.bin"), "out.bin.tokenizer: the file .the --chat-template of the export.. is not what")
     monkeypatch.setattr(export, "read_folder", lambda _: pytest.fail("it reads the source"))
     refused(run("in", "out.bin", "--chat-template", "none.jinja"), "^export.py: none.jinja: missing")
