@@ -1031,12 +1031,12 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     n["max_seq_len"], theta, factor, frequencies = read_rope(where, config, n["head_dim"], yarn)
     bits = bits or (4 if source.four_bits else 8)
     group_size = group_size or (32 if bits == 4 else source.group_size)
-    copies = source.four_bits and group_size <= BLOCK_SIZES[source.four_bits][0]
-    levels = (bytes(16) if bits == 8 else GGUF_LEVELS[source.four_bits] if copies else
-              LEVELS.tobytes())
     widths = {"hidden_size": n["dim"], hidden_key: n["hidden_dim"],
               "num_attention_heads * head_dim": heads * n["head_dim"]}
     group_size = group_size or (32 if any(width % 64 for width in widths.values()) else 64)
+    copies = source.four_bits and group_size <= BLOCK_SIZES[source.four_bits][0]
+    levels = (bytes(16) if bits == 8 else GGUF_LEVELS[source.four_bits] if copies else
+              LEVELS.tobytes())
     for key, width in widths.items():
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)

@@ -453,6 +453,7 @@ def two_kinds(first, second):
     ("Q8_0", two_kinds("Q4_0", "Q4_0"), ["--group-size", 64], "model-q4.bin", 4, 64, "Q4_0, Q8_0: quantized again, in groups of 64"),
     ("Q8_0", two_kinds("Q4_0", "Q4_0"), ["--bits", 8], "model.bin", 0, 32, "Q4_0: quantized again, in groups of 32"),
     ("Q8_0", two_kinds("Q4_0", "Q4_0"), ["--bits", 8, "--group-size", 64], "model.bin", 0, 64, "Q4_0, Q8_0: quantized again"),
+    ("F32", two_kinds("Q4_0", "Q4_0"), ["--bits", 8], "model.bin", 0, 64, "Q4_0: quantized again, in groups of 64"),
     # Most weights decide, not most matrices: three of seven are larger. No more than half of them make eight bits.
     ("Q5_0", ffn_in_q4_0, [], "model-q4.bin", 4, 32, "Q4_0: copied exactly, 6 of 15 matrices"),
     *[("F32", two_kinds(*kinds), [], "model.bin", 0, None, "quantized again") for kinds in (
