@@ -188,7 +188,7 @@ def rope_frequencies(c):
 # -- files, and what the tests ask for
 
 MAGIC = 0x616A6331
-FORMAT = "<I11iffIf20xIIiiII"       # model.bin's header, up to the levels
+FORMAT = "<I11iffIf20xIIiiIIB3x16sI124x"    # model.bin's header
 HEADER = ("version", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size",
           "max_seq_len", "head_dim", "shared_classifier", "group_size")
 EXPERTS = "n_experts", "n_experts_used", "no_topk_norm"
@@ -235,14 +235,14 @@ class Model(Transformer):
     def from_bin(cls, path, precision="q8"):
         data = Path(path).read_bytes()
         magic, *fields = struct.unpack_from(FORMAT, data)
+        assert struct.pack(FORMAT, magic, *fields) == data[:256]        # all other bytes are 0
+        *fields, eight, levels, panels = fields     # matrices with 8 bits; 1: words of 16 rows alternate
         c = dict(zip((*HEADER, "theta", "eps", "scaling", "factor", "bias", "no_qk_norm", *EXPERTS,
                       "bits"), fields))
         assert magic == MAGIC and c["version"] == 1
         assert c["scaling"] in (0, 2) and bool(c["scaling"]) == bool(c["factor"])
-        bits, experts, levels = c["bits"], c["n_experts"], np.frombuffer(data, "<i1", 16, 0x70)
-        eight, panels = data[0x6C], data[0x80]  # matrices with 8 bits; 1: words of 16 rows alternate
-        assert bits in (0, 4) and panels < 2 and not any(data[0x40:0x54] + data[0x6D:0x70] + data[0x81:256])
-        assert eight < (128 if bits else 1)
+        bits, experts, levels = c["bits"], c["n_experts"], np.frombuffer(levels, "<i1")
+        assert bits in (0, 4) and panels < 2 and eight < (128 if bits else 1)
         bits_of = {name: 0 if eight >> i & 1 else bits
                    for i, name in enumerate("q k v o gate down up".split())}
         assert (np.diff(levels.astype(int)) > 0).all() if bits else not levels.any()
@@ -385,8 +385,7 @@ class Model(Transformer):
         parts = [struct.pack(
             FORMAT, MAGIC, 1, *(c[name] for name in HEADER[1:]), unless(1e6, c["theta"]),
             unless(1e-6, c["eps"]), 2 * scaled, scaled * self.factor, c["bias"], 1 - c["qk_norm"],
-            *(c[name] for name in EXPERTS), 0).ljust(0x80, b"\0") + struct.pack("<I", panels)]
-        parts[0] = parts[0].ljust(256, b"\0")
+            *(c[name] for name in EXPERTS), 0, 0, b"", panels)]
         for name in ("att_norm", "ffn_norm", "norm", "q_norm", "k_norm", "router"):
             parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
         parts.append(self.freq.astype("<f4").tobytes() if scaled else b"")

@@ -17,7 +17,7 @@ TEXTS = ["Once upon a time", "What is the capital of France?", "zebra", "a commo
 LIST = "".join(text + "\n" for text in TEXTS).encode()
 RUNS = [
     (["-i", LONG, "-n", "30", "-s", "1"], b""),
-    (["-i", LONG, "-m", "generate", "-n", "20", "-t", "0"], b""),
+    (["-i", LONG[:300], "-m", "generate", "-n", "20", "-t", "0"], b""),
     (["-m", "perplexity"], LONG.encode()),
     (["-m", "chat", "-n", "12", "-s", "2", "-e", "1.1"], b"Who are you?\nAnd who am I?\n"),
     (["-l", "-", "-s", "3", "-n", "9"], LIST),
