@@ -2707,12 +2707,13 @@ static void writer_end(Writer *out) {
 
 // ------------------------------------------------------------------------------------------------
 // Requests: each asks for an answer, an embedding or a score, of one text or several. A text longer
-// than the context is scored in pieces: each begins with the last id of the one before.
+// than the context is scored in pieces: each begins with the last id of the one before. Thinking
+// that reaches the budget of -r N, or goes round in circles, is ended by budget_text. (What is done
+// only if n_choices is not 0 belongs to given answers: the next section explains it.)
 
 #define NOT_FINITE "model: the logits are not finite; is the file damaged?"
 #define BAD_VECTOR "model: the vector is not finite; is the file damaged?"
 
-// Of given answers: see the next section
 static void start_choices(const Engine *e, Text *t);
 static bool add_choice(Engine *e, Request *r);
 static bool next_choice(Engine *e, Text *t);
@@ -2752,6 +2753,15 @@ static bool add_texts(Engine *e, Request *r) {
     }
     return r->begun == r->texts;
 }
+
+// From Qwen3's technical report, section 4.3
+static const char budget_text[] = "\n\nConsidering the limited time by the user, I have to give "
+    "the solution based on the thinking directly now.\n</think>\n\n";
+
+#define NO_REPEATS "-e 1.1 helps, -n -1 lets it go on"
+static const char *const closers[] = {  // see Request.closed_by
+    [GOES_ON] = "-r", [LIMIT_REACHED] = "-n", [CONTEXT_ENDED] = "a full context",
+    [COMPLETE] = "an end token", [REPEATS] = "repeating itself (" NO_REPEATS ")"};
 
 // Ends a text's thinking: appends ids that nobody drew. Before given answers it appends all of them,
 // in spite of -n, and nothing more is drawn.
@@ -2815,15 +2825,6 @@ static bool end_text(Engine *e, Text *t) {
 // all share their blocks. Where one TEXT begins another, the answer also has to end after the
 // shorter one. So at most one comes true, and probabilities can be added up. (With -DPLAIN each
 // TEXT is a text, and runs from id 0 on.)
-
-// From Qwen3's technical report, section 4.3
-static const char budget_text[] = "\n\nConsidering the limited time by the user, I have to give "
-    "the solution based on the thinking directly now.\n</think>\n\n";
-
-#define NO_REPEATS "-e 1.1 helps, -n -1 lets it go on"
-static const char *const closers[] = {  // see Request.closed_by
-    [GOES_ON] = "-r", [LIMIT_REACHED] = "-n", [CONTEXT_ENDED] = "a full context",
-    [COMPLETE] = "an end token", [REPEATS] = "repeating itself (" NO_REPEATS ")"};
 
 static void encode_choices(Engine *e) {
     if (e->n_choices == 0) return;  // `choices` is NULL
