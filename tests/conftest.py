@@ -94,6 +94,16 @@ def spawn(*args, **env):
     return child
 
 
+def shell(script, **how):
+    """A run of this script, with no terminal anywhere."""
+    return subprocess.run(["sh", "-c", script], capture_output=True, timeout=300, env=environment(), **how)
+
+
+def spawn_shell(script):
+    """This script at a pseudo-terminal."""
+    return pexpect.spawn("sh", ["-c", script], timeout=300, env=environment(TERM="xterm"), dimensions=(24, 80))
+
+
 def wait_until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():

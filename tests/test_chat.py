@@ -17,7 +17,7 @@ import jinja2.sandbox
 import pexpect
 import pytest
 from conftest import (CHATML, QUOTED_QWEN3, QWEN3, STATS, change_sections, copy_model, environment, finish, leave,
-                      prompts, qwen3, records, settle, spawn, tokenize)
+                      prompts, qwen3, records, settle, spawn, spawn_shell, tokenize)
 from test_templates import CHATS
 
 END = "<|im_end|>"
@@ -287,8 +287,7 @@ def test_terminal_chat(talk):
 
 def test_only_answers_on_stdout(tiny, tmp_path):
     """With stdout in a file, sign, notices and statistics are still seen."""
-    command = f"{QUOTED_QWEN3} {tiny} -t 0 > {tmp_path / 'out'}"
-    child = pexpect.spawn("sh", ["-c", command], timeout=300, env=environment(TERM="xterm"))
+    child = spawn_shell(f"{QUOTED_QWEN3} {tiny} -t 0 > {tmp_path / 'out'}")
     child.expect("> ")
     child.sendline("What is 2 + 3?")
     child.expect("seed")

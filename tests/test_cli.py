@@ -7,11 +7,11 @@ import struct
 import subprocess
 
 import numpy as np
-import pexpect
 import pytest
 from checkpoints import make_embedding, with_config, with_ends
 from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, change_sections, copy_model, environment, export,
-                      finish, make_checkpoint, output, perplexity, prompts, qwen3, spawn, tokenize)
+                      finish, make_checkpoint, output, perplexity, prompts, qwen3, shell, spawn,
+                      spawn_shell, tokenize)
 from reference import Model
 from test_faults import needs_address_space
 from test_templates import CHATS
@@ -306,8 +306,7 @@ def test_stdin_is_left_alone(small, tmp_path, mode):
     (tmp_path / "text").write_bytes(b"some text")
     for prompt in ('-i "$x"', f'-f {tmp_path / "text"}', f'-i "$x" -f {tmp_path / "text"}'):
         script = f"while read x; do {QUOTED_QWEN3} {small} -m {mode} -n 2 -q {prompt} >&2; echo run; done"
-        result = subprocess.run(["sh", "-c", script], stdin=open(tmp_path / "list", "rb"),
-                                capture_output=True, env=environment(), timeout=300)
+        result = shell(script, stdin=open(tmp_path / "list", "rb"))
         assert result.stdout == b"run\n" * 3, result.stderr
 
 
@@ -371,8 +370,7 @@ def test_default_context(random_model):
     model, short = random_model(max_len=1_000_000), random_model(max_len=5000)
 
     def context(megabytes, *options, model=model, limit="-v"):
-        child = pexpect.spawn("sh", ["-c", f"ulimit {limit} {megabytes * 1024}; exec {QUOTED_QWEN3} {model} -j 1 "
-                                     + " ".join(options)], env=environment(TERM="xterm"), timeout=300)
+        child = spawn_shell(f"ulimit {limit} {megabytes * 1024}; exec {QUOTED_QWEN3} {model} -j 1 {' '.join(options)}")
         child.expect(r": context (\d+), thinking off, /help shows the commands\r\n> ")
         tokens = int(child.match[1])
         child.sendline("/bye")
@@ -514,8 +512,7 @@ def test_control_characters_on_a_terminal(chain, text):
 def test_control_characters_of_thinking_on_stderr(chain, tmp_path):
     """stdout is a file, and stderr a terminal."""
     model = chain("\u010a", "<think>", *spell(b"\x1b\xc2\x9b]"), END)
-    child = pexpect.spawn("sh", ["-c", f"{QUOTED_QWEN3} {model} -t 0 -i x > {tmp_path}/out"], timeout=300,
-                          env=environment(TERM="xterm"))
+    child = spawn_shell(f"{QUOTED_QWEN3} {model} -t 0 -i x > {tmp_path}/out")
     finish(child)
     assert "<think>\ufffd\ufffd]" in child.before.decode()
 

@@ -10,14 +10,10 @@ from pathlib import Path
 
 import pytest
 from conftest import (LINUX, QUOTED_QWEN3, QWEN3, assert_error, copy_model, environment,
-                      export_process, make_checkpoint, output, qwen3, refused)
+                      export_process, make_checkpoint, output, qwen3, refused, shell)
 
 SANITIZED = QWEN3.exists() and b"__asan_init" in QWEN3.read_bytes()
 needs_address_space = pytest.mark.skipif(SANITIZED or not LINUX, reason="needs a limited address space")
-
-
-def shell(script, **how):
-    return subprocess.run(["sh", "-c", script], capture_output=True, timeout=300, env=environment(), **how)
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, join_tokenizer, make_checkpoint, qwen3,
+from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, join_tokenizer, make_checkpoint, qwen3, shell,
                       split_tokenizer, token_records)
 from reference import HEADER
-from test_faults import needs_address_space, shell
+from test_faults import needs_address_space
 
 INF, NAN = float("inf"), float("nan")
 VOCAB = 502

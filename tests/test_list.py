@@ -20,8 +20,8 @@ import numpy as np
 import pexpect
 import pytest
 from conftest import (CHATML, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, TESTS, TINY, assert_error, change_sections,
-                      copy_model, environment, export, finish, make_table_model, output, qwen3, tokenize,
-                      wait_for_call, wait_until, waiting)
+                      copy_model, environment, export, finish, make_table_model, output, qwen3, shell,
+                      spawn_shell, tokenize, wait_for_call, wait_until, waiting)
 from test_faults import needs_address_space
 from test_signals import needs_small_pipes, small_pipe
 
@@ -195,8 +195,7 @@ def test_little_memory(tiny, kilobytes):
     options = ["-c", 0, "-n", 250, "-t", 3, "-k", 0, "-p", 1]
     expected = [alone(tiny, text, *options, seed=i) for i, text in enumerate(texts)]
     script = f"ulimit -v {kilobytes}; exec {QUOTED_QWEN3} {tiny} -l - -q -j 1 -s 0 {' '.join(map(str, options))}"
-    done = subprocess.run(["sh", "-c", script], input=b"".join(text + b"\n" for text in texts),
-                          capture_output=True, timeout=300, env=environment())
+    done = shell(script, input=b"".join(text + b"\n" for text in texts))
     assert done.returncode == 0 and done.stdout.split(b"\n")[:-1] == expected, done.stderr
 
 
@@ -379,7 +378,7 @@ def test_a_line_that_takes_too_much_memory(tiny, tmp_path, mode, line):
         own = line if line[:1] == b"{" else quote % line
         path = write_list(tmp_path / "list", [quote % b"Hello there", own, quote % b"Hello there", own, quote % long])
         script = f"ulimit -v 150000; exec {QUOTED_QWEN3} {tiny} {kind} {path} -m {mode} -t 0 -n 3 -q -j 1 -c 512"
-        done = subprocess.run(["sh", "-c", script], capture_output=True, timeout=300, env=environment())
+        done = shell(script)
         lines, found = done.stdout.split(b"\n")[:-1], errors_of(done.stderr, bytes(path))
         assert done.returncode == 1 and len(lines) == 5 and lines[0] == lines[2] != b"null", done
         assert lines[1].startswith((b"null", b'{"id":1')) and lines[3] == lines[1]
@@ -692,7 +691,7 @@ def test_hints_for_lists_of_other_programs(tiny, data, mode, command):
     """Done as the message says, it works."""
     error = run_list(tiny, data.encode(), "-m", mode, "-q", kind="-L", status=1)[1]
     assert command in error.decode()
-    data = subprocess.run(["sh", "-c", command], input=data.encode(), capture_output=True, check=True).stdout
+    data = shell(command, input=data.encode(), check=True).stdout
     lines, _ = run_list(tiny, data, "-m", mode, "-q", kind="-L")
     assert len(lines) == data.count(b"Hello") + data.count(b"Who") and b"null" not in b"".join(lines)
 
@@ -702,8 +701,7 @@ def test_hint_for_csv(tiny, table):
     error = run_list(tiny, table.encode(), "-n", 3, "-q", kind="-L", status=1)[1]
     assert error.count(b"CSV") == 2
     command = re.search(r"python3 (.*') makes", error.decode())[1]
-    command = f"{shlex.quote(sys.executable)} {command}"
-    data = subprocess.run(["sh", "-c", command], input=table.encode(), capture_output=True, check=True).stdout
+    data = shell(f"{shlex.quote(sys.executable)} {command}", input=table.encode(), check=True).stdout
     lines, _ = run_list(tiny, data, "-n", 3, "-q", kind="-L")
     assert len(lines) == 1 and b"answer" in lines[0]
 
@@ -848,7 +846,7 @@ def test_progress(stopping, tmp_path):
     os.mkfifo(tmp_path / "list")
     feeder = subprocess.Popen(["sh", "-c", f"yes a > {tmp_path}/list"], stderr=subprocess.DEVNULL)
     script = f"exec {QUOTED_QWEN3} {stopping} -l {tmp_path}/list -m generate -t 0 -n 100 -s 1 -j 1 > {tmp_path}/out"
-    child = pexpect.spawn("sh", ["-c", script], timeout=300, env=environment(TERM="xterm"), dimensions=(24, 80))
+    child = spawn_shell(script)
     for _ in range(100):                        # held up until it takes so long that it is shown
         if child.expect([rb"\r\d+ texts, 32 running, [\d.]+ tokens/s\x1b\[K", pexpect.TIMEOUT], timeout=0.2) == 0:
             break
@@ -867,7 +865,7 @@ def test_progress_of_perplexities(tiny, tmp_path):
     """Their texts run one by one: the next one leaves the line as it is, and each counts for the rate."""
     path = write_list(tmp_path / "list", [b"Tell me a story about a fox."] * 50000)
     script = f"exec {QUOTED_QWEN3} {tiny} -l {path} -m perplexity -j 1 > {tmp_path}/out"
-    child = pexpect.spawn("sh", ["-c", script], timeout=300, env=environment(TERM="xterm"), dimensions=(24, 80))
+    child = spawn_shell(script)
     rates = []
     while sum(rate > 0 for rate in rates) < 2 and len(rates) < 100:     # on a slow machine, none yet
         child.expect(rb"\r\d+ of about 50000 texts, \d+ running, ([\d.]+) tokens/s(, \d+ s left)?\x1b\[K")
@@ -995,8 +993,7 @@ def test_interrupt_while_nobody_reads(start, stopping):
 
 def test_closed_stdout_is_quiet(tiny, tmp_path):
     path = write_list(tmp_path / "list", [b"Hello"] * 3000)
-    done = subprocess.run(["sh", "-c", f"{QUOTED_QWEN3} {tiny} -t 0 -l {path} | head -1"], capture_output=True,
-                          env=environment(), timeout=300)
+    done = shell(f"{QUOTED_QWEN3} {tiny} -t 0 -l {path} | head -1")
     assert done.stdout == alone(tiny, b"Hello", *GREEDY) + b"\n" and b"qwen3:" not in done.stderr
 
 

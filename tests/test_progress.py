@@ -12,7 +12,7 @@ import time
 
 import pexpect
 import pytest
-from conftest import QWEN3, environment
+from conftest import QWEN3, environment, spawn_shell
 
 SHOWN = re.compile(rb"\r(\d+) of (\d+) tokens, [\d.]+ tokens/s, (\d+) s left\x1b\[K")
 ERASED = b"\r\x1b[K"
@@ -172,8 +172,7 @@ def list_shown(model, path, *args):
     """[(seconds, texts done, what runs, seconds left or None)] that a list's progress shows, and the seconds in all."""
     command = shlex.join(map(str, [QWEN3, model, "-l", path, "-m", "generate", "-s", 1, "-p", 1, "-k", 0, "-j", 1, *args]))
     start = time.monotonic()
-    child, shown = pexpect.spawn("sh", ["-c", f"exec {command} > /dev/null"], timeout=300,
-                                 env=environment(TERM="xterm"), dimensions=(24, 80)), []
+    child, shown = spawn_shell(f"exec {command} > /dev/null"), []
     line = rb"\r(\d+) of (?:about )?\d+ texts, ([^,]+), [\d.]+ tokens/s(?:, (\d+) s left)?\x1b\[K"
     while child.expect([line, pexpect.EOF]) == 0:
         done, what, left = child.match.groups()

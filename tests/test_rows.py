@@ -12,7 +12,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import QUOTED_QWEN3, QWEN3, assert_error, environment, finish, output, qwen3, spawn, wait_until
+from conftest import QUOTED_QWEN3, QWEN3, assert_error, environment, finish, output, qwen3, shell, spawn, wait_until
 from test_faults import needs_address_space
 from test_list import GREEDY, HELLO, WORDS, alone, errors_of, run_list, stopping, write_list  # noqa: F401
 
@@ -162,8 +162,7 @@ def test_members_count_in_what_is_ahead(tiny, tmp_path):
     with open(tmp_path / "list", "wb") as file:
         for _ in range(36):
             file.write(b'{"a":"%s",%s}\n' % (b"x" * 3_000_000, HELLO))
-    script = f"ulimit -v 80000; exec {QUOTED_QWEN3} {tiny} -L {tmp_path}/list -t 0 -n 3 -q -j 1 -c 128 | wc -l"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, timeout=300, env=environment())
+    done = shell(f"ulimit -v 80000; exec {QUOTED_QWEN3} {tiny} -L {tmp_path}/list -t 0 -n 3 -q -j 1 -c 128 | wc -l")
     assert done.stdout.split() == [b"36"] and done.stderr == b"", done
 
 
