@@ -17,8 +17,10 @@ import textwrap
 from collections import Counter
 from itertools import groupby
 from pathlib import Path
+from xml.etree import ElementTree
 
 import export
+import heads
 import pexpect
 import pytest
 import test_gguf
@@ -391,6 +393,16 @@ def test_table_of_models():
 
 def two_digits(x):
     return f"{float(f'{x:.2g}'):g}"
+
+
+def test_picture_of_the_heads():
+    """Its texts say what the model does now: the tokens, the heads that find the name, the answer without these."""
+    def texts(svg):
+        return [(text.get("class"), text.text) for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+
+    drawn = ElementTree.fromstring(heads.draw(*heads.shares()))
+    assert texts(ElementTree.parse(heads.PICTURE)) == texts(drawn), "changed: python tests/heads.py, and look at it"
+    assert len([style for style, _ in texts(drawn) if "found" in style]) == 8
 
 
 @pytest.mark.slow
