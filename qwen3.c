@@ -5139,13 +5139,13 @@ INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
 static __attribute__((noinline)) void put_rows(const Matmul *part, int t, int row, VecF values) {
     float *out = part->out + (size_t)t * part->stride + row - part->row_begin;
     const int begin = max_int(part->row_begin - row, 0), end = min_int(part->row_end - row, LANES);
-    if (part->add) {
-        for (int i = begin; i < end; i++) out[i] += ((float *)&values)[i];
-    } else if (end - begin == LANES) {
+    if (end - begin == LANES) {
+        if (part->add) values = (VecF)load_vector(out) + values;
         memcpy(out, &values, sizeof(values));
-    } else {
-        for (int i = begin; i < end; i++) out[i] = ((float *)&values)[i];
+        return;
     }
+    for (int i = begin; i < end; i++)
+        out[i] = part->add ? out[i] + ((float *)&values)[i] : ((float *)&values)[i];
 }
 
 // The CPU's prefetcher stops at the end of a page, so a tile for few tokens prefetches the weights
@@ -5161,7 +5161,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
     const int group = w->group_size, n_groups = w->cols / group;
     const int last = (w->rows - 1) / LANES * LANES;
     const size_t stride = part->x->stride;
-    const Quantized x = quantized_row(part->x, t);
+    Quantized x = quantized_row(part->x, t);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const char *words[FEW_VECS], *scales[FEW_VECS];
     VecF acc[TILE_TOKENS][FEW_VECS];
@@ -5179,13 +5179,13 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         __builtin_prefetch(out + vecs * LANES - 1);
     }
     for (int g = 0; g < n_groups; g++) {
-        const int8_t *x8 = x.int8 + g * group;
+        int left = group * bits / 32;  // words of a group
         VecI sum[TILE_TOKENS][FEW_VECS];
         UNROLL for (int i = 0; i < tokens; i++) {
-            const VecI start = splat(W_BIAS ? x.bias_fix[i * stride + g] : 0);
+            const VecI start = splat(W_BIAS ? x.bias_fix[i * stride] : 0);
             UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = start;
         }
-        for (int k = 0; k < group * bits / 32; k++, x8 += 4) {
+        do {
             VecI low[FEW_VECS], high[FEW_VECS];
             UNROLL for (int v = 0; v < vecs; v++) {
                 const VecI b = load_vector(words[v]);
@@ -5197,24 +5197,28 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
                 words[v] += PANEL * 4;
             }
             UNROLL for (int i = 0; i < tokens; i++) {
-                const int8_t *four = x8 + i * stride * 4;
+                const int8_t *four = x.int8 + i * stride * 4;
                 const VecI a = splat(load_i32(four)), b = splat(load_i32(four + group / 2));
                 UNROLL for (int v = 0; v < vecs; v++) {
                     sum[i][v] = dot4(sum[i][v], low[v], a);
                     if (bits == 4) sum[i][v] = dot4(sum[i][v], high[v], b);
                 }
             }
-        }
+            x.int8 += 4;
+        } while (--left);
         UNROLL for (int v = 0; v < vecs; v++) {
             const VecF scale = bits == 8 ? (VecF)load_vector(scales[v])
                                          : load_halves((const uint16_t *)scales[v]);
             if (tokens < TILE_TOKENS) __builtin_prefetch(scales[v] + BYTES_AHEAD / 16);
             UNROLL for (int i = 0; i < tokens; i++) {
                 const VecF term = __builtin_convertvector(sum[i][v], VecF) * scale;
-                acc[i][v] = mul_add_v(term, splat_f(x.scale[i * stride + g]), acc[i][v]);
+                acc[i][v] = mul_add_v(term, splat_f(x.scale[i * stride]), acc[i][v]);
             }
             scales[v] += PANEL * bits / 2;
         }
+        x.int8 += bits == 4 ? group / 2 : 0;  // the high nibbles'
+        x.scale++;
+        x.bias_fix++;
     }
     UNROLL for (int i = 0; i < tokens; i++) {
         for (int v = 0; v < vecs && t + i < part->n; v++)
