@@ -1876,8 +1876,7 @@ def check(options: argparse.Namespace) -> None:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
         errors = check_tensors(out, file, header, outputs)
     if options.plot:
-        title = f"{out.name} against {Path(name).name}"
-        plot(options.plot, title.encode(errors="replace").decode(), errors)  # it may be no UTF-8
+        plot(options.plot, escape(f"{out.name} against {Path(name).name}"), errors)
     worst = max(errors, key=errors.__getitem__)
     say(f"{out} matches {name}: header, tokenizer and {len(outputs)} tensors; "
         f"rms error at most {errors[worst]:.2g} %, in {worst}")

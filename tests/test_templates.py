@@ -79,7 +79,7 @@ CHATS = {
         + CHATML,
         change(ORDINARY, no_system="<|im_start|>system\nBe good.<|im_end|>\n")),
     "the trained part is marked": (
-        CHATML.replace("{{- '<|im_start|>'", "{% generation %}{{- '<|im_start|>'").replace(
+        CHATML.replace("{{- '<|im_start|>'", "\n\n{%- generation -%}\n  {{ '<|im_start|>'").replace(
             "{%- endfor %}", "{%- endgeneration -%}\n{%- endfor %}"), ORDINARY),
     "no system prompt": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
                          "{% endif %}" + CHATML, "no system role"),

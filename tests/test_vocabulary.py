@@ -227,7 +227,7 @@ def test_special_tokens_by_role_and_by_the_second_list(checkpoint, tmp_path):
     ck = checkpoint()
     think, think_end, call = (next(t for t in ck.tokenizer["added_tokens"] if t["content"] == text)
                               for text in ("<think>", "</think>", "<tool_call>"))
-    ck.settings = {"added_tokens_decoder": {str(think["id"]): think | {"special": True}},
+    ck.settings = {"added_tokens_decoder": {str(think["id"]): think | {"special": True, "normalized": True}},
                    "additional_special_tokens": ["</think>"]}
     special = dict(rows(sections_of(ck, tmp_path)[2]["adde"], 2))
     assert (special[think["id"]], special[think_end["id"]], special[call["id"]]) == (1, 1, 0)
