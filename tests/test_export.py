@@ -148,12 +148,13 @@ def test_a_part_that_is_a_link(checkpoint, run, tmp_path, name):
 
 
 def test_names_come_after_the_contents(checkpoint, run, tmp_path, monkeypatch):
-    """Both files are on the disk before the first gets its name."""
+    """Both files are on the disk before the first gets its name; the last one, OUT.bin, says that the pair fits."""
     folder, done = checkpoint().save(tmp_path / "in"), []
     for name in "fsync", "replace":
         call = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, call=call, name=name: (done.append(name), call(*args)))
-    assert run(folder, "out.bin")[0] == 0 and done == ["fsync", "fsync", "replace", "replace"]
+        monkeypatch.setattr(os, name, lambda *args, call=call, name=name: (done.append((name, *map(str, args[1:]))), call(*args)))
+    assert run(folder, "out.bin")[0] == 0 and done == [
+        ("fsync",), ("fsync",), ("replace", "out.bin.tokenizer"), ("replace", "out.bin")]
 
 
 def test_too_little_space_is_found_before_writing(checkpoint, run, tmp_path, monkeypatch):
@@ -164,6 +165,10 @@ def test_too_little_space_is_found_before_writing(checkpoint, run, tmp_path, mon
     monkeypatch.setattr(export, "write_model", lambda *_: pytest.fail("it wrote"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=size - 1))
     refused(run(folder, "new.bin"), "disk space", f"{size} bytes", f"{size - 1} free")
+    source = export.read_folder(folder)._replace(downloads=lambda: [(tmp_path, 50)])  # one on the hub
+    monkeypatch.setattr(export, "find_source", lambda _: export.Place(lambda: source))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=size + 49))
+    refused(run("org/in", "new.bin"), "disk space", f"{size + 50} bytes")
     monkeypatch.undo()
 
 

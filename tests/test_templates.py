@@ -80,7 +80,7 @@ CHATS = {
         change(ORDINARY, no_system="<|im_start|>system\nBe good.<|im_end|>\n")),
     "the trained part is marked": (
         CHATML.replace("{{- '<|im_start|>'", "\n\n{%- generation -%}\n  {{ '<|im_start|>'").replace(
-            "{%- endfor %}", "{%- endgeneration -%}\n{%- endfor %}"), ORDINARY),
+            "{%- endfor %}", "{%- endgeneration -%}\n\n{% endfor %}"), ORDINARY),
     "no system prompt": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
                          "{% endif %}" + CHATML, "no system role"),
     "trims": (CHATML.replace("m.content", "m.content | trim"), "differs for"),
