@@ -2122,6 +2122,26 @@ static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// Modes: what the program makes of a text. Given answers (-o) make another thing of the first two.
+
+enum { CHOICES = N_MODES };
+
+static const struct {
+    const char *name;        // for -m
+    bool has_answers;        // tokens are drawn
+    size_t least;            // tokens of a text
+    const char *members[5];  // that its result adds to an object of a list
+    char begin;              // of its line in a list of other texts; 0: of no JSON
+} modes[] = {
+    [CHAT] = {"chat", true, 1, {"answer", "end", "error"}, '"'},
+    [GENERATE] = {"generate", true, 1, {"answer", "end", "error"}, '"'},
+    [TOKENIZE] = {"tokenize", false, 0, {"ids", "error"}, 0},
+    [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", "error"}, 0},
+    [EMBED] = {"embed", false, 1, {"vector", "error"}, '['},
+    [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "error"}, '{'},
+};
+
+// ------------------------------------------------------------------------------------------------
 // Texts and places. A request is what the program wants of one text or several. A text waits, runs
 // and ends. It has a place until a newer text needs it. Engine.order is
 //
@@ -2432,7 +2452,7 @@ static void draft_text(Engine *e, Text *t, int most) {
 
 // Guesses for all texts if each of them decodes: all its ids but the last have run.
 static void draft_texts(Engine *e) {
-    bool decodes = e->mode <= GENERATE;
+    bool decodes = modes[e->mode].has_answers;
     e->credit = min_int(e->credit + 1, MOST_CREDIT);
     for (int i = 0; i < e->n_running; i++) {
         const Text *t = e->order[i];
@@ -2711,8 +2731,10 @@ static void writer_end(Writer *out) {
 // that reaches the budget of -r N, or goes round in circles, is ended by budget_text. (What is done
 // only if n_choices is not 0 belongs to given answers: the next section explains it.)
 
-#define NOT_FINITE "model: the logits are not finite; is the file damaged?"
-#define BAD_VECTOR "model: the vector is not finite; is the file damaged?"
+static const char *not_finite(const Engine *e) {
+    return e->mode == EMBED ? "model: the vector is not finite; is the file damaged?"
+                            : "model: the logits are not finite; is the file damaged?";
+}
 
 static void start_choices(const Engine *e, Text *t);
 static bool add_choice(Engine *e, Request *r);
@@ -2952,8 +2974,6 @@ static void write_choices(Writer *out, const Engine *e, const Request *r) {
 // ------------------------------------------------------------------------------------------------
 // The program's state: the options of the command line, the engine, the conversation
 
-static const char *const mode_names[] = {"chat", "generate", "tokenize", "perplexity", "embed"};
-
 typedef struct {  // of the command line. Not given: NULL, or -1 of a number without a default
     const char *model;
     const char *text;      // -i
@@ -3006,7 +3026,7 @@ typedef struct {
 
 // Is anything drawn? Given answers are not, but thinking before them is, unless -n is 0.
 static bool draws_ids(const Engine *e) {
-    return e->mode <= GENERATE && (!e->n_choices || (e->may_think && e->max_new));
+    return modes[e->mode].has_answers && (!e->n_choices || (e->may_think && e->max_new));
 }
 
 // Are all bytes of the answers the same in another run of this command?
@@ -3025,7 +3045,7 @@ static const char *wrong_length(const App *app, size_t size, size_t n, const cha
     const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
     const size_t closing = e->n_choices && e->may_think ? e->budget_text.n + 1 : 0;
     const size_t behind = e->max_choice_len + closing;
-    const size_t least = scored ? 2 : 1;
+    const size_t least = modes[e->mode].least;
     const size_t most = scored ? INT_MAX : context - min_size(context, behind);
     const bool counted = !*unit;
     char hint[64] = "-c can't be larger";
@@ -3085,7 +3105,7 @@ static void give_notices(App *app) {
     const Engine *e = &app->engine;
     const size_t context = e->model.state.context;
     const Mode mode = e->mode;
-    const bool chat = mode == CHAT;
+    const bool chat = mode == CHAT, answers = modes[mode].has_answers;
     const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
     if (o->verbose && mode != TOKENIZE && app->prompt.n) {
         fputs("prompt ids:", stderr);
@@ -3101,7 +3121,7 @@ static void give_notices(App *app) {
     if (!e->tokenizer.tables->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (o->mode < 0 && !chat)
-        notice("mode: %s, as this is no chat model; -m chat overrides it", mode_names[mode]);
+        notice("mode: %s, as this is no chat model; -m chat overrides it", modes[mode].name);
     if (mode == EMBED && e->tokenizer.tables->has_classes && e->tokenizer.tables->mode != EMBED)
         notice("-m embed: poor vectors, this is no embedding model; expected one");
     if (chat && o->think >= 0 && !app->can_switch && !(o->think > 1 && e->may_think))
@@ -3112,9 +3132,9 @@ static void give_notices(App *app) {
         notice("-i: the name of a file, taken as text; -f reads it");
     if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
     if (!chat && o->think >= 0) notice("-r: no effect, only -m chat thinks");
-    if (mode > GENERATE && o->stop) notice("-x: no effect, only an answer can end early");
-    if (mode > GENERATE && o->n >= 0) notice("-n: no effect, only an answer has new tokens");
-    if (mode <= GENERATE && o->stop && strstr(o->stop, "\\n"))
+    if (!answers && o->stop) notice("-x: no effect, only an answer can end early");
+    if (!answers && o->n >= 0) notice("-n: no effect, only an answer has new tokens");
+    if (answers && o->stop && strstr(o->stop, "\\n"))
         notice("-x: these are a backslash and an n, for a newline: -x $'\\n'");
     if (mode == PERPLEXITY && app->prompt.n > context)
         notice("text: %zu tokens are scored in pieces of %zu (-c)", app->prompt.n, context);
@@ -3163,7 +3183,7 @@ static double run_request(App *app, Request *r) {
     progress_end();
     if (r->ended < r->texts) r->ending = INTERRUPTED;
     if (r->ended == 0) r->cached = r->first->slot->cached;
-    if (r->ending == FAILED) die("%s", e->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
+    if (r->ending == FAILED) die("%s", not_finite(e));
     while (e->n_texts > 0) remove_text(e, e->order[0]);
     return e->prompt_end != 0 ? e->prompt_end : now();
 }
@@ -3489,7 +3509,7 @@ static void run_dialogue(App *app) {
 // Only chat can begin without a text.
 static void check_text(const Options *o, int mode) {
     if (mode > CHAT && !o->text && !o->file && !is_list(o))
-        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", mode_names[mode]);
+        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", modes[mode].name);
 }
 
 // Finds whether -r has an effect, and who may open the thinking, the prompt or the model. A chat
@@ -3595,7 +3615,7 @@ static void load_model(App *app) {
         die("%s: missing, expected beside the model, where export.py writes it", file);
     tokenizer_load(&e->tokenizer, file, c->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
-    const int least = e->mode == PERPLEXITY ? 2 : 1, most = c->max_seq_len;
+    const int least = modes[e->mode].least, most = c->max_seq_len;
     const double room = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
     const int fitting = (int)fmax(fmin(room, INT_MAX) / 1024, 4) * 1024;
     const int usual = o->context < 0 ? min_int(fitting, most) : most;
@@ -3689,14 +3709,7 @@ static void buffer_add_score(Buffer *out, const Request *r, bool object) {
                  NLL_DIGITS, sum / n, ppl);
 }
 
-// The members that a result adds to an object of a list: by mode, then those of given answers
-static const char *const members[N_MODES + 1][5] = {
-    [CHAT] = {"answer", "end", "error"}, [GENERATE] = {"answer", "end", "error"},
-    [EMBED] = {"vector", "error"},       [PERPLEXITY] = {"tokens", "nll", "ppl", "error"},
-    [TOKENIZE] = {"ids", "error"},       [N_MODES] = {"choice", "p", "mass", "error"},
-};
-
-static int result_kind(const Engine *e) { return e->n_choices ? N_MODES : (int)e->mode; }
+static int result_kind(const Engine *e) { return e->n_choices ? CHOICES : (int)e->mode; }
 
 // Ends a line by its result or error. A line that has begun is an object: these become members.
 static void add_result(Buffer *line, const Engine *e, const Request *r, const char *error) {
@@ -3704,11 +3717,11 @@ static void add_result(Buffer *line, const Engine *e, const Request *r, const ch
         [COMPLETE] = "stop", [LIMIT_REACHED] = "length", [CONTEXT_ENDED] = "context",
         [REPEATS] = "loop"};
     const int kind = result_kind(e);
-    if (kind == N_MODES && line->n == 0 && !error) buffer_add(line, bytes("{"));
+    if (kind == CHOICES && line->n == 0 && !error) buffer_add(line, bytes("{"));
     const bool object = line->n > 0;
-    if (object) buffer_print(line, "\"%s\":", members[kind][0]);
+    if (object) buffer_print(line, "\"%s\":", modes[kind].members[0]);
     if (error) buffer_add(line, bytes("null"));
-    else if (kind == N_MODES) buffer_add_choices(line, e, r);
+    else if (kind == CHOICES) buffer_add_choices(line, e, r);
     else if (kind == EMBED) buffer_add(line, bytes_of(&r->first->slot->out));
     else if (kind == TOKENIZE) buffer_add_ids(line, &r->ids, object);
     else if (kind == PERPLEXITY) buffer_add_score(line, r, object);
@@ -3716,7 +3729,7 @@ static void add_result(Buffer *line, const Engine *e, const Request *r, const ch
     if (object && error) {
         buffer_add(line, bytes(",\"error\":"));
         buffer_add_json(line, bytes(error));
-    } else if (object && kind <= GENERATE) {
+    } else if (object && modes[kind].has_answers && kind != CHOICES) {
         buffer_print(line, ",\"end\":\"%s\"", ends[r->ending]);
     }
     buffer_add(line, bytes(object ? "}\n" : "\n"));
@@ -3976,7 +3989,7 @@ static void json_object(Json *j, int kind, Buffer *out) {
     for (int i = 0; json_next(&all, "}", i == 0); i++) {
         const uint8_t *member = all.string;
         const Bytes name = bytes_of(j->text);
-        const char *const *added = members[kind];
+        const char *const *added = modes[kind].members;
         while (*added && !bytes_are(name, *added)) added++;
         for (const char *const *other = obeyed; *other; other++)
             if (bytes_are(name, *other))
@@ -4111,8 +4124,8 @@ static void end_line(List *l, Request *r, const char *error) {
 // A line that is drawn anew has another answer than FILE's, but must have the same members.
 static void check_members(List *l, Request *r) {
     const int kind = result_kind(l->e);
-    if (r->line.n) buffer_print(&r->line, "\"%s\":", members[kind][0]);
-    else if (kind != N_MODES && *l->last.p == '{') buffer_add(&r->line, bytes("\""));
+    if (r->line.n) buffer_print(&r->line, "\"%s\":", modes[kind].members[0]);
+    else if (kind != CHOICES && *l->last.p == '{') buffer_add(&r->line, bytes("\""));
     write_line(l, r);
 }
 
@@ -4248,8 +4261,7 @@ static void write_ended(List *l) {
         r->unfinished = t->writer->thinking;
         writer_end(t->writer);
         if (end_text(l->e, t))
-            end_line(l, r, r->ending != FAILED ? NULL
-                           : l->e->mode == EMBED ? BAD_VECTOR : NOT_FINITE);
+            end_line(l, r, r->ending == FAILED ? not_finite(l->e) : NULL);
     }
 }
 
@@ -4260,10 +4272,10 @@ static int list_end(const List *l) {
     const double rate = (l->prompts - l->cached + l->drawn) / seconds;
     const size_t n = l->written < l->there ? 0 : l->written - l->there, lines = l->there + n;
     const unsigned long long first = o->seed + l->there, next = o->seed + lines;
-    const int context = l->app->engine.model.state.context, most = o->n;
+    const int context = l->e->model.state.context, most = o->n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     const size_t circles = l->endings[REPEATS];
-    const bool answers = l->e->mode <= GENERATE, draws = draws_ids(l->e);
+    const bool answers = modes[l->e->mode].has_answers, draws = draws_ids(l->e);
     const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
     char seed[48] = "";  // which the same command would not have
     if (!is_repeatable(l->app))
@@ -4310,14 +4322,14 @@ static int run_list(List *l) {
 // Could a list with results of this kind have written a line, or the beginning of one that was cut?
 // (What is no JSON is known when its text has run again: see check_begin.)
 static bool looks_written(int kind, Bytes line) {
-    const int begin = kind == N_MODES ? '{' : kind == EMBED ? '[' : '"';
+    const char begin = modes[kind].begin;
     Buffer text = {0};
     Json j = {.rest = chop(line), .text = &text};
     const Json start = j;
-    if ((kind == TOKENIZE || kind == PERPLEXITY) && *line.p != '{') return true;
+    if (!begin && *line.p != '{') return true;
     json_value(&j, 0);
     const bool known = *line.p != '{' ? *line.p == begin || *line.p == 'n'
-        : j.error || json_member(start, members[kind][0]).rest.n > 0;
+        : j.error || json_member(start, modes[kind].members[0]).rest.n > 0;
     free(text.p);
     return known && j.rest.n == 0 && !(has_newline(line) && j.error);
 }
@@ -4556,7 +4568,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == TEXT) {
         *(const char **)place = value;
     } else if (option->type == MODE) {
-        for (number = 0; number < N_MODES && strcmp(value, mode_names[(int)number]);) number++;
+        for (number = 0; number < N_MODES && strcmp(value, modes[(int)number].name);) number++;
     } else if (option->type == INTEGER) {
         number = strtoll(value, &end, 10);
     } else if (option->type == REAL) {
@@ -4592,7 +4604,8 @@ static void split_answers(Options *o) {
     }
     if (o->n_choices == 0) return;
     if (o->n_choices == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
-    if (o->mode > GENERATE) die_usage("-o: -m %s has no answers", mode_names[o->mode]);
+    if (o->mode >= 0 && !modes[o->mode].has_answers)
+        die_usage("-o: -m %s has no answers", modes[o->mode].name);
     if (o->stop) die_usage("-o, -x: both given, expected one of them");
     if (!o->text && !o->file && !is_list(o))
         die_usage("-o: a conversation, expected -i TEXT, -f FILE, a list or a pipe");
