@@ -3047,7 +3047,6 @@ static const char *wrong_length(const App *app, size_t size, size_t n, const cha
     const size_t behind = e->max_choice_len + closing;
     const size_t least = modes[e->mode].least;
     const size_t most = scored ? INT_MAX : context - min_size(context, behind);
-    const bool counted = !*unit;
     char hint[64] = "-c can't be larger";
     if (e->mode == TOKENIZE) return NULL;
     if (size == 0 && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
@@ -3059,7 +3058,7 @@ static const char *wrong_length(const App *app, size_t size, size_t n, const cha
                  n ? "too short" : "empty", least, n);
     else
         snprintf(what, sizeof(what), "too long, expected at most %zu tokens (%s%s), found %zu%s%s",
-                 most, hint, counted ? "" : more, n, unit, counted ? more : "");
+                 most, hint, *unit ? more : "", n, unit, *unit ? "" : more);
     return what;
 }
 
@@ -3189,8 +3188,7 @@ static double run_request(App *app, Request *r) {
 }
 
 // Runs the prompt and writes its answer, the conversation's next message; then notices and
-// statistics. If -x ended the answer, tokens of which nothing was written are taken back, and the
-// beginning of one that was written in part becomes the message's text. False: Ctrl-C came first.
+// statistics. Returns false if Ctrl-C came first.
 static bool respond(App *app) {
     Message *message = conversation_add(&app->conversation, ASSISTANT, (Bytes){0});
     Ids *answer = &message->ids;
@@ -3244,9 +3242,9 @@ static bool respond(App *app) {
 // context gets full, the older turns are forgotten. A question without an answer is taken back.
 
 // Answers the conversation's last message; with `again` the one before, whose new answer takes the
-// old one's place. If the prompt leaves no room for an answer (an eighth of the context), the older
-// half of the turns is forgotten, again until there is room or only the question is left; if even
-// that is too long, no turn is. False: there is no answer, for that reason or as Ctrl-C came first.
+// old one's place. The older half of the turns is forgotten, again and again, until an eighth of
+// the context is left for the answer, or only the question is left. Returns false if the question
+// is too long, and nothing is forgotten then, or if Ctrl-C came first.
 static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question
@@ -3409,17 +3407,16 @@ static const char commands[] =
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n";
 
-// Cuts the first word off a text, and the spaces after it. It ends at a space, or is quoted, as by
+// Cuts the first word off a text, and the blanks after it. It ends at a blank, or is quoted, as by
 // many terminals into which a file is dropped.
 static Bytes take_word(Bytes *text) {
     const bool quoted = text->n && (*text->p == '"' || *text->p == '\'');
-    const uint8_t mark = quoted ? *text->p : ' ';
-    *text = bytes_from(*text, quoted);
-    const uint8_t *end = memchr(text->p, mark, text->n);
-    const Bytes word = {text->p, end ? (size_t)(end - text->p) : text->n};
-    *text = bytes_from(*text, min_size(word.n + 1, text->n));
-    while (text->n && *text->p == ' ') *text = bytes_from(*text, 1);
-    return word;
+    Bytes word = bytes_from(*text, quoted);
+    size_t n = 0;
+    while (n < word.n && (quoted ? word.p[n] != *text->p : !isblank(word.p[n]))) n++;
+    *text = bytes_from(word, min_size(n + quoted, word.n));
+    while (text->n && isblank(*text->p)) *text = bytes_from(*text, 1);
+    return (Bytes){word.p, n};
 }
 
 // Of what was typed, `text` is "PATH TEXT": sends TEXT, an empty line and the file. ~/ is $HOME.
@@ -3649,7 +3646,8 @@ static bool read_prompt(App *app) {
     if (o->text) buffer_add(text, bytes("\n\n"));
     const size_t before = text->n;
     const char *name = piped ? "stdin" : o->file, *error = file_read(text, o->file);
-    if (error) die("%s: %s", name, error);
+    if (error)
+        die("%s: %s%s", name, error, strpbrk(name, " ?") ? " (-i takes a text, not a file)" : "");
     check_utf8(app, name, 1, bytes_from(bytes_of(text), before));
     if (chat && piped && text->n == before)
         die("stdin: empty, expected a prompt; has a command before the pipe failed?");
@@ -4076,19 +4074,20 @@ typedef struct {
 
 static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n'; }
 
-// See Going on with a list
-static void check_begin(const List *l, Bytes line, Bytes begin);
-static void take_cut_off(List *l, Bytes line);
+// Ends the program unless FILE's line begins like this one of the same text of the same list.
+static void check_begin(const List *l, Bytes line, Bytes begin) {
+    if (begin.n <= line.n && memcmp(line.p, begin.p, begin.n) == 0) return;
+    die("%s: another run's, expected this one's or a new FILE: the list, the prompt, the model, an "
+        "option or the build has changed", l->app->options.out);
+}
 
-static void count_request(List *l, const Request *r) {
-    l->done++;
-    l->prompts += r->ids.n;
-    l->cached += r->cached;
-    l->drawn += r->drawn;
-    l->endings[r->ending]++;
-    l->unfinished += r->unfinished;
-    if (r->closed) l->closed[r->closed_by]++;
-    l->pieces += l->e->mode == PERPLEXITY && r->texts > 1;
+// Takes off FILE's cut line. The whole one comes now.
+static void take_cut_off(List *l, Bytes line) {
+    const char *file = l->app->options.out;
+    if (is_repeatable(l->app)) check_begin(l, line, bytes_of(&l->cut));
+    if (ftruncate(STDOUT_FILENO, (off_t)(file_size(STDOUT_FILENO) - l->cut.n)) != 0)
+        die("%s: %s", file, strerror(errno));
+    l->cut.n = 0;
 }
 
 // A done line goes out, and its request ends. The one that FILE ends with has to be equal.
@@ -4110,12 +4109,21 @@ static void write_line(List *l, Request *r) {
     l->written++;
 }
 
-// A request is done, or can't run. Writes all done lines that follow those that are written.
+// Counts a request that is done or can't run, unless FILE has its result. Then writes all done
+// lines that follow those that are written.
 static void end_line(List *l, Request *r, const char *error) {
-    const bool again = r->number < l->there;  // FILE has its result
-    if (error && !again) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
-    l->failed |= error && !again;
-    if (!again) count_request(l, r);
+    if (r->number >= l->there) {
+        if (error) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
+        l->failed |= error != NULL;
+        l->done++;
+        l->prompts += r->ids.n;
+        l->cached += r->cached;
+        l->drawn += r->drawn;
+        l->endings[r->ending]++;
+        l->unfinished += r->unfinished;
+        if (r->closed) l->closed[r->closed_by]++;
+        l->pieces += l->e->mode == PERPLEXITY && r->texts > 1;
+    }
     add_result(&r->line, l->e, r, error);
     while (!interrupted && has_newline(bytes_of(&(r = &l->requests[l->written % AHEAD])->line)))
         write_line(l, r);
@@ -4254,17 +4262,6 @@ static bool admit_lines(List *l) {
     return l->e->n_texts > 0 && !interrupted;
 }
 
-// The lines of the texts that have ended
-static void write_ended(List *l) {
-    for (Text *t; (t = find_ended(l->e));) {
-        Request *r = t->slot->request;
-        r->unfinished = t->writer->thinking;
-        writer_end(t->writer);
-        if (end_text(l->e, t))
-            end_line(l, r, r->ending == FAILED ? not_finite(l->e) : NULL);
-    }
-}
-
 // Notices and statistics at the end
 static int list_end(const List *l) {
     const Options *o = &l->app->options;
@@ -4311,7 +4308,14 @@ static int list_end(const List *l) {
 static int run_list(List *l) {
     progress = (struct Progress){.start = now()};
     patience = 0;
-    while (admit_lines(l) && run_pass(l->e)) write_ended(l);
+    while (admit_lines(l) && run_pass(l->e)) {
+        for (Text *t; (t = find_ended(l->e));) {
+            Request *r = t->slot->request;
+            r->unfinished = t->writer->thinking;
+            writer_end(t->writer);
+            if (end_text(l->e, t)) end_line(l, r, r->ending == FAILED ? not_finite(l->e) : NULL);
+        }
+    }
     return list_end(l);
 }
 
@@ -4377,33 +4381,18 @@ static List *open_list(App *app) {
     return l;
 }
 
-// FILE has a line that must begin so, as it is the same text of the same list.
-static void check_begin(const List *l, Bytes line, Bytes begin) {
-    if (begin.n <= line.n && memcmp(line.p, begin.p, begin.n) == 0) return;
-    die("%s: another run's, expected this one's or a new FILE: the list, the prompt, the model, an "
-        "option or the build has changed", l->app->options.out);
-}
-
-// Takes off FILE's cut line. The whole one comes now.
-static void take_cut_off(List *l, Bytes line) {
-    const char *file = l->app->options.out;
-    if (is_repeatable(l->app)) check_begin(l, line, bytes_of(&l->cut));
-    if (ftruncate(STDOUT_FILENO, (off_t)(file_size(STDOUT_FILENO) - l->cut.n)) != 0)
-        die("%s: %s", file, strerror(errno));
-    l->cut.n = 0;
-}
-
 // Skips the lines whose results FILE has, but for the last one, which runs again. Nothing is written
 // before its result has come, and was the same.
 static void skip_lines(List *l) {
     const char *file = l->app->options.out;
+    const int kind = result_kind(l->e);
     if (l->is_new) open_out(l);
     const size_t there = l->there, cut = l->cut.n;
     Buffer last = {0};
     size_t n = 0;
     if (there + cut == 0) return;
-    if ((there && !looks_written(result_kind(l->e), bytes_of(&l->last))) ||
-        (cut && !looks_written(result_kind(l->e), bytes_of(&l->cut))))
+    if ((there && !looks_written(kind, bytes_of(&l->last))) ||
+        (cut && !looks_written(kind, bytes_of(&l->cut))))
         die("%s: does not end as this list's lines do, expected another FILE", file);
     for (Bytes line; n <= there && next_line(&l->in, &line, true); n++) {
         if (n + 1 < there) l->consumed += line.n;
