@@ -3007,14 +3007,14 @@ static bool is_list(const Options *o) { return o->list || o->json_list; }
 typedef struct {
     Options options;
     Engine engine;
-    bool can_switch;  // thinking can be switched on and off,
-    bool switched_on; // and is on: -r
+    bool can_switch;  // the chat format can switch thinking on and off
+    bool switched_on; // -r has switched it on
     bool noticed;     // the notices have been given
     Buffer not_utf8;  // the notice of the first text that is not UTF-8
     bool told;        // it has been given
-    bool dialogue;    // a conversation at a terminal, which goes on after an error
-    Conversation conversation;
-    Buffer input;     // the prompt's text, or the message being typed
+    bool dialogue;    // a conversation at a terminal: it goes on after an error
+    Conversation conversation;  // of a chat, or of a list's line
+    Buffer input;     // the prompt's text, the message being typed, or a JSON line's last string
     Ids prompt;
     uint64_t rng;     // of the conversation's next answer
 } App;
@@ -3024,29 +3024,27 @@ typedef struct {
 // wrong prompt ends the program, but in a dialogue only its turn, and in a list only its line.
 // Notices wait for the last check: so an error message stands alone.
 
-// Is anything drawn? Given answers are not, but thinking before them is, unless -n is 0.
+// Returns whether ids are drawn: of answers, or with -o of thinking before them, unless -n is 0.
 static bool draws_ids(const Engine *e) {
     return modes[e->mode].has_answers && (!e->n_choices || (e->may_think && e->max_new));
 }
 
-// Are all bytes of the answers the same in another run of this command?
+// Returns whether another run of this command gives the same bytes.
 static bool is_repeatable(const App *app) {
     const Engine *e = &app->engine;
     return !draws_ids(e) || app->options.seeded || e->places->sampler.temperature == 0;
 }
 
-// What is wrong with a text of so many bytes and n tokens (or of more bytes than a text can have),
-// or NULL. A perplexity is scored in pieces. Given answers need room behind the prompt, and the end
-// of thinking before them.
+// Returns what is wrong with a text of `size` bytes and n tokens (or n of another unit), or NULL.
+// Given answers need room after the prompt, and before them for the end of thinking.
 static const char *wrong_length(const App *app, size_t size, size_t n, const char *unit) {
     static char what[240];
     const Engine *e = &app->engine;
     const bool scored = e->mode == PERPLEXITY;
     const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
     const size_t closing = e->n_choices && e->may_think ? e->budget_text.n + 1 : 0;
-    const size_t behind = e->max_choice_len + closing;
     const size_t least = modes[e->mode].least;
-    const size_t most = scored ? INT_MAX : context - min_size(context, behind);
+    const size_t most = scored ? INT_MAX : context - min_size(context, e->max_choice_len + closing);
     char hint[64] = "-c can't be larger";
     if (e->mode == TOKENIZE) return NULL;
     if (size == 0 && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
@@ -3062,7 +3060,7 @@ static const char *wrong_length(const App *app, size_t size, size_t n, const cha
     return what;
 }
 
-// Can the prompt run? If it can't, that is said, and ends the program, unless this is a dialogue.
+// Reports if the prompt can't run. Then ends the program or, in a dialogue, returns false.
 static bool check_length(const App *app, size_t size) {
     const char *error = wrong_length(app, size, app->prompt.n, "");
     if (error) report("prompt: %s", error);
@@ -3105,7 +3103,7 @@ static void give_notices(App *app) {
     const size_t context = e->model.state.context;
     const Mode mode = e->mode;
     const bool chat = mode == CHAT, answers = modes[mode].has_answers;
-    const bool reads_stdin = o->file ? !strcmp(o->file, "-") : !o->text || is_list(o);
+    const bool may_read = is_list(o) || (o->file ? !strcmp(o->file, "-") : !o->text);  // stdin
     if (o->verbose && mode != TOKENIZE && app->prompt.n) {
         fputs("prompt ids:", stderr);
         for (size_t i = 0; i < app->prompt.n; i++) fprintf(stderr, " %d", app->prompt.p[i]);
@@ -3123,7 +3121,7 @@ static void give_notices(App *app) {
         notice("mode: %s, as this is no chat model; -m chat overrides it", modes[mode].name);
     if (mode == EMBED && e->tokenizer.tables->has_classes && e->tokenizer.tables->mode != EMBED)
         notice("-m embed: poor vectors, this is no embedding model; expected one");
-    if (chat && o->think >= 0 && !app->can_switch && !(o->think > 1 && e->may_think))
+    if (chat && o->think >= 0 && !(app->can_switch || (o->think > 1 && e->may_think)))
         notice("-r: no effect, this model's thinking can't be switched");
     if (o->system && S_ISREG(file_mode(o->system)))
         notice("-y: the name of a file, taken as text; its text: -y \"$(cat '%s')\"", o->system);
@@ -3139,7 +3137,7 @@ static void give_notices(App *app) {
         notice("text: %zu tokens are scored in pieces of %zu (-c)", app->prompt.n, context);
     if (chat && (app->switched_on || e->thinks) && e->places->sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
-    if (!reads_stdin && stdin_has_data())
+    if (!may_read && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
@@ -3171,8 +3169,8 @@ static double run_request(App *app, Request *r) {
     e->prompt_end = 0;
     count_texts(e, r);
     add_texts(e, r);
-    start_texts(e);
-    const size_t n = e->mode == PERPLEXITY ? r->ids.n - 1 : r->first->target;  // rows
+    start_texts(e);  // sets n_run to what is cached
+    const size_t n = e->mode == PERPLEXITY ? r->ids.n - 1 : r->first->target;  // that must run
     progress = (struct Progress){.tokens = n - r->first->n_run,
                                  .layers = e->model.config.n_layers, .start = now()};
     while (r->ended < r->texts && run_pass(e)) {
@@ -3203,9 +3201,9 @@ static bool respond(App *app) {
     for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(answer, t->ids.p[i]);
     const size_t done = t->ending == INTERRUPTED ? min_size(t->n_run, r.ids.n) : r.ids.n;
     const size_t drawn = e->n_choices ? r.drawn : answer->n;
-    const double p = (done - r.cached) / (middle - start + 1e-9);
-    const double g = drawn / (now() - middle + 1e-9);
-    const char *where = out->thinking ? " inside its thinking" : "";
+    const double p = (done - r.cached) / (middle - start + 1e-9);  // tokens/s of the prompt
+    const double g = drawn / (now() - middle + 1e-9);              // and of the answer
+    const char *where = out->thinking ? " inside its thinking" : "";  // before writer_end
     const int context = e->model.state.context, all = e->model.config.max_seq_len;
     char seed[32] = "", hint[48] = "";
     if (context < all) snprintf(hint, sizeof(hint), "; -c allows up to %d", all);
@@ -3226,10 +3224,10 @@ static bool respond(App *app) {
         fprintf(stderr,  // rates with a decimal only below 1,000
                 "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
                 p < 999.95, p, r.cached, drawn, g < 999.95, g, seed);
-    for (size_t lost, *cut = &out->cut; *cut > 0; *cut -= lost) {
+    for (size_t lost; out->cut > 0; out->cut -= lost) {  // bytes drawn, but not written
         const int id = answer->p[--answer->n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        lost = min_size(*cut, text.n);
+        lost = min_size(out->cut, text.n);
         buffer_add(&message->text, (Bytes){text.p, text.n - lost});
     }
     free(r.nll);
@@ -3250,10 +3248,10 @@ static bool answer_last(App *app, bool again) {
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question
     const size_t context = app->engine.model.state.context, system = app->options.system != NULL;
     const size_t reserve = min_size(context / 8, 1024);
-    const size_t room = min_size(reserve, (size_t)app->options.n);  // of -1: the largest number
+    const size_t room = app->options.n < 0 ? reserve : min_size(reserve, app->options.n);
     const size_t most = app->engine.model.config.max_seq_len;
     size_t first = system;
-    for (;; first += (asked.n - first + 1) / 4 * 2) {  // two messages a turn; the last has one
+    for (;; first += (asked.n - first + 1) / 4 * 2) {  // half of the turns, of two messages each
         render(&app->engine.tokenizer, &asked, first, app->switched_on, &app->prompt);
         if (app->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
@@ -3286,7 +3284,7 @@ static void chat_turn(App *app, Bytes text) {
 // Lines of input: of stdin, of a list, or of a list's output. A line keeps its newline: so a line
 // that was cut can be told. All texts are below 2 GB: an int can count their bytes and tokens.
 
-// Without one final newline, \n or \r\n
+// Returns a text without its final newline, \n or \r\n.
 static Bytes chop(Bytes text) {
     if (text.n && text.p[text.n - 1] == '\n' && --text.n && text.p[text.n - 1] == '\r') text.n--;
     return text;
@@ -3294,10 +3292,10 @@ static Bytes chop(Bytes text) {
 
 enum { MOST_BYTES = INT_MAX - (1 << 17) };  // of a text: just below 2 GB
 
-// A file may begin with U+FEFF, the byte order mark. Drops it; returns NULL, or what is wrong.
+// Drops U+FEFF, the byte order mark, from the start of a file. Returns NULL, or what is wrong.
 static const char *drop_mark(Bytes *file) {
     const uint8_t *p = file->p;
-    if (file->n > 1 && (p[0] ^ p[1]) == 1 && (p[0] & p[1]) == 0xFE)
+    if (file->n > 1 && (!memcmp(p, "\xFF\xFE", 2) || !memcmp(p, "\xFE\xFF", 2)))
         return "UTF-16, expected UTF-8 (iconv -f UTF-16 -t UTF-8; PowerShell: -Encoding utf8)";
     *file = bytes_from(*file, file->n > 2 && !memcmp(p, "\uFEFF", 3) ? 3 : 0);
     return NULL;
@@ -3313,15 +3311,15 @@ typedef struct {   // of a file
     size_t most;   // of a list: the most bytes of a line; it sinks where memory is short
 } Lines;
 
-// The next line, with its newline. One that is too long loses its end, but is still longer than
-// MOST_BYTES, or than in->most. An empty one: more has to come first, and the caller does not wait.
-// False: the end of input, or Ctrl-C.
+// Takes the next line, with its newline; an empty one if more has to come first and `wait` is
+// false. A line that is too long loses its end, but stays longer than MOST_BYTES, or than in->most.
+// Returns false at the end of input, or after Ctrl-C.
 static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
     const uint8_t *newline;
     size_t seen = in->end;
     *line = (Bytes){0};
-    buffer_add(data, *line);  // data->p is not NULL
+    buffer_add(data, *line);  // memchr needs a data->p that is not NULL
     while (!(newline = memchr(data->p + seen, '\n', data->n - seen))) {
         if (!wait && !input_ready(in->fd)) return true;
         buffer_cut(data, in->end);
@@ -3329,7 +3327,7 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
         if (in->most && data->n + (1 << 16) > data->cap && !has_memory(2.0 * data->cap))
             in->most = data->n / 2;
         const size_t most = in->most ? in->most : MOST_BYTES;
-        seen = data->n = min_size(data->n, most + 3);  // three more: see chop
+        seen = data->n = min_size(data->n, most + 3);  // too long even without \r\n
         const ssize_t got = in->ended ? 0 : read_more(in->fd, data);
         if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
         if (got < 0) return false;
@@ -3361,10 +3359,10 @@ static void run_script(App *app) {
     free(in.data.p);
 }
 
-// A message typed or pasted at a terminal, into app->input. It reads a line at a time. Lines that
-// arrive together are a paste. It waits for Enter: at the end of its last line, or, if that line
-// had a newline already, on the empty line after it. A backslash at the end of a line whose
-// newline was typed joins the next one to it. False: the end of input, or Ctrl-C.
+// Reads a message from a terminal into app->input, line by line. Lines that arrive together are a
+// paste. A paste waits for Enter: at the end of its last line or, after a newline, on an empty
+// line. A backslash at the end of a typed line joins the next line to it. Returns false at the end
+// of input, or after Ctrl-C.
 static bool read_message(App *app) {
     Buffer *message = &app->input;
     bool cut = false;
@@ -3407,8 +3405,8 @@ static const char commands[] =
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n";
 
-// Cuts the first word off a text, and the blanks after it. It ends at a blank, or is quoted, as by
-// many terminals into which a file is dropped.
+// Cuts the first word off a text, and the blanks after it. The word ends at a blank, or is in
+// quotes: many terminals quote the name of a file that is dropped there.
 static Bytes take_word(Bytes *text) {
     const bool quoted = text->n && (*text->p == '"' || *text->p == '\'');
     Bytes word = bytes_from(*text, quoted);
@@ -3419,7 +3417,7 @@ static Bytes take_word(Bytes *text) {
     return (Bytes){word.p, n};
 }
 
-// Of what was typed, `text` is "PATH TEXT": sends TEXT, an empty line and the file. ~/ is $HOME.
+// Sends TEXT, an empty line and a file. `text` is "PATH TEXT", the end of app->input. ~/ is $HOME.
 static void send_file(App *app, Bytes text) {
     Buffer *message = &app->input;
     const Bytes name = take_word(&text);
@@ -3427,7 +3425,7 @@ static void send_file(App *app, Bytes text) {
     const Bytes rest = bytes_from(name, home != NULL);
     char path[8192];
     snprintf(path, sizeof(path), "%s%.*s", home ? home : "", (int)rest.n, rest.p);
-    buffer_cut(message, message->n - text.n);
+    buffer_cut(message, message->n - text.n);  // now text and name point to other bytes
     if (message->n) buffer_add(message, bytes("\n\n"));
     const size_t before = message->n;
     const unsigned mode = file_mode(path);
@@ -3441,9 +3439,9 @@ static void send_file(App *app, Bytes text) {
     else chat_turn(app, chop(bytes_of(message)));
 }
 
-// Sends what was typed, or runs it if it is a command: one line, whose first word, not in quotes,
-// is a slash and letters, or exit or quit alone. (The model's own switches are messages: /think,
-// and /no_think, which is not letters alone.) False: it ends the program.
+// Sends what was typed, or runs a command. A command is one line, without quotes at its start: a
+// slash and letters and what follows, or exit or quit alone. (/think and /no_think are the model's:
+// they are sent.) Returns false if the command ends the program.
 static bool run_message(App *app) {
     static const char *const names[] = {"/help", "/retry", "/clear",
                                         "/bye", "/exit", "/quit", "exit", "quit"};
@@ -3503,14 +3501,14 @@ static void run_dialogue(App *app) {
 // chosen, and the places prepared. Where no option says otherwise, the model's own mode, sampling
 // and chat format count.
 
-// Only chat can begin without a text.
+// Ends the program if a mode other than chat has no text.
 static void check_text(const Options *o, int mode) {
     if (mode > CHAT && !o->text && !o->file && !is_list(o))
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", modes[mode].name);
 }
 
-// Finds whether -r has an effect, and who may open the thinking, the prompt or the model. A chat
-// format that cuts thinking off earlier answers is that of a model that thinks.
+// Finds whether -r has an effect, and whether the prompt or the model may open the thinking. If a
+// chat format cuts thinking off earlier answers, the model thinks.
 static void find_thinking(App *app) {
     Engine *e = &app->engine;
     const ChatFormat *f = &e->tokenizer.chat;
@@ -3519,14 +3517,14 @@ static void find_thinking(App *app) {
     const Bytes answer = f->answer_open[app->switched_on];
     const size_t open = find_last(answer, bytes("<think>"));
     const size_t close = find_last(answer, bytes("</think>"));
-    const bool model = !open && !close && e->tokenizer.think >= 0 && f->strip.n;
+    const bool model_may = !open && !close && e->tokenizer.think >= 0 && f->strip.n;
     e->thinks = e->mode == CHAT && open > close;
-    e->may_think = e->thinks || (e->mode == CHAT && model);
+    e->may_think = e->thinks || (e->mode == CHAT && model_may);
 }
 
-// Prepares the places for texts; what is never touched takes no memory. Answers go to stdout, or in
-// a list into `out`. Where the options do not say how tokens are drawn, it is as the checkpoint
-// asks for; but with thinking switched off as Qwen advises, unless it asks for greedy answers.
+// Prepares the places for texts. Untouched memory is not taken. Answers go to stdout, or in a list
+// into `out`. Tokens are drawn by the options, else by Qwen's advice if thinking is switched off
+// (but greedily if the checkpoint says so), else by the checkpoint.
 static void prepare_places(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
@@ -3595,7 +3593,7 @@ static void load_model(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     const Config *c = &e->model.config;
-    const char *path = o->model, *slash = strchr(path, '/');  // a model's name on the hub has one
+    const char *path = o->model, *slash = strchr(path, '/');  // on the hub: ORGANIZATION/NAME
     const char *end = strrchr(path, '.');
     bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
     const unsigned mode = file_mode(path);
@@ -3614,9 +3612,8 @@ static void load_model(App *app) {
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
     const int least = modes[e->mode].least, most = c->max_seq_len;
     const double room = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
-    const int fitting = (int)fmax(fmin(room, INT_MAX) / 1024, 4) * 1024;
-    const int usual = o->context < 0 ? min_int(fitting, most) : most;
-    const int context = o->context > 0 ? o->context : usual;
+    const int fitting = min_int((int)fmax(fmin(room, INT_MAX) / 1024, 4) * 1024, most);
+    const int context = o->context < 0 ? fitting : o->context == 0 ? most : o->context;
     if (context < least || context > most)
         die("-c: expected %d to %d (export.py --yarn raises it), found %d", least, most, context);
     if (e->mode == EMBED && o->n_choices)
@@ -3628,14 +3625,14 @@ static void load_model(App *app) {
 #ifdef PLAIN
     state_init(&e->model);
 #else
-    // Logits that nobody needs take no memory. What is scored needs those of many rows.
+    // Rows of logits in a pass: one for each text, or many of a text that is scored
     const int rows = min_int(e->mode == PERPLEXITY ? 128 : PLACES, o->batch);
     e->pass = pass_init(&e->model, o->batch, rows, is_list(o) ? min_int(PLACES, o->batch) : 1);
 #endif
     prepare_answers(app);
 }
 
-// Reads the prompt. False: there is none, this is a conversation.
+// Reads the prompt. Returns false if there is none: this is a conversation.
 static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
@@ -3684,7 +3681,7 @@ static void buffer_add_ids(Buffer *b, const Ids *ids, bool array) {
 #define NLL_DIGITS 6
 #endif
 
-// How likely the given answers are: the likeliest one and other members of an object
+// Appends the likeliest given answer, then the members "p" and "mass" with the probabilities.
 static void buffer_add_choices(Buffer *out, const Engine *e, const Request *r) {
     double sum, *nll = r->nll + 1;
     int *all = rank_choices(e, nll, &sum);
@@ -3702,14 +3699,14 @@ static void buffer_add_score(Buffer *out, const Request *r, bool object) {
     const size_t n = r->ids.n - 1;
     double sum = 0;
     for (int i = 0; i < r->texts; i++) sum += r->nll[i];
-    const double ppl = object ? fmin(exp(sum / n), DBL_MAX) : exp(sum / n);
+    const double ppl = object ? fmin(exp(sum / n), DBL_MAX) : exp(sum / n);  // no infinity in JSON
     buffer_print(out, object ? "%zu,\"nll\":%.*f,\"ppl\":%.4f" : "tokens %zu nll %.*f ppl %.4f", n,
                  NLL_DIGITS, sum / n, ppl);
 }
 
 static int result_kind(const Engine *e) { return e->n_choices ? CHOICES : (int)e->mode; }
 
-// Ends a line by its result or error. A line that has begun is an object: these become members.
+// Ends a line with its result or error: as members if the line has begun an object, else as it is.
 static void add_result(Buffer *line, const Engine *e, const Request *r, const char *error) {
     static const char *const ends[] = {
         [COMPLETE] = "stop", [LIMIT_REACHED] = "length", [CONTEXT_ENDED] = "context",
@@ -3749,14 +3746,14 @@ static Ending embed_text(const Model *m, Text *t, float *x) {
 // ------------------------------------------------------------------------------------------------
 // Raw texts: the modes that take a text as it is
 
-// The prompt of every mode but chat
+// Encodes the prompt of a mode other than chat. An answer needs at least one id before it.
 static void encode_text(const App *app, Bytes text, Ids *ids) {
     const Engine *e = &app->engine;
     encode_raw(&e->tokenizer, text, ids);
     if (e->mode == GENERATE && ids->n == 0) ids_add(ids, e->tokenizer.end_of_text);
 }
 
-// Every mode but chat
+// Runs a mode other than chat on a text.
 static void run_raw(App *app, Bytes text) {
     const Engine *e = &app->engine;
     Request r = {.ending = COMPLETE};
@@ -3784,7 +3781,7 @@ static void run_raw(App *app, Bytes text) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// JSON (RFC 8259). Each json_take...() returns true and moves past something if that comes next.
+// JSON (RFC 8259). json_take...() takes something. It returns false if another thing comes next.
 
 typedef struct {
     Bytes rest;             // what has not been read
@@ -3800,7 +3797,7 @@ typedef struct {
 #define SPLIT_CSV " (CSV: python3 -c 'import csv, json, sys; " \
                   "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' makes objects)"
 
-// Unless `good`, what comes next is an error: `part` of the line is bad; NULL: it is no JSON.
+// Sets the error if `good` is false: `part` of the line (NULL: its JSON) is bad at what comes next.
 static void json_check(Json *j, bool good, const char *part, const char *expected) {
     static char what[400];
     if (good || j->error) return;
@@ -3816,7 +3813,7 @@ static void json_check(Json *j, bool good, const char *part, const char *expecte
 
 static void json_need(Json *j, bool taken, const char *what) { json_check(j, taken, NULL, what); }
 
-// If a word is cut by the end, the end is what comes next.
+// If the text ends inside the word, moves to the end, for the error message, and returns false.
 static bool json_take(Json *j, const char *word) {
     const size_t n = strlen(word), there = min_size(n, j->rest.n);
     if (j->error || !there || memcmp(j->rest.p, word, there) != 0) return false;
@@ -3833,12 +3830,12 @@ static bool json_take_any(Json *j, const char *set) {  // one or more bytes of a
     return j->rest.n < before;
 }
 
-static bool json_take_token(Json *j, const char *word) {  // perhaps after white space
+static bool json_take_token(Json *j, const char *word) {  // after white space; "": only skips that
     json_take_any(j, " \t\r\n");
     return json_take(j, word);
 }
 
-// What the next byte of a string, or an escape, stands for: a character, or half of one (UTF-16)
+// Takes a byte or an escape. Returns BAD_BYTE + byte, or the character (or half of one) it means.
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
     char s[7] = "";
@@ -3880,8 +3877,8 @@ static bool json_take_number(Json *j) {
     return json_take_any(j, digits);
 }
 
-// Goes on to the next value of an array, or of an object, whose key is in j->text then. False: its
-// `end` comes first, and is taken.
+// Goes on to the next value of an array or an object. Of an object, j->text gets the key. Returns
+// false after an error, or if `end` comes first; it takes that.
 static bool json_next(Json *j, const char *end, bool first) {
     if (json_take_token(j, end)) return false;
     json_need(j, first || json_take(j, ","), *end == '}' ? ", or }" : ", or ]");
@@ -3902,7 +3899,7 @@ static void json_value(Json *j, int depth) {
                                       : depth ? "a value" : "a value (-l: plain lines)");
 }
 
-// Goes to the value of an object's last member of this name. If there is none, nothing is left.
+// Returns the value of an object's last member of this name, or an empty rest. Overwrites j->text.
 static Json json_member(Json object, const char *name) {
     Json found = {.text = object.text};
     json_take_token(&object, "{");
@@ -3958,7 +3955,7 @@ static int json_message(Json *j, Conversation *talk) {
     static const char *const roles[] = {"system", "user", "assistant"};  // as in their enum
     Json name = json_member(*j, "role"), content = json_member(*j, "content");
     const bool named = name.rest.n > 0;
-    int role = json_take_string(&name) ? ASSISTANT : -1;
+    int role = json_take_string(&name) ? ASSISTANT : -1;  // -1: an unknown one, which is an error
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
     json_check(j, *j->rest.p == '{', "text or messages",
                "a message, {\"role\": ..., \"content\": ...}" SPLIT_ARRAY);
@@ -4010,17 +4007,16 @@ static void json_object(Json *j, int kind, Buffer *out) {
     if (!j->error) j->rest = text.n ? text : talk;
 }
 
-// Parses one line. A string goes to j->text; an array of messages goes to `talk`, unless that is
-// NULL. Their system message, which is the first one, replaces that of `talk`. See json_object.
+// Parses one line. A string goes to j->text, messages to `talk` if that is not NULL: there a system
+// message of theirs, always the first, replaces an earlier one. Of an object see json_object.
 // Returns the role of the last message, or -1 if there are none.
 static int json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     json_take_token(j, "");
     json_check(j, j->rest.n > 0, "JSON", "a value");  // a blank line gets no hint
     const Json start = *j;
-    Json bad = *j;
-    bad.rest = bytes_from(bad.rest, find_bad_byte(bad.rest));
-    json_need(&bad, bad.rest.n == 0, "UTF-8 (iconv -f LATIN1 -t UTF-8 if it is Latin-1)");
-    j->error = bad.error;
+    j->rest = bytes_from(j->rest, find_bad_byte(j->rest));
+    json_need(j, j->rest.n == 0, "UTF-8 (iconv -f LATIN1 -t UTF-8 if it is Latin-1)");
+    j->rest = start.rest;
     json_value(j, 0);
     json_take_token(j, "");
     json_need(j, j->rest.n == 0, json_byte(j) != ',' ? "the end of the line"
@@ -4052,13 +4048,13 @@ typedef struct {
     Lines in;
     bool ended;             // there are no more lines
     bool failed;            // a line was an error
-    size_t read;            // lines so far: read,
-    size_t done;            // answered or known to be wrong,
-    size_t written;         // and written
-    Request requests[AHEAD];  // that of line i is at i % AHEAD; done, its line has its newline
-    size_t prompts;         // tokens of prompts,
-    size_t cached;          // of which so many did not need to run,
-    size_t drawn;           // and of answers
+    size_t read;            // lines that were read
+    size_t done;            // lines that were answered, or are wrong
+    size_t written;         // lines that were written
+    Request requests[AHEAD];  // that of line i is at i % AHEAD; it is done if its line ends in \n
+    size_t prompts;         // tokens of all prompts
+    size_t cached;          // tokens of prompts that did not need to run
+    size_t drawn;           // tokens of all answers
     size_t endings[FAILED + 1];  // answers by their end
     size_t unfinished;      // answers that ended inside thinking
     size_t closed[REPEATS + 1]; // thinkings by what ended them
@@ -4066,10 +4062,10 @@ typedef struct {
     bool ignored;           // a notice named members that have no effect
     double size;            // bytes of the file, if known
     double consumed;        // bytes of its lines so far
-    bool is_new;            // of -w: there was no FILE
-    size_t there;           // lines that FILE had
-    Buffer last;            // the last of them
-    Buffer cut;             // what follows it without a newline
+    bool is_new;            // -w: there was no FILE
+    size_t there;           // -w: lines that FILE had
+    Buffer last;            // -w: FILE's last whole line
+    Buffer cut;             // -w: what follows it without a newline
 } List;
 
 static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n'; }
@@ -4090,7 +4086,7 @@ static void take_cut_off(List *l, Bytes line) {
     l->cut.n = 0;
 }
 
-// A done line goes out, and its request ends. The one that FILE ends with has to be equal.
+// Writes a done line, and frees its request. The line that FILE ends with has to be equal.
 static void write_line(List *l, Request *r) {
     const bool terminal = is_terminal(STDOUT_FILENO);
     const Bytes line = bytes_of(&r->line);
@@ -4165,7 +4161,7 @@ static const char *encode_line(List *l, Bytes line, Request *r) {
     const Bytes before = bytes(o->text ? o->text : "");
     Conversation *talk = &app->conversation;  // its messages, or its text as one
     Json j = {.rest = line, .n = line.n, .text = &app->input};
-    size_t size = 0, own = 1;  // own: bytes of a line that is a text
+    size_t size = 0;  // bytes of all messages but earlier answers, which may lose their thinking
     if (line.n + before.n > MOST_BYTES) return "too long, expected less than 2 GB";
     if (line.n > l->in.most || !has_memory(4.0 * line.n)) return NO_MEMORY;
     conversation_drop(talk, 0, talk->n);
@@ -4179,25 +4175,24 @@ static const char *encode_line(List *l, Bytes line, Request *r) {
     free(j.ignored.p);
     if (j.error) return j.error;
     r->goes_on = role == ASSISTANT;
-    if (role < 0) {  // these are no messages
+    if (role < 0) {  // a text, not messages
         Buffer *text = &conversation_add(talk, USER, before)->text;
         if (o->text) buffer_add(text, bytes("\n\n"));
-        const Bytes its = o->json_list ? bytes_of(j.text) : line;
-        buffer_add(text, its);
-        own = its.n;
+        if (o->json_list) line = bytes_of(j.text);
+        buffer_add(text, line);
     }
-    for (size_t i = 0; i < talk->n; i++)  // an earlier answer may lose its thinking
+    for (size_t i = 0; i < talk->n; i++)
         size += talk->p[i].role == ASSISTANT && i + 1 < talk->n ? 0 : talk->p[i].text.n;
-    if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&
+    if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&  // far too long: not even encoded
         size / 4 > e->tokenizer.tables->longest * e->model.state.context)  // NFC may quarter it
         return wrong_length(app, size, size, " bytes");
     if (!has_memory(encoding_size(&e->tokenizer, talk))) return NO_MEMORY;
     if (chat) render(&e->tokenizer, talk, 0, app->switched_on, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return interrupted ? NULL : wrong_length(app, own, ids->n, "");
+    return interrupted ? NULL : wrong_length(app, role < 0 ? line.n : 1, ids->n, "");
 }
 
-// Reads a line: its texts wait to run, or it is done at once, as it is bad or just tokenized.
+// Reads a line. Its texts wait to run. If it is wrong, or only tokenized, it is done at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Request *r = &l->requests[l->read % AHEAD];
@@ -4240,7 +4235,7 @@ static void show_texts(const List *l) {
 }
 
 // Reads lines and adds their texts while there are places. While texts run, it does not wait for
-// lines that another program has still to write. False: all is done, or Ctrl-C.
+// lines that another program has still to write. Returns false if all is done, or after Ctrl-C.
 static bool admit_lines(List *l) {
     for (Bytes line;;) {
         size_t ahead = 0;  // bytes of lines that wait for an earlier one
@@ -4248,8 +4243,8 @@ static bool admit_lines(List *l) {
         for (size_t i = l->written; i < l->read; i++) {
             Request *r = &l->requests[i % AHEAD];
             ahead += r->line.n;
-            if (!add_texts(l->e, r)) continue;  // there are too few places
-            free(r->ids.p);
+            if (!add_texts(l->e, r)) continue;  // too few places; a wrong line has no texts
+            free(r->ids.p);                     // all texts have their copy
             r->ids = (Ids){.n = r->ids.n};      // the number of tokens is needed later
         }
         if (l->ended || l->e->n_texts == l->e->n_places || l->read - l->written == AHEAD ||
@@ -4262,8 +4257,8 @@ static bool admit_lines(List *l) {
     return l->e->n_texts > 0 && !interrupted;
 }
 
-// Notices and statistics at the end
-static int list_end(const List *l) {
+// Writes the notices and statistics of the whole list. Returns the program's exit status.
+static int report_list(const List *l) {
     const Options *o = &l->app->options;
     const double seconds = now() - progress.start + 1e-9;
     const double rate = (l->prompts - l->cached + l->drawn) / seconds;
@@ -4274,7 +4269,7 @@ static int list_end(const List *l) {
     const size_t circles = l->endings[REPEATS];
     const bool answers = modes[l->e->mode].has_answers, draws = draws_ids(l->e);
     const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
-    char seed[48] = "";  // which the same command would not have
+    char seed[48] = "";  // what to add to the same command
     if (!is_repeatable(l->app))
         snprintf(seed, sizeof(seed), "%s -s %llu", o->out ? " with" : " and", o->seed);
     progress_end();
@@ -4311,19 +4306,19 @@ static int run_list(List *l) {
     while (admit_lines(l) && run_pass(l->e)) {
         for (Text *t; (t = find_ended(l->e));) {
             Request *r = t->slot->request;
-            r->unfinished = t->writer->thinking;
+            r->unfinished = t->writer->thinking;  // before writer_end
             writer_end(t->writer);
             if (end_text(l->e, t)) end_line(l, r, r->ending == FAILED ? not_finite(l->e) : NULL);
         }
     }
-    return list_end(l);
+    return report_list(l);
 }
 
 // ------------------------------------------------------------------------------------------------
 // Going on with a list (-w). FILE has the results of a run that was cut. The lines that it has are
 // skipped, and the others are added to it.
 
-// Could a list with results of this kind have written a line, or the beginning of one that was cut?
+// Returns whether a line may be a result of this kind or, without a newline, the start of one.
 // (What is no JSON is known when its text has run again: see check_begin.)
 static bool looks_written(int kind, Bytes line) {
     const char begin = modes[kind].begin;
@@ -4397,7 +4392,7 @@ static void skip_lines(List *l) {
     for (Bytes line; n <= there && next_line(&l->in, &line, true); n++) {
         if (n + 1 < there) l->consumed += line.n;
         else if (n < there) buffer_add(&last, line);
-        else l->in.end -= line.n;  // it comes again
+        else l->in.end -= line.n;  // unread: only whether there is one counts
     }
     if (n < there + (cut > 0))
         die("%s: has more lines than the list, expected at most %zu", file, n);
@@ -4453,8 +4448,8 @@ typedef struct {
     char letter;
     enum { TEXT, MODE, INTEGER, REAL, SEED } type;
     size_t place;           // in Options
-    double low;             // the least value; of a TEXT, number of bytes
-    double high;            // the greatest
+    double low;             // the least value; of a TEXT, the least number of bytes
+    double high;            // the greatest, likewise
     const char *expected;   // what the value should be; NULL: a number from low to high
     const char *others;     // what other programs call it, each name between spaces
 } Option;
@@ -4502,7 +4497,7 @@ static const struct { const char *others, *here; } hints[] = {
     {" ng ngl gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"},
 };
 
-// Is an argument's name, without dashes and up to =, one of these words? For -, it may have _.
+// Returns whether an argument's name, up to =, is one of these words; its _ count as -.
 static bool is_called(const char *arg, const char *words) {
     const char *start = arg + strspn(arg, "-");
     char name[64];
@@ -4511,7 +4506,7 @@ static bool is_called(const char *arg, const char *words) {
     return words && strstr(words, name);
 }
 
-// The option that an argument is. If it is none, that ends the program, with the likely mistake.
+// Returns the option of this name. If there is none, ends the program and names the likely mistake.
 static const Option *option_named(const char *arg) {
     enum { N = sizeof(options) / sizeof(*options), N_HINTS = sizeof(hints) / sizeof(*hints) };
     for (size_t i = 0; i < N; i++) {
@@ -4552,7 +4547,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
     void *place = (char *)o + option->place;
     char range[64], *end = NULL;
-    double number = strlen(value);
+    double number = strlen(value);  // of a TEXT; of the others the value
     errno = 0;
     if (option->type == TEXT) {
         *(const char **)place = value;
@@ -4576,7 +4571,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
 }
 
-// Finds the TEXTs of -o, if it is given, and checks whether it can have an effect.
+// Splits -o into its TEXTs. Ends the program if it can have no effect.
 static void split_answers(Options *o) {
     size_t cap = 0;
     for (const char *text = o->answers; text; o->n_choices++) {
@@ -4628,7 +4623,7 @@ static Options parse_options(int argc, char **argv) {
         die_usage("-l, -L: a list, expected one of them, without -f and -v");
     if (o.out && (!is_list(&o) || !strcmp(o.out, "-")))
         die_usage("-w: expected a file's name, and -l or -L");
-    if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";
+    if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
     check_text(&o, o.mode);
     split_answers(&o);
     return o;
