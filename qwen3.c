@@ -4376,8 +4376,8 @@ static List *open_list(App *app) {
     return l;
 }
 
-// Skips the lines whose results FILE has, but for the last one, which runs again. Nothing is written
-// before its result has come, and was the same.
+// Skips the lines whose results FILE has, but the last one runs again. Nothing is written before its
+// result has come, and was the same.
 static void skip_lines(List *l) {
     const char *file = l->app->options.out;
     const int kind = result_kind(l->e);
