@@ -3312,7 +3312,7 @@ typedef struct {   // of a file
 } Lines;
 
 // Takes the next line, with its newline; an empty one if more has to come first and `wait` is
-// false. A line that is too long loses its end, but stays longer than MOST_BYTES, or than in->most.
+// false. A list's line that is too long loses its end, but stays longer than in->most.
 // Returns false at the end of input, or after Ctrl-C.
 static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
@@ -3337,6 +3337,8 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
     in->end = newline ? (size_t)(newline - data->p) + 1 : data->n;
     *line = (Bytes){data->p + start, in->end - start};
     const char *error = in->begun ? NULL : drop_mark(line);
+    if (!error && !in->most && line->n > MOST_BYTES)
+        error = "a line is too long, expected less than 2 GB";
     if (error) die("%s: %s", in->name, error);
     in->begun = true;
     return line->n > 0;
@@ -3352,7 +3354,6 @@ static void run_script(App *app) {
     Lines in = {.fd = STDIN_FILENO, .name = "stdin"};
     size_t n = 0;
     for (Bytes line; !interrupted && next_line(&in, &line, true);) {
-        if (line.n > MOST_BYTES) die("stdin: a line is too long, expected less than 2 GB");
         check_utf8(app, in.name, ++n, line);
         chat_turn(app, chop(line));
     }
@@ -4077,15 +4078,6 @@ static void check_begin(const List *l, Bytes line, Bytes begin) {
         "option or the build has changed", l->app->options.out);
 }
 
-// Takes off FILE's cut line. The whole one comes now.
-static void take_cut_off(List *l, Bytes line) {
-    const char *file = l->app->options.out;
-    if (is_repeatable(l->app)) check_begin(l, line, bytes_of(&l->cut));
-    if (ftruncate(STDOUT_FILENO, (off_t)(file_size(STDOUT_FILENO) - l->cut.n)) != 0)
-        die("%s: %s", file, strerror(errno));
-    l->cut.n = 0;
-}
-
 // Writes a done line, and frees its request. The line that FILE ends with has to be equal.
 static void write_line(List *l, Request *r) {
     const bool terminal = is_terminal(STDOUT_FILENO);
@@ -4093,7 +4085,12 @@ static void write_line(List *l, Request *r) {
     Buffer shown = {0};
     if (terminal) progress_end();
     if (terminal) add_printable(&shown, line, true);
-    if (l->cut.n && l->written >= l->there) take_cut_off(l, line);
+    if (l->cut.n && l->written >= l->there) {  // in place of FILE's cut line comes the whole one
+        if (is_repeatable(l->app)) check_begin(l, line, bytes_of(&l->cut));
+        if (ftruncate(STDOUT_FILENO, (off_t)(file_size(STDOUT_FILENO) - l->cut.n)) != 0)
+            die("%s: %s", l->app->options.out, strerror(errno));
+        l->cut.n = 0;
+    }
     if (l->written < l->there) check_begin(l, bytes_of(&l->last), line);
     else write_stdout(terminal ? bytes_of(&shown) : line);
     free(shown.p);
@@ -4342,7 +4339,6 @@ static void open_out(List *l) {
     if (!file_lock(in.fd, true)) die("%s: in use by another run, expected another FILE", file);
     for (Bytes line; next_line(&in, &line, true); l->there += has_newline(line)) {
         Buffer *end = has_newline(line) ? &l->last : &l->cut;
-        if (line.n > MOST_BYTES) die("%s: a line is too long, expected less than 2 GB", file);
         end->n = 0;
         buffer_add(end, line);
     }
