@@ -4920,6 +4920,11 @@ static float *value_in(KvHead kv, int pos, int j) {
     return cache_block(kv, pos) + vector * LANES + j % LANES;
 }
 
+static void cache_copy(const Pass *p, int to, int from) {
+    const size_t size = block_size(&p->m->config);
+    memmove(p->cache + to * size, p->cache + from * size, size * sizeof(float));
+}
+
 // ------------------------------------------------------------------------------------------------
 // Threads: all run one function, a job, and share its loops. Each loop has a number, so that a
 // thread that comes late skips those that are over: nobody waits for it. A thread that waits spins
@@ -5689,41 +5694,6 @@ static float *classify(Pass *p, int first, int count) {
     return p->logits;
 }
 
-// ------------------------------------------------------------------------------------------------
-// The memory of a batch
-
-// Spare rows follow, because the last tile of a product may read past the n rows.
-static Quantized quantized_init(size_t n, int cols, int group) {
-    const size_t words = cols / 4, n_groups = cols / group;
-    const size_t stride = (words + 2 * n_groups + 15) / 16 * 16;  // rows are aligned to 64 bytes
-    int32_t *p = activations((n + TILE_TOKENS) * stride, sizeof(*p));
-    return (Quantized){(int8_t *)p, (float *)p + words, p + words + n_groups, stride};
-}
-
-static Batch *batches_init(Pass *p) {  // one for each thread
-    const Config *c = &p->m->config;
-    const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
-    const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
-    const size_t n = p->batch, chosen = n * max_int(c->n_experts_used, 1);
-    Batch *all = activations(n_threads, sizeof(Batch));
-    Routing *routing = activations(1, sizeof(Routing));
-    const Batch b = {.m = p->m, .c = c, .p = p, .h = floats(n * c->dim),
-                     .h8 = quantized_init(n, c->dim, group), .q = floats(n * c->q_dim),
-                     .a = floats(n * c->q_dim), .a8 = quantized_init(n, c->q_dim, group),
-                     .gate8 = quantized_init(chosen, c->hidden_dim, group), .routing = routing};
-    *routing = (Routing){.router_out = floats(n * n_experts), .share = floats(n * n_experts),
-                         .n_chosen = 1, .expert = activations(n_experts, sizeof(int)),
-                         .place = activations(n_experts + 1, sizeof(int)),
-                         .token = activations(chosen, sizeof(int)),
-                         .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : b.h8};
-    for (int i = 0; i < n_threads; i++) {
-        all[i] = b;
-        all[i].scratch = floats(n * max_int(c->head_dim, 2 * group));
-        all[i].unit = activations(UNIT, widest + widest / group * sizeof(float));
-        all[i].attention = floats(ATT_TASK * (SCORE_STRIDE + c->head_dim + value_dim(c)));
-    }
-    return all;
-}
 #endif
 
 // ------------------------------------------------------------------------------------------------
@@ -5764,22 +5734,45 @@ static int pool_blocks(const Config *c, int context, int texts) {
     return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
-static void cache_copy(const Pass *p, int to, int from) {
-    const size_t size = block_size(&p->m->config);
-    memmove(p->cache + to * size, p->cache + from * size, size * sizeof(float));
+// Spare rows follow, because the last tile of a product may read past the n rows.
+static Quantized quantized_init(size_t n, int cols, int group) {
+    const size_t words = cols / 4, n_groups = cols / group;
+    const size_t stride = (words + 2 * n_groups + 15) / 16 * 16;  // rows are aligned to 64 bytes
+    int32_t *p = activations((n + TILE_TOKENS) * stride, sizeof(*p));
+    return (Quantized){(int8_t *)p, (float *)p + words, p + words + n_groups, stride};
 }
 
 static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const Config *c = &m->config;
-    const size_t n = batch, half = c->head_dim / 2, size = block_size(c) * sizeof(float);
+    const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
+    const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
     const int n_blocks = pool_blocks(c, m->state.context, texts);
+    const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1), half = c->head_dim / 2;
     Pass *p = activations(1, sizeof(Pass));
+    Routing *routing = activations(1, sizeof(Routing));
+    const Batch b = {.m = m, .c = c, .p = p, .h = floats(n * c->dim),
+                     .h8 = quantized_init(n, c->dim, group), .q = floats(n * c->q_dim),
+                     .a = floats(n * c->q_dim), .a8 = quantized_init(n, c->q_dim, group),
+                     .gate8 = quantized_init(chosen, c->hidden_dim, group), .routing = routing};
+    *routing = (Routing){.router_out = floats(n * n_experts), .share = floats(n * n_experts),
+                         .n_chosen = 1, .expert = activations(n_experts, sizeof(int)),
+                         .place = activations(n_experts + 1, sizeof(int)),
+                         .token = activations(chosen, sizeof(int)),
+                         .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : b.h8};
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
-                .block_len = LANES, .cache = alloc(n_blocks, size, NO_CACHE),
+                .block_len = LANES,
+                .cache = alloc(n_blocks, block_size(c) * sizeof(float), NO_CACHE),
                 .rows = activations(n, sizeof(Row)), .cos = floats(n * half),
                 .sin = floats(n * half), .x = floats(n * c->dim),
-                .logits = floats((size_t)logit_rows * c->vocab_size)};
-    p->batches = batches_init(p);
+                .logits = floats((size_t)logit_rows * c->vocab_size),
+                .batches = activations(n_threads, sizeof(Batch))};
+    for (int i = 0; i < n_threads; i++) {
+        Batch *own = &p->batches[i];
+        *own = b;
+        own->scratch = floats(n * max_int(c->head_dim, 2 * group));
+        own->unit = activations(UNIT, widest + widest / group * sizeof(float));
+        own->attention = floats(ATT_TASK * (SCORE_STRIDE + c->head_dim + value_dim(c)));
+    }
     return p;
 }
 #endif
