@@ -44,13 +44,13 @@
    3072. It has 28 layers, each with 16 query heads and 8 kv heads of head_dim 128. Its vocabulary
    has 151,936 tokens.
 
-     Norm.    rmsnorm gives vectors of any magnitude about the same one: x may grow from layer to
-              layer. The norms of q and k (QK-norm) bound q . k.
+     Norm.    rmsnorm brings vectors of any magnitude to about the same one: so x may grow from
+              layer to layer. The norms of q and k (QK-norm) bound q . k.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax would give nearly all to one position.
-     Sharing. n_heads / n_kv_heads query heads use the same K and V, which makes the cache smaller
-              (grouped-query attention).
+     Sharing. n_heads / n_kv_heads neighbouring query heads use the same K and V, which makes the
+              cache smaller (grouped-query attention).
      Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, one matrix, the
               product of W2 and W3, could do the same.
      Order.   rope rotates pairs of elements of q and k by angles that grow with pos: so q . k
@@ -210,7 +210,7 @@ typedef struct {
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
     float *up;         // (hidden_dim)    W3 h
     Q8 gate8;          // (hidden_dim)    Q8(gate)
-    float *router_out; // (n_experts)     Wr h, then exp(Wr h - its largest)
+    float *router_out; // (n_experts)     Wr h, then exp(Wr h - its largest), -1 once chosen
     float *share;      // (n_experts)     the share of each chosen expert
     float *y;          // (dim)           one expert's output
     float *out;        // (dim)           what is added to x
@@ -294,7 +294,7 @@ static void silu_times(float *gate, const float *up, int n) {
 //
 // With 8 bits, the weights of a group (32 to 256 consecutive ones of a row) are stored as int8
 // values and one float scale: a weight is its int8 times the scale. (The largest weight sets the
-// scale: it makes its own group coarse, and no other.) The layers' matrices may have 4 bits: then a
+// scale: a very large one makes its group coarse.) The layers' matrices may have 4 bits: then a
 // weight is levels[its 4 bits] times a scale of 16 bits, with a table `levels` of 16 int8 values.
 // (In groups of 32, a weight takes 9 bits or 4.5, with its part of the scale.) Just before a vector
 // is multiplied with such a matrix, it is quantized, too, always to 8 bits and in groups of the
@@ -468,9 +468,11 @@ static float attention_score(const float *q, const float *k, int head_dim) {
 // Attention of one query head: a = softmax(q . K / sqrt(head_dim)) V. K and V (pos + 1, head_dim)
 // are the keys and values of all positions up to the token's own: a token sees itself and those
 // before it, and none after it (causal). The positions come in spans, so that the array `score` is
-// short. With M the largest score so far, `total` sums exp(score - M), because exp(score) could be
-// infinite, and a sums exp(score - M) times the value. Where a span raises M, both are first
-// multiplied by keep = exp(old M - new M) (online softmax). Last, a is divided by total.
+// short. With M the largest score so far (exp(score) itself could be infinite), `total` sums
+// exp(score - M), and a sums exp(score - M) times the value. Where a span raises M, both are first
+// multiplied by keep = exp(old M - new M) (online softmax). Last, a is divided by total. (A span
+// begins at a multiple of SPAN: where a position is in its span decides its place in sum_of. Part
+// III counts on this, too. To hide a position, make its score -INFINITY.)
 enum { SPAN = 256 };
 
 static void attend(Model *m, int l, int head, int pos) {
@@ -568,8 +570,8 @@ static void run_experts(Model *m, const Layer *layer) {
 // ------------------------------------------------------------------------------------------------
 // The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
 // rmsnorm, norm_and_rope, softmax_terms, silu_times, quantize, choose_experts, embed and
-// rope_angles. It replaces matmul, attend, feed_forward and their callers: changes of these have
-// two places.
+// rope_angles. All else from dot_row to forward it has written anew, and Part II run_text: changes
+// of these have two places.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -619,7 +621,7 @@ static float *compute_logits(Model *m) {
 // become one character (U+00E9), so that both spellings get the same ids. Then a regular expression
 // cuts it into pieces, mostly words with the space before them: "Hello, world" becomes "Hello" ","
 // " world". Then byte-pair encoding: each byte of a piece begins as a token of its own; as long as
-// two neighbours together are a token of the vocabulary, the pair whose token has the highest
+// two neighbours together are a token, but no added one, the pair whose token has the highest
 // priority is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. Both vocabulary and
 // priorities were made before training, from the most frequent pairs of the training texts: the
 // model only knows texts that are cut in this way.
@@ -750,7 +752,7 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
 typedef struct {     // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
-    Buffer pending;  // the text since the last added token, not encoded yet
+    Buffer pending;  // not encoded yet: its last piece may go on in the next part
 } Encoder;
 
 // Appends the text in form NFC, or as it is if an older tokenizer file has no data. (Part II)
@@ -815,16 +817,16 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // <think>, what it considers, and </think>. Then it writes the answer and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
-// anew. Its first ids that equal those in the cache do not run again. (Part II compares them and
-// sets n_run of the turn's Text.) If a <think> block, even an empty one, came before the last
-// answer, the next turn leaves it out, as the template does. The tokens after it then have other
-// positions and see other tokens: so they run again.
+// anew. Its first ids that equal those in the cache do not run again, but its last id always does.
+// (Part II compares them. The stop id that ended an answer has not run.) If a <think> block, even
+// an empty one, came before the last answer, the next turn leaves it out, as the template does. The
+// tokens after it then have other positions and see other tokens: so they run again.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // of an answer that the model drew: its tokens
-    Buffer text;  // of any other message: its bytes. Of a drawn answer: bytes that follow its ids,
-                  // because option -x TEXT may end an answer inside a token
+    Buffer text;  // of any other message: its bytes. Of a drawn answer that option -x TEXT ended
+                  // inside a token: what came before TEXT of this token, which is not in ids
 } Message;
 
 typedef struct {
@@ -909,7 +911,7 @@ typedef struct {
     float repetition;   // makes tokens of the prompt and the answer less likely, 1: off
     bool *in_answer;    // (vocab_size) is in the answer
     bool *seen;         // (vocab_size) is in the prompt (Part II marks it) or in the answer
-    uint64_t rng;
+    uint64_t rng;       // the state of random_next; option -s sets it
 } Sampler;
 
 INLINE int32_t load_i32(const void *p) {  // 4 bytes at any address as an int: a float's bits
@@ -959,8 +961,8 @@ static void keep_likelier(float *p, int n, int id) {
 }
 
 // Sets all p but the k largest to 0. Builds `threshold` bit by bit, from the highest on: a bit is
-// set if with it at least k values are >= threshold. Equal values may make them more than k: of
-// these the lowest ids stay.
+// set if with it at least k values are >= threshold. If values equal to it make them more than k,
+// the lowest ids of these stay.
 static void keep_top_k(float *p, int n, int k) {
     int32_t threshold = 0;
     int kept = n;  // so many values reach it
@@ -1000,12 +1002,12 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
 }
 
 // Draws the next token by its logits (n), which are overwritten. Returns -1 if they are not finite.
-// A token is in the nucleus if all likelier ones sum to less than top_p (> 0) times the sum of all:
+// A token is in the nucleus if all likelier ones sum to less than top_p (> 0) of what top_k keeps:
 // of p = 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Drawing from it needs no sorting.
-// Draw from all tokens: the third, say. The likelier ones sum to 0.8, so neither it nor a less
-// likely token is in the nucleus: their p become 0. Draw again, until the drawn token is in it.
-// Until then no token of the nucleus loses its p. So the draw that hits the nucleus hits each of
-// its tokens with this token's share of it.
+// Say that the first draw, from all, gives the third. The likelier ones sum to 0.8, so neither it
+// nor a less likely token is in the nucleus: their p become 0. Draw again, until the drawn token is
+// in it. Until then no token of the nucleus loses its p. So the draw that hits the nucleus hits
+// each of its tokens with this token's share of it.
 static int sample(Sampler *sampler, float *logits, int n) {
     penalize(sampler, logits, n);
     if (!isfinite(sum_double(logits, n))) return -1;
@@ -1059,7 +1061,8 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 //   A B C D E  5      5       COMPLETE
 //
 // Part II runs many texts together in one pass, and guesses ids: the same ids and sums in less
-// time. -DPLAIN runs this loop instead. (Part II's add_text makes a Text of a prompt's ids.)
+// time. `make plain` (-DPLAIN) runs this loop instead. (Part II's add_text makes a Text of ids: at
+// least one, for a perplexity two, and no more than the context has positions.)
 
 typedef enum {
     GOES_ON,
@@ -1076,7 +1079,7 @@ typedef struct Text {
     size_t n_prompt;   // ids of the prompt
     size_t max_ids;    // prompt and answer together end at so many ids (option -n)
     size_t context;    // so many positions fit into the cache (option -c)
-    size_t watched;    // the first id where repeats are looked for (with option -n: none is)
+    size_t watched;    // repeats are looked for from this id on (-n: it is too high for any)
     int repeats;       // how much it repeats itself: see repeats_itself
     bool embeds;       // no id is predicted: x becomes an embedding
     double nll;        // the sum of -log(probability) of its scored ids (negative log-likelihood)
@@ -1096,7 +1099,7 @@ static bool is_stop(const Tokenizer *tok, int id) {
 // Returns true if the answer goes round in circles, as small models do, now that an id has been
 // appended. The id is a repeat if the 8 ids that end with it came at least 3 times before. A repeat
 // adds 1 to a count, any other id takes off 3, and at 256 the answer ends: the counts of lists,
-// tables and code stay far below. Thinking and what follows it are watched apart.
+// tables and code stay far below. The first </think> begins the watch anew.
 static bool repeats_itself(const Tokenizer *tok, Text *text) {
     enum { LENGTH = 8, TIMES = 3, MOST = 256 };
     const size_t n = text->ids.n;
@@ -1126,8 +1129,8 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 }
 
 // append_id for a drawn id. If thinking gets longer than -r N or repeats itself, this also appends
-// the ids that end it. Before given answers (-o), a drawn id that is no thinking is dropped. (Part
-// II)
+// the ids that end it. With given answers (-o), the model may think first: the first drawn id that
+// is no thinking is dropped, and the given answers follow. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
 // Draws the target by the logits of the id before it, which are overwritten. Returns as append_id.
@@ -1247,7 +1250,8 @@ typedef struct Pass {
     int batch;         // the most rows (option -b)
     int logit_rows;    // the most rows that get logits
     int n_blocks;      // of the KV cache
-    int block_len;     // positions of a block: it has their keys and values in all layers
+    int block_len;     // positions of a block: it has their keys and values in all layers. It is
+                       // LANES, because Part III lays a block out for vectors: see The KV cache
     float *cache;      // (n_blocks) see The KV cache, Part III
     Row *rows;         // (batch)
     float *cos;        // (batch, head_dim / 2)  as in State, for each row
@@ -2438,7 +2442,7 @@ enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 static void draft_text(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int);
-    const size_t room = (size_t)(t->slot->n_blocks + e->n_unused) * e->pass->block_len;  // positions
+    const size_t room = (size_t)(t->slot->n_blocks + e->n_unused) * e->pass->block_len;
     const int count = min_int(most, (int)min_size(t->context, room) - (int)n);
     size_t from = n - 1;  // the draft begins with ids[from]
     if (count < 1 || e->credit < 0) return;
@@ -2785,8 +2789,8 @@ static const char *const closers[] = {  // see Request.closed_by
     [GOES_ON] = "-r", [LIMIT_REACHED] = "-n", [CONTEXT_ENDED] = "a full context",
     [COMPLETE] = "an end token", [REPEATS] = "repeating itself (" NO_REPEATS ")"};
 
-// Ends a text's thinking: appends ids that nobody drew. Before given answers it appends all of them,
-// in spite of -n, and nothing more is drawn.
+// Ends a text's thinking: appends ids that nobody drew. Before given answers it appends all of
+// them, in spite of -n, and nothing more is drawn.
 static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
     const bool first = t->watched == t->n_prompt;
     Ending ending = GOES_ON;
