@@ -3099,8 +3099,7 @@ static void show_settings(const App *app) {
         report("system prompt of the chat template: %.*s", (int)min_size(text.n, 4000), text.p);
 }
 
-// What stderr says before the model runs: the prompt's ids, and the first time the notices. These
-// wait until the last check has passed, so that an error message stands alone.
+// Writes what stderr says before the model runs: the prompt's ids, and the first time the notices.
 static void give_notices(App *app) {
     const Options *o = &app->options;
     const Engine *e = &app->engine;
@@ -4268,7 +4267,6 @@ static int report_list(const List *l) {
     const int context = l->e->model.state.context, most = o->n;
     const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
     const size_t circles = l->endings[REPEATS];
-    const bool answers = modes[l->e->mode].has_answers, draws = draws_ids(l->e);
     const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
     char seed[48] = "";  // what to add to the same command
     if (!is_repeatable(l->app))
@@ -4294,9 +4292,9 @@ static int report_list(const List *l) {
             l->cached);
     if (l->e->again) fprintf(stderr, ", %zu computed again", l->e->again);
     fputs(")", stderr);
-    if (answers) fprintf(stderr, ", answers %zu tokens", l->drawn);
+    if (modes[l->e->mode].has_answers) fprintf(stderr, ", answers %zu tokens", l->drawn);
     fprintf(stderr, ", %.*f tokens/s", rate < 999.95, rate);
-    if (draws && n > 0) fprintf(stderr, ", seeds %llu to %llu", first, next - 1);
+    if (draws_ids(l->e) && n > 0) fprintf(stderr, ", seeds %llu to %llu", first, next - 1);
     fputc('\n', stderr);
     return status;
 }
