@@ -1662,7 +1662,7 @@ enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CHAR_MASK = (1 
 // it with the one before; from CCC_SHIFT on its combining class (ccc)
 enum { CLASS_MASK = 3, NFC_SHIFT = 2, CCC_SHIFT = 8 };
 
-typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // option -m
+typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // -m; numbers of files
 
 enum { NORMALIZED = 4 };  // a bit of Tokenizer.kind: an added token that is found in the form NFC
 
@@ -4374,8 +4374,8 @@ static List *open_list(App *app) {
     return l;
 }
 
-// Skips the lines whose results FILE has, but the last one runs again. Nothing is written before its
-// result has come, and was the same.
+// Skips the lines whose results FILE has, but the last one runs again. Nothing is written before
+// its result has come, and was the same.
 static void skip_lines(List *l) {
     const char *file = l->app->options.out;
     const int kind = result_kind(l->e);

@@ -506,7 +506,7 @@ def test_words_that_are_no_commands(talk, tiny):
                  "/Help me", "/th y"):
         assert say(line) == f"qwen3: {line.split()[0]}: no such command, /help shows them\r\n".encode()
     for command in ("/help", "/retry", "/clear", "/bye", "/exit", "/quit"):
-        assert say(f"{command} now") == f"qwen3: {command} takes no text, nothing was sent\r\n".encode()
+        assert say(f"{command}\tnow") == say(f"{command} now") == f"qwen3: {command} takes no text, nothing was sent\r\n".encode()
     assert prompts(say("x")) == prompts(qwen3(tiny, "-i", "x", "-n", 1, "-v"))
 
 

@@ -350,7 +350,10 @@ def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
 
 
 def test_missing_prompt_file(small):
-    assert_error(qwen3(small, "-f", "no such file"), 1, "no such file")
+    missing = qwen3(small, "-f", "missing.txt")
+    assert_error(missing, 1, "missing.txt: No such file or directory")
+    assert b"-i" not in missing.stderr
+    assert_error(qwen3(small, "-f", "What is it?"), 1, "-i takes a text")
     assert_error(qwen3(small, "-f", "/"), 1, "/")
 
 
