@@ -1502,8 +1502,8 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     chats = source.chat_template and (not turn_end or turn_end & set(stop_ids))
     mode = EMBED if source.embedding else CHAT if chats else GENERATE
     if mode == GENERATE and source.chat_template:
-        Notices.hints.append("the end of a chat's turn does not end a text: this is a base model, "
-                             "qwen3 will continue texts; -m chat overrides this")
+        Notices.hints.append("the end of a chat's turn ends no text, as in a base model: qwen3 will "
+                             "continue texts; if it was tuned to chat, run it with -m chat")
     generation, defaults = source.generation, {  # transformers' but do_sample, which is false there
         "temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}
     penalty = read_number(path, generation, "repetition_penalty", 1.0)

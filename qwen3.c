@@ -4036,10 +4036,13 @@ static int json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
         json_check(j, role != SYSTEM || i == 0, "role", "a system message only at the start");
         if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
     }
+    Json first = *j;  // of an array, where there are no messages
+    const bool array = !talk && json_take_token(&first, "[");
     json_check(j, messages || json_take_string(j), "text or messages",
                talk ? "a string, an array of messages or an object (-l: plain lines)"
-               : json_byte(j) == '[' ? "a string or an object" SPLIT_ARRAY
-                                     : "a string or an object (-l: plain lines)");
+               : !array ? "a string or an object (-l: plain lines)"
+               : json_take_token(&first, "{") ? "a string or an object (messages: -m chat)"
+                                          : "a string or an object" SPLIT_ARRAY);
     json_check(j, !messages || role >= USER, "role", "a last message of the user or assistant");
     return role;
 }
@@ -4076,7 +4079,7 @@ static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n
 
 // Ends the program unless FILE's line begins like this one of the same text of the same list.
 static void check_begin(const List *l, Bytes line, Bytes begin) {
-    if (begin.n <= line.n && memcmp(line.p, begin.p, begin.n) == 0) return;
+    if (begin.n <= line.n && bytes_equal((Bytes){line.p, begin.n}, begin)) return;
     die("%s: another run's, expected this one's or a new FILE: the list, the prompt, the model, an "
         "option or the build has changed", l->app->options.out);
 }
@@ -4338,7 +4341,10 @@ static void open_out(List *l) {
     Lines in = {.fd = file_open(file, true), .name = file};
     if (in.fd < 0) die("%s: %s", file, strerror(errno));
     if (same_file(in.fd, l->in.fd)) die("%s: is the list, expected another FILE", file);
-    if (!file_lock(in.fd, true)) die("%s: in use by another run, expected another FILE", file);
+    for (int i = 0; !file_lock(in.fd, true); i++) {  // a killed run may need a moment to end
+        if (i == 20) die("%s: in use by another run, expected another FILE", file);
+        nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
+    }
     for (Bytes line; next_line(&in, &line, true); l->there += has_newline(line)) {
         Buffer *end = has_newline(line) ? &l->last : &l->cut;
         end->n = 0;
@@ -4576,6 +4582,7 @@ static void split_answers(Options *o) {
         const size_t n = strcspn(text, "|");
         const Bytes choice = {(const uint8_t *)text, n};
         if (n == 0) die_usage("-o: an empty answer, expected TEXT|TEXT...");
+        if (find_bad_byte(choice) < n) die_usage("-o: bytes that are no text, expected UTF-8");
         for (int i = 0; i < o->n_choices; i++) {
             if (bytes_equal(o->choices[i].text, choice))
                 die_usage("-o: the answer %.*s twice, expected different ones", (int)n, text);

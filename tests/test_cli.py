@@ -67,8 +67,8 @@ def test_bad_value(option, value):
     ("-l",), ("-L",), ("-l", ""), ("-L", ""),
     ("-w", "x"), ("-w", "x", "-i", "a"), ("-l", "a", "-w", "-"), ("-l", "a", "-w", ""), ("-l", "a", "-w"),
     *[("-i", "a", "-o", *args) for args in (
-        ("yes",), ("yes|",), ("yes|yes",), ("yes|no", "-m", "embed"), ("yes|no", "-m", "tokenize"),
-        ("yes|no", "-m", "perplexity"), ("yes|no", "-x", "a"))]], ids=" ".join)
+        ("yes",), ("yes|",), ("yes|yes",), (b"caf\xe9|no",), ("yes|no", "-m", "embed"), ("yes|no", "-m", "tokenize"),
+        ("yes|no", "-m", "perplexity"), ("yes|no", "-x", "a"))]], ids=str)
 def test_bad_usage(args):
     """Found before the model is opened (there is none)."""
     result = qwen3("no such model.bin", *args)

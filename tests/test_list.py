@@ -471,6 +471,14 @@ def test_what_is_no_json(tiny):
     assert sorted(errors_of(error)) == [2 * i + 2 for i in range(len(bad))]
 
 
+@pytest.mark.parametrize("line, hint", [
+    (b'{"messages": [ {"role": "user", "content": "a"}]}', "-m chat"), (b'[{"role": "user"}]', "-m chat"),
+    (b'["a", "b"]', "jq -c '.[]'")])
+def test_what_is_no_text_without_chat(tiny, line, hint):
+    _, error = run_list(tiny, line + b"\n", "-q", "-m", "generate", kind="-L", status=1)
+    assert hint in errors_of(error)[1]
+
+
 WHOLE = " (one value a line: jq -c . makes that)"
 
 
