@@ -4215,15 +4215,19 @@ static void add_line(List *l, Bytes line) {
     else count_texts(l->e, r);
 }
 
-// Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get. So
-// the list takes at least a third as long again as the oldest of them has taken. A long answer is
-// named if other lines wait for its line.
+// Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get. The
+// oldest of them is taken to need as long again as it has taken, or less if -n ends it before. A
+// long answer is named if other lines wait for its line.
 static void show_texts(const List *l) {
     const Engine *e = l->e;
     const double lines = l->ended ? l->read : floor(l->size * l->read / fmax(l->consumed, 1));
     const double all = fmax(lines - l->there, 0), seconds = now() - progress.start + 1e-9;
-    const double oldest = e->n_texts ? now() - e->order[0]->slot->start : 0;
-    const double part = fmin(l->done / fmax(all, 1), seconds / (seconds + oldest / 3));
+    const Text *oldest = e->n_texts ? e->order[0] : NULL;
+    const double age = oldest ? now() - oldest->slot->start : 0;
+    const double drawn = oldest ? oldest->ids.n - oldest->n_prompt : 0;
+    const double most = oldest ? (double)oldest->max_ids - oldest->n_prompt : 0;  // -n
+    const double wait = fmin(age, age * (most - drawn) / fmax(drawn, 1));
+    const double part = fmin(l->done / fmax(all, 1), seconds / (seconds + wait));
     const Request *next = &l->requests[l->written % AHEAD];
     const Text *late = next->begun && next->first->slot->request == next ? next->first : NULL;
     const size_t tokens = late ? late->ids.n - late->n_prompt : 0;

@@ -199,6 +199,7 @@ def test_the_line_that_others_wait_for(geometric, tmp_path):
     late = [(at, what, left) for at, _, what, left in shown if what.startswith(b"line")]
     assert late and all(re.fullmatch(rb"line 4: \d{4,} tokens", what) for _, what, _ in late), shown
     assert all(left >= 1 for at, _, left in late if seconds - at > 1.5), (late, seconds)
+    assert all(left < 2 * (seconds - at) + 1 for at, _, left in late if at > 0.7 * seconds), (late, seconds)     # -n is near
 
 
 @pytest.mark.slow
