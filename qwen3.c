@@ -3354,11 +3354,18 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
 
 // A scripted conversation: each line of stdin is a turn.
 static void run_script(App *app) {
+    static const char *const typed[] = {"/file", "/retry", "/clear", "/bye"};
     Lines in = {.fd = STDIN_FILENO, .name = "stdin"};
     size_t n = 0;
     for (Bytes line; !interrupted && next_line(&in, &line, true);) {
+        const Bytes text = chop(line);
+        size_t end = 0;  // of the first word
+        while (end < text.n && !isblank(text.p[end])) end++;
+        for (int i = 0; i < 4; i++)
+            if (bytes_are((Bytes){text.p, end}, typed[i]))
+                notice("stdin: line %zu: %s is a terminal's command; sent as text", n + 1, typed[i]);
         check_utf8(app, in.name, ++n, line);
-        chat_turn(app, chop(line));
+        chat_turn(app, text);
     }
     free(in.data.p);
 }

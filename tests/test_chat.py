@@ -541,6 +541,8 @@ def test_other_lines_are_messages(talk, tiny):
 def test_commands_of_a_script_are_text(tiny):
     script = qwen3(tiny, "-m", "chat", "-v", "-n", 1, stdin=b"/bye\n")
     assert prompts(script) == prompts(qwen3(tiny, "-i", "/bye", "-n", 1, "-v"))
+    assert b"stdin: line 1: /bye is a terminal's command; sent as text\n" in script.stderr
+    assert b"terminal's" not in qwen3(tiny, "-m", "chat", "-n", 1, stdin=b"/files are\n").stderr
 
 
 # -- the end of an answer
