@@ -3352,20 +3352,25 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
 // message is typed or pasted, or is a command. There the conversation goes on after an error, and
 // Ctrl-C stops an answer.
 
+// Says so if line n of a script begins with a word that is a command at a terminal.
+static void check_command(size_t n, Bytes text) {
+    static const char *const commands[] = {"/file", "/retry", "/clear", "/bye"};
+    size_t end = 0;  // of the first word
+    while (end < text.n && !isblank(text.p[end])) end++;
+    for (int i = 0; i < 4; i++) {
+        if (bytes_are((Bytes){text.p, end}, commands[i]))
+            notice("stdin: line %zu: %s is a terminal's command; sent as text", n, commands[i]);
+    }
+}
+
 // A scripted conversation: each line of stdin is a turn.
 static void run_script(App *app) {
-    static const char *const typed[] = {"/file", "/retry", "/clear", "/bye"};
     Lines in = {.fd = STDIN_FILENO, .name = "stdin"};
     size_t n = 0;
     for (Bytes line; !interrupted && next_line(&in, &line, true);) {
-        const Bytes text = chop(line);
-        size_t end = 0;  // of the first word
-        while (end < text.n && !isblank(text.p[end])) end++;
-        for (int i = 0; i < 4; i++)
-            if (bytes_are((Bytes){text.p, end}, typed[i]))
-                notice("stdin: line %zu: %s is a terminal's command; sent as text", n + 1, typed[i]);
         check_utf8(app, in.name, ++n, line);
-        chat_turn(app, text);
+        check_command(n, chop(line));
+        chat_turn(app, chop(line));
     }
     free(in.data.p);
 }
@@ -4222,9 +4227,9 @@ static void add_line(List *l, Bytes line) {
     else count_texts(l->e, r);
 }
 
-// Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get. The
-// oldest of them is taken to need as long again as it has taken, or less if -n ends it before. A
-// long answer is named if other lines wait for its line.
+// Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get.
+// The oldest of them is taken to need as long again as it has taken, or less if -n ends it before.
+// A long answer is named if other lines wait for its line.
 static void show_texts(const List *l) {
     const Engine *e = l->e;
     const double lines = l->ended ? l->read : floor(l->size * l->read / fmax(l->consumed, 1));
