@@ -1608,17 +1608,19 @@ static void test_file_stopped(void) {
 }
 #endif
 
-// What a list shows after ten seconds. The others take as long as those that have ended, but at least a third
-// as long as the oldest that runs has taken. Before one has ended, nobody knows. Others wait for line 6, of 1,000 tokens.
+// What a list shows after ten seconds. The others take as long as those that have ended, but at least as long as the
+// oldest that runs has taken, or until -n ends it. Before one has ended, nobody knows. Others wait for line 6, of 1,000 tokens.
 #ifndef _WIN32
 static void test_progress_of_a_list(void) {
     static Engine e;
     static List l = {.e = &e, .ended = true};
-    static const struct { int done, active, oldest, tokens; const char *shown; } cases[] = {
-        {4, 6, 2, 99, "4 of 10 texts, 5 running, @ tokens/s, 15 s left"},
-        {9, 2, 10, 999, "9 of 10 texts, 1 running, @ tokens/s, 3 s left"},
-        {9, 2, 9, 1000, "9 of 10 texts, line 6: 1000 tokens, @ tokens/s, 3 s left"},
-        {0, 10, 10, 99, "0 of 10 texts, 9 running, @ tokens/s"}};
+    static const struct { int done, active, oldest, tokens, most; const char *shown; } cases[] = {
+        {4, 6, 2, 99, INT_MAX, "4 of 10 texts, 5 running, @ tokens/s, 15 s left"},
+        {9, 2, 10, 999, INT_MAX, "9 of 10 texts, 1 running, @ tokens/s, 10 s left"},
+        {9, 2, 9, 1000, INT_MAX, "9 of 10 texts, line 6: 1000 tokens, @ tokens/s, 9 s left"},
+        {9, 2, 10, 999, 1500, "9 of 10 texts, 1 running, @ tokens/s, 5 s left"},
+        {9, 2, 8, 0, 1500, "9 of 10 texts, 1 running, @ tokens/s, 8 s left"},
+        {0, 10, 10, 99, INT_MAX, "0 of 10 texts, 9 running, @ tokens/s"}};
     Request *late = &l.requests[5];
     *late = (Request){.number = 5, .begun = 1, .first = &e.places[0]};
     l.written = 5;
@@ -1638,6 +1640,7 @@ static void test_progress_of_a_list(void) {
             e.places[k].slot = &e.slots[k];
             e.places[k].ids.n = cases[i].tokens + 30;
             e.places[k].n_prompt = 30;
+            e.places[k].max_ids = 30 + (size_t)cases[i].most;
             e.slots[k].start = now() - cases[i].oldest + k;
             e.slots[k].request = k == 0 ? late : NULL;
         }
