@@ -3352,14 +3352,26 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
 // message is typed or pasted, or is a command. There the conversation goes on after an error, and
 // Ctrl-C stops an answer.
 
+// Cuts the first word off a text, and the blanks after it. The word ends at a blank, or is in
+// quotes: many terminals quote the name of a file that is dropped there.
+static Bytes take_word(Bytes *text) {
+    const bool quoted = text->n && (*text->p == '"' || *text->p == '\'');
+    Bytes word = bytes_from(*text, quoted);
+    size_t n = 0;
+    while (n < word.n && (quoted ? word.p[n] != *text->p : !isblank(word.p[n]))) n++;
+    *text = bytes_from(word, min_size(n + quoted, word.n));
+    while (text->n && isblank(*text->p)) *text = bytes_from(*text, 1);
+    return (Bytes){word.p, n};
+}
+
 // Says so if line n of a script begins with a word that is a command at a terminal.
 static void check_command(size_t n, Bytes text) {
-    static const char *const commands[] = {"/file", "/retry", "/clear", "/bye"};
-    size_t end = 0;  // of the first word
-    while (end < text.n && !isblank(text.p[end])) end++;
-    for (int i = 0; i < 4; i++) {
-        if (bytes_are((Bytes){text.p, end}, commands[i]))
-            notice("stdin: line %zu: %s is a terminal's command; sent as text", n, commands[i]);
+    static const char *const typed[] = {"/file", "/retry", "/clear", "/bye"};
+    const bool slash = text.n && *text.p == '/';  // not in quotes
+    const Bytes word = take_word(&text);
+    for (int i = 0; i < 4 && slash; i++) {
+        if (bytes_are(word, typed[i]))
+            notice("stdin: line %zu: %s is a terminal's command; sent as text", n, typed[i]);
     }
 }
 
@@ -3420,18 +3432,6 @@ static const char commands[] =
     "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n";
-
-// Cuts the first word off a text, and the blanks after it. The word ends at a blank, or is in
-// quotes: many terminals quote the name of a file that is dropped there.
-static Bytes take_word(Bytes *text) {
-    const bool quoted = text->n && (*text->p == '"' || *text->p == '\'');
-    Bytes word = bytes_from(*text, quoted);
-    size_t n = 0;
-    while (n < word.n && (quoted ? word.p[n] != *text->p : !isblank(word.p[n]))) n++;
-    *text = bytes_from(word, min_size(n + quoted, word.n));
-    while (text->n && isblank(*text->p)) *text = bytes_from(*text, 1);
-    return (Bytes){word.p, n};
-}
 
 // Sends TEXT, an empty line and a file. `text` is "PATH TEXT", the end of app->input. ~/ is $HOME.
 static void send_file(App *app, Bytes text) {
@@ -4234,11 +4234,12 @@ static void show_texts(const List *l) {
     const Engine *e = l->e;
     const double lines = l->ended ? l->read : floor(l->size * l->read / fmax(l->consumed, 1));
     const double all = fmax(lines - l->there, 0), seconds = now() - progress.start + 1e-9;
-    const Text *oldest = e->n_texts ? e->order[0] : NULL;
-    const double age = oldest ? now() - oldest->slot->start : 0;
-    const double drawn = oldest ? oldest->ids.n - oldest->n_prompt : 0;
-    const double most = oldest ? (double)oldest->max_ids - oldest->n_prompt : 0;  // -n
-    const double wait = fmin(age, age * (most - drawn) / fmax(drawn, 1));
+    double wait = 0;  // for the oldest
+    if (e->n_texts > 0) {
+        const Text *t = e->order[0];
+        const double drawn = t->ids.n - t->n_prompt, left = (double)t->max_ids - t->ids.n;
+        wait = (now() - t->slot->start) * fmin(1, left / fmax(drawn, 1));
+    }
     const double part = fmin(l->done / fmax(all, 1), seconds / (seconds + wait));
     const Request *next = &l->requests[l->written % AHEAD];
     const Text *late = next->begun && next->first->slot->request == next ? next->first : NULL;
@@ -5202,7 +5203,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         __builtin_prefetch(out + vecs * LANES - 1);
     }
     for (int g = 0; g < n_groups; g++) {
-        int left = group * bits / 32;  // words of a group
+        int left = group * bits / 32;  // words of a group, 4 or more
         VecI sum[TILE_TOKENS][FEW_VECS];
         UNROLL for (int i = 0; i < tokens; i++) {
             const VecI start = splat(W_BIAS ? x.bias_fix[i * stride] : 0);

@@ -487,7 +487,7 @@ def test_lines_fit_into_80_columns():
             continue
         text = text.replace("%s", "generate").replace("%zu", "262144").replace("%d", "262144")
         assert len("qwen3: " + text) <= 80, text
-    commands = source[source.index("char commands[]"):source.index("static Bytes take_word")]
+    commands = source[source.index("char commands[]"):source.index("static void send_file")]
     assert max(len(eval(line)) for line in re.findall(r'"(?:[^"\\]|\\.)*"', commands)) <= 81
     format, = re.findall(r'"(prompt %zu .*?)\\n"', source)
     text = format.replace("%zu", "4096").replace("%.*f", "22000").replace("%s", ", seed 999999")
