@@ -164,7 +164,8 @@ def find_source(name: str) -> Place:
     path = Path(name)
     if path.is_dir():
         return Place(partial(read_folder, path))
-    if path.suffix == ".safetensors":
+    in_checkpoint = path.is_file() and (path.parent / "config.json").exists()
+    if path.suffix == ".safetensors" or in_checkpoint and path.suffix not in (".bin", ".gguf"):
         refuse(name, "a part of SOURCE", f"`export.py {shlex.quote(str(path.parent))}`", "one file")
     if path.suffix == ".bin":
         refuse(name, "no SOURCE", f"`export.py [--check] SOURCE {shlex.quote(name)}`, SOURCE being "
@@ -271,7 +272,10 @@ TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
 MOST_IDS = 1000  # ids that end an answer, or that a post-processor adds to a text; as in qwen3.c
 LONGEST, LONGEST_ADDED = 1024, 128  # most bytes of a token, and of an added token; as in qwen3.c
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# What is often downloaded instead of a file: its first bytes, in small letters -> (what it is, advice)
+SUBSTITUTES = {
+    b"version https://git-lfs.github.com/spec/": ("a Git LFS pointer", "`git lfs pull`"),
+    **dict.fromkeys((b"<!doctype html", b"<html"), ("a web page", "download the file itself"))}
 
 
 class Refused(Exception):
@@ -302,14 +306,16 @@ def parsing(path: Path) -> Iterator[None]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a file. Refuses a Git LFS pointer instead of one, and a pipe, which may never end."""
+    """Opens a file. Refuses one of the SUBSTITUTES, and a pipe, which may never end."""
     if not path.exists():
         refuse(path, "missing", "a file of this name")
     if not path.is_file():
         refuse(path, "can't be read", "a regular file", "a directory, a pipe or a device")
     file = open(path, "rb")
-    if file.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
-        refuse(path, "not downloaded", "its contents: `git lfs pull`", "a Git LFS pointer")
+    begin = file.peek(max(map(len, SUBSTITUTES))).lower()
+    for substitute, (what, advice) in SUBSTITUTES.items():
+        if begin.startswith(substitute):
+            refuse(path, "not downloaded", f"its contents: {advice}", what)
     return file
 
 
@@ -593,7 +599,7 @@ def list_weights(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
     if "model.safetensors" in names:
         return {"model.safetensors": []}
     if INDEX not in names:
-        refuse(folder, "no weights", f"a directory {SAVE_PRETRAINED}", list_names(sorted(names)))
+        refuse_folder(folder, "no weights", f"a directory {SAVE_PRETRAINED}", names)
     files: dict[str, list[str]] = {}
     with parsing(folder / INDEX):
         shard_of = read_json(folder / INDEX, TENSORS_SIZE)["weight_map"]
@@ -604,6 +610,17 @@ def list_weights(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
                 refuse(folder / file, "missing", f"this file of {INDEX}: download it again")
             files.setdefault(file, []).append(name)
     return files
+
+
+def refuse_folder(where: object, what: str, expected: str, files: Collection[str]) -> NoReturn:
+    """Refuses a folder or a hub model with no model among its files. A training may have made it."""
+    steps = [int(file[11:]) for file in files if re.fullmatch(r"checkpoint-\d+", file)]
+    if "adapter_config.json" in files:
+        what = "a LoRA adapter, no model"
+        expected = "it merged into its base model: peft's merge_and_unload(), then save_pretrained()"
+    elif steps:
+        expected = f"`export.py {shlex.quote(f'{where}/checkpoint-{max(steps)}')}`, its newest one"
+    refuse(where, what, expected, list_names(sorted(files)))
 
 
 def open_safetensors(path: Path) -> dict[str, Tensor]:
@@ -721,8 +738,7 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
     if not wanted and (not models or any(map(WEIGHTS.fullmatch, files))):
         if "config.json" in files:
             return []
-        refuse(where, "not a checkpoint", "config.json or a GGUF file (a LoRA adapter has to be "
-               "merged into its base model)", list_names(sorted(files)))
+        refuse_folder(where, "not a checkpoint", "config.json or a GGUF file", files)
     wanted = wanted or (default if len(models) > 1 else "")
     ending = re.compile(rf"(.*[-._/])?{re.escape(wanted)}\.gguf", re.IGNORECASE)
     chosen = [parts for model, parts in models.items()
@@ -741,6 +757,10 @@ GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 
                 12: "d"}  # type -> struct's letter
 GGUF_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                  "penalty_repeat": "repetition_penalty"}
+# general.type or general.architecture of what is no model -> what to take instead
+GGUF_INSTEAD = {"adapter": "what llama-export-lora makes of its base model and this LoRA adapter",
+                "imatrix": "the model that this importance matrix was made for"} | dict.fromkeys(
+    ("mmproj", "clip"), "the file of its model, whose text part qwen3 runs")
 # Tokens that the converter marks as special because they look so; in Qwen's files they are not.
 GGUF_NOT_SPECIAL = {f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad",
                                                "repo_name", "file_sep")}
@@ -750,6 +770,9 @@ def read_gguf(path: Path) -> Source:
     """A GGUF file. Of several parts it is the first."""
     part, tensors = PART.search(path.name), {}
     metadata = open_gguf(path, tensors)
+    for key in "general.type", "general.architecture":
+        if (kind := str(metadata.get(key))) in GGUF_INSTEAD:
+            refuse(path, "no model", GGUF_INSTEAD[kind], f"{key} {kind}")
     if part and int(part[1]) != 1:
         refuse(path, "one of several parts", "the first, -00001-of-...", path.name)
     require(path, "split.count", metadata.get("split.count", 1), int(part[2]) if part else 1)

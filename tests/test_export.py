@@ -191,6 +191,10 @@ def test_target_that_cannot_be_written(checkpoint, run, tmp_path, out, pattern):
     ("some.txt", "a checkpoint's directory or a GGUF file.*b'This'"),
     ("here.gguf", "missing"), ("a/b.gguf", "missing"),
     ("empty", "not a checkpoint, expected config.json or a GGUF file"),
+    ("lora", r"a LoRA adapter, no model, expected it merged .*merge_and_unload\(\), then save_pretrained\(\), found adapter_c"),
+    ("my run", "not a checkpoint, expected `export.py 'my run/checkpoint-1000'`, its newest one, found checkpoint-1000, "),
+    *[(f"a b/{name}", "a part of SOURCE, expected `export.py 'a b'`") for name in ("config.json", "vocab.json")],
+    ("page.gguf", "not downloaded, expected its contents: download the file itself, found a web page$"),
     # What to type instead of other programs' names
     ("model.safetensors", "a part of SOURCE, expected `export.py .`"),
     ("a b/model.safetensors", "a part of SOURCE, expected `export.py 'a b'`"),
@@ -201,7 +205,11 @@ def test_target_that_cannot_be_written(checkpoint, run, tmp_path, out, pattern):
       for scheme in ("https://modelscope.cn", "http://huggingface.co.evil.com", "https://ollama.com")]])
 def test_what_is_no_source(run, tmp_path, name, pattern):
     (tmp_path / "some.txt").write_text("This is a text, no GGUF file.")
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "page.gguf").write_text("<!DOCTYPE html>")
+    for folder in "empty", "my run/checkpoint-200", "my run/checkpoint-1000", "lora", "a b":
+        (tmp_path / folder).mkdir(parents=True)
+    for file in "lora/adapter_config.json", "lora/adapter_model.safetensors", "a b/config.json", "a b/vocab.json":
+        (tmp_path / file).write_text("{}")
     refused(run(name), f"^export.py: {re.escape(name)}: .*{pattern}")
 
 

@@ -65,7 +65,7 @@ def entry(**changes):
 
 
 BAD_SAFETENSORS = {
-    "web page": (lambda data: b"<!doctype html>\n<html>", "download it again"),
+    "web page": (lambda data: b"<!doctype html>\n<html>", "not downloaded.*found a web page"),
     "empty": (lambda data: b"", "broken safetensors"),
     "cut in the length": (lambda data: data[:5], "broken safetensors"),
     "cut in the header": (lambda data: data[:300], "broken safetensors"),
