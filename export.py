@@ -1177,6 +1177,10 @@ def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) ->
     byte_of = dict(zip(letters, sorted(range(256), key=lambda byte: chr(byte) not in letters)))
     if foreign := sorted({*"".join(vocab)} - byte_of.keys()):
         refuse(where, "vocabulary", "GPT-2's letters for bytes", repr(foreign[0]))
+    # In Hugging Face's files such a token is both, in qwen3.c's it is one or the other.
+    if both := sorted(added.keys() & {*map("".join, merges), *letters}):
+        refuse(where, f"added token {both[0]!r}", "a text that is no token before it is added",
+               "one that the vocabulary has, too")
     scores = score_merges(where, vocab, merges)
     tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in vocab.items()}
     if absent := {bytes([byte]) for byte in range(256)} - set(tokens.values()):
