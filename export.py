@@ -305,18 +305,32 @@ def parsing(path: Path) -> Iterator[None]:
                f"{type(error).__name__}: {error}")
 
 
-def open_file(path: Path) -> BinaryIO:
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """For code that reads a file: an error of the disk names it, which read() and pread() do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EIO:
+            refuse(path, "can't be read (get it again, on another disk?)", "a sound disk",
+                   error.strerror)
+        error.filename = error.filename or path
+        raise
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a file. Refuses one of the SUBSTITUTES, and a pipe, which may never end."""
     if not path.exists():
         refuse(path, "missing", "a file of this name")
     if not path.is_file():
         refuse(path, "can't be read", "a regular file", "a directory, a pipe or a device")
-    file = open(path, "rb")
-    begin = file.peek(max(map(len, SUBSTITUTES))).lower()
-    for substitute, (what, advice) in SUBSTITUTES.items():
-        if begin.startswith(substitute):
-            refuse(path, "not downloaded", f"its contents: {advice}", what)
-    return file
+    with reading(path), open(path, "rb") as file:
+        begin = file.peek(max(map(len, SUBSTITUTES))).lower()
+        for substitute, (what, advice) in SUBSTITUTES.items():
+            if begin.startswith(substitute):
+                refuse(path, "not downloaded", f"its contents: {advice}", what)
+        yield file
 
 
 def read_file(path: Path, most: int = SETTINGS_SIZE) -> bytes:
@@ -470,7 +484,7 @@ class Tensor(NamedTuple):
         """Opens the file each time: there may be more shards than a process may have open."""
         if self.data:
             return self.data[self.offset:self.offset + self.nbytes]
-        with open(self.path, "rb", buffering=0) as file:
+        with reading(self.path), open(self.path, "rb", buffering=0) as file:
             raw = os.pread(file.fileno(), self.nbytes, self.offset)
         if len(raw) < self.nbytes:
             refuse(self.path, f"truncated in {self.name}", f"{self.nbytes} bytes", len(raw))

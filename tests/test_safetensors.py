@@ -1,12 +1,14 @@
 """Files of weights and their tensors: everything that is refused."""
 
+import errno
 import json
+import os
 import struct
 
 import numpy as np
 import pytest
 from checkpoints import experts
-from conftest import export_py as export, refused
+from conftest import LINUX, export_py as export, refused
 
 
 def test_router_that_is_not_finite(checkpoint, run, tmp_path):
@@ -138,8 +140,18 @@ def test_broken_shards_refused(checkpoint, run, tmp_path, name, content, pattern
     refused(run(folder, "out.bin"), *patterns)
 
 
-def test_a_file_that_became_shorter(tmp_path):
-    """After its header was read."""
+def test_a_file_that_became_shorter(checkpoint, run, tmp_path, monkeypatch):
+    """After its header was read. Or the disk fails: that is not OUT's fault either."""
     (tmp_path / "model.safetensors").write_bytes(bytes(300))
     with pytest.raises(export.Refused, match="truncated in x, expected 400 bytes, found 200"):
         export.Tensor("x", tmp_path / "model.safetensors", 100, "F32", (100,)).read_bytes()
+    folder = checkpoint().save(tmp_path / "in")
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(os, "pread", fail)
+    refused(run(folder, "out.bin"), "in/model.safetensors: can't be read .get it again, on another disk.*error$")
+    if LINUX:
+        (folder / "config.json").unlink()
+        (folder / "config.json").symlink_to("/proc/self/mem")  # whose first byte is such an error
+        refused(run(folder, "out.bin"), "in/config.json: can't be read .get it again, on another disk.*error$")
