@@ -1258,9 +1258,8 @@ typedef struct Pass {
     float *sin;        // (batch, head_dim / 2)
     float *x;          // (batch, dim)
     float *logits;     // (logit_rows, vocab_size)
-    struct Batch *batches;  // (threads) Part III only, like the next three
-    int first;         // the rows that run: from `first` on
-    int n;             // so many
+    struct Batch *batches;  // (threads) Part III only, like the next two
+    int n;             // rows that run
     int kept;          // those that are needed, in the last layer
 } Pass;
 
@@ -1274,9 +1273,8 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts);
 // last layer, are moved to the front: so classify finds them side by side. False: Ctrl-C came.
 static bool forward_rows(Pass *p, int n);
 
-// compute_logits() for rows first .. first + count - 1, count <= logit_rows. Returns Pass.logits,
-// whose row i has those of row first + i.
-static float *classify(Pass *p, int first, int count);
+// compute_logits() for rows 0 .. n - 1, n <= logit_rows. Returns Pass.logits.
+static float *classify(Pass *p, int n);
 
 // All threads run job(arg), and on_all_threads returns when the last has. They share its loops EACH
 // and SLICES: one thread runs an item of 0 .. count - 1, and all are done before any goes on. A
@@ -2558,7 +2556,7 @@ static bool run_pass(Engine *e) {
     e->n_rows += n;
     if (e->needed == 0) return true;
     if (e->prompt_end == 0) e->prompt_end = now();
-    if (e->mode != EMBED) classify(e->pass, 0, e->needed);  // forward_rows has put them first
+    if (e->mode != EMBED) classify(e->pass, e->needed);  // forward_rows has put them first
     // The answer of a text alone is written by the main thread: Ctrl-C gets it out of a write.
     if (e->n_running > 1 || e->mode == PERPLEXITY) on_all_threads(end_pass, e);
     else end_pass(e);
@@ -5097,7 +5095,6 @@ typedef struct {
 
 // Each thread has its own, whose pointers above `l` are those of all.
 typedef struct Batch {
-    const Model *m;
     const Config *c;
     Pass *p;
     float *h;          // (batch, dim)         rmsnorm(x); with experts then their outputs' sum
@@ -5109,8 +5106,7 @@ typedef struct Batch {
     Routing *routing;
     int l;             // the layer's number
     const Layer *w;    // its weights
-    float *x;          // (n, dim)             of the first row that runs, in Pass.x
-    int n;             // rows
+    int n;             // rows that run
     float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
     int8_t *unit;      // (UNIT, cols), and their scales: see unpack_unit
     float *attention;  // score, q and sum of an AttentionTask
@@ -5137,8 +5133,9 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 
 enum { UNIT = 32 };                  // rows: the least that a thread takes
 enum { STRIP = TILE_VECS * LANES };  // rows of a tile
-enum { FEW_VECS = STRIP > (int)PANEL ? TILE_VECS : PANEL / LANES };  // of a tile of 1 to 3 tokens
-_Static_assert(UNIT % STRIP == 0 && UNIT % (FEW_VECS * LANES) == 0, "a unit is whole tiles");
+enum { FEW_VECS = PANEL / LANES };   // of a tile of 1 to 3 tokens: a panel's rows
+enum { MOST_VECS = TILE_VECS > (int)FEW_VECS ? TILE_VECS : FEW_VECS };
+_Static_assert(UNIT % STRIP == 0 && UNIT % PANEL == 0, "a unit is whole tiles");
 _Static_assert(PANEL % LANES == 0, "a vector's rows are those of one panel");
 
 // Q8(x), x (n), into columns at .. at + n - 1 of row t of out
@@ -5187,8 +5184,8 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
     const size_t stride = part->x->stride;
     Quantized x = quantized_row(part->x, t);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
-    const char *words[FEW_VECS], *scales[FEW_VECS];
-    VecF acc[TILE_TOKENS][FEW_VECS];
+    const char *words[MOST_VECS], *scales[MOST_VECS];
+    VecF acc[TILE_TOKENS][MOST_VECS];
     UNROLL for (int v = 0; v < vecs; v++) {
         UNROLL for (int i = 0; i < tokens; i++) acc[i][v] = splat_f(0);
         const int r = min_int(row + v * LANES, last);
@@ -5204,13 +5201,13 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
     }
     for (int g = 0; g < n_groups; g++) {
         int left = group * bits / 32;  // words of a group, 4 or more
-        VecI sum[TILE_TOKENS][FEW_VECS];
+        VecI sum[TILE_TOKENS][MOST_VECS];
         UNROLL for (int i = 0; i < tokens; i++) {
             const VecI start = splat(W_BIAS ? x.bias_fix[i * stride] : 0);
             UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = start;
         }
         do {
-            VecI low[FEW_VECS], high[FEW_VECS];
+            VecI low[MOST_VECS], high[MOST_VECS];
             UNROLL for (int v = 0; v < vecs; v++) {
                 const VecI b = load_vector(words[v]);
                 low[v] = b ^ splat(flipped ? 0 : FLIP);
@@ -5253,7 +5250,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
 // A unit of rows and few tokens. A tile's number of tokens is a constant. Up to 3 tokens take whole
 // panels, so that memory is read from front to back.
 INLINE void matmul_few(const Matmul *part, int row, int end, const int bits) {
-    const int n = part->n, step = n > 3 ? STRIP : FEW_VECS * LANES;
+    const int n = part->n, step = n > 3 ? STRIP : (int)PANEL;
     for (; row < end; row += step) {
         if (n == 1) matmul_tile(part, 0, row, 1, FEW_VECS, bits, false);
         else if (n == 2) matmul_tile(part, 0, row, 2, FEW_VECS, bits, false);
@@ -5524,7 +5521,7 @@ static void norm_all(const Batch *b, const float *w) {
     const int dim = b->c->dim;
     EACH (t, b->n, 4) {
         float *h = b->h + (size_t)t * dim;
-        rmsnorm(h, b->x + (size_t)t * dim, w, dim, b->c->rms_norm_eps);
+        rmsnorm(h, b->p->x + (size_t)t * dim, w, dim, b->c->rms_norm_eps);
         quantize_row(&b->h8, t, 0, h, dim, b->c->group_size);
     }
 }
@@ -5559,7 +5556,7 @@ static void keep_needed(const Batch *b) {
     for (int t = 0; t < b->n; t++) {
         if (!b->p->rows[t].needed) continue;
         b->p->rows[to] = b->p->rows[t];
-        memmove(b->x + to * dim, b->x + t * dim, dim * sizeof(float));
+        memmove(b->p->x + to * dim, b->p->x + t * dim, dim * sizeof(float));
         memmove(b->q + to++ * q_dim, b->q + t * q_dim, q_dim * sizeof(float));
     }
     b->p->kept = (int)to;
@@ -5626,7 +5623,7 @@ static void add_outputs(const Batch *b, int begin, int end) {
     }
     for (int t = 0; t < b->n; t++) {
         const size_t at = (size_t)t * dim + begin * group;
-        add(b->x + at, b->h + at, (end - begin) * group);
+        add(b->p->x + at, b->h + at, (end - begin) * group);
     }
 }
 
@@ -5667,20 +5664,19 @@ static void layer_all(Batch *b) {
     EACH (t, b->n, 4) {
         quantize_row(&b->a8, t, 0, b->a + (size_t)t * q_dim, q_dim, b->c->group_size);
     }
-    matmul_all(b, b->x, &w->wo, &b->a8, true);
+    matmul_all(b, b->p->x, &w->wo, &b->a8, true);
     norm_all(b, w->rms_ffn);
     if (w->router) {
         experts_all(b);
     } else {
         swiglu_all(b);
-        matmul_all(b, b->x, &w->w2, &b->gate8, true);
+        matmul_all(b, b->p->x, &w->w2, &b->gate8, true);
     }
 }
 
 // This thread's batch, of the rows that run
 static Batch *own_batch(const Pass *p) {
     Batch *b = &p->batches[thread];
-    b->x = p->x + (size_t)p->first * b->c->dim;
     b->n = p->n;
     return b;
 }
@@ -5690,18 +5686,17 @@ static void forward_job(void *pass) {
     Batch *b = own_batch(p);
     const size_t half = b->c->head_dim / 2;
     EACH (t, b->n, 1) {
-        embed(b->m, p->rows[t].token, b->x + (size_t)t * b->c->dim);
+        embed(p->m, p->rows[t].token, p->x + (size_t)t * b->c->dim);
         rope_angles(b->c, p->rows[t].pos, p->cos + t * half, p->sin + t * half);
     }
     for (b->l = 0; b->l < b->c->n_layers && !interrupted; b->l++) {
-        b->w = &b->m->weights.layers[b->l];
+        b->w = &b->p->m->weights.layers[b->l];
         layer_all(b);
         if (thread == 0) progress_add(p->n);
     }
 }
 
 static bool forward_rows(Pass *p, int n) {
-    p->first = 0;
     p->n = n;
     on_all_threads(forward_job, p);
     return !interrupted;
@@ -5709,13 +5704,12 @@ static bool forward_rows(Pass *p, int n) {
 
 static void classify_job(void *pass) {
     const Batch *b = own_batch(pass);
-    norm_all(b, b->m->weights.rms_final);
-    matmul_all(b, b->p->logits, &b->m->weights.classifier, &b->h8, false);
+    norm_all(b, b->p->m->weights.rms_final);
+    matmul_all(b, b->p->logits, &b->p->m->weights.classifier, &b->h8, false);
 }
 
-static float *classify(Pass *p, int first, int count) {
-    p->first = first;
-    p->n = count;
+static float *classify(Pass *p, int n) {
+    p->n = n;
     on_all_threads(classify_job, p);
     return p->logits;
 }
@@ -5776,7 +5770,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1), half = c->head_dim / 2;
     Pass *p = activations(1, sizeof(Pass));
     Routing *routing = activations(1, sizeof(Routing));
-    const Batch b = {.m = m, .c = c, .p = p, .h = floats(n * c->dim),
+    const Batch b = {.c = c, .p = p, .h = floats(n * c->dim),
                      .h8 = quantized_init(n, c->dim, group), .q = floats(n * c->q_dim),
                      .a = floats(n * c->q_dim), .a8 = quantized_init(n, c->q_dim, group),
                      .gate8 = quantized_init(chosen, c->hidden_dim, group), .routing = routing};

@@ -239,7 +239,7 @@ static double run_prompt(int n) {
     for (int at = 0; at < n; at += pass->batch) {
         int count = min_int(pass->batch, n - at);
         forward_text(pass, text, ids + at, count, at, at + count == n);
-        if (at + count == n) classify(pass, 0, 1);
+        if (at + count == n) classify(pass, 1);
     }
     return n;
 }
@@ -247,7 +247,7 @@ static double run_prompt(int n) {
 static double run_decode(int pos) {
     static int turn;  // another token each time: it chooses other experts
     forward_text(pass, text, ids + turn++ % 4096, 1, pos, 1);
-    classify(pass, 0, 1);
+    classify(pass, 1);
     return 1;
 }
 
@@ -322,7 +322,7 @@ static double run_passes(int unused) {
             needed += last;
             if (rows < pass->batch && i + 1 < n * list.prompt) continue;
             forward_rows(pass, rows);
-            if (needed) classify(pass, 0, needed);
+            if (needed) classify(pass, needed);
             rows = needed = 0;
         }
         for (int pos = list.prompt; pos + 1 < length; pos++) {
@@ -331,7 +331,7 @@ static double run_passes(int unused) {
                 pass->rows[t] = (Row){.token = id, .pos = pos, .blocks = blocks[t], .needed = true};
             }
             forward_rows(pass, n);
-            classify(pass, 0, n);
+            classify(pass, n);
         }
     }
     return (double)list.texts * list.answer;

@@ -386,7 +386,7 @@ static int layer;  // to which all threads' batches have come
 static Batch *batch_at_layer(const Pass *p) {
     Batch *b = own_batch(p);
     b->l = layer;
-    b->w = &b->m->weights.layers[layer];
+    b->w = &b->p->m->weights.layers[layer];
     return b;
 }
 
@@ -400,13 +400,13 @@ static Batch *start_layer(Pass *p, int l, int n) {
 // Store a key or a value (head_dim) of row t in layer b->l, and where Part I has it.
 static void put_key(const Batch *b, int t, int kv_head, const float *k) {
     const int pos = b->p->rows[t].pos;
-    float *plain = in_cache(b->m, b->m->state.keys, b->l, pos, kv_head);
+    float *plain = in_cache(b->p->m, b->p->m->state.keys, b->l, pos, kv_head);
     for (int j = 0; j < b->c->head_dim; j++) *key_in(kv_head_of(b, t, kv_head), pos, j) = plain[j] = k[j];
 }
 
 static void put_value(const Batch *b, int t, int kv_head, const float *v) {
     const int pos = b->p->rows[t].pos;
-    float *plain = in_cache(b->m, b->m->state.values, b->l, pos, kv_head);
+    float *plain = in_cache(b->p->m, b->p->m->state.values, b->l, pos, kv_head);
     for (int j = 0; j < b->c->head_dim; j++) *value_in(kv_head_of(b, t, kv_head), pos, j) = plain[j] = v[j];
 }
 
@@ -583,7 +583,7 @@ static void test_batches(void) {
             for (int pos = 0; pos < 60; pos += batch) {
                 int n = min_int(batch, 60 - pos);
                 CHECK(forward_text(p, blocks, tokens + pos, n, pos, n));
-                memcpy(logits + pos * 77, classify(p, 0, n), n * 77 * sizeof(float));
+                memcpy(logits + pos * 77, classify(p, n), n * 77 * sizeof(float));
             }
             if (expected) CHECK(!memcmp(logits, expected, 60 * 77 * sizeof(float)), "batch %d", batch);
             expected = logits;
@@ -606,7 +606,7 @@ static void test_layers(void) {
                 p->rows[t] = (Row){.token = below(77), .pos = 250 + t, .blocks = blocks, .needed = true};
             }
             CHECK(forward_rows(p, n));
-            const float *logits = classify(p, 0, n);
+            const float *logits = classify(p, n);
             for (int t = 0; t < n; t++, logits += 77) {
                 const Row *row = &p->rows[t];
                 CHECK(forward(&m, row->token, row->pos));
@@ -1817,7 +1817,7 @@ static int print_logits(Pass *p) {
         count = min_int((int)ids.n - pos, min_int(p->batch, p->logit_rows));
         if (!forward_text(p, blocks, ids.p + pos, count, pos, count)) return EXIT_FAILURE;
         const size_t n = (size_t)count * p->m->config.vocab_size;
-        if (fwrite(classify(p, 0, count), sizeof(float), n, stdout) != n) return EXIT_FAILURE;
+        if (fwrite(classify(p, count), sizeof(float), n, stdout) != n) return EXIT_FAILURE;
     }
     return EXIT_SUCCESS;
 }
