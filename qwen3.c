@@ -121,8 +121,7 @@ INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 // ------------------------------------------------------------------------------------------------
 // Types, with their shapes: (rows, cols) = (out, in). Skim them and come back. HF is Hugging Face's
 // Python library transformers: the tests compare results with it, and names on the right are those
-// of its tensors. A checkpoint is a model as its makers publish it; export.py makes our files of
-// it.
+// of its tensors. A checkpoint is a model as its makers publish it: export.py makes our files.
 
 typedef struct {
     int dim;                // width of the residual stream; HF hidden_size
@@ -317,8 +316,7 @@ INLINE int weight_int(const Matrix *w, int r, int i) {
     return w->bits == 8 ? byte : w->levels[(j < half ? byte : byte >> 4) & 15];
 }
 
-// Returns the scale of group g of row r. A panel has 16 scales of group 0, 16 of the next, and so
-// on.
+// Returns the scale of group g of row r. A panel has 16 scales of group 0, 16 of group 1, ...
 INLINE float weight_scale(const Matrix *w, int r, int g) {
     const size_t at = ((size_t)(r / PANEL) * (w->cols / w->group_size) + g) * PANEL + r % PANEL;
     return w->bits == 8 ? ((const float *)w->scales)[at]
@@ -413,8 +411,7 @@ static void embed(const Model *m, int token, float *x) {
 // Attention. The functions from here on work on the token's vectors in State: where a comment says
 // h, it is m->state.h. l is the layer's number, pos the token's position.
 
-// Returns the place of a key or value (head_dim) in `cache`, State.keys or State.values: that of a
-// layer, a position and a kv head.
+// Returns the place in `cache`, State.keys or values, of a layer, position and kv head (head_dim).
 static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
     const Config *c = &m->config;
     return cache + ((size_t)l * m->state.context + pos) * c->kv_dim + kv_head * c->head_dim;
@@ -516,8 +513,7 @@ static void attend(Model *m, int l, int head, int pos) {
 //   share = share / (sum of share over S)    so that they add up to 1; some models skip this
 //   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over i in S
 
-// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with the rows that an expert has of these matrices. A
-// layer without experts is expert 0.
+// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with an expert's rows (0 in a layer without experts).
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
     const int dim = m->config.dim, hidden_dim = m->config.hidden_dim;
     State *s = &m->state;
@@ -531,8 +527,7 @@ static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
 // Chooses the n_experts_used experts with the largest term, of equal terms the lower number. term
 // is Wr h and becomes its exp; term and share are (n_experts). The share of a chosen expert is its
 // exp over the sum of all chosen ones' (the softmax's own sum cancels), or with no_topk_norm over
-// the sum of all. Every other share is 0. Returns false, with all shares 0, if the sum of all is
-// NaN, because a term is NaN or +infinity.
+// the sum of all. Every other share is 0. Returns false, with all shares 0, if that sum is NaN.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -834,8 +829,7 @@ typedef struct {
     size_t n, cap;  // p has room for `cap`
 } Conversation;
 
-// Returns how many bytes of an answer are its thinking: those up to the last </think>, and the
-// newlines after it.
+// Returns how many bytes of an answer are thinking: up to the last </think> and its newlines.
 static size_t thinking_length(const ChatFormat *f, Bytes text) {
     size_t n = find_last(text, f->strip);
     while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
@@ -946,8 +940,7 @@ static int argmax(const float *x, int n) {
     return best;
 }
 
-// Replaces logits (n) by exp((logit - max) / temperature): probabilities that are not normalized,
-// of which the largest is 1
+// Replaces logits (n) by exp((logit - max) / temperature), probabilities times a factor: at most 1.
 static void likelihoods(float *logits, int n, float max, float temperature) {
     for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
 }
@@ -1114,8 +1107,7 @@ static bool repeats_itself(const Tokenizer *tok, Text *text) {
     return text->repeats >= MOST;
 }
 
-// Appends an id to its text and writes it, unless it is a stop id. Returns how the answer ends, or
-// GOES_ON.
+// Appends an id to its text and writes it, unless it is a stop id. Returns its Ending, or GOES_ON.
 static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     Ids *ids = &text->ids;
     if (is_stop(tok, id)) return COMPLETE;
@@ -2242,8 +2234,7 @@ static void keep_run(Engine *e, Text *t, size_t n);
 
 static void start_texts(Engine *e);  // starts texts that wait, as many as can run now
 
-// Runs each text that runs a step further; with -DPLAIN the first one to its end. Returns false if
-// none runs, or after Ctrl-C.
+// Runs all running texts a step; with -DPLAIN the first to its end. False: none runs, or Ctrl-C.
 static bool run_pass(Engine *e);
 
 // Adds a text. It waits to run. It takes the place of the text that ended the longest time ago.
@@ -2309,8 +2300,7 @@ static bool run_pass(Engine *e) {
 // The invariant: a row is written only into a block with one user, and what has run in a block is
 // never written again. So whoever shares a block finds in it what ran there. Two texts share whole
 // blocks; the block in which they begin to differ is copied. A text that takes back ids (keep_run)
-// gives back the blocks that others share; in its own last block, what these ids left counts as not
-// run.
+// gives back the blocks that others share; what these ids left in its own counts as not run.
 
 #ifndef CHECKED  // with it, the tests' functions of these names assert the invariant
 #define check_rows(e, n) (void)0
@@ -2914,8 +2904,7 @@ static void append_choice(const Engine *e, Text *t) {
     for (size_t i = 0; i < ids->n; i++) ids_add(&t->ids, ids->p[i]);
 }
 
-// Adds the next TEXT that has to run. Returns false if none is left, or if the prompt or the
-// thinking has not run.
+// Adds the next TEXT that has to run. False: none is left, or prompt or thinking have not run.
 static bool add_choice(Engine *e, Request *r) {
     if (r->start.n == 0 || !find_choice(e, r)) return false;
     append_choice(e, add_next(e, r, r->start.p, r->start.n));
@@ -2941,8 +2930,7 @@ static bool next_choice(Engine *e, Text *t) {
 }
 
 // Returns the TEXTs' numbers, the likeliest one first. With its nll, best, exp(best - nll) / *sum
-// is the share of one, and exp(-best) * *sum the probability of all. Their order on the command
-// line changes no bit.
+// is the share of one, and exp(-best) * *sum the probability of all, whatever their order.
 static int *rank_choices(const Engine *e, const double *nll, double *sum) {
     int *ranked = grow(NULL, &(size_t){0}, 0, e->n_choices, sizeof(*ranked));
     ranked[0] = 0;
@@ -3070,8 +3058,7 @@ static bool check_length(const App *app, size_t size) {
     return !error;
 }
 
-// Finds whether a text of this name, whose first line has this number, is UTF-8. If it is the first
-// one that is not, prepares a notice.
+// Prepares a notice if this text is the first that is not UTF-8. Its first line has number `line`.
 static void check_utf8(App *app, const char *name, size_t line, Bytes text) {
     const size_t bad = find_bad_byte(text);
     if (bad == text.n || app->not_utf8.n) return;
@@ -3512,8 +3499,7 @@ static void run_dialogue(App *app) {
 
 // ------------------------------------------------------------------------------------------------
 // Starting a run: the model and its tokenizer are loaded, the context and the number of texts
-// chosen, and the places prepared. Where no option says otherwise, the model's own mode, sampling
-// and chat format count.
+// chosen, and the places prepared. What no option says is as the model's files have it.
 
 // Ends the program if a mode other than chat has no text.
 static void check_text(const Options *o, int mode) {
@@ -3925,12 +3911,10 @@ static Json json_member(Json object, const char *name) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Lists (-l, -L): many texts run together. Each is a line of the list, and its result is a line of
-// the output, in the same order.
+// Lists (-l, -L): many texts run together. Each is a line, and so is its result, in the same order.
 
 // Adds the beginning of an answer, as transformers' apply_chat_template does it with
-// continue_final_message: after an empty block, if the format has thinking before answers and this
-// answer has none.
+// continue_final_message: after an empty block, if the format has thinking and the answer none.
 static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text) {
     const Bytes think = bytes("<think>"), open = f->begun.p ? f->begun : f->answer_open[0];
     const size_t opened = find_last(open, think), closed = find_last(open, bytes("</think>"));
@@ -4118,8 +4102,7 @@ static void write_line(List *l, Request *r) {
     l->written++;
 }
 
-// Counts a request that is done or can't run, unless FILE has its result. Then writes all done
-// lines that follow those that are written.
+// Counts a request that is done or can't run, unless FILE has it. Then writes the done lines.
 static void end_line(List *l, Request *r, const char *error) {
     if (r->number >= l->there) {
         if (error) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
@@ -4395,8 +4378,7 @@ static List *open_list(App *app) {
     return l;
 }
 
-// Skips the lines whose results FILE has, but the last one runs again. Nothing is written before
-// its result has come, and was the same.
+// Skips the lines that FILE has, but the last runs again: nothing is written until it is the same.
 static void skip_lines(List *l) {
     const char *file = l->app->options.out;
     const int kind = result_kind(l->e);
@@ -4952,8 +4934,7 @@ static void cache_copy(const Pass *p, int to, int from) {
 // ------------------------------------------------------------------------------------------------
 // Threads: all run one function, a job, and share its loops. Each loop has a number, so that a
 // thread that comes late skips those that are over: nobody waits for it. A thread that waits spins
-// for a moment, then sleeps: it takes no CPU time from other programs. Who takes which slice
-// varies; the results do not.
+// for a moment, then sleeps, and leaves the CPU to others. Who takes which slice changes no result.
 
 static int n_threads = 1;
 static _Thread_local int thread;     // the number of the thread that reads it, from 0 on
@@ -4986,9 +4967,8 @@ static void wake_up(void) {  // after a change: no sleeper misses it, as `lock` 
     pthread_mutex_unlock(&pool.lock);
 }
 
-// Ends the slice *s of the loop and takes the next. Returns false when the loop is over. Guided
-// scheduling: a slice is 7/8 of what a thread would get if all took the same of what is left, so
-// slices become smaller and all threads end together.
+// Ends the slice *s of the loop and takes the next. Returns false when the loop is over. A slice is
+// 7/8 of an even share of what is left (guided scheduling): all threads end together.
 static bool next_slice(Slice *s, int count, int chunk) {
     const uint64_t next = (uint64_t)(loop + 1) << 32;
     const int did = s->end - s->begin;
@@ -5169,8 +5149,7 @@ static __attribute__((noinline)) void put_rows(const Matmul *part, int t, int ro
         out[i] = part->add ? out[i] + ((float *)&values)[i] : ((float *)&values)[i];
 }
 
-// The CPU's prefetcher stops at the end of a page, so a tile for few tokens prefetches the weights
-// that lie so many bytes ahead (measured).
+// The CPU's prefetcher stops at a page's end: a tile for few tokens prefetches so far (measured).
 enum { BYTES_AHEAD = 7232 };
 
 // Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. `flipped` says
@@ -5361,8 +5340,7 @@ typedef struct {
     float keep[ATT_TASK];    // the factor on what was summed before
 } AttentionTask;
 
-// The block that holds position pos; after the span's end its last one: the next may not exist. A
-// block's keys come first, head_dim vectors, then its values.
+// The block of position pos: keys (head_dim vectors), then values. After the span, its last block.
 INLINE const VecF *block_of(const AttentionTask *task, int pos) {
     return (VecF *)cache_block(task->kv, min_int(pos, task->end - 1));
 }
@@ -5393,8 +5371,7 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 // sum = keep * sum + (the span's terms times values), for `queries` queries from r on and two
 // vectors of columns from vector j on. The tile stops where its first query does: this query's term
 // of a later position is 0, but 0 times infinity or NaN is NaN. Each query sums the rest of its
-// positions, fewer than the tile has queries, alone. The prefetch takes not the next block but the
-// one after it: the next may be needed before its prefetch has come.
+// positions, fewer than the tile has queries, alone. The prefetch is of the block after the next.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries) {
     const int vectors = value_dim(task->c) / LANES, first = task->c->head_dim + j * LANES;
     const int common = max_int(min_int(task->end, task->len[r]), task->start);
@@ -5807,8 +5784,7 @@ static double now(void) {
 }
 
 // Ctrl-C stops an answer, or a conversation that waits for a message; while `patience` is -1, it
-// ends the program. So does another one if the first had no effect for `patience` seconds: two
-// quick ones may be meant as one.
+// ends the program. So does another if the first had no effect for `patience` seconds.
 static void on_interrupt(int signal) {
     static volatile double first;
     (void)signal;
@@ -5978,7 +5954,6 @@ static int cpu_count(void) {
 }
 
 // The machine's memory, or less if this process has a limit: ulimit -v, ulimit -d, its cgroup's.
-// (Limits of cgroups of version 1 are not read: systems give it up.)
 static double memory_size(void) {
     double size = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     struct rlimit limit;
