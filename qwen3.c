@@ -4048,7 +4048,7 @@ typedef struct {
     Engine *e;              // the app's
     Lines in;
     bool ended;             // there are no more lines
-    bool failed;            // a line was an error
+    size_t failed;          // lines that were an error
     size_t read;            // lines that were read
     size_t done;            // lines that were answered, or are wrong
     size_t written;         // lines that were written
@@ -4106,7 +4106,7 @@ static void write_line(List *l, Request *r) {
 static void end_line(List *l, Request *r, const char *error) {
     if (r->number >= l->there) {
         if (error) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
-        l->failed |= error != NULL;
+        l->failed += error != NULL;
         l->done++;
         l->prompts += r->ids.n;
         l->cached += r->cached;
@@ -4188,11 +4188,23 @@ static const char *encode_line(List *l, Bytes line, Request *r) {
     return interrupted ? NULL : wrong_length(app, role < 0 ? line.n : 1, ids->n, "");
 }
 
+// Says so if the first line of a list of plain lines is JSON: -L may be meant.
+static void check_plain(const List *l, Bytes line) {
+    Buffer text = {0};
+    Json j = {.rest = chop(line), .n = line.n, .text = &text};
+    const bool marked = line.n && strchr("[{\"", *line.p);
+    if (marked) json_value(&j, 0);
+    if (marked && !j.error && j.rest.n == 0)
+        notice("%.600s: line 1 is JSON, and taken as plain text; -L reads JSON", l->in.name);
+    free(text.p);
+}
+
 // Reads a line. Its texts wait to run. If it is wrong, or only tokenized, it is done at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Request *r = &l->requests[l->read % AHEAD];
     if (app->options.list) check_utf8(app, l->in.name, l->read + 1, line);
+    if (app->options.list && l->read == 0) check_plain(l, line);
     give_notices(app);
     if (l->read == l->there && draws_ids(l->e) && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", app->options.seed);
@@ -4284,6 +4296,7 @@ static int report_list(const List *l) {
     for (int i = 0; i <= REPEATS; i++)
         if (l->closed[i]) notice("answers: thinking ended by %s: %zu", closers[i], l->closed[i]);
     if (l->unfinished) notice("answers: ended inside their thinking: %zu", l->unfinished);
+    if (l->failed > 1) notice("texts: ended in an error: %zu", l->failed);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
         notice("list: %zu lines are written; the same command%s%s goes on%s", lines,
@@ -4621,8 +4634,10 @@ static Options parse_options(int argc, char **argv) {
         die_usage("MODEL: %s, expected a .bin file; -h shows more",
                   o.model && *o.model ? "too long" : "missing");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    if (is_list(&o) && (o.file || o.verbose || (o.list && o.json_list)))
-        die_usage("-l, -L: a list, expected one of them, without -f and -v");
+    if (is_list(&o) && o.file)
+        die_usage("-f, a list: both given; -i \"$(cat FILE)\" puts a file before each text");
+    if (is_list(&o) && (o.verbose || (o.list && o.json_list)))
+        die_usage("-l, -L: a list, expected one of them, without -v");
     if (o.out && (!is_list(&o) || !strcmp(o.out, "-")))
         die_usage("-w: expected a file's name, and -l or -L");
     if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe

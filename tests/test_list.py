@@ -362,9 +362,10 @@ def test_errors_of_single_lines(tiny, tmp_path):
     assert all("too long, expected at most" in what for what in found.values())
     assert "--yarn" in found[5] and "split" in found[5]     # more than the model can take
 
-    result = qwen3(tiny, "-m", "perplexity", "-l", "-", "-q", stdin=b"a b\n\nx\nc d\n")
+    result = qwen3(tiny, "-m", "perplexity", "-l", "-", stdin=b"a b\n\nx\nc d\n")
     assert result.returncode == 1 and [line == b"null" for line in result.stdout.splitlines()] == [0, 1, 1, 0]
-    assert errors_of(result.stderr).keys() == {2, 3}
+    *errors, count, _ = result.stderr.splitlines(keepends=True)
+    assert errors_of(b"".join(errors)).keys() == {2, 3} and count == b"qwen3: texts: ended in an error: 2\n"
 
 
 @needs_address_space
@@ -712,6 +713,16 @@ def test_hint_for_csv(tiny, table):
     data = shell(f"{shlex.quote(sys.executable)} {command}", input=table.encode(), check=True).stdout
     lines, _ = run_list(tiny, data, "-n", 3, "-q", kind="-L")
     assert len(lines) == 1 and b"answer" in lines[0]
+
+
+@pytest.mark.parametrize("line, is_json", [
+    (b'{"text": "Hello"}', True), (b'["Hello"]\r', True), (b'"Hello"', True), (b'{"text": "Hello"', False),
+    (b'"Hello," she said', False), (b"5", False), (b"[1] Hello", False)])
+def test_json_as_plain_lines(tiny, line, is_json):
+    """It is taken as it stands; a notice names -L, once."""
+    lines, error = run_list(tiny, b"%s\n[1]\n" % line, "-m", "tokenize")
+    assert (error.count(b"-L reads JSON"), error.count(b"line 1 is JSON")) == (is_json, is_json)
+    assert lines[0] == alone(tiny, line.rstrip(b"\r"), mode="tokenize")
 
 
 def test_bytes_that_are_not_utf8(tiny):
