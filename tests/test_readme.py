@@ -215,6 +215,9 @@ def check_recipes(text, stdout):
         mean = {name: sum(row["p"][name] for row in labels) / 2 for name in labels[0]["p"]}
         assert [row["choice"] for row in unbiased] == \
             [max(row["p"], key=lambda name: row["p"][name] / mean[name]) for row in labels]
+    if "labels.tsv" in text:
+        table = [line.split("\t") for line in Path("labels.tsv").read_text().splitlines()]
+        assert len(table) == 2 and all(row[0] == "1" and row[1] in text and 0 < float(row[2]) < 1 for row in table)
     if "tonumber" in text:
         assert len(lines) == 2 and all(1 < float(line) < 5 for line in lines)
     if "fields.jsonl" in text:
