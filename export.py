@@ -243,9 +243,8 @@ def write_atomically(*targets: Path) -> Iterator[list[BinaryIO]]:
                 os.replace(parts[0], target)
                 del parts[0]
         finally:
-            for part in parts:
-                part.unlink(missing_ok=True)
-            parts.clear()
+            while parts:
+                parts.pop().unlink(missing_ok=True)
 
 
 def leave(parts: Collection[Path], status: int) -> NoReturn:
@@ -272,10 +271,9 @@ TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
 MOST_IDS = 1000  # ids that end an answer, or that a post-processor adds to a text; as in qwen3.c
 LONGEST, LONGEST_ADDED = 1024, 128  # most bytes of a token, and of an added token; as in qwen3.c
-# What is often downloaded instead of a file: its first bytes, in small letters -> (what it is, advice)
-SUBSTITUTES = {
-    b"version https://git-lfs.github.com/spec/": ("a Git LFS pointer", "`git lfs pull`"),
-    **dict.fromkeys((b"<!doctype html", b"<html"), ("a web page", "download the file itself"))}
+# First bytes, in small letters -> what was downloaded in place of a file
+SUBSTITUTES = {b"version https://git-lfs.github.com/spec/": "a Git LFS pointer",
+               b"<!doctype html": "a web page", b"<html": "a web page"}
 
 
 class Refused(Exception):
@@ -295,46 +293,38 @@ def require(where: object, what: str, value: object, *good: object) -> None:
 
 @contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """For code that takes a file apart: an unexpected exception means that it is malformed."""
+    """For code that reads a file and takes it apart: an error of the disk names the file, and any
+    other unexpected exception means that it is malformed."""
     try:
         yield
-    except (Refused, OSError, MemoryError):
+    except (Refused, MemoryError):
+        raise
+    except OSError as error:
+        if error.errno == errno.EIO:
+            refuse(path, "can't be read (get it again?)", "a sound disk", error.strerror)
+        error.filename = error.filename or path
         raise
     except Exception as error:  # KeyError, TypeError, ..., and the tokenizers package's own
         refuse(path, "broken (download it again?)", "the structure of such a file",
                f"{type(error).__name__}: {error}")
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """For code that reads a file: an error of the disk names it, which read() and pread() do not."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno == errno.EIO:
-            refuse(path, "can't be read (get it again, on another disk?)", "a sound disk",
-                   error.strerror)
-        error.filename = error.filename or path
-        raise
-
-
-@contextmanager
-def open_file(path: Path) -> Iterator[BinaryIO]:
+def open_file(path: Path) -> BinaryIO:
     """Opens a file. Refuses one of the SUBSTITUTES, and a pipe, which may never end."""
     if not path.exists():
         refuse(path, "missing", "a file of this name")
     if not path.is_file():
         refuse(path, "can't be read", "a regular file", "a directory, a pipe or a device")
-    with reading(path), open(path, "rb") as file:
-        begin = file.peek(max(map(len, SUBSTITUTES))).lower()
-        for substitute, (what, advice) in SUBSTITUTES.items():
-            if begin.startswith(substitute):
-                refuse(path, "not downloaded", f"its contents: {advice}", what)
-        yield file
+    file = open(path, "rb")
+    begin = file.peek(max(map(len, SUBSTITUTES))).lower()
+    for substitute, what in SUBSTITUTES.items():
+        if begin.startswith(substitute):
+            refuse(path, "not downloaded", "the file itself (`git lfs pull` fetches it)", what)
+    return file
 
 
 def read_file(path: Path, most: int = SETTINGS_SIZE) -> bytes:
-    with open_file(path) as file:
+    with parsing(path), open_file(path) as file:
         if len(data := file.read(most + 1)) > most:
             refuse(path, "too large", f"at most {most} bytes", "more")
     return data
@@ -484,7 +474,7 @@ class Tensor(NamedTuple):
         """Opens the file each time: there may be more shards than a process may have open."""
         if self.data:
             return self.data[self.offset:self.offset + self.nbytes]
-        with reading(self.path), open(self.path, "rb", buffering=0) as file:
+        with parsing(self.path), open(self.path, "rb", buffering=0) as file:
             raw = os.pread(file.fileno(), self.nbytes, self.offset)
         if len(raw) < self.nbytes:
             refuse(self.path, f"truncated in {self.name}", f"{self.nbytes} bytes", len(raw))
@@ -513,10 +503,8 @@ FLOAT_TYPES = {"BF16": "", "F16": "<f2", "F32": "<f4"}  # safetensors' -> numpy'
 def can_read(dtype: str) -> bool:
     """True if Tensor.read_fp32() reads this dtype, one of safetensors' or of ggml's."""
     with suppress(KeyError, NotImplementedError):
-        if dtype in FLOAT_TYPES or dtype == "Q1_0":
-            return True
-        block, kind = np.zeros(BLOCK_SIZES[dtype][1], np.uint8), gguf.GGMLQuantizationType[dtype]
-        return gguf.dequantize(block, kind).size > 0
+        elements, size = BLOCK_SIZES[dtype]
+        return Tensor("a block", Path(), 0, dtype, (elements,), bytes(size)).read_fp32().size > 0
     return False
 
 
@@ -640,7 +628,7 @@ def refuse_folder(where: object, what: str, expected: str, files: Collection[str
 def open_safetensors(path: Path) -> dict[str, Tensor]:
     """Name -> tensor, of one file. Its format: u64 length of the header; the header, JSON
     {name: {dtype, shape, data_offsets: [begin, end)}}; the data, without gap or overlap."""
-    with open_file(path) as file:
+    with parsing(path), open_file(path) as file:
         file_size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         limit = min(file_size - 8, TENSORS_SIZE)
@@ -648,8 +636,7 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
             refuse(path, "broken safetensors (download it again)",
                    f"a header of 2 to {max(2, limit)} bytes", length)
         header = file.read(length)
-    tensors, position = {}, 0  # in the data
-    with parsing(path):
+        tensors, position = {}, 0  # in the data
         entries = json.loads(header)
         entries.pop("__metadata__", None)
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -771,10 +758,6 @@ GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 
                 12: "d"}  # type -> struct's letter
 GGUF_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                  "penalty_repeat": "repetition_penalty"}
-# general.type or general.architecture of what is no model -> what to take instead
-GGUF_INSTEAD = {"adapter": "what llama-export-lora makes of its base model and this LoRA adapter",
-                "imatrix": "the model that this importance matrix was made for"} | dict.fromkeys(
-    ("mmproj", "clip"), "the file of its model, whose text part qwen3 runs")
 # Tokens that the converter marks as special because they look so; in Qwen's files they are not.
 GGUF_NOT_SPECIAL = {f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad",
                                                "repo_name", "file_sep")}
@@ -784,9 +767,10 @@ def read_gguf(path: Path) -> Source:
     """A GGUF file. Of several parts it is the first."""
     part, tensors = PART.search(path.name), {}
     metadata = open_gguf(path, tensors)
-    for key in "general.type", "general.architecture":
-        if (kind := str(metadata.get(key))) in GGUF_INSTEAD:
-            refuse(path, "no model", GGUF_INSTEAD[kind], f"{key} {kind}")
+    for kind in metadata.get("general.type"), metadata.get("general.architecture"):
+        if kind in ("adapter", "mmproj", "clip", "imatrix"):
+            refuse(path, "no model", "the file of its model (llama-export-lora merges an adapter into "
+                   "it; qwen3 runs the text part of one that sees)", kind)
     if part and int(part[1]) != 1:
         refuse(path, "one of several parts", "the first, -00001-of-...", path.name)
     require(path, "split.count", metadata.get("split.count", 1), int(part[2]) if part else 1)
@@ -909,7 +893,7 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
             return list(unpack(f"{count}{GGUF_SCALARS[kind]}"))
         return [value_of(kind) for _ in range(count)]
 
-    with open_file(path) as file, parsing(path):
+    with parsing(path), open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         magic, version, n_tensors, n_values = unpack("4sI2Q")
         if magic != b"GGUF":
@@ -1065,7 +1049,11 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
         refuse(where, "num_key_value_heads", f"a divisor of {heads}", n["n_kv_heads"])
     if n["head_dim"] % 2:
         refuse(where, "head_dim", "an even number", n["head_dim"])
-    n["max_seq_len"], theta, factor, frequencies = read_rope(where, config, n["head_dim"], yarn)
+    n["max_seq_len"], n["rope_theta"], n["rope_factor"], frequencies = read_rope(
+        where, config, n["head_dim"], yarn)
+    for field, base in ("rope_theta", 1e6), ("rms_norm_eps", 1e-6):
+        if np.float32(n[field]) == np.float32(base):
+            n[field] = 0
     bits = bits or (4 if source.four_bits else 8)
     group_size = group_size or (32 if bits == 4 else source.group_size)
     widths = {"hidden_size": n["dim"], hidden_key: n["hidden_dim"],
@@ -1077,25 +1065,21 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     for key, width in widths.items():
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
-    topk_norm, n_experts, used = True, n.get("n_experts", 0), n.get("n_experts_used", 0)
     if family.experts:
-        if not 1 <= used <= n_experts:
-            refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {n_experts}", used)
+        if not 1 <= n["n_experts_used"] <= n["n_experts"]:
+            refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {n['n_experts']}",
+                   n["n_experts_used"])
         topk_norm = config.get("norm_topk_prob", False)
         require(where, "norm_topk_prob", repr(topk_norm), *BOOLEANS)
-    if (matrices := n["n_layers"] * max(1, n_experts)) > MOST_TENSORS:
+        n["no_topk_norm"] = not topk_norm
+    if (matrices := n["n_layers"] * n.get("n_experts", 1)) > MOST_TENSORS:
         refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
-    if np.float32(n["rms_norm_eps"]) == np.float32(1e-6):
-        n["rms_norm_eps"] = 0
     tied = config.get("tie_word_embeddings", False) is True
     header = Header(
         **family.header, **n, magic=0x616A6331, version=1, group_size=group_size,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
-        rope_theta=0 if np.float32(theta) == np.float32(1e6) else theta,
-        rope_scaling=2 if frequencies else 0, rope_factor=factor,
-        no_topk_norm=not topk_norm, layer_bits=4 if bits == 4 else 0,
-        eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else 0,
-        levels=levels)
+        rope_scaling=2 if frequencies else 0, layer_bits=4 if bits == 4 else 0, levels=levels,
+        eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else 0)
     data = np.array(frequencies, "<f4").tobytes()
     tensor = Tensor("rope's frequencies", source.path, 0, "F32", (len(frequencies),), data)
     return header, {"frequencies": tensor} if frequencies else {}
@@ -1435,11 +1419,10 @@ def run_template() -> None:
         raise jinja2.TemplateError(message)
 
     source, variables, conversations = json.load(sys.stdin)
-    # transformers' block {% generation %}, which marks what is trained on, prints what it holds.
+    # transformers' block {% generation %}, which marks what is trained on, is as {% with %} here.
+    source = re.sub(r"(\{%-?\s*(?:end)?)generation(\s*-?%\})", r"\1with\2", source)
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    source = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", source)
-    source = re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", source)
     env.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
     env.globals.update(raise_exception=fail, strftime_now=lambda _: fail("it writes the date"))
     texts, error = [], None
@@ -1488,7 +1471,7 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     # a last message of a user there is user_close alone: so the second gap can be cut in two.
     first, after_system, before_answer, after_answer, user_close = find_gaps(SYSTEM, *TALK)
     assistant_open = before_answer.removeprefix(user_close)
-    assistant_close = find_gaps(USER, ANSWER)[2]
+    _, before_last_answer, assistant_close = find_gaps(USER, ANSWER)
     user_open = after_answer.removeprefix(assistant_close)
     no_system = find_gaps(USER)[0].removesuffix(user_open)
     start = bos if first.startswith(bos) and no_system.startswith(bos) else ""
@@ -1498,7 +1481,7 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
                   after_system.removesuffix(user_open), user_open, user_close, assistant_open,
                   assistant_close, plain, think, THINK_END if trim else "", "".join(trim),
-                  find_gaps(USER, ANSWER)[1].removeprefix(user_close))
+                  before_last_answer.removeprefix(user_close))
 
 
 def make_trials() -> list[Conversation]:
