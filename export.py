@@ -243,8 +243,9 @@ def write_atomically(*targets: Path) -> Iterator[list[BinaryIO]]:
                 os.replace(parts[0], target)
                 del parts[0]
         finally:
-            while parts:
-                parts.pop().unlink(missing_ok=True)
+            for part in parts:
+                part.unlink(missing_ok=True)
+            parts.clear()
 
 
 def leave(parts: Collection[Path], status: int) -> NoReturn:
@@ -615,11 +616,11 @@ def list_weights(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
 
 
 def refuse_folder(where: object, what: str, expected: str, files: Collection[str]) -> NoReturn:
-    """Refuses a folder or a hub model with no model among its files. A training may have made it."""
+    """Refuses a folder or a hub's model without a model in it, which a training may have made."""
     steps = [int(file[11:]) for file in files if re.fullmatch(r"checkpoint-\d+", file)]
     if "adapter_config.json" in files:
         what = "a LoRA adapter, no model"
-        expected = "it merged into its base model: peft's merge_and_unload(), then save_pretrained()"
+        expected = "it merged into its base: peft's merge_and_unload(), then save_pretrained()"
     elif steps:
         expected = f"`export.py {shlex.quote(f'{where}/checkpoint-{max(steps)}')}`, its newest one"
     refuse(where, what, expected, list_names(sorted(files)))
@@ -769,8 +770,8 @@ def read_gguf(path: Path) -> Source:
     metadata = open_gguf(path, tensors)
     for kind in metadata.get("general.type"), metadata.get("general.architecture"):
         if kind in ("adapter", "mmproj", "clip", "imatrix"):
-            refuse(path, "no model", "the file of its model (llama-export-lora merges an adapter into "
-                   "it; qwen3 runs the text part of one that sees)", kind)
+            refuse(path, "no model", "the file of its model (llama-export-lora merges an adapter "
+                   "into it; qwen3 runs the text part of one that sees)", kind)
     if part and int(part[1]) != 1:
         refuse(path, "one of several parts", "the first, -00001-of-...", path.name)
     require(path, "split.count", metadata.get("split.count", 1), int(part[2]) if part else 1)
@@ -1526,8 +1527,8 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     chats = source.chat_template and (not turn_end or turn_end & set(stop_ids))
     mode = EMBED if source.embedding else CHAT if chats else GENERATE
     if mode == GENERATE and source.chat_template:
-        Notices.hints.append("the end of a chat's turn ends no text, as in a base model: qwen3 will "
-                             "continue texts; if it was tuned to chat, run it with -m chat")
+        Notices.hints.append("the end of a chat's turn ends no text, as in a base model: qwen3 "
+                             "will continue texts; if it was tuned to chat, run it with -m chat")
     generation, defaults = source.generation, {  # transformers' but do_sample, which is false there
         "temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}
     penalty = read_number(path, generation, "repetition_penalty", 1.0)
@@ -1601,8 +1602,7 @@ LEVELS = np.array([-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 6
 GGUF_LEVELS = {"Q4_0": np.arange(-8, 8, dtype="i1").tobytes(),
                "IQ4_NL": np.array(gguf.quants.IQ4_NL.kvalues, "i1").tobytes(),
                "Q1_0": np.arange(-8, 8, dtype="i1").tobytes()}  # of which it needs -1 and 1
-# Header.eight_bits with LEVELS: v, or k and v without QK-norm (Qwen2). On real weights v, which has
-# 1.5 % of the layers' weights, took 23 % of what four bits cost (KL), k and v together 37 %.
+# Header.eight_bits with LEVELS: v, or k and v without QK-norm (Qwen2), the dearest for their size
 EIGHT_BITS = 0b100, 0b110
 
 
@@ -1751,11 +1751,6 @@ class Output(NamedTuple):
     end: int  # offset of what follows
     tensors: list[Tensor]  # the source, for each name; none before match_tensors()
 
-    def offsets(self, at: int, h: Header) -> tuple[int, int]:
-        """Where a range from `at` on has its values and its scales in OUT.bin."""
-        return (self.values + at * self.bits // 8,
-                self.scales + at // h.group_size * SCALE_SIZES[self.bits])
-
 
 def lay_out(h: Header) -> list[Output]:
     """The tensors of OUT.bin, in its order, without their source."""
@@ -1804,8 +1799,7 @@ def match_tensors(where: Path, outputs: list[Output], tensors: dict[str, Tensor]
 def write_model(out: BinaryIO, h: Header, outputs: list[Output]) -> None:
     """Writes OUT.bin: the header, then the tensors. Notes what is copied, what quantized again."""
     def convert(output: Output, piece: Tensor, at: int) -> None:
-        data = put_in_panels(output, h, *encode(piece, output.bits, h))
-        for part, offset in zip(data, output.offsets(at, h)):
+        for offset, part in put_in_panels(output, at, encode(piece, output.bits, h), h):
             write_at(out, part, offset)
 
     write_at(out, HEADER.pack(*h), 0)
@@ -1822,16 +1816,19 @@ def write_model(out: BinaryIO, h: Header, outputs: list[Output]) -> None:
     list(map_pieces(convert, outputs))
 
 
-def put_in_panels(output: Output, h: Header, *encoded: np.ndarray) -> Collection[np.ndarray]:
-    """What encode() gives for rows of a matrix, as OUT.bin has it: in each panel word 0 of
-    each row (32 bits of values, or a scale), then word 1, and so on. Others stay as they are."""
-    if output.bits == 32 or not h.panels:
-        return encoded
-    values, scales = encoded
-    rows = values.size * 8 // output.bits // output.shape[1]
-    words = values.view("<u4").reshape(rows, -1), scales.reshape(rows, -1)
-    return [np.pad(x, ((0, -rows % PANEL), (0, 0))).reshape(-1, PANEL, x.shape[1])
-            .transpose(0, 2, 1).ravel() for x in words]
+def put_in_panels(output: Output, at: int, encoded: tuple, h: Header) -> Iterator[tuple]:
+    """What encode() gives for a range from `at` on, as OUT.bin has it: (offset, array) of values
+    and of scales. In each panel of a matrix comes word 0 of each row (32 bits of values, or a
+    scale), then word 1, and so on."""
+    offsets = (output.values + at * output.bits // 8,
+               output.scales + at // h.group_size * SCALE_SIZES[output.bits])
+    if output.bits < 32 and h.panels:
+        values, scales = encoded
+        rows = values.size * 8 // output.bits // output.shape[1]
+        words = values.view("<u4").reshape(rows, -1), scales.reshape(rows, -1)
+        encoded = tuple(np.pad(x, ((0, -rows % PANEL), (0, 0))).reshape(-1, PANEL, x.shape[1])
+                        .transpose(0, 2, 1).ravel() for x in words)
+    return zip(offsets, encoded)
 
 
 def map_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
@@ -1920,7 +1917,7 @@ def check_tensors(path: Path, file: BinaryIO, h: Header, outputs: list[Output]) 
     def compare(output: Output, piece: Tensor, at: int) -> tuple[float, float]:
         """Of a range: (sum of squares, sum of squared errors)."""
         parts = encode(piece, output.bits, h)
-        for part, offset in zip(put_in_panels(output, h, *parts), output.offsets(at, h)):
+        for offset, part in put_in_panels(output, at, parts, h):
             found = os.pread(file.fileno(), part.nbytes, offset)
             check_bytes(path, piece.name, part.tobytes(), found, offset)
         x = piece.read_fp32().astype(float)  # in fp64 no square is too large
@@ -1990,23 +1987,23 @@ def main() -> None:
 
 def parse_arguments(args: list[str]) -> argparse.Namespace:
     """source, out (a path that ends in .bin, or None; it may also come first) and the options."""
-    def parse_value(kind: type, good: Callable[[Any], bool], expected: str, text: str) -> Any:
-        """An option's value, if it is good. An integer has its shortest form: 8, not +8 or 08."""
+    def parse_value(parse: Callable[[str], Any], expected: str, text: str) -> Any:
+        """An option's value. For a wrong text parse() gives None or False, or raises ValueError."""
         with suppress(ValueError):
-            if good(kind(text)) and (kind is not int or text == str(kind(text))):
-                return kind(text)
+            if value := parse(text):
+                return value
         raise argparse.ArgumentTypeError(f"wrong value, expected {expected}, found {text!r}")
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse_usage  # type: ignore
     parser.add_argument("names", nargs="*")
-    for name, kind, good, expected in (
-            ("--bits", int, SUFFIXES.__contains__, "8 or 4"),
-            ("--group-size", int, GROUP_SIZES.__contains__, "32 or 64 or 128 or 256"),
-            ("--yarn", float, lambda factor: 1 < factor <= 64, "above 1, up to 64"),
-            ("--chat-template", Path, bool, "a file"),
-            ("--plot", Path, lambda path: path.suffix == ".png", "a name that ends in .png")):
-        parser.add_argument(name, type=partial(parse_value, kind, good, expected))
+    for name, parse, expected in (
+            ("--bits", {"8": 8, "4": 4}.get, "8 or 4"),
+            ("--group-size", {str(n): n for n in GROUP_SIZES}.get, "32 or 64 or 128 or 256"),
+            ("--yarn", lambda x: 1 < float(x) <= 64 and float(x), "above 1, up to 64"),
+            ("--chat-template", Path, "a file"),
+            ("--plot", lambda x: x.endswith(".png") and Path(x), "a name that ends in .png")):
+        parser.add_argument(name, type=partial(parse_value, parse, expected))
     for name in "--check", "--traceback":
         parser.add_argument(name, action="store_true")
     options = parser.parse_intermixed_args(args)
