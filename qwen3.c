@@ -234,8 +234,8 @@ typedef struct { Config config; Weights weights; State state; } Model;
 // says -ffp-contract=off.
 static float mul_add(float a, float b, float c);
 
-// exp(x), with an error of at most 2 units in the last place; 0 for x < -87.7, exp(88) for x > 88,
-// NaN for NaN
+// exp(x), with an error of at most 2 units in the last place; exactly 1 for 0, 0 for x < -87.7,
+// exp(88) for x > 88, NaN for NaN
 static float fast_exp(float x);
 
 // The largest of x (n > 0; anything if one is NaN); the largest |x|, or NaN if one is NaN
@@ -469,7 +469,8 @@ static float attention_score(const float *q, const float *k, int head_dim) {
 // exp(score - M), and a sums exp(score - M) times the value. Where a span raises M, both are first
 // multiplied by keep = exp(old M - new M) (online softmax). Last, a is divided by total. (A span
 // begins at a multiple of SPAN: where a position is in its span decides its place in sum_of. Part
-// III counts on this, too. To hide a position, make its score -INFINITY.)
+// III counts on this, too. To hide a position, make its score -INFINITY, and leave its value out of
+// the sum: 0 times NaN is NaN.)
 enum { SPAN = 256 };
 
 static void attend(Model *m, int l, int head, int pos) {
@@ -895,7 +896,7 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 // top-p cut off the very many unlikely tokens: else one of them would be drawn now and then. Tokens
 // are ordered by probability, of equal ones the lower id first. Nothing is sorted: each step is a
 // loop over the vocabulary that compilers vectorize, so the time hardly depends on the
-// distribution. A new field of Sampler needs a row in Part II's table of options as well.
+// distribution. A new field of Sampler is an option: .github/CONTRIBUTING.md has its places.
 
 typedef struct {
     float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
@@ -1000,7 +1001,8 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
 // Say that the first draw, from all, gives the third. The likelier ones sum to 0.8, so neither it
 // nor a less likely token is in the nucleus: their p become 0. Draw again, until the drawn token is
 // in it. Until then no token of the nucleus loses its p. So the draw that hits the nucleus hits
-// each of its tokens with this token's share of it.
+// each of its tokens with this token's share of it. (A cut that comes before this loop must leave
+// the likeliest token, whose p is exactly 1; one that HF has after top-p must leave nucleus_sum.)
 static int sample(Sampler *sampler, float *logits, int n) {
     penalize(sampler, logits, n);
     if (!isfinite(sum_double(logits, n))) return -1;
@@ -1242,8 +1244,7 @@ typedef struct Pass {
     int batch;         // the most rows (option -b)
     int logit_rows;    // the most rows that get logits
     int n_blocks;      // of the KV cache
-    int block_len;     // positions of a block: it has their keys and values in all layers. It is
-                       // LANES, because Part III lays a block out for vectors: see The KV cache
+    int block_len;     // positions of a block: it has their keys and values in all layers
     float *cache;      // (n_blocks) see The KV cache, Part III
     Row *rows;         // (batch)
     float *cos;        // (batch, head_dim / 2)  as in State, for each row
@@ -1915,7 +1916,7 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Cursor in = {.file = file, .part = "the header", .rest = file_map(file),
                  .hint = "is it another model's, or cut?"};
     Tables *tables = alloc(1, sizeof(Tables), "the tokenizer");
-    tables->advice = (Sampler){0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
+    tables->advice = (Sampler){.temperature = 0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
     *tok = (Tokenizer){.vocab_size = vocab_size, .tables = tables,
                        .text = alloc(vocab_size, sizeof(Bytes), "the tokenizer"),
                        .priority = alloc(vocab_size, sizeof(float), "the tokenizer"),
@@ -2776,6 +2777,7 @@ static const char budget_text[] = "\n\nConsidering the limited time by the user,
 static const char *const closers[] = {  // see Request.closed_by
     [GOES_ON] = "-r", [LIMIT_REACHED] = "-n", [CONTEXT_ENDED] = "a full context",
     [COMPLETE] = "an end token", [REPEATS] = "repeating itself (" NO_REPEATS ")"};
+_Static_assert(REPEATS + 1 == INTERRUPTED, "an ending has its name here and in add_result");
 
 // Ends a text's thinking: appends ids that nobody drew. Before given answers it appends all of
 // them, in spite of -n, and nothing more is drawn.
@@ -3616,8 +3618,8 @@ static void load_model(App *app) {
     const int context = o->context < 0 ? fitting : o->context == 0 ? most : o->context;
     if (context < least || context > most)
         die("-c: expected %d to %d (export.py --yarn raises it), found %d", least, most, context);
-    if (e->mode == EMBED && o->n_choices)
-        die_usage("-o: %s is an embedding model, expected one that answers", path);
+    if (o->n_choices && !modes[e->mode].has_answers)
+        die_usage("-o: %s is made for -m %s, expected one that answers", path, modes[e->mode].name);
     if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
     make_panels(&e->model, weights);
@@ -4058,7 +4060,7 @@ typedef struct {
     size_t drawn;           // tokens of all answers
     size_t endings[FAILED + 1];  // answers by their end
     size_t unfinished;      // answers that ended inside thinking
-    size_t closed[REPEATS + 1]; // thinkings by what ended them
+    size_t closed[INTERRUPTED]; // thinkings by what ended them
     size_t pieces;          // texts that are scored in pieces
     bool ignored;           // a notice named members that have no effect
     double size;            // bytes of the file, if known
@@ -4293,7 +4295,7 @@ static int report_list(const List *l) {
     if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
     if (circles) notice("answers: ended repeating themselves: %zu (%s)", circles, NO_REPEATS);
     if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
-    for (int i = 0; i <= REPEATS; i++)
+    for (int i = 0; i < INTERRUPTED; i++)
         if (l->closed[i]) notice("answers: thinking ended by %s: %zu", closers[i], l->closed[i]);
     if (l->unfinished) notice("answers: ended inside their thinking: %zu", l->unfinished);
     if (l->failed > 1) notice("texts: ended in an error: %zu", l->failed);
@@ -4815,7 +4817,6 @@ enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each
 #endif
 
 INLINE VecI splat(int32_t value) { return (VecI){0} + value; }
-
 INLINE VecF splat_f(float value) { return value - (VecF){0}; }  // -0 + 0 would lose the sign
 
 INLINE VecI load_vector(const void *p) {
@@ -4891,14 +4892,15 @@ static float *floats(size_t count) { return activations(count, sizeof(float)); }
 // ------------------------------------------------------------------------------------------------
 // The KV cache
 //
-// The cache is a pool of blocks of LANES positions (the floats of a SIMD vector), so memory is
+// The cache is a pool of blocks of BLOCK positions, the floats of a SIMD vector, so memory is
 // touched only as positions come into use. For each kv head of each layer, a block has
 //
-//   keys    (head_dim, LANES positions)
-//   values  (value_dim / LANES, LANES positions, LANES columns)
+//   keys    (head_dim, BLOCK positions)
+//   values  (value_dim / LANES, BLOCK positions, LANES columns)
 //
 // so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
 // a tile of attention reads keys from front to back, its values as one unbroken part of each block.
+enum { BLOCK = LANES };
 
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
@@ -4907,7 +4909,7 @@ static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES);
 // made odd: with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
 static size_t block_at(const Config *c, size_t block, size_t pair) {
     const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
-    return (block * pairs + pair) * LANES * (c->head_dim + value_dim(c));
+    return (block * pairs + pair) * BLOCK * (c->head_dim + value_dim(c));
 }
 
 static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
@@ -4928,16 +4930,16 @@ typedef struct {        // the keys and values of a text in one kv head of a lay
 static float *cache_block(KvHead kv, int pos) {
     const Config *c = &kv.p->m->config;
     const size_t pair = (size_t)kv.l * c->n_kv_heads + kv.kv_head;
-    return kv.p->cache + block_at(c, kv.blocks[pos / LANES], pair);
+    return kv.p->cache + block_at(c, kv.blocks[pos / BLOCK], pair);
 }
 
 // Where element j of the key, or of the value, of a position is
 static float *key_in(KvHead kv, int pos, int j) {
-    return cache_block(kv, pos) + j * LANES + pos % LANES;
+    return cache_block(kv, pos) + j * BLOCK + pos % BLOCK;
 }
 
 static float *value_in(KvHead kv, int pos, int j) {
-    const int vector = kv.p->m->config.head_dim + j / LANES * LANES + pos % LANES;
+    const int vector = kv.p->m->config.head_dim + j / LANES * BLOCK + pos % BLOCK;
     return cache_block(kv, pos) + vector * LANES + j % LANES;
 }
 
@@ -5716,7 +5718,7 @@ static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 #define NO_CACHE "the KV cache (-c makes it smaller)"
 
 static double position_size(const Config *c) {
-    return block_size(c) * sizeof(float) / (double)LANES;
+    return block_size(c) * sizeof(float) / (double)BLOCK;
 }
 
 static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }
@@ -5741,8 +5743,8 @@ static int most_blocks = INT_MAX;  // tests make it small
 
 // The blocks of `texts` texts, but at most a quarter of the memory, and at least those of one text
 static int pool_blocks(const Config *c, int context, int texts) {
-    const double room = memory_size() / 4 / position_size(c) / LANES;
-    const double one = (context + LANES - 1) / LANES;
+    const double room = memory_size() / 4 / position_size(c) / BLOCK;
+    const double one = (context + BLOCK - 1) / BLOCK;
     return (int)fmin(one * texts, fmax(one, fmin(room, most_blocks)));
 }
 
@@ -5772,7 +5774,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
                          .token = activations(chosen, sizeof(int)),
                          .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : b.h8};
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
-                .block_len = LANES,
+                .block_len = BLOCK,
                 .cache = alloc(n_blocks, block_size(c) * sizeof(float), NO_CACHE),
                 .rows = activations(n, sizeof(Row)), .cos = floats(n * half),
                 .sin = floats(n * half), .x = floats(n * c->dim),

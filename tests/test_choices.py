@@ -7,7 +7,6 @@ import struct
 
 import pytest
 import test_list
-from checkpoints import make_embedding
 from conftest import (assert_error, change_sections, copy_model, export, make_checkpoint, output,
                       perplexity, qwen3, tokenize)
 from reference import Model
@@ -263,10 +262,14 @@ def test_fill_in_the_middle(tiny):
     assert len(ids) + 20 < int(re.search(rb"prompt (\d+) tokens", qwen3(tiny, "-n", 5, "-i", text.decode()).stderr)[1])
 
 
-def test_refused_once_the_model_is_known(tiny, tmp_path, tokenizer):
-    """An embedding model answers nothing; two TEXTs of the same ids can't be told apart."""
-    hf = make_embedding(make_checkpoint(tmp_path / "hf", tokenizer))
-    assert_error(qwen3(export(hf, tmp_path / "embedding.bin"), "-i", "a", "-o", "yes|no"), 2, "-o")
+def test_refused_once_the_model_is_known(tiny, tmp_path):
+    """A model that its file makes for another mode answers nothing, say one for embeddings; two TEXTs of
+    the same ids can't be told apart."""
+    model = copy_model(tiny, tmp_path)
+    for number, mode in (2, "tokenize"), (3, "perplexity"), (4, "embed"):
+        change_sections(model, lambda sections: sections.update({b"mode": struct.pack("<I", number)}))
+        for args in ("-i", "a"), ("-l", "-"):
+            assert_error(qwen3(model, *args, "-o", "yes|no", stdin=b"a\n"), 2, "-o", f"made for -m {mode},")
     # A letter and its mark, composed and not: NFC makes them one.
     assert_error(qwen3(tiny, "-i", "a", "-o", "\u00e9|e\u0301"), 1)
 

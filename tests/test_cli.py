@@ -48,13 +48,16 @@ def each(values):
     return [(option, value) for option in values for value in values[option]]
 
 
-@pytest.mark.parametrize("option, value", each({
+BAD_VALUES = {
     "-m": ["train", "", "chatx"], "-r": ["1.5", "yes", "", "-1"],
     "-t": ["-0.1", "warm", "nan", "inf", "", "1x"], "-p": ["0", "1.01", "-1", "nan", "x", ""],
     "-k": ["-1", "1.5", "x", "", HUGE], "-a": ["-0.1", "2.1", "nan", "x", ""],
     "-e": ["0", "-1", "nan", "x", "", "101"], "-s": ["x", "", "1.5", "999" + HUGE, "12 3"],
     "-n": ["-2", "x", "", HUGE], "-c": ["-1", "x", "", "1e3", HUGE],
-    "-b": ["0", "513", "-1", "x", ""], "-j": ["0", "-1", "x", "", HUGE]}))
+    "-b": ["0", "513", "-1", "x", ""], "-j": ["0", "-1", "x", "", HUGE]}
+
+
+@pytest.mark.parametrize("option, value", each(BAD_VALUES))
 def test_bad_value(option, value):
     result = qwen3(MISSING, "-i", "hi", option, value)
     assert_error(result, 2, option, value, "expected")
@@ -77,15 +80,18 @@ def test_options_before_and_after_the_model(small):
     assert output("-i", "hello", "-m", "tokenize", small) == expected
 
 
-@pytest.mark.parametrize("args", [
-    "-i a", "-f -", "-l -", "-L -", "-m chat", "-y a", "-r 0", "-t 0", "-p 1", "-k 1", "-a 1", "-e 1",
-    "-x a", "-s 1", "-n 1", "-c 0", "-b 1", "-j 1", "-q", "-v"])
+ONCE = [
+    "-i a", "-f -", "-l -", "-L -", "-w a", "-o a|b", "-m chat", "-y a", "-r 0", "-t 0", "-p 1", "-k 1", "-a 1", "-e 1",
+    "-x a", "-s 1", "-n 1", "-c 0", "-b 1", "-j 1", "-q", "-v"]
+
+
+@pytest.mark.parametrize("args", ONCE)
 def test_an_option_given_twice(args):
     """Whatever its values, and wherever it stands. What looks like an option may be a value."""
     option, *value = args = args.split()
     assert_error(qwen3(MISSING, *args, *args), 2, f"{option}: given twice")
     assert_error(qwen3(*args, MISSING, *args), 2, f"{option}: given twice")
-    if value and option != "-i":
+    if value and option not in ("-i", "-w"):
         assert_error(qwen3(MISSING, "-i", option, *args), 1)
 
 
@@ -96,10 +102,23 @@ def test_help_and_version():
             assert result.returncode == 0 and result.stderr == b"" and result.stdout.endswith(b"\n")
     assert result.stdout.count(b"\n") == 1
     text = output("-h").decode()
-    for option in "-i -f -m -y -r -t -p -k -a -e -x -s -n -c -b -j -q -v -h --version".split():
-        assert re.search(rf"(?m)(^|[\s,/|\[]){option}\b", text), option
     assert all(mode in text for mode in MODES)
     assert max(map(len, text.split("\n"))) <= 100
+
+
+def test_no_option_is_forgotten(tiny):
+    """Those of the source are in the help and in the tables above; -v shows those of the sampler."""
+    source = (ROOT / "qwen3.c").read_text()
+    options = {f"-{letter}": (kind, field) for letter, kind, field in re.findall(
+        r"(?m)^    \{'(\w)', ([A-Z]+), PLACE\((\w+)\)", source)}
+    help_lines = re.findall(r"(?m)^  (-\w)(?:, (--version))?\b", output("-h").decode())
+    assert [line for line in help_lines if line[0] not in options] == [("-q", ""), ("-v", ""), ("-h", "--version")]
+    assert {line[0] for line in help_lines} == {args.split()[0] for args in ONCE} | {"-h"} > options.keys()
+    assert BAD_VALUES.keys() == {option for option, (kind, _) in options.items() if kind != "TEXT"}
+    fields = re.findall(r"(\w+);", re.search(r"\{([^}]*)\} Sampler;", source)[1])
+    shown = qwen3(tiny, "-i", "x", "-n", 1, "-v").stderr.decode()
+    assert re.findall(r"-\w", re.search("sampling: (.*)", shown)[1]) == \
+        sorted((option for option in options if options[option][1] in fields), key=list(options).index)
 
 
 OTHERS = {  # other programs' options, and what is here
