@@ -3442,32 +3442,32 @@ static void send_file(App *app, Bytes text) {
     else chat_turn(app, chop(bytes_of(message)));
 }
 
-// Sends what was typed, or runs a command. A command is one line, without quotes at its start: a
-// slash and letters and what follows, or exit or quit alone. (/think and /no_think are the model's:
-// they are sent.) Returns false if the command ends the program.
-static bool run_message(App *app) {
+// Cuts a command's word off what was typed. Returns false if it is a message: a command is one line
+// that begins, not in quotes, with a slash and letters, or is exit or quit alone. (/think and
+// /no_think are the model's: they are sent.)
+static bool take_command(Bytes *text, Bytes *word) {
+    Bytes rest = *text;
+    size_t letters = 1;
+    *word = take_word(&rest);
+    if (memchr(text->p, '\n', text->n) || word->p != text->p) return false;
+    while (letters < word->n && isalpha(word->p[letters])) letters++;
+    const bool slash = word->n > 1 && *word->p == '/' && letters == word->n;
+    const bool leaves = rest.n == 0 && (bytes_are(*word, "exit") || bytes_are(*word, "quit"));
+    *text = rest;
+    return slash ? !bytes_are(*word, "/think") : leaves;
+}
+
+// Runs a command with what follows it. Returns false if it ends the program.
+static bool run_command(App *app, Bytes word, Bytes rest) {
     static const char *const names[] = {"/help", "/retry", "/clear",
                                         "/bye", "/exit", "/quit", "exit", "quit"};
     enum { HELP, RETRY, CLEAR, LEAVE, N_NAMES = 8 };
     Conversation *talk = &app->conversation;
-    const Bytes text = bytes_of(&app->input);
-    Bytes rest = text, word = take_word(&rest);
     int name = 0;
-    size_t letters = 1, blank = 0;
     while (name < N_NAMES && !bytes_are(word, names[name])) name++;
-    while (letters < word.n && isalpha(word.p[letters])) letters++;
-    const bool known = name < N_NAMES, line = !memchr(text.p, '\n', text.n) && word.p == text.p;
-    const bool slash = word.n > 1 && *word.p == '/' && letters == word.n;
-    const bool command = slash ? !bytes_are(word, "/think") : known && rest.n == 0;
-    while (blank < text.n && isspace(text.p[blank])) blank++;
-    check_utf8(app, "input", 1, text);
-    if (blank == text.n)
-        report("input: only white space, nothing was sent; /help shows the commands");
-    else if (memchr(text.p, '\033', text.n))
-        report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    else if (!line || !command) chat_turn(app, text);
-    else if (bytes_are(word, "/file")) send_file(app, rest);
-    else if (!known) report("%.*s: no such command, /help shows them", (int)word.n, word.p);
+    if (bytes_are(word, "/file")) send_file(app, rest);
+    else if (name == N_NAMES)
+        report("%.*s: no such command, /help shows them", (int)word.n, word.p);
     else if (rest.n) report("%.*s takes no text, nothing was sent", (int)word.n, word.p);
     else if (name == HELP) fputs(commands, stderr);
     else if (name == CLEAR) conversation_drop(talk, app->options.system != NULL, talk->n);
@@ -3476,6 +3476,22 @@ static bool run_message(App *app) {
     else if (app->engine.places->sampler.temperature == 0)
         notice("/retry: -t 0 would draw the same answer again");
     else answer_last(app, true);
+    return true;
+}
+
+// Sends what was typed, or runs it. Returns false if it is a command that ends the program.
+static bool run_message(App *app) {
+    const Bytes text = bytes_of(&app->input);
+    Bytes rest = text, word;
+    size_t blank = 0;
+    while (blank < text.n && isspace(text.p[blank])) blank++;
+    check_utf8(app, "input", 1, text);
+    if (blank == text.n)
+        report("input: only white space, nothing was sent; /help shows the commands");
+    else if (memchr(text.p, '\033', text.n))
+        report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
+    else if (take_command(&rest, &word)) return run_command(app, word, rest);
+    else chat_turn(app, text);
     return true;
 }
 
