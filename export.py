@@ -360,7 +360,7 @@ class Family(NamedTuple):
     fixed: dict[str, object]  # key of config.json -> its only supported value; it may be absent
     header: dict[str, int] = {}  # fields of Header -> the value that this architecture has
     head_dim: int | None = 128  # where config.json has none; None: hidden_size / heads
-    experts: bool = False  # a mixture of experts in every layer
+    numbers: tuple[str, ...] = ()  # the keys of NUMBERS that not every architecture has
     left_out: str = ""  # begins the names of the tensors that qwen3.c has no use for
 
 
@@ -378,7 +378,8 @@ FAMILIES = [
     Family("MiMoForCausalLM", "", QWEN2, BIASES, None, left_out="mtp_layers."),
     Family("Qwen3ForCausalLM", "qwen3", QWEN3),
     Family("Qwen3Model", "", QWEN3),  # mostly an embedding model
-    Family("Qwen3MoeForCausalLM", "qwen3moe", MOE, experts=True),
+    Family("Qwen3MoeForCausalLM", "qwen3moe", MOE,
+           numbers=("moe_intermediate_size", "num_experts", "num_experts_per_tok")),
     Family("Qwen3VLForConditionalGeneration", "qwen3vl", QWEN3, left_out="visual.")]
 
 
@@ -395,9 +396,8 @@ class Source(NamedTuple):
     embedding: bool  # an embedding model: it makes one vector of a text
     open_tensors: Callable[[], dict[str, Tensor]]  # by name without "model."; may download them
     downloads: Callable[[], list[Room]] = list  # the space that open_tensors() needs
-    group_size: int | None = None  # 32 if weights are in GGUF's Q8_0, which OUT.bin can copy
+    dtypes: Counter[str] = Counter()  # a GGUF's -> how many of the layers' weights have it
     origin: str = ""  # the GGUF file or the place on the hub; of a folder its name says it
-    four_bits: str = ""  # a GGUF's dtype of most layers' weights, if OUT.bin can copy it in 4 bits
 
     def file(self, name: str) -> Path:
         """The path that a message about config.json etc. names: of that file, or of the GGUF."""
@@ -797,10 +797,9 @@ def read_gguf(path: Path) -> Source:
         sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": penalty}
         Notices.hints.append("no sampling settings in the file: Qwen2.5's, -t 0.7 -p 0.8 -k 20 "
                              f"-e {penalty}")
-    weights: Counter[str] = Counter()  # dtype -> how many of the layers' weights have it
+    dtypes: Counter[str] = Counter()
     for name, tensor in tensors.items():
-        weights[tensor.dtype] += tensor.size * ("_proj.weight" in name)
-    kind, most = weights.most_common(1)[0]
+        dtypes[tensor.dtype] += tensor.size * ("_proj.weight" in name)
     return Source(
         path=path, name=PART.sub("", path.name).removesuffix(".gguf"), family=family,
         config=config | {"tie_word_embeddings": "lm_head.weight" not in kept,
@@ -808,9 +807,7 @@ def read_gguf(path: Path) -> Source:
         tokenizer_config={f"{name}_token": next((texts[i] for i in ids if i in texts), None)
                           for name, ids in (("bos", bos), ("eos", eos))},
         generation=sampling | {"eos_token_id": stop_ids}, embedding=pooling == poolings.LAST,
-        chat_template=template, open_tensors=lambda: kept, origin=path.name,
-        group_size=32 if "Q8_0" in weights else None,
-        four_bits=kind if kind in GGUF_LEVELS and 2 * most > sum(weights.values()) else "")
+        chat_template=template, open_tensors=lambda: kept, origin=path.name, dtypes=dtypes)
 
 
 def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple[Family, dict]:
@@ -1026,7 +1023,7 @@ NUMBERS = {
     "rms_norm_eps": (2.0 ** -126, 1e12, "attention.layer_norm_rms_epsilon", "rms_norm_eps"),
     ORIGINAL: (1, 2 ** 31 - 1, None, None), "top_k": (0, 2 ** 31 - 1, None, None),
     "top_p": (1e-45, 1.0, None, None), "temperature": (0.0, 1e6, None, None)}
-OTHER_LIMITS = 1e-6, 1e12, None, None  # of theta, the penalty and YaRN's terms
+OTHER_LIMITS = 1e-6, 1e12  # of theta, the penalty and YaRN's terms
 GROUP_SIZES, BOOLEANS = (32, 64, 128, 256), ("True", "False")  # BOOLEANS: repr()s, as 1 == True
 
 
@@ -1042,10 +1039,11 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     heads, hidden_key = get("num_attention_heads"), "intermediate_size"
     defaults = {"head_dim": family.head_dim or get("hidden_size") // heads,
                 "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
-    if family.experts:  # intermediate_size is nobody's
+    if "num_experts" in family.numbers:  # intermediate_size is nobody's
         hidden_key, defaults["intermediate_size"] = "moe_intermediate_size", 1
+    foreign = {key for row in FAMILIES for key in row.numbers} - {*family.numbers}
     n = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
-         if field and (family.experts or not re.search("moe|expert", key))}
+         if field and key not in foreign}
     if heads % n["n_kv_heads"]:
         refuse(where, "num_key_value_heads", f"a divisor of {heads}", n["n_kv_heads"])
     if n["head_dim"] % 2:
@@ -1055,18 +1053,13 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     for field, base in ("rope_theta", 1e6), ("rms_norm_eps", 1e-6):
         if np.float32(n[field]) == np.float32(base):
             n[field] = 0
-    bits = bits or (4 if source.four_bits else 8)
-    group_size = group_size or (32 if bits == 4 else source.group_size)
     widths = {"hidden_size": n["dim"], hidden_key: n["hidden_dim"],
               "num_attention_heads * head_dim": heads * n["head_dim"]}
-    group_size = group_size or (32 if any(width % 64 for width in widths.values()) else 64)
-    copies = source.four_bits and group_size <= BLOCK_SIZES[source.four_bits][0]
-    levels = (bytes(16) if bits == 8 else GGUF_LEVELS[source.four_bits] if copies else
-              LEVELS.tobytes())
+    group_size, levels = choose_quantization(source.dtypes, widths.values(), bits, group_size)
     for key, width in widths.items():
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
-    if family.experts:
+    if "n_experts" in n:
         if not 1 <= n["n_experts_used"] <= n["n_experts"]:
             refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {n['n_experts']}",
                    n["n_experts_used"])
@@ -1079,7 +1072,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     header = Header(
         **family.header, **n, magic=0x616A6331, version=1, group_size=group_size,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
-        rope_scaling=2 if frequencies else 0, layer_bits=4 if bits == 4 else 0, levels=levels,
+        rope_scaling=2 if frequencies else 0, layer_bits=4 if any(levels) else 0, levels=levels,
         eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else 0)
     data = np.array(frequencies, "<f4").tobytes()
     tensor = Tensor("rope's frequencies", source.path, 0, "F32", (len(frequencies),), data)
@@ -1606,6 +1599,21 @@ GGUF_LEVELS = {"Q4_0": np.arange(-8, 8, dtype="i1").tobytes(),
 EIGHT_BITS = 0b100, 0b110
 
 
+def choose_quantization(dtypes: Counter[str], widths: Collection[int], bits: int | None,
+                        group_size: int | None) -> tuple[int, bytes]:
+    """(group size, levels: zeros for 8 bits). What the user leaves open is chosen so that most of a
+    GGUF file can be copied."""
+    kind, most = (dtypes.most_common(1) or [("", 0)])[0]
+    known = kind in GGUF_LEVELS and 2 * most > dtypes.total()
+    bits = bits or (4 if known else 8)
+    if not group_size:
+        small = bits == 4 or "Q8_0" in dtypes or any(width % 64 for width in widths)
+        group_size = 32 if small else 64
+    copies = known and group_size <= BLOCK_SIZES[kind][0]
+    levels = GGUF_LEVELS[kind] if copies else LEVELS.tobytes()
+    return group_size, levels if bits == 4 else bytes(16)
+
+
 def encode(tensor: Tensor, bits: int, h: Header) -> tuple[np.ndarray, np.ndarray]:
     """(values, scales) of a tensor, copied or quantized, as Output says; no scales with 32 bits."""
     copied = is_copied(tensor, bits, h)
@@ -1868,7 +1876,7 @@ def check(options: argparse.Namespace) -> None:
             refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...`")
     source = read_source(find_source(name), options.chat_template)
     eight, four = (Path(source.name + suffix) for suffix in SUFFIXES.values())
-    out = out or (four if four.exists() and not eight.exists() else eight)
+    Notices.subject = out = out or (four if four.exists() and not eight.exists() else eight)
     if not out.exists():
         refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
     if (part := Path(f"{out}.part")).exists() and not Path(f"{out}.tokenizer.part").exists():
