@@ -134,6 +134,12 @@ def wait_for_call(pid, name):
         wait_until(lambda: current() in numbers)
 
 
+def cpu_seconds(pid):
+    """What a program of one thread has had of the CPU, whoever else has it; or, where that can't be seen, the time."""
+    used = Path(f"/proc/{pid}/schedstat")
+    return int(used.read_text().split()[0]) / 1e9 if used.exists() else time.monotonic()
+
+
 def settle(child):
     """Until a spawned program has taken what was typed and waits for more: what is typed from now on
     does not arrive together with it, however slow the machine is."""

@@ -8,14 +8,12 @@ import random
 import re
 import struct
 import sys
-import time
-from pathlib import Path
 
 import jinja2.ext
 import jinja2.sandbox
 import pexpect
 import pytest
-from conftest import (CHATML, QUOTED_QWEN3, STATS, change_sections, copy_model, finish, leave,
+from conftest import (CHATML, QUOTED_QWEN3, STATS, change_sections, copy_model, cpu_seconds, finish, leave,
                       output, prompts, qwen3, records, settle, spawn, spawn_shell, tokenize)
 from test_templates import CHATS
 
@@ -524,12 +522,11 @@ def test_forgetting_takes_no_time(chain, tmp_path, start):
     turns = (size - 1024) // turn + 3
     with open(tmp_path / "stderr", "wb") as errors:
         child = start(model, "-m", "chat", "-t", 0, "-c", 0, "-j", 1, stderr=errors)
-    used = Path(f"/proc/{child.pid}/schedstat")         # nanoseconds of the CPU, whoever else has it
     times, before, answers = [], 0, open(child.stdout.fileno(), "rb", closefd=False)
     for i in range(turns):
         child.stdin.write(b"x\n")
         assert answers.readline() == b"\n"
-        now = int(used.read_text().split()[0]) / 1e9 if used.exists() else time.monotonic()
+        now = cpu_seconds(child.pid)
         times.append(now - before)
         before = now
     child.stdin.close()
