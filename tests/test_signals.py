@@ -15,7 +15,7 @@ from pathlib import Path
 import pexpect
 import pytest
 from conftest import (LINUX, ROOT, change_sections, copy_model, cpu_seconds, end, environment, finish, leave, make_checkpoint,
-                      prompts, settle, spawn, wait_for_call, wait_until, waiting)
+                      prompts, settle, show_progress, spawn, wait_for_call, wait_until, waiting)
 
 BOTH = pytest.mark.parametrize("mode", ["generate", "chat"])
 
@@ -379,20 +379,12 @@ def slow(random_model, tmp_path_factory):
     return random_model(n_layers=6, n_heads=8, max_len=2 * LONG), prompt
 
 
-def show_progress(child):
-    """Held up again and again, until a prompt has taken the two seconds after which this is shown."""
-    while child.expect([r" left\x1b\[K", pexpect.TIMEOUT], timeout=0.1):
-        child.kill(signal.SIGSTOP)
-        time.sleep(1)
-        child.kill(signal.SIGCONT)
-
-
 @pytest.mark.parametrize("mode", ["generate", pytest.param("perplexity", marks=pytest.mark.slow)])
 def test_interrupt_of_the_progress(slow, mode):
     """It is erased; the statistics count the tokens that were computed."""
     model, prompt = slow
     child = spawn(model, "-m", mode, "-f", prompt, "-c", 0, "-b", 1, "-j", 1, "-n", 3)
-    show_progress(child)
+    assert show_progress(child)
     child.kill(signal.SIGINT)
     assert finish(child) == 130
     shown = re.fullmatch(rb"(\r[^\r\n]* left\x1b\[K)*\r\x1b\[K(\r\nprompt (\d+) tokens .*\r\n)?",
