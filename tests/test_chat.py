@@ -265,14 +265,6 @@ def test_file_without_a_chat_format(chain, tiny, tmp_path):
 
 # -- at a terminal (pexpect: stdin, stdout and stderr are all the terminal, unless redirected)
 
-def test_terminal_chat(talk):
-    child, say = talk("-t", 0)
-    assert b"Paris" in say("What is the capital of France?")
-    say("My name is Anna.")
-    assert b"Your name is Anna" in say("What is my name?")
-    leave(child)
-
-
 def test_only_answers_on_stdout(tiny, tmp_path):
     """With stdout in a file, sign, notices and statistics are still seen."""
     child = spawn_shell(f"{QUOTED_QWEN3} {tiny} -t 0 > {tmp_path / 'out'}")

@@ -191,11 +191,12 @@ TEXTS = [b"hello", b"hello\n", b"hello\r\n", b"\n", b" \t hello  \n\n", b"a\0b",
 
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
 def test_file_and_pipe_are_taken_exactly(small, tokenizer, tmp_path, text):
+    """Also a pipe that has a name, as a process substitution has."""
     (tmp_path / "text").write_bytes(text)
     ids, run = tokenize(small, text), (small, "-m", "tokenize")
     line = " ".join(map(str, ids)).encode() + b"\n"
     both = output(*run, "-f", "-", stdin=b"question\n\n" + text)
-    for file in (tmp_path / "text", "-"):
+    for file in (tmp_path / "text", "-", "/dev/stdin"):
         assert output(*run, "-f", file, stdin=text) == line
         for args in (("-i", "question", "-f", file), ("-f", file, "-i", "question")):
             assert output(*run, *args, stdin=text) == both
