@@ -320,7 +320,7 @@ def open_file(path: Path) -> BinaryIO:
     begin = file.peek(max(map(len, SUBSTITUTES))).lower()
     for substitute, what in SUBSTITUTES.items():
         if begin.startswith(substitute):
-            refuse(path, "not downloaded", "the file itself (`git lfs pull` fetches it)", what)
+            refuse(path, "not downloaded", "its contents (`git lfs pull` or a download link)", what)
     return file
 
 

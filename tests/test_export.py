@@ -194,7 +194,7 @@ def test_target_that_cannot_be_written(checkpoint, run, tmp_path, out, pattern):
     ("lora", r"a LoRA adapter, no model, expected it merged .*merge_and_unload\(\), then save_pretrained\(\), found adapter_c"),
     ("my run", "not a checkpoint, expected `export.py 'my run/checkpoint-1000'`, its newest one, found checkpoint-1000, "),
     *[(f"a b/{name}", "a part of SOURCE, expected `export.py 'a b'`") for name in ("config.json", "vocab.json")],
-    ("page.gguf", "not downloaded, expected the file itself .*, found a web page$"),
+    ("page.gguf", "not downloaded, expected its contents .* a download link.*, found a web page$"),
     # What to type instead of other programs' names
     ("model.safetensors", "a part of SOURCE, expected `export.py .`"),
     ("a b/model.safetensors", "a part of SOURCE, expected `export.py 'a b'`"),
