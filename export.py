@@ -396,7 +396,7 @@ class Source(NamedTuple):
     embedding: bool  # an embedding model: it makes one vector of a text
     open_tensors: Callable[[], dict[str, Tensor]]  # by name without "model."; may download them
     downloads: Callable[[], list[Room]] = list  # the space that open_tensors() needs
-    dtypes: Counter[str] = Counter()  # a GGUF's -> how many of the layers' weights have it
+    dtypes: Counter[str] = Counter()  # of a GGUF file: how many of its layers' weights have each
     origin: str = ""  # the GGUF file or the place on the hub; of a folder its name says it
 
     def file(self, name: str) -> Path:
@@ -1042,35 +1042,35 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     if "num_experts" in family.numbers:  # intermediate_size is nobody's
         hidden_key, defaults["intermediate_size"] = "moe_intermediate_size", 1
     foreign = {key for row in FAMILIES for key in row.numbers} - {*family.numbers}
-    n = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
+    fields = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
          if field and key not in foreign}
-    if heads % n["n_kv_heads"]:
-        refuse(where, "num_key_value_heads", f"a divisor of {heads}", n["n_kv_heads"])
-    if n["head_dim"] % 2:
-        refuse(where, "head_dim", "an even number", n["head_dim"])
-    n["max_seq_len"], n["rope_theta"], n["rope_factor"], frequencies = read_rope(
-        where, config, n["head_dim"], yarn)
-    for field, base in ("rope_theta", 1e6), ("rms_norm_eps", 1e-6):
-        if np.float32(n[field]) == np.float32(base):
-            n[field] = 0
-    widths = {"hidden_size": n["dim"], hidden_key: n["hidden_dim"],
-              "num_attention_heads * head_dim": heads * n["head_dim"]}
+    if heads % fields["n_kv_heads"]:
+        refuse(where, "num_key_value_heads", f"a divisor of {heads}", fields["n_kv_heads"])
+    if fields["head_dim"] % 2:
+        refuse(where, "head_dim", "an even number", fields["head_dim"])
+    fields["max_seq_len"], fields["rope_theta"], fields["rope_factor"], frequencies = read_rope(
+        where, config, fields["head_dim"], yarn)
+    for name, usual in ("rope_theta", 1e6), ("rms_norm_eps", 1e-6):
+        if np.float32(fields[name]) == np.float32(usual):
+            fields[name] = 0
+    widths = {"hidden_size": fields["dim"], hidden_key: fields["hidden_dim"],
+              "num_attention_heads * head_dim": heads * fields["head_dim"]}
     group_size, levels = choose_quantization(source.dtypes, widths.values(), bits, group_size)
     for key, width in widths.items():
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
-    if "n_experts" in n:
-        if not 1 <= n["n_experts_used"] <= n["n_experts"]:
-            refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {n['n_experts']}",
-                   n["n_experts_used"])
+    if "n_experts" in fields:
+        if not 1 <= fields["n_experts_used"] <= fields["n_experts"]:
+            refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {fields['n_experts']}",
+                   fields["n_experts_used"])
         topk_norm = config.get("norm_topk_prob", False)
         require(where, "norm_topk_prob", repr(topk_norm), *BOOLEANS)
-        n["no_topk_norm"] = not topk_norm
-    if (matrices := n["n_layers"] * n.get("n_experts", 1)) > MOST_TENSORS:
+        fields["no_topk_norm"] = not topk_norm
+    if (matrices := fields["n_layers"] * fields.get("n_experts", 1)) > MOST_TENSORS:
         refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
     tied = config.get("tie_word_embeddings", False) is True
     header = Header(
-        **family.header, **n, magic=0x616A6331, version=1, group_size=group_size,
+        **family.header, **fields, magic=0x616A6331, version=1, group_size=group_size,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
         rope_scaling=2 if frequencies else 0, layer_bits=4 if any(levels) else 0, levels=levels,
         eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else 0)
