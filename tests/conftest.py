@@ -525,6 +525,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """As much of the hub as a download asks for: the folders org/NAME of a folder, org/NAME@REVISION of a revision."""
     protocol_version = "HTTP/1.1"
     folder: Path
+    newest: str                                             # commit
     asked: list
 
     def do_HEAD(self):
@@ -535,7 +536,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.asked.append(path)
         model, _, file = re.sub("^/(api/models/)?|/resolve/[^/]+(?=/)|/(revision|tree)/.*", "", path,
                                 ).partition("/")[2].partition("/")
-        model, sha = self.folder / "org" / model, "1" * 40
+        model, sha = self.folder / "org" / model, self.newest
         asked = re.search("/(?:revision|tree|resolve)/([^/]+)", path)
         for other in self.folder.glob(f"org/{model.name}@*"):
             revision = other.name.partition("@")[2]
@@ -572,25 +573,33 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def hub(tmp_path):
-    """hub(arguments) is export.py with a hub that has tmp_path/hub; hub.env is its environment."""
-    handler = type("Served", (Hub,), {"folder": tmp_path / "hub", "asked": []})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+@pytest.fixture(scope="session")
+def hub_server(tmp_path_factory):
+    """A hub, and its environment, which huggingface_hub sees when this process imports it."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1",
+    env = {"HF_HOME": str(tmp_path_factory.mktemp("cache")), "HF_HUB_DISABLE_TELEMETRY": "1",
            "HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300",
            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    os.environ.update(env)
+    yield env
+    server.shutdown()
+    server.server_close()
 
-    def call(*args, **changes):
-        done = export_process(*args, cwd=tmp_path, env=env | changes)
+
+@pytest.fixture
+def hub(hub_server, run, tmp_path):
+    """hub(arguments) is run(arguments) with a hub that has tmp_path/hub, and an empty cache;
+    hub.process(arguments, changes of the environment) runs export.py in a process of its own."""
+    Hub.folder, Hub.asked = tmp_path / "hub", []
+    Hub.newest = hashlib.sha1(bytes(tmp_path)).hexdigest()  # the package remembers a commit's files
+    shutil.rmtree(hub_server["HF_HOME"], ignore_errors=True)
+
+    def process(*args, **changes):
+        done = export_process(*args, cwd=tmp_path, env=hub_server | changes)
         return done.returncode, done.stderr.splitlines()
-
-    def stop():
-        server.shutdown()
-        server.server_close()
-    call.asked = lambda: {path.partition("/resolve/")[2].partition("/")[2]
-                          for path in handler.asked if "/resolve/" in path}
-    call.stop, call.url = stop, env["HF_ENDPOINT"]
-    yield call
-    stop()
+    run.asked = lambda: {path.partition("/resolve/")[2].partition("/")[2]
+                         for path in Hub.asked if "/resolve/" in path}
+    run.process, run.env, run.url = process, hub_server, hub_server["HF_ENDPOINT"]
+    run.cache = Path(hub_server["HF_HOME"], "hub")
+    return run
