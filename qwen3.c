@@ -1811,12 +1811,21 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
 }
 
 // The slot of the hash table that holds the token with these bytes, or is free for it: an added and
-// an ordinary one may have the same bytes. FNV-1a with a secret factor; the slot comes from both
-// halves of a last product (as in wyhash).
+// an ordinary one may have the same bytes. The hash takes words of 8 bytes, as wyhash does, with a
+// secret factor; the last word is two reads that may overlap, or the 3 bytes that there are.
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
-    uint64_t hash = tok->tables->secret;
-    for (size_t i = 0; i < text.n; i++) hash = (hash ^ text.p[i]) * tok->tables->secret;
-    __uint128_t folded = (__uint128_t)hash * tok->tables->secret;
+    const uint64_t secret = tok->tables->secret;
+    uint64_t hash = secret ^ text.n, word;
+    Bytes rest = text;
+    for (; rest.n > 8; rest = bytes_from(rest, 8)) {
+        memcpy(&word, rest.p, 8);
+        hash = (hash ^ word) * secret;
+        hash ^= hash >> 32;
+    }
+    const uint8_t *p = rest.p, *end = p + rest.n;
+    if (rest.n >= 4) word = (uint32_t)load_i32(p) | (uint64_t)(uint32_t)load_i32(end - 4) << 32;
+    else word = rest.n ? p[0] | p[rest.n / 2] << 8 | end[-1] << 16 : 0;
+    __uint128_t folded = (__uint128_t)((hash ^ word) * secret) * secret;
     uint32_t slot = (uint32_t)(folded ^ folded >> 64) & tok->tables->mask;
     for (; tok->tables->table[slot]; slot = (slot + 1) & tok->tables->mask) {
         const uint32_t id = tok->tables->table[slot] - 1;
