@@ -152,7 +152,7 @@ OTHERS = {  # other programs' options, and what is here
     *[(f"{word} qwen3", [f"{word}: ", "no commands", "qwen3 MODEL", "export.py"])
       for word in ("pull", "run", "chat", "list")], ("serve", ["serve: ", "no commands"]),
     ("M -t 0,7", ['"0,7"', "point"]), ("M -p 0,9", ['"0,9"', "point"]),
-    ("M -r on", ["0 (off), 1 (on) or N", '"on"']),
+    ("M -r on", ["0 (off), 1 (on) or N", '"on"']), ("M -m %s%n%d", ["%s%n%d"]),
     *[(command, [word, "typographic", "expected - or \""]) for word, command in (
         ("\u2013i", "M \u2013i Hi"), ("\u2013i", "\u2013i Hi M"), ("\u2014n", "M \u2014n 3"),
         ("\u2212n", "M -i x \u2212n 3"), ("\u201cWhat", "M -i \u201cWhat is"),
@@ -169,7 +169,7 @@ def test_mistakes(command, words):
     (".", "export.py ."), ("../", "export.py ../"), ("model-1-of-2.safetensors", "export.py ."),
     ("{}/model-1-of-2.safetensors", "export.py {}\n"),
     *[(name, f"export.py {name}") for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-GGUF:Q4_0")],
-    ("none/M.bin.tokenizer", "none/M.bin.tokenizer: belongs to a model, expected none/M.bin\n"),
+    ("%s%n%d.bin", "%s%n%d.bin: No such file"), ("none/M.bin.tokenizer", "none/M.bin.tokenizer: belongs to a model, expected none/M.bin\n"),
     *[(path, f"{path}: no model, expected {path}.bin\n") for path in ("Qwen3-0.6B", "folder")],
     *[(path, None) for path in ("none.bin", "Qwen/none.bin", "./a/b", "a/b/c", "/Qwen/x")]])
 def test_likely_first_models(tmp_path, monkeypatch, path, words):
@@ -186,7 +186,7 @@ def test_likely_first_models(tmp_path, monkeypatch, path, words):
 # -- where the prompt comes from (tokenize shows it exactly)
 
 TEXTS = [b"hello", b"hello\n", b"hello\r\n", b"\n", b" \t hello  \n\n", b"a\0b", b"\0", b"",
-         b"caf\xc3\xa9", b"\xff", b"\xfe\xfd", b"a\xff\xfe", b" \xef\xbb\xbf", b"\xef\xbb"]
+         b"caf\xc3\xa9", b"\xff", b"\xfe\xfd", b"a\xff\xfe", b" \xef\xbb\xbf", b"\xef\xbb", b"%s%n%d%100000000d"]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
@@ -564,7 +564,7 @@ def test_base_model_continues_texts(base):
      b"b<tool_call>c<think>d</think><|fim_pad|>e"),     # special tokens are not printed, others are
     *[((*spell(data), END), data) for data in (         # characters whose bytes are tokens come out whole
         b"\xc3\xa9", b"\xf0\x9f\x99\x82", b"\xf0\x9f\x99", b"\xc3", b"\xff", b"\xe2\x82Z", b"\x80\xc3\xa9",
-        b"\xf0\x9f\xc3\xa9", b"\xed\xa0\x80", b"\0")]], ids=ascii)
+        b"\xf0\x9f\xc3\xa9", b"\xed\xa0\x80", b"\0", b"%n")]], ids=ascii)
 def test_what_is_written(chain, tokens, text):
     result = qwen3(chain("a", *tokens, *["<|im_start|>"] * (tokens[-1] != END)), "-m", "generate", "-i", "a", "-t", 0, "-q")
     assert result.stdout == text and result.returncode == 0
@@ -641,21 +641,3 @@ def test_full_disk_is_an_error(small):
                                     env=environment(), timeout=300)
         assert result.returncode == 1, args
         assert result.stderr.startswith(b"qwen3: ") and result.stderr.count(b"\n") == 1
-
-
-def test_text_comes_as_it_is_made(chain, start):
-    """The first bytes are there long before the last."""
-    model = chain("i", "a", "i", max_len=100_000)
-    child = start(model, "-m", "generate", "-i", "hi", "-c", "0", "-t", "0", "-n", "-1")
-    assert child.stdout.read(1) == b"a" and child.poll() is None
-
-
-# -- format strings
-
-def test_texts_are_never_formats(small, tokenizer):
-    text = "%s%n%d%100000000d"
-    assert tokenize(small, text.encode()) == tokenizer.encode(text).ids
-    result = qwen3(small, "-i", text, "-y", text, "-n", 2, "-v")
-    assert result.returncode == 0
-    assert_error(qwen3("%s%n%d.bin", "-i", "x"), 1, "%s%n%d.bin")
-    assert_error(qwen3("m.bin", "-m", "%s%n%d"), 2, "%s%n%d")

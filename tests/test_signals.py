@@ -393,8 +393,8 @@ def test_interrupt_of_the_progress(slow, mode):
 
 
 def test_message_stopped_before_its_answer(slow, talk):
-    """It is taken back, and no turn is forgotten for it: the next prompt is that of the turns before and the next
-    message. The batches that ran are kept, for the case that it is sent again, and the statistics say so."""
+    """It is taken back, and no turn is forgotten for it: the next prompt has the turns before and the next message
+    alone. The batches that ran are kept, for the case that it is sent again, and the statistics say so."""
     model, prompt = slow
     child, say = talk("-c", LONG + 100, "-b", 1, "-j", 1, "-n", 1, "-m", "chat", model=model)
 
@@ -414,7 +414,7 @@ def test_message_stopped_before_its_answer(slow, talk):
         before = ran
         child.expect("the message is taken back")
         child.expect("\n> ")
-    assert tokens(say("x")) == 2 * turns[-1] - turns[-2]
+    assert turns[-1] < tokens(say("x")) < turns[-1] + 100
 
 
 # -- export.py
