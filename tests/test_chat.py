@@ -13,8 +13,8 @@ import jinja2.ext
 import jinja2.sandbox
 import pexpect
 import pytest
-from conftest import (CHATML, QUOTED_QWEN3, STATS, change_sections, copy_model, cpu_seconds, finish, leave,
-                      output, prompts, qwen3, records, settle, spawn, spawn_shell, tokenize)
+from conftest import (CHATML, QUOTED_QWEN3, STATS, change_sections, copy_model, cpu_seconds, finish,
+                      leave, output, prompts, qwen3, records, settle, spawn, spawn_shell, tokenize)
 from test_templates import CHATS
 
 END = "<|im_end|>"
@@ -101,7 +101,7 @@ def test_the_conversation_is_reused_up_to_the_last_answer(chain):
 
 
 def test_newlines(chain):
-    """One ends each answer, but of -m generate only on a terminal; a script's lines may end as on Windows."""
+    """One ends an answer, but of -m generate only on a terminal; a script may be of Windows."""
     model = chain("Ċ", "a", END)
     raw = (model, "-m", "generate", "-i", "\n", "-t", 0, "-q")
     child = spawn(*raw)
@@ -111,11 +111,9 @@ def test_newlines(chain):
     assert unix.stdout == windows.stdout == b"a\n" * 3 and prompts(unix) == prompts(windows)
 
 
-ENDINGS = [(("-c", 40), "a full context of 40 tokens; -c allows up to 512"), (("-n", 3), "-n after 3 tokens"),
-           (("-c", 0, "-n", -1), "a full context of 512 tokens")]
-
-
-@pytest.mark.parametrize("options, ending", ENDINGS)
+@pytest.mark.parametrize("options, ending", [
+    (("-c", 40), "a full context of 40 tokens; -c allows up to 512"),
+    (("-n", 3), "-n after 3 tokens"), (("-c", 0, "-n", -1), "a full context of 512 tokens")])
 def test_how_an_answer_ended(chain, options, ending):
     """By -n or by a full context: a notice, in a conversation one for each answer. By itself: none."""
     endless, thinks = chain("Ċ", "a", "b", "a"), chain("Ċ", "<think>", "a", "b", "a")
@@ -182,25 +180,26 @@ def test_thinking_that_repeats_itself_ends(chain):
 
 
 def test_half_of_the_turns_goes_and_again(chain):
-    """The older half, and once more if the rest still does not leave an eighth of the context, or 1,024 tokens. The
-    notice says how many of all go, and that more fit into a larger one, if there is one."""
+    """The older half, and once more if the rest still does not leave an eighth of the context, or
+    1,024 tokens. The notice says how many of all go, and that more fit into a larger context."""
     def forgotten(*lengths, context=200, most=512, options=()):
         """(how many turns are forgotten, of so many messages; the prompts)."""
         lines = b"".join(b"7" * length + b"\n" for length in lengths)
         result = chat(chain("Ċ", "a", END, max_len=most), lines, "-c", context, *options)
         more = "; -c keeps more" if most > context else ""
         return [int(n) for n in re.findall(
-            rf"context: full \({context} tokens\), forgotten turns: (\d+) of {len(lengths)}{more}\n",
+            rf"full \({context} tokens\), forgotten turns: (\d+) of {len(lengths)}{more}\n",
             result.stderr.decode())], prompts(result)
 
     first, second = map(len, forgotten(1, 1)[1])
     turn = second - first
-    fits = (175 - first) // turn + 1                    # turns that leave an eighth, the last one included
+    fits = (175 - first) // turn + 1                    # turns that leave an eighth, the last too
     left = fits - fits // 2                             # turns after half of them are gone
     left -= left // 2
     for lengths, gone, options in (
             ([1] * fits, [], {}), ([1] * (fits + 1), [(fits + 1) // 2], {}),
-            ([1] * (fits + 1), [(fits + 1) // 2], {"most": 200}), ([1] * (fits + 1), [], {"options": ("-n", 1)}),
+            ([1] * (fits + 1), [(fits + 1) // 2], {"most": 200}),
+            ([1] * (fits + 1), [], {"options": ("-n", 1)}),
             ([1, 20_000 - 1024 - second + 1], [], {"context": 20_000, "most": 20_000}),
             ([1, 20_000 - 1024 - second + 2], [1], {"context": 20_000, "most": 20_000})):
         assert forgotten(*lengths, **options)[0] == gone, (lengths, options)
@@ -221,7 +220,8 @@ def test_an_answer_that_is_cut_says_what_to_do(chain, talk):
 
 
 def test_oldest_turns_go_when_the_context_is_full(chain, tokenizer):
-    result = chat(chain("Ċ", "a", END), b"".join(b"number %d\n" % i for i in range(20)), "-c", 120, "-y", "SYS")
+    lines = b"".join(b"number %d\n" % i for i in range(20))
+    result = chat(chain("Ċ", "a", END), lines, "-c", 120, "-y", "SYS")
     assert result.stdout == b"a\n" * 20
     turns = []                                          # of each prompt
     for i, ids in enumerate(prompts(result)):
@@ -235,7 +235,8 @@ def test_oldest_turns_go_when_the_context_is_full(chain, tokenizer):
 
 
 def test_script_with_a_line_that_can_never_fit(chain):
-    result = qwen3(chain("Ċ", "a", END), "-m", "chat", "-t", 0, "-q", "-c", 64, stdin=b"one\n" + b"7" * 90 + b"\n")
+    result = qwen3(chain("Ċ", "a", END), "-m", "chat", "-t", 0, "-q", "-c", 64,
+                   stdin=b"one\n" + b"7" * 90 + b"\n")
     assert result.returncode == 1 and result.stdout == b"a\n"
     assert re.fullmatch(rb"qwen3: .*at most 64 tokens \(-c, .*\n", result.stderr)
 
@@ -392,8 +393,8 @@ def test_retry_of_a_greedy_answer(talk):
 
 
 def test_what_lines_send(talk, alone, tmp_path, monkeypatch):
-    """/file: TEXT, an empty line and the file's text without its last newline; or the file alone. Lines that only
-    look like commands are messages."""
+    """/file: TEXT, an empty line and the file's text without its last newline; or the file alone.
+    Lines that only look like commands are messages."""
     monkeypatch.setenv("HOME", str(tmp_path))
     plain, spaced = tmp_path / "plain", tmp_path / "with space"
     plain.write_bytes(b"My name\nis Anna.\n")
@@ -406,27 +407,29 @@ def test_what_lines_send(talk, alone, tmp_path, monkeypatch):
             (f'/file "{spaced}" what', "what\n\nis Anna."), (f'/file "{spaced}""x"', '"x"\n\nis Anna.'),
             (f"/file '{spaced}' what", "what\n\nis Anna."), ("/file ~/plain", "My name\nis Anna."),
             *[(line, line) for line in (
-                "/think", "/no_think", "/", "//x", "/usr/bin", "/x1", "exit now", "Quit", "/think about it",
-                "/no_think x", "/usr/bin is", " /set x", " /help me", "/bye!", " /help", '"exit"', "'/file' x", " x")]]:
+                "/think", "/no_think", "/", "//x", "/usr/bin", "/x1", "exit now", "Quit",
+                "/think about it", "/no_think x", "/usr/bin is", " /set x", " /help me", "/bye!",
+                " /help", '"exit"', "'/file' x", " x")]]:
         assert prompts(say(line)) == alone(message), line
         assert say("/clear") == b""
 
 
 def test_what_is_not_sent(talk, tiny, tmp_path):
-    """Words that are no commands, a slash and letters alone, with or without words behind them; a text after a
-    command that takes none; what an arrow key types, in any line; blanks; a file that can't be sent; a line that
-    the terminal cut, or that is too long. One notice, and the conversation is as it was."""
+    """Words that are no commands, a slash and letters alone, with or without words behind them; a
+    text after a command that takes none; what an arrow key types, in any line; blanks; a file that
+    can't be sent; a line that the terminal cut (on macOS at 1,024 bytes), or that is too long. One
+    notice, and the conversation is as it was."""
     (tmp_path / "empty").write_bytes(b"")
     child, say = talk("-t", 0, "-v", "-n", 1, "-c", 128)
     first = prompts(say("My name is Anna."))
     escapes = "input: escape characters, nothing was sent; rlwrap makes arrow keys work"
     blanks = "input: only white space, nothing was sent; /help shows the commands"
-    missing = "/file: missing, expected /file PATH TEXT"
+    missing, long = "/file: missing, expected /file PATH TEXT", "prompt: too long"
     cut = "input: the terminal cut a line at 4095 bytes; nothing was sent; /file PATH sends it"
     for line, error in (
             *[(line, f"{line.split()[0]}: no such command, /help shows them") for line in (
-                "/filex", "/foo", "/Help", "/helf ", "/no", "/thinking", "/set parameter temperature 1", "/save x",
-                "/Help me", "/th y")],
+                "/filex", "/foo", "/Help", "/helf ", "/no", "/thinking", "/set parameter seed 1",
+                "/save x", "/Help me", "/th y")],
             *[(f"/{name}{blank}now", f"/{name} takes no text, nothing was sent")
               for name in ("help", "retry", "clear", "bye", "exit", "quit") for blank in "\t "],
             *[(line, escapes) for line in ("\x1b[A", "What\x1b[D is", "/help\x1b[C")],
@@ -436,11 +439,12 @@ def test_what_is_not_sent(talk, tiny, tmp_path):
             ('/file "/no thing', "/file: /no thing: No such file or directory"),
             (f"/file {tmp_path}", f"/file: {tmp_path}: Is a directory"),
             (f"/file {tmp_path}/empty text", f"/file: {tmp_path}/empty: empty, expected a text"),
-            ("/file - x", "/file: -: not a regular file"), ("/file /dev/zero x", "/file: /dev/zero: not a regular file"),
-            ("word " * 300, "prompt: too long, expected at most 128 tokens (-c, up to 1024), found 913"),
-            *[("x" * 5000, cut)] * (sys.platform != "darwin")):     # where terminals cut lines at 1,024 bytes
+            *[(f"/file {name} x", f"/file: {name}: not a regular file") for name in ("-", "/dev/zero")],
+            ("word " * 300, f"{long}, expected at most 128 tokens (-c, up to 1024), found 913"),
+            *[("x" * 5000, cut)] * (sys.platform != "darwin")):
         shown = say(line)
-        assert shown.endswith(f"qwen3: {error}\r\n".encode()) and shown.count(b"qwen3: ") == 1, (line, shown)
+        assert shown.endswith(f"qwen3: {error}\r\n".encode()), (line, shown)
+        assert shown.count(b"qwen3: ") == 1, (line, shown)
     child.send("a\\\n")
     settle(child)
     assert escapes.encode() in say("b\x1b[A")
@@ -494,7 +498,8 @@ def test_stop_text(chain, tokenizer):
         assert result.stdout.decode() == f"{printed}\n" * 2, stop
         second = tokenizer.decode(prompts(result)[1], skip_special_tokens=False)
         assert f"assistant\n{printed}<|im_end|>\n<|im_start|>user\ntwo" in second
-        assert output(model, "-m", "generate", "-i", "\n", "-t", 0, "-q", "-x", stop).decode() == printed
+        raw = output(model, "-m", "generate", "-i", "\n", "-t", 0, "-x", stop)
+        assert raw.decode() == printed
         assert stop != "nd" or STATS.search(result.stderr)[3] == b"4"
 
 
@@ -508,7 +513,8 @@ def test_stop_text_is_not_sought_in_the_thinking(tiny):
 # -- long conversations
 
 def test_forgetting_takes_no_time(chain, tmp_path, start):
-    """A conversation of one-line turns that fills 16,384 positions: two renderings, as half of it is enough."""
+    """A conversation of one-line turns that fills 16,384 positions: two renderings, as half of it
+    is enough."""
     model, size = chain(default=END, max_len=16384), 16384
     turn = len(prompts(chat(model, b"x\nx\n"))[1]) // 2
     turns = (size - 1024) // turn + 3

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from checkpoints import make_embedding, with_config, with_ends
 from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, change_sections, copy_model, environment, export,
-                      finish, leave, make_checkpoint, output, perplexity, prompts, qwen3, shell, spawn,
-                      spawn_shell, tokenize)
+                      finish, leave, make_checkpoint, output, perplexity, prompts, qwen3, shell,
+                      spawn, spawn_shell, tokenize)
 from reference import Model
 from test_faults import needs_address_space
 from test_templates import CHATS
@@ -126,15 +126,15 @@ OTHERS = {  # other programs' options, and what is here
     "-s": "--seed", "-i": "--prompt", "-j": "--threads", "-c": "--ctx-size --num_ctx",
     "-n": "--n-predict --max-tokens --max_tokens", "-y": "--system -sys", "-e": "--repeat_penalty",
     "-x": "--stop", "-r 1": "--think --enable_thinking", "-r 0": "--no-think", "-v": "--verbose",
-    "-q": "--quiet", "-o 'TEXT|TEXT'": "--grammar --json-schema --format", "-m embed": "--embedding",
-    "nothing: without -i": "--interactive", "nothing": "--stream", "a space: -i x": "-i=x",
-    "a space: -t .7": "-t.7"}
+    "-q": "--quiet", "-o 'TEXT|TEXT'": "--grammar --json-schema --format",
+    "-m embed": "--embedding", "nothing: without -i": "--interactive", "nothing": "--stream",
+    "a space: -i x": "-i=x", "a space: -t .7": "-t.7"}
 
 
 @pytest.mark.parametrize("command, words", [
     *[(command, []) for command in (
-        "", "-i hi", "-i", "'' -i hi", "M -x", "M -e", "M --frobnicate", "M -i", "M -t", "M extra.bin",
-        "M -i hi extra", "M -", "M --help-me", "M -qx", "M -x ''", "M -f ''", "M -q -v",
+        "", "-i hi", "-i", "'' -i hi", "M -x", "M -e", "M --frobnicate", "M -i", "M -t",
+        "M extra.bin", "M -i hi extra", "M -", "M --help-me", "M -qx", "M -x ''", "M -f ''", "M -q -v",
         "M -s -9223372036854775809", "M -l a -L b", "M -l a -f b", "M -L a -f -", "M -l a -v",
         "M -L a -v", "M -l", "M -L", "M -l ''", "M -L ''", "M -w x", "M -w x -i a", "M -l a -w -",
         "M -l a -w ''", "M -l a -w", "M -i a -o yes", "M -i a -o 'yes|'", "M -i a -o 'yes|yes'",
@@ -143,7 +143,7 @@ OTHERS = {  # other programs' options, and what is here
     ("M Why?", ['"M"', 'goes with -i', '-i "Why?"']), ("M -i a b", ["b: ", "in quotes"]),
     ("M -p Why?", ["-p", "prompt goes with -i", '"Why?"']), ("M -p 0", ["above 0 and up to 1"]),
     *[(command, ["-n10", "-n 10"]) for command in ("M -n10", "-n10 M")],
-    *[(command, ["MODEL goes without -m"]) for command in ("-m model.bin -i x", "-m models/M -i x")],
+    *[(f"-m {name} -i x", ["MODEL goes without -m"]) for name in ("model.bin", "models/M")],
     ("M --model 1", ["--model", "MODEL without an option"]),
     ("M.bin N.bin", ["N.bin: a second model", '"M.bin"']), ("M --json", ["--json", "-L FILE"]),
     ("M -ngl 99", ["-ngl: unknown option", "all runs on the CPU"]),
@@ -169,7 +169,8 @@ def test_mistakes(command, words):
     (".", "export.py ."), ("../", "export.py ../"), ("model-1-of-2.safetensors", "export.py ."),
     ("{}/model-1-of-2.safetensors", "export.py {}\n"),
     *[(name, f"export.py {name}") for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-GGUF:Q4_0")],
-    ("%s%n%d.bin", "%s%n%d.bin: No such file"), ("none/M.bin.tokenizer", "none/M.bin.tokenizer: belongs to a model, expected none/M.bin\n"),
+    ("%s%n%d.bin", "%s%n%d.bin: No such file"),
+    ("none/M.bin.tokenizer", "none/M.bin.tokenizer: belongs to a model, expected none/M.bin\n"),
     *[(path, f"{path}: no model, expected {path}.bin\n") for path in ("Qwen3-0.6B", "folder")],
     *[(path, None) for path in ("none.bin", "Qwen/none.bin", "./a/b", "a/b/c", "/Qwen/x")]])
 def test_likely_first_models(tmp_path, monkeypatch, path, words):
@@ -186,7 +187,8 @@ def test_likely_first_models(tmp_path, monkeypatch, path, words):
 # -- where the prompt comes from (tokenize shows it exactly)
 
 TEXTS = [b"hello", b"hello\n", b"hello\r\n", b"\n", b" \t hello  \n\n", b"a\0b", b"\0", b"",
-         b"caf\xc3\xa9", b"\xff", b"\xfe\xfd", b"a\xff\xfe", b" \xef\xbb\xbf", b"\xef\xbb", b"%s%n%d%100000000d"]
+         b"caf\xc3\xa9", b"\xff", b"\xfe\xfd", b"a\xff\xfe", b" \xef\xbb\xbf", b"\xef\xbb",
+         b"%s%n%d%100000000d"]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
@@ -235,18 +237,20 @@ def test_bytes_that_are_not_utf_8(small, tmp_path, mode):
     run, file = (small, "-m", mode, "-n", 2, "-t", 0), tmp_path / "file"
     file.write_bytes(latin)
     for args, stdin, expected in (
-            (("-f", file), b"", f"{file}: line 2"), (("-i", "é", "-f", file), b"", f"{file}: line 2"),
+            *[(args, b"", f"{file}: line 2") for args in (
+                ("-f", file), ("-i", "é", "-f", file), ("-l", file))],
             ((), latin, "stdin: line 2"), (("-i", b"\xe9 or", "-f", file), b"", "-i: line 1"),
-            (("-l", file), b"", f"{file}: line 2"), (("-y", b"\xff", "-i", "a b"), b"", "-y: line 1"),
+            (("-y", b"\xff", "-i", "a b"), b"", "-y: line 1"),
             (("-l", "-"), good[:4] + good[:4] + latin[4:], "stdin: line 3"),
             *[(args, good, None) for args in (("-f", "-"), ("-l", "-"), ("-i", good))]):
         result, quiet = (qwen3(*run, *q, *args, stdin=stdin) for q in ([], ["-q"]))
-        assert result.returncode == 0 and result.stdout == quiet.stdout and b"UTF-8" not in quiet.stderr
+        assert result.returncode == 0 and result.stdout == quiet.stdout
+        assert b"UTF-8" not in quiet.stderr
         assert re.findall("qwen3: (.*UTF-8,.*)\n", result.stderr.decode()) == [
             f"{expected} is not UTF-8, taken as it is; if it is Latin-1 (a guess): "
             "iconv -f LATIN1 -t UTF-8"] * bool(expected)
     long = qwen3(*run, "-f", file, "-c", 2)
-    assert mode in ("tokenize", "perplexity") or long.stderr.count(b"\n") == 1, long   # an error is alone
+    assert mode in ("tokenize", "perplexity") or long.stderr.count(b"\n") == 1   # an error is alone
 
 
 @pytest.mark.parametrize("text", [b"", b"\n", b"\r\n"], ids=ascii)
@@ -272,21 +276,21 @@ def test_a_text_of_no_bytes(small, embedding, tmp_path, text):
     assert empty.returncode == 0 and empty.stdout == empty.stderr == b""
 
 
-TOO_LONG = "prompt: too long, expected at most"
+TOO_LONG = "prompt: too long, expected at most "
+MORE = "512 tokens (-c can't be larger), found {}; split the text, or export.py --yarn\n"
 
 
 @pytest.mark.parametrize("args, words", [
     (("-f", "missing.txt"), "missing.txt: No such file or directory\n"),
-    (("-f", "What is it?"), "-i takes a text"), (("-f", "/"), "/"), (("-i", "a", "-f", "-"), "stdin: empty"),
-    ((), "stdin: empty, expected a prompt; has a command before the pipe failed?"),
+    (("-f", "What is it?"), "-i takes a text"), (("-f", "/"), "/"),
+    (("-i", "a", "-f", "-"), "stdin: empty"), ((), "stdin: empty, expected a prompt; has a command before the pipe failed?"),
     *[(("-m", "perplexity", "-i", text), "expected 2 or more") for text in ("", "a", "<|im_end|>")],
-    *[(("-m", mode, "-i", "7" * 700),
-       f"{TOO_LONG} 512 tokens (-c can't be larger), found {n}; split the text, or export.py --yarn\n")
+    *[(("-m", mode, "-i", "7" * 700), TOO_LONG + MORE.format(n))
       for mode, n in (("chat", 712), ("generate", 700), ("embed", 700))],
-    *[(("-m", mode, "-i", "7" * 90, "-c", 64), f"{TOO_LONG} 64 tokens (-c, up to 512), found {n}\n")
+    *[(("-m", mode, "-i", "7" * 90, "-c", 64), TOO_LONG + f"64 tokens (-c, up to 512), found {n}\n")
       for mode, n in (("chat", 102), ("generate", 90), ("embed", 90))],
-    (("-m", "generate", "-i", "7" * 65, "-c", 64), f"{TOO_LONG} 64 tokens (-c, up to 512), found 65\n"),
-    *[(("-m", mode, "-i", "hello", "-c", 1), f"{TOO_LONG} 1 tokens") for mode in ("chat", "generate")],
+    (("-m", "generate", "-i", "7" * 65, "-c", 64), TOO_LONG + "64 tokens (-c, up to 512), found 65\n"),
+    *[(("-m", mode, "-i", "hello", "-c", 1), TOO_LONG + "1 tokens") for mode in ("chat", "generate")],
     (("-m", "perplexity", "-i", "hello there", "-c", 1), "-c: expected 2 to 512"),
     (("-i", "7", "-c", 513), "-c: expected 1 to 512 (export.py --yarn raises it), found 513\n")])
 def test_prompts_that_can_not_run(small, args, words):
@@ -317,7 +321,8 @@ def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
         result = subprocess.run([QWEN3, small, "-m", mode, "-n", "1", *options], stdin=stdin, timeout=300,
                                 capture_output=True, env=environment())
         assert result.returncode == 0, result
-        return result.stderr.count(b"qwen3: stdin: has data that was not read; -f - would add all of it\n")
+        return result.stderr.count(
+            b"qwen3: stdin: has data that was not read; -f - would add all of it\n")
 
     for options in (("-i", "a b"), ("-f", text), ("-i", "a b", "-f", text)):
         for data in (b"unread", b""):
@@ -329,8 +334,9 @@ def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
             os.close(theirs), os.close(ours)
         assert notices(*options, stdin=subprocess.DEVNULL) == 0
     for options, path, at, expected in (
-            *[(("-i", "a b"), text, at, at == 0) for at in (0, 5, 10)], (("-i", "a b"), empty, 0, False),
-            *[(options, text, 0, False) for options in ((), ("-f", "-"), ("-i", "a b", "-f", "-"))]):
+            *[(("-i", "a b"), text, at, at == 0) for at in (0, 5, 10)],
+            (("-i", "a b"), empty, 0, False), ((), text, 0, False), (("-f", "-"), text, 0, False),
+            (("-i", "a b", "-f", "-"), text, 0, False)):
         with open(path, "rb", buffering=0) as file:
             file.seek(at)
             assert notices(*options, stdin=file) == expected, (options, path, at)
@@ -353,7 +359,8 @@ def test_default_context(random_model):
     large = random_model(max_len=1_000_000, n_layers=20, n_kv_heads=4)
 
     def context(megabytes, options="", model=model, limit="-v"):
-        child = spawn_shell(f"ulimit {limit} {megabytes * 1024}; exec {QUOTED_QWEN3} {model} -j 1 {options}")
+        child = spawn_shell(f"ulimit {limit} {megabytes * 1024};"
+                            f"exec {QUOTED_QWEN3} {model} -j 1 {options}")
         child.expect(r": context (\d+), thinking off, /help shows the commands\r\n> ")
         tokens = int(child.match[1])
         leave(child)
@@ -377,7 +384,7 @@ NOTICES = [  # mode, options, the notice or None
     *[(mode, ("-y", "a"), "-y: no effect, only -m chat has a system prompt") for mode in MODES[1:]],
     *[(mode, ("-r", "1"), "-r: no effect, only -m chat thinks") for mode in MODES[1:]],
     ("chat", ("-r", "1"), "-r: no effect, this model's thinking can't be switched"),
-    ("chat", ("-y", "a b"), """-y: the name of a file, taken as text; its text: -y "$(cat 'a b')\""""),
+    ("chat", ("-y", "a b"), "-y: the name of a file, taken as text; its text: -y \"$(cat 'a b')\""),
     ("chat", ("-i", "a b"), "-i: the name of a file, taken as text; -f reads it"),
     *[("chat", options, None) for options in (("-y", "Be brief."), ("-i", "."), ("-f", "a b"))],
     *[(mode, ("-x", stop), NEWLINE) for mode in MODES[:2] for stop in ("\\n", ". \\n")],   # as a shell gives '\n'
@@ -387,11 +394,12 @@ NOTICES = [  # mode, options, the notice or None
 
 @pytest.mark.parametrize("mode, options, notice", NOTICES)
 def test_options_that_are_noticed(small, tmp_path, monkeypatch, mode, options, notice):
-    """They have no effect, or not the one that was meant: -y FILE and -i FILE are taken as texts."""
+    """They have no effect, or not the one that was meant: -y FILE and -i FILE are texts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b").write_text("A text.")
     prompt = ["-i", "hello there"] * (options[:1] not in (("-i",), ("-f",)))
-    run = (small, "-m", mode, *prompt, *options, *["-n", 1] * (mode in MODES[:2] and "-n" not in options))
+    length = ["-n", 1] * (mode in MODES[:2] and "-n" not in options)
+    run = (small, "-m", mode, *prompt, *options, *length)
     result = qwen3(*run)
     found = re.findall("qwen3: (-[nxyri]: .*)\n", result.stderr.decode())
     assert result.returncode == 0 and found == [notice] * bool(notice), result
@@ -446,16 +454,16 @@ def test_lines_fit_into_80_columns():
 
 # -- control characters
 
-BIDI = [chr(c).encode() for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))]   # turn a text around
+BIDI = [chr(c).encode() for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))]    # directions
 CONTROL = [b"\x1b]0;title\x07", b"\x1b[2J", b"a\rb", b"\xc2\x9b2J", b"\x9b2J", b"\x00", b"\x7f", b"\xc2\x85"]
 UNSHOWN = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 @pytest.mark.parametrize("text", [*CONTROL, *BIDI[::4]], ids=ascii)
 def test_control_characters_on_a_terminal(chain, tmp_path, text):
-    """Each becomes U+FFFD, as do bytes that are not UTF-8, in an answer and in a list's line; into a pipe go the
-    bytes. Newline, CRLF and tab stay."""
-    data = bytes(b for b in dict.fromkeys(text + b"|\r\n\t!") if b != ord("a"))    # a chain has each token once
+    """Each becomes U+FFFD, as do bytes that are not UTF-8, in an answer and in a list's line; into
+    a pipe go the bytes. Newline, CRLF and tab stay. (A chain has each token once.)"""
+    data = bytes(b for b in dict.fromkeys(text + b"|\r\n\t!") if b != ord("a"))
     run = (chain("a", *spell(data), END), "-m", "generate", "-t", 0, "-q")
     (tmp_path / "list").write_text("a\n")
     assert output(*run, "-i", "a") == data
@@ -478,7 +486,8 @@ def test_control_characters_of_thinking_on_stderr(chain, tmp_path):
 
 def test_control_characters_in_messages(small):
     """C1 ones too, and bytes that are not UTF-8, whatever is said."""
-    for name in (b"no\x1b[2Jsuch", b"no\xc2\x9b2J", b"no\x9b2J", b"a\nb", b"x\x7f\xc2\x85", b"".join(BIDI)):
+    for name in (b"no\x1b[2Jsuch", b"no\xc2\x9b2J", b"no\x9b2J", b"a\nb", b"x\x7f\xc2\x85",
+                 b"".join(BIDI)):
         for args in ((name + b".bin", "-i", "x"), ("M", name), (small, "-f", name), ("M", "-m", name)):
             result = qwen3(*args)
             message = result.stderr.decode()
@@ -599,7 +608,8 @@ def test_verbose_shows_what_holds(tiny, tokenizer, tmp_path):
     """The sampling settings, wherever they come from, and the system prompt that only the template knows of."""
     hf = make_checkpoint(tmp_path / "hf", tokenizer, template=CHATS["default system prompt"][0])
     (hf / "generation_config.json").write_text(json.dumps({
-        "temperature": 0.5, "top_p": 0.5, "top_k": 3, "do_sample": True, "repetition_penalty": 1.05}))
+        "temperature": 0.5, "top_p": 0.5, "top_k": 3, "do_sample": True,
+        "repetition_penalty": 1.05}))
     model, sampling = export(hf, tmp_path / "model.bin"), "sampling: -t 0.5 -p 0.5 -k 3 -a 0 -e 1.05"
     for path, args, expected in (
             (tiny, (), ["sampling: -t 0.7 -p 0.8 -k 20 -a 0 -e 1"]),        # Qwen's advice
@@ -609,7 +619,7 @@ def test_verbose_shows_what_holds(tiny, tokenizer, tmp_path):
             *[(tiny, args, []) for args in (                                # nothing is drawn
                 ("-m", "tokenize"), ("-m", "embed"), ("-m", "perplexity"), ("-o", "a|b"))],
             (model, ("-r", 1), [sampling, "system prompt of the chat template: Be good."]),
-            (model, ("-r", 1, "-y", "Be brief."), [sampling]), (model, ("-m", "generate"), [sampling])):
+            *[(model, args, [sampling]) for args in (("-r", 1, "-y", "A."), ("-m", "generate"))]):
         error = qwen3(path, "-i", "x y", "-v", "-n", 1, *args).stderr.decode()
         assert re.findall(r"qwen3: ((?:sampling|system prompt).*)\n", error) == expected, args
     assert not re.search(b"sampling|model: ", qwen3(model, "-i", "x", "-n", 1).stderr)

@@ -67,10 +67,10 @@ def test_permissions(checkpoint, small, tmp_path, permissions, name):
     before = sorted(tmp_path.iterdir())
     os.chmod(tmp_path / name, 0 if name else 0o555)
     if not name or name.startswith("hf"):
-        exported = export_process(tmp_path / "hf", tmp_path / "out.bin", preexec_fn=obey_permissions)
-        refused(exported, name or "out.bin", "denied")
-    ran = subprocess.run([QWEN3, model, "-f", tmp_path / "text", "-n", "1", "-q"], timeout=300, capture_output=True,
-                         env=environment(), preexec_fn=obey_permissions)
+        refused(export_process(tmp_path / "hf", tmp_path / "out.bin", preexec_fn=obey_permissions),
+                name or "out.bin", "denied")
+    ran = subprocess.run([QWEN3, model, "-f", tmp_path / "text", "-n", "1", "-q"], timeout=300,
+                         capture_output=True, env=environment(), preexec_fn=obey_permissions)
     os.chmod(tmp_path, 0o755)
     assert sorted(tmp_path.iterdir()) == before
     if name and not name.startswith("hf"):
@@ -107,9 +107,10 @@ def test_endless_prompt(small, prompt):
 def test_odd_names(checkpoint, tmp_path, small, name):
     if isinstance(name, bytes) and not LINUX:
         pytest.skip("names are UTF-8 here")
-    model = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
+    folder, name = os.fsencode(tmp_path), os.fsencode(name)
+    model = os.path.join(folder, name)
     export(checkpoint, os.fsdecode(model))
-    assert sorted(os.listdir(os.fsencode(tmp_path))) == [os.fsencode(name), os.fsencode(name) + b".tokenizer"]
+    assert sorted(os.listdir(folder)) == [name, name + b".tokenizer"]
     run = ("-m", "tokenize", "-q", "-f", model + b".tokenizer")
     assert output(model, *run) == output(small, *run)
     os.unlink(model + b".tokenizer")
@@ -125,8 +126,9 @@ TEXT = "word " * 26_000                                 # Linux takes 128 KB eac
 
 
 @pytest.mark.parametrize("args, status, words", [
-    ((TEXT,), 2, "MODEL: too long"), (("M", "-" + TEXT), 2, "-h lists"), (("M", "-n", TEXT), 2, "-n: bad value"),
-    (("M", TEXT), 2, "prompt goes with -i"), (("M", "-f", TEXT), 2, "-f: bad value, expected a file's name"),
+    ((TEXT,), 2, "MODEL: too long"), (("M", "-" + TEXT), 2, "-h lists"),
+    (("M", "-n", TEXT), 2, "-n: bad value"), (("M", TEXT), 2, "prompt goes with -i"),
+    (("M", "-f", TEXT), 2, "-f: bad value, expected a file's name"),
     ((None, "-i", TEXT), 1, "too long"), ((None, "-y", TEXT, "-i", "x"), 1, "too long"),
     ((None, "-l", "a/" * 2000), 1, "a/: ")], ids=range(8))
 def test_very_long_arguments(small, args, status, words):
@@ -137,18 +139,20 @@ def test_very_long_arguments(small, args, status, words):
 
 # -- descriptors
 
-@pytest.mark.parametrize("close", [">&-", "2>&-", "<&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("close", [
+    ">&-", "2>&-", "<&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("mode", ["tokenize", "perplexity", "generate", "chat", "list"])
 def test_closed_from_the_start(small, tmp_path, mode, close):
-    """No file that is opened becomes stdout: the model stays as it is, and FILE of -w gets a list's lines alone."""
+    """No file that is opened becomes stdout: the model stays as it is, and FILE of -w gets a list's
+    lines alone, of which an empty one is an error."""
     copy_model(small, tmp_path)
     (tmp_path / "text").write_bytes(b"hello\n\nthere\n")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     run = f"{QUOTED_QWEN3} {tmp_path}/model.bin -n 3 -t 0"
     if mode == "list":
-        usual = shell(f"exec {run} -l {tmp_path}/text")
-        assert shell(f"exec {run} -l {tmp_path}/text -w {tmp_path}/out {close}").returncode == 1    # an empty line
-        before[tmp_path / "out"] = usual.stdout
+        run += f" -l {tmp_path}/text"
+        assert shell(f"exec {run} -w {tmp_path}/out {close}").returncode == 1
+        before[tmp_path / "out"] = shell(f"exec {run}").stdout
     else:
         result = shell(f"exec {run} -m {mode} -f {tmp_path}/text {close}")
         assert result.returncode == (">&-" in close.split()), result

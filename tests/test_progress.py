@@ -20,11 +20,12 @@ def slow(random_model):
 
 
 def run(model, *args, tokens=TOKENS, batch=4, context=0, times=1000, to=""):
-    """(exit status, stdout, what the terminal shows): stderr, if it does not go `to` stdout. Held up so many times at
-    the most; if this process was too slow for the progress to be seen, once more."""
+    """(exit status, stdout, what the terminal shows): stderr, if it does not go `to` stdout. Held up
+    so many times at the most; if this process was too slow to see the progress, once more."""
     prompt, out = model.with_name("prompt.txt"), model.with_name("out")
     prompt.write_bytes(b"7" * tokens)                     # a token each
-    command = shlex.join(map(str, [QWEN3, model, "-f", prompt, "-c", context, "-j", 1, "-b", batch, "-n", 3, *args]))
+    command = shlex.join(map(str, [QWEN3, model, "-f", prompt, "-c", context, "-j", 1, "-b", batch,
+                                   "-n", 3, *args]))
     for _ in range(5):
         child = spawn_shell(f"exec {command} > {out} {to}")
         shown = show_progress(child, times=times)
@@ -161,7 +162,7 @@ def test_the_line_that_others_wait_for(geometric, tmp_path):
     path.write_bytes(b"x\n" * 3 + b"a\n" + b"x\n" * 500)
     while seconds < 3.4 and n < 99_000:
         shown, seconds = list_shown(geometric, path, "-n", n, "-t", 0)
-        n = min(int(n * max(1.2, math.sqrt(4 / seconds))), 99_000)      # attention: nearly as its square
+        n = min(int(n * max(1.2, math.sqrt(4 / seconds))), 99_000)  # nearly as its square
     late = [(at, what, left) for at, _, what, left in shown if what.startswith(b"line")]
     assert late and all(re.fullmatch(rb"line 4: \d{4,} tokens", what) for _, what, _ in late), shown
     assert all(left >= 1 for at, _, left in late if seconds - at > 1.5), (late, seconds)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pexpect
 import pytest
-from conftest import (LINUX, ROOT, change_sections, copy_model, cpu_seconds, end, environment, finish, leave, make_checkpoint,
-                      prompts, settle, show_progress, spawn, wait_for_call, wait_until, waiting)
+from conftest import (LINUX, ROOT, change_sections, copy_model, cpu_seconds, end, environment, finish,
+                      leave, make_checkpoint, prompts, settle, show_progress, spawn, wait_for_call,
+                      wait_until, waiting)
 
 BOTH = pytest.mark.parametrize("mode", ["generate", "chat"])
 
@@ -186,8 +187,8 @@ def test_interrupt_right_after_enter(endless, talk):
 
 
 def answer(child, stopped=False):
-    """Until an answer comes; with `stopped`, until the program waits in write(), as Ctrl-S lets the terminal
-    take no more."""
+    """Until an answer comes; with `stopped`, until the program waits in write(), as Ctrl-S lets the
+    terminal take no more."""
     child.expect("aaaaaa")
     if stopped:
         child.sendcontrol("s")
@@ -282,17 +283,19 @@ def test_interrupt_of_what_reads_stdin(start, endless, args, stdin, out):
         wait_until(lambda: not waiting(child.stdin))    # it has read that, and then reads on
         wait_for_call(child.pid, "read")
     status, _, error = stop(child)
-    assert status == 130 and b"qwen3: " not in error.replace(b"qwen3: answer: ended by -n", b""), error
+    assert status == 130
+    assert b"qwen3: " not in error.replace(b"qwen3: answer: ended by -n", b""), error
 
 
 def test_input_that_does_not_block(start, endless):
     """O_NONBLOCK on stdin: it is waited for, and Ctrl-C ends that."""
     runs = []
-    for args, expected in ((("-m", "chat", "-n", "2"), b"aa\n"), (("-m", "generate", "-n", "2"), b"aa"),
-                           (("-l", "-", "-n", "2"), b'"aa"\n')) * 2:
+    for args, expected in ((("-m", "chat"), b"aa\n"), (("-m", "generate"), b"aa"),
+                           (("-l", "-"), b'"aa"\n')) * 2:
         theirs, ours = os.pipe()
         os.set_blocking(theirs, False)
-        runs.append((start(endless, *args, stdin=theirs), open(ours, "wb", buffering=0), expected))
+        child = start(endless, *args, "-n", 2, stdin=theirs)
+        runs.append((child, open(ours, "wb", buffering=0), expected))
         os.close(theirs)
     for text in b"", b"x":                              # nothing, and a line without its end
         for child, pipe, _ in runs:
@@ -393,8 +396,9 @@ def test_interrupt_of_the_progress(slow, mode):
 
 
 def test_message_stopped_before_its_answer(slow, talk):
-    """It is taken back, and no turn is forgotten for it: the next prompt has the turns before and the next message
-    alone. The batches that ran are kept, for the case that it is sent again, and the statistics say so."""
+    """It is taken back, and no turn is forgotten for it: the next prompt has the turns before and the
+    next message alone. The batches that ran are kept, for the case that it is sent again, and the
+    statistics say so."""
     model, prompt = slow
     child, say = talk("-c", LONG + 100, "-b", 1, "-j", 1, "-n", 1, "-m", "chat", model=model)
 
@@ -421,18 +425,20 @@ def test_message_stopped_before_its_answer(slow, talk):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, tokenizer):
-    return make_checkpoint(tmp_path_factory.mktemp("large") / "hf", tokenizer, dim=1024, pad_to=20000)
+    folder = tmp_path_factory.mktemp("large")
+    return make_checkpoint(folder / "hf", tokenizer, dim=1024, pad_to=20000)
 
 
 @pytest.mark.parametrize("number, status, waits", [
     (signal.SIGINT, 130, [0]), (signal.SIGHUP, 129, [0.6]),
-    pytest.param(signal.SIGTERM, 143, [0, 0.3, 0.8], marks=pytest.mark.slow)], ids=["INT", "HUP", "TERM"])
+    pytest.param(signal.SIGTERM, 143, [0, 0.3, 0.8], marks=pytest.mark.slow)],
+    ids=["INT", "HUP", "TERM"])
 def test_export(checkpoint, tmp_path, number, status, waits):
     """While it writes: nothing is left. At any other time: all or nothing."""
     def begin():
-        return subprocess.Popen([sys.executable, ROOT / "export.py", checkpoint, tmp_path / "m.bin"],
-                                stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment(),
-                                start_new_session=True)
+        command = [sys.executable, ROOT / "export.py", checkpoint, tmp_path / "m.bin"]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                env=environment(), start_new_session=True)
 
     def written():
         return sum(path.stat().st_size for path in tmp_path.glob("m.bin.*part"))
@@ -456,6 +462,6 @@ def test_export(checkpoint, tmp_path, number, status, waits):
         time.sleep(wait)
         found, _, error = stop(child, number)
         names = {path.name for path in tmp_path.iterdir()}
-        complete = {"m.bin", "m.bin.tokenizer"}
         # Before it has begun and after its last line, Python itself dies of the signal.
-        assert (found, names) in ((0, complete), (status, set()), (-number, set()), (-number, complete)), error
+        whole = {"m.bin", "m.bin.tokenizer"}
+        assert (found, names) in ((0, whole), (status, set()), (-number, set()), (-number, whole)), error
