@@ -1769,7 +1769,7 @@ def lay_out(h: Header) -> list[Output]:
     bits_of = {"fp32": 32, "int8": 8} | {matrix: 8 if h.eight_bits >> i & 1 else h.layer_bits or 8
                                          for i, matrix in enumerate("q k v o gate down up".split())}
     outputs, offset = [], HEADER.size
-    for name, _, kind, sizes, condition in (row for row in TENSORS if values[row[-1]]):
+    for name, _, kind, sizes, _ in (row for row in TENSORS if values[row[-1]]):
         bits, shape = bits_of[kind], tuple(values[size] for size in sizes.split(","))
         for layer in range(h.n_layers if "*" in name else 1):
             names = [name.replace("*", str(layer)).replace("#", str(expert))
