@@ -396,6 +396,16 @@ def run(monkeypatch, tmp_path):
     return call
 
 
+@pytest.fixture
+def refuses(run, tmp_path):
+    """refuses(checkpoint or its folder, *patterns): it is refused so, and nothing is written."""
+    def call(source, *patterns, args=()):
+        folder = source if isinstance(source, Path) else source.save(tmp_path / "in")
+        refused(run(folder, "out.bin", *args), *patterns)
+        assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    return call
+
+
 # -- models that many tests use
 
 @pytest.fixture(scope="session", autouse=True)

@@ -125,8 +125,6 @@ BAD_CONFIG = [
     ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
     ({"hidden_size": "64"}, "hidden_size", "'64'"),
-    ({"hidden_size": -64}, "hidden_size", "-64"),
-    ({"vocab_size": 2 ** 40}, "vocab_size", "from 1 to 1048576"),
     ({"num_hidden_layers": None}, "num_hidden_layers", "None"),
     ({"rms_norm_eps": 0}, "rms_norm_eps", "from 1.17549e-38 to 1e\\+12"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps", "nan"),
@@ -147,19 +145,15 @@ BAD_CONFIG = [
     ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", "0.5"),
     ({"rope_scaling": "yarn"}, "config.json: rope_scaling, expected a dict, found 'yarn'"),
     ({"vocab_size": 300}, "embed_tokens.weight|ids", "300"),
-    ({"max_position_embeddings": 2 ** 31 - 1}, "from 1 to 1073741824, found 2147483647"),
-    ({"rope_theta": 1e13}, r"rope_theta, expected a number from 1e-06 to 1e\+12, found 1e13|1000"),
-    ({"rms_norm_eps": 1e-40}, "rms_norm_eps.*1.17549e-38.*found 1e-40"),
-    ({"hidden_size": 2 ** 20 + 64}, "hidden_size, expected an integer from 1 to 1048576"),
-    ({"intermediate_size": 2 ** 20 + 64}, "intermediate_size.*1048576"),
-    ({"num_hidden_layers": 4097}, "num_hidden_layers.*4096"),
-    ({"num_attention_heads": 4097, "num_key_value_heads": 1}, "num_attention_heads.*4096"),
-    ({"num_attention_heads": 4096, "num_key_value_heads": 4097}, "num_key_value_heads.*4096"),
-    ({"head_dim": 2 ** 27}, "head_dim.*4096"), ({"vocab_size": 2 ** 30 + 1}, "vocab_size"),
-    ({"rope_scaling": YARN | {"factor": 1e13}}, "factor"),
-    ({"rope_scaling": YARN | {"beta_fast": 1e-7}}, "beta_fast"),
-    ({"rope_scaling": YARN | {"mscale": 1e13, "mscale_all_dim": 1}}, "mscale"),
-    ({"rope_scaling": YARN | {"attention_factor": 1e-7}}, "attention_factor"),
+    # Beyond the limits, which test_untrusted.py compares with qwen3.c's
+    *[({key: value}, f"{key}, expected an? (integer|number) from .*found {value}")
+      for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                  "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings")
+      for value in (0, export.NUMBERS[key][1] + 1)],
+    *[({"rope_scaling": YARN | {"mscale": 1, "mscale_all_dim": 1, key: 1e13}}, f"{key}.*found 1000")
+      for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+                  "attention_factor")],
+    ({"rope_theta": 1e13}, "rope_theta, expected a number from 1e-06 to 1e.12, found 1000"),
 ]
 
 
@@ -204,7 +198,7 @@ BAD_VISION = [
     (kind, changes, patterns) for kind, rows in (
         ("plain", BAD_CONFIG), ("experts", BAD_EXPERTS), ("vision", BAD_VISION), ("generation", BAD_GENERATION))
     for changes, *patterns in rows])
-def test_config_refused(checkpoint, run, tmp_path, kind, changes, patterns):
+def test_config_refused(checkpoint, refuses, tmp_path, kind, changes, patterns):
     name, changes = (changes, {}) if isinstance(changes, str) else ("in", changes)
     ck = checkpoint(**MIXTURE) if kind == "experts" else checkpoint()
     if kind == "generation":
@@ -212,8 +206,7 @@ def test_config_refused(checkpoint, run, tmp_path, kind, changes, patterns):
     folder = (vision_language(ck) if kind == "vision" else ck).save(tmp_path / name)
     if kind != "generation":
         with_config(folder, changes)
-    refused(run(folder, "out.bin"), "generation_config.json: " if kind == "generation" else "", *patterns)
-    assert [p.name for p in tmp_path.iterdir()] == [name]
+    refuses(folder, "generation_config.json: " if kind == "generation" else "", *patterns)
 
 
 @pytest.mark.parametrize("name, content, patterns", [
@@ -237,14 +230,13 @@ def test_config_refused(checkpoint, run, tmp_path, kind, changes, patterns):
     ("generation_config.json", '{"eos_token_id": ["x"]}', ["token id", "'x'"]),
     ("generation_config.json", '{"eos_token_id": [99999999]}', ["99999999"]),
 ])
-def test_broken_files_refused(checkpoint, run, tmp_path, name, content, patterns):
+def test_broken_files_refused(checkpoint, refuses, tmp_path, name, content, patterns):
     folder = checkpoint().save(tmp_path / "in")
     if content is None:
         (folder / name).unlink()
     else:
         (folder / name).write_text(content)
-    refused(run(folder, "out.bin"), *patterns)
-    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+    refuses(folder, *patterns)
 
 
 def test_old_files_are_refused_by_name(checkpoint, run, tmp_path):

@@ -95,8 +95,7 @@ def test_ctrl_c_while_the_arguments_are_read():
 
 def test_version():
     """It is qwen3.c's, which a release takes, too."""
-    version = re.search('define VERSION "(.*)"', (ROOT / "qwen3.c").read_text())[1]
-    assert export_process("in", "--version").stdout == f"export.py {version}\n" and export.VERSION == version
+    assert f'define VERSION "{export.VERSION}"' in (ROOT / "qwen3.c").read_text()
 
 
 def test_windows():

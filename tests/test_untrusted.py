@@ -60,21 +60,17 @@ def test_template_that_writes_too_much():
     assert "5,000,000 characters" in export.Notices.hints[0]
 
 
-def test_template_s_process_imports_nothing_from_the_current_directory(tmp_path, monkeypatch):
-    """It may be the checkpoint's."""
-    for name in ("jinja2", "json", "resource"):
+def test_template_s_process_has_nothing_of_its_surroundings(tmp_path, monkeypatch):
+    """It has this process' jinja2, but no token, no PYTHONPATH, and no module of the current
+    directory, which may be the checkpoint's."""
+    where = Path(export.jinja2.__file__).parents[1]
+    for name in ("jinja2", "json", "resource", "sitecustomize"):
         (tmp_path / f"{name}.py").write_text("import os; os._exit(7)")
     monkeypatch.chdir(tmp_path)
-    export.Notices.hints.clear()
-    assert export.find_verified_pieces(CHATML, {}) and not export.Notices.hints
-
-
-def test_template_s_process_has_no_environment(tmp_path, monkeypatch):
-    """The jinja2 of this process, and nothing else of it: no token, no PYTHONPATH."""
-    where = Path(export.jinja2.__file__).parents[1]
-    (tmp_path / "sitecustomize.py").write_text("import os; os._exit(7)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "secret")
+    export.Notices.hints.clear()
+    assert export.find_verified_pieces(CHATML, {}) and not export.Notices.hints
     seen = ("import os, jinja2; assert jinja2.__file__.startswith(sys.argv[1])\n"
             "    assert set(os.environ) <= {'SYSTEMROOT', 'LC_CTYPE'}, os.environ\n"
             "    print(json.dumps([[sys.argv[1]] * 9999, None]))\n    return\n    ")
@@ -99,12 +95,11 @@ def test_template_s_process_that_dies(monkeypatch):
     not_tried("", "exit status 1")
 
 
-def test_template_s_process_that_cannot_start(checkpoint, run, tmp_path, monkeypatch):
+def test_template_s_process_that_cannot_start(checkpoint, refuses, monkeypatch):
     ck = checkpoint()
     ck.settings["chat_template"] = CHATML
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    refused(run(ck.save(tmp_path / "in")), "/nowhere/python: can't be read")
-    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+    refuses(ck, "/nowhere/python: can't be read")
 
 
 # ---------------------------------------------------------------------------- files
@@ -144,11 +139,10 @@ def test_large_texts(checkpoint, run, tmp_path, name, size):
     refused(run("in"), f"{name}: too large, expected at most {size} bytes")
 
 
-def test_large_header_of_safetensors(checkpoint, run, tmp_path):
-    file = checkpoint().save(tmp_path / "in") / "model.safetensors"
-    size = export.TENSORS_SIZE + 1
-    file.write_bytes(struct.pack("<Q", size) + b" " * size)
-    refused(run("in"), f"expected a header of 2 to {size - 1} bytes, found {size}")
+def test_large_header_of_safetensors(checkpoint, refuses, tmp_path):
+    folder, size = checkpoint().save(tmp_path / "in"), export.TENSORS_SIZE + 1
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", size) + b" " * size)
+    refuses(folder, f"expected a header of 2 to {size - 1} bytes, found {size}")
 
 
 def test_many_tensors(checkpoint, run, tmp_path, monkeypatch):
@@ -169,17 +163,16 @@ def test_shapes_that_are_none(checkpoint, run, tmp_path, changes):
     refused(run("in"), "shape or data_offsets of model.norm.weight")
 
 
-def test_gguf_s_shape_of_many_numbers(run, tmp_path):
-    head = struct.pack("<4sI2QQ1sI", b"GGUF", 3, 1, 0, 1, b"x", 400_000)
-    (tmp_path / "m.gguf").write_bytes(head + b"\xff" * 8 * 400_000 + struct.pack("<IQ", 0, 0))
-    refused(run("m.gguf"), "shape of x, expected up to 4 dimensions.*found 400000")
-
-
-def test_gguf_s_long_names(run, tmp_path):
-    """Of many parts they would take all memory."""
-    tensor = struct.pack("<Q65s2I3Q", 65, b"x" * 65, 1, 0, 32, 0, 0)
-    (tmp_path / "m.gguf").write_bytes(struct.pack("<4sI2Q", b"GGUF", 3, 1, 0) + tensor)
-    refused(run("m.gguf"), "64 letters of its name, found 1, 65")
+@pytest.mark.parametrize("data, said", [
+    (struct.pack("<Q1sI", 1, b"x", 400_000) + b"\xff" * 8 * 400_000 + struct.pack("<IQ", 0, 0),
+     "shape of x, expected up to 4 dimensions.*found 400000"),
+    # Names of many parts that are long would take all memory
+    (struct.pack("<Q65s2I3Q", 65, b"x" * 65, 1, 0, 32, 0, 0),
+     "64 letters of its name, found 1, 65")],
+    ids=["shape", "name"])
+def test_gguf_s_tensor(run, tmp_path, data, said):
+    (tmp_path / "m.gguf").write_bytes(struct.pack("<4sI2Q", b"GGUF", 3, 1, 0) + data)
+    refused(run("m.gguf"), said)
 
 
 @pytest.mark.parametrize("path", ["../outside", "/tmp", "1_Pooling/../../outside", ".."])
@@ -217,25 +210,24 @@ A, B = piece("Sequence", "A"), piece("SpecialToken", "B")
     ([B] * 501 + [A], [1, 2], "at most 1000 ids, found more"),
     ([A] + [B] * 3000, [1] * 30_000, "at most 1000 ids, found more"),
     ([B] * 501 + [A] + [B] * 501, [1], "at most 1000 ids, found more")])
-def test_post_processors_refused(checkpoint, run, tmp_path, single, ids, pattern):
-    ck = with_template(checkpoint(), single, ids)
-    refused(run(ck.save(tmp_path / "in")), "tokenizer.json|in:", pattern)
+def test_post_processors_refused(checkpoint, refuses, single, ids, pattern):
+    refuses(with_template(checkpoint(), single, ids), "tokenizer.json|in:", pattern)
 
 
-def test_ids_made_to_collide(checkpoint, run, tmp_path):
+def test_ids_made_to_collide(checkpoint, refuses):
     """Numbers with one hash value make a dictionary as slow as a list."""
     ck = checkpoint()
     ck.tokenizer["model"]["vocab"] |= {f"x{i}": i * (2 ** 61 - 1) for i in range(50_000)}
     began = time.process_time()
-    refused(run(ck.save(tmp_path / "in")), "tokenizer.json: ids", "found 2305843009213693951")
+    refuses(ck, "tokenizer.json: ids", "found 2305843009213693951")
     assert time.process_time() - began < 20             # about 0.1; squares of it take a minute
 
 
 @pytest.mark.parametrize("token_id", [7.0, True, None, "7"])
-def test_ids_that_are_no_integers(checkpoint, run, tmp_path, token_id):
+def test_ids_that_are_no_integers(checkpoint, refuses, token_id):
     ck = checkpoint()
     ck.tokenizer["model"]["vocab"]["!"] = token_id
-    refused(run(ck.save(tmp_path / "in")), "tokenizer.json: ids", repr(token_id))
+    refuses(ck, "tokenizer.json: ids", repr(token_id))
 
 
 # ---------------------------------------------------------------------------- limits of values
@@ -284,7 +276,8 @@ def test_help_tells_the_default_of_bits():
 
 
 @pytest.mark.parametrize("option, shown", [
-    ("-h", "export.py SOURCE [OUT.bin]"), ("--help", "export.py SOURCE [OUT.bin]"), ("--version", "export.py 5")])
+    ("-h", "export.py SOURCE [OUT.bin]"), ("--help", "export.py SOURCE [OUT.bin]"),
+    ("--version", f"export.py {export.VERSION}\n")])
 def test_help_without_packages(option, shown):
     """-S: without site-packages."""
     done = subprocess.run([sys.executable, "-I", "-S", ROOT / "export.py", "x", option],

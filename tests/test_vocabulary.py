@@ -53,11 +53,11 @@ BAD_TOKENIZER = {
 
 
 @pytest.mark.parametrize("which", BAD_TOKENIZER)
-def test_tokenizer_refused(checkpoint, run, tmp_path, which):
+def test_tokenizer_refused(checkpoint, refuses, which):
     ck = checkpoint()
     spoil, pattern = BAD_TOKENIZER[which]
     spoil(ck.tokenizer)
-    refused(run(ck.save(tmp_path / "in"), "out.bin"), "tokenizer.json", pattern)
+    refuses(ck, "tokenizer.json", pattern)
 
 
 def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_path):
@@ -215,9 +215,8 @@ def test_embedding_model(checkpoint, run, tmp_path, architecture, prefix, poolin
     ({"pooling_mode": "mean"}, ["Pooling"], ["expected lasttoken, found 'mean'$"]),
     ({"pooling_mode": ["cls", "lasttoken"]}, ["Pooling"], ["expected lasttoken, found 'cls, lasttoken'$"]),
     (LAST, ["Pooling", "Dense"], ["modules.json", "Dense"]), ({}, ["Pooling"], ["lasttoken, found ''$"])])
-def test_embedding_refused(checkpoint, run, tmp_path, pooling, modules, patterns):
-    ck = sentence_transformers(checkpoint(), pooling, "Transformer", *modules)
-    refused(run(ck.save(tmp_path / "in"), "out.bin"), *patterns)
+def test_embedding_refused(checkpoint, refuses, pooling, modules, patterns):
+    refuses(sentence_transformers(checkpoint(), pooling, "Transformer", *modules), *patterns)
 
 
 def test_modules_without_pooling_make_no_embedding_model(checkpoint, tmp_path):
