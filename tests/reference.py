@@ -192,6 +192,9 @@ FORMAT = "<I11iffIf20xIIiiIIB3x16sI124x"    # model.bin's header
 HEADER = ("version", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size",
           "max_seq_len", "head_dim", "shared_classifier", "group_size")
 EXPERTS = "n_experts", "n_experts_used", "no_topk_norm"
+NAMES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+         "n_kv_heads": "num_key_value_heads", "vocab_size": "vocab_size", "eps": "rms_norm_eps",
+         "max_seq_len": "max_position_embeddings"}           # of the header and of config.json
 
 
 class Model(Transformer):
@@ -314,15 +317,12 @@ class Model(Transformer):
         moe = hf["architectures"] == ["Qwen3MoeForCausalLM"]
         experts = hf.get("num_experts", hf.get("num_local_experts")) if moe else 0
         head_dim = hf["hidden_size"] // hf["num_attention_heads"] if qwen2 else hf["head_dim"]
-        c = dict(dim=hf["hidden_size"], n_experts=experts,
-                 hidden_dim=hf["moe_intermediate_size" if moe else "intermediate_size"],
-                 n_experts_used=hf["num_experts_per_tok"] if moe else 0,
-                 no_topk_norm=int(moe and not hf.get("norm_topk_prob")),
-                 n_layers=hf["num_hidden_layers"], n_heads=hf["num_attention_heads"],
-                 n_kv_heads=hf["num_key_value_heads"], vocab_size=hf["vocab_size"],
-                 max_seq_len=hf["max_position_embeddings"], head_dim=head_dim,
-                 shared_classifier=int(hf["tie_word_embeddings"]), eps=hf["rms_norm_eps"],
-                 bias=int(qwen2), qk_norm=int(not qwen2))
+        c = {ours: hf[theirs] for ours, theirs in NAMES.items()} | dict(
+            hidden_dim=hf["moe_intermediate_size" if moe else "intermediate_size"],
+            n_experts=experts, n_experts_used=hf["num_experts_per_tok"] if moe else 0,
+            no_topk_norm=int(moe and not hf.get("norm_topk_prob")), head_dim=head_dim,
+            shared_classifier=int(hf["tie_word_embeddings"]),
+            bias=int(qwen2), qk_norm=int(not qwen2))
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         c["theta"] = rope.get("rope_theta") or hf.get("rope_theta")
         c["yarn"] = None
@@ -335,34 +335,32 @@ class Model(Transformer):
         widths = (c["dim"], c["hidden_dim"], c["n_heads"] * c["head_dim"])
         group = c["group_size"] = group or (64 if all(n % 64 == 0 for n in widths) else 32)
 
-        def tensor(name):
+        def take(name):
             found = tensors.get("model." + name)
-            return found if found is not None else tensors[name]
-
-        def matrix(array):
+            found = found if found is not None else tensors[name]
+            if found.ndim < 2 or name.endswith("mlp.gate.weight"):
+                return found
             if precision == "fp32":
-                return Matrix(array)
-            return Matrix(*quantize(array, group), group, precision)
+                return Matrix(found)
+            return Matrix(*quantize(found, group), group, precision)
 
-        layers = range(c["n_layers"])
-        w = {"norm": tensor("norm.weight"), "embed": matrix(tensor("embed_tokens.weight"))}
-        vectors = {"att_norm": "input_layernorm.weight",
-                   "ffn_norm": "post_attention_layernorm.weight"}
+        w = {"norm": take("norm.weight"), "embed": take("embed_tokens.weight")}
+        of_layer = {"att_norm": "input_layernorm.weight",
+                    "ffn_norm": "post_attention_layernorm.weight"}
+        of_layer |= {name: f"self_attn.{name}_proj.weight" for name in "qkvo"}
         if qwen2:
-            vectors |= {f"{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
+            of_layer |= {f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"}
         else:
-            vectors |= {f"{x}_norm": f"self_attn.{x}_norm.weight" for x in "qk"}
-        for ours, theirs in vectors.items():
-            w[ours] = [tensor(f"layers.{i}.{theirs}") for i in layers]
-        for name in "qkvo":
-            w[name] = [matrix(tensor(f"layers.{i}.self_attn.{name}_proj.weight")) for i in layers]
-        for name in "gate", "down", "up":
-            w[name] = [[matrix(tensor(f"layers.{i}.mlp.experts.{e}.{name}_proj.weight"))
-                        for e in range(experts)] if experts else
-                       matrix(tensor(f"layers.{i}.mlp.{name}_proj.weight")) for i in layers]
+            of_layer |= {f"{name}_norm": f"self_attn.{name}_norm.weight" for name in "qk"}
         if experts:
-            w["router"] = [tensor(f"layers.{i}.mlp.gate.weight") for i in layers]
-        w["head"] = w["embed"] if c["shared_classifier"] else matrix(tensors["lm_head.weight"])
+            of_layer["router"] = "mlp.gate.weight"
+        for ours, theirs in of_layer.items():
+            w[ours] = [take(f"layers.{i}.{theirs}") for i in range(c["n_layers"])]
+        for name in "gate", "down", "up":
+            w[name] = [[take(f"layers.{i}.mlp.experts.{e}.{name}_proj.weight")
+                        for e in range(experts)] or take(f"layers.{i}.mlp.{name}_proj.weight")
+                       for i in range(c["n_layers"])]
+        w["head"] = w["embed"] if c["shared_classifier"] else take("lm_head.weight")
         return cls(c, w)
 
     def to_bin(self, path, panels=True):

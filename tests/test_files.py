@@ -41,6 +41,16 @@ class Files:
         usual = {"-m": "generate", "-i": "the wind", "-n": 2, "-s": 3} | dict(zip(args[::2], args[1::2]))
         return qwen3(self.path, "-q", *itertools.chain(*usual.items()))
 
+    def check(self, words, model=None, tokenizer=None, *args):
+        """It is refused with these words or, without any, accepted."""
+        result = self.run(model, tokenizer, *args)
+        if words:
+            assert_error(result, 1, "model.bin" if tokenizer is None else "model.bin.tokenizer",
+                         *words)
+        else:
+            assert result.returncode == 0, result
+        return result
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, tokenizer):
@@ -110,10 +120,9 @@ FIELDS = {"qwen3": [
     Field("bad rope_theta", 0x30, "f", harmless=(-0.0,)), Field("bad rms_norm_eps", 0x34, "f", harmless=(-0.0,)),
     Field("bad rope_scaling", 0x38, values=(1, 3), harmless=(0,), elsewhere={2: "rope_factor"}),
     Field("bad rope_factor", 0x3C, "f", values=(1.0,), harmless=(-0.0,)),
-    *[Field("unknown header field", at, harmless=(0,)) for at in (
-        *range(0x40, 0x54, 4), 0x84, 0xFC)],
-    *[Field("unknown header field", at, harmless=(0,)) for at in range(0x70, 0x80, 4)],
-    Field("unknown header field", 0x85, "B"), Field("unknown header field", 0xFF, "B"),
+    *[Field("unknown header field", at, harmless=(0,))
+      for at in (*range(0x40, 0x54, 4), *range(0x70, 0x80, 4), 0x84, 0xFC)],
+    *[Field("unknown header field", at, "B") for at in (0x85, 0xFF)],
     Field("bad eight_bits", 0x6C, values=(4, 127, 128), harmless=(0,)), Field("bad eight_bits", 0x6D, "B"),
     Field("bad panels", 0x80, values=(3, 16), elsewhere={0: SIZE}), Field("bad panels", 0x83, "B"),
     Field("bad n_experts,", 0x5C, values=(4097,), harmless=(0,), elsewhere={1: "bad n_experts_used", 4096: "bad n_experts_used"}),
@@ -148,16 +157,13 @@ def test_header_field(files, name, field):
              "i": [0, -1, 2**31 - 1, -2**31, 2**30, old - 1, old + 1, 2 * old]}[field.kind]
     for value in {v for v in (*usual, *field.values) if v != old and -2**31 <= v < 2**31 or v != v} | {
             v for v in usual if field.kind == "f"}:
-        result = files(name).run(patched(data, field.kind, field.offset, value), None, "-c", "64")
-        if value in field.harmless:
-            assert result.returncode == 0, (value, result.stderr)
-        else:
-            assert_error(result, 1, "model.bin", "expected", field.elsewhere.get(value, field.word))
+        words = "expected", field.elsewhere.get(value, field.word)
+        files(name).check(value not in field.harmless and words,
+                          patched(data, field.kind, field.offset, value), None, "-c", "64")
 
 
 def test_integers_are_no_floats(files):
     at = 4 + 4 * HEADER.index("max_seq_len")
-    assert_error(files().run(patched(files().model_bytes, "i", at, 2**31 - 1)), 1, "found 2147483647")
     result = files().run(patched(files().model_bytes, "i", at, 2**24 + 1), None, "-c", 2**24 + 2)
     assert_error(result, 1, "-c", 2**24 + 1)
 
@@ -165,7 +171,7 @@ def test_integers_are_no_floats(files):
 @pytest.mark.parametrize("i, level", [(0, 127), (1, -127), (5, -128), (15, 82), (15, -1)])
 def test_levels(files, i, level):
     f = files("4 bits")
-    assert_error(f.run(patched(f.model_bytes, "b", 0x70 + i, level)), 1, "bad levels", "ascending")
+    f.check(["bad levels", "ascending"], patched(f.model_bytes, "b", 0x70 + i, level))
 
 
 def test_zeros_of_the_header(files):
@@ -284,14 +290,13 @@ def test_cut_and_longer_models(files, name):
     *_, last = tensors(name)
     assert last.at + last.size == len(data)
     for cut in (0, 1, 3, 4, 47, 48, 100, 255):
-        assert_error(files(name).run(data[:cut]), 1, "model.bin", "expected", "found")
+        files(name).check(["expected", "found"], data[:cut])
     for tensor, begin, size, scales, *_ in tensors(name):
         for cut in {begin, begin + 1, begin + size // 2, begin + size - 1, scales, scales + 1,
                     *((begin + 16 + 2, scales - 1, scales + 16 + 2) if tensor[0] in "wt" else ())}:  # inside a panel
-            assert_error(files(name).run(data[:cut]), 1, "model.bin", "expected", "found",
-                         f"ends inside {tensor}")
+            files(name).check(["expected", "found", f"ends inside {tensor}"], data[:cut])
     for extra in (b"\0", b"ajc1", bytes(4096)):
-        assert_error(files(name).run(data + extra), 1, "wrong size", len(data), len(data) + len(extra))
+        files(name).check(["wrong size", len(data), len(data) + len(extra)], data + extra)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -307,8 +312,8 @@ def test_older_exports(files, name):
     assert re.findall(r"put into panels \(\d+\.\d s, (\d+) MB\); export it again", said) == [f"{size / 1e6:.0f}"]
     assert b"panels" not in qwen3(f.path, "-m", "tokenize", "-i", "x").stderr  # no weights, no panels
     for cut in (*range(256, len(data), len(data) // 20), len(data) - 1):
-        assert_error(f.run(data[:cut]), 1, "model.bin: ends inside")
-    assert_error(f.run(data + b"\0"), 1, "wrong size", len(data), len(data) + 1)
+        f.check(["ends inside"], data[:cut])
+    f.check(["wrong size", len(data), len(data) + 1], data + b"\0")
 
 
 @needs_address_space
@@ -395,7 +400,7 @@ def test_frequencies(files, value):
 def test_yarn_of_the_second_edition(files):
     """Its header had YaRN's numbers, and no frequencies."""
     data = patched(files().model_bytes, "Ifi", 0x38, 1, 4.0, 64)
-    assert_error(files().run(data), 1, "bad rope_scaling", "found 1", "export it again")
+    files().check(["bad rope_scaling", "found 1", "export it again"], data)
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, 1e-45], ids=str)
@@ -406,8 +411,8 @@ def test_routers(files, value):
         if math.isfinite(value):
             assert set(check_weights(f, at + 4 * 70, 1, value)) == {0}
         else:
-            assert_error(f.run(patched(f.model_bytes, "f", at + 4 * 70, value)), 1,
-                         f"bad router of layer {layer}", "finite")
+            f.check([f"bad router of layer {layer}", "finite"],
+                    patched(f.model_bytes, "f", at + 4 * 70, value))
 
 
 def test_choice_that_is_no_number(files):
@@ -452,11 +457,8 @@ def test_missing_files(files, tmp_path):
     *[(at, value, word) for at, word in ((4, "bos"), (8, "eos")) for value in (VOCAB, 2**31, 2**32 - 1)],
     (4, VOCAB - 1, None), (8, VOCAB - 1, None)])
 def test_tokenizer_header(files, offset, value, word):
-    result = files().run(None, patched(files().tokenizer_bytes, "I", offset, value))
-    if word:
-        assert_error(result, 1, "model.bin.tokenizer", word, value, VOCAB - 1)
-    else:
-        assert result.returncode == 0, result
+    files().check(word and [word, value, VOCAB - 1], None,
+                  patched(files().tokenizer_bytes, "I", offset, value))
 
 
 @pytest.mark.parametrize("token", [0, 1, 255, 256, 400, 475, 476, VOCAB - 1])
@@ -467,19 +469,15 @@ def test_length_of_a_token_lies(files, token):
     left = len(data) - at - 8
     for value in {0, old - 1, old + 1, old + 8, left - 1, left, left + 1, 2**31 - 1, 2**31, 2**32 - 9,
                   2**32 - 1} - {old, -1}:
-        result = files().run(None, patched(data, "I", at + 4, value))
-        assert_error(result, 1, "model.bin.tokenizer")
+        files().check([""], None, patched(data, "I", at + 4, value))
 
 
 @pytest.mark.parametrize("length", [1024, 1025, 50_000])
 def test_longest_token(files, length):
     """Of a token that is not added"""
     plain, _ = split_tokenizer(files().tokenizer_bytes)
-    result = files().run(None, plain[:token_records(plain, VOCAB)[-2]] + struct.pack("<fI", -5, length) + b"~" * length)
-    if length > 1024:
-        assert_error(result, 1, f"token {VOCAB - 1}", "1024 bytes", length)
-    else:
-        assert result.returncode == 0, result
+    data = plain[:token_records(plain, VOCAB)[-2]] + struct.pack("<fI", -5, length) + b"~" * length
+    files().check(length > 1024 and [f"token {VOCAB - 1}", "1024 bytes", length], None, data)
 
 
 @pytest.mark.parametrize("score", [NAN, INF, -INF, 0.0, -0.0, 3e38, -1e6, -1e-45], ids=str)
@@ -487,11 +485,8 @@ def test_score_of_a_token(files, score):
     """Only their order counts."""
     data = files().tokenizer_bytes
     for token in (1, 300, VOCAB - 1):
-        result = files().run(None, patched(data, "f", token_records(data, VOCAB)[token], score))
-        if score != score:
-            assert_error(result, 1, "model.bin.tokenizer", f"score of token {token}")
-        else:
-            assert result.returncode == 0, result
+        files().check(score != score and [f"score of token {token}"], None,
+                      patched(data, "f", token_records(data, VOCAB)[token], score))
 
 
 def test_cut_and_longer_tokenizers(files):
@@ -508,12 +503,12 @@ def test_cut_and_longer_tokenizers(files):
     assert at == len(data)
     for cut in {border + i for border in borders for i in (-1, 0, 1) if border + i >= 0} - {
             *starts[1:], len(plain)}:
-        assert_error(files().run(None, data[:cut]), 1, "model.bin.tokenizer")
-    assert files().run(None, plain).returncode == 0
-    assert files().run(None, plain[:starts[480]]).returncode == 0
-    assert_error(files().run(None, plain[:starts[200]]), 1, "model.bin.tokenizer", "all 256")
-    for bytes_before, extra in itertools.product((data, plain), (b"\0", b"q3ty" + bytes(8), b"x" * 1000)):
-        assert_error(files().run(None, bytes_before + extra), 1, "model.bin.tokenizer")
+        files().check([""], None, data[:cut])
+    files().check(None, None, plain)
+    files().check(None, None, plain[:starts[480]])
+    files().check(["all 256"], None, plain[:starts[200]])
+    for whole, extra in itertools.product((data, plain), (b"\0", b"q3ty" + bytes(8), b"x" * 1000)):
+        files().check([""], None, whole + extra)
 
 
 def test_tokenizer_of_another_model(files):
@@ -522,7 +517,7 @@ def test_tokenizer_of_another_model(files):
     larger = patched(plain, "I", 4, VOCAB + 1)
     for data in (more, join_tokenizer(more, parts.items()), patched(larger, "I", 8, VOCAB),
                  join_tokenizer(larger, parts.items()), join_tokenizer(plain[:token_records(plain, VOCAB)[-2]], parts.items())):
-        assert_error(files().run(None, data), 1, "model.bin.tokenizer", "another model")
+        files().check(["another model"], None, data)
 
 
 # -- the tokenizer's extension
@@ -535,7 +530,7 @@ def test_extension_header(files, offset, value, word):
     if value in (-1, 1):                                # one less, one more than it is
         value += struct.unpack_from("<I", files().tokenizer_bytes, at + 8)[0]
     data = patched(files().tokenizer_bytes, "4s" if offset == 0 else "I", at + offset, value)
-    assert_error(files().run(None, data), 1, "model.bin.tokenizer", word)
+    files().check([word], None, data)
 
 
 def samp(*numbers):
@@ -623,23 +618,19 @@ def test_newer_formats(files):
             (patched(f.model_bytes, "I", 0x84, 9), None, "field at 0x84"),
             (None, patched(f.tokenizer_bytes, "I", at + 4, 9), "bad version, expected 1, found 9"),
             (None, with_sections(f.tokenizer_bytes, b"xxxx", b""), 'section "xxxx"')):
-        result = f.run(model, tokenizer)
-        assert_error(result, 1, word, newer)
-        assert b"again" not in result.stderr
+        assert b"again" not in f.check([word, newer], model, tokenizer).stderr
 
 
 @pytest.mark.parametrize("tag, payload, word", BAD_SECTIONS, ids=lambda x: ascii(x[:60]))
 def test_bad_section(files, tag, payload, word):
-    result = files().run(None, with_sections(files().tokenizer_bytes, tag, payload))
-    assert_error(result, 1, "model.bin.tokenizer", word)
+    files().check([word], None, with_sections(files().tokenizer_bytes, tag, payload))
 
 
 @pytest.mark.parametrize("tag, payload", HARMLESS_SECTIONS, ids=lambda x: ascii(x[:60]))
 def test_harmless_section(files, tag, payload):
     data = with_sections(files().tokenizer_bytes, tag, payload)
     for args in ((), ("-m", "chat", *PROMPT), ("-m", "tokenize", *PROMPT)):
-        result = files().run(None, data, *args)
-        assert result.returncode == 0, result
+        files().check(None, None, data, *args)
 
 
 @pytest.mark.parametrize("tag", TAGS)
@@ -648,15 +639,15 @@ def test_size_of_a_section(files, tag):
     data, name = files().tokenizer_bytes, tag.decode().strip()
     payload = split_tokenizer(data)[1].get(tag) or USUAL[tag]
     for bad in (payload[:-1], payload + b"\0", payload[:1]):
-        assert_error(files().run(None, with_sections(data, tag, bad)), 1, name)
-    assert_error(files().run(None, with_sections(data, tag, payload, payload)), 1, tag.decode().strip(), "twice")
+        files().check([name], None, with_sections(data, tag, bad))
+    files().check([name, "twice"], None, with_sections(data, tag, payload, payload))
     whole = with_sections(data, tag, payload)
-    assert files().run(None, whole).returncode == 0
+    files().check(None, None, whole)
     for length in (len(payload) + 1, len(payload) - 1, 2**31 - 1, 2**31, 2**32 - 1):
         at = whole.rindex(tag + u32(len(payload)))
-        assert_error(files().run(None, patched(whole, "I", at + 4, length)), 1, "model.bin.tokenizer")
+        files().check([""], None, patched(whole, "I", at + 4, length))
     for mode in ("generate", "chat"):
-        assert files().run(None, with_sections(data, tag), "-m", mode).returncode == 0
+        files().check(None, None, with_sections(data, tag), "-m", mode)
 
 
 def test_sections_in_any_order(files):
@@ -690,18 +681,13 @@ def test_length_of_an_added_token(files, length):
     plain = plain[:token_records(plain, VOCAB)[-2]] + struct.pack("<fI", -1e6, length) + token
     parts[b"adde"] = u32(VOCAB - 1, 1)
     text = "a" + "~" * length + "a"
-    old, new = (files().run(None, data, "-m", "tokenize", "-i", text)
-                for data in (plain, join_tokenizer(plain, parts.items())))
-    found = 1 < length <= 128
-    if length > 1024:
-        assert_error(old, 1, f"token {VOCAB - 1}", "at most 1024 bytes")
-        assert_error(new, 1, f"token {VOCAB - 1}", "at most 1024 bytes")
-        return
-    assert old.returncode == 0 and (str(VOCAB - 1) in old.stdout.decode().split()) == found, old
-    if length > 128:
-        assert_error(new, 1, "bad adde", "1 to 128 bytes", f"found {length} in token {VOCAB - 1}")
-    else:
-        assert new.returncode == 0 and new.stdout == old.stdout, (old, new)
+    long = length > 1024 and [f"token {VOCAB - 1}", "at most 1024 bytes"]
+    bad = length > 128 and ["bad adde", "1 to 128 bytes", f"found {length} in token {VOCAB - 1}"]
+    old = files().check(long, None, plain, "-m", "tokenize", "-i", text)
+    new = files().check(long or bad, None, join_tokenizer(plain, parts.items()), "-m", "tokenize",
+                        "-i", text)
+    assert (str(VOCAB - 1) in old.stdout.decode().split()) == (1 < length <= 128), old
+    assert long or bad or new.stdout == old.stdout, (old, new)
 
 
 def colliding(count, slots=1 << 19):

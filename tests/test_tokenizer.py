@@ -374,12 +374,3 @@ def test_post_processor(tmp_path, tokenizer, single):
     path = export(make_checkpoint(tmp_path / "hf", tok), tmp_path / "model.bin")
     for text in ("", "hello", "a <|im_end|>"):
         assert tokenize(path, text.encode()) == tok.encode(text).ids
-
-
-def test_tokenizer_without_normalizer(tmp_path, tokenizer):
-    data = json.loads(tokenizer.to_str())
-    data["normalizer"] = None
-    tok = tokenizers.Tokenizer.from_str(json.dumps(data))
-    path = export(make_checkpoint(tmp_path / "hf", tok), tmp_path / "model.bin")
-    text = "cafe\u0301 \u1100\u1161 \u212b"
-    assert_same(tokenize(path, text.encode()), tok, text)

@@ -123,25 +123,23 @@ def test_stop_ids(checkpoint, tmp_path, generation, config, settings, stop):
     assert head[2] - base == (first[0] if isinstance(first, list) else first)
 
 
-@pytest.mark.parametrize("generation, values", [
-    ({}, None), ({"eos_token_id": 1}, None),
-    ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, (0.6, 0.95, 20)),
-    ({"do_sample": True}, (1.0, 1.0, 50)), ({"temperature": 0.7}, (0.7, 1.0, 50)),
-    ({"do_sample": True, "top_k": None, "top_p": 0.8}, (1.0, 0.8, 50)),
-    ({"do_sample": False, "temperature": 0.6, "top_k": 0}, (0.0, 1.0, 0)),
-])
-def test_sampling_defaults(checkpoint, tmp_path, generation, values):
+def samp(*values):
+    return {"samp": struct.pack("<2fI", *values)}
+
+
+@pytest.mark.parametrize("generation, expected", [
+    ({}, {}), ({"eos_token_id": 1}, {}),
+    ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, samp(0.6, 0.95, 20)),
+    ({"do_sample": True}, samp(1.0, 1.0, 50)), ({"temperature": 0.7}, samp(0.7, 1.0, 50)),
+    ({"do_sample": True, "top_k": None, "top_p": 0.8}, samp(1.0, 0.8, 50)),
+    ({"do_sample": False, "temperature": 0.6, "top_k": 0}, samp(0.0, 1.0, 0)),
+    *[({"repetition_penalty": value}, {}) for value in (None, 1.0, 1)],
+    *[({"repetition_penalty": value}, {"repe": struct.pack("<f", value)}) for value in (1.05, 2)]])
+def test_sampling_defaults(checkpoint, tmp_path, generation, expected):
     ck = checkpoint()
     ck.generation = generation
-    assert sections_of(ck, tmp_path)[2].get("samp") == (values and struct.pack("<2fI", *values))
-
-
-@pytest.mark.parametrize("value, expected", [
-    (None, b""), (1.0, b""), (1, b""), (1.05, struct.pack("<f", 1.05)), (2, struct.pack("<f", 2))])
-def test_repetition_penalty(checkpoint, tmp_path, value, expected):
-    ck = checkpoint()
-    ck.generation["repetition_penalty"] = value
-    assert sections_of(ck, tmp_path)[2].get("repe", b"") == expected
+    sections = sections_of(ck, tmp_path)[2]
+    assert {tag: sections[tag] for tag in ("samp", "repe") if tag in sections} == expected
     assert not any("penalty" in note for note in export.Notices.hints)
 
 
