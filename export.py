@@ -1158,9 +1158,10 @@ PRE_TOKENIZERS = [
 def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) -> tuple[dict, dict]:
     """Two dicts: id -> the token's bytes; id -> score, of tokens that a merge makes."""
     with parsing(where):
-        vocab = {text: i for text, i in model["vocab"].items() if text not in added}
+        named = dict(model["vocab"])
         merges = [(str(left), str(right)) for left, right in (
             merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])]
+    vocab = {text: i for text, i in named.items() if text not in added}
     for i in [*vocab.values(), *(i for i, _ in added.values())]:
         if type(i) is not int or not 0 <= i < vocab_size:
             refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", repr(i))
@@ -1169,12 +1170,15 @@ def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) ->
     byte_of = dict(zip(letters, sorted(range(256), key=lambda byte: chr(byte) not in letters)))
     if foreign := sorted({*"".join(vocab)} - byte_of.keys()):
         refuse(where, "vocabulary", "GPT-2's letters for bytes", repr(foreign[0]))
-    # In Hugging Face's files such a token is both, in qwen3.c's it is one or the other.
-    if both := sorted(added.keys() & {*map("".join, merges), *letters}):
-        refuse(where, f"added token {both[0]!r}", "a text that is no token before it is added",
-               "one that the vocabulary has, too")
-    scores = score_merges(where, vocab, merges)
-    tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in vocab.items()}
+    # tokenizer.add_tokens() of a text that merges make: one token, found before them and by them
+    both = {text: named[text] for text in added.keys() & {*map("".join, merges), *letters}}
+    for text, i in both.items():
+        if added[text][0] != i or not text.isascii():  # its letters stand for other bytes
+            refuse(where, f"added token {text!r}", f"ASCII and id {i}, as merges make it, too",
+                   f"id {added[text][0]}")
+    scores = score_merges(where, vocab | both, merges)
+    scores |= {i: 0.0 for text, i in both.items() if text in letters}  # no merge makes it
+    tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in (vocab | both).items()}
     if absent := {bytes([byte]) for byte in range(256)} - set(tokens.values()):
         refuse(where, "vocabulary", "all 256 single bytes", f"{256 - len(absent)} of them")
     tokens |= {i: text.encode() for text, (i, _) in added.items()}

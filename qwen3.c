@@ -1811,8 +1811,8 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
 }
 
 // The slot of the hash table that holds the token with these bytes, or is free for it: an added and
-// an ordinary one may have the same bytes. The hash takes words of 8 bytes, as wyhash does, with a
-// secret factor; the last word is two reads that may overlap, or the 3 bytes that there are.
+// an ordinary one may have the same bytes, or be one token. The hash takes words of 8 bytes, with a
+// secret factor, as wyhash does; the last word is two reads that may overlap, or 1 to 3 bytes.
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     const uint64_t secret = tok->tables->secret;
     uint64_t hash = secret ^ text.n, word;
@@ -1829,7 +1829,9 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     uint32_t slot = (uint32_t)(folded ^ folded >> 64) & tok->tables->mask;
     for (; tok->tables->table[slot]; slot = (slot + 1) & tok->tables->mask) {
         const uint32_t id = tok->tables->table[slot] - 1;
-        if (bytes_equal(tok->text[id], text) && !(tok->kind[id] & ADDED) == !added) break;
+        const bool is_added = tok->kind[id] & ADDED;
+        const bool fits = added ? is_added : !is_added || tok->priority[id] > ADDED_SCORE;
+        if (fits && bytes_equal(tok->text[id], text)) break;
     }
     return &tok->tables->table[slot];
 }

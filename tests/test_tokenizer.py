@@ -117,7 +117,7 @@ def test_short_texts(small, tokenizer, kind):
             assert_same(ids, theirs, text)
 
 
-ADDED_LATER = ["cafe", "<|user|>", "cafe>", "e\u0301e", "im_start", "\u1100"]
+ADDED_LATER = ["cafe", "<|user|>", "cafe>", "e\u0301e", "im_start", "\u1100", "he", "the", "v"]  # the last 3 are tokens
 
 
 @pytest.mark.parametrize("normalizer", [True, False])
@@ -130,13 +130,14 @@ def test_added_tokens_of_a_fine_tune(tmp_path, tokenizer, normalizer):
     theirs.add_tokens(ADDED_LATER)
     ours = export(make_checkpoint(tmp_path / "hf", theirs), tmp_path / "model.bin")
     r = random.Random(7)
-    parts = ADDED_LATER + ["\xe9e", "\u1161", "\uac00", "<|", "cafe", "caf", "e", "|>", "<|im_start|>", "</think>", " "] + MARKS
+    parts = ADDED_LATER + ["\xe9e", "\u1161", "\uac00", "<|", "cafe", "caf", "e", "|>", "<|im_start|>", "</think>", " ", "t", "h", "re",
+                           "ven", " other", "ever"] + MARKS
     texts = ["".join(r.choice(parts) for _ in range(r.randint(1, 6))) for _ in range(2000)]
     for ids, text in zip(records("tokens", ours, texts=[("marked", text.encode()) for text in texts]), texts):
         assert_same(ids, theirs, text)
-    user = records("tokens", ours, texts=[("plain", text.encode()) for text in ADDED_LATER])
-    later = {theirs.token_to_id(text) for text in ADDED_LATER}
-    assert not later & {i for ids in user for i in ids}
+    plain = plain_tokenizer(theirs)
+    for ids, text in zip(records("tokens", ours, texts=[("plain", text.encode()) for text in texts]), texts):
+        assert_same(ids, plain, text)
 
 
 def plain_tokenizer(tokenizer):
