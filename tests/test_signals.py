@@ -215,22 +215,16 @@ def test_interrupt_stops_the_answer_only(endless, talk, stopped):
 
 
 @STOPPED
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_one_answer_at_a_terminal(endless, stopped, number):
+    """No process remains, also where the window is closed."""
     child = spawn(endless, "-t", 0, "-c", 0, "-n", -1, "-i", "x")
     answer(child, stopped)
-    child.kill(number) if number == signal.SIGTERM else child.sendintr()
+    child.sendintr() if number == signal.SIGINT else child.kill(number)
     wait_until(lambda: not child.isalive())
     child.close()
-    assert (child.exitstatus, child.signalstatus) == ((130, None) if number == signal.SIGINT else (None, number))
-
-
-def test_closed_window_at_the_prompt(endless):
-    """No process remains."""
-    child = spawn(endless)
-    child.expect("> ")
-    child.kill(signal.SIGHUP)
-    assert finish(child) is None and child.signalstatus == signal.SIGHUP
+    assert (child.exitstatus, child.signalstatus) == (
+        (130, None) if number == signal.SIGINT else (None, number))
 
 
 @pytest.mark.parametrize("typed", ["", "half a li", "a line\\\n", "x\\\nhalf", "a\nb"])
