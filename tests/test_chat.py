@@ -384,14 +384,6 @@ def test_retry_draws_another_answer(talk):
     assert b"no answer yet" in say("/retry")
 
 
-def test_retry_of_a_greedy_answer(talk):
-    child, say = talk("-t", 0)
-    first = say("My name is Anna.")
-    shown = say("/retry")
-    assert b"-t 0" in shown and b"prompt " not in shown
-    assert b"Anna" in say("What is my name?"), first
-
-
 def test_what_lines_send(talk, alone, tmp_path, monkeypatch):
     """/file: TEXT, an empty line and the file's text without its last newline; or the file alone.
     Lines that only look like commands are messages."""
@@ -417,8 +409,8 @@ def test_what_lines_send(talk, alone, tmp_path, monkeypatch):
 def test_what_is_not_sent(talk, tiny, tmp_path):
     """Words that are no commands, a slash and letters alone, with or without words behind them; a
     text after a command that takes none; what an arrow key types, in any line; blanks; a file that
-    can't be sent; a line that the terminal cut (on macOS at 1,024 bytes), or that is too long. One
-    notice, and the conversation is as it was."""
+    can't be sent; a line that the terminal cut (on macOS at 1,024 bytes), or that is too long; a
+    /retry that would change nothing. One notice, and the conversation is as it was."""
     (tmp_path / "empty").write_bytes(b"")
     child, say = talk("-t", 0, "-v", "-n", 1, "-c", 128)
     first = prompts(say("My name is Anna."))
@@ -434,6 +426,7 @@ def test_what_is_not_sent(talk, tiny, tmp_path):
               for name in ("help", "retry", "clear", "bye", "exit", "quit") for blank in "\t "],
             *[(line, escapes) for line in ("\x1b[A", "What\x1b[D is", "/help\x1b[C")],
             *[(line, blanks) for line in (" ", "   ", "\t ")],
+            ("/retry", "/retry: -t 0 would draw the same answer again"),
             ("/file", missing), ("/file ", missing), ('/file ""', missing),
             ("/file /none text", "/file: /none: No such file or directory"),
             ('/file "/no thing', "/file: /no thing: No such file or directory"),
