@@ -497,13 +497,6 @@ def test_control_characters_in_messages(small):
 
 # -- perplexity
 
-def test_batches_leave_every_digit_of_a_perplexity(small):
-    """Also of a huge one: no partial sums."""
-    text = "".join(chr(33 + i * 7 % 90) for i in range(400)).encode()
-    lines = {output(small, "-m", "perplexity", "-b", b, stdin=text) for b in (1, 2, 3, 7, 64, 100, 511, 512)}
-    assert len(lines) == 1
-
-
 def test_perplexity_of_many_digits(table_model):
     """A line of 128 bytes was cut inside the number."""
     _, nll, ppl = perplexity(table_model({None: {7: 500}}), "-i", "hello there")
