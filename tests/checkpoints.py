@@ -97,23 +97,23 @@ class Checkpoint:
         d, q = c["hidden_size"], c["num_attention_heads"] * c["head_dim"]
         h = c["moe_intermediate_size" if self.n_experts else "intermediate_size"]
         kv = c["num_key_value_heads"] * c["head_dim"]
-        per_layer = [("input_layernorm", (d,)), ("post_attention_layernorm", (d,)),
-                     ("self_attn.q_norm", (c["head_dim"],)), ("self_attn.k_norm", (c["head_dim"],)),
-                     ("self_attn.q_proj", (q, d)), ("self_attn.k_proj", (kv, d)),
-                     ("self_attn.v_proj", (kv, d)), ("self_attn.o_proj", (d, q))]
-        if self.n_experts:
-            per_layer.append(("mlp.gate", (self.n_experts, d)))
-        for mlp in self.feed_forwards():
-            per_layer += [(f"{mlp}.gate_proj", (h, d)), (f"{mlp}.down_proj", (d, h)),
-                          (f"{mlp}.up_proj", (h, d))]
-        for i in range(c["num_hidden_layers"]):
-            for name, shape in per_layer:
-                if not (self.qwen2 and name.endswith(("q_norm", "k_norm"))):
-                    yield f"layers.{i}.{name}.weight", shape
-            for name, width in (("q", q), ("k", kv), ("v", kv)) if self.qwen2 else ():
-                yield f"layers.{i}.self_attn.{name}_proj.bias", (width,)
-        yield "norm.weight", (d,)
+        attention = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
         yield "embed_tokens.weight", (c["vocab_size"], d)
+        for layer in (f"layers.{i}." for i in range(c["num_hidden_layers"])):
+            yield layer + "input_layernorm.weight", (d,)
+            for name, shape in attention.items():
+                yield f"{layer}self_attn.{name}_proj.weight", shape
+            for name in "qkv" if self.qwen2 else ():
+                yield f"{layer}self_attn.{name}_proj.bias", attention[name][:1]
+            for name in () if self.qwen2 else "qk":
+                yield f"{layer}self_attn.{name}_norm.weight", (c["head_dim"],)
+            yield layer + "post_attention_layernorm.weight", (d,)
+            if self.n_experts:
+                yield layer + "mlp.gate.weight", (self.n_experts, d)
+            for mlp in self.feed_forwards():
+                for name, shape in ("gate", (h, d)), ("up", (h, d)), ("down", (d, h)):
+                    yield f"{layer}{mlp}.{name}_proj.weight", shape
+        yield "norm.weight", (d,)
         if not c["tie_word_embeddings"]:
             yield "lm_head.weight", (c["vocab_size"], d)
 
@@ -162,14 +162,19 @@ class Checkpoint:
         return reference.Model.from_tensors(self.config, values, group=group).to_bytes()
 
 
-def safetensors(items, dtype) -> bytes:
-    head, data = {"__metadata__": {"format": "pt"}}, b""
-    for name, raw in items:
-        head[name] = {"dtype": dtype, "shape": list(raw.shape),
-                      "data_offsets": [len(data), len(data) + raw.nbytes]}
-        data += raw.tobytes()
+def safetensors_head(shapes, dtype):
+    """The header of a file with tensors of such names and shapes, and the size of their data."""
+    head, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes:
+        begin, end = end, end + {"F32": 4}.get(dtype, 2) * math.prod(shape)
+        head[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(head).encode()
-    return struct.pack("<Q", len(text)) + text + data
+    return struct.pack("<Q", len(text)) + text, end
+
+
+def safetensors(items, dtype) -> bytes:
+    head, _ = safetensors_head([(name, raw.shape) for name, raw in items], dtype)
+    return head + b"".join(raw.tobytes() for _, raw in items)
 
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -179,60 +184,36 @@ HYBRID = CHATML.replace("{% endif %}", "{% if enable_thinking is defined and not
                         "<think>\n\n</think>\n\n{% endif %}{% endif %}")
 
 
-def random_weights(rng, dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim, vocab_size, tied,
-                   qwen2=False, n_experts=0):
+def random_weights(rng, shapes, qwen2):
     """Weights that make the output depend on everything: sharp logits, attention that matters,
     experts of different weight, and q and k so small that the epsilon of their norms shows; in
     Qwen2, which has biases instead of these norms, as large as the biases."""
-    def normal(rows, columns, rms):
-        return rng.standard_normal((rows, columns), np.float32) * np.float32(rms)
-
-    def around(mean, n):
-        return (mean * (1 + 0.2 * rng.standard_normal(n))).astype(np.float32)
-
-    w = {"model.embed_tokens.weight": normal(vocab_size, dim, 0.1)}
-    w["model.embed_tokens.weight"][-1] = 0                      # groups of zeros have scale 0
-    for i in range(n_layers):
-        layer, inner = f"model.layers.{i}.", dim ** -0.5
-        qk = 1.5 if qwen2 else 0.003
-        w[layer + "input_layernorm.weight"] = around(1, dim)
-        w[layer + "self_attn.q_proj.weight"] = normal(n_heads * head_dim, dim, qk * inner)
-        w[layer + "self_attn.k_proj.weight"] = normal(n_kv_heads * head_dim, dim, qk * inner)
-        w[layer + "self_attn.v_proj.weight"] = normal(n_kv_heads * head_dim, dim, 0.3 * inner)
-        w[layer + "self_attn.o_proj.weight"] = normal(dim, n_heads * head_dim,
-                                                      (n_heads * head_dim) ** -0.5)
-        if qwen2:
-            for name, rows, rms in (("q", n_heads, 1.5), ("k", n_kv_heads, 1.5),
-                                    ("v", n_kv_heads, 0.3)):
-                w[f"{layer}self_attn.{name}_proj.bias"] = normal(1, rows * head_dim, rms)[0]
+    qk, w = 1.5 if qwen2 else 0.003, {}
+    rms = {"embed_tokens": 0.1, "lm_head": 0.1, "q_proj": qk, "k_proj": qk, "v_proj": 0.3,
+           "o_proj": 1, "gate": 2, "gate_proj": 1.5, "up_proj": 0.5, "down_proj": 0.3}
+    mean = {"q_norm": 1.7, "k_norm": 1.7, "norm": 20}
+    for name, shape in shapes:
+        *_, part, kind = name.split(".")
+        alone = kind == "bias" or part in ("embed_tokens", "lm_head")
+        inner = 1 if alone else shape[-1] ** -0.5
+        if part in rms:
+            w[name] = rng.standard_normal(shape, np.float32) * np.float32(rms[part] * inner)
         else:
-            w[layer + "self_attn.q_norm.weight"] = around(1.7, head_dim)
-            w[layer + "self_attn.k_norm.weight"] = around(1.7, head_dim)
-        w[layer + "post_attention_layernorm.weight"] = around(1, dim)
-        if n_experts:
-            w[layer + "mlp.gate.weight"] = normal(n_experts, dim, 2 * inner)
-        for mlp in [f"mlp.experts.{e}." for e in range(n_experts)] or ["mlp."]:
-            w[layer + mlp + "gate_proj.weight"] = normal(hidden_dim, dim, 1.5 * inner)
-            w[layer + mlp + "up_proj.weight"] = normal(hidden_dim, dim, 0.5 * inner)
-            w[layer + mlp + "down_proj.weight"] = normal(dim, hidden_dim, 0.3 * hidden_dim ** -0.5)
-    w["model.norm.weight"] = around(20 * dim ** -0.5, dim)      # logits with an rms of 2
-    if not tied:
-        w["lm_head.weight"] = normal(vocab_size, dim, 0.1)
+            x = mean.get(part, 1) * (inner if part == "norm" else 1)    # logits with an rms of 2
+            w[name] = (x * (1 + 0.2 * rng.standard_normal(shape))).astype(np.float32)
+    w["embed_tokens.weight"][-1] = 0                            # groups of zeros have scale 0
     return w
 
 
 def make_checkpoint(directory, tokenizer, seed=1, dim=64, hidden_dim=128, n_layers=2, n_heads=4,
                     n_kv_heads=2, head_dim=32, tied=True, theta=1000000, eps=1e-6, max_len=512,
                     yarn=None, dtype="BF16", shards=1, prefix="model.", pad_to=0, new_keys=False,
-                    weights=None, template=CHATML, generation=None, qwen2=False, n_experts=0,
+                    weights={}, template=CHATML, generation=None, qwen2=False, n_experts=0,
                     n_experts_used=2, topk_norm=True):
-    """Write a Qwen3 checkpoint: random weights, or those given. yarn: the rope_scaling dict. qwen2:
-    a Qwen2 one, where head_dim is not in the config and must be dim / n_heads. n_experts: a mixture
+    """Write a Qwen3 checkpoint, random but for the given weights. yarn: the rope_scaling dict.
+    qwen2: a Qwen2 one, where head_dim is not in the config and must be dim / n_heads. n_experts: a mixture
     of experts, hidden_dim is one expert's. new_keys: as transformers 5 writes config.json."""
     vocab_size = max(pad_to, tokenizer.get_vocab_size())
-    if weights is None:
-        weights = random_weights(np.random.default_rng(seed), dim, hidden_dim, n_layers, n_heads,
-                                 n_kv_heads, head_dim, vocab_size, tied, qwen2, n_experts)
     config = dict(model_type="qwen3", attention_bias=False, head_dim=head_dim, hidden_act="silu",
                   hidden_size=dim, intermediate_size=hidden_dim, max_position_embeddings=max_len,
                   num_attention_heads=n_heads, num_hidden_layers=n_layers,
@@ -248,8 +229,9 @@ def make_checkpoint(directory, tokenizer, seed=1, dim=64, hidden_dim=128, n_laye
                    "num_experts_per_tok": n_experts_used, "moe_intermediate_size": hidden_dim,
                    "intermediate_size": 3 * hidden_dim, "norm_topk_prob": topk_norm,
                    "decoder_sparse_step": 1, "mlp_only_layers": []}
-    tensors = {name.removeprefix("model."): x for name, x in weights.items()}
-    checkpoint = Checkpoint(tokenizer.to_str(), dtype, tensors, **config)
+    checkpoint = Checkpoint(tokenizer.to_str(), dtype, {}, **config)
+    rng = np.random.default_rng(seed)
+    checkpoint.tensors = random_weights(rng, checkpoint.shapes(), qwen2) | weights
     if qwen2:
         del checkpoint.config["head_dim"]
     if new_keys:
@@ -279,11 +261,10 @@ def make_table_model(directory, tokenizer, states, logits, dim=64, **kwargs):
         embedding[token] = np.eye(dim)[i + 1]
     head = np.zeros((vocab, dim), np.float32)
     head[:, :columns] = logits
-    weights = random_weights(np.random.default_rng(0), dim, 64, 1, 2, 1, 32, vocab, True)
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        weights[f"model.layers.0.{name}.weight"] *= 0
-    weights |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head,
-                "model.norm.weight": np.full(dim, dim ** -0.5, np.float32)}
+    weights = {"embed_tokens.weight": embedding, "lm_head.weight": head,
+               "norm.weight": np.full(dim, dim ** -0.5, np.float32),
+               "layers.0.self_attn.o_proj.weight": np.zeros((dim, 64), np.float32),
+               "layers.0.mlp.down_proj.weight": np.zeros((dim, 64), np.float32)}
     return make_checkpoint(directory, tokenizer, dim=dim, hidden_dim=64, n_layers=1, n_heads=2,
                            n_kv_heads=1, head_dim=32, tied=False, weights=weights, dtype="F32",
                            **kwargs)
@@ -360,15 +341,11 @@ def sparse_checkpoint(ck, folder: Path, **config) -> Path:
     (folder / "model.safetensors").unlink()
     places = {}
     for i in (0, 1):
-        shard, head, end = f"model-{i}.safetensors", {}, 0
-        for name in sorted(shapes)[i::2]:
-            size = 2 * math.prod(shapes[name])
-            head["model." + name] = {"dtype": "BF16", "shape": shapes[name],
-                                     "data_offsets": [end, end + size]}
-            places["model." + name], end = shard, end + size
-        text = json.dumps(head).encode()
-        with open(folder / shard, "wb") as f:
-            f.write(struct.pack("<Q", len(text)) + text)
-            f.truncate(8 + len(text) + end)
+        shard, names = f"model-{i}.safetensors", sorted(shapes)[i::2]
+        places |= {"model." + name: shard for name in names}
+        head, size = safetensors_head([("model." + name, shapes[name]) for name in names], "BF16")
+        with open(folder / shard, "wb") as file:
+            file.write(head)
+            file.truncate(len(head) + size)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return folder

@@ -31,7 +31,7 @@ import pexpect  # noqa: E402
 import pytest  # noqa: E402
 import reference  # noqa: E402
 from checkpoints import (ADDED, CHATML, HYBRID, SENTENCES, Checkpoint, make_checkpoint,  # noqa: E402, F401
-                         make_table_model, random_weights, train_tokenizer)  # noqa: F401
+                         make_table_model, train_tokenizer)  # noqa: F401
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
