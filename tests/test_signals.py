@@ -402,7 +402,7 @@ def test_message_stopped_before_its_answer(slow, talk):
     turns, before = [tokens(say("x")) for _ in range(20)], 0
     for _ in range(2):
         child.sendline(f"/file {prompt}")
-        child.expect(r"forgotten turns: \d+ of 21;")
+        child.expect(r"forgotten turns: \d+ of 21;", timeout=60)
         start = cpu_seconds(child.pid)
         wait_until(lambda: cpu_seconds(child.pid) > start + 0.3)
         child.sendintr()
