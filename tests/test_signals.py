@@ -143,7 +143,7 @@ def test_interrupt_while_tokenizing(start, endless, tmp_path):
     for options in [], ["-m", "chat"], ["-m", "generate"]:
         child = start(model, "-f", tmp_path / "text", *options)
         wait_until(lambda: catches(child.pid, signal.SIGINT))
-        time.sleep(0.2)
+        time.sleep(0.3)
         status, out, error = stop(child)
         assert (out, status) == (b"", 130) and b"too long" not in error, options
 
