@@ -1173,9 +1173,10 @@ def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) ->
     # tokenizer.add_tokens() of a text that merges make: one token, found before them and by them
     both = {text: named[text] for text in added.keys() & {*map("".join, merges), *letters}}
     for text, i in both.items():
-        if added[text][0] != i or not text.isascii():  # its letters stand for other bytes
-            refuse(where, f"added token {text!r}", f"ASCII and id {i}, as merges make it, too",
-                   f"id {added[text][0]}")
+        if added[text][0] != i or added[text][1] & SPECIAL or not text.isascii():
+            # A special one could be forged; other letters than ASCII's stand for other bytes.
+            refuse(where, f"added token {text!r}", f"not special, ASCII and id {i}, as merges make "
+                   "it, too", f"id {added[text][0]}")
     scores = score_merges(where, vocab | both, merges)
     scores |= {i: 0.0 for text, i in both.items() if text in letters}  # no merge makes it
     tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in (vocab | both).items()}

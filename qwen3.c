@@ -39,8 +39,8 @@
 
    Wq h is a matrix times a vector. q . K are the dot products of q with the rows of K; shares times
    V is the sum of the rows of V, each times its share. u * v multiplies element by element. All W,
-   rms_ and _norm are weights; eps is mostly 1e-6. Before it is multiplied with a matrix, a vector
-   is rounded to 8 bits (quantize; comments write Q8(h)). In Qwen3-0.6B, dim is 1024 and hidden_dim
+   rms_ and _norm are weights; eps is mostly 1e-6. Before it is multiplied with a W, a vector is
+   rounded to 8 bits (quantize; comments write Q8(h)). In Qwen3-0.6B, dim is 1024 and hidden_dim
    3072. It has 28 layers, each with 16 query heads and 8 kv heads of head_dim 128. Its vocabulary
    has 151,936 tokens.
 
@@ -48,7 +48,7 @@
               layer to layer. The norms of q and k (QK-norm) bound q . k.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
-              alike. Else softmax would give nearly all to one position.
+              alike. Else softmax could give nearly all to one position.
      Sharing. n_heads / n_kv_heads neighbouring query heads use the same K and V, which makes the
               cache smaller (grouped-query attention).
      Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, one matrix, the
@@ -565,9 +565,9 @@ static void run_experts(Model *m, const Layer *layer) {
 
 // ------------------------------------------------------------------------------------------------
 // The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
-// rmsnorm, norm_and_rope, softmax_terms, silu_times, quantize, choose_experts, embed and
-// rope_angles. All else from dot_row to forward it has written anew, and Part II run_text: changes
-// of these have two places.
+// rmsnorm, dot_of, add, norm_and_rope, softmax_terms, silu_times, quantize, choose_experts, embed
+// and rope_angles. All else from dot_row to compute_logits it has written anew, and Part II
+// run_text: changes of these have two places.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -617,7 +617,7 @@ static float *compute_logits(Model *m) {
 // become one character (U+00E9), so that both spellings get the same ids. Then a regular expression
 // cuts it into pieces, mostly words with the space before them: "Hello, world" becomes "Hello" ","
 // " world". Then byte-pair encoding: each byte of a piece begins as a token of its own; as long as
-// two neighbours together are a token, but no added one, the pair whose token has the highest
+// two neighbours together are a token that merges make, the pair whose token has the highest
 // priority is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. Both vocabulary and
 // priorities were made before training, from the most frequent pairs of the training texts: the
 // model only knows texts that are cut in this way.
@@ -729,7 +729,7 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
 //   1   (?i:'s|'t|'re|'ve|'m|'ll|'d)
 //   2   [^\r\n\p{L}\p{N}]?\p{L}+           letters, after at most one other character
 //   3   \p{N}                              one numeric character
-//   4   [ ]?[^\s\p{L}\p{N}]+[\r\n]*        others, with one space before and all newlines after
+//   4   [ ]?[^\s\p{L}\p{N}]+[\r\n]*        others, after at most one space; newlines after them
 //   5-7 \s*[\r\n]+  or  \s+(?!\S)  or  \s+   white space: see space_length
 static size_t piece_length(const Tokenizer *tok, Bytes text) {
     size_t end = contraction(text);
@@ -755,7 +755,7 @@ typedef struct {     // text arrives in parts, some of which may hold added toke
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
 // Byte-pair encoding: merges the pair of the highest priority, of equal ones the leftmost, until no
-// two neighbours of the piece make a token; then appends the piece's tokens to `out`. (Part II)
+// merge of two neighbours is left; then appends the piece's tokens to `out`. (Part II)
 static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out);
 
 // Encodes the plain text that has arrived. A byte makes at most one token: so all counts fit into
@@ -778,9 +778,9 @@ static void encode_token(Encoder *enc, int id) {
     ids_add(enc->out, id);
 }
 
-// Adds plain text, which encode_flush will encode. An added token spelled out in it, such as
-// <|im_end|>, stays plain text, because merging never makes an added token. So a user, whose text
-// comes here, can't forge the chat format.
+// Adds plain text, which encode_flush will encode. A mark spelled out in it, such as <|im_end|>,
+// stays plain text, because no merges make it. So a user, whose text comes here, can't forge the
+// chat format. (A fine-tune may have added a text that merges make, too: that is found here.)
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
 // Adds text in which spelled-out added tokens are recognized and become single tokens: encode_plain
@@ -813,10 +813,11 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // <think>, what it considers, and </think>. Then it writes the answer and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
-// anew. Its first ids that equal those in the cache do not run again, but its last id always does.
-// (Part II compares them. The stop id that ended an answer has not run.) If a <think> block, even
-// an empty one, came before the last answer, the next turn leaves it out, as the template does. The
-// tokens after it then have other positions and see other tokens: so they run again.
+// anew. Its first ids that equal those in the cache do not run again, but its last id always does:
+// its x gives the logits. (Part II compares them. The stop id that ended an answer has not run.) If
+// a <think> block, even an empty one, came before the last answer, the next turn leaves it out, as
+// the template does. The tokens after it then have other positions and see other tokens: so they
+// run again.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)

@@ -34,9 +34,9 @@ BAD_TOKENIZER = {
     "long added": (lambda t: t["added_tokens"][3].update(content="é" * 64 + "x"), "up to 128 bytes"),
     "empty added": (lambda t: t["added_tokens"][3].update(content=""), "tokens"),
     # of a text that merges make, too
-    "other id of added": (lambda t: t["added_tokens"][3].update(content="he"), "'he', expected ASCII and id"),
-    "added of letters": (lambda t: t["added_tokens"][3].update(content="\u0120", id=t["model"]["vocab"]["\u0120"]),
-                         "expected ASCII"),
+    **{f"{kind} added {ascii(text)}": (lambda t, text=text, change=change: t["added_tokens"][3].update(
+        {"content": text, "id": t["model"]["vocab"][text], "special": False} | change), "expected not special, ASCII and id")
+        for kind, text, change in (("id of", "he", {"id": 477}), ("letter", "\u0120", {}), ("special", "he", {"special": True}))},
     "id used twice": (lambda t: t["added_tokens"][3].update(id=5), "id of its own"),
     "id too large": (lambda t: t["added_tokens"][3].update(id=10 ** 6), "vocab_size"),
     "negative id": (lambda t: t["added_tokens"][3].update(id=-1), "ids"),
