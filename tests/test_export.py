@@ -222,11 +222,11 @@ def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path):
     (tmp_path / "out.bin").unlink()
 
 
-def test_progress_is_for_terminals_and_the_summary_for_logs(checkpoint, tmp_path):
+def test_progress_is_for_terminals_and_the_summary_for_logs(checkpoint, run, tmp_path, capfd):
     folder = checkpoint().save(tmp_path / "in")
-    done = export_process(folder, "out.bin", cwd=tmp_path)
-    assert done.stdout == "" and "wrote out.bin" in done.stderr.splitlines()[0]
-    assert "\r" not in done.stderr and "B/s" not in done.stderr
+    status, err = run(folder, "out.bin")
+    assert status == 0 and "wrote out.bin" in err[0] and capfd.readouterr() == ("", "")
+    assert not re.search("\r|B/s", "\n".join(err))
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
     child = subprocess.Popen([sys.executable, ROOT / "export.py", folder, "out.bin"], cwd=tmp_path,
