@@ -591,19 +591,23 @@ def hub_server(tmp_path_factory):
     env = {"HF_HOME": str(tmp_path_factory.mktemp("cache")), "HF_HUB_DISABLE_TELEMETRY": "1",
            "HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300",
            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
-    os.environ.update(env)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        import huggingface_hub.constants                    # noqa: F401 (it reads them but once)
     yield env
     server.shutdown()
     server.server_close()
 
 
 @pytest.fixture
-def hub(hub_server, run, tmp_path):
+def hub(hub_server, run, tmp_path, monkeypatch):
     """hub(arguments) is run(arguments) with a hub that has tmp_path/hub, and an empty cache;
     hub.process(arguments, changes of the environment) runs export.py in a process of its own."""
     Hub.folder, Hub.asked = tmp_path / "hub", []
     Hub.newest = hashlib.sha1(bytes(tmp_path)).hexdigest()  # the package remembers a commit's files
     shutil.rmtree(hub_server["HF_HOME"], ignore_errors=True)
+    monkeypatch.setenv("HF_ENDPOINT", hub_server["HF_ENDPOINT"])
 
     def process(*args, **changes):
         done = export_process(*args, cwd=tmp_path, env=hub_server | changes)
