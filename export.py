@@ -164,8 +164,9 @@ def find_source(name: str) -> Place:
     path = Path(name)
     if path.is_dir():
         return Place(partial(read_folder, path))
-    in_checkpoint = path.is_file() and (path.parent / "config.json").exists()
-    if path.suffix == ".safetensors" or in_checkpoint and path.suffix not in (".bin", ".gguf"):
+    is_ours = path.suffix == ".gguf" or Path(f"{path}.tokenizer").exists()
+    in_checkpoint = path.is_file() and (path.parent / "config.json").exists() and not is_ours
+    if path.suffix == ".safetensors" or in_checkpoint and path.open("rb").read(4) != b"GGUF":
         refuse(name, "a part of SOURCE", f"`export.py {shlex.quote(str(path.parent))}`", "one file")
     if path.suffix == ".bin":
         refuse(name, "no SOURCE", f"`export.py [--check] SOURCE {shlex.quote(name)}`, SOURCE being "
@@ -317,7 +318,7 @@ def open_file(path: Path) -> BinaryIO:
     if not path.is_file():
         refuse(path, "can't be read", "a regular file", "a directory, a pipe or a device")
     file = open(path, "rb")
-    begin = file.peek(max(map(len, SUBSTITUTES))).lower()
+    begin = file.peek(100).lstrip().lower()
     for substitute, what in SUBSTITUTES.items():
         if begin.startswith(substitute):
             refuse(path, "not downloaded", "its contents (`git lfs pull` or a download link)", what)
@@ -1162,7 +1163,7 @@ def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) ->
         merges = [(str(left), str(right)) for left, right in (
             merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])]
     vocab = {text: i for text, i in named.items() if text not in added}
-    for i in [*vocab.values(), *(i for i, _ in added.values())]:
+    for i in [*named.values(), *(i for i, _ in added.values())]:
         if type(i) is not int or not 0 <= i < vocab_size:
             refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", repr(i))
     # GPT-2's letters for bytes: a printable byte's is itself, the n-th other byte's is U+0100 + n.
@@ -1171,12 +1172,16 @@ def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) ->
     if foreign := sorted({*"".join(vocab)} - byte_of.keys()):
         refuse(where, "vocabulary", "GPT-2's letters for bytes", repr(foreign[0]))
     # tokenizer.add_tokens() of a text that merges make: one token, found before them and by them
-    both = {text: named[text] for text in added.keys() & {*map("".join, merges), *letters}}
+    made = {*map("".join, merges), *letters}
+    both = {text: named[text] for text in added.keys() & named.keys() & made}
     for text, i in both.items():
-        if added[text][0] != i or added[text][1] & SPECIAL or not text.isascii():
-            # A special one could be forged; other letters than ASCII's stand for other bytes.
-            refuse(where, f"added token {text!r}", f"not special, ASCII and id {i}, as merges make "
-                   "it, too", f"id {added[text][0]}")
+        token_id, flags = added[text]
+        # A special one could be forged; other letters than ASCII's stand for other bytes.
+        bad = {"special": flags & SPECIAL, "not ASCII": not text.isascii(),
+               f"id {token_id}": token_id != i}
+        if found := [what for what, is_so in bad.items() if is_so]:
+            refuse(where, f"added token {text!r}", "a new text, or one of the vocabulary in ASCII, "
+                   f"with its id {i} and not special", " and ".join(found))
     scores = score_merges(where, vocab | both, merges)
     scores |= {i: 0.0 for text, i in both.items() if text in letters}  # no merge makes it
     tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in (vocab | both).items()}

@@ -1811,23 +1811,27 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     free(seen.p);
 }
 
+// Both halves of a product: with a secret factor, nobody can foresee a bit of it.
+static uint64_t mix(uint64_t a, uint64_t b) {
+    const __uint128_t product = (__uint128_t)a * b;
+    return (uint64_t)(product ^ product >> 64);
+}
+
 // The slot of the hash table that holds the token with these bytes, or is free for it: an added and
 // an ordinary one may have the same bytes, or be one token. The hash takes words of 8 bytes, with a
-// secret factor, as wyhash does; the last word is two reads that may overlap, or 1 to 3 bytes.
+// secret factor (as wyhash); the last word is two reads that may overlap, or 1 to 3 bytes.
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     const uint64_t secret = tok->tables->secret;
     uint64_t hash = secret ^ text.n, word;
     Bytes rest = text;
     for (; rest.n > 8; rest = bytes_from(rest, 8)) {
         memcpy(&word, rest.p, 8);
-        hash = (hash ^ word) * secret;
-        hash ^= hash >> 32;
+        hash = mix(hash ^ word, secret);
     }
     const uint8_t *p = rest.p, *end = p + rest.n;
     if (rest.n >= 4) word = (uint32_t)load_i32(p) | (uint64_t)(uint32_t)load_i32(end - 4) << 32;
-    else word = rest.n ? p[0] | p[rest.n / 2] << 8 | end[-1] << 16 : 0;
-    __uint128_t folded = (__uint128_t)((hash ^ word) * secret) * secret;
-    uint32_t slot = (uint32_t)(folded ^ folded >> 64) & tok->tables->mask;
+    else word = p[0] | p[rest.n / 2] << 8 | end[-1] << 16;
+    uint32_t slot = mix(mix(hash ^ word, secret), secret) & tok->tables->mask;
     for (; tok->tables->table[slot]; slot = (slot + 1) & tok->tables->mask) {
         const uint32_t id = tok->tables->table[slot] - 1;
         const bool is_added = tok->kind[id] & ADDED;
@@ -1885,6 +1889,7 @@ static void index_tokens(Tokenizer *tok, const char *file) {
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
+        if (s.n == 0) continue;
         uint32_t *slot = token_slot(tok, s, added);
         if (*slot == 0 && (added || s.n == 1 || tok->priority[id] > ADDED_SCORE)) *slot = id + 1;
         if (added) tok->tables->added_start[s.p[0]] = tok->tables->added_length[s.n] = true;
@@ -4095,6 +4100,7 @@ typedef struct {
     double consumed;        // bytes of its lines so far
     bool is_new;            // -w: there was no FILE
     size_t there;           // -w: lines that FILE had
+    size_t failed_there;    // -w: of these, lines without a result
     Buffer last;            // -w: FILE's last whole line
     Buffer cut;             // -w: what follows it without a newline
 } List;
@@ -4222,7 +4228,7 @@ static const char *encode_line(List *l, Bytes line, Request *r) {
 static void check_plain(const List *l, Bytes line) {
     Buffer text = {0};
     Json j = {.rest = chop(line), .n = line.n, .text = &text};
-    const bool marked = line.n && strchr("[{\"", *line.p);
+    const bool marked = line.n && memchr("[{\"", *line.p, 3);
     if (marked) json_value(&j, 0);
     if (marked && !j.error && j.rest.n == 0)
         notice("%.600s: line 1 is JSON, and taken as plain text; -L reads JSON", l->in.name);
@@ -4390,6 +4396,8 @@ static void open_out(List *l) {
         Buffer *end = has_newline(line) ? &l->last : &l->cut;
         end->n = 0;
         buffer_add(end, line);
+        l->failed_there += bytes_are(chop(line), "null") ||
+                           find_last(line, bytes(":null,\"error\":\"")) > 0;
     }
     free(in.data.p);
     if (dup2(in.fd, STDOUT_FILENO) < 0) die("%s: %s", file, strerror(errno));
@@ -4445,6 +4453,8 @@ static void skip_lines(List *l) {
     if (n > there)
         notice("%s: %zu line%s there, goes on with line %zu", file, there,
                there == 1 ? " is" : "s are", there + 1);
+    if (l->failed_there)
+        notice("%s: lines without a result, which stay: %zu", file, l->failed_there);
     free(last.p);
 }
 
@@ -4664,10 +4674,10 @@ static Options parse_options(int argc, char **argv) {
         die_usage("MODEL: %s, expected a .bin file; -h shows more",
                   o.model && *o.model ? "too long" : "missing");
     if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
+    if (o.list && o.json_list) die_usage("-l, -L: both given, expected one of them");
     if (is_list(&o) && o.file)
-        die_usage("-f, a list: both given; -i \"$(cat FILE)\" puts a file before each text");
-    if (is_list(&o) && (o.verbose || (o.list && o.json_list)))
-        die_usage("-l, -L: a list, expected one of them, without -v");
+        die_usage("-f and a list: both given; -i \"$(cat FILE)\" puts a file before each text");
+    if (is_list(&o) && o.verbose) die_usage("-v: not with a list");
     if (o.out && (!is_list(&o) || !strcmp(o.out, "-")))
         die_usage("-w: expected a file's name, and -l or -L");
     if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
@@ -5367,7 +5377,7 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // for the scores, of columns for the values. Its sums stay in registers.
 enum { ATT_TASK = 96 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
-_Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0, "whole tiles");
+_Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0 && (int)BLOCK == LANES, "whole tiles");
 
 typedef struct {
     float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms

@@ -192,7 +192,8 @@ def test_target_that_cannot_be_written(checkpoint, run, tmp_path, out, pattern):
     ("empty", "not a checkpoint, expected config.json or a GGUF file"),
     ("lora", r"a LoRA adapter, no model, expected it merged .*merge_and_unload\(\), then save_pretrained\(\), found adapter_c"),
     ("my run", "not a checkpoint, expected `export.py 'my run/checkpoint-1000'`, its newest one, found checkpoint-1000, "),
-    *[(f"a b/{name}", "a part of SOURCE, expected `export.py 'a b'`") for name in ("config.json", "vocab.json")],
+    *[(f"a b/{name}", "a part of SOURCE, expected `export.py 'a b'`") for name in ("config.json", "pytorch_model.bin")],
+    ("a b/page.GGUF", "broken"),           # one beside config.json, by its first bytes
     ("page.gguf", "not downloaded, expected its contents .* a download link.*, found a web page$"),
     # What to type instead of other programs' names
     ("model.safetensors", "a part of SOURCE, expected `export.py .`"),
@@ -204,11 +205,12 @@ def test_target_that_cannot_be_written(checkpoint, run, tmp_path, out, pattern):
       for scheme in ("https://modelscope.cn", "http://huggingface.co.evil.com", "https://ollama.com")]])
 def test_what_is_no_source(run, tmp_path, name, pattern):
     (tmp_path / "some.txt").write_text("This is a text, no GGUF file.")
-    (tmp_path / "page.gguf").write_text("<!DOCTYPE html>")
+    (tmp_path / "page.gguf").write_text("\n\n<!DOCTYPE html>")
     for folder in "empty", "my run/checkpoint-200", "my run/checkpoint-1000", "lora", "a b":
         (tmp_path / folder).mkdir(parents=True)
-    for file in "lora/adapter_config.json", "lora/adapter_model.safetensors", "a b/config.json", "a b/vocab.json":
+    for file in "lora/adapter_config.json", "lora/adapter_model.safetensors", "a b/config.json", "a b/pytorch_model.bin":
         (tmp_path / file).write_text("{}")
+    (tmp_path / "a b/page.GGUF").write_text("GGUF")
     refused(run(name), f"^export.py: {re.escape(name)}: .*{pattern}")
 
 

@@ -316,8 +316,9 @@ def test_places_to_change_are_there():
 def test_budgets():
     """Of lines, as CONTRIBUTING.md has them: of the files, and of the parts of qwen3.c, which add up."""
     text = CONTRIBUTING.read_text()
-    budgets = {name: int(lines.replace(",", "")) for name, lines in re.findall(r"^\| `([\w.]+)` \| ([\d,]+) \|$", text, re.M)}
-    assert budgets.keys() == {"qwen3.c", "export.py", "README.md"}
+    rows = re.findall(r"^\| `([\w.]+)` \| ([\d,]+) \|$", text, re.M)
+    budgets = {name: int(lines.replace(",", "")) for name, lines in rows}
+    assert [name for name, _ in rows] == ["qwen3.c", "export.py", "README.md"]
     for name, most in budgets.items():
         assert (ROOT / name).read_bytes().count(b"\n") <= most, name
     most = [int(lines.replace(",", "")) for lines in

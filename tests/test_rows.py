@@ -217,14 +217,15 @@ def test_a_new_file(tiny, tmp_path):
 def test_what_it_says(tiny, tmp_path):
     """Lines, statistics, seeds, exit status: FILE's null is no error of this run."""
     path, out = write_list(tmp_path / "list", [b'"Hello"'] * 5), tmp_path / "out"
-    out.write_bytes(b'"a"\nnull\n"cu')
+    failed = b'{"id":1,"answer":null,"error":"empty"}'
+    out.write_bytes(failed + b'\nnull\n"cu')
     result = qwen3(tiny, "-L", path, "-w", out, "-n", 3)
-    assert result.returncode == 0
+    assert result.returncode == 0 and b"out: lines without a result, which stay: 2\n" in result.stderr
     assert re.search(rb"(?m)^qwen3: .*out: 2 lines are there, goes on with line 3$", result.stderr), result.stderr
     seed = int(re.search(rb"(?m)^seed (\d+)$", result.stderr)[1])
     assert re.search(rb"(?m)^3 texts in .* seeds %d to %d$" % (seed + 2, seed + 4), result.stderr), result.stderr
     lines = run_list(tiny, b"Hello\n" * 5, "-n", 3, "-s", seed, "-q")[0]
-    assert out.read_bytes().splitlines() == [b'"a"', b"null", *lines[2:]]
+    assert out.read_bytes().splitlines() == [failed, b"null", *lines[2:]]
 
 
 LEFT_ALONE = {

@@ -35,8 +35,10 @@ BAD_TOKENIZER = {
     "empty added": (lambda t: t["added_tokens"][3].update(content=""), "tokens"),
     # of a text that merges make, too
     **{f"{kind} added {ascii(text)}": (lambda t, text=text, change=change: t["added_tokens"][3].update(
-        {"content": text, "id": t["model"]["vocab"][text], "special": False} | change), "expected not special, ASCII and id")
-        for kind, text, change in (("id of", "he", {"id": 477}), ("letter", "\u0120", {}), ("special", "he", {"special": True}))},
+        {"content": text, "id": t["model"]["vocab"][text], "special": False} | change), f"or one of the vocabulary.*, found {found}$")
+        for kind, text, change, found in (("id of", "he", {"id": 477}, "id 477"), ("letter", "\u0120", {}, "not ASCII"),
+                                          ("special", "he", {"special": True}, "special"))},
+    "merge of no token": (lambda t: (t["added_tokens"][3].update(content="he"), t["model"]["vocab"].pop("he")), "merge"),
     "id used twice": (lambda t: t["added_tokens"][3].update(id=5), "id of its own"),
     "id too large": (lambda t: t["added_tokens"][3].update(id=10 ** 6), "vocab_size"),
     "negative id": (lambda t: t["added_tokens"][3].update(id=-1), "ids"),
