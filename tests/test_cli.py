@@ -91,6 +91,7 @@ def test_an_option_given_twice(args):
     option, *value = args = args.split()
     assert_error(qwen3(MISSING, *args, *args), 2, f"{option}: given twice")
     assert_error(qwen3(*args, MISSING, *args), 2, f"{option}: given twice")
+    assert_error(qwen3(*args, *args, MISSING), 2, f"{option}: given twice")
     if value and option not in ("-i", "-w"):
         assert_error(qwen3(MISSING, "-i", option, *args), 1)
 

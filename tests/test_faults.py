@@ -126,11 +126,12 @@ TEXT = "word " * 26_000                                 # Linux takes 128 KB eac
 
 
 @pytest.mark.parametrize("args, status, words", [
-    ((TEXT,), 2, "MODEL: too long"), (("M", "-" + TEXT), 2, "-h lists"),
+    ((TEXT,), 2, "MODEL: too long"), (("M" * 4001,), 2, "MODEL: too long"),
+    (("M", "-" + TEXT), 2, "-h lists"),
     (("M", "-n", TEXT), 2, "-n: bad value"), (("M", TEXT), 2, "prompt goes with -i"),
     (("M", "-f", TEXT), 2, "-f: bad value, expected a file's name"),
     ((None, "-i", TEXT), 1, "too long"), ((None, "-y", TEXT, "-i", "x"), 1, "too long"),
-    ((None, "-l", "a/" * 2000), 1, "a/: ")], ids=range(8))
+    ((None, "-l", "a/" * 2000), 1, "a/: ")], ids=range(9))
 def test_very_long_arguments(small, args, status, words):
     assert_error(qwen3(*[arg or small for arg in args]), status, words)
     assert words != "too long" or output(small, "-m", "tokenize", "-i", TEXT) == output(

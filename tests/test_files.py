@@ -444,12 +444,6 @@ def test_something_else(files, content):
     assert_error(files().run(None, content), 1, "model.bin.tokenizer")
 
 
-def test_missing_files(files, tmp_path):
-    assert_error(qwen3(tmp_path / "none.bin", "-i", "x"), 1, "none.bin")
-    (tmp_path / "model.bin").write_bytes(files().model_bytes)
-    assert_error(qwen3(tmp_path / "model.bin", "-i", "x"), 1, "model.bin.tokenizer")
-
-
 # -- the tokenizer's records
 
 @pytest.mark.parametrize("offset, value, word", [

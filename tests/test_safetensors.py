@@ -7,40 +7,29 @@ import struct
 
 import numpy as np
 import pytest
-from checkpoints import experts
 from conftest import LINUX, export_py as export, refused
 
 
-def test_router_that_is_not_finite(checkpoint, refuses):
-    ck = checkpoint(**experts(3))
-    ck.tensors["layers.1.mlp.gate.weight"][2, 7] = np.nan
-    refuses(ck, "model.layers.1.mlp.gate.weight", "NaN")
+BAD_TENSORS = [  # what is done to the checkpoint ck and its tensors t
+    (lambda ck, t: (t.pop("layers.1.mlp.up_proj.weight"), t.pop("norm.weight")),
+     "missing: norm.weight, layers.1.mlp.up_proj.weight; left over: none"),
+    (lambda ck, t: t.update({"layers.0.self_attn.q_proj.bias": np.zeros(4, np.float32)}),
+     "missing: none; left over: model.layers.0.self_attn.q_proj.bias"),
+    (lambda ck, t: t.update({f"layers.0.mlp.experts.{i}.weight": np.zeros(4, np.float32)
+                             for i in range(30)}), "experts.0.weight.* 24 more"),
+    (lambda ck, t: t.update({"layers.0.mlp.down_proj.weight": t["layers.0.mlp.up_proj.weight"]}),
+     r"model.layers.0.mlp.down_proj.weight.*\[64, 192\], found \[192, 64\]"),
+    (lambda ck, t: t["layers.1.mlp.up_proj.weight"][7].fill(np.inf),
+     "model.layers.1.mlp.up_proj.weight.* infinity or NaN"),
+    (lambda ck, t: t["norm.weight"].fill(np.nan), "model.norm.weight.* infinity or NaN"),
+    (lambda ck, t: ck.config.update(tie_word_embeddings=False), "missing: lm_head.weight")]
 
 
-SPOILED = {  # of the tensors t of the checkpoint ck
-    "missing": lambda ck, t: (t.pop("layers.1.mlp.up_proj.weight"), t.pop("norm.weight")),
-    "left over": lambda ck, t: t.update({"layers.0.self_attn.q_proj.bias": np.zeros(4, np.float32)}),
-    "many left over": lambda ck, t: t.update({f"layers.0.mlp.experts.{i}.weight": np.zeros(4, np.float32)
-                                              for i in range(30)}),
-    "shape": lambda ck, t: t.update({"layers.0.mlp.down_proj.weight": t["layers.0.mlp.up_proj.weight"]}),
-    "infinity": lambda ck, t: t["layers.1.mlp.up_proj.weight"][7].fill(np.inf),
-    "nan in a norm": lambda ck, t: t["norm.weight"].fill(np.nan),
-    "untied without lm_head": lambda ck, t: ck.config.update(tie_word_embeddings=False)}
-
-
-@pytest.mark.parametrize("how, patterns", [
-    ("missing", ["missing: ", "layers.1.mlp.up_proj.weight", "norm.weight", "left over: none"]),
-    ("left over", ["missing: none", "left over: model.layers.0.self_attn.q_proj.bias"]),
-    ("many left over", ["experts.0.weight", "24 more"]),
-    ("shape", [r"model.layers.0.mlp.down_proj.weight", r"\[64, 192\], found \[192, 64\]"]),
-    ("infinity", ["model.layers.1.mlp.up_proj.weight", "infinity or NaN"]),
-    ("nan in a norm", ["model.norm.weight", "infinity or NaN"]),
-    ("untied without lm_head", ["missing: lm_head.weight"]),
-])
-def test_tensors_refused(checkpoint, refuses, how, patterns):
+@pytest.mark.parametrize("spoil, pattern", BAD_TENSORS, ids=[pattern for _, pattern in BAD_TENSORS])
+def test_tensors_refused(checkpoint, refuses, spoil, pattern):
     ck = checkpoint()
-    SPOILED[how](ck, ck.tensors)
-    refuses(ck, *patterns)
+    spoil(ck, ck.tensors)
+    refuses(ck, pattern)
 
 
 def edit_header(data: bytes, change) -> bytes:
@@ -51,7 +40,7 @@ def edit_header(data: bytes, change) -> bytes:
     return struct.pack("<Q", len(text)) + text + data[8 + length:]
 
 
-NORM = "model.norm.weight"
+NORM, MOST = "model.norm.weight", export.TENSORS_SIZE
 
 
 def set_offsets(begin, end):
@@ -73,6 +62,8 @@ BAD_SAFETENSORS = {
     "cut in the data": (lambda data: data[:-1], "truncated.*download it again"),
     "longer": (lambda data: data + b"x", "oversized"),
     "huge header": (lambda data: b"\xff" * 8 + data[8:], "18446744073709551615"),
+    "too large header": (lambda data: struct.pack("<Q", MOST + 1) + b" " * (MOST + 1),
+                         f"expected a header of 2 to {MOST} bytes, found {MOST + 1}"),
     "no json": (lambda data: data[:8] + b"}" + data[9:], "JSONDecodeError"),
     "not utf-8": (lambda data: data[:8] + b"\xff" + data[9:], "UnicodeDecodeError|JSONDecode"),
     "a list": (lambda data: struct.pack("<Q", 2) + b"[]" + data, "broken"),
@@ -86,6 +77,11 @@ BAD_SAFETENSORS = {
     "text offsets": (entry(data_offsets="ab"), "broken"),
     "no shape": (lambda d: edit_header(d, lambda h: h[NORM].pop("shape")), "KeyError"),
     "shape of text": (entry(shape=["x"]), "broken"),
+    **{f"entry {i}": (entry(**changes), "shape or data_offsets of model.norm.weight")
+       for i, changes in enumerate((
+           {"shape": [64.0]}, {"shape": [True] * 2}, {"shape": [64] + [1] * 5},
+           {"data_offsets": [0.0, 128.0]},
+           {"shape": [10 ** 18] * 300_000}))},  # their product would have 5 million digits
     "entry is a number": (lambda d: edit_header(d, lambda h: h.update({NORM: 3})), "broken"),
     "fp8": (entry(dtype="F8_E4M3"), "dtype of model.norm.weight.*BF16, F16, F32 .*, found F8_E4M3"),
     "both names": (lambda d: edit_header(d, lambda h: h.update(

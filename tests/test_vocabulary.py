@@ -42,6 +42,8 @@ BAD_TOKENIZER = {
     "id used twice": (lambda t: t["added_tokens"][3].update(id=5), "id of its own"),
     "id too large": (lambda t: t["added_tokens"][3].update(id=10 ** 6), "vocab_size"),
     "negative id": (lambda t: t["added_tokens"][3].update(id=-1), "ids"),
+    **{f"id {i!r}": (lambda t, i=i: t["model"]["vocab"].update({"!": i}), f"ids.*{i!r}")
+       for i in (7.0, True, None, "7")},
     "byte missing": (lambda t: t["model"]["vocab"].pop("Ń"), "256 single bytes|merges"),
     "foreign letter": (lambda t: t["model"]["vocab"].update({"a b": 1}), "GPT-2's letters for bytes, found ' '"),
     "unknown merge": (change_merge, "merge 5.*zzz"),
