@@ -303,6 +303,26 @@ def expand_four_bits(model, path):
     return reference.Model.from_bin(model).to_bin(path)
 
 
+def write_zeros(path, tokenizer, ones={}, **numbers):
+    """Writes a model of zeros, which are holes, and its tokenizer file. numbers: of the header.
+    ones: a tensor's name -> (first row, how many) that are ones."""
+    header = export_py.Header(0x616A6331, 1, **dict.fromkeys(export_py.Header._fields[2:16], 0) | {
+        "shared_classifier": 1, "group_size": 32, "panels": 0} | numbers)
+    outputs = export_py.lay_out(header)
+    with open(path, "wb") as file:
+        file.write(export_py.HEADER.pack(*header))
+        file.truncate(outputs[-1].end)
+        for output in (output for output in outputs if output.names[0] in ones):
+            first, n = (rows * output.shape[-1] for rows in ones[output.names[0]])
+            file.seek(output.values + first * output.bits // 8)
+            file.write(np.ones(n, "<f4" if output.bits == 32 else "i1").tobytes())
+            if output.bits == 8:
+                file.seek(output.scales + first // header.group_size * 4)
+                file.write(np.ones(n // header.group_size, "<f4").tobytes())
+    Path(f"{path}.tokenizer").write_bytes(tokenizer)
+    return path
+
+
 def split_tokenizer(data):
     """A tokenizer file's (part before the extension, {tag: payload})."""
     end = data.index(b"q3tx")

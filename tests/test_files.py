@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, join_tokenizer, make_checkpoint, qwen3, shell,
-                      split_tokenizer, token_records)
+                      split_tokenizer, token_records, write_zeros)
 from reference import HEADER
 from test_faults import needs_address_space
 
@@ -185,50 +185,33 @@ def test_zeros_of_the_header(files):
     assert answers[0] and answers == answers[:1] * 4
 
 
-def sparse_model(path, tokenizer, dim, hidden, layers, heads, kv, vocab, length, head, group=32):
-    """A model of zeros that takes no room."""
-    q, kv_dim = heads * head, kv * head
-    matrices = vocab * dim + layers * dim * (2 * q + 2 * kv_dim + 3 * hidden)
-    size = 256 + 4 * (2 * layers * dim + dim + 2 * layers * head) + matrices + matrices // group * 4
-    with open(path, "wb") as file:
-        file.write(struct.pack("<I11i", 0x616A6331, 1, dim, hidden, layers, heads, kv, vocab, length, head, 1, group))
-        file.truncate(size)
-    path.with_name(path.name + ".tokenizer").write_bytes(tokenizer)
-    return path
+SMALL = dict(dim=32, hidden_dim=32, n_layers=1, n_heads=1, n_kv_heads=1, vocab_size=VOCAB,
+             max_seq_len=64, head_dim=32)               # of models of zeros
 
 
 @pytest.mark.parametrize("shape, word", [
-    (dict(layers=1, heads=1, kv=1, head=2**27), "head_dim"),             # head_dim * 16 overflowed
-    (dict(layers=113291, heads=1, kv=1, head=32), "n_layers"),           # the cache's size wrapped
-    (dict(layers=1, heads=2726224, kv=2726224, head=2), "n_heads"),
-    (dict(layers=1, heads=1, kv=1, head=4096, length=2**30), "memory"),  # 32 TB, within all bounds
-    (dict(layers=64, heads=64, kv=64, head=64, length=238903640), "memory")], ids=str)
+    (dict(head_dim=2**27), "head_dim"),                 # head_dim * 16 overflowed
+    (dict(n_heads=2726224, n_kv_heads=2726224, head_dim=2), "n_heads"),
+    (dict(head_dim=4096, max_seq_len=2**30), "memory"),  # 32 TB, within all bounds
+    (dict(n_layers=64, n_heads=64, n_kv_heads=64, head_dim=64, max_seq_len=238903640), "memory")],
+    ids=str)
 def test_shapes_that_overflowed(files, tmp_path, shape, word):
-    shape = dict(dim=32, hidden=32, vocab=VOCAB, length=64) | shape
-    path = sparse_model(tmp_path / "model.bin", files().tokenizer_bytes, **shape)
-    result = qwen3(path, "-i", "x", "-n", 1, "-c", 0, "-q")
-    assert_error(result, 1, word)
+    path = write_zeros(tmp_path / "model.bin", files().tokenizer_bytes, **SMALL | shape)
+    assert_error(qwen3(path, "-i", "x", "-n", 1, "-c", 0, "-q"), 1, word)
 
 
 def test_groups_that_overflowed(files, tmp_path):
     """The last of 4096 experts ends at group 2^31 of a matrix; the sanitizers saw an int that overflowed."""
-    experts = dim = hidden = 4096
-    path = tmp_path / "model.bin"
-    with open(path, "wb") as file:
-        header = struct.pack("<I11i", 0x616A6331, 1, dim, hidden, 1, 16, 1, 512, 64, 2, 1, 32)
-        header = header.ljust(0x58, b"\0") + struct.pack("<3i", 1, experts, 1).ljust(0x80 - 0x58, b"\0")
-        file.write((header + struct.pack("<I", 1)).ljust(256, b"\0"))
-        file.write(np.ones(3 * dim, "<f4").tobytes())   # the norms
-        file.seek((experts - 1) * dim * 4, 1)           # only the router's last row is not zero
-        file.write(np.ones(dim, "<f4").tobytes())
-        file.write(bytes([1]) * 512 * dim + np.ones(512 * dim // 32, "<f4").tobytes())
-        matrices = 3 * experts * hidden * dim + 2 * 32 * dim + 2 * 16 * dim  # k and v have 2 rows of 16
-        try:
-            file.truncate(file.tell() + matrices + matrices // 32 * 4)
-        except OSError:
-            pytest.skip("the file system has no files of 230 GB")
     plain, _ = split_tokenizer(files().tokenizer_bytes)
-    path.with_name("model.bin.tokenizer").write_bytes(plain)
+    ones = dict.fromkeys(["layers.0.input_layernorm.weight", "norm.weight",
+                          "layers.0.post_attention_layernorm.weight"], (0, 1)) | {
+        "layers.0.mlp.gate.weight": (4095, 1), "embed_tokens.weight": (0, 512)}
+    try:
+        path = write_zeros(tmp_path / "model.bin", plain, ones, **SMALL | dict(
+            dim=4096, hidden_dim=4096, n_heads=16, vocab_size=512, head_dim=2, no_qk_norm=1,
+            n_experts=4096, n_experts_used=1, panels=1))
+    except OSError:
+        pytest.skip("the file system has no files of 230 GB")
     assert qwen3(path, "-m", "generate", "-i", "x", "-n", 1, "-j", 1).returncode == 0
 
 
@@ -318,7 +301,8 @@ def test_older_exports(files, name):
 
 @needs_address_space
 def test_memory_for_panels(files, tmp_path):
-    path = sparse_model(tmp_path / "model.bin", files().tokenizer_bytes, 1024, 2**16, 1, 1, 1, VOCAB, 64, 32)
+    shape = SMALL | dict(dim=1024, hidden_dim=2**16)
+    path = write_zeros(tmp_path / "model.bin", files().tokenizer_bytes, **shape)
     matrices = (512 + 4 * 32 + 3 * 2**16) * 1024
     result = shell(f"ulimit -v 350000; exec {QUOTED_QWEN3} {path} -i x -n 1 -j 1 -q")
     assert_error(result, 1, "weights in panels", "export the model again", f"expected {matrices * 1.125 / 1e6:.0f} MB")
@@ -702,7 +686,7 @@ def test_tokens_made_to_collide(tmp_path):
     for tokens in colliding(50_000):
         data = u32(16, 0, 0) + b"".join(struct.pack("<fI", -i, len(token)) + token for i, token in enumerate(
             [bytes([b]) for b in range(256)] + tokens))
-        path = sparse_model(tmp_path / "model.bin", data, 32, 32, 1, 1, 1, 50_256, 64, 32)
+        path = write_zeros(tmp_path / "model.bin", data, **SMALL | dict(vocab_size=50_256))
         times.append([])
         for _ in range(3):
             start = time.monotonic()

@@ -18,7 +18,7 @@ import tty
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TESTS, TINY, build, environment, tokenize
+from conftest import ROOT, TESTS, TINY, build, environment, tokenize, write_zeros
 
 pytestmark = pytest.mark.slow
 QUESTION = "What is the capital of France?"
@@ -275,30 +275,12 @@ def test_release(name, compiler, runner, tmp_path):
                                  for path in (tmp_path / "export.py", program)]
 
 
-def write_model(path, dim, hidden_dim, n_layers, max_seq_len, before=None, after=None):
-    """A model of zeros in a sparse file, with the tiny one's vocabulary. Its answer to the token
-    `before` is `after`; without them, token 0 forever. Returns the file's size."""
-    group, head_dim, kv_dim = 64, 64, 64
-    vocab = struct.unpack("<8i", (TINY / "tiny.bin").read_bytes()[:32])[7]
-    final_norm = 256 + 4 * 2 * n_layers * dim
-    embedding = final_norm + 4 * (dim + 2 * n_layers * head_dim)
-    table = vocab * dim
-    layer = dim * (2 * dim + 2 * kv_dim + 3 * hidden_dim)
-    classifier = embedding + (table + n_layers * layer) // group * (group + 4)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<I11i", 0x616A6331, 1, dim, hidden_dim, n_layers, dim // head_dim,
-                               kv_dim // head_dim, vocab, max_seq_len, head_dim, 0, group))
-        file.truncate(classifier + table // group * (group + 4))
-        file.seek(final_norm)
-        file.write(struct.pack("<f", 1) * dim)
-        if after is not None:
-            for matrix, row in ((embedding, before), (classifier, after)):
-                file.seek(matrix + row * dim)
-                file.write(b"\x7f")
-                file.seek(matrix + table + row * dim // group * 4)
-                file.write(struct.pack("<f", 1))
-    shutil.copy(TINY / "tiny.bin.tokenizer", f"{path}.tokenizer")
-    return path.stat().st_size
+def write_model(path, ones={}, **numbers):
+    """A model of zeros with the tiny one's vocabulary: without ones it answers token 0 forever."""
+    vocab, = struct.unpack_from("<I", (TINY / "tiny.bin").read_bytes(), 28)
+    return write_zeros(path, (TINY / "tiny.bin.tokenizer").read_bytes(), ones, **dict(
+        dim=64, hidden_dim=64, n_layers=1, n_heads=1, n_kv_heads=1, vocab_size=vocab,
+        max_seq_len=1 << 20, head_dim=64, shared_classifier=0, group_size=64) | numbers)
 
 
 @pytest.mark.parametrize("system", ["here", pytest.param("windows", marks=WINDOWS)])
@@ -309,7 +291,9 @@ def test_over_4_gb(system, request, tmp_path):
     if shutil.disk_usage(tmp_path).free < 6e9:
         pytest.skip("no room, should the file system have no holes, or be in memory")
     (before,), (after,) = tokenize(TINY / "tiny.bin", b"a"), tokenize(TINY / "tiny.bin", b"b")
-    assert write_model(path, 4096, 16384, 18, 64, before, after) > 1 << 32
+    ones = {"embed_tokens.weight": (before, 1), "norm.weight": (0, 1), "lm_head.weight": (after, 1)}
+    write_model(path, ones, dim=4096, hidden_dim=16384, n_layers=18, n_heads=64, max_seq_len=64)
+    assert path.stat().st_size > 1 << 32
     result = run(programs, path, "-q", "-m", "generate", "-t", 0, "-n", 1, "-i", "a")
     path.unlink()
     assert result.returncode == 0 and result.stdout == b"b", result
@@ -319,7 +303,7 @@ def test_over_4_gb(system, request, tmp_path):
 def test_windows_ctrl_c(windows, tmp_path):
     """Ctrl-C ends a one-shot answer; what was written stays."""
     path = tmp_path / "endless.bin"
-    write_model(path, 64, 64, 1, 1 << 20)
+    write_model(path)
     with subprocess.Popen([windows / "qwen3", path, "-c", "0", "-m", "generate", "-t", "0",
                            "-n", "-1", "-i", "a"],
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE,
