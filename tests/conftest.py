@@ -94,9 +94,10 @@ def spawn(*args, **env):
     return child
 
 
-def shell(script, **how):
+def shell(script, timeout=300, **how):
     """A run of this script, with no terminal anywhere."""
-    return subprocess.run(["sh", "-c", script], capture_output=True, timeout=300, env=environment(), **how)
+    return subprocess.run(["sh", "-c", script], capture_output=True, timeout=timeout,
+                          env=environment(), **how)
 
 
 def spawn_shell(script):
