@@ -14,7 +14,8 @@ import time
 import pytest
 from conftest import QUOTED_QWEN3, QWEN3, assert_error, environment, finish, output, qwen3, shell, spawn, wait_until
 from test_faults import needs_address_space
-from test_list import GREEDY, HELLO, WORDS, alone, errors_of, run_list, stopping, write_list  # noqa: F401
+from test_list import (  # noqa: F401
+    GREEDY, HELLO, WORDS, alone, errors_of, run_json, run_list, stopping, write_list)
 
 MODES = {"chat": ["answer", "end"], "generate": ["answer", "end"], "embed": ["vector"],
          "perplexity": ["tokens", "nll", "ppl"], "tokenize": ["ids"]}
@@ -54,7 +55,7 @@ def test_columns(tiny, mode):
         for members in (both, both[::-1]):
             data += b" { " + b" ,\t".join(members) + b" } \r\n"
             expected.append(b"{%s%s}" % (kept.strip() + b"," if kept else b"", tail))
-    lines, _ = run_list(tiny, data, *options(mode), kind="-L")
+    lines, _ = run_json(tiny, data, *options(mode))
     assert [(a, b) for a, b in zip(lines, expected) if a != b] == [] and len(lines) == len(expected)
     for line in lines:
         found = json.loads(line.decode("utf-8", "replace"))
@@ -73,8 +74,8 @@ def test_objects_among_other_lines(tiny):
         lines.append(json.dumps(row) if i % 3 else bare[-1])
     for extra in (), ("-y", "Be kind.", "-i", "Say:"), ("-r", "1"):
         how = ("-s", 9, "-n", 12, "-q", *extra)
-        plain = run_list(tiny, "\n".join(bare).encode(), *how, kind="-L")[0]
-        got = run_list(tiny, "\n".join(lines).encode(), *how, kind="-L")[0]
+        plain = run_json(tiny, "\n".join(bare).encode(), *how)[0]
+        got = run_json(tiny, "\n".join(lines).encode(), *how)[0]
         for i, line in enumerate(got):
             if i % 3:
                 row, given = json.loads(line), json.loads(lines[i])
@@ -84,14 +85,14 @@ def test_objects_among_other_lines(tiny):
                 assert line == plain[i]
 
 
-def test_ends(stopping):  # noqa: F811
+@pytest.mark.parametrize("how, first", [
+    (("-n", 3), b'{"answer":"aaa","end":"length"}'),
+    (("-c", 3), b'{"answer":"aaa","end":"context"}'),
+    (("-x", "aa"), b'{"answer":"","end":"stop"}')])
+def test_ends(stopping, how, first):  # noqa: F811
     data = b'{"text":"a"}\n{"text":"x"}\n'
-    lines, _ = run_list(stopping, data, "-m", "generate", *GREEDY, "-n", 3, "-q", kind="-L")
-    assert lines == [b'{"answer":"aaa","end":"length"}', b'{"answer":"","end":"stop"}']
-    lines, _ = run_list(stopping, data, "-m", "generate", *GREEDY, "-c", 3, "-q", kind="-L")
-    assert lines == [b'{"answer":"aaa","end":"context"}', b'{"answer":"","end":"stop"}']
-    lines, _ = run_list(stopping, data, "-m", "generate", *GREEDY, "-x", "aa", "-q", kind="-L")
-    assert lines[0] == b'{"answer":"","end":"stop"}'
+    lines, _ = run_json(stopping, data, "-m", "generate", *GREEDY, *how, "-q")
+    assert lines == [first, b'{"answer":"","end":"stop"}']
 
 
 TALK = b'"messages":[{"role":"user","content":"Hello"}]'
@@ -109,7 +110,7 @@ def test_bad_objects(tiny):
     good = b'{"answer":%s,"end":"stop"}' % alone(tiny, b"Hello", *GREEDY)
     rows = [*GOOD, *(members for members, _ in BAD)]
     data = b"".join(b"{%s}\n" % row for row in rows)
-    lines, error = run_list(tiny, data, *GREEDY, "-c", 500, "-q", kind="-L", status=1)
+    lines, error = run_json(tiny, data, *GREEDY, "-c", 500, "-q", status=1)
     assert lines[:len(GOOD)] == [good] * len(GOOD)
     said = errors_of(error)
     assert sorted(said) == [len(GOOD) + 1 + i for i in range(len(BAD))]
@@ -117,7 +118,7 @@ def test_bad_objects(tiny):
         what = said[len(GOOD) + 1 + i]
         assert lines[len(GOOD) + i] == b'{%s"answer":null,"error":%s}' % (kept, json.dumps(what).encode())
     for mode in "embed", "tokenize", "generate", "perplexity":      # messages are for chat
-        lines, error = run_list(tiny, b'{"a":1,%s}\n' % TALK, "-m", mode, "-q", kind="-L", status=1)
+        lines, error = run_json(tiny, b'{"a":1,%s}\n' % TALK, "-m", mode, "-q", status=1)
         row = json.loads(lines[0])
         assert list(row) == ["a", MODES[mode][0], "error"] and row["error"] == errors_of(error)[1]
 
@@ -129,20 +130,20 @@ def test_added_names(tiny, mode):
         escaped = "".join(f"\\u{ord(c):04x}" for c in name)
         for written in name, escaped:
             row = b'{"a":1,"%s":"old","b":2,"text":"Hello there"}' % written.encode()
-            lines, error = run_list(tiny, row, *options(mode), kind="-L", status=1)
+            lines, error = run_json(tiny, row, *options(mode), status=1)
             what = errors_of(error)[1]
             assert f'"{name}"' in what and f"jq 'del(.{name})'" in what
             first = MODES[mode][0].encode()
             assert lines == [b'{"a":1,"b":2,"%s":null,"error":%s}' % (first, json.dumps(what).encode())]
     for name in set(sum(MODES.values(), [])) - set(MODES[mode]):    # another mode's
-        lines, _ = run_list(tiny, b'{"%s":0,"text":"Hello there"}' % name.encode(), *options(mode), kind="-L")
+        lines, _ = run_json(tiny, b'{"%s":0,"text":"Hello there"}' % name.encode(), *options(mode))
         assert lines[0].startswith(b'{"%s":0,' % name.encode())
 
 
 def test_the_deepest_member(tiny):
     """Of 100 brackets; what is deeper is no JSON (test_list.py)."""
     deep = b'"a":%s%s' % (b"[" * 99, b"]" * 99)
-    lines, _ = run_list(tiny, b"{%s,%s}" % (deep, HELLO), *GREEDY, "-q", kind="-L")
+    lines, _ = run_json(tiny, b"{%s,%s}" % (deep, HELLO), *GREEDY, "-q")
     assert lines[0].startswith(b"{%s," % deep)
 
 
@@ -151,7 +152,7 @@ def test_large_members(tiny, megabytes):
     """One string, and as many small values as fit."""
     size = megabytes << 20
     rows = [b'"a":"%s"' % (b"x" * size), b'"a":[%s1]' % (b"1," * (size // 2))]
-    lines, _ = run_list(tiny, b"".join(b"{%s,%s}\n" % (row, HELLO) for row in rows), *GREEDY, "-q", kind="-L")
+    lines, _ = run_json(tiny, b"".join(b"{%s,%s}\n" % (row, HELLO) for row in rows), *GREEDY, "-q")
     tail = b'"answer":%s,"end":"stop"}' % alone(tiny, b"Hello", *GREEDY)
     assert all(line == b"{%s,%s" % (row, tail) for line, row in zip(lines, rows)) and len(lines) == 2
 
@@ -159,9 +160,7 @@ def test_large_members(tiny, megabytes):
 @needs_address_space
 def test_members_count_in_what_is_ahead(tiny, tmp_path):
     """Of texts that run, too: 32 of them with 3 MB each do not fit into 80 MB."""
-    with open(tmp_path / "list", "wb") as file:
-        for _ in range(36):
-            file.write(b'{"a":"%s",%s}\n' % (b"x" * 3_000_000, HELLO))
+    write_list(tmp_path / "list", [b'{"a":"%s",%s}' % (b"x" * 3_000_000, HELLO)] * 36)
     done = shell(f"ulimit -v 80000; exec {QUOTED_QWEN3} {tiny} -L {tmp_path}/list -t 0 -n 3 -q -j 1 -c 128 | wc -l")
     assert done.stdout.split() == [b"36"] and done.stderr == b"", done
 
