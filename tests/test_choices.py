@@ -250,18 +250,6 @@ def test_reranker(tmp_path, tokenizer):
     assert max(scores) - min(scores) > 0.1
 
 
-def test_fill_in_the_middle(tiny):
-    """Its three marks are control tokens in the raw modes, and in chat a user's text."""
-    text = b"<|fim_prefix|>def add(a, b):<|fim_suffix|>    return total<|fim_middle|>"
-    marks = [tokenize(tiny, mark) for mark in (b"<|fim_prefix|>", b"<|fim_suffix|>", b"<|fim_middle|>")]
-    assert all(len(ids) == 1 for ids in marks)
-    ids = tokenize(tiny, text)
-    assert ids[0] == marks[0][0] and marks[1][0] in ids and ids[-1] == marks[2][0]
-    prompt = rb"prompt %d tokens" % len(ids)
-    assert re.search(prompt, qwen3(tiny, "-m", "generate", "-n", 5, stdin=text).stderr)
-    assert len(ids) + 20 < int(re.search(rb"prompt (\d+) tokens", qwen3(tiny, "-n", 5, "-i", text.decode()).stderr)[1])
-
-
 def test_refused_once_the_model_is_known(tiny, tmp_path):
     """A model that its file makes for another mode answers nothing, say one for embeddings; two TEXTs of
     the same ids can't be told apart."""

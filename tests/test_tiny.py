@@ -177,12 +177,6 @@ def test_one_final_newline_of_a_pipe_is_dropped(tiny, tmp_path, ending):
     assert prompts(qwen3(tiny, "-i", "Hello", *given, "-f", tmp_path / "q")) == expected
 
 
-def test_empty_system_prompt_still_has_its_block(tiny):
-    with_block, = prompts(qwen3(tiny, "-i", "hi", "-y", "", "-v", "-n", 1))
-    without, = prompts(qwen3(tiny, "-i", "hi", "-v", "-n", 1))
-    assert len(with_block) > len(without) and with_block[-len(without):] == without
-
-
 # -- drafts (prompt lookup): -b 1 leaves no room for them
 
 STORY = "Once upon a time there was a cat. The cat was red. The cat was red. "
