@@ -92,7 +92,8 @@ def test_a_text_that_begins_with_another_and_its_answer(tiny):
 
 def test_one_text(tiny):
     result = qwen3(tiny, "-i", "Tell me a story", "-o", "yes|no")
-    line = json.loads(run_list(tiny, ["Tell me a story"], ["yes", "no"])[0])
+    line = json.loads(run_list(tiny, ['{"id":7,"text":"Tell me a story"}'], ["yes", "no"], kind="-L")[0])
+    assert list(line) == ["id", "choice", "p", "mass"] and line["id"] == 7
     found = re.match(rb"qwen3: choices: (\w+) ([\d.]+), (\w+) ([\d.]+) \(([\d.]+) of all answers\)\n", result.stderr)
     assert result.stdout == line["choice"].encode() + b"\n" and found, result
     assert {found[1].decode(): float(found[2]), found[3].decode(): float(found[4])} == {
@@ -120,11 +121,6 @@ def test_seeds_are_said_where_something_is_drawn(tiny):
     for options, drawn in (((), False), (("-r", 1), True)):
         said = qwen3(tiny, "-l", "-", "-o", "yes|no", *options, stdin=b"Hello\n").stderr
         assert (b"seed" in said) == drawn and b"answers " in said, said
-
-
-def test_objects(tiny):
-    line = run_list(tiny, ['{"id":7,"text":"Tell me a story"}'], ["yes", "no"], kind="-L")[0]
-    assert json.loads(line) == {"id": 7, **json.loads(run_list(tiny, ["Tell me a story"], ["yes", "no"])[0])}
 
 
 CLOSING = b"Considering the limited time by the user, I have to give the solution based on the thinking directly now.\n"

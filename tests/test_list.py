@@ -288,12 +288,6 @@ def test_newlines(small):
         assert ids_of(small, data) == expected, data
 
 
-def test_from_a_file(small, tmp_path):
-    """stdin is not read then."""
-    result = qwen3(small, "-m", "tokenize", "-l", write_list(tmp_path / "list", [b"a", b"b c"]), stdin=b"not this\n")
-    assert result.stdout.splitlines() == ids_of(small, [b"a", b"b c"]) and b"not read" not in result.stderr
-
-
 @pytest.mark.parametrize("kind", ["-l", "-L"])
 def test_no_texts(small, tmp_path, kind):
     """An empty list is none too few; no list is an error."""
@@ -887,22 +881,6 @@ def test_interrupt_while_nobody_reads(start, stopping):
             break
     assert child.wait(300) == 130
     os.close(ours)
-
-
-@pytest.mark.slow
-def test_in_parts(tiny, tmp_path):
-    """On several machines, or here by GNU parallel: the parts' lines are those of one run."""
-    version = subprocess.run("parallel --version", shell=True, capture_output=True, text=True).stdout
-    if not version.startswith("GNU parallel"):
-        pytest.skip("GNU parallel is not installed")
-    path = write_list(tmp_path / "texts.txt", [text + b" x" for text in make_texts(95, seed=6)])
-    options = f"{tiny} -c 512 -n 30 -t 1 -q -l -"
-    whole, _ = run_list(tiny, path.read_bytes(), *options.split()[1:-2], "-s", 7)
-    parts = subprocess.run(["parallel", "--pipe", "-N", "10", "-k", "-j", "2",
-                            f"{QUOTED_QWEN3} {options} -s $((7 + 10 * ({{#}} - 1)))"],
-                           stdin=path.open(), capture_output=True, env=environment(HOME=str(tmp_path)))
-    assert parts.returncode == 0, parts.stderr
-    assert parts.stdout.split(b"\n")[:-1] == whole and len(set(whole)) > 20
 
 
 # -- bounded memory

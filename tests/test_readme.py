@@ -194,6 +194,11 @@ def test_block(commands, folder):
     assert all(path.stat().st_size for path in written)
     if not is_missing("jq") and "jq " in text:
         check_recipes(text, stdout.decode(errors="replace"))
+    if "parallel --pipe" in text:                       # in parts of one line, too, it gives the lines of one run
+        Path("reviews.txt").write_text("Tell me a story\n" * 5)
+        run_all([text.partition("\n# A job")[0].replace("1000", "1")], folder)
+        whole = run_all(["./qwen3 Qwen3-0.6B.bin -c 1024 -s 7 -q -l reviews.txt"], folder)
+        assert Path("answers.jsonl").read_bytes() == whole and len(set(whole.splitlines())) > 2
     if "subprocess.Popen" in text:
         assert stdout.endswith(b"Your name is Ann.\n")
 

@@ -65,10 +65,6 @@ def test_temperature_top_k_and_top_p(model, options, temperature, letters):
     assert_distribution(draw(model, *options, n=2000), expected(temperature, letters))
 
 
-def test_greedy_takes_the_lowest_id_of_a_tie(table_model):
-    assert output(table_model({None: dict.fromkeys("qgz", 5)}), "-m", "generate", "-i", "x", "-t", 0, "-n", 5, "-q") == b"ggggg"
-
-
 def test_presence_penalty(model):
     """Taken off once from every token that was generated, however often."""
     text = output(model, "-m", "generate", "-i", "eeeee", "-t", 0, "-a", 2, "-n", 8, "-q")
