@@ -46,7 +46,8 @@ def defined(model, prompt, answers):
 @pytest.fixture(scope="module", params=["tiny", "Qwen2", "experts", "four bits"])
 def model(request, random_model, tiny):
     bits = ["--bits", "4"] * (request.param == "four bits")
-    return tiny if request.param == "tiny" else random_model(*bits, **test_list.OTHER[request.param])
+    shapes = {"Qwen2": dict(qwen2=True, head_dim=16), "experts": dict(n_experts=8, hidden_dim=64)}
+    return tiny if request.param == "tiny" else random_model(*bits, **shapes.get(request.param, {}))
 
 
 def test_definition(model):

@@ -13,8 +13,9 @@ from checkpoints import make_embedding, with_config, with_ends
 from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, change_sections, copy_model, environment, export,
                       finish, leave, make_checkpoint, output, perplexity, prompts, qwen3, shell,
                       spawn, spawn_shell, tokenize)
-from reference import Model
+from reference import Model, read_tokenizer
 from test_faults import needs_address_space
+from test_list import json_string
 from test_templates import CHATS
 
 MODES = ["chat", "generate", "tokenize", "perplexity", "embed"]
@@ -400,23 +401,14 @@ def test_options_that_are_noticed(small, tmp_path, monkeypatch, mode, options, n
 
 # -- tokenize -v
 
-def test_tokens_one_by_one(small, tokenizer):
-    text = 'the "old"\\ lighthouse\n\t\x7f\x9b\0 灯<|im_end|>'
-    lines = output(small, "-m", "tokenize", "-v", stdin=text.encode()).decode().split("\n")
-    assert lines.pop() == ""
-    ids = tokenize(small, text.encode())
-    assert [int(line.split(" ", 1)[0]) for line in lines] == ids
-    tokens = [line.split(" ", 1)[1] for line in lines]
-    assert all(json.loads(token) or "\\u0000" in token for token in tokens)
-    values = {letter: byte for byte, letter in enumerate(spell(range(256)))}
-    for token, id in zip(tokens, ids):
-        piece = tokenizer.id_to_token(id)
-        data = piece.encode() if piece == "<|im_end|>" else bytes(values[letter] for letter in piece)
-        assert json.loads(token).replace("\ufffd", "") == data.decode("utf-8", "ignore")
-        if data[:1] in (b"\xe7", b"\x81", b"\xaf"):
-            assert token == '"' + "\\ufffd" * len(data) + '"'
-        assert token.isprintable()
-    assert '"\\u007f"' in tokens and '"<|im_end|>"' in tokens
+def test_tokens_one_by_one(small):
+    """An id and its token as JSON, in which each byte that is not UTF-8 is \\ufffd."""
+    text = 'the "old"\\ lighthouse\n\t\x7f\x9b\0 灯<|im_end|>'.encode()
+    tokens = read_tokenizer(f"{small}.tokenizer", Model.from_bin(small).c["vocab_size"])[1]
+    lines = output(small, "-m", "tokenize", "-v", stdin=text).decode()
+    assert lines.isascii() and all(token in lines for token in (r'"\u007f"', r'"\ufffd"', '"<|im_end|>"'))
+    assert lines.split("\n")[:-1] == [
+        f"{id} {json_string(tokens[id]).decode()}" for id in tokenize(small, text)]
 
 
 def test_lines_fit_into_80_columns():

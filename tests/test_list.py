@@ -213,25 +213,6 @@ def test_little_memory(tiny, kilobytes):
     assert done.returncode == 0 and done.stdout.split(b"\n")[:-1] == expected, done.stderr
 
 
-OTHER = {"experts": dict(n_experts=8, hidden_dim=64), "four bits": {}, "hybrid": dict(template=HYBRID),
-         "Qwen2": dict(qwen2=True, head_dim=16)}
-
-
-@pytest.fixture(scope="module", params=OTHER)
-def other(request, random_model):
-    """Models of other kinds."""
-    return random_model(*["--bits", "4"] * (request.param == "four bits"), **OTHER[request.param])
-
-
-@pytest.mark.parametrize("n", [34, pytest.param(500, marks=pytest.mark.slow)])
-def test_other_models(other, n):
-    texts = make_texts(n, seed=10, longest=20)
-    check(other, texts, "-n", 40, seed=5, before=("-b", 40))
-    check(other, texts[:9], "-n", 20, "-r", "1", *GREEDY, prefix=b"Answer: ")
-    check(other, texts[:9], mode="embed")
-    check(other, texts[:9], mode="perplexity", before=("-b", 5))
-
-
 @pytest.mark.parametrize("mode", ["chat", "generate"])
 @pytest.mark.parametrize("seed", [-3, 2**64 - 1, None])
 def test_seeds(tiny, mode, seed):
