@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from checkpoints import sparse_checkpoint
 from conftest import ROOT, export_process, export_py as export, measures, refused
-from test_safetensors import SPOILED
 
 
 def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
@@ -110,7 +109,7 @@ def test_existing_files_are_replaced_only_by_a_complete_export(checkpoint, run, 
     (tmp_path / "out.bin").write_text("old model")
     (tmp_path / "out.bin.tokenizer").write_text("old tokenizer")
     ck = checkpoint()
-    SPOILED["infinity"](ck, ck.tensors)
+    ck.tensors["layers.1.mlp.up_proj.weight"][7].fill(np.inf)
     refused(run(ck.save(tmp_path / "in"), "out.bin"), "infinity")
     assert (tmp_path / "out.bin").read_text() == "old model"
     assert (tmp_path / "out.bin.tokenizer").read_text() == "old tokenizer"
