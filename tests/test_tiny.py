@@ -125,12 +125,9 @@ def test_chat_ids(tiny):
 
 def test_shipped_file_is_the_export(tiny):
     """`make run` uses a .bin that the repository ships, beside its checkpoint."""
-    shipped = sorted(TINY.glob("*.bin"))
-    assert len(shipped) == 1
-    assert shipped[0].read_bytes() == tiny.read_bytes()
-    name = shipped[0].name + ".tokenizer"
-    assert shipped[0].with_name(name).read_bytes() == \
-        tiny.with_name(tiny.name + ".tokenizer").read_bytes()
+    shipped, = TINY.glob("*.bin")
+    for suffix in ".bin", ".bin.tokenizer":
+        assert shipped.with_suffix(suffix).read_bytes() == tiny.with_suffix(suffix).read_bytes()
 
 
 # -- what it says (greedily)
@@ -208,14 +205,6 @@ def test_drafts_change_nothing(tiny, prompt, options):
 def talk(tiny, lines, *args):
     return qwen3(tiny, "-m", "chat", "-t", 0, *args, stdin="".join(
         line + "\n" for line in lines).encode())
-
-
-def test_conversation_remembers(tiny):
-    result = talk(tiny, ["My name is Anna.", "What is 2 + 3?", "What is my name?"])
-    answers = result.stdout.decode().split("\n")
-    assert result.returncode == 0 and len(answers) == 4 and answers[3] == ""
-    assert "5" in answers[1] and "Anna" in answers[2]
-    assert len(STATS.findall(result.stderr)) == 3
 
 
 def test_conversation_reuses_the_cache(tiny):
