@@ -324,6 +324,12 @@ def write_zeros(path, tokenizer, ones={}, **numbers):
     return path
 
 
+def outputs(data):
+    """The tensors of a model's file: name (expert 0's for all of a layer) -> export.py's Output."""
+    header = export_py.Header._make(export_py.HEADER.unpack(data[:256]))
+    return {output.names[0]: output for output in export_py.lay_out(header)}
+
+
 def split_tokenizer(data):
     """A tokenizer file's (part before the extension, {tag: payload})."""
     end = data.index(b"q3tx")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import experts
-from conftest import export_process, export_py as export, join_tokenizer, refused, split_tokenizer
+from conftest import export_process, export_py as export, join_tokenizer, outputs, refused, split_tokenizer
 from reference import Model
 from test_four_bits import MATRICES
 
@@ -23,12 +23,6 @@ def exported(ck, run, tmp_path):
     """OUT.bin, beside its checkpoint in hf."""
     assert run(ck.save(tmp_path / "hf"), "out.bin")[0] == 0
     return tmp_path / "out.bin"
-
-
-def outputs(file: Path) -> dict[str, export.Output]:
-    """Name of a tensor, of an expert 0's too -> where OUT.bin has it."""
-    header = export.Header._make(export.HEADER.unpack(file.read_bytes()[:256]))
-    return {output.names[0]: output for output in export.lay_out(header)}
 
 
 def flip(file: Path, at: int, bits=1) -> None:
@@ -93,7 +87,8 @@ def test_experts(checkpoint, run, table, tmp_path):
     assert found.keys() == {f"model.{re.sub('experts.[0-9]+', 'experts.*', name)}"
                             for name in ck.tensors}
     assert found["model.layers.1.mlp.gate.weight"] == 0
-    at = outputs(tmp_path / "out.bin")["layers.1.mlp.experts.0.up_proj.weight"].values + word(64, 2 * 64 + 5, 7)
+    places = outputs((tmp_path / "out.bin").read_bytes())
+    at = places["layers.1.mlp.experts.0.up_proj.weight"].values + word(64, 2 * 64 + 5, 7)
     flip(tmp_path / "out.bin", at)
     refused(run(folder, "out.bin", "--check"), differs("layers.1.mlp.experts.2.up_proj", at))
 
@@ -142,7 +137,7 @@ def test_finds(ck, run, tmp_path, bits, where, at, flipped, pattern):
     assert run(folder, "out.bin", "--bits", bits)[0] == run("--check", folder, "out.bin")[0] == 0
     if where:
         name, _, scales = where.partition(" ")
-        at += getattr(outputs(out)[f"{name}.weight"], scales or "values")
+        at += getattr(outputs(out.read_bytes())[f"{name}.weight"], scales or "values")
         pattern = differs(name, at)
     flip(out, at, flipped)
     refused(run("--check", folder, "out.bin"), "out.bin", pattern)

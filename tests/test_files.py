@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, join_tokenizer, make_checkpoint, qwen3, shell,
-                      split_tokenizer, token_records, write_zeros)
+from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, export_py, join_tokenizer,
+                      make_checkpoint, outputs, qwen3, shell, split_tokenizer, token_records,
+                      write_zeros)
 from reference import HEADER
 from test_faults import needs_address_space
 
@@ -52,6 +53,18 @@ class Files:
         return result
 
 
+def export_by_rows(hf, path, *options):
+    """As older programs did: each matrix row after row."""
+    read_header = export_py.read_header
+
+    def read_older(*args):
+        header, computed = read_header(*args)
+        return header._replace(panels=0), computed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_py, "read_header", read_older)
+        return export(hf, path, *options)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, tokenizer):
     """files(name): that model's files, one copy for all rows."""
@@ -62,10 +75,13 @@ def files(tmp_path_factory, tokenizer):
             directory = tmp_path_factory.mktemp(name)
             hf = make_checkpoint(directory / "hf", tokenizer, **SHAPES[name])
             (directory / "spoiled").mkdir()
+            older = export_by_rows(hf, directory / "older.bin", *BITS.get(name, ()))
             model = export(hf, directory / "model.bin", *BITS.get(name, ()))
             if name == "scaled rope":
-                model.write_bytes(with_scaled_rope(model.read_bytes(), 1.25, FREQUENCIES))
+                for path in older, model:
+                    path.write_bytes(with_scaled_rope(path.read_bytes(), 1.25, FREQUENCIES))
             made[name] = Files(model, directory / "spoiled")
+            made[name].by_rows = older.read_bytes()
             assert made[name].run().returncode == 0     # what all the rows begin from
         return made[name]
     return get
@@ -79,7 +95,7 @@ def patched(data, format, at, *values):
 
 def with_scaled_rope(data, factor, frequencies):
     """The file of the model "qwen3" with these frequencies (head_dim / 2) before the embedding."""
-    at = next(t.at for t in tensors("qwen3") if t.name == "the token embedding")
+    at = outputs(data)["embed_tokens.weight"].values
     data = data[:at] + np.asarray(frequencies, "<f4").tobytes() + data[at:]
     return patched(patched(data, "I", 0x38, 2), "f", 0x3C, factor)
 
@@ -118,7 +134,9 @@ FIELDS = {"qwen3": [
     base_field("shared_classifier", elsewhere={0: SIZE}),
     base_field("group_size", 16, 48, 512, elsewhere={128: "bad dim", 32: SIZE}),
     Field("bad rope_theta", 0x30, "f", harmless=(-0.0,)), Field("bad rms_norm_eps", 0x34, "f", harmless=(-0.0,)),
-    Field("bad rope_scaling", 0x38, values=(1, 3), harmless=(0,), elsewhere={2: "rope_factor"}),
+    Field("bad rope_scaling", 0x38, values=(3,), harmless=(0,), elsewhere={
+        2: "rope_factor",
+        1: "bad rope_scaling, expected 0 or 2, found 1; copy or export it again"}),  # an older YaRN
     Field("bad rope_factor", 0x3C, "f", values=(1.0,), harmless=(-0.0,)),
     *[Field("unknown header field", at, harmless=(0,))
       for at in (*range(0x40, 0x54, 4), *range(0x70, 0x80, 4), 0x84, 0xFC)],
@@ -178,7 +196,7 @@ def test_zeros_of_the_header(files):
     """The base format has none of the fields from 0x30 on, and theta 1e6 and eps 1e-6 written out
     mean the same as zeros."""
     f = files()
-    base = by_rows("qwen3", f.model_bytes)
+    base = f.by_rows
     assert not any(base[0x30:256])
     answers = [f.run(model, None, "-m", "perplexity").stdout
                for model in (None, base, patched(base, "2f", 0x30, 1e6, 1e-6), patched(f.model_bytes, "2f", 0x30, 1e6, 1e-6))]
@@ -217,67 +235,31 @@ def test_groups_that_overflowed(files, tmp_path):
 
 # -- the weights
 
-class Tensor(NamedTuple):
-    name: str                                           # in the error
-    at: int                                             # its first byte
-    size: int                                           # in bytes
-    floats: int                                         # first byte of its floats: all, or a matrix's scales
-    count: int                                          # of them
-    rows: int = 0                                       # of a matrix, without those that fill the last panel
-    scale: int = 4                                      # bytes of one
-
-
-def tensors(name):
-    """The model's tensors, in the file's order, its matrices in panels."""
-    layers, dim, hidden, head, qwen2 = 2, 64, 128, 32, name == "qwen2"
-    q, kv, at = SHAPES[name].get("n_heads", 4) * head, SHAPES[name].get("n_kv_heads", 2) * head, 256
-    experts, group = SHAPES[name].get("n_experts", 0), 32 if name in BITS else 64
-    rows = [("rms_att", dim, layers), ("rms_ffn", dim, layers), ("rms_final", dim, 1),
-            ("q_norm", head, 0 if qwen2 else layers), ("k_norm", head, 0 if qwen2 else layers),
-            ("router", experts * dim, layers if experts else 0),
-            ("rope_freq", head // 2, name == "scaled rope"), ("the token embedding", (VOCAB, dim), 1)]
-    rows += [(tensor, (n * max(experts, 1) if tensor in ("w1", "w2", "w3") else n, columns), layers)
-             for tensor, n, columns in (("wq", q, dim), ("wk", kv, dim), ("wv", kv, dim), ("wo", dim, q),
-                                        ("w1", hidden, dim), ("w2", dim, hidden), ("w3", hidden, dim))]
-    rows += [(tensor, n, layers if qwen2 else 0) for tensor, n in (("bq", q), ("bk", kv), ("bv", kv))]
-    for tensor, shape, count in rows:
-        for _ in range(count):
-            found = Tensor(tensor, at, 4 * shape, at, shape) if isinstance(shape, int) else None
-            if not found:
-                bits = 4 if name in BITS and tensor[0] == "w" and tensor != "wv" else 8
-                n = -(-shape[0] // 16) * 16 * shape[1]
-                found = Tensor(tensor, at, n * bits // 8 + n // group * bits // 2, at + n * bits // 8, n // group,
-                               shape[0], bits // 2)
-            yield found
-            at += found.size
-
-
-def by_rows(name, data):
-    """The model as the base format and older exports have it: each matrix row after row."""
-    parts = [patched(data[:256], "I", 0x80, 0)]
-    for tensor in tensors(name):
-        borders = tensor.at, tensor.floats, tensor.at + tensor.size
-        for unit, begin, end in zip((4, tensor.scale), borders, borders[1:]):
-            part = np.frombuffer(data[begin:end], f"V{unit}")
-            if tensor.rows:
-                part = part.reshape(-(-tensor.rows // 16), -1, 16).transpose(0, 2, 1)
-                part = part.reshape(-1, part.shape[2])[:tensor.rows]
-            parts.append(part.tobytes())
-    return b"".join(parts)
+IN_ERRORS = {                                           # the ends of export.py's names of tensors
+    "input_layernorm.weight": "rms_att", "post_attention_layernorm.weight": "rms_ffn",
+    "norm.weight": "rms_final", "q_norm.weight": "q_norm", "k_norm.weight": "k_norm",
+    "gate.weight": "router", "frequencies": "rope_freq",
+    "embed_tokens.weight": "the token embedding",
+    "q_proj.weight": "wq", "k_proj.weight": "wk", "v_proj.weight": "wv", "o_proj.weight": "wo",
+    "gate_proj.weight": "w1", "down_proj.weight": "w2", "up_proj.weight": "w3",
+    "q_proj.bias": "bq", "k_proj.bias": "bk", "v_proj.bias": "bv"}
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_cut_and_longer_models(files, name):
     """At the borders of each tensor, and one byte before and after them."""
     data = files(name).model_bytes
-    *_, last = tensors(name)
-    assert last.at + last.size == len(data)
+    assert [*outputs(data).values()][-1].end == len(data)
     for cut in (0, 1, 3, 4, 47, 48, 100, 255):
         files(name).check(["expected", "found"], data[:cut])
-    for tensor, begin, size, scales, *_ in tensors(name):
-        for cut in {begin, begin + 1, begin + size // 2, begin + size - 1, scales, scales + 1,
-                    *((begin + 16 + 2, scales - 1, scales + 16 + 2) if tensor[0] in "wt" else ())}:  # inside a panel
-            files(name).check(["expected", "found", f"ends inside {tensor}"], data[:cut])
+    for tensor, output in outputs(data).items():
+        begin, scales, end = output.values, output.scales, output.end
+        cuts = [begin, begin + 1, (begin + end) // 2, end - 1]
+        if output.bits < 32:                            # also inside a panel
+            cuts += [begin + 16 + 2, scales - 1, scales, scales + 1, scales + 16 + 2]
+        for cut in cuts:
+            part = IN_ERRORS[".".join(tensor.split(".")[-2:])]
+            files(name).check(["expected", "found", f"ends inside {part}"], data[:cut])
     for extra in (b"\0", b"ajc1", bytes(4096)):
         files(name).check(["wrong size", len(data), len(data) + len(extra)], data + extra)
 
@@ -286,12 +268,12 @@ def test_cut_and_longer_models(files, name):
 def test_older_exports(files, name):
     """Row by row, a model gives the same bytes, and is refused if it is cut or longer."""
     f = files(name)
-    data = by_rows(name, f.model_bytes)
+    data = f.by_rows
     for args in (("-t", 1, "-n", 20), ("-m", "perplexity"), ("-m", "embed")):
         expected = f.run(None, None, *args)
         assert expected.stdout and f.run(data, None, *args).stdout == expected.stdout
     said = qwen3(f.path, "-i", "x", "-n", 1).stderr.decode()  # without -q: what a new export saves
-    size = sum(t.size for t in tensors(name) if t.rows)
+    size = sum(t.end - t.values for t in outputs(f.model_bytes).values() if t.bits < 32)
     assert re.findall(r"put into panels \(\d+\.\d s, (\d+) MB\); export it again", said) == [f"{size / 1e6:.0f}"]
     assert b"panels" not in qwen3(f.path, "-m", "tokenize", "-i", "x").stderr  # no weights, no panels
     for cut in (*range(256, len(data), len(data) // 20), len(data) - 1):
@@ -338,19 +320,20 @@ NUMBERS = [NAN, -NAN, INF, -INF, 3e38, -3e38, 1e-45, -0.0, 0.0]
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
 def test_weights_that_are_no_numbers(files, value):
     """A norm, and the scale of one row of the embedding: one logit of many."""
-    places = {t.name: t.floats for t in tensors("qwen3")}
-    failures = [*check_weights(files(), places["rms_final"], 64, value)]
+    places = outputs(files().model_bytes)
+    failures = [*check_weights(files(), places["norm.weight"].values, 64, value)]
     assert math.isfinite(value) or all(failures)
-    failures = [*check_weights(files(), places["the token embedding"] + 4 * 300, 1, value)]
+    at = places["embed_tokens.weight"].scales + 4 * 300
+    failures = [*check_weights(files(), at, 1, value)]
     assert math.isfinite(value) or all(failures[:2])
 
 
 @pytest.mark.parametrize("value", [NAN, -INF, 65504.0, 6e-8], ids=str)
 def test_scales_of_16_bits(files, value):
     """Also of those that a layer has for all its rows: each conversion keeps infinity and NaN."""
-    *_, last = tensors("4 bits")
-    for n in (1, last.count):
-        failures = [*check_weights(files("4 bits"), last.floats, n, value, "e")]
+    *_, last = outputs(files("4 bits").model_bytes).values()
+    for n in (1, (last.end - last.scales) // 2):
+        failures = [*check_weights(files("4 bits"), last.scales, n, value, "e")]
         assert all(failures[:3]) == (not math.isfinite(value))
 
 
@@ -372,7 +355,7 @@ def test_scaled_rope(files):
 @pytest.mark.parametrize("value", [NAN, -NAN, INF, -INF, -1e-9, 1e30, 0.0, -0.0, 1e-45], ids=str)
 def test_frequencies(files, value):
     f = files("scaled rope")
-    at, = (t.at for t in tensors("scaled rope") if t.name == "rope_freq")
+    at = outputs(f.model_bytes)["frequencies"].values
     for i in (0, 15):
         result = f.run(patched(f.model_bytes, "f", at + 4 * i, value))
         if math.isfinite(value) and value >= 0:
@@ -381,17 +364,12 @@ def test_frequencies(files, value):
             assert_error(result, 1, "bad rope_freq", "from 0 on, found")
 
 
-def test_yarn_of_the_second_edition(files):
-    """Its header had YaRN's numbers, and no frequencies."""
-    data = patched(files().model_bytes, "Ifi", 0x38, 1, 4.0, 64)
-    files().check(["bad rope_scaling", "found 1", "export it again"], data)
-
-
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, 1e-45], ids=str)
 def test_routers(files, value):
     """A router with NaN or infinity would choose at random."""
     f = files("experts")
-    for layer, at in enumerate(t.at for t in tensors("experts") if t.name == "router"):
+    for layer in range(2):
+        at = outputs(f.model_bytes)[f"layers.{layer}.mlp.gate.weight"].values
         if math.isfinite(value):
             assert set(check_weights(f, at + 4 * 70, 1, value)) == {0}
         else:
@@ -401,19 +379,22 @@ def test_routers(files, value):
 
 def test_choice_that_is_no_number(files):
     """A finite router whose products overflow, and a norm of NaN before it"""
-    f, places = files("experts"), {t.name: (t.floats, t.count) for t in tensors("experts")}
-    for name, value in (("router", 3e38), ("rms_ffn", NAN)):
-        at, n = places[name]
-        assert all([*check_weights(f, at, n, value)][:3])
+    f = files("experts")
+    for name, value in (("mlp.gate", 3e38), ("post_attention_layernorm", NAN)):
+        place = outputs(f.model_bytes)[f"layers.1.{name}.weight"]
+        n = (place.end - place.values) // 4
+        assert all([*check_weights(f, place.values, n, value)][:3])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
 def test_any_floats_in_every_tensor(files, value):
-    for tensor in tensors("qwen3"):
-        for n in (1, tensor.count):
-            failures = [*check_weights(files(), tensor.floats, n, value)]
-            assert not tensor.name.startswith("rms") or math.isfinite(value) or all(failures[:3])
+    for name, tensor in outputs(files().model_bytes).items():
+        at = tensor.scales if tensor.bits < 32 else tensor.values
+        for n in (1, (tensor.end - at) // 4):
+            failures = [*check_weights(files(), at, n, value)]
+            scaled = "norm." in name and "_norm." not in name   # but q and k
+            assert not scaled or math.isfinite(value) or all(failures[:3])
 
 
 # -- something else
