@@ -285,7 +285,8 @@ MORE = "512 tokens (-c can't be larger), found {}; split the text, or export.py 
     (("-m", "generate", "-i", "7" * 65, "-c", 64), TOO_LONG + "64 tokens (-c, up to 512), found 65\n"),
     *[(("-m", mode, "-i", "hello", "-c", 1), TOO_LONG + "1 tokens") for mode in ("chat", "generate")],
     (("-m", "perplexity", "-i", "hello there", "-c", 1), "-c: expected 2 to 512"),
-    (("-i", "7", "-c", 513), "-c: expected 1 to 512 (export.py --yarn raises it), found 513\n")])
+    *[(("-i", "7", "-c", n), f"-c: expected 1 to 512 (export.py --yarn raises it), found {n}\n")
+      for n in (513, 2**31 - 1)]])
 def test_prompts_that_can_not_run(small, args, words):
     """-c is named where it helps, and only there; else what does."""
     assert_error(qwen3(small, *args), 1, words)
