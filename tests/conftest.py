@@ -256,6 +256,18 @@ def export(source, out, *args):
     return Path(out)
 
 
+def export_by_rows(source, out, *args, **changes):
+    """Exports as older programs did, each matrix row after row. changes: of the header, besides."""
+    read_header = export_py.read_header
+
+    def read_older(*arguments):
+        header, computed = read_header(*arguments)
+        return header._replace(panels=0, **changes), computed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_py, "read_header", read_older)
+        return export(source, out, *args)
+
+
 def export_process(*args, measure=False, env={}, **how):
     """export.py in a process of its own; env are changes of the environment. With `measure` its last
     line on stdout is its CPU time in seconds and its peak memory in bytes. It writes no bytecode:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import experts
-from conftest import export_process, export_py as export, join_tokenizer, outputs, refused, split_tokenizer
+from conftest import (export_by_rows, export_process, export_py as export, join_tokenizer, outputs,
+                      refused, split_tokenizer)
 from reference import Model
 from test_four_bits import MATRICES
 
@@ -153,15 +154,10 @@ def test_finds_another_size(exported, run, size, pattern):
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("config", [{}, {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}, experts(3)])
-def test_rows_without_panels(checkpoint, run, tmp_path, monkeypatch, bits, config):
+def test_rows_without_panels(checkpoint, run, tmp_path, bits, config):
     """Files of older programs have row after row, and no matrices with eight bits beside four."""
-    folder, read_header = checkpoint("F32", **config).save(tmp_path / "hf"), export.read_header
-    def older(*args):
-        header, computed = read_header(*args)
-        return header._replace(panels=0, eight_bits=0), computed
-    with monkeypatch.context() as patch:
-        patch.setattr(export, "read_header", older)
-        assert run(folder, "out.bin", "--bits", bits)[0] == 0
+    folder = checkpoint("F32", **config).save(tmp_path / "hf")
+    export_by_rows(folder, tmp_path / "out.bin", "--bits", bits, eight_bits=0)
     if bits == 8:
         assert run(folder, "new.bin", "--bits", bits)[0] == 0
         Model.from_bin(tmp_path / "new.bin").to_bin(tmp_path / "base.bin", panels=False)

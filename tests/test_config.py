@@ -74,8 +74,8 @@ def test_yarn_option(checkpoint, run, tmp_path, which):
         reference.rope_frequencies(c)[0].tolist())
 
 
-def test_yarn_option_refused(checkpoint, run, tmp_path):
-    refused(run(checkpoint(rope_scaling=YARN).save(tmp_path / "in"), "--yarn", "2"), "--yarn", "yarn")
+def test_yarn_option_refused(checkpoint, refuses):
+    refuses(checkpoint(rope_scaling=YARN), "--yarn", "yarn", args=["--yarn", "2"])
 
 
 @pytest.mark.parametrize("which", HEADERS)

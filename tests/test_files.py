@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, export_py, join_tokenizer,
-                      make_checkpoint, outputs, qwen3, shell, split_tokenizer, token_records,
+from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, export_by_rows,
+                      join_tokenizer, make_checkpoint, outputs, qwen3, shell, split_tokenizer, token_records,
                       write_zeros)
 from reference import HEADER
 from test_faults import needs_address_space
@@ -51,18 +51,6 @@ class Files:
         else:
             assert result.returncode == 0, result
         return result
-
-
-def export_by_rows(hf, path, *options):
-    """As older programs did: each matrix row after row."""
-    read_header = export_py.read_header
-
-    def read_older(*args):
-        header, computed = read_header(*args)
-        return header._replace(panels=0), computed
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_py, "read_header", read_older)
-        return export(hf, path, *options)
 
 
 @pytest.fixture(scope="module")
