@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, export_by_rows,
-                      join_tokenizer, make_checkpoint, outputs, qwen3, shell, split_tokenizer, token_records,
-                      write_zeros)
+                      join_tokenizer, make_checkpoint, outputs, qwen3, shell, split_tokenizer,
+                      token_records, write_zeros)
 from reference import HEADER
 from test_faults import needs_address_space
 
