@@ -1888,7 +1888,8 @@ def check(options: argparse.Namespace) -> None:
     eight, four = (Path(source.name + suffix) for suffix in SUFFIXES.values())
     Notices.subject = out = out or (four if four.exists() and not eight.exists() else eight)
     if not out.exists():
-        refuse(out, "missing", f"the file to compare with {name}, which export.py makes")
+        refuse(out, "missing", f"the file to compare with {name}, which export.py makes "
+               "without --check")
     if (part := Path(f"{out}.part")).exists() and not Path(f"{out}.tokenizer.part").exists():
         refuse(out, "older than its tokenizer file", "both of one export: export again",
                f"{part.name}, which a killed export has left")

@@ -3435,7 +3435,8 @@ static const char commands[] =
     "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
     "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
-    "typed. For line editing and history, start the program with rlwrap before it.\n";
+    "typed. For line editing and history, start the program with rlwrap before it.\n"
+    "Thinking is chosen at the start: -r 1, or -r 0.\n";
 
 // Sends TEXT, an empty line and a file. `text` is "PATH TEXT", the end of app->input. ~/ is $HOME.
 static void send_file(App *app, Bytes text) {
