@@ -618,7 +618,8 @@ def list_weights(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
 
 def refuse_folder(where: object, what: str, expected: str, files: Collection[str]) -> NoReturn:
     """Refuses a folder or a hub's model without a model in it, which a training may have made."""
-    steps = [int(file[11:]) for file in files if re.fullmatch(r"checkpoint-\d+", file)]
+    found = (re.fullmatch(r"checkpoint-(\d+)", file) for file in files)
+    steps = [int(checkpoint[1]) for checkpoint in found if checkpoint]
     if "adapter_config.json" in files:
         what = "a LoRA adapter, no model"
         expected = "it merged into its base: peft's merge_and_unload(), then save_pretrained()"
@@ -1044,7 +1045,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
         hidden_key, defaults["intermediate_size"] = "moe_intermediate_size", 1
     foreign = {key for row in FAMILIES for key in row.numbers} - {*family.numbers}
     fields = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
-         if field and key not in foreign}
+              if field and key not in foreign}
     if heads % fields["n_kv_heads"]:
         refuse(where, "num_key_value_heads", f"a divisor of {heads}", fields["n_kv_heads"])
     if fields["head_dim"] % 2:

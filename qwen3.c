@@ -234,7 +234,7 @@ typedef struct { Config config; Weights weights; State state; } Model;
 // says -ffp-contract=off.
 static float mul_add(float a, float b, float c);
 
-// exp(x), with an error of at most 2 units in the last place; exactly 1 for 0, 0 for x < -87.7,
+// exp(x), with an error of at most 2 units in the last place, exactly 1 for x = 0; 0 for x < -87.7,
 // exp(88) for x > 88, NaN for NaN
 static float fast_exp(float x);
 
@@ -411,7 +411,8 @@ static void embed(const Model *m, int token, float *x) {
 // Attention. The functions from here on work on the token's vectors in State: where a comment says
 // h, it is m->state.h. l is the layer's number, pos the token's position.
 
-// Returns the place in `cache`, State.keys or values, of a layer, position and kv head (head_dim).
+// Returns the place of a key or value (head_dim) in `cache`, State.keys or State.values: that of a
+// layer, a position and a kv head.
 static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
     const Config *c = &m->config;
     return cache + ((size_t)l * m->state.context + pos) * c->kv_dim + kv_head * c->head_dim;
@@ -514,7 +515,8 @@ static void attend(Model *m, int l, int head, int pos) {
 //   share = share / (sum of share over S)    so that they add up to 1; some models skip this
 //   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over i in S
 
-// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with an expert's rows (0 in a layer without experts).
+// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with the rows that an expert has of these matrices. A
+// layer without experts is expert 0.
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
     const int dim = m->config.dim, hidden_dim = m->config.hidden_dim;
     State *s = &m->state;
@@ -942,7 +944,8 @@ static int argmax(const float *x, int n) {
     return best;
 }
 
-// Replaces logits (n) by exp((logit - max) / temperature), probabilities times a factor: at most 1.
+// Replaces logits (n) by exp((logit - max) / temperature): probabilities that are not normalized,
+// of which the largest is 1
 static void likelihoods(float *logits, int n, float max, float temperature) {
     for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
 }
@@ -1110,7 +1113,7 @@ static bool repeats_itself(const Tokenizer *tok, Text *text) {
     return text->repeats >= MOST;
 }
 
-// Appends an id to its text and writes it, unless it is a stop id. Returns its Ending, or GOES_ON.
+// Appends an id to its text and writes it, unless it is a stop id. Returns the text's Ending.
 static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     Ids *ids = &text->ids;
     if (is_stop(tok, id)) return COMPLETE;
@@ -1811,27 +1814,30 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     free(seen.p);
 }
 
-// Both halves of a product: with a secret factor, nobody can foresee a bit of it.
+// The two halves of a product, xored
 static uint64_t mix(uint64_t a, uint64_t b) {
     const __uint128_t product = (__uint128_t)a * b;
     return (uint64_t)(product ^ product >> 64);
 }
 
-// The slot of the hash table that holds the token with these bytes, or is free for it: an added and
-// an ordinary one may have the same bytes, or be one token. The hash takes words of 8 bytes, with a
-// secret factor (as wyhash); the last word is two reads that may overlap, or 1 to 3 bytes.
-static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
-    const uint64_t secret = tok->tables->secret;
+// Hashes a text that is not empty, by words of 8 bytes and a secret factor, as wyhash does: nobody
+// can make texts of one hash. The last word is two reads that may overlap, or 1 to 3 bytes.
+static uint64_t hash_text(Bytes text, uint64_t secret) {
     uint64_t hash = secret ^ text.n, word;
-    Bytes rest = text;
-    for (; rest.n > 8; rest = bytes_from(rest, 8)) {
-        memcpy(&word, rest.p, 8);
+    for (; text.n > 8; text = bytes_from(text, 8)) {
+        memcpy(&word, text.p, 8);
         hash = mix(hash ^ word, secret);
     }
-    const uint8_t *p = rest.p, *end = p + rest.n;
-    if (rest.n >= 4) word = (uint32_t)load_i32(p) | (uint64_t)(uint32_t)load_i32(end - 4) << 32;
-    else word = p[0] | p[rest.n / 2] << 8 | end[-1] << 16;
-    uint32_t slot = mix(mix(hash ^ word, secret), secret) & tok->tables->mask;
+    const uint8_t *p = text.p, *end = p + text.n;
+    if (text.n >= 4) word = (uint32_t)load_i32(p) | (uint64_t)(uint32_t)load_i32(end - 4) << 32;
+    else word = p[0] | p[text.n / 2] << 8 | end[-1] << 16;
+    return mix(mix(hash ^ word, secret), secret);
+}
+
+// The slot of the hash table that holds the token with these bytes, or is free for it: an added and
+// an ordinary one may have the same bytes, or be one token.
+static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
+    uint32_t slot = hash_text(text, tok->tables->secret) & tok->tables->mask;
     for (; tok->tables->table[slot]; slot = (slot + 1) & tok->tables->mask) {
         const uint32_t id = tok->tables->table[slot] - 1;
         const bool is_added = tok->kind[id] & ADDED;
@@ -2252,7 +2258,8 @@ static void keep_run(Engine *e, Text *t, size_t n);
 
 static void start_texts(Engine *e);  // starts texts that wait, as many as can run now
 
-// Runs all running texts a step; with -DPLAIN the first to its end. False: none runs, or Ctrl-C.
+// Runs each text that runs a step further; with -DPLAIN the first one to its end. Returns false if
+// none runs, or after Ctrl-C.
 static bool run_pass(Engine *e);
 
 // Adds a text. It waits to run. It takes the place of the text that ended the longest time ago.
@@ -2923,7 +2930,8 @@ static void append_choice(const Engine *e, Text *t) {
     for (size_t i = 0; i < ids->n; i++) ids_add(&t->ids, ids->p[i]);
 }
 
-// Adds the next TEXT that has to run. False: none is left, or prompt or thinking have not run.
+// Adds the next TEXT that has to run. Returns false if none is left, or if the prompt or the
+// thinking has not run.
 static bool add_choice(Engine *e, Request *r) {
     if (r->start.n == 0 || !find_choice(e, r)) return false;
     append_choice(e, add_next(e, r, r->start.p, r->start.n));
@@ -2949,7 +2957,8 @@ static bool next_choice(Engine *e, Text *t) {
 }
 
 // Returns the TEXTs' numbers, the likeliest one first. With its nll, best, exp(best - nll) / *sum
-// is the share of one, and exp(-best) * *sum the probability of all, whatever their order.
+// is the share of one, and exp(-best) * *sum the probability of all. Their order on the command
+// line changes no bit.
 static int *rank_choices(const Engine *e, const double *nll, double *sum) {
     int *ranked = grow(NULL, &(size_t){0}, 0, e->n_choices, sizeof(*ranked));
     ranked[0] = 0;
@@ -3535,7 +3544,8 @@ static void run_dialogue(App *app) {
 
 // ------------------------------------------------------------------------------------------------
 // Starting a run: the model and its tokenizer are loaded, the context and the number of texts
-// chosen, and the places prepared. What no option says is as the model's files have it.
+// chosen, and the places prepared. Where no option says otherwise, the model's own mode, sampling
+// and chat format count.
 
 // Ends the program if a mode other than chat has no text.
 static void check_text(const Options *o, int mode) {
@@ -4139,7 +4149,8 @@ static void write_line(List *l, Request *r) {
     l->written++;
 }
 
-// Counts a request that is done or can't run, unless FILE has it. Then writes the done lines.
+// Counts a request that is done or can't run, unless FILE has its result. Then writes all done
+// lines that follow those that are written.
 static void end_line(List *l, Request *r, const char *error) {
     if (r->number >= l->there) {
         if (error) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
@@ -4183,6 +4194,17 @@ static double encoding_size(const Tokenizer *tok, const Conversation *talk) {
     return 24 * size + 32 * longest;
 }
 
+// Says so if the first line of a list of plain lines is JSON: -L may be meant.
+static void check_plain(const List *l, Bytes line) {
+    Buffer text = {0};
+    Json j = {.rest = line, .n = line.n, .text = &text};
+    if (line.n == 0 || !memchr("[{\"", *line.p, 3)) return;
+    json_value(&j, 0);
+    if (!j.error && j.rest.n == 0)
+        notice("%.600s: line 1 is JSON, and taken as plain text; -L reads JSON", l->in.name);
+    free(text.p);
+}
+
 // Encodes a line. Of an object, the members that it keeps go to r->line. Returns what is wrong with
 // the line, or NULL; after Ctrl-C these may not be all ids.
 static const char *encode_line(List *l, Bytes line, Request *r) {
@@ -4197,6 +4219,7 @@ static const char *encode_line(List *l, Bytes line, Request *r) {
     size_t size = 0;  // bytes of all messages but earlier answers, which may lose their thinking
     if (line.n + before.n > MOST_BYTES) return "too long, expected less than 2 GB";
     if (line.n > l->in.most || !has_memory(4.0 * line.n)) return NO_MEMORY;
+    if (o->list && l->read == 0) check_plain(l, line);
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
     const int kind = result_kind(e);
@@ -4225,23 +4248,11 @@ static const char *encode_line(List *l, Bytes line, Request *r) {
     return interrupted ? NULL : wrong_length(app, role < 0 ? line.n : 1, ids->n, "");
 }
 
-// Says so if the first line of a list of plain lines is JSON: -L may be meant.
-static void check_plain(const List *l, Bytes line) {
-    Buffer text = {0};
-    Json j = {.rest = chop(line), .n = line.n, .text = &text};
-    const bool marked = line.n && memchr("[{\"", *line.p, 3);
-    if (marked) json_value(&j, 0);
-    if (marked && !j.error && j.rest.n == 0)
-        notice("%.600s: line 1 is JSON, and taken as plain text; -L reads JSON", l->in.name);
-    free(text.p);
-}
-
 // Reads a line. Its texts wait to run. If it is wrong, or only tokenized, it is done at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Request *r = &l->requests[l->read % AHEAD];
     if (app->options.list) check_utf8(app, l->in.name, l->read + 1, line);
-    if (app->options.list && l->read == 0) check_plain(l, line);
     give_notices(app);
     if (l->read == l->there && draws_ids(l->e) && !quiet && !app->options.seeded)
         fprintf(stderr, "seed %llu\n", app->options.seed);
@@ -4397,8 +4408,8 @@ static void open_out(List *l) {
         Buffer *end = has_newline(line) ? &l->last : &l->cut;
         end->n = 0;
         buffer_add(end, line);
-        l->failed_there += bytes_are(chop(line), "null") ||
-                           find_last(line, bytes(":null,\"error\":\"")) > 0;
+        l->failed_there += has_newline(line) && (bytes_are(chop(line), "null") ||
+                           find_last(line, bytes(":null,\"error\":\"")) > 0);
     }
     free(in.data.p);
     if (dup2(in.fd, STDOUT_FILENO) < 0) die("%s: %s", file, strerror(errno));
