@@ -32,7 +32,7 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
                        IQ4_NL or Q1_0: these are copied, the rest is quantized with the same levels
     --group-size N     weights per quantization scale: 32, 64, 128 or 256. The default is 64, but 32
                        where 64 does not divide the model's dimensions, with four bits, and for a
-                       GGUF file in Q8_0: its groups of 32 are copied, those of Q1_0 up to 128
+                       GGUF file with any Q8_0: its groups of 32 are copied, of Q1_0 up to 128
     --yarn FACTOR      extends the context by this factor (YaRN), as Qwen advises for texts longer
                        than the model was trained on; short texts get slightly worse
     --chat-template FILE  takes FILE's chat template (Jinja), not SOURCE's
@@ -65,6 +65,7 @@ def handle_signals(act: Callable[[int], object]) -> None:
 
 
 if __name__ == "__main__":
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # closed: its number must not become OUT's
     handle_signals(os._exit)  # before the slow imports, which may swallow an exception
     if {"-h", "--help", "--version"} & set(sys.argv[1:]):  # here: they need none of the packages
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that leaves, such as head
@@ -144,7 +145,7 @@ def export(options: argparse.Namespace) -> None:
     with write_atomically(tokenizer_out, out) as (tokenizer_part, model_part):
         check_space([*source.downloads(), (out.parent, outputs[-1].end + len(tokenizer))])
         write_at(tokenizer_part, tokenizer, 0)
-        outputs = match_tensors(source.path, outputs, source.open_tensors() | computed)
+        outputs = match_tensors(source, outputs, source.open_tensors() | computed)
         write_model(model_part, header, outputs)
     form += f", without {source.family.left_out}*" if source.family.left_out else ""
     text = "The sky is blue." if source.embedding else "Why is the sky blue?"
@@ -164,9 +165,8 @@ def find_source(name: str) -> Place:
     path = Path(name)
     if path.is_dir():
         return Place(partial(read_folder, path))
-    is_ours = path.suffix == ".gguf" or Path(f"{path}.tokenizer").exists()
-    in_checkpoint = path.is_file() and (path.parent / "config.json").exists() and not is_ours
-    if path.suffix == ".safetensors" or in_checkpoint and path.open("rb").read(4) != b"GGUF":
+    is_part = path.suffix == ".json" or path.name.startswith("pytorch_model")
+    if path.suffix == ".safetensors" or is_part and path.is_file():
         refuse(name, "a part of SOURCE", f"`export.py {shlex.quote(str(path.parent))}`", "one file")
     if path.suffix == ".bin":
         refuse(name, "no SOURCE", f"`export.py [--check] SOURCE {shlex.quote(name)}`, SOURCE being "
@@ -176,9 +176,9 @@ def find_source(name: str) -> Place:
     if page := re.match("https?://([^/]+)", name):
         endpoint = re.sub("https?://|/.*", "", os.environ.get("HF_ENDPOINT", ""))
         require(name, "its host", page[1], "huggingface.co", "hf.co", endpoint or None)
-    hub = HUB_NAME.fullmatch(unquote(name))
-    if hub and not (hub["file"] and Path(path.parts[0]).is_dir()):
-        return find_model(hub["model"], hub["revision"], hub["kind"] or hub["file"] or "")
+    named = HUB_NAME.fullmatch(unquote(name))
+    if named and not (named["file"] and Path(path.parts[0]).is_dir()):
+        return find_model(named["model"], named["revision"], named["kind"] or named["file"] or "")
     size = re.match(r"qwen3[:-]([\d.]+b(-a\d+b)?)", name, re.IGNORECASE)  # ollama's qwen3:0.6b
     refuse(name, "missing", "a directory, a GGUF file or a hub name, ORG/NAME such as "
            f"Qwen/Qwen3-{size[1].upper() if size else '0.6B'}")
@@ -356,8 +356,8 @@ def list_names(names: list[str], most: int = 6) -> str:
 class Family(NamedTuple):
     """An architecture that qwen3.c runs. Another one needs a row of FAMILIES, of NUMBERS for each
     new number, of TENSORS for each new tensor, and a field of Header that tells qwen3.c of it."""
-    architecture: str  # in config.json
-    gguf: str  # general.architecture in a GGUF file, or "" if another row has it
+    architectures: str  # names in config.json; "Model" is mostly an embedding model
+    gguf: str  # general.architecture in a GGUF file; "": it is that of another row
     fixed: dict[str, object]  # key of config.json -> its only supported value; it may be absent
     header: dict[str, int] = {}  # fields of Header -> the value that this architecture has
     head_dim: int | None = 128  # where config.json has none; None: hidden_size / heads
@@ -367,19 +367,17 @@ class Family(NamedTuple):
 
 QWEN2 = {"hidden_act": "silu", "partial_rotary_factor": 1, "is_causal": True,
          "use_bidirectional_attention": False}
-BIASES = {"qkv_bias": 1, "no_qk_norm": 1}
+QWEN2_ATTENTION = {"qkv_bias": 1, "no_qk_norm": 1}
 QWEN3 = QWEN2 | {"attention_bias": False}
 MOE = QWEN3 | {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
                "shared_expert_intermediate_size": 0, "use_qk_norm": True}
 FAMILIES = [
-    Family("Qwen2ForCausalLM", "qwen2", QWEN2, BIASES, None),
-    Family("Qwen2Model", "", QWEN2, BIASES, None),  # mostly an embedding model
-    Family("Qwen2VLForConditionalGeneration", "qwen2vl", QWEN2, BIASES, None, left_out="visual."),
-    Family("Qwen2_5_VLForConditionalGeneration", "", QWEN2, BIASES, None, left_out="visual."),
-    Family("MiMoForCausalLM", "", QWEN2, BIASES, None, left_out="mtp_layers."),
-    Family("Qwen3ForCausalLM", "qwen3", QWEN3),
-    Family("Qwen3Model", "", QWEN3),  # mostly an embedding model
-    Family("Qwen3MoeForCausalLM", "qwen3moe", MOE,
+    Family("Qwen2ForCausalLM Qwen2Model", "qwen2", QWEN2, QWEN2_ATTENTION, None),
+    Family("Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration", "qwen2vl", QWEN2,
+           QWEN2_ATTENTION, None, left_out="visual."),
+    Family("MiMoForCausalLM", "", QWEN2, QWEN2_ATTENTION, None, left_out="mtp_layers."),
+    Family("Qwen3ForCausalLM Qwen3Model", "qwen3", QWEN3),
+    Family("Qwen3MoeForCausalLM", "qwen3moe", MOE, head_dim=None,
            numbers=("moe_intermediate_size", "num_experts", "num_experts_per_tok")),
     Family("Qwen3VLForConditionalGeneration", "qwen3vl", QWEN3, left_out="visual.")]
 
@@ -395,9 +393,9 @@ class Source(NamedTuple):
     generation: dict  # generation_config.json
     chat_template: str | None  # Jinja
     embedding: bool  # an embedding model: it makes one vector of a text
-    open_tensors: Callable[[], dict[str, Tensor]]  # by name without "model."; may download them
+    open_tensors: Callable[[], dict[str, Tensor]]  # by name without "model."; downloads the hub's
     downloads: Callable[[], list[Room]] = list  # the space that open_tensors() needs
-    dtypes: Counter[str] = Counter()  # of a GGUF file: how many of its layers' weights have each
+    dtypes: Counter[str] = Counter()  # of a GGUF file: each, and how many layers' weights have it
     origin: str = ""  # the GGUF file or the place on the hub; of a folder its name says it
 
     def file(self, name: str) -> Path:
@@ -408,14 +406,14 @@ class Source(NamedTuple):
 def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
     """The family of a config.json, and its values, each under the one key that others read."""
     if text_config := read_value(where, config, "text_config", dict):
-        tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
-        config = text_config | {key: config[key] for key in config if config[key]} | tied
+        config = text_config | {key: value for key, value in config.items()
+                                if value or key == "tie_word_embeddings"}
     get = partial(read_value, where, config)
     names = list_names(list(map(str, get("architectures", list))))
-    if not (family := next((row for row in FAMILIES if names == row.architecture), None)):
+    if not (family := next((row for row in FAMILIES if names in row.architectures.split()), None)):
         refuse(where, "not Qwen3's architecture", "the model that it was made from; of a reranker "
                "qwen3 gives the scores by -o 'yes|no'" if "ForSequenceClassification" in names else
-               ", ".join(row.architecture for row in FAMILIES), names)
+               " ".join(row.architectures for row in FAMILIES), names)
     quantized, mlx = get("quantization_config", dict), config.get("quantization")
     if quantized or mlx:
         refuse(where, "its quantized weights", "the unquantized checkpoint or a GGUF file",
@@ -503,7 +501,7 @@ FLOAT_TYPES = {"BF16": "", "F16": "<f2", "F32": "<f4"}  # safetensors' -> numpy'
 
 
 def can_read(dtype: str) -> bool:
-    """True if Tensor.read_fp32() reads this dtype, one of safetensors' or of ggml's."""
+    """True if Tensor.read_fp32() reads this dtype. The gguf package has no list: it is tried."""
     with suppress(KeyError, NotImplementedError):
         elements, size = BLOCK_SIZES[dtype]
         return Tensor("a block", Path(), 0, dtype, (elements,), bytes(size)).read_fp32().size > 0
@@ -603,7 +601,7 @@ def list_weights(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
     if "model.safetensors" in names:
         return {"model.safetensors": []}
     if INDEX not in names:
-        refuse_folder(folder, "no weights", f"a directory {SAVE_PRETRAINED}", names)
+        refuse_folder(folder, f"no weights and no {INDEX}", f"a directory {SAVE_PRETRAINED}", names)
     files: dict[str, list[str]] = {}
     with parsing(folder / INDEX):
         shard_of = read_json(folder / INDEX, TENSORS_SIZE)["weight_map"]
@@ -638,10 +636,9 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
         if not 2 <= length <= limit:
             refuse(path, "broken safetensors (download it again)",
                    f"a header of 2 to {max(2, limit)} bytes", length)
-        header = file.read(length)
-        tensors, position = {}, 0  # in the data
-        entries = json.loads(header)
+        entries = json.loads(file.read(length))
         entries.pop("__metadata__", None)
+        tensors, position = {}, 0  # in the data
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             begin, end = entry["data_offsets"]
@@ -726,8 +723,8 @@ def downloading(name: str) -> Iterator[None]:
             raise
         found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if NO_NETWORK & {kind.__name__ for kind in type(error).__mro__}:
-            refuse(name, "not here, and the hub can't be reached", "a network (HF_ENDPOINT can "
-                   "name a mirror), or all its files in the cache (then HF_HUB_OFFLINE=1)", found)
+            refuse(name, "not all here, and the hub can't be reached", "a network (run it again; "
+                   "HF_ENDPOINT sets a mirror), or files in the cache (HF_HUB_OFFLINE=1)", found)
         refuse(name, "neither here nor available from the hub", "a directory, a GGUF file or a hub "
                "name (a private or gated one needs HF_TOKEN)", found)
 
@@ -776,13 +773,14 @@ def read_gguf(path: Path) -> Source:
                    "into it; qwen3 runs the text part of one that sees)", kind)
     if part and int(part[1]) != 1:
         refuse(path, "one of several parts", "the first, -00001-of-...", path.name)
-    require(path, "split.count", metadata.get("split.count", 1), int(part[2]) if part else 1)
-    for i in range(2, metadata.get("split.count", 1) + 1):
+    n_parts = metadata.get("split.count") or 1  # 0 in a file that was joined
+    require(path, "split.count", n_parts, int(part[2]) if part else 1)
+    for i in range(2, n_parts + 1):
         open_gguf(path.with_name(PART.sub(rf"-{i:05}-of-\2", path.name)), tensors)
     family, config = read_gguf_config(path, metadata, tensors)
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     bos, eos, eot, eom = (read_ids(path, ggml.get(f"{name}_token_id"))
-                          for name in ("bos", "eos", "eot", "eom"))  # ends of text, turn, message
+                          for name in ("bos", "eos", "eot", "eom"))  # eot, eom: of turn, message
     tokenizer = read_gguf_tokenizer(path, ggml, {"bos": bos, "eos": eos})
     texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     stop_ids = eos + eot + eom + [i for i, text in texts.items() if text == "<|endoftext|>"]
@@ -790,18 +788,18 @@ def read_gguf(path: Path) -> Source:
     require(path, "pooling_type", pooling, 0, int(poolings.LAST), int(poolings.RANK))
     if pooling == poolings.RANK and tensors.pop("cls.output.weight", None):
         Notices.hints.append("cls.output.weight is left out: qwen3's -o 'yes|no' does its work")
-    kept = tensors if pooling == poolings.LAST else drop_copy(tensors)
+    kept = tensors if pooling == poolings.LAST else drop_copy(tensors)  # LAST: it needs none
     template = metadata.get("tokenizer.chat_template")
     sampling = {hf: metadata.get(f"general.sampling.{name}") for name, hf in GGUF_SAMPLING.items()}
-    thinks = "</think>" in str(template or "</think>")
-    if family.gguf == "qwen2" and not thinks and not any(sampling.values()):
+    answers_at_once = template and "</think>" not in str(template)
+    if family.gguf == "qwen2" and answers_at_once and not any(sampling.values()):
         penalty = 1.1 if sum(tensor.size for tensor in kept.values()) < 2e9 else 1.05
         sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": penalty}
         Notices.hints.append("no sampling settings in the file: Qwen2.5's, -t 0.7 -p 0.8 -k 20 "
                              f"-e {penalty}")
     dtypes: Counter[str] = Counter()
     for name, tensor in tensors.items():
-        dtypes[tensor.dtype] += tensor.size * ("_proj.weight" in name)
+        dtypes[tensor.dtype] += tensor.size * ("_proj.weight" in name)  # others: 0, but a key
     return Source(
         path=path, name=PART.sub("", path.name).removesuffix(".gguf"), family=family,
         config=config | {"tie_word_embeddings": "lm_head.weight" not in kept,
@@ -833,9 +831,8 @@ def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> 
         rope[ORIGINAL] = rope.pop("original_context_length")
     # DeepSeek's attn_factor, 1 / default, makes llama.cpp scale by 1. transformers ignores the key.
     if "attn_factor" in rope:
-        scaled = read_number(path, rope, "attn_factor") * (
-            0.1 * math.log(read_number(path, rope, "factor")) + 1)
-        if abs(scaled - 1) >= 1e-3:
+        default = 0.1 * math.log(read_number(path, rope, "factor")) + 1
+        if abs(read_number(path, rope, "attn_factor") * default - 1) >= 1e-3:
             rope["attention_factor"] = rope.pop("attn_factor")
     return families[name], numbers | {
         "head_dim": head_dim, "vocab_size": tensors["embed_tokens.weight"].shape[0],
@@ -862,7 +859,7 @@ def read_gguf_tokenizer(path: Path, ggml: dict, ends: dict[str, list[int]]) -> d
     added = ids[types.CONTROL] | ids[types.USER_DEFINED]
     around = {name: {"ids": ids if ggml.get(f"add_{name}_token") else []}
               for name, ids in ends.items()}
-    return {"model": {"type": "BPE", "vocab": ids[types.NORMAL], "merges": merges},
+    return {"model": {"type": "BPE", "vocab": ids[types.NORMAL] | added, "merges": merges},
             "normalizer": {"type": "NFC"}, "pre_tokenizer": {"pretokenizers": PRE_TOKENIZERS},
             "post_processor": {"type": "TemplateProcessing", "special_tokens": around, "single": [
                 {"SpecialToken": {"id": "bos"}}, {"Sequence": {"id": "A"}},
@@ -1033,7 +1030,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
                 yarn: float | None) -> tuple[Header, dict[str, Tensor]]:
     """The header, and the tensors that are computed, from config.json and the user's options."""
     where, config, family = source.file("config.json"), source.config, source.family
-    if "VL" in family.architecture and (source.embedding or "embedding" in source.name.lower()):
+    if "VL" in family.architectures and (source.embedding or "embedding" in source.name.lower()):
         refuse(where, "a vision model that makes embeddings", "one that answers", source.name)
     for key, value in family.fixed.items():
         require(where, key, config.get(key), value, None)
@@ -1043,9 +1040,9 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
                 "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
     if "num_experts" in family.numbers:  # intermediate_size is nobody's
         hidden_key, defaults["intermediate_size"] = "moe_intermediate_size", 1
-    foreign = {key for row in FAMILIES for key in row.numbers} - {*family.numbers}
+    of_others = {key for row in FAMILIES for key in row.numbers} - {*family.numbers}
     fields = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
-              if field and key not in foreign}
+              if field and key not in of_others}
     if heads % fields["n_kv_heads"]:
         refuse(where, "num_key_value_heads", f"a divisor of {heads}", fields["n_kv_heads"])
     if fields["head_dim"] % 2:
@@ -1062,9 +1059,8 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
     if "n_experts" in fields:
-        if not 1 <= fields["n_experts_used"] <= fields["n_experts"]:
-            refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {fields['n_experts']}",
-                   fields["n_experts_used"])
+        if not 1 <= (used := fields["n_experts_used"]) <= (n := fields["n_experts"]):
+            refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {n}", used)
         topk_norm = config.get("norm_topk_prob", False)
         require(where, "norm_topk_prob", repr(topk_norm), *BOOLEANS)
         fields["no_topk_norm"] = not topk_norm
@@ -1163,36 +1159,36 @@ def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) ->
         named = dict(model["vocab"])
         merges = [(str(left), str(right)) for left, right in (
             merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])]
-    vocab = {text: i for text, i in named.items() if text not in added}
     for i in [*named.values(), *(i for i, _ in added.values())]:
         if type(i) is not int or not 0 <= i < vocab_size:
             refuse(where, "ids", f"0 to {vocab_size - 1}, as vocab_size says", repr(i))
     # GPT-2's letters for bytes: a printable byte's is itself, the n-th other byte's is U+0100 + n.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     byte_of = dict(zip(letters, sorted(range(256), key=lambda byte: chr(byte) not in letters)))
-    if foreign := sorted({*"".join(vocab)} - byte_of.keys()):
-        refuse(where, "vocabulary", "GPT-2's letters for bytes", repr(foreign[0]))
-    # tokenizer.add_tokens() of a text that merges make: one token, found before them and by them
+    # Merges find all tokens but the added ones, and of these such as tokenizer.add_tokens() has
+    # added although merges make them: they are found both before merges and by them.
     made = {*map("".join, merges), *letters}
-    both = {text: named[text] for text in added.keys() & named.keys() & made}
-    for text, i in both.items():
-        token_id, flags = added[text]
-        # A special one could be forged; other letters than ASCII's stand for other bytes.
-        bad = {"special": flags & SPECIAL, "not ASCII": not text.isascii(),
-               f"id {token_id}": token_id != i}
-        if found := [what for what, is_so in bad.items() if is_so]:
-            refuse(where, f"added token {text!r}", "a new text, or one of the vocabulary in ASCII, "
-                   f"with its id {i} and not special", " and ".join(found))
-    scores = score_merges(where, vocab | both, merges)
-    scores |= {i: 0.0 for text, i in both.items() if text in letters}  # no merge makes it
-    tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in (vocab | both).items()}
+    merged = {text: i for text, i in named.items() if text not in added or text in made}
+    both = merged.keys() & added.keys()
+    if foreign := sorted({*"".join(merged)} - byte_of.keys()):
+        refuse(where, "vocabulary", "GPT-2's letters for bytes", repr(foreign[0]))
+    # A special one could be forged; other letters than ASCII's stand for other bytes.
+    if bad := sorted(x for x in both if added[x][1] & SPECIAL or not x.isascii()):
+        refuse(where, "added tokens of the vocabulary", "ASCII and not special", list_names(bad))
+    scores = score_merges(where, merged, merges)
+    scores |= {merged[text]: 0.0 for text in both & {*letters}}  # no merge makes it
+    tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in merged.items()}
     if absent := {bytes([byte]) for byte in range(256)} - set(tokens.values()):
         refuse(where, "vocabulary", "all 256 single bytes", f"{256 - len(absent)} of them")
     tokens |= {i: text.encode() for text, (i, _) in added.items()}
     if (longest := max(map(len, tokens.values()))) > LONGEST:
         refuse(where, "tokens", f"at most {LONGEST} bytes in each", longest)
-    if len(tokens) != len(vocab) + len(added) or b"" in tokens.values():
+    if len(tokens) != len(merged.keys() | added.keys()) or b"" in tokens.values():
         refuse(where, "tokens", "each with a text and an id of its own", "one without")
+    new_ids = itertools.count(len(named))  # The package counts so, whatever ids the file gives.
+    for text, (i, _) in added.items():
+        if i != (counted := named[text] if text in named else next(new_ids)):
+            refuse(where, f"id of added token {text!r}", f"{counted}, as the package counts", i)
     return tokens, scores
 
 
@@ -1249,8 +1245,10 @@ def read_post_processor(where: Path, tokenizer: dict) -> tuple[list[int], list[i
     processor = tokenizer.get("post_processor") or {"type": "ByteLevel"}
     for step in processor["processors"] if processor["type"] == "Sequence" else [processor]:
         require(where, "post_processor", step["type"], "ByteLevel", "TemplateProcessing")
-        inner, ids = ([], ids) if step["type"] == "ByteLevel" else (ids, [])  # ByteLevel adds none
-        for piece in step.get("single", []):
+        if step["type"] == "ByteLevel":  # adds no id
+            continue
+        inner, ids = ids, []
+        for piece in step["single"]:
             token = piece.get("SpecialToken", {}).get("id")
             if piece.get("Sequence", {}).get("id") == "A":
                 ids += inner
@@ -1266,10 +1264,12 @@ def read_post_processor(where: Path, tokenizer: dict) -> tuple[list[int], list[i
 
 def read_roles(tokenizer_config: dict) -> dict[str, str]:
     """Role (eos_token, ...) -> text of the token, which tokenizer_config.json writes as it is or as
-    an object that holds it. Its additional_special_tokens have a number each for a role."""
+    an object that holds it. Tokens of a list have a number each for a role."""
     roles = {role: tokenizer_config.get(role) for role in ("bos_token", "eos_token", "pad_token",
                                                            "unk_token")}
-    roles |= dict(enumerate(tokenizer_config.get("additional_special_tokens") or []))
+    for key in "additional_special_tokens", "extra_special_tokens":  # transformers 4's and 5's
+        more = tokenizer_config.get(key) or []
+        roles |= more if isinstance(more, dict) else dict(enumerate(more, len(roles)))
     return {str(role): str(token["content"] if isinstance(token, dict) else token)
             for role, token in roles.items() if token}
 
@@ -1795,24 +1795,25 @@ def lay_out(h: Header) -> list[Output]:
     return outputs
 
 
-def match_tensors(where: Path, outputs: list[Output], tensors: dict[str, Tensor]) -> list[Output]:
+def match_tensors(source: Source, outputs: list[Output], found: dict[str, Tensor]) -> list[Output]:
     """The outputs with their tensors: none may be missing, left over or of another shape."""
-    wanted = {name: output.shape for output in outputs for name in output.names}
-    extra = [tensor.name for name, tensor in tensors.items() if name not in wanted
-             and name != "lm_head.weight"  # some checkpoints store it although it is tied
+    where, wanted = source.path, {name: output.shape for output in outputs for name in output.names}
+    tied = "lm_head.weight" not in wanted  # Some checkpoints store it once more nevertheless.
+    extra = [tensor.name for name, tensor in (drop_copy(found) if tied else found).items()
+             if name not in wanted and not (source.embedding and name == "lm_head.weight")
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
-    missing = [name for name in wanted if name not in tensors]
+    missing = [name for name in wanted if name not in found]
     if missing or extra:
-        refuse(where, "tensors", "the ones that config.json implies",
+        refuse(where, "tensors", "the ones that config.json implies (with its tie_word_embeddings)",
                f"missing: {list_names(missing)}; left over: {list_names(extra)}")
     for name, shape in wanted.items():
-        if tensors[name].shape != shape:
-            refuse(where, f"shape of {tensors[name].name}", list(shape), list(tensors[name].shape))
-    for dtype, tensor in {tensors[name].dtype: tensors[name] for name in wanted}.items():
-        if dtype not in FLOAT_TYPES and not (where.is_file() and can_read(dtype)):
+        if found[name].shape != shape:
+            refuse(where, f"shape of {found[name].name}", list(shape), list(found[name].shape))
+    for dtype, tensor in {found[name].dtype: found[name] for name in wanted}.items():
+        if dtype not in FLOAT_TYPES and not (where.is_file() and can_read(dtype)):  # a GGUF file
             refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
                    "the gguf package dequantizes", dtype)
-    return [output._replace(tensors=[tensors[name] for name in output.names]) for output in outputs]
+    return [output._replace(tensors=[found[name] for name in output.names]) for output in outputs]
 
 
 def write_model(out: BinaryIO, h: Header, outputs: list[Output]) -> None:
@@ -1852,7 +1853,7 @@ def put_in_panels(output: Output, at: int, encoded: tuple, h: Header) -> Iterato
 
 def map_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
     """Calls work(output, piece, its start in the output) for the pieces of the tensors, in a thread
-    for each core (numpy releases the GIL). Yields (output, results). 64 threads take up to 1 GB."""
+    for each core (numpy releases the GIL). Yields (output, results). 64 threads take 0.5 GB."""
     total = sum(tensor.nbytes for output in outputs for tensor in output.tensors)
     with (ThreadPoolExecutor(min(64, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
@@ -1889,8 +1890,7 @@ def check(options: argparse.Namespace) -> None:
     eight, four = (Path(source.name + suffix) for suffix in SUFFIXES.values())
     Notices.subject = out = out or (four if four.exists() and not eight.exists() else eight)
     if not out.exists():
-        refuse(out, "missing", f"the file to compare with {name}, which export.py makes "
-               "without --check")
+        refuse(out, "missing", f"the file to compare with {name} (made without --check)")
     if (part := Path(f"{out}.part")).exists() and not Path(f"{out}.tokenizer.part").exists():
         refuse(out, "older than its tokenizer file", "both of one export: export again",
                f"{part.name}, which a killed export has left")
@@ -1905,11 +1905,11 @@ def check(options: argparse.Namespace) -> None:
         if not old.panels:  # an older program's, which knew no eight_bits
             header = header._replace(panels=0, eight_bits=0)
         parts = make_tokenizer(source, header.vocab_size)
-        outputs = match_tensors(source.path, lay_out(header), source.open_tensors() | computed)
+        outputs = match_tensors(source, lay_out(header), source.open_tensors() | computed)
         check_bytes(out, "the header (the --yarn of the export?)", HEADER.pack(*header), found)
         size = len(join_tokenizer(*parts))
         found = read_file(path := Path(f"{out}.tokenizer"), most=2 * size)
-        tokenizer = join_tokenizer(*parts, found[size + 8:])  # any origin
+        tokenizer = join_tokenizer(*parts, found[size + 8:])  # any origin, after tag and length
         if not old.panels:  # an older program's, which had other sections
             tokenizer, found = parts[0], found[:len(parts[0])]
         check_bytes(path, "the file (the --chat-template of the export?)", tokenizer, found)

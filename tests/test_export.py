@@ -13,7 +13,7 @@ import termios
 import numpy as np
 import pytest
 from checkpoints import sparse_checkpoint
-from conftest import ROOT, export_process, export_py as export, measures, refused
+from conftest import ROOT, export_process, export_py as export, measures, refused, shell
 
 
 def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
@@ -90,6 +90,14 @@ def test_ctrl_c_while_the_arguments_are_read():
             f"runpy.run_path({str(ROOT / 'export.py')!r}, run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_no_stderr(checkpoint, tmp_path):
+    """It is closed: nothing takes its place, neither stdout nor OUT."""
+    ck = checkpoint()
+    ck.save(tmp_path / "in")
+    done = shell(f"cd {tmp_path} && {sys.executable} {ROOT}/export.py in out.bin 2>&-; {sys.executable} {ROOT}/export.py no 2>&-")
+    assert (done.returncode, done.stdout) == (1, b"") and (tmp_path / "out.bin").read_bytes() == ck.expected()
 
 
 def test_version():

@@ -159,6 +159,19 @@ def test_same_files_as_from_the_checkpoint(checkpoint, make, run, tmp_path, dtyp
     assert files(tmp_path / "gguf.bin") == files(tmp_path / "hf.bin")
 
 
+def test_an_added_token_that_merges_make(checkpoint, make, run, tmp_path, monkeypatch):
+    """tokenizer.add_tokens() of a text of the vocabulary, which the converter calls user-defined."""
+    ck, text = checkpoint("BF16"), "he"
+    ck.settings["chat_template"] = CHATML
+    monkeypatch.setattr("test_gguf.PRINTED", PRINTED | {text})
+    more = {"id": ck.tokenizer["model"]["vocab"][text], "content": text, "normalized": False}
+    ck.tokenizer["added_tokens"].insert(0, more)
+    for token in ck.tokenizer["added_tokens"]:
+        token["special"] = token["content"] not in PRINTED | CALLED_CONTROL
+    assert run(ck.save(tmp_path / "hf"), "hf.bin")[0] == run(make(ck, Kind.BF16), "gguf.bin")[0] == 0
+    assert files(tmp_path / "gguf.bin") == files(tmp_path / "hf.bin")
+
+
 def test_text_part_of_a_vision_model(checkpoint, run, tmp_path):
     ck = checkpoint("BF16", architectures=["Qwen2ForCausalLM"], head_dim=32)
     metadata = {re.sub("^qwen2[.]", "qwen2vl.", key): value for key, value in values(ck).items()} | {
@@ -215,6 +228,8 @@ def test_parts_are_joined(checkpoint, run, tmp_path, monkeypatch):
     write_parts(tmp_path / "m", ck, 3)
     assert run("m-00001-of-00003.gguf", "out.bin")[0] == 0
     assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+    write(tmp_path / "joined.gguf", values(ck) | {"split.count": 0}, blocks(ck, Kind.F16))  # as llama.cpp's program does
+    assert run("joined.gguf")[0] == 0 and (tmp_path / "joined.bin").read_bytes() == ck.expected()
     with monkeypatch.context() as patch:
         patch.setattr("export.MOST_TENSORS", len(ck.tensors) - 1)
         refused(run("m-00001-of-00003.gguf", "out.bin"), "too many tensors")

@@ -34,11 +34,19 @@ BAD_TOKENIZER = {
     "long added": (lambda t: t["added_tokens"][3].update(content="é" * 64 + "x"), "up to 128 bytes"),
     "empty added": (lambda t: t["added_tokens"][3].update(content=""), "tokens"),
     # of a text that merges make, too
-    **{f"{kind} added {ascii(text)}": (lambda t, text=text, change=change: t["added_tokens"][3].update(
-        {"content": text, "id": t["model"]["vocab"][text], "special": False} | change), f"or one of the vocabulary.*, found {found}$")
-        for kind, text, change, found in (("id of", "he", {"id": 477}, "id 477"), ("letter", "\u0120", {}, "not ASCII"),
-                                          ("special", "he", {"special": True}, "special"))},
-    "merge of no token": (lambda t: (t["added_tokens"][3].update(content="he"), t["model"]["vocab"].pop("he")), "merge"),
+    **{f"{kind} added {ascii(text)}": (lambda t, text=text, change=change: t["added_tokens"].append(
+        t["added_tokens"][-1] | {"content": text, "id": t["model"]["vocab"][text], "special": False} | change), pattern)
+        for kind, text, change, pattern in (
+            ("id of", "he", {"id": 502}, "each with a text and an id of its own"),
+            ("letter", "\u0120", {}, "added tokens of the vocabulary, expected ASCII and not special, found \u0120$"),
+            ("special", "he", {"special": True}, "added tokens of the vocabulary, expected ASCII and not special, found he$"))},
+    "merge of no token": (lambda t: t["model"]["vocab"].update(hf=t["model"]["vocab"].pop("he")), "merge"),
+    **{f"added {what}": (change, f"id of added token {text!r}, expected {counted}, as the package counts, found {found}$")
+       for what, change, text, counted, found in (
+           ("hole", lambda t: t["added_tokens"].pop(3), "<|object_ref_end|>", 479, 480),
+           ("gap", lambda t: t["added_tokens"][-1].update(id=503), "</think>", 501, 503),
+           ("twice", lambda t: t["added_tokens"].append(t["added_tokens"][-1] | {"id": 502}), "</think>", 501, 502),
+           ("order", lambda t: t["added_tokens"].reverse(), "</think>", 476, 501))},
     "id used twice": (lambda t: t["added_tokens"][3].update(id=5), "id of its own"),
     "id too large": (lambda t: t["added_tokens"][3].update(id=10 ** 6), "vocab_size"),
     "negative id": (lambda t: t["added_tokens"][3].update(id=-1), "ids"),
@@ -70,9 +78,10 @@ def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_pat
     ck = checkpoint()
     vocab, merges = ck.tokenizer["model"]["vocab"], ck.tokenizer["model"]["merges"]
     for token, merge in (("QX", ["Q", "X"]), ("XQ", ["X", "Q"]), ("QXQ", ["Q", "XQ"])):
-        vocab[token] = max(t["id"] for t in ck.tokenizer["added_tokens"]) + 1 + len(token)
+        vocab[token] = len(vocab)
         merges.append(merge)
-    vocab["XQ"] += 2
+    for token in ck.tokenizer["added_tokens"]:
+        token["id"] += 3
     refused(run(ck.save(tmp_path / "in"), "out.bin"), "token 'QXQ'", "merges that make it")
     merges[-1] = ["QX", "Q"]
     assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
@@ -236,6 +245,10 @@ def test_special_tokens_by_role_and_by_the_second_list(checkpoint, tmp_path):
                    "additional_special_tokens": ["</think>"]}
     special = dict(rows(sections_of(ck, tmp_path)[2]["adde"], 2))
     assert (special[think["id"]], special[think_end["id"]], special[call["id"]]) == (1, 1, 0)
+    for extra in ["<tool_call>"], {"call": "<tool_call>"}:  # of transformers 5
+        ck.settings["extra_special_tokens"] = extra
+        special = dict(rows(sections_of(ck, tmp_path)[2]["adde"], 2))
+        assert (special[think["id"]], special[think_end["id"]], special[call["id"]]) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("normalizer", [None, {"type": "Sequence", "normalizers": []}])

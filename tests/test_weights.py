@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from checkpoints import MIXTURE, experts
-from conftest import export_process, export_py as export
+from checkpoints import LAST, MIXTURE, experts, sentence_transformers
+from conftest import export_process, export_py as export, refused
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
@@ -25,7 +25,7 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "head_dim": 32, "use_sliding_win
          "max_window_layers": 1}
 VARIANTS = {  # name -> (config, shards, group size, keys that config.json leaves out, tensors that nobody needs)
     "shards": ({}, 3, 64, [], {}), "no prefix": ({}, 1, 64, [], {}),
-    "lm_head stored although tied": ({}, 1, 64, [], {"lm_head.weight": (3, 3),
+    "lm_head stored although tied": ({}, 1, 64, [], {"lm_head.weight": None,
                                                      "layers.0.self_attn.rotary_emb.inv_freq": (32,)}),
     "untied": ({"tie_word_embeddings": False}, 2, 64, [], {}),
     "group 32, odd shapes": ({"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 3,
@@ -36,6 +36,7 @@ VARIANTS = {  # name -> (config, shards, group size, keys that config.json leave
                                                       "max_window_layers": 2}, 2, 64, ["head_dim"], {}),
     "qwen2, head_dim and attention_bias given": (QWEN2 | {"attention_bias": True}, 2, 64, [], {}),
     "experts": (MIXTURE | {"tie_word_embeddings": False}, 1, 64, [], {}),
+    "experts, head size not given": (MIXTURE | {"head_dim": 32}, 1, 64, ["head_dim"], {}),
     "experts, transformers 5": (experts(5, "num_local_experts", norm_topk_prob=False), 3, 64, ["norm_topk_prob"], {})}
 
 
@@ -46,11 +47,27 @@ def test_variants_of_checkpoints(checkpoint, run, tmp_path, which):
     ck.prefix = "" if which == "no prefix" else ck.prefix
     ck.tensors = {name: x * 9 if name.endswith("bias") else x for name, x in ck.tensors.items()}
     expected = ck.expected(group)
-    ck.tensors |= {name: np.ones(shape, np.float32) for name, shape in more.items()}
+    ck.tensors |= {name: np.ones(shape, np.float32) if shape else ck.tensors["embed_tokens.weight"]
+                   for name, shape in more.items()}
     for key in absent:
         del ck.config[key]
     assert run(ck.save(tmp_path / "in", shards), "out.bin")[0] == 0
     assert (tmp_path / "out.bin").read_bytes() == expected
+
+
+@pytest.mark.parametrize("embedding", [False, True])
+def test_a_classifier_of_its_own_although_it_is_tied(checkpoint, run, tmp_path, embedding):
+    """transformers 4 takes the embedding, 5 what is stored. An embedding model needs none."""
+    ck = checkpoint()
+    expected = ck.expected()
+    ck.tensors["lm_head.weight"] = np.roll(ck.tensors["embed_tokens.weight"], 1)
+    if embedding:
+        sentence_transformers(ck, LAST, "Transformer", "Pooling")
+    result = run(ck.save(tmp_path / "in"), "out.bin")
+    if embedding:
+        assert result[0] == 0 and (tmp_path / "out.bin").read_bytes() == expected
+    else:
+        refused(result, r"with its tie_word_embeddings.*found missing: none; left over: lm_head.weight$")
 
 
 @pytest.mark.parametrize("group, config", [(64, {}), (32, {"hidden_size": 96}), (64, experts(3))])
@@ -96,6 +113,16 @@ def test_relatives_of_the_plain_models(checkpoint, run, tmp_path, architecture, 
     status, err = run(ck.save(tmp_path / "in", 2), "out.bin")
     said = f", without {left_out.removeprefix('model.')}*)" if left_out else "in groups of 64)"
     assert status == 0 and said in err[0], err
+    assert (tmp_path / "out.bin").read_bytes() == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_nested_config_may_alone_say_that_the_classifier_is_tied(checkpoint, run, tmp_path, tied):
+    """As transformers writes it where the value is its default."""
+    ck = checkpoint(architectures=["Qwen2ForCausalLM"], tie_word_embeddings=tied, head_dim=32)
+    expected = ck.expected()
+    ck.config = {"text_config": ck.config, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
     assert (tmp_path / "out.bin").read_bytes() == expected
 
 
