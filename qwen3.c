@@ -74,17 +74,17 @@
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    Vector math
-     Math                           The model file        An answer             SIMD primitives
-     Quantization, matrix product   The tokenizer file    Turns                 The KV cache
-     Embedding and rope             Unicode               Lines of input        Threads
-     Attention                      Merging               Conversations         A batch
-     The feed-forward network       Texts and places      Starting a run        Matrix products
-     The whole model                Many texts at once    Results               Attention
-     Text to tokens                 Drafts                Raw texts             The work of a layer
-     The chat format                A pass                JSON                  The memory of a run
-     The sampler                    Writing               Lists                 POSIX and Windows
-     The main loop                  Requests              Going on with a list
-                                    Given answers         Options
+     Math                           The model file        Results               SIMD primitives
+     Quantization, matrix product   The tokenizer file    An answer             The KV cache
+     Embedding and rope             Unicode, merging      Turns                 Threads
+     Attention                      Texts and places      Lines of input        A batch
+     The feed-forward network       Many texts at once    Conversations         Matrix products
+     The whole model                Drafts                Starting a run        Attention
+     Text to tokens                 A pass                Raw texts             The work of a layer
+     The chat format                Writing               JSON                  The memory of a run
+     The sampler                    Thinking              Lists                 POSIX and Windows
+     The main loop                  Given answers         Going on with a list
+                                    Requests              Options
                                     The program's state   main                                    */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -651,7 +651,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-enum { ADDED = 1, SPECIAL = 2 };  // bits of Tokenizer.kind; SPECIAL: not written in answers
+enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4 };  // bits of Tokenizer.kind; SPECIAL: not written
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
 typedef struct {           // the text around the messages of a conversation: see The chat format
@@ -1212,7 +1212,7 @@ static const char *file_read(Buffer *b, const char *path);  // adds it to b; NUL
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
 static const char *stdout_name = "stdout";            // for messages
 static int file_open(const char *path, bool append);  // a descriptor to read, or -1; -: stdin
-static bool file_lock(int fd, bool exclusive);        // false: another descriptor holds a lock
+static bool file_lock(int fd);                        // false: another descriptor holds a lock
 static double file_size(int fd);                      // of a regular file, else 0
 static bool same_file(int a, int b);                  // two descriptors of one regular file
 static double memory_size(void);                      // that this process may use, in bytes
@@ -1333,13 +1333,6 @@ static void *grow(void *p, size_t *cap, size_t n, size_t more, size_t size) {
     *cap = n + more > 2 * *cap ? n + more : 2 * *cap;
     p = realloc(p, *cap * size);
     if (!p) die_memory("text", *cap * (double)size);
-    return p;
-}
-
-// Returns whether there is memory for so many bytes, as far as the system tells.
-static bool has_memory(double size) {
-    void *p = size < 1e6 || size < memory_size() ? calloc((size_t)size + 1, 1) : NULL;
-    free(p);
     return p;
 }
 
@@ -1593,8 +1586,8 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.bv = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bv");
 }
 
-// Maps the file. The weights stay there. Only routers and frequencies are checked: a look at all
-// weights could take a minute. Returns where the weights begin.
+// Maps the file. The weights stay there, and are not looked at, which could take a minute: logits
+// that are not finite say that one is bad (see not_finite). Returns where the weights begin.
 static Cursor model_map(Model *m, const char *path) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
@@ -1607,14 +1600,6 @@ static Cursor model_map(Model *m, const char *path) {
     take_weights(&in, c, &m->weights);
     if (in.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - in.rest.n, file.n);
-    for (int j = 0; c->rope_freq && j < c->head_dim / 2; j++) {
-        if (!(c->rope_freq[j] >= 0 && c->rope_freq[j] <= FLT_MAX))
-            die_bad(&in, "rope_freq", "finite numbers from 0 on, found %g", c->rope_freq[j]);
-    }
-    for (int l = 0; l < c->n_layers && c->n_experts; l++) {
-        if (!isfinite(sum_double(m->weights.layers[l].router, c->n_experts * c->dim)))
-            die("%s: bad router of layer %d, expected finite numbers, found others", path, l);
-    }
     weights.size = in.size;
     return weights;
 }
@@ -1659,8 +1644,6 @@ enum { CLASS_MASK = 3, NFC_SHIFT = 2, CCC_SHIFT = 8 };
 
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // -m; numbers of files
 
-enum { NORMALIZED = 4 };  // a bit of Tokenizer.kind: an added token that is found in the form NFC
-
 typedef struct {  // rows of a table (see take_rows), or characters that NFC puts in order
     uint64_t *p;
     size_t n, cap;  // p has room for `cap`
@@ -1676,6 +1659,7 @@ typedef struct Tables {
     bool added_start[256]; // the bytes that added tokens begin with
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     bool has_classes;      // from the file; older ones: ASCII's are known, all others are letters
+    bool lacks_nfc;        // an older file: section deco, which is skipped, stands for the nfc's
     uint16_t chars[N_CHARS];  // what each character is
     Words parts;           // nfcd: a character with a canonical decomposition, 0 to 3, the part of
                            // that number. Not Hangul syllables, which would only compose again
@@ -1700,8 +1684,8 @@ static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
     while (in->rest.n) ids_add(ids, take_int(in, 0, tok->vocab_size - 1));
 }
 
-// adde: u32 id, u32 1 if it is SPECIAL + 2 if it is NORMALIZED, for each added token, by id. An
-// empty section leaves the guess of take_tokens.
+// adde: u32 id, u32 1 if it is SPECIAL (not written in answers) + 2 if it is NORMALIZED (found in
+// the form NFC), for each added token, by id. An empty section leaves the guess of take_tokens.
 static void take_added(Cursor *in, Tokenizer *tok) {
     if (in->rest.n) memset(tok->kind, 0, tok->vocab_size);
     for (uint32_t id, next = 0; in->rest.n; next = id + 1) {
@@ -1740,17 +1724,6 @@ static void take_rows(Cursor *in, Words *rows) {
     }
 }
 
-// deco, of older files: u32 character, u32 first, u32 second or 0, u32 whether these compose again.
-// It only says which texts are perhaps not in form NFC. Hangul's vowels and tails are not in it.
-static void take_old_steps(Cursor *in, uint16_t *chars) {
-    for (uint32_t c = 0x1161; c < 0x11C3 && in->rest.n; c++) chars[c] |= 1 << NFC_SHIFT;
-    while (in->rest.n) {
-        uint32_t row[4];
-        for (int i = 0; i < 4; i++) row[i] = take_int(in, 0, i < 3 ? LAST_CHAR : 1);
-        chars[row[3] ? row[2] : row[0]] |= 1 << NFC_SHIFT;
-    }
-}
-
 // Takes the texts that export.py finds by rendering the chat template.
 static void take_chat(Cursor *in, ChatFormat *f) {
     Bytes *texts[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
@@ -1772,7 +1745,7 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "nfcq")) take_ranges(in, tables->chars, 1, NFC_SHIFT);
     else if (!strcmp(tag, "nfcd")) take_rows(in, &tables->parts);
     else if (!strcmp(tag, "nfcc")) take_rows(in, &tables->pairs);
-    else if (!strcmp(tag, "deco")) take_old_steps(in, tables->chars);
+    else if (!strcmp(tag, "deco")) tables->lacks_nfc = take_bytes(in, in->rest.n).n > 0;
     else if (!strcmp(tag, "head")) take_ids(in, tok, &tok->prefix);
     else if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->suffix);
     else if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
@@ -2064,19 +2037,9 @@ INLINE bool is_active(const Tables *tables, Char c) { return tables->chars[c.c] 
 // Appends NFC(text). Inactive characters are copied. Only the last one before active ones, or
 // before the end, is normalized with them because it may compose with them.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
-    static bool told;
     const Tables *tables = tok->tables;
     Words keys = {0};
     Char c;
-    if (tables->pairs.n == 0) {
-        size_t at = 0;
-        while ((c = char_at(tok, text, at)).n && !is_active(tables, c)) at += c.n;
-        if (c.n && !told)
-            notice("tokenizer: an older file, no NFC for this text; export the model again");
-        told |= c.n > 0;
-        buffer_add(out, text);
-        return;
-    }
     for (size_t at = 0, last, end = 0; at < text.n && !interrupted; at = end) {
         for (last = at; (c = char_at(tok, text, end)).n && !is_active(tables, c); end += c.n)
             last = end;
@@ -2149,19 +2112,18 @@ static const struct {
     bool has_answers;        // tokens are drawn
     size_t least;            // tokens of a text
     const char *members[5];  // that its result adds to an object of a list
-    char begin;              // of its line in a list of other texts; 0: of no JSON
 } modes[] = {
-    [CHAT] = {"chat", true, 1, {"answer", "end", "error"}, '"'},
-    [GENERATE] = {"generate", true, 1, {"answer", "end", "error"}, '"'},
-    [TOKENIZE] = {"tokenize", false, 0, {"ids", "error"}, 0},
-    [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", "error"}, 0},
-    [EMBED] = {"embed", false, 1, {"vector", "error"}, '['},
-    [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "error"}, '{'},
+    [CHAT] = {"chat", true, 1, {"answer", "end", "error"}},
+    [GENERATE] = {"generate", true, 1, {"answer", "end", "error"}},
+    [TOKENIZE] = {"tokenize", false, 0, {"ids", "error"}},
+    [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", "error"}},
+    [EMBED] = {"embed", false, 1, {"vector", "error"}},
+    [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "error"}},
 };
 
 // ------------------------------------------------------------------------------------------------
-// Texts and places. A request is what the program wants of one text or several. A text waits, runs
-// and ends. It has a place until a newer text needs it. Engine.order is
+// Texts and places. A text waits, runs and ends. It has a place until a newer text needs it.
+// Engine.order is
 //
 //   0            n_running         n_texts                n_places
 //   | run        | wait to run     | free                        |
@@ -2175,48 +2137,30 @@ enum { PLACES = 32 };  // texts that run together
 
 typedef struct Slot {  // what Part II keeps of a text, beside Text
     const struct Engine *engine;
-    struct Request *request;
-    int number;        // of the text in its request, from 0
+    size_t number;     // of its line in a list, from 0
     Buffer out;        // the answer of a text in a list, or an embedding
-    double start;      // when it began
-    size_t cached;     // tokens of the prompt that were in the cache when it began
+    size_t cached;     // tokens of the prompt that did not need to run
+    size_t drawn;      // tokens of thinking and of given answers
+    int thought;       // tokens of thinking that were drawn
+    Ending closed_by;  // so its thinking ended, and budget_text closed it; GOES_ON: by the budget
+                       // of -r N; INTERRUPTED: it was not closed
+    Ids all;           // the prompt, with room for an answer: Text.ids is this or a piece of it
+    int choice;        // given answer that is scored; -1: the first ids of all; -2: thinking comes
+    double *nll;       // (n_choices) -log of the given answers' probabilities
     // Many texts at once only:
     int *blocks;       // its blocks of the cache: position pos is in blocks[pos / block_len]
     int n_blocks;      // how many it has
     size_t before;     // ids that had run when it had to wait; 0: it did not, or runs again
     int rows;          // ids that run in this pass, without guesses
     int first;         // the first of its needed rows, once these have moved to the front
-    int guesses;       // ids.p[ids.n] and on are so many guesses: draw takes each right one off
-    int drafted;       // what `guesses` was before
+    int guesses;       // so many ids after the text were guessed for this pass
+    int right;         // of these, so many have been drawn
 } Slot;
 
 typedef struct Choice {  // a given answer
     Bytes text;
     Ids ids;             // with ANY_STOP at the end, if another one begins with it
 } Choice;
-
-typedef struct Request {
-    Ids ids;             // the prompt
-    uint64_t rng;        // of its first random number
-    int texts;           // in all
-    int begun;           // texts that were added, or need not run
-    int ended;           // of these
-    double *nll;         // (texts) -log of their probabilities
-    Text *first;         // the first one
-    size_t cached;       // tokens of its prompt that did not need to run
-    size_t drawn;        // tokens of its answer, or of its given answers
-    int thought;         // tokens of thinking that were drawn
-    bool closed;         // its thinking was ended by budget_text,
-    Ending closed_by;    // because it ended so; GOES_ON: it reached the budget of -r N
-    Ending ending;       // of its texts
-    // With given answers only:
-    Ids start;           // what they follow: the prompt and the thinking; empty until it ends
-    // Of a list only:
-    size_t number;       // of its line, from 0
-    Buffer line;         // of the output, empty until it is done
-    bool goes_on;        // the prompt ends with the beginning of the answer, without thinking
-    bool unfinished;     // its answer ended inside its thinking
-} Request;
 
 typedef struct Engine {
     Model model;
@@ -2244,7 +2188,7 @@ typedef struct Engine {
     Ids after_think;   // what follows </think> before given answers
     struct Choice *choices;  // the given answers
     int n_choices;
-    size_t max_choice_len;   // tokens of the longest one
+    size_t reserve;          // tokens that must fit after a prompt: an end of thinking, a choice
     // Many texts at once only:
     int needed;        // rows of this pass that get logits
     double *nll;       // (logit_rows) -log(probability) of the id after each, if it is there
@@ -2253,51 +2197,14 @@ typedef struct Engine {
     int credit;        // of drafts: see there
 } Engine;
 
-// Keeps what has run of a text's first n ids, all of which have. (-DPLAIN keeps nothing.)
-static void keep_run(Engine *e, Text *t, size_t n);
-
-static void start_texts(Engine *e);  // starts texts that wait, as many as can run now
-
-// Runs each text that runs a step further; with -DPLAIN the first one to its end. Returns false if
-// none runs, or after Ctrl-C.
-static bool run_pass(Engine *e);
-
-// Adds a text. It waits to run. It takes the place of the text that ended the longest time ago.
-static Text *add_text(Engine *e, const int *ids, size_t n) {
-    Text *t = e->order[e->n_places], **place = e->order + e->n_texts++;
-    const size_t vocab_size = e->tokenizer.vocab_size, context = e->model.state.context;
-    Slot *slot = t->slot;
-    memmove(place + 1, place, (e->order + e->n_places - place) * sizeof(*place));
-    *place = t;
-    keep_run(e, t, 0);
-    *slot = (Slot){.engine = e, .start = now(), .blocks = slot->blocks,
-                   .out = {slot->out.p, 0, slot->out.cap}};
-    *t = (Text){.ids = {t->ids.p, n, t->ids.cap}, .target = n, .n_prompt = n, .context = context,
-                .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
-                .watched = e->guarded ? n : SIZE_MAX / 2,
-                .sampler = t->sampler, .writer = t->writer, .slot = slot};
-    t->ids.p = grow(t->ids.p, &t->ids.cap, n, context + 1, sizeof(int));  // room for guesses
-    memcpy(t->ids.p, ids, n * sizeof(int));
-    memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
-    memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
-    for (size_t i = 0; i < n; i++) t->sampler.seen[ids[i]] = true;
-    return t;
-}
-
-// Frees the place of a text that has ended, or is stopped. What has run stays there.
-static void remove_text(Engine *e, Text *t) {
-    int at = 0;
-    if (t->ending == GOES_ON) t->ending = INTERRUPTED;
-    while (e->order[at] != t) at++;
-    e->n_running -= at < e->n_running;
-    e->n_texts--;
-    memmove(e->order + at, e->order + at + 1, (e->n_texts - at) * sizeof(*e->order));
-    e->order[e->n_texts] = t;
-}
-
+// The next four functions are all that differs. keep_run keeps what has run of a text's first n
+// ids, all of which have. start_texts starts texts that wait, as many as can run now. run_pass runs
+// each text that runs a step further, or with -DPLAIN the first one to its end; it returns false if
+// none runs, or after Ctrl-C. logits_at_end returns those of the last id of a text that just ended.
 #ifdef PLAIN
 static void keep_run(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
 static void start_texts(Engine *e) { (void)e; }
+static float *logits_at_end(Engine *e, Text *t) { return (void)t, e->model.state.logits; }
 
 static bool run_pass(Engine *e) {
     Text *t = e->order[0];
@@ -2462,7 +2369,7 @@ static void draft_text(Engine *e, Text *t, int most) {
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     if (from < NGRAM) return;
     e->credit -= DRAFT_COST * count;
-    t->slot->guesses = t->slot->drafted = count;
+    t->slot->guesses = count;
     for (int i = 0; i < count; i++) ids[n + i] = ids[from + i];
     take_blocks(e, t, count, 0);
 }
@@ -2474,13 +2381,13 @@ static void draft_texts(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         const Text *t = e->order[i];
         decodes &= t->n_run + 1 == t->ids.n && t->target == t->ids.n;
-        e->credit += 2 * DRAFT_COST * (t->slot->drafted - t->slot->guesses);
+        e->credit += 2 * DRAFT_COST * t->slot->right;
     }
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->order[i];
-        const bool right = t->slot->drafted > 0 && t->slot->guesses == 0;  // to its end
-        const int rows = min_int((1 + right) * draft_rows(), e->pass->logit_rows);
-        t->slot->guesses = t->slot->drafted = 0;
+        const bool whole = t->slot->right > 0 && t->slot->right == t->slot->guesses;
+        const int rows = min_int((1 + whole) * draft_rows(), e->pass->logit_rows);
+        t->slot->guesses = t->slot->right = 0;
         if (decodes) draft_text(e, t, rows / e->n_running - 1);
     }
 }
@@ -2517,22 +2424,19 @@ static float *logits_of(const Engine *e, int row) {
     return e->pass->logits + (size_t)row * e->tokenizer.vocab_size;
 }
 
-static void score_first_ids(const Engine *e, const Text *t, float *logits);  // see Given answers
-
 // Draws the next id. If it was guessed, the row of the guess has run, too: its logits give the id
 // after it, and so on. Another id takes the place of the guess. Later its keys and values replace
 // those of the guess in the cache, and draft_texts forgets the guesses after it. (draft_text
 // guesses no more than fit.) So guesses save passes and change no id.
 static void draw(const Engine *e, Text *t) {
     Slot *slot = t->slot;
-    if (e->n_choices && t->ids.n == t->max_ids) score_first_ids(e, t, logits_of(e, slot->first));
     for (int row = slot->first; !interrupted; row++) {
         const size_t n = t->ids.n;
-        const int guess = slot->guesses > 0 ? t->ids.p[n] : -1;
+        const int guess = slot->right < slot->guesses ? t->ids.p[n] : -1;
         t->ending = draw_next(&e->tokenizer, t, logits_of(e, row));
-        const bool alone = t->ids.n == n + 1 && t->target == n + 1;  // nothing was put after it
-        if (t->ending != GOES_ON || !alone || t->ids.p[n] != guess) return;
-        slot->guesses--;
+        const bool closed = t->ids.n > n + 1;  // budget_text follows it
+        if (t->ending != GOES_ON || closed || t->ids.p[n] != guess) return;
+        slot->right++;
         t->n_run++;
     }
 }
@@ -2557,6 +2461,8 @@ static void end_pass(void *arg) {
         else while (t->target <= t->n_run) t->ending = add_nll(t, e->nll[row++]);
     }
 }
+
+static float *logits_at_end(Engine *e, Text *t) { return logits_of(e, t->slot->first); }
 
 static bool run_pass(Engine *e) {
     (void)run_text, (void)state_init;  // -DPLAIN uses these: they define what this computes
@@ -2609,14 +2515,13 @@ static struct Progress {
     size_t layers;  // of the model
     size_t done;    // tokens times layers that ran
     double start;   // when it began
-    double painted; // when the line was last written
-    bool shown;     // the line is there
+    double painted; // when the line was last written; 0: it is not there
 } progress;
 
 // Clears the line, before an answer, a notice or an error begins.
 static void progress_end(void) {
-    if (progress.shown) fputs("\r\033[K", stderr);
-    progress.shown = false;
+    if (progress.painted > 0) fputs("\r\033[K", stderr);
+    progress.painted = 0;
     progress.tokens = 0;
 }
 
@@ -2627,7 +2532,6 @@ static void progress_show(double tokens, double part, const char *label) {
     if (quiet || seconds < 2 || time < progress.painted + 0.1 || !is_terminal(STDERR_FILENO))
         return;
     progress.painted = time;
-    progress.shown = true;
     fprintf(stderr, "\r%s, %.*f tokens/s", label, rate < 999.95, rate);
     if (part > 0) fprintf(stderr, ", %.0f s left", seconds * (1 / part - 1));
     fputs("\033[K", stderr);
@@ -2743,135 +2647,55 @@ static void writer_end(Writer *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Requests: each asks for an answer, an embedding or a score, of one text or several. A text longer
-// than the context is scored in pieces: each begins with the last id of the one before. Thinking
-// that reaches the budget of -r N, or goes round in circles, is ended by budget_text. (What is done
-// only if n_choices is not 0 belongs to given answers: the next section explains it.)
-
-static const char *not_finite(const Engine *e) {
-    return e->mode == EMBED ? "model: the vector is not finite; is the file damaged?"
-                            : "model: the logits are not finite; is the file damaged?";
-}
-
-static void start_choices(const Engine *e, Text *t);
-static bool add_choice(Engine *e, Request *r);
-static bool next_choice(Engine *e, Text *t);
-
-// Sets how many texts a request has. Pieces of a perplexity share an id with the next one.
-static void count_texts(const Engine *e, Request *r) {
-    const size_t n = r->ids.n - 1, most = e->model.state.context - 1;  // to score: all, a piece
-    r->texts = e->mode == PERPLEXITY ? (int)((n + most - 1) / most) : 1 + e->n_choices;
-    r->nll = grow(NULL, &(size_t){0}, 0, r->texts, sizeof(double));
-}
-
-// Adds the next text, with these ids.
-static Text *add_next(Engine *e, Request *r, const int *ids, size_t n) {
-    Text *t = add_text(e, ids, n);
-    if (r->begun == 0) r->first = t;
-    t->slot->request = r;
-    t->slot->number = r->begun++;
-    t->sampler.rng = r->rng;
-    return t;
-}
-
-// Adds the prompt, or the next piece of it.
-static void add_prompt(Engine *e, Request *r) {
-    const size_t most = e->model.state.context, start = r->begun * (most - 1);
-    Text *t = add_next(e, r, r->ids.p + start, min_size(r->ids.n - start, most));
-    if (e->mode == PERPLEXITY) t->target = 1;
-    writer_thinks(t->writer, e->thinks && !r->goes_on);
-    if (e->n_choices) start_choices(e, t);
-}
-
-// Adds texts while there are places. Given answers wait until the prompt and the thinking have run.
-// Returns whether all texts of the request are added.
-static bool add_texts(Engine *e, Request *r) {
-    while (r->begun < r->texts && e->n_texts < e->n_places) {
-        if (r->begun == 0 || e->n_choices == 0) add_prompt(e, r);
-        else if (!add_choice(e, r)) break;
-    }
-    return r->begun == r->texts;
-}
+// Thinking: where it reaches the budget of -r N or goes round in circles, budget_text ends it. With
+// given answers nothing else is drawn: where it ends, next_choice goes on.
 
 // From Qwen3's technical report, section 4.3
 static const char budget_text[] = "\n\nConsidering the limited time by the user, I have to give "
     "the solution based on the thinking directly now.\n</think>\n\n";
 
-#define NO_REPEATS "-e 1.1 helps, -n -1 lets it go on"
-static const char *const closers[] = {  // see Request.closed_by
-    [GOES_ON] = "-r", [LIMIT_REACHED] = "-n", [CONTEXT_ENDED] = "a full context",
-    [COMPLETE] = "an end token", [REPEATS] = "repeating itself (" NO_REPEATS ")"};
-_Static_assert(REPEATS + 1 == INTERRUPTED, "an ending has its name here and in add_result");
-
-// Ends a text's thinking: appends ids that nobody drew. Before given answers it appends all of
-// them, in spite of -n, and nothing more is drawn.
-static Ending end_thinking(const Engine *e, Text *t, const Ids *ids) {
-    const bool first = t->watched == t->n_prompt;
-    Ending ending = GOES_ON;
-    if (first) t->repeats = 0;
-    for (size_t i = 0; i < ids->n && (ending == GOES_ON || e->n_choices); i++)
-        ending = append_id(&e->tokenizer, t, ids->p[i]);
-    if (first) t->watched = t->ids.n;  // the answer's own first id
-    if (e->n_choices == 0) return ending;
-    t->max_ids = t->ids.n;
-    t->context = e->model.state.context;  // see start_choices
-    return GOES_ON;
-}
+static const struct { const char *by, *name; } endings[] = {  // what ends an answer, or thinking
+    [GOES_ON] = {"-r", NULL},
+    [COMPLETE] = {"an end token", "stop"},  // name: "end" of an object
+    [LIMIT_REACHED] = {"-n", "length"},
+    [CONTEXT_ENDED] = {"a full context (-c)", "context"},
+    [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
+_Static_assert(REPEATS + 1 == INTERRUPTED, "an ending has its names here");
 
 static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
-    const Engine *e = t->slot->engine;
-    Request *r = t->slot->request;
+    Slot *slot = t->slot;
+    const Engine *e = slot->engine;
     const bool chooses = e->n_choices > 0, was_thinking = t->writer->thinking;
-    if (chooses && !was_thinking && id != tok->think) {  // it does not think: this id is dropped
-        t->n_run--;  // the last id runs again because drawing has overwritten its logits
-        return end_thinking(e, t, &(Ids){0});
-    }
-    const Ending ending = append_id(tok, t, id);
-    if (!t->writer->thinking) return chooses ? end_thinking(e, t, &e->after_think) : ending;
-    if (was_thinking && ending != COMPLETE) r->thought++;  // neither <think> nor a stop id counts
-    const bool repeats = ending == REPEATS && !(r->closed && r->closed_by == REPEATS);
-    const bool closes = ending == GOES_ON ? r->thought >= e->budget : repeats || chooses;
+    if (chooses && !was_thinking && id != tok->think) return COMPLETE;  // this id is dropped
+    Ending ending = append_id(tok, t, id);
+    if (!t->writer->thinking) return chooses ? COMPLETE : ending;
+    if (was_thinking && ending != COMPLETE) slot->thought++;  // no <think>, no stop id
+    const bool repeats = ending == REPEATS && slot->closed_by != REPEATS;
+    const bool closes = ending == GOES_ON ? slot->thought >= e->budget : repeats || chooses;
     if (!closes) return ending;
-    r->closed = true;
-    r->closed_by = ending;
-    return end_thinking(e, t, &e->budget_text);
-}
-
-static Text *find_ended(const Engine *e) {
-    for (int i = 0; i < e->n_running; i++) {
-        if (e->order[i]->ending != GOES_ON) return e->order[i];
-    }
-    return NULL;
-}
-
-// Counts a text that has ended, and frees its place, unless the next given answer goes on in it.
-// Returns whether the request is done.
-static bool end_text(Engine *e, Text *t) {
-    Request *r = t->slot->request;
-    if (r->ending != FAILED) r->ending = t->ending;
-    if (t->slot->number == 0) r->cached = t->slot->cached;
-    r->nll[t->slot->number] = t->nll;
-    r->drawn += t->ids.n - t->n_prompt - (t->ids.p[t->ids.n - 1] == ANY_STOP);
-    r->ended++;
-    if (e->n_choices && next_choice(e, t)) return false;
-    remove_text(e, t);
-    return r->ended == r->texts;
+    slot->closed_by = ending;
+    if (chooses) return COMPLETE;
+    if (repeats) t->repeats = 0;
+    ending = GOES_ON;
+    for (size_t i = 0; i < e->budget_text.n && ending == GOES_ON; i++)
+        ending = append_id(tok, t, e->budget_text.p[i]);
+    return ending;
 }
 
 // ------------------------------------------------------------------------------------------------
-// Given answers (-o): how likely is it that the answer begins with each of several TEXTs? Text 0 is
-// the prompt. If the model thinks, this text draws the thinking. Its last logits give the first id
-// of each TEXT its nll. A TEXT of more ids is a text of its own, after the prompt and the thinking:
-// all share their blocks. Where one TEXT begins another, the answer also has to end after the
-// shorter one. So at most one comes true, and probabilities can be added up. (With -DPLAIN each
-// TEXT is a text, and runs from id 0 on.)
+// Given answers (-o): how likely is it that the answer begins with each of several TEXTs? First the
+// thinking is drawn, if any. Then the last logits give the first id of each TEXT its nll. Then each
+// TEXT of more ids follows, one after the other: so the blocks of the prompt and the thinking stay.
+// Where one TEXT begins another, the answer also has to end after the shorter one. So at most one
+// comes true, and probabilities can be added up.
 
 static void encode_choices(Engine *e) {
+    size_t longest = 0;
     if (e->n_choices == 0) return;  // `choices` is NULL
     Choice *const end = e->choices + e->n_choices;
     for (Choice *c = e->choices; c < end; c++) {
         encode_part(&e->tokenizer, c->text, e->mode == GENERATE, &c->ids);
-        if (c->ids.n > e->max_choice_len) e->max_choice_len = c->ids.n;
+        if (c->ids.n > longest) longest = c->ids.n;
         for (size_t i = 0; i < c->ids.n; i++)
             if (is_stop(&e->tokenizer, c->ids.p[i]))
                 die("-o: %.*s has a token that ends answers, expected texts without one",
@@ -2890,103 +2714,137 @@ static void encode_choices(Engine *e) {
         }
         if (begins) ids_add(&c->ids, ANY_STOP);
     }
+    e->reserve = longest + (e->may_think ? e->budget_text.n + 1 : 0);
 }
 
-// Limits the thinking of a new prompt: after it the closing text, the longest TEXT and one row must
-// fit into the context. Ends it if there can be none.
-static void start_choices(const Engine *e, Text *t) {
-    t->context -= min_size(t->context, e->budget_text.n + e->max_choice_len + 2);
-    if (!e->may_think || t->slot->request->goes_on || e->max_new == 0 || t->ids.n > t->context)
-        end_thinking(e, t, t->writer->thinking ? &e->budget_text : &(Ids){0});
-}
-
-// Sets the nll of the first id of each TEXT, by the logits before it. They are overwritten.
-INLINE void score_first_ids(const Engine *e, const Text *t, float *logits) {
-    Request *r = t->slot->request;
-    double *nll = r->nll + 1;
-    for (int i = 0; i < e->n_choices; i++) nll[i] = -logits[e->choices[i].ids.p[0]];
-    const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
-    for (int i = 0; i < e->n_choices; i++) nll[i] += all;
-}
-
-// Goes to the next TEXT that has to run. Those of one id, whose nll is known, end without a text.
-// Returns false if none is left.
-static bool find_choice(const Engine *e, Request *r) {
-    for (; r->begun < r->texts; r->begun++) {
-        if (!e->pass || e->choices[r->begun - 1].ids.n > 1) return true;
-        if (!isfinite(r->nll[r->begun])) r->ending = FAILED;
-        r->drawn++;
-        r->ended++;
+// Goes on with what is next (see Slot.choice). Returns false after the last TEXT, or if one fails.
+static bool next_choice(Engine *e, Text *t) {
+    Slot *slot = t->slot;
+    if (t->ending == FAILED) return false;
+    if (slot->choice == -2) {  // the thinking has ended: its end follows, in spite of -n
+        const bool closed = t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
+        const Ids *ids = t->writer->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
+        keep_run(e, t, min_size(t->n_run, t->ids.n - 1));  // the logits are needed once more
+        for (size_t i = 0; ids && i < ids->n; i++) append_id(&e->tokenizer, t, ids->p[i]);
+        t->max_ids = t->ids.n;  // nothing more is drawn
+        t->context = e->model.state.context;
+        slot->choice = -1;
+        return true;
+    }
+    if (slot->choice == -1) {
+        float *logits = logits_at_end(e, t);
+        for (int i = 0; i < e->n_choices; i++) slot->nll[i] = -logits[e->choices[i].ids.p[0]];
+        const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
+        for (int i = 0; i < e->n_choices; i++) slot->nll[i] += all;
+        slot->drawn = t->ids.n - t->n_prompt;
+        t->n_prompt = t->ids.n;  // what all TEXTs follow
+    } else {
+        slot->nll[slot->choice] = t->nll;
+    }
+    while (++slot->choice < e->n_choices) {
+        const Ids *ids = &e->choices[slot->choice].ids;
+        slot->drawn += ids->n - (ids->p[ids->n - 1] == ANY_STOP);
+        t->nll = slot->nll[slot->choice];
+        t->ending = isfinite(t->nll) ? COMPLETE : FAILED;
+        if (t->ending == FAILED) return false;
+        if (ids->n == 1) continue;  // it is known
+        keep_run(e, t, t->n_prompt);
+        t->ids.n = t->n_prompt;
+        t->target = t->ids.n + 1;
+        for (size_t i = 0; i < ids->n; i++) ids_add(&t->ids, ids->p[i]);
+        return true;
     }
     return false;
 }
 
-// Appends the next TEXT to what it follows, to be scored from its second id on.
-static void append_choice(const Engine *e, Text *t) {
-    Request *r = t->slot->request;
-    const Ids *ids = &e->choices[t->slot->number - 1].ids;
-    t->target = t->ids.n + (e->pass ? 1 : 0);  // -DPLAIN: from its first on
-    t->nll = e->pass ? r->nll[t->slot->number] : 0;
-    for (size_t i = 0; i < ids->n; i++) ids_add(&t->ids, ids->p[i]);
+// Limits the thinking of a new prompt, and ends it if there can be none.
+static void start_choices(Engine *e, Text *t, bool may_think) {
+    t->context -= min_size(t->context, e->reserve + 1);
+    if (!may_think || e->max_new == 0 || t->ids.n > t->context) next_choice(e, t);
 }
 
-// Adds the next TEXT that has to run. Returns false if none is left, or if the prompt or the
-// thinking has not run.
-static bool add_choice(Engine *e, Request *r) {
-    if (r->start.n == 0 || !find_choice(e, r)) return false;
-    append_choice(e, add_next(e, r, r->start.p, r->start.n));
+// Returns the likeliest TEXT's number. With its nll, best, exp(best - nll) / *sum is the share of
+// one, and exp(-best) * *sum the probability of all. Their order on the command line changes no bit
+// because integers are added, of 2^-60.
+static int find_likeliest(const Engine *e, const double *nll, double *sum) {
+    __uint128_t all = 0;
+    int best = 0;
+    for (int i = 1; i < e->n_choices; i++) best = nll[i] < nll[best] ? i : best;
+    for (int i = 0; i < e->n_choices; i++) all += (uint64_t)ldexp(exp(nll[best] - nll[i]), 60);
+    *sum = ldexp((double)all, -60);
+    return best;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Requests: each prompt gets an answer, an embedding or a score. A text longer than the context is
+// scored in pieces: each begins with the last id of the one before.
+
+static const char *not_finite(const Engine *e) {
+    return e->mode == EMBED ? "model: the vector is not finite; is the file damaged?"
+                            : "model: the logits are not finite; is the file damaged?";
+}
+
+// Goes on with the next piece of a text that is scored. Returns false if there is none.
+static bool next_piece(Engine *e, Text *t) {
+    const Ids *all = &t->slot->all;
+    const size_t begin = t->ids.p + t->ids.n - 1 - all->p, left = all->n - begin;
+    if (t->ending == FAILED || left == 1) return false;
+    keep_run(e, t, 0);
+    t->ids.p = all->p + begin;
+    t->ids.n = t->n_prompt = min_size(left, t->context);
+    t->target = 1;
     return true;
 }
 
-// Makes the next TEXT of a text that has ended: so the blocks of what both follow stay, even if
-// many prompts end at once. Text 0 is what the TEXTs follow. Returns false if no TEXT is left.
-static bool next_choice(Engine *e, Text *t) {
-    Request *r = t->slot->request;
-    if (t->slot->number == 0) {
-        if (t->ending == FAILED) r->texts = 1;
-        else r->ending = COMPLETE;
-        for (size_t i = 0; i < t->ids.n; i++) ids_add(&r->start, t->ids.p[i]);
-    }
-    if (!find_choice(e, r)) return false;
-    keep_run(e, t, r->start.n);
-    t->ids.n = t->n_prompt = r->start.n;
-    t->ending = GOES_ON;
-    t->slot->number = r->begun++;
-    append_choice(e, t);
-    return true;
+// Adds a prompt's text, to wait. It takes the place of the text that ended the longest time ago.
+// Its first random number is rng's. goes_on: the prompt ends with the answer's beginning, without
+// thinking.
+static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
+    Text *t = e->order[e->n_places], **place = e->order + e->n_texts++;
+    const size_t n = prompt->n, context = e->model.state.context;
+    const size_t vocab_size = e->tokenizer.vocab_size;
+    Slot *slot = t->slot;
+    Ids *all = &slot->all;
+    memmove(place + 1, place, (e->order + e->n_places - place) * sizeof(*place));
+    *place = t;
+    keep_run(e, t, 0);
+    all->p = grow(all->p, &all->cap, n, context + 1, sizeof(int));  // also for guesses
+    memcpy(all->p, prompt->p, n * sizeof(int));
+    *slot = (Slot){.engine = e, .closed_by = INTERRUPTED, .choice = -2, .nll = slot->nll,
+                   .all = {all->p, n, all->cap}, .out = {slot->out.p, 0, slot->out.cap},
+                   .blocks = slot->blocks};
+    *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = context,
+                .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
+                .watched = e->guarded ? n : SIZE_MAX / 2,
+                .sampler = t->sampler, .writer = t->writer, .slot = slot};
+    t->sampler.rng = rng;
+    memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
+    memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
+    for (size_t i = 0; i < n; i++) t->sampler.seen[prompt->p[i]] = true;
+    if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);
+    writer_thinks(t->writer, e->thinks && !goes_on);
+    if (e->n_choices) start_choices(e, t, e->may_think && !goes_on);
+    return t;
 }
 
-// Returns the TEXTs' numbers, the likeliest one first. With its nll, best, exp(best - nll) / *sum
-// is the share of one, and exp(-best) * *sum the probability of all. Their order on the command
-// line changes no bit.
-static int *rank_choices(const Engine *e, const double *nll, double *sum) {
-    int *ranked = grow(NULL, &(size_t){0}, 0, e->n_choices, sizeof(*ranked));
-    ranked[0] = 0;
-    for (int i = 1, at; i < e->n_choices; i++) {
-        for (at = i; at > 0 && nll[i] < nll[ranked[at - 1]]; at--) ranked[at] = ranked[at - 1];
-        ranked[at] = i;
-    }
-    *sum = 0;
-    for (int i = 0; i < e->n_choices; i++) *sum += exp(nll[*ranked] - nll[ranked[i]]);
-    return ranked;
+// Frees the place of a text that has ended, or is stopped. What has run stays there.
+static void remove_text(Engine *e, Text *t) {
+    int at = 0;
+    if (t->ending == GOES_ON) t->ending = INTERRUPTED;
+    while (e->order[at] != t) at++;
+    e->n_running -= at < e->n_running;
+    e->n_texts--;
+    memmove(e->order + at, e->order + at + 1, (e->n_texts - at) * sizeof(*e->order));
+    e->order[e->n_texts] = t;
 }
 
-// Writes the likeliest TEXT, and to stderr how likely all are.
-static void write_choices(Writer *out, const Engine *e, const Request *r) {
-    double sum, *nll = r->nll + 1;
-    int *ranked = rank_choices(e, nll, &sum);
-    Buffer line = {0};
-    buffer_add(&out->held, e->choices[*ranked].text);
-    writer_end(out);
-    for (int i = 0; i < e->n_choices; i++) {
-        buffer_add(&line, bytes(i ? ", " : "qwen3: choices: "));
-        add_printable(&line, e->choices[ranked[i]].text, false);
-        buffer_print(&line, " %.6f", exp(nll[*ranked] - nll[ranked[i]]) / sum);
-    }
-    buffer_print(&line, " (%.6f of all answers)\n", exp(-nll[*ranked]) * sum);
-    if (!quiet) fwrite(line.p, 1, line.n, stderr);
-    free(ranked);
-    free(line.p);
+// Goes on with the next piece or given answer where a text has ended, else frees its place. Returns
+// whether all of the request is done.
+static bool end_text(Engine *e, Text *t) {
+    const bool more = e->n_choices ? next_choice(e, t) : e->mode == PERPLEXITY && next_piece(e, t);
+    if (more) t->ending = GOES_ON;
+    else remove_text(e, t);
+    return !more;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3016,11 +2874,12 @@ typedef struct {  // of the command line. Not given: NULL, or -1 of a number wit
     float repetition;
     float presence;
     unsigned long long seed;
-    bool seeded;           // -s was given
     bool verbose;
+    int given[256];        // how often an option of this letter was given
 } Options;
 
 static bool is_list(const Options *o) { return o->list || o->json_list; }
+static bool is_seeded(const Options *o) { return o->given['s'] || o->out; }  // not by the clock
 
 typedef struct {
     Options options;
@@ -3047,40 +2906,33 @@ static bool draws_ids(const Engine *e) {
     return modes[e->mode].has_answers && (!e->n_choices || (e->may_think && e->max_new));
 }
 
-// Returns whether another run of this command gives the same bytes.
-static bool is_repeatable(const App *app) {
-    const Engine *e = &app->engine;
-    return !draws_ids(e) || app->options.seeded || e->places->sampler.temperature == 0;
-}
-
-// Returns what is wrong with a text of `size` bytes and n tokens (or n of another unit), or NULL.
-// Given answers need room after the prompt, and before them for the end of thinking.
-static const char *wrong_length(const App *app, size_t size, size_t n, const char *unit) {
+// Returns what is wrong with a text of `size` bytes, or NULL: with its ids, or before it is encoded
+// (ids: NULL) with the fewest that it can have.
+static const char *wrong_length(const App *app, size_t size, const Ids *ids) {
     static char what[240];
     const Engine *e = &app->engine;
-    const bool scored = e->mode == PERPLEXITY;
     const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
-    const size_t closing = e->n_choices && e->may_think ? e->budget_text.n + 1 : 0;
-    const size_t least = modes[e->mode].least;
-    const size_t most = scored ? INT_MAX : context - min_size(context, e->max_choice_len + closing);
+    const size_t n = ids ? ids->n : size / 4 / e->tokenizer.tables->longest;  // NFC may quarter it
+    const size_t least = ids ? modes[e->mode].least : 0;
+    const size_t most = e->mode == PERPLEXITY ? INT_MAX : context - min_size(context, e->reserve);
     char hint[64] = "-c can't be larger";
     if (e->mode == TOKENIZE) return NULL;
-    if (size == 0 && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
+    if (ids && !size && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
     if (n >= least && n <= most) return NULL;
-    if (context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
-    const char *more = n > all ? "; split the text, or export.py --yarn" : "";
+    if (n > all) snprintf(hint, sizeof(hint), "split the text, or export.py --yarn");
+    else if (context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
     if (n < least)
         snprintf(what, sizeof(what), "%s, expected %zu or more tokens, found %zu",
                  n ? "too short" : "empty", least, n);
     else
-        snprintf(what, sizeof(what), "too long, expected at most %zu tokens (%s%s), found %zu%s%s",
-                 most, hint, *unit ? more : "", n, unit, *unit ? "" : more);
+        snprintf(what, sizeof(what), "too long, expected at most %zu tokens (%s), found %zu%s",
+                 most, hint, n, ids ? "" : " or more");
     return what;
 }
 
 // Reports if the prompt can't run. Then ends the program or, in a dialogue, returns false.
-static bool check_length(const App *app, size_t size) {
-    const char *error = wrong_length(app, size, app->prompt.n, "");
+static bool check_length(const App *app, size_t size, const Ids *ids) {
+    const char *error = wrong_length(app, size, ids);
     if (error) report("prompt: %s", error);
     if (error && !app->dialogue) exit(EXIT_FAILURE);
     return !error;
@@ -3133,6 +2985,8 @@ static void give_notices(App *app) {
     if (o->verbose) show_settings(app);
     if (!e->tokenizer.tables->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
+    if (e->tokenizer.tables->lacks_nfc)
+        notice("tokenizer: an older file, exact for texts in NFC; export the model again");
     if (o->mode < 0 && !chat)
         notice("mode: %s, as this is no chat model; -m chat overrides it", modes[mode].name);
     if (mode == EMBED && e->tokenizer.tables->has_classes && e->tokenizer.tables->mode != EMBED)
@@ -3143,10 +2997,8 @@ static void give_notices(App *app) {
         notice("-y: the name of a file, taken as text; its text: -y \"$(cat '%s')\"", o->system);
     if (o->text && S_ISREG(file_mode(o->text)))
         notice("-i: the name of a file, taken as text; -f reads it");
-    if (!chat && o->system) notice("-y: no effect, only -m chat has a system prompt");
-    if (!chat && o->think >= 0) notice("-r: no effect, only -m chat thinks");
-    if (!answers && o->stop) notice("-x: no effect, only an answer can end early");
-    if (!answers && o->n >= 0) notice("-n: no effect, only an answer has new tokens");
+    for (const char *p = chat ? "" : answers ? "yr" : "yrtpkaexsn"; *p; p++)
+        if (o->given[(uint8_t)*p]) notice("-%c: no effect with -m %s", *p, modes[mode].name);
     if (answers && o->stop && strstr(o->stop, "\\n"))
         notice("-x: these are a backslash and an n, for a newline: -x $'\\n'");
     if (mode == PERPLEXITY && app->prompt.n > context)
@@ -3155,6 +3007,104 @@ static void give_notices(App *app) {
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
     if (!may_read && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
+}
+
+// ------------------------------------------------------------------------------------------------
+// Results: an answer, ids, a score, a vector or given answers, as a line or as members of an object
+
+// Appends a text as a JSON string. What is not UTF-8 is \ufffd.
+static void buffer_add_json(Buffer *b, Bytes text) {
+    buffer_add(b, bytes("\""));
+    for (size_t at = 0; at < text.n;) {
+        const Char c = code_point_at(text, at);
+        if (c.c >= BAD_BYTE) buffer_print(b, "\\ufffd");
+        else if (is_control(c.c)) buffer_print(b, "\\u%04x", c.c);
+        else if (c.c == '"' || c.c == '\\') buffer_print(b, "\\%c", c.c);
+        else buffer_add(b, (Bytes){text.p + at, c.n});
+        at += c.n;
+    }
+    buffer_add(b, bytes("\""));
+}
+
+static void buffer_add_ids(Buffer *b, const Ids *ids, bool array) {
+    buffer_add(b, bytes(array ? "[" : ""));
+    for (size_t i = 0; i < ids->n; i++)
+        buffer_print(b, "%s%d", i == 0 ? "" : array ? "," : " ", ids->p[i]);
+    buffer_add(b, bytes(array ? "]" : ""));
+}
+
+#ifndef SCORE_DIGITS  // tests compare all that a double has
+#define SCORE_DIGITS 9
+#define NLL_DIGITS 6
+#endif
+
+// Appends the likeliest given answer, then the members "p" and "mass" with the probabilities.
+static void buffer_add_choices(Buffer *out, const Engine *e, const Text *t) {
+    double sum, *nll = t->slot->nll;
+    const int best = find_likeliest(e, nll, &sum);
+    buffer_add_json(out, e->choices[best].text);
+    for (int i = 0; i < e->n_choices; i++) {
+        buffer_add(out, bytes(i ? "," : ",\"p\":{"));
+        buffer_add_json(out, e->choices[i].text);
+        buffer_print(out, ":%.*g", SCORE_DIGITS, exp(nll[best] - nll[i]) / sum);
+    }
+    buffer_print(out, "},\"mass\":%.*g", SCORE_DIGITS, exp(-nll[best]) * sum);
+}
+
+static void buffer_add_score(Buffer *out, const Text *t, bool object) {
+    const size_t n = t->slot->all.n - 1;
+    const double nll = t->nll / n, ppl = exp(nll), most = object ? DBL_MAX : INFINITY;  // of JSON
+    buffer_print(out, object ? "%zu,\"nll\":%.*f,\"ppl\":%.4f" : "tokens %zu nll %.*f ppl %.4f", n,
+                 NLL_DIGITS, nll, fmin(ppl, most));
+}
+
+static int result_kind(const Engine *e) { return e->n_choices ? CHOICES : (int)e->mode; }
+
+// Ends a line with the result of a text (or to tokenize, of ids) or its error: as members if the
+// line has begun an object, else as it is.
+static void add_result(Buffer *line, const Engine *e, const Text *t, const Ids *ids,
+                       const char *error) {
+    const int kind = result_kind(e);
+    if (kind == CHOICES && line->n == 0 && !error) buffer_add(line, bytes("{"));
+    const bool object = line->n > 0;
+    if (object) buffer_print(line, "\"%s\":", modes[kind].members[0]);
+    if (error) buffer_add(line, bytes("null"));
+    else if (kind == CHOICES) buffer_add_choices(line, e, t);
+    else if (kind == EMBED) buffer_add(line, bytes_of(&t->slot->out));
+    else if (kind == TOKENIZE) buffer_add_ids(line, ids, object);
+    else if (kind == PERPLEXITY) buffer_add_score(line, t, object);
+    else buffer_add_json(line, bytes_of(&t->slot->out));
+    if (object && error) {
+        buffer_add(line, bytes(",\"error\":"));
+        buffer_add_json(line, bytes(error));
+    } else if (object && modes[kind].has_answers && kind != CHOICES) {
+        buffer_print(line, ",\"end\":\"%s\"", endings[t->ending].name);
+    }
+    buffer_add(line, bytes(object ? "}\n" : "\n"));
+}
+
+// The answer is x after the final norm, L2-normalized, as a JSON array.
+static Ending embed_text(const Model *m, Text *t, float *x) {
+    const Config *c = &m->config;
+    Buffer *out = &t->slot->out;
+    double squares = 0;
+    rmsnorm(x, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
+    for (int i = 0; i < c->dim; i++) squares += (double)x[i] * x[i];
+    const double length = fmax(sqrt(squares), 1e-12);
+    for (int i = 0; i < c->dim; i++) buffer_print(out, "%s%.9g", i ? ", " : "[", x[i] / length);
+    buffer_add(out, bytes("]"));
+    return isfinite(squares) ? COMPLETE : FAILED;
+}
+
+// Writes the likeliest TEXT, and to stderr the line that a list would have.
+static void write_choices(const Engine *e, const Text *t) {
+    double sum;
+    Buffer line = {0};
+    buffer_add(&t->writer->held, e->choices[find_likeliest(e, t->slot->nll, &sum)].text);
+    writer_end(t->writer);
+    add_result(&line, e, t, NULL, NULL);
+    if (!quiet) fwrite(line.p, 1, line.n, stderr);
+    free(line.p);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3179,26 +3129,23 @@ static void conversation_drop(Conversation *talk, size_t first, size_t end) {
     talk->n -= end - first;
 }
 
-// Runs a request alone, to its end or Ctrl-C. Returns the time when the whole prompt had run.
-static double run_request(App *app, Request *r) {
+// Runs the prompt alone, to its end or Ctrl-C, and returns its text.
+static Text *run_request(App *app) {
     Engine *e = &app->engine;
+    Text *t = add_text(e, &app->prompt, app->rng, false);
     e->prompt_end = 0;
-    count_texts(e, r);
-    add_texts(e, r);
     start_texts(e);  // sets n_run to what is cached
-    const size_t n = e->mode == PERPLEXITY ? r->ids.n - 1 : r->first->target;  // that must run
-    progress = (struct Progress){.tokens = n - r->first->n_run,
-                                 .layers = e->model.config.n_layers, .start = now()};
-    while (r->ended < r->texts && run_pass(e)) {
-        for (Text *ended; (ended = find_ended(e));) end_text(e, ended);
-        add_texts(e, r);
+    const size_t n = e->mode == PERPLEXITY ? app->prompt.n - 1 : t->target;  // that must run
+    progress = (struct Progress){.tokens = n - t->n_run, .layers = e->model.config.n_layers,
+                                 .start = now()};
+    while (e->n_texts > 0 && run_pass(e)) {
+        if (t->ending != GOES_ON) end_text(e, t);
     }
     progress_end();
-    if (r->ended < r->texts) r->ending = INTERRUPTED;
-    if (r->ended == 0) r->cached = r->first->slot->cached;
-    if (r->ending == FAILED) die("%s", not_finite(e));
-    while (e->n_texts > 0) remove_text(e, e->order[0]);
-    return e->prompt_end != 0 ? e->prompt_end : now();
+    if (e->n_texts > 0) remove_text(e, t);  // stopped
+    if (t->ending == FAILED) die("%s", not_finite(e));
+    if (e->prompt_end == 0) e->prompt_end = now();
+    return t;
 }
 
 // Runs the prompt and writes its answer, the conversation's next message; then notices and
@@ -3209,46 +3156,41 @@ static bool respond(App *app) {
     Engine *e = &app->engine;
     const Tokenizer *tok = &e->tokenizer;
     const double start = now();
-    Request r = {.ids = app->prompt, .rng = app->rng};
-    const double middle = run_request(app, &r);
-    const Text *t = r.first;
+    const Text *t = run_request(app);
+    const Slot *slot = t->slot;
     Writer *out = t->writer;
     app->rng = t->sampler.rng;
     for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(answer, t->ids.p[i]);
-    const size_t done = t->ending == INTERRUPTED ? min_size(t->n_run, r.ids.n) : r.ids.n;
-    const size_t drawn = e->n_choices ? r.drawn : answer->n;
-    const double p = (done - r.cached) / (middle - start + 1e-9);  // tokens/s of the prompt
-    const double g = drawn / (now() - middle + 1e-9);              // and of the answer
+    const size_t n = app->prompt.n, done = t->ending == INTERRUPTED ? min_size(t->n_run, n) : n;
+    const size_t drawn = e->n_choices ? slot->drawn : answer->n;
+    const double p = (done - slot->cached) / (e->prompt_end - start + 1e-9);  // prompt tokens/s
+    const double g = drawn / (now() - e->prompt_end + 1e-9);                  // and the answer's
     const char *where = out->thinking ? " inside its thinking" : "";  // before writer_end
     const int context = e->model.state.context, all = e->model.config.max_seq_len;
     char seed[32] = "", hint[48] = "";
-    if (context < all) snprintf(hint, sizeof(hint), "; -c allows up to %d", all);
-    else if (app->dialogue) snprintf(hint, sizeof(hint), "; /clear makes room");
-    if (e->n_choices && r.ending == COMPLETE) write_choices(out, e, &r);
+    const bool full = t->ending == CONTEXT_ENDED;
+    if (full && context < all) snprintf(hint, sizeof(hint), "; -c allows up to %d", all);
+    else if (full && app->dialogue) snprintf(hint, sizeof(hint), "; /clear makes room");
+    if (e->n_choices && t->ending == COMPLETE) write_choices(e, t);
     else writer_end(out);
-    if (r.closed)
-        notice("answer: thinking ended by %s after %d tokens", closers[r.closed_by], r.thought);
-    if (r.ending == LIMIT_REACHED)
-        notice("answer: ended%s by -n after %zu tokens", where, answer->n);
-    if (r.ending == CONTEXT_ENDED)
-        notice("answer: ended%s by a full context of %d tokens%s", where, context, hint);
-    if (r.ending == REPEATS)
-        notice("answer: ended%s after %zu tokens, repeating itself (%s)", where, answer->n,
-               NO_REPEATS);
+    if (slot->closed_by != INTERRUPTED)
+        notice("answer: thinking ended by %s after %d tokens", endings[slot->closed_by].by,
+               slot->thought);
+    if (t->ending > COMPLETE && t->ending < INTERRUPTED)
+        notice("answer: ended%s by %s after %zu tokens%s", where, endings[t->ending].by, answer->n,
+               hint);
     if (draws_ids(e)) snprintf(seed, sizeof(seed), ", seed %llu", app->options.seed);
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
                 "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
-                p < 999.95, p, r.cached, drawn, g < 999.95, g, seed);
+                p < 999.95, p, slot->cached, drawn, g < 999.95, g, seed);
     for (size_t lost; out->cut > 0; out->cut -= lost) {  // bytes drawn, but not written
         const int id = answer->p[--answer->n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
         lost = min_size(out->cut, text.n);
         buffer_add(&message->text, (Bytes){text.p, text.n - lost});
     }
-    free(r.nll);
-    free(r.start.p);
-    return r.ending != INTERRUPTED || answer->n > 0;
+    return t->ending != INTERRUPTED || answer->n > 0;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3266,13 +3208,14 @@ static bool answer_last(App *app, bool again) {
     const size_t reserve = min_size(context / 8, 1024);
     const size_t room = app->options.n < 0 ? reserve : min_size(reserve, app->options.n);
     const size_t most = app->engine.model.config.max_seq_len;
+    const size_t size = asked.p[asked.n - 1].text.n;  // of the question
     size_t first = system;
+    if (!check_length(app, size, NULL)) return false;
     for (;; first += (asked.n - first + 1) / 4 * 2) {  // half of the turns, of two messages each
         render(&app->engine.tokenizer, &asked, first, app->switched_on, &app->prompt);
         if (app->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
-    const size_t size = asked.p[asked.n - 1].text.n;  // of the question
-    if (interrupted || !check_length(app, size)) return false;
+    if (interrupted || !check_length(app, size, &app->prompt)) return false;
     if (first > system)
         notice("context: full (%zu tokens), forgotten turns: %zu of %zu%s", context,
                (first - system) / 2, (asked.n - system + 1) / 2,
@@ -3306,8 +3249,6 @@ static Bytes chop(Bytes text) {
     return text;
 }
 
-enum { MOST_BYTES = INT_MAX - (1 << 17) };  // of a text: just below 2 GB
-
 // Drops U+FEFF, the byte order mark, from the start of a file. Returns NULL, or what is wrong.
 static const char *drop_mark(Bytes *file) {
     const uint8_t *p = file->p;
@@ -3324,12 +3265,11 @@ typedef struct {   // of a file
     size_t end;    // of the last line
     bool begun;    // a line was taken
     bool ended;    // the end of input has come, even if a file or a terminal has more later
-    size_t most;   // of a list: the most bytes of a line; it sinks where memory is short
+    size_t most;   // bytes of a line: a longer one loses its end, but stays longer than this
 } Lines;
 
 // Takes the next line, with its newline; an empty one if more has to come first and `wait` is
-// false. A list's line that is too long loses its end, but stays longer than in->most.
-// Returns false at the end of input, or after Ctrl-C.
+// false. Returns false at the end of input, or after Ctrl-C.
 static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
     const uint8_t *newline;
@@ -3340,10 +3280,7 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
         if (!wait && !input_ready(in->fd)) return true;
         buffer_cut(data, in->end);
         in->end = 0;
-        if (in->most && data->n + (1 << 16) > data->cap && !has_memory(2.0 * data->cap))
-            in->most = data->n / 2;
-        const size_t most = in->most ? in->most : MOST_BYTES;
-        seen = data->n = min_size(data->n, most + 3);  // too long even without \r\n
+        seen = data->n = min_size(data->n, in->most + 3);  // too long even without \r\n
         const ssize_t got = in->ended ? 0 : read_more(in->fd, data);
         if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
         if (got < 0) return false;
@@ -3353,8 +3290,6 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
     in->end = newline ? (size_t)(newline - data->p) + 1 : data->n;
     *line = (Bytes){data->p + start, in->end - start};
     const char *error = in->begun ? NULL : drop_mark(line);
-    if (!error && !in->most && line->n > MOST_BYTES)
-        error = "a line is too long, expected less than 2 GB";
     if (error) die("%s: %s", in->name, error);
     in->begun = true;
     return line->n > 0;
@@ -3377,24 +3312,33 @@ static Bytes take_word(Bytes *text) {
     return (Bytes){word.p, n};
 }
 
-// Says so if line n of a script begins with a word that is a command at a terminal.
-static void check_command(size_t n, Bytes text) {
-    static const char *const typed[] = {"/file", "/retry", "/clear", "/bye"};
-    const bool slash = text.n && *text.p == '/';  // not in quotes
-    const Bytes word = take_word(&text);
-    for (int i = 0; i < 4 && slash; i++) {
-        if (bytes_are(word, typed[i]))
-            notice("stdin: line %zu: %s is a terminal's command; sent as text", n, typed[i]);
-    }
+static const char *const command_names[] = {"/file", "/retry", "/clear", "/help",
+                                            "/bye", "/exit", "/quit", "exit", "quit"};
+enum { SEND_FILE, RETRY, CLEAR, HELP, LEAVE, N_COMMANDS = 9 };  // from LEAVE on, each leaves
+
+// Returns the number of a command, N_COMMANDS of an unknown one, or -1 of a message; cuts its word
+// off. A command is one line that begins, not in quotes, with a slash and letters, or is exit or
+// quit alone. (/think and /no_think are the model's: they are sent.)
+static int take_command(Bytes *text, Bytes *word) {
+    Bytes rest = *text;
+    size_t letters = 1;
+    int name = 0;
+    *word = take_word(&rest);
+    while (name < N_COMMANDS && !bytes_are(*word, command_names[name])) name++;
+    while (letters < word->n && isalpha(word->p[letters])) letters++;
+    const bool slash = word->n > 1 && *word->p == '/' && letters == word->n;
+    const bool named = slash ? !bytes_are(*word, "/think") : name < N_COMMANDS && rest.n == 0;
+    if (!named || word->p != text->p || memchr(text->p, '\n', text->n)) return -1;
+    *text = rest;
+    return name;
 }
 
 // A scripted conversation: each line of stdin is a turn.
 static void run_script(App *app) {
-    Lines in = {.fd = STDIN_FILENO, .name = "stdin"};
+    Lines in = {.fd = STDIN_FILENO, .name = "stdin", .most = INT_MAX};
     size_t n = 0;
     for (Bytes line; !interrupted && next_line(&in, &line, true);) {
         check_utf8(app, in.name, ++n, line);
-        check_command(n, chop(line));
         chat_turn(app, chop(line));
     }
     free(in.data.p);
@@ -3409,7 +3353,7 @@ static bool read_message(App *app) {
     bool cut = false;
     message->n = 0;
     fputs("> ", stderr);
-    for (Waiting before, after = NOTHING;;) {
+    for (Waiting waits = NOTHING;;) {
         const ssize_t got = read_more(STDIN_FILENO, message);
         if (got < 0 && !interrupted) die("stdin: %s", strerror(errno));
         if (got < 0 || message->n == 0) return false;
@@ -3417,15 +3361,15 @@ static bool read_message(App *app) {
         uint8_t *end = message->p + message->n;
         if (end[-1] != '\n') continue;  // Ctrl-D in the middle of a line
         cut |= got > TERMINAL_LINE;
-        before = after;
-        after = input_waits();
-        if (after != NOTHING) continue;
-        if (before != LINE && message->n > 1 && end[-2] == '\\') {
+        const bool pasted = waits == LINE;  // it waited, its newline, too, when it was read
+        waits = input_waits();
+        if (waits != NOTHING) continue;
+        if (!pasted && message->n > 1 && end[-2] == '\\') {
             end[-2] = '\n';
             message->n--;
         } else {
             if (got == 1) message->n--;  // Enter alone just sends what is there
-            if (before != LINE || cut) break;
+            if (!pasted || cut) break;
             fputs("(Enter sends) ", stderr);
         }
     }
@@ -3469,56 +3413,31 @@ static void send_file(App *app, Bytes text) {
     else chat_turn(app, chop(bytes_of(message)));
 }
 
-// Cuts a command's word off what was typed. Returns false if it is a message: a command is one line
-// that begins, not in quotes, with a slash and letters, or is exit or quit alone. (/think and
-// /no_think are the model's: they are sent.)
-static bool take_command(Bytes *text, Bytes *word) {
-    Bytes rest = *text;
-    size_t letters = 1;
-    *word = take_word(&rest);
-    if (memchr(text->p, '\n', text->n) || word->p != text->p) return false;
-    while (letters < word->n && isalpha(word->p[letters])) letters++;
-    const bool slash = word->n > 1 && *word->p == '/' && letters == word->n;
-    const bool leaves = rest.n == 0 && (bytes_are(*word, "exit") || bytes_are(*word, "quit"));
-    *text = rest;
-    return slash ? !bytes_are(*word, "/think") : leaves;
-}
-
-// Runs a command with what follows it. Returns false if it ends the program.
-static bool run_command(App *app, Bytes word, Bytes rest) {
-    static const char *const names[] = {"/help", "/retry", "/clear",
-                                        "/bye", "/exit", "/quit", "exit", "quit"};
-    enum { HELP, RETRY, CLEAR, LEAVE, N_NAMES = 8 };
-    Conversation *talk = &app->conversation;
-    int name = 0;
-    while (name < N_NAMES && !bytes_are(word, names[name])) name++;
-    if (bytes_are(word, "/file")) send_file(app, rest);
-    else if (name == N_NAMES)
-        report("%.*s: no such command, /help shows them", (int)word.n, word.p);
-    else if (rest.n) report("%.*s takes no text, nothing was sent", (int)word.n, word.p);
-    else if (name == HELP) fputs(commands, stderr);
-    else if (name == CLEAR) conversation_drop(talk, app->options.system != NULL, talk->n);
-    else if (name >= LEAVE) return false;
-    else if (talk->n < 2) notice("/retry: there is no answer yet");
-    else if (app->engine.places->sampler.temperature == 0)
-        notice("/retry: -t 0 would draw the same answer again");
-    else answer_last(app, true);
-    return true;
-}
-
 // Sends what was typed, or runs it. Returns false if it is a command that ends the program.
 static bool run_message(App *app) {
+    Conversation *talk = &app->conversation;
     const Bytes text = bytes_of(&app->input);
     Bytes rest = text, word;
     size_t blank = 0;
     while (blank < text.n && isspace(text.p[blank])) blank++;
+    const int command = take_command(&rest, &word);
     check_utf8(app, "input", 1, text);
     if (blank == text.n)
         report("input: only white space, nothing was sent; /help shows the commands");
     else if (memchr(text.p, '\033', text.n))
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    else if (take_command(&rest, &word)) return run_command(app, word, rest);
-    else chat_turn(app, text);
+    else if (command < 0) chat_turn(app, text);
+    else if (command == SEND_FILE) send_file(app, rest);
+    else if (command == N_COMMANDS)
+        report("%.*s: no such command, /help shows them", (int)word.n, word.p);
+    else if (rest.n) report("%.*s takes no text, nothing was sent", (int)word.n, word.p);
+    else if (command == HELP) fputs(commands, stderr);
+    else if (command == CLEAR) conversation_drop(talk, app->options.system != NULL, talk->n);
+    else if (command >= LEAVE) return false;
+    else if (talk->n < 2) notice("/retry: there is no answer yet");
+    else if (app->engine.places->sampler.temperature == 0)
+        notice("/retry: -t 0 would draw the same answer again");
+    else answer_last(app, true);
     return true;
 }
 
@@ -3547,12 +3466,6 @@ static void run_dialogue(App *app) {
 // chosen, and the places prepared. Where no option says otherwise, the model's own mode, sampling
 // and chat format count.
 
-// Ends the program if a mode other than chat has no text.
-static void check_text(const Options *o, int mode) {
-    if (mode > CHAT && !o->text && !o->file && !is_list(o))
-        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", modes[mode].name);
-}
-
 // Finds whether -r has an effect, and whether the prompt or the model may open the thinking. If a
 // chat format cuts thinking off earlier answers, the model thinks.
 static void find_thinking(App *app) {
@@ -3569,18 +3482,23 @@ static void find_thinking(App *app) {
 }
 
 // Prepares the places for texts. Untouched memory is not taken. Answers go to stdout, or in a list
-// into `out`. Tokens are drawn by the options, else by Qwen's advice if thinking is switched off
-// (but greedily if the checkpoint says so), else by the checkpoint.
+// into `out`. Tokens are drawn as the checkpoint says, without thinking by Qwen's advice (unless
+// the checkpoint is greedy), and in all by the options.
 static void prepare_places(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     const Tokenizer *tok = &e->tokenizer;
     const bool list = is_list(o), chat = e->mode == CHAT;
-    const Sampler *advice = &tok->tables->advice;
-    const bool no_thinking = chat && app->can_switch && !app->switched_on;
-    const bool advised = no_thinking && advice->temperature != 0;
+    Sampler s = tok->tables->advice;
+    if (chat && app->can_switch && !app->switched_on && s.temperature != 0)
+        s.temperature = 0.7f, s.top_p = 0.8f, s.top_k = 20;
+    if (o->temperature >= 0) s.temperature = o->temperature;
+    if (o->top_p >= 0) s.top_p = o->top_p;
+    if (o->top_k >= 0) s.top_k = o->top_k;
+    if (o->repetition >= 0) s.repetition = o->repetition;
+    s.presence = o->presence;
     app->rng = o->seed;
-    e->n_places = list || o->n_choices ? min_int(PLACES, o->batch) : 1;
+    e->n_places = list ? min_int(PLACES, o->batch) : 1;
 #ifndef PLAIN
     if (e->pass) {  // not to tokenize
         e->n_unused = e->pass->n_blocks;
@@ -3592,16 +3510,10 @@ static void prepare_places(App *app) {
         Text *t = e->order[i] = &e->places[i];
         t->slot = &e->slots[i];
         t->slot->blocks = alloc(e->model.state.context, sizeof(int), "the texts");
-        t->sampler = (Sampler){
-            .temperature = o->temperature >= 0 ? o->temperature
-                : advised ? 0.7f : advice->temperature,
-            .top_p = o->top_p >= 0 ? o->top_p : advised ? 0.8f : advice->top_p,
-            .top_k = o->top_k >= 0 ? o->top_k : advised ? 20 : advice->top_k,
-            .presence = o->presence,
-            .repetition = o->repetition >= 0 ? o->repetition : advice->repetition,
-            .in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-            .seen = alloc(tok->vocab_size, sizeof(bool), "the sampler"),
-        };
+        t->slot->nll = alloc(o->n_choices, sizeof(double), "the texts");
+        t->sampler = s;
+        t->sampler.in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler");
+        t->sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the sampler");
         t->writer = alloc(1, sizeof(Writer), "the texts");
         *t->writer = (Writer){.chat = chat, .terminal = !list && is_terminal(STDOUT_FILENO),
                               .to = list ? &t->slot->out : NULL,
@@ -3683,7 +3595,9 @@ static bool read_prompt(App *app) {
     const Options *o = &app->options;
     Buffer *text = &app->input;
     const bool chat = app->engine.mode == CHAT, piped = o->file && !strcmp(o->file, "-");
-    check_text(o, app->engine.mode);
+    if (!chat && !o->text && !o->file)
+        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe",
+                  modes[app->engine.mode].name);
     if (o->text) buffer_add(text, bytes(o->text));
     if (!o->file) return o->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
@@ -3699,97 +3613,6 @@ static bool read_prompt(App *app) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Results: an answer, ids, a score, a vector or given answers, as a line or as members of an object
-
-// Appends a text as a JSON string. What is not UTF-8 is \ufffd.
-static void buffer_add_json(Buffer *b, Bytes text) {
-    buffer_add(b, bytes("\""));
-    for (size_t at = 0; at < text.n;) {
-        const Char c = code_point_at(text, at);
-        if (c.c >= BAD_BYTE) buffer_print(b, "\\ufffd");
-        else if (is_control(c.c)) buffer_print(b, "\\u%04x", c.c);
-        else if (c.c == '"' || c.c == '\\') buffer_print(b, "\\%c", c.c);
-        else buffer_add(b, (Bytes){text.p + at, c.n});
-        at += c.n;
-    }
-    buffer_add(b, bytes("\""));
-}
-
-static void buffer_add_ids(Buffer *b, const Ids *ids, bool array) {
-    buffer_add(b, bytes(array ? "[" : ""));
-    for (size_t i = 0; i < ids->n; i++)
-        buffer_print(b, "%s%d", i == 0 ? "" : array ? "," : " ", ids->p[i]);
-    buffer_add(b, bytes(array ? "]" : ""));
-}
-
-#ifndef SCORE_DIGITS  // tests compare all that a double has
-#define SCORE_DIGITS 9
-#define NLL_DIGITS 6
-#endif
-
-// Appends the likeliest given answer, then the members "p" and "mass" with the probabilities.
-static void buffer_add_choices(Buffer *out, const Engine *e, const Request *r) {
-    double sum, *nll = r->nll + 1;
-    int *all = rank_choices(e, nll, &sum);
-    buffer_add_json(out, e->choices[*all].text);
-    for (int i = 0; i < e->n_choices; i++) {
-        buffer_add(out, bytes(i ? "," : ",\"p\":{"));
-        buffer_add_json(out, e->choices[i].text);
-        buffer_print(out, ":%.*g", SCORE_DIGITS, exp(nll[*all] - nll[i]) / sum);
-    }
-    buffer_print(out, "},\"mass\":%.*g", SCORE_DIGITS, exp(-nll[*all]) * sum);
-    free(all);
-}
-
-static void buffer_add_score(Buffer *out, const Request *r, bool object) {
-    const size_t n = r->ids.n - 1;
-    double sum = 0;
-    for (int i = 0; i < r->texts; i++) sum += r->nll[i];
-    const double ppl = object ? fmin(exp(sum / n), DBL_MAX) : exp(sum / n);  // no infinity in JSON
-    buffer_print(out, object ? "%zu,\"nll\":%.*f,\"ppl\":%.4f" : "tokens %zu nll %.*f ppl %.4f", n,
-                 NLL_DIGITS, sum / n, ppl);
-}
-
-static int result_kind(const Engine *e) { return e->n_choices ? CHOICES : (int)e->mode; }
-
-// Ends a line with its result or error: as members if the line has begun an object, else as it is.
-static void add_result(Buffer *line, const Engine *e, const Request *r, const char *error) {
-    static const char *const ends[] = {
-        [COMPLETE] = "stop", [LIMIT_REACHED] = "length", [CONTEXT_ENDED] = "context",
-        [REPEATS] = "loop"};
-    const int kind = result_kind(e);
-    if (kind == CHOICES && line->n == 0 && !error) buffer_add(line, bytes("{"));
-    const bool object = line->n > 0;
-    if (object) buffer_print(line, "\"%s\":", modes[kind].members[0]);
-    if (error) buffer_add(line, bytes("null"));
-    else if (kind == CHOICES) buffer_add_choices(line, e, r);
-    else if (kind == EMBED) buffer_add(line, bytes_of(&r->first->slot->out));
-    else if (kind == TOKENIZE) buffer_add_ids(line, &r->ids, object);
-    else if (kind == PERPLEXITY) buffer_add_score(line, r, object);
-    else buffer_add_json(line, bytes_of(&r->first->slot->out));
-    if (object && error) {
-        buffer_add(line, bytes(",\"error\":"));
-        buffer_add_json(line, bytes(error));
-    } else if (object && modes[kind].has_answers && kind != CHOICES) {
-        buffer_print(line, ",\"end\":\"%s\"", ends[r->ending]);
-    }
-    buffer_add(line, bytes(object ? "}\n" : "\n"));
-}
-
-// The answer is x after the final norm, L2-normalized, as a JSON array.
-static Ending embed_text(const Model *m, Text *t, float *x) {
-    const Config *c = &m->config;
-    Buffer *out = &t->slot->out;
-    double squares = 0;
-    rmsnorm(x, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
-    for (int i = 0; i < c->dim; i++) squares += (double)x[i] * x[i];
-    const double length = fmax(sqrt(squares), 1e-12);
-    for (int i = 0; i < c->dim; i++) buffer_print(out, "%s%.9g", i ? ", " : "[", x[i] / length);
-    buffer_add(out, bytes("]"));
-    return isfinite(squares) ? COMPLETE : FAILED;
-}
-
-// ------------------------------------------------------------------------------------------------
 // Raw texts: the modes that take a text as it is
 
 // Encodes the prompt of a mode other than chat. An answer needs at least one id before it.
@@ -3802,28 +3625,27 @@ static void encode_text(const App *app, Bytes text, Ids *ids) {
 // Runs a mode other than chat on a text.
 static void run_raw(App *app, Bytes text) {
     const Engine *e = &app->engine;
-    Request r = {.ending = COMPLETE};
+    const Ids *ids = &app->prompt;
     Buffer lines = {0};
+    check_length(app, text.n, NULL);
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
-    check_length(app, text.n);
+    check_length(app, text.n, ids);
     give_notices(app);
-    r.ids = app->prompt;
     if (e->mode == GENERATE) {
         respond(app);
     } else if (e->mode == TOKENIZE && app->options.verbose) {
-        for (size_t i = 0; i < r.ids.n; i++) {
-            buffer_print(&lines, "%d ", r.ids.p[i]);
-            buffer_add_json(&lines, e->tokenizer.text[r.ids.p[i]]);
+        for (size_t i = 0; i < ids->n; i++) {
+            buffer_print(&lines, "%d ", ids->p[i]);
+            buffer_add_json(&lines, e->tokenizer.text[ids->p[i]]);
             buffer_add(&lines, bytes("\n"));
         }
     } else {
-        if (e->mode != TOKENIZE) run_request(app, &r);
-        if (r.ending == COMPLETE) add_result(&lines, e, &r, NULL);
+        const Text *t = e->mode == TOKENIZE ? NULL : run_request(app);
+        if (!t || t->ending == COMPLETE) add_result(&lines, e, t, ids, NULL);
     }
     write_stdout(bytes_of(&lines));
     free(lines.p);
-    free(r.nll);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4076,13 +3898,10 @@ static int json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
         json_check(j, role != SYSTEM || i == 0, "role", "a system message only at the start");
         if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
     }
-    Json first = *j;  // of an array, where there are no messages
-    const bool array = !talk && json_take_token(&first, "[");
     json_check(j, messages || json_take_string(j), "text or messages",
                talk ? "a string, an array of messages or an object (-l: plain lines)"
-               : !array ? "a string or an object (-l: plain lines)"
-               : json_take_token(&first, "{") ? "a string or an object (messages: -m chat)"
-                                          : "a string or an object" SPLIT_ARRAY);
+               : json_byte(j) == '[' ? "a string or an object (messages: -m chat)" SPLIT_ARRAY
+                                     : "a string or an object (-l: plain lines)");
     json_check(j, !messages || role >= USER, "role", "a last message of the user or assistant");
     return role;
 }
@@ -4093,206 +3912,167 @@ typedef struct {
     App *app;
     Engine *e;              // the app's
     Lines in;
-    bool ended;             // there are no more lines
     size_t failed;          // lines that were an error
     size_t read;            // lines that were read
     size_t done;            // lines that were answered, or are wrong
     size_t written;         // lines that were written
-    Request requests[AHEAD];  // that of line i is at i % AHEAD; it is done if its line ends in \n
+    Buffer lines[AHEAD];    // of the output: line i is at i % AHEAD; it is done if it ends in \n
     size_t prompts;         // tokens of all prompts
     size_t cached;          // tokens of prompts that did not need to run
     size_t drawn;           // tokens of all answers
     size_t endings[FAILED + 1];  // answers by their end
     size_t unfinished;      // answers that ended inside thinking
-    size_t closed[INTERRUPTED]; // thinkings by what ended them
+    size_t closed[INTERRUPTED + 1]; // thinkings by what ended them: see endings
     size_t pieces;          // texts that are scored in pieces
     bool ignored;           // a notice named members that have no effect
     double size;            // bytes of the file, if known
     double consumed;        // bytes of its lines so far
-    bool is_new;            // -w: there was no FILE
-    size_t there;           // -w: lines that FILE had
+    size_t there;           // -w: whole lines that FILE had
     size_t failed_there;    // -w: of these, lines without a result
-    Buffer last;            // -w: FILE's last whole line
-    Buffer cut;             // -w: what follows it without a newline
+    Buffer tail;            // -w: what FILE ended with, from its last whole line on
 } List;
 
 static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n'; }
 
-// Ends the program unless FILE's line begins like this one of the same text of the same list.
-static void check_begin(const List *l, Bytes line, Bytes begin) {
-    if (begin.n <= line.n && bytes_equal((Bytes){line.p, begin.n}, begin)) return;
-    die("%s: another run's, expected this one's or a new FILE: the list, the prompt, the model, an "
-        "option or the build has changed", l->app->options.out);
-}
+static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD]; }
 
-// Writes a done line, and frees its request. The line that FILE ends with has to be equal.
-static void write_line(List *l, Request *r) {
+// Writes the next line. What FILE ended with is there already, if it is the same: else another
+// command wrote FILE.
+static void write_line(List *l) {
     const bool terminal = is_terminal(STDOUT_FILENO);
-    const Bytes line = bytes_of(&r->line);
+    Buffer *buffer = line_of(l, l->written);
+    const Bytes line = bytes_of(buffer);
+    const size_t known = min_size(l->tail.n, line.n);
     Buffer shown = {0};
+    if (!bytes_equal((Bytes){l->tail.p, known}, (Bytes){line.p, known}))
+        die("%s: another run's, expected this one's or a new FILE: the list, the prompt, the "
+            "model, an option or the build has changed", l->app->options.out);
+    buffer_cut(&l->tail, known);
     if (terminal) progress_end();
     if (terminal) add_printable(&shown, line, true);
-    if (l->cut.n && l->written >= l->there) {  // in place of FILE's cut line comes the whole one
-        if (is_repeatable(l->app)) check_begin(l, line, bytes_of(&l->cut));
-        if (ftruncate(STDOUT_FILENO, (off_t)(file_size(STDOUT_FILENO) - l->cut.n)) != 0)
-            die("%s: %s", l->app->options.out, strerror(errno));
-        l->cut.n = 0;
-    }
-    if (l->written < l->there) check_begin(l, bytes_of(&l->last), line);
-    else write_stdout(terminal ? bytes_of(&shown) : line);
+    write_stdout(terminal ? bytes_of(&shown) : bytes_from(line, known));
     free(shown.p);
-    free(r->line.p);
-    free(r->nll);
-    free(r->ids.p);
-    free(r->start.p);
-    *r = (Request){0};
+    free(buffer->p);
+    *buffer = (Buffer){0};
     l->written++;
 }
 
-// Counts a request that is done or can't run, unless FILE has its result. Then writes all done
-// lines that follow those that are written.
-static void end_line(List *l, Request *r, const char *error) {
-    if (r->number >= l->there) {
-        if (error) report("%.600s: line %zu: %s", l->in.name, r->number + 1, error);
-        l->failed += error != NULL;
-        l->done++;
-        l->prompts += r->ids.n;
-        l->cached += r->cached;
-        l->drawn += r->drawn;
-        l->endings[r->ending]++;
-        l->unfinished += r->unfinished;
-        if (r->closed) l->closed[r->closed_by]++;
-        l->pieces += l->e->mode == PERPLEXITY && r->texts > 1;
-    }
-    add_result(&r->line, l->e, r, error);
-    while (!interrupted && has_newline(bytes_of(&(r = &l->requests[l->written % AHEAD])->line)))
-        write_line(l, r);
+// Ends line `number` with the result of its text or its ids, or an error, and writes all done lines
+// that follow those that are written.
+static void end_line(List *l, size_t number, const Text *t, const Ids *ids, const char *error) {
+    const bool is_new = number >= l->there;  // else FILE has its result
+    if (error && is_new) report("%.600s: line %zu: %s", l->in.name, number + 1, error);
+    l->failed += error && is_new;
+    l->done += is_new;
+    add_result(line_of(l, number), l->e, t, ids, error);
+    while (!interrupted && has_newline(bytes_of(line_of(l, l->written)))) write_line(l);
 }
 
-// A line that is drawn anew has another answer than FILE's, but must have the same members.
-static void check_members(List *l, Request *r) {
-    const int kind = result_kind(l->e);
-    if (r->line.n) buffer_print(&r->line, "\"%s\":", modes[kind].members[0]);
-    else if (kind != CHOICES && *l->last.p == '{') buffer_add(&r->line, bytes("\""));
-    write_line(l, r);
-}
-
-#define NO_MEMORY "takes more memory than there is, expected a shorter text"
-
-// Returns about the most bytes that it takes to encode these texts: copies, a token for each byte,
-// and 32 bytes for each byte of the longest piece (see Symbol); and to write the ids.
-static double encoding_size(const Tokenizer *tok, const Conversation *talk) {
-    double size = 0, longest = 0;
-    for (size_t i = 0, n; i < talk->n; i++) {
-        const Bytes text = bytes_of(&talk->p[i].text);
-        size += text.n;
-        for (Bytes rest = text; rest.n && text.n > 1 << 16; rest = bytes_from(rest, n)) {
-            n = piece_length(tok, rest);
-            longest = fmax(longest, n);
-        }
-    }
-    return 24 * size + 32 * longest;
+// Counts a text that has ended, unless FILE has its result.
+static void count_text(List *l, const Text *t) {
+    const Slot *slot = t->slot;
+    if (slot->number < l->there) return;
+    l->prompts += slot->all.n;
+    l->cached += slot->cached;
+    l->drawn += l->e->n_choices ? slot->drawn : t->ids.n - t->n_prompt;
+    l->endings[t->ending]++;
+    l->unfinished += t->writer->thinking;
+    l->closed[slot->closed_by]++;
+    l->pieces += l->e->mode == PERPLEXITY && slot->all.n > t->context;
 }
 
 // Says so if the first line of a list of plain lines is JSON: -L may be meant.
-static void check_plain(const List *l, Bytes line) {
-    Buffer text = {0};
-    Json j = {.rest = line, .n = line.n, .text = &text};
-    if (line.n == 0 || !memchr("[{\"", *line.p, 3)) return;
-    json_value(&j, 0);
-    if (!j.error && j.rest.n == 0)
+static void check_plain(const List *l, Json line) {
+    if (line.n == 0 || !memchr("[{\"", *line.rest.p, 3)) return;
+    json_value(&line, 0);
+    if (!line.error && line.rest.n == 0)
         notice("%.600s: line 1 is JSON, and taken as plain text; -L reads JSON", l->in.name);
-    free(text.p);
 }
 
-// Encodes a line. Of an object, the members that it keeps go to r->line. Returns what is wrong with
-// the line, or NULL; after Ctrl-C these may not be all ids.
-static const char *encode_line(List *l, Bytes line, Request *r) {
+#define TOO_LARGE "too long, expected at most 1 GB, and what this machine's memory allows"
+
+// Encodes a line into app->prompt. Of an object, the members that it keeps go to `out`. Sets
+// goes_on if the last message begins the answer. Returns what is wrong with the line, or NULL;
+// after Ctrl-C these may not be all ids.
+static const char *encode_line(List *l, Bytes line, Buffer *out, bool *goes_on) {
     App *app = l->app;
-    Ids *ids = &r->ids;
+    Ids *ids = &app->prompt;
     const Engine *e = l->e;
     const Options *o = &app->options;
     const bool chat = e->mode == CHAT;
     const Bytes before = bytes(o->text ? o->text : "");
     Conversation *talk = &app->conversation;  // its messages, or its text as one
     Json j = {.rest = line, .n = line.n, .text = &app->input};
-    size_t size = 0;  // bytes of all messages but earlier answers, which may lose their thinking
-    if (line.n + before.n > MOST_BYTES) return "too long, expected less than 2 GB";
-    if (line.n > l->in.most || !has_memory(4.0 * line.n)) return NO_MEMORY;
-    if (o->list && l->read == 0) check_plain(l, line);
+    size_t size = 0;  // bytes that are to be encoded
+    if (line.n + before.n > l->in.most) return TOO_LARGE;
+    if (o->list && l->read == 0) check_plain(l, j);
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    const int kind = result_kind(e);
-    const int role = o->json_list ? json_line(&j, chat ? talk : NULL, kind, &r->line) : -1;
+    const int role = !o->json_list ? -1
+        : json_line(&j, chat ? talk : NULL, result_kind(e), out);
     if (j.ignored.n && !l->ignored)
         notice("%.600s: line %zu: no effect: %.*s (options hold for all lines)", l->in.name,
                l->read + 1, (int)j.ignored.n, j.ignored.p);
     l->ignored |= j.ignored.n > 0;
     free(j.ignored.p);
     if (j.error) return j.error;
-    r->goes_on = role == ASSISTANT;
+    *goes_on = role == ASSISTANT;
+    ids->n = 0;
     if (role < 0) {  // a text, not messages
         Buffer *text = &conversation_add(talk, USER, before)->text;
         if (o->text) buffer_add(text, bytes("\n\n"));
         if (o->json_list) line = bytes_of(j.text);
         buffer_add(text, line);
     }
-    for (size_t i = 0; i < talk->n; i++)
-        size += talk->p[i].role == ASSISTANT && i + 1 < talk->n ? 0 : talk->p[i].text.n;
-    if (e->mode != TOKENIZE && e->mode != PERPLEXITY &&  // far too long: not even encoded
-        size / 4 > e->tokenizer.tables->longest * e->model.state.context)  // NFC may quarter it
-        return wrong_length(app, size, size, " bytes");
-    if (!has_memory(encoding_size(&e->tokenizer, talk))) return NO_MEMORY;
+    for (size_t i = 0; i < talk->n; i++) {
+        const Bytes text = bytes_of(&talk->p[i].text);
+        const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // loses its thinking
+        size += text.n - (earlier ? thinking_length(&e->tokenizer.chat, text) : 0);
+    }
+    const char *error = wrong_length(app, size, NULL);
+    if (error) return error;
+    if (size > l->in.most / 7) return TOO_LARGE;  // encoding, 56 bytes a byte, would take half
     if (chat) render(&e->tokenizer, talk, 0, app->switched_on, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return interrupted ? NULL : wrong_length(app, role < 0 ? line.n : 1, ids->n, "");
+    return interrupted ? NULL : wrong_length(app, role < 0 ? line.n : 1, ids);
 }
 
 // Reads a line. Its texts wait to run. If it is wrong, or only tokenized, it is done at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
-    Request *r = &l->requests[l->read % AHEAD];
+    Engine *e = l->e;
+    const size_t number = l->read;
+    Ids *ids = &app->prompt;
+    Buffer *out = line_of(l, number);
+    bool goes_on = false;
     if (app->options.list) check_utf8(app, l->in.name, l->read + 1, line);
     give_notices(app);
-    if (l->read == l->there && draws_ids(l->e) && !quiet && !app->options.seeded)
+    if (number == l->there && number)
+        notice("%s: %zu line%s there, goes on with line %zu", app->options.out, number,
+               number == 1 ? " is" : "s are", number + 1);
+    if (number == l->there && draws_ids(e) && !quiet && !is_seeded(&app->options))
         fprintf(stderr, "seed %llu\n", app->options.seed);
-    r->number = l->read;
-    r->rng = app->options.seed + r->number;
-    const char *error = encode_line(l, chop(line), r);
+    const char *error = encode_line(l, chop(line), out, &goes_on);
     if (interrupted) return;
     l->read++;
     l->consumed += line.n;
-    if (error) r->ids.n = 0;
-    if (r->number < l->there && !error && !is_repeatable(app)) check_members(l, r);
-    else if (error || l->e->mode == TOKENIZE) end_line(l, r, error);
-    else count_texts(l->e, r);
+    if (error || e->mode == TOKENIZE) {
+        if (!error && number >= l->there) l->prompts += ids->n;
+        end_line(l, number, NULL, ids, error);
+    } else {
+        add_text(e, ids, app->options.seed + number, goes_on)->slot->number = number;
+    }
 }
 
 // Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get.
-// The oldest of them is taken to need as long again as it has taken, or less if -n ends it before.
-// A long answer is named if other lines wait for its line.
 static void show_texts(const List *l) {
-    const Engine *e = l->e;
-    const double lines = l->ended ? l->read : floor(l->size * l->read / fmax(l->consumed, 1));
-    const double all = fmax(lines - l->there, 0), seconds = now() - progress.start + 1e-9;
-    double wait = 0;  // for the oldest
-    if (e->n_texts > 0) {
-        const Text *t = e->order[0];
-        const double drawn = t->ids.n - t->n_prompt, left = (double)t->max_ids - t->ids.n;
-        wait = (now() - t->slot->start) * fmin(1, left / fmax(drawn, 1));
-    }
-    const double part = fmin(l->done / fmax(all, 1), seconds / (seconds + wait));
-    const Request *next = &l->requests[l->written % AHEAD];
-    const Text *late = next->begun && next->first->slot->request == next ? next->first : NULL;
-    const size_t tokens = late ? late->ids.n - late->n_prompt : 0;
-    char of_all[64] = "", what[64], text[160];
+    const double lines = l->in.ended ? l->read : floor(l->size * l->read / fmax(l->consumed, 1));
+    const double all = fmax(lines - l->there, 0), part = all > 0 ? fmin(l->done / all, 1) : 0;
+    char of_all[64] = "", text[96];
     if (all > 0)
-        snprintf(of_all, sizeof(of_all), " of %s%.0f", l->ended ? "" : "about ", all);
-    snprintf(what, sizeof(what), "%d running", e->n_running);
-    if (tokens >= 1000 && l->done + l->there > l->written)
-        snprintf(what, sizeof(what), "line %zu: %zu tokens", next->number + 1, tokens);
-    snprintf(text, sizeof(text), "%zu%s texts, %s", l->done, of_all, what);
-    progress_show(e->n_rows, all > 0 ? part : 0, text);
+        snprintf(of_all, sizeof(of_all), " of %s%.0f", l->in.ended ? "" : "about ", all);
+    snprintf(text, sizeof(text), "%zu%s texts", l->done, of_all);
+    progress_show(l->e->n_rows, part, text);
 }
 
 // Reads lines and adds their texts while there are places. While texts run, it does not wait for
@@ -4301,17 +4081,11 @@ static bool admit_lines(List *l) {
     for (Bytes line;;) {
         size_t ahead = 0;  // bytes of lines that wait for an earlier one
         show_texts(l);
-        for (size_t i = l->written; i < l->read; i++) {
-            Request *r = &l->requests[i % AHEAD];
-            ahead += r->line.n;
-            if (!add_texts(l->e, r)) continue;  // too few places; a wrong line has no texts
-            free(r->ids.p);                     // all texts have their copy
-            r->ids = (Ids){.n = r->ids.n};      // the number of tokens is needed later
-        }
-        if (l->ended || l->e->n_texts == l->e->n_places || l->read - l->written == AHEAD ||
+        for (size_t i = l->written; i < l->read; i++) ahead += line_of(l, i)->n;
+        if (l->in.ended || l->e->n_texts == l->e->n_places || l->read - l->written == AHEAD ||
             ahead > AHEAD_BYTES || interrupted)
             break;
-        l->ended = !next_line(&l->in, &line, l->e->n_texts == 0);
+        next_line(&l->in, &line, l->e->n_texts == 0);
         if (line.n == 0) break;  // the end, or it comes later
         add_line(l, line);
     }
@@ -4323,26 +4097,23 @@ static int report_list(const List *l) {
     const Options *o = &l->app->options;
     const double seconds = now() - progress.start + 1e-9;
     const double rate = (l->prompts - l->cached + l->drawn) / seconds;
-    const size_t n = l->written < l->there ? 0 : l->written - l->there, lines = l->there + n;
-    const unsigned long long first = o->seed + l->there, next = o->seed + lines;
-    const int context = l->e->model.state.context, most = o->n;
-    const size_t limited = l->endings[LIMIT_REACHED], full = l->endings[CONTEXT_ENDED];
-    const size_t circles = l->endings[REPEATS];
+    const size_t lines = l->written > l->there ? l->written : l->there, n = lines - l->there;
+    const int context = l->e->model.state.context;
     const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
     char seed[48] = "";  // what to add to the same command
-    if (!is_repeatable(l->app))
-        snprintf(seed, sizeof(seed), "%s -s %llu", o->out ? " with" : " and", o->seed);
+    if (draws_ids(l->e) && !is_seeded(o) && l->e->places->sampler.temperature != 0)
+        snprintf(seed, sizeof(seed), " and -s %llu", o->seed);
     progress_end();
     if (quiet) return status;
-    if (l->there && l->ended && l->read == l->there && !interrupted) {
+    if (l->there && l->read == l->there && !interrupted) {
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
         return status;
     }
-    if (limited) notice("answers: ended by -n after %d tokens: %zu", most, limited);
-    if (circles) notice("answers: ended repeating themselves: %zu (%s)", circles, NO_REPEATS);
-    if (full) notice("answers: ended by a full context of %d tokens (-c): %zu", context, full);
-    for (int i = 0; i < INTERRUPTED; i++)
-        if (l->closed[i]) notice("answers: thinking ended by %s: %zu", closers[i], l->closed[i]);
+    for (int i = 0; i < INTERRUPTED; i++) {
+        const size_t n_closed = l->closed[i], n_ended = i > COMPLETE ? l->endings[i] : 0;
+        if (n_ended) notice("answers: ended by %s: %zu", endings[i].by, n_ended);
+        if (n_closed) notice("answers: thinking ended by %s: %zu", endings[i].by, n_closed);
+    }
     if (l->unfinished) notice("answers: ended inside their thinking: %zu", l->unfinished);
     if (l->failed > 1) notice("texts: ended in an error: %zu", l->failed);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
@@ -4356,7 +4127,8 @@ static int report_list(const List *l) {
     fputs(")", stderr);
     if (modes[l->e->mode].has_answers) fprintf(stderr, ", answers %zu tokens", l->drawn);
     fprintf(stderr, ", %.*f tokens/s", rate < 999.95, rate);
-    if (draws_ids(l->e) && n > 0) fprintf(stderr, ", seeds %llu to %llu", first, next - 1);
+    if (draws_ids(l->e) && n > 0)
+        fprintf(stderr, ", seeds %llu to %llu", o->seed + l->there, o->seed + lines - 1);
     fputc('\n', stderr);
     return status;
 }
@@ -4365,109 +4137,72 @@ static int run_list(List *l) {
     progress = (struct Progress){.start = now()};
     patience = 0;
     while (admit_lines(l) && run_pass(l->e)) {
-        for (Text *t; (t = find_ended(l->e));) {
-            Request *r = t->slot->request;
-            r->unfinished = t->writer->thinking;  // before writer_end
+        for (int i = 0; i < l->e->n_running;) {
+            Text *t = l->e->order[i];
+            if (t->ending == GOES_ON || !end_text(l->e, t)) {
+                i++;
+                continue;
+            }
+            count_text(l, t);
             writer_end(t->writer);
-            if (end_text(l->e, t)) end_line(l, r, r->ending == FAILED ? not_finite(l->e) : NULL);
+            end_line(l, t->slot->number, t, NULL, t->ending == FAILED ? not_finite(l->e) : NULL);
         }
     }
+    if (l->tail.n && !interrupted)
+        die("%s: has more lines than the list, expected at most %zu", l->app->options.out, l->read);
     return report_list(l);
 }
 
 // ------------------------------------------------------------------------------------------------
 // Going on with a list (-w). FILE has the results of a run that was cut. The lines that it has are
-// skipped, and the others are added to it.
+// skipped but for the last, which runs again and has to come out the same (write_line). So does the
+// beginning of a line that was cut, and what follows it is added to FILE.
 
-// Returns whether a line may be a result of this kind or, without a newline, the start of one.
-// (What is no JSON is known when its text has run again: see check_begin.)
-static bool looks_written(int kind, Bytes line) {
-    const char begin = modes[kind].begin;
-    Buffer text = {0};
-    Json j = {.rest = chop(line), .text = &text};
-    const Json start = j;
-    if (!begin && *line.p != '{') return true;
-    json_value(&j, 0);
-    const bool known = *line.p != '{' ? *line.p == begin || *line.p == 'n'
-        : j.error || json_member(start, modes[kind].members[0]).rest.n > 0;
-    free(text.p);
-    return known && j.rest.n == 0 && !(has_newline(line) && j.error);
-}
-
-// FILE takes the place of stdout, and its last lines are found.
+// FILE takes the place of stdout, and its lines are counted.
 static void open_out(List *l) {
     const char *file = l->app->options.out;
-    Lines in = {.fd = file_open(file, true), .name = file};
+    Lines in = {.fd = file_open(file, true), .name = file, .most = INT_MAX};
     if (in.fd < 0) die("%s: %s", file, strerror(errno));
-    if (same_file(in.fd, l->in.fd)) die("%s: is the list, expected another FILE", file);
-    for (int i = 0; !file_lock(in.fd, true); i++) {  // a killed run may need a moment to end
-        if (i == 20) die("%s: in use by another run, expected another FILE", file);
-        nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
-    }
-    for (Bytes line; next_line(&in, &line, true); l->there += has_newline(line)) {
-        Buffer *end = has_newline(line) ? &l->last : &l->cut;
-        end->n = 0;
-        buffer_add(end, line);
-        l->failed_there += has_newline(line) && (bytes_are(chop(line), "null") ||
-                           find_last(line, bytes(":null,\"error\":\"")) > 0);
+    if (!S_ISREG(file_mode(file))) die("%s: not a regular file, expected one or a new name", file);
+    if (!file_lock(in.fd)) die("%s: in use by another run, expected another FILE", file);
+    for (Bytes line; next_line(&in, &line, true);) {
+        const bool whole = has_newline(line), failed = bytes_are(chop(line), "null") ||
+                                                       find_last(line, bytes(":null,\"error\":\""));
+        if (whole) l->tail.n = 0;
+        buffer_add(&l->tail, line);
+        l->there += whole;
+        l->failed_there += whole && failed;
     }
     free(in.data.p);
     if (dup2(in.fd, STDOUT_FILENO) < 0) die("%s: %s", file, strerror(errno));
     stdout_name = file;
 }
 
-// Opens the list. With -w, also FILE, if it is there: a new one waits until the model is loaded.
+// Opens the list, and with -w also FILE.
 static List *open_list(App *app) {
     static List list;
     const Options *o = &app->options;
     const char *name = o->list ? o->list : o->json_list, *file = o->out;
-    const char *slash = file ? strrchr(file, '/') : NULL;
-    const unsigned type = file ? file_mode(file) : 0;
-    char folder[4096];
     List *l = &list;
-    *l = (List){.app = app, .e = &app->engine, .is_new = file && !type};
+    *l = (List){.app = app, .e = &app->engine};
     l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin",
-                    .most = MOST_BYTES};
+                    .most = fmin(1 << 30, memory_size() / 16)};
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
     l->size = file_size(l->in.fd);
-    if (!file && same_file(l->in.fd, STDOUT_FILENO))
-        die("%s: is the list and stdout, expected another FILE", l->in.name);
-    if (type && !S_ISREG(type)) die("%s: not a regular file, expected one or a new name", file);
-    if (file && !file_lock(l->in.fd, false))
-        die("%s: locked by another program, expected a list that nobody holds", l->in.name);
-    snprintf(folder, sizeof(folder), "%.*s.", slash ? (int)(slash - file) + 1 : 0, file);
-    if (l->is_new && !file_mode(folder)) die("%s: %s", file, strerror(ENOENT));
-    if (type) open_out(l);
+    if (file) open_out(l);
+    if (same_file(l->in.fd, STDOUT_FILENO))
+        die("%s: is the list and stdout, expected another FILE", file ? file : l->in.name);
     return l;
 }
 
-// Skips the lines that FILE has, but the last runs again: nothing is written until it is the same.
+// Skips the lines that FILE has, but for the last.
 static void skip_lines(List *l) {
     const char *file = l->app->options.out;
-    const int kind = result_kind(l->e);
-    if (l->is_new) open_out(l);
-    const size_t there = l->there, cut = l->cut.n;
-    Buffer last = {0};
-    size_t n = 0;
-    if (there + cut == 0) return;
-    if ((there && !looks_written(kind, bytes_of(&l->last))) ||
-        (cut && !looks_written(kind, bytes_of(&l->cut))))
-        die("%s: does not end as this list's lines do, expected another FILE", file);
-    for (Bytes line; n <= there && next_line(&l->in, &line, true); n++) {
-        if (n + 1 < there) l->consumed += line.n;
-        else if (n < there) buffer_add(&last, line);
-        else l->in.end -= line.n;  // unread: only whether there is one counts
-    }
-    if (n < there + (cut > 0))
-        die("%s: has more lines than the list, expected at most %zu", file, n);
-    if (there) l->read = l->written = there - 1;
-    if (there) add_line(l, bytes_of(&last));
-    if (n > there)
-        notice("%s: %zu line%s there, goes on with line %zu", file, there,
-               there == 1 ? " is" : "s are", there + 1);
+    for (Bytes line; l->read + 1 < l->there; l->read++, l->written++, l->consumed += line.n)
+        if (!next_line(&l->in, &line, true))
+            die("%s: has more lines than the list, expected at most %zu", file, l->read);
     if (l->failed_there)
         notice("%s: lines without a result, which stay: %zu", file, l->failed_there);
-    free(last.p);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4495,7 +4230,7 @@ static const char usage[] =  // after the line of --version
     "  -a FLOAT   presence penalty on tokens already generated, 0 to 2 [0]\n"
     "  -e FLOAT   repetition penalty, 1 is off [the checkpoint's]\n"
     "  -x TEXT    end the answer before TEXT (chat, generate) [none]\n"
-    "  -s INT     random seed, 64 bits [from the clock, below 1000000]\n"
+    "  -s INT     random seed, 64 bits [from the clock, below 1000000; with -w 0]\n"
     "  -n INT     at most so many new tokens per answer, -1: no limit [until it repeats itself]\n"
     "  -c INT     context in tokens, 0 is the model's [what a quarter of the memory\n"
     "             holds, at least 4096, at most the model's; perplexity 4096]\n"
@@ -4625,7 +4360,6 @@ static void set_option(Options *o, const Option *option, const char *value) {
         number = strtod(value, &end);
     } else {
         o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
-        o->seeded = true;
     }
     snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
     const bool in_range = number >= option->low && number <= option->high;
@@ -4657,7 +4391,6 @@ static void split_answers(Options *o) {
     if (o->n_choices == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
     if (o->mode >= 0 && !modes[o->mode].has_answers)
         die_usage("-o: -m %s has no answers", modes[o->mode].name);
-    if (o->stop) die_usage("-o, -x: both given, expected one of them");
     if (!o->text && !o->file && !is_list(o))
         die_usage("-o: a conversation, expected -i TEXT, -f FILE, a list or a pipe");
 }
@@ -4666,7 +4399,6 @@ static Options parse_options(int argc, char **argv) {
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -2,
                  .repetition = -1, .context = -1, .batch = 512, .threads = -1,
                  .seed = (uint64_t)(now() * 1e6) % 1000000};
-    int given[256] = {0};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
         const bool help = !strcmp(arg, "-h") || !strcmp(arg, "--help") || !strcmp(arg, "-help");
@@ -4675,7 +4407,7 @@ static Options parse_options(int argc, char **argv) {
             if (help) write_stdout(bytes(usage));
             exit(EXIT_SUCCESS);
         }
-        if (arg[0] == '-' && arg[1] && !arg[2] && given[(uint8_t)arg[1]]++)
+        if (arg[0] == '-' && arg[1] && !arg[2] && o.given[(uint8_t)arg[1]]++)
             die_usage("%s: given twice, expected once", arg);
         if (!strcmp(arg, "-q")) quiet = true;
         else if (!strcmp(arg, "-v")) o.verbose = true;
@@ -4685,15 +4417,13 @@ static Options parse_options(int argc, char **argv) {
     if (!o.model || !*o.model || strlen(o.model) > LONGEST_PATH)
         die_usage("MODEL: %s, expected a .bin file; -h shows more",
                   o.model && *o.model ? "too long" : "missing");
-    if (quiet && o.verbose) die_usage("-q, -v: both given, expected one of them");
-    if (o.list && o.json_list) die_usage("-l, -L: both given, expected one of them");
-    if (is_list(&o) && o.file)
-        die_usage("-f and a list: both given; -i \"$(cat FILE)\" puts a file before each text");
-    if (is_list(&o) && o.verbose) die_usage("-v: not with a list");
+    for (const char *p = "qv lL lf Lf lv Lv ox "; *p; p += 3)  // pairs that exclude each other
+        if (o.given[(uint8_t)p[0]] && o.given[(uint8_t)p[1]])
+            die_usage("-%c, -%c: both given, expected one of them", p[0], p[1]);
     if (o.out && (!is_list(&o) || !strcmp(o.out, "-")))
         die_usage("-w: expected a file's name, and -l or -L");
     if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
-    check_text(&o, o.mode);
+    if (o.out && !o.given['s']) o.seed = 0;
     split_answers(&o);
     return o;
 }
@@ -4746,7 +4476,6 @@ int main(int argc, char **argv) {
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <sys/select.h>
 #include <termios.h>
 #endif
 #ifdef __APPLE__
@@ -5924,9 +5653,9 @@ static bool input_ready(int fd) {
     return ioctl(fd, FIONREAD, &n) != 0 || n > 0;
 }
 
-static bool file_lock(int fd, bool alone) {  // no byte that is there, as nobody could read that
+static bool file_lock(int fd) {  // no byte that is there, as nobody could read that
     OVERLAPPED at = {.OffsetHigh = INT32_MAX};
-    const DWORD how = LOCKFILE_FAIL_IMMEDIATELY | (alone ? LOCKFILE_EXCLUSIVE_LOCK : 0);
+    const DWORD how = LOCKFILE_FAIL_IMMEDIATELY | LOCKFILE_EXCLUSIVE_LOCK;
     return LockFileEx(handle(fd), how, 0, 1, 0, &at) || GetLastError() != ERROR_LOCK_VIOLATION;
 }
 
@@ -6030,25 +5759,16 @@ static double memory_size(void) {
 }
 
 // A file system that has no locks has none to break.
-static bool file_lock(int fd, bool alone) {
-    return flock(fd, (alone ? LOCK_EX : LOCK_SH) | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+static bool file_lock(int fd) {
+    return flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
 }
 
 static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
 
-// Waits for something to read, or the end, or Ctrl-C. A Ctrl-C that comes just before the wait is
-// blocked until the wait has begun: else it would go unnoticed until something is there to read.
+// Waits for something to read, or the end, or Ctrl-C. One that comes just before a poll begins does
+// not end it: so each poll is short.
 static void wait_for_input(int fd) {
-    sigset_t interrupt, before;
-    fd_set set;
-    if (fd >= FD_SETSIZE) return;
-    FD_ZERO(&set);
-    FD_SET(fd, &set);
-    sigemptyset(&interrupt);
-    sigaddset(&interrupt, SIGINT);
-    sigprocmask(SIG_BLOCK, &interrupt, &before);
-    if (!interrupted) pselect(fd + 1, &set, NULL, NULL, NULL, &before);
-    sigprocmask(SIG_SETMASK, &before, NULL);
+    while (!interrupted && poll(&(struct pollfd){fd, POLLIN, 0}, 1, 100) == 0) {}
 }
 
 // A pasted block's lines arrive within about 30 ms. Normally the terminal counts only whole lines;

@@ -117,8 +117,8 @@ def waiting(fd):
     return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-SYSTEM_CALLS = {"x86_64": {"read": ("0", "270"), "write": ("1",)},         # 270, 72: pselect, before a read
-                "aarch64": {"read": ("63", "72"), "write": ("64",)}}
+SYSTEM_CALLS = {"x86_64": {"read": ("0", "7"), "write": ("1",)},           # 7, 73: poll, before a read
+                "aarch64": {"read": ("63", "73"), "write": ("64",)}}
 
 
 def wait_for_call(pid, name):

@@ -202,7 +202,6 @@ static int fuzz_fprintf(const char *format, ...) {
 #define write(fd, p, n) fuzz_write(p, n)
 #define ioctl(fd, request, n) fuzz_waiting(n)
 #define poll(...) fuzz_poll(__VA_ARGS__)
-#define pselect(...) (void)0
 #define isatty(fd) (terminals >> (fd) & 1)
 #define tcgetattr(fd, mode) (-1)
 #define nanosleep(time, rest) (void)0
@@ -359,8 +358,7 @@ static void fuzz_model(Bytes in) {
     app.engine.mode = PERPLEXITY;
     prepare_places(&app);
     if (n > 1) {
-        Text *a = add_text(&app.engine, ids, n);
-        a->target = 1;
+        Text *a = add_text(&app.engine, &(Ids){ids, n, n}, 0, false);
         while (a->ending == GOES_ON && run_pass(&app.engine)) {}
         CHECK(a->ending == FAILED || (a->ending == COMPLETE && a->target == (size_t)n));
     }
@@ -672,13 +670,11 @@ static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
     if (prefix.n) buffer_add(&whole, prefix), buffer_add(&whole, bytes("\n\n"));
     buffer_add(&whole, text);
     if (app.engine.n_choices > 0) {  // with all probabilities, as a request of its own writes them
-        Request r = {.rng = app.options.seed};
         if (app.engine.mode == CHAT && app.options.system) conversation_add(&app.conversation, SYSTEM, bytes(app.options.system));
         if (app.engine.mode == CHAT) conversation_add(&app.conversation, USER, bytes_of(&whole));
-        if (app.engine.mode == CHAT) render(&tiny, &app.conversation, 0, app.switched_on, &r.ids);
-        else encode_text(&app, bytes_of(&whole), &r.ids);
-        run_request(&app, &r);
-        add_result(&line, &app.engine, &r, NULL);
+        if (app.engine.mode == CHAT) render(&tiny, &app.conversation, 0, app.switched_on, &app.prompt);
+        else encode_text(&app, bytes_of(&whole), &app.prompt);
+        add_result(&line, &app.engine, run_request(&app), NULL, NULL);
         return line;
     }
     if (app.engine.mode == CHAT && app.options.system) conversation_add(&app.conversation, SYSTEM, bytes(app.options.system));

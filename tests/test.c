@@ -15,17 +15,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #ifndef _WIN32
-#include <sys/select.h>
+#include <poll.h>
+#include <signal.h>
 #include <sys/wait.h>
 
-// Ctrl-C just before each wait: pselect has to let it in.
+// Ctrl-C just before each wait: the wait must not go on for long.
 static int press_ctrl_c;
-static int interrupted_pselect(int n, fd_set *in, fd_set *out, fd_set *err, const struct timespec *time,
-                               const sigset_t *mask) {
+static int interrupted_poll(struct pollfd *fds, nfds_t n, int milliseconds) {
     if (press_ctrl_c) raise(SIGINT);
-    return pselect(n, in, out, err, time, mask);
+    return poll(fds, n, milliseconds);
 }
-#define pselect interrupted_pselect
+#define poll interrupted_poll
 #endif
 
 static char root[64];  // where the system's files are
@@ -939,7 +939,7 @@ static void start_engine(Engine *e, const Sampler *sampler) {
         e->order[i] = &e->places[i];
         e->places[i] = (Text){.sampler = *sampler, .writer = &writer, .slot = &e->slots[i]};
         e->slots[i].blocks = alloc(200, sizeof(int), "a test");
-        e->places[i].ids.p = grow(NULL, &e->places[i].ids.cap, 0, 200, sizeof(int));
+        e->slots[i].all.p = grow(NULL, &e->slots[i].all.cap, 0, 200, sizeof(int));
     }
 }
 
@@ -963,8 +963,7 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
     CHECK(e->n_unused == e->pass->n_blocks);
     for (int turn = 0; turn < 2; turn++) {
         for (size_t i = 0; i < prompt->n; i++) ids_add(&ids, prompt->p[i]);
-        Text *a = add_text(e, ids.p, ids.n);
-        a->sampler.rng = all.rng;
+        Text *a = add_text(e, &ids, all.rng, false);
         all.passes[turn] = -1;  // but the prompt's
         const int before = allocations;
         while (a->ending == GOES_ON && run_pass(e)) all.passes[turn] += e->needed > 0;
@@ -1036,7 +1035,7 @@ static void test_drafts(void) {
     e[1].max_new = -1;
     e[1].model.state.context = 100;
     int zeros[50] = {0}, drafts = 0;
-    Text *a = add_text(&e[1], zeros, 50);
+    Text *a = add_text(&e[1], &(Ids){zeros, 50, 50}, 0, false);
     start_texts(&e[1]);
     a->n_run = 49;
     for (int pass = 1; pass <= 5000; pass++) {
@@ -1073,7 +1072,7 @@ static void test_draft_that_overflows(void) {
                                   .text = (Bytes[77]){{0}}, .kind = (uint8_t[77]){0}};
         Sampler sampler = {.in_answer = (bool[77]){0}, .seen = (bool[77]){0}, .repetition = 1};
         start_engine(&e, &sampler);
-        Text *a = add_text(&e, context, N);
+        Text *a = add_text(&e, &(Ids){context, N, N}, 0, false);
         a->writer = &writer;
         CHECK(run_pass(&e) && e.needed == 1 && a->ids.n == N + 1);
         a->ids.p[N] = 5;    // as if it had been drawn
@@ -1084,7 +1083,7 @@ static void test_draft_that_overflows(void) {
             *hash_at(&e, a->slot->blocks[pos / len], pos) = hash;
         }
         e.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
-        CHECK(run_pass(&e) && (a->slot->drafted > 0) == (drafting && TILE_TOKENS > 1));
+        CHECK(run_pass(&e) && (a->slot->guesses > 0) == (drafting && TILE_TOKENS > 1));
         const float *logits = e.pass->logits;  // with temperature 0, drawing leaves them
         CHECK(a->n_run == N + 1 && a->ids.n == N + 2 && isfinite(sum_double(logits, 77)));
         if (drafting) CHECK(!memcmp(expected, logits, sizeof(expected)));
@@ -1109,7 +1108,7 @@ static void test_texts_that_cannot_run(void) {
         start_engine(&e, &sampler);
         e.n_unused = 0;
         for (int i = 0; i < e.pass->n_blocks; i++) e.users[i] = 1;  // nobody gives them back
-        add_text(&e, (int[]){1, 2, 3}, 3);
+        add_text(&e, &(Ids){(int[]){1, 2, 3}, 3, 3}, 0, false);
         run_pass(&e);
         _exit(0);
     }
@@ -1364,6 +1363,7 @@ static void test_stopped_retry(void) {
     app.engine.tokenizer.text = text;
     app.engine.tokenizer.kind = (uint8_t[256]){0};
     app.engine.tokenizer.tables = alloc(1, sizeof(Tables), "");
+    app.engine.tokenizer.tables->longest = 1;
     interrupted = 1;
     CHECK(run_message(&app));
     interrupted = quiet = 0;
@@ -1493,7 +1493,7 @@ static void test_pool(void) {
 // one, cut off, and others.
 static void test_a_file_that_grows(void) {
     FILE *f = tmpfile();
-    Lines in = {.fd = f ? fileno(f) : -1, .name = "a file"};
+    Lines in = {.fd = f ? fileno(f) : -1, .name = "a file", .most = 100};
     Bytes line;
     if (!f) die("tmpfile: %s", strerror(errno));
     fputs("one\nt", f);
@@ -1543,9 +1543,9 @@ static void test_too_many_tokens(void) {
         int status = 0;
         if (child == 0) {
             Tokenizer t = {.tables = alloc(1, sizeof(Tables), "")};
-            Ids ids = {.n = (size_t)INT_MAX - 5 + more};
+            Ids ids = {.n = (size_t)INT_MAX - 1 + more};
             Encoder enc = {.tok = &t, .out = &ids};
-            interrupted = 1;  // nothing is cut into pieces
+            interrupted = 1;  // nothing is normalized or cut into pieces
             fclose(stderr);
             encode_plain(&enc, bytes("abcd"));
             encode_flush(&enc);
@@ -1608,42 +1608,31 @@ static void test_file_stopped(void) {
 }
 #endif
 
-// What a list shows after ten seconds. The others take as long as those that have ended, but at least as long as the
-// oldest that runs has taken, or until -n ends it. Before one has ended, nobody knows. Others wait for line 6, of 1,000 tokens.
+// What a list shows after ten seconds: the others take as long as those that have ended. Before one has ended, or if
+// nobody knows how many there are, nobody knows.
 #ifndef _WIN32
 static void test_progress_of_a_list(void) {
     static Engine e;
-    static List l = {.e = &e, .ended = true};
-    static const struct { int done, active, oldest, tokens, most; const char *shown; } cases[] = {
-        {4, 6, 2, 99, INT_MAX, "4 of 10 texts, 5 running, @ tokens/s, 15 s left"},
-        {9, 2, 10, 999, INT_MAX, "9 of 10 texts, 1 running, @ tokens/s, 10 s left"},
-        {9, 2, 9, 1000, INT_MAX, "9 of 10 texts, line 6: 1000 tokens, @ tokens/s, 9 s left"},
-        {9, 2, 10, 999, 1500, "9 of 10 texts, 1 running, @ tokens/s, 5 s left"},
-        {9, 2, 8, 0, 1500, "9 of 10 texts, 1 running, @ tokens/s, 8 s left"},
-        {0, 10, 10, 99, INT_MAX, "0 of 10 texts, 9 running, @ tokens/s"}};
-    Request *late = &l.requests[5];
-    *late = (Request){.number = 5, .begun = 1, .first = &e.places[0]};
-    l.written = 5;
+    static List l = {.e = &e};
+    static const struct { size_t done, read; bool ended; int size; const char *shown; } cases[] = {
+        {4, 10, true, 0, "4 of 10 texts, @ tokens/s, 15 s left"},
+        {9, 10, true, 0, "9 of 10 texts, @ tokens/s, 1 s left"},
+        {10, 10, true, 0, "10 of 10 texts, @ tokens/s, 0 s left"},
+        {4, 10, false, 4000, "4 of about 20 texts, @ tokens/s, 40 s left"},
+        {4, 10, false, 0, "4 texts, @ tokens/s"},
+        {0, 10, true, 0, "0 of 10 texts, @ tokens/s"}};
     const int ours = posix_openpt(O_RDWR | O_NOCTTY), saved = dup(STDERR_FILENO);
     const char *name = ours >= 0 && !grantpt(ours) && !unlockpt(ours) ? ptsname(ours) : NULL;
     const int theirs = name ? open(name, O_RDWR | O_NOCTTY) : -1;
     if (theirs < 0) return;  // a system without terminals
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         char text[200] = "", expected[200];
-        l.read = 10;
         l.done = cases[i].done;
-        e.n_texts = cases[i].active;
-        e.n_running = e.n_texts - 1;
+        l.read = cases[i].read;
+        l.in.ended = cases[i].ended;
+        l.size = cases[i].size;
+        l.consumed = 2000;
         e.n_rows = 1000;
-        for (int k = 0; k < e.n_texts; k++) {
-            e.order[k] = &e.places[k];
-            e.places[k].slot = &e.slots[k];
-            e.places[k].ids.n = cases[i].tokens + 30;
-            e.places[k].n_prompt = 30;
-            e.places[k].max_ids = 30 + (size_t)cases[i].most;
-            e.slots[k].start = now() - cases[i].oldest + k;
-            e.slots[k].request = k == 0 ? late : NULL;
-        }
         progress = (struct Progress){.start = now() - 10};
         dup2(theirs, STDERR_FILENO);
         show_texts(&l);

@@ -347,23 +347,22 @@ def test_frequencies(files, value):
     at = outputs(f.model_bytes)["frequencies"].values
     for i in (0, 15):
         result = f.run(patched(f.model_bytes, "f", at + 4 * i, value))
-        if math.isfinite(value) and value >= 0:
+        if math.isfinite(value):
             assert result.returncode == 0 or b"model:" in result.stderr, result
         else:
-            assert_error(result, 1, "bad rope_freq", "from 0 on, found")
+            assert_error(result, 1, "not finite")
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, 1e-45], ids=str)
 def test_routers(files, value):
-    """A router with NaN or infinity would choose at random."""
+    """With NaN or infinity no expert is chosen, for the first token or a later one: then the answer has begun."""
     f = files("experts")
     for layer in range(2):
-        at = outputs(f.model_bytes)[f"layers.{layer}.mlp.gate.weight"].values
-        if math.isfinite(value):
-            assert set(check_weights(f, at + 4 * 70, 1, value)) == {0}
-        else:
-            f.check([f"bad router of layer {layer}", "finite"],
-                    patched(f.model_bytes, "f", at + 4 * 70, value))
+        data = patched(f.model_bytes, "f", outputs(f.model_bytes)[f"layers.{layer}.mlp.gate.weight"].values + 4 * 70, value)
+        results = [f.run(data, None, *args) for args in (("-t", "0"), ("-t", "1"), ("-m", "perplexity"), ("-m", "embed"))]
+        failed = [result for result in results if result.returncode]
+        assert math.isfinite(value) == (not failed), (layer, results)
+        assert all(result.returncode == 1 and b"not finite" in result.stderr for result in failed), failed
 
 
 def test_choice_that_is_no_number(files):
@@ -496,7 +495,7 @@ def chat(*pieces):
 
 TWELVE = [b"", b"", b"s", b"/s", b"u", b"/u", b"a", b"/a", b"a", b"a<think>", b"</think>", b"\n"]
 USUAL = {b"head": u32(1), b"tail": u32(1), b"chat": chat(*TWELVE), b"repe": struct.pack("<f", 1.1),
-         b"mode": u32(1), b"deco": u32(233, 101, 0x301, 1)}                               # of the sections that the model has not
+         b"mode": u32(1)}                               # of the sections that the model has not
 BAD_SECTIONS = [                                        # tag, payload, a word of the error
     (b"adde", u32(VOCAB, 1), "adde"), (b"adde", u32(2**31, 1), "adde"), (b"adde", u32(2**32 - 1, 0), "adde"),
     (b"adde", u32(480, 4), "adde"), (b"adde", u32(480, 2**32 - 1), "adde"),
@@ -513,9 +512,7 @@ BAD_SECTIONS = [                                        # tag, payload, a word o
       for tag in (b"nfcd", b"nfcc") for row in (
           (101, 0x301, 234), (101, 0x300, 232), (100, 0x302, 233), (101, 0x302, 0x110000), (101, 0x110000, 233),
           (0x110000, 0x301, 233), (0x200000, 0x301, 233))],
-    (b"deco", u32(233, 101, 0x301, 2), "deco"), (b"deco", u32(0x110000, 101, 0x301, 1), "deco"),
-    (b"deco", u32(233, 0x110000, 0x301, 1), "deco"), (b"deco", u32(233, 101, 2**32 - 1, 1), "deco"),
-        (b"head", u32(VOCAB), "head"), (b"head", u32(2**32 - 1), "head"), (b"tail", u32(0, VOCAB), "tail"),
+    (b"head", u32(VOCAB), "head"), (b"head", u32(2**32 - 1), "head"), (b"tail", u32(0, VOCAB), "tail"),
     (b"stop", u32(476, VOCAB), "stop"), (b"stop", u32(2**31), "stop"),
     *[(b"samp", samp(t, 0.9, 20), "bad temperature") for t in (NAN, -1, INF, 1e7)],
     *[(b"samp", samp(0.6, p, 20), "bad top_p") for p in (NAN, 0, -1, 1.001, INF)],
@@ -536,7 +533,7 @@ HARMLESS_SECTIONS = [
     (b"adde", b""), (b"adde", u32(300, 1, 301, 0)),
     (b"clas", b""), (b"clas", u32(0, 0x10FFFF, 1)), (b"clas", u32(0, 0x10FFFF, 3)), (b"ccc ", b""),
     (b"ccc ", u32(0, 0x10FFFF, 254)), (b"deco", b""), (b"deco", u32(0, 0, 0, 0)),
-    (b"deco", u32(65, 66, 66, 1, 66, 67, 68, 1)), (b"nfcq", b""), (b"nfcq", u32(0, 0x10FFFF, 1)), (b"nfcd", b""),
+    (b"deco", b"skipped, whatever it says"), (b"nfcq", b""), (b"nfcq", u32(0, 0x10FFFF, 1)), (b"nfcd", b""),
     (b"nfcd", word(0, 0, 0)), (b"nfcd", word(101, 0, 101) + word(101, 7, 101)), (b"nfcc", b""),
     (b"nfcc", word(101, 101, 101) + word(101, 0x301, 101)), (b"chat", chat(*TWELVE[:10], b"x" * 64, b"")),
     (b"head", u32(0) * 100), (b"tail", u32(VOCAB - 1)), (b"stop", u32(0) * 1000),
@@ -545,7 +542,7 @@ HARMLESS_SECTIONS = [
     (b"chat", chat(*[b"\xff\0%s<|im_end|>"] * 12)), (b"chat", chat(*TWELVE)),
     (b"from", b""), (b"from", b"%s\xff\0" * 1000),
 ]
-TAGS = [b"adde", b"clas", b"ccc ", b"nfcq", b"nfcd", b"nfcc", b"deco", b"head", b"tail", b"stop", b"samp", b"chat",
+TAGS = [b"adde", b"clas", b"ccc ", b"nfcq", b"nfcd", b"nfcc", b"head", b"tail", b"stop", b"samp", b"chat",
         b"repe", b"mode"]
 PROMPT = ("-i", "cafe\u0301 \uac00\u11a8 \u00e9 <|im_end|>", "-y", "<think>")
 

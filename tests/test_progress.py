@@ -1,5 +1,4 @@
 """What a terminal shows of a prompt that takes its time, and that nothing is left of it."""
-import math
 import re
 import shlex
 import time
@@ -131,42 +130,28 @@ def geometric(table_model):
 
 
 def list_shown(model, path, *args):
-    """[(seconds, texts done, what runs, seconds left or None)] that a list's progress shows, and the seconds in all."""
+    """[(seconds, texts done, seconds left or None)] that a list's progress shows, and the seconds in all."""
     command = shlex.join(map(str, [QWEN3, model, "-l", path, "-m", "generate", "-s", 1, "-p", 1, "-k", 0, "-j", 1, *args]))
     start = time.monotonic()
     child, shown = spawn_shell(f"exec {command} > /dev/null"), []
-    line = rb"\r(\d+) of (?:about )?\d+ texts, ([^,]+), [\d.]+ tokens/s(?:, (\d+) s left)?\x1b\[K"
+    line = rb"\r(\d+) of (?:about )?\d+ texts, [\d.]+ tokens/s(?:, (\d+) s left)?\x1b\[K"
     while child.expect([line, pexpect.EOF]) == 0:
-        done, what, left = child.match.groups()
-        shown.append((time.monotonic() - start, int(done), what, left and int(left)))
+        done, left = child.match.groups()
+        shown.append((time.monotonic() - start, int(done), left and int(left)))
     return shown, time.monotonic() - start
 
 
 def test_time_left_of_mixed_lengths(geometric, tmp_path):
-    """Of answers of very different lengths: within a factor of 2.5 in the middle, and never 0 long before the end."""
+    """Of answers of very different lengths: within a factor of 2.5 in the middle."""
     path, n, seconds = tmp_path / "list", 150, 0
     while seconds < 3.4:
         path.write_bytes(b"a\n" * n)
         shown, seconds = list_shown(geometric, path, "-t", 1)
         n = int(n * max(1.2, 4 / max(seconds, 0.5)))
-    told = [(at / seconds, left / seconds) for at, _, _, left in shown if left is not None]
+    told = [(at / seconds, left / seconds) for at, _, left in shown if left is not None]
     assert len(told) > 5
     for at, left in told:
         assert not 0.4 < at < 0.75 or (1 - at) / 2.5 - 0.1 < left < 2.5 * (1 - at) + 0.1, (at, left, seconds)
-        assert at > 0.75 or left > 0, (at, left, seconds)
-
-
-def test_the_line_that_others_wait_for(geometric, tmp_path):
-    """It is named once it has 1,000 tokens, and the time left is not nothing, as nobody knows when it ends."""
-    path, n, seconds = tmp_path / "list", 10_000, 0
-    path.write_bytes(b"x\n" * 3 + b"a\n" + b"x\n" * 500)
-    while seconds < 3.4 and n < 99_000:
-        shown, seconds = list_shown(geometric, path, "-n", n, "-t", 0)
-        n = min(int(n * max(1.2, math.sqrt(4 / seconds))), 99_000)  # nearly as its square
-    late = [(at, what, left) for at, _, what, left in shown if what.startswith(b"line")]
-    assert late and all(re.fullmatch(rb"line 4: \d{4,} tokens", what) for _, what, _ in late), shown
-    assert all(left >= 1 for at, _, left in late if seconds - at > 1.5), (late, seconds)
-    assert all(left < 2 * (seconds - at) + 1 for at, _, left in late if at > 0.7 * seconds), (late, seconds)     # -n is near
 
 
 @pytest.mark.slow

@@ -204,16 +204,15 @@ def test_a_new_file(tiny, tmp_path):
 
 
 def test_what_it_says(tiny, tmp_path):
-    """Lines, statistics, seeds, exit status: FILE's null is no error of this run."""
-    path, out = write_list(tmp_path / "list", [b'"Hello"'] * 5), tmp_path / "out"
-    failed = b'{"id":1,"answer":null,"error":"empty"}'
-    out.write_bytes(failed + b'\nnull\n"cu')
+    """Lines, statistics, seeds (without -s from 0 on), exit status: FILE's null is no error of this run."""
+    path, out = write_list(tmp_path / "list", [b'{"id":1,"text":""}', b"5", *[b'"Hello"'] * 3]), tmp_path / "out"
+    lines = run_list(tiny, b"Hello\n" * 5, "-n", 3, "-s", 0, "-q")[0]
+    failed = b'{"id":1,"answer":null,"error":"empty, expected a text"}'
+    out.write_bytes(failed + b"\nnull\n" + lines[2][:3])
     result = qwen3(tiny, "-L", path, "-w", out, "-n", 3)
     assert result.returncode == 0 and b"out: lines without a result, which stay: 2\n" in result.stderr
     assert re.search(rb"(?m)^qwen3: .*out: 2 lines are there, goes on with line 3$", result.stderr), result.stderr
-    seed = int(re.search(rb"(?m)^seed (\d+)$", result.stderr)[1])
-    assert re.search(rb"(?m)^3 texts in .* seeds %d to %d$" % (seed + 2, seed + 4), result.stderr), result.stderr
-    lines = run_list(tiny, b"Hello\n" * 5, "-n", 3, "-s", seed, "-q")[0]
+    assert re.search(rb"(?m)^3 texts in .* seeds 2 to 4$", result.stderr) and b"\nseed " not in result.stderr, result.stderr
     assert out.read_bytes().splitlines() == [failed, b"null", *lines[2:]]
 
 
@@ -288,37 +287,18 @@ def test_an_error_that_comes_again(tiny, tmp_path):
     """FILE has it: it is not said again, and is no error of this run."""
     path, out = write_list(tmp_path / "list", [b'"Hello"', b'{"id":1}', b'"Who are you?"']), tmp_path / "out"
     whole = qwen3(tiny, "-L", path, *GREEDY, "-q")
-    for args in GREEDY, ():
-        out.write_bytes(b"".join(whole.stdout.splitlines(True)[:2]))
-        result = qwen3(tiny, "-L", path, "-w", out, *args)
-        assert result.returncode == 0 and b"line 2:" not in result.stderr, result
-        assert out.read_bytes().splitlines()[:2] == whole.stdout.splitlines()[:2] and out.read_bytes().count(b"\n") == 3
+    out.write_bytes(b"".join(whole.stdout.splitlines(True)[:2]))
+    result = qwen3(tiny, "-L", path, "-w", out, *GREEDY)
+    assert result.returncode == 0 and b"line 2:" not in result.stderr, result
+    assert out.read_bytes() == whole.stdout
     out.write_bytes(b'"Hello! How can I help you?"\n{"id":2,"answer":null,"error":"x"}\n')
     assert_error(qwen3(tiny, "-L", path, "-w", out, "-q"), 1, out)
 
 
-def test_members_of_another_list(tiny, tmp_path):
-    """Without a seed an answer can't be compared, but an object's members can."""
-    rows = [b'{"id":%d,"text":"Hello"}' % i for i in range(4)] + [b'"Hello"']
-    path, out = write_list(tmp_path / "list", rows), tmp_path / "out"
-    for last, good in [(b'{"id":1,"answer":"x","end":"stop"}', True), (b'{"id":1,"answer":null,"error":"x"}', True),
-                       (b'{"id":2,"answer":"x","end":"stop"}', False), (b'{"id":1,"x":2,"answer":"x"}', False),
-                       (b'"x"', False), (b'{"answer":"x","end":"stop"}', False)]:
-        there = b'{"id":0,"answer":"a","end":"stop"}\n' + last + b'\n{"id"'
-        out.write_bytes(there)
-        result = qwen3(tiny, "-L", path, "-w", out, "-n", 3, "-q")
-        assert (result.returncode == 0) == good and (out.read_bytes() != there) == good, result
-        if good:
-            assert out.read_bytes().startswith(there[:-5]) and out.read_bytes().count(b"\n") == 5
-        else:
-            assert_error(result, 1, out)
-    out.write_bytes(b'{"id":0}\n' * 4 + b'{"id":4,"answer":"x"}\n')       # a string's answer is no object
-    assert_error(qwen3(tiny, "-L", path, "-w", out, "-n", 3, "-q"), 1, out)
-
-
 def test_more_lines_than_the_list(small, tmp_path):
     path, out = write_list(tmp_path / "list", [b"a", b"b"]), tmp_path / "out"
-    for data in b"1\n2\n3\n", b"1\n2\n3", b"1\n" * 5000:
+    whole = output(small, "-m", "tokenize", "-l", path)
+    for data in whole + b"3\n", whole + b"3", whole * 2500:
         out.write_bytes(data)
         assert_error(qwen3(small, "-m", "tokenize", "-l", path, "-w", out), 1, out, "more lines")
         assert out.read_bytes() == data
@@ -338,28 +318,15 @@ def test_bad_files(tiny, tmp_path):
     assert path.read_bytes() == b'"a"\n"b"\n'
 
 
-def test_no_file_without_a_model(tiny, tmp_path):
-    """A new FILE is there only once the model is loaded."""
-    path, out = write_list(tmp_path / "list", [b"a"]), tmp_path / "out"
-    broken = tmp_path / "broken.bin"
-    broken.write_bytes(tiny.read_bytes()[:5000])
-    for run in ("no such model.bin",), (broken,), (tiny, "-c", 10**6), (tiny, "-o", "\u00e9|e\u0301"):
-        assert_error(qwen3(*run, "-l", path, "-w", out), 1)
-        assert not out.exists()
-
-
 @pytest.mark.skipif(not shutil.which("flock"), reason="no flock")
 def test_a_list_that_is_locked(tiny, tmp_path):
-    """Three things have three messages: a list that somebody holds, the list as FILE, what is no list's output."""
+    """Two things have two messages: the list as FILE, what is no list's output. Who holds the list does not matter."""
     path, out = write_list(tmp_path / "list", [b"a"]), tmp_path / "out"
-    done = subprocess.run(["flock", path, QWEN3, tiny, "-l", path, "-w", out], capture_output=True, env=environment())
-    assert_error(done, 1, f"{path}: locked by another program")
-    assert not out.exists()
     assert_error(qwen3(tiny, "-l", path, "-w", path), 1, f"{path}: is the list")
     out.write_bytes(b"buy milk\n")
-    assert_error(qwen3(tiny, "-l", path, "-w", out), 1, f"{out}: does not end as this list's lines do")
+    assert_error(qwen3(tiny, "-l", path, "-w", out), 1, f"{out}: another run's")
     out.unlink()
-    done = subprocess.run(["flock", "-s", path, QWEN3, tiny, "-l", path, "-w", out, "-n", "3"], capture_output=True,
+    done = subprocess.run(["flock", path, QWEN3, tiny, "-l", path, "-w", out, "-n", "3"], capture_output=True,
                           env=environment())
     assert done.returncode == 0 and out.exists()            # several may read it
 
@@ -380,19 +347,17 @@ def test_two_runs_at_once(start, stopping, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("seed", [(), ("-s", "3"), GREEDY])
 def test_interrupted(start, tiny, tmp_path, seed):
-    """The notice says how the same command goes on: with the seed, where it was the clock's."""
+    """The same command goes on."""
     path, out = write_list(tmp_path / "list", [b"Tell me a story", b"Hello", b"Who are you?"] * 300), tmp_path / "out"
     child = start(tiny, "-l", path, "-w", out, "-n", "20", *seed)
     wait_until(lambda: out.exists() and out.stat().st_size > 2000)
     child.send_signal(signal.SIGINT)
     _, error = child.communicate(timeout=300)
     there = out.read_bytes()
-    said = re.search(rb"(?m)^qwen3: list: (\d+) lines are written; the same command(?: with (-s) (\d+))? goes on$", error)
+    said = re.search(rb"(?m)^qwen3: list: (\d+) lines are written; the same command goes on$", error)
     assert child.returncode == 130 and there.endswith(b"\n") and int(said[1]) == there.count(b"\n"), error
-    assert (said[2] is None) == bool(seed)
-    seed = seed or (said[2], said[3])
     assert qwen3(tiny, "-l", path, "-w", out, "-n", 20, *seed).returncode == 0
-    assert out.read_bytes() == output(tiny, "-l", path, "-n", 20, *seed)
+    assert out.read_bytes() == output(tiny, "-l", path, "-n", 20, *(seed or ("-s", 0)))
 
 
 def test_interrupted_before_the_last_line_is_known_again(start, stopping, tmp_path):  # noqa: F811

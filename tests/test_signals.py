@@ -136,11 +136,11 @@ def test_interrupt_while_a_pipe_has_no_writer(start, endless, tmp_path):
 
 
 def test_interrupt_while_tokenizing(start, endless, tmp_path):
-    """Also if the model's file asks for that mode."""
+    """Also if the model's file asks for that mode; a text to score may have any length, too."""
     mode = {b"mode": struct.pack("<I", 2)}
     model = change_sections(copy_model(endless, tmp_path), lambda sections: sections.update(mode))
     (tmp_path / "text").write_bytes(b"a b c " * 10_000_000)
-    for options in [], ["-m", "chat"], ["-m", "generate"]:
+    for options in [], ["-m", "perplexity"]:
         child = start(model, "-f", tmp_path / "text", *options)
         wait_until(lambda: catches(child.pid, signal.SIGINT))
         time.sleep(0.3)
