@@ -150,6 +150,7 @@ typedef struct {
     int no_topk_norm;       // 1: their shares add up to less than 1; HF norm_topk_prob = false
     int q_dim;              // n_heads * head_dim
     int kv_dim;             // n_kv_heads * head_dim
+    int cache_bits;         // of a number in the KV cache, 32 or 8 (option -C)
 } Config;
 
 // A quantized matrix: see Quantization and the matrix product.
@@ -426,6 +427,17 @@ static void norm_and_quantize(Model *m, const float *w) {
     quantize(s->h8, s->h, c->dim, c->group_size);
 }
 
+// x (n), k or v, becomes Q8(x) in groups of 16, times the scales: a KV cache of 8 bits holds this.
+// (Larger groups cost quality: k has a few large elements, which make their group coarse.)
+static void round_to_int8(float *x, int n) {
+    int8_t int8[16];
+    float scale;
+    for (; n > 0; n -= 16, x += 16) {
+        quantize((Q8){int8, &scale}, x, 16, 16);
+        for (int i = 0; i < 16; i++) x[i] = int8[i] * scale;
+    }
+}
+
 // x (head_dim), one head's q or k, becomes rope(rmsnorm(x)); without weights w, rope(x).
 static void norm_and_rope(const Config *c, float *x, const float *w, const float *cos,
                           const float *sin) {
@@ -453,6 +465,10 @@ static void qkv(Model *m, int l, int pos) {
     }
     for (int i = 0; i < c->n_kv_heads; i++) {
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
+    }
+    if (c->cache_bits == 8) {
+        round_to_int8(k, c->kv_dim);
+        round_to_int8(v, c->kv_dim);
     }
 }
 
@@ -2866,6 +2882,7 @@ typedef struct {  // of the command line. Not given: NULL, or -1 of a number wit
     int think;
     int n;                 // -1: no limit, -2: none but for an answer that repeats itself
     int context;
+    int cache_bits;
     int threads;
     int batch;
     float temperature;
@@ -3569,6 +3586,9 @@ static void load_model(App *app) {
     tokenizer_load(&e->tokenizer, file, c->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
     const int least = modes[e->mode].least, most = c->max_seq_len;
+    if (o->cache_bits == 8 && c->head_dim % 16)
+        die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, path);
+    e->model.config.cache_bits = o->cache_bits;
     const double room = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
     const int fitting = min_int((int)fmax(fmin(room, INT_MAX) / 1024, 4) * 1024, most);
     const int context = o->context < 0 ? fitting : o->context == 0 ? most : o->context;
@@ -4234,6 +4254,8 @@ static const char usage[] =  // after the line of --version
     "  -n INT     at most so many new tokens per answer, -1: no limit [until it repeats itself]\n"
     "  -c INT     context in tokens, 0 is the model's [what a quarter of the memory\n"
     "             holds, at least 4096, at most the model's; perplexity 4096]\n"
+    "  -C 32|8    bits of a number in the cache of the context: with 8 a long text takes\n"
+    "             a third of the memory, and is answered faster [32]\n"
     "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q         nothing on stderr but errors\n"
@@ -4280,6 +4302,8 @@ static const Option options[] = {  // those with a value
     {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL,
      " n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens "},
     {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, " ctx-size num-ctx context max-model-len "},
+    {'C', INTEGER, PLACE(cache_bits), 8, 32, "8 or 32",
+     " cache-type-k cache-type-v ctk ctv kv-cache-dtype cache-bits kv-bits "},
     {'b', INTEGER, PLACE(batch), 1, 512, NULL, " batch-size "},
     {'j', INTEGER, PLACE(threads), 1, 1024, NULL, " threads "},
 };
@@ -4397,7 +4421,7 @@ static void split_answers(Options *o) {
 
 static Options parse_options(int argc, char **argv) {
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -2,
-                 .repetition = -1, .context = -1, .batch = 512, .threads = -1,
+                 .repetition = -1, .context = -1, .cache_bits = 32, .batch = 512, .threads = -1,
                  .seed = (uint64_t)(now() * 1e6) % 1000000};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
@@ -4420,6 +4444,8 @@ static Options parse_options(int argc, char **argv) {
     for (const char *p = "qv lL lf Lf lv Lv ox "; *p; p += 3)  // pairs that exclude each other
         if (o.given[(uint8_t)p[0]] && o.given[(uint8_t)p[1]])
             die_usage("-%c, -%c: both given, expected one of them", p[0], p[1]);
+    if (o.cache_bits != 8 && o.cache_bits != 32)
+        die_usage("-C: bad value, expected 8 or 32, found \"%d\"", o.cache_bits);
     if (o.out && (!is_list(&o) || !strcmp(o.out, "-")))
         die_usage("-w: expected a file's name, and -l or -L");
     if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
@@ -4485,12 +4511,13 @@ int main(int argc, char **argv) {
 // ------------------------------------------------------------------------------------------------
 // SIMD primitives: a port to another instruction set is one more block here. A vector is LANES
 // floats or int32s, LANES is 4, 8 or 16. (It is an extension of GCC and clang: + - * and so on work
-// lane by lane.) Each block has four functions, which tests/test.c compares with their definition:
+// lane by lane.) Each block has five functions, which tests/test.c compares with their definition:
 //
 //   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
 //   mul_add_v(a, b, c)   a * b + c in each lane, rounded once if FUSED is 1, else twice
 //   pick_levels(t, n)    byte n % 16 of t, which repeats the same 16 bytes, for each byte of n
 //   load_halves(p)       LANES floats of 16 bits from p on
+//   load_bytes(p)        LANES int8 from p on, as floats
 //
 // Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
 // instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
@@ -4519,6 +4546,9 @@ INLINE VecI pick_levels(VecI table, VecI n) {
 INLINE VecF load_halves(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+INLINE VecF load_bytes(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #ifdef __AVXVNNI__
@@ -4546,6 +4576,9 @@ INLINE VecI pick_levels(VecI table, VecI n) {
 INLINE VecF load_halves(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
+INLINE VecF load_bytes(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 #define SIMD "NEON dotprod"
@@ -4562,6 +4595,10 @@ INLINE VecI pick_levels(VecI table, VecI n) {
 }
 INLINE VecF load_halves(const uint16_t *p) {
     return (VecF)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+INLINE VecF load_bytes(const int8_t *p) {
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(load_i32(p))));
+    return (VecF)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
 }
 #else
 #define SIMD "plain C"
@@ -4582,6 +4619,7 @@ INLINE VecI pick_levels(VecI table, VecI n) {
 INLINE VecF load_halves(const uint16_t *p) {
     return (VecF){half_float(p[0]), half_float(p[1]), half_float(p[2]), half_float(p[3])};
 }
+INLINE VecF load_bytes(const int8_t *p) { return (VecF){p[0], p[1], p[2], p[3]}; }
 #endif
 
 enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
@@ -4681,14 +4719,20 @@ static float *floats(size_t count) { return activations(count, sizeof(float)); }
 // a tile of attention reads keys from front to back, its values as one unbroken part of each block.
 enum { BLOCK = LANES };
 
+typedef struct {  // with 8 bits: 16 of these vectors, in which each position has one group
+    int8_t int8[16 * LANES];
+    float scale[BLOCK];
+} Packed;
+
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
 // Where in the cache the keys of a pair (layer, kv head) in a block begin. The number of pairs is
 // made odd: with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
 static size_t block_at(const Config *c, size_t block, size_t pair) {
-    const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1;
-    return (block * pairs + pair) * BLOCK * (c->head_dim + value_dim(c));
+    const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1, n = c->head_dim + value_dim(c);
+    const size_t size = c->cache_bits == 8 ? n / 16 * sizeof(Packed) / sizeof(float) : n * BLOCK;
+    return (block * pairs + pair) * size;
 }
 
 static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
@@ -4712,14 +4756,37 @@ static float *cache_block(KvHead kv, int pos) {
     return kv.p->cache + block_at(c, kv.blocks[pos / BLOCK], pair);
 }
 
-// Where element j of the key, or of the value, of a position is
-static float *key_in(KvHead kv, int pos, int j) {
-    return cache_block(kv, pos) + j * BLOCK + pos % BLOCK;
+// Which number of its block is element j of the key, or of the value, of a position
+static int number_in(const Config *c, int pos, int j, bool value) {
+    const int vector = c->head_dim + j / LANES * BLOCK + pos % BLOCK;
+    return value ? vector * LANES + j % LANES : j * BLOCK + pos % BLOCK;
 }
 
-static float *value_in(KvHead kv, int pos, int j) {
-    const int vector = kv.p->m->config.head_dim + j / LANES * BLOCK + pos % BLOCK;
-    return cache_block(kv, pos) + vector * LANES + j % LANES;
+// Stores x (head_dim), the key, or the value, of a position.
+static void cache_store(KvHead kv, int pos, const float *x, bool value) {
+    const Config *c = &kv.p->m->config;
+    float *block = cache_block(kv, pos);
+    for (int j = 0; j < c->head_dim && c->cache_bits != 8; j++)
+        block[number_in(c, pos, j, value)] = x[j];
+    for (int j = 0; j < c->head_dim && c->cache_bits == 8; j += 16) {
+        Packed *packed = (Packed *)block + number_in(c, pos, j, value) / (16 * LANES);
+        int8_t int8[16];
+        quantize((Q8){int8, &packed->scale[pos % BLOCK]}, x + j, 16, 16);
+        for (int i = 0; i < 16; i++)
+            packed->int8[number_in(c, pos, j + i, value) % (16 * LANES)] = int8[i];
+    }
+}
+
+// Vector i of a block: where its keys are, or its values
+INLINE VecF cache_load(const float *block, size_t i, const bool value, const bool packed) {
+    const Packed *p = (const Packed *)block + i / 16;
+    if (!packed) return ((const VecF *)block)[i];
+    const VecF scale = value ? splat_f(p->scale[i % BLOCK]) : (VecF)load_vector(p->scale);
+    return load_bytes(p->int8 + i % 16 * LANES) * scale;
+}
+
+INLINE void cache_prefetch(const float *block, size_t i, const bool packed) {
+    __builtin_prefetch((const char *)block + i * (packed ? sizeof(Packed) / 16 : sizeof(VecF)));
 }
 
 static void cache_copy(const Pass *p, int to, int from) {
@@ -4885,7 +4952,7 @@ typedef struct Batch {
     int n;             // rows that run
     float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
     int8_t *unit;      // (UNIT, cols), and their scales: see unpack_unit
-    float *attention;  // score, q and sum of an AttentionTask
+    float *attention;  // score, q, sum and unpacked of an AttentionTask
 } Batch;
 
 static KvHead kv_head_of(const Batch *b, int t, int kv_head) {  // of row t
@@ -5116,6 +5183,9 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
 // come to L2 once. A tile has ATT_QUERIES of them (2 when decoding) and two vectors, of positions
 // for the scores, of columns for the values. Its sums stay in registers.
+//
+// With a cache of 8 bits, a task of one tile (decoding waits for memory) reads packed blocks. For
+// more tiles (prompts are bound by arithmetic) each span is first unpacked.
 enum { ATT_TASK = 96 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0 && (int)BLOCK == LANES, "whole tiles");
@@ -5124,11 +5194,13 @@ typedef struct {
     float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms
     float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
     float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
+    float *unpacked;         // (SPAN, head_dim + value_dim)  room for the span as floats, or NULL
     const Config *c;
     KvHead kv;               // whose keys and values they all see
     int n;                   // queries, rounded up to whole tiles: the last one is repeated
     int start;               // the span: positions start .. end - 1, start a multiple of SPAN
     int end;
+    const float *block[SPAN / BLOCK];  // those of the span
     float *out[ATT_TASK];    // (head_dim)                each query's place in Batch.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
     float largest[ATT_TASK]; // the largest score so far
@@ -5137,25 +5209,44 @@ typedef struct {
 } AttentionTask;
 
 // The block of position pos: keys (head_dim vectors), then values. After the span, its last block.
-INLINE const VecF *block_of(const AttentionTask *task, int pos) {
-    return (VecF *)cache_block(task->kv, min_int(pos, task->end - 1));
+INLINE const float *block_of(const AttentionTask *task, int pos) {
+    return task->block[(min_int(pos, task->end - 1) - task->start) / BLOCK];
+}
+
+// Finds the span's blocks, and unpacks them if there is room for it.
+static void find_blocks(AttentionTask *task) {
+    const int keys = task->c->head_dim, vectors = keys + value_dim(task->c);
+    VecF *out = (VecF *)task->unpacked;
+    for (int i = 0, pos = task->start; pos < task->end; i++, pos += BLOCK)
+        task->block[i] = cache_block(task->kv, pos);
+    for (int i = 0, pos = task->start; out && pos < task->end; i++, pos += BLOCK, out += vectors) {
+        const float *block = task->block[i], *later = block_of(task, pos + 2 * BLOCK);
+        for (int j = 0; j < vectors; j++) {
+            cache_prefetch(later, j, true);
+            out[j] = cache_load(block, j, j >= keys, true);
+        }
+        task->block[i] = (float *)out;
+    }
 }
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
 // pos on; what comes after the span's end is overwritten later. The CPU can't foresee where the
 // next two blocks are, so the first tile prefetches them for all.
-INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries) {
+INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries,
+                       const bool packed) {
     const int head_dim = task->c->head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
-    const VecF *keys[4];
+    const float *keys[4];
     UNROLL for (int i = 0; i < 4; i++) keys[i] = block_of(task, pos + i * LANES);
     for (int j = 0; j < head_dim; j++, q += ATT_TASK) {
-        for (int v = 2; v < 4 && r == 0; v++) __builtin_prefetch(keys[v] + j);
+        VecF key[2];
+        for (int v = 2; v < 4 && r == 0; v++) cache_prefetch(keys[v], j, packed);
+        UNROLL for (int v = 0; v < 2; v++) key[v] = cache_load(keys[v], j, false, packed);
         UNROLL for (int i = 0; i < queries; i++) {
             UNROLL for (int v = 0; v < 2; v++) {
-                sum[i][v] = mul_add_v(keys[v][j], splat_f(q[i]), sum[i][v]);
+                sum[i][v] = mul_add_v(key[v], splat_f(q[i]), sum[i][v]);
             }
         }
     }
@@ -5168,22 +5259,27 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 // vectors of columns from vector j on. The tile stops where its first query does: this query's term
 // of a later position is 0, but 0 times infinity or NaN is NaN. Each query sums the rest of its
 // positions, fewer than the tile has queries, alone. The prefetch is of the block after the next.
-INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries) {
-    const int vectors = value_dim(task->c) / LANES, first = task->c->head_dim + j * LANES;
+INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
+                       const bool packed) {
+    const size_t first = task->c->head_dim + j * LANES, vectors = value_dim(task->c) / LANES;
     const int common = max_int(min_int(task->end, task->len[r]), task->start);
     const float *term = task->score + r * SCORE_STRIDE;
     VecF *all = (VecF *)task->sum + r * vectors + j;
     VecF sum[ATT_QUERIES][2] = {0}, copy[ATT_QUERIES][2];
-    const VecF *values = block_of(task, task->start) + first, *later;
-    const VecF *next = block_of(task, task->start + LANES) + first;
-    for (int pos = task->start; pos < common; pos += LANES, values = next, next = later) {
-        later = block_of(task, pos + 2 * LANES) + first;
+    const float *block = block_of(task, task->start), *later;
+    const float *next = block_of(task, task->start + LANES);
+    for (int pos = task->start; pos < common; pos += LANES, block = next, next = later) {
+        later = block_of(task, pos + 2 * LANES);
         for (int k = 0; k < min_int(LANES, common - pos); k++, term++) {
-            for (int v = 0; v < 2 && r == 0; v++) __builtin_prefetch(later + v * LANES + k);
+            VecF value[2];
+            UNROLL for (int v = 0; v < 2; v++) {
+                if (r == 0) cache_prefetch(later, first + v * LANES + k, packed);
+                value[v] = cache_load(block, first + v * LANES + k, true, packed);
+            }
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
                 UNROLL for (int v = 0; v < 2; v++) {
-                    sum[i][v] = mul_add_v(values[v * LANES + k], weight, sum[i][v]);
+                    sum[i][v] = mul_add_v(value[v], weight, sum[i][v]);
                 }
             }
         }
@@ -5197,10 +5293,11 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
         const int end = min_int(task->end, task->len[r + i]);
         VecF own[2] = {copy[i][0], copy[i][1]};
         for (int pos = common; pos < end; pos++) {
-            const VecF *values = block_of(task, pos) + first + pos % LANES;
+            const float *block = block_of(task, pos);
             const VecF weight = splat_f(term[pos - common]);
             UNROLL for (int v = 0; v < 2; v++) {
-                own[v] = mul_add_v(values[v * LANES], weight, own[v]);
+                const size_t i = first + v * LANES + pos % LANES;
+                own[v] = mul_add_v(cache_load(block, i, true, packed), weight, own[v]);
             }
         }
         UNROLL for (int v = 0; v < 2; v++) all[v] = mul_add_v(all[v], keep, own[v]);
@@ -5223,16 +5320,16 @@ static void span_softmax(AttentionTask *task) {
     }
 }
 
-// `queries` is a constant. A tile that sees nothing of the positions is left out.
-INLINE void attend_span(AttentionTask *task, const int queries) {
+// `queries` and `packed` are constants. A tile that sees nothing of the positions is left out.
+INLINE void attend_span(AttentionTask *task, const int queries, const bool packed) {
     for (int pos = task->start; pos < task->end; pos += 2 * LANES) {
         for (int r = 0; r < task->n; r += queries) {
-            if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries);
+            if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries, packed);
         }
     }
     span_softmax(task);
     for (int j = 0; j < value_dim(task->c) / LANES; j += 2) {
-        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries);
+        for (int r = 0; r < task->n; r += queries) value_tile(task, r, j, queries, packed);
     }
 }
 
@@ -5244,6 +5341,8 @@ static void attend_task(const Batch *b, int kv_head, int first, int count) {
     AttentionTask task = {.score = score, .q = q, .sum = q + ATT_TASK * c->head_dim,
                           .c = c, .kv = kv_head_of(b, first / per_kv, kv_head),
                           .n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES)};
+    const bool few = task.n < ATT_QUERIES, packed = c->cache_bits == 8 && count <= ATT_QUERIES;
+    if (c->cache_bits == 8 && !packed) task.unpacked = task.sum + ATT_TASK * columns;
     for (int r = 0; r < task.n; r++) {
         const int query = first + min_int(r, count - 1), t = query / per_kv;
         const int head = kv_head * per_kv + query % per_kv;
@@ -5257,8 +5356,11 @@ static void attend_task(const Batch *b, int kv_head, int first, int count) {
     while (task.end < task.len[task.n - 1]) {
         task.start = task.end;
         task.end = min_int(task.start + SPAN, task.len[task.n - 1]);
-        if (task.n < ATT_QUERIES) attend_span(&task, 2);
-        else attend_span(&task, ATT_QUERIES);
+        find_blocks(&task);
+        if (packed && few) attend_span(&task, 2, true);
+        else if (packed) attend_span(&task, ATT_QUERIES, true);
+        else if (few) attend_span(&task, 2, false);
+        else attend_span(&task, ATT_QUERIES, false);
     }
     for (int r = 0; r < count; r++) {
         const float *sum = task.sum + r * columns, inverse = 1 / task.total[r];
@@ -5316,8 +5418,7 @@ static void run_head(const Batch *b, int i) {
         const float *cos = b->p->cos + t * half, *sin = b->p->sin + t * half;
         if (bias) add(out, bias + head * head_dim, head_dim);
         if (!v) norm_and_rope(c, out, k ? b->w->k_norm : b->w->q_norm, cos, sin);
-        for (int j = 0; k && j < head_dim; j++) *key_in(kv, pos, j) = out[j];
-        for (int j = 0; v && j < head_dim; j++) *value_in(kv, pos, j) = out[j];
+        if (k || v) cache_store(kv, pos, out, v);
     }
 }
 
@@ -5564,7 +5665,9 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
         *own = b;
         own->scratch = floats(n * max_int(c->head_dim, 2 * group));
         own->unit = activations(UNIT, widest + widest / group * sizeof(float));
-        own->attention = floats(ATT_TASK * (SCORE_STRIDE + c->head_dim + value_dim(c)));
+        const size_t span = c->cache_bits == 8 ? SPAN : 0;
+        own->attention = floats(ATT_TASK * SCORE_STRIDE
+                                + (ATT_TASK + span) * (c->head_dim + value_dim(c)));
     }
     return p;
 }

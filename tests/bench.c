@@ -596,6 +596,7 @@ int main(int argc, char **argv) {
     start_threads(cores);
     const int batch = parse_options(2, (char *[]){"", "MODEL"}).batch;
     m.state.context = min_int(plan->longest + 1, g->max_seq_len);
+    m.config.cache_bits = getenv("CACHE") ? atoi(getenv("CACHE")) : 32;
     pass = pass_init(&m, batch, PLACES, 1);
     make_tokenizer();
     text = whole_cache(pass);

@@ -244,6 +244,8 @@ static void test_primitives(void) {
         CHECK(memcmp(&a, &b, sizeof(a)) == 0);
         a = pick_levels(level_table(x), wv), b = pick_levels_plain(level_table(x), wv);
         CHECK(memcmp(&a, &b, sizeof(a)) == 0);
+        const VecF floats = load_bytes(w + trial % (3 * LANES));
+        for (int i = 0; i < LANES; i++) CHECK(floats[i] == w[i + trial % (3 * LANES)]);
     }
     for (int trial = 0; trial < 2000; trial++) {  // in about half of the trials, rounding twice gives other bits
         VecF a, b, c;
@@ -397,17 +399,35 @@ static Batch *start_layer(Pass *p, int l, int n) {
     return batch_at_layer(p);
 }
 
+// Element j of the key, or of the value, of a position, as the tiles of attention read it
+static float number_of(KvHead kv, int pos, int j, bool value) {
+    const Config *c = &kv.p->m->config;
+    const int at = number_in(c, pos, j, value);
+    const VecF vector = cache_load(cache_block(kv, pos), at / LANES, value, c->cache_bits == 8);
+    return ((const float *)&vector)[at % LANES];
+}
+
+static void put(const Batch *b, int t, int kv_head, const float *x, float *plain, bool value) {
+    const KvHead kv = kv_head_of(b, t, kv_head);
+    const int pos = b->p->rows[t].pos, head_dim = b->c->head_dim;
+    memcpy(plain, x, head_dim * sizeof(float));
+    if (b->c->cache_bits == 8) round_to_int8(plain, head_dim);
+    cache_store(kv, pos, x, value);
+    for (int j = 0; j < head_dim; j++) {
+        const float found = number_of(kv, pos, j, value);
+        CHECK(memcmp(&found, plain + j, sizeof(float)) == 0 || (isnan(found) && isnan(plain[j])));
+    }
+}
+
 // Store a key or a value (head_dim) of row t in layer b->l, and where Part I has it.
 static void put_key(const Batch *b, int t, int kv_head, const float *k) {
     const int pos = b->p->rows[t].pos;
-    float *plain = in_cache(b->p->m, b->p->m->state.keys, b->l, pos, kv_head);
-    for (int j = 0; j < b->c->head_dim; j++) *key_in(kv_head_of(b, t, kv_head), pos, j) = plain[j] = k[j];
+    put(b, t, kv_head, k, in_cache(b->p->m, b->p->m->state.keys, b->l, pos, kv_head), false);
 }
 
 static void put_value(const Batch *b, int t, int kv_head, const float *v) {
     const int pos = b->p->rows[t].pos;
-    float *plain = in_cache(b->p->m, b->p->m->state.values, b->l, pos, kv_head);
-    for (int j = 0; j < b->c->head_dim; j++) *value_in(kv_head_of(b, t, kv_head), pos, j) = plain[j] = v[j];
+    put(b, t, kv_head, v, in_cache(b->p->m, b->p->m->state.values, b->l, pos, kv_head), true);
 }
 
 // Random keys and values (head_dim) of layer b->l at the first n positions
@@ -420,10 +440,6 @@ static void fill_cache(const Batch *b, const int *blocks, int n) {
             float *x = random_floats(2 * c->head_dim);
             put_key(b, 0, h, x);
             put_value(b, 0, h, x + c->head_dim);
-            for (int j = 0; j < c->head_dim; j++) {
-                CHECK(*key_in(kv_head_of(b, 0, h), pos, j) == x[j]);
-                CHECK(*value_in(kv_head_of(b, 0, h), pos, j) == x[c->head_dim + j]);
-            }
         }
     }
 }
@@ -465,9 +481,10 @@ static void check_attention(Model *m, Batch *b) {
 
 // Batches of 1 to 40 tokens, at the beginning, anywhere, at the end and across spans
 static void test_attention(void) {
-    static const int head_dims[] = {24, 64, 88, WIDEST};  // also an odd number of vectors
-    for (int i = 0; i < 4; i++) {
+    static const int head_dims[] = {24, 64, 88, 16, 64, 48, WIDEST, 80};  // also an odd number of vectors
+    for (int i = 0; i < 8; i++) {
         Model m = random_model(32, head_dims[i], QWEN3);
+        m.config.cache_bits = i % 2 ? 8 : 32;
         Pass *p = random_pass(&m, 40);
         Batch *b = start_layer(p, 1, 0);
         const int *blocks = scattered(p);
@@ -486,8 +503,10 @@ static void test_attention(void) {
 
 // Scores of -infinity count as 0, even if they are all those of a span; one NaN makes a row NaN.
 static void test_attention_not_finite(void) {
-    for (int round = 0; round < 2; round++) {
+    for (int i = 0; i < 4; i++) {
+        const int round = i / 2;
         Model m = random_model(64, 32, QWEN3);
+        m.config.cache_bits = i % 2 ? 8 : 32;
         State *s = &m.state;
         Pass *p = random_pass(&m, 40);
         Batch *b = start_layer(p, 0, 1);
@@ -495,11 +514,11 @@ static void test_attention_not_finite(void) {
         const int *blocks = scattered(p);
         fill_cache(b, blocks, POSITIONS);
         for (int j = 0; j < 32; j++) huge[j] = -3e38f, nan[j] = NAN;
-        for (int i = 0; i < SPAN; i++) p->rows[0].pos = i + round * SPAN, put_key(b, 0, 0, huge);
+        for (int pos = 0; pos < SPAN; pos++) p->rows[0].pos = pos + round * SPAN, put_key(b, 0, 0, huge);
         p->rows[0].pos = round * SPAN + 10;
         put_key(b, 0, 1, nan);
         p->rows[0].pos = POSITIONS - 1;
-        for (int i = 0; i < m.config.q_dim; i++) b->q[i] = s->q[i] = 5;
+        for (int j = 0; j < m.config.q_dim; j++) b->q[j] = s->q[j] = 5;
         on_all_threads(attend_job, b->p);
         for (int h = 0; h < 4; h++) {
             const float found = b->a[h * 32];
@@ -516,6 +535,7 @@ static void test_attention_reads_nothing_later(void) {
     for (int trial = 0; trial < 100; trial++) {
         static float finite[40 * 4 * WIDEST];
         Model m = random_model(32, trial % 2 ? 40 : 64, QWEN3);
+        m.config.cache_bits = trial % 4 == 0 ? 8 : 32;
         Pass *p = random_pass(&m, 40);
         const int *blocks = scattered(p);
         const int n = 1 + below(40), start = trial % 3 ? below(300) : SPAN - below(n);
@@ -572,11 +592,13 @@ static void test_batches(void) {
     for (int i = 0; i < 60; i++) tokens[i] = below(77);
     for (int head_dim = 32; head_dim <= 96; head_dim += 16) {  // 48, 80: no whole vectors
         const Kind kind = head_dim == 64 ? QWEN2 : head_dim == 80 ? EXPERTS : QWEN3;
+        const int bits = head_dim % 32 ? 8 : 32;
         uint64_t same = rng;
         float *expected = NULL;
         for (int batch = 1; batch <= 60; batch += batch < 3 ? 1 : 19) {
             rng = same;
             Model m = random_model(64, head_dim, kind);
+            m.config.cache_bits = bits;
             float *logits = random_floats(60 * 77);
             Pass *p = random_pass(&m, 60);
             const int *blocks = scattered(p);
@@ -594,9 +616,11 @@ static void test_batches(void) {
 
 // Layers of all kinds of models, bit for bit as forward() defines them; the cache, too; then the logits
 static void test_layers(void) {
-    for (int kind = QWEN3; kind <= EXPERTS; kind++) {
+    for (int i = 0; i < 2 * (EXPERTS + 1); i++) {
         for (int n = 1; n <= 40; n += 13) {
+            const Kind kind = i / 2;
             Model m = random_model(32, kind == QWEN2 ? 48 : 64, kind);
+            m.config.cache_bits = i % 2 ? 8 : 32;
             Pass *p = random_pass(&m, 40);
             const Config *c = &m.config;
             const int *blocks = scattered(p);
@@ -617,8 +641,8 @@ static void test_layers(void) {
                 const int l = i / (300 * c->kv_dim), pos = i / c->kv_dim % 300, h = i / c->head_dim % c->n_kv_heads;
                 const KvHead kv = {p, blocks, l, h};
                 const int j = i % c->head_dim;
-                CHECK(*key_in(kv, pos, j) == in_cache(&m, m.state.keys, l, pos, h)[j], "layer %d, position %d", l, pos);
-                CHECK(*value_in(kv, pos, j) == in_cache(&m, m.state.values, l, pos, h)[j], "layer %d, position %d", l, pos);
+                CHECK(number_of(kv, pos, j, false) == in_cache(&m, m.state.keys, l, pos, h)[j], "layer %d, position %d", l, pos);
+                CHECK(number_of(kv, pos, j, true) == in_cache(&m, m.state.values, l, pos, h)[j], "layer %d, position %d", l, pos);
             }
         }
     }

@@ -50,6 +50,7 @@ def each(values):
 
 
 BAD_VALUES = {
+    "-C": ["7", "9", "16", "33", "", "8x", "q8_0"],
     "-m": ["train", "", "chatx"], "-r": ["1.5", "yes", "", "-1"],
     "-t": ["-0.1", "warm", "nan", "inf", "", "1x"], "-p": ["0", "1.01", "-1", "nan", "x", ""],
     "-k": ["-1", "1.5", "x", "", HUGE], "-a": ["-0.1", "2.1", "nan", "x", ""],
@@ -68,7 +69,7 @@ def test_bad_value(option, value):
 @pytest.mark.parametrize("option, value", each({
     "-s": ["-9223372036854775808", "18446744073709551615", "0"], "-p": ["1", "1e-3"],
     "-k": ["0", "2147483647"], "-a": ["2", "0"], "-t": ["0", "1e3", "1e-30", "1e-50"],
-    "-b": ["512", "1"], "-c": ["0", "512"], "-r": ["1"], "-j": ["1", "5"], "-n": ["1"],
+    "-b": ["512", "1"], "-c": ["0", "512"], "-C": ["8", "32"], "-r": ["1"], "-j": ["1", "5"], "-n": ["1"],
     "-e": ["1", "0.01", "100"], "-x": ["a", "\n"]}))
 def test_good_value(small, option, value):
     length = () if option == "-n" else ("-n", 3)
@@ -77,7 +78,7 @@ def test_good_value(small, option, value):
 
 ONCE = [
     "-i a", "-f -", "-l -", "-L -", "-w a", "-o a|b", "-m chat", "-y a", "-r 0", "-t 0", "-p 1", "-k 1", "-a 1", "-e 1",
-    "-x a", "-s 1", "-n 1", "-c 0", "-b 1", "-j 1", "-q", "-v"]
+    "-x a", "-s 1", "-n 1", "-c 0", "-C 8", "-b 1", "-j 1", "-q", "-v"]
 
 
 @pytest.mark.parametrize("args", ONCE)
@@ -119,7 +120,7 @@ def test_no_option_is_forgotten(tiny):
 
 OTHERS = {  # other programs' options, and what is here
     "-t": "--temp --temperature --temp=1 -temp", "-p": "--top-p --top_p", "-k": "--top-k --top_k=3",
-    "-s": "--seed", "-i": "--prompt", "-j": "--threads", "-c": "--ctx-size --num_ctx",
+    "-s": "--seed", "-i": "--prompt", "-j": "--threads", "-c": "--ctx-size --num_ctx", "-C": "--cache-type-k --kv_cache_dtype=fp8",
     "-n": "--n-predict --max-tokens --max_tokens", "-y": "--system -sys", "-e": "--repeat_penalty",
     "-x": "--stop", "-r 1": "--think --enable_thinking", "-r 0": "--no-think", "-v": "--verbose",
     "-q": "--quiet", "-o 'TEXT|TEXT'": "--grammar --json-schema --format",

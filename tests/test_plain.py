@@ -26,6 +26,7 @@ RUNS = [
     (["-l", "-", "-m", "embed"], LIST),
     (["-l", "-", "-o", "yes|no|not at all"], LIST),
 ]
+RUNS += [(["-C", "8", *args], stdin) for args, stdin in RUNS]
 
 
 def said(program, model, args, stdin):
@@ -143,7 +144,7 @@ def hurt(plain, test, model, seed, lines):
     for options in (["-m", "generate", "-o", answers, "-n", "0"], ["-m", "generate", "-t", "0"], ["-o", answers],
                     ["-o", answers, "-r", "3", "-n", "20"], ["-m", "generate", "-n", "25", "-x", "e"], ["-n", "9", "-e", "1.1"],
                     ["-m", "perplexity", "-c", "40"], ["-m", "perplexity"], ["-m", "embed"]):
-        args = [model, "-l", "-", "-s", "3", *([] if "-c" in options else ["-c", "300"]), *options]
+        args = [model, "-l", "-", "-s", "3", "-C", rng.choice(["8", "32"]), *([] if "-c" in options else ["-c", "300"]), *options]
         wanted = subprocess.run([plain, *args], input=data, capture_output=True, env=environment(), timeout=900)
         for _ in range(2):
             how = ["-b", str(rng.choice([1, 3, 4, 5, 16, 512])), "-j", str(rng.choice([1, 2, 3]))]
