@@ -52,7 +52,7 @@ import os
 import signal
 import sys
 
-VERSION = "5.0"  # qwen3.c's, too
+VERSION = "6.0"  # qwen3.c's, too
 if os.name == "nt":
     sys.exit("export.py: Windows: not supported, expected Linux, macOS or WSL, found Windows")
 
