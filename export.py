@@ -37,9 +37,7 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
                        than the model was trained on; short texts get slightly worse
     --chat-template FILE  takes FILE's chat template (Jinja), not SOURCE's
     --check            compares OUT.bin and its tokenizer file with what an export would write, and
-                       prints each tensor's quantization error to stdout. Exit status 1: they differ
-    --plot FILE.png    --check, and a plot of the errors (needs matplotlib)
-    --traceback        an error also shows where in export.py it arose
+                       says the largest quantization error. Exit status 1: they differ
     --version          prints the version
 
 The two files appear when both are complete. What qwen3.c can't run is refused with the reason.
@@ -76,7 +74,6 @@ import argparse
 import errno
 import fcntl
 import importlib.metadata
-import importlib.util
 import inspect
 import itertools
 import json
@@ -1877,15 +1874,11 @@ def write_at(file: BinaryIO, data: bytes | np.ndarray, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-# ---- --check and --plot: OUT.bin compared with SOURCE --------------------------------------------
+# ---- --check: OUT.bin compared with SOURCE -------------------------------------------------------
 
 def check(options: argparse.Namespace) -> None:
-    """Compares OUT.bin and its tokenizer file with the source; a table of the errors on stdout."""
+    """Compares OUT.bin and its tokenizer file with the source."""
     name, out = options.source, options.out
-    if options.plot:
-        check_target(options.plot)
-        if not importlib.util.find_spec("matplotlib"):
-            refuse("--plot", "needs matplotlib", "`uv run --with matplotlib export.py ...`")
     source = read_source(find_source(name), options.chat_template)
     eight, four = (Path(source.name + suffix) for suffix in SUFFIXES.values())
     Notices.subject = out = out or (four if four.exists() and not eight.exists() else eight)
@@ -1899,28 +1892,21 @@ def check(options: argparse.Namespace) -> None:
             refuse(out, "truncated", f"a header of {HEADER.size} bytes", len(found))
         old = Header._make(HEADER.unpack(found))
         for field, *good in (("group_size", *GROUP_SIZES), ("rope_scaling", 0, 2),
-                             ("layer_bits", 0, 4), ("panels", 0, 1)):
+                             ("layer_bits", 0, 4), ("panels", 1)):
             require(out, f"{field} (export it again)", getattr(old, field), *good)
         header, computed = read_header(source, old.layer_bits or 8, old.group_size, options.yarn)
-        if not old.panels:  # an older program's, which knew no eight_bits
-            header = header._replace(panels=0, eight_bits=0)
         parts = make_tokenizer(source, header.vocab_size)
         outputs = match_tensors(source, lay_out(header), source.open_tensors() | computed)
         check_bytes(out, "the header (the --yarn of the export?)", HEADER.pack(*header), found)
         size = len(join_tokenizer(*parts))
         found = read_file(path := Path(f"{out}.tokenizer"), most=2 * size)
         tokenizer = join_tokenizer(*parts, found[size + 8:])  # any origin, after tag and length
-        if not old.panels:  # an older program's, which had other sections
-            tokenizer, found = parts[0], found[:len(parts[0])]
         check_bytes(path, "the file (the --chat-template of the export?)", tokenizer, found)
         if (actual := out.stat().st_size) != outputs[-1].end:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
-        errors = check_tensors(out, file, header, outputs)
-    if options.plot:
-        plot(options.plot, escape(f"{out.name} against {Path(name).name}"), errors)
-    worst = max(errors, key=errors.__getitem__)
+        error, worst = check_tensors(out, file, header, outputs)
     say(f"{out} matches {name}: header, tokenizer and {len(outputs)} tensors; "
-        f"rms error at most {errors[worst]:.2g} %, in {worst}")
+        f"rms error at most {error:.2g} %, in {worst}")
 
 
 def check_bytes(path: Path, what: str, expected: bytes, found: bytes, start: int = 0) -> None:
@@ -1932,8 +1918,8 @@ def check_bytes(path: Path, what: str, expected: bytes, found: bytes, start: int
                *(data[at:at + 4].hex(" ") or "its end" for data in (expected, found)))
 
 
-def check_tensors(path: Path, file: BinaryIO, h: Header, outputs: list[Output]) -> dict[str, float]:
-    """Compares the tensors, prints the table, returns each matrix's rms error, % of its rms."""
+def check_tensors(path: Path, file: BinaryIO, h: Header, outputs: list[Output]) -> tuple:
+    """Compares the tensors. Returns the largest rms error of one, in % of its rms, and its name."""
     def compare(output: Output, piece: Tensor, at: int) -> tuple[float, float]:
         """Of a range: (sum of squares, sum of squared errors)."""
         parts = encode(piece, output.bits, h)
@@ -1944,36 +1930,12 @@ def check_tensors(path: Path, file: BinaryIO, h: Header, outputs: list[Output]) 
         error = x - decode(*parts, output.bits, h)
         return float(x @ x), float(error @ error)
 
-    errors, table = {}, ["rms error (% of rms)  tensor"]
+    errors = []
     for output, ranges in map_pieces(compare, outputs):
         squares, squared_errors = map(sum, zip(*ranges))
-        rms = 100 * math.sqrt(squared_errors / (squares or 1))
-        name = output.tensors[0].name.replace(".experts.0.", ".experts.*.")
-        table.append(f"{rms:20.4f}  {name}")
-        if output.bits < 32:
-            errors[name] = rms
-    try:
-        with open(1, "w", closefd=False) as stdout:  # Python flushes its own again at exit
-            print("\n".join(table), file=stdout)
-    except OSError as error:
-        error.filename = "stdout"
-        raise
-    return errors
-
-
-def plot(path: Path, title: str, errors: dict[str, float]) -> None:
-    """A line over the layers for each kind of matrix; a point for one outside the layers."""
-    from matplotlib.figure import Figure
-    axes = Figure(figsize=(9, 5), layout="constrained").subplots()
-    kinds: dict[str, list[float]] = {}  # q_proj, ... -> errors by layer
-    for name, rms in errors.items():
-        kinds.setdefault(re.sub(r".*\.\d+\.|\.weight$", "", name), []).append(rms)
-    for kind, values in kinds.items():
-        axes.plot(values, "o-", markersize=4, label=kind)
-    axes.set_title(title, parse_math=False)  # a $ in a name is a $
-    axes.set(xlabel="layer", ylabel="rms error, % of the weights' rms")
-    axes.figure.legend(loc="outside right upper")
-    axes.figure.savefig(path, dpi=150)
+        errors.append((100 * math.sqrt(squared_errors / (squares or 1)),
+                       output.tensors[0].name.replace(".experts.0.", ".experts.*.")))
+    return max(errors)
 
 
 # ---- The command line: arguments in, one line per message and an exit status out -----------------
@@ -1987,18 +1949,16 @@ def main() -> None:
     lines, status = Notices.hints, 0
     try:
         check(options) if options.check else export(options)
-    except BrokenPipeError:  # the reader of the table, such as head, has seen enough
-        lines = []
     except Exception as error:
-        if options.traceback:
-            traceback.print_exc()
         where, line, status = Notices.subject, str(error), 1
         if isinstance(error, OSError):
             line = (f"{error.filename or where}: can't be read or written, expected access and "
                     f"space, found {error.strerror or error}")
         elif not isinstance(error, Refused):
-            line = (f"{where}: export.py failed, expected no such error (please report what "
-                    f"--traceback shows), found {type(error).__name__}: {line}")
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == __file__]
+            line = (f"{where}: export.py failed, expected no such error (please report this line), "
+                    f"found {type(error).__name__}: {line}, in lines {lines[-4:]}")
         lines = [line]
     for line in lines:
         say(line)
@@ -2021,15 +1981,12 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
             ("--bits", {"8": 8, "4": 4}.get, "8 or 4"),
             ("--group-size", {str(n): n for n in GROUP_SIZES}.get, "32 or 64 or 128 or 256"),
             ("--yarn", lambda x: 1 < float(x) <= 64 and float(x), "above 1, up to 64"),
-            ("--chat-template", Path, "a file"),
-            ("--plot", lambda x: x.endswith(".png") and Path(x), "a name that ends in .png")):
+            ("--chat-template", Path, "a file")):
         parser.add_argument(name, type=partial(parse_value, parse, expected))
-    for name in "--check", "--traceback":
-        parser.add_argument(name, action="store_true")
+    parser.add_argument("--check", action="store_true")
     options = parser.parse_intermixed_args(args)
     if not 1 <= len(options.names) <= 2 or "" in options.names:
         refuse_usage(f"usage: expected SOURCE [OUT.bin], found {len(options.names)} names")
-    options.check |= bool(options.plot)
     if options.check and (options.bits or options.group_size):
         option = "--bits" if options.bits else "--group-size"
         refuse_usage(f"{option}: --check takes it from OUT.bin, expected `export.py --check SOURCE "

@@ -603,7 +603,7 @@ def test_our_own_bugs(make, run, monkeypatch, where):
     """They are not blamed on the file."""
     path = make()
     monkeypatch.setattr(export, where, lambda *_: {}["a bug"])
-    refused(run(path, "out.bin"), "^export.py: out.bin: export.py failed, .*found KeyError: 'a bug'$")
+    refused(run(path, "out.bin"), "^export.py: out.bin: export.py failed, .*found KeyError: 'a bug', in lines")
 
 
 # ---------------------------------------------------------------------------- refused
