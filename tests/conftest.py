@@ -152,11 +152,11 @@ def settle(child):
     wait_for_call(child.pid, "read")
 
 
-def show_progress(child, pause=0.8, times=1000):
-    """Holds a spawned program up again and again, until a prompt has taken the two seconds after which its progress
+def show_progress(child, line=r" left\x1b\[K", pause=0.8, times=1000):
+    """Holds a spawned program up again and again, until it has taken the two seconds after which its progress
     is shown, however fast the machine is. Returns whether it was."""
     for _ in range(times):
-        found = child.expect([r" left\x1b\[K", pexpect.EOF, pexpect.TIMEOUT], timeout=0.05)
+        found = child.expect([line, pexpect.EOF, pexpect.TIMEOUT], timeout=0.05)
         if found < 2:
             return found == 0
         child.kill(signal.SIGSTOP)

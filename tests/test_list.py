@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -18,11 +17,10 @@ import time
 
 import jinja2.sandbox
 import numpy as np
-import pexpect
 import pytest
 from conftest import (CHATML, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, STATS, TESTS, TINY, assert_error, change_sections,
-                      copy_model, environment, export, finish, make_table_model, output, qwen3, shell,
-                      spawn_shell, tokenize, wait_for_call, wait_until, waiting)
+                      copy_model, environment, finish, output, qwen3, shell,
+                      show_progress, spawn_shell, tokenize, wait_for_call, wait_until, waiting)
 from test_faults import needs_address_space
 from test_signals import needs_small_pipes, small_pipe
 
@@ -756,33 +754,11 @@ def test_progress(stopping, tmp_path):
     feeder = subprocess.Popen(["sh", "-c", f"yes a > {tmp_path}/list"], stderr=subprocess.DEVNULL)
     script = f"exec {QUOTED_QWEN3} {stopping} -l {tmp_path}/list -m generate -t 0 -n 100 -s 1 -j 1 > {tmp_path}/out"
     child = spawn_shell(script)
-    for _ in range(100):                        # held up until it takes so long that it is shown
-        if child.expect([rb"\r\d+ texts, [\d.]+ tokens/s\x1b\[K", pexpect.TIMEOUT], timeout=0.2) == 0:
-            break
-        child.kill(signal.SIGSTOP)
-        time.sleep(0.8)
-        child.kill(signal.SIGCONT)
-    else:
-        pytest.fail(f"not shown: {child.before}")
+    assert show_progress(child, rb"\r\d+ texts, [\d.]+ tokens/s\x1b\[K"), child.before
     child.kill(signal.SIGINT)
     assert finish(child) == 130
     assert b"\r\x1b[K" in child.before
     feeder.wait(300)
-
-
-def test_progress_of_perplexities(tiny, tmp_path):
-    """Their texts run one by one: the next one leaves the line as it is, and each counts for the rate."""
-    path = write_list(tmp_path / "list", [b"Tell me a story about a fox."] * 50000)
-    script = f"exec {QUOTED_QWEN3} {tiny} -l {path} -m perplexity -j 1 > {tmp_path}/out"
-    child = spawn_shell(script)
-    rates = []
-    while sum(rate > 0 for rate in rates) < 2 and len(rates) < 100:     # on a slow machine, none yet
-        child.expect(rb"\r\d+ of about 50000 texts, ([\d.]+) tokens/s(, \d+ s left)?\x1b\[K")
-        rates.append(float(child.match[1]))
-        assert child.before == b""
-    assert rates[-1] > 0
-    child.kill(signal.SIGINT)
-    assert finish(child) == 130
 
 
 # -- nothing is lost
@@ -914,39 +890,14 @@ def assert_at_rest(taken, least, most):
         time.sleep(1)
 
 
-def test_not_too_far_ahead(start, stopping):
-    """Of a list without an end, no more is read than 1,024 texts beyond the first that is not done."""
-    child = start(stopping, "-l", "-", *GREEDY, "-m", "generate", "-n", "-1", "-c", "0", "-q", "-j", "1")
-    assert_at_rest(feed(child, b"a\n", b"x" * 99 + b"\n"), 1, 400_000)    # with what pipes and buffers hold
+@pytest.mark.parametrize("first, row, least, most", [
+    (b'"a"\n', b'"%s"\n' % (b"x" * 97), 1, 400_000),                       # with what pipes and buffers hold
+    (b'"a"\n', b'{"y":"%s","text":"x"}\n' % (b"y" * 100_000), 16 << 20, 18 << 20)], ids=["lines", "bytes"])
+def test_not_too_far_ahead(start, stopping, first, row, least, most):
+    """Of a list without an end, no more is read than 1,024 lines, or 16 MB, beyond the first that is not done."""
+    child = start(stopping, "-L", "-", *GREEDY, "-m", "generate", "-n", "-1", "-c", "0", "-q", "-j", "1")
+    assert_at_rest(feed(child, first, row), least, most)
     assert child.poll() is None
-
-
-@pytest.mark.slow
-def test_not_too_many_bytes_ahead(start, tokenizer, tmp_path):
-    """Of 100 KB each, 16 MB of finished lines wait for the first text, which never ends; then no more is
-    read."""
-    long, (a, b, end) = b"~" * 100_000, map(tokenizer.token_to_id, ("a", "b", "<|im_end|>"))
-    parts = range(300, 400)                                 # tokens that get 1,000 bytes each
-    logits = np.zeros((tokenizer.get_vocab_size(), 3 + len(parts)), np.float32)
-    logits[end, 0] = logits[a, 1] = 12.7                    # a a a ..., and b, then the parts
-    for i, token in enumerate([*parts, end]):
-        logits[token, 2 + i] = 12.7
-    folder = make_table_model(tmp_path / "hf", tokenizer, [a, b, *parts], logits, dim=128, max_len=1_000_000)
-    model = export(folder, tmp_path / "model.bin")
-    path, at = tmp_path / "model.bin.tokenizer", 12
-    data = path.read_bytes()
-    for token in range(parts.stop):
-        n = int.from_bytes(data[at + 4:at + 8], "little")
-        if token in parts:
-            data = data[:at] + struct.pack("<fI", -1e6, 1000) + long[:1000] + data[at + 8 + n:]
-            n = 1000
-        at += 8 + n
-    path.write_bytes(data)
-    text = b'"b"' + b" " * 4000 + b"\n"         # a token that takes its time on the way in
-    assert run_list(model, text, "-m", "generate", *GREEDY, "-q", kind="-L")[0] == [json_string(long)]
-    child = start(model, "-L", "-", *GREEDY, "-m", "generate", "-c", "0", "-n", "-1", "-q", "-j", "1")
-    least = (16 << 20) // len(long) * len(text)
-    assert_at_rest(feed(child, b'"a"\n', text), least, least + 40 * len(text) + 300_000)
 
 
 @pytest.mark.slow
@@ -978,12 +929,3 @@ def test_very_long_lines(tiny, tmp_path):
         assert errors_of(result.stderr, bytes(path)).keys() == {2}
         _, most = peak(tiny, "-l", path, "-m", mode)
         assert most < 2.5e9, most
-
-
-@pytest.mark.slow
-def test_a_very_long_text_without_a_model_run(small):
-    """A line of 20 MB, tokenized."""
-    line = b"word " * 4_000_000
-    lines = ids_of(small, line + b"\n" + b"a\n")
-    assert lines == [output(small, "-m", "tokenize", "-f", "-", stdin=line)[:-1],
-                     output(small, "-m", "tokenize", "-i", "a")[:-1]]
