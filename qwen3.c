@@ -1290,9 +1290,10 @@ static bool forward_rows(Pass *p, int n);
 static float *classify(Pass *p, int n);
 
 // All threads run job(arg), and on_all_threads returns when the last has. They share its loops EACH
-// and SLICES: one thread runs an item of 0 .. count - 1, and all are done before any goes on. A
-// slice begins at a multiple of `chunk`. Such a loop must not be left by break or return. One
-// thread alone may run it, too. (If one leaves the job early, the others do its part.)
+// and SLICES: each item of 0 .. count - 1 is run by one of them, and none goes on before all items
+// are done. A slice begins at a multiple of `chunk`. Such a loop must not be left by break or
+// return. The main thread may also call a job directly: then it runs all items. (If a thread leaves
+// the job early, the others do its part.)
 typedef void (*Job)(void *arg);
 static void on_all_threads(Job job, void *arg);
 typedef struct { int begin, end; } Slice;  // items begin .. end - 1
@@ -1303,7 +1304,7 @@ static int draft_rows(void);              // how many tokens run in about the ti
 static void cache_copy(const Pass *p, int to, int from);  // a block: all keys and values
 #endif
 
-// -1: Ctrl-C ends the program. N: it stops the answer; N seconds later it would end the program.
+// -1: Ctrl-C ends the program. N: it stops the answer; another, N seconds later, ends the program.
 static volatile sig_atomic_t patience = -1;
 
 // ------------------------------------------------------------------------------------------------
@@ -2141,31 +2142,35 @@ static const struct {
 // Texts and places. A text waits, runs and ends. It has a place until a newer text needs it.
 // Engine.order is
 //
-//   0            n_running         n_texts                n_places
-//   | run        | wait to run     | free                        |
-//   | first come ...     last come | ended last ... ended first  |
-//                                                                ^ the next text's place
+//   0            n_running         n_texts             most_texts
+//   | run        | wait to run     | free                       |
+//   | first come ...     last come | ended last ... ended first |
 //
-// One place more than n_places exists, so that the text that ended last is always there: a new one
-// may share its beginning.
+// The next text gets the last place, order[most_texts]. So there is one place more than there are
+// texts that run or wait: the text that ended last is always there, and a new one may share its
+// beginning.
 
-enum { PLACES = 32 };  // texts that run together
+enum { MOST_TEXTS = 32 };              // that run together
+enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice before the given answers are scored
 
 typedef struct Slot {  // what Part II keeps of a text, beside Text
     const struct Engine *engine;
+    struct {           // memory of the place, which the next text there uses again
+        Ids all;       // the prompt, with room for context + 1 more ids: so Text.ids, which is a
+                       // part of it, never moves
+        Buffer out;    // the answer of a text in a list, or an embedding
+        double *nll;   // (n_choices) -log of the given answers' probabilities
+        int *blocks;   // of the cache: position pos is in blocks[pos / block_len]
+    } own;
     size_t number;     // of its line in a list, from 0
-    Buffer out;        // the answer of a text in a list, or an embedding
     size_t cached;     // tokens of the prompt that did not need to run
-    size_t drawn;      // tokens of thinking and of given answers
+    size_t counted;    // with given answers: tokens of these and of the thinking
     int thought;       // tokens of thinking that were drawn
-    Ending closed_by;  // so its thinking ended, and budget_text closed it; GOES_ON: by the budget
-                       // of -r N; INTERRUPTED: it was not closed
-    Ids all;           // the prompt, with room for an answer: Text.ids is this or a piece of it
-    int choice;        // given answer that is scored; -1: the first ids of all; -2: thinking comes
-    double *nll;       // (n_choices) -log of the given answers' probabilities
+    Ending closed_by;  // what append_id returned when budget_text closed its thinking (GOES_ON: -r
+                       // did); INTERRUPTED: budget_text did not
+    int choice;        // the given answer that is scored, or what comes before these
     // Many texts at once only:
-    int *blocks;       // its blocks of the cache: position pos is in blocks[pos / block_len]
-    int n_blocks;      // how many it has
+    int n_blocks;      // how many blocks it has
     size_t before;     // ids that had run when it had to wait; 0: it did not, or runs again
     int rows;          // ids that run in this pass, without guesses
     int first;         // the first of its needed rows, once these have moved to the front
@@ -2184,16 +2189,16 @@ typedef struct Engine {
     Tokenizer tokenizer;
     Mode mode;         // -m, or what the model is made for
     // The texts:
-    Text places[PLACES + 1];
-    Slot slots[PLACES + 1];
-    Text *order[PLACES + 1];
+    Text places[MOST_TEXTS + 1];
+    Slot slots[MOST_TEXTS + 1];
+    Text *order[MOST_TEXTS + 1];
     int n_running;
     int n_texts;       // texts that run or wait
-    int n_places;      // the maximum number of these
+    int most_texts;    // the maximum of n_texts; order has one element more
     // What has run:
     size_t n_rows;     // tokens so far
     size_t again;      // tokens that ran again, because their text had had to wait
-    double prompt_end; // when the first logits were there, or 0
+    double prompt_end; // when the first text had run its prompt, or 0
     // Answers, their thinking, and given answers (-o):
     int max_new;       // the maximum number of tokens in an answer, -1: no limit
     bool guarded;      // an answer ends if it repeats itself
@@ -2207,24 +2212,24 @@ typedef struct Engine {
     size_t reserve;          // tokens that must fit after a prompt: an end of thinking, a choice
     // Many texts at once only:
     int needed;        // rows of this pass that get logits
-    double *nll;       // (logit_rows) -log(probability) of the id after each, if it is there
+    double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
     int *users;        // (Pass.n_blocks) how many texts have this block
     int n_unused;      // blocks that no text has
     int credit;        // of drafts: see there
 } Engine;
 
-// The next four functions are all that differs. keep_run keeps what has run of a text's first n
-// ids, all of which have. start_texts starts texts that wait, as many as can run now. run_pass runs
-// each text that runs a step further, or with -DPLAIN the first one to its end; it returns false if
-// none runs, or after Ctrl-C. logits_at_end returns those of the last id of a text that just ended.
+// With -DPLAIN these four are others. drop_after forgets what has run after a text's first n ids,
+// n <= n_run (with -DPLAIN all that has run). start_texts starts texts that wait, as many as can
+// run now. run_pass runs each text that runs a step further, or with -DPLAIN the first text to its
+// end; it returns false after Ctrl-C. There must be a text. logits_at_end returns those of the last
+// id of a text that has ended without a draw.
 #ifdef PLAIN
-static void keep_run(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
+static void drop_after(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
 static void start_texts(Engine *e) { (void)e; }
 static float *logits_at_end(Engine *e, Text *t) { return (void)t, e->model.state.logits; }
 
 static bool run_pass(Engine *e) {
     Text *t = e->order[0];
-    if (e->n_texts == 0) return false;
     e->n_running = 1;
     run_text(&e->model, &e->tokenizer, t);
     e->n_rows += t->n_run;
@@ -2242,13 +2247,12 @@ static bool run_pass(Engine *e) {
 // like another shares its blocks (prefix sharing): each block counts its users. A turn begins like
 // the turn before it, and the texts of a list often begin with one instruction. A text that does
 // not run keeps its blocks until they or its place are needed, from right to left in the order: so
-// texts of short answers share, too. When no block is left, the youngest text has to wait. Later it
-// runs again up to the last id that it drew (preemption by recomputation).
+// a text can share with one that has ended, too. When no block is left, the youngest text has to
+// wait. Later it runs again up to the last id that it drew (preemption by recomputation).
 //
-// The invariant: a row is written only into a block with one user, and what has run in a block is
-// never written again. So whoever shares a block finds in it what ran there. Two texts share whole
-// blocks; the block in which they begin to differ is copied. A text that takes back ids (keep_run)
-// gives back the blocks that others share; what these ids left in its own counts as not run.
+// The invariant: a row is written only into a block with one user, and what counts as run (n_run;
+// guesses do not) is never written again. So whoever shares a block finds in it what ran there. Two
+// texts share whole blocks; the block in which they begin to differ is copied.
 
 #ifndef CHECKED  // with it, the tests' functions of these names assert the invariant
 #define check_rows(e, n) (void)0
@@ -2257,31 +2261,32 @@ static bool run_pass(Engine *e) {
 
 static void take_block(Engine *e, Text *t, int block) {
     e->n_unused -= e->users[block]++ == 0;
-    t->slot->blocks[t->slot->n_blocks++] = block;
+    t->slot->own.blocks[t->slot->n_blocks++] = block;
 }
 
-// The text gives back the other blocks, and the one that n cuts if others use it, because it would
-// write there: then this block's ids run again.
-static void keep_run(Engine *e, Text *t, size_t n) {
+// Gives back the blocks after n ids, and the one that n cuts if others use it, because the text
+// would write there: then this block's ids run again.
+static void drop_after(Engine *e, Text *t, size_t n) {
     const size_t len = e->pass->block_len;
     Slot *slot = t->slot;
     for (size_t start; slot->n_blocks * len > n; slot->n_blocks--) {
         start = (slot->n_blocks - 1) * len;
-        int *users = &e->users[slot->blocks[start / len]];
+        int *users = &e->users[slot->own.blocks[start / len]];
         if (start < n && *users == 1) break;
         e->n_unused += --*users == 0;
     }
     t->n_run = min_size(n, slot->n_blocks * len);
 }
 
-// Gives a text the blocks that it lacks for its ids and `more`. Texts that do not run lose theirs
-// if need be. Returns false, and gives none, if fewer than `spare` blocks would stay unused.
+// Gives a text the blocks that it lacks for its ids and `more`. Returns false, and gives none, if
+// fewer than `spare` blocks would stay unused. Other texts that do not run lose theirs if need be,
+// even if it fails.
 static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     const size_t len = e->pass->block_len;
     const size_t n = min_size(t->ids.n + more, t->context);  // the last id may not fit, nor run
     int lacks = (int)((n + len - 1) / len) - t->slot->n_blocks;
-    for (int i = e->n_places; i >= e->n_running && e->n_unused < lacks + spare; i--)
-        keep_run(e, e->order[i], 0);
+    for (int i = e->most_texts; i >= e->n_running && e->n_unused < lacks + spare; i--)
+        if (e->order[i] != t) drop_after(e, e->order[i], 0);
     if (e->n_unused < lacks + spare) return false;
     for (int block = 0; lacks > 0; block++) {
         if (e->users[block]) continue;
@@ -2292,12 +2297,12 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
 }
 
 // Finds the text that begins with the most ids of t and has run or will run them; *same is their
-// number. It may be t itself: its blocks may still be there. The last known id does not count: it
-// always runs because its logits are needed.
+// number. It may be t itself: its blocks may still be there. The id before the target does not
+// count: it always runs, because its logits are needed.
 static Text *find_alike(Engine *e, Text *t, size_t *same) {
     Text *best = t;
     *same = t->n_run;
-    for (Text *other = e->places; other <= e->places + e->n_places; other++) {
+    for (Text *other = e->places; other <= e->places + e->most_texts; other++) {
         const size_t there = other->ending == GOES_ON ? other->ids.n : other->n_run;
         const size_t end = min_size(there, t->target - 1);
         size_t n = 0;
@@ -2310,36 +2315,38 @@ static Text *find_alike(Engine *e, Text *t, size_t *same) {
     return best;
 }
 
-// Starts the first text that waits. The ids that it shares count as run. Beside its own blocks, one
-// must be left for each running text because that may soon need it. Alone it may take all. Returns
-// false if it goes on waiting.
+// Shares the first blocks of a text with t: so much of t counts as run.
+static void share_blocks(Engine *e, Text *t, const Text *other, int count) {
+    Slot *slot = t->slot;
+    drop_after(e, t, 0);
+    while (slot->n_blocks < count) take_block(e, t, other->slot->own.blocks[slot->n_blocks]);
+    t->n_run = (size_t)count * e->pass->block_len;
+}
+
+// Starts the first text that waits. The ids that it shares count as run. Returns false if it goes
+// on waiting: for another text that will soon run a block or more of the same ids, or for blocks.
+// Beside its own, one must be left for each running text because that may soon need it. Alone it
+// may take all.
 static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
     Slot *slot = t->slot;
     size_t same;
     const Text *alike = find_alike(e, t, &same);
     const size_t len = e->pass->block_len, run = min_size(same, alike->n_run);
-    const int whole = (int)(run / len), *theirs = alike->slot->blocks;
-    if (same >= alike->n_run + len) return false;  // a block or more of these will run soon
-    if (alike != t) {
-        keep_run(e, t, 0);
-        while (slot->n_blocks < whole) take_block(e, t, theirs[slot->n_blocks]);
-        t->n_run = whole * len;
-    }
-    e->n_running++;  // so take_blocks leaves this text its blocks
-    if (!take_blocks(e, t, 0, e->n_running > 1 ? e->n_running : 0)) {
-        e->n_running--;
-        return false;  // it waits for blocks
-    }
+    const int whole = (int)(run / len), *theirs = alike->slot->own.blocks;
+    if (same >= alike->n_run + len) return false;
+    if (alike != t) share_blocks(e, t, alike, whole);
+    if (!take_blocks(e, t, 0, e->n_running ? e->n_running + 1 : 0)) return false;
     // take_blocks may have dropped this block of `alike`, but its keys and values are still there.
-    if (run % len) {
-        cache_copy(e->pass, slot->blocks[whole], theirs[whole]);
-        check_copy(e, slot->blocks[whole], theirs[whole]);
+    if (alike != t && run % len) {
+        cache_copy(e->pass, slot->own.blocks[whole], theirs[whole]);
+        check_copy(e, slot->own.blocks[whole], theirs[whole]);
     }
     t->n_run = run;
     if (slot->before == 0) slot->cached = run;
     else if (slot->before > run) e->again += slot->before - run;
     slot->before = 0;
+    e->n_running++;
     return true;
 }
 
@@ -2369,8 +2376,8 @@ static void schedule(Engine *e) {
 // All texts of a pass share draft_rows() rows. A text gets twice as many after a draft without a
 // wrong id. With -b 1, or while a prompt runs, there are no drafts. A drafted token costs
 // DRAFT_COST, a right one earns twice as much, and every pass earns 1. While this credit is
-// negative there are no drafts. So wrong ones take at most 2 % of the time, even with experts:
-// there a drafted token takes half the time of another.
+// negative there are no drafts. So drafts lose at most 2.5 % of the time, even with experts (there
+// a drafted token takes half the time of another), beyond the 40 wrong ones that saved credit pays.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
@@ -2428,7 +2435,7 @@ static int make_rows(Engine *e) {
         for (size_t pos = t->n_run; pos < end; pos++) {
             const bool needed = pos + 1 >= t->target;
             if (n + later == p->batch || e->needed + later == p->logit_rows) break;
-            p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->blocks, needed, t};
+            p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks, needed, t};
             e->needed += needed;
             slot->rows += pos < t->ids.n;  // draw adds a right guess to n_run
         }
@@ -2465,7 +2472,7 @@ static void end_pass(void *arg) {
         const Row *row = &e->pass->rows[i];
         const Ids *ids = &row->text->ids;
         const size_t next = row->pos + 1;
-        if (next < ids->n) e->nll[i] = nll_of(&e->tokenizer, logits_of(e, i), ids->p[next]);
+        if (next < ids->n) e->row_nll[i] = nll_of(&e->tokenizer, logits_of(e, i), ids->p[next]);
     }
     EACH (i, e->n_running, 1) {
         Text *t = e->order[i];
@@ -2474,7 +2481,7 @@ static void end_pass(void *arg) {
         if (t->n_run < t->target) continue;  // its next id is taken as it is
         if (t->embeds) t->ending = embed_text(&e->model, t, x);
         else if (t->target == t->ids.n) draw(e, t);
-        else while (t->target <= t->n_run) t->ending = add_nll(t, e->nll[row++]);
+        else while (t->target <= t->n_run) t->ending = add_nll(t, e->row_nll[row++]);
     }
 }
 
@@ -2486,7 +2493,7 @@ static bool run_pass(Engine *e) {
     draft_texts(e);
     const int n = make_rows(e);
     check_rows(e, n);
-    if (n == 0 && !interrupted)  // Ctrl-C leaves a text without its draw
+    if (n == 0 && !interrupted)  // after Ctrl-C draw adds no id: then there is no row
         die("texts: %d wait and none can run; please report this", e->n_texts);
     if (n == 0 || !forward_rows(e->pass, n)) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
@@ -2737,34 +2744,34 @@ static void encode_choices(Engine *e) {
 static bool next_choice(Engine *e, Text *t) {
     Slot *slot = t->slot;
     if (t->ending == FAILED) return false;
-    if (slot->choice == -2) {  // the thinking has ended: its end follows, in spite of -n
+    if (slot->choice == THINKS) {  // the thinking has ended: its end follows, in spite of -n
         const bool closed = t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
         const Ids *ids = t->writer->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
-        keep_run(e, t, min_size(t->n_run, t->ids.n - 1));  // the logits are needed once more
+        drop_after(e, t, min_size(t->n_run, t->ids.n - 1));  // the logits are needed once more
         for (size_t i = 0; ids && i < ids->n; i++) append_id(&e->tokenizer, t, ids->p[i]);
         t->max_ids = t->ids.n;  // nothing more is drawn
         t->context = e->model.state.context;
-        slot->choice = -1;
+        slot->choice = FIRST_IDS;
         return true;
     }
-    if (slot->choice == -1) {
+    if (slot->choice == FIRST_IDS) {
         float *logits = logits_at_end(e, t);
-        for (int i = 0; i < e->n_choices; i++) slot->nll[i] = -logits[e->choices[i].ids.p[0]];
+        for (int i = 0; i < e->n_choices; i++) slot->own.nll[i] = -logits[e->choices[i].ids.p[0]];
         const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
-        for (int i = 0; i < e->n_choices; i++) slot->nll[i] += all;
-        slot->drawn = t->ids.n - t->n_prompt;
+        for (int i = 0; i < e->n_choices; i++) slot->own.nll[i] += all;
+        slot->counted = t->ids.n - t->n_prompt;
         t->n_prompt = t->ids.n;  // what all TEXTs follow
     } else {
-        slot->nll[slot->choice] = t->nll;
+        slot->own.nll[slot->choice] = t->nll;
     }
     while (++slot->choice < e->n_choices) {
         const Ids *ids = &e->choices[slot->choice].ids;
-        slot->drawn += ids->n - (ids->p[ids->n - 1] == ANY_STOP);
-        t->nll = slot->nll[slot->choice];
+        slot->counted += ids->n - (ids->p[ids->n - 1] == ANY_STOP);
+        t->nll = slot->own.nll[slot->choice];
         t->ending = isfinite(t->nll) ? COMPLETE : FAILED;
         if (t->ending == FAILED) return false;
         if (ids->n == 1) continue;  // it is known
-        keep_run(e, t, t->n_prompt);
+        drop_after(e, t, t->n_prompt);
         t->ids.n = t->n_prompt;
         t->target = t->ids.n + 1;
         for (size_t i = 0; i < ids->n; i++) ids_add(&t->ids, ids->p[i]);
@@ -2802,10 +2809,10 @@ static const char *not_finite(const Engine *e) {
 
 // Goes on with the next piece of a text that is scored. Returns false if there is none.
 static bool next_piece(Engine *e, Text *t) {
-    const Ids *all = &t->slot->all;
+    const Ids *all = &t->slot->own.all;
     const size_t begin = t->ids.p + t->ids.n - 1 - all->p, left = all->n - begin;
     if (t->ending == FAILED || left == 1) return false;
-    keep_run(e, t, 0);
+    drop_after(e, t, 0);
     t->ids.p = all->p + begin;
     t->ids.n = t->n_prompt = min_size(left, t->context);
     t->target = 1;
@@ -2816,19 +2823,19 @@ static bool next_piece(Engine *e, Text *t) {
 // Its first random number is rng's. goes_on: the prompt ends with the answer's beginning, without
 // thinking.
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
-    Text *t = e->order[e->n_places], **place = e->order + e->n_texts++;
+    Text *t = e->order[e->most_texts], **place = e->order + e->n_texts++;
     const size_t n = prompt->n, context = e->model.state.context;
     const size_t vocab_size = e->tokenizer.vocab_size;
     Slot *slot = t->slot;
-    Ids *all = &slot->all;
-    memmove(place + 1, place, (e->order + e->n_places - place) * sizeof(*place));
+    Ids *all = &slot->own.all;
+    memmove(place + 1, place, (e->order + e->most_texts - place) * sizeof(*place));
     *place = t;
-    keep_run(e, t, 0);
+    drop_after(e, t, 0);
     all->p = grow(all->p, &all->cap, n, context + 1, sizeof(int));  // also for guesses
     memcpy(all->p, prompt->p, n * sizeof(int));
-    *slot = (Slot){.engine = e, .closed_by = INTERRUPTED, .choice = -2, .nll = slot->nll,
-                   .all = {all->p, n, all->cap}, .out = {slot->out.p, 0, slot->out.cap},
-                   .blocks = slot->blocks};
+    all->n = n;
+    slot->own.out.n = 0;
+    *slot = (Slot){.engine = e, .own = slot->own, .closed_by = INTERRUPTED, .choice = THINKS};
     *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = context,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
                 .watched = e->guarded ? n : SIZE_MAX / 2,
@@ -3057,7 +3064,7 @@ static void buffer_add_ids(Buffer *b, const Ids *ids, bool array) {
 
 // Appends the likeliest given answer, then the members "p" and "mass" with the probabilities.
 static void buffer_add_choices(Buffer *out, const Engine *e, const Text *t) {
-    double sum, *nll = t->slot->nll;
+    double sum, *nll = t->slot->own.nll;
     const int best = find_likeliest(e, nll, &sum);
     buffer_add_json(out, e->choices[best].text);
     for (int i = 0; i < e->n_choices; i++) {
@@ -3069,7 +3076,7 @@ static void buffer_add_choices(Buffer *out, const Engine *e, const Text *t) {
 }
 
 static void buffer_add_score(Buffer *out, const Text *t, bool object) {
-    const size_t n = t->slot->all.n - 1;
+    const size_t n = t->slot->own.all.n - 1;
     const double nll = t->nll / n, ppl = exp(nll), most = object ? DBL_MAX : INFINITY;  // of JSON
     buffer_print(out, object ? "%zu,\"nll\":%.*f,\"ppl\":%.4f" : "tokens %zu nll %.*f ppl %.4f", n,
                  NLL_DIGITS, nll, fmin(ppl, most));
@@ -3087,10 +3094,10 @@ static void add_result(Buffer *line, const Engine *e, const Text *t, const Ids *
     if (object) buffer_print(line, "\"%s\":", modes[kind].members[0]);
     if (error) buffer_add(line, bytes("null"));
     else if (kind == CHOICES) buffer_add_choices(line, e, t);
-    else if (kind == EMBED) buffer_add(line, bytes_of(&t->slot->out));
+    else if (kind == EMBED) buffer_add(line, bytes_of(&t->slot->own.out));
     else if (kind == TOKENIZE) buffer_add_ids(line, ids, object);
     else if (kind == PERPLEXITY) buffer_add_score(line, t, object);
-    else buffer_add_json(line, bytes_of(&t->slot->out));
+    else buffer_add_json(line, bytes_of(&t->slot->own.out));
     if (object && error) {
         buffer_add(line, bytes(",\"error\":"));
         buffer_add_json(line, bytes(error));
@@ -3103,7 +3110,7 @@ static void add_result(Buffer *line, const Engine *e, const Text *t, const Ids *
 // The answer is x after the final norm, L2-normalized, as a JSON array.
 static Ending embed_text(const Model *m, Text *t, float *x) {
     const Config *c = &m->config;
-    Buffer *out = &t->slot->out;
+    Buffer *out = &t->slot->own.out;
     double squares = 0;
     rmsnorm(x, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
     for (int i = 0; i < c->dim; i++) squares += (double)x[i] * x[i];
@@ -3117,7 +3124,7 @@ static Ending embed_text(const Model *m, Text *t, float *x) {
 static void write_choices(const Engine *e, const Text *t) {
     double sum;
     Buffer line = {0};
-    buffer_add(&t->writer->held, e->choices[find_likeliest(e, t->slot->nll, &sum)].text);
+    buffer_add(&t->writer->held, e->choices[find_likeliest(e, t->slot->own.nll, &sum)].text);
     writer_end(t->writer);
     add_result(&line, e, t, NULL, NULL);
     if (!quiet) fwrite(line.p, 1, line.n, stderr);
@@ -3179,7 +3186,7 @@ static bool respond(App *app) {
     app->rng = t->sampler.rng;
     for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(answer, t->ids.p[i]);
     const size_t n = app->prompt.n, done = t->ending == INTERRUPTED ? min_size(t->n_run, n) : n;
-    const size_t drawn = e->n_choices ? slot->drawn : answer->n;
+    const size_t drawn = e->n_choices ? slot->counted : answer->n;
     const double p = (done - slot->cached) / (e->prompt_end - start + 1e-9);  // prompt tokens/s
     const double g = drawn / (now() - e->prompt_end + 1e-9);                  // and the answer's
     const char *where = out->thinking ? " inside its thinking" : "";  // before writer_end
@@ -3515,25 +3522,25 @@ static void prepare_places(App *app) {
     if (o->repetition >= 0) s.repetition = o->repetition;
     s.presence = o->presence;
     app->rng = o->seed;
-    e->n_places = list ? min_int(PLACES, o->batch) : 1;
+    e->most_texts = list ? min_int(MOST_TEXTS, o->batch) : 1;
 #ifndef PLAIN
     if (e->pass) {  // not to tokenize
         e->n_unused = e->pass->n_blocks;
         e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
-        e->nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
+        e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     }
 #endif
-    for (int i = 0; i <= e->n_places; i++) {
+    for (int i = 0; i <= e->most_texts; i++) {
         Text *t = e->order[i] = &e->places[i];
         t->slot = &e->slots[i];
-        t->slot->blocks = alloc(e->model.state.context, sizeof(int), "the texts");
-        t->slot->nll = alloc(o->n_choices, sizeof(double), "the texts");
+        t->slot->own.blocks = alloc(e->model.state.context, sizeof(int), "the texts");
+        t->slot->own.nll = alloc(o->n_choices, sizeof(double), "the texts");
         t->sampler = s;
         t->sampler.in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler");
         t->sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the sampler");
         t->writer = alloc(1, sizeof(Writer), "the texts");
         *t->writer = (Writer){.chat = chat, .terminal = !list && is_terminal(STDOUT_FILENO),
-                              .to = list ? &t->slot->out : NULL,
+                              .to = list ? &t->slot->own.out : NULL,
                               .stop = bytes(o->stop ? o->stop : "")};
     }
 }
@@ -3604,8 +3611,8 @@ static void load_model(App *app) {
     state_init(&e->model);
 #else
     // Rows of logits in a pass: one for each text, or many of a text that is scored
-    const int rows = min_int(e->mode == PERPLEXITY ? 128 : PLACES, o->batch);
-    e->pass = pass_init(&e->model, o->batch, rows, is_list(o) ? min_int(PLACES, o->batch) : 1);
+    const int rows = min_int(e->mode == PERPLEXITY ? 128 : MOST_TEXTS, o->batch);
+    e->pass = pass_init(&e->model, o->batch, rows, is_list(o) ? min_int(MOST_TEXTS, o->batch) : 1);
 #endif
     prepare_answers(app);
 }
@@ -3992,13 +3999,13 @@ static void end_line(List *l, size_t number, const Text *t, const Ids *ids, cons
 static void count_text(List *l, const Text *t) {
     const Slot *slot = t->slot;
     if (slot->number < l->there) return;
-    l->prompts += slot->all.n;
+    l->prompts += slot->own.all.n;
     l->cached += slot->cached;
-    l->drawn += l->e->n_choices ? slot->drawn : t->ids.n - t->n_prompt;
+    l->drawn += l->e->n_choices ? slot->counted : t->ids.n - t->n_prompt;
     l->endings[t->ending]++;
     l->unfinished += t->writer->thinking;
     l->closed[slot->closed_by]++;
-    l->pieces += l->e->mode == PERPLEXITY && slot->all.n > t->context;
+    l->pieces += l->e->mode == PERPLEXITY && slot->own.all.n > t->context;
 }
 
 // Says so if the first line of a list of plain lines is JSON: -L may be meant.
@@ -4102,7 +4109,7 @@ static bool admit_lines(List *l) {
         size_t ahead = 0;  // bytes of lines that wait for an earlier one
         show_texts(l);
         for (size_t i = l->written; i < l->read; i++) ahead += line_of(l, i)->n;
-        if (l->in.ended || l->e->n_texts == l->e->n_places || l->read - l->written == AHEAD ||
+        if (l->in.ended || l->e->n_texts == l->e->most_texts || l->read - l->written == AHEAD ||
             ahead > AHEAD_BYTES || interrupted)
             break;
         next_line(&l->in, &line, l->e->n_texts == 0);

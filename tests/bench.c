@@ -306,15 +306,15 @@ static double run_texts(int unused) {
 // The same without the list, sampling and writing: the prompts' rows, as many as fit into a pass, then
 // a row of each text, with its logits.
 static double run_passes(int unused) {
-    static int blocks[PLACES][4096];
+    static int blocks[MOST_TEXTS][4096];
     const int length = list.prompt + list.answer, each = (length + pass->block_len - 1) / pass->block_len;
     (void)unused;
-    for (int t = 0; t < PLACES; t++) {
+    for (int t = 0; t < MOST_TEXTS; t++) {
         for (int i = 0; i < each; i++) blocks[t][i] = t * each + i;
     }
     for (int left = list.texts, n; left > 0; left -= n) {
         int rows = 0, needed = 0;
-        n = min_int(left, PLACES);
+        n = min_int(left, MOST_TEXTS);
         for (int i = 0; i < n * list.prompt; i++) {
             const int t = i / list.prompt, pos = i % list.prompt;
             const bool last = pos + 1 == list.prompt;
@@ -486,7 +486,7 @@ static double memory_peak(void) {
 
 // The answers' tokens of a list, beside what its passes take alone. alone: the rate of one text's decoding
 static void bench_texts(const char *name, int texts, int prompt, int answer, double alone) {
-    const int len = pass->block_len, places = min_int(texts, PLACES);
+    const int len = pass->block_len, places = min_int(texts, MOST_TEXTS);
     char beside[64];
     if ((prompt + answer + len - 1) / len * places > pass->n_blocks) {
         printf("%7d  %-20s skipped, the cache is too small\n", n_threads, name);
@@ -537,7 +537,7 @@ static void bench(const Plan *plan, int threads) {
     for (int i = 0; plan->texts[i] >= 0; i++) {
         const int n = plan->texts[i];
         snprintf(name, sizeof(name), "%d text%s together", n, n > 1 ? "s" : "");
-        if (n <= PLACES) bench_texts(name, n, 1, plan->answer, alone);
+        if (n <= MOST_TEXTS) bench_texts(name, n, 1, plan->answer, alone);
     }
     if (plan == &many && threads > 1) bench_texts("64 of 30, 128 each", 64, 30, 128, alone);
     machine.last = measure_machine();
@@ -597,7 +597,7 @@ int main(int argc, char **argv) {
     const int batch = parse_options(2, (char *[]){"", "MODEL"}).batch;
     m.state.context = min_int(plan->longest + 1, g->max_seq_len);
     m.config.cache_bits = getenv("CACHE") ? atoi(getenv("CACHE")) : 32;
-    pass = pass_init(&m, batch, PLACES, 1);
+    pass = pass_init(&m, batch, MOST_TEXTS, 1);
     make_tokenizer();
     text = whole_cache(pass);
     for (int i = 0; i < plan->longest; i++) ids[i] = (int)((i * 7919LL + 13) % g->vocab_size);

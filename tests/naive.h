@@ -66,7 +66,7 @@ static void check_rows(const Engine *e, int n) {
         const Text *t = e->order[i];
         uint64_t hash = 0;  // of the ids up to pos
         for (size_t pos = 0; pos < t->n_run || (row < end && row->text == t); pos++) {
-            const int block = t->slot->blocks[pos / e->pass->block_len];
+            const int block = t->slot->own.blocks[pos / e->pass->block_len];
             uint64_t *there = hash_at(e, block, pos);
             hash = next_hash(hash, t->ids.p[pos]);
             if (pos < t->n_run ? *there != hash : (e->users[block] != 1 || row++->pos != (int)pos))

@@ -929,7 +929,7 @@ static void test_draft(void) {
         int users[80] = {0}, blocks[80], limit = below(3);  // what limits the draft
         Pass pass = {.block_len = 1};
         Engine e = {.pass = &pass, .users = users, .n_unused = limit == 1 ? most : 80 - n};
-        Slot slot = {.blocks = blocks};
+        Slot slot = {.own.blocks = blocks};
         Text a = {.ids = {ids, n, 80}, .slot = &slot, .context = limit == 0 ? n + most : 80};
         for (int i = 0; i < n; i++) ids[i] = below(2);
         e.n_unused += n;
@@ -953,17 +953,17 @@ static void test_draft(void) {
 static void start_engine(Engine *e, const Sampler *sampler) {
     static Writer writer;
     writer.held.p = grow(writer.held.p, &writer.held.cap, 0, 100, 1);
-    e->n_places = 1;
+    e->most_texts = 1;
     e->n_running = e->n_texts = 0;
     e->n_unused = e->pass->n_blocks;
     e->users = alloc(e->pass->n_blocks, sizeof(int), "a test");
-    e->nll = alloc(e->pass->logit_rows, sizeof(double), "a test");
+    e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "a test");
     hash_at(e, 0, 0);  // allocates it
     for (int i = 0; i < 2; i++) {
         e->order[i] = &e->places[i];
         e->places[i] = (Text){.sampler = *sampler, .writer = &writer, .slot = &e->slots[i]};
-        e->slots[i].blocks = alloc(200, sizeof(int), "a test");
-        e->slots[i].all.p = grow(NULL, &e->slots[i].all.cap, 0, 200, sizeof(int));
+        e->slots[i].own.blocks = alloc(200, sizeof(int), "a test");
+        e->slots[i].own.all.p = grow(NULL, &e->slots[i].own.all.cap, 0, 200, sizeof(int));
     }
 }
 
@@ -981,7 +981,7 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
     Ids ids = {0};
     e->credit = 0;  // one draft: what comes after it has to be earned
     for (int i = 0; i < 2; i++) {
-        keep_run(e, &e->places[i], 0);
+        drop_after(e, &e->places[i], 0);
         e->places[i].sampler = *sampler;
     }
     CHECK(e->n_unused == e->pass->n_blocks);
@@ -1104,7 +1104,7 @@ static void test_draft_that_overflows(void) {
         uint64_t hash = 0;
         for (int pos = 0, len = e.pass->block_len; pos < N; pos++) {
             hash = next_hash(hash, a->ids.p[pos]);
-            *hash_at(&e, a->slot->blocks[pos / len], pos) = hash;
+            *hash_at(&e, a->slot->own.blocks[pos / len], pos) = hash;
         }
         e.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
         CHECK(run_pass(&e) && (a->slot->guesses > 0) == (drafting && TILE_TOKENS > 1));
