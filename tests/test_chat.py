@@ -13,8 +13,8 @@ import jinja2.ext
 import jinja2.sandbox
 import pexpect
 import pytest
-from conftest import (CHATML, QUOTED_QWEN3, STATS, change_sections, copy_model, cpu_seconds, finish,
-                      leave, output, prompts, qwen3, records, settle, spawn, spawn_shell, tokenize)
+from conftest import (CHATML, QUOTED_QWEN3, STATS, change_sections, copy_model, finish, leave,
+                      output, prompts, qwen3, records, settle, spawn, spawn_shell, tokenize)
 from test_templates import CHATS
 
 END = "<|im_end|>"
@@ -498,31 +498,3 @@ def test_stop_text_is_not_sought_in_the_thinking(tiny):
     assert b"add" in qwen3(*run).stderr
     assert qwen3(*run, "-x", "add").stdout == qwen3(*run).stdout == b"2 + 3 is 5.\n"
     assert qwen3(*run, "-x", " is").stdout == b"2 + 3\n"
-
-
-# -- long conversations
-
-def test_forgetting_takes_no_time(chain, tmp_path, start):
-    """A conversation of one-line turns that fills 16,384 positions: two renderings, as half of it
-    is enough."""
-    model, size = chain(default=END, max_len=16384), 16384
-    turn = len(prompts(chat(model, b"x\nx\n"))[1]) // 2
-    turns = (size - 1024) // turn + 3
-    with open(tmp_path / "stderr", "wb") as errors:
-        child = start(model, "-m", "chat", "-t", 0, "-c", 0, "-j", 1, stderr=errors)
-    times, before, answers = [], 0, open(child.stdout.fileno(), "rb", closefd=False)
-    for i in range(turns):
-        child.stdin.write(b"x\n")
-        assert answers.readline() == b"\n"
-        now = cpu_seconds(child.pid)
-        times.append(now - before)
-        before = now
-    child.stdin.close()
-    assert child.wait(300) == 0
-    text = (tmp_path / "stderr").read_bytes()
-    forgotten, = re.findall(rb"forgotten turns: (\d+) of \d+\n", text)
-    assert int(forgotten) > 250
-    shown = [(int(cached), int(prompt)) for prompt, cached, _, _ in STATS.findall(text)]
-    at = min(range(turns // 2, turns), key=shown.__getitem__)
-    assert 0.4 * size < shown[at][1] <= 0.5 * size      # half of what leaves 1,024
-    assert times[at] < 20 * max(times[at - 10:at]) + 0.5, times[at - 3:at + 3]
