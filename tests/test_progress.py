@@ -66,30 +66,6 @@ def test_prompt_of_large_batches(slow):
 
 
 @pytest.mark.slow
-def test_time_left(random_model, tmp_path):
-    """As long as for the tokens so far, each: less than it takes, where attention makes later ones
-    slower (of this model, nearly all of the time), and not much less."""
-    model = random_model(n_layers=18, n_heads=8, max_len=12000)
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_bytes(b"7" * 11000)
-    ratios = []
-    for _ in range(6):                                    # other programs may come and go
-        child = spawn(model, "-f", prompt, "-c", 0, "-j", 1, "-b", 1, "-n", 1, "-m", "generate")
-        start = time.monotonic()
-        expected = []
-        while child.expect([r"(\d+) of 11000 tokens, [\d.]+ tokens/s, (\d+) s left", "answer 1 at"]) == 0:
-            if 3000 < int(child.match[1]) < 6000:
-                expected.append(time.monotonic() - start + int(child.match[2]))
-        took = time.monotonic() - start
-        if not expected:
-            pytest.skip("this machine is too fast")
-        ratios.append(sorted(expected)[len(expected) // 2] / took)
-        if 0.3 < ratios[-1] < 1.2:
-            return
-    pytest.fail(f"expected / taken: {ratios}")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("context", [0, 1000])
 def test_perplexity(slow, context):
     """Of a text that is scored in pieces, too: the counts go on from piece to piece."""
