@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import make_embedding, with_config, with_ends
 from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, change_sections, copy_model, environment, export,
-                      finish, leave, make_checkpoint, output, perplexity, prompts, qwen3, shell,
-                      spawn, spawn_shell, tokenize)
+                      finish, leave, make_checkpoint, output, prompts, qwen3, shell, spawn, spawn_shell, tokenize)
 from reference import Model, read_tokenizer
 from test_faults import needs_address_space
 from test_list import json_string
@@ -474,14 +473,6 @@ def test_control_characters_in_messages(small):
             message = result.stderr.decode()
             assert result.returncode in (1, 2) and "\ufffd" in message
             assert not re.search(UNSHOWN, message) and message.count("\n") == 1
-
-
-# -- perplexity
-
-def test_perplexity_of_many_digits(table_model):
-    """A line of 128 bytes was cut inside the number."""
-    _, nll, ppl = perplexity(table_model({None: {7: 500}}), "-i", "hello there")
-    assert nll > 300 and ppl == pytest.approx(np.exp(nll), rel=1e-4)
 
 
 # -- embed, and what a model does without -m
