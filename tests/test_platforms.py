@@ -18,7 +18,7 @@ import tty
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TESTS, TINY, build, environment, tokenize, write_zeros
+from conftest import ROOT, TESTS, TINY, build, environment, tokenize, wait_until, write_zeros
 
 pytestmark = pytest.mark.slow
 QUESTION = "What is the capital of France?"
@@ -363,13 +363,6 @@ def test_windows_console(windows):
     wait_for("/retry")
     wait_for("> ")
     os.write(fd, b"\x04")
-    for _ in range(3000):
-        left, status = os.waitpid(pid, os.WNOHANG)
-        if left:
-            break
-        time.sleep(0.1)
-    else:
-        os.kill(pid, signal.SIGKILL)
-        pytest.fail("Ctrl-D does not leave")
+    wait_until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
     os.close(fd)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
