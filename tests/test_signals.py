@@ -281,30 +281,26 @@ def test_interrupt_of_what_reads_stdin(start, endless, args, stdin, out):
     assert b"qwen3: " not in error.replace(b"qwen3: answer: ended by -n", b""), error
 
 
-def test_input_that_does_not_block(start, endless):
+@pytest.mark.parametrize("args, expected", [
+    (("-m", "chat"), b"aa\n"), (("-m", "generate"), b"aa"), (("-l", "-"), b'"aa"\n')])
+def test_input_that_does_not_block(start, endless, args, expected):
     """O_NONBLOCK on stdin: it is waited for, and Ctrl-C ends that."""
-    runs = []
-    for args, expected in ((("-m", "chat"), b"aa\n"), (("-m", "generate"), b"aa"),
-                           (("-l", "-"), b'"aa"\n')) * 2:
+    for interrupted in True, False:
         theirs, ours = os.pipe()
         os.set_blocking(theirs, False)
         child = start(endless, *args, "-n", 2, stdin=theirs)
-        runs.append((child, open(ours, "wb", buffering=0), expected))
         os.close(theirs)
-    for text in b"", b"x":                              # nothing, and a line without its end
-        for child, pipe, _ in runs:
-            pipe.write(text)
-        time.sleep(0.3)
-    for i, (child, pipe, expected) in enumerate(runs):
-        if i < 3:
+        with open(ours, "wb", buffering=0) as pipe:
+            for text in b"", b"x":                      # nothing, and a line without its end
+                pipe.write(text)
+                time.sleep(0.3)
             wait_until(lambda: catches(child.pid, signal.SIGINT))
-            assert stop(child)[0] == 130
-        else:
+            if interrupted:
+                assert stop(child)[0] == 130
+                continue
             pipe.write(b"y\n")
-        pipe.close()
-        if i >= 3:
-            out, error = child.communicate(timeout=300)
-            assert child.returncode == 0 and out == expected, error
+        out, error = child.communicate(timeout=300)
+        assert child.returncode == 0 and out == expected, error
 
 
 @needs_small_pipes
