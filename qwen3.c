@@ -1682,6 +1682,7 @@ typedef struct Tables {
                            // that number. Not Hangul syllables, which would only compose again
     Words pairs;           // nfcc: two characters, and the one that NFC makes of them
     Mode mode;             // what the model is made for
+    bool systems;          // a chat's later system messages are rendered as the first one
     Bytes from;            // what it was exported from, and how
     Sampler advice;        // temperature, top_p, top_k and repetition that its makers advise
 } Tables;
@@ -1768,6 +1769,7 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
     else if (!strcmp(tag, "chat")) take_chat(in, &tok->chat);
     else if (!strcmp(tag, "begn")) tok->chat.begun = take_bytes(in, in->rest.n);
+    else if (!strcmp(tag, "syst")) tables->systems = true;
     else if (!strcmp(tag, "from")) tables->from = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "mode")) TAKE(tables, mode, 0, N_MODES - 1);
     else if (!strcmp(tag, "repe")) TAKE(advice, repetition, 1e-6f, 1e12f);
@@ -3253,6 +3255,27 @@ static bool answer_last(App *app, bool again) {
     return answered;
 }
 
+// Adds an answer's beginning, as HF's continue_final_message does. Its own <think> block gets its
+// marks. If it has none, but the format thinks, an empty one comes first.
+static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text) {
+    const Bytes think = bytes("<think>"), open = f->begun.p ? f->begun : f->answer_open[0];
+    const size_t opened = find_last(open, think), closed = find_last(open, bytes("</think>"));
+    const size_t end = find_last(text, f->strip);
+    if (end >= think.n + f->strip.n && !memcmp(text.p, think.p, think.n)) {
+        encode_marked(enc, f->open[ASSISTANT]);
+        encode_marked(enc, think);
+        encode_plain(enc, (Bytes){text.p + think.n, end - think.n - f->strip.n});
+        encode_marked(enc, f->strip);
+        encode_plain(enc, bytes_from(text, end));
+        return;
+    }
+    encode_marked(enc, open);
+    if (opened > closed) encode_marked(enc, bytes("\n</think>\n\n"));
+    text = bytes_from(text, thinking_length(f, text));
+    while (opened && text.n && *text.p == '\n') text = bytes_from(text, 1);
+    encode_plain(enc, text);
+}
+
 static void chat_turn(App *app, Bytes text) {
     Conversation *talk = &app->conversation;
     conversation_add(talk, USER, text);
@@ -3681,34 +3704,28 @@ static void run_raw(App *app, Bytes text) {
 typedef struct {
     Bytes rest;             // what has not been read
     size_t n;               // bytes of the whole line
-    const char *error;      // or NULL: after an error nothing is taken any more
-    Buffer *text;           // the last string
+    const char *error;      // or NULL; of this copy alone: after it nothing is taken any more
+    Buffer *text;           // the last string: one buffer for all copies of a Json
     const uint8_t *string;  // where it begins
+    bool systems;           // a system message need not be the first
     Buffer ignored;         // the names of an object's members that have no effect
 } Json;
 
-// What may help with a list that is no JSON lines
-#define SPLIT_ARRAY " (an array of texts: jq -c '.[]' makes lines)"
-#define SPLIT_CSV " (CSV: python3 -c 'import csv, json, sys; " \
-                  "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' makes objects)"
-
-// Sets the error if `good` is false: `part` of the line (NULL: its JSON) is bad at what comes next.
+// Sets the error if `good` is false: `part` of the line is bad at what comes next.
 static void json_check(Json *j, bool good, const char *part, const char *expected) {
-    static char what[400];
+    static char what[300];
     if (good || j->error) return;
     const char *found = !j->rest.n ? "the end" : !*j->rest.p ? "a NUL" : "";
-    const bool cut = j->n && !j->rest.n && !part;
-    const char *hint = !cut ? "" : j->rest.p[-1] != '[' ? " (one value a line: jq -c . makes that)"
-        : " (one value a line: jq -c . makes that, jq -c '.[]' of an array of texts)";
-    snprintf(what, sizeof(what), "bad %s at byte %zu, expected %s, found %s%.*s%s",
-             part ? part : "JSON", j->n - j->rest.n + 1, expected, found,
-             (int)min_size(j->rest.n, 16), j->rest.p, hint);
+    snprintf(what, sizeof(what), "bad %s at byte %zu, expected %s, found %s%.*s", part,
+             j->n - j->rest.n + 1, expected, found, (int)min_size(j->rest.n, 16), j->rest.p);
     j->error = what;
 }
 
-static void json_need(Json *j, bool taken, const char *what) { json_check(j, taken, NULL, what); }
+static void json_need(Json *j, bool taken, const char *what) {
+    json_check(j, taken, "JSON", what);
+}
 
-// If the text ends inside the word, moves to the end, for the error message, and returns false.
+// If the line ends inside the word, moves to its end, which an error then names: returns false.
 static bool json_take(Json *j, const char *word) {
     const size_t n = strlen(word), there = min_size(n, j->rest.n);
     if (j->error || !there || memcmp(j->rest.p, word, there) != 0) return false;
@@ -3733,17 +3750,23 @@ static bool json_take_token(Json *j, const char *word) {  // after white space; 
 // Takes a byte or an escape. Returns BAD_BYTE + byte, or the character (or half of one) it means.
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    char s[7] = "";
-    const size_t n = min_size(j->rest.n, 6);
-    memcpy(s, j->rest.p, n);
-    const bool escape = s[0] == '\\', plain = !escape && (uint8_t)s[0] >= ' ';
-    const size_t digits = escape && s[1] == 'u' ? strspn(s + 2, "0123456789abcdefABCDEF") : 0;
-    const char *name = escape && s[1] ? strchr(names, s[1]) : NULL;
-    const bool unit = digits == 4, cut = escape && (n == 1 || (n == digits + 2 && s[1] == 'u'));
-    j->rest = bytes_from(j->rest, unit || cut ? n : name ? 2 : plain);
-    json_need(j, plain || unit || name, "a string's character, or an escape as in \\n or \\u00e9");
-    if (unit) return (int)strtol(s + 2, NULL, 16);
-    return name ? meant[name - names] : BAD_BYTE + (uint8_t)s[0];
+    const int byte = json_byte(j);
+    char hex[5] = "";
+    if (byte != '\\') {
+        json_need(j, byte >= ' ', "a string's character, or an escape as in \\n");
+        j->rest = bytes_from(j->rest, !j->error);
+        return BAD_BYTE + byte;
+    }
+    if (json_take(j, "\\u")) {
+        for (int i = 0; i < 4 && isxdigit(json_byte(j)); j->rest = bytes_from(j->rest, 1))
+            hex[i++] = json_byte(j);
+        json_need(j, hex[3], "4 hexadecimal digits, as in \\u00e9");
+        return (int)strtol(hex, NULL, 16);
+    }
+    const char *name = json_take(j, "\\") && json_byte(j) ? strchr(names, json_byte(j)) : NULL;
+    json_need(j, name, "an escape as in \\n or \\u00e9");
+    j->rest = bytes_from(j->rest, !j->error);
+    return name ? meant[name - names] : 0;
 }
 
 static bool json_take_string(Json *j) {
@@ -3788,10 +3811,8 @@ static void json_value(Json *j, int depth) {
     const char *end = json_take(j, "{") ? "}" : json_take(j, "[") ? "]" : NULL;
     json_need(j, !end || depth < 100, "at most 100 levels");
     for (int i = 0; end && json_next(j, end, i == 0); i++) json_value(j, depth + 1);
-    const bool table = !depth && memchr(j->rest.p, ',', j->rest.n);
     json_need(j, end || json_take(j, "true") || json_take(j, "false") || json_take(j, "null") ||
-                 json_take_number(j), table ? "a value (-l: plain lines)" SPLIT_CSV
-                                      : depth ? "a value" : "a value (-l: plain lines)");
+                 json_take_number(j), "a value");
 }
 
 // Returns the value of an object's last member of this name, or an empty rest. Overwrites j->text.
@@ -3808,35 +3829,15 @@ static Json json_member(Json object, const char *name) {
 // ------------------------------------------------------------------------------------------------
 // Lists (-l, -L): many texts run together. Each is a line, and so is its result, in the same order.
 
-// Adds the beginning of an answer, as transformers' apply_chat_template does it with
-// continue_final_message: after an empty block, if the format has thinking and the answer none.
-static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text) {
-    const Bytes think = bytes("<think>"), open = f->begun.p ? f->begun : f->answer_open[0];
-    const size_t opened = find_last(open, think), closed = find_last(open, bytes("</think>"));
-    const size_t end = find_last(text, f->strip);
-    const bool thinks = end >= think.n + f->strip.n && !memcmp(text.p, think.p, think.n);
-    encode_marked(enc, thinks ? f->open[ASSISTANT] : open);
-    if (thinks) {
-        encode_marked(enc, think);
-        encode_plain(enc, (Bytes){text.p + think.n, end - think.n - f->strip.n});
-        encode_marked(enc, f->strip);
-    } else if (opened > closed) {
-        encode_marked(enc, bytes("\n</think>\n\n"));
-    }
-    text = bytes_from(text, thinks ? end : thinking_length(f, text));
-    while (!thinks && opened && text.n && *text.p == '\n') text = bytes_from(text, 1);
-    encode_plain(enc, text);
-}
-
 // Adds the parts of a message's content, an array, to `text`, with newlines between them.
 static void json_parts(Json *j, Json content, Buffer *text) {
     for (int i = 0; !j->error && json_next(&content, "]", i == 0); i++) {
         Json type = json_member(content, "type"), its_text = json_member(content, "text");
-        Json bad = type.rest.n ? type : content;
-        const bool plain = json_take_string(&type) && bytes_are(bytes_of(j->text), "text");
-        json_check(plain ? &content : &bad, plain && json_take_string(&its_text), "content",
+        Json bad = type.rest.n ? type : content;  // an error names the type
+        json_check(&bad, json_take_string(&type) && bytes_are(bytes_of(j->text), "text") &&
+                         json_take_string(&its_text), "content",
                    "parts, {\"type\": \"text\", \"text\": ...}");
-        j->error = plain ? content.error : bad.error;
+        j->error = bad.error;
         if (i > 0) buffer_add(text, bytes("\n"));
         buffer_add(text, bytes_of(j->text));
         json_value(&content, 1);
@@ -3847,13 +3848,10 @@ static void json_parts(Json *j, Json content, Buffer *text) {
 static int json_message(Json *j, Conversation *talk) {
     static const char *const roles[] = {"system", "user", "assistant"};  // as in their enum
     Json name = json_member(*j, "role"), content = json_member(*j, "content");
-    const bool named = name.rest.n > 0;
     int role = json_take_string(&name) ? ASSISTANT : -1;  // -1: an unknown one, which is an error
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
-    json_check(j, *j->rest.p == '{', "text or messages",
-               "a message, {\"role\": ..., \"content\": ...}" SPLIT_ARRAY);
-    json_check(j, role >= 0, "role", named ? "system, user or assistant"
-                                           : "system, user or assistant" SPLIT_ARRAY);
+    json_check(j, *j->rest.p == '{', "messages", "one, {\"role\": ..., \"content\": ...}");
+    json_check(j, role >= 0, "role", "system, user or assistant");
     Buffer *text = &conversation_add(talk, role, (Bytes){0})->text;
     if (json_take_string(&content)) buffer_add(text, bytes_of(j->text));
     else if (json_take(&content, "[")) json_parts(j, content, text);
@@ -3862,75 +3860,97 @@ static int json_message(Json *j, Conversation *talk) {
     return role;
 }
 
-// What other programs obey in a request; here options hold for all texts of a list.
-static const char *const obeyed[] = {
+// Members that other programs obey. Here they have no effect: options hold for all texts.
+static const char *const without_effect[] = {
     "tools", "functions", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n",
-    "temperature", "top_p", "top_k", "seed", "response_format", "logprobs", NULL};
+    "temperature", "top_p", "top_k", "min_p", "seed", "response_format", "logprobs", "top_logprobs",
+    "presence_penalty", "frequency_penalty", "logit_bias", "enable_thinking", "reasoning_effort",
+    "chat_template_kwargs", NULL};
+
+// Returns the word of a list that this name is, or NULL.
+static const char *word_of(Bytes name, const char *const *list) {
+    while (*list && !bytes_are(name, *list)) list++;
+    return *list;
+}
 
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
+// They do so in spite of an error, because `all` has none: a wrong row keeps its members.
 static void json_object(Json *j, int kind, Buffer *out) {
     static char what[128];
-    const Bytes text = json_member(*j, "text").rest, talk = json_member(*j, "messages").rest;
+    const Bytes text = json_member(*j, "text").rest, messages = json_member(*j, "messages").rest;
+    const bool both = text.n && messages.n;
     Json all = *j;
     json_take(&all, "{");
     buffer_add(out, bytes("{"));
     for (int i = 0; json_next(&all, "}", i == 0); i++) {
         const uint8_t *member = all.string;
         const Bytes name = bytes_of(j->text);
-        const char *const *added = modes[kind].members;
-        while (*added && !bytes_are(name, *added)) added++;
-        for (const char *const *other = obeyed; *other; other++)
-            if (bytes_are(name, *other))
-                buffer_print(&j->ignored, "%s%s", j->ignored.n ? ", " : "", *other);
-        const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
-        if (*added) {
+        const char *added = word_of(name, modes[kind].members);
+        const char *ignored = word_of(name, without_effect);
+        const bool kept = !added && !bytes_are(name, "text") && !bytes_are(name, "messages");
+        if (ignored) buffer_print(&j->ignored, "%s%s", j->ignored.n ? ", " : "", ignored);
+        if (added) {
             snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
-                     "away: jq 'del(.%s)' -c", *added, *added);
+                     "away: jq 'del(.%s)' -c", added, added);
             j->error = what;
         }
         json_value(&all, 1);
         if (kept) buffer_add(out, (Bytes){member, all.rest.p - member});
         if (kept) buffer_add(out, bytes(","));
     }
-    json_check(j, text.n ? !talk.n && *text.p == '"' : talk.n && *talk.p == '[', "text or messages",
-               text.n && talk.n ? "one, not both (jq -c 'del(.text)' keeps the messages)"
-               : json_member(*j, "body").rest.n
-               ? "them in the line itself (OpenAI's batch file: jq -c '{custom_id} + .body')"
-               : "one of \"text\": \"...\" and, in chat, \"messages\": [...]");
-    if (!j->error) j->rest = text.n ? text : talk;
+    json_check(j, !both, "text or messages", "one of them (jq -c 'del(.text)' keeps the messages)");
+    json_check(j, text.n ? *text.p == '"' : messages.n && *messages.p == '[', "text or messages",
+               "\"text\": \"...\" or, in chat, \"messages\": [...]");
+    if (!j->error) j->rest = text.n ? text : messages;
 }
 
-// Parses one line. A string goes to j->text, messages to `talk` if that is not NULL: there a system
-// message of theirs, always the first, replaces an earlier one. Of an object see json_object.
-// Returns the role of the last message, or -1 if there are none.
-static int json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
+// Checks that the line is one value, in UTF-8, and then goes back to its start.
+static void json_check_line(Json *j) {
     json_take_token(j, "");
-    json_check(j, j->rest.n > 0, "JSON", "a value");  // a blank line gets no hint
-    const Json start = *j;
-    j->rest = bytes_from(j->rest, find_bad_byte(j->rest));
+    const Bytes start = j->rest;
+    j->rest = bytes_from(start, find_bad_byte(start));
     json_need(j, j->rest.n == 0, "UTF-8 (iconv -f LATIN1 -t UTF-8 if it is Latin-1)");
-    j->rest = start.rest;
+    j->rest = start;
     json_value(j, 0);
     json_take_token(j, "");
-    json_need(j, j->rest.n == 0, json_byte(j) != ',' ? "the end of the line"
-                 : json_byte(&start) == '{' ? "the end of the line" SPLIT_ARRAY
-                                            : "the end of the line" SPLIT_CSV);
-    if (j->error) return -1;
-    *j = start;
-    if (*j->rest.p == '{') json_object(j, kind, out);
+    json_need(j, j->rest.n == 0, "the end of the line");
+    j->rest = start;
+}
+
+// Parses one line. A string goes to j->text. Messages go to `talk`, if that is not NULL: a system
+// message at their start replaces that of -y. Of an object see json_object.
+static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
+    json_check_line(j);
+    if (json_byte(j) == '{' && !j->error) json_object(j, kind, out);
     const bool messages = talk && json_take(j, "[");
     int role = -1;
     for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
         role = json_message(j, talk);
-        json_check(j, role != SYSTEM || i == 0, "role", "a system message only at the start");
-        if (role == SYSTEM) conversation_drop(talk, 0, talk->n - 1);
+        json_check(j, role != SYSTEM || i == 0 || j->systems, "role",
+                   "a system message only at the start");
+        if (role == SYSTEM && i == 0) conversation_drop(talk, 0, talk->n - 1);
     }
     json_check(j, messages || json_take_string(j), "text or messages",
-               talk ? "a string, an array of messages or an object (-l: plain lines)"
-               : json_byte(j) == '[' ? "a string or an object (messages: -m chat)" SPLIT_ARRAY
-                                     : "a string or an object (-l: plain lines)");
+               talk ? "a string, an array of messages or an object"
+                    : "a string or an object (messages: -m chat)");
     json_check(j, !messages || role >= USER, "role", "a last message of the user or assistant");
-    return role;
+}
+
+#define CSV_TO_JSON "python3 -c 'import csv, json, sys; " \
+                    "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]'"
+
+// Returns what may help with a list whose first bad line is this one.
+static const char *json_hint(Bytes line) {
+    const uint8_t first = line.n ? *line.p : 0, last = line.n ? line.p[line.n - 1] : 0;
+    const bool role = find_last(line, bytes("\"role\""));
+    if ((first == '[' && (last != ']' || !role)) || (first == '{' && last != '}'))
+        return " (one value a line: jq -c . makes that, jq -c '.[]' of an array of texts)";
+    if (first == '{' && find_last(line, bytes("\"body\"")))
+        return " (OpenAI's batch file: jq -c '{custom_id} + .body' makes lines of it)";
+    if (first == '{' && role && !find_last(line, bytes("\"messages\"")))
+        return " (a message alone: jq -c '[.]' makes an array of it, jq -cs . one of all lines)";
+    return !first || first == '[' || first == '{' ? ""
+        : " (-l takes plain lines; CSV: " CSV_TO_JSON " makes objects)";
 }
 
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
@@ -3951,7 +3971,9 @@ typedef struct {
     size_t unfinished;      // answers that ended inside thinking
     size_t closed[INTERRUPTED + 1]; // thinkings by what ended them: see endings
     size_t pieces;          // texts that are scored in pieces
-    bool ignored;           // a notice named members that have no effect
+    const char *hint;       // on the first bad line of JSON; "" once it is given, NULL before
+    bool gave_no_effect;    // a notice named members without effect
+    bool gave_messages;     // a notice said that -i has none before messages
     double size;            // bytes of the file, if known
     double consumed;        // bytes of its lines so far
     size_t there;           // -w: whole lines that FILE had
@@ -3988,7 +4010,9 @@ static void write_line(List *l) {
 // that follow those that are written.
 static void end_line(List *l, size_t number, const Text *t, const Ids *ids, const char *error) {
     const bool is_new = number >= l->there;  // else FILE has its result
-    if (error && is_new) report("%.600s: line %zu: %s", l->in.name, number + 1, error);
+    if (error && is_new)
+        report("%.600s: line %zu: %s%s", l->in.name, number + 1, error, l->hint ? l->hint : "");
+    if (l->hint) l->hint = "";
     l->failed += error && is_new;
     l->done += is_new;
     add_result(line_of(l, number), l->e, t, ids, error);
@@ -4016,62 +4040,85 @@ static void check_plain(const List *l, Json line) {
         notice("%.600s: line 1 is JSON, and taken as plain text; -L reads JSON", l->in.name);
 }
 
-#define TOO_LARGE "too long, expected at most 1 GB, and what this machine's memory allows"
-
-// Encodes a line into app->prompt. Of an object, the members that it keeps go to `out`. Sets
-// goes_on if the last message begins the answer. Returns what is wrong with the line, or NULL;
-// after Ctrl-C these may not be all ids.
-static const char *encode_line(List *l, Bytes line, Buffer *out, bool *goes_on) {
-    App *app = l->app;
-    Ids *ids = &app->prompt;
-    const Engine *e = l->e;
-    const Options *o = &app->options;
-    const bool chat = e->mode == CHAT;
-    const Bytes before = bytes(o->text ? o->text : "");
-    Conversation *talk = &app->conversation;  // its messages, or its text as one
-    Json j = {.rest = line, .n = line.n, .text = &app->input};
-    size_t size = 0;  // bytes that are to be encoded
-    if (line.n + before.n > l->in.most) return TOO_LARGE;
-    if (o->list && l->read == 0) check_plain(l, j);
-    conversation_drop(talk, 0, talk->n);
-    if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    const int role = !o->json_list ? -1
-        : json_line(&j, chat ? talk : NULL, result_kind(e), out);
-    if (j.ignored.n && !l->ignored)
+// Says once what of a line has no effect.
+static void give_no_effect(List *l, Json *j, bool messages) {
+    if (j->ignored.n && !l->gave_no_effect)
         notice("%.600s: line %zu: no effect: %.*s (options hold for all lines)", l->in.name,
-               l->read + 1, (int)j.ignored.n, j.ignored.p);
-    l->ignored |= j.ignored.n > 0;
-    free(j.ignored.p);
-    if (j.error) return j.error;
-    *goes_on = role == ASSISTANT;
-    ids->n = 0;
-    if (role < 0) {  // a text, not messages
-        Buffer *text = &conversation_add(talk, USER, before)->text;
-        if (o->text) buffer_add(text, bytes("\n\n"));
-        if (o->json_list) line = bytes_of(j.text);
-        buffer_add(text, line);
-    }
-    for (size_t i = 0; i < talk->n; i++) {
-        const Bytes text = bytes_of(&talk->p[i].text);
-        const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // loses its thinking
-        size += text.n - (earlier ? thinking_length(&e->tokenizer.chat, text) : 0);
-    }
-    const char *error = wrong_length(app, size, NULL);
-    if (error) return error;
-    if (size > l->in.most / 7) return TOO_LARGE;  // encoding, 56 bytes a byte, would take half
-    if (chat) render(&e->tokenizer, talk, 0, app->switched_on, ids);
-    else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return interrupted ? NULL : wrong_length(app, role < 0 ? line.n : 1, ids);
+               l->read + 1, (int)j->ignored.n, j->ignored.p);
+    if (messages && l->app->options.text && !l->gave_messages)
+        notice("%.600s: line %zu: -i has no effect before messages", l->in.name, l->read + 1);
+    l->gave_no_effect |= j->ignored.n > 0;
+    l->gave_messages |= messages;
+    free(j->ignored.p);
 }
 
-// Reads a line. Its texts wait to run. If it is wrong, or only tokenized, it is done at once.
+// Makes the conversation of a line: its messages, or its text after that of -i. *line becomes that
+// text. Of an object, the members that it keeps go to `out`. Returns what is wrong, or NULL.
+static const char *take_line(List *l, Bytes *line, Buffer *out) {
+    App *app = l->app;
+    const Options *o = &app->options;
+    const bool chat = l->e->mode == CHAT;
+    Conversation *talk = &app->conversation;
+    Json j = {.rest = *line, .n = line->n, .text = &app->input,
+              .systems = l->e->tokenizer.tables->systems};
+    conversation_drop(talk, 0, talk->n);
+    if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
+    const size_t before = talk->n;
+    if (o->json_list) json_line(&j, chat ? talk : NULL, result_kind(l->e), out);
+    else if (l->read == 0) check_plain(l, j);
+    if (j.error && !l->hint) l->hint = json_hint(*line);
+    const bool messages = talk->n > before;
+    give_no_effect(l, &j, messages);
+    if (j.error || messages) return j.error;
+    if (o->json_list) *line = bytes_of(j.text);
+    Buffer *text = &conversation_add(talk, USER, bytes(o->text ? o->text : ""))->text;
+    if (o->text) buffer_add(text, bytes("\n\n"));
+    buffer_add(text, *line);
+    return NULL;
+}
+
+// Returns how many bytes are to be encoded: an earlier answer loses its thinking.
+static size_t text_size(const ChatFormat *f, const Conversation *talk) {
+    size_t size = 0;
+    for (size_t i = 0; i < talk->n; i++) {
+        const Bytes text = bytes_of(&talk->p[i].text);
+        const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;
+        size += text.n - (earlier ? thinking_length(f, text) : 0);
+    }
+    return size;
+}
+
+#define TOO_LARGE(most) "too long, expected at most " most ", and less where memory is small"
+
+// Encodes a line into app->prompt. Of an object, the members that it keeps go to `out`. Returns
+// what is wrong with the line, or NULL; after Ctrl-C these may not be all ids.
+static const char *encode_line(List *l, Bytes line, Buffer *out) {
+    App *app = l->app;
+    const Engine *e = l->e;
+    Ids *ids = &app->prompt;
+    const Conversation *talk = &app->conversation;
+    const char *instruction = app->options.text ? app->options.text : "";
+    if (line.n + strlen(instruction) > l->in.most) return TOO_LARGE("1 GB");
+    const char *error = take_line(l, &line, out);
+    if (error) return error;
+    const size_t size = text_size(&e->tokenizer.chat, talk);
+    error = wrong_length(app, size, NULL);
+    if (error) return error;
+    if (size > l->in.most / 7) return TOO_LARGE("150 MB");  // 56 times as much for its encoding
+    ids->n = 0;
+    if (e->mode == CHAT) render(&e->tokenizer, talk, 0, app->switched_on, ids);
+    else encode_text(app, bytes_of(&talk->p[0].text), ids);
+    return interrupted ? NULL : wrong_length(app, line.n, ids);
+}
+
+// Encodes a line. Its text waits to run. If it is wrong, or only tokenized, it is done at once.
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Engine *e = l->e;
     const size_t number = l->read;
     Ids *ids = &app->prompt;
     Buffer *out = line_of(l, number);
-    bool goes_on = false;
+    const Conversation *talk = &app->conversation;
     if (app->options.list) check_utf8(app, l->in.name, l->read + 1, line);
     give_notices(app);
     if (number == l->there && number)
@@ -4079,7 +4126,7 @@ static void add_line(List *l, Bytes line) {
                number == 1 ? " is" : "s are", number + 1);
     if (number == l->there && draws_ids(e) && !quiet && !is_seeded(&app->options))
         fprintf(stderr, "seed %llu\n", app->options.seed);
-    const char *error = encode_line(l, chop(line), out, &goes_on);
+    const char *error = encode_line(l, chop(line), out);
     if (interrupted) return;
     l->read++;
     l->consumed += line.n;
@@ -4087,6 +4134,7 @@ static void add_line(List *l, Bytes line) {
         if (!error && number >= l->there) l->prompts += ids->n;
         end_line(l, number, NULL, ids, error);
     } else {
+        const bool goes_on = talk->p[talk->n - 1].role == ASSISTANT;
         add_text(e, ids, app->options.seed + number, goes_on)->slot->number = number;
     }
 }
