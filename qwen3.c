@@ -928,12 +928,6 @@ typedef struct {
     uint64_t rng;       // the state of random_next; option -s sets it
 } Sampler;
 
-INLINE int32_t load_i32(const void *p) {  // 4 bytes at any address as an int: a float's bits
-    int32_t value;
-    memcpy(&value, p, 4);
-    return value;
-}
-
 // One of 2^53 numbers in [0, 1): splitmix64
 static double random_next(uint64_t *state) {
     uint64_t z = *state += 0x9E3779B97F4A7C15u;
@@ -955,8 +949,9 @@ static double sum_double(const float *x, int n) {
 }
 
 static int argmax(const float *x, int n) {
+    const float max = max_of(x, n);
     int best = 0;
-    for (float max = max_of(x, n); x[best] != max && best < n - 1;) best++;
+    while (x[best] != max && best < n - 1) best++;
     return best;
 }
 
@@ -966,30 +961,35 @@ static void likelihoods(float *logits, int n, float max, float temperature) {
     for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
 }
 
-// Sets p of token id and of all less likely ones to 0. (As p >= 0, its bits have the order of the
-// floats, and compilers vectorize a comparison of ints.)
+// Sets p of token id and of all less likely ones to 0.
 static void keep_likelier(float *p, int n, int id) {
-    const int32_t bits = load_i32(p + id);
-    for (int i = 0; i < id; i++) p[i] = load_i32(p + i) >= bits ? p[i] : 0;
-    for (int i = id; i < n; i++) p[i] = load_i32(p + i) > bits ? p[i] : 0;
+    const float limit = p[id];
+    for (int i = 0; i < id; i++) p[i] = p[i] >= limit ? p[i] : 0;
+    for (int i = id; i < n; i++) p[i] = p[i] > limit ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0. Builds `threshold` bit by bit, from the highest on: a bit is
-// set if with it at least k values are >= threshold. If values equal to it make them more than k,
-// the lowest ids of these stay.
+// Sets all p but the k largest to 0. The search for the k-th largest begins with large steps, then
+// it halves what is left: at least k values are >= least, fewer than k are >= above. If several are
+// equal to the k-th largest, the lowest ids of these stay.
 static void keep_top_k(float *p, int n, int k) {
-    int32_t threshold = 0;
-    int kept = n;  // so many values reach it
-    for (int32_t bit = 1 << 30; kept > k && bit > 0; bit /= 2) {
+    float least = 0, above = 2;
+    int kept = n;  // how many values are >= least
+    while (kept > k) {
+        float middle = above / 256;
+        if (middle <= least) middle = (least + above) / 2;
+        if (middle == least || middle == above) break;  // no float is between them
         int count = 0;
-        for (int i = 0; i < n; i++) count += load_i32(p + i) >= (threshold | bit);
-        if (count < k) continue;
-        threshold |= bit;
-        kept = count;
+        for (int i = 0; i < n; i++) count += p[i] >= middle;
+        if (count < k) {
+            above = middle;
+        } else {
+            least = middle;
+            kept = count;
+        }
     }
-    for (int i = 0; i < n; i++) p[i] = load_i32(p + i) >= threshold ? p[i] : 0;
+    for (int i = 0; i < n; i++) p[i] = p[i] >= least ? p[i] : 0;
     for (int i = n - 1; kept > k; i--) {
-        if (load_i32(p + i) != threshold) continue;
+        if (p[i] != least) continue;
         p[i] = 0;
         kept--;
     }
@@ -997,11 +997,14 @@ static void keep_top_k(float *p, int n, int k) {
 
 // Returns the lowest id at which the running sum of p (n) exceeds `point`, or n.
 static int token_at(const float *p, int n, double point) {
-    enum { STEP = 1024 };
+    enum { STEP = 1024 };  // ids that are summed at once
     int i = 0;
-    for (double sum; i + STEP <= n && point >= (sum = sum_double(p + i, STEP)); i += STEP)
+    for (; i + STEP <= n; i += STEP) {
+        const double sum = sum_double(p + i, STEP);
+        if (point < sum) break;
         point -= sum;
-    while (i < n && (point -= p[i]) >= 0) i++;
+    }
+    for (; i < n && point >= p[i]; i++) point -= p[i];
     return i;
 }
 
@@ -1387,6 +1390,12 @@ static bool bytes_are(Bytes text, const char *word) { return bytes_equal(text, b
 
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+INLINE int32_t load_i32(const void *p) {  // 4 bytes at any address as an int: a float's bits
+    int32_t value;
+    memcpy(&value, p, 4);
+    return value;
+}
 
 INLINE float as_float(uint32_t bits) {  // the float with these bits
     return (union { uint32_t bits; float value; }){bits}.value;
