@@ -173,7 +173,7 @@ fuzz: tests/fuzz tests/.venv
 clean:
 	rm -f qwen3 qwen3.exe qwen3-plain tests/test tests/render tests/bench tests/journey tests/fuzz \
 	      tests/libfuzzer .flags
-	rm -rf release
+	rm -rf release tests/.venv
 
 .PHONY: plain run journey bench quality portable install uninstall debug check test test-all answer sums \
         notes fuzz clean FORCE

@@ -5,6 +5,7 @@ formula gives.
 A command is a line of a code block, fenced or indented (if some begin with `$ `, only these), or inline
 code that begins with a program, perhaps after NAME=VALUE.
 """
+import csv
 import json
 import math
 import operator
@@ -130,6 +131,7 @@ def folder(tmp_path, tokenizer_json, monkeypatch):
     for name in set(re.findall(r" -[fl] (\w+\.txt)|jq -R.* (\w+\.txt)", read)):
         (tmp_path / "".join(name)).write_text("Once upon a time.\nWho are you?\n")
     (tmp_path / "mails.jsonl").write_text('{"id": 1, "text": "Who are you?"}\n' * 2)
+    (tmp_path / "mails.csv").write_text('id,mail\n1,"Who, or ""what"",\nare you?"\n2,Hello\n')
     (tmp_path / "contract.txt").write_text("Once upon a time.\n")
     (tmp_path / "batch.jsonl").write_text("".join(
         json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {
@@ -223,6 +225,11 @@ def check_recipes(text, stdout):
     if "labels.tsv" in text:
         table = [line.split("\t") for line in Path("labels.tsv").read_text().splitlines()]
         assert len(table) == 2 and all(row[0] == "1" and row[1] in text and 0 < float(row[2]) < 1 for row in table)
+    if "kinds.csv" in text:
+        with open("mails.csv", newline="") as given, open("kinds.csv", newline="") as made:
+            table = list(csv.DictReader(made))
+            assert [row | {"choice": ""} for row in table] == [row | {"choice": ""} for row in csv.DictReader(given)]
+            assert all(row["choice"] in text for row in table)
     if "tonumber" in text:
         assert len(lines) == 2 and all(1 < float(line) < 5 for line in lines)
     if "fields.jsonl" in text:
@@ -390,12 +397,13 @@ def test_table_of_models():
     assert table.keys() == SHAPES.keys()
     for name, shape in SHAPES.items():
         dim, _, n_layers, _, n_kv_heads, *_ = shape
-        cache = 8 * n_layers * n_kv_heads * HEAD * 4096
+        position = 8 * n_layers * n_kv_heads * HEAD
         files = [model_bytes(shape, bits) for bits in (8, 4)]
         reads = [model_bytes(shape, bits, of_a_token=True) for bits in (8, 4)]
         weights = 2 * (files[0] - 256) / (1 + 4 / 64)   # in 16 bits, but for the norms' few
         download = weights + 2 * VOCABULARY * dim * (name in list(SHAPES)[:2])
-        expected = [[download], files, [size + cache for size in files],
+        expected = [[download], files, [size + position * 4096 for size in files],
+                    [position * 16000, position * 16000 * 5 / 16],
                     *([rate * 1e18 / size for size in reads] for rate in (10, 50, 100))]
         assert table[name] == [" / ".join(two_digits(x / 1e9) for x in cell) for cell in expected], name
 
