@@ -772,9 +772,38 @@ typedef struct {     // text arrives in parts, some of which may hold added toke
 // Appends the text in form NFC, or as it is if an older tokenizer file has no data. (Part II)
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Byte-pair encoding: merges the pair of the highest priority, of equal ones the leftmost, until no
-// merge of two neighbours is left; then appends the piece's tokens to `out`. (Part II)
-static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out);
+// Returns the token with exactly these bytes: an added one, or one that is not; or -1. Each single
+// byte has a token. (Part II: a hash table)
+static int token_find(const Tokenizer *tok, Bytes text, bool added);
+
+// Appends the tokens of a piece by byte-pair encoding: at first one for each byte, and as long as
+// two neighbours make a token, the pair of the highest priority, of equal ones the leftmost, does.
+static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
+    const size_t first = out->n;
+    for (size_t i = 0; i < piece.n; i++)
+        ids_add(out, token_find(tok, (Bytes){piece.p + i, 1}, false));
+    while (!interrupted) {
+        int merged = -1;  // the token that the best pair makes
+        size_t best = first;
+        Bytes both = piece;
+        for (size_t i = first; i + 1 < out->n; i++) {
+            const size_t n = tok->text[out->p[i]].n;
+            both.n = n + tok->text[out->p[i + 1]].n;
+            const int id = token_find(tok, both, false);
+            both.p += n;
+            if (id < 0 || (merged >= 0 && tok->priority[id] <= tok->priority[merged])) continue;
+            merged = id;
+            best = i;
+        }
+        if (merged < 0) break;
+        out->p[best] = merged;
+        out->n--;
+        for (size_t i = best + 1; i < out->n; i++) out->p[i] = out->p[i + 1];
+    }
+}
+
+// Does the same in less time than grows with the square of the bytes (Part II). -DPLAIN: the same.
+static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out);
 
 // Encodes the plain text that has arrived. A byte makes at most one token: so all counts fit into
 // an int. After Ctrl-C ids are missing, but then forward stops as well.
@@ -784,7 +813,7 @@ static void encode_flush(Encoder *enc) {
     if (normal.n + enc->out->n >= INT_MAX) die("text: too long, expected less than 2 GB");
     for (Bytes text = bytes_of(&normal); text.n && !interrupted;) {
         const size_t n = piece_length(enc->tok, text);
-        encode_piece(enc->tok, (Bytes){text.p, n}, enc->out);
+        merge_piece(enc->tok, (Bytes){text.p, n}, enc->out);
         text = bytes_from(text, n);
     }
     free(normal.p);
@@ -1848,7 +1877,6 @@ static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     return &tok->tables->table[slot];
 }
 
-// The added token, or the ordinary one, with exactly these bytes, or -1
 static int token_find(const Tokenizer *tok, Bytes text, bool added) {
     return (int)*token_slot(tok, text, added) - 1;
 }
@@ -2086,6 +2114,11 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // ------------------------------------------------------------------------------------------------
 // Merging the tokens of a piece
 
+#ifdef PLAIN
+static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
+    encode_piece(tok, piece, out);
+}
+#else
 // A token of a piece while it merges, known by where its bytes begin. The 2 n nodes of n bytes are
 // a tree of what merges next. Leaf n + i is the priority of symbol i with the next one, above n - i
 // (so of equal ones the leftmost wins), or 0 if the two make no token. Node i < n is the larger of
@@ -2110,7 +2143,7 @@ static void update_symbol(const Tokenizer *tok, Symbol *s, Bytes piece, uint32_t
     }
 }
 
-static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
+static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
     const uint32_t n = (uint32_t)piece.n;
     Symbol *s = grow(NULL, &(size_t){0}, 0, 2 * piece.n, sizeof(*s));
     for (uint32_t i = 0; i < 2 * n; i++) s[i] = (Symbol){i - 1, i + 1, 0};
@@ -2129,6 +2162,7 @@ static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
     }
     free(s);
 }
+#endif
 
 // ------------------------------------------------------------------------------------------------
 // Modes: what the program makes of a text. Given answers (-o) make another thing of the first two.
@@ -2499,7 +2533,7 @@ static void end_pass(void *arg) {
 static float *logits_at_end(Engine *e, Text *t) { return logits_of(e, t->slot->first); }
 
 static bool run_pass(Engine *e) {
-    (void)run_text, (void)state_init;  // -DPLAIN uses these: they define what this computes
+    (void)encode_piece, (void)run_text, (void)state_init;  // -DPLAIN uses these definitions
     schedule(e);
     draft_texts(e);
     const int n = make_rows(e);

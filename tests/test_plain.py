@@ -7,6 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 from conftest import QWEN3, ROOT, TESTS, build, copy_model, environment, export_py
+from test_tokenizer import KINDS, make_text
 
 SHAPES = {"Qwen3": dict(n_layers=3), "Qwen2": dict(qwen2=True, head_dim=16), "untied": dict(tied=False, seed=3),
           "experts": dict(n_experts=8, hidden_dim=64, n_experts_used=3, seed=4),
@@ -65,6 +66,12 @@ def test_same_bytes_of_answers_that_repeat_themselves(chain, tokens):
     *[pytest.param(name, 4, marks=pytest.mark.slow) for name in ("Qwen2", "untied")]])
 def test_same_bytes(model, name, bits):
     assert compare(ROOT / "qwen3-plain", QWEN3, model(name, bits)) == {0}
+
+
+def test_same_ids(small):
+    """Part I looks at all neighbours again and again, Part II merges by a tree."""
+    runs = [(["-m", "tokenize"], make_text(random.Random(kind), kind, 400).encode()) for kind in KINDS]
+    assert compare(ROOT / "qwen3-plain", QWEN3, small, runs) == {0}
 
 
 def tensors(model):
