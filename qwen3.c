@@ -2208,6 +2208,7 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
         int *blocks;   // of the cache: position pos is in blocks[pos / block_len]
     } own;
     size_t number;     // of its line in a list, from 0
+    double start;      // when it was added
     size_t cached;     // tokens of the prompt that did not need to run
     size_t counted;    // with given answers: tokens of these and of the thinking
     int thought;       // tokens of thinking that were drawn
@@ -2880,7 +2881,8 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     memcpy(all->p, prompt->p, n * sizeof(int));
     all->n = n;
     slot->own.out.n = 0;
-    *slot = (Slot){.engine = e, .own = slot->own, .closed_by = INTERRUPTED, .choice = THINKS};
+    *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = INTERRUPTED,
+                   .choice = THINKS};
     *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = context,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
                 .watched = e->guarded ? n : SIZE_MAX / 2,
@@ -3355,7 +3357,7 @@ typedef struct {   // of a file
     size_t end;    // of the last line
     bool begun;    // a line was taken
     bool ended;    // the end of input has come, even if a file or a terminal has more later
-    size_t most;   // bytes of a line: a longer one loses its end, but stays longer than this
+    size_t most;   // bytes of a line; of a longer one a few more stay, and its newline
 } Lines;
 
 // Takes the next line, with its newline; an empty one if more has to come first and `wait` is
@@ -3370,7 +3372,7 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
         if (!wait && !input_ready(in->fd)) return true;
         buffer_cut(data, in->end);
         in->end = 0;
-        seen = data->n = min_size(data->n, in->most + 3);  // too long even without \r\n
+        seen = data->n = min_size(data->n, in->most + 3);  // what is too long stays so after chop
         const ssize_t got = in->ended ? 0 : read_more(in->fd, data);
         if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
         if (got < 0) return false;
@@ -4007,11 +4009,11 @@ typedef struct {
     size_t done;            // lines that were answered, or are wrong
     size_t written;         // lines that were written
     Buffer lines[AHEAD];    // of the output: line i is at i % AHEAD; it is done if it ends in \n
-    size_t prompts;         // tokens of all prompts
+    size_t prompt_tokens;   // of all texts
     size_t cached;          // tokens of prompts that did not need to run
     size_t drawn;           // tokens of all answers
     size_t endings[FAILED + 1];  // answers by their end
-    size_t unfinished;      // answers that ended inside thinking
+    size_t in_thinking;     // answers that ended inside it
     size_t closed[INTERRUPTED + 1]; // thinkings by what ended them: see endings
     size_t pieces;          // texts that are scored in pieces
     const char *hint;       // on the first bad line of JSON; "" once it is given, NULL before
@@ -4019,17 +4021,19 @@ typedef struct {
     bool gave_messages;     // a notice said that -i has none before messages
     double size;            // bytes of the file, if known
     double consumed;        // bytes of its lines so far
-    size_t there;           // -w: whole lines that FILE had
-    size_t failed_there;    // -w: of these, lines without a result
-    Buffer tail;            // -w: what FILE ended with, from its last whole line on
+    // With -w (see Going on with a list):
+    size_t in_file;         // whole lines that FILE had
+    size_t failed_in_file;  // of these, lines without a result
+    size_t first_failed;    // the number of the first one, from 1
+    Buffer tail;            // what FILE ended with, and has not come again yet
 } List;
 
 static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n'; }
 
 static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD]; }
 
-// Writes the next line. What FILE ended with is there already, if it is the same: else another
-// command wrote FILE.
+// Writes the next line. What FILE ended with (see Going on with a list) has to be the same, and is
+// not written again.
 static void write_line(List *l) {
     const bool terminal = is_terminal(STDOUT_FILENO);
     Buffer *buffer = line_of(l, l->written);
@@ -4052,7 +4056,7 @@ static void write_line(List *l) {
 // Ends line `number` with the result of its text or its ids, or an error, and writes all done lines
 // that follow those that are written.
 static void end_line(List *l, size_t number, const Text *t, const Ids *ids, const char *error) {
-    const bool is_new = number >= l->there;  // else FILE has its result
+    const bool is_new = number >= l->in_file;  // else FILE has its result
     if (error && is_new)
         report("%.600s: line %zu: %s%s", l->in.name, number + 1, error, l->hint ? l->hint : "");
     if (l->hint) l->hint = "";
@@ -4065,12 +4069,12 @@ static void end_line(List *l, size_t number, const Text *t, const Ids *ids, cons
 // Counts a text that has ended, unless FILE has its result.
 static void count_text(List *l, const Text *t) {
     const Slot *slot = t->slot;
-    if (slot->number < l->there) return;
-    l->prompts += slot->own.all.n;
+    if (slot->number < l->in_file) return;
+    l->prompt_tokens += slot->own.all.n;
     l->cached += slot->cached;
     l->drawn += l->e->n_choices ? slot->counted : t->ids.n - t->n_prompt;
     l->endings[t->ending]++;
-    l->unfinished += t->writer->thinking;
+    l->in_thinking += t->writer->thinking;
     l->closed[slot->closed_by]++;
     l->pieces += l->e->mode == PERPLEXITY && slot->own.all.n > t->context;
 }
@@ -4164,17 +4168,17 @@ static void add_line(List *l, Bytes line) {
     const Conversation *talk = &app->conversation;
     if (app->options.list) check_utf8(app, l->in.name, l->read + 1, line);
     give_notices(app);
-    if (number == l->there && number)
+    if (number == l->in_file && number)
         notice("%s: %zu line%s there, goes on with line %zu", app->options.out, number,
                number == 1 ? " is" : "s are", number + 1);
-    if (number == l->there && draws_ids(e) && !quiet && !is_seeded(&app->options))
+    if (number == l->in_file && draws_ids(e) && !quiet && !is_seeded(&app->options))
         fprintf(stderr, "seed %llu\n", app->options.seed);
     const char *error = encode_line(l, chop(line), out);
     if (interrupted) return;
     l->read++;
     l->consumed += line.n;
     if (error || e->mode == TOKENIZE) {
-        if (!error && number >= l->there) l->prompts += ids->n;
+        if (!error && number >= l->in_file) l->prompt_tokens += ids->n;
         end_line(l, number, NULL, ids, error);
     } else {
         const bool goes_on = talk->p[talk->n - 1].role == ASSISTANT;
@@ -4183,9 +4187,12 @@ static void add_line(List *l, Bytes line) {
 }
 
 // Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get.
+// But the time left is at least the age of the oldest one, which may be the last.
 static void show_texts(const List *l) {
     const double lines = l->in.ended ? l->read : floor(l->size * l->read / fmax(l->consumed, 1));
-    const double all = fmax(lines - l->there, 0), part = all > 0 ? fmin(l->done / all, 1) : 0;
+    const double all = fmax(lines - l->in_file, 0), time = now(), seconds = time - progress.start;
+    const double age = l->e->n_texts > 0 ? time - l->e->order[0]->slot->start : 0;
+    const double part = all > 0 ? fmin(l->done / all, seconds / (seconds + age + 1e-9)) : 0;
     char of_all[64] = "", text[96];
     if (all > 0)
         snprintf(of_all, sizeof(of_all), " of %s%.0f", l->in.ended ? "" : "about ", all);
@@ -4214,16 +4221,18 @@ static bool admit_lines(List *l) {
 static int report_list(const List *l) {
     const Options *o = &l->app->options;
     const double seconds = now() - progress.start + 1e-9;
-    const double rate = (l->prompts - l->cached + l->drawn) / seconds;
-    const size_t lines = l->written > l->there ? l->written : l->there, n = lines - l->there;
+    const double rate = (l->prompt_tokens - l->cached + l->drawn) / seconds;
+    const size_t lines = l->written > l->in_file ? l->written : l->in_file;  // that are there
+    const size_t n = lines - l->in_file;
     const int context = l->e->model.state.context;
-    const int status = interrupted ? EXIT_INTERRUPT : l->failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    const bool failed = l->failed || l->failed_in_file;
+    const int status = interrupted ? EXIT_INTERRUPT : failed ? EXIT_FAILURE : EXIT_SUCCESS;
     char seed[48] = "";  // what to add to the same command
     if (draws_ids(l->e) && !is_seeded(o) && l->e->places->sampler.temperature != 0)
         snprintf(seed, sizeof(seed), " and -s %llu", o->seed);
     progress_end();
     if (quiet) return status;
-    if (l->there && l->read == l->there && !interrupted) {
+    if (l->in_file && l->read == l->in_file && !interrupted) {
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
         return status;
     }
@@ -4232,21 +4241,21 @@ static int report_list(const List *l) {
         if (n_ended) notice("answers: ended by %s: %zu", endings[i].by, n_ended);
         if (n_closed) notice("answers: thinking ended by %s: %zu", endings[i].by, n_closed);
     }
-    if (l->unfinished) notice("answers: ended inside their thinking: %zu", l->unfinished);
+    if (l->in_thinking) notice("answers: ended inside their thinking: %zu", l->in_thinking);
     if (l->failed > 1) notice("texts: ended in an error: %zu", l->failed);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
         notice("list: %zu lines are written; the same command%s%s goes on%s", lines,
                o->out ? "" : " with -w FILE for > FILE", seed,
                l->size ? "" : ", if the pipe gives the same lines again");
-    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached", n, seconds, l->prompts,
+    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached", n, seconds, l->prompt_tokens,
             l->cached);
     if (l->e->again) fprintf(stderr, ", %zu computed again", l->e->again);
     fputs(")", stderr);
     if (modes[l->e->mode].has_answers) fprintf(stderr, ", answers %zu tokens", l->drawn);
     fprintf(stderr, ", %.*f tokens/s", rate < 999.95, rate);
     if (draws_ids(l->e) && n > 0)
-        fprintf(stderr, ", seeds %llu to %llu", o->seed + l->there, o->seed + lines - 1);
+        fprintf(stderr, ", seeds %llu to %llu", o->seed + l->in_file, o->seed + lines - 1);
     fputc('\n', stderr);
     return status;
 }
@@ -4255,7 +4264,7 @@ static int run_list(List *l) {
     progress = (struct Progress){.start = now()};
     patience = 0;
     while (admit_lines(l) && run_pass(l->e)) {
-        for (int i = 0; i < l->e->n_running;) {
+        for (int i = 0; i < l->e->n_running;) {  // end_text puts the next one at i
             Text *t = l->e->order[i];
             if (t->ending == GOES_ON || !end_text(l->e, t)) {
                 i++;
@@ -4272,24 +4281,34 @@ static int run_list(List *l) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Going on with a list (-w). FILE has the results of a run that was cut. The lines that it has are
-// skipped but for the last, which runs again and has to come out the same (write_line). So does the
-// beginning of a line that was cut, and what follows it is added to FILE.
+// Going on with a list (-w). FILE has the results of a run that was cut. Its last whole lines, and
+// one that was cut, run again and have to come out the same (write_line): so FILE is this run's.
+// (One line is too few: other options often give the same label.) What follows them is written.
 
-// FILE takes the place of stdout, and its lines are counted.
+enum { KNOWN_AGAIN = 8 };  // whole lines
+
+// Returns whether a line is null, or an object that this program gave its "error". (Another column
+// may hold the same bytes.)
+static bool lacks_result(App *app, Bytes line) {
+    const Json j = {.rest = line, .n = line.n, .text = &app->input};
+    return bytes_are(chop(line), "null") || (find_last(line, bytes(":null,\"error\":\"")) &&
+                                             json_member(j, "error").rest.n);
+}
+
+// FILE takes the place of stdout. Its lines are counted, and the last ones are kept.
 static void open_out(List *l) {
     const char *file = l->app->options.out;
+    Buffer *tail = &l->tail;
     Lines in = {.fd = file_open(file, true), .name = file, .most = INT_MAX};
     if (in.fd < 0) die("%s: %s", file, strerror(errno));
     if (!S_ISREG(file_mode(file))) die("%s: not a regular file, expected one or a new name", file);
     if (!file_lock(in.fd)) die("%s: in use by another run, expected another FILE", file);
     for (Bytes line; next_line(&in, &line, true);) {
-        const bool whole = has_newline(line), failed = bytes_are(chop(line), "null") ||
-                                                       find_last(line, bytes(":null,\"error\":\""));
-        if (whole) l->tail.n = 0;
-        buffer_add(&l->tail, line);
-        l->there += whole;
-        l->failed_there += whole && failed;
+        buffer_add(tail, line);
+        if (!has_newline(line)) break;
+        if (++l->in_file > KNOWN_AGAIN)
+            buffer_cut(tail, (uint8_t *)memchr(tail->p, '\n', tail->n) + 1 - tail->p);
+        if (lacks_result(l->app, line) && l->failed_in_file++ == 0) l->first_failed = l->in_file;
     }
     free(in.data.p);
     if (dup2(in.fd, STDOUT_FILENO) < 0) die("%s: %s", file, strerror(errno));
@@ -4313,14 +4332,16 @@ static List *open_list(App *app) {
     return l;
 }
 
-// Skips the lines that FILE has, but for the last.
+// Skips the lines that FILE has, but for those that run again.
 static void skip_lines(List *l) {
     const char *file = l->app->options.out;
-    for (Bytes line; l->read + 1 < l->there; l->read++, l->written++, l->consumed += line.n)
+    const size_t skipped = l->in_file - min_size(l->in_file, KNOWN_AGAIN);
+    for (Bytes line; l->read < skipped; l->read++, l->written++, l->consumed += line.n)
         if (!next_line(&l->in, &line, true))
             die("%s: has more lines than the list, expected at most %zu", file, l->read);
-    if (l->failed_there)
-        notice("%s: lines without a result, which stay: %zu", file, l->failed_there);
+    if (l->failed_in_file)
+        notice("%s: lines without a result, which stay: %zu, the first is line %zu", file,
+               l->failed_in_file, l->first_failed);
 }
 
 // ------------------------------------------------------------------------------------------------

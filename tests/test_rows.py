@@ -176,8 +176,8 @@ def test_goes_on_at_any_byte(small, tiny, tmp_path, mode, kind):
     model = small if mode in ("tokenize", "perplexity", "embed") else tiny
     args = [model, "-m", mode, "-q", *["-s", "5", "-n", "5"] * (mode in ("chat", "generate"))]
     path, out = write_list(tmp_path / "list", ROWS), tmp_path / "out"
-    expected = qwen3(*args, kind, path).stdout
-    status = {n: qwen3(*args, kind, write_list(tmp_path / "rest", ROWS[n:])).returncode for n in range(len(ROWS))}
+    whole = qwen3(*args, kind, path)
+    expected = whole.stdout
     cuts = range(len(expected))
     if len(cuts) > 60:
         cuts = sorted({0, 1, len(cuts) - 1, *random.Random(mode + kind).sample(cuts, 50)})
@@ -185,7 +185,7 @@ def test_goes_on_at_any_byte(small, tiny, tmp_path, mode, kind):
         out.write_bytes(expected[:cut])
         result = qwen3(*args, kind, path, "-w", out)
         assert result.stdout == b"" and out.read_bytes() == expected, (cut, result)
-        assert result.returncode == status[expected[:cut].count(b"\n")]
+        assert result.returncode == whole.returncode
 
 
 def test_a_new_file(tiny, tmp_path):
@@ -203,16 +203,23 @@ def test_a_new_file(tiny, tmp_path):
 
 
 def test_what_it_says(tiny, tmp_path):
-    """Lines, statistics, seeds (without -s from 0 on), exit status: FILE's null is no error of this run."""
-    path, out = write_list(tmp_path / "list", [b'{"id":1,"text":""}', b"5", *[b'"Hello"'] * 3]), tmp_path / "out"
-    lines = run_list(tiny, b"Hello\n" * 5, "-n", 3, "-s", 0, "-q")[0]
+    """Lines, statistics, seeds (without -s from 0 on), exit status: 1 while FILE has lines without a result, also
+    where nothing is left. A column that looks like one is none. What is wrong there is not said again."""
+    column = b'"x":{"a":null,"error":"y"}'
+    rows = [b'{%s,"text":"Hello"}' % column, b'{"id":1,"text":""}', b"5", *[b'"Hello"'] * 3]
+    path, out = write_list(tmp_path / "list", rows), tmp_path / "out"
+    lines = run_list(tiny, b"Hello\n" * 6, "-n", 3, "-s", 0, "-q")[0]
+    first = b'{%s,"answer":%s,"end":"length"}' % (column, lines[0])
     failed = b'{"id":1,"answer":null,"error":"empty, expected a text"}'
-    out.write_bytes(failed + b"\nnull\n" + lines[2][:3])
+    out.write_bytes(first + b"\n" + failed + b"\nnull\n" + lines[3][:3])
     result = qwen3(tiny, "-L", path, "-w", out, "-n", 3)
-    assert result.returncode == 0 and b"out: lines without a result, which stay: 2\n" in result.stderr
-    assert re.search(rb"(?m)^qwen3: .*out: 2 lines are there, goes on with line 3$", result.stderr), result.stderr
-    assert re.search(rb"(?m)^3 texts in .* seeds 2 to 4$", result.stderr) and b"\nseed " not in result.stderr, result.stderr
-    assert out.read_bytes().splitlines() == [failed, b"null", *lines[2:]]
+    stay = b"out: lines without a result, which stay: 2, the first is line 2\n"
+    assert result.returncode == 1 and stay in result.stderr and b": line 2: " not in result.stderr, result
+    assert re.search(rb"(?m)^qwen3: .*out: 3 lines are there, goes on with line 4$", result.stderr), result.stderr
+    assert re.search(rb"(?m)^3 texts in .* seeds 3 to 5$", result.stderr) and b"\nseed " not in result.stderr, result.stderr
+    assert out.read_bytes().splitlines() == [first, failed, b"null", *lines[3:]]
+    result = qwen3(tiny, "-L", path, "-w", out, "-n", 3)
+    assert result.returncode == 1 and stay in result.stderr and b"has all 6 lines" in result.stderr, result
 
 
 LEFT_ALONE = [b"buy milk", b"buy milk\n", b'"a"\nbuy milk\n', b'"a"\nbuy', b"[1, 2]\n", b"1 2\n", b'{"a":1}', b"\n", b'"a"\n\n',
@@ -275,16 +282,18 @@ def test_a_cut_line_of_another_run(tiny, tmp_path):
         assert out.read_bytes() == data
 
 
-def test_an_error_that_comes_again(tiny, tmp_path):
-    """FILE has it: it is not said again, and is no error of this run."""
-    path, out = write_list(tmp_path / "list", [b'"Hello"', b'{"id":1}', b'"Who are you?"']), tmp_path / "out"
-    whole = qwen3(tiny, "-L", path, *GREEDY, "-q")
-    out.write_bytes(b"".join(whole.stdout.splitlines(True)[:2]))
-    result = qwen3(tiny, "-L", path, "-w", out, *GREEDY)
-    assert result.returncode == 0 and b"line 2:" not in result.stderr, result
-    assert out.read_bytes() == whole.stdout
-    out.write_bytes(b'"Hello! How can I help you?"\n{"id":2,"answer":null,"error":"x"}\n')
-    assert_error(qwen3(tiny, "-L", path, "-w", out, "-q"), 1, out)
+@pytest.mark.parametrize("n", [10, 12])
+def test_the_last_lines_come_again(tiny, tmp_path, n):
+    """Eight, and no more, with others before them and after, or none: a label alone tells no prompt from another."""
+    path, out = write_list(tmp_path / "list", [b'{"id":%d,"text":"Hello"}' % i for i in range(n)]), tmp_path / "out"
+    run = (tiny, "-L", path, "-w", out, "-o", "yes|no", "-q")
+    output(*run)
+    whole = out.read_bytes().splitlines(True)
+    for changed in range(1, 10):
+        other = [line.replace(b'"p":', b'"p" :') if i == changed else line for i, line in enumerate(whole[:10])]
+        out.write_bytes(b"".join(other))
+        result = qwen3(*run)
+        assert result.returncode == (changed > 1) and out.read_bytes() == b"".join(other + whole[10:] * (changed == 1))
 
 
 def test_more_lines_than_the_list(small, tmp_path):
@@ -329,15 +338,15 @@ def test_two_runs_at_once(start, stopping, tmp_path):  # noqa: F811
 def test_interrupted_before_the_last_line_is_known_again(start, stopping, tmp_path):  # noqa: F811
     """Nothing has been written then, also where nothing is left to do."""
     out = tmp_path / "out"
-    for data, n in (b"a\nx\nx\n", 1), (b"x\na\n", 2):
+    for data, there in (b"a\nx\nx\n", b'"a"\n'), (b"x\na\n", b'""\n"a"\n'):
         path = write_list(tmp_path / "list", data.split())
-        out.write_bytes(there := b'"a"\n' * n)
+        out.write_bytes(there)
         child = start(stopping, "-l", path, "-m", "generate", *GREEDY, "-n", 90_000, "-w", out)
         time.sleep(0.5)
         child.send_signal(signal.SIGINT)
         _, error = child.communicate(timeout=300)
         assert child.returncode == 130 and out.read_bytes() == there and b"has all" not in error, error
-        assert b": %d lines are written; the same command goes on\n" % n in error and b"\n0 texts in " in error, error
+        assert b": %d lines are written; the same command goes on\n" % there.count(b"\n") in error and b"\n0 texts in " in error, error
 
 
 def test_a_full_disk(tiny, tmp_path):
@@ -392,7 +401,6 @@ def test_killed_again_and_again(start, tiny, tmp_path, n, kills):
             assert done.endswith(b"\n") and message in said.read_bytes()
         if r.random() < 0.5:                    # as if the disk had lost the end
             out.write_bytes(done[:len(done) - r.randrange(40)])
-    left = range(out.read_bytes().count(b"\n"), n)
     result = qwen3(*args, "-w", out, "-q")
     assert out.read_bytes() == whole.stdout and whole.returncode == 1 and killed > kills / 2
-    assert result.returncode == any(i % 13 == 5 for i in left)
+    assert result.returncode == 1
