@@ -144,14 +144,14 @@ def test_very_long_arguments(small, args, status, words):
     ">&-", "2>&-", "<&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("mode", ["tokenize", "perplexity", "generate", "chat", "list"])
 def test_closed_from_the_start(small, tmp_path, mode, close):
-    """No file that is opened becomes stdout: the model stays as it is, and FILE of -w gets a list's
+    """No file that is opened becomes stdout or stderr: the model stays as it is, and FILE of -w gets a list's
     lines alone, of which an empty one is an error."""
     copy_model(small, tmp_path)
     (tmp_path / "text").write_bytes(b"hello\n\nthere\n")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     run = f"{QUOTED_QWEN3} {tmp_path}/model.bin -n 3 -t 0"
-    if mode == "list":
-        run += f" -l {tmp_path}/text"
+    if mode == "list":                                  # from stdin, FILE is the first file that is opened
+        run += f" -l {tmp_path}/text" if "<&-" in close else f" -l - < {tmp_path}/text"
         assert shell(f"exec {run} -w {tmp_path}/out {close}").returncode == 1
         before[tmp_path / "out"] = shell(f"exec {run}").stdout
     else:
