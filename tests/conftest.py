@@ -45,6 +45,8 @@ QWEN3 = Path(os.environ.get("QWEN3", ROOT / "qwen3")).resolve()
 QUOTED_QWEN3 = shlex.quote(str(QWEN3))      # for a shell
 TINY = TESTS / "tiny"
 LINUX = sys.platform == "linux"
+SANITIZED = QWEN3.exists() and b"__asan_init" in QWEN3.read_bytes()
+needs_address_space = pytest.mark.skipif(SANITIZED or not LINUX, reason="needs a limited address space")
 
 RATE = r"(?:\d{1,3}\.\d|\d{4,})/s"             # a decimal only below 1,000
 STATS = re.compile((rf"prompt (\d+) tokens at {RATE} \((\d+) cached\), "
@@ -133,6 +135,17 @@ def wait_for_call(pid, name):
         time.sleep(0.5)
     else:
         wait_until(lambda: current() in numbers)
+
+
+def small_pipe():
+    """The ends of one that is full after 4,096 bytes, where there are such pipes."""
+    ours, theirs = os.pipe()
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, 4096)
+    return ours, theirs
+
+
+needs_small_pipes = pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="no small pipes")
 
 
 def cpu_seconds(pid):
@@ -298,6 +311,81 @@ def refused(result, *patterns):
     for pattern in patterns:
         assert re.search(pattern, err[0]), (pattern, err[0])
 
+
+# -- lists of texts
+
+GREEDY = ("-t", "0")
+HELLO = b'"text":"Hello"'
+WORDS = ("the old lighthouse keeper wind harvest It's 1999-12-31 Größe naïve 灯塔 🙂 f(n) \t  capital of "
+         "France? What is your name <|im_end|> <think> \"quoted\" back\\slash e\u0301 ~~~ Tell me a story").split(" ")
+
+
+def json_string(data):
+    """As `tokenize -v` writes a token's bytes: each byte that is not UTF-8 is \\ufffd."""
+    def escape(match):
+        c = match[0]
+        return "\\" + c if c in '"\\' else r"\ufffd" if c >= "\udc80" else f"\\u{ord(c):04x}"
+    text = data.decode("utf-8", "surrogateescape")
+    return b'"%s"' % re.sub('["\\\\\0-\x1f\x7f-\x9f\udc80-\udcff]', escape, text).encode()
+
+
+@functools.cache
+def alone(model, text, *args, mode="chat", seed=None):
+    """The line that the list should have for this text: what a run of its own writes; null if it fails."""
+    args = [model, "-m", mode, "-q", *args, *([] if seed is None else ["-s", seed % 2**64])]
+    if b"\0" in text:                           # what an argument can't be
+        result = qwen3(*args, "-f", "-", stdin=text + b"\n" * (mode == "chat"))
+    else:
+        result = qwen3(*args, "-i", text)
+    if result.returncode != 0:
+        assert_error(result, 1)
+        return b"null"
+    if mode == "chat":
+        assert result.stdout.endswith(b"\n")
+        return json_string(result.stdout[:-1])
+    return json_string(result.stdout) if mode == "generate" else result.stdout[:-1]
+
+
+def join_lines(values):
+    """A list of these lines: bytes as they are, anything else as JSON."""
+    return b"".join((value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n" for value in values)
+
+
+def run_list(model, data, *args, kind="-l", status=0, blocks=None):
+    """The lines of the output of a list that is stdin, without their newlines; and stderr. With so many
+    blocks in the cache, if not None."""
+    data = data if isinstance(data, bytes) else join_lines(data)
+    if blocks is None:
+        result = qwen3(model, kind, "-", *args, stdin=data)
+    else:
+        test = QWEN3.parent / "tests/test"
+        test = test if test.exists() else TESTS / "test"
+        result = subprocess.run([test, "list", *map(_argument, (blocks, model, kind, "-", *args))], input=data,
+                                capture_output=True, timeout=300, env=environment())
+    assert result.returncode == status, result
+    assert result.stdout.endswith(b"\n") or not result.stdout
+    return result.stdout.split(b"\n")[:-1], result.stderr
+
+
+run_json = functools.partial(run_list, kind="-L")
+
+
+def errors_of(error, name=b"stdin"):
+    """{line: what}, of a stderr that is nothing else."""
+    found = {}
+    for line in error.splitlines():
+        match = re.fullmatch(rb"qwen3: " + re.escape(name) + rb": line (\d+): (.+)", line)
+        assert match and int(match[1]) not in found, error
+        found[int(match[1])] = match[2].decode()
+    return found
+
+
+def write_list(path, lines):
+    path.write_bytes(join_lines(lines))
+    return path
+
+
+# -- files, to be changed
 
 def copy_model(model, directory, extension=True):
     """The model's two files once more, to be changed; without the extension as older exports wrote
@@ -559,6 +647,12 @@ def chain(table_model):
         steps = {before: {after: 12.7} for before, after in zip(tokens, tokens[1:])}
         return table_model(({None: {default: 12.7}} if default else {}) | steps, **kwargs)
     return make
+
+
+@pytest.fixture(scope="session")
+def stopping(chain):
+    """A raw text that ends in a goes on with a forever, any other ends at once; 100,000 tokens fit."""
+    return chain("a", "a", default="<|im_end|>", max_len=100_000)
 
 
 @pytest.fixture(scope="session")

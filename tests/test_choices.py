@@ -6,7 +6,7 @@ import re
 import struct
 
 import pytest
-import test_list
+import conftest
 from conftest import (assert_error, change_sections, copy_model, export, make_checkpoint, output,
                       perplexity, qwen3, tokenize)
 from reference import Model
@@ -172,7 +172,7 @@ def test_prompts_run_once(tiny):
     """All but the rows that are shared, and those of the given answers, even where many prompts end at once."""
     texts = [" ".join(f"{chr(97 + (i * i + j * j) % 26)}{i}" for j in range(40)) for i in range(64)]
     for answers in ("a|b|c", "the wind and|the sea of|the harvest and", " a| the wind and"):
-        lines, error = test_list.run_list(tiny, "\n".join(texts).encode(), "-m", "generate", "-c", 400, "-o", answers,
+        lines, error = conftest.run_list(tiny, "\n".join(texts).encode(), "-m", "generate", "-c", 400, "-o", answers,
                                           blocks=100_000)
         prompts, cached, more = map(int, re.search(rb"prompts (\d+) tokens \((\d+) cached\), answers (\d+)",
                                                    error).groups())

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from checkpoints import make_embedding, with_config, with_ends
 from conftest import (QUOTED_QWEN3, QWEN3, ROOT, STATS, assert_error, change_sections, copy_model, environment, export,
-                      finish, leave, make_checkpoint, output, prompts, qwen3, shell, spawn, spawn_shell, tokenize)
+                      finish, json_string, leave, make_checkpoint, needs_address_space, output, prompts, qwen3, shell,
+                      spawn, spawn_shell, tokenize)
 from reference import Model, read_tokenizer
-from test_faults import needs_address_space
-from test_list import json_string
 from test_templates import CHATS
 
 MODES = ["chat", "generate", "tokenize", "perplexity", "embed"]

@@ -9,11 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import (LINUX, QUOTED_QWEN3, QWEN3, assert_error, copy_model, environment, export,
-                      export_process, make_checkpoint, output, qwen3, refused, shell)
-
-SANITIZED = QWEN3.exists() and b"__asan_init" in QWEN3.read_bytes()
-needs_address_space = pytest.mark.skipif(SANITIZED or not LINUX, reason="needs a limited address space")
+from conftest import (LINUX, QUOTED_QWEN3, QWEN3, SANITIZED, assert_error, copy_model, environment, export,
+                      export_process, make_checkpoint, needs_address_space, output, qwen3, refused, shell)
 
 
 @pytest.fixture(scope="module")

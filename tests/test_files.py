@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, export_by_rows,
-                      join_tokenizer, make_checkpoint, outputs, qwen3, shell, split_tokenizer,
-                      token_records, write_zeros)
+from conftest import (QUOTED_QWEN3, assert_error, copy_model, export, export_by_rows, join_tokenizer, make_checkpoint,
+                      needs_address_space, outputs, qwen3, shell, split_tokenizer, token_records, write_zeros)
 from reference import HEADER
-from test_faults import needs_address_space
 
 INF, NAN = float("inf"), float("nan")
 VOCAB = 502

@@ -2,7 +2,6 @@
 bit, and nothing that is written is lost, whatever happens."""
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import random
@@ -18,18 +17,14 @@ import time
 import jinja2.sandbox
 import numpy as np
 import pytest
-from conftest import (CHATML, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, STATS, TESTS, TINY, assert_error, change_sections,
-                      copy_model, environment, finish, output, qwen3, shell,
-                      show_progress, spawn_shell, tokenize, wait_for_call, wait_until, waiting)
-from test_faults import needs_address_space
-from test_signals import needs_small_pipes, small_pipe
+from conftest import (CHATML, GREEDY, HELLO, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, STATS, TINY, WORDS, alone,
+                      assert_error, change_sections, copy_model, environment, errors_of, finish, join_lines,
+                      json_string, needs_address_space, needs_small_pipes, output, qwen3, run_json, run_list, shell,
+                      show_progress, small_pipe, spawn_shell, tokenize, wait_for_call, wait_until, waiting, write_list)
 
 TOKENS = RATE.replace("/s", " tokens/s")
 SUM = re.compile((r"(\d+) texts? in [\d.]+ s, prompts (\d+) tokens \((\d+) cached(?:, \d+ computed again)?\), "
                   rf"answers (\d+) tokens, {TOKENS}, seeds (\d+) to (\d+)\n").encode())
-GREEDY = ("-t", "0")
-WORDS = ("the old lighthouse keeper wind harvest It's 1999-12-31 Größe naïve 灯塔 🙂 f(n) \t  capital of "
-         "France? What is your name <|im_end|> <think> \"quoted\" back\\slash e\u0301 ~~~ Tell me a story").split(" ")
 
 
 def make_texts(n, seed=1, longest=60):
@@ -41,67 +36,6 @@ def make_texts(n, seed=1, longest=60):
         text = " ".join(r.choices(WORDS, k=length))
         texts.append((common + " " + text if i % 4 == 3 else text).encode())
     return texts
-
-
-def json_string(data):
-    """As `tokenize -v` writes a token's bytes: each byte that is not UTF-8 is \\ufffd."""
-    def escape(match):
-        c = match[0]
-        return "\\" + c if c in '"\\' else r"\ufffd" if c >= "\udc80" else f"\\u{ord(c):04x}"
-    text = data.decode("utf-8", "surrogateescape")
-    return b'"%s"' % re.sub('["\\\\\0-\x1f\x7f-\x9f\udc80-\udcff]', escape, text).encode()
-
-
-@functools.cache
-def alone(model, text, *args, mode="chat", seed=None):
-    """The line that the list should have for this text: what a run of its own writes; null if it fails."""
-    args = [model, "-m", mode, "-q", *args, *([] if seed is None else ["-s", seed % 2**64])]
-    if b"\0" in text:                           # what an argument can't be
-        result = qwen3(*args, "-f", "-", stdin=text + b"\n" * (mode == "chat"))
-    else:
-        result = qwen3(*args, "-i", text)
-    if result.returncode != 0:
-        assert_error(result, 1)
-        return b"null"
-    if mode == "chat":
-        assert result.stdout.endswith(b"\n")
-        return json_string(result.stdout[:-1])
-    return json_string(result.stdout) if mode == "generate" else result.stdout[:-1]
-
-
-def join_lines(values):
-    """A list of these lines: bytes as they are, anything else as JSON."""
-    return b"".join((value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n" for value in values)
-
-
-def run_list(model, data, *args, kind="-l", status=0, blocks=None):
-    """The lines of the output of a list that is stdin, without their newlines; and stderr. With so many
-    blocks in the cache, if not None."""
-    data = data if isinstance(data, bytes) else join_lines(data)
-    if blocks is None:
-        result = qwen3(model, kind, "-", *args, stdin=data)
-    else:
-        test = QWEN3.parent / "tests/test"
-        test = test if test.exists() else TESTS / "test"
-        args = [arg if isinstance(arg, bytes) else str(arg) for arg in (blocks, model, kind, "-", *args)]
-        result = subprocess.run([test, "list", *args], input=data, capture_output=True, timeout=300,
-                                env=environment())
-    assert result.returncode == status, result
-    assert result.stdout.endswith(b"\n") or not result.stdout
-    return result.stdout.split(b"\n")[:-1], result.stderr
-
-
-run_json = functools.partial(run_list, kind="-L")
-
-
-def errors_of(error, name=b"stdin"):
-    """{line: what}, of a stderr that is nothing else."""
-    found = {}
-    for line in error.splitlines():
-        match = re.fullmatch(rb"qwen3: " + re.escape(name) + rb": line (\d+): (.+)", line)
-        assert match and int(match[1]) not in found, error
-        found[int(match[1])] = match[2].decode()
-    return found
 
 
 def check(model, texts, *args, mode="chat", seed=None, prefix=None, before=(), **how):
@@ -120,17 +54,6 @@ def check(model, texts, *args, mode="chat", seed=None, prefix=None, before=(), *
     said = errors_of(error)
     assert said.keys() == {i for i, line in enumerate(lines, 1) if line == b"null"}, error
     return lines, said
-
-
-@pytest.fixture(scope="module")
-def stopping(chain):
-    """A raw text that ends in a goes on with a forever, any other ends at once; 100,000 tokens fit."""
-    return chain("a", "a", default="<|im_end|>", max_len=100_000)
-
-
-def write_list(path, lines):
-    path.write_bytes(join_lines(lines))
-    return path
 
 
 # -- the same bits
@@ -152,17 +75,7 @@ ALIKE = [  # name, texts, options, how
       for mode, (args, how) in MODES.items()],
     ("pieces of a perplexity", make_texts(12, seed=9, longest=100), ("-c", 20), {"mode": "perplexity"}),
     ("pieces of pieces", make_texts(6, seed=9, longest=100), ("-c", 20, "-b", 7), {"mode": "perplexity"})]
-FIVE_HUNDRED = [
-    *[(f"500 {' '.join(args)}", make_texts(500, seed=12, longest=200), args, {"seed": 2**64 - 100, "prefix": prefix})
-      for args, prefix in ((GREEDY, None), ((), None), (("-y", "Be kind."), b"Answer:"),
-                           (("-r", "1", "-n", "60"), None), (("-x", " a"), b"Say: "))],
-    *[(f"500 {mode}", make_texts(500, seed=13, longest=200), ("-n", 50) if mode == "generate" else (),
-       {"mode": mode, "seed": 3, "before": ("-b", 100)}) for mode in MODES]]
-
-
-@pytest.mark.parametrize("texts, args, how", [
-    *[pytest.param(*row, id=name) for name, *row in ALIKE],
-    *[pytest.param(*row, id=name, marks=pytest.mark.slow) for name, *row in FIVE_HUNDRED]])
+@pytest.mark.parametrize("texts, args, how", [pytest.param(*row, id=name) for name, *row in ALIKE])
 def test_each_line_is_its_text_alone(tiny, texts, args, how):
     check(tiny, texts, *args, **how)
 
@@ -175,19 +88,6 @@ def test_any_bytes(small):
         lines, _ = check(small, texts, "-n", 40, "-t", 5, "-k", 0, "-p", 1, mode=mode, seed=1)
         assert all(isinstance(json.loads(line), str) for line in lines)
     assert any(b"\\ufffd" in line for line in lines) and any(b"\\u00" in line for line in lines)
-
-
-@pytest.mark.parametrize("blocks, options", [
-    (1, ()), (40, ()), (150, ("-b", 31)),
-    *[pytest.param(*how, marks=pytest.mark.slow) for how in ((70, ("-b", 5)), (150, ()))]])
-def test_small_pool(tiny, blocks, options):
-    """So few blocks of positions that texts give theirs back and begin again: their answers go on as if
-    nothing had happened."""
-    texts = make_texts(34, seed=7, longest=150)
-    check(tiny, texts, "-n", 40, "-t", 2, seed=1, before=options, blocks=blocks)
-    check(tiny, texts, "-x", "e", "-r", 1, "-n", 40, seed=1, before=options, blocks=blocks, prefix=b"Say:")
-    check(tiny, texts, mode="embed", before=options, blocks=blocks)
-    check(tiny, texts, "-c", 100, mode="perplexity", before=options, blocks=blocks)
 
 
 def test_small_context(tiny):
@@ -387,7 +287,6 @@ NO_MESSAGES = [b"[]", b'["a"]', b"[1]", b"[[]]", b"[null]", b'[{"content": "a"}]
                b'[{"role" "user", "content": "a"}]', b'[{role: "user", "content": "a"}]',
                *[b'[{"role": "user", "content": "a", "x": %s}]' % value for value in (
                    b"01", b"nan", b"tru", b".5", b"+1", b"1.", b"1e", b"-", b"[1,]", b"{1: 2}", b'{"a": }', b"'a'")]]
-HELLO = b'"text":"Hello"'
 NO_OBJECTS = [b'{%s' % HELLO, b'{%s]' % HELLO, b'{%s,}' % HELLO, b'{"a":01,%s}' % HELLO, b'{"a":"\\x",%s}' % HELLO,
               b'{"a":"\t",%s}' % HELLO, b'{%s} x' % HELLO, b'{"a":nul,%s}' % HELLO, b'{a:1,%s}' % HELLO,
               b'{"a":%s%s,%s}' % (b"[" * 10_000, b"]" * 10_000, HELLO), b'{"a":%s,%s}' % (b'{"b":' * 10_000, HELLO),

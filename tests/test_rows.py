@@ -11,10 +11,8 @@ import subprocess
 import time
 
 import pytest
-from conftest import QUOTED_QWEN3, QWEN3, assert_error, environment, finish, output, qwen3, shell, spawn, wait_until
-from test_faults import needs_address_space
-from test_list import (  # noqa: F401
-    GREEDY, HELLO, WORDS, alone, errors_of, run_json, run_list, stopping, write_list)
+from conftest import (GREEDY, HELLO, QWEN3, WORDS, alone, assert_error, environment, errors_of, output, qwen3, run_json,
+                      run_list, wait_until, write_list)
 
 MODES = {"chat": ["answer", "end"], "generate": ["answer", "end"], "embed": ["vector"],
          "perplexity": ["tokens", "nll", "ppl"], "tokenize": ["ids"]}
@@ -89,7 +87,7 @@ def test_objects_among_other_lines(tiny):
     (("-n", 3), b'{"answer":"aaa","end":"length"}'),
     (("-c", 3), b'{"answer":"aaa","end":"context"}'),
     (("-x", "aa"), b'{"answer":"","end":"stop"}')])
-def test_ends(stopping, how, first):  # noqa: F811
+def test_ends(stopping, how, first):
     data = b'{"text":"a"}\n{"text":"x"}\n'
     lines, _ = run_json(stopping, data, "-m", "generate", *GREEDY, *how, "-q")
     assert lines == [first, b'{"answer":"","end":"stop"}']
@@ -144,22 +142,6 @@ def test_large_members(tiny, megabytes):
     lines, _ = run_json(tiny, b"".join(b"{%s,%s}\n" % (row, HELLO) for row in rows), *GREEDY, "-q")
     tail = b'"answer":%s,"end":"stop"}' % alone(tiny, b"Hello", *GREEDY)
     assert all(line == b"{%s,%s" % (row, tail) for line, row in zip(lines, rows)) and len(lines) == 2
-
-
-@needs_address_space
-def test_members_count_in_what_is_ahead(tiny, tmp_path):
-    """Of texts that run, too: 32 of them with 3 MB each do not fit into 80 MB."""
-    write_list(tmp_path / "list", [b'{"a":"%s",%s}' % (b"x" * 3_000_000, HELLO)] * 36)
-    done = shell(f"ulimit -v 80000; exec {QUOTED_QWEN3} {tiny} -L {tmp_path}/list -t 0 -n 3 -q -j 1 -c 128 | wc -l")
-    assert done.stdout.split() == [b"36"] and done.stderr == b"", done
-
-
-def test_members_on_a_terminal(tiny, tmp_path):
-    """They can't drive it."""
-    path = write_list(tmp_path / "list", [b'{"a":"\x7f\xc2\x9b\xc3\xa9",%s}' % HELLO])
-    child = spawn(tiny, "-L", path, *GREEDY, "-q")
-    assert finish(child) == 0
-    assert '{"a":"\ufffd\ufffdé","answer":"Hello'.encode() in child.before
 
 
 # -- -w FILE
@@ -321,7 +303,7 @@ def test_bad_files(tiny, tmp_path):
     assert path.read_bytes() == b'"a"\n"b"\n'
 
 
-def test_two_runs_at_once(start, stopping, tmp_path):  # noqa: F811
+def test_two_runs_at_once(start, stopping, tmp_path):
     """The second is refused, whatever it would do; once the first has ended it goes on."""
     out = tmp_path / "out"
     args = (stopping, "-l", "-", "-m", "generate", *GREEDY, "-n", "3", "-w", out)
@@ -335,7 +317,7 @@ def test_two_runs_at_once(start, stopping, tmp_path):  # noqa: F811
     assert qwen3(*args, stdin=b"a\nx\n").returncode == 0 and out.read_bytes() == b'"aaa"\n""\n'
 
 
-def test_interrupted_before_the_last_line_is_known_again(start, stopping, tmp_path):  # noqa: F811
+def test_interrupted_before_the_last_line_is_known_again(start, stopping, tmp_path):
     """Nothing has been written then, also where nothing is left to do."""
     out = tmp_path / "out"
     for data, there in (b"a\nx\nx\n", b'"a"\n'), (b"x\na\n", b'""\n"a"\n'):

@@ -1,6 +1,5 @@
 """Signals and closed readers, at any time: both programs end as cli.md says, with what was written so
 far, the terminal as it was, and no half file."""
-import fcntl
 import os
 import random
 import re
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import pexpect
 import pytest
-from conftest import (LINUX, ROOT, change_sections, copy_model, cpu_seconds, end, environment, finish,
-                      leave, make_checkpoint, prompts, settle, show_progress, spawn, wait_for_call,
+from conftest import (LINUX, ROOT, change_sections, copy_model, cpu_seconds, end, environment, finish, leave,
+                      make_checkpoint, needs_small_pipes, prompts, settle, show_progress, small_pipe, spawn, wait_for_call,
                       wait_until, waiting)
 
 BOTH = pytest.mark.parametrize("mode", ["generate", "chat"])
@@ -50,17 +49,6 @@ def catches(pid, number):
         return True
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1
-
-
-def small_pipe():
-    """The ends of one that is full after 4,096 bytes, where there are such pipes."""
-    ours, theirs = os.pipe()
-    if hasattr(fcntl, "F_SETPIPE_SZ"):
-        fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, 4096)
-    return ours, theirs
-
-
-needs_small_pipes = pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="no small pipes")
 
 
 def stop(child, number=signal.SIGINT):
