@@ -2173,7 +2173,7 @@ static const struct {
     const char *name;        // for -m
     bool has_answers;        // tokens are drawn
     size_t least;            // tokens of a text
-    const char *members[5];  // that its result adds to an object of a list
+    const char *members[5];  // that its result adds to an object of a list (see Results)
 } modes[] = {
     [CHAT] = {"chat", true, 1, {"answer", "end", "error"}},
     [GENERATE] = {"generate", true, 1, {"answer", "end", "error"}},
@@ -2197,6 +2197,7 @@ static const struct {
 
 enum { MOST_TEXTS = 32 };              // that run together
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice before the given answers are scored
+enum { BY_BUDGET = GOES_ON, NOT_CLOSED = INTERRUPTED };  // Slot.closed_by: -r N did it; nothing did
 
 typedef struct Slot {  // what Part II keeps of a text, beside Text
     const struct Engine *engine;
@@ -2212,8 +2213,7 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
     size_t cached;     // tokens of the prompt that did not need to run
     size_t counted;    // with given answers: tokens of these and of the thinking
     int thought;       // tokens of thinking that were drawn
-    Ending closed_by;  // what append_id returned when budget_text closed its thinking (GOES_ON: -r
-                       // did); INTERRUPTED: budget_text did not
+    int closed_by;     // the Ending for which budget_text closed its thinking, or NOT_CLOSED
     int choice;        // the given answer that is scored, or what comes before these
     // Many texts at once only:
     int n_blocks;      // how many blocks it has
@@ -2724,7 +2724,7 @@ static const char budget_text[] = "\n\nConsidering the limited time by the user,
     "the solution based on the thinking directly now.\n</think>\n\n";
 
 static const struct { const char *by, *name; } endings[] = {  // what ends an answer, or thinking
-    [GOES_ON] = {"-r", NULL},
+    [BY_BUDGET] = {"-r", NULL},
     [COMPLETE] = {"an end token", "stop"},  // name: "end" of an object
     [LIMIT_REACHED] = {"-n", "length"},
     [CONTEXT_ENDED] = {"a full context (-c)", "context"},
@@ -2881,7 +2881,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     memcpy(all->p, prompt->p, n * sizeof(int));
     all->n = n;
     slot->own.out.n = 0;
-    *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = INTERRUPTED,
+    *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
                    .choice = THINKS};
     *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = context,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
@@ -2949,22 +2949,68 @@ typedef struct {  // of the command line. Not given: NULL, or -1 of a number wit
     int given[256];        // how often an option of this letter was given
 } Options;
 
+typedef struct {
+    char letter;
+    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
+    size_t place;           // in Options
+    enum { ALWAYS, ANSWERS, CHATS } counts;  // where: else a notice says that it has no effect
+    double low;             // the least value; of a TEXT or SEED, the least number of bytes
+    double high;            // the greatest, likewise
+    const char *expected;   // what the value should be; NULL: a number from low to high
+    const char *others;     // what other programs call it, each name between spaces
+} Option;
+
+#define PLACE(name) offsetof(Options, name)
+enum { LONGEST_PATH = 4000 };
+
+static const Option options[] = {  // those with a value
+    {'i', TEXT, PLACE(text), ALWAYS, 0, INT_MAX, NULL, " prompt input "},
+    {'f', TEXT, PLACE(file), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " file prompt-file "},
+    {'l', TEXT, PLACE(list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " list batch "},
+    {'L', TEXT, PLACE(json_list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", NULL},
+    {'w', TEXT, PLACE(out), ALWAYS, 1, LONGEST_PATH, "a file's name", " output output-file "},
+    {'m', MODE, PLACE(mode), ALWAYS, 0, N_MODES - 1,
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", " mode "},
+    {'y', TEXT, PLACE(system), CHATS, 0, INT_MAX, NULL, " system system-prompt sys "},
+    {'r', INTEGER, PLACE(think), CHATS, 0, INT_MAX,
+     "0 (off), 1 (on) or N (on, for at most N tokens)", " reasoning-budget thinking-budget "},
+    {'o', TEXT, PLACE(answers), ALWAYS, 0, INT_MAX, NULL, " choices "},
+    {'t', REAL, PLACE(temperature), ANSWERS, 0, 1000, NULL, " temp temperature "},
+    {'p', REAL, PLACE(top_p), ANSWERS, 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)",
+     " top-p "},
+    {'k', INTEGER, PLACE(top_k), ANSWERS, 0, INT_MAX, NULL, " top-k "},
+    {'a', REAL, PLACE(presence), ANSWERS, 0, 2, NULL, " presence-penalty "},
+    {'e', REAL, PLACE(repetition), ANSWERS, 0.01, 100, NULL, " repeat-penalty repetition-penalty "},
+    {'x', TEXT, PLACE(stop), ANSWERS, 1, INT_MAX, "a text, not empty", " stop reverse-prompt "},
+    {'s', SEED, PLACE(seed), ANSWERS, 0, INT_MAX, "a 64-bit integer", " seed "},
+    {'n', INTEGER, PLACE(n), ANSWERS, -1, INT_MAX, NULL,
+     " n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens "},
+    {'c', INTEGER, PLACE(context), ALWAYS, 0, INT_MAX, NULL,
+     " ctx-size num-ctx context max-model-len "},
+    {'C', INTEGER, PLACE(cache_bits), ALWAYS, 8, 32, "8 or 32",
+     " cache-type-k cache-type-v ctk ctv kv-cache-dtype cache-bits kv-bits "},
+    {'b', INTEGER, PLACE(batch), ALWAYS, 1, 512, NULL, " batch-size "},
+    {'j', INTEGER, PLACE(threads), ALWAYS, 1, 1024, NULL, " threads "},
+};
+enum { N_OPTIONS = sizeof(options) / sizeof(*options) };
+
 static bool is_list(const Options *o) { return o->list || o->json_list; }
 static bool is_seeded(const Options *o) { return o->given['s'] || o->out; }  // not by the clock
+static int places_for(const Options *o) { return is_list(o) ? min_int(MOST_TEXTS, o->batch) : 1; }
 
 typedef struct {
     Options options;
     Engine engine;
-    bool can_switch;  // the chat format can switch thinking on and off
-    bool switched_on; // -r has switched it on
-    bool noticed;     // the notices have been given
-    Buffer not_utf8;  // the notice of the first text that is not UTF-8
-    bool told;        // it has been given
-    bool dialogue;    // a conversation at a terminal: it goes on after an error
+    bool can_switch;    // the chat format can switch thinking on and off
+    bool switched_on;   // -r has switched it on
+    bool dialogue;      // a conversation at a terminal: it goes on after a wrong message
+    bool gave_notices;
+    Buffer not_utf8;    // the notice of the first text that is not UTF-8
+    bool gave_not_utf8;
     Conversation conversation;  // of a chat, or of a list's line
-    Buffer input;     // the prompt's text, the message being typed, or a JSON line's last string
+    Buffer input;       // the prompt's text, the message being typed, or a JSON line's last string
     Ids prompt;
-    uint64_t rng;     // of the conversation's next answer
+    uint64_t rng;       // of the conversation's next answer
 } App;
 
 // ------------------------------------------------------------------------------------------------
@@ -2977,27 +3023,30 @@ static bool draws_ids(const Engine *e) {
     return modes[e->mode].has_answers && (!e->n_choices || (e->may_think && e->max_new));
 }
 
-// Returns what is wrong with a text of `size` bytes, or NULL: with its ids, or before it is encoded
-// (ids: NULL) with the fewest that it can have.
+// Returns what is wrong with a prompt, or NULL. Before it is encoded, ids is NULL, and the fewest
+// ids of `size` bytes count. After that, size 0 only says: the user wrote nothing.
 static const char *wrong_length(const App *app, size_t size, const Ids *ids) {
     static char what[240];
     const Engine *e = &app->engine;
     const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
     const size_t n = ids ? ids->n : size / 4 / e->tokenizer.tables->longest;  // NFC may quarter it
     const size_t least = ids ? modes[e->mode].least : 0;
-    const size_t most = e->mode == PERPLEXITY ? INT_MAX : context - min_size(context, e->reserve);
+    const bool whole = e->mode != TOKENIZE && e->mode != PERPLEXITY;  // must it fit?
+    const size_t most = whole ? context - min_size(context, e->reserve) : INT_MAX;
+    const double takes = 56e-6 * size;  // MB, to encode it
     char hint[64] = "-c can't be larger";
-    if (e->mode == TOKENIZE) return NULL;
-    if (ids && !size && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
-    if (n >= least && n <= most) return NULL;
     if (n > all) snprintf(hint, sizeof(hint), "split the text, or export.py --yarn");
     else if (context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
+    if (ids && !size && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
     if (n < least)
-        snprintf(what, sizeof(what), "%s, expected %zu or more tokens, found %zu",
-                 n ? "too short" : "empty", least, n);
-    else
+        snprintf(what, sizeof(what), "too short, expected %zu or more tokens, found %zu", least, n);
+    else if (n > most)
         snprintf(what, sizeof(what), "too long, expected at most %zu tokens (%s), found %zu%s",
                  most, hint, n, ids ? "" : " or more");
+    else if (!ids && takes > 50 && takes > memory_size() / 2e6)
+        snprintf(what, sizeof(what), "too long, expected at most %.0f MB, because encoding takes "
+                 "56 times as much, found %.0f MB", memory_size() / 112e6, size / 1e6);
+    else return NULL;
     return what;
 }
 
@@ -3018,9 +3067,11 @@ static void check_utf8(App *app, const char *name, size_t line, Bytes text) {
                  "(a guess): iconv -f LATIN1 -t UTF-8", name, line);
 }
 
-// -v: where the model came from, how tokens are drawn, and the chat template's own system prompt
+// -v: where the model came from, the cache, how tokens are drawn, and the chat template's own
+// system prompt
 static void show_settings(const App *app) {
     const Engine *e = &app->engine;
+    const int context = e->model.state.context, bits = e->model.config.cache_bits;
     const ChatFormat *f = &e->tokenizer.chat;
     const Sampler *s = &e->places->sampler;
     const Bytes from = e->tokenizer.tables->from, open = f->open[SYSTEM], close = f->close[SYSTEM];
@@ -3028,6 +3079,7 @@ static void show_settings(const App *app) {
     if (text.n > open.n + close.n && memcmp(text.p, open.p, open.n) == 0)
         text = (Bytes){text.p + open.n, text.n - open.n - close.n};
     if (from.n) report("model: %.*s", (int)min_size(from.n, 1000), from.p);
+    if (e->mode != TOKENIZE) report("cache: -c %d -C %d", context, bits);
     if (draws_ids(e))
         report("sampling: -t %g -p %g -k %d -a %g -e %g", s->temperature, s->top_p, s->top_k,
                s->presence, s->repetition);
@@ -3042,17 +3094,18 @@ static void give_notices(App *app) {
     const size_t context = e->model.state.context;
     const Mode mode = e->mode;
     const bool chat = mode == CHAT, answers = modes[mode].has_answers;
-    const bool may_read = is_list(o) || (o->file ? !strcmp(o->file, "-") : !o->text);  // stdin
+    const unsigned kind = chat ? CHATS : answers ? ANSWERS : ALWAYS;
+    const bool piped = o->file ? !strcmp(o->file, "-") : !o->text;
     if (o->verbose && mode != TOKENIZE && app->prompt.n) {
         fputs("prompt ids:", stderr);
         for (size_t i = 0; i < app->prompt.n; i++) fprintf(stderr, " %d", app->prompt.p[i]);
         fputc('\n', stderr);
     }
-    if (app->not_utf8.n && !app->told)
+    if (app->not_utf8.n && !app->gave_not_utf8)
         notice("%.*s", (int)app->not_utf8.n, (char *)app->not_utf8.p);
-    app->told = app->not_utf8.n;
-    if (app->noticed) return;
-    app->noticed = true;
+    app->gave_not_utf8 = app->not_utf8.n;
+    if (app->gave_notices) return;
+    app->gave_notices = true;
     if (o->verbose) show_settings(app);
     if (!e->tokenizer.tables->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
@@ -3068,15 +3121,16 @@ static void give_notices(App *app) {
         notice("-y: the name of a file, taken as text; its text: -y \"$(cat '%s')\"", o->system);
     if (o->text && S_ISREG(file_mode(o->text)))
         notice("-i: the name of a file, taken as text; -f reads it");
-    for (const char *p = chat ? "" : answers ? "yr" : "yrtpkaexsn"; *p; p++)
-        if (o->given[(uint8_t)*p]) notice("-%c: no effect with -m %s", *p, modes[mode].name);
+    for (const Option *option = options; option < options + N_OPTIONS; option++)
+        if (o->given[(uint8_t)option->letter] && option->counts > kind)
+            notice("-%c: no effect with -m %s", option->letter, modes[mode].name);
     if (answers && o->stop && strstr(o->stop, "\\n"))
         notice("-x: these are a backslash and an n, for a newline: -x $'\\n'");
     if (mode == PERPLEXITY && app->prompt.n > context)
         notice("text: %zu tokens are scored in pieces of %zu (-c)", app->prompt.n, context);
     if (chat && (app->switched_on || e->thinks) && e->places->sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
-    if (!may_read && stdin_has_data())
+    if (!piped && !is_list(o) && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
@@ -3131,8 +3185,8 @@ static void buffer_add_score(Buffer *out, const Text *t, bool object) {
 
 static int result_kind(const Engine *e) { return e->n_choices ? CHOICES : (int)e->mode; }
 
-// Ends a line with the result of a text (or to tokenize, of ids) or its error: as members if the
-// line has begun an object, else as it is.
+// Ends a line with the result of a text (TOKENIZE: of ids) or its error. These are members if the
+// line is an object already, or of given answers.
 static void add_result(Buffer *line, const Engine *e, const Text *t, const Ids *ids,
                        const char *error) {
     const int kind = result_kind(e);
@@ -3180,8 +3234,7 @@ static void write_choices(const Engine *e, const Text *t) {
 
 // ------------------------------------------------------------------------------------------------
 // An answer: a request runs alone, and stderr gets its statistics. The answer becomes a message,
-// with its ids as they were drawn. Where -x ends it inside a token, the last ids are taken back,
-// and the written part of a token becomes the message's text.
+// with its ids as they were drawn.
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
     talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
@@ -3219,49 +3272,65 @@ static Text *run_request(App *app) {
     return t;
 }
 
-// Runs the prompt and writes its answer, the conversation's next message; then notices and
-// statistics. Returns false if Ctrl-C came first.
-static bool respond(App *app) {
-    Message *message = conversation_add(&app->conversation, ASSISTANT, (Bytes){0});
-    Ids *answer = &message->ids;
-    Engine *e = &app->engine;
-    const Tokenizer *tok = &e->tokenizer;
-    const double start = now();
-    const Text *t = run_request(app);
-    const Slot *slot = t->slot;
-    Writer *out = t->writer;
-    app->rng = t->sampler.rng;
-    for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(answer, t->ids.p[i]);
-    const size_t n = app->prompt.n, done = t->ending == INTERRUPTED ? min_size(t->n_run, n) : n;
-    const size_t drawn = e->n_choices ? slot->counted : answer->n;
-    const double p = (done - slot->cached) / (e->prompt_end - start + 1e-9);  // prompt tokens/s
-    const double g = drawn / (now() - e->prompt_end + 1e-9);                  // and the answer's
-    const char *where = out->thinking ? " inside its thinking" : "";  // before writer_end
+// Says how an answer, or its thinking, ended, if not by itself.
+static void report_ending(const App *app, const Text *t, bool in_thinking) {
+    const Engine *e = &app->engine;
     const int context = e->model.state.context, all = e->model.config.max_seq_len;
-    char seed[32] = "", hint[48] = "";
     const bool full = t->ending == CONTEXT_ENDED;
+    char hint[48] = "";
     if (full && context < all) snprintf(hint, sizeof(hint), "; -c allows up to %d", all);
     else if (full && app->dialogue) snprintf(hint, sizeof(hint), "; /clear makes room");
-    if (e->n_choices && t->ending == COMPLETE) write_choices(e, t);
-    else writer_end(out);
-    if (slot->closed_by != INTERRUPTED)
-        notice("answer: thinking ended by %s after %d tokens", endings[slot->closed_by].by,
-               slot->thought);
+    if (t->slot->closed_by != NOT_CLOSED)
+        notice("answer: thinking ended by %s after %d tokens", endings[t->slot->closed_by].by,
+               t->slot->thought);
     if (t->ending > COMPLETE && t->ending < INTERRUPTED)
-        notice("answer: ended%s by %s after %zu tokens%s", where, endings[t->ending].by, answer->n,
-               hint);
+        notice("answer: ended%s by %s after %zu tokens%s",
+               in_thinking ? " inside its thinking" : "", endings[t->ending].by,
+               t->ids.n - t->n_prompt, hint);
+}
+
+// Writes how fast the request was that began at `start`.
+static void show_statistics(const App *app, const Text *t, double start) {
+    const Engine *e = &app->engine;
+    const size_t n = app->prompt.n, done = t->ending == INTERRUPTED ? min_size(t->n_run, n) : n;
+    const size_t drawn = e->n_choices ? t->slot->counted : t->ids.n - t->n_prompt;
+    const double p = done / (e->prompt_end - start + 1e-9);    // prompt tokens/s
+    const double g = drawn / (now() - e->prompt_end + 1e-9);   // and the answer's
+    char seed[32] = "";
+    if (quiet) return;
     if (draws_ids(e)) snprintf(seed, sizeof(seed), ", seed %llu", app->options.seed);
-    if (!quiet)
-        fprintf(stderr,  // rates with a decimal only below 1,000
-                "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
-                p < 999.95, p, slot->cached, drawn, g < 999.95, g, seed);
-    for (size_t lost; out->cut > 0; out->cut -= lost) {  // bytes drawn, but not written
-        const int id = answer->p[--answer->n];
+    fprintf(stderr,  // rates with a decimal only below 1,000
+            "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
+            p < 999.95, p, t->slot->cached, drawn, g < 999.95, g, seed);
+}
+
+// Takes back what was drawn, but not written because of -x TEXT: the last ids. If TEXT begins
+// inside a token, that token's bytes before TEXT become the message's text.
+static void take_back(Message *message, Writer *out, const Tokenizer *tok) {
+    for (size_t lost; out->cut > 0; out->cut -= lost) {
+        const int id = message->ids.p[--message->ids.n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
         lost = min_size(out->cut, text.n);
         buffer_add(&message->text, (Bytes){text.p, text.n - lost});
     }
-    return t->ending != INTERRUPTED || answer->n > 0;
+}
+
+// Runs the prompt and writes its answer, the conversation's next message; then notices and
+// statistics. Returns false if Ctrl-C came first.
+static bool respond(App *app) {
+    Message *message = conversation_add(&app->conversation, ASSISTANT, (Bytes){0});
+    Engine *e = &app->engine;
+    const double start = now();
+    const Text *t = run_request(app);
+    const bool in_thinking = t->writer->thinking;  // before writer_end
+    app->rng = t->sampler.rng;
+    for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(&message->ids, t->ids.p[i]);
+    if (e->n_choices && t->ending == COMPLETE) write_choices(e, t);
+    else writer_end(t->writer);
+    report_ending(app, t, in_thinking);
+    show_statistics(app, t, start);
+    take_back(message, t->writer, &e->tokenizer);
+    return t->ending != INTERRUPTED || message->ids.n > 0;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3269,15 +3338,15 @@ static bool respond(App *app) {
 // context gets full, the older turns are forgotten. A question without an answer is taken back.
 
 // Answers the conversation's last message; with `again` the one before, whose new answer takes the
-// old one's place. The older half of the turns is forgotten, again and again, until an eighth of
-// the context is left for the answer, or only the question is left. Returns false if the question
-// is too long, and nothing is forgotten then, or if Ctrl-C came first.
+// old one's place. The older half of the turns is forgotten, again and again, until an answer has
+// room (1,024 tokens, or less: an eighth of the context, or -n), or only the question is left.
+// Returns false if the question is too long, and nothing is forgotten then, or after Ctrl-C.
 static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
-    const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question
+    const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question, until respond
     const size_t context = app->engine.model.state.context, system = app->options.system != NULL;
-    const size_t reserve = min_size(context / 8, 1024);
-    const size_t room = app->options.n < 0 ? reserve : min_size(reserve, app->options.n);
+    const size_t n = app->options.n < 0 ? context : (size_t)app->options.n;
+    const size_t room = min_size(n, min_size(context / 8, 1024));
     const size_t most = app->engine.model.config.max_seq_len;
     const size_t size = asked.p[asked.n - 1].text.n;  // of the question
     size_t first = system;
@@ -3328,7 +3397,7 @@ static void chat_turn(App *app, Bytes text) {
     if (interrupted && app->dialogue)
         notice("chat: stopped before its answer, the message is taken back");
     conversation_drop(talk, talk->n - 1, talk->n);
-    if (!app->told) app->not_utf8.n = 0;  // it was this message's notice
+    if (!app->gave_not_utf8) app->not_utf8.n = 0;  // it was this message's notice
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3404,19 +3473,25 @@ static Bytes take_word(Bytes *text) {
     return (Bytes){word.p, n};
 }
 
-static const char *const command_names[] = {"/file", "/retry", "/clear", "/help",
-                                            "/bye", "/exit", "/quit", "exit", "quit"};
 enum { SEND_FILE, RETRY, CLEAR, HELP, LEAVE, N_COMMANDS = 9 };  // from LEAVE on, each leaves
+
+static const struct { const char *name, *help; } commands[N_COMMANDS] = {
+    {"/file", " PATH TEXT  send TEXT and the file, or the file alone"},
+    {"/retry", "           take the last answer back and draw another"},
+    {"/clear", "           forget the conversation, but not the system prompt"},
+    {"/help", "            show this"},
+    {"/bye", "             leave; also /exit, /quit, exit, quit and Ctrl-D"},
+    {"/exit", ""}, {"/quit", ""}, {"exit", ""}, {"quit", ""}};
 
 // Returns the number of a command, N_COMMANDS of an unknown one, or -1 of a message; cuts its word
 // off. A command is one line that begins, not in quotes, with a slash and letters, or is exit or
-// quit alone. (/think and /no_think are the model's: they are sent.)
+// quit alone. (/think is sent, and so is /no_think: its _ is no letter.)
 static int take_command(Bytes *text, Bytes *word) {
     Bytes rest = *text;
     size_t letters = 1;
     int name = 0;
     *word = take_word(&rest);
-    while (name < N_COMMANDS && !bytes_are(*word, command_names[name])) name++;
+    while (name < N_COMMANDS && !bytes_are(*word, commands[name].name)) name++;
     while (letters < word->n && isalpha(word->p[letters])) letters++;
     const bool slash = word->n > 1 && *word->p == '/' && letters == word->n;
     const bool named = slash ? !bytes_are(*word, "/think") : name < N_COMMANDS && rest.n == 0;
@@ -3453,14 +3528,14 @@ static bool read_message(App *app) {
         uint8_t *end = message->p + message->n;
         if (end[-1] != '\n') continue;  // Ctrl-D in the middle of a line
         cut |= got > TERMINAL_LINE;
-        const bool pasted = waits == LINE;  // it waited, its newline, too, when it was read
+        const bool pasted = waits == LINE;  // it had come, with its newline, before it was read
         waits = input_waits();
         if (waits != NOTHING) continue;
         if (!pasted && message->n > 1 && end[-2] == '\\') {
             end[-2] = '\n';
             message->n--;
         } else {
-            if (got == 1) message->n--;  // Enter alone just sends what is there
+            if (got == 1) message->n--;  // an empty line is no part of the message
             if (!pasted || cut) break;
             fputs("(Enter sends) ", stderr);
         }
@@ -3472,16 +3547,13 @@ static bool read_message(App *app) {
     return true;
 }
 
-static const char commands[] =
-    "/file PATH TEXT  send TEXT and the file, or the file alone\n"
-    "/retry           take the last answer back and draw another\n"
-    "/clear           forget the conversation, but not the system prompt\n"
-    "/help            show this\n"
-    "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
-    "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
-    "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
-    "typed. For line editing and history, start the program with rlwrap before it.\n"
-    "Thinking is chosen at the start: -r 1, or -r 0.\n";
+static void show_help(void) {
+    for (int i = 0; i <= LEAVE; i++) fprintf(stderr, "%s%s\n", commands[i].name, commands[i].help);
+    fputs("A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
+          "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
+          "typed. For line editing and history, start the program with rlwrap before it.\n"
+          "Thinking is chosen at the start: -r 1, or -r 0.\n", stderr);
+}
 
 // Sends TEXT, an empty line and a file. `text` is "PATH TEXT", the end of app->input. ~/ is $HOME.
 static void send_file(App *app, Bytes text) {
@@ -3499,10 +3571,12 @@ static void send_file(App *app, Bytes text) {
         : (mode && !S_ISREG(mode) && !S_ISDIR(mode)) || !strcmp(path, "-") ? "not a regular file"
         : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
-    if (!error) check_utf8(app, path, 1, bytes_from(bytes_of(message), before));
     if (interrupted) notice("/file: stopped, nothing was sent");
     else if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
-    else chat_turn(app, chop(bytes_of(message)));
+    if (interrupted || error) return;
+    check_utf8(app, "input", 1, (Bytes){message->p, before});
+    check_utf8(app, path, 1, bytes_from(bytes_of(message), before));
+    chat_turn(app, chop(bytes_of(message)));
 }
 
 // Sends what was typed, or runs it. Returns false if it is a command that ends the program.
@@ -3513,17 +3587,16 @@ static bool run_message(App *app) {
     size_t blank = 0;
     while (blank < text.n && isspace(text.p[blank])) blank++;
     const int command = take_command(&rest, &word);
-    check_utf8(app, "input", 1, text);
     if (blank == text.n)
         report("input: only white space, nothing was sent; /help shows the commands");
     else if (memchr(text.p, '\033', text.n))
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    else if (command < 0) chat_turn(app, text);
+    else if (command < 0) check_utf8(app, "input", 1, text), chat_turn(app, text);
     else if (command == SEND_FILE) send_file(app, rest);
     else if (command == N_COMMANDS)
         report("%.*s: no such command, /help shows them", (int)word.n, word.p);
     else if (rest.n) report("%.*s takes no text, nothing was sent", (int)word.n, word.p);
-    else if (command == HELP) fputs(commands, stderr);
+    else if (command == HELP) show_help();
     else if (command == CLEAR) conversation_drop(talk, app->options.system != NULL, talk->n);
     else if (command >= LEAVE) return false;
     else if (talk->n < 2) notice("/retry: there is no answer yet");
@@ -3535,19 +3608,20 @@ static bool run_message(App *app) {
 
 // A conversation at a terminal
 static void run_dialogue(App *app) {
-    const char *thinks = app->switched_on ? "on" : app->engine.thinks ? "always" : "off";
+    const char *thinks = app->switched_on ? "on" : app->engine.thinks ? "always"
+                         : app->engine.may_think ? "at will" : "off";
     app->dialogue = true;
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
            app->engine.model.state.context, thinks);
-    for (bool warned = false;; interrupted = 0) {
+    for (double leaves = 0;; interrupted = 0) {  // until then, another Ctrl-C does
         if (!read_message(app)) {
             fputc('\n', stderr);
-            if (!interrupted || warned) return;
+            if (!interrupted || now() < leaves) return;
             notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
-            warned = true;
+            leaves = now() + 2;
         } else if (app->input.n > 0) {
-            warned = false;
+            leaves = 0;
             if (!run_message(app)) return;
         }
     }
@@ -3558,8 +3632,8 @@ static void run_dialogue(App *app) {
 // chosen, and the places prepared. Where no option says otherwise, the model's own mode, sampling
 // and chat format count.
 
-// Finds whether -r has an effect, and whether the prompt or the model may open the thinking. If a
-// chat format cuts thinking off earlier answers, the model thinks.
+// Sets can_switch, switched_on, thinks and may_think. The model itself may begin with <think> if
+// the prompt has none, but the chat format cuts it off earlier answers.
 static void find_thinking(App *app) {
     Engine *e = &app->engine;
     const ChatFormat *f = &e->tokenizer.chat;
@@ -3580,7 +3654,7 @@ static void prepare_places(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     const Tokenizer *tok = &e->tokenizer;
-    const bool list = is_list(o), chat = e->mode == CHAT;
+    const bool chat = e->mode == CHAT;
     Sampler s = tok->tables->advice;
     if (chat && app->can_switch && !app->switched_on && s.temperature != 0)
         s.temperature = 0.7f, s.top_p = 0.8f, s.top_k = 20;
@@ -3590,7 +3664,7 @@ static void prepare_places(App *app) {
     if (o->repetition >= 0) s.repetition = o->repetition;
     s.presence = o->presence;
     app->rng = o->seed;
-    e->most_texts = list ? min_int(MOST_TEXTS, o->batch) : 1;
+    e->most_texts = places_for(o);
 #ifndef PLAIN
     if (e->pass) {  // not to tokenize
         e->n_unused = e->pass->n_blocks;
@@ -3607,8 +3681,8 @@ static void prepare_places(App *app) {
         t->sampler.in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler");
         t->sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the sampler");
         t->writer = alloc(1, sizeof(Writer), "the texts");
-        *t->writer = (Writer){.chat = chat, .terminal = !list && is_terminal(STDOUT_FILENO),
-                              .to = list ? &t->slot->own.out : NULL,
+        *t->writer = (Writer){.chat = chat, .terminal = !is_list(o) && is_terminal(STDOUT_FILENO),
+                              .to = is_list(o) ? &t->slot->own.out : NULL,
                               .stop = bytes(o->stop ? o->stop : "")};
     }
 }
@@ -3639,38 +3713,55 @@ static void prepare_answers(App *app) {
     encode_choices(e);
 }
 
+// Ends the program if MODEL is no file, or another one than was meant.
+static void check_model(const char *path) {
+    const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
+    const bool on_hub = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) &&
+                        !strstr(path, ".bin");  // ORGANIZATION/NAME
+    const unsigned mode = file_mode(path);
+    char file[LONGEST_PATH + 8];
+    snprintf(file, sizeof(file), "%s.bin", path);
+    if (end > path && !strcmp(end, ".tokenizer"))
+        die("%s: belongs to a model, expected %.*s", path, (int)(end - path), path);
+    if (!S_ISREG(mode) && file_mode(file)) die("%s: no model, expected %s", path, file);
+    if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
+    if (on_hub && !mode) die_export(path, "not a file", INT_MAX, path);
+}
+
+// Returns how many positions the cache gets: as -c says, or what a quarter of the memory holds, a
+// multiple of 1,024, and at least 4,096.
+static int choose_context(const App *app) {
+    const Config *c = &app->engine.model.config;
+    const Mode mode = app->engine.mode;
+    const int asked = app->options.context, least = modes[mode].least, most = c->max_seq_len;
+    const double positions = mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
+    const int fitting = min_int((int)fmax(fmin(positions, INT_MAX) / 1024, 4) * 1024, most);
+    const int context = asked < 0 ? fitting : asked == 0 ? most : asked;
+    if (context < least || context > most)
+        die("-c: expected %d to %d (export.py --yarn raises it), found %d", least, most, context);
+    return context;
+}
+
+// Loads the model and its tokenizer, and makes what runs them.
 static void load_model(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
-    const Config *c = &e->model.config;
-    const char *path = o->model, *slash = strchr(path, '/');  // on the hub: ORGANIZATION/NAME
-    const char *end = strrchr(path, '.');
-    bool named = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) && !strstr(path, ".bin");
-    const unsigned mode = file_mode(path);
-    char file[4096];
-    if (end > path && !strcmp(end, ".tokenizer"))
-        die("%s: belongs to a model, expected %.*s", path, (int)(end - path), path);
-    snprintf(file, sizeof(file), "%s.bin", path);
-    if (!S_ISREG(mode) && file_mode(file)) die("%s: no model, expected %s", path, file);
-    if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
-    if (named && !mode) die_export(path, "not a file", INT_MAX, path);
-    const Cursor weights = model_map(&e->model, path);
-    snprintf(file, sizeof(file), "%s.tokenizer", path);
+    Config *c = &e->model.config;
+    char file[LONGEST_PATH + 16];
+    check_model(o->model);
+    const Cursor weights = model_map(&e->model, o->model);
+    snprintf(file, sizeof(file), "%s.tokenizer", o->model);
     if (!file_mode(file))
         die("%s: missing, expected beside the model, where export.py writes it", file);
     tokenizer_load(&e->tokenizer, file, c->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
-    const int least = modes[e->mode].least, most = c->max_seq_len;
-    if (o->cache_bits == 8 && c->head_dim % 16)
-        die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, path);
-    e->model.config.cache_bits = o->cache_bits;
-    const double room = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
-    const int fitting = min_int((int)fmax(fmin(room, INT_MAX) / 1024, 4) * 1024, most);
-    const int context = o->context < 0 ? fitting : o->context == 0 ? most : o->context;
-    if (context < least || context > most)
-        die("-c: expected %d to %d (export.py --yarn raises it), found %d", least, most, context);
+    c->cache_bits = o->cache_bits;
+    if (c->cache_bits == 8 && c->head_dim % 16)
+        die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);
+    const int context = choose_context(app);
     if (o->n_choices && !modes[e->mode].has_answers)
-        die_usage("-o: %s is made for -m %s, expected one that answers", path, modes[e->mode].name);
+        die_usage("-o: %s is made for -m %s, expected one that answers", o->model,
+                  modes[e->mode].name);
     if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
     make_panels(&e->model, weights);
@@ -3680,7 +3771,7 @@ static void load_model(App *app) {
 #else
     // Rows of logits in a pass: one for each text, or many of a text that is scored
     const int rows = min_int(e->mode == PERPLEXITY ? 128 : MOST_TEXTS, o->batch);
-    e->pass = pass_init(&e->model, o->batch, rows, is_list(o) ? min_int(MOST_TEXTS, o->batch) : 1);
+    e->pass = pass_init(&e->model, o->batch, rows, places_for(o));
 #endif
     prepare_answers(app);
 }
@@ -3701,8 +3792,9 @@ static bool read_prompt(App *app) {
     if (error)
         die("%s: %s%s", name, error, strpbrk(name, " ?") ? " (-i takes a text, not a file)" : "");
     check_utf8(app, name, 1, bytes_from(bytes_of(text), before));
-    if (chat && piped && text->n == before)
-        die("stdin: empty, expected a prompt; has a command before the pipe failed?");
+    if (chat && text->n == before)
+        die("%s: empty, expected a prompt%s", name,
+            piped ? "; has a command before the pipe failed?" : "");
     if (chat) text->n = before + chop(bytes_from(bytes_of(text), before)).n;
     return true;
 }
@@ -3725,7 +3817,7 @@ static void run_raw(App *app, Bytes text) {
     check_length(app, text.n, NULL);
     encode_text(app, text, &app->prompt);
     if (interrupted) return;
-    check_length(app, text.n, ids);
+    check_length(app, text.n, ids);  // or exits
     give_notices(app);
     if (e->mode == GENERATE) {
         respond(app);
@@ -4014,7 +4106,7 @@ typedef struct {
     size_t drawn;           // tokens of all answers
     size_t endings[FAILED + 1];  // answers by their end
     size_t in_thinking;     // answers that ended inside it
-    size_t closed[INTERRUPTED + 1]; // thinkings by what ended them: see endings
+    size_t closed[NOT_CLOSED + 1]; // thinkings by what ended them: see endings
     size_t pieces;          // texts that are scored in pieces
     const char *hint;       // on the first bad line of JSON; "" once it is given, NULL before
     bool gave_no_effect;    // a notice named members without effect
@@ -4236,7 +4328,7 @@ static int report_list(const List *l) {
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
         return status;
     }
-    for (int i = 0; i < INTERRUPTED; i++) {
+    for (int i = 0; i < NOT_CLOSED; i++) {
         const size_t n_closed = l->closed[i], n_ended = i > COMPLETE ? l->endings[i] : 0;
         if (n_ended) notice("answers: ended by %s: %zu", endings[i].by, n_ended);
         if (n_closed) notice("answers: thinking ended by %s: %zu", endings[i].by, n_closed);
@@ -4386,47 +4478,6 @@ static const char usage[] =  // after the line of --version
     "stdout, all else to stderr. Exit: 0 success, 1 file, memory or model error,\n"
     "2 usage error, 130 Ctrl-C.\n";
 
-typedef struct {
-    char letter;
-    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
-    size_t place;           // in Options
-    double low;             // the least value; of a TEXT, the least number of bytes
-    double high;            // the greatest, likewise
-    const char *expected;   // what the value should be; NULL: a number from low to high
-    const char *others;     // what other programs call it, each name between spaces
-} Option;
-
-#define PLACE(name) offsetof(Options, name)
-enum { LONGEST_PATH = 4000 };
-
-static const Option options[] = {  // those with a value
-    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, " prompt input "},
-    {'f', TEXT, PLACE(file), 1, LONGEST_PATH, "a file's name, or -", " file prompt-file "},
-    {'l', TEXT, PLACE(list), 1, LONGEST_PATH, "a file's name, or -", " list batch "},
-    {'L', TEXT, PLACE(json_list), 1, LONGEST_PATH, "a file's name, or -", NULL},
-    {'w', TEXT, PLACE(out), 1, LONGEST_PATH, "a file's name", " output output-file "},
-    {'m', MODE, PLACE(mode), 0, N_MODES - 1,
-     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", " mode "},
-    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, " system system-prompt sys "},
-    {'r', INTEGER, PLACE(think), 0, INT_MAX, "0 (off), 1 (on) or N (on, for at most N tokens)",
-     " reasoning-budget thinking-budget "},
-    {'o', TEXT, PLACE(answers), 0, INT_MAX, NULL, " choices "},
-    {'t', REAL, PLACE(temperature), 0, 1000, NULL, " temp temperature "},
-    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", " top-p "},
-    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, " top-k "},
-    {'a', REAL, PLACE(presence), 0, 2, NULL, " presence-penalty "},
-    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, " repeat-penalty repetition-penalty "},
-    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text that is not empty", " stop reverse-prompt "},
-    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", " seed "},
-    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL,
-     " n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens "},
-    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, " ctx-size num-ctx context max-model-len "},
-    {'C', INTEGER, PLACE(cache_bits), 8, 32, "8 or 32",
-     " cache-type-k cache-type-v ctk ctv kv-cache-dtype cache-bits kv-bits "},
-    {'b', INTEGER, PLACE(batch), 1, 512, NULL, " batch-size "},
-    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, " threads "},
-};
-
 static const struct { const char *others, *here; } hints[] = {
     {" model model-path ", "MODEL without an option"},
     {" quiet silent ", "-q"},
@@ -4452,8 +4503,7 @@ static bool is_called(const char *arg, const char *words) {
 
 // Returns the option of this name. If there is none, ends the program and names the likely mistake.
 static const Option *option_named(const char *arg) {
-    enum { N = sizeof(options) / sizeof(*options), N_HINTS = sizeof(hints) / sizeof(*hints) };
-    for (size_t i = 0; i < N; i++) {
+    for (size_t i = 0; i < N_OPTIONS; i++) {
         const char letter = options[i].letter;
         const bool begins = arg[1] == letter;
         if (begins && !arg[2]) return &options[i];
@@ -4463,7 +4513,7 @@ static const Option *option_named(const char *arg) {
         if (is_called(arg, options[i].others))
             die_usage("%.80s: unknown option, expected -%c; -h lists all", arg, letter);
     }
-    for (size_t i = 0; i < N_HINTS; i++) {
+    for (size_t i = 0; i < sizeof(hints) / sizeof(*hints); i++) {
         if (is_called(arg, hints[i].others))
             die_usage("%.80s: unknown option, expected %s", arg, hints[i].here);
     }
@@ -4491,7 +4541,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
     void *place = (char *)o + option->place;
     char range[64], *end = NULL;
-    double number = strlen(value);  // of a TEXT; of the others the value
+    double number = strlen(value);  // of a TEXT or SEED; of the others the value
     errno = 0;
     if (option->type == TEXT) {
         *(const char **)place = value;
@@ -4567,7 +4617,8 @@ static Options parse_options(int argc, char **argv) {
         die_usage("-C: bad value, expected 8 or 32, found \"%d\"", o.cache_bits);
     if (o.out && (!is_list(&o) || !strcmp(o.out, "-")))
         die_usage("-w: expected a file's name, and -l or -L");
-    if (!o.text && !o.file && o.mode != CHAT && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
+    const bool asks_stdin = !o.text && !o.file && !is_list(&o) && o.mode != CHAT;
+    if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
     if (o.out && !o.given['s']) o.seed = 0;
     split_answers(&o);
     return o;
@@ -4578,6 +4629,7 @@ static Options parse_options(int argc, char **argv) {
 
 static int run_mode(App *app) {
     const char *system = app->options.system;
+    // First, because it fails fast, and FILE becomes stdout:
     List *list = is_list(&app->options) ? open_list(app) : NULL;
     load_model(app);
     prepare_places(app);

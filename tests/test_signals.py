@@ -217,7 +217,7 @@ def test_one_answer_at_a_terminal(endless, stopped, number):
 
 @pytest.mark.parametrize("typed", ["", "half a li", "a line\\\n", "x\\\nhalf", "a\nb"])
 def test_interrupt_at_the_prompt(endless, talk, typed):
-    """It clears what was typed and says how to leave; the second one in a row leaves."""
+    """It clears what was typed and says how to leave; the second one in a row leaves, within two seconds."""
     child, say = talk("-t", 0, "-n", 3, "-v", model=endless)
 
     def interrupt():
@@ -232,6 +232,11 @@ def test_interrupt_at_the_prompt(endless, talk, typed):
     say("/clear")
     interrupt()                                         # the first again
     assert prompts(say("x")) == alone != []             # nothing of `typed` was sent
+    if not typed:
+        interrupt()
+        child.send("\n")                                # an empty line changes nothing
+        child.expect_exact("> ")
+        time.sleep(2)
     interrupt()
     child.sendintr()
     assert finish(child) == 130
